@@ -1,0 +1,82 @@
+"""How per-token numbers become one number, the same for every split of a mini-batch.
+
+A loss over a micro-batch is a *sum* together with the *unit* by which the whole mini-batch divides it. An engine adds
+the sums of all micro-batches of all data-parallel ranks and divides once, by the count of that unit in the global
+mini-batch: so neither the micro-batch size nor the number of ranks changes a loss, a gradient or a metric.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+Unit = Literal["token", "sequence", "constant"]
+UNITS: tuple[str, ...] = get_args(Unit)
+
+LOSS_AGG_UNIT: dict[str, Unit] = {
+    "token-mean": "token",
+    "seq-mean-token-sum": "sequence",
+    "seq-mean-token-mean": "sequence",
+    "seq-mean-token-sum-norm": "constant",
+}
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A scalar sum over a micro-batch, and the unit whose count in the global mini-batch divides it."""
+
+    total: Tensor
+    unit: Unit
+
+
+@dataclass(frozen=True)
+class Extreme:
+    """A scalar metric whose micro-batches combine by maximum or minimum."""
+
+    value: Tensor
+    kind: Literal["max", "min"]
+
+
+Metric = Sum | Extreme
+
+
+def count_units(mask: Tensor) -> Tensor:
+    """Count what a (B, T) mask holds of each unit, in the order of ``UNITS``: a float64 tensor (3,)."""
+    return torch.stack([mask.sum().double(), mask.new_tensor(mask.shape[0]).double(), mask.new_tensor(1).double()])
+
+
+def agg_unit(loss_agg_mode: str) -> Unit:
+    """Return the unit by which a mode normalises.
+
+    Raises: ValueError for an unknown mode.
+    """
+    if loss_agg_mode not in LOSS_AGG_UNIT:
+        raise ValueError(f"loss_agg_mode must be one of {sorted(LOSS_AGG_UNIT)}, got {loss_agg_mode!r}")
+    return LOSS_AGG_UNIT[loss_agg_mode]
+
+
+def agg_sum(loss_mat: Tensor, loss_mask: Tensor, loss_agg_mode: str, length: int | None = None) -> Sum:
+    """Sum a (B, T) matrix so that dividing by the count of the unit gives the aggregated loss.
+
+    ``length`` is the constant of ``seq-mean-token-sum-norm``; it defaults to the width of the mask.
+    """
+    unit = agg_unit(loss_agg_mode)
+    masked = torch.where(loss_mask.bool(), loss_mat * loss_mask, 0.0)
+    if loss_agg_mode == "seq-mean-token-mean":
+        return Sum((masked.sum(-1) / loss_mask.sum(-1).clamp(min=1)).sum(), unit)
+    if loss_agg_mode == "seq-mean-token-sum-norm":
+        return Sum(masked.sum() / (length or loss_mask.shape[-1]), unit)
+    return Sum(masked.sum(), unit)
+
+
+def agg_loss(loss_mat: Tensor, loss_mask: Tensor, loss_agg_mode: str, length: int | None = None) -> Tensor:
+    """Aggregate a (B, T) matrix into the loss of a batch that is not split any further.
+
+    Raises: ValueError for an unknown mode.
+    Source: Dr. GRPO (arXiv:2503.20783) section 3.2 for the constant norm, DAPO (arXiv:2503.14476) section 3.3 for the
+    token mean.
+    """
+    part = agg_sum(loss_mat, loss_mask, loss_agg_mode, length)
+    count = count_units(loss_mask)[UNITS.index(part.unit)].clamp(min=1)
+    return part.total / count.to(part.total.dtype)

@@ -1,0 +1,57 @@
+"""Which accelerator this process runs on, and how its process groups talk."""
+
+from functools import cache
+from types import ModuleType
+
+import torch
+
+
+@cache
+def _npu_available() -> bool:
+    try:
+        import torch_npu  # noqa: F401
+    except ImportError:
+        return False
+    return bool(torch.npu.is_available())
+
+
+is_cuda_available: bool = torch.cuda.is_available()
+is_npu_available: bool = _npu_available()
+
+
+def get_device_name() -> str:
+    """Return ``cuda``, ``npu`` or ``cpu``."""
+    return "cuda" if is_cuda_available else "npu" if is_npu_available else "cpu"
+
+
+def get_torch_device() -> ModuleType:
+    """Return ``torch.cuda``, ``torch.npu`` or ``torch.cpu``."""
+    module: ModuleType = getattr(torch, get_device_name())
+    return module
+
+
+def get_device_id() -> int | str:
+    """Return the index of the current device; ``cpu`` where there is no accelerator."""
+    return "cpu" if get_device_name() == "cpu" else get_torch_device().current_device()
+
+
+def get_nccl_backend() -> str:
+    """Return the collective library of the device: ``nccl``, ``hccl`` or ``gloo``."""
+    return {"cuda": "nccl", "npu": "hccl", "cpu": "gloo"}[get_device_name()]
+
+
+def get_process_group_backend() -> str:
+    """Return the backend string of a group that serves the device and host tensors."""
+    name = get_device_name()
+    return "gloo" if name == "cpu" else f"cpu:gloo,{name}:{get_nccl_backend()}"
+
+
+def get_visible_devices_keyword() -> str:
+    """Return the variable that hides devices from a process."""
+    return "ASCEND_RT_VISIBLE_DEVICES" if is_npu_available else "CUDA_VISIBLE_DEVICES"
+
+
+def set_expandable_segments(enable: bool) -> None:
+    """Let the CUDA allocator grow its segments, or not: engines that sleep need it off."""
+    if is_cuda_available:
+        torch.cuda.memory._set_allocator_settings(f"expandable_segments:{enable}")
