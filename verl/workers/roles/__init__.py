@@ -1,0 +1,6 @@
+"""The workers: one class per role, whatever the backend."""
+
+from verl.workers.roles.actor_rollout_ref import ActorRolloutRefWorker
+from verl.workers.roles.critic import CriticWorker
+
+__all__ = ["ActorRolloutRefWorker", "CriticWorker"]

@@ -1,0 +1,195 @@
+"""The actor, its rollout engine and the reference policy: one worker class for every combination of the three."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from verl.protocol import DataProto
+from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.config import CheckpointConfig, FSDPEngineConfig
+from verl.workers.engine import BaseEngine
+from verl.workers.roles.base import EngineWorker, average_metrics, effective_engine_config, memory_metrics
+from verl.workers.roles.utils.batching import Cut, per_rank_micro_batch, per_rank_mini_batch
+from verl.workers.roles.utils.losses import ppo_loss
+from verl.workers.roles.utils.mismatch import finish_mismatch
+from verl.workers.rollout import build_rollout
+from verl.workers.sharding_manager import build_sharding_manager
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+ROLES = ("actor", "rollout", "ref", "actor_rollout", "actor_rollout_ref")
+
+
+class ActorRolloutRefWorker(EngineWorker):
+    """Trains, generates and scores with the policy; ``role`` says which of these this worker does.
+
+    Args: ``config`` is the node ``actor_rollout_ref``; ``role`` is one of ``ROLES``.
+    """
+
+    def __init__(self, config: "DictConfig", role: str, **kwargs: Any) -> None:
+        if role not in ROLES:
+            raise ValueError(f"role must be one of {ROLES}, got {role!r}")
+        super().__init__(timeout_s=config.get("nccl_timeout", 600))
+        self.config = config
+        self._is_actor, self._is_rollout = "actor" in role, "rollout" in role
+        self._is_ref = role == "ref" or role.endswith("_ref")
+        self._is_lora = config.model.get("lora_rank", 0) > 0
+        node = config.actor if self._is_actor or not self._is_ref else config.ref
+        self.register_mesh("actor", effective_sequence_parallel_size(node))
+        if self._is_rollout:
+            infer_size = config.rollout.tensor_model_parallel_size * config.rollout.get("data_parallel_size", 1)
+            if self.world_size % infer_size:
+                raise ValueError(
+                    f"actor_rollout_ref.rollout.tensor_model_parallel_size x data_parallel_size = {infer_size} must "
+                    f"divide the {self.world_size} workers"
+                )
+            self.register_mesh("rollout", infer_size if config.rollout.name != "hf" else 1)
+
+    # ---- start
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Build what the role needs: training engine, reference engine, rollout and the manager between them."""
+        self.model_config = omega_conf_to_dataclass(self.config.model)
+        if self._is_actor:
+            self._build_actor()
+        if self._is_ref:
+            self._build_ref()
+        if self._is_rollout:
+            self.rollout_config = omega_conf_to_dataclass(self.config.rollout)
+            engine = self.engine if self._is_actor else None
+            self.rollout = build_rollout(self.rollout_config, self.model_config, engine)
+            self.sharding_manager = build_sharding_manager(engine, self.rollout)
+
+    def _build_actor(self) -> None:
+        config = self.actor_config = omega_conf_to_dataclass(self.config.actor)
+        engine_config = effective_engine_config(config.fsdp_config, config)
+        self.engine = self.build_engine(
+            "language_model", self.model_config, engine_config, config.optimizer(), config.checkpoint
+        )
+        dp_size = self.engine.get_data_parallel_size()
+        self.mini_batch_size = per_rank_mini_batch(
+            "actor_rollout_ref.actor.ppo_mini_batch_size",
+            config.ppo_mini_batch_size,
+            self.config.rollout.get("n", 1),
+            dp_size,
+        )
+        self.train_cut = Cut(
+            config.use_dynamic_bsz,
+            per_rank_micro_batch(config.ppo_micro_batch_size_per_gpu, config.ppo_micro_batch_size, dp_size),
+            config.ppo_max_token_len_per_gpu,
+        )
+        self.log_prob_cut = log_prob_cut(self.config.rollout, dp_size)
+
+    def _build_ref(self) -> None:
+        config = self.config.ref
+        engine_config: FSDPEngineConfig = effective_engine_config(
+            omega_conf_to_dataclass(config.fsdp_config), config, forward_only=True
+        )
+        model_config = self.model_config
+        if config.get("model", None) is not None and config.model.get("path", None):
+            model_config = omega_conf_to_dataclass(self.config.model | {"path": config.model.path})
+        self.ref_engine = self.build_engine("language_model", model_config, engine_config, None, CheckpointConfig())
+        self.ref_cut = log_prob_cut(config, self.ref_engine.get_data_parallel_size())
+        if not self._is_actor:
+            self.engine = self.ref_engine
+
+    # ---- rollout
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="rollout"))
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """Bring the engine's weights up to date if they are not, and continue every prompt."""
+        prompts.meta_info.setdefault("eos_token_id", self.model_config.eos_token_id)
+        prompts.meta_info.setdefault("pad_token_id", self.model_config.pad_token_id)
+        timing: dict[str, float] = {}
+        self.sharding_manager.step = prompts.meta_info.get("global_steps")
+        with timed(timing, "wake_and_sync"), self.sharding_manager:
+            with timed(timing, "generate_sequences"):
+                output = self.rollout.generate_sequences(prompts)
+        timing["wake_and_sync"] -= timing["generate_sequences"]
+        timing |= {f"weight_sync/{name}": value for name, value in self.sharding_manager.last_sync.items()}
+        output.meta_info["timing"] = output.meta_info.get("timing", {}) | timing
+        return output
+
+    # ---- log-probabilities
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
+    def compute_log_prob(self, data: DataProto) -> DataProto:
+        """Return ``old_log_probs`` and ``entropys`` (B, R); without adapters where meta ``is_lora`` is set."""
+        without_adapter = data.meta_info.pop("is_lora", False)
+        output = self._infer(self.engine, data, self.log_prob_cut, entropy=True, without_adapter=without_adapter)
+        return DataProto.from_dict(
+            tensors={"old_log_probs": output["log_probs"], "entropys": output["entropy"]},
+            meta_info={"temperature": self.config.rollout.temperature},
+        )
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
+    def compute_ref_log_prob(self, data: DataProto) -> DataProto:
+        """Return ``ref_log_prob`` (B, R): the reference model, or the actor without its adapters."""
+        if self._is_ref:
+            output = self._infer(self.ref_engine, data, self.ref_cut, entropy=False)
+        else:
+            output = self._infer(self.engine, data, self.log_prob_cut, entropy=False, without_adapter=self._is_lora)
+        return DataProto.from_dict(tensors={"ref_log_prob": output["log_probs"]})
+
+    def _infer(
+        self, engine: BaseEngine, data: DataProto, cut: Cut, entropy: bool, without_adapter: bool = False
+    ) -> dict[str, Any]:
+        data.meta_info.update(
+            cut.as_meta(), temperature=self.config.rollout.temperature, calculate_entropy=entropy
+        )
+        with engine.disable_adapter() if without_adapter else nullcontext(), engine.eval_mode():
+            return engine.infer_batch(data)
+
+    # ---- update
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
+    def update_actor(self, data: DataProto) -> DataProto:
+        """Run ``ppo_epochs`` passes over this rank's shard and return metrics only."""
+        config = self.actor_config
+        on_policy = "old_log_probs" not in data.batch.keys()
+        data.meta_info.update(
+            self.train_cut.as_meta(),
+            temperature=self.config.rollout.temperature,
+            calculate_entropy=on_policy or bool(config.entropy_coeff),
+            entropy_needs_grad=bool(config.entropy_coeff),
+            fault_point="update_actor",
+        )
+        metrics: dict[str, Any] = {}
+        with self.mfu(metrics, "perf/mfu/actor", data, config.ppo_epochs), self.engine.train_mode():
+            steps = self.train_mini_batches(
+                data, self.mini_batch_size, config.ppo_epochs, config.shuffle, partial(ppo_loss, config)
+            )
+            metrics["actor/lr"] = self.engine.lr_scheduler_step()
+        step = finish_mismatch(average_metrics(steps))
+        metrics["actor/grad_norm"] = step.pop("grad_norm")
+        if config.use_kl_loss:
+            metrics["actor/kl_coef"] = config.kl_loss_coef
+        return DataProto(meta_info={"metrics": metrics | step | memory_metrics()})
+
+
+def effective_sequence_parallel_size(node: "DictConfig") -> int:
+    """Return the Ulysses degree of a role: its own key, or that of its ``fsdp_config``."""
+    own: int = node.get("ulysses_sequence_parallel_size", 1)
+    return own if own > 1 else node.fsdp_config.get("ulysses_sequence_parallel_size", 1)
+
+
+def log_prob_cut(node: "DictConfig", dp_size: int) -> Cut:
+    """Return how a log-probability pass is cut, from the ``log_prob_*`` keys of a node."""
+    return Cut(
+        node.log_prob_use_dynamic_bsz,
+        per_rank_micro_batch(node.log_prob_micro_batch_size_per_gpu, node.log_prob_micro_batch_size, dp_size),
+        node.log_prob_max_token_len_per_gpu,
+    )
+
+
+@contextmanager
+def timed(timing: dict[str, float], name: str) -> Iterator[None]:
+    """Record the seconds of a block."""
+    start = time.perf_counter()
+    yield
+    timing[name] = time.perf_counter() - start

@@ -1,0 +1,134 @@
+"""What the roles share: process group, seeds, engine construction, checkpoints and figures of the machine."""
+
+import dataclasses
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+
+from verl.single_controller.base import Worker
+from verl.single_controller.base.decorator import Dispatch, register
+from verl.utils.device import get_torch_device, is_cuda_available, is_npu_available
+from verl.utils.distributed import initialize_global_process_group_ray
+from verl.utils.flops_counter import FlopsCounter
+from verl.workers.engine import BaseEngine, EngineRegistry
+
+if TYPE_CHECKING:
+    from verl.protocol import DataProto
+    from verl.workers.config import CheckpointConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+
+logger = logging.getLogger(__name__)
+
+_GIB = 1024**3
+
+
+class EngineWorker(Worker):
+    """A worker around one training engine; a role says which model, loss and batches."""
+
+    engine: BaseEngine
+
+    def __init__(self, timeout_s: int) -> None:
+        super().__init__()
+        initialize_global_process_group_ray(timeout_second=timeout_s)
+
+    def register_mesh(self, name: str, group_size: int) -> None:
+        """Let ``group_size`` neighbouring ranks take the same shard, and the first of them answer."""
+        self._register_dispatch_collect_info(name, self.rank // group_size, self.rank % group_size == 0)
+
+    def build_engine(
+        self,
+        model_type: str,
+        model_config: "HFModelConfig",
+        engine_config: "FSDPEngineConfig",
+        optimizer_config: "FSDPOptimizerConfig | None",
+        checkpoint_config: "CheckpointConfig",
+    ) -> BaseEngine:
+        """Construct and initialize an engine for the strategy of its configuration."""
+        engine = EngineRegistry.new(
+            model_type,
+            engine_config.strategy,
+            model_config=model_config,
+            engine_config=engine_config,
+            optimizer_config=optimizer_config,
+            checkpoint_config=checkpoint_config,
+        )
+        engine.initialize()
+        self.flops_counter = FlopsCounter(model_config.hf_config)
+        return engine
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(
+        self, local_path: str, hdfs_path: str | None = None, global_step: int = 0, max_ckpt_to_keep: int | None = None
+    ) -> None:
+        """Write this rank's part of a checkpoint."""
+        self.engine.save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(
+        self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
+    ) -> None:
+        """Restore this rank's part of a checkpoint."""
+        self.engine.load_checkpoint(local_path, hdfs_path, del_local_after_load)
+
+    def train_mini_batches(
+        self, data: "DataProto", mini_batch_size: int, epochs: int, shuffle: bool, loss_fn: Any
+    ) -> list[dict[str, float]]:
+        """Take one optimizer step per mini-batch and pass; returns the metrics of each."""
+        batches = data.make_iterator(
+            mini_batch_size=mini_batch_size,
+            epochs=epochs,
+            seed=data.meta_info.get("global_steps", 0),
+            dataloader_kwargs={"shuffle": shuffle},
+        )
+        return [self.engine.train_batch(mini_batch, loss_fn) for mini_batch in batches]
+
+    @contextmanager
+    def mfu(self, metrics: dict[str, Any], key: str, data: "DataProto", passes: float) -> Iterator[None]:
+        """Measure the share of the device's peak that the enclosed ``passes`` over the batch reach."""
+        start = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - start
+        achieved, promised = self.flops_counter.estimate_flops(data.meta_info.get("global_token_num", []), seconds)
+        metrics[key] = achieved * passes / promised / self.world_size
+
+
+def memory_metrics() -> dict[str, float]:
+    """Return the device memory of this process and the host memory in use, in GiB."""
+    metrics = {"perf/cpu_memory_used_gb": psutil.virtual_memory().used / _GIB}
+    if is_cuda_available or is_npu_available:
+        device = get_torch_device()
+        metrics["perf/max_memory_allocated_gb"] = device.max_memory_allocated() / _GIB
+        metrics["perf/max_memory_reserved_gb"] = device.max_memory_reserved() / _GIB
+    return metrics
+
+
+def effective_engine_config(engine: "FSDPEngineConfig", node: Any, **overrides: Any) -> "FSDPEngineConfig":
+    """Merge the established keys that stand both in a role's node and in its ``fsdp_config``: the role's node wins
+    where it was changed from its default."""
+    values: dict[str, Any] = {"strategy": node.strategy}
+    for name, default in _SHARED_KEYS.items():
+        own = node.get(name, default)
+        values[name] = own if own != default else getattr(engine, name)
+    return dataclasses.replace(engine, **(values | overrides))
+
+
+_SHARED_KEYS: dict[str, Any] = {
+    "ulysses_sequence_parallel_size": 1,
+    "entropy_from_logits_with_chunking": False,
+    "entropy_checkpointing": False,
+    "use_torch_compile": True,
+}
+
+
+def average_metrics(per_step: list[dict[str, float]]) -> dict[str, float]:
+    """Average the metrics of the optimizer steps; maxima and minima stay such."""
+    reduced: dict[str, float] = {}
+    for name in dict.fromkeys(name for step in per_step for name in step):
+        values = torch.tensor([step[name] for step in per_step if name in step], dtype=torch.float64)
+        kind = "max" if "max" in name else "min" if "min" in name else "mean"
+        reduced[name] = float(getattr(values, kind)())
+    return reduced

@@ -1,0 +1,70 @@
+"""The critic: one value per token, and its updates."""
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from verl.protocol import DataProto
+from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.roles.base import EngineWorker, average_metrics, effective_engine_config
+from verl.workers.roles.utils.batching import Cut, per_rank_micro_batch, per_rank_mini_batch
+from verl.workers.roles.utils.losses import value_loss
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from verl.workers.config import FSDPCriticConfig
+
+
+class CriticWorker(EngineWorker):
+    """Values of the tokens of a response under the current policy."""
+
+    def __init__(self, config: "FSDPCriticConfig | DictConfig") -> None:
+        super().__init__(timeout_s=config.get("nccl_timeout", 600))
+        self.config: FSDPCriticConfig = omega_conf_to_dataclass(config)
+        self.engine_config = effective_engine_config(self.config.model.fsdp_config, self.config)
+        self.register_mesh("critic", self.engine_config.ulysses_sequence_parallel_size)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Build the value model, its optimizer and schedule."""
+        config = self.config
+        self.engine = self.build_engine(
+            "value_model", config.model.as_model_config(), self.engine_config, config.optimizer(), config.checkpoint
+        )
+        dp_size = self.engine.get_data_parallel_size()
+        self.mini_batch_size = per_rank_mini_batch(
+            "critic.ppo_mini_batch_size", config.ppo_mini_batch_size, config.rollout_n, dp_size
+        )
+        self.train_cut = Cut(
+            config.use_dynamic_bsz,
+            per_rank_micro_batch(config.ppo_micro_batch_size_per_gpu, config.ppo_micro_batch_size, dp_size),
+            config.ppo_max_token_len_per_gpu,
+        )
+        self.infer_cut = Cut(
+            config.use_dynamic_bsz,
+            per_rank_micro_batch(config.forward_micro_batch_size_per_gpu, config.forward_micro_batch_size, dp_size),
+            config.forward_max_token_len_per_gpu,
+        )
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="critic"))
+    def compute_values(self, data: DataProto) -> DataProto:
+        """Return ``values`` (B, R), zero outside the response mask."""
+        data.meta_info.update(self.infer_cut.as_meta())
+        with self.engine.eval_mode():
+            output = self.engine.infer_batch(data)
+        return DataProto.from_dict(tensors={"values": output["values"]})
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="critic"))
+    def update_critic(self, data: DataProto) -> DataProto:
+        """Run ``ppo_epochs`` passes over this rank's shard and return metrics only."""
+        data.meta_info.update(self.train_cut.as_meta(), fault_point="update_critic")
+        metrics: dict[str, float] = {}
+        with self.mfu(metrics, "perf/mfu/critic", data, self.config.ppo_epochs), self.engine.train_mode():
+            steps = self.train_mini_batches(
+                data, self.mini_batch_size, self.config.ppo_epochs, self.config.shuffle, partial(value_loss, self.config)
+            )
+            metrics["critic/lr"] = self.engine.lr_scheduler_step()
+        step = average_metrics(steps)
+        metrics["critic/grad_norm"] = step.pop("grad_norm")
+        return DataProto(meta_info={"metrics": metrics | step})
