@@ -1,0 +1,48 @@
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from verl.utils import faults
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("kill:update_actor", faults.Fault("kill", "update_actor")),
+        ("hang:weight_sync:rank=1", faults.Fault("hang", "weight_sync", rank=1)),
+        ("raise:generate:rank=0:step=2", faults.Fault("raise", "generate", rank=0, step=2)),
+    ],
+)
+def test_parse_fault(text, expected):
+    assert faults.parse_fault(text) == expected
+
+
+@pytest.mark.parametrize("text", ["kill", "explode:update_actor", "kill:x:rank", "kill:x:rank=one", "kill:x:node=1"])
+def test_parse_fault_names_what_is_wrong(text):
+    with pytest.raises(ValueError, match="VERL_FAULT"):
+        faults.parse_fault(text)
+
+
+def test_a_fault_fires_once_where_it_is_meant(monkeypatch, tmp_path):
+    monkeypatch.setenv("VERL_FAULT", "raise:generate:rank=1:step=2")
+    monkeypatch.setenv("VERL_FAULT_FILE", str(tmp_path / "fault"))
+    faults.fault_point("update_actor", rank=1, step=2)
+    faults.fault_point("generate", rank=0, step=2)
+    faults.fault_point("generate", rank=1, step=1)
+    assert not (tmp_path / "fault").exists()
+    with pytest.raises(faults.InjectedFault, match="generate, rank 1, step 2"):
+        faults.fault_point("generate", rank=1, step=2)
+    assert "generate rank=1 step=2" in (tmp_path / "fault").read_text()
+    faults.fault_point("generate", rank=1, step=2)
+
+
+def test_kill_ends_the_process_and_leaves_the_proof(tmp_path):
+    code = "from verl.utils.faults import fault_point; fault_point('save_checkpoint', rank=0); print('alive')"
+    env = os.environ | {"VERL_FAULT": "kill:save_checkpoint", "VERL_FAULT_FILE": str(tmp_path / "fault")}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    assert "alive" not in done.stdout
+    assert "save_checkpoint" in (tmp_path / "fault").read_text()
