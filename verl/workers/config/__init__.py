@@ -1,0 +1,39 @@
+"""One dataclass per worker node of the configuration, with its checks."""
+
+from verl.workers.config.actor import ActorConfig, FSDPActorConfig, PolicyLossConfig
+from verl.workers.config.checkpoint import CheckpointConfig
+from verl.workers.config.critic import CriticConfig, FSDPCriticConfig, FSDPCriticModelCfg
+from verl.workers.config.engine import FSDPEngineConfig
+from verl.workers.config.model import BaseModelConfig, HFModelConfig
+from verl.workers.config.optimizer import FSDPOptimizerConfig, OptimizerConfig
+from verl.workers.config.rollout import (
+    AgentLoopConfig,
+    CustomAsyncServerConfig,
+    MultiTurnConfig,
+    RolloutConfig,
+    SamplingConfig,
+    ServerConfig,
+    TraceConfig,
+)
+
+__all__ = [
+    "ActorConfig",
+    "AgentLoopConfig",
+    "BaseModelConfig",
+    "CheckpointConfig",
+    "CriticConfig",
+    "CustomAsyncServerConfig",
+    "FSDPActorConfig",
+    "FSDPCriticConfig",
+    "FSDPCriticModelCfg",
+    "FSDPEngineConfig",
+    "FSDPOptimizerConfig",
+    "HFModelConfig",
+    "MultiTurnConfig",
+    "OptimizerConfig",
+    "PolicyLossConfig",
+    "RolloutConfig",
+    "SamplingConfig",
+    "ServerConfig",
+    "TraceConfig",
+]

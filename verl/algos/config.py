@@ -1,0 +1,76 @@
+"""Advantages, KL control and off-policy correction."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl.base_config import BaseConfig, Violation
+
+KL_PENALTIES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full")
+IS_LEVELS = ("token", "sequence", "geometric")
+IS_MODES = ("truncate", "mask")
+
+
+@dataclass
+class KLControlConfig(BaseConfig):
+    """The coefficient of the KL penalty in the reward."""
+
+    type: str = "fixed"
+    kl_coef: float = 0.001
+    horizon: int = 10000
+    target_kl: float = 0.1
+
+    def rules(self) -> Iterator[Violation]:
+        """Yield an unknown controller and an adaptive one without horizon or target."""
+        if self.type not in ("fixed", "adaptive"):
+            yield Violation("type", self.type, "must be fixed or adaptive")
+        if self.horizon <= 0:
+            yield Violation("horizon", self.horizon, "must be above 0")
+        if self.target_kl <= 0 and self.type == "adaptive":
+            yield Violation("target_kl", self.target_kl, "must be above 0 with type=adaptive")
+
+
+@dataclass
+class FilterGroupsConfig(BaseConfig):
+    """Dynamic sampling: drop the groups whose rewards are all equal."""
+
+    enable: bool = False
+    metric: str | None = None
+    max_num_gen_batches: int = 0
+
+
+@dataclass
+class AlgoConfig(BaseConfig):
+    """The algorithm."""
+
+    gamma: float = 1.0
+    lam: float = 1.0
+    adv_estimator: str = "gae"
+    norm_adv_by_std_in_grpo: bool = True
+    use_kl_in_reward: bool = False
+    kl_penalty: str = "kl"
+    kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
+    use_pf_ppo: bool = False
+    pf_ppo: dict[str, Any] = field(default_factory=lambda: {"reweight_method": "pow", "weight_pow": 2.0})
+    filter_groups: FilterGroupsConfig | None = None
+    rollout_is_threshold: float | None = None
+    rollout_is_threshold_lower: float | None = None
+    rollout_is_level: str = "token"
+    rollout_is_mode: str = "truncate"
+    rollout_is_veto_threshold: float | None = 1e-4
+    rollout_is: bool = False
+
+    def rules(self) -> Iterator[Violation]:
+        """Yield unknown names and values outside their range."""
+        for key in ("gamma", "lam"):
+            if not 0 <= self[key] <= 1:
+                yield Violation(key, self[key], "must be in [0, 1]")
+        if self.kl_penalty.removesuffix("+") not in KL_PENALTIES:
+            yield Violation("kl_penalty", self.kl_penalty, f"must be one of {', '.join(KL_PENALTIES)}, or one with a +")
+        if self.rollout_is_level not in IS_LEVELS:
+            yield Violation("rollout_is_level", self.rollout_is_level, f"must be one of {', '.join(IS_LEVELS)}")
+        if self.rollout_is_mode not in IS_MODES:
+            yield Violation("rollout_is_mode", self.rollout_is_mode, f"must be one of {', '.join(IS_MODES)}")
+        for key in ("rollout_is_threshold", "rollout_is_threshold_lower", "rollout_is_veto_threshold"):
+            if self[key] is not None and self[key] <= 0:
+                yield Violation(key, self[key], "must be above 0, or null")

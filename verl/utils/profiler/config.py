@@ -1,0 +1,108 @@
+"""Who is profiled, by which tool, and with which options."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl.base_config import BaseConfig, Violation
+
+TOOLS = ("nsys", "npu", "torch", "torch_memory")
+NPU_CONTENTS = ("npu", "cpu", "memory", "shapes", "module", "stack")
+NPU_LEVELS = ("level_none", "level0", "level1", "level2")
+
+
+@dataclass
+class NsightToolConfig(BaseConfig):
+    """NVIDIA Nsight Systems; the options of its command line are those of the run, not of a role."""
+
+    discrete: bool = False
+    controller_nsight_options: dict[str, Any] | None = None
+    worker_nsight_options: dict[str, Any] | None = None
+
+
+@dataclass
+class TorchProfilerToolConfig(BaseConfig):
+    """``torch.profiler``; steps are mini-batches of one update."""
+
+    step_start: int = 0
+    step_end: int | None = None
+
+    def rules(self) -> Iterator[Violation]:
+        """Yield an empty range of steps."""
+        if self.step_start < 0:
+            yield Violation("step_start", self.step_start, "must be 0 or more")
+        if self.step_end is not None and self.step_end <= self.step_start:
+            yield Violation("step_end", self.step_end, f"must be above step_start={self.step_start}, or null")
+
+
+@dataclass
+class TorchMemoryToolConfig(BaseConfig):
+    """The allocator history of torch."""
+
+    trace_alloc_max_entries: int = 100_000
+    stack_depth: int = 32
+
+    def rules(self) -> Iterator[Violation]:
+        """Yield sizes below one."""
+        for key in ("trace_alloc_max_entries", "stack_depth"):
+            if self[key] < 1:
+                yield Violation(key, self[key], "must be 1 or more")
+
+
+@dataclass
+class NPUToolConfig(BaseConfig):
+    """The Ascend profiler."""
+
+    contents: list[str] = field(default_factory=list)
+    level: str = "level1"
+    analysis: bool = True
+    discrete: bool = False
+
+    def rules(self) -> Iterator[Violation]:
+        """Yield names that the profiler does not know."""
+        unknown = [part for part in self.contents if part not in NPU_CONTENTS]
+        if unknown:
+            yield Violation("contents", self.contents, f"must be parts of [{','.join(NPU_CONTENTS)}]")
+        if self.level not in NPU_LEVELS:
+            yield Violation("level", self.level, f"must be one of {', '.join(NPU_LEVELS)}")
+
+
+@dataclass
+class ProfilerConfig(BaseConfig):
+    """Profiling of one role, or, with ``steps``, of the run."""
+
+    tool: str | None = None
+    enable: bool = False
+    all_ranks: bool = False
+    ranks: Any = field(default_factory=list)
+    save_path: str | None = None
+    tool_config: Any = None
+    steps: list[int] | None = None
+    profile_continuous_steps: bool = False
+    global_tool_config: dict[str, Any] | None = None
+
+    def rules(self) -> Iterator[Violation]:
+        """Yield unknown tools and ranks that are no collection."""
+        if self.tool not in (None, *TOOLS):
+            yield Violation("tool", self.tool, f"must be null or one of {', '.join(TOOLS)}")
+        if not isinstance(self.ranks, list | set | tuple):
+            yield Violation("ranks", self.ranks, "must be a list of ranks")
+
+    def union(self, other: "ProfilerConfig") -> "ProfilerConfig":
+        """Return a profiler that is on where either is."""
+        return self._combined(other, self.all_ranks or other.all_ranks, self.enable or other.enable, set.union)
+
+    def intersect(self, other: "ProfilerConfig") -> "ProfilerConfig":
+        """Return a profiler that is on where both are."""
+        return self._combined(other, self.all_ranks and other.all_ranks, self.enable and other.enable, set.intersection)
+
+    def _combined(self, other: "ProfilerConfig", all_ranks: bool, enable: bool, combine: Any) -> "ProfilerConfig":
+        assert self.tool == other.tool, f"cannot combine the profilers {self.tool} and {other.tool}"
+        return ProfilerConfig(
+            tool=self.tool,
+            enable=enable,
+            all_ranks=all_ranks,
+            ranks=sorted(combine(set(self.ranks), set(other.ranks))),
+            save_path=self.save_path,
+            tool_config=self.tool_config,
+        )

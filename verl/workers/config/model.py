@@ -1,0 +1,290 @@
+"""The Hugging Face model of a worker: where it is, how it is changed, and what is loaded from it."""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from verl.base_config import BaseConfig, ConfigError, Violation
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+ROPE_KEYS = ("rope_scaling", "rope_parameters")
+
+
+@dataclass
+class BaseModelConfig(BaseConfig):
+    """What every model node names."""
+
+    path: str = "~/models/deepseek-llm-7b-chat"
+    tokenizer_path: str | None = None
+    override_config: dict[str, Any] = field(default_factory=dict)
+    external_lib: str | list[str] | None = None
+    trust_remote_code: bool = False
+
+
+class Loaded:
+    """A field that is loaded when it is first read, unless it was given."""
+
+    def __init__(self, load: Callable[[Any], Any]) -> None:
+        self._load = load
+        self.__doc__ = load.__doc__
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if instance is None:  # the dataclass asks for the default of the field
+            return None
+        state = instance.__dict__
+        if state.get(self._name) is None and self._name not in state.setdefault("_loaded", set()):
+            state[self._name] = self._load(instance)
+            state["_loaded"].add(self._name)  # None is a result too: a text model has no processor
+        return state[self._name]
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        instance.__dict__[self._name] = value
+
+
+def _local_path(config: "HFModelConfig") -> str:
+    return _to_local("model.path", config.path, config.use_shm)
+
+
+def _local_hf_config_path(config: "HFModelConfig") -> str:
+    same = config.hf_config_path in (None, config.path)
+    return config.local_path if same else _to_local("model.hf_config_path", config.hf_config_path, config.use_shm)
+
+
+def _local_tokenizer_path(config: "HFModelConfig") -> str:
+    same = config.tokenizer_path in (None, config.path)
+    return config.local_path if same else _to_local("model.tokenizer_path", config.tokenizer_path, config.use_shm)
+
+
+def _to_local(key: str, path: str | None, use_shm: bool) -> str:
+    from verl.utils.fs import copy_to_local
+
+    if not path or path == "???":
+        raise ConfigError([Violation(key, path, "is missing: write a folder that save_pretrained wrote, or a hub id")])
+    found = [Violation(key, path, problem) for problem in path_problems(path)]
+    if found:
+        raise ConfigError(found)
+    return copy_to_local(os.path.expanduser(path).rstrip("/"), use_shm=use_shm)
+
+
+def _tokenizer(config: "HFModelConfig") -> Any:
+    from verl.utils.tokenizer import hf_tokenizer
+
+    if not config.load_tokenizer:
+        return None
+    tokenizer = hf_tokenizer(config.local_tokenizer_path, trust_remote_code=config.trust_remote_code)
+    if config.custom_chat_template is not None:
+        tokenizer.chat_template = config.custom_chat_template
+    return tokenizer
+
+
+def _processor(config: "HFModelConfig") -> Any:
+    from verl.utils.tokenizer import hf_processor
+
+    if not config.load_tokenizer:
+        return None
+    processor = hf_processor(config.local_tokenizer_path, trust_remote_code=config.trust_remote_code)
+    if processor is not None and config.custom_chat_template is not None:
+        processor.chat_template = config.custom_chat_template  # type: ignore[attr-defined]
+    return processor
+
+
+def _generation_config(config: "HFModelConfig") -> Any:
+    from transformers import GenerationConfig
+
+    try:
+        return GenerationConfig.from_pretrained(config.local_hf_config_path)
+    except OSError:  # the file is optional
+        return GenerationConfig.from_model_config(config.hf_config)
+
+
+def _hf_config(config: "HFModelConfig") -> "PretrainedConfig":
+    from transformers import AutoConfig
+
+    options = {name: value for name, value in config.override_config.items() if name == "attn_implementation"}
+    try:
+        hf_config = AutoConfig.from_pretrained(
+            config.local_hf_config_path, trust_remote_code=config.trust_remote_code, **options
+        )
+    except (OSError, ValueError, KeyError) as error:
+        where = config.hf_config_path or config.path
+        expected = f"no usable config.json: {error}. Write a folder that save_pretrained wrote, or a hub id"
+        raise ConfigError([Violation("model.path", where, expected)]) from error
+    if config.load_tokenizer:
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            setattr(hf_config, name, getattr(config.tokenizer, name))
+    apply_overrides(hf_config, config.override_config)
+    if hf_config.model_type == "kimi_vl":  # its default top-k method cannot be differentiated
+        hf_config.text_config.topk_method = "greedy"
+    return hf_config
+
+
+def _architectures(config: "HFModelConfig") -> list[str]:
+    architectures = list(config.hf_config.architectures or [])
+    if len(architectures) != 1:
+        expected = f"its config.json must name one architecture, it names {architectures}"
+        raise ConfigError([Violation("model.path", config.path, expected)])
+    return architectures
+
+
+@dataclass(repr=False, eq=False)
+class HFModelConfig(BaseConfig):
+    """A Hugging Face model. What is read from its folder is loaded on first use, so that a node can be checked
+    without loading anything.
+
+    Raises: ConfigError when a path is missing or holds no usable file.
+    """
+
+    _mutable_fields = frozenset(
+        {
+            "hf_config_path",
+            "tokenizer_path",
+            "hf_config",
+            "generation_config",
+            "tokenizer",
+            "processor",
+            "local_path",
+            "architectures",
+            "local_hf_config_path",
+            "local_tokenizer_path",
+        }
+    )
+
+    path: str = "~/models/deepseek-llm-7b-chat"
+    hf_config_path: str | None = None
+    tokenizer_path: str | None = None
+    use_shm: bool = False
+    trust_remote_code: bool = False
+    custom_chat_template: str | None = None
+    external_lib: str | list[str] | None = None
+    override_config: dict[str, Any] = field(default_factory=dict)
+    enable_gradient_checkpointing: bool = True
+    enable_activation_offload: bool = False
+    use_remove_padding: bool = False
+    lora_rank: int = 0
+    lora_alpha: int = 16
+    target_modules: str | list[str] = "all-linear"
+    exclude_modules: str | list[str] | None = None
+    use_liger: bool = False
+    use_fused_kernels: bool = False
+    fused_kernel_options: dict[str, Any] = field(default_factory=lambda: {"impl_backend": "torch"})
+    load_tokenizer: bool = True
+    local_path: Any = Loaded(_local_path)
+    local_hf_config_path: Any = Loaded(_local_hf_config_path)
+    local_tokenizer_path: Any = Loaded(_local_tokenizer_path)
+    tokenizer: Any = Loaded(_tokenizer)
+    processor: Any = Loaded(_processor)
+    hf_config: Any = Loaded(_hf_config)
+    generation_config: Any = Loaded(_generation_config)
+    architectures: Any = Loaded(_architectures)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.external_lib is not None:
+            from verl.utils.import_utils import import_external_libs
+
+            import_external_libs(self.external_lib)
+        self.hf_config_path = self.hf_config_path or self.path
+        self.tokenizer_path = self.tokenizer_path or self.path
+
+    def rules(self) -> Iterator[Violation]:
+        """Yield adapters and kernels that do not exist."""
+        if self.lora_rank < 0:
+            yield Violation("lora_rank", self.lora_rank, "must be 0 (no adapters) or more")
+        if self.lora_rank > 0 and self.lora_alpha <= 0:
+            yield Violation("lora_alpha", self.lora_alpha, "must be above 0")
+        backend = self.fused_kernel_options.get("impl_backend", "torch")
+        if backend not in ("torch", "triton"):
+            yield Violation("fused_kernel_options.impl_backend", backend, "must be torch or triton")
+
+    @property
+    def share_embeddings_and_output_weights(self) -> bool:
+        """Whether input and output embeddings are one tensor."""
+        return bool(getattr(self.hf_config, "tie_word_embeddings", False))
+
+    @property
+    def eos_token_id(self) -> int | list[int]:
+        """The tokens that end a response: those of the generation config, else the tokenizer's."""
+        eos = self.generation_config.eos_token_id
+        return self.tokenizer.eos_token_id if eos is None else eos
+
+    @property
+    def pad_token_id(self) -> int:
+        """The token that fills prompts and responses."""
+        pad: int = self.tokenizer.pad_token_id
+        return pad
+
+    def get_processor(self) -> Any:
+        """Return the processor of a multi-modal model, else the tokenizer."""
+        return self.processor if self.processor is not None else self.tokenizer
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(path={self.path!r})"
+
+
+def path_problems(path: str) -> Iterator[str]:
+    """Yield why ``path`` cannot be a model: a missing folder, or one without a readable config.json."""
+    expanded = os.path.expanduser(path)
+    if "://" in path:
+        return
+    if not os.path.isdir(expanded):
+        local = expanded.startswith(("/", ".")) or path.startswith("~") or path.count("/") > 1
+        if os.path.isfile(expanded):
+            yield "is a file: write the folder that holds config.json and the weights"
+        elif local:
+            yield "no such folder: write a folder that save_pretrained wrote, or a hub id such as Qwen/Qwen2.5-0.5B"
+        return
+    file = os.path.join(expanded, "config.json")
+    if not os.path.isfile(file):
+        yield f"has no config.json (found: {', '.join(sorted(os.listdir(expanded))[:5]) or 'nothing'}): write a folder that save_pretrained wrote"
+        return
+    try:
+        read_config_json(expanded)
+    except ValueError as error:
+        yield f"{file} is not readable JSON ({error}): copy the model again"
+
+
+def read_config_json(path: str) -> dict[str, Any]:
+    """Return ``config.json`` of a local model folder; empty for a hub id.
+
+    Raises: ValueError when the file is truncated or not an object.
+    """
+    file = os.path.join(os.path.expanduser(path), "config.json")
+    if not os.path.isfile(file):
+        return {}
+    with open(file, encoding="utf-8") as stream:
+        content = json.load(stream)
+    if not isinstance(content, dict):
+        raise ValueError("not a JSON object")
+    return content
+
+
+def flat_overrides(override_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the attributes to set; ``model_config`` is the nesting that Megatron compositions use."""
+    flat = {k: v for k, v in override_config.items() if k not in ("model_config", "moe_config", "attn_implementation")}
+    return flat | dict(override_config.get("model_config") or {})
+
+
+def apply_overrides(hf_config: "PretrainedConfig", override_config: Mapping[str, Any]) -> None:
+    """Set attributes on a Hugging Face config; a mapping is merged into the one that is there."""
+    overrides = flat_overrides(override_config)
+    for name, value in overrides.items():
+        if isinstance(value, Mapping):
+            value = dict(value)
+            if name in ROPE_KEYS and "type" in value:  # the older spelling; rope_type decides
+                value.setdefault("rope_type", value["type"])
+            old = getattr(hf_config, name, None)
+            if isinstance(old, Mapping):
+                value = {**old, **value}
+        if name == "rope_theta" and isinstance(getattr(hf_config, "rope_parameters", None), dict):
+            hf_config.rope_parameters = {**hf_config.rope_parameters, "rope_theta": value}
+        else:
+            setattr(hf_config, name, value)
+    if any(name in overrides for name in ROPE_KEYS) and hasattr(hf_config, "standardize_rope_params"):
+        hf_config.standardize_rope_params()
