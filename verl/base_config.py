@@ -29,10 +29,7 @@ class ConfigError(ValueError, AssertionError):
     def __init__(self, violations: Iterable[Violation]) -> None:
         self.violations = list(violations)
         lines = [str(violation) for violation in self.violations]
-        text = (
-            lines[0] if len(lines) == 1 else "".join([f"{len(lines)} problems", *(f"\n  - {line}" for line in lines)])
-        )
-        super().__init__(text)
+        super().__init__(lines[0] if len(lines) == 1 else "\n  - ".join([f"{len(lines)} problems:", *lines]))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.violations,)
@@ -68,10 +65,8 @@ class BaseConfig(Mapping[str, Any]):
     def __post_init__(self) -> None:
         violations = list(_type_violations(self)) or list(self.rules())
         if violations:
-            kinds = (
-                UnsupportedConfigError if any("not supported" in each.expected for each in violations) else ConfigError
-            )
-            raise kinds(violations)
+            unsupported = any("not supported" in violation.expected for violation in violations)
+            raise (UnsupportedConfigError if unsupported else ConfigError)(violations)
 
     def rules(self) -> Iterator[Violation]:
         """Yield what is wrong with the values, by keys relative to this node."""

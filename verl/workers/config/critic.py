@@ -111,10 +111,8 @@ class FSDPCriticModelCfg(BaseModelConfig):
 
     def as_model_config(self) -> HFModelConfig:
         """Return the node from which an engine builds the value model."""
-        shared = ("use_shm", "enable_activation_offload", "use_remove_padding", "enable_gradient_checkpointing")
-        shared += ("lora_rank", "lora_alpha", "target_modules", "override_config", "trust_remote_code", "external_lib")
-        values = {name: self[name] for name in (*shared, "path", "tokenizer_path", "custom_chat_template")}
-        return HFModelConfig(**values)
+        own = ("_target_", "fsdp_config", "freeze_vision_tower")
+        return HFModelConfig(**{name: value for name, value in self.items() if name not in own})
 
 
 @dataclass

@@ -44,10 +44,9 @@ class FSDPEngineConfig(BaseConfig):
             yield Violation("ulysses_sequence_parallel_size", self.ulysses_sequence_parallel_size, "must be 1 or more")
         if self.model_dtype not in DTYPES:
             yield Violation("model_dtype", self.model_dtype, f"must be one of {', '.join(DTYPES)}")
-        for key in set(self.wrap_policy) - set(WRAP_KEYS):
-            yield Violation(
-                f"wrap_policy.{key}", self.wrap_policy[key], f"unknown key: write one of {', '.join(WRAP_KEYS)}"
-            )
+        for key, value in self.wrap_policy.items():
+            if key not in WRAP_KEYS:
+                yield Violation(f"wrap_policy.{key}", value, f"unknown key: write one of {', '.join(WRAP_KEYS)}")
         for key, dtype in (self.mixed_precision or {}).items():
             if key not in PRECISION_KEYS:
                 expected = f"unknown key: write one of {', '.join(PRECISION_KEYS)}"

@@ -91,7 +91,7 @@ def _processor(config: "HFModelConfig") -> Any:
         return None
     processor = hf_processor(config.local_tokenizer_path, trust_remote_code=config.trust_remote_code)
     if processor is not None and config.custom_chat_template is not None:
-        processor.chat_template = config.custom_chat_template  # type: ignore[attr-defined]
+        processor.chat_template = config.custom_chat_template
     return processor
 
 
@@ -242,7 +242,8 @@ def path_problems(path: str) -> Iterator[str]:
         return
     file = os.path.join(expanded, "config.json")
     if not os.path.isfile(file):
-        yield f"has no config.json (found: {', '.join(sorted(os.listdir(expanded))[:5]) or 'nothing'}): write a folder that save_pretrained wrote"
+        found = ", ".join(sorted(os.listdir(expanded))[:5]) or "nothing"
+        yield f"has no config.json, it holds {found}: write a folder that save_pretrained wrote"
         return
     try:
         read_config_json(expanded)
