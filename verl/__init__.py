@@ -1,0 +1,31 @@
+"""Reinforcement learning for language and vision-language models."""
+
+from typing import TYPE_CHECKING, Any
+
+from verl.utils import envs
+
+if TYPE_CHECKING:
+    from verl.protocol import DataProto as DataProto
+
+__version__ = "0.1.0"
+__all__ = ["DataProto", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import ``DataProto``, and torch with it, when it is first asked for."""
+    if name == "DataProto":
+        from verl.protocol import DataProto
+
+        return DataProto
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _import_external_modules() -> None:
+    from verl.utils.import_utils import import_external_libs
+
+    names = envs.read("VERL_USE_EXTERNAL_MODULES")
+    if names:
+        import_external_libs([name.strip() for name in names.split(",") if name.strip()])
+
+
+_import_external_modules()

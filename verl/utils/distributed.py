@@ -1,0 +1,104 @@
+"""Start and end of the process group of a role."""
+
+import datetime
+import logging
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from verl.utils import envs
+from verl.utils.device import get_device_name, get_process_group_backend, get_torch_device
+
+logger = logging.getLogger(__name__)
+
+_ENV_KEYS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def _timeout(timeout_second: float | None) -> datetime.timedelta | None:
+    return None if timeout_second is None else datetime.timedelta(seconds=timeout_second)
+
+
+def initialize_global_process_group(timeout_second: float = 36000) -> tuple[int, int, int]:
+    """Join the group that torchrun describes and take this process's device.
+
+    Returns: (local rank, rank, world size).
+    """
+    if not dist.is_initialized():
+        dist.init_process_group(get_process_group_backend(), timeout=_timeout(timeout_second))
+    local_rank = envs.integer("LOCAL_RANK", 0)
+    if get_device_name() != "cpu":
+        get_torch_device().set_device(local_rank)
+    return local_rank, dist.get_rank(), dist.get_world_size()
+
+
+def initialize_global_process_group_ray(timeout_second: float | None = None) -> None:
+    """Join the group that the environment of a worker describes; do nothing where it is joined already.
+
+    ``timeout_second`` bounds the rendezvous and every collective after it; None is torch's default.
+
+    Raises: RuntimeError naming the missing variables, or the address, rank and timeout when the others do not come.
+    """
+    if dist.is_initialized():
+        return
+    init_method = envs.read("DIST_INIT_METHOD")
+    needed = _ENV_KEYS[:2] if init_method else _ENV_KEYS
+    missing = [name for name in needed if envs.read(name) is None]
+    if missing:
+        raise RuntimeError(f"cannot join a process group: {', '.join(missing)} not set; construct the worker in a group")
+    rank, world_size = envs.integer("RANK", 0), envs.integer("WORLD_SIZE", 1)
+    try:
+        dist.init_process_group(
+            backend=get_process_group_backend(),
+            rank=rank,
+            world_size=world_size,
+            timeout=_timeout(timeout_second),
+            init_method=init_method,
+        )
+    except (dist.DistError, RuntimeError) as error:
+        where = init_method or f"{envs.read('MASTER_ADDR')}:{envs.read('MASTER_PORT')}"
+        raise RuntimeError(
+            f"rank {rank} of {world_size} could not join the process group at {where} (timeout {timeout_second} s): {error}"
+        ) from error
+
+
+def destroy_global_process_group() -> None:
+    """Leave the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _gpu_numa_node(device_index: int) -> int:
+    """Read the NUMA node of a GPU from sysfs; -1 where the machine does not tell."""
+    properties = torch.cuda.get_device_properties(device_index)
+    bus = getattr(properties, "pci_bus_id", None)
+    if bus is None:
+        return -1
+    address = f"{properties.pci_domain_id:04x}:{bus:02x}:{properties.pci_device_id:02x}.0"
+    file = Path("/sys/bus/pci/devices") / address / "numa_node"
+    return int(file.read_text()) if file.is_file() else -1
+
+
+def _parse_cpu_list(text: str) -> set[int]:
+    """Read the kernel's list format, for instance ``0-3,8``."""
+    cpus: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        cpus.update(range(int(first), int(last or first) + 1))
+    return cpus
+
+
+def set_numa_affinity() -> None:
+    """Bind this process to the cores beside its GPU; do nothing where there is none or the machine does not tell."""
+    if get_device_name() != "cuda" or not hasattr(os, "sched_setaffinity"):
+        return
+    node = _gpu_numa_node(torch.cuda.current_device())
+    cpu_list = Path(f"/sys/devices/system/node/node{node}/cpulist")
+    if node < 0 or not cpu_list.is_file():
+        return
+    cpus = _parse_cpu_list(cpu_list.read_text()) & os.sched_getaffinity(0)
+    if not cpus:
+        logger.warning("no core of NUMA node %d is allowed to this process: affinity left as it is", node)
+        return
+    os.sched_setaffinity(0, cpus)

@@ -1,0 +1,137 @@
+"""Which optional packages are here, and how code outside of the package is loaded."""
+
+import functools
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+import warnings
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _has_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # the parent package of a dotted name is missing
+        return False
+
+
+@cache
+def is_megatron_core_available() -> bool:
+    """Whether Megatron-Core is installed."""
+    return _has_module("megatron.core")
+
+
+@cache
+def is_vllm_available() -> bool:
+    """Whether vLLM is installed."""
+    return _has_module("vllm")
+
+
+@cache
+def is_sglang_available() -> bool:
+    """Whether SGLang is installed."""
+    return _has_module("sglang")
+
+
+@cache
+def is_nvtx_available() -> bool:
+    """Whether NVTX is installed."""
+    return _has_module("nvtx")
+
+
+@cache
+def is_trl_available() -> bool:
+    """Whether TRL is installed."""
+    return _has_module("trl")
+
+
+def import_external_libs(external_libs: str | list[str] | None = None) -> None:
+    """Import modules by name for what they register.
+
+    Raises: ImportError naming the module that cannot be imported.
+    """
+    if external_libs is None:
+        return
+    for name in [external_libs] if isinstance(external_libs, str) else external_libs:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise ImportError(f"cannot import the external module {name!r}: {error}") from error
+
+
+def _load_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise FileNotFoundError(f"no Python file at {str(path)!r}")
+    # Named by its path: two files of the same base name stay apart, and one file is executed once per process.
+    name = f"verl_external_{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise RuntimeError(f"{str(path)!r} is not a Python module: its name must end in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # user code: whatever it raises is reported with the file's name
+        del sys.modules[name]
+        raise RuntimeError(f"cannot execute {str(path)!r}: {type(error).__name__}: {error}") from error
+    return module
+
+
+def load_extern_type(file_path: str | None, type_name: str | None) -> Any:
+    """Load a name from a file (plain path or ``file://``) or from an installed module (``pkg://module``).
+
+    Returns: the object; None where no path is given.
+    Raises: FileNotFoundError, RuntimeError when the module cannot be executed, AttributeError when the name is missing.
+    """
+    if not file_path:
+        return None
+    if not type_name:
+        raise ValueError(f"a name to load from {file_path!r} must be given, got {type_name!r}")
+    if file_path.startswith("pkg://"):
+        try:
+            module = importlib.import_module(file_path.removeprefix("pkg://").replace("/", "."))
+        except ImportError as error:
+            raise RuntimeError(f"cannot import {file_path!r}: {error}") from error
+    else:
+        module = _load_file(Path(file_path.removeprefix("file://")))
+    if not hasattr(module, type_name):
+        names = sorted(name for name in vars(module) if not name.startswith("_"))
+        raise AttributeError(f"{file_path!r} has no {type_name!r}; it has {names}")
+    return getattr(module, type_name)
+
+
+def deprecated(replacement: str = "") -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Warn at the first call of a function, or construction of a class, that it has been replaced."""
+
+    def decorate(target: Callable[P, T]) -> Callable[P, T]:
+        text = f"{getattr(target, '__qualname__', target)} is deprecated" + (f": use {replacement}" if replacement else "")
+        if inspect.isclass(target):
+            init = target.__init__
+
+            @functools.wraps(init)
+            def warning_init(self: Any, *args: Any, **kwargs: Any) -> None:
+                warnings.warn(text, FutureWarning, stacklevel=2)
+                init(self, *args, **kwargs)
+
+            target.__init__ = warning_init
+            return target
+
+        @functools.wraps(target)
+        def warning_call(*args: P.args, **kwargs: P.kwargs) -> T:
+            warnings.warn(text, FutureWarning, stacklevel=2)
+            return target(*args, **kwargs)
+
+        return warning_call
+
+    return decorate

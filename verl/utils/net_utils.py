@@ -1,0 +1,55 @@
+"""Addresses, and ports that are free."""
+
+import ipaddress
+import random
+import socket
+
+
+def is_ipv4(ip_str: str) -> bool:
+    """Whether a string is an IPv4 address."""
+    try:
+        ipaddress.IPv4Address(ip_str)
+    except ipaddress.AddressValueError:
+        return False
+    return True
+
+
+def is_ipv6(ip_str: str) -> bool:
+    """Whether a string is an IPv6 address, without brackets."""
+    try:
+        ipaddress.IPv6Address(ip_str)
+    except ipaddress.AddressValueError:
+        return False
+    return True
+
+
+# Above the ports of Ray's workers (to 19999) and below those that the kernel hands out to outgoing connections
+# (from 32768): nothing but another rendezvous takes a port here between its choice and its use.
+_RENDEZVOUS_PORTS = range(20000, 32000)
+_random = random.SystemRandom()  # two runs with one seed must not choose the same port
+_given: set[int] = set()
+
+
+def _is_free(port: int) -> bool:
+    for family, address in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
+        try:
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                if family == socket.AF_INET6:
+                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                probe.bind((address, port))
+        except OSError:
+            if family == socket.AF_INET:
+                return False  # hosts without IPv6 fail the second probe whatever the port
+    return True
+
+
+def get_free_port() -> int:
+    """Return a random free port that this process has not given out before.
+
+    Raises: RuntimeError when none is found.
+    """
+    for port in _random.sample(_RENDEZVOUS_PORTS, 200):
+        if port not in _given and _is_free(port):
+            _given.add(port)
+            return port
+    raise RuntimeError(f"no free port among 200 tried between {_RENDEZVOUS_PORTS.start} and {_RENDEZVOUS_PORTS.stop - 1}")

@@ -1,0 +1,265 @@
+"""Helpers on plain Python values."""
+
+import functools
+import math
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType, SimpleNamespace
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+
+from verl.utils import envs
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def deep_equal(a: Any, b: Any, _seen: frozenset[tuple[int, int]] = frozenset()) -> bool:
+    """Compare two values in depth: containers, arrays and tensors by dtype, shape and element, NaN equal to NaN.
+
+    Values that contain themselves are equal where their unfoldings are.
+    """
+    if a is b:
+        return True
+    if _is_tensor(a) or _is_tensor(b):
+        return _is_tensor(a) and _is_tensor(b) and tensors_equal(a, b)
+    pair = (id(a), id(b))
+    if pair in _seen:
+        return True
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        return isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and _arrays_equal(a, b, _seen | {pair})
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(deep_equal(a[key], b[key], _seen | {pair}) for key in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        if isinstance(a, list) != isinstance(b, list) or len(a) != len(b):
+            return False
+        return all(deep_equal(x, y, _seen | {pair}) for x, y in zip(a, b, strict=True))
+    if isinstance(a, float) and isinstance(b, float) and math.isnan(a) and math.isnan(b):
+        return True
+    return bool(a == b)
+
+
+def _is_tensor(value: Any) -> bool:
+    torch = sys.modules.get("torch")  # no tensor exists before torch is imported
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def tensors_equal(a: Any, b: Any) -> bool:
+    """Compare two tensors by dtype, shape and element, NaN equal to NaN; neither memory nor device need be shared."""
+    if a.dtype != b.dtype or a.shape != b.shape or a.layout != b.layout:
+        return False
+    if a.is_nested:
+        return len(a.unbind()) == len(b.unbind()) and all(map(tensors_equal, a.unbind(), b.unbind()))
+    b = b.to(a.device)
+    if a.data_ptr() == b.data_ptr() and a.stride() == b.stride():
+        return True
+    torch = sys.modules["torch"]
+    if torch.equal(a, b):
+        return True
+    if not (a.is_floating_point() or a.is_complex()):
+        return False
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def _arrays_equal(a: np.ndarray, b: np.ndarray, seen: frozenset[tuple[int, int]]) -> bool:
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    if a.dtype == object:
+        return all(deep_equal(x, y, seen) for x, y in zip(a.flat, b.flat, strict=True))
+    return bool(np.array_equal(a, b, equal_nan=a.dtype.kind in "fcmM"))
+
+
+def union_two_dict(dict1: dict[str, Any], dict2: dict[str, Any]) -> dict[str, Any]:
+    """Add the entries of ``dict2`` to ``dict1`` and return it.
+
+    Raises: ValueError, which is also an AssertionError, when a shared key holds different values.
+    """
+    for key, value in dict2.items():
+        if key in dict1 and not deep_equal(dict1[key], value):
+            raise ConflictError(f"key {key!r} holds different values in the two parts: {dict1[key]!r} and {value!r}")
+    dict1.update(dict2)
+    return dict1
+
+
+class ConflictError(ValueError, AssertionError):
+    """Two parts that are to be merged disagree."""
+
+
+def append_to_dict(data: dict[str, list[Any]], new_data: Mapping[str, Any], prefix: str = "") -> None:
+    """Append every value, or extend by every list, under its prefixed key."""
+    for key, value in new_data.items():
+        target = data.setdefault(f"{prefix}{key}", [])
+        target.extend(value) if isinstance(value, list) else target.append(value)
+
+
+def _call_with_signal(seconds: float, call: Callable[[], T], message: str) -> T:
+    def on_alarm(signum: int, frame: FrameType | None) -> None:
+        raise TimeoutError(message)
+
+    before = signal.signal(signal.SIGALRM, on_alarm)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        return call()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _call_with_thread(seconds: float, call: Callable[[], T], message: str) -> T:
+    outcome: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            outcome.put((True, call()))
+        except BaseException as error:  # handed to the caller, who raises it
+            outcome.put((False, error))
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        succeeded, value = outcome.get(timeout=seconds)
+    except queue.Empty:
+        raise TimeoutError(message) from None
+    if not succeeded:
+        raise value
+    result: T = value
+    return result
+
+
+def timeout_limit(seconds: float, use_signals: bool = False) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Raise TimeoutError when the decorated function takes longer.
+
+    A signal ends the function, but works on the main thread only; without, the function runs on a daemon thread that
+    is left behind.
+    """
+
+    def decorate(func: Callable[P, T]) -> Callable[P, T]:
+        message = f"{func.__qualname__} took longer than {seconds} s"
+        run = _call_with_signal if use_signals else _call_with_thread
+
+        @functools.wraps(func)
+        def limited(*args: P.args, **kwargs: P.kwargs) -> T:
+            return run(seconds, lambda: func(*args, **kwargs), message)
+
+        return limited
+
+    return decorate
+
+
+class NestedNamespace(SimpleNamespace):
+    """A namespace whose dictionaries are namespaces too."""
+
+    def __init__(self, dictionary: Mapping[str, Any], **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        for key, value in dictionary.items():
+            if not isinstance(key, str):
+                raise TypeError(f"a key of a namespace must be a string, got {key!r}")
+            setattr(self, key, NestedNamespace(value) if isinstance(value, Mapping) else value)
+
+
+class DynamicEnumMeta(type):
+    """Make the registered members of a ``DynamicEnum`` class reachable from the class."""
+
+    _registry: "dict[str, DynamicEnum]"
+
+    def __iter__(cls) -> "Iterator[DynamicEnum]":
+        return iter(cls._registry.values())
+
+    def __contains__(cls, item: object) -> bool:
+        return item in cls._registry if isinstance(item, str) else item in cls._registry.values()
+
+    def __getitem__(cls, name: str) -> "DynamicEnum":
+        return cls._registry[name]
+
+    def __len__(cls) -> int:
+        return len(cls._registry)
+
+    def __reduce_ex__(cls, protocol: Any) -> Any:
+        return getattr, (sys.modules[cls.__module__], cls.__name__)
+
+    def names(cls) -> list[str]:
+        """Return the names in the order of registration."""
+        return list(cls._registry)
+
+    def values(cls) -> "list[DynamicEnum]":
+        """Return the members in the order of registration."""
+        return list(cls._registry.values())
+
+
+class DynamicEnum(metaclass=DynamicEnumMeta):
+    """An enumeration to which names are added at run time; its members are pickled by name."""
+
+    _registry: "dict[str, DynamicEnum]" = {}
+    _next_value: int = 0
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls._registry = {}
+        cls._next_value = 0
+
+    def __init__(self, name: str, value: int) -> None:
+        self.name = name
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}.{self.name}: {self.value}>"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return type(self).from_name, (self.name,)
+
+    @classmethod
+    def register(cls, name: str) -> "DynamicEnum":
+        """Add a member.
+
+        Raises: ValueError when the name is taken.
+        """
+        key = name.upper()
+        if key in cls._registry:
+            raise ValueError(f"{cls.__name__}.{key} is registered already")
+        member = cls(key, cls._next_value)
+        cls._registry[key] = member
+        cls._next_value += 1
+        setattr(cls, key, member)
+        return member
+
+    @classmethod
+    def remove(cls, name: str) -> "DynamicEnum":
+        """Take a member out and return it."""
+        member = cls._registry.pop(name.upper())
+        delattr(cls, name.upper())
+        return member
+
+    @classmethod
+    def from_name(cls, name: str) -> "DynamicEnum | None":
+        """Return the member of a name, whatever its case; None where there is none."""
+        return cls._registry.get(name.upper())
+
+
+@contextmanager
+def temp_env_var(key: str, value: str) -> Iterator[None]:
+    """Set an environment variable for the length of a block."""
+    before = envs.read(key)
+    envs.write({key: value})
+    try:
+        yield
+    finally:
+        if before is None:
+            envs.remove(key)
+        else:
+            envs.write({key: before})
+
+
+def convert_to_regular_types(obj: Any) -> Any:
+    """Turn omegaconf containers into dicts and lists, in depth."""
+    omegaconf = sys.modules.get("omegaconf")
+    if omegaconf is not None and isinstance(obj, omegaconf.DictConfig | omegaconf.ListConfig):
+        obj = omegaconf.OmegaConf.to_container(obj, resolve=True)
+    if isinstance(obj, dict):
+        return {key: convert_to_regular_types(value) for key, value in obj.items()}
+    if isinstance(obj, list | tuple) and not hasattr(obj, "_fields"):
+        return type(obj)(convert_to_regular_types(item) for item in obj)
+    return obj

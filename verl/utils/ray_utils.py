@@ -1,0 +1,45 @@
+"""Small helpers around Ray."""
+
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from verl.utils import envs
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+
+# The variables by which Ray is told to leave the visible devices of its workers as they are.
+_NOSET_VISIBLE_DEVICES = (
+    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES",
+    "RAY_EXPERIMENTAL_NOSET_ROCR_VISIBLE_DEVICES",
+    "RAY_EXPERIMENTAL_NOSET_HIP_VISIBLE_DEVICES",
+    "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES",
+    "RAY_EXPERIMENTAL_NOSET_HABANA_VISIBLE_MODULES",
+    "RAY_EXPERIMENTAL_NOSET_NEURON_RT_VISIBLE_CORES",
+    "RAY_EXPERIMENTAL_NOSET_TPU_VISIBLE_CHIPS",
+    "RAY_EXPERIMENTAL_NOSET_ONEAPI_DEVICE_SELECTOR",
+)
+
+
+def ray_noset_visible_devices(env_vars: Mapping[str, str] | None = None) -> bool:
+    """Whether Ray is told not to hide devices from its workers; reads this process's environment by default."""
+    variables = envs.mapping() if env_vars is None else env_vars
+    return any(variables.get(name) for name in _NOSET_VISIBLE_DEVICES)
+
+
+def parallel_put(data_list: list[Any], max_workers: int | None = None) -> "list[ObjectRef[Any]]":
+    """Put every element into the object store, by several threads, and return the references in order.
+
+    Raises: ValueError for an empty list.
+    """
+    import ray
+
+    if not data_list:
+        raise ValueError("parallel_put needs at least one object, got an empty list")
+    workers = min(len(data_list), max_workers or os.cpu_count() or 1)
+    if workers == 1:
+        return [ray.put(item) for item in data_list]
+    with ThreadPoolExecutor(max_workers=workers) as pool:
+        return list(pool.map(ray.put, data_list))

@@ -1,0 +1,126 @@
+"""Tensors as numpy buffers, so that pickle protocol 5 and Ray move them without a copy through ``torch.save``.
+
+What arrives through Ray lies in shared memory and is read-only. It is copied once when it is unpickled: a tensor on
+read-only memory could be written without an error, and ranks that share an object would see each other's writes.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from verl.utils.device import is_cuda_available, is_npu_available
+
+TensorTriple = tuple[str, tuple[int, ...], np.ndarray]
+
+_OTHER = "object"  # layout name of an entry that is no tensor
+_NESTED_DICT = "tensordict"  # layout name of an entry that is a TensorDict itself
+
+
+def serialize_single_tensor(obj: Tensor) -> TensorTriple:
+    """Return (dtype name, shape, bytes); the bytes are a view where the tensor is contiguous and on the CPU."""
+    flat = obj.detach().cpu().contiguous().reshape(-1)
+    return str(obj.dtype).removeprefix("torch."), tuple(obj.shape), flat.view(torch.uint8).numpy()
+
+
+def deserialize_single_tensor(arr: TensorTriple) -> Tensor:
+    """Rebuild a tensor; it owns its memory where that of the bytes is read-only, and shares it otherwise."""
+    dtype_name, shape, buffer = arr
+    data = torch.from_numpy(writable(buffer))
+    return data.view(getattr(torch, dtype_name)).view(shape)
+
+
+def writable(array: np.ndarray) -> np.ndarray:
+    """Return the array, or a copy of it where it is read-only."""
+    return array if array.flags.writeable else array.copy()
+
+
+def serialize_tensordict(batch: TensorDict) -> tuple[tuple[int, ...], str | None, dict[str, Any]]:
+    """Return (batch size, device, entries); an entry is a triple, or (layout name, parts) where it is not dense."""
+    entries: dict[str, Any] = {}
+    for key, value in batch.items():
+        if not isinstance(value, Tensor):
+            entries[key] = (_NESTED_DICT, serialize_tensordict(value)) if _is_plain(value) else (_OTHER, value)
+        elif value.is_nested:
+            layout = str(value.layout).removeprefix("torch.")
+            entries[key] = (layout, [serialize_single_tensor(part) for part in value.unbind()])
+        else:
+            entries[key] = serialize_single_tensor(value)
+    device = None if batch.device is None else str(batch.device)
+    return tuple(batch.batch_size), device, entries
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, TensorDict)
+
+
+def deserialize_tensordict(arr: tuple[Any, str | None, dict[str, Any]]) -> TensorDict:
+    """Rebuild a TensorDict on its device, or on the CPU where that is not there.
+
+    Raises: ValueError for an entry that is neither a triple nor a pair.
+    """
+    batch_size, device, entries = arr
+    values = {key: _deserialize_entry(key, entry) for key, entry in entries.items()}
+    return TensorDict(values, batch_size=batch_size, device=available_device(device))
+
+
+def _deserialize_entry(key: str, entry: Any) -> Any:
+    if len(entry) == 3:
+        return deserialize_single_tensor(entry)
+    if len(entry) != 2:
+        raise ValueError(f"entry {key!r} must be (dtype, shape, bytes) or (layout, parts), got {len(entry)} elements")
+    layout, parts = entry
+    if layout == _NESTED_DICT:
+        return deserialize_tensordict(parts)
+    if layout == _OTHER:
+        return parts
+    return torch.nested.as_nested_tensor([deserialize_single_tensor(part) for part in parts], layout=getattr(torch, layout))
+
+
+def available_device(device: str | None) -> str | None:
+    """Return the device, or ``cpu`` where this process has no such accelerator."""
+    if device is None:
+        return None
+    kind = torch.device(device).type
+    there = {"cuda": is_cuda_available, "npu": is_npu_available}.get(kind, True)
+    return device if there else "cpu"
+
+
+class _Packed:
+    """A tensor or array inside of an object, pickled as a buffer; what is unpickled is the value itself."""
+
+    def __init__(self, value: Tensor | np.ndarray) -> None:
+        self.value = value
+
+    def __reduce__(self) -> Any:
+        if isinstance(self.value, np.ndarray):
+            return writable, (self.value,)
+        return deserialize_single_tensor, (serialize_single_tensor(self.value),)
+
+
+def pack_objects(value: Any) -> Any:
+    """Make the tensors and arrays inside of dicts, lists, tuples and object arrays travel as buffers.
+
+    Lists that start with a plain number or string are left as they are: token ids are many and hold no tensor.
+    """
+    if type(value) is Tensor:
+        return _Packed(value) if value.layout == torch.strided and not value.is_nested and value.device.type == "cpu" else value
+    if type(value) is np.ndarray:
+        return _pack_object_array(value) if value.dtype == object else _Packed(value)
+    if type(value) is dict:
+        return {key: pack_objects(item) for key, item in value.items()}
+    if type(value) in (list, tuple) and value and not isinstance(value[0], int | float | str):
+        return type(value)(pack_objects(item) for item in value)
+    return value
+
+
+def _pack_object_array(array: np.ndarray) -> np.ndarray:
+    first = array.flat[0] if array.size else None
+    if isinstance(first, str | int | float):
+        return array
+    packed = np.empty(array.shape, dtype=object)
+    for index, item in enumerate(array.flat):
+        packed.flat[index] = pack_objects(item)
+    return packed

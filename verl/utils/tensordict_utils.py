@@ -1,0 +1,288 @@
+"""Operations on TensorDicts that carry non-tensor values beside their tensors."""
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict
+from torch import Tensor
+
+from verl.utils.py_functional import ConflictError, deep_equal, tensors_equal
+
+logger = logging.getLogger(__name__)
+
+
+class BatchError(ValueError, AssertionError):
+    """A batch does not have the form that an operation needs."""
+
+
+def assign_non_tensor_data(tensor_dict: TensorDict, key: str, val: Any) -> None:
+    """Set one value that is the same for all rows."""
+    if not isinstance(key, str):
+        raise BatchError(f"a key must be a string, got {key!r}")
+    tensor_dict[key] = val if isinstance(val, NonTensorData) else NonTensorData(val)
+
+
+def assign_non_tensor_dict(tensor_dict: TensorDict, non_tensor_dict: Mapping[str, Any]) -> TensorDict:
+    """Set every value of a dict as ``NonTensorData``; returns the TensorDict."""
+    for key, value in non_tensor_dict.items():
+        assign_non_tensor_data(tensor_dict, key, value)
+    return tensor_dict
+
+
+def assign_non_tensor(tensordict: TensorDict, **kwargs: Any) -> TensorDict:
+    """Set every keyword as ``NonTensorData``; returns the TensorDict."""
+    return assign_non_tensor_dict(tensordict, kwargs)
+
+
+def unwrap_non_tensor_data(data: Any) -> Any:
+    """Return what a ``NonTensorData`` holds; other values unchanged."""
+    return data.data if isinstance(data, NonTensorData) else data
+
+
+def get_non_tensor_data(data: TensorDict, key: str, default: Any) -> Any:
+    """Return the unwrapped value of a key, or ``default``."""
+    return unwrap_non_tensor_data(data.get(key, default))
+
+
+def get_tensordict(
+    tensor_dict: Mapping[str, Tensor | list[Any]], non_tensor_dict: Mapping[str, Any] | None = None
+) -> TensorDict:
+    """Build a TensorDict from tensors, lists with one element per row, and values that all rows share.
+
+    Raises: ValueError, which is also an AssertionError, when row counts disagree, a key is in both parts or a list
+    holds tensors.
+    """
+    shared = non_tensor_dict or {}
+    both = tensor_dict.keys() & shared.keys()
+    if both:
+        raise BatchError(f"keys {sorted(both)} are given both per row and for all rows")
+    entries: dict[str, Any] = {}
+    sizes: dict[str, int] = {}
+    for key, value in tensor_dict.items():
+        if isinstance(value, list):
+            if any(isinstance(item, Tensor) for item in value):
+                raise BatchError(f"list {key!r} holds tensors: stack them, or make a nested tensor of them")
+            value = NonTensorStack.from_list([NonTensorData(item) for item in value]) if value else NonTensorStack()
+        elif not isinstance(value, Tensor | NonTensorStack):
+            raise BatchError(f"entry {key!r} must be a tensor or a list, got {type(value).__name__}")
+        entries[key] = value
+        sizes[key] = value.size(0) if isinstance(value, Tensor) else len(value)
+    if len(set(sizes.values())) > 1:
+        raise BatchError(f"entries must have the same number of rows, got {sizes}")
+    batch_size = [next(iter(sizes.values()))] if sizes else []
+    return assign_non_tensor_dict(TensorDict(entries, batch_size=batch_size), shared)
+
+
+def resolve_indices(indices: Any, num_rows: int) -> Tensor:
+    """Turn integers or a boolean mask, as list, array or tensor, into int64 row numbers from 0 to ``num_rows`` - 1.
+
+    Raises: IndexError when an index is out of range, or a mask has another length; TypeError for other dtypes.
+    """
+    index = torch.as_tensor(indices)
+    if index.dim() != 1:
+        raise IndexError(f"row indices must have one dim, got shape {tuple(index.shape)}")
+    if index.dtype == torch.bool:
+        if len(index) != num_rows:
+            raise IndexError(f"a mask of {len(index)} rows does not fit a batch of {num_rows}")
+        return index.nonzero().squeeze(1)
+    if index.is_floating_point() and index.numel() == 0:
+        return index.long()  # an empty list
+    if index.is_floating_point() or index.is_complex():
+        raise TypeError(f"row indices must be integers or booleans, got {index.dtype}")
+    index = index.long()
+    outside = (index < -num_rows) | (index >= num_rows)
+    if bool(outside.any()):
+        raise IndexError(f"row index {int(index[outside][0])} is out of range for {num_rows} rows")
+    return torch.where(index < 0, index + num_rows, index)
+
+
+def take_rows(value: Any, index: Tensor) -> Any:
+    """Gather rows of a tensor, dense or jagged, of a ``NonTensorStack`` or of a nested TensorDict."""
+    if isinstance(value, NonTensorData):
+        return value
+    if isinstance(value, NonTensorStack):
+        items = value.tolist()
+        return NonTensorStack(*[NonTensorData(items[i]) for i in index.tolist()])
+    if not isinstance(value, Tensor):
+        return value[index]
+    if value.is_nested:
+        parts = value.unbind()
+        return torch.nested.as_nested_tensor([parts[i] for i in index.tolist()], layout=value.layout)
+    return value.index_select(0, index.to(value.device))
+
+
+def index_select_tensor_dict(batch: TensorDict | None, indices: Any) -> TensorDict | None:
+    """Gather rows by a one-dim index; values that all rows share are kept.
+
+    Raises: IndexError when an index is out of range.
+    """
+    if batch is None:
+        return None
+    index = resolve_indices(indices, batch.batch_size[0])
+    rows = {key: take_rows(value, index) for key, value in batch.items()}
+    return TensorDict(rows, batch_size=[len(index)], device=batch.device)
+
+
+def entries_equal(a: Any, b: Any) -> bool:
+    """Compare two entries of a TensorDict by type and value, NaN equal to NaN."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return tensors_equal(a, b)
+    if isinstance(a, NonTensorStack) and isinstance(b, NonTensorStack):
+        return deep_equal(a.tolist(), b.tolist())
+    if isinstance(a, NonTensorData) and isinstance(b, NonTensorData):
+        return deep_equal(a.data, b.data)
+    if isinstance(a, TensorDict) and isinstance(b, TensorDict):
+        return a.keys() == b.keys() and all(entries_equal(a.get(key), b.get(key)) for key in a.keys())
+    return False
+
+
+def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> TensorDict:
+    """Add the entries of the second TensorDict to the first and return it; nothing changes when they conflict.
+
+    Raises: ValueError, which is also an AssertionError, when row counts differ or a shared key holds other values.
+    """
+    if tensor_dict1.batch_size != tensor_dict2.batch_size:
+        sizes = list(tensor_dict1.batch_size), list(tensor_dict2.batch_size)
+        raise ConflictError(f"parts to unite must have the same batch size, got {sizes[0]} and {sizes[1]}")
+    for key in tensor_dict2.keys():
+        if key in tensor_dict1.keys() and not entries_equal(tensor_dict1.get(key), tensor_dict2.get(key)):
+            raise ConflictError(f"key {key!r} holds different values in the two parts")
+    for key in tensor_dict2.keys():
+        if key not in tensor_dict1.keys():
+            tensor_dict1[key] = tensor_dict2.get(key)
+    return tensor_dict1
+
+
+def mini_batch_indices(
+    num_rows: int, mini_batch_size: int, epochs: int, seed: int | None, dataloader_kwargs: Mapping[str, Any] | None
+) -> Iterator[slice | Tensor]:
+    """Yield which rows each mini-batch takes: slices in order, or a new permutation per epoch.
+
+    The permutations depend on ``seed`` alone; without one they come from torch's global generator.
+
+    Raises: ValueError, which is also an AssertionError, when rows do not divide evenly or an option is unknown.
+    """
+    options = dict(dataloader_kwargs or {})
+    shuffle = options.pop("shuffle", False)
+    if options:
+        raise BatchError(f"dataloader_kwargs takes only 'shuffle', got {sorted(options)}")
+    if mini_batch_size <= 0 or num_rows % mini_batch_size != 0:
+        raise BatchError(f"{num_rows} rows do not divide into mini-batches of {mini_batch_size}")
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+
+    def rows() -> Iterator[slice | Tensor]:
+        for _ in range(epochs):
+            order = torch.randperm(num_rows, generator=generator) if shuffle else None
+            for start in range(0, num_rows, mini_batch_size):
+                part = slice(start, start + mini_batch_size)
+                yield part if order is None else order[part]
+
+    return rows()
+
+
+def make_iterator(
+    tensordict: TensorDict,
+    mini_batch_size: int,
+    epochs: int,
+    seed: int | None = None,
+    dataloader_kwargs: Mapping[str, Any] | None = None,
+) -> Iterator[TensorDict]:
+    """Iterate over mini-batches ``epochs`` times; rows in order are views, shuffled rows copies.
+
+    Raises: ValueError, which is also an AssertionError, when rows do not divide evenly.
+    """
+    rows = mini_batch_indices(tensordict.batch_size[0], mini_batch_size, epochs, seed, dataloader_kwargs)
+    return (_rows_of(tensordict, part) for part in rows)
+
+
+def _rows_of(tensordict: TensorDict, rows: slice | Tensor) -> TensorDict:
+    if isinstance(rows, slice):
+        index = torch.arange(*rows.indices(tensordict.batch_size[0]))
+        has_nested = any(isinstance(value, Tensor) and value.is_nested for value in tensordict.values())
+        if not has_nested:
+            part: TensorDict = tensordict[rows]
+            return part
+        rows = index
+    selected = index_select_tensor_dict(tensordict, rows)
+    if selected is None:
+        raise BatchError("no TensorDict to take rows of")
+    return selected
+
+
+def assert_tensordict_eq(tensordict1: TensorDict, tensordict2: TensorDict) -> None:
+    """Assert that two TensorDicts hold the same keys, types and values."""
+    keys1, keys2 = set(tensordict1.keys()), set(tensordict2.keys())
+    assert keys1 == keys2, f"keys differ: {sorted(keys1 ^ keys2)}"
+    for key in sorted(keys1):
+        a, b = tensordict1.get(key), tensordict2.get(key)
+        assert type(a) is type(b), f"types of {key!r} differ: {type(a).__name__} and {type(b).__name__}"
+        assert entries_equal(a, b), f"values of {key!r} differ"
+
+
+def pop(tensordict: TensorDict, keys: Iterable[str]) -> TensorDict:
+    """Remove keys and return them as a TensorDict.
+
+    Raises: KeyError when a key is missing; nothing is removed then.
+    """
+    wanted = list(keys)
+    missing = [key for key in wanted if key not in tensordict.keys()]
+    if missing:
+        raise KeyError(f"keys {missing} are not in the batch; it has {sorted(tensordict.keys())}")
+    rows: dict[str, Any] = {}
+    shared: dict[str, Any] = {}
+    for key in wanted:
+        value = tensordict.get(key)
+        tensordict.del_(key)
+        if isinstance(value, NonTensorData):
+            shared[key] = value
+        else:
+            rows[key] = value.tolist() if isinstance(value, NonTensorStack) else value
+    return get_tensordict(rows, shared)
+
+
+def pad_indices(num_rows: int, size_divisor: int) -> list[int]:
+    """Return the rows to repeat, from the head and cycling, so that the row count becomes divisible."""
+    if size_divisor <= 0:
+        raise BatchError(f"size_divisor must be positive, got {size_divisor}")
+    if num_rows == 0:
+        return []
+    return [i % num_rows for i in range(-num_rows % size_divisor)]
+
+
+def pad_to_divisor(data: TensorDict, size_divisor: int) -> tuple[TensorDict, int]:
+    """Repeat rows from the head until the row count is divisible; returns the result and how many were added."""
+    if not isinstance(data, TensorDict):
+        raise BatchError(f"data must be a TensorDict, got {type(data).__name__}")
+    num_rows = data.batch_size[0]
+    added = pad_indices(num_rows, size_divisor)
+    if num_rows == 0:
+        logger.warning("an empty TensorDict is not padded")
+    if not added:
+        return data, 0
+    padded = index_select_tensor_dict(data, torch.tensor([*range(num_rows), *added]))
+    assert padded is not None
+    return padded, len(added)
+
+
+def unpad(data: TensorDict, pad_size: int) -> TensorDict:
+    """Drop the last ``pad_size`` rows."""
+    return data if pad_size == 0 else _rows_of(data, slice(0, data.batch_size[0] - pad_size))
+
+
+def concat_tensors(key: str, parts: Sequence[Tensor]) -> Tensor:
+    """Concatenate rows with one allocation; one part is returned as it is.
+
+    Raises: ValueError, which is also an AssertionError, naming the key when shapes do not fit.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    if any(part.is_nested for part in parts):
+        rows = [row for part in parts for row in part.unbind()]
+        return torch.nested.as_nested_tensor(rows, layout=parts[0].layout)
+    shapes = {tuple(part.shape[1:]) for part in parts}
+    dtypes = {part.dtype for part in parts}
+    if len(shapes) > 1 or len(dtypes) > 1:
+        raise BatchError(f"parts of {key!r} differ: row shapes {sorted(shapes)}, dtypes {sorted(map(str, dtypes))}")
+    return torch.cat(list(parts), dim=0)
