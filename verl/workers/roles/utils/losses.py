@@ -7,7 +7,7 @@ from torch import Tensor
 
 from verl.algos.aggregate import UNITS, Metric, Sum, Unit, agg_sum, agg_unit, count_units
 from verl.algos.kl import kl_penalty
-from verl.algos.policy_loss import get_policy_loss_fn, policy_loss_unit
+from verl.algos.policy_loss import effective_loss_agg_mode, get_policy_loss_fn
 from verl.algos.value_loss import compute_value_loss
 from verl.workers.roles.utils.mismatch import mismatch_metrics
 
@@ -51,7 +51,7 @@ def ppo_loss(
         config=config,
         rollout_is_weights=batch.get("rollout_is_weights", None),
     )
-    policy = _as_sum(pg_loss, mask, policy_loss_unit(loss_mode) or agg_unit(config.loss_agg_mode))
+    policy = _as_sum(pg_loss, mask, agg_unit(effective_loss_agg_mode(loss_mode, config.loss_agg_mode)))
     terms = [policy]
     metrics: dict[str, Metric] = {
         "actor/pg_loss": policy,
