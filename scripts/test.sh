@@ -1,0 +1,67 @@
+#!/usr/bin/env bash
+# All checks and tests: sets up the environment (scripts/setup_env.sh), then checks style, layers, types, YAML, and runs pytest.
+#
+#   bash scripts/test.sh            what continuous integration runs
+#   bash scripts/test.sh --fast     unit tests only: nothing that starts Ray or several processes
+#   bash scripts/test.sh --full     the full matrices as well
+#   bash scripts/test.sh --checks   no tests
+#   bash scripts/test.sh [--fast|--full] -- tests/algos -k grpo    the rest goes to pytest
+#
+# Exit code 0 only when every stage passed. A stage that fails does not keep the next one from running.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
+
+usage() { sed -n '2,10s/^# \{0,1\}//p' "scripts/test.sh"; }
+
+MODE=default
+SESSION_TIMEOUT_S=2400 # continuous integration has 50 minutes, 7 of them for the installation
+while [ $# -gt 0 ]; do
+    case "$1" in
+        --fast) MODE=fast ;;
+        --full) MODE=full SESSION_TIMEOUT_S=0 ;;
+        --checks) MODE=checks ;;
+        -h | --help) usage; exit 0 ;;
+        --) shift; break ;;
+        *) echo "test.sh: unknown option $1 (see --help; options of pytest go after --)" >&2; exit 2 ;;
+    esac
+    shift
+done
+
+VENV="${VERL_VENV:-.venv}"
+BIN="$VENV/bin"
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # more processes than cores: threads would only wait for each other
+export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+
+FAILED=()
+REPORT=()
+stage() {
+    local name="$1" start=$SECONDS verdict=passed
+    shift
+    printf '\n==> %s: %s\n' "$name" "$*"
+    "$@" || { verdict=FAILED; FAILED+=("$name"); }
+    REPORT+=("$(printf '%-22s %-7s %4d s' "$name" "$verdict" $((SECONDS - start)))")
+    printf '==> %s %s in %d s\n' "$name" "$verdict" $((SECONDS - start))
+}
+
+run_pytest() {
+    local -a select=(-m "not full")
+    [ "$MODE" = fast ] && select=(-m "not full and not slow" --ignore=tests/special_e2e --ignore=tests/special_distributed)
+    [ "$MODE" = full ] && select=()
+    stage tests "$BIN/python" -m pytest -ra --durations=20 --session-timeout="$SESSION_TIMEOUT_S" "${select[@]}" "$@"
+}
+
+stage environment bash scripts/setup_env.sh
+[ ${#FAILED[@]} -eq 0 ] || exit 1
+
+stage "style (ruff check)" "$BIN/ruff" check .
+stage "style (ruff format)" "$BIN/ruff" format --check --quiet .
+stage "layers" "$BIN/lint-imports" --no-logo --no-cache
+stage "types (mypy)" "$BIN/mypy"
+stage "YAML style" "$BIN/python" scripts/check_yaml_style.py
+[ "$MODE" = checks ] || run_pytest "$@"
+
+printf '\n'
+printf '%s\n' "${REPORT[@]}" "$(printf '%-22s         %4d s' total "$SECONDS")"
+[ ${#FAILED[@]} -eq 0 ] || { printf 'FAILED: %s\n' "${FAILED[*]}" >&2; exit 1; }
+echo "all stages passed"
