@@ -43,7 +43,9 @@ Metric = Sum | Extreme
 
 def count_units(mask: Tensor) -> Tensor:
     """Count what a (B, T) mask holds of each unit, in the order of ``UNITS``: a float64 tensor (3,)."""
-    return torch.stack([mask.sum().double(), mask.new_tensor(mask.shape[0]).double(), mask.new_tensor(1).double()])
+    counts = torch.tensor([0.0, mask.shape[0], 1.0], dtype=torch.float64, device=mask.device)
+    counts[0] = mask.sum()
+    return counts
 
 
 def agg_unit(loss_agg_mode: str) -> Unit:

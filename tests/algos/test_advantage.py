@@ -1,0 +1,245 @@
+"""Advantage estimators against hand-computed cases, slow references and invariances."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from verl.algos import advantage as adv
+from verl.trainer.ppo import core_algos
+
+CONFIG = SimpleNamespace(gamma=0.9, lam=0.8, norm_adv_by_std_in_grpo=True)
+GROUPED = sorted(set(core_algos.ADV_ESTIMATOR_REGISTRY) - {"gae", "remax", "reinforce_plus_plus"})
+
+
+def make_batch(seed=0, uneven=True):
+    """Make 7 rows of 6 tokens in uneven groups, with holes in the mask and NaN outside it."""
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.tensor(
+        [[1] * 6, [1, 1, 1, 0, 0, 0], [1, 1, 0, 0, 1, 1], [1, 0, 0, 0, 0, 0], [0] * 6, [1, 1, 1, 1, 0, 0], [1] * 6]
+    )
+    index = ["a", "b", "a", "b", "a", "a", "b"] if uneven else list("aabbccd")
+    return {
+        "token_level_rewards": torch.randn(7, 6, generator=generator).double() * mask,
+        "values": torch.randn(7, 6, generator=generator).double() * mask,
+        "reward_baselines": torch.randn(7, generator=generator).double(),
+        "response_mask": mask,
+        "index": np.array(index, dtype=object),
+    }
+
+
+def whiten(rows, mask):
+    kept = [x for row, m in zip(rows, mask, strict=True) for x, keep in zip(row, m, strict=True) if keep]
+    mean, var = np.mean(kept), np.var(kept, ddof=1)
+    return [[(x - mean) / np.sqrt(var + 1e-8) * keep for x, keep in zip(row, m, strict=True)]
+            for row, m in zip(rows, mask, strict=True)]  # fmt: skip
+
+
+def slow(name, batch, config):
+    """Compute an estimator by loops over samples and tokens: (advantages, returns)."""
+    rewards, values = batch["token_level_rewards"].tolist(), batch["values"].tolist()
+    mask, baselines = batch["response_mask"].tolist(), batch["reward_baselines"].tolist()
+    index, n, width = list(batch["index"]), len(rewards), len(rewards[0])
+    scores = [sum(row) for row in rewards]
+    group = {b: [scores[i] for i in range(n) if index[i] == index[b]] for b in range(n)}
+    tiled = lambda per_row: [[x * m for m in row] for x, row in zip(per_row, mask, strict=True)]  # noqa: E731
+
+    if name == "gae":
+        raw = [[0.0] * width for _ in range(n)]
+        returns = [[0.0] * width for _ in range(n)]
+        for b in range(n):
+            next_value = advantage = 0.0
+            for t in reversed(range(width)):
+                if mask[b][t]:
+                    delta = rewards[b][t] + config.gamma * next_value - values[b][t]
+                    advantage = delta + config.gamma * config.lam * advantage
+                    next_value = values[b][t]
+                    raw[b][t], returns[b][t] = advantage, advantage + values[b][t]
+        return whiten(raw, mask), returns
+    if name == "reinforce_plus_plus":
+        returns = [[0.0] * width for _ in range(n)]
+        for b in range(n):
+            running = 0.0
+            for t in reversed(range(width)):
+                running = (rewards[b][t] + config.gamma * running) * mask[b][t]
+                returns[b][t] = running
+        return whiten(returns, mask), returns
+    if name == "remax":
+        returns = [[sum(row[t:]) * m[t] for t in range(width)] for row, m in zip(rewards, mask, strict=True)]
+        return [[(x - base) * k for x, k in zip(row, m, strict=True)]
+                for row, base, m in zip(returns, baselines, mask, strict=True)], returns  # fmt: skip
+
+    per_row = []
+    for b in range(n):
+        peers, score = group[b], scores[b]
+        single, mean = len(peers) == 1, 0.0 if len(peers) == 1 else np.mean(peers)
+        std = 1.0 if single else np.std(peers, ddof=1)
+        if name in ("grpo", "grpo_vectorized"):
+            per_row.append((score - mean) / (std + 1e-6))
+        elif name == "grpo_passk":
+            first, second = sorted(peers, reverse=True)[:2]
+            per_row.append((first - second) / (std + 1e-6) if score == first else 0.0)
+        elif name in ("rloo", "rloo_vectorized"):
+            others = (sum(peers) - score) / (len(peers) - 1) if not single else 0.0
+            per_row.append(score - others if not (single and name == "rloo_vectorized") else 0.0)
+        elif name == "opo":
+            rows = [i for i in range(n) if index[i] == index[b]]
+            lengths = [sum(mask[i]) for i in rows]
+            base = sum(le * scores[i] for le, i in zip(lengths, rows, strict=True)) / max(1, sum(lengths))
+            per_row.append(score - (0.0 if single else base))
+        elif name == "gpg":
+            per_row.append((score - mean) * n / max(1, sum(x != 0 for x in scores)))
+        elif name == "reinforce_plus_plus_baseline":
+            per_row.append(score - mean)
+    rows = tiled(per_row)
+    rows = whiten(rows, mask) if name == "reinforce_plus_plus_baseline" else rows
+    return rows, rows
+
+
+@pytest.mark.parametrize("uneven", [True, False], ids=["uneven groups", "a group of one"])
+@pytest.mark.parametrize("name", sorted(core_algos.ADV_ESTIMATOR_REGISTRY))
+def test_equals_slow_reference(name, uneven):
+    batch = make_batch(uneven=uneven)
+    estimate = core_algos.get_adv_estimator_fn(name)
+    if name == "grpo_passk" and not uneven:
+        with pytest.raises(ValueError, match=r"rollout\.n to 2"):
+            estimate(**batch, config=CONFIG)
+        return
+    advantages, returns = estimate(**batch, config=CONFIG)
+    want_advantages, want_returns = slow(name, batch, CONFIG)
+    torch.testing.assert_close(advantages, torch.tensor(want_advantages, dtype=torch.float64), atol=1e-9, rtol=1e-7)
+    torch.testing.assert_close(returns, torch.tensor(want_returns, dtype=torch.float64), atol=1e-9, rtol=1e-7)
+
+
+@pytest.mark.parametrize("name", sorted(core_algos.ADV_ESTIMATOR_REGISTRY))
+def test_without_config_and_with_nan_outside_the_mask(name):
+    batch = make_batch()
+    estimate = core_algos.get_adv_estimator_fn(name)
+    plain = SimpleNamespace(gamma=1.0, lam=1.0, norm_adv_by_std_in_grpo=True)
+    clean = estimate(**batch, config=plain)
+    outside = batch["response_mask"] == 0
+    dirty = {k: v.masked_fill(outside, torch.nan) if k in ("token_level_rewards", "values") else v
+             for k, v in batch.items()}  # fmt: skip
+    for got, want in zip(estimate(**dirty), clean, strict=True):
+        torch.testing.assert_close(got, want, atol=0, rtol=0)
+        assert not got[outside].any()
+    inside = dict(batch, token_level_rewards=batch["token_level_rewards"].clone())
+    inside["token_level_rewards"][0, 0] = torch.nan
+    assert estimate(**inside)[0].isnan().any(), "NaN inside the mask must not be hidden"
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_group_shift_changes_nothing(name):
+    """A constant added to every score of a group is no news; scores stand on the last sampled token."""
+    batch = make_batch()
+    mask = batch["response_mask"].clone()
+    mask[4, 0] = 1
+    scores = torch.zeros(7, 6).double()
+    last = mask.double().mul(torch.arange(1, 7)).argmax(-1)
+    scores[torch.arange(7), last] = torch.randn(7, generator=torch.Generator().manual_seed(3)).double() + 5
+    shift = torch.tensor([{"a": 2.0, "b": -3.0}[g] for g in batch["index"]]).double()
+    shifted = scores.clone()
+    shifted[torch.arange(7), last] += shift
+    estimate = core_algos.get_adv_estimator_fn(name)
+    kwargs = {"response_mask": mask, "index": batch["index"]}
+    torch.testing.assert_close(
+        estimate(token_level_rewards=scores, **kwargs)[0],
+        estimate(token_level_rewards=shifted, **kwargs)[0],
+        atol=1e-9,
+        rtol=1e-9,
+    )
+
+
+def test_grpo_by_hand():
+    rewards = torch.tensor([[0.0, 1.0], [0.0, 0.0], [0.0, 5.0]])
+    mask = torch.tensor([[1, 1], [1, 0], [1, 1]])
+    advantages, returns = core_algos.compute_grpo_outcome_advantage(rewards, mask, np.array([7, 7, 8]))
+    one = 0.5 / (0.5**0.5 + 1e-6)  # scores 1 and 0: mean 0.5, deviation sqrt(0.5)
+    torch.testing.assert_close(advantages, torch.tensor([[one, one], [-one, 0], [5 / (1 + 1e-6)] * 2]))
+    assert returns is advantages
+    centered, _ = core_algos.compute_grpo_outcome_advantage(
+        rewards, mask, np.array([7, 7, 8]), norm_adv_by_std_in_grpo=False
+    )
+    torch.testing.assert_close(centered, torch.tensor([[0.5, 0.5], [-0.5, 0], [5.0, 5.0]]))
+    off = SimpleNamespace(gamma=1.0, lam=1.0, norm_adv_by_std_in_grpo=False)
+    for name in ("grpo", "grpo_vectorized"):
+        by_config = core_algos.get_adv_estimator_fn(name)(
+            token_level_rewards=rewards, response_mask=mask, index=[7, 7, 8], config=off
+        )
+        torch.testing.assert_close(by_config[0], centered)
+
+
+def test_equal_scores_give_exactly_zero():
+    rewards = torch.full((8, 1), 0.1)
+    mask, index = torch.ones(8, 1), ["x"] * 8
+    for name in ("grpo", "grpo_vectorized", "rloo", "gpg"):
+        advantages, _ = core_algos.get_adv_estimator_fn(name)(
+            token_level_rewards=rewards, response_mask=mask, index=index
+        )
+        assert not advantages.any(), name
+
+
+def test_gae_by_hand_steps_over_masked_tokens():
+    """With a tool's token in the middle: the same as without that token."""
+    rewards = torch.tensor([[0.0, 9.0, 1.0]])
+    values = torch.tensor([[0.5, 9.0, 0.25]])
+    mask = torch.tensor([[1, 0, 1]])
+    _, returns = core_algos.compute_gae_advantage_return(rewards, values, mask, gamma=0.5, lam=0.5)
+    last = 1.0 - 0.25
+    first = 0.5 * 0.25 - 0.5 + 0.5 * 0.5 * last
+    torch.testing.assert_close(returns, torch.tensor([[first + 0.5, 0.0, last + 0.25]]))
+
+
+def test_score_on_a_masked_token_counts():
+    """A multi-turn answer may end in a tool's token, where the score stands."""
+    rewards = torch.tensor([[0.0, 1.0], [0.0, 0.0]])
+    mask = torch.tensor([[1, 0], [1, 0]])
+    advantages, _ = core_algos.compute_rloo_outcome_advantage(rewards, mask, ["a", "a"])
+    torch.testing.assert_close(advantages, torch.tensor([[1.0, 0.0], [-1.0, 0.0]]))
+
+
+@pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+def test_nothing_to_whiten(name):
+    batch = make_batch()
+    batch["response_mask"] = torch.zeros_like(batch["response_mask"])
+    with pytest.raises(ValueError, match="at least 2 elements"):
+        core_algos.get_adv_estimator_fn(name)(**batch)
+
+
+@pytest.mark.parametrize("name", sorted(set(GROUPED) - {"reinforce_plus_plus_baseline"}))
+def test_all_zero_mask_gives_zeros(name):
+    batch = make_batch()
+    batch["response_mask"] = torch.zeros_like(batch["response_mask"])
+    advantages, _ = core_algos.get_adv_estimator_fn(name)(**batch)
+    assert not advantages.any()
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_refuses_inputs_that_disagree(name):
+    batch = make_batch()
+    estimate = core_algos.get_adv_estimator_fn(name)
+    with pytest.raises(ValueError, match="pass index"):
+        estimate(**{k: v for k, v in batch.items() if k != "index"})
+    with pytest.raises(ValueError, match="index has 6 rows"):
+        estimate(**dict(batch, index=batch["index"][:6]))
+    with pytest.raises(ValueError, match="must both be"):
+        estimate(**dict(batch, response_mask=batch["response_mask"][:, :5]))
+
+
+def test_registry():
+    with pytest.raises(ValueError, match="one of .*'gae'.* got 'nope'"):
+        core_algos.get_adv_estimator_fn("nope")
+    assert core_algos.get_adv_estimator_fn(core_algos.AdvantageEstimator.GAE) is core_algos.get_adv_estimator_fn("gae")
+    assert {e.value for e in core_algos.AdvantageEstimator} == set(core_algos.ADV_ESTIMATOR_REGISTRY)
+
+    def mine(**kwargs):
+        return kwargs
+
+    try:
+        assert core_algos.register_adv_est("mine")(mine) is mine
+        core_algos.register_adv_est("mine")(mine)
+        with pytest.raises(ValueError, match="already registered"):
+            core_algos.register_adv_est("mine")(lambda: None)
+    finally:
+        del adv.ADV_ESTIMATOR_REGISTRY["mine"]

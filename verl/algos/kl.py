@@ -1,0 +1,156 @@
+"""How far the policy is from the reference: estimators per token, and controllers of their weight."""
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+_MAX_LOG_RATIO = 20.0
+_MAX_K3 = 10.0
+
+KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+
+
+class UnsupportedKLError(ValueError, NotImplementedError):
+    """The estimator or the controller is not one that can be computed here."""
+
+
+def check_kl_penalty(kl_penalty: str) -> str:
+    """Return the name when it is an estimator, with or without the suffix ``+``.
+
+    Raises: UnsupportedKLError, a ValueError and a NotImplementedError, otherwise.
+    """
+    if kl_penalty.removesuffix("+") in KL_ESTIMATORS:
+        return kl_penalty
+    known = ", ".join(KL_ESTIMATORS)
+    if kl_penalty.removesuffix("+") == "full":
+        raise UnsupportedKLError(
+            f"KL estimator {kl_penalty!r} needs the logits of both policies, which are never kept: use one of {known}"
+        )
+    raise UnsupportedKLError(f"KL estimator must be one of {known}, each also with the suffix '+', got {kl_penalty!r}")
+
+
+def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
+    """Estimate the divergence from the reference at each sampled token.
+
+    Source: J. Schulman, "Approximating KL divergence" (2020): k1, k2 and k3.
+
+    Raises: UnsupportedKLError for an unknown estimator.
+    """
+    check_kl_penalty(kl_penalty)
+    log_ratio = logprob - ref_logprob
+    if kl_penalty in ("kl", "k1"):
+        return log_ratio
+    if kl_penalty == "abs":
+        return log_ratio.abs()
+    if kl_penalty in ("mse", "k2"):
+        return 0.5 * log_ratio.square()
+    if kl_penalty in ("low_var_kl", "k3"):
+        inverse = (-log_ratio).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+        return (inverse.exp() - inverse - 1).clamp(-_MAX_K3, _MAX_K3)
+    raise UnsupportedKLError(f"{kl_penalty!r} is a form for gradients: call kl_penalty")
+
+
+def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
+    """Estimate the divergence at each token; with ``+``, under the gradient of k2.
+
+    The gradient of k2 is the unbiased one of the divergence, that of k1 and k3 is not. A name such as ``k3+`` has the
+    value of k3 and the gradient of k2 (straight-through).
+
+    Raises: UnsupportedKLError for an unknown estimator.
+    """
+    check_kl_penalty(kl_penalty)
+    if not kl_penalty.endswith("+"):
+        return kl_penalty_forward(logprob, ref_logprob, kl_penalty)
+    value = kl_penalty_forward(logprob, ref_logprob, kl_penalty.removesuffix("+")).detach()
+    gradient = 0.5 * (logprob - ref_logprob).square()
+    return gradient - gradient.detach() + value
+
+
+def compute_rewards(token_level_scores: Tensor, old_log_prob: Tensor, ref_log_prob: Tensor, kl_ratio: float) -> Tensor:
+    """Subtract ``kl_ratio`` times the log-ratio to the reference from the scores, all (B, T)."""
+    return token_level_scores - kl_ratio * (old_log_prob - ref_log_prob)
+
+
+class KLController(Protocol):
+    """The weight of the KL term, and how it moves."""
+
+    value: float
+
+    def update(self, current_kl: float, n_steps: int) -> None: ...
+    def state_dict(self) -> dict[str, float]: ...
+    def load_state_dict(self, state: dict[str, float]) -> None: ...
+
+
+class FixedKLController:
+    """A weight that stays."""
+
+    def __init__(self, kl_coef: float) -> None:
+        self.value = float(kl_coef)
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        """Leave the weight as it is."""
+
+    def state_dict(self) -> dict[str, float]:
+        """Return nothing: a fixed weight comes from the config."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Accept any state."""
+
+
+class AdaptiveKLController:
+    """A weight that is steered towards a target divergence.
+
+    Source: Ziegler et al. (arXiv:1909.08593), section 2.2.
+    """
+
+    def __init__(self, init_kl_coef: float, target_kl: float, horizon: float) -> None:
+        self.value = float(init_kl_coef)
+        self.target = float(target_kl)
+        self.horizon = float(horizon)
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        """Move the weight by the clipped relative error; ``n_steps`` are the sequences since the last update."""
+        error = min(max(current_kl / self.target - 1.0, -0.2), 0.2)
+        self.value *= 1.0 + error * n_steps / self.horizon
+
+    def state_dict(self) -> dict[str, float]:
+        """Return what a resumed run needs to go on alike."""
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Take over the weight of a saved run."""
+        self.value = float(state.get("value", self.value))
+
+
+class InvalidHorizonError(ValueError, AssertionError):
+    """The horizon of an adaptive controller is not positive."""
+
+
+def get_kl_controller(kl_ctrl: Any) -> KLController:
+    """Build the controller that ``algorithm.kl_ctrl`` describes (``type, kl_coef, target_kl, horizon``).
+
+    Raises: ValueError for an unknown type, or a horizon or target that is not positive.
+    """
+    if kl_ctrl.type == "fixed":
+        return FixedKLController(kl_ctrl.kl_coef)
+    if kl_ctrl.type == "adaptive":
+        for key in ("horizon", "target_kl"):
+            if not getattr(kl_ctrl, key) > 0:
+                raise InvalidHorizonError(f"algorithm.kl_ctrl.{key} must be positive, got {getattr(kl_ctrl, key)}")
+        return AdaptiveKLController(kl_ctrl.kl_coef, kl_ctrl.target_kl, kl_ctrl.horizon)
+    raise UnsupportedKLError(f"algorithm.kl_ctrl.type must be 'fixed' or 'adaptive', got {kl_ctrl.type!r}")
+
+
+__all__ = [
+    "KL_ESTIMATORS",
+    "AdaptiveKLController",
+    "FixedKLController",
+    "KLController",
+    "UnsupportedKLError",
+    "check_kl_penalty",
+    "compute_rewards",
+    "get_kl_controller",
+    "kl_penalty",
+    "kl_penalty_forward",
+]

@@ -1,0 +1,7 @@
+"""The established path of the algorithms; the code is in ``verl.algos``."""
+
+from verl.algos.advantage import *  # noqa: F403
+from verl.algos.aggregate import agg_loss as agg_loss
+from verl.algos.kl import *  # noqa: F403
+from verl.algos.policy_loss import *  # noqa: F403
+from verl.algos.value_loss import *  # noqa: F403

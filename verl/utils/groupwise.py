@@ -1,0 +1,78 @@
+"""Statistics of the samples that share a prompt."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl.utils import envs
+
+Device = torch.device | str | None
+
+
+def _pick_device(device: Device, default: torch.device | str = "cpu") -> torch.device:
+    """Return the asked device, else that of ``VERL_FORCE_DEVICE``, else the default."""
+    return torch.device(device or envs.read("VERL_FORCE_DEVICE") or default)
+
+
+def as_torch_index(index: "Sequence[Any] | np.ndarray[Any, Any] | Tensor", device: Device = None) -> Tensor:
+    """Number group labels of any hashable kind: a (B,) LongTensor with values 0..G-1.
+
+    Raises: ValueError when the labels are not one-dimensional.
+    """
+    if isinstance(index, Tensor):
+        if index.dim() != 1:
+            raise ValueError(f"group index must have shape (B,), got {tuple(index.shape)}")
+        codes: Tensor = torch.unique(index.to(_pick_device(device, index.device)), return_inverse=True)[1]
+        return codes.long()
+    labels = index if isinstance(index, np.ndarray) else np.asarray(index)
+    if labels.ndim != 1:
+        raise ValueError(f"group index must have shape (B,), got {labels.shape}")
+    try:
+        codes_np = np.unique(labels, return_inverse=True)[1]
+    except TypeError:  # labels of several types have no order
+        number = {label: i for i, label in enumerate(dict.fromkeys(labels.tolist()))}
+        codes_np = np.fromiter((number[label] for label in labels.tolist()), dtype=np.int64, count=len(labels))
+    return torch.as_tensor(codes_np, dtype=torch.long, device=_pick_device(device))
+
+
+def group_sum(values: Tensor, group: Tensor, num_groups: int) -> Tensor:
+    """Add up (B,) values by group in float64: (G,)."""
+    total = torch.zeros(num_groups, dtype=torch.float64, device=values.device)
+    return total.index_add_(0, group, values.double())
+
+
+def group_count(group: Tensor) -> Tensor:
+    """Return the size of each group: (G,) int64."""
+    return torch.bincount(group)
+
+
+def group_mean_std(
+    scores: Tensor, gidx: Tensor, eps: float = 1e-6, device: Device = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return mean, unbiased standard deviation and size of each group.
+
+    The variance is floored at ``eps`` before its root. A group of one has mean 0 and deviation 1, so that
+    normalising leaves its score as it is. Sums are in float64: equal scores have a deviation of zero, not of noise.
+
+    Args: scores (B,), gidx (B,) with values 0..G-1.
+    Returns: (mean, std, count), each (G,) in the dtype of the scores.
+    Raises: ValueError when the inputs disagree on B.
+    """
+    target = _pick_device(device, scores.device)
+    scores = scores.reshape(-1).to(target)
+    gidx = gidx.reshape(-1).to(target)
+    if scores.numel() != gidx.numel():
+        raise ValueError(f"{scores.numel()} scores cannot be grouped by {gidx.numel()} indices")
+    dtype = scores.dtype if scores.dtype.is_floating_point else torch.float32
+    size = group_count(gidx)
+    count = size.double()
+    mean = group_sum(scores, gidx, len(size)) / count.clamp(min=1)
+    squares = group_sum((scores.double() - mean[gidx]) ** 2, gidx, len(size))
+    std = (squares / (count - 1).clamp(min=1)).clamp(min=eps).sqrt()
+    single = size <= 1
+    mean = mean.masked_fill(single, 0.0)
+    std = std.masked_fill(single, 1.0)
+    return mean.to(dtype), std.to(dtype), count.to(dtype)

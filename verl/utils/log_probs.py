@@ -1,0 +1,159 @@
+"""Log-probabilities and entropies of sampled tokens without a second copy of the logits."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+CHUNK_ELEMENTS = 1 << 24
+"""Logits that are worked on at once where no chunk size is given (64 MiB in fp32)."""
+
+_LOG_ZERO = -1e4
+"""Stands for a log-probability of minus infinity; its exponential is zero in every dtype."""
+
+
+def _rows_per_chunk(vocab_size: int, chunk_size: int | None) -> int:
+    return max(1, chunk_size or CHUNK_ELEMENTS // vocab_size)
+
+
+def _accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def scaled_log_softmax(logits: Tensor, temperature: Tensor | float) -> Tensor:
+    """Return ``log_softmax(logits / temperature)`` of (N, V) rows, in fp32 or better."""
+    dtype = _accumulate_dtype(logits.dtype)
+    if isinstance(temperature, float) and temperature == 1.0:
+        return torch.log_softmax(logits, dim=-1, dtype=dtype)
+    return torch.log_softmax(logits.to(dtype) / temperature, dim=-1)
+
+
+def entropy_of(log_probs: Tensor, probs: Tensor | None = None) -> Tensor:
+    """Return the entropy of (N, V) log-probabilities, which are clamped in place."""
+    probs = log_probs.exp() if probs is None else probs
+    return -torch.einsum("nv,nv->n", probs, log_probs.clamp_(min=_LOG_ZERO))
+
+
+def logits_gradient(
+    logits: Tensor,
+    labels: Tensor,
+    temperature: Tensor | float,
+    entropy: Tensor | None,
+    grad_log_probs: Tensor,
+    grad_entropy: Tensor | None,
+) -> Tensor:
+    """Return the gradient of (N,) log-probabilities and entropies in their (N, V) logits, in fp32 or better."""
+    log_probs = scaled_log_softmax(logits, temperature)
+    probs = log_probs.exp()
+    grad_log_probs = grad_log_probs.to(probs.dtype)
+    if grad_entropy is None or entropy is None:
+        grad = probs.mul_(-grad_log_probs.unsqueeze(-1))
+    else:
+        pull = log_probs.clamp_(min=_LOG_ZERO).add_(entropy.unsqueeze(-1))
+        pull.mul_(grad_entropy.to(probs.dtype).unsqueeze(-1)).add_(grad_log_probs.unsqueeze(-1))
+        grad = probs.mul_(pull).neg_()
+    grad.scatter_add_(-1, labels.unsqueeze(-1), grad_log_probs.unsqueeze(-1))
+    return grad if isinstance(temperature, float) and temperature == 1.0 else grad.div_(temperature)
+
+
+class _LogProbsAndEntropy(torch.autograd.Function):
+    """Keeps the logits themselves for the backward pass, and turns them into their gradient there."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        temperature: Tensor | float,
+        entropy_mode: str,
+        chunk_size: int | None,
+        inplace: bool,
+    ) -> tuple[Tensor, Tensor]:
+        rows, vocab_size = logits.shape
+        step = _rows_per_chunk(vocab_size, chunk_size)
+        dtype = _accumulate_dtype(logits.dtype)
+        log_probs = logits.new_empty(rows, dtype=dtype)
+        entropy = logits.new_empty(rows if entropy_mode != "none" else 0, dtype=dtype)
+        for at in range(0, rows, step):
+            chunk = slice(at, at + step)
+            log_p = scaled_log_softmax(logits[chunk], _of_rows(temperature, chunk))
+            log_probs[chunk] = log_p.gather(-1, labels[chunk].unsqueeze(-1)).squeeze(-1)
+            if entropy_mode != "none":
+                entropy[chunk] = entropy_of(log_p)
+        ctx.save_for_backward(logits, labels, entropy)
+        ctx.temperature, ctx.entropy_mode, ctx.step, ctx.inplace = temperature, entropy_mode, step, inplace
+        if entropy_mode != "grad":
+            ctx.mark_non_differentiable(entropy)
+        return log_probs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+        logits, labels, entropy = ctx.saved_tensors
+        grad_logits = logits if ctx.inplace else torch.empty_like(logits)
+        with_entropy = ctx.entropy_mode == "grad"
+        for at in range(0, len(logits), ctx.step):
+            chunk = slice(at, at + ctx.step)
+            grad_logits[chunk] = logits_gradient(
+                logits[chunk],
+                labels[chunk],
+                _of_rows(ctx.temperature, chunk),
+                entropy[chunk] if with_entropy else None,
+                grad_log_probs[chunk],
+                grad_entropy[chunk] if with_entropy else None,
+            )
+        return grad_logits, None, None, None, None, None
+
+
+def _of_rows(temperature: Tensor | float, chunk: slice) -> Tensor | float:
+    return temperature[chunk] if isinstance(temperature, Tensor) else temperature
+
+
+def _row_temperature(temperature: Tensor | float, shape: torch.Size) -> Tensor | float:
+    """Return a plain number, or one temperature for each row of the flattened logits: (N, 1)."""
+    if isinstance(temperature, Tensor) and temperature.numel() > 1:
+        return temperature.expand(shape).reshape(-1, 1)
+    value = float(temperature)
+    if not value > 0:
+        raise ValueError(f"temperature must be positive, got {value}")
+    return value
+
+
+def log_probs_and_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    temperature: Tensor | float = 1.0,
+    *,
+    entropy: str | bool = "none",
+    chunk_size: int | None = None,
+    inplace_backward: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the log-probability of each label and, where asked for, the entropy of its distribution.
+
+    Rows are worked on in chunks. Nothing of the size of the logits is allocated: the backward pass recomputes the
+    probabilities of a chunk and writes the gradient over the logits. Logits that something else still needs for its
+    own backward pass want ``inplace_backward=False`` (autograd raises otherwise). Leaves are never written to.
+
+    Args:
+        logits: (..., V), any floating dtype; half precision is computed in fp32.
+        labels: (...), int64.
+        temperature: a number, or a tensor that broadcasts to the shape of the labels.
+        entropy: ``none``, ``value`` (without gradient) or ``grad``; True is ``value``.
+        chunk_size: rows at once; by default as many as make 16M logits.
+    Returns: (log_probs, entropy or None), each (...) in fp32, float64 for float64 logits.
+    Raises: ValueError for shapes that do not match, an unknown ``entropy`` or a temperature that is not positive.
+    """
+    mode = {True: "value", False: "none"}.get(entropy, entropy) if isinstance(entropy, bool) else entropy
+    if mode not in ("none", "value", "grad"):
+        raise ValueError(f"entropy must be 'none', 'value' or 'grad', got {entropy!r}")
+    if logits.shape[:-1] != labels.shape:
+        raise ValueError(
+            f"labels {tuple(labels.shape)} must have the shape of logits {tuple(logits.shape)} less the last"
+        )
+    rows = logits.reshape(-1, logits.shape[-1])
+    inplace = inplace_backward and not logits.is_leaf
+    log_probs, entropies = _LogProbsAndEntropy.apply(  # type: ignore[no-untyped-call]
+        rows, labels.reshape(-1), _row_temperature(temperature, labels.shape), mode, chunk_size, inplace
+    )
+    return log_probs.view(labels.shape), None if mode == "none" else entropies.view(labels.shape)

@@ -1,0 +1,75 @@
+"""Learning rate schedules, as factors of the base rate."""
+
+import math
+from collections.abc import Callable
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+
+def _with_warmup(optimizer: Optimizer, num_warmup_steps: int, after: Callable[[int], float], start: float,
+                 last_epoch: int) -> LambdaLR:  # fmt: skip
+    """Rise linearly from ``start`` to 1, then follow ``after(step)``."""
+
+    def factor(step: int) -> float:
+        if step < num_warmup_steps:
+            return start + (1.0 - start) * step / max(1, num_warmup_steps)
+        return after(step)
+
+    return LambdaLR(optimizer, factor, last_epoch)
+
+
+def get_constant_schedule_with_warmup(optimizer: Optimizer, num_warmup_steps: int, last_epoch: int = -1) -> LambdaLR:
+    """Rise linearly to the base rate and stay there."""
+    return _with_warmup(optimizer, num_warmup_steps, lambda step: 1.0, 0.0, last_epoch)
+
+
+def get_cosine_schedule_with_warmup(
+    optimizer: Optimizer,
+    num_warmup_steps: int,
+    num_training_steps: int,
+    min_lr_ratio: float = 0.0,
+    num_cycles: float = 0.5,
+    last_epoch: int = -1,
+    init_lr_ratio: float | None = None,
+) -> LambdaLR:
+    """Rise linearly from ``init_lr_ratio`` (default 0), then fall along a cosine to ``min_lr_ratio``.
+
+    Raises: ValueError when a ratio is outside [0, 1].
+    """
+    start = 0.0 if init_lr_ratio is None else init_lr_ratio
+    for name, ratio in (("min_lr_ratio", min_lr_ratio), ("init_lr_ratio", start)):
+        if not 0.0 <= ratio <= 1.0:
+            raise ValueError(f"optim.{name} must be in [0, 1], got {ratio}")
+
+    def cosine(step: int) -> float:
+        progress = (step - num_warmup_steps) / max(1, num_training_steps - num_warmup_steps)
+        wave = math.cos(math.pi * num_cycles * 2.0 * progress)
+        return max(min_lr_ratio, 0.5 * (wave * (1 - min_lr_ratio) + 1 + min_lr_ratio))
+
+    return _with_warmup(optimizer, num_warmup_steps, cosine, start, last_epoch)
+
+
+def get_wsd_schedule_with_warmup(
+    optimizer: Optimizer,
+    num_warmup_steps: int,
+    num_training_steps: int,
+    min_lr_ratio: float = 0.0,
+    num_cycles: float = 0.5,
+    last_epoch: int = -1,
+    stable_ratio: float = 0.9,
+) -> LambdaLR:
+    """Rise, stay for ``stable_ratio`` of the remaining steps, then fall along a cosine to ``min_lr_ratio``."""
+    num_stable_steps = int((num_training_steps - num_warmup_steps) * stable_ratio)
+    decay_start = num_warmup_steps + num_stable_steps
+
+    def stable_then_cosine(step: int) -> float:
+        if step < decay_start:
+            return 1.0
+        if step >= num_training_steps:
+            return min_lr_ratio
+        progress = (step - decay_start) / max(1, num_training_steps - decay_start)
+        wave = 0.5 * (1.0 + math.cos(math.pi * num_cycles * 2.0 * progress))
+        return (1.0 - min_lr_ratio) * max(0.0, wave) + min_lr_ratio
+
+    return _with_warmup(optimizer, num_warmup_steps, stable_then_cosine, 0.0, last_epoch)
