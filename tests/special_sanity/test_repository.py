@@ -1,0 +1,186 @@
+"""Size, licence, style rules that no linter knows, and declared dependencies."""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LIBRARY = sorted((ROOT / "verl").rglob("*.py"))
+MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 60
+# path or path:function -> (lines allowed, why)
+LONGER: dict[str, tuple[int, str]] = {
+    "verl/trainer/ppo/ray_trainer.py:fit": (80, "reads like the list of phases in docs/architecture.md"),
+}
+# Imported where installed, and never required: no dependency declares them.
+OPTIONAL = {"flash_attn", "liger_kernel", "math_verify", "mathruler", "megatron", "mlflow", "modelscope", "sglang"}
+OPTIONAL |= {
+    "swanlab",
+    "tensorboard",
+    "torch_npu",
+    "vllm",
+    "wandb",
+    "weave",
+    "nvtx",
+    "trl",
+    "hdfs",
+    "clearml",
+    "trackio",
+}
+
+
+def name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def tracked_text_files() -> list[Path]:
+    done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    if done.returncode != 0:
+        pytest.fail(f"git ls-files: {done.stderr}")
+    suffixes = {".py", ".sh", ".md", ".yaml", ".yml", ".toml", ".txt", ".cfg", ""}
+    return [
+        ROOT / line for line in done.stdout.splitlines() if Path(line).suffix in suffixes and (ROOT / line).is_file()
+    ]
+
+
+def test_files_and_functions_stay_small() -> None:
+    too_long = []
+    for path in LIBRARY:
+        source = path.read_text()
+        sizes = {name(path): (len(source.splitlines()), MAX_FILE_LINES)}
+        for function in functions(ast.parse(source)):
+            lines = (function.end_lineno or function.lineno) - function.lineno + 1
+            sizes[f"{name(path)}:{function.name}"] = (lines, MAX_FUNCTION_LINES)
+        too_long += [
+            f"{where}: {lines} lines, allowed {LONGER.get(where, (allowed,))[0]}"
+            for where, (lines, allowed) in sizes.items()
+            if lines > LONGER.get(where, (allowed,))[0]
+        ]
+    assert not too_long, "\n".join(too_long)
+
+
+@pytest.mark.parametrize(
+    ("rule", "pattern", "exempt"),
+    [
+        ("use logging, not print", r"^\s*print\(", set()),
+        ("no open ends", r"#\s*(TODO|FIXME|XXX|HACK)", set()),
+        (
+            "environment variables only through verl/utils/envs.py",
+            r"\bos\.(environ|getenv|putenv)\b",
+            {"verl/utils/envs.py"},
+        ),
+    ],
+)
+def test_library_style(rule: str, pattern: str, exempt: set[str]) -> None:
+    found = [
+        f"{name(path)}:{number}: {line.strip()}"
+        for path in LIBRARY
+        if name(path) not in exempt
+        for number, line in enumerate(path.read_text().splitlines(), start=1)
+        if re.search(pattern, line)
+    ]
+    assert not found, f"{rule}:\n" + "\n".join(found)
+
+
+def test_broad_excepts_reraise_or_say_why() -> None:
+    bad = []
+    for path in LIBRARY:
+        source = path.read_text()
+        lines = source.splitlines()
+        for node in ast.walk(ast.parse(source)):
+            if not isinstance(node, ast.ExceptHandler):
+                continue
+            caught = "" if node.type is None else ast.unparse(node.type)
+            if caught not in {"", "Exception", "BaseException"}:
+                continue
+            around = "\n".join(lines[node.lineno - 2 : node.end_lineno])
+            if "#" not in around and not any(isinstance(inner, ast.Raise) for inner in ast.walk(node)):
+                bad.append(f"{name(path)}:{node.lineno}")
+    assert not bad, f"neither raised again nor explained: {bad}"
+
+
+def test_no_path_of_a_developers_machine() -> None:
+    pattern = re.compile(
+        "|".join(["/" + "work/", "/" + "root/", "/home/[a-z]", "/Users/[a-z]", "/" + "opt/(wheels|pypi)"])
+    )
+    found = [
+        f"{name(path)}:{number}: {line.strip()[:100]}"
+        for path in tracked_text_files()
+        for number, line in enumerate(path.read_text().splitlines(), start=1)
+        if pattern.search(line) and path != Path(__file__)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_tracked_files_are_small() -> None:
+    done = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    sizes = {line: (ROOT / line).stat().st_size for line in done.stdout.split("\0") if line and (ROOT / line).is_file()}
+    assert not {line: size for line, size in sizes.items() if size > 500_000}
+
+
+def test_licence_is_apache_2() -> None:
+    text = (ROOT / "LICENSE").read_text()
+    assert re.search(r"Apache License\s+Version 2\.0, January 2004", text) and "END OF TERMS AND CONDITIONS" in text
+    assert text.count("\n") == 201
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["license"] == "Apache-2.0" and "LICENSE" in project["license-files"]
+
+
+def third_party_imports() -> dict[str, str]:
+    found: dict[str, str] = {}
+    for path in LIBRARY:
+        for node in ast.walk(ast.parse(path.read_text())):
+            modules: list[str] = []
+            if isinstance(node, ast.Import):
+                modules = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                modules = [node.module or ""]
+            for module in modules:
+                found.setdefault(module.split(".")[0], name(path))
+    return {top: where for top, where in found.items() if top not in sys.stdlib_module_names and top != "verl"}
+
+
+def normalised(requirement: str) -> str:
+    return re.split(r"[\s\[<>=!~;]", requirement, maxsplit=1)[0].lower().replace("_", "-")
+
+
+def test_third_party_imports_are_declared() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = {normalised(requirement) for requirement in project["dependencies"]}
+    distributions = packages_distributions()
+    missing = {
+        top: where
+        for top, where in third_party_imports().items()
+        if top not in OPTIONAL and not {normalised(d) for d in distributions.get(top, [top])} & declared
+    }
+    assert not missing, f"imported by the library, but not among the dependencies of pyproject.toml: {missing}"
+
+
+def test_constraints_satisfy_the_bounds_of_the_project() -> None:
+    from packaging.requirements import Requirement
+
+    pins = dict(
+        line.strip().split("==")
+        for line in (ROOT / "requirements" / "constraints-cpu.txt").read_text().splitlines()
+        if "==" in line and not line.startswith("#")
+    )
+    pins = {normalised(key): version for key, version in pins.items()}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = [
+        Requirement(text) for text in [*project["dependencies"], *extras["cpu"], *extras["test"], *extras["mcore"]]
+    ]
+    for requirement in wanted:
+        version = pins[normalised(requirement.name)]
+        assert requirement.specifier.contains(version), f"{requirement} does not admit {version}"
