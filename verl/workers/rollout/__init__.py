@@ -1,0 +1,32 @@
+"""Generation engines: vLLM and transformers' own."""
+
+from typing import TYPE_CHECKING, Any
+
+from verl.workers.rollout.base import BaseRollout, get_rollout_class
+
+if TYPE_CHECKING:
+    from verl.workers.config import HFModelConfig, RolloutConfig
+    from verl.workers.rollout.hf_rollout import HFRollout, NaiveRollout
+
+__all__ = ["BaseRollout", "HFRollout", "NaiveRollout", "build_rollout", "get_rollout_class"]
+
+
+def build_rollout(config: "RolloutConfig", model_config: "HFModelConfig", engine: Any = None) -> BaseRollout:
+    """Start the rollout that ``config.name`` and ``config.mode`` name; without an engine it loads its own weights.
+
+    Raises: ValueError when there is no such rollout, or when nothing would ever bring the weights.
+    """
+    if engine is None and config.load_format == "dummy":
+        raise ValueError(
+            "actor_rollout_ref.rollout.load_format=dummy waits for the weights of a trainer, and this worker has none: "
+            "write load_format=auto"
+        )
+    return get_rollout_class(config.name, config.mode)(config, model_config, None)
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("HFRollout", "NaiveRollout"):
+        from verl.workers.rollout import hf_rollout
+
+        return getattr(hf_rollout, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

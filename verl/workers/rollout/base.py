@@ -72,7 +72,14 @@ class BaseRollout(ABC):
 
     @abstractmethod
     def weights_checksum(self) -> dict[str, int]:
-        """Read the weights back from the engine: checkpoint name -> checksum, for the names that this rank can tell."""
+        """Read the weights back from the engine: name -> checksum of the part that this rank's engine holds."""
+
+    @abstractmethod
+    def source_checksum(self, name: str, tensor: Tensor) -> tuple[str, Tensor] | None:
+        """Return the name in ``weights_checksum``, and the 0-dim value due there, of a full checkpoint tensor.
+
+        None where the engine cannot tell. ``name`` is the checkpoint's.
+        """
 
     async def update_weights(self, weights: Iterable[tuple[str, Tensor]], **kwargs: Any) -> None:
         """Load a whole stream as one update; for callers that do not bucket."""

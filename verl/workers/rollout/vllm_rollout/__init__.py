@@ -1,0 +1,5 @@
+"""The vLLM rollout."""
+
+from verl.workers.rollout.vllm_rollout.vllm_rollout import vLLMRollout
+
+__all__ = ["vLLMRollout"]

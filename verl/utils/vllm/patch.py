@@ -1,0 +1,130 @@
+"""Every patch of vLLM, with the versions that need it and when it can go.
+
+All of them were made for and tried with vLLM 0.32; the classes that they touch exist since 0.25. Each is applied once
+per process.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl.utils import envs
+
+_applied: set[str] = set()
+
+
+def apply(on_cpu: bool) -> None:
+    """Apply what the device needs."""
+    if "all" in _applied:
+        return
+    if on_cpu:
+        keep_plain_weights()
+        draw_seeds_by_counter()
+    _applied.add("all")
+
+
+def keep_plain_weights() -> None:
+    """Keep the weights of linear layers as parameters on a CPU instead of packing them into oneDNN handles.
+
+    Versions: 0.25 to 0.32. A packed weight cannot be read back to be verified, and a tied output layer keeps the
+    packed copy of the old weight through a reload. Costs about a tenth of generation speed at hidden size 256.
+    Can go when packed weights can be read, and tied layers are packed again by a reload.
+    """
+    from vllm.model_executor.layers import utils
+
+    def keep(layer: torch.nn.Module, remove_weight: bool) -> None:
+        layer.cpu_linear = torch.nn.functional.linear  # type: ignore[assignment]
+
+    utils.dispatch_cpu_unquantized_gemm = keep
+
+
+_MASK = (1 << 64) - 1
+
+
+class SeedStream:
+    """The seeds of one request's tokens: a function of the request's seed and the token's position alone.
+
+    Stands in for the ``torch.Generator`` of a request, of which vLLM uses nothing else on a CPU.
+    """
+
+    __slots__ = ("position", "seed")
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.position = 0
+
+    def draw(self) -> int:
+        """Return the 63-bit seed of the next token (SplitMix64 of seed and position)."""
+        self.position += 1
+        z = (self.seed + self.position * 0x9E3779B97F4A7C15) & _MASK
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+        return (z ^ (z >> 31)) >> 1
+
+    def get_offset(self) -> int:
+        """Return the position as a CUDA generator counts it: four per draw."""
+        return self.position * 4
+
+    def set_offset(self, offset: int) -> None:
+        """Rewind a draw whose token is thrown away: the sample of an unfinished, chunked prefill."""
+        self.position = offset // 4
+
+
+def draw_seeds_by_counter() -> None:
+    """Give every seeded request a ``SeedStream`` in place of a generator, and sample from it.
+
+    Versions: 0.32 on a CPU. There a request with a seed dies when its prompt is prefilled in chunks ("CPU Generator
+    does not use offset"), every step draws from torch's global generator even when no request needs it, and a Python
+    loop calls ``torch.randint`` once per token. Can go when vLLM samples on the CPU by (seed, position).
+    """
+    from vllm.v1.sample.ops import topk_topp_sampler
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    update_states = CPUModelRunner._update_states
+    forward_cpu = topk_topp_sampler.TopKTopPSampler.forward_cpu
+
+    def update_states_with_streams(self: Any, scheduler_output: Any) -> Any:
+        result = update_states(self, scheduler_output)
+        for request in scheduler_output.scheduled_new_reqs:
+            state = self.requests[request.req_id]
+            if isinstance(state.generator, torch.Generator):
+                state.generator = SeedStream(request.sampling_params.seed)
+                self.input_batch.generators[self.input_batch.req_id_to_index[request.req_id]] = state.generator
+        return result
+
+    def forward(
+        self: Any, logits: Tensor, generators: dict[int, Any], k: Tensor | None, p: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        if len(generators) < logits.shape[0] or self.use_fp64_gumbel:
+            return _forward_mixed(self, logits, generators, k, p)
+        logits = topk_topp_sampler.apply_top_k_top_p(logits, k, p).to(torch.float32)
+        seeds = torch.tensor([generators[row].draw() for row in range(logits.shape[0])], dtype=torch.long)
+        processed = {"processed_logits": lambda: logits, "processed_logprobs": lambda: logits.log_softmax(dim=-1)}
+        wanted = processed[self.logprobs_mode]() if self.logprobs_mode in processed else None
+        return torch.ops._C.fused_gumbel_argmax(logits, seeds), wanted
+
+    def _forward_mixed(
+        self: Any, logits: Tensor, generators: dict[int, Any], k: Tensor | None, p: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        plain = {row: torch.Generator().manual_seed(stream.draw()) for row, stream in generators.items()}
+        return forward_cpu(self, logits, plain, k, p)
+
+    CPUModelRunner._update_states = update_states_with_streams
+    topk_topp_sampler.TopKTopPSampler.forward_cpu = forward
+
+
+def name_shared_memory(token: int) -> None:
+    """Make the shared-memory segment of a tensor-parallel group on a CPU unique to this run.
+
+    Versions: 0.25 to 0.32. The external launcher names the segment after the text behind the last colon of its init
+    method, which is always ``env://``: two runs on a machine collide, and a killed run leaves a segment behind at
+    which the next one fails (errno 17). The process group exists already, so the address is used for nothing else.
+    Can go when the name holds something of the run.
+
+    Args: ``token`` is the same on all ranks and differs between runs.
+    """
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+    rank, local_rank = envs.integer("RANK", 0), envs.integer("LOCAL_RANK", 0)
+    ExecutorWithExternalLauncher._distributed_args = lambda self: (f"tcp://127.0.0.1:{token}", rank, local_rank)

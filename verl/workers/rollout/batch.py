@@ -1,0 +1,112 @@
+"""From a batch of prompts to requests, and from generated tokens to the batch that training reads."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl.protocol import DataProto
+
+if TYPE_CHECKING:
+    from verl.workers.config import RolloutConfig
+
+DROPPED_KEYS = ("raw_prompt_ids", "multi_modal_data")
+"""Non-tensors that generation consumes."""
+
+
+def prompt_token_ids(prompts: DataProto) -> list[list[int]]:
+    """Return the token ids of every prompt without padding: ``raw_prompt_ids`` as they are, else from the mask.
+
+    Raises: ValueError naming the row when a prompt is empty.
+    """
+    raw = prompts.non_tensor_batch.get("raw_prompt_ids")
+    if raw is not None:
+        rows = [ids.tolist() if isinstance(ids, np.ndarray | Tensor) else list(ids) for ids in raw]
+    else:
+        ids, mask = prompts.batch["input_ids"].numpy(), prompts.batch["attention_mask"].numpy().astype(bool)
+        rows = [row[keep].tolist() for row, keep in zip(ids, mask, strict=True)]
+    for index, row in enumerate(rows):
+        if not row:
+            raise ValueError(f"prompts[{index}] is empty: every prompt needs at least one token")
+    return rows
+
+
+def is_greedy(prompts: DataProto, config: "RolloutConfig") -> bool:
+    """Whether the batch asks for the most likely token; ``do_sample`` of the batch goes before that of the config."""
+    return not prompts.meta_info.get("do_sample", config.do_sample)
+
+
+def sampling_values(prompts: DataProto, config: "RolloutConfig") -> dict[str, float]:
+    """Return ``temperature``, ``top_p``, ``top_k`` and ``repetition_penalty`` of a batch.
+
+    Greedy goes before validation, validation (``rollout.val_kwargs``) before training (``rollout``).
+    """
+    if is_greedy(prompts, config):
+        return {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0}
+    source = config.val_kwargs if prompts.meta_info.get("validate", False) else config
+    values = {name: getattr(source, name) for name in ("temperature", "top_p", "top_k")}
+    return values | {"repetition_penalty": getattr(config, "repetition_penalty", 1.0)}
+
+
+def sampling_seeds_of(prompts: DataProto) -> list[int]:
+    """Return the seed of each row.
+
+    Raises: ValueError when the batch has none: a result would then depend on what the engine did before.
+    """
+    if "sampling_seed" not in prompts.batch:
+        raise ValueError(
+            "the batch has no sampling_seed (B,): make it with verl.utils.seeding.sampling_seeds(run_seed, step, ...)"
+        )
+    seeds: list[int] = prompts.batch["sampling_seed"].tolist()
+    return seeds
+
+
+def eos_token_ids(value: int | Sequence[int] | None) -> list[int]:
+    """Return the end-of-sequence tokens as a list."""
+    if value is None:
+        return []
+    return [int(value)] if isinstance(value, int | np.integer) else [int(token) for token in value]
+
+
+def pad_rows(rows: Sequence[Sequence[float]], width: int, fill: float, dtype: Any) -> np.ndarray:
+    """Stack rows of at most ``width`` items into (len(rows), width), padded on the right with ``fill``."""
+    lengths = np.fromiter((len(row) for row in rows), dtype=np.int64, count=len(rows))
+    out = np.full((len(rows), width), fill, dtype=dtype)
+    flat = np.fromiter((item for row in rows for item in row), dtype=dtype, count=int(lengths.sum()))
+    out[np.arange(width) < lengths[:, None]] = flat
+    return out
+
+
+def build_output(
+    prompts: DataProto,
+    responses: Sequence[Sequence[int]],
+    log_probs: Sequence[Sequence[float]] | None,
+    response_length: int,
+    pad_token_id: int,
+) -> DataProto:
+    """Return the batch of prompts (B, P) and responses (B, R) that training reads.
+
+    ``response_mask`` is 1 on exactly the tokens that were sampled, an end-of-sequence token included; it follows the
+    number of tokens, not their values. ``rollout_log_probs`` is 0 outside of it.
+    """
+    input_ids, attention_mask = prompts.batch["input_ids"], prompts.batch["attention_mask"]
+    position_ids = prompts.batch["position_ids"]
+    tokens = torch.from_numpy(pad_rows(responses, response_length, pad_token_id, np.int64))
+    lengths = torch.tensor([len(row) for row in responses])
+    response_mask = (torch.arange(response_length) < lengths[:, None]).to(attention_mask.dtype)
+    ahead = torch.arange(1, response_length + 1)
+    continued = position_ids[..., -1:] + ahead  # (B, R), or (B, C, R) with several position axes
+    tensors = {
+        "prompts": input_ids,
+        "responses": tokens,
+        "input_ids": torch.cat([input_ids, tokens], dim=1),
+        "attention_mask": torch.cat([attention_mask, response_mask], dim=1),
+        "position_ids": torch.cat([position_ids, continued], dim=-1),
+        "response_mask": response_mask,
+    }
+    if log_probs is not None:
+        tensors["rollout_log_probs"] = torch.from_numpy(pad_rows(log_probs, response_length, 0.0, np.float32))
+    carried = {key: value for key, value in prompts.non_tensor_batch.items() if key not in DROPPED_KEYS}
+    return DataProto.from_dict(tensors=tensors, non_tensors=carried)

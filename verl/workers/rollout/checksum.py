@@ -1,0 +1,31 @@
+"""A checksum of weights that shows any changed bit, and moved rows or columns, and that costs no copy of the tensor."""
+
+import torch
+from torch import Tensor
+
+_CHUNK_ELEMENTS = 1 << 20
+_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _index_weights(count: int, device: torch.device) -> Tensor:
+    """Return one odd pseudo-random int64 per index."""
+    index = torch.arange(1, count + 1, dtype=torch.int64, device=device) * -7046029254386353131
+    return ((index ^ (index >> 29)) * -4658895280553007687) | 1
+
+
+def tensor_checksum(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a 0-dim int64 checksum of the bits that ``tensor`` has after a cast to ``dtype``.
+
+    Every element counts with a weight of its row and one of its column, modulo 2**64.
+    """
+    matrix = tensor.detach()
+    matrix = matrix.reshape(-1, 1) if matrix.dim() < 2 else matrix.flatten(1)
+    rows, columns = matrix.shape
+    dtype = dtype or matrix.dtype
+    of_row, of_column = _index_weights(rows, matrix.device), _index_weights(columns, matrix.device)
+    step = max(1, _CHUNK_ELEMENTS // max(1, columns))
+    total = torch.zeros((), dtype=torch.int64, device=matrix.device)
+    for start in range(0, rows, step):
+        bits = matrix[start : start + step].to(dtype).view(_INTEGER[dtype.itemsize]).to(torch.int64)
+        total += (bits.sum(dim=1) * of_row[start : start + step]).sum() + (bits.sum(dim=0) * of_column).sum()
+    return total

@@ -1,0 +1,173 @@
+"""From the rollout config to vLLM's engine arguments, with the checks that vLLM makes late or not at all."""
+
+import logging
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from verl.utils import envs
+from verl.utils.device import get_device_name
+
+if TYPE_CHECKING:
+    from verl.workers.config import HFModelConfig, RolloutConfig
+
+logger = logging.getLogger(__name__)
+
+_NODE = "actor_rollout_ref.rollout"
+_CPU_BLOCK_TOKENS = 128
+
+
+class ContextLengthError(ValueError, AssertionError):
+    """Prompt and response do not fit into the context."""
+
+
+def build_engine_args(config: "RolloutConfig", model_config: "HFModelConfig") -> dict[str, Any]:
+    """Return the keyword arguments of ``vllm.LLM``; ``engine_kwargs.vllm`` goes before everything else.
+
+    Raises: ValueError naming the key when a size cannot work.
+    """
+    on_cpu = get_device_name() == "cpu"
+    max_model_len = check_context(config, model_config.hf_config)
+    check_batched_tokens(config, max_model_len)
+    check_parallel_sizes(config)
+    args: dict[str, Any] = {
+        "model": model_config.local_path,
+        "hf_config_path": _if_other(model_config.local_hf_config_path, model_config.local_path),
+        "tokenizer": _if_other(model_config.local_tokenizer_path, model_config.local_path),
+        "trust_remote_code": model_config.trust_remote_code,
+        "hf_overrides": _hf_overrides(model_config),
+        "skip_tokenizer_init": config.skip_tokenizer_init,
+        "generation_config": "vllm",  # sampling defaults of the model's folder must not change a rollout
+        "load_format": config.load_format,
+        "dtype": config.dtype,
+        "seed": config.seed,
+        "max_model_len": max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "enable_chunked_prefill": config.enable_chunked_prefill,
+        "enable_prefix_caching": config.enable_prefix_caching,
+        "tensor_parallel_size": config.tensor_model_parallel_size,
+        "enable_expert_parallel": config.expert_parallel_size > 1 or None,
+        "disable_custom_all_reduce": True,
+        "disable_log_stats": config.disable_log_stats,
+        "enforce_eager": config.enforce_eager or on_cpu,
+        "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from, temperature included
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+    }
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        args["distributed_executor_backend"] = "external_launcher"
+    if on_cpu:
+        args["kv_cache_memory_bytes"] = cpu_kv_cache_bytes(config, model_config.hf_config, max_model_len)
+    else:
+        args["enable_sleep_mode"] = config.free_cache_engine
+        if config.cudagraph_capture_sizes and not config.enforce_eager:
+            args["compilation_config"] = {"cudagraph_capture_sizes": list(config.cudagraph_capture_sizes)}
+    args |= dict(config.engine_kwargs.get("vllm") or {})
+    return {name: value for name, value in args.items() if value is not None}
+
+
+def check_context(config: "RolloutConfig", hf_config: Any) -> int:
+    """Return the engine's context length.
+
+    Raises: ContextLengthError when prompt and response do not fit into it, or it does not fit the model.
+    """
+    needed = config.prompt_length + config.response_length
+    length = config.max_model_len or needed
+    sizes = f"{_NODE}.prompt_length + response_length = {config.prompt_length} + {config.response_length} = {needed}"
+    if length < needed:
+        raise ContextLengthError(f"{_NODE}.max_model_len={length} is below {sizes}: write at least {needed}, or null")
+    text_config = hf_config.get_text_config()
+    context = getattr(text_config, "max_position_embeddings", None)
+    rope = getattr(text_config, "rope_parameters", None) or getattr(text_config, "rope_scaling", None) or {}
+    if context is not None and rope.get("rope_type", rope.get("type", "default")) == "default" and length > context:
+        raise ContextLengthError(
+            f"the engine's context {length} ({_NODE}.max_model_len, or {sizes}) exceeds the model's "
+            f"max_position_embeddings={context}: shorten prompt_length or response_length, or set "
+            "actor_rollout_ref.model.override_config.rope_scaling"
+        )
+    return int(length)
+
+
+def check_batched_tokens(config: "RolloutConfig", max_model_len: int) -> None:
+    """Raise ValueError when a whole prompt must fit into one scheduler step and does not."""
+    if not config.enable_chunked_prefill and config.max_num_batched_tokens < max_model_len:
+        raise ValueError(
+            f"{_NODE}.max_num_batched_tokens={config.max_num_batched_tokens} is below the context {max_model_len} and "
+            f"enable_chunked_prefill=false: write at least {max_model_len}, or enable chunked prefill"
+        )
+    if config.max_num_batched_tokens < config.max_num_seqs and config.engine_kwargs.get("vllm") is None:
+        logger.info("%s.max_num_batched_tokens limits a step to fewer tokens than max_num_seqs", _NODE)
+
+
+def check_parallel_sizes(config: "RolloutConfig") -> None:
+    """Raise ValueError for layouts that an engine in the worker's process does not have."""
+    if config.data_parallel_size > 1:
+        raise ValueError(
+            f"{_NODE}.data_parallel_size={config.data_parallel_size}: write 1; there is an engine per "
+            "tensor-parallel group already, and each takes its shard of the batch"
+        )
+    if torch.distributed.is_initialized():
+        world = torch.distributed.get_world_size()
+        if world % config.tensor_model_parallel_size:
+            raise ValueError(
+                f"{_NODE}.tensor_model_parallel_size={config.tensor_model_parallel_size} must divide the {world} workers"
+            )
+    elif config.tensor_model_parallel_size > 1:
+        raise ValueError(
+            f"{_NODE}.tensor_model_parallel_size={config.tensor_model_parallel_size} needs a process group: "
+            "call torch.distributed.init_process_group first"
+        )
+
+
+def cpu_kv_cache_bytes(config: "RolloutConfig", hf_config: Any, max_model_len: int) -> int:
+    """Return the size of the key-value cache on a CPU: what ``max_num_seqs`` full sequences need, within memory.
+
+    The memory for it is ``gpu_memory_utilization`` of what is free now, shared by the workers of this machine.
+
+    Raises: ValueError when the attention kernel has no such head size, or when not one sequence fits.
+    """
+    import psutil
+
+    text_config = hf_config.get_text_config()
+    heads = text_config.num_attention_heads
+    head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
+    check_cpu_head_size(head_dim)
+    kv_heads = max(1, (getattr(text_config, "num_key_value_heads", None) or heads) // config.tensor_model_parallel_size)
+    item_bytes = 4 if config.dtype in ("float32", "float") else 2
+    if config.dtype == "auto":
+        item_bytes = (getattr(text_config, "dtype", None) or torch.float32).itemsize
+    block_tokens = (config.engine_kwargs.get("vllm") or {}).get("block_size") or _CPU_BLOCK_TOKENS
+    tokens = (math.ceil(max_model_len / block_tokens) + 1) * block_tokens
+    sequence_bytes = 2 * text_config.num_hidden_layers * kv_heads * head_dim * item_bytes * tokens
+    workers = envs.integer("LOCAL_WORLD_SIZE", 1)
+    available = int(psutil.virtual_memory().available * config.gpu_memory_utilization / workers)
+    if sequence_bytes > available:
+        raise ValueError(
+            f"the key-value cache of one sequence of {max_model_len} tokens needs {sequence_bytes >> 20} MiB, and "
+            f"{_NODE}.gpu_memory_utilization={config.gpu_memory_utilization} of the free memory, shared by {workers} "
+            f"workers, is {available >> 20} MiB: shorten the context, raise the share, or use fewer workers"
+        )
+    return min(sequence_bytes * config.max_num_seqs, available)
+
+
+def check_cpu_head_size(head_dim: int) -> None:
+    """Raise ValueError for a head size that vLLM's CPU attention accepts at the start and fails on later."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    sizes = CPUAttentionBackend.get_supported_head_sizes()
+    if head_dim not in sizes:
+        raise ValueError(
+            f"vLLM's CPU attention has no kernel for head size {head_dim} of actor_rollout_ref.model.path; it has "
+            f"{sizes}. Use such a model, or {_NODE}.name=hf"
+        )
+
+
+def _if_other(path: str | None, usual: str) -> str | None:
+    return path if path != usual else None
+
+
+def _hf_overrides(model_config: "HFModelConfig") -> dict[str, Any] | None:
+    overrides = {name: value for name, value in model_config.override_config.items() if name != "attn_implementation"}
+    overrides |= overrides.pop("model_config", None) or {}
+    return overrides or None

@@ -1,0 +1,238 @@
+"""Generation by a vLLM engine in the worker's own process."""
+
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from verl.protocol import DataProto
+from verl.utils import envs
+from verl.utils.faults import fault_point
+from verl.utils.vllm import import_vllm
+from verl.workers.rollout.base import BaseRollout, Bucket
+from verl.workers.rollout.batch import (
+    build_output,
+    eos_token_ids,
+    is_greedy,
+    prompt_token_ids,
+    sampling_seeds_of,
+    sampling_values,
+)
+from verl.workers.rollout.random_state import preserved_random_state
+from verl.workers.rollout.vllm_rollout.engine_args import build_engine_args
+from verl.workers.rollout.vllm_rollout.weights import EngineWeights
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from verl.workers.config import HFModelConfig, RolloutConfig
+
+logger = logging.getLogger(__name__)
+
+NO_WEIGHTS = -1
+
+
+class vLLMRollout(BaseRollout):  # noqa: N801 (the established name)
+    """One vLLM engine per tensor-parallel group; every rank of a group gets the same prompts and runs in step.
+
+    Start it after ``torch.distributed.init_process_group``. It leaves the trainer's random state as it was; on a CPU
+    it turns ``torch.set_num_threads`` into a no-op (vLLM does), so set ``OMP_NUM_THREADS`` before the process starts.
+    """
+
+    def __init__(
+        self, config: "RolloutConfig", model_config: "HFModelConfig", device_mesh: "DeviceMesh | None" = None
+    ) -> None:
+        super().__init__(config, model_config, device_mesh)
+        self.last_generation: dict[str, float] = {}
+        self._version = NO_WEIGHTS
+        self._usable = config.load_format != "dummy"
+        self._asleep: set[str] = set()
+        with preserved_random_state():
+            vllm = import_vllm()
+            _agree_on_shared_memory_name()
+            args = build_engine_args(config, model_config)
+            started = time.perf_counter()
+            self._llm = vllm.LLM(**args)
+        self._can_sleep = bool(args.get("enable_sleep_mode", False))
+        # Level 2 drops the weights, which the next sync brings anyway; level 1 keeps a copy in host memory.
+        self._sleep_level = 1 if config.layered_summon or config.load_format != "dummy" else 2
+        worker = self._llm.collective_rpc(lambda worker: worker)[0]
+        runner = worker.model_runner
+        self._weights = EngineWeights(runner.get_model(), runner.model_config, torch.device(runner.device))
+        logger.info("vLLM engine started in %.1f s", time.perf_counter() - started)
+        if config.free_cache_engine and not self._can_sleep:
+            logger.info("free_cache_engine has no effect: this device's engine cannot give memory back between steps")
+
+    # ---- generation
+
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """Continue every prompt; see ``BaseRollout``.
+
+        A response depends on its prompt, its ``sampling_seed`` and the weights, not on what else is in the batch.
+
+        Raises: RuntimeError when the engine holds no usable weights; ValueError when a prompt is too long.
+        """
+        if not self._usable:
+            raise RuntimeError(
+                "the rollout engine holds no usable weights: the last update failed, or none has been finished yet"
+            )
+        token_ids = prompt_token_ids(prompts)
+        self._check_lengths(token_ids)
+        eos = eos_token_ids(prompts.meta_info.get("eos_token_id"))
+        params = self._sampling_params(prompts, eos)
+        requests = self._requests(prompts, token_ids)
+        started = time.perf_counter()
+        with preserved_random_state():
+            outputs = self._run(requests, params, prompts.meta_info.get("global_steps"))
+        elapsed = time.perf_counter() - started
+        responses = [list(output.token_ids) for output in outputs]
+        log_probs = [output.logprobs.logprobs for output in outputs] if self.config.calculate_log_probs else None
+        result = build_output(
+            prompts, responses, log_probs, self.config.response_length, prompts.meta_info["pad_token_id"]
+        )
+        self.last_generation = {
+            "seconds": elapsed,
+            "tokens": float(sum(map(len, responses))),
+            "truncated": float(sum(output.finish_reason == "length" for output in outputs)),
+        }
+        result.meta_info["timing"] = {"generate_sequences": elapsed}
+        return result
+
+    def _check_lengths(self, token_ids: Sequence[Sequence[int]]) -> None:
+        longest = max(map(len, token_ids), default=0)
+        room = self._llm.model_config.max_model_len - self.config.response_length
+        if longest > room:
+            row = next(index for index, ids in enumerate(token_ids) if len(ids) == longest)
+            raise ValueError(
+                f"prompts[{row}] has {longest} tokens; the engine's context leaves {room}: lower data.max_prompt_length "
+                "or raise actor_rollout_ref.rollout.max_model_len"
+            )
+
+    def _sampling_params(self, prompts: DataProto, eos: list[int]) -> list[Any]:
+        from vllm import SamplingParams
+
+        values = sampling_values(prompts, self.config)
+        values["top_k"] = max(0, int(values["top_k"]))
+        seeds: Sequence[int | None] = [None] * len(prompts)
+        if not is_greedy(prompts, self.config):
+            seeds = sampling_seeds_of(prompts)
+        common = {
+            "n": 1,
+            "max_tokens": self.config.response_length,
+            "ignore_eos": True,  # the end is given by the batch's eos_token_id, not by the model's folder
+            "stop_token_ids": [] if self.config.ignore_eos else eos,
+            "detokenize": False,
+            "logprobs": 0 if self.config.calculate_log_probs else None,
+            "flat_logprobs": True,
+            "skip_clone": True,
+        } | values
+        return [SamplingParams(seed=seed, **common) for seed in seeds]
+
+    def _requests(self, prompts: DataProto, token_ids: Sequence[list[int]]) -> list[dict[str, Any]]:
+        requests: list[dict[str, Any]] = [{"prompt_token_ids": ids} for ids in token_ids]
+        media = prompts.non_tensor_batch.get("multi_modal_data")
+        if media is not None:
+            for request, data in zip(requests, media, strict=True):
+                if data:
+                    request["multi_modal_data"] = data
+        return requests
+
+    def _run(self, requests: list[dict[str, Any]], params: list[Any], step: int | None) -> list[Any]:
+        """Return the completion of every request, in their order."""
+        from tqdm import tqdm
+
+        engine = self._llm.llm_engine
+        order = self._llm.enqueue(requests, params, use_tqdm=False)
+        finished: list[Any] = []
+        entered = False
+        bar = tqdm(total=len(order), desc="generate", disable=not sys.stderr.isatty(), leave=False)
+        try:
+            while engine.has_unfinished_requests():
+                for output in engine.step():
+                    if output.finished:
+                        finished.append(output)
+                        bar.update()
+                if not entered:
+                    fault_point("generate", rank=envs.integer("RANK", 0), step=step)
+                    entered = True
+        except BaseException:
+            engine.abort_request(order, internal=True)
+            raise
+        finally:
+            bar.close()
+        finished.sort(key=lambda output: int(output.request_id))  # vLLM numbers requests as they come
+        return [output.outputs[0] for output in finished]
+
+    # ---- memory
+
+    async def resume(self, tags: list[str]) -> None:
+        """Take back the memory of ``weights`` or ``kv_cache``; nothing to do where the engine cannot sleep."""
+        waking = [tag for tag in tags if tag in self._asleep]
+        if waking:
+            self._llm.wake_up(tags=waking)
+            self._asleep.difference_update(waking)
+
+    async def release(self, tags: list[str] | None = None) -> None:
+        """Give the engine's memory up; nothing to do where it cannot sleep. vLLM knows no single tags here."""
+        if not self._can_sleep or self._asleep:
+            return
+        self._llm.sleep(level=self._sleep_level)
+        self._asleep = {"weights", "kv_cache"}
+        if self._sleep_level == 2:
+            self._version, self._usable = NO_WEIGHTS, False
+
+    # ---- weights
+
+    def begin_update(self) -> None:
+        """Open the model for new weights; see ``BaseRollout``."""
+        self._version, self._usable = NO_WEIGHTS, False
+        self._weights.begin()
+
+    def load(self, bucket: Bucket) -> None:
+        """Take the next tensors, in this engine's type and part of them.
+
+        Raises: RuntimeError naming a tensor that the model does not have.
+        """
+        self._weights.load(bucket)
+
+    def finish_update(self, version: int) -> None:
+        """Complete the change, drop cached prefixes and record the version.
+
+        Raises: RuntimeError naming the tensors that did not come; the engine then refuses to generate.
+        """
+        self._weights.finish()
+        self._llm.reset_prefix_cache()
+        self._version, self._usable = version, True
+
+    def abort_update(self) -> None:
+        """Give the change up; the engine refuses to generate until a whole update has succeeded."""
+        self._weights.abort()
+        self._version, self._usable = NO_WEIGHTS, False
+
+    @property
+    def weights_version(self) -> int:
+        """Version of the last finished update; -1 before the first, and where the weights were given up since."""
+        return self._version
+
+    def weights_checksum(self) -> dict[str, int]:
+        """Read the engine's parameters back: checkpoint name as vLLM has it -> checksum of this rank's part."""
+        return self._weights.checksums()
+
+    def source_checksum(self, name: str, tensor: Tensor) -> tuple[str, Tensor] | None:
+        """Return the name in ``weights_checksum`` and the value that it must have for a full checkpoint tensor."""
+        return self._weights.checksum_of_source(name, tensor)
+
+
+def _agree_on_shared_memory_name() -> None:
+    """Let all ranks name the engine's shared memory after a number that the first one draws."""
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        return
+    from verl.utils.vllm.patch import name_shared_memory
+
+    token = [time.time_ns()]
+    torch.distributed.broadcast_object_list(token, src=0)
+    name_shared_memory(token[0])

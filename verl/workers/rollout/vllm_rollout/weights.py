@@ -1,0 +1,118 @@
+"""Loading of streamed weights into a vLLM model, whole or not at all."""
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from verl.workers.rollout.base import Bucket
+from verl.workers.rollout.checksum import tensor_checksum
+from verl.workers.rollout.vllm_rollout.layout import EngineLayout
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+
+logger = logging.getLogger(__name__)
+
+
+class EngineWeights:
+    """The weights of one rank's vLLM model, changed by vLLM's layer-wise reload.
+
+    A raw ``load_weights`` is never used: it writes past what the engine made of its parameters after loading.
+    """
+
+    def __init__(self, model: nn.Module, model_config: "ModelConfig", device: torch.device) -> None:
+        self._model = model
+        self._model_config = model_config
+        self._device = device
+        self.layout = EngineLayout(model)
+        self._arrived: set[str] = set()
+        if self.layout.opaque:
+            logger.warning(
+                "no checksum is read back of %d parameters in layers of unknown layout, for instance %s",
+                len(self.layout.opaque),
+                min(self.layout.opaque),
+            )
+
+    def begin(self) -> None:
+        """Open every layer for loading."""
+        from vllm.model_executor.model_loader.reload.layerwise import initialize_layerwise_reload
+
+        self._arrived.clear()
+        with self._device:
+            initialize_layerwise_reload(self._model)
+
+    def load(self, bucket: Bucket) -> None:
+        """Take the next tensors; none of them is referred to afterwards.
+
+        Raises: RuntimeError naming a tensor that the model does not have, or that came twice.
+        """
+        for name, _ in bucket:
+            key = self.layout.key(name)
+            if key in self._arrived:
+                raise RuntimeError(f"weight sync: tensor {name!r} came twice in one update")
+            if key not in self.layout.pieces and not self.layout.opaque:
+                raise RuntimeError(f"weight sync: the rollout engine's model has no tensor {name!r}")
+            self._arrived.add(key)
+        self._model.load_weights(iter(bucket))  # type: ignore[operator]
+        self._own_pending()
+
+    def finish(self) -> None:
+        """Close all layers.
+
+        Raises: RuntimeError naming tensors that did not come.
+        """
+        from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload
+
+        missing = sorted(self.layout.pieces.keys() - self._arrived) + self._incomplete_opaque_layers()
+        if missing:
+            shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
+            raise RuntimeError(f"weight sync: {len(missing)} tensors of the rollout engine's model are missing: {shown}")
+        finalize_layerwise_reload(self._model, self._model_config)
+
+    def abort(self) -> None:
+        """Forget what came in; layers that are open stay so until the next ``begin`` and ``finish``."""
+        for _, info in self._open_layers():
+            info.loaded_weights.clear()
+            info.load_numel = 0
+
+    def checksums(self) -> dict[str, int]:
+        """Read back from the engine's parameters the checksum of every tensor whose place is known."""
+        return _as_ints({key: tensor_checksum(piece.read()) for key, piece in self.layout.pieces.items()})
+
+    def checksum_of_source(self, name: str, full: Tensor) -> tuple[str, Tensor] | None:
+        """Return the name in ``checksums`` and the value due for a full checkpoint tensor; None where unknown."""
+        key = self.layout.key(name)
+        piece = self.layout.pieces.get(key)
+        if piece is None:
+            return None
+        held = getattr(piece.module, piece.parameter)
+        return key, tensor_checksum(piece.cut(full), held.dtype)
+
+    def _open_layers(self) -> list[tuple[str, Any]]:
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        named = ((path, get_layerwise_info(module)) for path, module in self._model.named_modules())
+        return [(path, info) for path, info in named if info.can_load()]
+
+    def _own_pending(self) -> None:
+        """Copy the tensors that vLLM holds back until their layer is complete: the sender may reuse their memory."""
+        for _, info in self._open_layers():
+            for _, bound in info.loaded_weights:
+                for argument, value in bound.arguments.items():
+                    if isinstance(value, Tensor) and not value.is_meta and not getattr(value, "_verl_owned", False):
+                        bound.arguments[argument] = value.clone()
+                        bound.arguments[argument]._verl_owned = True
+
+    def _incomplete_opaque_layers(self) -> list[str]:
+        if not self.layout.opaque:
+            return []
+        paths = {name.rpartition(".")[0] for name in self.layout.opaque}
+        return sorted(
+            path for path, info in self._open_layers() if path in paths and info.load_numel < (info.load_numel_total or 0)
+        )
+
+
+def _as_ints(sums: dict[str, Tensor]) -> dict[str, int]:
+    return dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True))

@@ -1,0 +1,119 @@
+"""Stream the trainer's weights into the rollout of the same process, verified, on all ranks or on none."""
+
+import time
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from verl.utils import envs
+from verl.utils.faults import fault_point
+from verl.workers.sharding_manager.bucket import Bucket, Meter, iter_buckets
+
+if TYPE_CHECKING:
+    from verl.workers.engine.base import BaseEngine
+    from verl.workers.rollout.base import BaseRollout
+
+
+class WeightSyncError(RuntimeError):
+    """An update of the rollout's weights failed on some rank; no rank uses what came of it."""
+
+
+class WeightSync:
+    """One update of a rollout's weights; collective over all ranks of the trainer.
+
+    Every rank drains the stream, for making a tensor may be collective, and learns of a failure on any other before
+    it goes on; so no rank waits for ever and the version goes up on all or none.
+    """
+
+    def __init__(self, engine: "BaseEngine", rollout: "BaseRollout", bucket_bytes: int, step: int | None) -> None:
+        self._engine, self._rollout = engine, rollout
+        self._bucket_bytes, self._step = bucket_bytes, step
+        self._meter = Meter()
+        self._num_buckets = 0
+        self._expected: dict[str, Tensor] = {}
+        self._unverified = 0
+
+    def run(self) -> dict[str, float]:
+        """Bring the rollout to the engine's version; returns what was moved.
+
+        Raises: WeightSyncError naming rank and tensor.
+        """
+        started = time.perf_counter()
+        version = self._engine.weights_version
+        failure: Exception | None = None
+        try:
+            self._rollout.begin_update()
+        except Exception as error:  # told to the other ranks below; a rank that stops here would hang them
+            failure = error
+        failure = self._stream(failure)
+        self._agree(failure)
+        try:
+            self._rollout.finish_update(version)
+            self._verify()
+        except Exception as error:  # likewise
+            failure = error
+        self._agree(failure)
+        return {
+            "bytes": float(self._meter.total_bytes),
+            "tensors": float(self._meter.tensors),
+            "buckets": float(self._num_buckets),
+            "peak_bytes": float(self._meter.peak_bytes),
+            "checksum_ok": 1.0,
+            "unverified_tensors": float(self._unverified),
+            "version": float(version),
+            "seconds": time.perf_counter() - started,
+        }
+
+    def _stream(self, failure: Exception | None) -> Exception | None:
+        rank = envs.integer("RANK", 0)
+        for bucket in iter_buckets(self._meter.watch(self._engine.named_weights()), self._bucket_bytes):
+            self._num_buckets += 1
+            if failure is None:
+                try:
+                    self._load(bucket)
+                except Exception as error:  # likewise; the rest of the stream is drained
+                    failure = error
+            if self._num_buckets == 1:
+                fault_point("weight_sync", rank=rank, step=self._step)
+        return failure
+
+    def _load(self, bucket: Bucket) -> None:
+        for name, tensor in bucket:
+            due = self._rollout.source_checksum(name, tensor)
+            if due is None:
+                self._unverified += 1
+            else:
+                self._expected[due[0]] = due[1]
+        self._rollout.load(bucket)
+
+    def _verify(self) -> None:
+        """Compare what was sent with what the engine holds."""
+        if not self._expected:
+            return
+        expected = dict(zip(self._expected, torch.stack(list(self._expected.values())).tolist(), strict=True))
+        found = self._rollout.weights_checksum()
+        wrong = [name for name, value in expected.items() if found.get(name) != value]
+        if wrong:
+            shown = ", ".join(wrong[:5]) + (", ..." if len(wrong) > 5 else "")
+            raise WeightSyncError(
+                f"{len(wrong)} of {len(expected)} tensors in the rollout engine differ from what was sent: {shown}"
+            )
+
+    def _agree(self, failure: Exception | None) -> None:
+        """Raise on all ranks, with every rank's message, when any rank has failed."""
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if not distributed or torch.distributed.get_world_size() == 1:
+            if failure is not None:
+                self._rollout.abort_update()
+                raise WeightSyncError(f"weight sync failed: {failure}") from failure
+            return
+        failed = torch.tensor([int(failure is not None)])
+        torch.distributed.all_reduce(failed)
+        if not failed.item():
+            return
+        messages: list[str | None] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(messages, None if failure is None else f"{type(failure).__name__}: {failure}")
+        self._rollout.abort_update()
+        told = "; ".join(f"rank {rank}: {message}" for rank, message in enumerate(messages) if message is not None)
+        raise WeightSyncError(f"weight sync failed: {told}") from failure
