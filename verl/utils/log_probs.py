@@ -6,15 +6,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-CHUNK_ELEMENTS = 1 << 24
-"""Logits that are worked on at once where no chunk size is given (64 MiB in fp32)."""
+CHUNK_ELEMENTS = {"cpu": 1 << 20}
+CHUNK_ELEMENTS_DEFAULT = 1 << 25
+"""Logits that are worked on at once where no chunk size is given: what a cache holds, what fills an accelerator."""
 
 _LOG_ZERO = -1e4
 """Stands for a log-probability of minus infinity; its exponential is zero in every dtype."""
 
 
-def _rows_per_chunk(vocab_size: int, chunk_size: int | None) -> int:
-    return max(1, chunk_size or CHUNK_ELEMENTS // vocab_size)
+def _rows_per_chunk(logits: Tensor, chunk_size: int | None) -> int:
+    return max(1, chunk_size or CHUNK_ELEMENTS.get(logits.device.type, CHUNK_ELEMENTS_DEFAULT) // logits.shape[-1])
 
 
 def _accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -70,8 +71,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         chunk_size: int | None,
         inplace: bool,
     ) -> tuple[Tensor, Tensor]:
-        rows, vocab_size = logits.shape
-        step = _rows_per_chunk(vocab_size, chunk_size)
+        rows, step = len(logits), _rows_per_chunk(logits, chunk_size)
         dtype = _accumulate_dtype(logits.dtype)
         log_probs = logits.new_empty(rows, dtype=dtype)
         entropy = logits.new_empty(rows if entropy_mode != "none" else 0, dtype=dtype)
@@ -140,7 +140,7 @@ def log_probs_and_entropy(
         labels: (...), int64.
         temperature: a number, or a tensor that broadcasts to the shape of the labels.
         entropy: ``none``, ``value`` (without gradient) or ``grad``; True is ``value``.
-        chunk_size: rows at once; by default as many as make 16M logits.
+        chunk_size: rows at once; by default what suits the device.
     Returns: (log_probs, entropy or None), each (...) in fp32, float64 for float64 logits.
     Raises: ValueError for shapes that do not match, an unknown ``entropy`` or a temperature that is not positive.
     """
