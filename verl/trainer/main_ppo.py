@@ -1,0 +1,238 @@
+"""Reinforcement learning: ``python -m verl.trainer.main_ppo key=value ...``.
+
+The launching process checks the configuration, starts Ray and waits for the task runner, an actor in which the
+trainer runs. It imports neither torch nor transformers.
+"""
+
+import importlib
+import logging
+import sys
+import time
+from typing import Any
+
+import hydra
+from omegaconf import DictConfig, OmegaConf
+
+from verl.trainer.ppo.startup import CLOCK, receive_moments
+
+logger = logging.getLogger(__name__)
+
+_LAZY = {
+    "create_rl_dataset": "verl.utils.dataset.factory",
+    "create_rl_sampler": "verl.utils.dataset.factory",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs torch when it is first asked for."""
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+@hydra.main(config_path="config", config_name="ppo_trainer", version_base=None)
+def main(config: DictConfig) -> None:
+    """Run PPO by the composed configuration."""
+    run_ppo(config)
+
+
+# ---- the launching process
+
+
+def run_ppo(config: DictConfig, task_runner_class: Any = None) -> None:
+    """Check the configuration, start Ray where it does not run yet, and train to the end.
+
+    ``task_runner_class`` is a plain class derived from ``TaskRunner``, or a Ray actor class.
+
+    Raises: SystemExit with a short message on standard error when anything fails; the whole trace is in
+    ``error.log`` of ``trainer.default_local_dir``.
+    """
+    from verl.trainer.ppo.launch import report_failure, start_ray, stop_ray
+
+    CLOCK.mark("launch", at=_process_start())
+    CLOCK.mark("imports")
+    started_ray = False
+    try:
+        check_before_start(config)
+        CLOCK.mark("checks")
+        started_ray = start_ray(config)
+        CLOCK.mark("ray_init")
+        _run_in_actor(config, task_runner_class or TaskRunner)
+    except KeyboardInterrupt:
+        sys.exit(_say("interrupted", 130))
+    except Exception as error:
+        sys.exit(_say(report_failure(error, config), 1))
+    finally:
+        if started_ray:
+            stop_ray()
+
+
+def _say(message: str, code: int) -> int:
+    sys.stderr.write(f"\n{message}\n")
+    sys.stderr.flush()
+    return code
+
+
+def _process_start() -> float:
+    """Return the unix time at which this process was created; now where the system does not tell."""
+    try:
+        import psutil
+    except ImportError:
+        return time.time()
+    return float(psutil.Process().create_time())
+
+
+def check_before_start(config: DictConfig) -> None:
+    """Refuse everything that can be known to be wrong without Ray, torch or a model.
+
+    Raises: ValueError naming the dotted key or the file.
+    """
+    from verl.trainer.ppo.inputs import check_inputs
+
+    check_inputs(config)
+
+
+def _run_in_actor(config: DictConfig, task_runner_class: Any) -> None:
+    import ray
+
+    if not isinstance(task_runner_class, ray.actor.ActorClass):
+        task_runner_class = ray.remote(num_cpus=0 if config.trainer.device == "cpu" else 1)(task_runner_class)
+    runner = task_runner_class.options(**_controller_options(config)).remote()
+    try:
+        ray.get(runner.__ray_call__.remote(receive_moments, CLOCK.moments))
+        ray.get(runner.run.remote(config))
+    finally:
+        timeline = config.ray_kwargs.get("timeline_json_file", None)
+        if timeline:
+            ray.timeline(filename=timeline)
+        ray.kill(runner)
+
+
+def _controller_options(config: DictConfig) -> dict[str, Any]:
+    """Return the actor options that have nsys trace the task runner, where that is asked for."""
+    profiler = config.global_profiler
+    if config.trainer.device != "cuda" or profiler.tool != "nsys" or not profiler.get("steps"):
+        return {}
+    assert importlib.util.find_spec("nvtx"), "global_profiler.tool=nsys needs the package nvtx"
+    options = OmegaConf.to_container(profiler.global_tool_config.nsys.controller_nsight_options)
+    return {"runtime_env": {"nsight": options}}
+
+
+# ---- the task runner
+
+
+class TaskRunner:
+    """Builds workers, data and trainer, and trains; recipes derive from it and override a method.
+
+    Attributes: ``role_worker_mapping`` (role to Ray actor class) and ``mapping`` (role to the name of its pool).
+    """
+
+    def __init__(self) -> None:
+        self.role_worker_mapping: dict[Any, Any] = {}
+        self.mapping: dict[Any, str] = {}
+
+    def add_actor_rollout_worker(self, config: DictConfig) -> tuple[type, Any]:
+        """Choose the worker of actor and rollout; returns its class and that of its worker group."""
+        import ray
+
+        from verl.single_controller.ray import RayWorkerGroup
+        from verl.trainer.ppo.utils import Role
+
+        cls = worker_class("actor_rollout_ref.actor.strategy", config.actor_rollout_ref.actor.strategy)
+        self.role_worker_mapping[Role.ActorRollout] = ray.remote(cls)
+        self.mapping[Role.ActorRollout] = "global_pool"
+        return cls, RayWorkerGroup
+
+    def add_critic_worker(self, config: DictConfig) -> None:
+        """Choose the worker of the critic, where there is one."""
+        import ray
+
+        from verl.trainer.ppo.utils import Role, need_critic
+
+        if need_critic(config):
+            cls = worker_class("critic.strategy", config.critic.strategy, "CriticWorker")
+            self.role_worker_mapping[Role.Critic] = ray.remote(cls)
+            self.mapping[Role.Critic] = "global_pool"
+
+    def init_resource_pool_mgr(self, config: DictConfig) -> Any:
+        """Lay out the pools: ``global_pool``, and ``reward_pool`` where the reward model has its own."""
+        from verl.trainer.ppo.resources import ResourcePoolManager
+
+        spec = {"global_pool": [config.trainer.n_gpus_per_node] * config.trainer.nnodes}
+        reward = config.reward_model
+        if reward.enable_resource_pool:
+            for key in ("n_gpus_per_node", "nnodes"):
+                if reward[key] <= 0:
+                    raise ValueError(f"reward_model.{key}={reward[key]} must be above 0 with enable_resource_pool=true")
+            spec["reward_pool"] = [reward.n_gpus_per_node] * reward.nnodes
+        return ResourcePoolManager(resource_pool_spec=spec, mapping=self.mapping, device_name=config.trainer.device)
+
+    def add_reward_model_worker(self, config: DictConfig) -> None:
+        """Choose the worker of the reward model, where there is one."""
+        import ray
+
+        from verl.trainer.ppo.utils import Role
+
+        if config.reward_model.enable:
+            cls = worker_class("reward_model.strategy", config.reward_model.strategy, "RewardModelWorker")
+            self.role_worker_mapping[Role.RewardModel] = ray.remote(cls)
+            self.mapping[Role.RewardModel] = (
+                "reward_pool" if config.reward_model.enable_resource_pool else "global_pool"
+            )
+
+    def add_ref_policy_worker(self, config: DictConfig, ref_policy_cls: type) -> None:
+        """Choose the worker of the reference policy, where a KL term needs one."""
+        import ray
+
+        from verl.trainer.ppo.utils import Role, config_needs_reference
+
+        if config_needs_reference(config):
+            self.role_worker_mapping[Role.RefPolicy] = ray.remote(ref_policy_cls)
+            self.mapping[Role.RefPolicy] = "global_pool"
+
+    def run(self, config: DictConfig) -> None:
+        """Build everything and train to the end.
+
+        The worker processes start, and import what they need, while this one loads tokenizer and data.
+        """
+        from verl.trainer.ppo.build import build_trainer
+
+        CLOCK.mark("task_runner")
+        OmegaConf.resolve(config)
+        logger.info("configuration:\n%s", OmegaConf.to_yaml(config))
+        actor_rollout_cls, ray_worker_group_cls = self.add_actor_rollout_worker(config)
+        self.add_critic_worker(config)
+        self.add_reward_model_worker(config)
+        self.add_ref_policy_worker(config, actor_rollout_cls)
+        trainer, workers = build_trainer(
+            config, self.role_worker_mapping, self.init_resource_pool_mgr(config), ray_worker_group_cls
+        )
+        CLOCK.mark("tokenizer_and_data")
+        trainer.init_workers(workers and workers.result())
+        trainer.fit()
+
+
+_MODULE_OF_STRATEGY = {
+    "fsdp": "verl.workers.fsdp_workers",
+    "fsdp2": "verl.workers.fsdp_workers",
+    "megatron": "verl.workers.megatron_workers",
+}
+
+
+class UnknownStrategyError(ValueError, NotImplementedError):
+    """A ``strategy`` that no worker implements."""
+
+
+def worker_class(key: str, strategy: str, name: str = "ActorRolloutRefWorker") -> type:
+    """Return the worker class of a strategy.
+
+    Raises: UnknownStrategyError, a ValueError and NotImplementedError, naming the key.
+    """
+    if strategy not in _MODULE_OF_STRATEGY:
+        raise UnknownStrategyError(f"{key}={strategy!r} must be one of {sorted(_MODULE_OF_STRATEGY)}")
+    cls: type = getattr(importlib.import_module(_MODULE_OF_STRATEGY[strategy]), name)
+    return cls
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,277 @@
+"""The driver's part of a checkpoint: which one to resume from, its own state, and the tracker file.
+
+Nothing here imports torch before it is needed: the launching process asks where a run resumes from.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl.utils import envs
+
+if TYPE_CHECKING:
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+logger = logging.getLogger(__name__)
+
+TRACKER_NAME = "latest_checkpointed_iteration.txt"
+FOLDER_PREFIX = "global_step_"
+DATA_NAME = "data.pt"
+_ESI_VARIABLES = (
+    "MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP",
+    "SAGEMAKER_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP",
+)
+
+
+class ResumeError(ValueError, AssertionError):
+    """The configuration does not say where to resume from, or says it wrongly."""
+
+
+class RemoteResumeError(ValueError, NotImplementedError):
+    """Resuming from ``trainer.default_hdfs_dir`` was asked for."""
+
+
+class IncompleteCheckpointError(ValueError):
+    """The checkpoint to resume from is missing parts."""
+
+
+def find_resume_folder(config: Any) -> Path | None:
+    """Return the folder of the checkpoint that a run continues, None where it starts from scratch.
+
+    Raises: ResumeError, RemoteResumeError, IncompleteCheckpointError; all are a ValueError.
+    """
+    trainer = config.trainer
+    if trainer.resume_mode not in ("auto", "disable", "resume_path"):
+        raise ResumeError(f"trainer.resume_mode={trainer.resume_mode!r} must be auto, disable or resume_path")
+    if trainer.resume_mode == "disable":
+        return None
+    if trainer.default_hdfs_dir is not None:
+        raise RemoteResumeError(
+            f"trainer.default_hdfs_dir={trainer.default_hdfs_dir}: resuming from it is not supported; copy the "
+            "checkpoint to trainer.default_local_dir and leave default_hdfs_dir null, or set trainer.resume_mode=disable"
+        )
+    root = Path(trainer.default_local_dir).absolute()
+    if trainer.resume_mode == "resume_path":
+        return _checked(_explicit_folder(trainer.resume_from_path), root, config)
+    step = read_tracker(root)
+    if step is None:
+        return None
+    return _checked(root / f"{FOLDER_PREFIX}{step}", root, config)
+
+
+def _explicit_folder(path: Any) -> Path:
+    if not isinstance(path, str) or FOLDER_PREFIX not in path:
+        raise ResumeError(
+            f"trainer.resume_from_path={path!r} must be the path of a folder named {FOLDER_PREFIX}<step> when "
+            "trainer.resume_mode=resume_path"
+        )
+    folder = Path(path).absolute()
+    step_of(folder)
+    return folder
+
+
+def step_of(folder: Path) -> int:
+    """Return the step in the name of a checkpoint folder.
+
+    Raises: ResumeError when there is none.
+    """
+    digits = str(folder).rstrip("/").rpartition(FOLDER_PREFIX)[2]
+    if not digits.isdigit():
+        raise ResumeError(f"trainer.resume_from_path={folder} must end in {FOLDER_PREFIX}<step>")
+    return int(digits)
+
+
+def read_tracker(root: Path) -> int | None:
+    """Return the step in the tracker file of ``trainer.default_local_dir``, None where there is no such file.
+
+    Raises: IncompleteCheckpointError when the file does not hold a number.
+    """
+    path = root / TRACKER_NAME
+    if not path.exists():
+        return None
+    text = path.read_text().strip()
+    if not text.isdigit():
+        raise IncompleteCheckpointError(f"{path} holds {text[:40]!r} instead of a step. {_offer(root, None)}")
+    return int(text)
+
+
+def write_tracker(root: str | Path, step: int) -> None:
+    """Name ``step`` as the latest checkpoint; the last act of a save, done in one piece."""
+    path = Path(root, TRACKER_NAME)
+    unfinished = path.with_suffix(".tmp")
+    with unfinished.open("w") as file:
+        file.write(str(step))
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(path)
+    _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# ---- integrity
+
+
+def _checked(folder: Path, root: Path, config: Any) -> Path:
+    """Return the folder when every part of the checkpoint is whole."""
+    problems = find_problems(folder, _roles(config))
+    if problems:
+        shown = "; ".join(problems[:4])
+        raise IncompleteCheckpointError(f"checkpoint {folder} cannot be resumed from: {shown}. {_offer(root, config)}")
+    return folder
+
+
+def _roles(config: Any) -> list[str]:
+    from verl.trainer.ppo.utils import need_critic
+
+    return ["actor", "critic"] if need_critic(config) else ["actor"]
+
+
+def find_problems(folder: Path, roles: list[str]) -> list[str]:
+    """Return what is missing or cut short in a checkpoint, as sentences; an empty list when it is whole."""
+    from verl.utils.checkpoint import verify_checkpoint
+
+    if not folder.is_dir():
+        return ["the folder does not exist"]
+    problems = [f"{role}: {problem}" for role in roles for problem in verify_checkpoint(folder / role)]
+    return problems
+
+
+def _offer(root: Path, config: Any) -> str:
+    """Say how to go on without the checkpoint that is not whole."""
+    roles = _roles(config) if config is not None else ["actor"]
+    folders = sorted(
+        (path for path in root.glob(f"{FOLDER_PREFIX}*") if str(path).rpartition("_")[2].isdigit()),
+        key=step_of,
+        reverse=True,
+    )
+    whole = next((path for path in folders if not find_problems(path, roles)), None)
+    afresh = "trainer.resume_mode=disable starts afresh"
+    if whole is None:
+        return f"There is no complete checkpoint under {root}; {afresh}"
+    return (
+        f"The latest complete one is {whole}: resume from it with trainer.resume_mode=resume_path "
+        f"trainer.resume_from_path={whole}; {afresh}"
+    )
+
+
+# ---- the driver's own state
+
+
+def save_driver_state(folder: str | Path, dataloader_state: Any, state: Mapping[str, Any]) -> None:
+    """Write ``data.pt``: the state of the training loader and that of the driver, in one piece."""
+    import torch
+
+    path = Path(folder, DATA_NAME)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".tmp")
+    with unfinished.open("wb") as file:
+        torch.save({"dataloader": dataloader_state, "driver": dict(state)}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(path)
+    _sync_folder(path.parent)
+
+
+def load_driver_state(folder: str | Path) -> tuple[Any, dict[str, Any]]:
+    """Return (loader state, driver state); (None, {}) where ``data.pt`` is missing.
+
+    A file that holds the loader state alone is read too.
+
+    Raises: IncompleteCheckpointError when the file is cut short.
+    """
+    import torch
+
+    path = Path(folder, DATA_NAME)
+    if not path.exists():
+        logger.warning("%s is missing: the training data start from the beginning", path)
+        return None, {}
+    try:
+        content = torch.load(path, weights_only=False)
+    except (EOFError, RuntimeError, OSError, ValueError) as error:
+        raise IncompleteCheckpointError(f"{path} cannot be read: {error}") from error
+    if isinstance(content, dict) and content.keys() == {"dataloader", "driver"}:
+        return content["dataloader"], content["driver"]
+    return content, {}
+
+
+def remove_emptied_folders(root: str | Path) -> None:
+    """Remove checkpoint folders in which the workers have deleted their parts, so that no shells are left."""
+    for folder in Path(root).glob(f"{FOLDER_PREFIX}*"):
+        children = list(folder.iterdir())
+        parts = [child for child in children if child.is_dir() and any(child.iterdir())]
+        if not parts and any(child.name == DATA_NAME for child in children):
+            for child in children:
+                child.rmdir() if child.is_dir() else child.unlink()
+            folder.rmdir()
+
+
+# ---- a whole checkpoint
+
+
+def save_checkpoint(trainer: "RayPPOTrainer") -> None:
+    """Write the parts of the workers, that of the driver, and last the tracker."""
+    config, step = trainer.config.trainer, trainer.global_steps
+    name = f"{FOLDER_PREFIX}{step}"
+    folder = f"{os.path.abspath(config.default_local_dir)}/{name}"
+    remote = None if config.default_hdfs_dir is None else f"{config.default_hdfs_dir}/{name}"
+    keep = {"actor": config.max_actor_ckpt_to_keep, "critic": config.max_critic_ckpt_to_keep}
+    if config.get("remove_previous_ckpt_in_save", False):
+        logger.warning("trainer.remove_previous_ckpt_in_save is deprecated: set max_actor_ckpt_to_keep=1")
+        keep = {"actor": 1, "critic": 1}
+    groups = {"actor": trainer.actor_rollout_wg} | ({"critic": trainer.critic_wg} if trainer.use_critic else {})
+    for role, group in groups.items():
+        remote_part = None if remote is None else f"{remote}/{role}"
+        group.save_checkpoint(f"{folder}/{role}", remote_part, step, max_ckpt_to_keep=keep[role])
+    state = {"kl_ctrl_in_reward": trainer.kl_ctrl_in_reward.state_dict(), "seed": trainer.run_seed}
+    save_driver_state(folder, trainer.train_dataloader.state_dict(), state)
+    write_tracker(config.default_local_dir, step)
+    remove_emptied_folders(config.default_local_dir)
+
+
+def load_checkpoint(trainer: "RayPPOTrainer") -> int | None:
+    """Restore workers and driver from the checkpoint that the configuration names; returns its step, or None."""
+    from verl.single_controller.base.phase import phase
+
+    folder = find_resume_folder(trainer.config)
+    if folder is None:
+        return None
+    trainer.global_steps = step_of(folder)
+    remove = trainer.config.trainer.del_local_ckpt_after_load
+    with phase("load_checkpoint", step=trainer.global_steps):
+        trainer.actor_rollout_wg.load_checkpoint(str(folder / "actor"), del_local_after_load=remove)
+        if trainer.use_critic:
+            trainer.critic_wg.load_checkpoint(str(folder / "critic"), del_local_after_load=remove)
+    loader_state, state = load_driver_state(folder)
+    if loader_state is not None:
+        trainer.train_dataloader.load_state_dict(loader_state)
+    if "kl_ctrl_in_reward" in state:
+        trainer.kl_ctrl_in_reward.load_state_dict(state["kl_ctrl_in_reward"])
+    if state.get("seed", trainer.run_seed) != trainer.run_seed:
+        logger.warning("trainer.seed is %d, and was %d in the checkpoint", trainer.run_seed, state["seed"])
+    return trainer.global_steps
+
+
+# ---- an announced end of the machine
+
+
+def should_save_ckpt_esi(max_steps_duration: float, save_ckpt_duration: float = 60, redundant_time: float = 0) -> bool:
+    """Whether the announced end of the rented capacity comes before another step and its save could finish."""
+    for name in _ESI_VARIABLES:
+        text = envs.read(name)
+        if text:
+            try:
+                expires = float(text)
+            except ValueError:
+                raise ValueError(f"environment variable {name}={text!r} must be a time in unix seconds") from None
+            return expires - time.time() <= save_ckpt_duration + max_steps_duration + redundant_time
+    return False

@@ -1,0 +1,114 @@
+"""Start and stop of Ray in the launching process, and the message that a failed run ends with."""
+
+import logging
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ray
+from omegaconf import OmegaConf
+
+from verl.utils import envs
+
+logger = logging.getLogger(__name__)
+
+RUNTIME_ENV_VARS = {
+    "TOKENIZERS_PARALLELISM": "true",
+    "NCCL_DEBUG": "WARN",
+    "VLLM_LOGGING_LEVEL": "WARN",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "true",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    "NCCL_CUMEM_ENABLE": "0",
+}
+# Every worker process has one core. vLLM makes torch.set_num_threads a no-op: the variable has to be there before.
+CPU_ENV_VARS = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+ERROR_LOG = "error.log"
+
+
+# ---- Ray
+
+
+def start_ray(config: Any) -> bool:
+    """Start or join Ray unless this process already has; returns whether it did.
+
+    A cluster of its own is started on this machine unless ``ray_kwargs.ray_init.address`` or ``RAY_ADDRESS`` names one.
+    """
+    if ray.is_initialized():
+        return False
+    options = OmegaConf.to_container(config.ray_kwargs.get("ray_init") or OmegaConf.create({}), resolve=True)
+    assert isinstance(options, dict)
+    options["runtime_env"] = runtime_env(config, options.get("runtime_env") or {})
+    if not options.get("address"):
+        options["address"] = None if envs.read("RAY_ADDRESS") else "local"
+    if options["address"] == "local":
+        options.setdefault("include_dashboard", False)
+    else:
+        for name in ("num_cpus", "num_gpus"):  # belong to whoever started the cluster
+            if options.get(name) is None:
+                options.pop(name, None)
+    options.setdefault("logging_level", "WARNING")
+    ray.init(**options)
+    return True
+
+
+def runtime_env(config: Any, chosen: dict[str, Any]) -> dict[str, Any]:
+    """Return the environment of all Ray processes: our defaults, below this process's own, below what was chosen."""
+    defaults = RUNTIME_ENV_VARS | (CPU_ENV_VARS if config.trainer.device == "cpu" else {})
+    defaults |= {"VERL_PROGRESS": "bar" if sys.stderr.isatty() else "lines"}
+    env_vars = {name: value for name, value in defaults.items() if envs.read(name) is None}
+    merged = chosen | {"env_vars": env_vars | dict(chosen.get("env_vars") or {})}
+    if not envs.read("RAY_JOB_CONFIG_JSON_ENV_VAR"):  # set by `ray job submit`, which supplies a working directory
+        merged.setdefault("working_dir", None)
+    return merged
+
+
+def stop_ray() -> None:
+    """Leave Ray; a cluster that was started here ends with all its processes."""
+    ray.shutdown()
+
+
+# ---- failures
+
+
+def report_failure(error: BaseException, config: Any) -> str:
+    """Write the whole trace to ``error.log`` of the run and return a short message with the cause."""
+    root = root_cause(error)
+    lines = [f"Error: {describe(root)}", *getattr(root, "__notes__", [])]
+    path = Path(config.trainer.default_local_dir, ERROR_LOG)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+        lines.append(f"The whole trace is in {path.absolute()}")
+    except OSError as failed:
+        lines.append(
+            f"The trace could not be written to {path} ({failed}):\n{''.join(traceback.format_exception(error))}"
+        )
+    return "\n".join(lines)
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """Return the exception that was raised in a Ray process, without what Ray has wrapped it in."""
+    for wrapped in _unwrapped(error):
+        error = wrapped
+    return error
+
+
+def _unwrapped(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    while isinstance(error, ray.exceptions.RayTaskError) and id(error) not in seen:
+        seen.add(id(error))
+        cause = getattr(error, "cause", None)
+        if not isinstance(cause, BaseException):
+            return
+        error = cause
+        yield error
+
+
+def describe(error: BaseException) -> str:
+    """Return type and message; of a Ray error the last line, which names the cause."""
+    if isinstance(error, ray.exceptions.RayTaskError):
+        lines = str(error).strip().splitlines()
+        return lines[-1] if lines else type(error).__name__
+    return f"{type(error).__name__}: {error}"

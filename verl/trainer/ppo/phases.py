@@ -1,0 +1,186 @@
+"""What each phase of a training step reads from the batch and adds to it, and checks of both.
+
+The table is the contract of the loop in ``ray_trainer.py``; ``VERL_CHECK_PHASES=1`` has it checked at every phase.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from verl.utils import envs
+
+if TYPE_CHECKING:
+    from verl.protocol import DataProto
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Batch keys of one phase; ``optional`` ones are added by some configurations only."""
+
+    reads: frozenset[str]
+    writes: frozenset[str]
+    optional: frozenset[str] = frozenset()
+
+
+def _phase(reads: str, writes: str, optional: str = "") -> Phase:
+    return Phase(frozenset(reads.split()), frozenset(writes.split()), frozenset(optional.split()))
+
+
+_SEQUENCE = "input_ids attention_mask position_ids responses response_mask"
+
+PHASES: dict[str, Phase] = {
+    "prepare": _phase("", "input_ids attention_mask position_ids uid"),
+    "generate": _phase(
+        "input_ids attention_mask position_ids uid",
+        "prompts responses response_mask sampling_seed",
+        "rollout_log_probs reward_baselines rm_scores",
+    ),
+    "score": _phase(_SEQUENCE, "", "rm_scores"),
+    "infer": _phase(_SEQUENCE, "", "old_log_probs ref_log_prob values"),
+    "shape": _phase(
+        _SEQUENCE + " uid", "token_level_scores token_level_rewards advantages returns", "rollout_is_weights acc"
+    ),
+    "update": _phase(_SEQUENCE + " advantages", ""),
+}
+
+
+class PhaseContractError(AssertionError):
+    """A phase did not find what it reads, or did not leave what it promises."""
+
+
+@contextmanager
+def checked_phase(name: str, before: "DataProto | None") -> Iterator[list["DataProto"]]:
+    """Hold a phase to its row of ``PHASES`` where ``VERL_CHECK_PHASES`` is set; the body appends its result.
+
+    Columns without a fixed name (those of the data set and the extras of reward functions) are not checked.
+    """
+    result: list[DataProto] = []
+    checking = envs.flag("VERL_CHECK_PHASES")
+    keys_before = batch_keys(before)
+    if checking:
+        _require(name, "reads", PHASES[name].reads, keys_before)
+    yield result
+    if not checking:
+        return
+    after = batch_keys(result[0] if result else before)
+    _require(name, "writes", PHASES[name].writes, after)
+    known = frozenset().union(*(phase.writes | phase.optional for phase in PHASES.values()))
+    unexpected = ((after - keys_before) & known) - PHASES[name].writes - PHASES[name].optional
+    if unexpected:
+        raise PhaseContractError(f"phase {name!r} added {sorted(unexpected)}, which belongs to another phase")
+
+
+def _require(name: str, verb: str, wanted: frozenset[str], found: frozenset[str]) -> None:
+    if wanted - found:
+        raise PhaseContractError(f"phase {name!r} {verb} {sorted(wanted - found)}, which the batch does not hold")
+
+
+def batch_keys(batch: "DataProto | None") -> frozenset[str]:
+    """Return the tensor and array keys of a batch."""
+    if batch is None:
+        return frozenset()
+    tensors = batch.batch.keys() if batch.batch is not None else ()
+    return frozenset(tensors) | frozenset(batch.non_tensor_batch)
+
+
+# ---- rollout invariants
+
+
+class RolloutInvariantError(RuntimeError):
+    """The rollout returned something that it was not asked for."""
+
+
+def check_rollout(asked: "DataProto", output: "DataProto", step: int, single_turn: bool = True) -> None:
+    """Hold the output of a rollout to what was asked for, row by row.
+
+    Args: ``asked`` holds ``input_ids`` and ``attention_mask`` (B, P) and ``uid``, ``output`` the batch of the rollout.
+    Raises: RolloutInvariantError naming the step, the first offending row and what is wrong with it.
+    """
+    check = _RowCheck(step, asked.non_tensor_batch.get("uid"))
+    got = output.batch
+    if len(output) != len(asked):
+        raise RolloutInvariantError(f"step {step}: {len(asked)} responses were asked for, {len(output)} came back")
+    prompts, responses, mask = got["prompts"], got["responses"], got["response_mask"]
+    width = prompts.shape[1]
+    attended = got["attention_mask"]
+    alive = attended.any(-1)  # an aborted request may come back as a row of padding
+    check(alive & _differ(prompts, asked.batch["input_ids"]), "the prompt is not the one that was asked for")
+    check(
+        alive & _differ(attended[:, :width], asked.batch["attention_mask"]), "the prompt's attention mask was changed"
+    )
+    check(_differ(got["input_ids"], torch.cat([prompts, responses], -1)), "input_ids are not prompt and response")
+    if "uid" in asked.non_tensor_batch and "uid" in output.non_tensor_batch:
+        moved = torch.from_numpy(asked.non_tensor_batch["uid"] != output.non_tensor_batch["uid"])
+        check(moved, "the row belongs to another prompt (uid)")
+    check(((mask != 0) & (mask != 1)).any(-1), "response_mask holds something other than 0 and 1")
+    check(((mask != 0) & (attended[:, width:] == 0)).any(-1), "response_mask covers a position that is not attended")
+    if single_turn:
+        _check_single_turn(check, responses, mask, attended[:, width:], output.meta_info)
+    if "rollout_log_probs" in got.keys():
+        log_probs = got["rollout_log_probs"]
+        sampled = mask.bool()
+        check((sampled & ~torch.isfinite(log_probs)).any(-1), "a sampled token has no finite log-probability")
+        check((sampled & (log_probs > 1e-4)).any(-1), "a sampled token has a log-probability above 0")
+
+
+def _check_single_turn(
+    check: "_RowCheck", responses: Tensor, mask: Tensor, attended: Tensor, meta: dict[str, Any]
+) -> None:
+    """One response is one run of sampled tokens from position 0, with padding behind it."""
+    check((mask[:, 1:] > mask[:, :-1]).any(-1), "response_mask is not one run from position 0")
+    check(_differ(mask, attended), "response_mask and attention mask of the response differ")
+    outside = mask == 0
+    if outside.any():
+        pad = meta.get("pad_token_id")
+        pad = responses[outside][0].item() if pad is None else pad
+        check((outside & (responses != pad)).any(-1), "there is a token other than padding behind the response")
+    eos = meta.get("eos_token_id")
+    if eos is not None and not meta.get("ignore_eos", False):
+        is_eos = torch.isin(responses, torch.as_tensor(eos)) & (mask != 0)
+        check((is_eos[:, :-1] & (mask[:, 1:] != 0)).any(-1), "tokens were sampled after the end-of-sequence token")
+
+
+class _RowCheck:
+    """Raise for the first row of a (B,) tensor of violations."""
+
+    def __init__(self, step: int, uids: Any) -> None:
+        self.step, self.uids = step, uids
+
+    def __call__(self, bad_rows: Tensor, what: str) -> None:
+        if not bad_rows.any():
+            return
+        row = int(bad_rows.nonzero()[0])
+        uid = "" if self.uids is None else f" (uid {self.uids[row]})"
+        others = int(bad_rows.sum()) - 1
+        raise RolloutInvariantError(f"step {self.step}, row {row}{uid}: {what}; {others} more rows likewise")
+
+
+def _differ(left: Tensor, right: Tensor) -> Tensor:
+    """Say for each row of two (B, T) tensors whether they differ; a different width differs everywhere."""
+    if left.shape != right.shape:
+        return torch.ones(left.shape[0], dtype=torch.bool)
+    return (left != right).any(-1)
+
+
+# ---- which passes a configuration needs
+
+
+def needs_old_log_probs(config: Any) -> bool:
+    """Whether anything reads the log-probabilities of the policy before the update.
+
+    Nothing does where a single on-policy update follows: the actor's own log-probabilities, detached, are the old
+    ones. The KL in the reward, rollout importance sampling, several mini-batches or epochs do, and so does
+    ``actor.use_rollout_log_probs``, which insists on those of the batch.
+    """
+    actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
+    single_update = actor.ppo_mini_batch_size == config.data.train_batch_size and actor.ppo_epochs == 1
+    return bool(
+        not single_update
+        or algorithm.use_kl_in_reward
+        or algorithm.rollout_is_threshold is not None
+        or actor.get("use_rollout_log_probs", False)
+    )

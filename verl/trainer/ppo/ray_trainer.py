@@ -1,0 +1,510 @@
+"""The training loop: a driver that holds metadata and small tensors, and worker groups that hold the weights."""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from omegaconf import OmegaConf, open_dict
+from torch.utils.data import Dataset, Sampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from verl.algos.kl import get_kl_controller
+from verl.protocol import DataProto
+from verl.single_controller.base.phase import phase
+from verl.single_controller.ray import RayWorkerGroup
+from verl.trainer.ppo import checkpoint
+from verl.trainer.ppo.advantages import apply_kl_penalty, compute_advantage, compute_response_mask
+from verl.trainer.ppo.core_algos import AdvantageEstimator, agg_loss
+from verl.trainer.ppo.dumps import dump_training_batch
+from verl.trainer.ppo.metric_utils import (
+    compute_data_metrics,
+    compute_throughout_metrics,
+    compute_timing_metrics,
+)
+from verl.trainer.ppo.phases import check_rollout, checked_phase, needs_old_log_probs
+from verl.trainer.ppo.profiling import start_profiling, stop_profiling
+from verl.trainer.ppo.resources import ResourcePoolManager, create_worker_groups
+from verl.trainer.ppo.reward import compute_reward, compute_reward_async
+from verl.trainer.ppo.run import RunOutput
+from verl.trainer.ppo.startup import CLOCK
+from verl.trainer.ppo.utils import Role, need_critic, need_reference_policy, need_reward_model
+from verl.trainer.ppo.validation import validate
+from verl.utils.debug.metrics import calculate_debug_metrics
+from verl.utils.metric import reduce_metrics
+from verl.utils.profiler import marked_timer
+from verl.utils.rollout_skip import RolloutSkip
+from verl.utils.seeding import prompt_uids, sampling_seeds, seed_process
+from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions, log_seqlen_unbalance
+
+__all__ = [
+    "RayPPOTrainer",
+    "ResourcePoolManager",
+    "Role",
+    "apply_kl_penalty",
+    "compute_advantage",
+    "compute_response_mask",
+]
+
+logger = logging.getLogger(__name__)
+
+Metrics = dict[str, Any]
+Timing = dict[str, float]
+
+_PHASE_OF_TIMER = {"gen": "generate", "gen_max": "generate", "testing": "validate"}
+_PROMPT_TENSORS = ("input_ids", "attention_mask", "position_ids")
+_SCORING_COLUMNS = frozenset({"data_source", "reward_model", "extra_info", "uid"})
+
+
+class RayPPOTrainer:
+    """PPO and its relatives over Ray worker groups.
+
+    ``fit`` is the loop. Each phase of a step is a method that takes and returns the batch, adds metrics and seconds
+    to the dictionaries that it is given, and can be overridden alone; ``phases.py`` says what each reads and writes.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        tokenizer: Any,
+        role_worker_mapping: Mapping[Role, Any],
+        resource_pool_manager: ResourcePoolManager,
+        ray_worker_group_cls: type[RayWorkerGroup] = RayWorkerGroup,
+        processor: Any = None,
+        reward_fn: Callable[..., Any] | None = None,
+        val_reward_fn: Callable[..., Any] | None = None,
+        train_dataset: Dataset | None = None,
+        val_dataset: Dataset | None = None,
+        collate_fn: Callable[..., Any] | None = None,
+        train_sampler: Sampler | None = None,
+        device_name: str | None = None,
+    ) -> None:
+        self.config, self.tokenizer, self.processor = config, tokenizer, processor
+        self.reward_fn, self.val_reward_fn = reward_fn, val_reward_fn
+        self.hybrid_engine = config.actor_rollout_ref.hybrid_engine
+        assert self.hybrid_engine, "actor_rollout_ref.hybrid_engine must be true: actor and rollout share processes"
+        self.role_worker_mapping, self.resource_pool_manager = role_worker_mapping, resource_pool_manager
+        self.ray_worker_group_cls = ray_worker_group_cls
+        self.device_name = device_name or config.trainer.device
+        self.use_reference_policy = need_reference_policy(role_worker_mapping)
+        self.use_rm = need_reward_model(role_worker_mapping)
+        self.use_critic = need_critic(config)
+        self.ref_in_actor = config.actor_rollout_ref.model.get("lora_rank", 0) > 0
+        self.kl_ctrl_in_reward = get_kl_controller(config.algorithm.kl_ctrl)
+        self.run_seed: int = config.trainer.seed
+        self.async_rollout_mode, self.async_rollout_manager = False, None
+        self.single_turn = not config.actor_rollout_ref.rollout.multi_turn.enable
+        self.global_steps, self.max_steps_duration = 0, 0.0
+        self._reward: Any = None
+        self._extra_columns: list[str] = []
+        self._row_order: list[int] = []
+        self._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
+
+    # ---- data
+
+    def _create_dataloader(
+        self,
+        train_dataset: Dataset | None,
+        val_dataset: Dataset | None,
+        collate_fn: Callable[..., Any] | None,
+        train_sampler: Sampler | None,
+    ) -> None:
+        """Make the loaders, building the data sets and the sampler that were not given."""
+        from verl.utils.dataset import collate_fn as default_collate_fn
+        from verl.utils.dataset.factory import create_rl_dataset, create_rl_sampler
+
+        data = self.config.data
+        train_dataset = train_dataset or create_rl_dataset(data.train_files, data, self.tokenizer, self.processor)
+        val_dataset = val_dataset or create_rl_dataset(
+            data.val_files, data, self.tokenizer, self.processor, is_train=False
+        )
+        self.train_dataset, self.val_dataset = train_dataset, val_dataset
+        common = {"num_workers": data.dataloader_num_workers, "collate_fn": collate_fn or default_collate_fn}
+        self.train_dataloader = StatefulDataLoader(
+            dataset=train_dataset,
+            batch_size=data.get("gen_batch_size", data.train_batch_size),
+            drop_last=True,
+            sampler=train_sampler or create_rl_sampler(data, train_dataset),
+            generator=torch.Generator().manual_seed(self.run_seed),
+            **common,
+        )
+        self.val_dataloader = StatefulDataLoader(
+            dataset=val_dataset,
+            batch_size=data.val_batch_size or len(val_dataset),
+            shuffle=data.validation_shuffle,
+            drop_last=False,
+            generator=torch.Generator().manual_seed(self.run_seed),
+            **common,
+        )
+        if not len(self.train_dataloader) or not len(self.val_dataloader):
+            raise EmptyLoaderError(
+                f"data.train_files has {len(train_dataset)} usable rows for data.train_batch_size="
+                f"{data.train_batch_size}, data.val_files {len(val_dataset)}: there must be at least one batch of each"
+            )
+        self._set_total_training_steps()
+
+    def _set_total_training_steps(self) -> None:
+        """Fix the number of steps, and tell the learning-rate schedules."""
+        trainer = self.config.trainer
+        steps = trainer.total_training_steps
+        self.total_training_steps = len(self.train_dataloader) * trainer.total_epochs if steps is None else steps
+        set_total_training_steps(self.config, self.total_training_steps)
+
+    # ---- workers
+
+    def init_workers(self, groups: Mapping[str, RayWorkerGroup] | None = None) -> None:
+        """Build the models, on worker groups that were started before or are started now."""
+        if groups is None:
+            groups = create_worker_groups(
+                self.config,
+                self.role_worker_mapping,
+                self.resource_pool_manager,
+                self.ray_worker_group_cls,
+                self.device_name,
+            )
+        self.critic_wg, self.rm_wg = groups.get("critic"), groups.get("rm")
+        self.ref_policy_wg, self.actor_rollout_wg = groups.get("ref"), groups["actor_rollout"]
+        for name in ("critic", "ref", "rm", "actor_rollout"):  # last the rollout, which takes the memory that is left
+            if name in groups:
+                with phase(f"init_model of {name}", step=0):
+                    groups[name].init_model()
+                CLOCK.mark(f"init_{name}")
+
+    def rollout_divisor(self) -> int:
+        """Return what the number of requests of one call must be a multiple of."""
+        return self.actor_rollout_wg.world_size
+
+    def rollout_wg_generate(self, requests: DataProto) -> DataProto:
+        """Generate on the worker group."""
+        return self.actor_rollout_wg.generate_sequences(requests)
+
+    # ---- the loop
+
+    def fit(self) -> None:
+        """Train until the last step."""
+        with self._run():
+            if self._validate_before_training():
+                return
+            for rows in self._training_rows():
+                metrics: Metrics = {}
+                timing: Timing = {}
+                self._start_profiling(timing)
+                with marked_timer("step", timing):
+                    batch = self._checked("prepare", None, self.prepare, rows)
+                    batch = self._checked("generate", batch, self.generate, metrics, timing)
+                    batch = self._checked("score", batch, self.score, metrics, timing)
+                    batch = self._checked("infer", batch, self.infer, metrics, timing)
+                    batch = self._checked("shape", batch, self.shape, metrics, timing)
+                    batch = self._checked("update", batch, self.update, metrics, timing)
+                    self._dump(batch, timing)
+                self.max_steps_duration = max(self.max_steps_duration, timing["step"])
+                self._validate_after_step(metrics, timing)
+                self._save_after_step(timing)
+                self._stop_profiling(timing)
+                self._finish_step(batch, metrics, timing)
+
+    @contextmanager
+    def _run(self) -> Iterator[None]:
+        """Resume, keep the records of the run, and close them whatever happens."""
+        resumed = self._load_checkpoint()
+        self.output = RunOutput(self.config, resumed, self.total_training_steps)
+        if self.config.actor_rollout_ref.rollout.skip_rollout:
+            RolloutSkip(self.config, self.actor_rollout_wg).wrap_generate_sequences()
+        CLOCK.mark("resume")
+        try:
+            yield
+        except Exception as error:
+            error.add_note(f"in training step {self.global_steps} of {self.total_training_steps}")
+            raise
+        finally:
+            self.output.close()
+
+    def _training_rows(self) -> Iterator[Mapping[str, Any]]:
+        """Yield the rows of each remaining step, epoch after epoch, with ``global_steps`` set to the step."""
+        fruitless = 0
+        while self.global_steps < self.total_training_steps:
+            before = self.global_steps
+            seed_process(self.run_seed, "driver", self.global_steps + 1)
+            for rows in self.train_dataloader:
+                self.global_steps += 1
+                yield rows
+                if self.global_steps >= self.total_training_steps:
+                    return
+                seed_process(self.run_seed, "driver", self.global_steps + 1)
+            # A loader resumed at the end of an epoch yields nothing at first.
+            fruitless = fruitless + 1 if self.global_steps == before else 0
+            if fruitless > 1:
+                raise EmptyLoaderError("the training loader yields no batch: its sampler or data set has become empty")
+
+    def _checked(self, name: str, batch: DataProto | None, method: Callable[..., DataProto], *args: Any) -> DataProto:
+        with checked_phase(name, batch) as result:
+            result.append(method(*args) if batch is None else method(batch, *args))
+        return result[0]
+
+    @contextmanager
+    def _timed(self, timer: str, timing: Timing) -> Iterator[None]:
+        """Time a part of a step and name it in the error of a worker that dies in it."""
+        with phase(_PHASE_OF_TIMER.get(timer, timer), step=self.global_steps), marked_timer(timer, timing):
+            yield
+
+    @property
+    def is_last_step(self) -> bool:
+        """Whether the current step is the last one."""
+        return self.global_steps >= self.total_training_steps
+
+    # ---- phases
+
+    def prepare(self, rows: Mapping[str, Any]) -> DataProto:
+        """Turn the rows of the loader into a batch, one ``uid`` per prompt."""
+        batch = DataProto.from_single_dict(rows)
+        batch.non_tensor_batch["uid"] = prompt_uids(self.run_seed, self.global_steps, len(batch))
+        return batch
+
+    def generate(self, batch: DataProto, metrics: Metrics, timing: Timing) -> DataProto:
+        """Sample ``rollout.n`` responses per prompt; the rows become the responses."""
+        num_samples = self.config.actor_rollout_ref.rollout.n
+        prompts = self._get_gen_batch(batch)
+        prompts.meta_info["global_steps"] = self.global_steps
+        requests = prompts.repeat(repeat_times=num_samples, interleave=True)
+        requests.batch["sampling_seed"] = sampling_seeds(self.run_seed, self.global_steps, len(batch), num_samples)
+        with self._timed("gen", timing):
+            output = self.rollout_wg_generate(requests)
+        check_rollout(requests, output, self.global_steps, self.single_turn)
+        timing.update(output.meta_info.pop("timing", {}))
+        if self.config.algorithm.adv_estimator == AdvantageEstimator.REMAX:
+            batch.batch["reward_baselines"] = self._greedy_baseline(batch, prompts, timing)
+        batch = batch.repeat(repeat_times=num_samples, interleave=True).union(output)
+        if "response_mask" not in batch.batch.keys():
+            batch.batch["response_mask"] = compute_response_mask(batch)
+        self._row_order = list(range(len(batch)))
+        if self.config.trainer.balance_batch:
+            self._balance_batch(batch, metrics)
+        batch.meta_info["global_steps"] = self.global_steps
+        batch.meta_info["global_token_num"] = batch.batch["attention_mask"].sum(-1).tolist()
+        return batch
+
+    def score(self, batch: DataProto, metrics: Metrics, timing: Timing) -> DataProto:
+        """Score the responses by the reward model and start the rule; ``shape`` takes the result."""
+        with self._timed("reward", timing):
+            if self.use_rm and "rm_scores" not in batch.batch.keys():
+                batch = batch.union(self.rm_wg.compute_rm_score(batch))
+            if self.config.reward_model.launch_reward_fn_async:
+                # On CPU every core may belong to a worker: a task that asks for one would never start.
+                task = compute_reward_async.options(num_cpus=0) if self.device_name == "cpu" else compute_reward_async
+                self._reward = task.remote(data=batch, reward_fn=self.reward_fn)
+            else:
+                self._reward = compute_reward(batch, self.reward_fn)
+        return batch
+
+    def infer(self, batch: DataProto, metrics: Metrics, timing: Timing) -> DataProto:
+        """Compute the log-probabilities and values that the rest of the step reads, and no others."""
+        if needs_old_log_probs(self.config):
+            with self._timed("old_log_prob", timing):
+                batch = self._add_old_log_probs(batch, metrics)
+        if self.use_reference_policy:
+            with self._timed("ref", timing):
+                group = self.actor_rollout_wg if self.ref_in_actor else self.ref_policy_wg
+                batch = batch.union(group.compute_ref_log_prob(_for_model(batch)))
+        if self.use_critic:
+            with self._timed("values", timing):
+                batch = batch.union(self.critic_wg.compute_values(_for_model(batch)))
+        return batch
+
+    def shape(self, batch: DataProto, metrics: Metrics, timing: Timing) -> DataProto:
+        """Turn scores into rewards, advantages and returns."""
+        algorithm = self.config.algorithm
+        with self._timed("adv", timing):
+            scores, extras = self._take_reward()
+            batch.batch["token_level_scores"] = scores
+            self._extra_columns = list(extras)
+            batch.non_tensor_batch.update({name: np.array(values, dtype=object) for name, values in extras.items()})
+            if algorithm.use_kl_in_reward:
+                batch, kl_metrics = apply_kl_penalty(batch, self.kl_ctrl_in_reward, algorithm.kl_penalty)
+                metrics.update(kl_metrics)
+            else:
+                batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
+            batch = compute_advantage(
+                batch,
+                adv_estimator=algorithm.adv_estimator,
+                gamma=algorithm.gamma,
+                lam=algorithm.lam,
+                num_repeat=self.config.actor_rollout_ref.rollout.n,
+                norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
+                config=algorithm,
+            )
+        return batch
+
+    def update(self, batch: DataProto, metrics: Metrics, timing: Timing) -> DataProto:
+        """Update the critic, and after its warm-up the actor."""
+        if self.use_critic:
+            with self._timed("update_critic", timing):
+                output = self.critic_wg.update_critic(_for_model(batch))
+            metrics.update(reduce_metrics(output.meta_info["metrics"]))
+        if self.config.trainer.critic_warmup <= self.global_steps:
+            with self._timed("update_actor", timing):
+                batch.meta_info["multi_turn"] = self.config.actor_rollout_ref.rollout.multi_turn.enable
+                output = self.actor_rollout_wg.update_actor(_for_model(batch))
+            metrics.update(reduce_metrics(output.meta_info["metrics"]))
+        return batch
+
+    # ---- parts of the phases
+
+    def _get_gen_batch(self, batch: DataProto) -> DataProto:
+        """Move what the rollout reads out of ``batch``; ``uid`` goes along as the name of each row."""
+        columns = [name for name in batch.non_tensor_batch if name not in _SCORING_COLUMNS]
+        prompts = batch.pop(batch_keys=list(_PROMPT_TENSORS), non_tensor_batch_keys=columns)
+        prompts.non_tensor_batch["uid"] = batch.non_tensor_batch["uid"]
+        return prompts
+
+    def _greedy_baseline(self, batch: DataProto, prompts: DataProto, timing: Timing) -> torch.Tensor:
+        """Return the score of one greedy response per prompt, (num_prompts,), as ReMax subtracts it."""
+        requests = prompts.repeat(repeat_times=1)
+        requests.meta_info = {**prompts.meta_info, "do_sample": False}
+        requests.batch["sampling_seed"] = sampling_seeds(self.run_seed, self.global_steps, len(prompts), 1)
+        with self._timed("gen_max", timing):
+            output = self.rollout_wg_generate(requests)
+            check_rollout(requests, output, self.global_steps, self.single_turn)
+            output.meta_info.pop("timing", None)
+            greedy = batch.repeat(repeat_times=1).union(output)
+            if self.use_rm and "rm_scores" not in greedy.batch.keys():
+                greedy = greedy.union(self.rm_wg.compute_rm_score(greedy))
+            scores, _ = compute_reward(greedy, self.reward_fn)
+        return scores.sum(dim=-1)
+
+    def _balance_batch(self, batch: DataProto, metrics: Metrics, logging_prefix: str = "global_seqlen") -> None:
+        """Reorder the rows so that every rank gets as many tokens."""
+        lengths = batch.batch["attention_mask"].sum(-1).tolist()
+        ranks = self.actor_rollout_wg.world_size
+        partitions = get_seqlen_balanced_partitions(lengths, k_partitions=ranks, equal_size=True)
+        order = [row for part in partitions for row in part]
+        batch.reorder(torch.tensor(order))
+        self._row_order = np.argsort(order).tolist()
+        metrics.update(log_seqlen_unbalance(lengths, partitions, prefix=logging_prefix))
+
+    def _add_old_log_probs(self, batch: DataProto, metrics: Metrics) -> DataProto:
+        output = self.actor_rollout_wg.compute_log_prob(_for_model(batch))
+        entropy = agg_loss(
+            loss_mat=output.batch.pop("entropys"),
+            loss_mask=batch.batch["response_mask"],
+            loss_agg_mode=self.config.actor_rollout_ref.actor.loss_agg_mode,
+        )
+        metrics["actor/entropy"] = entropy.item()
+        batch = batch.union(output)
+        if "rollout_log_probs" in batch.batch.keys():
+            metrics.update(calculate_debug_metrics(batch))
+        return batch
+
+    def _take_reward(self) -> tuple[torch.Tensor, dict[str, list[Any]]]:
+        """Return token-level scores and the extras of the reward function, waiting for it where it runs beside."""
+        pending, self._reward = self._reward, None
+        if self.config.reward_model.launch_reward_fn_async:
+            import ray
+
+            pending = ray.get(pending, timeout=self.config.trainer.worker_call_timeout_s)
+        scores, extras = pending
+        return scores, extras
+
+    # ---- after the step
+
+    def _dump(self, batch: DataProto, timing: Timing) -> None:
+        folder = self.config.trainer.rollout_data_dir
+        if folder:
+            extras = {name: list(batch.non_tensor_batch[name]) for name in self._extra_columns}
+            with marked_timer("dump_rollout_generations", timing):
+                dump_training_batch(folder, self.global_steps, batch, self.tokenizer, extras, self._row_order)
+
+    def _validate(self) -> dict[str, float]:
+        """Return the metrics of the current weights on the validation set."""
+        return validate(self)
+
+    def _validate_before_training(self) -> bool:
+        """Validate the starting weights where that is asked for; returns whether that was all."""
+        trainer = self.config.trainer
+        if not (trainer.val_before_train or trainer.val_only):
+            return False
+        with phase("validate", step=self.global_steps):
+            metrics = self._validate()
+        CLOCK.mark("validation")
+        assert metrics, "validation before training gave no metrics"
+        self.output.log(metrics, self.global_steps)
+        return bool(trainer.val_only)
+
+    def _validate_after_step(self, metrics: Metrics, timing: Timing) -> None:
+        frequency = self.config.trainer.test_freq
+        if frequency > 0 and (self.is_last_step or self.global_steps % frequency == 0):
+            with self._timed("testing", timing):
+                metrics.update(self._validate())
+
+    def log_val_generations(self, rows: list[tuple[str, str, float]]) -> None:
+        """Show some validation samples in the trackers that can."""
+        self.output.log_generations(rows, self.global_steps)
+
+    def _save_after_step(self, timing: Timing) -> None:
+        trainer = self.config.trainer
+        if trainer.save_freq <= 0:
+            return
+        expiring = checkpoint.should_save_ckpt_esi(self.max_steps_duration, redundant_time=trainer.esi_redundant_time)
+        if expiring:
+            logger.warning("the rented capacity is about to expire: saving step %d early", self.global_steps)
+        if expiring or self.is_last_step or self.global_steps % trainer.save_freq == 0:
+            with self._timed("save_checkpoint", timing):
+                self._save_checkpoint()
+
+    def _finish_step(self, batch: DataProto, metrics: Metrics, timing: Timing) -> None:
+        """Compute and publish the metrics of the step, and let sampler and data set learn from it."""
+        metrics["training/global_step"] = self.global_steps
+        metrics["training/epoch"] = (self.global_steps - 1) // len(self.train_dataloader)
+        metrics.update(compute_data_metrics(batch=batch, use_critic=self.use_critic))
+        metrics.update(compute_timing_metrics(batch=batch, timing_raw=timing))
+        ranks = self.resource_pool_manager.get_n_gpus()
+        metrics.update(compute_throughout_metrics(batch=batch, timing_raw=timing, n_gpus=ranks))
+        CLOCK.mark("first_step")
+        metrics.update(CLOCK.report())
+        sampler = self.train_dataloader.sampler
+        if hasattr(sampler, "update"):
+            sampler.update(batch=batch)
+        self.output.step(metrics, self.global_steps)
+        if self.config.global_profiler.tool == "torch_memory":
+            step = self.global_steps
+            self.actor_rollout_wg.dump_memory_snapshot(tag=f"post_update_step{step}", sub_dir=f"step{step}")
+        if not self.is_last_step and hasattr(self.train_dataset, "on_batch_end"):
+            self.train_dataset.on_batch_end(batch=batch)
+
+    # ---- checkpoints and profiling
+
+    def _save_checkpoint(self) -> None:
+        """Write all parts of a checkpoint, and last the file that names it."""
+        checkpoint.save_checkpoint(self)
+
+    def _load_checkpoint(self) -> int | None:
+        """Restore the run that the configuration continues; returns its step, None for a fresh start."""
+        return checkpoint.load_checkpoint(self)
+
+    def _start_profiling(self, timing: Timing) -> None:
+        """Start the role profilers, where this step is listed and they do not run on from the one before."""
+        start_profiling(self, timing)
+
+    def _stop_profiling(self, timing: Timing) -> None:
+        """Stop the role profilers, where they do not run on into the next step."""
+        stop_profiling(self, timing)
+
+
+class EmptyLoaderError(ValueError, AssertionError):
+    """There is not one whole batch of data."""
+
+
+def _for_model(batch: DataProto) -> DataProto:
+    """Return the part of a batch that models read: tensors, model inputs of other kinds and meta_info."""
+    columns = [name for name in ("multi_modal_inputs",) if name in batch.non_tensor_batch]
+    return batch.select(non_tensor_batch_keys=columns)
+
+
+def set_total_training_steps(config: Any, steps: int) -> None:
+    """Write the number of steps to where the learning-rate schedules read it."""
+    OmegaConf.set_struct(config, True)
+    with open_dict(config):
+        for key in ("actor_rollout_ref.actor.optim", "critic.optim"):
+            if OmegaConf.select(config, key) is not None:
+                OmegaConf.update(config, f"{key}.total_training_steps", steps)

@@ -1,0 +1,68 @@
+"""Reuse the rollouts of an earlier run, for work on what comes after the rollout."""
+
+import logging
+import pickle
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from verl.protocol import DataProto
+
+logger = logging.getLogger(__name__)
+
+
+class RolloutSkip:
+    """Stand before ``generate_sequences`` of a worker group: load its answer from a file, or make and keep it.
+
+    ``actor_rollout_ref.rollout.skip_dump_dir`` holds one folder per run name and batch shape, with one file per step.
+    A file is used for the prompts that it was made for only. Validation is always generated.
+    """
+
+    def __init__(self, config: Any, rollout_wg: Any) -> None:
+        rollout, data = config.actor_rollout_ref.rollout, config.data
+        prompts = data.get("gen_batch_size", data.train_batch_size)
+        experiment = data.get("experiment_name", config.trainer.experiment_name)
+        project = data.get("project_name", config.trainer.project_name)
+        name = f"{experiment}_{project}_GBS{prompts}__N{rollout.n}"
+        self.path = Path(rollout.skip_dump_dir, name)
+        self.rows = prompts * rollout.n
+        self.rollout_wg = rollout_wg
+
+    def wrap_generate_sequences(self) -> None:
+        """Replace the method of the worker group."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        generate = self.rollout_wg.generate_sequences
+
+        def load_or_generate(prompts: "DataProto", *args: Any, **kwargs: Any) -> "DataProto":
+            if prompts.meta_info.get("validate", False) or len(prompts) != self.rows:
+                return generate(prompts, *args, **kwargs)
+            file = self.path / f"{prompts.meta_info.get('global_steps', 0)}.pkl"
+            kept = self.load(file)
+            if kept is None or not torch.equal(kept.batch["prompts"], prompts.batch["input_ids"]):
+                kept = generate(prompts, *args, **kwargs)
+                self.save(file, kept)
+            return kept
+
+        self.rollout_wg.generate_sequences = load_or_generate
+
+    def load(self, path: Path) -> "DataProto | None":
+        """Return the rollout that was kept, None where there is none or it cannot be read."""
+        if not path.exists():
+            return None
+        try:
+            with path.open("rb") as file:
+                kept: DataProto = pickle.load(file)
+        except (OSError, EOFError, pickle.UnpicklingError, AttributeError) as error:
+            logger.warning("%s cannot be read (%s): the rollout is generated again", path, error)
+            return None
+        logger.warning("rollout taken from %s instead of being generated", path)
+        return kept
+
+    def save(self, path: Path, rollout: "DataProto") -> None:
+        """Keep a rollout for the next time."""
+        unfinished = path.with_suffix(".tmp")
+        with unfinished.open("wb") as file:
+            pickle.dump(rollout, file)
+        unfinished.replace(path)
