@@ -1,0 +1,35 @@
+"""What all tests share."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """Start one local Ray with four CPUs for all tests that ask for it."""
+    ray = pytest.importorskip("ray")
+    repository = str(Path(__file__).resolve().parent.parent)
+    # Sockets live below this directory, and their paths may have about 100 characters: pytest's own are too long.
+    directory = tempfile.mkdtemp(prefix="vray")
+    search_path = os.pathsep.join(filter(None, [repository, os.environ.get("PYTHONPATH", "")]))
+    ray.init(
+        address="local",
+        num_cpus=4,
+        include_dashboard=False,
+        object_store_memory=256 * 2**20,
+        _temp_dir=directory,
+        logging_level="WARNING",
+        log_to_driver=False,
+        runtime_env={"env_vars": {"OMP_NUM_THREADS": "1", "PYTHONPATH": search_path}},
+    )
+    yield
+    ray.shutdown()
+    shutil.rmtree(directory, ignore_errors=True)

@@ -1,0 +1,185 @@
+"""The process that a role runs in."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from verl.single_controller.base.decorator import Dispatch, Execute, register
+from verl.utils import envs
+from verl.utils.device import get_visible_devices_keyword
+from verl.utils.import_utils import deprecated
+from verl.utils.net_utils import get_free_port
+from verl.utils.ray_utils import ray_noset_visible_devices
+
+
+@dataclass
+class DistRankInfo:
+    """Where a worker stands in each axis of its parallel layout."""
+
+    tp_rank: int
+    dp_rank: int
+    pp_rank: int
+    cp_rank: int
+
+
+@dataclass
+class DistGlobalInfo:
+    """The size of each axis of a parallel layout."""
+
+    tp_size: int
+    dp_size: int
+    pp_size: int
+    cp_size: int
+
+
+def node_address() -> str:
+    """Return the address under which other nodes reach this one, without brackets."""
+    import ray
+
+    address: str = ray.util.get_node_ip_address()
+    return address.strip("[]")
+
+
+class WorkerHelper:
+    """What a process can tell about its node."""
+
+    @staticmethod
+    def get_available_master_addr_port() -> tuple[str, str]:
+        """Return this node's address and a free port for a rendezvous."""
+        return node_address(), str(get_free_port())
+
+    @staticmethod
+    @deprecated("get_available_master_addr_port")
+    def get_availale_master_addr_port() -> tuple[str, str]:
+        """Return the same under an established misspelling."""
+        return WorkerHelper.get_available_master_addr_port()
+
+
+class Worker(WorkerHelper):
+    """A process of a worker group; roles derive from it and register their methods."""
+
+    fused_worker_attr_name = "fused_worker_dict"
+
+    def __init__(self, cuda_visible_devices: str | None = None) -> None:
+        if cuda_visible_devices is not None:
+            envs.write({get_visible_devices_keyword(): cuda_visible_devices})
+        self._setup_env_cuda_visible_devices()
+        self._world_size = envs.integer("WORLD_SIZE", 1)
+        self._rank = envs.integer("RANK", 0)
+        envs.write_default({"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"})
+        address = envs.read("MASTER_ADDR")
+        if address is not None:
+            envs.write({"MASTER_ADDR": address.strip("[]"), "REDIS_STORE_SERVER_HOST": address.strip("[]")})
+        self.fused_worker_dict: dict[str, Worker] = {}
+        self.__dispatch_dp_rank: dict[str, int] = {}
+        self.__collect_dp_rank: dict[str, bool] = {}
+
+    @classmethod
+    def env_keys(cls) -> list[str]:
+        """Return the variables by which a group tells a worker its place."""
+        return [
+            "WORLD_SIZE",
+            "RANK",
+            "LOCAL_WORLD_SIZE",
+            "LOCAL_RANK",
+            "MASTER_ADDR",
+            "MASTER_PORT",
+            get_visible_devices_keyword().upper(),
+        ]
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers in the group."""
+        return self._world_size
+
+    @property
+    def rank(self) -> int:
+        """Place of this worker in the group."""
+        return self._rank
+
+    def get_master_addr_port(self) -> tuple[str | None, str | None]:
+        """Return address and port of the group's rendezvous."""
+        return envs.read("MASTER_ADDR"), envs.read("MASTER_PORT")
+
+    def get_cuda_visible_devices(self) -> str:
+        """Return which devices this process sees, or ``not set``."""
+        return envs.read(get_visible_devices_keyword().upper(), "not set") or ""
+
+    def get_fused_worker_by_name(self, worker_name: str) -> "Worker | None":
+        """Return the role of that name in the same process."""
+        return self.fused_worker_dict.get(worker_name)
+
+    def _setup_env_cuda_visible_devices(self) -> None:
+        """Settle on one variable for the visible devices, and on the local rank where Ray leaves them all visible."""
+        hip, cuda, rocr = (envs.read(f"{name}_VISIBLE_DEVICES") for name in ("HIP", "CUDA", "ROCR"))
+        if hip:
+            if cuda and hip != cuda:
+                raise ValueError(
+                    f"HIP_VISIBLE_DEVICES={hip!r} and CUDA_VISIBLE_DEVICES={cuda!r} disagree: set one of them"
+                )
+            envs.remove("HIP_VISIBLE_DEVICES")
+            envs.write({"CUDA_VISIBLE_DEVICES": hip})
+            cuda = hip
+        if rocr:
+            if cuda:
+                raise ValueError("ROCR_VISIBLE_DEVICES and CUDA_VISIBLE_DEVICES or HIP_VISIBLE_DEVICES are set: unset one")
+            envs.remove("ROCR_VISIBLE_DEVICES")
+            envs.write({"CUDA_VISIBLE_DEVICES": rocr})
+        if ray_noset_visible_devices() and envs.read("WG_BACKEND") == "ray":
+            self._take_local_rank_of_accelerator()
+
+    def _take_local_rank_of_accelerator(self) -> None:
+        import ray
+        import torch
+
+        from verl.utils.device import get_device_name, get_torch_device
+
+        if get_device_name() == "cpu":
+            return
+        ids = ray.get_runtime_context().get_accelerator_ids()
+        mine = ids.get("NPU" if get_device_name() == "npu" else "GPU", [])
+        if mine:
+            envs.write({"LOCAL_RANK": mine[0]})
+            get_torch_device().set_device(torch.device(get_device_name(), int(mine[0])))
+
+    # ---- mesh dispatch
+
+    def _register_dispatch_collect_info(self, mesh_name: str, dp_rank: int, is_collect: bool) -> None:
+        """Say which part of a batch this worker takes on a mesh, and whether its output is collected.
+
+        Raises: ValueError when the mesh has been registered before.
+        """
+        if mesh_name in self.__dispatch_dp_rank:
+            raise ValueError(f"mesh {mesh_name!r} is registered already")
+        self.__dispatch_dp_rank[mesh_name] = dp_rank
+        self.__collect_dp_rank[mesh_name] = is_collect
+
+    def _mesh_entry(self, table: dict[str, Any], mesh_name: str) -> Any:
+        if mesh_name not in table:
+            raise ValueError(
+                f"{type(self).__name__} has no mesh {mesh_name!r}, it has {sorted(table)}: "
+                "call _register_dispatch_collect_info first"
+            )
+        return table[mesh_name]
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def _query_dispatch_info(self, mesh_name: str) -> int:
+        rank: int = self._mesh_entry(self.__dispatch_dp_rank, mesh_name)
+        return rank
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def _query_collect_info(self, mesh_name: str) -> bool:
+        keep: bool = self._mesh_entry(self.__collect_dp_rank, mesh_name)
+        return keep
+
+    # ---- functions from the driver
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
+    def execute_with_func_generator(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call ``func(self, ...)`` on this worker's part of the batches."""
+        return func(self, *args, **kwargs)
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL, execute_mode=Execute.RANK_ZERO)
+    def execute_func_rank_zero(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call ``func(...)`` on rank zero."""
+        return func(*args, **kwargs)

@@ -1,0 +1,185 @@
+"""A group of workers that the driver calls as one."""
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from verl.protocol import DataProto, DataProtoFuture, _padding_size_key
+from verl.single_controller.base.decorator import (
+    MAGIC_ATTR,
+    Dispatch,
+    get_predefined_dispatch_fn,
+    get_predefined_execute_fn,
+)
+
+logger = logging.getLogger(__name__)
+
+FuncGenerator = Callable[..., Callable[..., Any]]
+
+
+class ResourcePool:
+    """How many processes run on each node."""
+
+    def __init__(
+        self, process_on_nodes: Sequence[int] | None = None, max_colocate_count: int = 10, n_gpus_per_node: int = 8
+    ) -> None:
+        self._store = list(process_on_nodes or [])
+        self.max_colocate_count = max_colocate_count
+        self.n_gpus_per_node = n_gpus_per_node
+
+    def add_node(self, process_count: int) -> None:
+        """Append a node."""
+        self._store.append(process_count)
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes on all nodes."""
+        return sum(self._store)
+
+    def __call__(self) -> list[int]:
+        return self._store
+
+    @property
+    def store(self) -> list[int]:
+        """Number of processes on each node."""
+        return self._store
+
+    def local_world_size_list(self) -> list[int]:
+        """Return, for each process, the number of processes on its node."""
+        return [count for count in self._store for _ in range(count)]
+
+    def local_rank_list(self) -> list[int]:
+        """Return, for each process, its place on its node."""
+        return [rank for count in self._store for rank in range(count)]
+
+
+class ClassWithInitArgs:
+    """A class and the arguments with which it will be constructed."""
+
+    fused_worker_used = False
+
+    def __init__(self, cls: Any, *args: Any, **kwargs: Any) -> None:
+        self.cls = cls
+        self.args = args
+        self.kwargs = kwargs
+        self.fused_worker_used = False
+
+    def __call__(self) -> Any:
+        return self.cls(*self.args, **self.kwargs)
+
+
+def check_workers_alive(workers: Sequence[Any], is_alive: Callable[[Any], bool], gap_time: float = 1) -> None:
+    """Poll the workers, and abort this process when one has died."""
+    while True:
+        for worker in workers:
+            if not is_alive(worker):
+                logger.error("worker %s is not alive: aborting", worker)
+                os.kill(os.getpid(), signal.SIGABRT)
+                return
+        time.sleep(gap_time)
+
+
+def registered_methods(cls: type) -> dict[str, dict[str, Any]]:
+    """Return the attributes of every method that ``register`` has marked, by name."""
+    found: dict[str, dict[str, Any]] = {}
+    for name in dir(cls):
+        try:
+            method = getattr(cls, name)
+        except AttributeError:  # a descriptor that works on instances only
+            continue
+        if callable(method) and isinstance(getattr(method, MAGIC_ATTR, None), dict):
+            found[name] = getattr(method, MAGIC_ATTR)
+    return found
+
+
+class WorkerGroup:
+    """Workers of one class; each of their registered methods becomes a method of the group."""
+
+    fused_worker_execute_fn_name = "_fuw_execute"
+
+    def __init__(self, resource_pool: ResourcePool | None, **kwargs: Any) -> None:
+        self._is_init_with_detached_workers = resource_pool is None
+        self.resource_pool = resource_pool
+        self.fused_worker_used = False
+        self._procecss_dispatch_config = resource_pool() if resource_pool is not None else None
+        self._workers: list[Any] = []
+        self._worker_names: list[str] = []
+        self._dispatch_info: dict[str, list[int]] = {}
+        self._collect_info: dict[str, list[bool]] = {}
+        self._master_addr: str | None = None
+        self._master_port: str | None = None
+        self._checker_thread: threading.Thread | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        # Reached only for names that are not there; declares to type checkers that methods are bound at run time.
+        raise AttributeError(f"{type(self).__name__} has no method {name!r}: is it registered on the worker's class?")
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers."""
+        return len(self._workers)
+
+    def _is_worker_alive(self, worker: Any) -> bool:
+        raise NotImplementedError("a WorkerGroup subclass says how aliveness is seen")
+
+    def _block_until_all_workers_alive(self, timeout_s: float = 300) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not all(self._is_worker_alive(worker) for worker in self._workers):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not all {self.world_size} workers were alive within {timeout_s} s")
+            time.sleep(0.1)
+
+    def start_worker_aliveness_check(self, every_n_seconds: float = 1) -> None:
+        """Wait until all workers are alive, then watch them in a thread that aborts this process when one dies."""
+        self._block_until_all_workers_alive()
+        self._checker_thread = threading.Thread(
+            target=check_workers_alive, args=(self._workers, self._is_worker_alive, every_n_seconds), daemon=True
+        )
+        self._checker_thread.start()
+
+    def _bind_worker_method(self, user_defined_cls: type, func_generator: FuncGenerator) -> list[str]:
+        """Create one method per registered method of the class; returns their names."""
+        names = []
+        for name, attrs in registered_methods(user_defined_cls).items():
+            mode = attrs["dispatch_mode"]
+            functions = get_predefined_dispatch_fn(mode) if isinstance(mode, Dispatch) else mode
+            execute_fn_name = get_predefined_execute_fn(attrs["execute_mode"])["execute_fn_name"]
+            call = func_generator(
+                self,
+                name,
+                dispatch_fn=functions["dispatch_fn"],
+                collect_fn=functions["collect_fn"],
+                execute_fn=getattr(self, execute_fn_name),
+                blocking=attrs["blocking"],
+            )
+            setattr(self, name, call)
+            names.append(name)
+        return names
+
+
+def strip_padding(output: Any, count: int) -> Any:
+    """Drop the rows that automatic padding has added, now or when a future is there."""
+    if isinstance(output, DataProto):
+        return output.slice(0, len(output) - count)
+    if isinstance(output, DataProtoFuture):
+        collect = output.collect_fn
+        output.collect_fn = lambda parts: strip_padding(collect(parts), count)
+        return output
+    if isinstance(output, list):
+        return output[: len(output) - count]
+    return output
+
+
+__all__ = [
+    "ClassWithInitArgs",
+    "ResourcePool",
+    "WorkerGroup",
+    "_padding_size_key",
+    "check_workers_alive",
+    "registered_methods",
+    "strip_padding",
+]

@@ -1,0 +1,115 @@
+"""Several roles in one actor."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import ray
+
+from verl.single_controller.base.decorator import MAGIC_ATTR, Dispatch
+from verl.single_controller.base.worker import Worker
+from verl.single_controller.base.worker_group import registered_methods
+from verl.single_controller.ray.resource_pool import RayClassWithInitArgs
+from verl.utils.py_functional import temp_env_var
+
+
+def _unwrap_ray_remote(cls: Any) -> type:
+    raw: type = getattr(cls, "__ray_actor_class__", cls)
+    return raw
+
+
+def _determine_base(cls: type) -> type:
+    """Return the class named ``MegatronWorker`` or ``Worker`` that comes first in the method resolution order."""
+    for base in cls.__mro__:
+        if base.__name__ in ("MegatronWorker", "Worker"):
+            return base
+    raise ValueError(f"{cls.__name__} must derive from Worker to share an actor")
+
+
+def _construct(cia: RayClassWithInitArgs, cls: type) -> Any:
+    with temp_env_var("DISABLE_WORKER_INIT", "1"):
+        return cls(*cia.args, **cia.kwargs)
+
+
+def _forward(role: str, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of the actor that calls the role's method of that name."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.worker_dict[role], name)(*args, **kwargs)
+
+    async def call_async(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return await getattr(self.worker_dict[role], name)(*args, **kwargs)
+
+    forward: Callable[..., Any] = call_async if inspect.iscoroutinefunction(method) else call
+    setattr(forward, MAGIC_ATTR, getattr(method, MAGIC_ATTR))
+    return forward
+
+
+def _bind_role(parent: type, role: str, cls: type) -> None:
+    for name, attrs in registered_methods(cls).items():
+        forward = _forward(role, name, getattr(cls, name))
+        direct = attrs["dispatch_mode"] == Dispatch.DIRECT_ROLLOUT_METHOD
+        bound_name = name if direct and "rollout" in role else f"{role}_{name}"
+        if direct and bound_name in vars(parent):
+            raise AssertionError(f"two roles have a direct method {name!r}: one actor can hold only one of them")
+        setattr(parent, bound_name, forward)
+
+
+def create_colocated_worker_cls(class_dict: dict[str, RayClassWithInitArgs]) -> RayClassWithInitArgs:
+    """Build an actor class with one instance per role; method ``m`` of role ``k`` is called as ``k_m``."""
+    classes = {role: _unwrap_ray_remote(cia.cls) for role, cia in class_dict.items()}
+    base: Any = _determine_base(next(iter(classes.values())))
+
+    class WorkerDict(base):  # type: ignore[misc]  # the base is chosen at run time
+        role_classes = classes
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.worker_dict = {role: _construct(cia, classes[role]) for role, cia in class_dict.items()}
+
+    for role, cls in classes.items():
+        _bind_role(WorkerDict, role, cls)
+    return RayClassWithInitArgs(cls=ray.remote(WorkerDict))
+
+
+def create_colocated_worker_raw_cls(class_dict: dict[str, RayClassWithInitArgs]) -> type:
+    """Build the plain class of fused roles: each is an attribute, and can find the others."""
+    classes = {role: _unwrap_ray_remote(cia.cls) for role, cia in class_dict.items()}
+
+    class FusedWorker(Worker):
+        role_classes = classes
+        is_fused_worker = True
+
+        def __init__(self) -> None:
+            super().__init__()
+            for role, cia in class_dict.items():
+                self.fused_worker_dict[role] = _construct(cia, classes[role])
+                setattr(self, role, self.fused_worker_dict[role])
+            for worker in self.fused_worker_dict.values():
+                setattr(worker, Worker.fused_worker_attr_name, self.fused_worker_dict)
+
+        def _find(self, method_name: str) -> Callable[..., Any]:
+            role, _, name = method_name.partition("_fwmn_")
+            if role not in self.fused_worker_dict:
+                raise ValueError(f"no role {role!r} in {type(self).__name__}, it holds {sorted(self.fused_worker_dict)}")
+            method: Callable[..., Any] = getattr(self.fused_worker_dict[role], name)
+            return method
+
+        def _fuw_execute(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
+            return self._find(method_name)(*args, **kwargs)
+
+    async def _fuw_execute_async(self: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        result = self._find(method_name)(*args, **kwargs)
+        return await result if inspect.isawaitable(result) else result
+
+    members: dict[str, Any] = {}
+    if any(inspect.iscoroutinefunction(getattr(cls, name)) for cls in classes.values() for name in registered_methods(cls)):
+        members["_fuw_execute"] = _fuw_execute_async
+    return type("_".join(["FusedWorker", *class_dict]), (FusedWorker,), members)
+
+
+def create_colocated_worker_cls_fused(class_dict: dict[str, RayClassWithInitArgs]) -> RayClassWithInitArgs:
+    """Build an actor class of fused roles."""
+    cia = RayClassWithInitArgs(cls=ray.remote(create_colocated_worker_raw_cls(class_dict)))
+    cia.fused_worker_used = True
+    return cia

@@ -1,0 +1,456 @@
+"""A worker group of Ray actors."""
+
+import copy
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Self
+
+import ray
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from verl.protocol import DataProto, DataProtoFuture, _padding_size_key
+from verl.single_controller.base.errors import CallSite, WorkerError
+from verl.single_controller.base.phase import current_phase
+from verl.single_controller.base.worker import WorkerHelper
+from verl.single_controller.base.worker_group import WorkerGroup, registered_methods, strip_padding
+from verl.single_controller.ray.resource_pool import (
+    RayClassWithInitArgs,
+    RayResourcePool,
+    bundle_nodes,
+    sort_placement_group_by_node_ip,
+)
+from verl.single_controller.ray.waiting import Failure, Seat, explain, explain_timeout, kill_all, wait_all
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_CALL_TIMEOUT_S = 7200.0
+
+
+@ray.remote(num_cpus=0)
+def _master_addr_port_there() -> tuple[str, str]:
+    return WorkerHelper.get_available_master_addr_port()
+
+
+class _Call:
+    """A registered method of a group, as the driver calls it: dispatch, execute, wait, collect, strip padding."""
+
+    def __init__(
+        self,
+        group: "RayWorkerGroup",
+        method_name: str,
+        dispatch_fn: Callable[..., Any],
+        collect_fn: Callable[..., Any],
+        execute_fn: Callable[..., Any],
+        blocking: bool,
+    ) -> None:
+        self.group = group
+        self.method_name = method_name
+        self.dispatch_fn = dispatch_fn
+        self.collect_fn = collect_fn
+        self.execute_fn = execute_fn
+        self.blocking = blocking
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = self.dispatch_fn(self.group, *args, **kwargs)
+        padding = kwargs.pop(_padding_size_key, 0)
+        output = self.execute_fn(self.method_name, *args, **kwargs)
+        if self.blocking:
+            output = self.group.wait(output, self.method_name)
+        output = self.collect_fn(self.group, output)
+        if isinstance(output, DataProtoFuture):
+            output.wait_fn = self.group.waiter(self.method_name)
+            output.timeout_s = self.group.call_timeout_s
+        return strip_padding(output, padding) if padding else output
+
+
+def func_generator(group: "RayWorkerGroup", method_name: str, **functions: Any) -> Callable[..., Any]:
+    """Return the driver's side of a registered method."""
+    return _Call(group, method_name, **functions)
+
+
+class RayWorkerGroup(WorkerGroup):
+    """Actors of one class in the bundles of a resource pool, or actors that exist already.
+
+    Every wait has a deadline: ``call_timeout_s`` for a call, ``ray_wait_register_center_timeout`` for placement and
+    for the construction of the workers. The first failure ends all actors of the group and of the groups of its pool.
+    """
+
+    def __init__(
+        self,
+        resource_pool: RayResourcePool | None = None,
+        ray_cls_with_init: RayClassWithInitArgs | None = None,
+        bin_pack: bool = True,
+        name_prefix: str | None = None,
+        detached: bool = False,
+        worker_names: Sequence[str] | None = None,
+        worker_handles: Sequence[Any] | None = None,
+        ray_wait_register_center_timeout: float = 300,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(resource_pool, **kwargs)
+        self.ray_cls_with_init = ray_cls_with_init
+        self.name_prefix = secrets.token_hex(3) if name_prefix is None else name_prefix
+        self.role = _class_name(ray_cls_with_init) if ray_cls_with_init is not None else self.name_prefix
+        self.call_timeout_s = float(kwargs.get("call_timeout_s") or DEFAULT_CALL_TIMEOUT_S)
+        self.device_name: str = kwargs.get("device_name", "cuda")
+        self.customized_worker_env = _checked_worker_env(kwargs.get("worker_env") or {})
+        self._start_timeout_s = float(ray_wait_register_center_timeout)
+        self._kwargs = {**kwargs, "ray_wait_register_center_timeout": ray_wait_register_center_timeout}
+        self._starting: list[Any] = []
+        self._pools: list[RayResourcePool] = []
+        self.fused_worker_used = ray_cls_with_init is not None and ray_cls_with_init.fused_worker_used
+        self.sub_cls_name = ""
+        self.wg_dict: dict[str, Self] | None = None
+        self.method_names: list[str] = []
+        if resource_pool is None:
+            self._attach(worker_names or [], worker_handles)
+        elif ray_cls_with_init is None:
+            raise ValueError("a RayWorkerGroup in a resource pool needs ray_cls_with_init")
+        else:
+            self._create_workers(resource_pool, ray_cls_with_init, bin_pack, detached)
+            self._join_pool(resource_pool)
+        if ray_cls_with_init is not None:
+            self.method_names = self._bind_worker_method(_raw_class(ray_cls_with_init), func_generator)
+
+    # ---- construction
+
+    def _join_pool(self, pool: RayResourcePool) -> None:
+        self._pools.append(pool)
+        pool.groups.add(self)
+
+    def _attach(self, names: Sequence[str], handles: Sequence[Any] | None) -> None:
+        if not names and not handles:
+            raise ValueError("a RayWorkerGroup needs a resource pool, worker_names or worker_handles")
+        self._workers = list(handles) if handles else [ray.get_actor(name) for name in names]
+        self._worker_names = list(names) or [f"{self.name_prefix}:{rank}" for rank in range(len(self._workers))]
+        if len(self._workers) != len(self._worker_names):
+            raise ValueError(f"got {len(self._worker_names)} worker names for {len(self._workers)} handles")
+
+    def _create_workers(
+        self, pool: RayResourcePool, cia: RayClassWithInitArgs, bin_pack: bool, detached: bool
+    ) -> None:
+        strategy = "STRICT_PACK" if bin_pack else "PACK"
+        groups = pool.get_placement_groups(strategy, device_name=self.device_name, timeout_s=self._start_timeout_s)
+        groups = sort_placement_group_by_node_ip(groups)
+        local_world_size = pool.store[0]
+        self._master_addr, self._master_port = self._choose_rendezvous(groups[0])
+        rank = 0
+        for pg_index, group in enumerate(groups):
+            if group.bundle_count < local_world_size:
+                raise ValueError(f"placement group {pg_index} has {group.bundle_count} bundles, needs {local_world_size}")
+            for local_rank in range(local_world_size):
+                name = f"{self.name_prefix}{_class_name(cia)}_{pg_index}:{local_rank}"
+                env = self._worker_env(rank, pool.world_size, local_world_size, local_rank)
+                options = self._actor_options(cia, pool, name, env, detached)
+                cia.update_options(options)
+                worker = cia(
+                    placement_group=group,
+                    placement_group_bundle_idx=local_rank,
+                    use_gpu=pool.use_gpu,
+                    num_gpus=_share(pool.max_colocate_count),
+                    device_name=self.device_name,
+                )
+                self._workers.append(worker)
+                self._worker_names.append(name)
+                rank += 1
+        self._starting = [worker.__ray_ready__.remote() for worker in self._workers]
+
+    def _choose_rendezvous(self, group: PlacementGroup) -> tuple[str, str]:
+        if bundle_nodes(group)[0] == ray.get_runtime_context().get_node_id():
+            return WorkerHelper.get_available_master_addr_port()
+        strategy = PlacementGroupSchedulingStrategy(group, 0)
+        ref = _master_addr_port_there.options(scheduling_strategy=strategy).remote()
+        address, port = ray.get(ref, timeout=self._start_timeout_s)
+        return address, port
+
+    def _worker_env(self, rank: int, world_size: int, local_world_size: int, local_rank: int) -> dict[str, str]:
+        return {
+            "WORLD_SIZE": str(world_size),
+            "RANK": str(rank),
+            "WG_PREFIX": self.name_prefix,
+            "WG_BACKEND": "ray",
+            "RAY_LOCAL_WORLD_SIZE": str(local_world_size),
+            "MASTER_ADDR": str(self._master_addr),
+            "MASTER_PORT": str(self._master_port),
+            **self.customized_worker_env,
+        }
+
+    def _actor_options(
+        self, cia: RayClassWithInitArgs, pool: RayResourcePool, name: str, env: dict[str, str], detached: bool
+    ) -> dict[str, Any]:
+        user_env = cia._options.get("runtime_env", {})
+        runtime_env: dict[str, Any] = {**user_env, "env_vars": {**user_env.get("env_vars", {}), **env}}
+        if self._kwargs.get("profile_steps") and self.device_name == "cuda":
+            runtime_env["nsight"] = _nsight_options(
+                self._kwargs.get("worker_nsight_options"), len(self._kwargs["profile_steps"])
+            )
+        options: dict[str, Any] = {"runtime_env": runtime_env, "name": name}
+        # Actors that share a bundle of one core divide it; a bundle on an accelerator's node has a core for each.
+        options.setdefault("num_cpus", _share(pool.max_colocate_count) if self.device_name == "cpu" else 1)
+        if detached:
+            options["lifetime"] = "detached"
+        return options
+
+    @classmethod
+    def from_detached(
+        cls,
+        name_prefix: str | None = None,
+        worker_names: Sequence[str] | None = None,
+        worker_handles: Sequence[Any] | None = None,
+        ray_cls_with_init: RayClassWithInitArgs | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """Attach to actors that exist, by names or handles."""
+        return cls(
+            resource_pool=None,
+            ray_cls_with_init=ray_cls_with_init,
+            name_prefix=name_prefix,
+            worker_names=worker_names,
+            worker_handles=worker_handles,
+            **kwargs,
+        )
+
+    # ---- roles that share the actors
+
+    def spawn(self, prefix_set: Iterable[str]) -> dict[str, Self]:
+        """Return one group per role; all share the actors, and ``<role>_<method>`` is called as ``<method>``."""
+        if self.fused_worker_used:
+            return self.spawn_fused(prefix_set)
+        groups = {}
+        for role in prefix_set:
+            group = self._twin()
+            group.role = role
+            group.bind_role_methods(role)
+            groups[role] = group
+        return groups
+
+    def _twin(self) -> Self:
+        twin = self.from_detached(
+            name_prefix=self.name_prefix,
+            worker_names=self._worker_names,
+            worker_handles=self._workers,
+            ray_cls_with_init=self.ray_cls_with_init,
+            **self._kwargs,
+        )
+        twin._master_addr, twin._master_port = self._master_addr, self._master_port
+        twin._starting = self._starting
+        for pool in self._pools:
+            twin._join_pool(pool)
+        return twin
+
+    def bind_role_methods(self, role: str) -> None:
+        """Give the methods of a colocated role their own names.
+
+        Raises: ValueError when the actors do not hold the role.
+        """
+        roles: dict[str, type] = getattr(_raw_class(self.ray_cls_with_init), "role_classes", {})
+        if role not in roles:
+            raise ValueError(f"the actors hold no role {role!r}, they hold {sorted(roles)}")
+        for name in registered_methods(roles[role]):
+            if hasattr(self, f"{role}_{name}"):
+                setattr(self, name, getattr(self, f"{role}_{name}"))
+
+    def spawn_fused(self, prefix_set: Iterable[str]) -> dict[str, Self]:
+        """Return one group per role of fused actors."""
+        roles: dict[str, type] = getattr(_raw_class(self.ray_cls_with_init), "role_classes", {})
+        groups = {}
+        for role in prefix_set:
+            if role not in roles:
+                raise ValueError(f"the actors hold no role {role!r}, they hold {sorted(roles)}")
+            group = self._twin()
+            group.role = group.sub_cls_name = role
+            group.method_names = []
+            group._bind_worker_method(roles[role], func_generator)
+            groups[role] = group
+        return groups
+
+    def fuse(self, prefix_set: Iterable[str]) -> None:
+        """Set the group of each role as an attribute of this one."""
+        if self.wg_dict is None:
+            self.wg_dict = self.spawn(prefix_set)
+        for role, group in self.wg_dict.items():
+            setattr(self, role, group)
+
+    # ---- execution
+
+    def _remote(self, worker: Any, method_name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if self.sub_cls_name:
+            fused = getattr(worker, self.fused_worker_execute_fn_name)
+            return fused.remote(f"{self.sub_cls_name}_fwmn_{method_name}", *args, **kwargs)
+        return getattr(worker, method_name).remote(*args, **kwargs)
+
+    def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        """Start a method on rank zero; returns its reference."""
+        return self._remote(self._workers[0], method_name, args, kwargs)
+
+    def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        """Run a method on rank zero and return its output."""
+        return self.wait(self.execute_rank_zero_async(method_name, *args, **kwargs), method_name)
+
+    def execute_rank_zero(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        """Start a method on rank zero; returns its reference."""
+        return self.execute_rank_zero_async(method_name, *args, **kwargs)
+
+    def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Start a method on all ranks; returns their references.
+
+        When every argument is a list with one element per worker, element i goes to rank i; else all get everything.
+        """
+        size = self.world_size
+        values = [*args, *kwargs.values()]
+        if values and all(isinstance(value, list) and len(value) == size for value in values):
+            args = tuple(_share_batches(value) for value in args)
+            kwargs = {key: _share_batches(value) for key, value in kwargs.items()}
+            return [
+                self._remote(worker, method_name, [arg[i] for arg in args], {k: v[i] for k, v in kwargs.items()})
+                for i, worker in enumerate(self._workers)
+            ]
+        args = tuple(_put_batch(value) for value in args)
+        kwargs = {key: _put_batch(value) for key, value in kwargs.items()}
+        return [self._remote(worker, method_name, args, kwargs) for worker in self._workers]
+
+    def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Run a method on all ranks and return their outputs."""
+        outputs: list[Any] = self.wait(self.execute_all_async(method_name, *args, **kwargs), method_name)
+        return outputs
+
+    def execute_all(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Start a method on all ranks; returns their references."""
+        return self.execute_all_async(method_name, *args, **kwargs)
+
+    # ---- waiting
+
+    def wait(self, refs: Any, method_name: str = "call", site: CallSite | None = None) -> Any:
+        """Return the value of a reference, or of a list of them, one per rank, under the group's deadline.
+
+        Raises: WorkerDiedError, WorkerTaskError or WorkerTimeoutError; the actors have been ended then.
+        """
+        single = isinstance(refs, ray.ObjectRef)
+        ref_list: list[Any] = [refs] if single else list(refs)
+        where = site or self._site(method_name)
+        seats = [Seat(rank, *pair) for rank, pair in enumerate(zip(self._worker_names, self._workers, strict=True))]
+        try:
+            if self._starting:
+                self._wait_started(seats, where)
+            limit = self.call_timeout_s
+            values = wait_all(ref_list, time.monotonic() + limit)
+        except Failure as failure:
+            self._fail(explain(where, seats, ref_list, failure))
+        except TimeoutError:
+            self._fail(explain_timeout(where, seats, ref_list, limit))
+        return values[0] if single else values
+
+    def _wait_started(self, seats: list[Seat], site: CallSite) -> None:
+        """Wait once until all workers are constructed, under the deadline of the start."""
+        starting = self._starting
+        where = CallSite(site.group, site.role, f"__init__ (before {site.method})", site.phase, site.step)
+        try:
+            wait_all(starting, time.monotonic() + self._start_timeout_s)
+        except Failure as failure:
+            self._fail(explain(where, seats, starting, failure))
+        except TimeoutError:
+            self._fail(explain_timeout(where, seats, starting, self._start_timeout_s))
+        self._starting = []
+
+    def waiter(self, method_name: str) -> Callable[[list[Any]], list[Any]]:
+        """Return a function that waits for results of a call made now, whatever phase the driver is in then."""
+        site = self._site(method_name)
+        return lambda refs: self.wait(refs, method_name, site)
+
+    def _site(self, method_name: str) -> CallSite:
+        pool = self._pools[0].name_prefix if self._pools else ""
+        name = method_name.removeprefix(f"{self.role}_")
+        return CallSite(pool or self.name_prefix, self.role, name, *current_phase())
+
+    def _fail(self, error: WorkerError) -> None:
+        """End every actor of this group and of the groups of its pools, then raise."""
+        logger.error("%s", error)
+        self.kill()
+        raise error
+
+    def kill(self) -> None:
+        """End every actor of this group and of the groups that share its resource pools, and wait until they are gone."""
+        groups = {self, *(group for pool in self._pools for group in pool.groups)}
+        kill_all([worker for group in groups for worker in group._workers])
+
+    def _is_worker_alive(self, worker: Any) -> bool:
+        from ray.util.state import get_actor
+
+        state = get_actor(worker._actor_id.hex())
+        return state is not None and getattr(state, "state", "") == "ALIVE"
+
+    # ---- properties
+
+    @property
+    def master_address(self) -> str | None:
+        """Address of the group's rendezvous."""
+        return self._master_addr
+
+    @property
+    def master_port(self) -> str | None:
+        """Port of the group's rendezvous."""
+        return self._master_port
+
+    @property
+    def workers(self) -> list[Any]:
+        """The actors, by rank."""
+        return self._workers
+
+    @property
+    def worker_names(self) -> list[str]:
+        """The names of the actors, by rank."""
+        return self._worker_names
+
+
+def _share(max_colocate_count: int) -> float:
+    """Return an actor's part of a bundle, rounded down to Ray's unit so that all fit."""
+    return int(10000 / max_colocate_count) / 10000
+
+
+def _put_batch(value: Any) -> Any:
+    """Put a batch that several workers get into the object store once, instead of once per worker."""
+    return ray.put(value) if isinstance(value, DataProto) else value
+
+
+def _share_batches(values: list[Any]) -> list[Any]:
+    first: dict[int, Any] = {}
+    repeated = {id(value) for i, value in enumerate(values) if any(value is other for other in values[:i])}
+    for value in values:
+        if id(value) in repeated and id(value) not in first:
+            first[id(value)] = _put_batch(value)
+    return [first.get(id(value), value) for value in values]
+
+
+def _raw_class(cia: RayClassWithInitArgs | None) -> type:
+    """Return the plain class behind an actor class."""
+    cls = cia.cls if cia is not None else object
+    metadata = getattr(cls, "__ray_metadata__", None)
+    raw: type = metadata.modified_class if metadata is not None else cls
+    return raw
+
+
+def _class_name(cia: RayClassWithInitArgs) -> str:
+    metadata = getattr(cia.cls, "__ray_metadata__", None)
+    return str(metadata.class_name).rsplit(".", maxsplit=1)[-1] if metadata is not None else cia.cls.__name__
+
+
+_RESERVED_ENV = ("WORLD_SIZE", "RANK", "WG_PREFIX", "WG_BACKEND", "RAY_LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def _checked_worker_env(worker_env: dict[str, Any]) -> dict[str, str]:
+    taken = sorted(set(worker_env) & set(_RESERVED_ENV))
+    if taken:
+        raise ValueError(f"worker_env must not set {taken}: the worker group does")
+    return {name: str(value) for name, value in worker_env.items()}
+
+
+def _nsight_options(options: dict[str, Any] | None, num_steps: int) -> dict[str, Any]:
+    if options is None:
+        raise ValueError("worker_nsight_options must be given when profile_steps is not empty on cuda")
+    result = copy.deepcopy(dict(options))
+    if result.get("capture-range-end") is None:
+        result["capture-range-end"] = f"repeat-shutdown:{6 * num_steps}"
+    return result
