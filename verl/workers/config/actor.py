@@ -1,7 +1,7 @@
 """The actor: batches, loss, optimizer and engine of the policy."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "se
 KL_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 
 
-def micro_batch_rules(node: Any, global_key: str) -> Iterator[Violation]:
+def micro_batch_rules(node: Mapping[str, Any], global_key: str) -> Iterator[Violation]:
     """Yield what is wrong with a micro-batch size that can be given per device or, as it once was, globally."""
     per_gpu_key = f"{global_key}_per_gpu"
     for key in (global_key, per_gpu_key):
@@ -136,20 +136,33 @@ class ActorConfig(BaseConfig):
         return iter(())
 
 
-def mini_batch_rules(config: Any, n_gpus: int, train_batch_size: int, sp_size: int) -> Iterator[Violation]:
+def mini_batch_rules(
+    config: Mapping[str, Any], n_gpus: int, train_batch_size: int, sp_size: int
+) -> Iterator[Violation]:
     """Yield mini- and global micro-batch sizes that do not fit."""
-    mini, micro = config.ppo_mini_batch_size, config.ppo_micro_batch_size
+    mini, micro = config["ppo_mini_batch_size"], config["ppo_micro_batch_size"]
     if train_batch_size < mini:
         yield Violation(
             "ppo_mini_batch_size", mini, f"must be at most data.train_batch_size={train_batch_size}: lower it"
         )
-    if config.use_dynamic_bsz or micro is None:
+    if config["use_dynamic_bsz"] or micro is None:
         return
     if mini % micro:
         yield Violation("ppo_micro_batch_size", micro, f"must divide ppo_mini_batch_size={mini}")
     if micro * sp_size < n_gpus:
         expected = f"times ulysses_sequence_parallel_size={sp_size} must be at least the {n_gpus} workers"
         yield Violation("ppo_micro_batch_size", micro, f"{expected}: set ppo_micro_batch_size_per_gpu instead")
+
+
+def ulysses_rules(config: Mapping[str, Any], model: Mapping[str, Any]) -> Iterator[Violation]:
+    """Yield sequence parallelism of an actor without padding removal."""
+    packed = config["use_remove_padding"] or model.get("use_remove_padding", False)
+    if config["ulysses_sequence_parallel_size"] > 1 and not packed:
+        yield Violation(
+            "ulysses_sequence_parallel_size",
+            config["ulysses_sequence_parallel_size"],
+            "needs packed sequences: set actor_rollout_ref.model.use_remove_padding=true",
+        )
 
 
 @dataclass
@@ -177,13 +190,7 @@ class FSDPActorConfig(ActorConfig):
 
     def model_rules(self, model_config: Any) -> Iterator[Violation]:
         """Yield sequence parallelism without padding removal."""
-        packed = self.use_remove_padding or bool(model_config.get("use_remove_padding", False))
-        if self.ulysses_sequence_parallel_size > 1 and not packed:
-            yield Violation(
-                "ulysses_sequence_parallel_size",
-                self.ulysses_sequence_parallel_size,
-                "needs packed sequences: set actor_rollout_ref.model.use_remove_padding=true",
-            )
+        yield from ulysses_rules(self, model_config)
 
     def optimizer(self) -> FSDPOptimizerConfig:
         """Return the optimizer with the gradient-norm limit that counts."""

@@ -1,0 +1,123 @@
+"""Files and models that a configuration names: are they there, and do their sizes fit?"""
+
+import ast
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from verl.base_config import Violation
+from verl.trainer.config.refusals import select
+from verl.workers.config.model import flat_overrides, path_problems, read_config_json
+
+Tree = Mapping[str, Any]
+DATA_SUFFIXES = (".parquet", ".json", ".jsonl")
+
+
+def file_rules(tree: Tree) -> Iterator[Violation]:
+    """Yield data files and Python files that do not exist, and functions that their file does not define."""
+    for key in ("data.train_files", "data.val_files"):
+        yield from _data_file_rules(key, select(tree, key), required=key == "data.train_files")
+    for node, path_key, name_key in (
+        ("custom_reward_function", "path", "name"),
+        ("data.custom_cls", "path", "name"),
+        ("data.sampler", "class_path", "class_name"),
+        ("data.datagen", "path", "name"),
+    ):
+        path, name = select(tree, f"{node}.{path_key}"), select(tree, f"{node}.{name_key}")
+        if isinstance(path, str):
+            yield from _python_file_rules(f"{node}.{path_key}", path, f"{node}.{name_key}", name)
+
+
+def _data_file_rules(key: str, value: Any, required: bool) -> Iterator[Violation]:
+    files = [value] if isinstance(value, str) else value
+    if files is None and not required:
+        return
+    if not isinstance(files, list) or not files or not all(isinstance(file, str) for file in files):
+        yield Violation(key, value, "must be a path or a list of paths of parquet files")
+        return
+    for file in files:
+        expanded = os.path.expanduser(file)
+        if "://" in file:
+            continue
+        if os.path.isdir(expanded):
+            yield Violation(key, file, "is a folder: write the parquet file in it")
+        elif not os.path.isfile(expanded):
+            expected = "no such file: examples/data_preprocess/gsm8k.py writes one, or give the right path"
+            yield Violation(key, file, expected)
+        elif os.path.getsize(expanded) == 0:
+            yield Violation(key, file, "is empty: write it again")
+
+
+def _python_file_rules(path_key: str, path: str, name_key: str, name: Any) -> Iterator[Violation]:
+    if path.startswith("pkg://") or (os.sep not in path and not path.endswith(".py")):
+        return  # an installed module: importing it is for the workers
+    expanded = os.path.expanduser(path)
+    if not os.path.isfile(expanded):
+        yield Violation(path_key, path, "no such file: write the path of a Python file")
+        return
+    try:
+        with open(expanded, encoding="utf-8") as file:
+            module = ast.parse(file.read())
+    except (SyntaxError, UnicodeDecodeError, ValueError) as error:
+        yield Violation(path_key, path, f"is not valid Python: {error}")
+        return
+    defined = {
+        getattr(node, "name", None) or getattr(node, "id", None) or getattr(node, "asname", None)
+        for node in ast.walk(module)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Name | ast.alias)
+    }
+    stars = any(isinstance(node, ast.alias) and node.name == "*" for node in ast.walk(module))
+    if isinstance(name, str) and name not in defined and not stars:
+        functions = [node.name for node in module.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+        yield Violation(name_key, name, f"{path} does not define it; it defines {', '.join(functions) or 'nothing'}")
+
+
+def model_rules(tree: Tree, use_critic: bool) -> Iterator[Violation]:
+    """Yield model paths that hold no model, and sizes of the model that do not fit the run."""
+    roles = [("actor_rollout_ref.model", True)] + [("critic.model", False)] * use_critic
+    if select(tree, "actor_rollout_ref.ref.model.path"):
+        roles.append(("actor_rollout_ref.ref.model", False))
+    for node, is_actor in roles:
+        path = select(tree, f"{node}.path")
+        if not isinstance(path, str):
+            yield Violation(f"{node}.path", path, "must be a folder that save_pretrained wrote, or a hub id")
+            continue
+        problems = [Violation(f"{node}.path", path, problem) for problem in path_problems(path)]
+        yield from problems
+        if is_actor and not problems:
+            yield from _size_rules(tree, read_config_json(path))
+    yield from _adapter_rules(tree, use_critic)
+
+
+def _adapter_rules(tree: Tree, use_critic: bool) -> Iterator[Violation]:
+    for node in ["actor_rollout_ref.model"] + ["critic.model"] * use_critic:
+        modules = select(tree, f"{node}.target_modules")
+        if select(tree, f"{node}.lora_rank", 0) and not modules:
+            yield Violation(
+                f"{node}.target_modules", modules, "must name modules, or all-linear, with lora_rank above 0"
+            )
+
+
+def _size_rules(tree: Tree, hf_config: dict[str, Any]) -> Iterator[Violation]:
+    """Yield a context that is too short, and heads that do not divide over the ranks that share them."""
+    text = hf_config.get("text_config") or hf_config
+    overrides = flat_overrides(select(tree, "actor_rollout_ref.model.override_config") or {})
+    context = overrides.get("max_position_embeddings", text.get("max_position_embeddings"))
+    rope = overrides.get("rope_scaling") or text.get("rope_scaling") or text.get("rope_parameters") or {}
+    prompt, response = (select(tree, f"actor_rollout_ref.rollout.{name}_length") for name in ("prompt", "response"))
+    if all(isinstance(number, int) for number in (context, prompt, response)) and not rope.get("factor"):
+        if context < prompt + response:
+            expected = (
+                f"with prompts of {prompt} exceeds the model's {context} positions: write at most {context - prompt}"
+            )
+            yield Violation("data.max_response_length", response, expected)
+    heads = text.get("num_attention_heads")
+    for key, what in (
+        ("actor_rollout_ref.actor.ulysses_sequence_parallel_size", "Ulysses ranks"),
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size", "tensor-parallel ranks"),
+    ):
+        size = select(tree, key)
+        if isinstance(heads, int) and isinstance(size, int) and size > 1 and heads % size:
+            if "tensor" in what and select(tree, "actor_rollout_ref.rollout.name") == "hf":
+                continue
+            yield Violation(key, size, f"the model's {heads} attention heads do not divide over {size} {what}")

@@ -1,0 +1,97 @@
+"""Which dotted keys exist beyond the YAML files, and which key a wrong one was meant to be."""
+
+from collections.abc import Iterable, Mapping
+from difflib import SequenceMatcher
+from typing import Any
+
+FREE_FORM = (
+    "actor_rollout_ref.actor.fsdp_config.mixed_precision",
+    "actor_rollout_ref.actor.fsdp_config.wrap_policy",
+    "actor_rollout_ref.ref.fsdp_config.mixed_precision",
+    "actor_rollout_ref.ref.fsdp_config.wrap_policy",
+    "actor_rollout_ref.ref.model",
+    "actor_rollout_ref.model.override_config",
+    "actor_rollout_ref.rollout.engine_kwargs",
+    "actor_rollout_ref.rollout.server",
+    "algorithm.filter_groups",
+    "critic.model.fsdp_config.mixed_precision",
+    "critic.model.fsdp_config.wrap_policy",
+    "critic.model.override_config",
+    "custom_reward_function.reward_kwargs",
+    "data.apply_chat_template_kwargs",
+    "engine.mixed_precision",
+    "engine.wrap_policy",
+    "global_profiler.global_tool_config",
+    "model.fsdp_config.wrap_policy",
+    "model.override_config",
+    "ray_kwargs.ray_init",
+    "reward_model.overlong_buffer",
+    "reward_model.reward_kwargs",
+    "rollout.engine_kwargs",
+)
+"""Nodes under which any key may be added: their readers, or their dataclasses, check what is in them."""
+
+OPTIONAL = {
+    "actor_rollout_ref.actor.use_rollout_log_probs": "use the old log-probs of the batch even where on-policy",
+    "actor_rollout_ref.rollout.limit_images": "images per prompt",
+    "critic.model.custom_chat_template": "Jinja text instead of the chat template",
+    "critic.model.freeze_vision_tower": "stop gradients in the vision tower",
+    "data.cache_dir": "where downloaded files go",
+    "data.gen_batch_size": "prompts drawn per loader step; train_batch_size where it is not given",
+    "data.need_tools_kwargs": "default for rows without extra_info.need_tools_kwargs",
+    "reward_model.truncation": "truncation after a change of template",
+    "rollout.repetition_penalty": "penalty on repeated tokens",
+    "rollout.seed": "seed of the engine",
+    "trainer.remove_previous_ckpt_in_save": "deprecated: keep one checkpoint",
+    "trainer.wandb_proxy": "HTTPS proxy for wandb",
+}
+"""Keys that code reads and no YAML file holds; with or without a leading +."""
+
+NO_READER = ("trainer.log_freq", "trainer.rl_logging_board_dir", "trainer.tensorboard_dir")
+"""Keys of published commands that nothing reads: accepted with a warning."""
+
+RENAMED = {
+    "actor_rollout_ref.actor.tis_imp_ratio_cap": "was replaced: write algorithm.rollout_is_threshold=<cap>, "
+    "algorithm.rollout_is=true and algorithm.rollout_is_mode=truncate",
+    "global_profiler.tool_config": "was renamed: write global_profiler.global_tool_config",
+}
+"""Older spellings, refused with what replaces them."""
+
+
+def dotted_keys(node: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Return every key of a tree, nodes included."""
+    keys = []
+    for name, value in node.items():
+        keys.append(f"{prefix}{name}")
+        if isinstance(value, Mapping):
+            keys += dotted_keys(value, f"{prefix}{name}.")
+    return keys
+
+
+def is_under(key: str, nodes: Iterable[str]) -> bool:
+    """Whether ``key`` is one of ``nodes`` or below one."""
+    return any(key == node or key.startswith(f"{node}.") for node in nodes)
+
+
+def renamed(key: str) -> str | None:
+    """Return what replaces an older spelling, or None for a key that is none."""
+    return next((text for old, text in RENAMED.items() if is_under(key, [old])), None)
+
+
+def nearest(key: str, known: Iterable[str], count: int = 3) -> list[str]:
+    """Return the keys most like ``key``: by the whole, and by the last name more than by the path."""
+    last = key.rsplit(".", 1)[-1]
+
+    def likeness(other: str) -> float:
+        whole = SequenceMatcher(None, key, other).ratio()
+        return whole + SequenceMatcher(None, last, other.rsplit(".", 1)[-1]).ratio()
+
+    ranked = sorted(known, key=likeness, reverse=True)[:count]
+    best = likeness(ranked[0]) if ranked else 0.0
+    return [other for other in ranked if likeness(other) > max(0.9, 0.75 * best)]
+
+
+def unknown_key_text(key: str, known: Iterable[str]) -> str:
+    """Return what to say of a key that does not exist."""
+    similar = nearest(key, known)
+    return f"there is no such key; the nearest: {', '.join(similar)}" if similar else "there is no such key"

@@ -1,0 +1,139 @@
+"""What the configuration can spell and this version does not do: each key, when it is refused, what to write."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from verl.base_config import Violation, as_yaml
+
+
+class Refusal(NamedTuple):
+    """A key that must keep its default or, where ``values`` are given, must not have one of them."""
+
+    key: str
+    default: Any
+    text: str
+    values: tuple[Any, ...] | None = None
+
+
+ROLLOUT = "actor_rollout_ref.rollout"
+ROLES = ("actor_rollout_ref.actor", "actor_rollout_ref.ref", ROLLOUT, "critic", "reward_model")
+
+_CHOICES = [
+    Refusal(f"{ROLLOUT}.mode", "sync", "is not supported yet: write sync", ("async",)),
+    Refusal(f"{ROLLOUT}.name", "vllm", "is not supported yet: write vllm or hf", ("sglang",)),
+    *(
+        Refusal(f"{role}.strategy", "fsdp", "is not supported yet: write fsdp or fsdp2", ("megatron",))
+        for role in ROLES
+        if role != ROLLOUT
+    ),
+    Refusal("trainer.device", "cuda", "is not supported yet: write cuda or cpu", ("npu",)),
+    Refusal(
+        "algorithm.adv_estimator", "gae", "needs a baseline pass, not supported yet: write rloo or grpo", ("remax",)
+    ),
+]
+
+_FIXED: list[tuple[str, str, dict[str, Any]]] = [
+    (
+        "multi-turn rollout is not supported yet",
+        f"{ROLLOUT}.multi_turn",
+        {
+            "enable": False,
+            "max_assistant_turns": None,
+            "tool_config_path": None,
+            "max_user_turns": None,
+            "max_parallel_calls": 1,
+            "max_tool_response_length": 256,
+            "tool_response_truncate_side": "middle",
+            "interaction_config_path": None,
+            "use_inference_chat_template": False,
+            "tokenization_sanity_check_mode": "strict",
+            "format": "hermes",
+            "num_repeat_rollouts": None,
+        },
+    ),
+    (
+        "agent loops are not supported yet",
+        f"{ROLLOUT}.agent",
+        {
+            "num_workers": 8,
+            "default_agent_loop": "single_turn_agent",
+            "agent_loop_config_path": None,
+            "custom_async_server.path": None,
+            "custom_async_server.name": None,
+        },
+    ),
+    ("tracing is not supported yet", f"{ROLLOUT}.trace", {"backend": None, "token2text": False}),
+    (
+        "is read by SGLang, which is not supported yet",
+        ROLLOUT,
+        {"over_sample_rate": 0, "engine_kwargs.sglang": {}, "sglang_engine_mode": "local"},
+    ),
+    (
+        "profiling is not supported yet",
+        "global_profiler",
+        {"tool": None, "steps": None, "profile_continuous_steps": False, "save_path": "outputs/profile"},
+    ),
+    *(
+        ("profiling is not supported yet", f"{role}.profiler", {"enable": False, "all_ranks": False, "ranks": []})
+        for role in ROLES
+    ),
+    (
+        "reward models are not supported yet, score with custom_reward_function.path",
+        "reward_model",
+        {
+            "enable": False,
+            "enable_resource_pool": False,
+            "n_gpus_per_node": 0,
+            "nnodes": 0,
+            "model.path": "~/models/FsfairX-LLaMA3-RM-v0.1",
+            "model.trust_remote_code": False,
+            "model.use_shm": False,
+            "model.use_remove_padding": False,
+            "micro_batch_size": None,
+            "micro_batch_size_per_gpu": None,
+            "max_length": None,
+            "ulysses_sequence_parallel_size": 1,
+        },
+    ),
+    ("remote code execution is not supported yet", "reward_model.sandbox_fusion", {"url": None}),
+    (
+        "off-policy correction is not supported yet",
+        "algorithm",
+        {
+            "rollout_is_threshold": None,
+            "rollout_is_threshold_lower": None,
+            "rollout_is": False,
+            "rollout_is_level": "token",
+            "rollout_is_mode": "truncate",
+            "rollout_is_veto_threshold": 1e-4,
+        },
+    ),
+    ("policy-filtered PPO is not supported yet", "algorithm", {"use_pf_ppo": False}),
+    ("vision models are not supported yet", "actor_rollout_ref.actor", {"freeze_vision_tower": False}),
+    ("vision models are not supported yet", "critic.model", {"freeze_vision_tower": False}),
+]
+
+REFUSALS: list[Refusal] = _CHOICES + [
+    Refusal(f"{node}.{name}", default, f"{text}: write {as_yaml(default)}")
+    for text, node, defaults in _FIXED
+    for name, default in defaults.items()
+]
+
+
+def refused(tree: Mapping[str, Any]) -> Iterator[Violation]:
+    """Yield every key of a resolved tree that asks for something not supported yet."""
+    for refusal in REFUSALS:
+        value = select(tree, refusal.key, refusal.default)
+        wrong = value in refusal.values if refusal.values is not None else value != refusal.default
+        if wrong:
+            yield Violation(refusal.key, value, refusal.text)
+
+
+def select(tree: Mapping[str, Any], key: str, default: Any = None) -> Any:
+    """Return the value at a dotted key, or ``default`` where the tree has none."""
+    node: Any = tree
+    for name in key.split("."):
+        if not isinstance(node, Mapping) or name not in node:
+            return default
+        node = node[name]
+    return node

@@ -1,0 +1,258 @@
+"""Check a whole ``ppo_trainer`` tree before Ray starts, and list everything that is wrong at once."""
+
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from verl.base_config import ConfigError, UnsupportedConfigError, Violation
+from verl.trainer.config.files import file_rules, model_rules
+from verl.trainer.config.keys import nearest
+from verl.trainer.config.nodes import build_nodes
+from verl.trainer.config.plain import plain_rules
+from verl.trainer.config.refusals import refused, select
+from verl.utils import envs
+from verl.workers.config.actor import micro_batch_rules, mini_batch_rules, ulysses_rules
+
+logger = logging.getLogger(__name__)
+
+Tree = Mapping[str, Any]
+
+ADV_ESTIMATORS = (
+    *("gae", "grpo", "grpo_vectorized", "grpo_passk", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
+    *("rloo", "rloo_vectorized", "opo", "gpg", "remax"),
+)
+POLICY_LOSSES = ("vanilla", "gspo", "gpg", "clip_cov", "kl_cov", "geo_mean")
+MAX_LORA_RANK_VLLM = 512
+
+
+def validate_config(config: DictConfig, use_reference_policy: bool, use_critic: bool) -> None:
+    """Check everything that can be checked without a cluster.
+
+    Raises: ConfigError listing each wrong key with its value and what would be right; it is a NotImplementedError
+    too where all that is wrong is not supported.
+    """
+    violations = _once_per_key(config_violations(config, use_reference_policy, use_critic))
+    if violations:
+        unsupported = all("not supported" in violation.expected for violation in violations)
+        raise (UnsupportedConfigError if unsupported else ConfigError)(violations)
+    logger.info("the configuration passed all checks")
+
+
+def check_world(config: DictConfig, cluster_resources: Mapping[str, float]) -> None:
+    """Check the number of workers against what a running cluster has.
+
+    Raises: ConfigError naming what is missing.
+    """
+    trainer = config.trainer
+    world = trainer.n_gpus_per_node * trainer.nnodes
+    resource = {"cuda": "GPU", "npu": "NPU"}.get(trainer.device)
+    available = cluster_resources.get(resource, 0) if resource else world
+    if available < world:
+        expected = (
+            f"x trainer.nnodes={trainer.nnodes} asks for {world} {resource}, the cluster has {available:g}: "
+            "lower it, add nodes, or write trainer.device=cpu"
+        )
+        raise ConfigError([Violation("trainer.n_gpus_per_node", trainer.n_gpus_per_node, expected)])
+
+
+def config_violations(config: DictConfig, use_reference_policy: bool, use_critic: bool) -> Iterator[Violation]:
+    """Yield everything that is wrong, the broad before the narrow."""
+    missing = sorted(OmegaConf.missing_keys(config))
+    yield from (Violation(key, "???", f"is missing: {_MISSING.get(key, 'write a value')}") for key in missing)
+    try:
+        tree: Tree = OmegaConf.to_container(config, resolve=True, throw_on_missing=False)  # type: ignore[assignment]
+    except OmegaConfBaseException as error:
+        yield Violation(str(error.full_key), "${...}", f"cannot be resolved: {str(error).splitlines()[0]}")
+        return
+    found = [*refused(tree), *plain_rules(tree), *build_nodes(_used(tree, use_critic))[1]]
+    found = [violation for violation in found if violation.value != "???"]  # said above
+    yield from found
+    yield from _name_rules(tree)
+    yield from file_rules(tree)
+    yield from model_rules(tree, use_critic)
+    broken = {violation.key for violation in found} | set(missing)
+    yield from _size_rules(tree, use_reference_policy, use_critic, broken)
+    if not broken:
+        _notices(tree)
+
+
+def _used(tree: Tree, use_critic: bool) -> Tree:
+    """Return the tree without the critic where there is none: its defaults need not fit then."""
+    return {key: value for key, value in tree.items() if key != "critic" or use_critic}
+
+
+def _size_rules(tree: Tree, use_reference: bool, use_critic: bool, broken: set[str]) -> Iterator[Violation]:
+    """Yield sizes that do not fit each other; a rule is left out where a size that it needs is wrong in itself."""
+    rollout, layout = "actor_rollout_ref.rollout", {"trainer.n_gpus_per_node", "trainer.nnodes"}
+    layout |= {f"{rollout}.{name}" for name in ("tensor_model_parallel_size", "data_parallel_size")}
+    if not broken & layout:
+        yield from _layout_rules(tree, use_critic)
+    batch = layout | {"data.train_batch_size", f"{rollout}.n"}
+    if not broken & batch:
+        yield from _train_batch_rules(tree)
+    for role in ["actor_rollout_ref.actor"] + ["critic"] * use_critic:
+        sizes = ("ppo_mini_batch_size", "ppo_micro_batch_size", "ulysses_sequence_parallel_size", "use_dynamic_bsz")
+        if not broken & (batch | {f"{role}.{name}" for name in sizes}):
+            per_gpu_is_wrong = f"{role}.ppo_micro_batch_size_per_gpu" in broken
+            yield from (violation.under(role) for violation in _role_batch_rules(tree, role, per_gpu_is_wrong))
+    yield from _log_prob_rules(tree, use_reference)
+    lengths = ("prompt_length", "response_length", "max_model_len", "max_num_batched_tokens", "temperature")
+    if not broken & {f"{rollout}.{name}" for name in lengths} and "actor_rollout_ref.model.lora_rank" not in broken:
+        yield from _rollout_rules(tree)
+
+
+_MISSING = {
+    "actor_rollout_ref.rollout.name": "write vllm or hf",
+    "actor_rollout_ref.actor.strategy": "write fsdp or fsdp2",
+    "critic.strategy": "write fsdp or fsdp2",
+}
+
+
+def _once_per_key(violations: Iterator[Violation]) -> list[Violation]:
+    """Keep the first thing said of each key."""
+    first: dict[str, Violation] = {}
+    for violation in violations:
+        first.setdefault(violation.key, violation)
+    return list(first.values())
+
+
+def _name_rules(tree: Tree) -> Iterator[Violation]:
+    """Yield unregistered estimators and losses, unless a module of the user's may register them."""
+    if envs.read("VERL_USE_EXTERNAL_MODULES") or select(tree, "actor_rollout_ref.model.external_lib"):
+        return
+    for key, known in (
+        ("algorithm.adv_estimator", ADV_ESTIMATORS),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode", POLICY_LOSSES),
+    ):
+        name = select(tree, key)
+        if isinstance(name, str) and name not in known:
+            similar = ", ".join(nearest(name, known)) or ", ".join(known)
+            expected = f"is not registered; the nearest: {similar}. A name of your own needs a module that registers it"
+            yield Violation(
+                key, name, f"{expected} in VERL_USE_EXTERNAL_MODULES or actor_rollout_ref.model.external_lib"
+            )
+
+
+def world_size(tree: Tree) -> int:
+    """Return the number of workers."""
+    size: int = tree["trainer"]["n_gpus_per_node"] * tree["trainer"]["nnodes"]
+    return size
+
+
+def rollout_group_size(tree: Tree) -> int:
+    """Return how many workers hold one generation engine."""
+    rollout = tree["actor_rollout_ref"]["rollout"]
+    if rollout["name"] == "hf":
+        return 1
+    size: int = rollout["tensor_model_parallel_size"] * rollout.get("data_parallel_size", 1)
+    return size
+
+
+def _sequence_parallel(node: Tree, engine: str) -> int:
+    own: int = node.get("ulysses_sequence_parallel_size", 1)
+    inner: int = select(node, f"{engine}.ulysses_sequence_parallel_size", 1)
+    return own if own > 1 else inner
+
+
+def _layout_rules(tree: Tree, use_critic: bool) -> Iterator[Violation]:
+    """Yield parallel sizes that do not divide the number of workers."""
+    world = world_size(tree)
+    workers = f"the {world} workers (trainer.n_gpus_per_node x trainer.nnodes)"
+    group = rollout_group_size(tree)
+    if world % group:
+        key, rollout = "actor_rollout_ref.rollout.tensor_model_parallel_size", tree["actor_rollout_ref"]["rollout"]
+        fitting = [size for size in range(1, world + 1) if world % size == 0]
+        expected = f"x data_parallel_size={rollout['data_parallel_size']} must divide {workers}: write one of {fitting}"
+        yield Violation(key, rollout["tensor_model_parallel_size"], expected)
+    for role, engine in _engines(tree, use_critic):
+        node = select(tree, role)
+        sp_size = _sequence_parallel(node, engine)
+        if world % sp_size:
+            yield Violation(f"{role}.ulysses_sequence_parallel_size", sp_size, f"must divide {workers}")
+        fsdp_size = select(node, f"{engine}.fsdp_size", -1)
+        if fsdp_size > 0 and fsdp_size < world and world % fsdp_size:
+            yield Violation(f"{role}.{engine}.fsdp_size", fsdp_size, f"must divide {workers}, or be -1")
+
+
+def _engines(tree: Tree, use_critic: bool) -> list[tuple[str, str]]:
+    roles = [("actor_rollout_ref.actor", "fsdp_config"), ("actor_rollout_ref.ref", "fsdp_config")]
+    if use_critic:
+        roles.append(("critic", "model.fsdp_config"))
+    return [(role, engine) for role, engine in roles if select(tree, f"{role}.{engine}") is not None]
+
+
+def _train_batch_rules(tree: Tree) -> Iterator[Violation]:
+    """Yield a training batch that the workers cannot share evenly."""
+    world, train = world_size(tree), tree["data"]["train_batch_size"]
+    actor, n = tree["actor_rollout_ref"]["actor"], tree["actor_rollout_ref"]["rollout"]["n"]
+    sp_size = _sequence_parallel(actor, "fsdp_config")
+    unit = world
+    if actor["use_dynamic_bsz"]:
+        unit = math.lcm(max(1, world // sp_size), max(1, world // rollout_group_size(tree)))
+    if train * n % unit:
+        step = unit // math.gcd(unit, n)
+        expected = f"x actor_rollout_ref.rollout.n={n} must be a multiple of {unit} workers: write a multiple of {step}"
+        yield Violation("data.train_batch_size", train, expected)
+
+
+def _role_batch_rules(tree: Tree, role: str, per_gpu_is_wrong: bool) -> Iterator[Violation]:
+    """Yield the batch sizes of one role that do not fit the training batch or the ranks, by keys of the role."""
+    node, world, train = select(tree, role), world_size(tree), tree["data"]["train_batch_size"]
+    n, is_critic = tree["actor_rollout_ref"]["rollout"]["n"], role == "critic"
+    sp_size = _sequence_parallel(node, "model.fsdp_config" if is_critic else "fsdp_config")
+    yield from mini_batch_rules(node, world, train, sp_size)
+    if not is_critic:
+        yield from ulysses_rules(node, tree["actor_rollout_ref"]["model"])
+    mini, dp_size, key = node["ppo_mini_batch_size"], max(1, world // sp_size), "ppo_mini_batch_size"
+    if train >= mini and train % mini:
+        yield Violation(key, mini, f"must divide data.train_batch_size={train}")
+    rows = mini * n
+    if rows % dp_size:
+        expected = f"x actor_rollout_ref.rollout.n={n} must be a multiple of the {dp_size} data-parallel ranks"
+        yield Violation(key, mini, f"{expected}: write a multiple of {dp_size // math.gcd(dp_size, n)}")
+        return
+    micro = node["ppo_micro_batch_size_per_gpu"]
+    if not node["use_dynamic_bsz"] and not per_gpu_is_wrong and micro is not None and (rows // dp_size) % micro:
+        expected = f"must divide the {rows // dp_size} sequences of one rank in a mini-batch"
+        yield Violation("ppo_micro_batch_size_per_gpu", micro, f"{expected} ({key}={mini} x n={n} / {dp_size} ranks)")
+
+
+def _log_prob_rules(tree: Tree, use_reference_policy: bool) -> Iterator[Violation]:
+    """Yield log-prob batch sizes that are missing or given twice."""
+    for role in ["rollout"] + ["ref"] * use_reference_policy:
+        node = tree["actor_rollout_ref"][role]
+        if not node["log_prob_use_dynamic_bsz"]:
+            for violation in micro_batch_rules(node, "log_prob_micro_batch_size"):
+                expected = violation.expected.replace("use_dynamic_bsz", "log_prob_use_dynamic_bsz")
+                yield violation._replace(expected=expected).under(f"actor_rollout_ref.{role}")
+
+
+def _rollout_rules(tree: Tree) -> Iterator[Violation]:
+    """Yield engine sizes that cannot hold a prompt with its response, and sampling that training cannot follow."""
+    rollout, key = tree["actor_rollout_ref"]["rollout"], "actor_rollout_ref.rollout"
+    context = rollout["prompt_length"] + rollout["response_length"]
+    longest = rollout["max_model_len"] or context
+    if longest < context:
+        expected = f"must be null or at least prompt_length + response_length = {context}"
+        yield Violation(f"{key}.max_model_len", longest, expected)
+    if rollout["name"] == "vllm" and rollout["max_num_batched_tokens"] < longest:
+        expected = f"must be at least the {longest} tokens of the longest sequence: raise it"
+        yield Violation(f"{key}.max_num_batched_tokens", rollout["max_num_batched_tokens"], expected)
+    if rollout["temperature"] == 0:
+        expected = "must be above 0, training computes log-probs at it; validation has val_kwargs.temperature"
+        yield Violation(f"{key}.temperature", rollout["temperature"], expected)
+    rank = tree["actor_rollout_ref"]["model"].get("lora_rank", 0)
+    if rollout["name"] == "vllm" and rank > MAX_LORA_RANK_VLLM:
+        yield Violation("actor_rollout_ref.model.lora_rank", rank, f"must be at most {MAX_LORA_RANK_VLLM} with vllm")
+
+
+def _notices(tree: Tree) -> None:
+    """Say what is allowed and rarely meant."""
+    if tree["algorithm"]["use_kl_in_reward"] and tree["actor_rollout_ref"]["actor"]["use_kl_loss"]:
+        logger.warning("KL is in the reward (algorithm.use_kl_in_reward) and in the loss (actor.use_kl_loss)")
+    if tree["data"].get("val_batch_size") is not None:
+        logger.warning("data.val_batch_size is deprecated: leave it null, the engine schedules validation itself")
