@@ -1,0 +1,5 @@
+"""FSDP engines."""
+
+from verl.workers.engine.fsdp.engine import FSDPEngine, FSDPEngineWithLMHead, FSDPEngineWithValueHead
+
+__all__ = ["FSDPEngine", "FSDPEngineWithLMHead", "FSDPEngineWithValueHead"]

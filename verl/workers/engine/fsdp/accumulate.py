@@ -1,0 +1,66 @@
+"""What a mini-batch adds up over micro-batches and ranks: unit counts and metrics, one small collective each."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from verl.algos.aggregate import UNITS, Extreme, Metric, Sum, count_units
+from verl.workers.engine.fsdp.layout import Layout
+
+
+def gather_rows(row: Tensor, layout: Layout) -> Tensor:
+    """Return the float64 vectors of all ranks: (world_size, n)."""
+    if layout.world_size == 1:
+        return row.unsqueeze(0)
+    row = row.to(layout.device)
+    rows = row.new_empty(layout.world_size, row.numel())
+    dist.all_gather_into_tensor(rows, row)
+    return rows.cpu()
+
+
+def agree(mask: Tensor | None, num_micro_batches: int, layout: Layout) -> tuple[dict[str, float], int]:
+    """Return the count of every unit in the global mini-batch, and the most micro-batches that a rank has."""
+    counts = count_units(mask) if mask is not None else torch.zeros(len(UNITS), dtype=torch.float64)
+    rows = gather_rows(torch.cat([counts.cpu(), torch.tensor([num_micro_batches], dtype=torch.float64)]), layout)
+    total = rows[:, :-1].sum(0) / layout.sp_size  # ranks that share sequences counted the same rows
+    units = {unit: max(float(count), 1.0) for unit, count in zip(UNITS, total, strict=True)}
+    return units | {"constant": 1.0}, int(rows[:, -1].max())
+
+
+class MetricSums:
+    """Metrics of the micro-batches of one mini-batch."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, tuple[Tensor, str]] = {}
+        self._extremes: dict[str, tuple[Tensor, str]] = {}
+
+    def add(self, metrics: dict[str, Metric]) -> None:
+        """Take in the metrics of one micro-batch."""
+        for name, metric in metrics.items():
+            if isinstance(metric, Sum):
+                total = metric.total.detach().double()
+                before = self._sums.get(name)
+                self._sums[name] = (total if before is None else before[0] + total, metric.unit)
+            elif isinstance(metric, Extreme):
+                value, kind = metric.value.detach().double(), metric.kind
+                if name in self._extremes:
+                    pick = torch.maximum if kind == "max" else torch.minimum
+                    value = pick(value, self._extremes[name][0])
+                self._extremes[name] = (value, kind)
+            else:
+                raise TypeError(f"metric {name!r} must be a Sum or an Extreme, got {type(metric).__name__}")
+
+    def reduce(self, units: dict[str, float], layout: Layout) -> dict[str, float]:
+        """Return the metrics of the global mini-batch; collective, equal on all ranks."""
+        if not self._sums and not self._extremes:
+            return {}
+        parts = [value for value, _ in (*self._sums.values(), *self._extremes.values())]
+        rows = gather_rows(torch.stack(parts).cpu(), layout)
+        totals = (rows[:, : len(self._sums)].sum(0) / layout.sp_size).tolist()
+        reduced = {
+            name: total / units[unit] for (name, (_, unit)), total in zip(self._sums.items(), totals, strict=True)
+        }
+        for column, (name, (_, kind)) in enumerate(self._extremes.items(), start=len(self._sums)):
+            values = rows[:, column]
+            reduced[name] = float(values.max() if kind == "max" else values.min())
+        return reduced

@@ -1,0 +1,276 @@
+"""From a model configuration to a sharded module with its weights."""
+
+import hashlib
+import logging
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from transformers import PreTrainedModel
+
+from verl.models.transformers.attention import VARLEN_ATTENTION, register_varlen_attention
+from verl.utils.model import get_hf_auto_model_class, get_value_model_class, text_config_of
+from verl.utils.ulysses import validate_ulysses_config
+from verl.workers.engine.fsdp.layout import Layout
+from verl.workers.engine.fsdp.weights import CheckpointError, checkpoint_reader, local_rows, materialize
+
+if TYPE_CHECKING:
+    from verl.workers.config import FSDPEngineConfig, HFModelConfig
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {
+    "fp32": torch.float32, "float32": torch.float32,
+    "bf16": torch.bfloat16, "bfloat16": torch.bfloat16,
+    "fp16": torch.float16, "float16": torch.float16,
+}  # fmt: skip
+
+HEAD = "score."
+"""Prefix of the value head, which a causal checkpoint does not hold."""
+
+
+# Precision and attention
+
+
+def precision_policy(config: "FSDPEngineConfig", device: torch.device) -> MixedPrecisionPolicy | None:
+    """Return what FSDP computes in, or None where that is the dtype of the parameters.
+
+    The default is bf16 with fp32 reduction on accelerators, and the parameters' own dtype on the CPU.
+    """
+    given = config.mixed_precision or {}
+    if not given and device.type == "cpu":
+        return None
+    param = DTYPES[given.get("param_dtype", "bf16" if device.type != "cpu" else config.model_dtype)]
+    reduce = DTYPES[given.get("reduce_dtype", "fp32")]
+    if param == DTYPES[config.model_dtype] == reduce:
+        return None
+    return MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce, cast_forward_inputs=True)
+
+
+def attention_implementation(model_config: "HFModelConfig", sp_size: int) -> str:
+    """Resolve ``override_config.attn_implementation``.
+
+    Raises: ValueError when it cannot serve sequence parallelism.
+    """
+    packed = model_config.use_remove_padding
+    asked = (model_config.override_config or {}).get("attn_implementation")
+    if sp_size > 1:
+        if not packed:
+            raise ValueError(
+                f"ulysses_sequence_parallel_size={sp_size} needs padding removal: set model.use_remove_padding=True"
+            )
+        if asked not in (None, VARLEN_ATTENTION, "flash_attention_2"):
+            raise ValueError(
+                f"model.override_config.attn_implementation={asked!r} knows no sequence parallelism: leave it out or write "
+                f"{VARLEN_ATTENTION}"
+            )
+        return VARLEN_ATTENTION
+    return asked or (VARLEN_ATTENTION if packed else "sdpa")
+
+
+# The module
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Construct modules whose parameters have no storage, while buffers are computed as usual.
+
+    Buffers that a constructor computes (rotary frequencies) are in no checkpoint, so they must not be on meta.
+    """
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.data.to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+class ModelBuilder:
+    """Makes the module of one engine, step by step."""
+
+    def __init__(
+        self, model_config: "HFModelConfig", engine_config: "FSDPEngineConfig", layout: Layout, is_value_model: bool
+    ) -> None:
+        self.model_config = model_config
+        self.engine_config = engine_config
+        self.layout = layout
+        self.is_value_model = is_value_model
+        self.policy = precision_policy(engine_config, layout.device)
+        self.attention = attention_implementation(model_config, layout.sp_size)
+        self.path: str = getattr(model_config, "local_path", None) or model_config.path
+
+    def build(self) -> PreTrainedModel:
+        """Return the module with its weights, sharded as the layout says.
+
+        Raises: ValueError naming the file, tensor or key that is wrong.
+        """
+        register_varlen_attention()
+        hf_config = self._config()
+        text = text_config_of(hf_config)
+        validate_ulysses_config(
+            text.num_attention_heads, self.layout.sp_size, getattr(text, "num_key_value_heads", None)
+        )
+        auto_class = get_value_model_class(hf_config) if self.is_value_model else get_hf_auto_model_class(hf_config)
+        with parameters_on_meta():
+            model: PreTrainedModel = auto_class.from_config(hf_config, **self._load_kwargs())
+            module = self._add_adapters(model)
+        model.config.use_cache = False
+        self._patch(model)
+        if self.layout.fsdp_mesh is not None:
+            shard(module, model, self.engine_config, self.layout, self.policy)
+        self._load(model, module, auto_class)
+        for part in module.modules():
+            for name, buffer in part._buffers.items():
+                if buffer is not None:
+                    part._buffers[name] = buffer.to(self.layout.device)
+        return module
+
+    def _config(self) -> Any:
+        from copy import deepcopy
+
+        hf_config = deepcopy(self.model_config.hf_config)
+        if self.is_value_model:
+            hf_config.num_labels = 1
+            hf_config.classifier_dropout = 0.0
+            hf_config.hidden_dropout = 0.0
+            hf_config.summary_dropout_prob = 0.0
+        return hf_config
+
+    def _load_kwargs(self) -> dict[str, Any]:
+        return {
+            "attn_implementation": self.attention,
+            "dtype": DTYPES[self.engine_config.model_dtype],
+            "trust_remote_code": self.model_config.trust_remote_code,
+        }
+
+    def _add_adapters(self, model: PreTrainedModel) -> Any:
+        if not self.model_config.lora_rank:
+            return model
+        from verl.workers.engine.fsdp.adapters import add_adapters
+
+        return add_adapters(model, self.model_config)
+
+    def _patch(self, model: PreTrainedModel) -> None:
+        if getattr(self.model_config, "use_liger", False):
+            try:
+                from liger_kernel.transformers import _apply_liger_kernel_to_instance
+            except ImportError:
+                raise ValueError("model.use_liger=True needs the package liger-kernel: install it or write False") from None
+            _apply_liger_kernel_to_instance(model=model)
+        if self.model_config.enable_gradient_checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    def _load(self, model: PreTrainedModel, module: nn.Module, auto_class: Any) -> None:
+        def load_whole() -> PreTrainedModel:
+            try:
+                whole: PreTrainedModel = auto_class.from_pretrained(
+                    self.path, config=self._config(), low_cpu_mem_usage=True, **self._load_kwargs()
+                )
+            except (OSError, RuntimeError, ValueError) as error:
+                raise CheckpointError(f"cannot load the weights of model.path={self.path}: {error}") from error
+            return whole
+
+        from verl.workers.engine.fsdp.adapters import base_name
+
+        read_base = checkpoint_reader(self.path, model, load_whole)
+
+        def read(name: str, shape: torch.Size, rows: slice) -> Tensor | None:
+            plain = base_name(name)
+            return None if plain is None else read_base(plain, shape, rows)
+
+        materialize(module, self.layout, read, self._initialize)
+
+    def _initialize(self, name: str, shape: torch.Size, rows: slice) -> Tensor | None:
+        """Make a new head or adapter, the same on every layout: each tensor from the seed and its own name."""
+        from verl.workers.engine.fsdp.adapters import is_adapter
+
+        generator = torch.Generator().manual_seed(tensor_seed(self.engine_config.seed, name))
+        if is_adapter(name):
+            if "lora_B" in name:
+                return torch.zeros(shape)[rows]
+            bound = 1.0 / math.sqrt(shape[-1])  # kaiming_uniform with a = sqrt(5), as peft starts lora_A
+            return (torch.rand(shape, generator=generator) * 2 - 1).mul_(bound)[rows]
+        if self.is_value_model and HEAD in name:
+            if name.endswith("bias"):
+                return torch.zeros(shape)[rows]
+            std = getattr(text_config_of(self.model_config.hf_config), "initializer_range", 0.02)
+            return (torch.randn(shape, generator=generator) * std)[rows]
+        return None
+
+
+def tensor_seed(seed: int, name: str) -> int:
+    """Return a seed that depends on nothing but the engine's seed and the name of a tensor."""
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+# Sharding
+
+
+def wrapped_modules(module: nn.Module, model: PreTrainedModel, config: "FSDPEngineConfig") -> list[nn.Module]:
+    """Choose the sharding units below the root: by size, by class name, or the model's own blocks.
+
+    Raises: ValueError when a class that the configuration names is not in the model.
+    """
+    policy = config.wrap_policy or {}
+    if policy.get("disable", False):
+        return []
+    minimum = policy.get("min_num_params", 0) or 0
+    if minimum > 0:
+        return list(_by_size(module, minimum))
+    names = policy.get("transformer_layer_cls_to_wrap") or sorted(model._no_split_modules or [])
+    names = [names] if isinstance(names, str) else list(names)
+    units = [part for part in module.modules() if type(part).__name__ in names]
+    found = {type(part).__name__ for part in units}
+    if policy.get("transformer_layer_cls_to_wrap") and set(names) - found:
+        raise ValueError(
+            f"fsdp_config.wrap_policy.transformer_layer_cls_to_wrap={names}: the model has no {sorted(set(names) - found)}"
+        )
+    embeddings = model.get_input_embeddings()
+    if units and isinstance(embeddings, nn.Module) and not model.config.tie_word_embeddings:
+        units.append(embeddings)
+    return units
+
+
+def _by_size(module: nn.Module, minimum: int) -> Iterator[nn.Module]:
+    for child in module.children():
+        if isinstance(child, nn.ModuleList) or sum(p.numel() for p in child.parameters()) < minimum:
+            yield from _by_size(child, minimum)
+        else:
+            yield from _by_size(child, minimum)
+            yield child
+
+
+def shard(
+    module: nn.Module,
+    model: PreTrainedModel,
+    config: "FSDPEngineConfig",
+    layout: Layout,
+    policy: MixedPrecisionPolicy | None,
+) -> None:
+    """Apply ``fully_shard`` to every unit and to the root."""
+    kwargs: dict[str, Any] = {"mesh": layout.fsdp_mesh, "reshard_after_forward": config.reshard_after_forward}
+    if policy is not None:
+        kwargs["mp_policy"] = policy
+    if config.offload_policy:
+        kwargs["offload_policy"] = CPUOffloadPolicy(pin_memory=layout.device.type == "cuda")
+    units = wrapped_modules(module, model, config)
+    for unit in units:
+        fully_shard(unit, **kwargs)
+    fully_shard(module, **kwargs)
+    if config.forward_prefetch:
+        for unit, following in zip(units, units[1:], strict=False):
+            unit.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
+
+
+__all__ = ["ModelBuilder", "local_rows", "precision_policy", "shard", "wrapped_modules"]

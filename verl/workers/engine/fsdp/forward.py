@@ -1,0 +1,177 @@
+"""One forward pass over a micro-batch, packed or padded, with or without sequence parallelism."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from verl.models.transformers.attention import PackedSequences
+from verl.utils.model import extract_multi_modal_inputs
+from verl.utils.torch_functional import log_probs_and_entropy
+from verl.utils.ulysses import all_gather_tensor, set_ulysses_sequence_parallel_group, ulysses_pad
+from verl.workers.engine.fsdp.layout import Layout
+from verl.workers.engine.micro_batch import PackedRows, pack_rows, response_mask_of, unpack
+
+if TYPE_CHECKING:
+    from verl.protocol import DataProto
+    from verl.workers.engine.base import ModelOutput
+
+
+@dataclass(frozen=True)
+class ForwardOptions:
+    """What does not change from batch to batch."""
+
+    remove_padding: bool
+    is_value_model: bool
+    entropy_chunk_size: int | None = None
+    offload_activations: bool = False
+
+
+class Forward:
+    """Runs the model so that logits exist only at the positions that predict a counted token."""
+
+    def __init__(self, module: nn.Module, layout: Layout, options: ForwardOptions) -> None:
+        self.module = module
+        self.layout = layout
+        self.options = options
+
+    def __call__(self, rows: "DataProto") -> "ModelOutput":
+        """Return (b, R) outputs on the device, zero outside the response mask."""
+        device, batch, meta = self.layout.device, rows.batch, rows.meta_info
+        names = ("input_ids", "attention_mask", "position_ids")
+        ids, attention, positions = (batch[name].to(device, non_blocking=True) for name in names)
+        asked = response_mask_of(rows).to(device, non_blocking=True)
+        extra = _multi_modal_inputs(rows, device)
+        packed = pack_rows(ids, attention, positions, asked)
+        with self._activations():
+            if not self.options.remove_padding:
+                hidden_at = self._padded(packed, ids, attention, positions, asked, extra)
+            elif self.layout.sp_size > 1:
+                hidden_at = self._sliced(packed, extra)
+            else:
+                hidden_at = self._packed(packed, extra)
+            return self._outputs(packed, *hidden_at, meta)
+
+    def idle(self) -> Tensor:
+        """Take part in the collectives of a forward pass without any row; returns a zero that has a gradient."""
+        device, tokens = self.layout.device, self.layout.sp_size
+        ids = torch.zeros(1, tokens, dtype=torch.long, device=device)
+        mask = torch.ones(1, tokens, dtype=torch.long, device=device)
+        positions = torch.arange(tokens, device=device).unsqueeze(0)
+        packed = pack_rows(ids, mask, positions, torch.zeros_like(ids))
+        with self._activations():
+            if not self.options.remove_padding:
+                logits, _, _ = self._padded(packed, ids, mask, positions, torch.zeros_like(ids), {})
+            elif self.layout.sp_size > 1:
+                logits, _, _ = self._sliced(packed, {})
+            else:
+                logits, _, _ = self._packed(packed, {})
+        return logits.sum() * 0.0
+
+    # ---- three ways to the logits: each returns (logits (k, V), labels (k,), targets (k,)) of this rank's positions
+
+    def _packed(self, packed: PackedRows, extra: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+        sequences = PackedSequences(packed.lengths, self.layout.device)
+        logits = self._run(packed.input_ids, None, packed.position_ids, packed.keep, sequences, extra)
+        return logits, packed.labels, packed.target
+
+    def _sliced(self, packed: PackedRows, extra: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+        sp_size, sp_rank = self.layout.sp_size, self.layout.sp_rank
+        ids, positions, padding = ulysses_pad(packed.input_ids, packed.position_ids, sp_size)
+        assert positions is not None
+        lengths = [*packed.lengths, padding] if padding else packed.lengths
+        sequences = PackedSequences(lengths, self.layout.device)
+        width = ids.shape[1] // sp_size
+        start = sp_rank * width
+        mine = (packed.keep >= start) & (packed.keep < start + width)
+        logits = self._run(
+            ids.narrow(-1, start, width), None, positions.narrow(-1, start, width), packed.keep[mine] - start, sequences, extra
+        )
+        return logits, packed.labels[mine], packed.target[mine]
+
+    def _padded(
+        self, packed: PackedRows, ids: Tensor, attention: Tensor, positions: Tensor, asked: Tensor, extra: dict[str, Any]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Run whole rows; the head sees only the response, whose counted positions are picked afterwards."""
+        if positions.dim() == 3:
+            positions = positions.transpose(0, 1)
+        rows, width = packed.shape
+        length = ids.shape[1]
+        first = max(length - width - 1, 0)
+        columns = torch.arange(first, length, device=ids.device)
+        hidden = self._run(ids, attention, positions, columns, None, extra)
+        row, column = packed.target // width, packed.target % width
+        at = row * len(columns) + column + (length - width - 1 - first)
+        return hidden.reshape(rows * len(columns), -1).index_select(0, at), packed.labels, packed.target
+
+    def _run(
+        self,
+        ids: Tensor,
+        attention: Tensor | None,
+        positions: Tensor,
+        keep: Tensor,
+        sequences: PackedSequences | None,
+        extra: dict[str, Any],
+    ) -> Tensor:
+        kwargs: dict[str, Any] = dict(extra)
+        if sequences is not None:
+            kwargs["packed_sequences"] = sequences
+            kwargs["cu_seq_lens_q"] = kwargs["cu_seq_lens_k"] = sequences.cu_seqlens
+            kwargs["max_length_q"] = kwargs["max_length_k"] = sequences.max_length
+        if not self.options.is_value_model:
+            kwargs["logits_to_keep"] = keep
+        output = self.module(input_ids=ids, attention_mask=attention, position_ids=positions, use_cache=False, **kwargs)
+        logits: Tensor = output.logits
+        if self.options.is_value_model:
+            logits = logits.index_select(1, keep)
+        return logits.squeeze(0) if sequences is not None else logits
+
+    # ---- outputs
+
+    def _outputs(
+        self, packed: PackedRows, logits: Tensor, labels: Tensor, target: Tensor, meta: dict[str, Any]
+    ) -> "ModelOutput":
+        if self.options.is_value_model:
+            values = {"values": logits[:, 0].float()}
+        else:
+            values = self._log_probs(logits, labels, meta)
+        output = {name: unpack(value, target, packed.shape) for name, value in values.items()}
+        if self.layout.sp_size > 1:  # every position is on one rank and zero on the others
+            output = {
+                name: all_gather_tensor(value.unsqueeze(0), 0, self.layout.sp_group).sum(0) for name, value in output.items()
+            }
+        return output
+
+    def _log_probs(self, logits: Tensor, labels: Tensor, meta: dict[str, Any]) -> dict[str, Tensor]:
+        entropy = "none"
+        if meta.get("calculate_entropy", False):
+            entropy = "grad" if meta.get("entropy_needs_grad", True) and torch.is_grad_enabled() else "value"
+        log_probs, entropies = log_probs_and_entropy(
+            logits, labels, meta.get("temperature", 1.0), entropy=entropy, chunk_size=self.options.entropy_chunk_size
+        )
+        return {"log_probs": log_probs} if entropies is None else {"log_probs": log_probs, "entropy": entropies}
+
+    def _activations(self) -> AbstractContextManager[Any]:
+        if self.options.offload_activations and torch.is_grad_enabled():
+            return torch.autograd.graph.save_on_cpu(pin_memory=self.layout.device.type == "cuda")
+        return nullcontext()
+
+
+@contextmanager
+def sequence_parallel(layout: Layout) -> Iterator[None]:
+    """Let attention exchange heads within this rank's group; spans the backward pass, which may recompute it."""
+    previous = set_ulysses_sequence_parallel_group(layout.sp_group)
+    try:
+        yield
+    finally:
+        set_ulysses_sequence_parallel_group(previous)
+
+
+def _multi_modal_inputs(rows: "DataProto", device: torch.device) -> dict[str, Any]:
+    if "multi_modal_inputs" not in rows.non_tensor_batch:
+        return {}
+    inputs = extract_multi_modal_inputs(rows.non_tensor_batch["multi_modal_inputs"])
+    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()}

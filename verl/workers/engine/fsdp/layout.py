@@ -1,0 +1,110 @@
+"""Which ranks shard the weights, which hold replicas, and which share a sequence."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from verl.utils.device import get_device_id, get_device_name, get_process_group_backend
+
+if TYPE_CHECKING:
+    from verl.workers.config import FSDPEngineConfig
+
+
+def create_device_mesh(world_size: int, fsdp_size: int) -> DeviceMesh:
+    """Return the mesh ``(fsdp,)``, or ``(ddp, fsdp)`` where ``fsdp_size`` ranks hold one copy of the weights.
+
+    Raises: ValueError when ``fsdp_size`` does not divide the ranks.
+    """
+    device = get_device_name()
+    if fsdp_size < 0 or fsdp_size >= world_size:
+        return init_device_mesh(device, (world_size,), mesh_dim_names=("fsdp",))
+    if world_size % fsdp_size:
+        raise ValueError(f"fsdp_config.fsdp_size={fsdp_size} must divide the {world_size} ranks, or be -1")
+    return init_device_mesh(device, (world_size // fsdp_size, fsdp_size), mesh_dim_names=("ddp", "fsdp"))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The place of this process: ``fsdp_mesh`` is None where the model is an ordinary module."""
+
+    rank: int
+    world_size: int
+    sp_size: int
+    device: torch.device
+    fsdp_mesh: DeviceMesh | None = None
+    sequence_mesh: DeviceMesh | None = None
+
+    @property
+    def dp_size(self) -> int:
+        """Into how many shards a batch is cut."""
+        return self.world_size // self.sp_size
+
+    @property
+    def dp_rank(self) -> int:
+        """Which shard this rank takes; neighbours share one."""
+        return self.rank // self.sp_size
+
+    @property
+    def sp_rank(self) -> int:
+        """Which slice of its sequences this rank holds."""
+        return self.rank % self.sp_size
+
+    @property
+    def sp_group(self) -> ProcessGroup | None:
+        """The ranks that share a sequence."""
+        return self.sequence_mesh["sp"].get_group() if self.sequence_mesh is not None else None
+
+    @property
+    def dp_group(self) -> ProcessGroup | None:
+        """The ranks that hold the other shards."""
+        if self.sequence_mesh is not None:
+            return self.sequence_mesh["dp"].get_group()
+        return dist.group.WORLD if self.world_size > 1 else None
+
+    @property
+    def shard_group(self) -> ProcessGroup | None:
+        """The ranks over which one copy of the weights is sharded."""
+        return self.fsdp_mesh["fsdp"].get_group() if self.fsdp_mesh is not None else None
+
+    @property
+    def shard_size(self) -> int:
+        """Over how many ranks one copy of the weights is sharded."""
+        return self.fsdp_mesh["fsdp"].size() if self.fsdp_mesh is not None else 1
+
+    @property
+    def shard_rank(self) -> int:
+        """Which shard of the weights this rank holds."""
+        return self.fsdp_mesh["fsdp"].get_local_rank() if self.fsdp_mesh is not None else 0
+
+
+def current_device() -> torch.device:
+    """Return the device of this process, with its index where it has one."""
+    name = get_device_name()
+    return torch.device(name) if name == "cpu" else torch.device(name, int(get_device_id()))
+
+
+def make_layout(config: "FSDPEngineConfig", must_wrap: bool) -> Layout:
+    """Lay the ranks out; a lone process is wrapped only where precision or offload need FSDP's hooks.
+
+    Raises: ValueError when a size does not divide the ranks.
+    """
+    ready = dist.is_available() and dist.is_initialized()
+    world_size, rank = (dist.get_world_size(), dist.get_rank()) if ready else (1, 0)
+    sp_size = config.ulysses_sequence_parallel_size
+    if world_size % sp_size:
+        raise ValueError(f"ulysses_sequence_parallel_size={sp_size} must divide the {world_size} ranks")
+    device = current_device()
+    if world_size == 1 and not must_wrap:
+        return Layout(rank, world_size, sp_size, device)
+    if not ready:
+        dist.init_process_group(get_process_group_backend(), store=dist.HashStore(), rank=0, world_size=1)
+    fsdp_mesh = create_device_mesh(world_size, config.fsdp_size)
+    sequence_mesh = None
+    if sp_size > 1:
+        shape = (world_size // sp_size, sp_size)
+        sequence_mesh = init_device_mesh(get_device_name(), shape, mesh_dim_names=("dp", "sp"))
+    return Layout(rank, world_size, sp_size, device, fsdp_mesh, sequence_mesh)

@@ -1,0 +1,220 @@
+"""Weights from a checkpoint into sharded parameters, and back out under checkpoint names."""
+
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from verl.workers.engine.fsdp.layout import Layout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+
+class CheckpointError(ValueError, RuntimeError):
+    """The weights of ``model.path`` cannot be used."""
+
+
+class SafetensorsReader:
+    """The tensors of a checkpoint folder, read one slice at a time."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self._open_files: dict[str, Any] = {}
+        index = os.path.join(folder, INDEX_FILE)
+        if os.path.exists(index):
+            with open(index) as file:
+                self.files: dict[str, str] = json.load(file)["weight_map"]
+        else:
+            self.files = dict.fromkeys(self._open(SINGLE_FILE).keys(), SINGLE_FILE)
+
+    @staticmethod
+    def serves(folder: str) -> bool:
+        """Whether the folder holds safetensors under the usual names."""
+        return any(os.path.exists(os.path.join(folder, name)) for name in (INDEX_FILE, SINGLE_FILE))
+
+    def names(self) -> set[str]:
+        """Return the names of all tensors."""
+        return set(self.files)
+
+    def read(self, name: str, shape: torch.Size, rows: slice) -> Tensor:
+        """Return rows of a tensor whose whole shape must be ``shape``.
+
+        Raises: CheckpointError naming the tensor or file.
+        """
+        stored = self._open(self.files[name]).get_slice(name)
+        if tuple(stored.get_shape()) != tuple(shape):
+            raise CheckpointError(
+                f"tensor {name!r} in {os.path.join(self.folder, self.files[name])} has shape "
+                f"{tuple(stored.get_shape())}, the model of its config.json needs {tuple(shape)}"
+            )
+        tensor: Tensor = stored[rows] if shape else self._open(self.files[name]).get_tensor(name)
+        return tensor
+
+    def _open(self, file: str) -> Any:
+        from safetensors import SafetensorError, safe_open
+
+        path = os.path.join(self.folder, file)
+        if file not in self._open_files:
+            try:
+                self._open_files[file] = safe_open(path, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(
+                    f"cannot read the weights file {path}: {error}. It is missing, truncated or not safetensors; "
+                    "copy or download the checkpoint again"
+                ) from error
+        return self._open_files[file]
+
+
+def local_rows(shape: torch.Size, layout: Layout) -> slice:
+    """Return which rows of a tensor this rank's shard holds, the way ``Shard(0)`` cuts."""
+    if not shape:
+        return slice(None)
+    step = -(-shape[0] // layout.shard_size)
+    start = min(layout.shard_rank * step, shape[0])
+    return slice(start, min(start + step, shape[0]))
+
+
+LocalReader = Callable[[str, torch.Size, slice], Tensor | None]
+"""(name, whole shape, rows) -> those rows, or None for a tensor that the checkpoint does not hold."""
+
+
+def materialize(model: nn.Module, layout: Layout, read: LocalReader, initialize: LocalReader) -> None:
+    """Give every meta parameter its shard, from the checkpoint or, for new ones, from ``initialize``.
+
+    Tied parameters stay one. Raises: CheckpointError naming all tensors that neither has.
+    """
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(id(parameter), []).append((module, attribute))
+    missing = []
+    for name, parameter in list(model.named_parameters()):
+        if not parameter.is_meta:
+            continue
+        rows = local_rows(parameter.shape, layout)
+        local = read(name, parameter.shape, rows)
+        if local is None:
+            local = initialize(name, parameter.shape, rows)
+        if local is None:
+            missing.append(name)
+            continue
+        local = local.to(layout.device, parameter.dtype)
+        new = nn.Parameter(_like(parameter, local.contiguous()), requires_grad=parameter.requires_grad)
+        for module, attribute in places[id(parameter)]:
+            setattr(module, attribute, new)
+    if missing:
+        raise CheckpointError(
+            f"the checkpoint lacks {len(missing)} tensors of the model, the first is {missing[0]!r}: "
+            "model.path must hold the whole model of its config.json"
+        )
+
+
+def _like(parameter: Tensor, local: Tensor) -> Tensor:
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(
+        local, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
+
+
+def checkpoint_reader(folder: str, model: "PreTrainedModel", load_whole: Callable[[], "PreTrainedModel"]) -> LocalReader:
+    """Choose how to read a checkpoint.
+
+    Names that the model and the files share are read slice by slice. Where transformers converts names or layouts,
+    rank 0 loads the model by ``load_whole`` and broadcasts it tensor by tensor.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    if SafetensorsReader.serves(folder):
+        reader = SafetensorsReader(folder)
+        wanted = {name for name, _ in model.named_parameters()}
+        if not get_model_conversion_mapping(model, add_legacy=False) and _shares_names(wanted, reader.names()):
+            aliases = _tied_aliases(model)
+
+            def read(name: str, shape: torch.Size, rows: slice) -> Tensor | None:
+                stored = next((n for n in (name, *aliases.get(name, ())) if n in reader.files), None)
+                return reader.read(stored, shape, rows) if stored is not None else None
+
+            return read
+    return _broadcast_reader(load_whole)
+
+
+def _shares_names(wanted: set[str], stored: set[str]) -> bool:
+    return len(wanted & stored) * 2 > len(wanted)
+
+
+def _tied_aliases(model: nn.Module) -> dict[str, list[str]]:
+    """Return, for each unique parameter name, the other names of the same parameter."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {first: rest for first, *rest in names.values() if rest}
+
+
+def _broadcast_reader(load_whole: Callable[[], "PreTrainedModel"]) -> LocalReader:
+    alone = not dist.is_initialized() or dist.get_world_size() == 1
+    first = alone or dist.get_rank() == 0
+    whole = dict(load_whole().named_parameters()) if first else {}
+
+    def read(name: str, shape: torch.Size, rows: slice) -> Tensor | None:
+        tensor = whole.pop(name).detach() if name in whole else None
+        if not alone:
+            tensor = _broadcast_from_first(tensor)
+        if tensor is not None and tensor.shape != shape:
+            raise CheckpointError(f"tensor {name!r} has shape {tuple(tensor.shape)}, the model needs {tuple(shape)}")
+        return tensor if tensor is None or not shape else tensor[rows]
+
+    return read
+
+
+def _broadcast_from_first(tensor: Tensor | None) -> Tensor | None:
+    header: list[Any] = [None if tensor is None else (tensor.shape, tensor.dtype)]
+    dist.broadcast_object_list(header, src=0)
+    if header[0] is None:
+        return None
+    shape, dtype = header[0]
+    received = tensor.contiguous() if tensor is not None else torch.empty(shape, dtype=dtype)
+    dist.broadcast(received, src=0)
+    return received
+
+
+# Export
+
+
+def full_tensor(parameter: Tensor) -> Tensor:
+    """Return the whole of a parameter; collective over the ranks that shard it."""
+    tensor = parameter.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if tensor.device.type == "cpu" and tensor.device_mesh.device_type != "cpu":  # offloaded: gather on the device
+        local = tensor.to_local().to(tensor.device_mesh.device_type)
+        tensor = DTensor.from_local(
+            local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        )
+    whole: Tensor = tensor.full_tensor()
+    return whole
+
+
+def checkpoint_names(model: "PreTrainedModel", stream: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Rename and convert in-memory tensors to what ``save_pretrained`` writes, keeping one group alive at a time."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import revert_weight_conversion
+
+    if not get_model_conversion_mapping(model, add_legacy=False):
+        yield from stream
+        return
+    for name, tensor in stream:
+        yield from revert_weight_conversion(model, {name: tensor}).items()

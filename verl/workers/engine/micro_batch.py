@@ -1,0 +1,122 @@
+"""How a mini-batch is cut, which positions of it count, and how its rows are packed."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from verl.protocol import DataProto
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rows of a mini-batch for one forward pass."""
+
+    rows: "DataProto"
+    index: list[int]
+
+
+def response_mask_of(data: "DataProto") -> Tensor:
+    """Return which response tokens count (B, R): ``response_mask``, else the attention mask of the response."""
+    batch = data.batch
+    if "response_mask" in batch.keys():
+        mask: Tensor = batch["response_mask"]
+        return mask
+    width = batch["responses"].shape[1]
+    return batch["attention_mask"][:, -width:]
+
+
+def check_rows(data: "DataProto") -> None:
+    """Check that every counted token, and the one that predicts it, is a token of the row.
+
+    Raises: ValueError naming the first that is not.
+    """
+    attended = data.batch["attention_mask"].bool()
+    asked = response_mask_of(data).bool()
+    width = asked.shape[1]
+    before = F.pad(attended[:, :-1], (1, 0))[:, -width:]
+    wrong = asked & ~(before & attended[:, -width:])
+    if wrong.any():
+        row, column = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"response_mask marks token {column} of row {row}, but attention_mask leaves it or the token before it out: "
+            "mark only tokens of the response that follow another token"
+        )
+
+
+def cut(data: "DataProto", sp_size: int = 1, dp_group: "ProcessGroup | None" = None) -> list[MicroBatch]:
+    """Cut a batch as its ``meta_info`` says.
+
+    ``max_token_len_per_gpu`` bounds what one rank holds; ranks that share a sequence hold a part each.
+
+    Raises: ValueError when the key that the chosen way needs is missing.
+    """
+    meta = data.meta_info
+    if meta.get("use_dynamic_bsz", False):
+        from verl.utils.seqlen_balancing import rearrange_micro_batches
+
+        max_token_len = meta.get("max_token_len_per_gpu")
+        if not max_token_len:
+            raise ValueError("use_dynamic_bsz needs max_token_len_per_gpu in the batch's meta_info, a positive number")
+        _, indices = rearrange_micro_batches(
+            data.batch.select("attention_mask"), max_token_len=max_token_len * sp_size, dp_group=dp_group
+        )
+        return [MicroBatch(data.select_idxs(index), list(index)) for index in indices]
+    size = meta.get("micro_batch_size_per_gpu") or len(data)
+    cuts = [(at, min(at + size, len(data))) for at in range(0, len(data), size)]
+    return [MicroBatch(data.slice(start, stop), list(range(start, stop))) for start, stop in cuts]
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """The tokens of some rows end to end, shortest row first, and what is asked of them.
+
+    ``keep`` (K,) are the packed positions that predict the counted tokens, ``labels`` (K,) those tokens, ``target``
+    (K,) their places in the flattened (b, R) response.
+    """
+
+    input_ids: Tensor  # (1, T)
+    position_ids: Tensor  # (1, T) or (C, 1, T)
+    lengths: list[int]
+    row_order: Tensor  # (b,)
+    keep: Tensor
+    labels: Tensor
+    target: Tensor
+    shape: tuple[int, int]
+
+
+def pack_rows(input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, asked: Tensor) -> PackedRows:
+    """Remove the padding of (b, L) rows, of which the last R columns are the response."""
+    counts = attention_mask.sum(-1)
+    order = counts.argsort(stable=True)
+    attended = attention_mask.index_select(0, order).bool()
+    ids, asked_rows = input_ids.index_select(0, order), asked.index_select(0, order).bool()
+    positions = position_ids.index_select(0, order)
+    rows, width = asked.shape
+    place = (attended.flatten().cumsum(0) - 1).view_as(attended)
+    predictor = F.pad(place[:, :-1], (1, 0))[:, -width:]
+    target = torch.arange(rows * width, device=ids.device).view(rows, width).index_select(0, order)
+    packed_positions = positions[attended].unsqueeze(0)
+    if positions.dim() == 3:
+        packed_positions = positions.transpose(0, 1)[:, attended].unsqueeze(1)
+    return PackedRows(
+        input_ids=ids[attended].unsqueeze(0),
+        position_ids=packed_positions,
+        lengths=[length for length in counts.sort().values.tolist() if length],
+        row_order=order,
+        keep=predictor[asked_rows],
+        labels=ids[:, -width:][asked_rows],
+        target=target[asked_rows],
+        shape=(rows, width),
+    )
+
+
+def unpack(values: Tensor, target: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Put (K,) values at their places in (b, R); zero elsewhere."""
+    flat = values.new_zeros(shape[0] * shape[1])
+    return flat.scatter(0, target, values).view(shape)
