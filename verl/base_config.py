@@ -142,4 +142,4 @@ def _describe(hint: Any) -> str:
         return " or ".join(_describe(each) for each in arguments)
     if origin in (list, tuple):
         return f"a list of which each item is {_describe(arguments[0])}" if arguments else "a list"
-    return names.get(origin or hint, f"a {getattr(hint, '__name__', hint)}")
+    return names.get(origin or hint, "a mapping")

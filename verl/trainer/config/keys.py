@@ -88,7 +88,7 @@ def nearest(key: str, known: Iterable[str], count: int = 3) -> list[str]:
 
     ranked = sorted(known, key=likeness, reverse=True)[:count]
     best = likeness(ranked[0]) if ranked else 0.0
-    return [other for other in ranked if likeness(other) > max(0.9, 0.75 * best)]
+    return [other for other in ranked if likeness(other) > max(0.9, 0.8 * best)]
 
 
 def unknown_key_text(key: str, known: Iterable[str]) -> str:

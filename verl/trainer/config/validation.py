@@ -61,6 +61,12 @@ def check_world(config: DictConfig, cluster_resources: Mapping[str, float]) -> N
 
 def config_violations(config: DictConfig, use_reference_policy: bool, use_critic: bool) -> Iterator[Violation]:
     """Yield everything that is wrong, the broad before the narrow."""
+    raw: Tree = OmegaConf.to_container(config, resolve=False)  # type: ignore[assignment]
+    scalars = [Violation(key, select(raw, key), "must be a mapping: set keys below it") for key in _NODES]
+    scalars = [violation for violation in scalars if not isinstance(violation.value, Mapping)]
+    if scalars:
+        yield from scalars
+        return
     missing = sorted(OmegaConf.missing_keys(config))
     yield from (Violation(key, "???", f"is missing: {_MISSING.get(key, 'write a value')}") for key in missing)
     try:
@@ -99,11 +105,19 @@ def _size_rules(tree: Tree, use_reference: bool, use_critic: bool, broken: set[s
         if not broken & (batch | {f"{role}.{name}" for name in sizes}):
             per_gpu_is_wrong = f"{role}.ppo_micro_batch_size_per_gpu" in broken
             yield from (violation.under(role) for violation in _role_batch_rules(tree, role, per_gpu_is_wrong))
-    yield from _log_prob_rules(tree, use_reference)
+    for role in ["rollout"] + ["ref"] * use_reference:
+        if not any(key.startswith(f"actor_rollout_ref.{role}.log_prob_") for key in broken):
+            yield from _log_prob_rules(tree, f"actor_rollout_ref.{role}")
     lengths = ("prompt_length", "response_length", "max_model_len", "max_num_batched_tokens", "temperature")
     if not broken & {f"{rollout}.{name}" for name in lengths} and "actor_rollout_ref.model.lora_rank" not in broken:
         yield from _rollout_rules(tree)
 
+
+_NODES = (
+    *("data", "actor_rollout_ref", "critic", "reward_model", "custom_reward_function", "algorithm", "trainer"),
+    *("actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout", "actor_rollout_ref.model"),
+    "ray_kwargs",
+)
 
 _MISSING = {
     "actor_rollout_ref.rollout.name": "write vllm or hf",
@@ -221,14 +235,13 @@ def _role_batch_rules(tree: Tree, role: str, per_gpu_is_wrong: bool) -> Iterator
         yield Violation("ppo_micro_batch_size_per_gpu", micro, f"{expected} ({key}={mini} x n={n} / {dp_size} ranks)")
 
 
-def _log_prob_rules(tree: Tree, use_reference_policy: bool) -> Iterator[Violation]:
+def _log_prob_rules(tree: Tree, role: str) -> Iterator[Violation]:
     """Yield log-prob batch sizes that are missing or given twice."""
-    for role in ["rollout"] + ["ref"] * use_reference_policy:
-        node = tree["actor_rollout_ref"][role]
-        if not node["log_prob_use_dynamic_bsz"]:
-            for violation in micro_batch_rules(node, "log_prob_micro_batch_size"):
-                expected = violation.expected.replace("use_dynamic_bsz", "log_prob_use_dynamic_bsz")
-                yield violation._replace(expected=expected).under(f"actor_rollout_ref.{role}")
+    node = select(tree, role)
+    if not node["log_prob_use_dynamic_bsz"]:
+        for violation in micro_batch_rules(node, "log_prob_micro_batch_size"):
+            expected = violation.expected.replace("use_dynamic_bsz", "log_prob_use_dynamic_bsz")
+            yield violation._replace(expected=expected).under(role)
 
 
 def _rollout_rules(tree: Tree) -> Iterator[Violation]:

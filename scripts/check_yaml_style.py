@@ -1,0 +1,59 @@
+"""Check the style of the configuration: a comment above each key, a blank line between keys, no inline comments.
+
+python scripts/check_yaml_style.py [files or folders]     # default: verl/trainer/config and recipe
+"""
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+KEY = re.compile(r"^(?P<indent> *)(?P<key>[\w\-.]+):(?P<rest>.*)$")
+INLINE_COMMENT = re.compile(r"\s#")
+QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
+
+
+def problems(text: str) -> Iterator[tuple[int, str]]:
+    """Yield (line number, what is wrong) for one file."""
+    lines = text.splitlines()
+    first_key = True
+    for number, line in enumerate(lines, start=1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        if INLINE_COMMENT.search(QUOTED.sub("", line)):
+            yield number, "inline comment: write it on a line of its own above the key"
+        match = KEY.match(line)
+        if match is None:
+            continue
+        above = number - 2
+        if above < 0 or not lines[above].lstrip().startswith("#"):
+            yield number, f"no comment above the key {match['key']!r}"
+        while above >= 0 and lines[above].lstrip().startswith("#"):
+            above -= 1
+        if not first_key and (above < 0 or lines[above].strip()):
+            yield number, f"no blank line before the comment of {match['key']!r}"
+        first_key = False
+
+
+def yaml_files(paths: list[Path]) -> Iterator[Path]:
+    """Yield the YAML files under the given paths; generated copies follow no style."""
+    for path in paths:
+        found = sorted(path.rglob("*.yaml")) if path.is_dir() else [path]
+        yield from (
+            file for file in found if not file.name.startswith("_generated") and file.name != "runtime_env.yaml"
+        )
+
+
+def main(arguments: list[str]) -> int:
+    """Report every problem and return how many there are, at most 1."""
+    roots = [Path(argument) for argument in arguments] or [Path("verl/trainer/config"), Path("recipe")]
+    files = list(yaml_files([root for root in roots if root.exists()]))
+    found = [
+        f"{file}:{number}: {text}" for file in files for number, text in problems(file.read_text(encoding="utf-8"))
+    ]
+    sys.stdout.write("".join(f"{line}\n" for line in found) or f"{len(files)} YAML files follow the style\n")
+    return min(1, len(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,147 @@
+"""The command line of every entry point: Hydra's, with messages that say what was meant."""
+
+import functools
+import inspect
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra._internal.utils import get_args_parser
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from verl.base_config import ConfigError, Violation
+from verl.trainer.config.keys import FREE_FORM, NO_READER, OPTIONAL, dotted_keys, is_under, renamed, unknown_key_text
+
+logger = logging.getLogger(__name__)
+
+CONFIG_DIR = str(Path(__file__).parent)
+USAGE_ERROR = 2
+
+
+def hydra_main(
+    config_name: str, config_path: str = CONFIG_DIR
+) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
+    """Make a function of a config into a command: as ``hydra.main``, where a wrong key or value ends with a list of
+    what is wrong and exit code 2 instead of a stack trace.
+
+    Keys that may be absent from the YAML are accepted with and without a leading ``+``.
+    """
+
+    def decorate(function: Callable[[Any], None]) -> Callable[[], None]:
+        folder = os.path.join(os.path.dirname(inspect.getfile(function)), config_path)
+
+        @functools.wraps(function)
+        def task(config: Any) -> None:
+            try:
+                function(config)
+            except ConfigError as error:
+                _exit(str(error))
+
+        @functools.wraps(function)
+        def command() -> None:
+            try:
+                arguments = prepare_arguments(sys.argv[1:], config_name, folder)
+            except (ConfigError, HydraException, OmegaConfBaseException) as error:
+                _exit(str(error))
+            sys.argv[1:] = arguments
+            hydra.main(config_path=folder, config_name=config_name, version_base=None)(task)()
+
+        return command
+
+    return decorate
+
+
+def _exit(message: str) -> None:
+    sys.stderr.write(f"error in the configuration: {message}\n")
+    sys.exit(USAGE_ERROR)
+
+
+def prepare_arguments(arguments: list[str], config_name: str, folder: str) -> list[str]:
+    """Return the arguments as Hydra takes them.
+
+    Raises: ConfigError listing every override whose key does not exist, with the nearest keys; HydraException when
+    an override cannot be parsed or a config file does not exist.
+    """
+    parsed = get_args_parser().parse_args(arguments)
+    if parsed.help or parsed.hydra_help or parsed.shell_completion:
+        return arguments
+    if parsed.config_path is not None:
+        folder = os.path.abspath(os.path.join(folder, os.pardir, parsed.config_path))
+        if not os.path.isdir(folder):
+            folder = os.path.abspath(parsed.config_path)
+    extra = [f"hydra.searchpath=[file://{os.path.abspath(parsed.config_dir)}]"] if parsed.config_dir else []
+    overrides = fitted_overrides(parsed.overrides, parsed.config_name or config_name, folder, extra)
+    kept = [argument for argument in arguments if argument not in parsed.overrides]
+    moved = ["--config-path", folder] if parsed.config_path is not None else []
+    return kept + moved + overrides
+
+
+def fitted_overrides(overrides: list[str], config_name: str, folder: str, extra: Iterable[str] = ()) -> list[str]:
+    """Return the overrides, each spelled so that it fits whether its key is in the YAML or not.
+
+    Raises: ConfigError listing every key that does not exist.
+    """
+    parsed = OverridesParser.create().parse_overrides(overrides)
+    with hydra.initialize_config_dir(folder, version_base=None):
+        loader = GlobalHydra.instance().config_loader()
+        groups = [each.input_line for each in parsed if _is_group(each, loader)]
+        base = hydra.compose(config_name, [*groups, *extra])
+    keys = dotted_keys(OmegaConf.to_container(base, resolve=False))  # type: ignore[arg-type]
+    known, violations, fitted = set(keys), [], []
+    for override in parsed:
+        line = str(override.input_line)
+        if line in groups or override.key_or_group.startswith("hydra"):
+            fitted.append(line)
+            continue
+        if override.is_delete():
+            fitted.append(line)
+            keys_of_line: Iterable[str] = [override.key_or_group]
+        else:
+            fitted.append(_with_prefix(line, override, known))
+            keys_of_line = _keys_of(override)
+        violations += [violation for key in keys_of_line for violation in _key_violations(key, override, known)]
+    if violations:
+        raise ConfigError(violations)
+    return fitted
+
+
+def _is_group(override: Override, loader: Any) -> bool:
+    name = override.key_or_group
+    return bool(override.package) or "/" in name or ("." not in name and bool(loader.get_group_options(name)))
+
+
+def _with_prefix(line: str, override: Override, known: set[str]) -> str:
+    bare = line.lstrip("+")
+    may_be_absent = override.key_or_group not in known or override.is_add()
+    return f"++{bare}" if may_be_absent else line
+
+
+def _keys_of(override: Override) -> Iterator[str]:
+    """Yield the keys that an override sets: one, or those of the mapping that is its value."""
+    value = None if override.is_sweep_override() else override.value()
+    if isinstance(value, Mapping) and value:
+        yield from (key for key in dotted_keys(value, f"{override.key_or_group}."))
+    else:
+        yield override.key_or_group
+
+
+def _key_violations(key: str, override: Override, known: set[str]) -> Iterator[Violation]:
+    value = "" if override.is_delete() else override.get_value_element_as_str()
+    text = renamed(key)
+    if text is not None:
+        yield Violation(key, value, text)
+    elif key in known or key in OPTIONAL or is_under(key, FREE_FORM):
+        return
+    elif key in NO_READER:
+        logger.warning("%s=%s: accepted, but nothing reads it", key, value)
+    else:
+        yield Violation(key, value, unknown_key_text(key, [*known, *OPTIONAL]))
