@@ -1,0 +1,327 @@
+"""Reward managers: where a score lands, what scorers may return, and what a bad scorer is answered with."""
+
+import math
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from examples.tiny_model import byte_tokenizer
+from verl.protocol import DataProto
+from verl.trainer.ppo.reward import compute_reward
+from verl.workers.reward_manager import AbstractRewardManager, get_reward_manager_cls, register
+from verl.workers.reward_manager.loading import load_reward_manager, resolve_reward
+from verl.workers.reward_manager.scoring import RewardError
+
+PROMPT_WIDTH, RESPONSE_WIDTH = 6, 8
+RESPONSES = ["#### 4", "#### 12", ""]
+TRUTHS = ["4", "13", "0"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return byte_tokenizer()
+
+
+def object_array(values):
+    return np.fromiter(values, dtype=object, count=len(values))
+
+
+@pytest.fixture
+def batch(tokenizer):
+    """Three responses of 6, 7 and 0 tokens; the first two end with the end-of-turn token."""
+    prompts, responses, masks = [], [], []
+    for text in RESPONSES:
+        ids = tokenizer.encode(text) + ([tokenizer.eos_token_id] if text else [])
+        pad = RESPONSE_WIDTH - len(ids)
+        prompts.append([tokenizer.pad_token_id] * 3 + tokenizer.encode("1+1"))
+        responses.append(ids + [tokenizer.pad_token_id] * pad)
+        masks.append([0] * 3 + [1] * 3 + [1] * len(ids) + [0] * pad)
+    return DataProto.from_dict(
+        tensors={
+            "prompts": torch.tensor(prompts),
+            "responses": torch.tensor(responses),
+            "attention_mask": torch.tensor(masks),
+        },
+        non_tensors={
+            "data_source": object_array(["openai/gsm8k"] * 3),
+            "reward_model": object_array([{"style": "rule", "ground_truth": t} for t in TRUTHS]),
+            "extra_info": object_array([{"index": i} for i in range(3)]),
+            "__num_turns__": np.array([2, 4, 6], dtype=np.int32),
+        },
+    )
+
+
+def manager(name, tokenizer, scorer, **kwargs):
+    return get_reward_manager_cls(name)(tokenizer, 1, scorer, **kwargs)
+
+
+def expected(values):
+    reward = torch.zeros(3, RESPONSE_WIDTH)
+    reward[0, 6], reward[1, 7], reward[2, 0] = values
+    return reward
+
+
+def plural(scorer):
+    def score(data_sources, solution_strs, ground_truths, extra_infos):
+        columns = zip(data_sources, solution_strs, ground_truths, extra_infos, strict=True)
+        return [scorer(*row) for row in columns]
+
+    return score
+
+
+def record(data_source, solution_str, ground_truth, extra_info):
+    return {
+        "score": len(solution_str),
+        "seen": (data_source, solution_str, ground_truth, extra_info["index"], int(extra_info["num_turns"])),
+    }
+
+
+@pytest.mark.parametrize("name", ["naive", "batch", "dapo"])
+def test_scorer_sees_each_row_and_the_score_is_at_the_last_token(name, tokenizer, batch):
+    scorer = plural(record) if name == "batch" else record
+    result = manager(name, tokenizer, scorer)(batch, return_dict=True)
+    assert torch.equal(result["reward_tensor"], expected([6.0, 7.0, 0.0]))
+    seen = [
+        ("openai/gsm8k", text, truth, i, 2 * i + 2)
+        for i, (text, truth) in enumerate(zip(RESPONSES, TRUTHS, strict=True))
+    ]
+    assert result["reward_extra_info"]["seen"] == seen
+    assert torch.equal(manager(name, tokenizer, scorer)(batch), result["reward_tensor"])
+
+
+def test_real_scorer(tokenizer, batch):
+    assert torch.equal(manager("naive", tokenizer, None)(batch), expected([1.0, 0.0, 0.0]))
+
+
+@pytest.mark.parametrize(
+    ("returned", "value"),
+    [
+        (2, 2.0),
+        (True, 1.0),
+        (0.25, 0.25),
+        ((0.5, "why"), 0.5),
+        ({"score": False, "pred": "x"}, 0.0),
+        (np.float32(0.5), 0.5),
+        (torch.tensor(3), 3.0),
+    ],
+)
+@pytest.mark.parametrize("name", ["naive", "batch"])
+def test_what_a_scorer_may_return(name, tokenizer, batch, returned, value):
+    def scorer(data_source, solution_str, ground_truth, extra_info):
+        return returned
+
+    result = manager(name, tokenizer, plural(scorer) if name == "batch" else scorer)(batch, return_dict=True)
+    assert torch.equal(result["reward_tensor"], expected([value] * 3))
+    assert result["reward_extra_info"] == ({"pred": ["x"] * 3} if isinstance(returned, dict) else {})
+
+
+@pytest.mark.parametrize("returned", [None, "1", math.nan, math.inf, {}, {"score": None}, [], torch.ones(2), ()])
+@pytest.mark.parametrize("name", ["naive", "batch", "dapo"])
+def test_nonsense_is_named(name, tokenizer, batch, returned):
+    def scorer(data_source, solution_str, ground_truth, extra_info):
+        return returned if extra_info["index"] == 1 else 1.0
+
+    with pytest.raises(
+        RewardError, match=r"data_source 'openai/gsm8k', sample 1, ground truth '13': the scorer returned"
+    ):
+        manager(name, tokenizer, plural(scorer) if name == "batch" else scorer)(batch)
+
+
+def test_a_scorer_that_raises_is_named(tokenizer, batch):
+    def scorer(data_source, solution_str, ground_truth, extra_info):
+        return 1 / int(ground_truth)
+
+    with pytest.raises(RewardError, match="sample 2, ground truth '0': the scorer raised ZeroDivisionError") as caught:
+        manager("naive", tokenizer, scorer)(batch)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    with pytest.raises(RewardError, match=r"data sources \['openai/gsm8k'\]: the scorer raised ZeroDivisionError"):
+        manager("batch", tokenizer, plural(scorer))(batch)
+
+
+@pytest.mark.parametrize(
+    ("returned", "got"), [([1.0], "1 scores"), (None, "NoneType"), (3.0, "float"), ({"score": 1}, "dict")]
+)
+def test_batch_scorer_with_the_wrong_length(tokenizer, batch, returned, got):
+    with pytest.raises(RewardError, match=f"must return 3 scores, it returned {got}"):
+        manager("batch", tokenizer, lambda **_: returned)(batch)
+
+
+def test_batch_passes_its_kwargs_and_records_acc(tokenizer, batch):
+    seen = {}
+
+    def scorer(data_sources, solution_strs, ground_truths, extra_infos, bonus):
+        seen["bonus"] = bonus
+        return np.array([0.0, bonus, 1.0])
+
+    reward = manager("batch", tokenizer, scorer, bonus=0.5)
+    assert torch.equal(reward(batch), expected([0.0, 0.5, 1.0]))
+    assert seen == {"bonus": 0.5} and batch.batch["acc"].tolist() == [0.0, 0.5, 1.0]
+    assert reward.verify(batch) == [0.0, 0.5, 1.0]
+
+
+def test_extras_of_mixed_sources_stay_aligned(tokenizer, batch):
+    def scorer(data_source, solution_str, ground_truth, extra_info):
+        return {"score": 1, "pred": "a"} if extra_info["index"] == 1 else 0.0
+
+    result = manager("naive", tokenizer, scorer)(batch, return_dict=True)
+    assert result["reward_extra_info"] == {"pred": [None, "a", None]}
+
+
+@pytest.mark.parametrize("name", ["naive", "batch", "dapo", "prime"])
+def test_given_scores_are_passed_on(name, tokenizer, batch):
+    batch.batch["rm_scores"] = torch.rand(3, RESPONSE_WIDTH)
+    batch.non_tensor_batch["turns"] = np.array([1, 2, 3])
+    batch.meta_info["reward_extra_keys"] = ["turns"]
+    rewards = manager(name, tokenizer, lambda *_, **__: pytest.fail("the scorer is not to be called"))
+    assert torch.equal(rewards(batch), batch.batch["rm_scores"])
+    assert rewards(batch, return_dict=True)["reward_extra_info"] == {"turns": [1, 2, 3]}
+
+
+def test_dapo_punishes_long_responses(tokenizer, batch):
+    # limit 8, buffer 4: free up to 4 tokens; lengths 7, 8, 0 exceed by 3, 4, -4; penalty factor 0.5 over 4 tokens
+    config = {"enable": True, "len": 4, "penalty_factor": 0.5, "log": True}
+    result = manager("dapo", tokenizer, lambda **_: 1.0, max_resp_len=8, overlong_buffer_cfg=config)(
+        batch, return_dict=True
+    )
+    assert torch.allclose(result["reward_tensor"], expected([1 - 0.375, 1 - 0.5, 1.0]))
+    assert result["reward_extra_info"] == {
+        "acc": [1.0] * 3,
+        "overlong_reward": [-0.375, -0.5, 0.0],
+        "overlong": [True, True, False],
+    }
+    with pytest.raises(AssertionError, match="max_resp_len must be given"):
+        manager("dapo", tokenizer, None, overlong_buffer_cfg=config)
+    with pytest.raises(ValueError, match=r"overlong_buffer_cfg\.len must be in \[1, max_resp_len=3\], got 4"):
+        manager("dapo", tokenizer, None, max_resp_len=3, overlong_buffer_cfg=config)
+
+
+HANG = """
+import time
+def f(data_source, completion, ground_truth, extra_info):
+    if ground_truth == "13":
+        time.sleep(60)
+    return 1.0
+"""
+DIE = """
+import os
+def f(data_source, completion, ground_truth, extra_info):
+    os._exit(3) if ground_truth == "13" else None
+    return 1.0
+"""
+FAIL = """
+def f(data_source, completion, ground_truth, extra_info):
+    raise KeyError("k")
+"""
+
+
+def test_prime(tokenizer, batch, scorer_file):
+    def prime(text, **kwargs):
+        node = {"path": scorer_file(text), "name": "f"}
+        named = config(custom_reward_function=node, reward_model={"reward_manager": "prime"})
+        return load_reward_manager(named, tokenizer, num_examine=0, **kwargs)
+
+    start = time.monotonic()
+    hanging = prime(HANG, num_processes=3, timeout_s=1.0)
+    assert torch.equal(hanging(batch), expected([1.0, 0.0, 1.0]))
+    assert batch.batch["acc"].tolist() == [1.0, 0.0, 1.0]
+    assert time.monotonic() - start < 50
+    hanging.pool.close()
+    for text, message in ((DIE, "sample 1, .*ended with code 3"), (FAIL, "sample 0, .*KeyError: 'k'")):
+        bad = prime(text, num_processes=1)
+        with pytest.raises(RewardError, match=message):
+            bad.verify(batch)
+        bad.pool.close()
+
+
+def test_registry():
+    with pytest.raises(ValueError, match="'nope' is not one of .*naive"):
+        get_reward_manager_cls("nope")
+    with pytest.raises(ValueError, match="'naive' is already"):
+
+        @register("naive")
+        class Other(AbstractRewardManager):
+            pass
+
+
+def config(**nodes):
+    return {"data": {"reward_fn_key": "data_source"}, "reward_model": {"reward_manager": "naive"}, **nodes}
+
+
+@pytest.fixture
+def scorer_file(tmp_path):
+    def write(text):
+        path = tmp_path / f"scorer_{abs(hash(text))}.py"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+def test_custom_function_with_kwargs(tokenizer, batch, scorer_file):
+    path = scorer_file("def f(data_source, solution_str, ground_truth, extra_info, bonus=0):\n    return bonus\n")
+    node = {"path": path, "name": "f", "reward_kwargs": {"bonus": 2}}
+    rewards = load_reward_manager(config(custom_reward_function=node), tokenizer, num_examine=0)
+    assert torch.equal(rewards(batch), expected([2.0] * 3))
+
+
+def test_custom_manager_registered_by_the_file(tokenizer, batch, scorer_file):
+    path = scorer_file(
+        "from verl.workers.reward_manager import NaiveRewardManager, register\n"
+        "@register('doubled')\nclass Doubled(NaiveRewardManager):\n"
+        "    def _score(self, sample):\n        return 2 * super()._score(sample)\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1\n"
+    )
+    node = {"custom_reward_function": {"path": path}, "reward_model": {"reward_manager": "doubled"}}
+    assert torch.equal(load_reward_manager(config(**node), tokenizer, num_examine=0)(batch), expected([2.0] * 3))
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "message"),
+    [
+        (None, FileNotFoundError, r"custom_reward_function\.path=.*nowhere\.py"),
+        ("def f(:\n", RuntimeError, r"custom_reward_function\.path=.*SyntaxError"),
+        ("import no_such_module\n", RuntimeError, r"custom_reward_function\.path=.*no_such_module"),
+        ("x = 1\n", AttributeError, r"custom_reward_function\.name='f'.*has no 'f'"),
+        ("f = 1\n", TypeError, r"custom_reward_function\.name='f'.*must be a function, it is a int"),
+        ("async def f(**_):\n    return 1\n", TypeError, "is asynchronous"),
+        (
+            "def f(answer):\n    return 1\n",
+            TypeError,
+            r"f\(answer\) cannot be called by NaiveRewardManager with \(data_source, sol",
+        ),
+        (
+            "def f(data_source, solution_str, ground_truth):\n    return 1\n",
+            TypeError,
+            "unexpected keyword argument 'extra_info'",
+        ),
+        ("def f(**k):\n    return 1\n", None, ""),
+    ],
+)
+def test_custom_function_is_checked_at_load(scorer_file, text, kind, message):
+    path = "/nowhere.py" if text is None else scorer_file(text)
+    node = config(custom_reward_function={"path": path, "name": "f"})
+    if kind is None:
+        assert resolve_reward(node)[1]() == 1
+        return
+    with pytest.raises(kind, match=message) as caught:
+        resolve_reward(node)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_settings_that_have_no_meaning_are_refused(tokenizer):
+    with pytest.raises(ValueError, match=r"reward_model\.reward_kwargs holds \['bonus'\]"):
+        load_reward_manager(config(), tokenizer, 0, bonus=1)
+    with pytest.raises(ValueError, match=r"reward_manager=batch.*custom_reward_function\.path"):
+        load_reward_manager(config(reward_model={"reward_manager": "batch"}), tokenizer, 0)
+    with pytest.raises(ValueError, match=r"sandbox_fusion\.url='http://x'"):
+        resolve_reward(config(reward_model={"reward_manager": "naive", "sandbox_fusion": {"url": "http://x"}}))
+
+
+def test_compute_reward_takes_functions_with_and_without_extras():
+    data, scores = SimpleNamespace(), torch.ones(2, 3)
+    assert compute_reward(data, lambda data: scores) == (scores, {})
+    both = {"reward_tensor": scores, "reward_extra_info": {"a": [1, 2]}}
+    assert compute_reward(data, lambda data, return_dict=False: both) == (scores, {"a": [1, 2]})

@@ -1,0 +1,1 @@
+"""Samplers that a run can bring along."""

@@ -1,0 +1,1 @@
+"""Training data that grows while the run goes on."""

@@ -1,0 +1,336 @@
+"""Prompts for reinforcement learning, read from parquet files."""
+
+import copy
+import logging
+import os
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import datasets
+import jinja2
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from torch.utils.data import Dataset
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+from verl.utils.dataset.files import (
+    ColumnCheck,
+    DataError,
+    as_file_list,
+    concat_tables,
+    is_list,
+    localize,
+    read_parquet,
+)
+
+logger = logging.getLogger(__name__)
+
+TRUNCATIONS = ("error", "left", "right", "middle")
+FILTER_BATCH_ROWS = 1000
+
+
+class PromptTooLongError(DataError, NotImplementedError):
+    """A prompt is longer than ``data.max_prompt_length`` and ``data.truncation`` is ``error``."""
+
+
+def collate_fn(data_list: list[dict[str, Any]]) -> dict[str, Any]:
+    """Stack the tensors of the rows; everything else becomes a 1-d array of objects.
+
+    Raises: DataError when the rows do not hold the same keys.
+    """
+    columns: dict[str, list[Any]] = defaultdict(list)
+    for row in data_list:
+        for key, value in row.items():
+            columns[key].append(value)
+    for key, values in columns.items():
+        if len(values) != len(data_list):
+            raise DataError(f"column {key!r} is in {len(values)} of the {len(data_list)} rows of a batch")
+    return {
+        key: torch.stack(values)
+        if isinstance(values[0], torch.Tensor)
+        else np.fromiter(values, dtype=object, count=len(values))
+        for key, values in columns.items()
+    }
+
+
+def truncate(ids: list[int], max_length: int, truncation: str) -> list[int]:
+    """Cut ``ids`` to ``max_length``: keep the tail (left), the head (right), or half of each (middle)."""
+    if len(ids) <= max_length:
+        return ids
+    if truncation == "left":
+        return ids[-max_length:]
+    if truncation == "right":
+        return ids[:max_length]
+    if truncation == "middle":
+        head = max_length // 2
+        return ids[:head] + ids[len(ids) - (max_length - head) :]
+    raise PromptTooLongError(f"{len(ids)} tokens are more than {max_length}")
+
+
+class RLHFDataset(Dataset):
+    """Chat prompts with what their scorer needs, tokenized and left-padded.
+
+    Args:
+        data_files: one or several parquet files, local or on HDFS.
+        tokenizer: owns the chat template.
+        config: the ``data`` node.
+        processor: of a vision model; text rows only use the tokenizer.
+
+    Raises: DataError, which is a ValueError, naming file, row and column, for what cannot be used.
+    """
+
+    def __init__(
+        self,
+        data_files: str | list[str],
+        tokenizer: PreTrainedTokenizerBase,
+        config: Mapping[str, Any],
+        processor: ProcessorMixin | None = None,
+    ) -> None:
+        self.original_data_files = as_file_list(data_files)
+        self.tokenizer = tokenizer
+        self.processor = processor
+        self.config = config
+
+        self.cache_dir = os.path.expanduser(config.get("cache_dir", "~/.cache/verl/rlhf"))
+        self.use_shm = config.get("use_shm", False)
+        self.prompt_key = config.get("prompt_key", "prompt")
+        self.image_key = config.get("image_key", "images")
+        self.video_key = config.get("video_key", "videos")
+        self.reward_fn_key = config.get("reward_fn_key", "data_source")
+        self.max_prompt_length = config.get("max_prompt_length", 1024)
+        self.return_raw_chat = config.get("return_raw_chat", False)
+        self.return_full_prompt = config.get("return_full_prompt", False)
+        self.return_multi_modal_inputs = config.get("return_multi_modal_inputs", True)
+        self.truncation = config.get("truncation", "error")
+        self.filter_overlong_prompts = config.get("filter_overlong_prompts", True)
+        self.num_workers = min(
+            config.get("filter_overlong_prompts_workers", max(1, (os.cpu_count() or 1) // 4)), os.cpu_count() or 1
+        )
+        self.need_tools_kwargs = config.get("need_tools_kwargs", False)
+        self.apply_chat_template_kwargs = dict(config.get("apply_chat_template_kwargs") or {})
+        self.serialize_dataset = False
+        self._check_settings()
+        self._read_files_and_tokenize()
+
+    def _check_settings(self) -> None:
+        if self.truncation not in TRUNCATIONS:
+            raise DataError(f"data.truncation must be one of {TRUNCATIONS}, got {self.truncation!r}")
+        if self.max_prompt_length < 1:
+            raise DataError(f"data.max_prompt_length must be at least 1, got {self.max_prompt_length}")
+        if self.tokenizer.chat_template is None and "chat_template" not in self.apply_chat_template_kwargs:
+            raise MissingChatTemplateError(
+                f"the tokenizer of {self.tokenizer.name_or_path!r} has no chat template: set "
+                "actor_rollout_ref.model.custom_chat_template, or data.apply_chat_template_kwargs.chat_template"
+            )
+
+    def _read_files_and_tokenize(self) -> None:
+        self.data_files = localize(self.original_data_files, self.cache_dir, self.use_shm)
+        tables = [read_parquet(path) for path in self.data_files]
+        for path, table in zip(self.data_files, tables, strict=True):
+            for check in ColumnCheck.over(path, table):
+                self.check_rows(check)
+        self._file_ends = np.cumsum([table.num_rows for table in tables])
+        self._rows: np.ndarray | None = None  # which rows of the files are left; None for all
+        self.__dict__.pop("dataframe", None)
+        self.dataframe = self.maybe_filter_out_long_prompts(datasets.Dataset(concat_tables(self.data_files, tables)))
+        if len(self.dataframe) == 0:
+            raise DataError(
+                f"{', '.join(self.data_files)}: none of the {self._file_ends[-1]} prompts fits into "
+                f"data.max_prompt_length={self.max_prompt_length}: raise it"
+            )
+
+    def check_rows(self, check: ColumnCheck) -> None:
+        """Refuse rows that no prompt can be made of, or that no reward can be computed for."""
+        check.messages(self.prompt_key, "data.prompt_key", text_only=self.processor is None)
+        check.text(self.reward_fn_key, "data.reward_fn_key")
+        self._check_vision(check)
+        self._check_reward_model(check)
+        if "extra_info" in check.table.column_names:
+            kind = check.column("extra_info").type
+            if not (pa.types.is_struct(kind) or pa.types.is_map(kind) or pa.types.is_null(kind)):
+                check.fail("extra_info", 0, f"must be a dict, got {kind}")
+
+    def _check_vision(self, check: ColumnCheck) -> None:
+        for key, name in (("data.image_key", self.image_key), ("data.video_key", self.video_key)):
+            if name not in check.table.column_names:
+                continue
+            values = check.column(name)
+            if not is_list(values.type):
+                if not pa.types.is_null(values.type):
+                    check.fail(name, 0, f"must be a list, got {values.type}", key)
+                continue
+            used = pc.fill_null(pc.greater(pc.list_value_length(values), 0), False)
+            reason = "the model has no processor" if self.processor is None else "this data set reads text only"
+            check.refuse(name, used, f"holds images or videos, and {reason}", key)
+
+    @staticmethod
+    def _check_reward_model(check: ColumnCheck) -> None:
+        wanted = 'must be a dict such as {"style": "rule", "ground_truth": "42"}'
+        values = check.column("reward_model")
+        if not pa.types.is_struct(values.type):
+            check.fail("reward_model", 0, f"{wanted}, got {values.type}")
+        check.refuse("reward_model", pc.is_null(values), f"is null, {wanted}")
+        fields = [field.name for field in values.type]
+        by_model = pa.array(np.zeros(len(values), dtype=bool))
+        if "style" in fields:
+            by_model = pc.fill_null(pc.equal(pc.cast(pc.struct_field(values, "style"), pa.string()), "model"), False)
+        lacking = pa.array(np.ones(len(values), dtype=bool))
+        if "ground_truth" in fields:
+            lacking = pc.is_null(pc.struct_field(values, "ground_truth"))
+        check.refuse(
+            "reward_model.ground_truth",
+            pc.and_not(lacking, by_model),
+            "is missing: a rule scorer has nothing to judge by",
+        )
+
+    def maybe_filter_out_long_prompts(self, dataframe: datasets.Dataset) -> datasets.Dataset:
+        """Drop the prompts that are longer than ``max_prompt_length``, where the config asks for it."""
+        if not self.filter_overlong_prompts:
+            return dataframe
+        fits = self.prompt_lengths(dataframe) <= self.max_prompt_length
+        if fits.all():
+            return dataframe
+        kept = np.flatnonzero(fits)
+        if "dataframe" not in self.__dict__:  # these are the rows of the files, not later ones
+            self._rows = kept
+        logger.warning(
+            "%d of %d prompts are longer than data.max_prompt_length=%d and are left out",
+            len(fits) - len(kept),
+            len(fits),
+            self.max_prompt_length,
+        )
+        return dataframe.select(kept)
+
+    def prompt_lengths(self, dataframe: datasets.Dataset) -> np.ndarray:
+        """Count the tokens of every templated prompt, in batches, over ``filter_overlong_prompts_workers``."""
+        workers = min(self.num_workers, 1 + len(dataframe) // FILTER_BATCH_ROWS)
+        lengths = dataframe.select_columns([self.prompt_key]).map(
+            _count_tokens,
+            batched=True,
+            batch_size=FILTER_BATCH_ROWS,
+            num_proc=workers if workers > 1 else None,
+            remove_columns=[self.prompt_key],
+            fn_kwargs={"dataset": self._without_data()},
+            new_fingerprint="prompt_lengths",
+            desc="Filtering overlong prompts",
+        )
+        return lengths.with_format("numpy")["length"][:]
+
+    def _without_data(self) -> "RLHFDataset":
+        """Return what counting needs, cheap to send to a process."""
+        light = copy.copy(self)
+        for name in ("dataframe", "_file_ends"):
+            light.__dict__.pop(name, None)
+        return light
+
+    def __len__(self) -> int:
+        return len(self.dataframe)
+
+    def _build_messages(self, example: dict[str, Any]) -> list[dict[str, Any]]:
+        """Take the messages out of a row."""
+        # parquet gives every message all keys that any message has: those without a value are not the template's
+        return [{k: v for k, v in message.items() if v is not None} for message in example.pop(self.prompt_key)]
+
+    def render(self, messages: list[dict[str, Any]]) -> str:
+        """Apply the chat template, up to where the model is to go on."""
+        text = self.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=False, **self.apply_chat_template_kwargs
+        )
+        assert isinstance(text, str)
+        return text
+
+    def where(self, item: int) -> str:
+        """Name the file and row of an item."""
+        from_files = int(self._file_ends[-1]) if self._rows is None else len(self._rows)
+        if item >= from_files:
+            return f"generated row {item - from_files}"
+        row = item if self._rows is None else int(self._rows[item])
+        file = int(np.searchsorted(self._file_ends, row, side="right"))
+        return f"{self.data_files[file]}, row {row - (int(self._file_ends[file - 1]) if file else 0)}"
+
+    def __getitem__(self, item: int) -> dict[str, Any]:
+        item = range(len(self))[item]
+        row: dict[str, Any] = self.dataframe[item]
+        messages = self._build_messages(row)
+        for key in (self.image_key, self.video_key):
+            row.pop(key, None)
+        try:
+            text = self.render(messages)
+        except jinja2.TemplateError as error:
+            raise DataError(
+                f"{self.where(item)}, column {self.prompt_key!r}: the chat template refuses it: {error}"
+            ) from error
+        row |= self._tensors(item, self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        if self.return_raw_chat:
+            row["raw_prompt"] = messages
+        if self.return_full_prompt:
+            row["full_prompts"] = text
+        return self._with_extra_info(item, row)
+
+    def _tensors(self, item: int, ids: list[int]) -> dict[str, Any]:
+        try:
+            kept = truncate(ids, self.max_prompt_length, self.truncation)
+        except PromptTooLongError as error:
+            raise PromptTooLongError(
+                f"{self.where(item)}, column {self.prompt_key!r}: the prompt has {len(ids)} tokens, "
+                f"data.max_prompt_length is {self.max_prompt_length}: raise it, or set data.truncation to left, right "
+                "or middle, or data.filter_overlong_prompts=True"
+            ) from error
+        pad = self.max_prompt_length - len(kept)
+        input_ids = torch.full((self.max_prompt_length,), self.tokenizer.pad_token_id, dtype=torch.long)
+        input_ids[pad:] = torch.tensor(kept, dtype=torch.long)
+        positions = torch.arange(self.max_prompt_length) - pad
+        return {
+            "input_ids": input_ids,
+            "attention_mask": (positions >= 0).long(),
+            "position_ids": positions.clamp(min=0),
+            "raw_prompt_ids": kept,
+        }
+
+    def _with_extra_info(self, item: int, row: dict[str, Any]) -> dict[str, Any]:
+        extra = row.get("extra_info") or {}
+        row["extra_info"] = extra
+        index = extra.get("index")
+        row["index"] = 0 if index is None else index
+        row["tools_kwargs"] = extra.get("tools_kwargs") or {}
+        row["interaction_kwargs"] = extra.get("interaction_kwargs") or {}
+        needed = extra.get("need_tools_kwargs")
+        if (self.need_tools_kwargs if needed is None else needed) and not row["tools_kwargs"]:
+            logger.warning("%s: extra_info.tools_kwargs is empty, and need_tools_kwargs is set", self.where(item))
+        return row
+
+    def resume_dataset_state(self) -> None:
+        """Read the files again, after the data set came out of a pickle."""
+        self._read_files_and_tokenize()
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        if not self.serialize_dataset:
+            state.pop("dataframe", None)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if "dataframe" not in state and "_file_ends" in state:
+            tables = [read_parquet(path) for path in self.data_files]
+            self.dataframe = datasets.Dataset(concat_tables(self.data_files, tables))
+            if self._rows is not None:
+                self.dataframe = self.dataframe.select(self._rows)
+
+
+class MissingChatTemplateError(DataError, AssertionError):
+    """The tokenizer cannot turn messages into text."""
+
+
+def _count_tokens(batch: dict[str, list[Any]], dataset: RLHFDataset) -> dict[str, list[int]]:
+    rows = [{key: values[i] for key, values in batch.items()} for i in range(len(batch[dataset.prompt_key]))]
+    texts = []
+    for row in rows:
+        try:
+            texts.append(dataset.render(dataset._build_messages(row)))
+        except jinja2.TemplateError:
+            texts.append("")  # __getitem__ names the row
+    return {"length": [len(ids) for ids in dataset.tokenizer(texts, add_special_tokens=False)["input_ids"]]}

@@ -1,0 +1,56 @@
+"""The order in which a training run sees its rows."""
+
+from collections.abc import Iterator, Sized
+from typing import Any
+
+import torch
+from torch.utils.data import Sampler
+
+
+class SeededRandomSampler(Sampler[int]):
+    """A fresh permutation each epoch, as a pure function of seed and epoch, resumable at any position.
+
+    ``StatefulDataLoader`` keeps the state of the iterator, which holds seed, epoch and position.
+    """
+
+    def __init__(self, data_source: Sized, seed: int | None = None) -> None:
+        self.data_source = data_source
+        self.seed = int(torch.seed() if seed is None else seed) % 2**63
+        self.next_epoch = 0
+
+    def __len__(self) -> int:
+        return len(self.data_source)
+
+    def __iter__(self) -> "SeededRandomIterator":
+        self.next_epoch += 1
+        return SeededRandomIterator(self, self.next_epoch - 1)
+
+
+class SeededRandomIterator(Iterator[int]):
+    """One epoch of a ``SeededRandomSampler``."""
+
+    def __init__(self, sampler: SeededRandomSampler, epoch: int) -> None:
+        self.sampler = sampler
+        self._start(epoch, 0)
+
+    def _start(self, epoch: int, position: int) -> None:
+        self.epoch, self.position = epoch, position
+        # the golden-ratio step keeps epoch 1 of seed 1 apart from epoch 0 of seed 2
+        seed = (self.sampler.seed + epoch * 0x9E3779B97F4A7C15) % 2**63
+        self.order = torch.randperm(len(self.sampler), generator=torch.Generator().manual_seed(seed)).tolist()
+
+    def __next__(self) -> int:
+        if self.position >= len(self.order):
+            raise StopIteration
+        self.position += 1
+        return self.order[self.position - 1]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what ``load_state_dict`` needs to go on from here."""
+        return {"seed": self.sampler.seed, "epoch": self.epoch, "position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where ``state`` was taken."""
+        self.sampler.seed = state["seed"]
+        self.sampler.next_epoch = state["epoch"] + 1
+        self._start(state["epoch"], state["position"])

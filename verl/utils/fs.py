@@ -1,0 +1,145 @@
+"""Staging of files: from HDFS to the local disk, and from there to shared memory."""
+
+import hashlib
+import logging
+import os
+import shutil
+import tempfile
+
+from filelock import FileLock
+
+from verl.utils import hdfs_io
+
+logger = logging.getLogger(__name__)
+
+SHM_ROOT = "/dev/shm/verl-cache"
+RECORD_FILE = ".directory_record.txt"
+LOCK_TIMEOUT_S = 3600
+
+is_non_local = hdfs_io.is_hdfs
+
+
+def md5_encode(path: str) -> str:
+    """Return the hexadecimal digest by which a remote path is cached."""
+    return hashlib.md5(path.encode(), usedforsecurity=False).hexdigest()
+
+
+def get_local_temp_path(hdfs_path: str, cache_dir: str) -> str:
+    """Return where the copy of ``hdfs_path`` lies under ``cache_dir``."""
+    return os.path.join(cache_dir, md5_encode(hdfs_path), os.path.basename(hdfs_path))
+
+
+def local_mkdir_safe(path: str) -> str:
+    """Create a folder that several processes may create at once; relative paths are under the working folder."""
+    path = os.path.abspath(os.path.expanduser(path))
+    os.makedirs(path, exist_ok=True)
+    return path
+
+
+def verify_copy(src: str, dest: str) -> bool:
+    """Whether ``dest`` holds the files of ``src``, by names and sizes."""
+    if not os.path.exists(src) or not os.path.exists(dest):
+        return False
+    return _listing(src) == _listing(dest)
+
+
+def copy_to_shm(src: str) -> str:
+    """Copy a local file, folder or hub id into shared memory; returns ``src`` where there is no room."""
+    if not os.path.exists(src):
+        from huggingface_hub import snapshot_download
+
+        src = snapshot_download(src)
+    target = os.path.join(SHM_ROOT, md5_encode(src), os.path.basename(src.rstrip("/")))
+    if verify_copy(src, target):
+        return target
+    needed, free = sum(size for _, size in _listing(src)), shutil.disk_usage("/dev/shm").free
+    if needed > free:
+        logger.warning("%s needs %d bytes of shared memory, %d are free: it is read from the disk", src, needed, free)
+        return src
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    with FileLock(os.path.join(os.path.dirname(target), ".lock"), timeout=LOCK_TIMEOUT_S):
+        if not verify_copy(src, target):
+            if os.path.isdir(src):
+                shutil.copytree(src, target, dirs_exist_ok=True)
+            else:
+                shutil.copy(src, target)
+    return target
+
+
+def copy_to_local(
+    src: str,
+    cache_dir: str | None = None,
+    filelock: str = ".file.lock",
+    verbose: bool = False,
+    always_recopy: bool = False,
+    use_shm: bool = False,
+) -> str:
+    """Return a local path with the content of ``src``; a local path comes back as it is.
+
+    Raises: ValueError when ``src`` ends with a slash.
+    """
+    local = copy_local_path_from_hdfs(src, cache_dir, filelock, verbose, always_recopy)
+    return copy_to_shm(local) if use_shm else local
+
+
+def copy_local_path_from_hdfs(
+    src: str,
+    cache_dir: str | None = None,
+    filelock: str = ".file.lock",
+    verbose: bool = False,
+    always_recopy: bool = False,
+) -> str:
+    """As ``copy_to_local``, without shared memory."""
+    if src.endswith("/"):
+        raise ValueError(f"path {src!r} must not end with a slash")
+    if not is_non_local(src):
+        return src
+    cache_dir = cache_dir or tempfile.gettempdir()
+    os.makedirs(cache_dir, exist_ok=True)
+    with FileLock(os.path.join(cache_dir, md5_encode(src) + filelock), timeout=LOCK_TIMEOUT_S):
+        local = get_local_temp_path(src, cache_dir)
+        if always_recopy and os.path.exists(local):
+            shutil.rmtree(local) if os.path.isdir(local) else os.remove(local)
+        if os.path.exists(local) and _complete(local):
+            return local
+        if verbose:
+            logger.warning("copying %s to %s", src, local)
+        if os.path.isdir(local):
+            shutil.rmtree(local)
+        os.makedirs(os.path.dirname(local), exist_ok=True)
+        hdfs_io.copy(src, local)
+        if os.path.isdir(local):
+            _write_record(local)
+        return local
+
+
+def _listing(path: str) -> list[tuple[str, int]]:
+    if os.path.isfile(path):
+        return [("", os.path.getsize(path))]
+    found = []
+    for folder, _, names in os.walk(path):
+        for name in names:
+            full = os.path.join(folder, name)
+            found.append((os.path.relpath(full, path), os.path.getsize(full)))
+    return sorted(found)
+
+
+def _record_of(folder: str) -> str:
+    return "".join(f"{name} {size}\n" for name, size in _listing(folder) if name != RECORD_FILE)
+
+
+def _write_record(folder: str) -> None:
+    record = _record_of(folder)
+    with open(os.path.join(folder, RECORD_FILE), "w") as file:
+        file.write(record)
+
+
+def _complete(local: str) -> bool:
+    """Whether a cached folder still holds what was copied; files are whole or absent."""
+    if os.path.isfile(local):
+        return True
+    record = os.path.join(local, RECORD_FILE)
+    if not os.path.isfile(record):
+        return False
+    with open(record) as file:
+        return file.read() == _record_of(local)

@@ -1,0 +1,68 @@
+"""Files that may lie on HDFS: each function takes local paths too."""
+
+import logging
+import os
+import shutil
+import subprocess
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+HDFS_PREFIX = "hdfs://"
+COMMAND_TIMEOUT_S = 3600
+
+
+class HdfsError(RuntimeError):
+    """An ``hdfs`` command failed, did not end in time, or is not installed."""
+
+
+def exists(path: str, **kwargs: Any) -> bool:
+    """Whether ``path`` is there."""
+    if not is_hdfs(path):
+        return os.path.exists(path)
+    return _run(["-test", "-e", path], check=False, **kwargs) == 0
+
+
+def makedirs(name: str, mode: int = 0o777, exist_ok: bool = False, **kwargs: Any) -> None:
+    """Create a folder and its parents; on HDFS an existing one is no error."""
+    if is_hdfs(name):
+        _run(["-mkdir", "-p", name], **kwargs)
+    else:
+        os.makedirs(name, mode=mode, exist_ok=exist_ok)
+
+
+def copy(src: str, dst: str, **kwargs: Any) -> bool:
+    """Copy a file or a folder, where either side may be on HDFS; True when it was copied.
+
+    Raises: HdfsError when the command fails.
+    """
+    timeout_s = kwargs.pop("timeout", COMMAND_TIMEOUT_S)
+    if is_hdfs(src) and is_hdfs(dst):
+        _run(["-cp", "-f", src, dst], timeout_s)
+    elif is_hdfs(dst):
+        _run(["-put", "-f", src, dst], timeout_s)
+    elif is_hdfs(src):
+        _run(["-get", src, dst], timeout_s)
+    elif os.path.isdir(src):
+        shutil.copytree(src, dst, **kwargs)
+    else:
+        shutil.copy(src, dst, **kwargs)
+    return True
+
+
+def is_hdfs(path: str) -> bool:
+    """Whether ``path`` names a remote file."""
+    return str(path).startswith(HDFS_PREFIX)
+
+
+def _run(arguments: list[str], timeout: float = COMMAND_TIMEOUT_S, check: bool = True) -> int:
+    command = [shutil.which("hdfs") or "hdfs", "dfs", *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+    except FileNotFoundError:
+        raise HdfsError(f"{arguments[-1]}: paths on HDFS need the `hdfs` command, which is not installed") from None
+    except subprocess.TimeoutExpired:
+        raise HdfsError(f"`{' '.join(command)}` did not end within {timeout} s") from None
+    if check and done.returncode != 0:
+        raise HdfsError(f"`{' '.join(command)}` failed with code {done.returncode}: {done.stderr.strip()[-2000:]}")
+    return done.returncode

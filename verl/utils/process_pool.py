@@ -1,0 +1,160 @@
+"""A pool of processes whose calls end at a deadline, whatever they do."""
+
+import logging
+import multiprocessing
+import os
+import sys
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import cloudpickle
+
+logger = logging.getLogger(__name__)
+
+PROCESSES_PER_CORE = 4  # scorers often wait for a service
+START_TIMEOUT_S = 300.0
+STARTING = -1
+
+
+@dataclass
+class DeadlineExceeded:
+    """A call that was ended at its deadline."""
+
+
+@dataclass
+class ScorerFailed:
+    """A call that raised, or whose process died."""
+
+    error: str
+
+
+@dataclass
+class _Slot:
+    """A process and the call that it is at: ``STARTING`` until it has imported the function, None when it is idle."""
+
+    process: BaseProcess
+    pipe: Connection
+    call: int | None
+    deadline: float
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join(timeout=10)
+        self.pipe.close()
+
+
+class DeadlinePool:
+    """Runs one function on many arguments; processes live until the pool is closed or collected.
+
+    They are started from a clean server process, so that no lock or thread of this one is inherited.
+    """
+
+    def __init__(self, function: Callable[..., Any], num_processes: int, timeout_s: float) -> None:
+        if num_processes < 1 or timeout_s <= 0:
+            raise ValueError(f"num_processes and timeout_s must be positive, got {num_processes} and {timeout_s}")
+        self.function = _pickle_by_value(function)
+        self.size = min(num_processes, PROCESSES_PER_CORE * (os.cpu_count() or 1))
+        self.timeout_s = timeout_s
+        self._slots: list[_Slot] = []
+        weakref.finalize(self, _end_all, self._slots)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_slots"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _slots=[])
+        weakref.finalize(self, _end_all, self._slots)
+
+    def map(self, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Return the result of every call, or ``DeadlineExceeded`` or ``ScorerFailed`` in its place."""
+        results: list[Any] = [None] * len(arguments)
+        waiting = list(range(len(arguments)))[::-1]
+        while len(self._slots) < min(self.size, len(arguments)):
+            self._slots.append(self._start())
+        while waiting or any(slot.call not in (None, STARTING) for slot in self._slots):
+            for slot in self._slots:
+                if slot.call is None and waiting:
+                    slot.call, slot.deadline = waiting.pop(), time.monotonic() + self.timeout_s
+                    slot.pipe.send_bytes(cloudpickle.dumps(arguments[slot.call]))
+            busy = [slot for slot in self._slots if slot.call is not None]
+            left = min(slot.deadline for slot in busy) - time.monotonic()
+            ready = set(wait([slot.pipe for slot in busy], timeout=max(left, 0.0)))
+            for slot in busy:
+                self._collect(slot, slot.pipe in ready, results)
+        return results
+
+    def close(self) -> None:
+        """End the processes."""
+        _end_all(self._slots)
+
+    def _collect(self, slot: _Slot, ready: bool, results: list[Any]) -> None:
+        assert slot.call is not None
+        if ready:
+            try:
+                reply = cloudpickle.loads(slot.pipe.recv_bytes())
+                if slot.call != STARTING:
+                    results[slot.call] = reply
+                slot.call = None
+                return
+            except (EOFError, OSError):
+                slot.process.join(timeout=10)
+                if slot.call == STARTING:
+                    raise RuntimeError(
+                        f"a process for the scorer could not be started: it ended with code {slot.process.exitcode}"
+                    ) from None
+                results[slot.call] = ScorerFailed(f"its process ended with code {slot.process.exitcode}")
+        elif time.monotonic() >= slot.deadline:
+            if slot.call == STARTING:
+                raise RuntimeError(f"a process for the scorer was not ready within {START_TIMEOUT_S} s")
+            logger.warning("a scorer did not end within %s s: its response gets 0", self.timeout_s)
+            results[slot.call] = DeadlineExceeded()
+        else:
+            return
+        slot.end()
+        self._slots[self._slots.index(slot)] = self._start()
+
+    def _start(self) -> _Slot:
+        context = multiprocessing.get_context("forkserver")
+        pipe, remote = context.Pipe()
+        process = context.Process(target=_serve, args=(remote, self.function), daemon=True)
+        process.start()
+        remote.close()
+        return _Slot(process, pipe, STARTING, time.monotonic() + START_TIMEOUT_S)
+
+
+def _serve(pipe: Connection, pickled: bytes) -> None:
+    function = cloudpickle.loads(pickled)
+    pipe.send_bytes(cloudpickle.dumps(None))
+    while True:
+        try:
+            arguments = cloudpickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        try:
+            reply = cloudpickle.dumps(function(*arguments))
+        except Exception as error:  # user code raises anything; the caller decides
+            reply = cloudpickle.dumps(ScorerFailed(f"{type(error).__name__}: {error}"))
+        pipe.send_bytes(reply)
+
+
+def _pickle_by_value(function: Callable[..., Any]) -> bytes:
+    """Pickle a function; one that was loaded from a file travels with its code."""
+    inner = getattr(function, "func", function)
+    module = sys.modules.get(getattr(inner, "__module__", None) or "")
+    if module is None or not module.__name__.startswith("verl_external_"):
+        return cloudpickle.dumps(function)
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        return cloudpickle.dumps(function)
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
+
+
+def _end_all(slots: list[_Slot]) -> None:
+    while slots:
+        slots.pop().end()

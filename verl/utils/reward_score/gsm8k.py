@@ -1,0 +1,38 @@
+"""Answers to GSM8K: a number after ``####``."""
+
+import re
+
+SOLUTION_CLIP_CHARS = 300  # the answer stands at the end, and a long text is slow to search
+STRICT = re.compile(r"####\s*(-?[0-9.,]+)")
+FLEXIBLE = re.compile(r"-?[0-9.,]+")
+
+
+def extract_solution(solution_str: str, method: str = "strict") -> str | None:
+    """Return the last answer in a text, without commas; None where there is none.
+
+    Args:
+        method: ``strict`` takes the number after ``####``, ``flexible`` the last number.
+
+    Raises: ValueError for another method.
+    """
+    tail = solution_str[-SOLUTION_CLIP_CHARS:]
+    if method == "strict":
+        answers = STRICT.findall(tail)
+    elif method == "flexible":
+        answers = FLEXIBLE.findall(tail)
+    else:
+        raise ValueError(f"method must be 'strict' or 'flexible', got {method!r}")
+    # a full stop or comma alone is no number, one behind a number ends the sentence
+    numbers = [answer.replace(",", "").rstrip(".") for answer in answers]
+    numbers = [number for number in numbers if any(character.isdigit() for character in number)]
+    return numbers[-1] if numbers else None
+
+
+def compute_score(
+    solution_str: str, ground_truth: str, method: str = "strict", format_score: float = 0.0, score: float = 1.0
+) -> float:
+    """Return ``score`` for the right answer, ``format_score`` for a wrong one, 0 for none."""
+    answer = extract_solution(solution_str, method)
+    if answer is None:
+        return 0.0
+    return score if answer == str(ground_truth).replace(",", "") else format_score

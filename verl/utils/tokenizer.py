@@ -1,0 +1,63 @@
+"""Loading of tokenizers and processors, with the corrections that training needs."""
+
+import logging
+import os
+from typing import Any
+
+from transformers import AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin
+
+logger = logging.getLogger(__name__)
+
+GEMMA2_EOS_TOKEN, GEMMA2_EOS_TOKEN_ID = "<end_of_turn>", 107
+
+
+class TokenizerNotFoundError(ValueError, OSError):
+    """No tokenizer can be loaded from the given name or path."""
+
+
+def set_pad_token_id(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Let padding fall back to the end-of-sequence token where a tokenizer has no padding token."""
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token_id = tokenizer.eos_token_id
+        logger.info("tokenizer has no padding token: it pads with id %s", tokenizer.eos_token_id)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+
+
+def hf_tokenizer(
+    name_or_path: str, correct_pad_token: bool = True, correct_gemma2: bool = True, **kwargs: Any
+) -> PreTrainedTokenizerBase:
+    """Load a tokenizer from a folder or the hub.
+
+    Args:
+        correct_pad_token: pad with the end-of-sequence token where there is no padding token.
+        correct_gemma2: end gemma-2-2b-it at ``<end_of_turn>``, where its chat template ends a turn.
+        kwargs: passed on to ``AutoTokenizer.from_pretrained``.
+
+    Raises: TokenizerNotFoundError when the folder or repository holds no tokenizer.
+    """
+    if correct_gemma2 and "gemma-2-2b-it" in str(name_or_path):
+        kwargs |= {"eos_token": GEMMA2_EOS_TOKEN, "eos_token_id": GEMMA2_EOS_TOKEN_ID}
+    path = os.path.expanduser(name_or_path)
+    looks_local = path.startswith((os.sep, "." + os.sep, ".." + os.sep)) or path != name_or_path
+    if looks_local and not os.path.isdir(path):
+        raise TokenizerNotFoundError(
+            f"model path {name_or_path!r} is not a folder: give a folder that save_pretrained wrote, or a hub id"
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, **kwargs)
+    except (OSError, ValueError, KeyError) as error:
+        raise TokenizerNotFoundError(f"cannot load a tokenizer from {name_or_path!r}: {error}") from error
+    if correct_pad_token:
+        set_pad_token_id(tokenizer)
+    return tokenizer
+
+
+def hf_processor(name_or_path: str, **kwargs: Any) -> ProcessorMixin | None:
+    """Load the multi-modal processor of a model; None for a model that has none."""
+    try:
+        processor = AutoProcessor.from_pretrained(os.path.expanduser(name_or_path), **kwargs)
+    except Exception as error:  # a text model fails here in many ways, and none of them is an error
+        logger.debug("no processor in %s: %s", name_or_path, error)
+        return None
+    return processor if isinstance(processor, ProcessorMixin) else None

@@ -1,0 +1,95 @@
+"""One call per response, and a penalty for responses that come near the length limit."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from verl.workers.reward_manager.abstract import AbstractRewardManager, RawScorer
+from verl.workers.reward_manager.registry import register
+from verl.workers.reward_manager.scoring import (
+    Sample,
+    Score,
+    call_scorer,
+    gather_extras,
+    given_scores,
+    log_samples,
+    place_scores,
+    read_samples,
+)
+
+if TYPE_CHECKING:
+    from verl.protocol import DataProto
+
+
+class OverlongBufferError(ValueError, AssertionError):
+    """The overlong buffer does not fit the response length."""
+
+
+@register("dapo")
+class DAPORewardManager(AbstractRewardManager):
+    """Scores as ``naive`` does, records the score as ``acc``, and adds the soft overlong punishment.
+
+    Source: DAPO (arXiv:2503.14476) section 3.4.
+
+    Args:
+        max_resp_len: tokens that a response may have.
+        overlong_buffer_cfg: ``enable``, ``len`` (tokens before the limit over which the penalty grows), and
+            ``penalty_factor`` (its size at the limit), ``log`` (whether it is returned as an extra).
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        num_examine: int,
+        compute_score: RawScorer | None = None,
+        reward_fn_key: str = "data_source",
+        max_resp_len: int | None = None,
+        overlong_buffer_cfg: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(tokenizer, num_examine, compute_score, reward_fn_key)
+        self.overlong_buffer_cfg = overlong_buffer_cfg
+        self.max_resp_len = max_resp_len
+        if overlong_buffer_cfg is not None:
+            if max_resp_len is None:
+                raise OverlongBufferError("max_resp_len must be given with overlong_buffer_cfg, got None")
+            if not 0 < overlong_buffer_cfg["len"] <= max_resp_len:
+                raise OverlongBufferError(
+                    f"overlong_buffer_cfg.len must be in [1, max_resp_len={max_resp_len}], "
+                    f"got {overlong_buffer_cfg['len']}"
+                )
+
+    def __call__(self, data: "DataProto", return_dict: bool = False) -> Tensor | dict[str, Any]:
+        """Score ``data``; see ``AbstractRewardManager``."""
+        given = given_scores(data, return_dict)
+        if given is not None:
+            return given
+        samples = read_samples(data, self.tokenizer, self.reward_fn_key)
+        scores = [call_scorer(lambda sample=sample: self._score(sample), sample) for sample in samples]
+        rewards = [score.value for score in scores]
+        for score in scores:
+            score.extras.setdefault("acc", score.value)
+        log_samples(samples, scores, self.num_examine)
+        if self.overlong_buffer_cfg is not None and self.overlong_buffer_cfg["enable"]:
+            rewards = [self._punish(sample, score) for sample, score in zip(samples, scores, strict=True)]
+        reward = place_scores(rewards, samples, data.batch["responses"])
+        return {"reward_tensor": reward, "reward_extra_info": gather_extras(scores)} if return_dict else reward
+
+    def _score(self, sample: Sample) -> Any:
+        eos = self.tokenizer.eos_token
+        return self.compute_score(
+            data_source=sample.data_source,
+            solution_str=sample.response.removesuffix(eos) if eos else sample.response,
+            ground_truth=sample.ground_truth,
+            extra_info=sample.extra_info,
+        )
+
+    def _punish(self, sample: Sample, score: Score) -> float:
+        assert self.overlong_buffer_cfg is not None and self.max_resp_len is not None
+        buffer = self.overlong_buffer_cfg["len"]
+        exceeded = sample.length - (self.max_resp_len - buffer)
+        penalty = min(-exceeded / buffer * self.overlong_buffer_cfg["penalty_factor"], 0.0)
+        if self.overlong_buffer_cfg.get("log", False):
+            score.extras |= {"overlong_reward": penalty, "overlong": penalty < 0}
+        return score.value + penalty

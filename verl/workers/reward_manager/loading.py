@@ -1,0 +1,133 @@
+"""Reward functions and managers as the config names them, checked before anything is started."""
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from verl.utils.import_utils import load_extern_type
+from verl.utils.reward_score import default_compute_score
+from verl.workers.reward_manager.abstract import AbstractRewardManager
+from verl.workers.reward_manager.registry import get_reward_manager_cls
+
+
+class RewardFunctionFileError(ValueError, FileNotFoundError):
+    """The file of the reward function does not exist."""
+
+
+class RewardFunctionImportError(ValueError, RuntimeError):
+    """The file of the reward function cannot be executed."""
+
+
+class RewardFunctionNameError(ValueError, AttributeError):
+    """The file does not define the reward function."""
+
+
+class RewardFunctionTypeError(ValueError, TypeError):
+    """The reward function cannot be called as its manager does."""
+
+
+def get_custom_reward_fn(config: Mapping[str, Any]) -> Callable[..., Any] | None:
+    """Load the function that ``custom_reward_function`` names; None where it names none.
+
+    ``custom_reward_function.reward_kwargs`` override what the manager passes.
+
+    Raises: ValueError, which is also a FileNotFoundError (no file), RuntimeError (it cannot be executed),
+        AttributeError (no such name) or TypeError (not a plain function).
+    """
+    node = config.get("custom_reward_function") or {}
+    path = node.get("path")
+    if not path:
+        return None
+    name = node.get("name") or "compute_score"
+    try:
+        function = load_extern_type(path, name)
+    except FileNotFoundError as error:
+        raise RewardFunctionFileError(f"custom_reward_function.path={path!r}: {error}") from error
+    except RuntimeError as error:
+        raise RewardFunctionImportError(f"custom_reward_function.path={path!r}: {error}") from error
+    except AttributeError as error:
+        raise RewardFunctionNameError(f"custom_reward_function.name={name!r}: {error}") from error
+    if not callable(function):
+        raise RewardFunctionTypeError(
+            f"custom_reward_function.name={name!r} in {path!r} must be a function, it is a {type(function).__name__}"
+        )
+    if inspect.iscoroutinefunction(function):
+        raise RewardFunctionTypeError(
+            f"custom_reward_function.name={name!r} in {path!r} is asynchronous: define it with `def`"
+        )
+    module = sys.modules.get(getattr(function, "__module__", None) or "")
+    if "ray" in sys.modules and module is not None and not path.startswith("pkg://"):
+        # other processes cannot import this module: its functions travel with their code
+        sys.modules["ray"].cloudpickle.register_pickle_by_value(module)
+    kwargs = dict(node.get("reward_kwargs") or {})
+    return functools.partial(function, **kwargs) if kwargs else function
+
+
+def check_scorer_signature(scorer: Callable[..., Any], manager: type[AbstractRewardManager]) -> None:
+    """Refuse a scorer that cannot take what its manager passes.
+
+    Raises: RewardFunctionTypeError with both sides.
+    """
+    try:
+        signature = inspect.signature(scorer)
+    except (TypeError, ValueError):
+        return  # a compiled function does not tell
+    args, kwargs = manager.call_scorer_example(scorer)
+    if isinstance(scorer, functools.partial):
+        kwargs = kwargs | scorer.keywords
+        signature = inspect.signature(scorer.func)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        wanted = ", ".join(kwargs) if kwargs else "data_source, solution_str, ground_truth, extra_info"
+        raise RewardFunctionTypeError(
+            f"custom_reward_function: {getattr(scorer, '__name__', scorer)}{signature} cannot be called by "
+            f"{manager.__name__} with ({wanted}): {error}"
+        ) from error
+
+
+def resolve_reward(config: Mapping[str, Any]) -> tuple[type[AbstractRewardManager], Callable[..., Any] | None]:
+    """Return manager class and scorer that a config names, after all checks that need no tokenizer.
+
+    The scorer is None where the manager has to choose. The file of a custom function is executed first, since it may
+    register a manager.
+
+    Raises: ValueError naming the key.
+    """
+    node = config.get("reward_model") or {}
+    scorer = get_custom_reward_fn(config)
+    manager = get_reward_manager_cls(node.get("reward_manager") or "naive")
+    if (node.get("sandbox_fusion") or {}).get("url"):
+        raise ValueError(
+            f"reward_model.sandbox_fusion.url={node['sandbox_fusion']['url']!r}: no scorer of this version runs code; "
+            "set it to null"
+        )
+    if scorer is not None:
+        check = getattr(manager, "call_scorer_example", None)
+        if check is not None:  # a manager of the user's own need not derive from ours
+            check_scorer_signature(scorer, manager)
+    elif manager.__name__ != "BatchRewardManager":
+        scorer = default_compute_score
+    return manager, scorer
+
+
+def load_reward_manager(
+    config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, num_examine: int, **reward_kwargs: Any
+) -> AbstractRewardManager:
+    """Build the manager that ``reward_model.reward_manager`` names.
+
+    Args: ``reward_kwargs`` go to its constructor.
+    Raises: ValueError naming the key.
+    """
+    manager, scorer = resolve_reward(config)
+    return manager(
+        tokenizer=tokenizer,
+        num_examine=num_examine,
+        compute_score=scorer,
+        reward_fn_key=config["data"]["reward_fn_key"],
+        **reward_kwargs,
+    )
