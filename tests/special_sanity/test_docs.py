@@ -1,0 +1,67 @@
+"""Links of the pages lead somewhere, and every page can be found."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    path
+    for pattern in ("*.md", "docs/**/*.md", "examples/**/*.md", "recipe/**/*.md", "scripts/**/*.md")
+    for path in ROOT.glob(pattern)
+)
+
+
+def anchors(page: Path) -> set[str]:
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def links(page: Path) -> list[str]:
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    return [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if not link.startswith(("https://", "mailto:"))]
+
+
+def broken_links(page: Path) -> list[str]:
+    broken = []
+    for link in links(page):
+        target, _, anchor = link.partition("#")
+        path = (page.parent / target).resolve() if target else page
+        if not path.exists() or (anchor and anchor not in anchors(path)):
+            broken.append(link)
+    return broken
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page: Path) -> None:
+    assert broken_links(page) == []
+
+
+def test_broken_links_are_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# One heading\n[a](page.md#one-heading) [b](gone.md) [c](#gone) [d](http://plain.example)\n")
+    assert broken_links(page) == ["gone.md", "#gone", "http://plain.example"]
+
+
+def test_files_named_in_the_docs_exist() -> None:
+    missing = []
+    for page in PAGES:
+        for word in re.findall(
+            r"`((?:verl|examples|scripts|tests|docs|requirements|recipe)/[\w./\-]+)`", page.read_text()
+        ):
+            if not (ROOT / word).exists():
+                missing.append(f"{page.relative_to(ROOT)}: {word}")
+    assert not missing, missing
+
+
+def test_navigation_lists_every_page_once() -> None:
+    navigation = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    listed = [next(iter(entry.values())) for entry in navigation]
+    assert sorted(listed) == sorted(
+        path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")
+    )
+    index = (ROOT / "docs" / "index.md").read_text()
+    assert {page for page in listed if f"]({page})" not in index} == {"index.md"}
