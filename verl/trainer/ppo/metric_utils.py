@@ -1,0 +1,242 @@
+"""What the driver reports of a step: the batch, its times, its throughput; and summaries of a validation."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from numbers import Number
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl.utils.metric import reduce_metrics
+
+if TYPE_CHECKING:
+    from verl.protocol import DataProto
+
+_TIMERS_OVER_RESPONSE = ("gen",)
+_TIMERS_OVER_ALL = ("ref", "values", "adv", "update_critic", "update_actor")
+_NUM_BOOTSTRAP = 1000
+_PROMPTS_AT_ONCE = 128
+
+
+# Training
+
+
+def _lengths(batch: "DataProto") -> tuple[Tensor, Tensor]:
+    """Return the tokens of each prompt and each response: two (B,) float tensors."""
+    assert batch.batch is not None
+    width = batch.batch["responses"].shape[-1]
+    mask = batch.batch["attention_mask"]
+    return mask[:, :-width].sum(-1).float(), mask[:, -width:].sum(-1).float()
+
+
+def _summary(name: str, values: Tensor) -> dict[str, float]:
+    return {
+        f"{name}/mean": values.mean().item(),
+        f"{name}/max": values.max().item(),
+        f"{name}/min": values.min().item(),
+    }
+
+
+def _length_summary(name: str, lengths: Tensor, limit: int) -> dict[str, float]:
+    return {**_summary(name, lengths), f"{name}/clip_ratio": (lengths == limit).float().mean().item()}
+
+
+def compute_data_metrics(batch: "DataProto", use_critic: bool = True) -> dict[str, float]:
+    """Summarise scores, rewards, advantages, returns, values and lengths of a training batch.
+
+    Scores and rewards are those of the responses that have a token at all; the others were aborted.
+
+    Raises: ValueError when all responses were aborted, or the response mask is empty.
+    """
+    tensors = batch.batch
+    assert tensors is not None
+    prompt_length, response_length = _lengths(batch)
+    response_limit = tensors["responses"].shape[-1]
+    finished = response_length > 0
+    mask = tensors["response_mask"].bool()
+    if not finished.any() or not mask.any():
+        raise ValueError(f"all {len(response_length)} responses of this step are empty: there is nothing to learn from")
+
+    metrics = {
+        **_summary("critic/score", tensors["token_level_scores"].sum(-1)[finished]),
+        **_summary("critic/rewards", tensors["token_level_rewards"].sum(-1)[finished]),
+        **_summary("critic/advantages", tensors["advantages"][mask]),
+        **_summary("critic/returns", tensors["returns"][mask]),
+        **_length_summary("response_length", response_length, response_limit),
+        **_length_summary("response_length_non_aborted", response_length[finished], response_limit),
+        "response/aborted_ratio": (~finished).float().mean().item(),
+        **_length_summary("prompt_length", prompt_length, tensors["attention_mask"].shape[-1] - response_limit),
+    }
+    if use_critic:
+        values, returns = tensors["values"][mask], tensors["returns"][mask]
+        unexplained = (returns - values).var() / (returns.var() + 1e-5) if len(returns) > 1 else torch.tensor(0.0)
+        metrics |= _summary("critic/values", values)
+        metrics["critic/vf_explained_var"] = 1.0 - unexplained.item()
+    for column, name in (("__num_turns__", "num_turns"), ("tool_call_counts", "tool_call_counts")):
+        if column in batch.non_tensor_batch:
+            counts = torch.tensor(batch.non_tensor_batch[column].astype(np.float64))
+            metrics |= _summary(name, counts)
+    return metrics
+
+
+def compute_timing_metrics(batch: "DataProto", timing_raw: Mapping[str, float]) -> dict[str, float]:
+    """Report each timer in seconds, and the main ones in milliseconds per token."""
+    prompt_length, response_length = _lengths(batch)
+    response_tokens = response_length.sum().item()
+    all_tokens = prompt_length.sum().item() + response_tokens
+    tokens = dict.fromkeys(_TIMERS_OVER_RESPONSE, response_tokens) | dict.fromkeys(_TIMERS_OVER_ALL, all_tokens)
+    return {
+        **{f"timing_s/{name}": seconds for name, seconds in timing_raw.items()},
+        **{
+            f"timing_per_token_ms/{name}": timing_raw[name] * 1000 / count
+            for name, count in tokens.items()
+            if name in timing_raw and count
+        },
+    }
+
+
+def compute_throughput_metrics(batch: "DataProto", timing_raw: Mapping[str, float], n_gpus: int) -> dict[str, float]:
+    """Report tokens, seconds, and tokens per second and device, of the timer ``step``."""
+    tokens = sum(batch.meta_info["global_token_num"])
+    seconds = timing_raw["step"]
+    return {
+        "perf/total_num_tokens": tokens,
+        "perf/time_per_step": seconds,
+        "perf/throughput": tokens / (seconds * n_gpus),
+    }
+
+
+compute_throughout_metrics = compute_throughput_metrics  # the established spelling
+
+
+# Validation
+
+
+def subset_sizes(num_responses: int) -> list[int]:
+    """Return 2, 4, 8 and so on below the number of responses, and that number; nothing for a single response."""
+    sizes, size = [], 2
+    while size < num_responses:
+        sizes.append(size)
+        size *= 2
+    return [*sizes, num_responses] if num_responses > 1 else []
+
+
+def _draws(num_responses: int, size: int, seed: int) -> np.ndarray:
+    """Draw ``size`` of the responses with replacement, many times: (1000, size). The same for every prompt."""
+    return np.random.RandomState(seed).choice(num_responses, size=(_NUM_BOOTSTRAP, size), replace=True)
+
+
+def _extremes(values: np.ndarray, draws: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the largest and smallest of each draw of (P, k) values: two (1000, P) arrays."""
+    by_response = np.ascontiguousarray(values.T)
+    best = worst = by_response[draws[:, 0]]
+    for column in draws.T[1:]:
+        drawn = by_response[column]
+        best, worst = np.maximum(best, drawn), np.minimum(worst, drawn)
+    return best, worst
+
+
+def _majority(codes: np.ndarray, draws: np.ndarray) -> np.ndarray:
+    """Return which response stands for the most frequent answer of each draw: (1000, P) columns of (P, k) codes.
+
+    Among equally frequent answers the one drawn first counts.
+    """
+    num_prompts, k = codes.shape
+    times_drawn = np.zeros((len(draws), k), dtype=np.float32)
+    np.add.at(times_drawn, (np.arange(len(draws))[:, None], draws), 1)
+    same_answer = (codes[:, :, None] == codes[:, None, :]).astype(np.float32)  # (P, k, k)
+    votes = times_drawn @ same_answer.transpose(1, 0, 2).reshape(k, num_prompts * k)
+    votes = votes.reshape(len(draws), num_prompts, k)
+    drawn_votes = np.take_along_axis(votes, np.broadcast_to(draws[:, None, :], (*votes.shape[:2], draws.shape[1])), -1)
+    return np.take_along_axis(draws, drawn_votes.argmax(-1), axis=-1)
+
+
+def _mean_and_std(name: str, samples: np.ndarray) -> dict[str, np.ndarray]:
+    return {f"{name}/mean": samples.mean(0), f"{name}/std": samples.std(0)}
+
+
+def _codes(answers: list[list[Any]]) -> np.ndarray:
+    """Number the distinct answers of each prompt: (P, k)."""
+    rows = []
+    for row in answers:
+        number: dict[Any, int] = {}
+        rows.append([number.setdefault(answer, len(number)) for answer in row])
+    return np.array(rows)
+
+
+def _prompt_metrics(
+    variables: dict[str, np.ndarray], codes: np.ndarray | None, seed: int
+) -> dict[str, dict[str, np.ndarray]]:
+    """Compute every metric of prompts with k responses each: variable -> metric -> (P,)."""
+    k = next(iter(variables.values())).shape[1]
+    result: dict[str, dict[str, np.ndarray]] = {}
+    for name, values in variables.items():
+        result[name] = {f"mean@{k}": values.mean(1)} | ({f"std@{k}": values.std(1)} if k > 1 else {})
+    for size in subset_sizes(k):
+        draws = _draws(k, size, seed)
+        chosen = _majority(codes, draws) if codes is not None else None
+        for name, values in variables.items():
+            best, worst = _extremes(values, draws)
+            result[name] |= _mean_and_std(f"best@{size}", best) | _mean_and_std(f"worst@{size}", worst)
+            if chosen is not None:
+                result[name] |= _mean_and_std(f"maj@{size}", values[np.arange(len(values)), chosen])
+    return result
+
+
+def _is_numeric(values: Sequence[Any]) -> bool:
+    return all(isinstance(value, (Number, np.bool_)) for value in values)
+
+
+def process_validation_metrics(
+    data_sources: Sequence[str], sample_uids: Sequence[str], infos_dict: Mapping[str, Sequence[Any]], seed: int = 42
+) -> dict[str, dict[str, dict[str, float]]]:
+    """Summarise the responses of each prompt, and average over the prompts of a data source.
+
+    For k responses: ``mean@k``, ``std@k`` and, for m of 2, 4, 8, ... and k, the mean and deviation over 1000 draws of
+    m responses with replacement of the best (``best@m``), the worst (``worst@m``), and the value of the most frequent
+    ``pred`` (``maj@m``, where that variable exists). Variables that are not numbers are left out.
+
+    Returns: data source -> variable -> metric -> value.
+    """
+    numeric = {name: np.array(v, dtype=np.float64) for name, v in infos_dict.items() if len(v) and _is_numeric(v)}
+    answers = infos_dict.get("pred")
+    rows_of: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for row, key in enumerate(zip(data_sources, sample_uids, strict=True)):
+        rows_of[key].append(row)
+    alike: dict[tuple[str, int], list[list[int]]] = defaultdict(list)  # prompts of a source with as many responses
+    for (source, _), rows in rows_of.items():
+        alike[source, len(rows)].append(rows)
+
+    per_prompt: dict[str, dict[str, dict[str, list[np.ndarray]]]] = {}
+    for (source, _), prompts in alike.items():
+        of_source = per_prompt.setdefault(source, {})
+        for at in range(0, len(prompts), _PROMPTS_AT_ONCE):
+            chunk = np.array(prompts[at : at + _PROMPTS_AT_ONCE])
+            codes = _codes([[answers[i] for i in row] for row in chunk]) if answers is not None else None
+            if not numeric:
+                continue
+            computed = _prompt_metrics({name: v[chunk] for name, v in numeric.items()}, codes, seed)
+            for name, metrics in computed.items():
+                collected = of_source.setdefault(name, defaultdict(list))
+                for metric, value in metrics.items():
+                    collected[metric].append(value)
+    return {
+        source: {
+            name: {metric: float(np.concatenate(parts).mean()) for metric, parts in metrics.items()}
+            for name, metrics in variables.items()
+        }
+        for source, variables in per_prompt.items()
+    }
+
+
+__all__ = [
+    "compute_data_metrics",
+    "compute_throughout_metrics",
+    "compute_throughput_metrics",
+    "compute_timing_metrics",
+    "process_validation_metrics",
+    "reduce_metrics",
+    "subset_sizes",
+]
