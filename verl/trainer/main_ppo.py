@@ -10,9 +10,9 @@ import sys
 import time
 from typing import Any
 
-import hydra
 from omegaconf import DictConfig, OmegaConf
 
+from verl.trainer.config.cli import hydra_main
 from verl.trainer.ppo.startup import CLOCK, receive_moments
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-@hydra.main(config_path="config", config_name="ppo_trainer", version_base=None)
+@hydra_main("ppo_trainer")
 def main(config: DictConfig) -> None:
     """Run PPO by the composed configuration."""
     run_ppo(config)
@@ -44,23 +44,26 @@ def run_ppo(config: DictConfig, task_runner_class: Any = None) -> None:
 
     ``task_runner_class`` is a plain class derived from ``TaskRunner``, or a Ray actor class.
 
-    Raises: SystemExit with a short message on standard error when anything fails; the whole trace is in
-    ``error.log`` of ``trainer.default_local_dir``.
+    Raises: SystemExit after a short message on standard error when anything fails: with 2 for what was found wrong
+    before Ray was started, else with 1 and the whole trace in ``error.log`` of ``trainer.default_local_dir``.
     """
+    from verl.trainer.ppo.inputs import check_inputs
     from verl.trainer.ppo.launch import report_failure, start_ray, stop_ray
 
     CLOCK.mark("launch", at=_process_start())
     CLOCK.mark("imports")
     started_ray = False
     try:
-        check_before_start(config)
+        check_inputs(config)
         CLOCK.mark("checks")
         started_ray = start_ray(config)
         CLOCK.mark("ray_init")
         _run_in_actor(config, task_runner_class or TaskRunner)
     except KeyboardInterrupt:
         sys.exit(_say("interrupted", 130))
-    except Exception as error:
+    except Exception as error:  # whatever it is, the person at the terminal gets its cause and not Ray's frames
+        if CLOCK.last == "imports":
+            sys.exit(_say(f"error in the configuration: {error}", 2))
         sys.exit(_say(report_failure(error, config), 1))
     finally:
         if started_ray:
@@ -80,16 +83,6 @@ def _process_start() -> float:
     except ImportError:
         return time.time()
     return float(psutil.Process().create_time())
-
-
-def check_before_start(config: DictConfig) -> None:
-    """Refuse everything that can be known to be wrong without Ray, torch or a model.
-
-    Raises: ValueError naming the dotted key or the file.
-    """
-    from verl.trainer.ppo.inputs import check_inputs
-
-    check_inputs(config)
 
 
 def _run_in_actor(config: DictConfig, task_runner_class: Any) -> None:

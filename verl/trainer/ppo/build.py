@@ -5,13 +5,13 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from verl.trainer.ppo.ray_trainer import RayPPOTrainer, set_total_training_steps
+from verl.trainer.ppo.loaders import follow_run_seed, set_total_training_steps
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.resources import ResourcePoolManager, WorkerStart
 from verl.trainer.ppo.reward import load_reward_manager
 from verl.utils import hf_processor, hf_tokenizer
-from verl.utils.config import validate_config
-from verl.utils.dataset import collate_fn
 from verl.utils.dataset.factory import create_rl_dataset, create_rl_sampler
+from verl.utils.dataset.rl_dataset import collate_fn
 from verl.utils.fs import copy_to_local
 
 
@@ -19,6 +19,7 @@ def build_trainer(
     config: DictConfig, role_worker_mapping: Mapping[Any, Any], pools: ResourcePoolManager, group_cls: type
 ) -> tuple[RayPPOTrainer, WorkerStart | None]:
     """Return the trainer, and the start of its workers where that could begin before the data were loaded."""
+    follow_run_seed(config)
     early_steps = steps_known_early(config)
     workers = None
     if early_steps is not None:
@@ -37,7 +38,7 @@ def build_trainer(
         reward_fn=load_reward_manager(config, tokenizer, num_examine=0, **reward_kwargs(config)),
         val_reward_fn=load_reward_manager(config, tokenizer, num_examine=1, **reward_kwargs(config)),
         train_dataset=train_dataset,
-        val_dataset=create_rl_dataset(data.val_files, data, tokenizer, processor, is_train=False),
+        val_dataset=data.val_files and create_rl_dataset(data.val_files, data, tokenizer, processor, is_train=False),
         collate_fn=collate_fn,
         train_sampler=create_rl_sampler(data, train_dataset),
         device_name=config.trainer.device,

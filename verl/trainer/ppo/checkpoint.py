@@ -51,9 +51,10 @@ def find_resume_folder(config: Any) -> Path | None:
     if trainer.default_hdfs_dir is not None:
         raise RemoteResumeError(
             f"trainer.default_hdfs_dir={trainer.default_hdfs_dir}: resuming from it is not supported; copy the "
-            "checkpoint to trainer.default_local_dir and leave default_hdfs_dir null, or set trainer.resume_mode=disable"
+            "checkpoint to trainer.default_local_dir and leave default_hdfs_dir null, or set "
+            "trainer.resume_mode=disable"
         )
-    root = Path(trainer.default_local_dir).absolute()
+    root = Path(os.path.expanduser(trainer.default_local_dir)).absolute()
     if trainer.resume_mode == "resume_path":
         return _checked(_explicit_folder(trainer.resume_from_path), root, config)
     step = read_tracker(root)
@@ -68,7 +69,7 @@ def _explicit_folder(path: Any) -> Path:
             f"trainer.resume_from_path={path!r} must be the path of a folder named {FOLDER_PREFIX}<step> when "
             "trainer.resume_mode=resume_path"
         )
-    folder = Path(path).absolute()
+    folder = Path(os.path.expanduser(path)).absolute()
     step_of(folder)
     return folder
 

@@ -7,15 +7,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from omegaconf import OmegaConf, open_dict
 from torch.utils.data import Dataset, Sampler
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from verl.algos.kl import get_kl_controller
 from verl.protocol import DataProto
 from verl.single_controller.base.phase import phase
 from verl.single_controller.ray import RayWorkerGroup
-from verl.trainer.ppo import checkpoint
+from verl.trainer.ppo import checkpoint, loaders
 from verl.trainer.ppo.advantages import apply_kl_penalty, compute_advantage, compute_response_mask
 from verl.trainer.ppo.core_algos import AdvantageEstimator, agg_loss
 from verl.trainer.ppo.dumps import dump_training_batch
@@ -111,46 +109,18 @@ class RayPPOTrainer:
         collate_fn: Callable[..., Any] | None,
         train_sampler: Sampler | None,
     ) -> None:
-        """Make the loaders, building the data sets and the sampler that were not given."""
-        from verl.utils.dataset import collate_fn as default_collate_fn
-        from verl.utils.dataset.factory import create_rl_dataset, create_rl_sampler
-
-        data = self.config.data
-        train_dataset = train_dataset or create_rl_dataset(data.train_files, data, self.tokenizer, self.processor)
-        val_dataset = val_dataset or create_rl_dataset(
-            data.val_files, data, self.tokenizer, self.processor, is_train=False
-        )
-        self.train_dataset, self.val_dataset = train_dataset, val_dataset
-        common = {"num_workers": data.dataloader_num_workers, "collate_fn": collate_fn or default_collate_fn}
-        self.train_dataloader = StatefulDataLoader(
-            dataset=train_dataset,
-            batch_size=data.get("gen_batch_size", data.train_batch_size),
-            drop_last=True,
-            sampler=train_sampler or create_rl_sampler(data, train_dataset),
-            generator=torch.Generator().manual_seed(self.run_seed),
-            **common,
-        )
-        self.val_dataloader = StatefulDataLoader(
-            dataset=val_dataset,
-            batch_size=data.val_batch_size or len(val_dataset),
-            shuffle=data.validation_shuffle,
-            drop_last=False,
-            generator=torch.Generator().manual_seed(self.run_seed),
-            **common,
-        )
-        if not len(self.train_dataloader) or not len(self.val_dataloader):
-            raise EmptyLoaderError(
-                f"data.train_files has {len(train_dataset)} usable rows for data.train_batch_size="
-                f"{data.train_batch_size}, data.val_files {len(val_dataset)}: there must be at least one batch of each"
-            )
-        self._set_total_training_steps()
-
-    def _set_total_training_steps(self) -> None:
-        """Fix the number of steps, and tell the learning-rate schedules."""
-        trainer = self.config.trainer
+        """Make the loaders, building the data sets and the sampler that were not given, and count the steps."""
+        loaders.follow_run_seed(self.config)
+        data, trainer = self.config.data, self.config.trainer
+        self.train_dataset = train_dataset or loaders.build_dataset(self, "train_files", is_train=True)
+        if val_dataset is None and data.val_files is not None:
+            val_dataset = loaders.build_dataset(self, "val_files", is_train=False)
+        self.val_dataset = val_dataset
+        self.train_dataloader = loaders.train_loader(data, self.run_seed, self.train_dataset, collate_fn, train_sampler)
+        self.val_dataloader = val_dataset and loaders.validation_loader(data, self.run_seed, val_dataset, collate_fn)
         steps = trainer.total_training_steps
         self.total_training_steps = len(self.train_dataloader) * trainer.total_epochs if steps is None else steps
-        set_total_training_steps(self.config, self.total_training_steps)
+        loaders.set_total_training_steps(self.config, self.total_training_steps)
 
     # ---- workers
 
@@ -236,7 +206,9 @@ class RayPPOTrainer:
             # A loader resumed at the end of an epoch yields nothing at first.
             fruitless = fruitless + 1 if self.global_steps == before else 0
             if fruitless > 1:
-                raise EmptyLoaderError("the training loader yields no batch: its sampler or data set has become empty")
+                raise loaders.EmptyLoaderError(
+                    "the training loader yields no batch: its sampler or data set has become empty"
+                )
 
     def _checked(self, name: str, batch: DataProto | None, method: Callable[..., DataProto], *args: Any) -> DataProto:
         with checked_phase(name, batch) as result:
@@ -272,7 +244,7 @@ class RayPPOTrainer:
         with self._timed("gen", timing):
             output = self.rollout_wg_generate(requests)
         check_rollout(requests, output, self.global_steps, self.single_turn)
-        timing.update(output.meta_info.pop("timing", {}))
+        self._take_timing(output, metrics, timing)
         if self.config.algorithm.adv_estimator == AdvantageEstimator.REMAX:
             batch.batch["reward_baselines"] = self._greedy_baseline(batch, prompts, timing)
         batch = batch.repeat(repeat_times=num_samples, interleave=True).union(output)
@@ -319,7 +291,7 @@ class RayPPOTrainer:
             scores, extras = self._take_reward()
             batch.batch["token_level_scores"] = scores
             self._extra_columns = list(extras)
-            batch.non_tensor_batch.update({name: np.array(values, dtype=object) for name, values in extras.items()})
+            batch.non_tensor_batch.update({name: _column(values) for name, values in extras.items()})
             if algorithm.use_kl_in_reward:
                 batch, kl_metrics = apply_kl_penalty(batch, self.kl_ctrl_in_reward, algorithm.kl_penalty)
                 metrics.update(kl_metrics)
@@ -357,6 +329,14 @@ class RayPPOTrainer:
         prompts = batch.pop(batch_keys=list(_PROMPT_TENSORS), non_tensor_batch_keys=columns)
         prompts.non_tensor_batch["uid"] = batch.non_tensor_batch["uid"]
         return prompts
+
+    def _take_timing(self, output: DataProto, metrics: Metrics, timing: Timing) -> None:
+        """Take over what the rollout has measured: seconds as timers, figures of the weight sync as metrics."""
+        for name, value in output.meta_info.pop("timing", {}).items():
+            if name.startswith("weight_sync/") and not name.endswith("seconds"):
+                metrics[name] = value
+            else:
+                timing[name] = value
 
     def _greedy_baseline(self, batch: DataProto, prompts: DataProto, timing: Timing) -> torch.Tensor:
         """Return the score of one greedy response per prompt, (num_prompts,), as ReMax subtracts it."""
@@ -491,20 +471,12 @@ class RayPPOTrainer:
         stop_profiling(self, timing)
 
 
-class EmptyLoaderError(ValueError, AssertionError):
-    """There is not one whole batch of data."""
-
-
 def _for_model(batch: DataProto) -> DataProto:
     """Return the part of a batch that models read: tensors, model inputs of other kinds and meta_info."""
     columns = [name for name in ("multi_modal_inputs",) if name in batch.non_tensor_batch]
     return batch.select(non_tensor_batch_keys=columns)
 
 
-def set_total_training_steps(config: Any, steps: int) -> None:
-    """Write the number of steps to where the learning-rate schedules read it."""
-    OmegaConf.set_struct(config, True)
-    with open_dict(config):
-        for key in ("actor_rollout_ref.actor.optim", "critic.optim"):
-            if OmegaConf.select(config, key) is not None:
-                OmegaConf.update(config, f"{key}.total_training_steps", steps)
+def _column(values: list[Any]) -> np.ndarray:
+    """Return values as an object array of one axis, lists among them as objects."""
+    return np.fromiter(values, dtype=object, count=len(values))

@@ -14,10 +14,17 @@ class StartupClock:
 
     def __init__(self) -> None:
         self.moments: list[tuple[str, float]] = []
+        self.reported = False
+
+    @property
+    def last(self) -> str:
+        """The name of the last moment."""
+        return self.moments[-1][0] if self.moments else ""
 
     def mark(self, name: str, at: float | None = None) -> None:
-        """Say that ``name`` has just ended, or did at a unix time."""
-        self.moments.append((name, time.time() if at is None else at))
+        """Say that ``name`` has just ended, or did at a unix time; nothing counts any more after the report."""
+        if not self.reported:
+            self.moments.append((name, time.time() if at is None else at))
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds of each part after the first moment, and ``total``."""
@@ -30,12 +37,12 @@ class StartupClock:
         return spans
 
     def report(self) -> dict[str, float]:
-        """Show the parts once and return them as ``timing_s/startup/<part>``."""
-        spans = self.seconds()
+        """Show the parts and return them as ``timing_s/startup/<part>``, once."""
+        spans = {} if self.reported else self.seconds()
         if spans:
             parts = ", ".join(f"{name} {value:.1f}" for name, value in spans.items() if name != "total")
             get_console().info("launch to the end of the first step: %.1f s (%s)", spans["total"], parts)
-        self.moments = []
+        self.reported = True
         return {f"timing_s/startup/{name}": value for name, value in spans.items()}
 
 

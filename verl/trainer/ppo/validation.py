@@ -38,6 +38,10 @@ def validate(trainer: "RayPPOTrainer") -> dict[str, float]:
 
     Raises: ValueError where there is no validation reward function.
     """
+    if trainer.val_dataloader is None:
+        raise ValueError(
+            "data.val_files=null: validation needs a file, or trainer.val_before_train=false and test_freq=-1"
+        )
     samples = ValidationSamples()
     first_prompt = 0
     for rows in trainer.val_dataloader:

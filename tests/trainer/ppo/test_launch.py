@@ -1,0 +1,191 @@
+import json
+import logging
+import struct
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from omegaconf import OmegaConf
+
+from verl.trainer.ppo import inputs, launch
+from verl.trainer.ppo.progress import Progress
+from verl.trainer.ppo.startup import StartupClock
+from verl.trainer.ppo.utils import Role, need_critic
+
+
+def test_the_launching_process_needs_neither_torch_nor_transformers():
+    code = (
+        "import sys, verl.trainer.main_ppo, verl.trainer.ppo.inputs, verl.trainer.ppo.launch\n"
+        "print([name for name in ('torch', 'transformers', 'tensordict', 'vllm') if name in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert out.stdout.strip() == "[]"
+
+
+# ---- files
+
+
+def write_rows(path, **columns):
+    pq.write_table(pa.table(columns), path)
+    return str(path)
+
+
+def data_config(train, val, **data):
+    keys = {"train_files": train, "val_files": val, "prompt_key": "prompt", "train_batch_size": 2}
+    return OmegaConf.create({"data": keys | data})
+
+
+def test_data_files_are_read_to_their_footer(tmp_path):
+    good = write_rows(tmp_path / "good.parquet", prompt=["a", "b", "c"])
+    inputs.check_data(data_config(good, [good]))
+    inputs.check_data(data_config([good, good], None, train_batch_size=6))
+    inputs.check_data(data_config("hdfs://x/y.parquet", good))
+    inputs.check_data(data_config("nowhere", None, custom_cls={"path": "my.py"}))
+    (tmp_path / "text.parquet").write_text("no parquet")
+    cases = [
+        (str(tmp_path / "text.parquet"), "data.train_files=.*text.parquet: cannot be read as parquet"),
+        (write_rows(tmp_path / "other.parquet", question=["a"]), r"no column 'prompt'.*\['question'\]"),
+        (write_rows(tmp_path / "empty.parquet", prompt=pa.array([], pa.string())), "has no row"),
+        (write_rows(tmp_path / "one.parquet", prompt=["a"]), "1 rows in all, fewer than data.train_batch_size=2"),
+    ]
+    for path, text in cases:
+        with pytest.raises(inputs.InputError, match=text):
+            inputs.check_data(data_config(path, good))
+
+
+def write_safetensors(path, cut=0):
+    header = json.dumps({"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}).encode()
+    content = struct.pack("<Q", len(header)) + header + bytes(16)
+    path.write_bytes(content[: len(content) - cut])
+
+
+def test_model_folders_must_hold_whole_weights_and_a_tokenizer(tmp_path):
+    key, weights = "actor_rollout_ref.model.path", tmp_path / "model.safetensors"
+    inputs.check_model(key, "Qwen/Qwen2.5-0.5B")  # the hub is not asked
+    with pytest.raises(inputs.InputNotFoundError, match="holds no weights"):
+        inputs.check_model(key, str(tmp_path))
+    for cut, text in ((1, "is cut short: "), (30, "cut short in its header"), (1000, "not a safetensors file")):
+        write_safetensors(weights, cut)
+        with pytest.raises(inputs.InputError, match=text):
+            inputs.check_model(key, str(tmp_path))
+    write_safetensors(weights)
+    inputs.check_model(key, str(tmp_path), tokenizer=False)
+    with pytest.raises(FileNotFoundError, match="has no tokenizer"):
+        inputs.check_model(key, str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    inputs.check_model(key, str(tmp_path))
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "gone.safetensors"}}))
+    with pytest.raises(inputs.InputNotFoundError, match=r"missing: \['gone.safetensors'\]"):
+        inputs.check_model(key, str(tmp_path))
+
+
+# ---- Ray
+
+
+def run_config(tmp_path, **ray_init):
+    return OmegaConf.create(
+        {
+            "trainer": {"device": "cpu", "default_local_dir": str(tmp_path)},
+            "ray_kwargs": {"ray_init": ray_init, "timeline_json_file": None},
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    "options, environment, expected",
+    [
+        ({}, None, {"address": "local", "include_dashboard": False}),
+        ({"num_cpus": 3, "include_dashboard": True}, None, {"num_cpus": 3, "include_dashboard": True}),
+        ({"address": "10.0.0.1:6379", "num_cpus": None}, None, {"address": "10.0.0.1:6379"}),
+        ({}, "10.0.0.1:6379", {"address": None}),
+    ],
+)
+def test_ray_is_local_unless_an_address_is_given(tmp_path, monkeypatch, options, environment, expected):
+    seen = {}
+    monkeypatch.setattr(launch.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(launch.ray, "init", lambda **kwargs: seen.update(kwargs))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if environment:
+        monkeypatch.setenv("RAY_ADDRESS", environment)
+    assert launch.start_ray(run_config(tmp_path, **options))
+    assert {name: seen[name] for name in expected} == expected
+    assert ("num_cpus" in seen) == (options.get("num_cpus") is not None)
+
+
+def test_the_runtime_environment_yields_to_the_process_and_to_the_user(tmp_path, monkeypatch):
+    config = run_config(tmp_path)
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    env = launch.runtime_env(config, {"env_vars": {"VLLM_LOGGING_LEVEL": "ERROR"}, "pip": []})
+    assert "NCCL_DEBUG" not in env["env_vars"] and env["pip"] == [] and env["working_dir"] is None
+    assert env["env_vars"]["VLLM_LOGGING_LEVEL"] == "ERROR" and env["env_vars"]["OMP_NUM_THREADS"] == "1"
+    config.trainer.device = "cuda"
+    assert "OMP_NUM_THREADS" not in launch.runtime_env(config, {})["env_vars"]
+
+
+def test_a_failure_is_told_by_its_cause(tmp_path):
+    cause = ValueError("data.train_files: no such file")
+    cause.add_note("in training step 3 of 7")
+    inner = launch.ray.exceptions.RayTaskError("work", "inner trace", cause)
+    outer = launch.ray.exceptions.RayTaskError("run", "Traceback\nouter trace", inner)
+    message = launch.report_failure(outer, run_config(tmp_path))
+    log = tmp_path / "error.log"
+    assert message.splitlines() == [
+        "Error: ValueError: data.train_files: no such file",
+        "in training step 3 of 7",
+        f"The whole trace is in {log}",
+    ]
+    assert "outer trace" in log.read_text()
+
+
+# ---- what a person sees
+
+
+def test_progress_lines(capsys, monkeypatch):
+    monkeypatch.setenv("VERL_PROGRESS", "lines")
+    progress = Progress(total_steps=10, start_step=4)
+    progress.note({"val-core/gsm8k/acc/mean@1": 0.25})
+    step = {"critic/score/mean": 0.5, "perf/total_num_tokens": 3000, "perf/time_per_step": 2.0, "timing_s/step": 2.0}
+    progress.update(5, step)
+    assert capsys.readouterr().out == (
+        "step 5/10 | reward 0.500 | validation 0.250 | 1,500 tokens/s | 2.00 s | 0:00:00 left\n"
+    )
+    monkeypatch.setenv("VERL_PROGRESS", "loud")
+    with pytest.raises(ValueError, match="VERL_PROGRESS='loud'"):
+        Progress(1, 0)
+
+
+def test_startup_parts_add_up(capsys):
+    clock = StartupClock()
+    for name, at in (("launch", 10.0), ("imports", 11.5), ("workers", 15.0), ("first_step", 18.0)):
+        clock.mark(name, at)
+    spans = clock.report()
+    assert spans == {f"timing_s/startup/{n}": s for n, s in zip(("imports", "workers", "first_step", "total"),
+                                                               (1.5, 3.5, 3.0, 8.0), strict=True)}  # fmt: skip
+    assert "8.0 s (imports 1.5, workers 3.5, first_step 3.0)" in capsys.readouterr().out
+    clock.mark("first_step")
+    assert clock.report() == {}
+
+
+# ---- roles
+
+
+def test_roles_and_their_names():
+    assert [str(role) for role in Role] == "actor rollout actor_rollout critic ref rm actor_rollout_ref".split()
+    assert [role.value for role in Role] == list(range(7))
+    assert Role.from_string("Actor_Rollout") is Role.ActorRollout
+    with pytest.raises(ValueError, match="no role 'judge'"):
+        Role.from_string("judge")
+
+
+@pytest.mark.parametrize(
+    "enable, estimator, needed", [(None, "gae", True), (None, "grpo", False), (True, "grpo", True)]
+)
+def test_who_needs_a_critic(enable, estimator, needed, caplog):
+    config = SimpleNamespace(critic=SimpleNamespace(enable=enable), algorithm=SimpleNamespace(adv_estimator=estimator))
+    with caplog.at_level(logging.WARNING):
+        assert need_critic(config) is needed
+    assert ("no critic" in caplog.text) is (not needed)

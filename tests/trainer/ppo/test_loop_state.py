@@ -1,0 +1,209 @@
+"""What a resumed run continues from: the position in the data, the checkpoint folder, the announced end."""
+
+import json
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from verl.trainer.ppo import checkpoint, loaders
+from verl.trainer.ppo.checkpoint import (
+    IncompleteCheckpointError,
+    RemoteResumeError,
+    ResumeError,
+    find_resume_folder,
+    load_driver_state,
+    read_tracker,
+    remove_emptied_folders,
+    save_driver_state,
+    should_save_ckpt_esi,
+    write_tracker,
+)
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+ROWS, BATCH = 11, 4  # two batches per epoch, three rows left over
+
+
+class Numbers(torch.utils.data.Dataset):
+    def __len__(self):
+        return ROWS
+
+    def __getitem__(self, index):
+        return {"x": torch.tensor(index)}
+
+
+def trainer_at_start(total_steps: int, workers: int = 0, shuffle: bool = True) -> RayPPOTrainer:
+    data = OmegaConf.create(
+        {"train_batch_size": BATCH, "dataloader_num_workers": workers, "shuffle": shuffle, "seed": 5}
+    )
+    trainer = RayPPOTrainer.__new__(RayPPOTrainer)
+    trainer.run_seed, trainer.global_steps, trainer.total_training_steps = 1, 0, total_steps
+    trainer.train_dataloader = loaders.train_loader(data, 1, Numbers(), None, None)
+    return trainer
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("stop", [1, 2, 3, 4])  # in the middle and at the end of an epoch
+def test_a_resumed_run_sees_the_rows_that_an_uninterrupted_one_sees(tmp_path, workers, stop):
+    if workers and stop not in (2, 3):
+        pytest.skip("processes cost seconds: one stop of each kind is enough")
+    whole = [rows["x"].tolist() for rows in trainer_at_start(7, workers)._training_rows()]
+    assert len(whole) == 7 and sorted(whole[0] + whole[1]) != sorted(whole[2] + whole[3])
+    first = trainer_at_start(7, workers)
+    seen = []
+    for rows in first._training_rows():
+        seen.append(rows["x"].tolist())
+        if first.global_steps == stop:
+            save_driver_state(tmp_path, first.train_dataloader.state_dict(), {"seed": 1})
+            break
+    second = trainer_at_start(7, workers)
+    state, driver = load_driver_state(tmp_path)
+    second.train_dataloader.load_state_dict(state)
+    second.global_steps = stop
+    seen += [rows["x"].tolist() for rows in second._training_rows()]
+    assert seen == whole and driver == {"seed": 1}
+
+
+def test_every_step_starts_from_its_own_random_state():
+    draws = {}
+    for start in (0, 3):
+        trainer = trainer_at_start(6)
+        trainer.global_steps = start
+        for _ in trainer._training_rows():
+            draws.setdefault(trainer.global_steps, []).append(torch.rand(1).item())
+    assert all(first == again for first, again in (draws[step] for step in (4, 5, 6)))
+    assert len({values[0] for values in draws.values()}) == 6
+
+
+# ---- checkpoints
+
+
+def config_for(root, **trainer) -> OmegaConf:
+    defaults = {
+        "default_local_dir": str(root),
+        "resume_mode": "auto",
+        "resume_from_path": None,
+        "default_hdfs_dir": None,
+    }
+    return OmegaConf.create(
+        {"trainer": defaults | trainer, "critic": {"enable": False}, "algorithm": {"adv_estimator": "grpo"}}
+    )
+
+
+@pytest.fixture
+def whole_if_marked(monkeypatch):
+    """Stand for the verification of a role's files: a folder is whole when it holds a file ``whole``."""
+
+    def problems(folder, roles):
+        missing = [role for role in roles if not (folder / role / "whole").exists()]
+        return [f"{role}: a file is missing" for role in missing]
+
+    monkeypatch.setattr(checkpoint, "find_problems", problems)
+
+
+def make_checkpoint(root, step, whole=True):
+    folder = root / f"global_step_{step}" / "actor"
+    folder.mkdir(parents=True)
+    (folder / ("whole" if whole else "half")).write_text("")
+    return folder.parent
+
+
+def test_where_a_run_resumes_from(tmp_path, whole_if_marked):
+    assert find_resume_folder(config_for(tmp_path)) is None  # no tracker: from scratch
+    folder = make_checkpoint(tmp_path, 4)
+    make_checkpoint(tmp_path, 2)
+    write_tracker(tmp_path, 4)
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "4" and read_tracker(tmp_path) == 4
+    assert find_resume_folder(config_for(tmp_path)) == folder
+    assert find_resume_folder(config_for(tmp_path, resume_mode="disable")) is None
+    other = config_for(tmp_path / "new", resume_mode="resume_path", resume_from_path=str(tmp_path / "global_step_2"))
+    assert find_resume_folder(other) == tmp_path / "global_step_2"
+
+
+@pytest.mark.parametrize(
+    "trainer, error, text",
+    [
+        ({"resume_mode": "sometimes"}, ResumeError, "auto, disable or resume_path"),
+        ({"resume_mode": "resume_path"}, ResumeError, "trainer.resume_from_path=None"),
+        ({"resume_mode": "resume_path", "resume_from_path": "x/step_3"}, ResumeError, "global_step_<step>"),
+        ({"resume_mode": "resume_path", "resume_from_path": "global_step_x"}, ResumeError, "must end in"),
+        ({"default_hdfs_dir": "hdfs://a"}, RemoteResumeError, "trainer.default_hdfs_dir=hdfs://a"),
+    ],
+)
+def test_wrong_ways_to_resume_are_refused(tmp_path, trainer, error, text):
+    with pytest.raises(error, match=text) as caught:
+        find_resume_folder(config_for(tmp_path, **trainer))
+    assert isinstance(caught.value, ValueError)
+
+
+def test_a_damaged_checkpoint_is_named_with_the_one_before_it(tmp_path, whole_if_marked):
+    earlier = make_checkpoint(tmp_path, 2)
+    make_checkpoint(tmp_path, 4, whole=False)
+    write_tracker(tmp_path, 4)
+    with pytest.raises(IncompleteCheckpointError, match="global_step_4 cannot be resumed from: actor") as caught:
+        find_resume_folder(config_for(tmp_path))
+    assert f"trainer.resume_mode=resume_path trainer.resume_from_path={earlier}" in str(caught.value)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("ab")
+    with pytest.raises(IncompleteCheckpointError, match="holds 'ab' instead of a step"):
+        find_resume_folder(config_for(tmp_path))
+
+
+def test_the_state_of_the_driver(tmp_path):
+    assert load_driver_state(tmp_path) == (None, {})
+    torch.save({"position": 3}, tmp_path / "data.pt")  # as other tools write it: the loader alone
+    assert load_driver_state(tmp_path) == ({"position": 3}, {})
+    whole = (tmp_path / "data.pt").read_bytes()
+    (tmp_path / "data.pt").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(IncompleteCheckpointError, match=r"data\.pt cannot be read"):
+        load_driver_state(tmp_path)
+
+
+def test_folders_that_the_workers_have_emptied_are_removed(tmp_path):
+    kept, emptied = make_checkpoint(tmp_path, 2), make_checkpoint(tmp_path, 1)
+    (emptied / "actor" / "whole").unlink()
+    for folder in (kept, emptied):
+        save_driver_state(folder, {}, {})
+    remove_emptied_folders(tmp_path)
+    assert kept.exists() and not emptied.exists()
+
+
+@pytest.mark.parametrize("variable", checkpoint._ESI_VARIABLES)
+def test_early_save_before_an_announced_end(monkeypatch, variable):
+    assert not should_save_ckpt_esi(100)
+    monkeypatch.setenv(variable, str(time.time() + 170))
+    assert should_save_ckpt_esi(max_steps_duration=120)  # 170 <= 60 + 120
+    assert not should_save_ckpt_esi(max_steps_duration=100)  # 170 > 60 + 100
+    assert should_save_ckpt_esi(max_steps_duration=100, redundant_time=15)
+    monkeypatch.setenv(variable, "tomorrow")
+    with pytest.raises(ValueError, match=f"{variable}='tomorrow'"):
+        should_save_ckpt_esi(100)
+
+
+# ---- dumps
+
+
+def test_dumps_are_in_the_order_in_which_rows_were_asked_for(tmp_path):
+    import numpy as np
+
+    from verl.protocol import DataProto
+    from verl.trainer.ppo.dumps import dump_training_batch
+
+    truths = np.array([{"ground_truth": "5"}, {}], dtype=object)
+    batch = DataProto.from_dict(
+        {
+            "prompts": torch.tensor([[1], [2]]),
+            "responses": torch.tensor([[3, 4], [5, 6]]),
+            "token_level_scores": torch.tensor([[0.0, 1.0], [0.25, 0.25]]),
+        },
+        {"reward_model": truths},
+    )
+    tokenizer = SimpleNamespace(batch_decode=lambda ids, skip_special_tokens: [f"t{row.tolist()}" for row in ids])
+    extras = {"acc": [True, False], "short": [1]}
+    path = dump_training_batch(str(tmp_path), 3, batch, tokenizer, extras, order=[1, 0])
+    assert path.name == "3.jsonl"
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        {"input": "t[2]", "output": "t[5, 6]", "gts": None, "score": 0.5, "step": 3, "acc": False},
+        {"input": "t[1]", "output": "t[3, 4]", "gts": "5", "score": 1.0, "step": 3, "acc": True},
+    ]

@@ -1,0 +1,84 @@
+"""Data sets and loaders of the trainer, and the number of steps that they give."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from omegaconf import OmegaConf, open_dict
+from torch.utils.data import Dataset, Sampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from verl.utils.dataset.factory import create_rl_dataset, create_rl_sampler
+from verl.utils.dataset.rl_dataset import collate_fn as default_collate_fn
+
+if TYPE_CHECKING:
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+
+class EmptyLoaderError(ValueError, AssertionError):
+    """There is not one whole batch of data."""
+
+
+def build_dataset(trainer: "RayPPOTrainer", key: str, is_train: bool) -> Dataset:
+    """Build the data set of ``data.<key>``."""
+    data = trainer.config.data
+    return create_rl_dataset(data[key], data, trainer.tokenizer, trainer.processor, is_train=is_train)
+
+
+def train_loader(
+    data: Any, seed: int, dataset: Dataset, collate_fn: Callable[..., Any] | None, sampler: Sampler | None
+) -> StatefulDataLoader:
+    """Return the loader of whole training batches, in the order of the sampler.
+
+    Raises: EmptyLoaderError when there is not one.
+    """
+    size = data.get("gen_batch_size", data.train_batch_size)
+    loader = StatefulDataLoader(
+        dataset=dataset,
+        batch_size=size,
+        drop_last=True,
+        sampler=sampler or create_rl_sampler(data, dataset),
+        num_workers=data.dataloader_num_workers,
+        collate_fn=collate_fn or default_collate_fn,
+        generator=torch.Generator().manual_seed(seed),
+    )
+    if not len(loader):
+        raise EmptyLoaderError(
+            f"data.train_files has {len(dataset)} usable rows, fewer than one batch of data.train_batch_size={size}"
+        )
+    return loader
+
+
+def validation_loader(
+    data: Any, seed: int, dataset: Dataset, collate_fn: Callable[..., Any] | None
+) -> StatefulDataLoader:
+    """Return the loader of the validation set, by default in one batch.
+
+    Raises: EmptyLoaderError when the set has no row.
+    """
+    if not len(dataset):
+        raise EmptyLoaderError("data.val_files has no usable row")
+    return StatefulDataLoader(
+        dataset=dataset,
+        batch_size=data.val_batch_size or len(dataset),
+        shuffle=data.validation_shuffle,
+        drop_last=False,
+        num_workers=data.dataloader_num_workers,
+        collate_fn=collate_fn or default_collate_fn,
+        generator=torch.Generator().manual_seed(seed),
+    )
+
+
+def follow_run_seed(config: Any) -> None:
+    """Let the order of the data follow ``trainer.seed`` where ``data.seed`` is null."""
+    if config.data.get("seed") is None:
+        with open_dict(config):
+            config.data.seed = config.trainer.seed
+
+
+def set_total_training_steps(config: Any, steps: int) -> None:
+    """Write the number of steps to where the learning-rate schedules read it."""
+    with open_dict(config):
+        for key in ("actor_rollout_ref.actor.optim", "critic.optim"):
+            if OmegaConf.select(config, key) is not None:
+                OmegaConf.update(config, f"{key}.total_training_steps", steps)
