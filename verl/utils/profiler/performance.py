@@ -1,8 +1,12 @@
 """Timers that add to a dictionary of seconds."""
 
 import time
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @contextmanager
@@ -26,3 +30,32 @@ def marked_timer(
     """Add seconds as ``simple_timer`` does; the marks are those of a profiler, where one runs."""
     with simple_timer(name, timing_raw):
         yield
+
+
+def gather_seconds(timing: Mapping[str, float]) -> "np.ndarray":
+    """Return the timers of all ranks, (ranks, timers) in the order of the names; collective."""
+    import torch
+
+    own = torch.tensor(list(timing.values()), dtype=torch.float64)
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        return own.unsqueeze(0).numpy()
+    every = [torch.empty_like(own) for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather(every, own)
+    return torch.stack(every).numpy()
+
+
+def reduce_timing(timing_raw: Mapping[str, float]) -> dict[str, float]:
+    """Average every timer over the ranks, so that all of them report the same; collective."""
+    return dict(zip(timing_raw, gather_seconds(timing_raw).mean(axis=0).tolist(), strict=True))
+
+
+def topk_reduce_ratio_min_max(timing: float, k: int = 10) -> tuple[float, float, float]:
+    """Compare one timer over the ranks; collective.
+
+    Returns: the share of ranks above the (1 - k/100) quantile, the shortest time and the longest.
+    """
+    import numpy as np
+
+    seconds = gather_seconds({"seconds": timing})[:, 0]
+    above = seconds > np.quantile(seconds, 1 - k / 100)
+    return float(above.mean()), float(seconds.min()), float(seconds.max())

@@ -1,14 +1,13 @@
 """The actor, its rollout engine and the reference policy: one worker class for every combination of the three."""
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.profiler.performance import reduce_timing, simple_timer, topk_reduce_ratio_min_max
 from verl.workers.config import CheckpointConfig, FSDPEngineConfig
 from verl.workers.engine import BaseEngine
 from verl.workers.roles.base import EngineWorker, average_metrics, effective_engine_config, memory_metrics
@@ -107,12 +106,23 @@ class ActorRolloutRefWorker(EngineWorker):
         prompts.meta_info.setdefault("pad_token_id", self.model_config.pad_token_id)
         timing: dict[str, float] = {}
         self.sharding_manager.step = prompts.meta_info.get("global_steps")
-        with timed(timing, "wake_and_sync"), self.sharding_manager:
-            with timed(timing, "generate_sequences"):
+        with simple_timer("wake_and_sync", timing):
+            self.sharding_manager.__enter__()
+        try:
+            with simple_timer("generate_sequences", timing):
                 output = self.rollout.generate_sequences(prompts)
-        timing["wake_and_sync"] -= timing["generate_sequences"]
-        timing |= {f"weight_sync/{name}": value for name, value in self.sharding_manager.last_sync.items()}
-        output.meta_info["timing"] = output.meta_info.get("timing", {}) | timing
+        finally:
+            with simple_timer("sleep", timing):
+                self.sharding_manager.__exit__(None, None, None)
+        ratio, shortest, longest = topk_reduce_ratio_min_max(timing["generate_sequences"])
+        output.meta_info["timing"] = reduce_timing(timing) | {
+            "generation_timing/max": longest,
+            "generation_timing/min": shortest,
+            "generation_timing/topk_ratio": ratio,
+        }
+        output.meta_info["metrics"] = {
+            f"weight_sync/{name}": value for name, value in self.sharding_manager.last_sync.items()
+        }
         return output
 
     # ---- log-probabilities
@@ -186,10 +196,3 @@ def log_prob_cut(node: "DictConfig", dp_size: int) -> Cut:
         node.log_prob_max_token_len_per_gpu,
     )
 
-
-@contextmanager
-def timed(timing: dict[str, float], name: str) -> Iterator[None]:
-    """Record the seconds of a block."""
-    start = time.perf_counter()
-    yield
-    timing[name] = time.perf_counter() - start
