@@ -63,7 +63,8 @@ def test_nested_text_config_and_unknown_families(caplog):
 
 
 @pytest.mark.parametrize("name, tflops", [("cpu", 0.448), ("NVIDIA H200", 989), ("NVIDIA H20", 148),
-                                          ("NVIDIA L40S", 362.05), ("NVIDIA L40", 181.05), ("NVIDIA GB200", 2500), ("NVIDIA B200", 2250),
+                                          ("NVIDIA L40S", 362.05),
+                                          ("NVIDIA L40", 181.05), ("NVIDIA GB200", 2500), ("NVIDIA B200", 2250),
                                           ("NVIDIA A100-SXM4-80GB", 312), ("Unheard of", float("inf"))])  # fmt: skip
 def test_promised_flops(name, tflops, monkeypatch):
     assert get_device_flops(name) == tflops
