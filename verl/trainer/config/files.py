@@ -7,7 +7,7 @@ from typing import Any
 
 from verl.base_config import Violation
 from verl.trainer.config.refusals import select
-from verl.workers.config.model import flat_overrides, path_problems, read_config_json
+from verl.workers.config.model import flat_overrides, path_problems, read_config_json, tokenizer_problems
 
 Tree = Mapping[str, Any]
 DATA_SUFFIXES = (".parquet", ".json", ".jsonl")
@@ -84,6 +84,9 @@ def model_rules(tree: Tree, use_critic: bool) -> Iterator[Violation]:
             continue
         problems = [Violation(f"{node}.path", path, problem) for problem in path_problems(path)]
         yield from problems
+        tokenizer = select(tree, f"{node}.tokenizer_path") or path
+        if not problems and isinstance(tokenizer, str) and not node.startswith("actor_rollout_ref.ref"):
+            yield from (Violation(f"{node}.tokenizer_path", tokenizer, text) for text in tokenizer_problems(tokenizer))
         if is_actor and not problems:
             yield from _size_rules(tree, read_config_json(path))
     yield from _adapter_rules(tree, use_critic)

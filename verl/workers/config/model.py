@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 ROPE_KEYS = ("rope_scaling", "rope_parameters")
+TOKENIZER_PREFIXES = ("tokenizer", "tokenization_", "vocab", "tekken", "merges", "spm", "spiece")
+TOKENIZER_SUFFIXES = (".model", ".tiktoken", ".bpe")
 
 
 @dataclass
@@ -78,6 +80,12 @@ def _tokenizer(config: "HFModelConfig") -> Any:
 
     if not config.load_tokenizer:
         return None
+    problems = [
+        Violation("model.tokenizer_path", config.tokenizer_path, text)
+        for text in tokenizer_problems(config.local_tokenizer_path)
+    ]
+    if problems:
+        raise ConfigError(problems)
     tokenizer = hf_tokenizer(config.local_tokenizer_path, trust_remote_code=config.trust_remote_code)
     if config.custom_chat_template is not None:
         tokenizer.chat_template = config.custom_chat_template
@@ -249,6 +257,15 @@ def path_problems(path: str) -> Iterator[str]:
         read_config_json(expanded)
     except ValueError as error:
         yield f"{file} is not readable JSON ({error}): copy the model again"
+
+
+def tokenizer_problems(path: str) -> Iterator[str]:
+    """Yield why a local folder holds no tokenizer: without its files transformers builds one that knows no word."""
+    expanded = os.path.expanduser(path)
+    if os.path.isdir(expanded) and not any(
+        file.startswith(TOKENIZER_PREFIXES) or file.endswith(TOKENIZER_SUFFIXES) for file in os.listdir(expanded)
+    ):
+        yield "the folder holds no tokenizer: save the tokenizer beside the model, or name another tokenizer_path"
 
 
 def read_config_json(path: str) -> dict[str, Any]:

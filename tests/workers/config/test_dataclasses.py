@@ -1,0 +1,141 @@
+"""What each dataclass refuses, and what it makes of keys that stand twice."""
+
+import pytest
+
+from verl.algos.config import AlgoConfig, KLControlConfig
+from verl.utils.profiler import ProfilerConfig
+from verl.utils.profiler.config import NPUToolConfig, TorchMemoryToolConfig, TorchProfilerToolConfig
+from verl.workers.config import (
+    ActorConfig,
+    CheckpointConfig,
+    CriticConfig,
+    FSDPActorConfig,
+    FSDPCriticConfig,
+    FSDPCriticModelCfg,
+    FSDPEngineConfig,
+    FSDPOptimizerConfig,
+    HFModelConfig,
+    RolloutConfig,
+    SamplingConfig,
+)
+
+ACTOR = {"ppo_micro_batch_size_per_gpu": 1}
+
+
+@pytest.mark.parametrize(
+    ("cls", "values", "message"),
+    [
+        (FSDPOptimizerConfig, {"lr": -1.0}, "lr=-1.0"),
+        (FSDPOptimizerConfig, {"lr_warmup_steps_ratio": 1.5}, "lr_warmup_steps_ratio=1.5"),
+        (FSDPOptimizerConfig, {"betas": [0.9, 1.0]}, r"betas=\[0.9,1.0\]"),
+        (FSDPOptimizerConfig, {"betas": [0.9]}, "two numbers"),
+        (FSDPOptimizerConfig, {"clip_grad": 0.0}, "clip_grad=0.0"),
+        (FSDPOptimizerConfig, {"lr_scheduler_type": "linear"}, "one of constant, cosine"),
+        (FSDPOptimizerConfig, {"warmup_style": "linear"}, "write lr_scheduler_type"),
+        (FSDPEngineConfig, {"strategy": "zero"}, "one of fsdp, fsdp2"),
+        (FSDPEngineConfig, {"fsdp_size": 0}, "fsdp_size=0"),
+        (FSDPEngineConfig, {"model_dtype": "int8"}, "model_dtype=int8"),
+        (FSDPEngineConfig, {"wrap_policy": {"min_params": 1}}, "wrap_policy.min_params=1: unknown key"),
+        (FSDPEngineConfig, {"mixed_precision": {"param_dtype": "bf17"}}, "mixed_precision.param_dtype=bf17"),
+        (CheckpointConfig, {"save_contents": ["model", "weights"]}, "unknown parts weights"),
+        (CheckpointConfig, {"async_save": True}, "async_save=true"),
+        (ActorConfig, ACTOR, r"strategy=\?\?\?"),
+        (FSDPActorConfig, {}, "set ppo_micro_batch_size_per_gpu, or use_dynamic_bsz=true"),
+        (FSDPActorConfig, {**ACTOR, "ppo_micro_batch_size": 4}, "excludes ppo_micro_batch_size_per_gpu"),
+        (FSDPActorConfig, {**ACTOR, "loss_agg_mode": "mean"}, "seq-mean-token-sum-norm"),
+        (FSDPActorConfig, {**ACTOR, "kl_loss_type": "k4"}, "kl_loss_type=k4"),
+        (FSDPActorConfig, {**ACTOR, "clip_ratio_c": 1.0}, "clip_ratio_c=1.0"),
+        (FSDPActorConfig, {**ACTOR, "strategy": "megatron"}, "one of fsdp, fsdp2"),
+        (CriticConfig, {"strategy": "fsdp"}, "use_dynamic_bsz"),
+        (FSDPCriticConfig, {**ACTOR, "ulysses_sequence_parallel_size": 2}, "critic.model.use_remove_padding=true"),
+        (FSDPCriticConfig, {**ACTOR, "cliprange_value": 0.0}, "cliprange_value=0.0"),
+        (RolloutConfig, {}, r"name=\?\?\?"),
+        (RolloutConfig, {"name": "vlm"}, "one of vllm, sglang, hf"),
+        (RolloutConfig, {"name": "vllm", "top_p": 0.0}, "top_p=0.0"),
+        (RolloutConfig, {"name": "vllm", "expert_parallel_size": 3}, "data_parallel_size = 2"),
+        (RolloutConfig, {"name": "vllm", "pipeline_model_parallel_size": 2}, "not supported by vllm"),
+        (RolloutConfig, {"name": "vllm", "gpu_memory_utilization": 1.5}, "gpu_memory_utilization=1.5"),
+        (SamplingConfig, {"do_sample": True}, "temperature=0: must be above 0 with do_sample=true"),
+        (HFModelConfig, {"lora_rank": -1}, "lora_rank=-1"),
+        (HFModelConfig, {"fused_kernel_options": {"impl_backend": "cuda"}}, "torch or triton"),
+        (AlgoConfig, {"gamma": 1.5}, "gamma=1.5"),
+        (AlgoConfig, {"kl_penalty": "k9"}, "kl_penalty=k9"),
+        (AlgoConfig, {"rollout_is_level": "word"}, "token, sequence, geometric"),
+        (KLControlConfig, {"horizon": 0}, "horizon=0"),
+        (KLControlConfig, {"type": "pid"}, "fixed or adaptive"),
+        (ProfilerConfig, {"ranks": 3}, "ranks=3: must be a list"),
+        (ProfilerConfig, {"tool": "perf"}, "tool=perf"),
+        (NPUToolConfig, {"contents": ["gpu"]}, r"contents=\[gpu\]"),
+        (NPUToolConfig, {"level": "level9"}, "level=level9"),
+        (TorchMemoryToolConfig, {"stack_depth": 0}, "stack_depth=0"),
+        (TorchProfilerToolConfig, {"step_start": 2, "step_end": 2}, "step_end=2"),
+    ],
+)
+def test_refused(cls, values, message):
+    with pytest.raises(ValueError, match=message):
+        cls(**values)
+
+
+def test_established_error_types():
+    with pytest.raises(NotImplementedError):
+        RolloutConfig(name="sglang", pipeline_model_parallel_size=2)
+    with pytest.raises(AssertionError):
+        FSDPActorConfig()
+
+
+@pytest.mark.parametrize(
+    ("values", "n_gpus", "train", "message"),
+    [
+        (ACTOR | {"ppo_mini_batch_size": 64}, 8, 32, "at most data.train_batch_size=32"),
+        ({"ppo_micro_batch_size": 3, "ppo_mini_batch_size": 8}, 2, 8, "must divide ppo_mini_batch_size=8"),
+        ({"ppo_micro_batch_size": 4, "ppo_mini_batch_size": 8}, 8, 8, "at least the 8 workers"),
+        (ACTOR | {"ppo_mini_batch_size": 8, "ulysses_sequence_parallel_size": 2}, 2, 8, "use_remove_padding=true"),
+    ],
+)
+def test_actor_against_the_workers(values, n_gpus, train, message):
+    with pytest.raises(ValueError, match=message):
+        FSDPActorConfig(**values).validate(n_gpus, train, {})
+
+
+def test_ulysses_covers_a_small_global_micro_batch():
+    values = {"ppo_micro_batch_size": 4, "ppo_mini_batch_size": 8, "ulysses_sequence_parallel_size": 2}
+    FSDPActorConfig(**values).validate(8, 8, {"use_remove_padding": True})
+    with pytest.raises(ValueError, match="critic|at least the 16 workers"):
+        FSDPCriticConfig(**(values | {"model": FSDPCriticModelCfg(use_remove_padding=True)})).validate(16, 8)
+
+
+@pytest.mark.parametrize(("role", "inner", "counts"), [(1.0, 0.5, 0.5), (0.3, 1.0, 0.3), (1.0, 1.0, 1.0)])
+def test_the_changed_gradient_limit_counts(role, inner, counts):
+    optim = FSDPOptimizerConfig(lr=2e-6, clip_grad=inner)
+    for config in (
+        FSDPActorConfig(**ACTOR, optim=optim, grad_clip=role),
+        FSDPCriticConfig(**ACTOR, optim=optim, grad_clip=role),
+    ):
+        merged = config.optimizer()
+        assert (merged.clip_grad, merged.lr) == (counts, 2e-6)
+
+
+def test_deprecated_spellings_are_carried_over():
+    with pytest.warns(DeprecationWarning, match="lr_scheduler_type"):
+        assert FSDPOptimizerConfig(warmup_style="cosine").lr_scheduler_type == "cosine"
+    with pytest.warns(DeprecationWarning, match="clip_grad"):
+        assert FSDPOptimizerConfig(grad_clip=0.2).clip_grad == 0.2
+
+
+def test_the_engine_of_a_role_is_its_sharding_node():
+    engine = FSDPEngineConfig(param_offload=True)
+    assert FSDPActorConfig(**ACTOR, fsdp_config=engine).engine is engine
+    critic = FSDPCriticConfig(**ACTOR, model=FSDPCriticModelCfg(path="p", lora_rank=4, fsdp_config=engine))
+    assert critic.engine is engine and critic.model_config is critic.model
+    model = critic.model.as_model_config()
+    assert (model.path, model.lora_rank, model.tokenizer_path) == ("p", 4, "p")
+
+
+def test_profilers_combine():
+    one = ProfilerConfig(tool="nsys", enable=True, ranks=[0, 1], save_path="a")
+    two = ProfilerConfig(tool="nsys", all_ranks=True, ranks=[1, 2])
+    both, common = one.union(two), one.intersect(two)
+    assert (both.enable, both.all_ranks, both.ranks, both.save_path) == (True, True, [0, 1, 2], "a")
+    assert (common.enable, common.all_ranks, common.ranks) == (False, False, [1])
+    with pytest.raises(AssertionError, match="nsys and torch"):
+        one.union(ProfilerConfig(tool="torch"))
