@@ -1,0 +1,130 @@
+"""What a driver sees, and what is left, when a worker dies, hangs or raises."""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("ray")
+
+import ray
+from ray.util.placement_group import remove_placement_group
+
+from tests.single_controller.workers import BrokenWorker, EchoWorker, FaultyWorker
+from verl import DataProto
+from verl.single_controller.base import WorkerDiedError, WorkerTaskError, WorkerTimeoutError, phase
+from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+@pytest.fixture
+def make_group() -> Iterator[Callable[..., RayWorkerGroup]]:
+    pools: list[RayResourcePool] = []
+
+    def make(cls: type, call_timeout_s: float = 60, workers: int = 2) -> RayWorkerGroup:
+        pool = RayResourcePool([workers], max_colocate_count=1, name_prefix="faulty_pool")
+        pools.append(pool)
+        cia = RayClassWithInitArgs(ray.remote(cls))
+        return RayWorkerGroup(pool, cia, device_name="cpu", call_timeout_s=call_timeout_s)
+
+    yield make
+    for pool in pools:
+        for group in pool.groups:
+            group.kill()
+        for placement in pool.pgs or []:
+            remove_placement_group(placement)
+
+
+def _is_gone(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return state in "ZX"
+
+
+def _assert_gone(pids: list[int], seconds: float = 10) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and not all(map(_is_gone, pids)):
+        time.sleep(0.05)
+    assert [pid for pid in pids if not _is_gone(pid)] == []
+
+
+def _strike(pid: int, number: int, marker: Path) -> threading.Thread:
+    """Signal a process once both workers have written the marker."""
+
+    def run() -> None:
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline and not all(Path(f"{marker}.{rank}").exists() for rank in (0, 1)):
+            time.sleep(0.01)
+        os.kill(pid, number)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("method", ["reduce_all", "sleep_later"])
+def test_killed_worker_ends_the_group(method: str, make_group: Callable[..., RayWorkerGroup], tmp_path: Path) -> None:
+    group = make_group(FaultyWorker)
+    pids = group.pid()
+    marker = tmp_path / "entered"
+    started = time.monotonic()
+    with phase("update_actor", step=3):
+        if method == "sleep_later":
+            future = group.sleep_later(DataProto.from_dict({"x": torch.zeros(2)}), 50.0, str(marker))
+            wait, thread = future.get, _strike(pids[1], signal.SIGKILL, marker)
+        else:
+            thread = _strike(pids[1], signal.SIGKILL, marker)
+            wait = partial(group.reduce_all, 100_000, 0.001, marker=str(marker))
+        later = phase("later", step=9) if method == "sleep_later" else contextlib.nullcontext()
+        with later, pytest.raises(WorkerDiedError) as caught:
+            wait()
+    assert time.monotonic() - started < 20
+    thread.join()
+    error = caught.value
+    assert (error.rank, error.method, error.phase, error.step) == (1, method, "update_actor", 3)
+    assert (error.group, error.role, error.actor_name) == ("faulty_pool", "FaultyWorker", group.worker_names[1])
+    first_line = str(error).splitlines()[0]
+    for part in ("rank 1", "faulty_pool", group.worker_names[1], method, "FaultyWorker", "update_actor", "step 3"):
+        assert part in first_line
+    assert "ActorDiedError" in error.last_error
+    _assert_gone(pids)
+
+
+def test_stopped_worker_meets_the_deadline(make_group: Callable[..., RayWorkerGroup]) -> None:
+    group = make_group(FaultyWorker, call_timeout_s=30)
+    pids = group.pid()
+    group.call_timeout_s = 2.0
+    started = time.monotonic()
+    with pytest.raises(WorkerTimeoutError) as caught:
+        group.stop_one(1)
+    assert caught.value.ranks == (1,) and "within 2 s" in str(caught.value)
+    assert 2 <= time.monotonic() - started < 20
+    _assert_gone(pids)
+
+
+def test_exception_of_a_worker_keeps_type_and_message(make_group: Callable[..., RayWorkerGroup]) -> None:
+    group = make_group(EchoWorker)
+    pids = [place["pid"] for place in group.place()]
+    with pytest.raises(WorkerTaskError) as caught:
+        group.fail(1)
+    first_line = str(caught.value).splitlines()[0]
+    assert "rank 1" in first_line and "method fail" in first_line and "KeyError: 'no such row'" in first_line
+    assert isinstance(caught.value.__cause__, KeyError)
+    _assert_gone(pids)
+
+
+def test_constructor_that_raises_is_named(make_group: Callable[..., RayWorkerGroup]) -> None:
+    group = make_group(BrokenWorker, workers=1)
+    with pytest.raises(WorkerDiedError, match="__init__") as caught:
+        group.anything()
+    assert "FileNotFoundError" in str(caught.value) and "no model at /nowhere" in str(caught.value)
