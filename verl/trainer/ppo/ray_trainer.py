@@ -347,6 +347,7 @@ class RayPPOTrainer:
             output = self.rollout_wg_generate(requests)
             check_rollout(requests, output, self.global_steps, self.single_turn)
             output.meta_info.pop("timing", None)
+            output.meta_info.pop("metrics", None)
             greedy = batch.repeat(repeat_times=1).union(output)
             if self.use_rm and "rm_scores" not in greedy.batch.keys():
                 greedy = greedy.union(self.rm_wg.compute_rm_score(greedy))

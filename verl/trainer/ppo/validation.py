@@ -80,6 +80,7 @@ def generate_validation_batch(trainer: "RayPPOTrainer", batch: DataProto, first_
     output = unpad_dataproto(trainer.rollout_wg_generate(padded), pad_size=pad_size)
     check_rollout(asked, output, step, single_turn=trainer.single_turn)
     output.meta_info.pop("timing", None)
+    output.meta_info.pop("metrics", None)
     batch = batch.union(output)
     batch.meta_info["validate"] = True
     return batch
