@@ -32,7 +32,10 @@ def compute_position_id_with_mask(mask: Tensor) -> Tensor:
 
 
 def create_random_mask(
-    input_ids: Tensor, max_ratio_of_valid_token: float, max_ratio_of_left_padding: float, min_ratio_of_valid_token: float = 0
+    input_ids: Tensor,
+    max_ratio_of_valid_token: float,
+    max_ratio_of_left_padding: float,
+    min_ratio_of_valid_token: float = 0,
 ) -> Tensor:
     """Return a random (B, L) mask: left padding, one run of tokens, right padding.
 
@@ -159,7 +162,9 @@ def print_model_size(model: nn.Module, name: str | None = None) -> None:
     logging.getLogger(__name__).info("%s holds %.2f%s parameters", name or type(model).__name__, count, scale)
 
 
-def normalize_model_name(name: str, pp_rank: int, vpp_rank: int, transformer_config: Any, layer_name: str = "layers") -> str:
+def normalize_model_name(
+    name: str, pp_rank: int, vpp_rank: int, transformer_config: Any, layer_name: str = "layers"
+) -> str:
     """Turn the layer index of a pipeline stage into that of the whole model."""
     from verl.utils.megatron_utils import get_transformer_layer_offset
 

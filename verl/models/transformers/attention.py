@@ -114,7 +114,13 @@ class _UnpadRows(torch.autograd.Function):
 
 
 def _bucketed_sdpa(
-    query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, scale: float | None, dropout: float, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packed: PackedSequences,
+    scale: float | None,
+    dropout: float,
+    window: int | None,
 ) -> Tensor:
     outputs = []
     for bucket in packed.buckets:
@@ -154,7 +160,13 @@ def _flash_attn_varlen() -> Any:
 
 
 def _cuda_varlen(
-    query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, scale: float | None, dropout: float, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packed: PackedSequences,
+    scale: float | None,
+    dropout: float,
+    window: int | None,
 ) -> Tensor:
     bounds, longest = packed.cu_seqlens, packed.max_length
     left = (window or 0) - 1

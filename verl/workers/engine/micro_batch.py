@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+from verl.utils.seqlen_balancing import prepare_dynamic_batch
 
+if TYPE_CHECKING:
     from verl.protocol import DataProto
 
 
@@ -49,24 +49,21 @@ def check_rows(data: "DataProto") -> None:
         )
 
 
-def cut(data: "DataProto", sp_size: int = 1, dp_group: "ProcessGroup | None" = None) -> list[MicroBatch]:
+def cut(data: "DataProto", sp_size: int = 1) -> list[MicroBatch]:
     """Cut a batch as its ``meta_info`` says.
 
-    ``max_token_len_per_gpu`` bounds what one rank holds; ranks that share a sequence hold a part each.
+    ``max_token_len_per_gpu`` bounds what one rank holds; ranks that share a sequence hold a part each. Ranks may end
+    up with different numbers of micro-batches.
 
     Raises: ValueError when the key that the chosen way needs is missing.
     """
     meta = data.meta_info
     if meta.get("use_dynamic_bsz", False):
-        from verl.utils.seqlen_balancing import rearrange_micro_batches
-
         max_token_len = meta.get("max_token_len_per_gpu")
         if not max_token_len:
             raise ValueError("use_dynamic_bsz needs max_token_len_per_gpu in the batch's meta_info, a positive number")
-        _, indices = rearrange_micro_batches(
-            data.batch.select("attention_mask"), max_token_len=max_token_len * sp_size, dp_group=dp_group
-        )
-        return [MicroBatch(data.select_idxs(index), list(index)) for index in indices]
+        parts, indices = prepare_dynamic_batch(data, max_token_len=max_token_len * sp_size)
+        return [MicroBatch(rows, index) for rows, index in zip(parts, indices, strict=True)]
     size = meta.get("micro_batch_size_per_gpu") or len(data)
     cuts = [(at, min(at + size, len(data))) for at in range(0, len(data), size)]
     return [MicroBatch(data.slice(start, stop), list(range(start, stop))) for start, stop in cuts]

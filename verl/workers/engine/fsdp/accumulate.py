@@ -13,9 +13,9 @@ def gather_rows(row: Tensor, layout: Layout) -> Tensor:
     if layout.world_size == 1:
         return row.unsqueeze(0)
     row = row.to(layout.device)
-    rows = row.new_empty(layout.world_size, row.numel())
-    dist.all_gather_into_tensor(rows, row)
-    return rows.cpu()
+    rows = [torch.empty_like(row) for _ in range(layout.world_size)]
+    dist.all_gather(rows, row)
+    return torch.stack(rows).cpu()
 
 
 def agree(mask: Tensor | None, num_micro_batches: int, layout: Layout) -> tuple[dict[str, float], int]:

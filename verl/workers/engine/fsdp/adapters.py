@@ -2,15 +2,12 @@
 
 import json
 import os
-import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from verl.workers.engine.fsdp.weights import full_tensor
+from verl.utils.fsdp_utils import ADAPTER_MARK, full_tensor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -19,43 +16,124 @@ if TYPE_CHECKING:
 
 ADAPTER_FOLDER = "lora_adapter"
 _PREFIX = "base_model.model."
-_ADAPTER_NAME = re.compile(r"\.(lora_[AB]|lora_embedding_[AB])(\.default)?(\.weight)?$")
+_BASE = ".base_layer."
+_DEFAULT = "default"
 
 
 def is_adapter(name: str) -> bool:
     """Whether a parameter name is that of an adapter."""
-    return ".lora_" in name
+    return ADAPTER_MARK in name
 
 
 def base_name(name: str) -> str | None:
     """Return the checkpoint name of a parameter under its peft wrappers; None for an adapter's own."""
-    if is_adapter(name):
-        return None
-    return name.removeprefix(_PREFIX).replace(".base_layer.", ".")
+    return None if is_adapter(name) else name.removeprefix(_PREFIX).replace(_BASE, ".")
 
 
-def _as_list(value: Any) -> Any:
-    return value if value is None or isinstance(value, str) else list(value)
-
-
-def add_adapters(model: "PreTrainedModel", config: "HFModelConfig") -> nn.Module:
-    """Wrap the model so that only its adapters train.
+def add_adapters(model: "PreTrainedModel", config: "HFModelConfig", trained: tuple[str, ...] = ()) -> nn.Module:
+    """Wrap the model so that only its adapters, and the modules called ``trained``, learn.
 
     Raises: ValueError when ``target_modules`` match nothing.
     """
     from peft import LoraConfig, TaskType, get_peft_model
 
     lora = LoraConfig(
-        task_type=TaskType.CAUSAL_LM,
+        task_type=None if trained else TaskType.CAUSAL_LM,
         r=config.lora_rank,
         lora_alpha=config.lora_alpha,
         target_modules=_as_list(config.target_modules),
-        exclude_modules=_as_list(getattr(config, "exclude_modules", None)),
+        exclude_modules=_excluding(config.exclude_modules, trained),
         bias="none",
-        base_model_name_or_path=getattr(config, "path", None),
+        base_model_name_or_path=config.path,
     )
-    model.enable_input_require_grads()
     try:
-        return get_peft_model(model, lora, autocast_adapter_dtype=False)
+        wrapped: nn.Module = get_peft_model(model, lora, autocast_adapter_dtype=False)
     except ValueError as error:
-        raise ValueError(f"model.target_modules={config.target_modules!r}: {error}") from error
+        raise ValueError(
+            f"model.target_modules={config.target_modules!r} with model.exclude_modules={config.exclude_modules!r}: {error}"
+        ) from error
+    for name, parameter in wrapped.named_parameters():
+        if any(f".{module}." in name for module in trained):
+            parameter.requires_grad_(True)
+    return wrapped
+
+
+def _as_list(value: Any) -> Any:
+    return value if value is None or isinstance(value, str) else list(value)
+
+
+def _excluding(exclude: Any, trained: tuple[str, ...]) -> Any:
+    """Add the modules that are trained themselves to those without adapters."""
+    if not trained:
+        return _as_list(exclude)
+    if isinstance(exclude, str):
+        return "|".join([f"(?:{exclude})", *(rf"(?:.*\.)?{module}" for module in trained)])
+    return [*(exclude or ()), *trained]
+
+
+# Export
+
+
+def merged_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield (in-memory name of the base model, whole tensor) with adapters added in; collective.
+
+    The trained parameters stay as they are.
+    """
+    modules = dict(module.named_modules())
+    for name, parameter in module.named_parameters():
+        plain = base_name(name)
+        if plain is None:
+            continue
+        whole = full_tensor(parameter)
+        if name.endswith(f"{_BASE}weight"):
+            whole = _merged(modules[name.removesuffix(f"{_BASE}weight")], whole)
+        yield plain, whole
+
+
+def _merged(layer: Any, weight: Tensor) -> Tensor:
+    embedding = _DEFAULT in layer.lora_embedding_A
+    a = layer.lora_embedding_A[_DEFAULT] if embedding else layer.lora_A[_DEFAULT].weight
+    b = layer.lora_embedding_B[_DEFAULT] if embedding else layer.lora_B[_DEFAULT].weight
+    delta = full_tensor(b).float() @ full_tensor(a).float()
+    if embedding or layer.fan_in_fan_out:
+        delta = delta.T
+    return (weight.float() + layer.scaling[_DEFAULT] * delta.to(weight.device)).to(weight.dtype)
+
+
+def adapter_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield what trains under peft's names: adapters, and modules that learn as a whole; collective.
+
+    Raises: RuntimeError when there is no adapter.
+    """
+    if not hasattr(module, "peft_config"):
+        raise RuntimeError("the engine holds no adapter: model.lora_rank is 0")
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            yield name.replace(f".{_DEFAULT}", ""), full_tensor(parameter)
+
+
+def save_adapter(module: Any, local_path: str, first: bool) -> None:
+    """Write the adapter so that ``PeftModel.from_pretrained`` reads it; collective, rank 0 writes."""
+    from safetensors.torch import save_file
+
+    tensors = {name: tensor.cpu().clone().contiguous() for name, tensor in adapter_weights(module) if first}
+    if not first:
+        return
+    folder = os.path.join(local_path, ADAPTER_FOLDER)
+    os.makedirs(folder, exist_ok=True)
+    save_file(tensors, os.path.join(folder, "adapter_model.safetensors"), metadata={"format": "pt"})
+    config = {name: _plain(value) for name, value in module.peft_config[_DEFAULT].to_dict().items()}
+    whole = sorted({name.removeprefix(_PREFIX).split(".")[0] for name in tensors if not is_adapter(name)})
+    config |= {"inference_mode": True, "modules_to_save": whole or None}
+    with open(os.path.join(folder, "adapter_config.json"), "w") as file:
+        json.dump(config, file, indent=2, sort_keys=True)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, set | frozenset | tuple):
+        return sorted(value)
+    return (
+        value
+        if isinstance(value, str | int | float | bool | list | dict | None)
+        else str(getattr(value, "value", value))
+    )

@@ -3,20 +3,20 @@
 import hashlib
 import logging
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from transformers import PreTrainedModel
 
 from verl.models.transformers.attention import VARLEN_ATTENTION, register_varlen_attention
+from verl.utils.fsdp_utils import apply_fsdp2, parameters_on_meta
 from verl.utils.model import get_hf_auto_model_class, get_value_model_class, text_config_of
 from verl.utils.ulysses import validate_ulysses_config
+from verl.workers.engine.fsdp.adapters import add_adapters, base_name, is_adapter
 from verl.workers.engine.fsdp.layout import Layout
-from verl.workers.engine.fsdp.weights import CheckpointError, checkpoint_reader, local_rows, materialize
+from verl.workers.engine.fsdp.weights import CheckpointError, LocalReader, checkpoint_reader, materialize
 
 if TYPE_CHECKING:
     from verl.workers.config import FSDPEngineConfig, HFModelConfig
@@ -75,26 +75,6 @@ def attention_implementation(model_config: "HFModelConfig", sp_size: int) -> str
 # The module
 
 
-@contextmanager
-def parameters_on_meta() -> Iterator[None]:
-    """Construct modules whose parameters have no storage, while buffers are computed as usual.
-
-    Buffers that a constructor computes (rotary frequencies) are in no checkpoint, so they must not be on meta.
-    """
-    register = nn.Module.register_parameter
-
-    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:
-            parameter = nn.Parameter(parameter.data.to("meta"), requires_grad=parameter.requires_grad)
-        register(module, name, parameter)
-
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
-
-
 class ModelBuilder:
     """Makes the module of one engine, step by step."""
 
@@ -123,12 +103,14 @@ class ModelBuilder:
         auto_class = get_value_model_class(hf_config) if self.is_value_model else get_hf_auto_model_class(hf_config)
         with parameters_on_meta():
             model: PreTrainedModel = auto_class.from_config(hf_config, **self._load_kwargs())
+        read = self._reader(model, auto_class)
+        with parameters_on_meta():
             module = self._add_adapters(model)
         model.config.use_cache = False
         self._patch(model)
         if self.layout.fsdp_mesh is not None:
             shard(module, model, self.engine_config, self.layout, self.policy)
-        self._load(model, module, auto_class)
+        materialize(module, self.layout, read, self._initialize)
         for part in module.modules():
             for name, buffer in part._buffers.items():
                 if buffer is not None:
@@ -156,21 +138,23 @@ class ModelBuilder:
     def _add_adapters(self, model: PreTrainedModel) -> Any:
         if not self.model_config.lora_rank:
             return model
-        from verl.workers.engine.fsdp.adapters import add_adapters
-
-        return add_adapters(model, self.model_config)
+        return add_adapters(model, self.model_config, trained=("score",) if self.is_value_model else ())
 
     def _patch(self, model: PreTrainedModel) -> None:
         if getattr(self.model_config, "use_liger", False):
             try:
                 from liger_kernel.transformers import _apply_liger_kernel_to_instance
             except ImportError:
-                raise ValueError("model.use_liger=True needs the package liger-kernel: install it or write False") from None
+                raise ValueError(
+                    "model.use_liger=True needs the package liger-kernel: install it or write False"
+                ) from None
             _apply_liger_kernel_to_instance(model=model)
         if self.model_config.enable_gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
-    def _load(self, model: PreTrainedModel, module: nn.Module, auto_class: Any) -> None:
+    def _reader(self, model: PreTrainedModel, auto_class: Any) -> LocalReader:
+        """Return what reads the shard of a parameter, under the name that it has in the adapted model."""
+
         def load_whole() -> PreTrainedModel:
             try:
                 whole: PreTrainedModel = auto_class.from_pretrained(
@@ -180,20 +164,16 @@ class ModelBuilder:
                 raise CheckpointError(f"cannot load the weights of model.path={self.path}: {error}") from error
             return whole
 
-        from verl.workers.engine.fsdp.adapters import base_name
-
         read_base = checkpoint_reader(self.path, model, load_whole)
 
         def read(name: str, shape: torch.Size, rows: slice) -> Tensor | None:
             plain = base_name(name)
             return None if plain is None else read_base(plain, shape, rows)
 
-        materialize(module, self.layout, read, self._initialize)
+        return read
 
     def _initialize(self, name: str, shape: torch.Size, rows: slice) -> Tensor | None:
         """Make a new head or adapter, the same on every layout: each tensor from the seed and its own name."""
-        from verl.workers.engine.fsdp.adapters import is_adapter
-
         generator = torch.Generator().manual_seed(tensor_seed(self.engine_config.seed, name))
         if is_adapter(name):
             if "lora_B" in name:
@@ -214,43 +194,6 @@ def tensor_seed(seed: int, name: str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-# Sharding
-
-
-def wrapped_modules(module: nn.Module, model: PreTrainedModel, config: "FSDPEngineConfig") -> list[nn.Module]:
-    """Choose the sharding units below the root: by size, by class name, or the model's own blocks.
-
-    Raises: ValueError when a class that the configuration names is not in the model.
-    """
-    policy = config.wrap_policy or {}
-    if policy.get("disable", False):
-        return []
-    minimum = policy.get("min_num_params", 0) or 0
-    if minimum > 0:
-        return list(_by_size(module, minimum))
-    names = policy.get("transformer_layer_cls_to_wrap") or sorted(model._no_split_modules or [])
-    names = [names] if isinstance(names, str) else list(names)
-    units = [part for part in module.modules() if type(part).__name__ in names]
-    found = {type(part).__name__ for part in units}
-    if policy.get("transformer_layer_cls_to_wrap") and set(names) - found:
-        raise ValueError(
-            f"fsdp_config.wrap_policy.transformer_layer_cls_to_wrap={names}: the model has no {sorted(set(names) - found)}"
-        )
-    embeddings = model.get_input_embeddings()
-    if units and isinstance(embeddings, nn.Module) and not model.config.tie_word_embeddings:
-        units.append(embeddings)
-    return units
-
-
-def _by_size(module: nn.Module, minimum: int) -> Iterator[nn.Module]:
-    for child in module.children():
-        if isinstance(child, nn.ModuleList) or sum(p.numel() for p in child.parameters()) < minimum:
-            yield from _by_size(child, minimum)
-        else:
-            yield from _by_size(child, minimum)
-            yield child
-
-
 def shard(
     module: nn.Module,
     model: PreTrainedModel,
@@ -264,13 +207,4 @@ def shard(
         kwargs["mp_policy"] = policy
     if config.offload_policy:
         kwargs["offload_policy"] = CPUOffloadPolicy(pin_memory=layout.device.type == "cuda")
-    units = wrapped_modules(module, model, config)
-    for unit in units:
-        fully_shard(unit, **kwargs)
-    fully_shard(module, **kwargs)
-    if config.forward_prefetch:
-        for unit, following in zip(units, units[1:], strict=False):
-            unit.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
-
-
-__all__ = ["ModelBuilder", "local_rows", "precision_policy", "shard", "wrapped_modules"]
+    apply_fsdp2(module, kwargs, config, model)

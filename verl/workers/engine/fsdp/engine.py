@@ -13,21 +13,15 @@ from torch.distributed.fsdp import FSDPModule
 
 from verl.utils.device import get_torch_device
 from verl.utils.faults import fault_point
+from verl.utils.fsdp_utils import full_tensor, gradient_norm, local_gradients, move_optimizer_state, scale_to_norm
 from verl.workers.engine.base import BaseEngine, EngineRegistry, LossFn, ModelOutput
 from verl.workers.engine.fsdp import adapters
 from verl.workers.engine.fsdp.accumulate import MetricSums, agree
 from verl.workers.engine.fsdp.build import ModelBuilder, precision_policy
 from verl.workers.engine.fsdp.forward import Forward, ForwardOptions, sequence_parallel
 from verl.workers.engine.fsdp.layout import Layout, current_device, make_layout
-from verl.workers.engine.fsdp.optim import (
-    build_optimizer,
-    build_scheduler,
-    clip,
-    gradient_norm,
-    local_gradients,
-    move_optimizer_state,
-)
-from verl.workers.engine.fsdp.weights import checkpoint_names, full_tensor
+from verl.workers.engine.fsdp.optim import build_optimizer, build_scheduler
+from verl.workers.engine.fsdp.weights import checkpoint_names
 from verl.workers.engine.micro_batch import MicroBatch, check_rows, cut, response_mask_of
 
 if TYPE_CHECKING:
@@ -115,7 +109,9 @@ class FSDPEngine(BaseEngine):
         if self.engine_config.offload_policy:
             return
         device = str(self.layout.device)
-        self.to(device, model=self.engine_config.param_offload, optimizer=optimizer and self.engine_config.optimizer_offload)
+        self.to(
+            device, model=self.engine_config.param_offload, optimizer=optimizer and self.engine_config.optimizer_offload
+        )
 
     def _offload(self) -> None:
         if self.engine_config.offload_policy:
@@ -133,13 +129,15 @@ class FSDPEngine(BaseEngine):
 
     # ---- forward and backward
 
-    def forward_backward_batch(self, data: "DataProto", loss_fn: LossFn, forward_only: bool = False) -> dict[str, float]:
+    def forward_backward_batch(
+        self, data: "DataProto", loss_fn: LossFn, forward_only: bool = False
+    ) -> dict[str, float]:
         """Accumulate the gradient of a mini-batch without a step, or only its metrics.
 
         The gradient is that of the loss over the global mini-batch, whatever the cut and the layout.
         """
         check_rows(data)
-        micro_batches = cut(data, self.layout.sp_size, self.get_data_parallel_group())
+        micro_batches = cut(data, self.layout.sp_size)
         units, rounds = agree(response_mask_of(data), len(micro_batches), self.layout)
         metrics = MetricSums()
         with torch.set_grad_enabled(not forward_only), sequence_parallel(self.layout):
@@ -194,7 +192,7 @@ class FSDPEngine(BaseEngine):
     def infer_batch(self, data: "DataProto") -> ModelOutput:
         """Run the model without gradient; outputs are (B, R) on the CPU, in the order of the rows."""
         check_rows(data)
-        micro_batches = cut(data, self.layout.sp_size, self.get_data_parallel_group())
+        micro_batches = cut(data, self.layout.sp_size)
         rounds = agree(None, len(micro_batches), self.layout)[1] if self.layout.world_size > 1 else len(micro_batches)
         parts: list[tuple[list[int], ModelOutput]] = []
         with torch.no_grad(), sequence_parallel(self.layout):
@@ -224,7 +222,7 @@ class FSDPEngine(BaseEngine):
             self.skipped_steps += 1
             logger.warning("the gradient norm is not finite: optimizer step skipped, %d so far", self.skipped_steps)
         else:
-            clip(gradients, norm, self.optimizer_config.clip_grad)
+            scale_to_norm(gradients, norm, self.optimizer_config.clip_grad)
             self.optimizer.step()
             self._version += 1
         self.optimizer_zero_grad()

@@ -88,12 +88,23 @@ class Forward:
         start = sp_rank * width
         mine = (packed.keep >= start) & (packed.keep < start + width)
         logits = self._run(
-            ids.narrow(-1, start, width), None, positions.narrow(-1, start, width), packed.keep[mine] - start, sequences, extra
+            ids.narrow(-1, start, width),
+            None,
+            positions.narrow(-1, start, width),
+            packed.keep[mine] - start,
+            sequences,
+            extra,
         )
         return logits, packed.labels[mine], packed.target[mine]
 
     def _padded(
-        self, packed: PackedRows, ids: Tensor, attention: Tensor, positions: Tensor, asked: Tensor, extra: dict[str, Any]
+        self,
+        packed: PackedRows,
+        ids: Tensor,
+        attention: Tensor,
+        positions: Tensor,
+        asked: Tensor,
+        extra: dict[str, Any],
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Run whole rows; the head sees only the response, whose counted positions are picked afterwards."""
         if positions.dim() == 3:
@@ -141,7 +152,8 @@ class Forward:
         output = {name: unpack(value, target, packed.shape) for name, value in values.items()}
         if self.layout.sp_size > 1:  # every position is on one rank and zero on the others
             output = {
-                name: all_gather_tensor(value.unsqueeze(0), 0, self.layout.sp_group).sum(0) for name, value in output.items()
+                name: all_gather_tensor(value.unsqueeze(0), 0, self.layout.sp_group).sum(0)
+                for name, value in output.items()
             }
         return output
 

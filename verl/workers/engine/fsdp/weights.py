@@ -126,11 +126,18 @@ def _like(parameter: Tensor, local: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor):
         return local
     return DTensor.from_local(
-        local, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
     )
 
 
-def checkpoint_reader(folder: str, model: "PreTrainedModel", load_whole: Callable[[], "PreTrainedModel"]) -> LocalReader:
+def checkpoint_reader(
+    folder: str, model: "PreTrainedModel", load_whole: Callable[[], "PreTrainedModel"]
+) -> LocalReader:
     """Choose how to read a checkpoint.
 
     Names that the model and the files share are read slice by slice. Where transformers converts names or layouts,
@@ -192,20 +199,6 @@ def _broadcast_from_first(tensor: Tensor | None) -> Tensor | None:
 
 
 # Export
-
-
-def full_tensor(parameter: Tensor) -> Tensor:
-    """Return the whole of a parameter; collective over the ranks that shard it."""
-    tensor = parameter.detach()
-    if not isinstance(tensor, DTensor):
-        return tensor
-    if tensor.device.type == "cpu" and tensor.device_mesh.device_type != "cpu":  # offloaded: gather on the device
-        local = tensor.to_local().to(tensor.device_mesh.device_type)
-        tensor = DTensor.from_local(
-            local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-        )
-    whole: Tensor = tensor.full_tensor()
-    return whole
 
 
 def checkpoint_names(model: "PreTrainedModel", stream: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

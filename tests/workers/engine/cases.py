@@ -1,0 +1,247 @@
+"""One fixed batch, the ways to train on it, and what plain transformers and torch make of it."""
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForTokenClassification
+
+from verl.algos.aggregate import Extreme, Sum, agg_sum
+from verl.protocol import DataProto
+from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig
+from verl.workers.engine import BaseEngine, EngineRegistry
+
+ROWS, PROMPT, RESPONSE, VOCAB = 8, 6, 9, 97
+TEMPERATURE = 0.7
+LR = 1e-2
+
+
+def tiny_config(**changes: Any) -> Qwen2Config:
+    return Qwen2Config(
+        **dict(
+            hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96,
+            vocab_size=VOCAB, tie_word_embeddings=False, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        )
+        | changes
+    )  # fmt: skip
+
+
+def write_model(folder: Path, **changes: Any) -> Qwen2ForCausalLM:
+    torch.manual_seed(7)
+    model = Qwen2ForCausalLM(tiny_config(**changes))
+    for parameter in model.parameters():  # larger than the default, so that attention and biases matter
+        parameter.data.normal_(0.0, 0.08)
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+def tensors() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, VOCAB, (ROWS, PROMPT + RESPONSE), generator=generator)
+    prompt = torch.tensor([1, 6, 3, 3, 5, 2, 4, 6]).unsqueeze(1)
+    response = torch.tensor([9, 1, 4, 4, 7, 2, 9, 5]).unsqueeze(1)
+    column = torch.arange(PROMPT + RESPONSE)
+    attention = ((column >= PROMPT - prompt) & (column < PROMPT + response)).long()
+    mask = attention[:, PROMPT:].clone()
+    mask[4, 2:4] = 0  # tokens of a tool inside a response
+    ids = ids * attention
+    return {
+        "input_ids": ids,
+        "attention_mask": attention,
+        "position_ids": (attention.cumsum(-1) - 1).clamp(min=0),
+        "responses": ids[:, PROMPT:],
+        "response_mask": mask,
+        "advantages": torch.randn(ROWS, RESPONSE, generator=generator),
+    }
+
+
+def batch(rows: list[int] | None = None, **meta: Any) -> DataProto:
+    index = torch.tensor(list(range(ROWS)) if rows is None else rows)
+    data = DataProto.from_dict(tensors={name: value[index] for name, value in tensors().items()})
+    data.meta_info.update(temperature=TEMPERATURE, calculate_entropy=True, **meta)
+    return data
+
+
+def loss_fn(output: dict[str, Tensor], rows: DataProto) -> tuple[list[Sum], dict[str, Any]]:
+    """A policy term by tokens, an entropy term by sequences, and metrics of every kind."""
+    mask, advantages = rows.batch["response_mask"], rows.batch["advantages"]
+    value = output["log_probs"] if "log_probs" in output else output["values"].square()
+    policy = agg_sum(-value * advantages, mask, "token-mean")
+    terms, metrics = [policy], {"loss": policy, "largest": Extreme((value * mask).abs().max(), "max")}
+    if "entropy" in output:
+        entropy = agg_sum(output["entropy"], mask, "seq-mean-token-mean")
+        terms.append(Sum(-0.1 * entropy.total, entropy.unit))
+        metrics["entropy"] = entropy
+    return terms, metrics
+
+
+# What plain transformers and torch make of it
+
+
+def reference_step(model: Any, value_model: bool = False) -> dict[str, Any]:
+    """One padded forward of all rows at once, the loss by its definition, clipping and AdamW by torch."""
+    data = tensors()
+    mask = data["response_mask"]
+    logits = model(
+        input_ids=data["input_ids"],
+        attention_mask=data["attention_mask"],
+        position_ids=data["position_ids"],
+        use_cache=False,
+    ).logits[:, PROMPT - 1 : -1]
+    if value_model:
+        output = {"values": logits[..., 0] * mask}
+        loss = (-output["values"].square() * data["advantages"] * mask).sum() / mask.sum()
+        total, metrics = loss, {"loss": loss, "largest": output["values"].square().max()}
+    else:
+        log_p = torch.log_softmax(logits / TEMPERATURE, dim=-1)
+        chosen = log_p.gather(-1, data["responses"].unsqueeze(-1)).squeeze(-1) * mask
+        entropy = -(log_p.exp() * log_p).sum(-1) * mask
+        output = {"log_probs": chosen, "entropy": entropy}
+        loss = -(chosen * data["advantages"]).sum() / mask.sum()
+        mean_entropy = (entropy.sum(-1) / mask.sum(-1)).mean()
+        total = loss - 0.1 * mean_entropy
+        metrics = {"loss": loss, "entropy": mean_entropy, "largest": chosen.abs().max()}
+    trained = [p for p in model.parameters() if p.requires_grad]
+    total.backward()
+    norm = torch.nn.utils.clip_grad_norm_(trained, 1.0)
+    torch.optim.AdamW(trained, lr=LR, weight_decay=0.01).step()
+    return {
+        "output": {name: value.detach() for name, value in output.items()},
+        "metrics": {name: value.item() for name, value in metrics.items()} | {"grad_norm": norm.item()},
+        "weights": {name: p.detach().clone() for name, p in model.named_parameters()},
+    }
+
+
+def value_reference(folder: Path, head: dict[str, Tensor]) -> Any:
+    config = tiny_config(num_labels=1, classifier_dropout=0.0)
+    model = Qwen2ForTokenClassification.from_pretrained(folder, config=config)
+    model.load_state_dict(head, strict=False)
+    return model.train()
+
+
+# Engines
+
+
+def model_config(folder: Path, **changes: Any) -> Any:
+    from transformers import AutoConfig
+
+    values: dict[str, Any] = dict(
+        path=str(folder), local_path=str(folder), hf_config=AutoConfig.from_pretrained(folder), trust_remote_code=False,
+        override_config={}, use_remove_padding=True, enable_gradient_checkpointing=False, lora_rank=0, lora_alpha=16,
+        target_modules="all-linear", exclude_modules=None, enable_activation_offload=False, use_liger=False,
+        use_fused_kernels=False,
+    )  # fmt: skip
+    return SimpleNamespace(**(values | changes))
+
+
+def build(
+    folder: Path,
+    model: dict[str, Any] | None = None,
+    engine: dict[str, Any] | None = None,
+    kind: str = "language_model",
+) -> BaseEngine:
+    settings = FSDPEngineConfig(**(engine or {}))
+    built = EngineRegistry.new(
+        kind,
+        settings.strategy,
+        model_config=model_config(folder, **(model or {})),
+        engine_config=settings,
+        optimizer_config=FSDPOptimizerConfig(lr=LR, weight_decay=0.01, clip_grad=1.0),
+        checkpoint_config=None,
+    )
+    built.initialize()
+    return built
+
+
+def rows_of(engine: BaseEngine, uneven: bool) -> list[int]:
+    """The shard of this rank: halves, or three quarters and one."""
+    size, rank = engine.get_data_parallel_size(), engine.get_data_parallel_rank()
+    bounds = [0, ROWS * 3 // 4, ROWS] if uneven and size == 2 else [ROWS * i // size for i in range(size + 1)]
+    return list(range(bounds[rank], bounds[rank + 1]))
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "packed, micro 1": dict(cut=dict(micro_batch_size_per_gpu=1)),
+    "packed, micro 2, fsdp2": dict(cut=dict(micro_batch_size_per_gpu=2), engine=dict(strategy="fsdp2")),
+    "packed, micro 4": dict(cut=dict(micro_batch_size_per_gpu=4)),
+    "packed, dynamic": dict(cut=dict(use_dynamic_bsz=True, max_token_len_per_gpu=20)),
+    "packed, uneven shards": dict(cut=dict(micro_batch_size_per_gpu=2), uneven=True),
+    "padded, micro 2": dict(cut=dict(micro_batch_size_per_gpu=2), model=dict(use_remove_padding=False)),
+    "padded, dynamic, uneven": dict(
+        cut=dict(use_dynamic_bsz=True, max_token_len_per_gpu=20), model=dict(use_remove_padding=False), uneven=True
+    ),
+    "checkpointing, entropy in chunks": dict(
+        cut=dict(micro_batch_size_per_gpu=4),
+        model=dict(enable_gradient_checkpointing=True, enable_activation_offload=True),
+        engine=dict(entropy_from_logits_with_chunking=True, entropy_checkpointing=True),
+    ),
+    "offload": dict(
+        cut=dict(micro_batch_size_per_gpu=4), engine=dict(param_offload=True, optimizer_offload=True, reshard_after_forward=False)
+    ),
+    "offload policy": dict(cut=dict(micro_batch_size_per_gpu=4), engine=dict(offload_policy=True), only_world=2),
+    "hybrid": dict(cut=dict(micro_batch_size_per_gpu=2), engine=dict(fsdp_size=1), only_world=2),
+    "wrapped by size, prefetch": dict(
+        cut=dict(micro_batch_size_per_gpu=4), engine=dict(wrap_policy={"min_num_params": 5000}, forward_prefetch=True), only_world=2
+    ),
+    "ulysses": dict(
+        cut=dict(micro_batch_size_per_gpu=3), engine=dict(ulysses_sequence_parallel_size=2), only_world=2,
+        model=dict(enable_gradient_checkpointing=True),
+    ),
+    "ulysses, dynamic": dict(
+        cut=dict(use_dynamic_bsz=True, max_token_len_per_gpu=15), engine=dict(ulysses_sequence_parallel_size=2), only_world=2
+    ),
+}  # fmt: skip
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "tied": dict(cut=dict(micro_batch_size_per_gpu=4), folder="tied"),
+    "value": dict(cut=dict(micro_batch_size_per_gpu=3), kind="value_model"),
+    "value, padded": dict(
+        cut=dict(micro_batch_size_per_gpu=3), kind="value_model", model=dict(use_remove_padding=False)
+    ),
+    "lora": dict(cut=dict(micro_batch_size_per_gpu=4), model=dict(lora_rank=4, lora_alpha=8)),
+}
+
+
+def run_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
+    """Infer, take one step, and export the weights before and after."""
+    engine = build(
+        folder / case.get("folder", "plain"), case.get("model"), case.get("engine"), case.get("kind", "language_model")
+    )
+    rows = rows_of(engine, case.get("uneven", False))
+    result: dict[str, Any] = {"rows": rows, "before": export(engine)}
+    if case.get("model", {}).get("lora_rank"):
+        result["adapter before"] = export(engine, adapter_only=True)
+    with engine.eval_mode():
+        result["output"] = engine.infer_batch(batch(rows, **case["cut"]))
+    with engine.train_mode():
+        result["metrics"] = engine.train_batch(batch(rows, **case["cut"]), loss_fn)
+        result["lr"] = engine.lr_scheduler_step()
+    result["weights"] = export(engine)
+    result["version"] = engine.weights_version
+    if case.get("model", {}).get("lora_rank"):
+        result["adapter"] = export(engine, adapter_only=True)
+        with engine.disable_adapter(), engine.eval_mode():
+            result["base output"] = engine.infer_batch(batch(rows, **case["cut"]))
+    return result
+
+
+def export(engine: BaseEngine, adapter_only: bool = False) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in engine.named_weights(adapter_only)}
+
+
+def run_world(rank: int, world_size: int, folder: Path, store: str) -> None:
+    """Run all cases on one rank and save what came out."""
+    import torch.distributed as dist
+
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    torch.set_num_threads(1)
+    if world_size > 1:
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    chosen = {n: c for n, c in (CASES | OTHERS).items() if c.get("only_world", world_size) == world_size}
+    results = {name: run_case(folder, case) for name, case in chosen.items()}
+    torch.save(results, folder / f"world_{world_size}_rank_{rank}.pt")
+    if world_size > 1:
+        dist.destroy_process_group()

@@ -1,0 +1,138 @@
+"""The FSDP engine against plain transformers and torch, for every cut, layout and packing.
+
+Tolerances: fp32 with sums of a few hundred terms in another order differs by about 1e-6 relative. AdamW's first step
+is about lr x sign(gradient), so weights whose gradient is near zero may differ by up to that; they are compared by the
+share that agrees.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from tests.workers.engine import cases
+
+ATOL = 1e-5
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("engine")
+    cases.write_model(root / "plain")
+    cases.write_model(root / "tied", tie_word_embeddings=True)
+    return root
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> dict[int, list[dict[str, Any]]]:
+    """All cases, run once for each world size: world -> rank -> case."""
+    two = mp.spawn(cases.run_world, (2, folder, str(folder / "store")), nprocs=2, join=False)
+    cases.run_world(0, 1, folder, "")
+    while not two.join(timeout=120):
+        pass
+    return {world: [torch.load(folder / f"world_{world}_rank_{rank}.pt") for rank in range(world)] for world in (1, 2)}
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> dict[str, Any]:
+    from transformers import Qwen2ForCausalLM
+
+    return {name: cases.reference_step(Qwen2ForCausalLM.from_pretrained(folder / name)) for name in ("plain", "tied")}
+
+
+def assert_output(parts: list[dict[str, Any]], expected: dict[str, Tensor], key: str = "output") -> None:
+    for part in parts:
+        assert set(part[key]) == set(expected)
+        for name, value in part[key].items():
+            torch.testing.assert_close(value, expected[name][part["rows"]], atol=ATOL, rtol=ATOL)
+            assert (value[cases.tensors()["response_mask"][part["rows"]] == 0] == 0).all()
+
+
+def assert_step(parts: list[dict[str, Any]], expected: dict[str, Any]) -> None:
+    for part in parts:
+        assert part["metrics"] == pytest.approx(expected["metrics"], rel=1e-5, abs=1e-6)
+        assert part["metrics"] == parts[0]["metrics"]
+        assert part["version"] == 1 and part["lr"] == cases.LR
+        assert_weights(part["weights"], expected["weights"])
+
+
+def assert_weights(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert set(got) == set(expected)
+    for name, tensor in got.items():
+        difference = (tensor - expected[name]).abs()
+        assert difference.max() <= 2.1 * cases.LR, name
+        assert (difference > 1e-4).float().mean() < 0.01, name
+
+
+def worlds(case: dict[str, Any]) -> list[int]:
+    return [case["only_world"]] if "only_world" in case else [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "world"), [(name, world) for name, case in cases.CASES.items() for world in worlds(case)]
+)
+def test_equals_plain_transformers(results: Any, reference: Any, name: str, world: int) -> None:
+    parts = [rank[name] for rank in results[world]]
+    assert_output(parts, reference["plain"]["output"])
+    assert_step(parts, reference["plain"])
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_tied_embeddings_stay_one_tensor(results: Any, reference: Any, world: int) -> None:
+    parts = [rank["tied"] for rank in results[world]]
+    assert_output(parts, reference["tied"]["output"])
+    assert_step(parts, reference["tied"])
+    assert "lm_head.weight" not in parts[0]["weights"]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("name", ["value", "value, padded"])
+def test_value_head(results: Any, folder: Path, name: str, world: int) -> None:
+    parts = [rank[name] for rank in results[world]]
+    head = {n: t for n, t in parts[0]["before"].items() if n.startswith("score")}
+    first = results[1][0]["value"]["before"]
+    assert set(head) == {"score.weight", "score.bias"} and head["score.weight"].std() > 0.01
+    assert all(torch.equal(tensor, first[n]) for n, tensor in head.items())
+    expected = cases.reference_step(cases.value_reference(folder / "plain", head), value_model=True)
+    assert_output(parts, expected["output"])
+    assert_step(parts, expected)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_adapters_train_alone_and_merge(results: Any, reference: Any, folder: Path, world: int) -> None:
+    from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
+    from transformers import Qwen2ForCausalLM
+
+    parts = [rank["lora"] for rank in results[world]]
+    config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = get_peft_model(Qwen2ForCausalLM.from_pretrained(folder / "plain"), config)
+    incompatible = set_peft_model_state_dict(model, parts[0]["adapter before"])
+    assert not incompatible.unexpected_keys
+    expected = cases.reference_step(model)
+    assert_output(parts, expected["output"])
+    assert_output(parts, reference["plain"]["output"], key="base output")
+    trained = {n.replace(".default", ""): t for n, t in expected["weights"].items() if ".lora_" in n}
+    assert_weights(parts[0]["adapter"], trained)
+    assert any(t.abs().max() > 0 for n, t in parts[0]["adapter"].items() if "lora_B" in n)
+    assert all(part["metrics"] == pytest.approx(expected["metrics"], rel=1e-5, abs=1e-6) for part in parts)
+    set_peft_model_state_dict(model, parts[0]["adapter"])
+    merged = model.merge_and_unload().state_dict()
+    for part in parts:
+        assert set(part["weights"]) == set(merged)
+        for name, tensor in part["weights"].items():
+            torch.testing.assert_close(tensor, merged[name], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["packed, micro 1", "tied"])
+def test_exports_what_save_pretrained_writes(results: Any, folder: Path, name: str) -> None:
+    from safetensors.torch import load_file
+
+    stored = load_file(folder / cases.OTHERS.get(name, {}).get("folder", "plain") / "model.safetensors")
+    for world in (1, 2):
+        for rank in results[world]:
+            exported = rank[name]["before"]
+            assert set(exported) == set(stored)
+            assert all(torch.equal(exported[n], stored[n]) for n in stored)

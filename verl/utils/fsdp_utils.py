@@ -1,0 +1,305 @@
+"""FSDP2: construction without storage, sharding units, gradient norm, offload and whole tensors.
+
+Each function also takes plain modules and tensors, so that one process needs no process group.
+"""
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from verl.utils.device import get_device_id, get_device_name, get_torch_device
+
+ADAPTER_MARK = ".lora_"
+
+
+def fsdp_version(model: nn.Module) -> int:
+    """Return 1 or 2 for a wrapped module, 0 for a plain one."""
+    if isinstance(model, FullyShardedDataParallel):
+        return 1
+    return 2 if isinstance(model, FSDPModule) else 0
+
+
+# Construction
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Construct modules whose parameters have no storage, while buffers are computed as usual.
+
+    Buffers that a constructor computes (rotary frequencies) are in no checkpoint, so they must not be on meta.
+    """
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.data.to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def get_init_weight_context_manager(
+    use_meta_tensor: bool = True, mesh: DeviceMesh | None = None
+) -> Callable[[], AbstractContextManager[None]]:
+    """Return a context in which all ranks but the first of the mesh construct parameters without storage."""
+    rank = mesh.get_coordinate()[-1] if mesh is not None and mesh.get_coordinate() else _rank()
+    return parameters_on_meta if use_meta_tensor and rank != 0 else nullcontext
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+# Sharding
+
+
+def sharding_units(
+    module: nn.Module, model: nn.Module, wrap_policy: Mapping[str, Any] | None = None
+) -> list[nn.Module]:
+    """Choose what becomes a sharding unit of its own: by size, by class name, or the model's own blocks.
+
+    Args: ``model`` is the transformers model within ``module``, which adapters may wrap.
+    Raises: ValueError when a class that the policy names is not in the model.
+    """
+    policy = wrap_policy or {}
+    if policy.get("disable", False):
+        return []
+    minimum = policy.get("min_num_params", 0) or 0
+    if minimum > 0:
+        return list(_units_by_size(module, minimum))
+    named = policy.get("transformer_layer_cls_to_wrap")
+    names = {named} if isinstance(named, str) else set(named or getattr(model, "_no_split_modules", None) or ())
+    units = [part for part in module.modules() if type(part).__name__ in names]
+    missing = sorted(names - {type(part).__name__ for part in units})
+    if named and missing:
+        raise ValueError(f"fsdp_config.wrap_policy.transformer_layer_cls_to_wrap={named}: the model has no {missing}")
+    embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
+    if units and isinstance(embeddings, nn.Module) and not tied:
+        units.append(embeddings)
+    return units
+
+
+def _units_by_size(module: nn.Module, minimum: int) -> Iterator[nn.Module]:
+    for child in module.children():
+        yield from _units_by_size(child, minimum)
+        if not isinstance(child, nn.ModuleList) and sum(p.numel() for p in child.parameters()) >= minimum:
+            yield child
+
+
+def get_fsdp_wrap_policy(
+    module: nn.Module, config: Mapping[str, Any] | None = None, is_lora: bool = False
+) -> Callable[[nn.Module], bool] | None:
+    """Return which modules become sharding units, as a predicate; None for the root alone."""
+    units = {id(unit) for unit in sharding_units(module, module, config)}
+    return (lambda part: id(part) in units) if units else None
+
+
+def apply_fsdp2(module: nn.Module, fsdp_kwargs: dict[str, Any], config: Mapping[str, Any], model: Any = None) -> None:
+    """Apply ``fully_shard`` to every unit and to the root; ``config`` is an ``fsdp_config`` node."""
+    units = sharding_units(module, model if model is not None else module, config.get("wrap_policy", None))
+    for unit in units:
+        fully_shard(unit, **fsdp_kwargs)
+    fully_shard(module, **fsdp_kwargs)
+    if config.get("forward_prefetch", False):
+        for unit, following in zip(units, units[1:], strict=False):
+            assert isinstance(unit, FSDPModule) and isinstance(following, FSDPModule)
+            unit.set_modules_to_forward_prefetch([following])
+
+
+def get_shard_placement_fn(fsdp_size: int) -> Callable[[nn.Parameter], Shard]:
+    """Return the choice of the first dim that ``fsdp_size`` divides, else dim 0."""
+
+    def placement(parameter: nn.Parameter) -> Shard:
+        return Shard(next((dim for dim, size in enumerate(parameter.shape) if size % fsdp_size == 0), 0))
+
+    return placement
+
+
+# Gradients
+
+
+def local_gradients(parameters: list[Tensor]) -> list[Tensor]:
+    """Return this rank's shard of every gradient that is there."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    return [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+
+
+def gradient_norm(gradients: list[Tensor], shard_group: ProcessGroup | None, device: torch.device) -> float:
+    """Return the norm of the whole gradient, in fp32; replicas count once. Collective over the shards."""
+    squared = torch.zeros((), dtype=torch.float32, device=device)
+    kept = [g for g in gradients if g.numel()]
+    if kept:
+        norms = torch.stack(torch._foreach_norm(kept, 2.0, dtype=torch.float32))
+        squared += norms.square().sum().to(device)
+    if shard_group is not None and dist.get_world_size(shard_group) > 1:
+        dist.all_reduce(squared, group=shard_group)
+    value = squared.item()
+    return math.sqrt(value) if math.isfinite(value) else value
+
+
+def scale_to_norm(gradients: list[Tensor], norm: float, limit: float) -> None:
+    """Scale the gradients in place so that their norm, now ``norm``, is at most ``limit``."""
+    if norm > limit:
+        torch._foreach_mul_(gradients, limit / (norm + 1e-6))
+
+
+def fsdp2_clip_grad_norm_(
+    parameters: Tensor | list[Tensor], max_norm: float, norm_type: float = 2.0, **kwargs: Any
+) -> Tensor:
+    """Clip the gradient of sharded parameters by its global 2-norm; returns the norm before.
+
+    Raises: ValueError for another norm.
+    """
+    if norm_type != 2.0:
+        raise ValueError(f"norm_type must be 2.0, got {norm_type}")
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    sharded = next((p for p in parameters if isinstance(p, DTensor)), None)
+    group = sharded.device_mesh.get_group(sharded.device_mesh.ndim - 1) if sharded is not None else None
+    gradients = local_gradients(parameters)
+    device = torch.device(get_device_name()) if sharded is not None else gradients[0].device if gradients else None
+    norm = gradient_norm(gradients, group, device or torch.device("cpu"))
+    scale_to_norm(gradients, norm, max_norm)
+    return torch.tensor(norm)
+
+
+# Offload
+
+
+def offload_fsdp_model_to_cpu(model: nn.Module, empty_cache: bool = True) -> None:
+    """Move the shards of all parameters to host memory."""
+    model.to("cpu")
+    if empty_cache and get_device_name() != "cpu":
+        get_torch_device().empty_cache()
+
+
+def load_fsdp_model_to_gpu(model: nn.Module) -> None:
+    """Move the shards of all parameters back to the device."""
+    model.to(_device())
+
+
+offload_fsdp2_model_to_cpu = offload_fsdp_model_to_cpu
+load_fsdp2_model_to_gpu = load_fsdp_model_to_gpu
+
+
+def _device() -> torch.device:
+    name = get_device_name()
+    return torch.device(name) if name == "cpu" else torch.device(name, int(get_device_id()))
+
+
+def move_optimizer_state(optimizer: torch.optim.Optimizer, device: torch.device | str | int) -> None:
+    """Move moments to ``device``; the scalar step counts stay where AdamW put them."""
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and name != "step":
+                state[name] = value.to(device, non_blocking=True)
+
+
+def offload_fsdp_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Move the moments to host memory."""
+    move_optimizer_state(optimizer, "cpu")
+
+
+def load_fsdp_optimizer(optimizer: torch.optim.Optimizer, device_id: torch.device | str | int) -> None:
+    """Move the moments to a device."""
+    move_optimizer_state(optimizer, device_id)
+
+
+# Whole tensors
+
+
+def full_tensor(parameter: Tensor) -> Tensor:
+    """Return the whole of a parameter, detached; collective over the ranks that shard it.
+
+    An offloaded shard is gathered on the device, where its process group works.
+    """
+    tensor = parameter.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor
+    mesh = tensor.device_mesh
+    if tensor.device.type != mesh.device_type:
+        local = tensor.to_local().to(mesh.device_type)
+        tensor = DTensor.from_local(
+            local, mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        )
+    whole: Tensor = tensor.full_tensor()
+    return whole
+
+
+def get_fsdp_full_state_dict(
+    model: nn.Module, offload_to_cpu: bool = True, rank0_only: bool = True
+) -> dict[str, Tensor]:
+    """Gather all tensors of a model, one at a time; empty on other ranks than 0 with ``rank0_only``."""
+    keep = not rank0_only or _rank() == 0
+    whole: dict[str, Tensor] = {}
+    for name, value in model.state_dict().items():
+        tensor = full_tensor(value) if isinstance(value, Tensor) else value
+        if keep:
+            whole[name] = tensor.cpu() if offload_to_cpu and isinstance(tensor, Tensor) else tensor
+    return whole
+
+
+def fsdp2_load_full_state_dict(
+    model: nn.Module, full_state: dict[str, Tensor], device_mesh: DeviceMesh | None = None, cpu_offload: Any = None
+) -> None:
+    """Shard whole tensors, which every rank holds, into the parameters of a model.
+
+    Raises: ValueError naming the tensors that the model needs and ``full_state`` lacks.
+    """
+    own = model.state_dict()
+    missing = sorted(set(own) - set(full_state))
+    if missing:
+        raise ValueError(f"full_state lacks {len(missing)} tensors of the model, the first is {missing[0]!r}")
+    with torch.no_grad():
+        for name, value in own.items():
+            whole = full_state[name].to(value.device, value.dtype)
+            if isinstance(value, DTensor):
+                whole = distribute_tensor(whole, value.device_mesh, value.placements, src_data_rank=None)
+            value.copy_(whole)
+
+
+# Adapters
+
+
+def replace_lora_wrapper(k: str, peft_config: Any) -> str:
+    """Return the name that an inference engine gives the base tensor ``k`` of an adapted module."""
+    module, _, kind = k.rpartition(".")
+    adapted = peft_config.target_modules or ()
+    leaf = module.rpartition(".")[2]
+    return f"{module}.base_layer.{kind}" if leaf in adapted and kind in ("weight", "bias") else k
+
+
+def collect_lora_params(
+    module: nn.Module, layered_summon: bool = False, base_sync_done: bool = True
+) -> "OrderedDict[str, Tensor]":
+    """Gather the adapters under peft's names, or, before the base is synced, the base under the engine's names."""
+    peft_module: Any = module
+    config = peft_module.peft_config["default"]
+    collected: OrderedDict[str, Tensor] = OrderedDict()
+    for name, parameter in module.named_parameters():
+        adapter = ADAPTER_MARK in name
+        if adapter != base_sync_done:
+            continue
+        tensor = full_tensor(parameter).cpu()
+        plain = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+        collected[name.replace(".default.", ".") if adapter else replace_lora_wrapper(plain, config)] = tensor
+    return collected
+
+
+def layered_summon_lora_params(fsdp_module: nn.Module) -> "OrderedDict[str, Tensor]":
+    """Gather the adapters one tensor at a time."""
+    return collect_lora_params(fsdp_module, layered_summon=True, base_sync_done=True)
