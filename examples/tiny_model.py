@@ -10,16 +10,16 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+SPECIAL_TOKENS = ["<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>"]
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 VOCAB_MULTIPLE = 16
 
 
 def byte_tokenizer(chat_template: str = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token per byte, so that every text round-trips; turns end with ``<|im_end|>``."""
+    """Return a tokenizer with one token per byte, so that every text round-trips; turns end with ``<|end|>``."""
     bytes_ = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate([*bytes_, *SPECIAL_TOKENS])}
     backend = Tokenizer(models.BPE(vocab, []))
@@ -28,7 +28,7 @@ def byte_tokenizer(chat_template: str = CHAT_TEMPLATE) -> PreTrainedTokenizerFas
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         pad_token="<|endoftext|>",
-        eos_token="<|im_end|>",
+        eos_token="<|end|>",
         additional_special_tokens=SPECIAL_TOKENS,
         padding_side="left",
         clean_up_tokenization_spaces=False,

@@ -14,11 +14,11 @@ import torch
 from verl.utils.dataset.files import DataError
 from verl.utils.dataset.rl_dataset import PromptTooLongError, RLHFDataset, collate_fn
 
-USER = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+USER = "<|user|>{}<|end|><|assistant|>"
 
 
 def build(tokenizer, files, **config):
-    return RLHFDataset(files, tokenizer, {"max_prompt_length": 32, "filter_overlong_prompts": False, **config})
+    return RLHFDataset(files, tokenizer, {"max_prompt_length": 16, "filter_overlong_prompts": False, **config})
 
 
 def test_item_holds_every_documented_key(tokenizer, parquet, row):
@@ -27,7 +27,7 @@ def test_item_holds_every_documented_key(tokenizer, parquet, row):
     dataset = build(tokenizer, parquet([first, second]), return_raw_chat=True, return_full_prompt=True)
     item = dataset[0]
     ids = tokenizer.encode(USER.format("1+1=?"))
-    pad = 32 - len(ids)
+    pad = 16 - len(ids)
     assert item["raw_prompt_ids"] == ids
     assert item["input_ids"].tolist() == [tokenizer.pad_token_id] * pad + ids
     assert item["attention_mask"].tolist() == [0] * pad + [1] * len(ids)
@@ -52,7 +52,7 @@ def test_rows_of_several_files_and_messages_with_other_keys(tokenizer, parquet, 
     # parquet unites the keys of all messages: one without a name must not get `name: None`
     named = row(prompt=[{"role": "user", "content": "a", "name": "bob"}, {"role": "assistant", "content": "b"}])
     files = [parquet([row("x")], "a.parquet"), parquet([named], "b.parquet")]
-    dataset = build(tokenizer, files, return_raw_chat=True, max_prompt_length=64)
+    dataset = build(tokenizer, files, return_raw_chat=True, max_prompt_length=16)
     assert len(dataset) == 2
     assert dataset[0]["raw_prompt"] == [{"role": "user", "content": "x"}]
     assert dataset[1]["raw_prompt"][1] == {"role": "assistant", "content": "b"}
@@ -73,7 +73,7 @@ def test_truncation(tokenizer, parquet, row, truncation, kept):
 def test_truncation_error_names_file_and_row(tokenizer, parquet, row):
     files = [parquet([row("a")], "a.parquet"), parquet([row("b"), row("c" * 40)], "b.parquet")]
     dataset = build(tokenizer, files)
-    with pytest.raises(PromptTooLongError, match=r"b\.parquet, row 1, column 'prompt'.*59 tokens.*is 32") as caught:
+    with pytest.raises(PromptTooLongError, match=r"b\.parquet, row 1, column 'prompt'.*43 tokens.*is 16") as caught:
         dataset[2]
     assert isinstance(caught.value, NotImplementedError) and isinstance(caught.value, RuntimeError)
 
@@ -89,16 +89,16 @@ def test_filter_keeps_what_fits(tokenizer, parquet, row, workers):
     dataset = build(
         tokenizer, files, filter_overlong_prompts=True, filter_overlong_prompts_workers=workers, return_full_prompt=True
     )
-    fits = [c for c in contents if len(tokenizer.encode(USER.format(c))) <= 32]
+    fits = [c for c in contents if len(tokenizer.encode(USER.format(c))) <= 16]
     assert 0 < len(fits) < len(contents)
     assert [dataset[i]["full_prompts"] for i in range(len(dataset))] == [USER.format(c) for c in fits]
-    last = max(i for i, c in enumerate(contents) if len(tokenizer.encode(USER.format(c))) <= 32)
+    last = max(i for i, c in enumerate(contents) if len(tokenizer.encode(USER.format(c))) <= 16)
     assert dataset.where(len(dataset) - 1).endswith(f"b.parquet, row {last - 700}")
 
 
 def test_filter_that_leaves_nothing_is_refused(tokenizer, parquet, row):
-    with pytest.raises(DataError, match=r"none of the 1 prompts fits into data\.max_prompt_length=5"):
-        build(tokenizer, parquet([row("a")]), filter_overlong_prompts=True, max_prompt_length=5)
+    with pytest.raises(DataError, match=r"none of the 1 prompts fits into data\.max_prompt_length=3"):
+        build(tokenizer, parquet([row("a")]), filter_overlong_prompts=True, max_prompt_length=3)
 
 
 def test_pickle_drops_the_rows_and_reads_them_again(tokenizer, parquet, row):

@@ -22,24 +22,28 @@ class SeededRandomSampler(Sampler[int]):
         return len(self.data_source)
 
     def __iter__(self) -> "SeededRandomIterator":
-        self.next_epoch += 1
-        return SeededRandomIterator(self, self.next_epoch - 1)
+        return SeededRandomIterator(self)
 
 
 class SeededRandomIterator(Iterator[int]):
-    """One epoch of a ``SeededRandomSampler``."""
+    """One epoch of a ``SeededRandomSampler``: the next one, when its first row is taken; loaders make spare iterators."""
 
-    def __init__(self, sampler: SeededRandomSampler, epoch: int) -> None:
+    def __init__(self, sampler: SeededRandomSampler) -> None:
         self.sampler = sampler
-        self._start(epoch, 0)
+        self.epoch: int | None = None
+        self.position = 0
+        self.order: list[int] = []
 
     def _start(self, epoch: int, position: int) -> None:
         self.epoch, self.position = epoch, position
+        self.sampler.next_epoch = epoch + 1
         # the golden-ratio step keeps epoch 1 of seed 1 apart from epoch 0 of seed 2
         seed = (self.sampler.seed + epoch * 0x9E3779B97F4A7C15) % 2**63
         self.order = torch.randperm(len(self.sampler), generator=torch.Generator().manual_seed(seed)).tolist()
 
     def __next__(self) -> int:
+        if self.epoch is None:
+            self._start(self.sampler.next_epoch, 0)
         if self.position >= len(self.order):
             raise StopIteration
         self.position += 1
@@ -47,10 +51,10 @@ class SeededRandomIterator(Iterator[int]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what ``load_state_dict`` needs to go on from here."""
-        return {"seed": self.sampler.seed, "epoch": self.epoch, "position": self.position}
+        epoch = self.sampler.next_epoch if self.epoch is None else self.epoch
+        return {"seed": self.sampler.seed, "epoch": epoch, "position": self.position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where ``state`` was taken."""
         self.sampler.seed = state["seed"]
-        self.sampler.next_epoch = state["epoch"] + 1
         self._start(state["epoch"], state["position"])

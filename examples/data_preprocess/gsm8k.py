@@ -1,0 +1,167 @@
+"""Write GSM8K, or sums of our own in its format, as parquet files for reinforcement learning.
+
+From the hub, or from a folder that holds the same files:
+
+    python examples/data_preprocess/gsm8k.py --local_save_dir ~/data/gsm8k
+    python examples/data_preprocess/gsm8k.py --local_dataset_path ~/raw/gsm8k
+
+Without a network, sums of two numbers, with worked solutions for a supervised warm-up beside them:
+
+    python examples/data_preprocess/gsm8k.py --source synthetic --local_save_dir ~/data/sums
+
+The solutions for the warm-up come from a careless teacher, who forgets most carries. A model that imitates them gets
+the sums with a carry wrong more often than not, and learns the rest from the reward.
+"""
+
+import argparse
+import os
+import random
+import re
+import sys
+from typing import Any
+
+import datasets
+
+HUB_NAME = "openai/gsm8k"
+DATA_SOURCE = "openai/gsm8k"
+INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
+FINAL_ANSWER = re.compile(r"#### (-?[0-9.,]+)")
+
+NUM_TRAIN, NUM_TEST, NUM_SFT = 4096, 256, 8192
+CARRY_SHARE = 0.65  # of the questions
+CARELESS_SHARE = 0.75  # of the warm-up's solutions to questions with a carry
+
+Question = tuple[int, int]
+
+
+def rl_row(question: str, answer: str, ground_truth: str, split: str, index: int, content: str) -> dict[str, Any]:
+    """Return one prompt with what its scorer needs."""
+    return {
+        "data_source": DATA_SOURCE,
+        "prompt": [{"role": "user", "content": content}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": ground_truth},
+        "extra_info": {"split": split, "index": index, "answer": answer, "question": question},
+    }
+
+
+def extract_solution(answer: str) -> str:
+    """Return the number after ``####``, without commas.
+
+    Raises: ValueError when there is none.
+    """
+    found = FINAL_ANSWER.search(answer)
+    if found is None:
+        raise ValueError(f"no '#### <number>' in the answer {answer!r}")
+    return found.group(1).replace(",", "")
+
+
+def gsm8k_tables(local_dataset_path: str | None) -> dict[str, list[dict[str, Any]]]:
+    """Read the published splits from the hub or a local copy."""
+    raw = datasets.load_dataset(os.path.expanduser(local_dataset_path) if local_dataset_path else HUB_NAME, "main")
+    return {
+        split: [
+            rl_row(
+                example["question"],
+                example["answer"],
+                extract_solution(example["answer"]),
+                split,
+                index,
+                f"{example['question']} {INSTRUCTION}",
+            )
+            for index, example in enumerate(raw[split])
+        ]
+        for split in ("train", "test")
+    }
+
+
+def has_carry(question: Question) -> bool:
+    """Whether the ones add up to ten or more."""
+    return question[0] % 10 + question[1] % 10 > 9
+
+
+def solve(question: Question, careless: bool = False) -> str:
+    """Return a worked solution such as ``7+5=12 4+3+1=8 #### 82``; a careless one forgets the carry."""
+    (tens, ones), (other_tens, other_ones) = divmod(question[0], 10), divmod(question[1], 10)
+    carry = int(has_carry(question) and not careless)
+    total = tens + other_tens + carry
+    last = (ones + other_ones) % 10
+    return f"{ones}+{other_ones}={ones + other_ones} {tens}+{other_tens}+{carry}={total} #### {total}{last}"
+
+
+def synthetic_tables(seed: int = 0) -> dict[str, list[dict[str, Any]]]:
+    """Make prompts (train, test) and careless conversations (sft_train, sft_test); no test question is in another.
+
+    The numbers have two digits and so has their sum.
+    """
+    rng = random.Random(seed)
+    questions = [(x, y) for x in range(10, 90) for y in range(10, 90) if x // 10 + y // 10 < 9]
+    rng.shuffle(questions)
+    pools = {carry: [q for q in questions if has_carry(q) == carry] for carry in (True, False)}
+    num_carry = round(NUM_TEST * CARRY_SHARE)
+    held_out = {True: pools[True][:num_carry], False: pools[False][: NUM_TEST - num_carry]}
+    kept = {carry: pool[len(held_out[carry]) :] for carry, pool in pools.items()}
+
+    def draw() -> Question:
+        return rng.choice(kept[rng.random() < CARRY_SHARE])
+
+    test = held_out[True] + held_out[False]
+    rng.shuffle(test)
+    train = [draw() for _ in range(NUM_TRAIN)]
+    sft = [draw() for _ in range(NUM_SFT)] + test
+    conversations = [
+        {
+            "messages": [
+                {"role": "user", "content": text_of(question)},
+                {"role": "assistant", "content": solve(question, careless=rng.random() < CARELESS_SHARE)},
+            ]
+        }
+        for question in sft
+    ]
+    return {
+        "train": [synthetic_row(question, "train", i) for i, question in enumerate(train)],
+        "test": [synthetic_row(question, "test", i) for i, question in enumerate(test)],
+        "sft_train": conversations[:NUM_SFT],
+        "sft_test": conversations[NUM_SFT:],
+    }
+
+
+def text_of(question: Question) -> str:
+    """Return the question as it is asked."""
+    return f"{question[0]}+{question[1]}=?"
+
+
+def synthetic_row(question: Question, split: str, index: int) -> dict[str, Any]:
+    """Return a sum as a prompt."""
+    text = text_of(question)
+    return rl_row(text, solve(question), str(sum(question)), split, index, text)
+
+
+def main() -> None:
+    """Write what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--source", choices=("hub", "synthetic"), default="hub", help="default: hub")
+    parser.add_argument("--local_dataset_path", help="folder with the raw data set, in place of the hub")
+    parser.add_argument("--local_save_dir", default="~/data/gsm8k", help="default: ~/data/gsm8k")
+    parser.add_argument("--local_dir", help="deprecated: write --local_save_dir")
+    parser.add_argument("--hdfs_dir", help="copy the files there too")
+    parser.add_argument("--seed", type=int, default=0, help="of the synthetic questions (default: 0)")
+    args = parser.parse_args()
+    if args.local_dir is not None:
+        print("--local_dir is deprecated: write --local_save_dir", file=sys.stderr)
+    save_dir = os.path.expanduser(args.local_dir or args.local_save_dir)
+    os.makedirs(save_dir, exist_ok=True)
+    tables = synthetic_tables(args.seed) if args.source == "synthetic" else gsm8k_tables(args.local_dataset_path)
+    for name, rows in tables.items():
+        path = os.path.join(save_dir, f"{name}.parquet")
+        datasets.Dataset.from_list(rows).to_parquet(path)
+        print(f"wrote {len(rows)} rows to {path}")
+    if args.hdfs_dir is not None:
+        from verl.utils import hdfs_io
+
+        hdfs_io.makedirs(args.hdfs_dir)
+        hdfs_io.copy(save_dir, args.hdfs_dir)
+
+
+if __name__ == "__main__":
+    main()

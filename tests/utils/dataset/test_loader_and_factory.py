@@ -1,0 +1,129 @@
+"""The order of rows over epochs and resumes, and the classes that the config can name."""
+
+from types import SimpleNamespace
+
+import pytest
+from torch.utils.data import SequentialSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from verl.experimental.dataset.sampler import AbstractCurriculumSampler, AbstractSampler
+from verl.experimental.dynamic_dataset.dynamicgen_dataset import DynamicGenDataset
+from verl.utils.dataset import RLHFDataset
+from verl.utils.dataset.factory import create_rl_dataset, create_rl_sampler
+from verl.utils.dataset.rl_dataset import collate_fn
+from verl.utils.dataset.sampler import SeededRandomSampler
+
+CONFIG = {"max_prompt_length": 16, "filter_overlong_prompts": False, "seed": 3}
+
+
+def loader(dataset, workers, seed=3):
+    sampler = create_rl_sampler({"seed": seed, "shuffle": True}, dataset)
+    return StatefulDataLoader(dataset, 4, num_workers=workers, drop_last=True, collate_fn=collate_fn, sampler=sampler)
+
+
+@pytest.fixture
+def dataset(tokenizer, parquet, row):
+    rows = [row(extra_info={"index": i, "split": "train"}) for i in range(22)]
+    return RLHFDataset(parquet(rows), tokenizer, CONFIG)
+
+
+def orders(loader, epochs):
+    return [[batch["index"].tolist() for batch in loader] for _ in range(epochs)]
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital'")
+@pytest.mark.parametrize(("workers", "epoch", "batches"), [(0, 0, 2), (0, 1, 3), (0, 0, 5), (2, 1, 3), (1, 0, 5)])
+def test_a_resumed_loader_goes_on_with_the_same_batches(dataset, workers, epoch, batches):
+    whole = orders(loader(dataset, 0), 3)
+    running = loader(dataset, workers)
+    for current in range(epoch + 1):
+        for number, _ in enumerate(running, start=1):
+            if current == epoch and number == batches:
+                state = running.state_dict()
+                break
+    resumed = loader(dataset, workers, seed=99)  # the seed comes from the state
+    resumed.load_state_dict(state)
+    rest = [batch["index"].tolist() for batch in resumed]
+    assert rest == whole[epoch][batches:]
+    assert orders(resumed, 1)[0] == whole[epoch + 1]
+
+
+def test_epochs_and_seeds_differ_and_repeat(dataset):
+    first, second = orders(loader(dataset, 0), 2)
+    assert first != second
+    assert sorted(i for batch in first for i in batch) == sorted({i for batch in first for i in batch})
+    assert orders(loader(dataset, 0), 2) == [first, second]
+    assert orders(loader(dataset, 0, seed=4), 1) != [first]
+    assert sorted(SeededRandomSampler(range(10), seed=1)) == list(range(10))
+    assert list(SeededRandomSampler(range(99))) != list(SeededRandomSampler(range(99)))  # unseeded
+
+
+def test_sampler_without_shuffling(dataset):
+    sampler = create_rl_sampler({"shuffle": False}, dataset)
+    assert isinstance(sampler, SequentialSampler) and list(sampler) == list(range(22))
+
+
+CUSTOM = """
+from torch.utils.data import Dataset
+from verl.experimental.dataset.sampler import AbstractCurriculumSampler
+from verl.experimental.dynamic_dataset.dynamicgen_dataset import MockDataGenerator
+class Hardest(AbstractCurriculumSampler):
+    def __init__(self, data_source, data_config):
+        self.order = list(range(len(data_source)))
+    def __iter__(self):
+        return iter(self.order)
+    def __len__(self):
+        return len(self.order)
+    def update(self, batch):
+        self.order.sort(key=lambda i: batch.scores[i])
+class Mine(Dataset):
+    def __init__(self, data_files, tokenizer, processor, config):
+        self.made_of = data_files, tokenizer, processor, config
+not_a_class = 3
+"""
+
+
+@pytest.fixture
+def custom(tmp_path):
+    path = tmp_path / "custom.py"
+    path.write_text(CUSTOM)
+    return str(path)
+
+
+def test_curriculum_sampler(dataset, custom):
+    config = {"sampler": {"class_path": custom, "class_name": "Hardest"}, "dataloader_num_workers": 0}
+    sampler = create_rl_sampler(config, dataset)
+    assert isinstance(sampler, AbstractCurriculumSampler) and isinstance(sampler, AbstractSampler)
+    sampler.update(SimpleNamespace(scores=[-i for i in range(22)]))
+    assert list(sampler) == list(range(22))[::-1]
+    with pytest.raises(AssertionError, match=r"data\.dataloader_num_workers must be 0 with data\.sampler.*got 8"):
+        create_rl_sampler({"sampler": config["sampler"]}, dataset)
+    with pytest.raises(TypeError, match=r"data\.sampler\.class_name='Mine'.*derived from AbstractSampler"):
+        create_rl_sampler({"sampler": {"class_path": custom, "class_name": "Mine"}}, dataset)
+
+
+def test_dataset_classes(tokenizer, parquet, row, custom):
+    path = parquet([row()])
+    mine = create_rl_dataset(path, {"custom_cls": {"path": custom, "name": "Mine"}}, tokenizer, None)
+    assert mine.made_of[:3] == (path, tokenizer, None)
+    assert type(create_rl_dataset(path, CONFIG, tokenizer, None)) is RLHFDataset
+    for name, error in (("not_a_class", TypeError), ("Absent", AttributeError)):
+        with pytest.raises(error, match=name):
+            create_rl_dataset(path, {"custom_cls": {"path": custom, "name": name}}, tokenizer, None)
+    with pytest.raises(ValueError, match=r"data\.custom_cls\.name must name a class"):
+        create_rl_dataset(path, {"custom_cls": {"path": custom, "name": None}}, tokenizer, None)
+
+
+def test_generated_rows(tokenizer, parquet, row, custom):
+    config = {**CONFIG, "datagen": {"path": custom, "name": "MockDataGenerator"}, "return_full_prompt": True}
+    path = parquet([row("a"), row("b")])
+    dataset = create_rl_dataset(path, config, tokenizer, None)
+    assert isinstance(dataset, DynamicGenDataset) and len(dataset) == 3
+    dataset.on_batch_end()
+    assert [dataset[i]["full_prompts"][8] for i in range(4)] == ["a", "b", "a", "a"]
+    assert dataset.where(1).endswith("row 1") and dataset.where(3) == "generated row 1"
+    sampler = create_rl_sampler(config, dataset)
+    assert sorted(sampler) == [0, 1, 2, 3]
+    assert type(create_rl_dataset(path, config, tokenizer, None, is_train=False)) is RLHFDataset
+    with pytest.raises(TypeError, match=r"data\.datagen\.name='Mine'"):
+        create_rl_dataset(path, {**config, "datagen": {"path": custom, "name": "Mine"}}, tokenizer, None)
