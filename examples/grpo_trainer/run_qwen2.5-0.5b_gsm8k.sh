@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # GRPO: Qwen2.5-0.5B-Instruct on GSM8K, one GPU with 24 GB or more.
-# Data first: python3 examples/data_preprocess/gsm8k.py --local_dir ~/data/gsm8k
+# Data first: python3 examples/data_preprocess/gsm8k.py --local_save_dir ~/data/gsm8k
 set -euxo pipefail
 
 DATA_DIR="${DATA_DIR:-$HOME/data/gsm8k}"

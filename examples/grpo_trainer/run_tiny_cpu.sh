@@ -3,7 +3,7 @@
 set -euxo pipefail
 
 DATA_DIR="${DATA_DIR:-outputs/quickstart/data}"
-MODEL_PATH="${MODEL_PATH:-outputs/quickstart/warmed_up}"
+MODEL_PATH="${MODEL_PATH:-$(echo outputs/quickstart/sft/global_step_*/huggingface)}"
 OUT_DIR="${OUT_DIR:-outputs/grpo_tiny_cpu}"
 WORKERS="${WORKERS:-1}"
 
@@ -12,7 +12,7 @@ python3 -m verl.trainer.main_ppo \
     data.train_files="$DATA_DIR/train.parquet" \
     data.val_files="$DATA_DIR/test.parquet" \
     data.train_batch_size=16 \
-    data.max_prompt_length=64 \
+    data.max_prompt_length=32 \
     data.max_response_length=32 \
     data.dataloader_num_workers=0 \
     actor_rollout_ref.model.path="$MODEL_PATH" \
