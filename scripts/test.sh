@@ -46,7 +46,7 @@ stage() {
 
 run_pytest() {
     local -a select=(-m "not full")
-    [ "$MODE" = fast ] && select=(-m "not full and not slow" --ignore=tests/special_e2e --ignore=tests/special_distributed)
+    [ "$MODE" = fast ] && select=(-m "not full and not slow")
     [ "$MODE" = full ] && select=()
     stage tests "$BIN/python" -m pytest -ra --durations=20 --session-timeout="$SESSION_TIMEOUT_S" "${select[@]}" "$@"
 }

@@ -33,3 +33,11 @@ def ray_cluster() -> Iterator[None]:
     yield
     ray.shutdown()
     shutil.rmtree(directory, ignore_errors=True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what starts Ray or several processes as ``slow``, so that ``scripts/test.sh --fast`` leaves it out."""
+    for item in items:
+        folders = item.path.parts
+        if "ray_cluster" in getattr(item, "fixturenames", ()) or {"special_e2e", "special_distributed"} & set(folders):
+            item.add_marker(pytest.mark.slow)
