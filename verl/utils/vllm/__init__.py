@@ -1,6 +1,7 @@
 """Bring vLLM into a process that also trains: its environment, its import and the patches that it needs there."""
 
 import importlib
+import warnings
 from types import ModuleType
 
 from verl.utils import envs
@@ -10,13 +11,13 @@ _ENVIRONMENT = {
     # The engine lives in this process, beside the trainer, and runs every step when it is told to.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
     "TOKENIZERS_PARALLELISM": "false",
 }
 _CPU_ENVIRONMENT = {
+    # A start on a CPU warns of twenty things that are meant so (eager mode, no Triton, no tokenizer).
+    "VLLM_LOGGING_LEVEL": "ERROR",
     # Ray decides where a worker runs; binding threads would pin every worker of a machine to the same cores.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_CPU_SIM_MULTI_NUMA": "0",
     # Compiling the sampler takes 12 s at the first batch and gains nothing at the sizes that run on a CPU.
     "TORCHDYNAMO_DISABLE": "1",
 }
@@ -31,7 +32,10 @@ def import_vllm() -> ModuleType:
     envs.write({"VLLM_ENABLE_V1_MULTIPROCESSING": _ENVIRONMENT["VLLM_ENABLE_V1_MULTIPROCESSING"]})
     envs.write_default(_ENVIRONMENT | (_CPU_ENVIRONMENT if on_cpu else {}))
     try:
-        vllm = importlib.import_module("vllm")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of torch, in vLLM's own modules
+            vllm = importlib.import_module("vllm")
+            vllm.LLM  # noqa: B018 (vLLM imports its parts when they are first named)
     except ImportError as error:
         extra = "cpu" if on_cpu else "vllm"
         raise ImportError(

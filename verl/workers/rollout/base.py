@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 Bucket = list[tuple[str, Tensor]]
 
+NO_WEIGHTS = -1
+"""The version of an engine that holds no weights of the trainer."""
+
 
 class BaseRollout(ABC):
     """A generation engine that shares its process with the trainer.

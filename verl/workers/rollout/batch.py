@@ -33,6 +33,17 @@ def prompt_token_ids(prompts: DataProto) -> list[list[int]]:
     return rows
 
 
+def check_prompt_lengths(token_ids: Sequence[Sequence[int]], context: int, response_length: int) -> None:
+    """Raise ValueError naming the first prompt that leaves no room for a whole response."""
+    room = context - response_length
+    for row, ids in enumerate(token_ids):
+        if len(ids) > room:
+            raise ValueError(
+                f"prompts[{row}] has {len(ids)} tokens; the engine's context leaves {room}: lower "
+                "data.max_prompt_length or raise actor_rollout_ref.rollout.max_model_len"
+            )
+
+
 def is_greedy(prompts: DataProto, config: "RolloutConfig") -> bool:
     """Whether the batch asks for the most likely token; ``do_sample`` of the batch goes before that of the config."""
     return not prompts.meta_info.get("do_sample", config.do_sample)

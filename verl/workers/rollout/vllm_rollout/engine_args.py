@@ -1,6 +1,5 @@
 """From the rollout config to vLLM's engine arguments, with the checks that vLLM makes late or not at all."""
 
-import logging
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +11,9 @@ from verl.utils.device import get_device_name
 if TYPE_CHECKING:
     from verl.workers.config import HFModelConfig, RolloutConfig
 
-logger = logging.getLogger(__name__)
-
 _NODE = "actor_rollout_ref.rollout"
 _CPU_BLOCK_TOKENS = 128
+_MAX_TEMPERATURE = 2.0
 
 
 class ContextLengthError(ValueError, AssertionError):
@@ -31,6 +29,7 @@ def build_engine_args(config: "RolloutConfig", model_config: "HFModelConfig") ->
     max_model_len = check_context(config, model_config.hf_config)
     check_batched_tokens(config, max_model_len)
     check_parallel_sizes(config)
+    check_temperature(config)
     args: dict[str, Any] = {
         "model": model_config.local_path,
         "hf_config_path": _if_other(model_config.local_hf_config_path, model_config.local_path),
@@ -96,8 +95,13 @@ def check_batched_tokens(config: "RolloutConfig", max_model_len: int) -> None:
             f"{_NODE}.max_num_batched_tokens={config.max_num_batched_tokens} is below the context {max_model_len} and "
             f"enable_chunked_prefill=false: write at least {max_model_len}, or enable chunked prefill"
         )
-    if config.max_num_batched_tokens < config.max_num_seqs and config.engine_kwargs.get("vllm") is None:
-        logger.info("%s.max_num_batched_tokens limits a step to fewer tokens than max_num_seqs", _NODE)
+
+
+def check_temperature(config: "RolloutConfig") -> None:
+    """Raise ValueError for a temperature that vLLM refuses at the first request."""
+    for key, value in (("temperature", config.temperature), ("val_kwargs.temperature", config.val_kwargs.temperature)):
+        if value > _MAX_TEMPERATURE:
+            raise ValueError(f"{_NODE}.{key}={value}: vLLM samples at {_MAX_TEMPERATURE} at most")
 
 
 def check_parallel_sizes(config: "RolloutConfig") -> None:

@@ -13,9 +13,10 @@ from verl.protocol import DataProto
 from verl.utils import envs
 from verl.utils.faults import fault_point
 from verl.utils.vllm import import_vllm
-from verl.workers.rollout.base import BaseRollout, Bucket
+from verl.workers.rollout.base import NO_WEIGHTS, BaseRollout, Bucket
 from verl.workers.rollout.batch import (
     build_output,
+    check_prompt_lengths,
     eos_token_ids,
     is_greedy,
     prompt_token_ids,
@@ -32,9 +33,6 @@ if TYPE_CHECKING:
     from verl.workers.config import HFModelConfig, RolloutConfig
 
 logger = logging.getLogger(__name__)
-
-NO_WEIGHTS = -1
-
 
 class vLLMRollout(BaseRollout):  # noqa: N801 (the established name)
     """One vLLM engine per tensor-parallel group; every rank of a group gets the same prompts and runs in step.
@@ -67,6 +65,10 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the established name)
         if config.free_cache_engine and not self._can_sleep:
             logger.info("free_cache_engine has no effect: this device's engine cannot give memory back between steps")
 
+    def shutdown(self) -> None:
+        """End the engine and all process groups of this process, the trainer's included."""
+        self._llm.llm_engine.engine_core.shutdown()
+
     # ---- generation
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
@@ -81,7 +83,7 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the established name)
                 "the rollout engine holds no usable weights: the last update failed, or none has been finished yet"
             )
         token_ids = prompt_token_ids(prompts)
-        self._check_lengths(token_ids)
+        check_prompt_lengths(token_ids, self._llm.model_config.max_model_len, self.config.response_length)
         eos = eos_token_ids(prompts.meta_info.get("eos_token_id"))
         params = self._sampling_params(prompts, eos)
         requests = self._requests(prompts, token_ids)
@@ -101,16 +103,6 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the established name)
         }
         result.meta_info["timing"] = {"generate_sequences": elapsed}
         return result
-
-    def _check_lengths(self, token_ids: Sequence[Sequence[int]]) -> None:
-        longest = max(map(len, token_ids), default=0)
-        room = self._llm.model_config.max_model_len - self.config.response_length
-        if longest > room:
-            row = next(index for index, ids in enumerate(token_ids) if len(ids) == longest)
-            raise ValueError(
-                f"prompts[{row}] has {longest} tokens; the engine's context leaves {room}: lower data.max_prompt_length "
-                "or raise actor_rollout_ref.rollout.max_model_len"
-            )
 
     def _sampling_params(self, prompts: DataProto, eos: list[int]) -> list[Any]:
         from vllm import SamplingParams

@@ -1,0 +1,258 @@
+"""What every rollout does, held for vLLM and transformers on the same tiny model."""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.workers.rollout import tiny
+from verl.workers.config import SamplingConfig
+from verl.workers.rollout.base import BaseRollout
+from verl.workers.rollout.checksum import tensor_checksum
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture(scope="module", params=["vllm", "hf"])
+def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A rollout and the model that holds its weights."""
+    if request.param == "vllm":
+        pytest.importorskip("vllm")
+    model = tiny.build_model()
+    states = random.getstate(), np.random.get_state()[1].copy(), torch.get_rng_state()
+    rollout = tiny.start_rollout(request.param, model, tmp_path_factory.mktemp(request.param))
+    assert random.getstate() == states[0]
+    assert (np.random.get_state()[1] == states[1]).all()
+    assert torch.equal(torch.get_rng_state(), states[2])
+    with pytest.raises(RuntimeError, match="no usable weights"):
+        rollout.generate_sequences(tiny.prompts_batch(1))
+    tiny.load_all(rollout, model)
+    yield rollout, model
+    if request.param == "vllm":
+        rollout.shutdown()
+
+
+@pytest.fixture
+def rollout(started: Any) -> BaseRollout:
+    return started[0]
+
+
+@pytest.fixture
+def model(started: Any) -> Any:
+    return started[1]
+
+
+def test_layout_of_the_batch(rollout: BaseRollout) -> None:
+    prompts = tiny.prompts_batch(6, repeat=2)
+    states = random.getstate(), np.random.get_state()[1].copy(), torch.get_rng_state()
+    output = rollout.generate_sequences(prompts)
+    assert random.getstate() == states[0]
+    assert (np.random.get_state()[1] == states[1]).all()
+    assert torch.equal(torch.get_rng_state(), states[2])
+
+    tensors, length = output.batch, tiny.PROMPT_LENGTH
+    assert torch.equal(tensors["prompts"], prompts.batch["input_ids"])
+    assert torch.equal(tensors["input_ids"], torch.cat([tensors["prompts"], tensors["responses"]], dim=1))
+    assert torch.equal(tensors["attention_mask"][:, :length], prompts.batch["attention_mask"])
+    assert torch.equal(tensors["attention_mask"][:, length:], tensors["response_mask"])
+    assert torch.equal(tensors["position_ids"][:, :length], prompts.batch["position_ids"])
+    steps = tensors["position_ids"][:, length - 1 :].diff(dim=1)
+    assert torch.equal(steps, torch.ones_like(steps))
+    outside = tensors["response_mask"] == 0
+    assert (tensors["responses"][outside] == tiny.PAD).all()
+    assert (tensors["rollout_log_probs"][outside] == 0).all()
+    assert tensors["rollout_log_probs"].dtype == torch.float32
+    assert output.non_tensor_batch.keys() == {"uid"}
+    assert output.non_tensor_batch["uid"].tolist() == prompts.non_tensor_batch["uid"].tolist()
+    assert output.meta_info["timing"]["generate_sequences"] > 0
+
+
+def test_mask_follows_what_was_sampled(rollout: BaseRollout) -> None:
+    ends = list(range(2, 14))  # about a tenth of all tokens ends a response
+    output = rollout.generate_sequences(tiny.prompts_batch(8, repeat=4, eos_token_id=ends))
+    rows = tiny.sampled_tokens(output)
+    assert all(token not in ends for row in rows for token in row[:-1])
+    assert all(len(row) == tiny.RESPONSE_LENGTH or row[-1] in ends for row in rows)
+    assert len({len(row) for row in rows}) > 4
+    stopped = sum(row[-1] in ends for row in rows)
+    assert 0 < stopped < len(rows)
+    assert rollout.last_generation["truncated"] == len(rows) - stopped
+
+    with tiny.settings(rollout, ignore_eos=True):
+        output = rollout.generate_sequences(tiny.prompts_batch(8, repeat=4, eos_token_id=ends))
+    assert (output.batch["response_mask"] == 1).all()
+    assert torch.isin(output.batch["responses"][:, :-1], torch.tensor(ends)).any()
+
+
+@pytest.mark.parametrize("step", [0.0, 0.3])
+def test_log_probs_equal_a_plain_forward(rollout: BaseRollout, model: Any, step: float) -> None:
+    before = rollout.generate_sequences(tiny.prompts_batch(8, repeat=4))
+    if step:
+        tiny.disturb(model, step, seed=2)
+        tiny.load_all(rollout, model)
+        moved = tiny.reference_log_probs(model, before, tiny.TEMPERATURE) - before.batch["rollout_log_probs"]
+        assert moved.abs().max() > 0.1
+    output = rollout.generate_sequences(tiny.prompts_batch(8, repeat=4))
+    expected = tiny.reference_log_probs(model, output, tiny.TEMPERATURE)
+    torch.testing.assert_close(output.batch["rollout_log_probs"], expected, atol=1e-4, rtol=0)
+
+
+def test_a_response_depends_on_its_own_seed_only(rollout: BaseRollout) -> None:
+    prompts = tiny.prompts_batch(8, repeat=4)
+    rows = tiny.sampled_tokens(rollout.generate_sequences(prompts))
+    assert tiny.sampled_tokens(rollout.generate_sequences(prompts)) == rows
+    shuffled = np.random.default_rng(3).permutation(len(prompts))[:20]
+    again = tiny.sampled_tokens(rollout.generate_sequences(prompts[shuffled]))
+    assert again == [rows[index] for index in shuffled]
+    assert tiny.sampled_tokens(rollout.generate_sequences(prompts[5:6])) == rows[5:6]
+    assert len({tuple(row) for row in rows}) > 20
+    prompts.batch["sampling_seed"] += 1
+    assert tiny.sampled_tokens(rollout.generate_sequences(prompts)) != rows
+
+
+def test_first_tokens_have_the_distribution_of_the_model(rollout: BaseRollout, model: Any) -> None:
+    count, temperature = 2000, 2.0
+    with tiny.settings(rollout, response_length=1, temperature=temperature):
+        prompts = tiny.prompts_batch(1, seed=5, repeat=count)
+        prompts.batch["sampling_seed"] = torch.arange(count)  # close seeds must be unrelated too
+        tokens = rollout.generate_sequences(prompts).batch["responses"][:, 0]
+    with torch.no_grad():
+        ids = torch.tensor([list(prompts.non_tensor_batch["raw_prompt_ids"][0])])
+        expected = torch.softmax(model(input_ids=ids).logits[0, -1] / temperature, dim=-1) * count
+    found = torch.bincount(tokens, minlength=tiny.VOCABULARY).float()
+    common = expected >= 5
+    rare = expected[~common].sum()[None].clamp(min=1e-6)
+    groups = torch.cat([expected[common], rare])
+    seen = torch.cat([found[common], found[~common].sum()[None]])
+    chi_square = ((seen - groups) ** 2 / groups).sum()
+    freedom = len(groups) - 1
+    assert freedom > 10
+    assert abs(chi_square - freedom) < 4.5 * (2 * freedom) ** 0.5
+
+
+def test_greedy_and_validation(rollout: BaseRollout, model: Any) -> None:
+    prompts = tiny.prompts_batch(4, do_sample=False, validate=True)
+    del prompts.batch["sampling_seed"]
+    output = rollout.generate_sequences(prompts)
+    for prompt, response in zip(prompts.non_tensor_batch["raw_prompt_ids"], tiny.sampled_tokens(output), strict=True):
+        ids = list(prompt)
+        for token in response:
+            with torch.no_grad():
+                assert int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()) == token
+            ids.append(token)
+    greedy = tiny.reference_log_probs(model, output, 1.0)
+    torch.testing.assert_close(output.batch["rollout_log_probs"], greedy, atol=1e-4, rtol=0)
+
+    hot = {"temperature": 1.5, "top_k": -1, "top_p": 1.0, "do_sample": True}
+    with tiny.settings(rollout, val_kwargs=SamplingConfig(**hot)):
+        output = rollout.generate_sequences(tiny.prompts_batch(4, validate=True))
+    expected = tiny.reference_log_probs(model, output, 1.5)
+    torch.testing.assert_close(output.batch["rollout_log_probs"], expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("limits", [{"top_k": 3}, {"top_p": 0.4}, {"repetition_penalty": 5.0}])
+def test_limits_of_sampling(rollout: BaseRollout, model: Any, limits: dict[str, float]) -> None:
+    """Log-probabilities are of the distribution that was drawn from, held against a slow row by row reference."""
+    with tiny.settings(rollout, **limits):
+        output = rollout.generate_sequences(tiny.prompts_batch(4, seed=7, repeat=2))
+    prompts = tiny.prompts_batch(4, seed=7, repeat=2).non_tensor_batch["raw_prompt_ids"]
+    for row, (prompt, response) in enumerate(zip(prompts, tiny.sampled_tokens(output), strict=True)):
+        ids = list(prompt)
+        for position, token in enumerate(response):
+            with torch.no_grad():
+                logits = model(input_ids=torch.tensor([ids])).logits[0, -1]
+            expected = _limited_log_prob(logits, ids, token, **limits)
+            assert output.batch["rollout_log_probs"][row, position] == pytest.approx(expected, abs=1e-3)
+            ids.append(token)
+
+
+def _limited_log_prob(
+    logits: torch.Tensor, seen: list[int], token: int, top_k: int = 0, top_p: float = 1.0, repetition_penalty: float = 1.0
+) -> float:
+    values = logits.tolist()
+    for index in set(seen):
+        values[index] = values[index] / repetition_penalty if values[index] > 0 else values[index] * repetition_penalty
+    weights = np.exp((np.array(values) - max(values)) / tiny.TEMPERATURE)
+    order = np.argsort(-weights)
+    if top_k:
+        weights[order[top_k:]] = 0
+    weights /= weights.sum()
+    if top_p < 1:
+        kept = int(np.searchsorted(np.cumsum(weights[order]), top_p)) + 1
+        weights[order[kept:]] = 0
+        weights /= weights.sum()
+    return float(np.log(weights[token]))
+
+
+def test_bad_batches_are_refused(rollout: BaseRollout) -> None:
+    without_seed = tiny.prompts_batch(2)
+    del without_seed.batch["sampling_seed"]
+    with pytest.raises(ValueError, match="sampling_seed"):
+        rollout.generate_sequences(without_seed)
+    empty = tiny.prompts_batch(2)
+    empty.non_tensor_batch["raw_prompt_ids"][1] = []
+    with pytest.raises(ValueError, match=r"prompts\[1\] is empty"):
+        rollout.generate_sequences(empty)
+    too_long = tiny.prompts_batch(3)
+    too_long.non_tensor_batch["raw_prompt_ids"][2] = [5] * (tiny.PROMPT_LENGTH + 1)
+    with pytest.raises(ValueError, match=r"prompts\[2\] has 13 tokens"):
+        rollout.generate_sequences(too_long)
+
+
+def test_fault_point_lies_inside_generation(
+    rollout: BaseRollout, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    monkeypatch.setenv("VERL_FAULT", "raise:generate:step=1")
+    monkeypatch.setenv("VERL_FAULT_FILE", str(tmp_path / "fault"))
+    prompts = tiny.prompts_batch(3)
+    with pytest.raises(RuntimeError, match="injected at generate"):
+        rollout.generate_sequences(prompts)
+    assert "generate" in (tmp_path / "fault").read_text()
+    assert len(rollout.generate_sequences(prompts)) == 3  # the engine has forgotten the broken requests
+
+
+def broken_updates() -> dict[str, Any]:
+    norm = "model.layers.1.input_layernorm.weight"
+    return {
+        "missing": (lambda pairs: [pair for pair in pairs if "1.self_attn.k_proj.bias" not in pair[0]], "k_proj.bias"),
+        "unknown": (lambda pairs: [*pairs, ("model.layers.9.mlp.up_proj.weight", torch.ones(2, 2))], "layers.9.mlp"),
+        "twice": (lambda pairs: [*pairs, next(pair for pair in pairs if pair[0] == norm)], norm),
+    }
+
+
+@pytest.mark.parametrize("kind", ["missing", "unknown", "twice"])
+def test_an_incomplete_update_leaves_no_usable_engine(rollout: BaseRollout, model: Any, kind: str) -> None:
+    change, name = broken_updates()[kind]
+    pairs = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
+    rollout.begin_update()
+    with pytest.raises(RuntimeError, match=name):
+        rollout.load(change(pairs))
+        rollout.finish_update(2)
+    rollout.abort_update()
+    assert rollout.weights_version == -1
+    with pytest.raises(RuntimeError, match="no usable weights"):
+        rollout.generate_sequences(tiny.prompts_batch(1))
+
+    tiny.disturb(model, 0.05, seed=4)
+    tiny.load_all(rollout, model, version=3)
+    assert rollout.weights_version == 3
+    output = rollout.generate_sequences(tiny.prompts_batch(8))
+    expected = tiny.reference_log_probs(model, output, tiny.TEMPERATURE)
+    torch.testing.assert_close(output.batch["rollout_log_probs"], expected, atol=1e-4, rtol=0)
+
+
+def test_loaded_tensors_may_be_reused(rollout: BaseRollout, model: Any) -> None:
+    rollout.begin_update()
+    for name, parameter in model.named_parameters():
+        borrowed = parameter.detach().clone()
+        rollout.load([(name, borrowed)])
+        borrowed.fill_(float("nan"))
+    rollout.finish_update(4)
+    sums = rollout.weights_checksum()
+    due = dict(rollout.source_checksum(name, parameter) for name, parameter in model.named_parameters())
+    assert sums == {name: int(value) for name, value in due.items()}
+    whole = {name: int(tensor_checksum(parameter)) for name, parameter in model.named_parameters()}
+    assert sums == whole  # one rank holds everything

@@ -1,0 +1,241 @@
+"""Generation by transformers' own forward pass: slow, simple, and without another engine to install."""
+
+import time
+from typing import TYPE_CHECKING, Any, Union
+
+import torch
+from torch import Tensor, nn
+
+from verl.protocol import DataProto
+from verl.utils import envs
+from verl.utils.device import get_device_name
+from verl.utils.faults import fault_point
+from verl.workers.rollout.base import NO_WEIGHTS, BaseRollout, Bucket
+from verl.workers.rollout.batch import (
+    build_output,
+    check_prompt_lengths,
+    eos_token_ids,
+    is_greedy,
+    prompt_token_ids,
+    sampling_seeds_of,
+    sampling_values,
+)
+from verl.workers.rollout.checksum import tensor_checksum
+from verl.workers.rollout.sampling import Sampler
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from verl.workers.config import HFModelConfig, RolloutConfig
+
+
+class HFRollout(BaseRollout):
+    """Generates with a transformers model, one copy per rank, in chunks of ``max_num_seqs`` rows.
+
+    ``HFRollout(config, model_config, device_mesh)`` builds its own whole copy of the model in ``config.dtype`` and
+    takes the trainer's weights by the same updates as every rollout: a sharded training module would gather its
+    layers once per token. ``HFRollout(module, config)`` generates with the given module as it is, whatever changes it.
+    """
+
+    def __init__(
+        self,
+        config: Union["RolloutConfig", nn.Module],
+        model_config: Union["HFModelConfig", "RolloutConfig"],
+        device_mesh: "DeviceMesh | None" = None,
+    ) -> None:
+        given = isinstance(config, nn.Module)
+        rollout_config: Any = model_config if given else config
+        super().__init__(rollout_config, None if given else model_config, device_mesh)  # type: ignore[arg-type]
+        self.module: nn.Module = config if given else _build_model(rollout_config, model_config)  # type: ignore[assignment]
+        self.last_generation: dict[str, float] = {}
+        self._usable = given or rollout_config.load_format != "dummy"
+        self._version = NO_WEIGHTS
+        self._arrived: set[str] = set()
+
+    # ---- generation
+
+    @torch.no_grad()
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """Continue every prompt; see ``BaseRollout``.
+
+        Raises: RuntimeError when there are no usable weights; ValueError for images, which this rollout cannot take.
+        """
+        if not self._usable:
+            raise RuntimeError(
+                "the rollout engine holds no usable weights: the last update failed, or none has been finished yet"
+            )
+        if prompts.batch["position_ids"].dim() != 2 or "multi_modal_inputs" in prompts.non_tensor_batch:
+            raise ValueError("actor_rollout_ref.rollout.name=hf generates from text only: use rollout.name=vllm")
+        started = time.perf_counter()
+        token_ids = prompt_token_ids(prompts)
+        context = self.config.max_model_len or self.config.prompt_length + self.config.response_length
+        check_prompt_lengths(token_ids, context, self.config.response_length)
+        greedy = is_greedy(prompts, self.config)
+        seeds = [0] * len(prompts) if greedy else sampling_seeds_of(prompts)
+        values = sampling_values(prompts, self.config)
+        eos = [] if self.config.ignore_eos else eos_token_ids(prompts.meta_info.get("eos_token_id"))
+        was_training = self.module.training
+        self.module.eval()
+        responses: list[list[int]] = []
+        log_probs: list[list[float]] = []
+        for start in range(0, len(prompts), self.config.max_num_seqs):
+            rows = slice(start, start + self.config.max_num_seqs)
+            sampler = Sampler(values, seeds[rows], self._device)
+            tokens, scores = self._generate(token_ids[rows], sampler, eos, prompts.meta_info.get("global_steps"))
+            responses += tokens
+            log_probs += scores
+        self.module.train(was_training)
+        elapsed = time.perf_counter() - started
+        result = build_output(
+            prompts,
+            responses,
+            log_probs if self.config.calculate_log_probs else None,
+            self.config.response_length,
+            prompts.meta_info["pad_token_id"],
+        )
+        ended = sum(row[-1] in eos for row in responses)
+        tokens_made = float(sum(map(len, responses)))
+        self.last_generation = {"seconds": elapsed, "tokens": tokens_made, "truncated": float(len(responses) - ended)}
+        result.meta_info["timing"] = {"generate_sequences": elapsed}
+        return result
+
+    def _generate(
+        self, token_ids: list[list[int]], sampler: Sampler, eos: list[int], step: int | None
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """Return the sampled tokens of each row, and their log-probabilities."""
+        ids, mask = _left_pad(token_ids, self._device)
+        ends = torch.tensor(eos, dtype=torch.long, device=self._device)
+        position = mask.sum(dim=1, keepdim=True)
+        inputs: dict[str, Any] = {"input_ids": ids, "position_ids": (mask.cumsum(dim=1) - 1).clamp(min=0)}
+        cache, seen = None, ids.masked_fill(mask == 0, -1)
+        running = torch.ones(len(token_ids), dtype=torch.bool, device=self._device)
+        tokens, scores, alive = [], [], []
+        for index in range(self.config.response_length):
+            output = self.module(
+                **inputs, attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=1
+            )
+            cache = output.past_key_values
+            token, score = sampler(output.logits[:, -1].float(), seen)
+            tokens.append(token)
+            scores.append(score)
+            alive.append(running)
+            running = running & ~torch.isin(token, ends)
+            if index == 0:
+                fault_point("generate", rank=envs.integer("RANK", 0), step=step)
+            if not self._is_sharded and not running.any():
+                break
+            inputs = {"input_ids": token[:, None], "position_ids": position}
+            position = position + 1
+            seen = torch.cat([seen, token[:, None]], dim=1)
+            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
+        lengths = torch.stack(alive, dim=1).sum(dim=1).tolist()
+        return _rows(torch.stack(tokens, dim=1), lengths), _rows(torch.stack(scores, dim=1), lengths)
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.module.parameters()).device
+
+    @property
+    def _is_sharded(self) -> bool:
+        """Whether a forward pass is collective, so that all ranks must make the same number of them."""
+        return any(hasattr(parameter, "full_tensor") for parameter in self.module.parameters())
+
+    # ---- memory
+
+    async def resume(self, tags: list[str]) -> None:
+        """Do nothing: the copy of the model stays, and a cache lives only while it is used."""
+
+    async def release(self, tags: list[str] | None = None) -> None:
+        """Do nothing; see ``resume``."""
+
+    # ---- weights
+
+    def begin_update(self) -> None:
+        """Start a change of all weights."""
+        self._usable, self._version = False, NO_WEIGHTS
+        self._arrived.clear()
+
+    @torch.no_grad()
+    def load(self, bucket: Bucket) -> None:
+        """Copy tensors into the module's parameters.
+
+        Raises: RuntimeError naming a tensor that the module does not have, that has another shape, or that came twice.
+        """
+        for name, tensor in bucket:
+            target = self._parameters.get(name)
+            if target is None:
+                raise RuntimeError(f"weight sync: the rollout's model has no tensor {name!r}")
+            if target.shape != tensor.shape:
+                shapes = f"{tuple(target.shape)}, not {tuple(tensor.shape)}"
+                raise RuntimeError(f"weight sync: tensor {name!r} of the rollout's model is {shapes}")
+            if name in self._arrived:
+                raise RuntimeError(f"weight sync: tensor {name!r} came twice in one update")
+            self._arrived.add(name)
+            target.copy_(tensor)
+
+    def finish_update(self, version: int) -> None:
+        """Record the version.
+
+        Raises: RuntimeError naming tensors that did not come.
+        """
+        missing = sorted(self._parameters.keys() - self._arrived)
+        if missing:
+            shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
+            raise RuntimeError(f"weight sync: {len(missing)} tensors of the rollout's model are missing: {shown}")
+        self._version, self._usable = version, True
+
+    def abort_update(self) -> None:
+        """Give the change up; the module is half-loaded, and generation is refused."""
+        self._usable, self._version = False, NO_WEIGHTS
+
+    @property
+    def weights_version(self) -> int:
+        """Version of the last finished update; -1 before the first."""
+        return self._version
+
+    def weights_checksum(self) -> dict[str, int]:
+        """Return the checksum of every parameter."""
+        return {name: int(tensor_checksum(value)) for name, value in self._parameters.items()}
+
+    def source_checksum(self, name: str, tensor: Tensor) -> tuple[str, Tensor] | None:
+        """Return the name, and the checksum of the tensor in the type of the module's parameter."""
+        target = self._parameters.get(name)
+        return None if target is None else (name, tensor_checksum(tensor, target.dtype))
+
+    @property
+    def _parameters(self) -> dict[str, Tensor]:
+        return dict(self.module.named_parameters())  # a tied parameter appears once, under its first name
+
+
+NaiveRollout = HFRollout
+"""The established second name."""
+
+
+def _build_model(config: "RolloutConfig", model_config: Any) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    from verl.workers.rollout.random_state import preserved_random_state
+
+    dtype = getattr(model_config.hf_config, "dtype", None) or torch.float32
+    if config.dtype != "auto":
+        dtype = getattr(torch, config.dtype)
+    options = {"dtype": dtype, "attn_implementation": "sdpa", "trust_remote_code": model_config.trust_remote_code}
+    with preserved_random_state():
+        if config.load_format == "dummy":
+            model = AutoModelForCausalLM.from_config(model_config.hf_config, **options)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(
+                model_config.local_path, config=model_config.hf_config, **options
+            )
+    return model.to(get_device_name()).eval().requires_grad_(False)  # type: ignore[no-any-return]
+
+
+def _left_pad(rows: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    width = max(map(len, rows))
+    ids = torch.tensor([[0] * (width - len(row)) + row for row in rows], device=device)
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
+    return ids, mask
+
+
+def _rows(matrix: Tensor, lengths: list[int]) -> list[list[Any]]:
+    return [row[:length] for row, length in zip(matrix.tolist(), lengths, strict=True)]
