@@ -94,11 +94,13 @@ def _run_in_actor(config: DictConfig, task_runner_class: Any) -> None:
     try:
         ray.get(runner.__ray_call__.remote(receive_moments, CLOCK.moments))
         ray.get(runner.run.remote(config))
+    except BaseException:
+        ray.kill(runner)
+        raise
     finally:
         timeline = config.ray_kwargs.get("timeline_json_file", None)
         if timeline:
             ray.timeline(filename=timeline)
-        ray.kill(runner)
 
 
 def _controller_options(config: DictConfig) -> dict[str, Any]:
@@ -228,4 +230,5 @@ def worker_class(key: str, strategy: str, name: str = "ActorRolloutRefWorker") -
 
 
 if __name__ == "__main__":
-    main()
+    # Under its own name, so that Ray imports TaskRunner in the actor instead of copying it there by value.
+    importlib.import_module("verl.trainer.main_ppo").main()

@@ -52,6 +52,7 @@ def draw_curves(run_dir: str | Path, picture: str | Path | None = None) -> Path:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import MaxNLocator
 
     source = Path(run_dir, RECORD_NAME)
     if not source.exists():
@@ -65,6 +66,7 @@ def draw_curves(run_dir: str | Path, picture: str | Path | None = None) -> Path:
     for panel, ax in zip(panels, axes.flat, strict=True):
         panel(ax, record)
         ax.set_xlabel("training step")
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
         ax.grid(alpha=0.3)
     figure.savefig(target, dpi=110)
     plt.close(figure)
@@ -119,7 +121,7 @@ def _draw_times(ax: "Axes", record: Record) -> None:
         inside = [sum(stack[i] for name, stack in zip(names, stacks, strict=True) if name not in _OUTSIDE_STEP)
                   for i in range(len(steps))]  # fmt: skip
         rest = [max(0.0, float(record[step]["timing_s/step"]) - part) for step, part in zip(steps, inside, strict=True)]
-        ax.stackplot(steps, *stacks, rest, labels=[*names, "other"], alpha=0.85)
+        ax.stackplot(steps, *stacks, rest, labels=[*names, "other"], alpha=0.85, step="mid")
         ax.set_xlim(min(steps), max(max(steps), min(steps) + 1))
     _finish(ax, "Time of a step by phase", "seconds per step")
 

@@ -1,7 +1,6 @@
-"""What a resumed run continues from: the position in the data, the checkpoint folder, the announced end."""
+"""What a resumed run continues from: the position in the data, the checkpoint folder; and the dumps of a step."""
 
 import json
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -18,10 +17,9 @@ from verl.trainer.ppo.checkpoint import (
     read_tracker,
     remove_emptied_folders,
     save_driver_state,
-    should_save_ckpt_esi,
-    write_tracker,
 )
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.utils.checkpoint import write_tracker_atomically
 
 ROWS, BATCH = 11, 4  # two batches per epoch, three rows left over
 
@@ -100,7 +98,12 @@ def whole_if_marked(monkeypatch):
         missing = [role for role in roles if not (folder / role / "whole").exists()]
         return [f"{role}: a file is missing" for role in missing]
 
+    def complete(root):
+        folders = sorted(root.glob("global_step_*"))
+        return [str(folder) for folder in folders if not problems(folder, ["actor"])]
+
     monkeypatch.setattr(checkpoint, "find_problems", problems)
+    monkeypatch.setattr(checkpoint, "find_complete_checkpoints", complete)
 
 
 def make_checkpoint(root, step, whole=True):
@@ -114,7 +117,7 @@ def test_where_a_run_resumes_from(tmp_path, whole_if_marked):
     assert find_resume_folder(config_for(tmp_path)) is None  # no tracker: from scratch
     folder = make_checkpoint(tmp_path, 4)
     make_checkpoint(tmp_path, 2)
-    write_tracker(tmp_path, 4)
+    write_tracker_atomically(tmp_path, 4)
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "4" and read_tracker(tmp_path) == 4
     assert find_resume_folder(config_for(tmp_path)) == folder
     assert find_resume_folder(config_for(tmp_path, resume_mode="disable")) is None
@@ -141,7 +144,7 @@ def test_wrong_ways_to_resume_are_refused(tmp_path, trainer, error, text):
 def test_a_damaged_checkpoint_is_named_with_the_one_before_it(tmp_path, whole_if_marked):
     earlier = make_checkpoint(tmp_path, 2)
     make_checkpoint(tmp_path, 4, whole=False)
-    write_tracker(tmp_path, 4)
+    write_tracker_atomically(tmp_path, 4)
     with pytest.raises(IncompleteCheckpointError, match="global_step_4 cannot be resumed from: actor") as caught:
         find_resume_folder(config_for(tmp_path))
     assert f"trainer.resume_mode=resume_path trainer.resume_from_path={earlier}" in str(caught.value)
@@ -167,18 +170,6 @@ def test_folders_that_the_workers_have_emptied_are_removed(tmp_path):
         save_driver_state(folder, {}, {})
     remove_emptied_folders(tmp_path)
     assert kept.exists() and not emptied.exists()
-
-
-@pytest.mark.parametrize("variable", checkpoint._ESI_VARIABLES)
-def test_early_save_before_an_announced_end(monkeypatch, variable):
-    assert not should_save_ckpt_esi(100)
-    monkeypatch.setenv(variable, str(time.time() + 170))
-    assert should_save_ckpt_esi(max_steps_duration=120)  # 170 <= 60 + 120
-    assert not should_save_ckpt_esi(max_steps_duration=100)  # 170 > 60 + 100
-    assert should_save_ckpt_esi(max_steps_duration=100, redundant_time=15)
-    monkeypatch.setenv(variable, "tomorrow")
-    with pytest.raises(ValueError, match=f"{variable}='tomorrow'"):
-        should_save_ckpt_esi(100)
 
 
 # ---- dumps

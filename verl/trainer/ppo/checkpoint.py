@@ -5,25 +5,25 @@ Nothing here imports torch before it is needed: the launching process asks where
 
 import logging
 import os
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.utils import envs
+from verl.utils.checkpoint import (
+    find_complete_checkpoints,
+    get_checkpoint_tracker_filename,
+    verify_checkpoint,
+    write_tracker_atomically,
+)
+from verl.utils.checkpoint.files import write_file
 
 if TYPE_CHECKING:
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
 logger = logging.getLogger(__name__)
 
-TRACKER_NAME = "latest_checkpointed_iteration.txt"
 FOLDER_PREFIX = "global_step_"
 DATA_NAME = "data.pt"
-_ESI_VARIABLES = (
-    "MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP",
-    "SAGEMAKER_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP",
-)
 
 
 class ResumeError(ValueError, AssertionError):
@@ -90,33 +90,13 @@ def read_tracker(root: Path) -> int | None:
 
     Raises: IncompleteCheckpointError when the file does not hold a number.
     """
-    path = root / TRACKER_NAME
+    path = Path(get_checkpoint_tracker_filename(root))
     if not path.exists():
         return None
     text = path.read_text().strip()
     if not text.isdigit():
-        raise IncompleteCheckpointError(f"{path} holds {text[:40]!r} instead of a step. {_offer(root, None)}")
+        raise IncompleteCheckpointError(f"{path} holds {text[:40]!r} instead of a step. {_offer(root)}")
     return int(text)
-
-
-def write_tracker(root: str | Path, step: int) -> None:
-    """Name ``step`` as the latest checkpoint; the last act of a save, done in one piece."""
-    path = Path(root, TRACKER_NAME)
-    unfinished = path.with_suffix(".tmp")
-    with unfinished.open("w") as file:
-        file.write(str(step))
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
-    _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # ---- integrity
@@ -127,7 +107,7 @@ def _checked(folder: Path, root: Path, config: Any) -> Path:
     problems = find_problems(folder, _roles(config))
     if problems:
         shown = "; ".join(problems[:4])
-        raise IncompleteCheckpointError(f"checkpoint {folder} cannot be resumed from: {shown}. {_offer(root, config)}")
+        raise IncompleteCheckpointError(f"checkpoint {folder} cannot be resumed from: {shown}. {_offer(root)}")
     return folder
 
 
@@ -139,29 +119,20 @@ def _roles(config: Any) -> list[str]:
 
 def find_problems(folder: Path, roles: list[str]) -> list[str]:
     """Return what is missing or cut short in a checkpoint, as sentences; an empty list when it is whole."""
-    from verl.utils.checkpoint import verify_checkpoint
-
     if not folder.is_dir():
         return ["the folder does not exist"]
-    problems = [f"{role}: {problem}" for role in roles for problem in verify_checkpoint(folder / role)]
-    return problems
+    return [f"{role}: {problem}" for role in roles for problem in verify_checkpoint(folder / role)]
 
 
-def _offer(root: Path, config: Any) -> str:
+def _offer(root: Path) -> str:
     """Say how to go on without the checkpoint that is not whole."""
-    roles = _roles(config) if config is not None else ["actor"]
-    folders = sorted(
-        (path for path in root.glob(f"{FOLDER_PREFIX}*") if str(path).rpartition("_")[2].isdigit()),
-        key=step_of,
-        reverse=True,
-    )
-    whole = next((path for path in folders if not find_problems(path, roles)), None)
     afresh = "trainer.resume_mode=disable starts afresh"
-    if whole is None:
+    complete = find_complete_checkpoints(root)
+    if not complete:
         return f"There is no complete checkpoint under {root}; {afresh}"
     return (
-        f"The latest complete one is {whole}: resume from it with trainer.resume_mode=resume_path "
-        f"trainer.resume_from_path={whole}; {afresh}"
+        f"The latest complete one is {complete[-1]}: resume from it with trainer.resume_mode=resume_path "
+        f"trainer.resume_from_path={complete[-1]}; {afresh}"
     )
 
 
@@ -172,15 +143,8 @@ def save_driver_state(folder: str | Path, dataloader_state: Any, state: Mapping[
     """Write ``data.pt``: the state of the training loader and that of the driver, in one piece."""
     import torch
 
-    path = Path(folder, DATA_NAME)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".tmp")
-    with unfinished.open("wb") as file:
-        torch.save({"dataloader": dataloader_state, "driver": dict(state)}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
-    _sync_folder(path.parent)
+    content = {"dataloader": dataloader_state, "driver": dict(state)}
+    write_file(folder, DATA_NAME, lambda file: torch.save(content, file))
 
 
 def load_driver_state(folder: str | Path) -> tuple[Any, dict[str, Any]]:
@@ -235,7 +199,7 @@ def save_checkpoint(trainer: "RayPPOTrainer") -> None:
         group.save_checkpoint(f"{folder}/{role}", remote_part, step, max_ckpt_to_keep=keep[role])
     state = {"kl_ctrl_in_reward": trainer.kl_ctrl_in_reward.state_dict(), "seed": trainer.run_seed}
     save_driver_state(folder, trainer.train_dataloader.state_dict(), state)
-    write_tracker(config.default_local_dir, step)
+    write_tracker_atomically(config.default_local_dir, step)
     remove_emptied_folders(config.default_local_dir)
 
 
@@ -260,19 +224,3 @@ def load_checkpoint(trainer: "RayPPOTrainer") -> int | None:
     if state.get("seed", trainer.run_seed) != trainer.run_seed:
         logger.warning("trainer.seed is %d, and was %d in the checkpoint", trainer.run_seed, state["seed"])
     return trainer.global_steps
-
-
-# ---- an announced end of the machine
-
-
-def should_save_ckpt_esi(max_steps_duration: float, save_ckpt_duration: float = 60, redundant_time: float = 0) -> bool:
-    """Whether the announced end of the rented capacity comes before another step and its save could finish."""
-    for name in _ESI_VARIABLES:
-        text = envs.read(name)
-        if text:
-            try:
-                expires = float(text)
-            except ValueError:
-                raise ValueError(f"environment variable {name}={text!r} must be a time in unix seconds") from None
-            return expires - time.time() <= save_ckpt_duration + max_steps_duration + redundant_time
-    return False

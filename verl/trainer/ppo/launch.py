@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,7 @@ RUNTIME_ENV_VARS = {
 # Every worker process has one core. vLLM makes torch.set_num_threads a no-op: the variable has to be there before.
 CPU_ENV_VARS = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 ERROR_LOG = "error.log"
+_LOG_GRACE_S = 0.5  # what the actors have just printed is still on its way to this terminal
 
 
 # ---- Ray
@@ -66,6 +68,7 @@ def runtime_env(config: Any, chosen: dict[str, Any]) -> dict[str, Any]:
 
 def stop_ray() -> None:
     """Leave Ray; a cluster that was started here ends with all its processes."""
+    time.sleep(_LOG_GRACE_S)
     ray.shutdown()
 
 

@@ -30,6 +30,7 @@ from verl.trainer.ppo.run import RunOutput
 from verl.trainer.ppo.startup import CLOCK
 from verl.trainer.ppo.utils import Role, need_critic, need_reference_policy, need_reward_model
 from verl.trainer.ppo.validation import validate
+from verl.utils.checkpoint import should_save_ckpt_esi
 from verl.utils.debug.metrics import calculate_debug_metrics
 from verl.utils.metric import reduce_metrics
 from verl.utils.profiler import marked_timer
@@ -331,12 +332,9 @@ class RayPPOTrainer:
         return prompts
 
     def _take_timing(self, output: DataProto, metrics: Metrics, timing: Timing) -> None:
-        """Take over what the rollout has measured: seconds as timers, figures of the weight sync as metrics."""
-        for name, value in output.meta_info.pop("timing", {}).items():
-            if name.startswith("weight_sync/") and not name.endswith("seconds"):
-                metrics[name] = value
-            else:
-                timing[name] = value
+        """Take over what the rollout has measured."""
+        timing.update(output.meta_info.pop("timing", {}))
+        metrics.update(reduce_metrics(output.meta_info.pop("metrics", {})))
 
     def _greedy_baseline(self, batch: DataProto, prompts: DataProto, timing: Timing) -> torch.Tensor:
         """Return the score of one greedy response per prompt, (num_prompts,), as ReMax subtracts it."""
@@ -426,7 +424,7 @@ class RayPPOTrainer:
         trainer = self.config.trainer
         if trainer.save_freq <= 0:
             return
-        expiring = checkpoint.should_save_ckpt_esi(self.max_steps_duration, redundant_time=trainer.esi_redundant_time)
+        expiring = should_save_ckpt_esi(self.max_steps_duration, redundant_time=trainer.esi_redundant_time)
         if expiring:
             logger.warning("the rented capacity is about to expire: saving step %d early", self.global_steps)
         if expiring or self.is_last_step or self.global_steps % trainer.save_freq == 0:
