@@ -37,6 +37,7 @@ class ActorRolloutRefWorker(EngineWorker):
         self._is_actor, self._is_rollout = "actor" in role, "rollout" in role
         self._is_ref = role == "ref" or role.endswith("_ref")
         self._is_lora = config.model.get("lora_rank", 0) > 0
+        self._weight_sync: dict[str, float] = {}
         node = config.actor if self._is_actor or not self._is_ref else config.ref
         self.register_mesh("actor", effective_sequence_parallel_size(node))
         if self._is_rollout:
@@ -120,10 +121,14 @@ class ActorRolloutRefWorker(EngineWorker):
             "generation_timing/min": shortest,
             "generation_timing/topk_ratio": ratio,
         }
-        output.meta_info["metrics"] = {
-            f"weight_sync/{name}": value for name, value in self.sharding_manager.last_sync.items()
-        }
+        output.meta_info["metrics"] = self._weight_sync_metrics()
         return output
+
+    def _weight_sync_metrics(self) -> dict[str, float]:
+        """Return the figures of the sync that brought the weights in use, which a validation may have asked for."""
+        if self.sharding_manager.last_sync:
+            self._weight_sync = self.sharding_manager.last_sync
+        return {f"weight_sync/{name}": value for name, value in self._weight_sync.items() if name != "version"}
 
     # ---- log-probabilities
 
