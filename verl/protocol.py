@@ -4,6 +4,7 @@ Slices and chunks are views. Concatenation and repetition allocate once. A batch
 Ray moves it out of band; what is received can be written.
 """
 
+import copy
 import io
 import logging
 import os
@@ -20,7 +21,18 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, set_lazy_legac
 from torch import Tensor
 
 from verl.utils import envs
-from verl.utils.py_functional import ConflictError, deep_equal, union_two_dict
+from verl.utils.batch_dicts import (
+    as_key_list,
+    concat_arrays,
+    concat_entries,
+    list_of_dict_to_dict_of_list,
+    merge_meta_info,
+    object_array,
+    pick,
+    union_numpy_dict,
+)
+from verl.utils.device import get_device_id
+from verl.utils.py_functional import ConflictError, union_two_dict
 from verl.utils.serialization import (
     available_device,
     deserialize_single_tensor,
@@ -32,6 +44,7 @@ from verl.utils.serialization import (
 )
 from verl.utils.tensordict_utils import (
     BatchError,
+    all_gather_rows,
     concat_tensors,
     get_tensordict,
     index_select_tensor_dict,
@@ -46,7 +59,7 @@ if TYPE_CHECKING:
 
 # The first two are the interface of old; the others are established names that are imported from here.
 __all__ = ["DataProto", "union_tensor_dict"]
-__re_exported__ = (deserialize_single_tensor, serialize_single_tensor)
+__re_exported__ = (deserialize_single_tensor, list_of_dict_to_dict_of_list, serialize_single_tensor)
 
 logger = logging.getLogger(__name__)
 set_lazy_legacy(False).set()
@@ -75,36 +88,6 @@ class DataProtoConfig(metaclass=_DataProtoConfigMeta):
     """Switches of the protocol that hold for the whole process."""
 
 
-def union_numpy_dict(tensor_dict1: dict[str, np.ndarray], tensor_dict2: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Add the arrays of the second dict to the first and return it; nothing changes when they conflict.
-
-    Raises: ValueError, which is also an AssertionError, when a shared key holds other values.
-    """
-    for key, value in tensor_dict2.items():
-        if key in tensor_dict1 and not deep_equal(tensor_dict1[key], value):
-            raise ConflictError(f"key {key!r} holds different values in the two parts")
-    tensor_dict1.update(tensor_dict2)
-    return tensor_dict1
-
-
-def list_of_dict_to_dict_of_list(list_of_dict: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Turn dicts that share their keys into one dict of lists.
-
-    Raises: ValueError, which is also an AssertionError, when a dict has other keys than the first.
-    """
-    if not list_of_dict:
-        return {}
-    keys = list_of_dict[0].keys()
-    for entry in list_of_dict:
-        if entry.keys() != keys:
-            raise BatchError(f"all dicts must have the keys {sorted(keys)}, got {sorted(entry.keys())}")
-    return {key: [entry[key] for entry in list_of_dict] for key in keys}
-
-
-def _object_array(values: Sequence[Any]) -> np.ndarray:
-    return np.fromiter(values, dtype=object, count=len(values))  # keeps lists of equal length as objects
-
-
 @dataclass
 class DataProtoItem:
     """One row of a DataProto; ``batch`` has no batch dim, ``meta_info`` is shared with the batch."""
@@ -129,7 +112,10 @@ class DataProto:
 
     @classmethod
     def from_single_dict(
-        cls, data: Mapping[str, Tensor | np.ndarray], meta_info: dict[str, Any] | None = None, auto_padding: bool = False
+        cls,
+        data: Mapping[str, Tensor | np.ndarray],
+        meta_info: dict[str, Any] | None = None,
+        auto_padding: bool = False,
     ) -> Self:
         """Build from one dict, told apart by type.
 
@@ -168,7 +154,7 @@ class DataProto:
             raise BatchError(f"tensors must agree in their first {num_batch_dims} dims, got {shapes}")
         batch = TensorDict(dict(tensors), batch_size=[next(iter(shapes.values()))[0]]) if tensors else None
         arrays = {
-            key: value if isinstance(value, np.ndarray) else _object_array(value)
+            key: value if isinstance(value, np.ndarray) else object_array(value)
             for key, value in (non_tensors or {}).items()
         }
         meta = {} if meta_info is None else meta_info
@@ -186,11 +172,11 @@ class DataProto:
         meta = dict(meta_info or {})
         for key, value in tensor_dict.items() if tensor_dict is not None else ():
             if isinstance(value, NonTensorStack):
-                arrays[key] = _object_array(value.tolist())
+                arrays[key] = object_array(value.tolist())
             elif isinstance(value, NonTensorData):
                 meta[key] = value.data
             else:
-                tensors[key] = value
+                tensors[key] = cast(Tensor, value)
         return cls.from_dict(tensors, arrays, meta, num_batch_dims=num_batch_dims)
 
     def to_tensordict(self) -> TensorDict:
@@ -198,7 +184,7 @@ class DataProto:
 
         Raises: ValueError, which is also an AssertionError, when a key is in two of the three.
         """
-        entries = dict(self.batch.items()) if self.batch is not None else {}
+        entries = self._tensors()
         both = entries.keys() & self.non_tensor_batch.keys()
         if both:
             raise BatchError(f"keys {sorted(both)} are both tensors and arrays")
@@ -235,7 +221,11 @@ class DataProto:
             raise ValueError(f"environment variable {SERIALIZATION_ENV} must be numpy or torch, got {method!r}")
         elif self.batch is not None:
             batch = serialize_tensordict(self.batch)
-        return batch, {key: pack_objects(value) for key, value in self.non_tensor_batch.items()}, pack_objects(self.meta_info)
+        return (
+            batch,
+            {key: pack_objects(value) for key, value in self.non_tensor_batch.items()},
+            pack_objects(self.meta_info),
+        )
 
     def __setstate__(self, state: tuple[Any, dict[str, Any], dict[str, Any]]) -> None:
         batch, arrays, meta_info = state
@@ -268,7 +258,9 @@ class DataProto:
             return DataProtoItem(None if self.batch is None else self.batch[row], arrays, self.meta_info)
         if isinstance(item, list | np.ndarray | Tensor):
             return self.select_idxs(item)
-        raise TypeError(f"a DataProto is indexed by an integer, slice, list, array or tensor, got {type(item).__name__}")
+        raise TypeError(
+            f"a DataProto is indexed by an integer, slice, list, array or tensor, got {type(item).__name__}"
+        )
 
     def __iter__(self) -> "Iterator[DataProtoItem]":
         return (cast(DataProtoItem, self[row]) for row in range(len(self)))
@@ -288,14 +280,16 @@ class DataProto:
 
     def print_size(self, prefix: str = "") -> None:
         """Write the size of tensors and arrays in GiB to standard output."""
-        tensors = 0 if self.batch is None else sum(v.numel() * v.element_size() for v in self.batch.values())
+        tensors = sum(value.numel() * value.element_size() for value in self._tensors().values())
         arrays = sum(value.nbytes for value in self.non_tensor_batch.values())
-        sys.stdout.write(f"{prefix + ', ' if prefix else ''}tensors {tensors / 2**30} GiB, arrays {arrays / 2**30} GiB\n")
+        sys.stdout.write(
+            f"{prefix + ', ' if prefix else ''}tensors {tensors / 2**30} GiB, arrays {arrays / 2**30} GiB\n"
+        )
 
     def get_data_info(self) -> str:
         """Describe keys, shapes, dtypes, devices and the types in meta_info, one per line."""
         lines = ["batch"]
-        for key, value in self.batch.items() if self.batch is not None else ():
+        for key, value in self._tensors().items():
             lines.append(f"  {key}: {tuple(value.shape)} ({value.dtype}) {value.device}")
         lines.append("non_tensor_batch")
         lines.extend(f"  {key}: ndarray{value.shape} ({value.dtype})" for key, value in self.non_tensor_batch.items())
@@ -350,7 +344,7 @@ class DataProto:
         batch = None
         if self.batch is not None:
             grow = (lambda value: value.repeat_interleave(repeat_times, dim=0)) if interleave else tile
-            batch = self._rebuilt({key: grow(value) for key, value in self.batch.items()}, num_rows * repeat_times)
+            batch = self._rebuilt({key: grow(value) for key, value in self._tensors().items()}, num_rows * repeat_times)
         arrays = {
             key: value.repeat(repeat_times, axis=0)
             if interleave
@@ -358,6 +352,9 @@ class DataProto:
             for key, value in self.non_tensor_batch.items()
         }
         return self._with(batch, arrays)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {} if self.batch is None else cast(dict[str, Tensor], dict(self.batch.items()))
 
     def _rebuilt(self, tensors: dict[str, Tensor], num_rows: int) -> TensorDict:
         device = None if self.batch is None else self.batch.device
@@ -392,7 +389,9 @@ class DataProto:
         if chunks <= 0:
             raise BatchError(f"chunks must be positive, got {chunks}")
         if num_rows % chunks != 0 and not self.is_padding_enabled():
-            raise BatchError(f"{num_rows} rows do not divide into {chunks} equal chunks; pad the batch or enable padding")
+            raise BatchError(
+                f"{num_rows} rows do not divide into {chunks} equal chunks; pad the batch or enable padding"
+            )
         base, larger = divmod(num_rows, chunks)
         bounds = [part * base + min(part, larger) for part in range(chunks + 1)]
         return [self.slice(start, end) for start, end in zip(bounds, bounds[1:], strict=False)]
@@ -415,16 +414,22 @@ class DataProto:
             raise BatchError("concat needs at least one part")
         first = data[0]
         batch = None
-        tensors = _concat_entries([dict(part.batch.items()) if part.batch is not None else {} for part in data], concat_tensors)
+        tensors = concat_entries([part._tensors() for part in data], concat_tensors)
         if first.batch is not None:
             batch = first._rebuilt(tensors, sum(len(part) for part in data))
-        arrays = _concat_entries([part.non_tensor_batch for part in data], _concat_arrays)
-        return type(first)(batch=batch, non_tensor_batch=arrays, meta_info=_merge_meta_info([part.meta_info for part in data]))
+        arrays = concat_entries([part.non_tensor_batch for part in data], concat_arrays)
+        return type(first)(
+            batch=batch, non_tensor_batch=arrays, meta_info=merge_meta_info([part.meta_info for part in data])
+        )
 
     def make_iterator(
-        self, mini_batch_size: int, epochs: int, seed: int | None = None, dataloader_kwargs: dict[str, Any] | None = None
+        self,
+        mini_batch_size: int,
+        epochs: int,
+        seed: int | None = None,
+        dataloader_kwargs: dict[str, Any] | None = None,
     ) -> Iterator[Self]:
-        """Iterate over mini-batches ``epochs`` times; with ``dataloader_kwargs={"shuffle": True}`` in an order by ``seed``.
+        """Iterate over mini-batches ``epochs`` times; ``dataloader_kwargs={"shuffle": True}`` orders them by ``seed``.
 
         Rows in order are views, shuffled rows copies.
 
@@ -448,7 +453,7 @@ class DataProto:
 
         tensors = {
             key: value.reshape(shape_of(key, value.shape)) if key in keys else value.repeat_interleave(n_split, dim=0)
-            for key, value in (self.batch.items() if self.batch is not None else ())
+            for key, value in self._tensors().items()
         }
         arrays = {
             key: value.reshape(shape_of(key, value.shape)) if key in keys else value.repeat(n_split, axis=0)
@@ -475,17 +480,17 @@ class DataProto:
 
         Raises: KeyError naming the missing keys.
         """
-        import copy
-
         batch = self.batch
         if batch is not None and batch_keys is not None:
-            batch = TensorDict(_pick("batch", dict(batch.items()), batch_keys), batch_size=batch.batch_size, device=batch.device)
+            batch = TensorDict(
+                pick("batch", self._tensors(), batch_keys), batch_size=batch.batch_size, device=batch.device
+            )
         elif batch is not None:
             batch = batch.copy()
         elif batch_keys:
-            _pick("batch", {}, batch_keys)
-        arrays = _pick("non_tensor_batch", self.non_tensor_batch, non_tensor_batch_keys)
-        meta_info = _pick("meta_info", self.meta_info, meta_info_keys)
+            pick("batch", {}, batch_keys)
+        arrays = pick("non_tensor_batch", self.non_tensor_batch, non_tensor_batch_keys)
+        meta_info = pick("meta_info", self.meta_info, meta_info_keys)
         if deepcopy:
             arrays, meta_info = copy.deepcopy(arrays), copy.deepcopy(meta_info)
         return type(self)(batch=batch, non_tensor_batch=arrays, meta_info=meta_info)
@@ -517,15 +522,15 @@ class DataProto:
 
         Raises: TypeError for keys that are no strings, ValueError when counts differ or a new name is taken.
         """
-        old, new = _as_key_list("old_keys", old_keys), _as_key_list("new_keys", new_keys)
+        old, new = as_key_list("old_keys", old_keys), as_key_list("new_keys", new_keys)
         if len(old) != len(new):
             raise BatchError(f"rename needs one new key per old key, got {old} and {new}")
         if not old:
             return self
         if self.batch is None:
             raise BatchError(f"cannot rename {old}: there are no tensors")
-        entries = dict(self.batch.items())
-        values = _pick("batch", entries, old)
+        entries = self._tensors()
+        values = pick("batch", entries, old)
         taken = [key for key in new if key in entries and key not in old]
         if taken or len(set(new)) != len(new):
             raise BatchError(f"cannot rename {old} to {new}: {taken or 'a new key'} would be there twice")
@@ -558,66 +563,15 @@ def _unpacked(value: Any) -> Any:
     return writable(value) if isinstance(value, np.ndarray) else value
 
 
-def _pick(kind: str, entries: dict[str, Any], keys: Sequence[str] | None) -> dict[str, Any]:
-    if keys is None:
-        return dict(entries)
-    missing = [key for key in keys if key not in entries]
-    if missing:
-        raise KeyError(f"keys {missing} are not in {kind}; it has {sorted(entries)}")
-    return {key: entries[key] for key in keys}
-
-
-def _as_key_list(name: str, keys: str | Sequence[str] | None) -> list[str]:
-    if keys is None:
-        return []
-    if isinstance(keys, str):
-        return [keys]
-    if not isinstance(keys, list | tuple) or not all(isinstance(key, str) for key in keys):
-        raise TypeError(f"{name} must be a string or a list of strings, got {keys!r}")
-    return list(keys)
-
-
-def _concat_arrays(key: str, parts: Sequence[np.ndarray]) -> np.ndarray:
-    if len(parts) == 1:
-        return parts[0]
-    if len({part.shape[1:] for part in parts}) > 1:
-        raise BatchError(f"parts of {key!r} differ in their row shapes: {[part.shape for part in parts]}")
-    return np.concatenate(parts, axis=0)
-
-
-def _concat_entries(parts: Sequence[dict[str, Any]], join: Callable[[str, list[Any]], Any]) -> dict[str, Any]:
-    keys = parts[0].keys()
-    for number, part in enumerate(parts):
-        if part.keys() != keys:
-            raise BatchError(f"part {number} differs from part 0 in the keys {sorted(part.keys() ^ keys)}")
-    return {key: join(key, [part[key] for part in parts]) for key in keys}
-
-
-def _merge_meta_info(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    merged: dict[str, Any] = {}
-    metrics: list[Mapping[str, Any]] = []
-    for number, part in enumerate(parts):
-        for key, value in part.items():
-            if key == "metrics":
-                metrics.extend(value) if isinstance(value, list) else metrics.append(value)
-            elif key in merged and not deep_equal(merged[key], value):
-                raise ConflictError(f"meta_info[{key!r}] of part {number} is {value!r}, an earlier part has {merged[key]!r}")
-            else:
-                merged.setdefault(key, value)
-    if any("metrics" in part for part in parts):
-        merged["metrics"] = list_of_dict_to_dict_of_list(metrics)
-    return merged
-
-
 def collate_fn(items: list[DataProtoItem]) -> DataProto:
     """Stack rows into a batch with the meta_info of the first."""
     if not items:
         raise BatchError("collate_fn needs at least one row")
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     if items[0].batch is not None:
         rows = [cast(TensorDict, item.batch) for item in items]
-        tensors = {key: torch.stack([row[key] for row in rows]) for key in rows[0].keys()}
-    arrays = {key: _object_array([item.non_tensor_batch[key] for item in items]) for key in items[0].non_tensor_batch}
+        tensors = {str(key): torch.stack([row[key] for row in rows]) for key in rows[0].keys()}
+    arrays = {key: object_array([item.non_tensor_batch[key] for item in items]) for key in items[0].non_tensor_batch}
     return DataProto.from_dict(tensors, arrays, items[0].meta_info)
 
 
@@ -662,38 +616,23 @@ def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
 def _reshaped(data: DataProto, reshape: Callable[[Any], Any], num_rows: int) -> DataProto:
     batch = None
     if data.batch is not None:
-        batch = data._rebuilt({key: reshape(value) for key, value in data.batch.items()}, num_rows)
+        batch = data._rebuilt({key: reshape(value) for key, value in data._tensors().items()}, num_rows)
     return data._with(batch, {key: reshape(value) for key, value in data.non_tensor_batch.items()})
 
 
 def all_gather_data_proto(data: DataProto, process_group: dist.ProcessGroup) -> None:
     """Give every rank the rows of all ranks, in rank order, in place; collective. Row counts may differ."""
-    from verl.utils.device import get_device_id
-
     parts: list[Any] = [None] * dist.get_world_size(process_group)
     dist.all_gather_object(parts, (len(data), data.non_tensor_batch), group=process_group)
     counts = [count for count, _ in parts]
     if data.batch is not None:
         home = data.batch.device
         tensors = {
-            key: _all_gather_rows(data.batch[key].to(get_device_id()), counts, process_group).to(data.batch[key].device)
+            key: all_gather_rows(data.batch[key].to(get_device_id()), counts, process_group).to(data.batch[key].device)
             for key in sorted(data.batch.keys())
         }
         data.batch = TensorDict(tensors, batch_size=[sum(counts)], device=home)
-    data.non_tensor_batch = _concat_entries([arrays for _, arrays in parts], _concat_arrays)
-
-
-def _all_gather_rows(tensor: Tensor, counts: list[int], group: dist.ProcessGroup) -> Tensor:
-    most = max(counts)
-    padded = tensor.contiguous()
-    if len(tensor) < most:
-        padded = torch.cat([padded, padded.new_zeros(most - len(tensor), *tensor.shape[1:])])
-    gathered = padded.new_empty(len(counts) * most, *tensor.shape[1:])
-    # As bytes: not every backend takes every dtype.
-    dist.all_gather_into_tensor(gathered.view(-1).view(torch.uint8), padded.view(-1).view(torch.uint8), group=group)
-    if min(counts) == most:
-        return gathered
-    return torch.cat([gathered[rank * most : rank * most + count] for rank, count in enumerate(counts)])
+    data.non_tensor_batch = concat_entries([arrays for _, arrays in parts], concat_arrays)
 
 
 @dataclass

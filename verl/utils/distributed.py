@@ -4,6 +4,7 @@ import datetime
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,7 +47,9 @@ def initialize_global_process_group_ray(timeout_second: float | None = None) -> 
     needed = _ENV_KEYS[:2] if init_method else _ENV_KEYS
     missing = [name for name in needed if envs.read(name) is None]
     if missing:
-        raise RuntimeError(f"cannot join a process group: {', '.join(missing)} not set; construct the worker in a group")
+        raise RuntimeError(
+            f"cannot join a process group: {', '.join(missing)} not set; construct the worker in a group"
+        )
     rank, world_size = envs.integer("RANK", 0), envs.integer("WORLD_SIZE", 1)
     try:
         dist.init_process_group(
@@ -71,7 +74,7 @@ def destroy_global_process_group() -> None:
 
 def _gpu_numa_node(device_index: int) -> int:
     """Read the NUMA node of a GPU from sysfs; -1 where the machine does not tell."""
-    properties = torch.cuda.get_device_properties(device_index)
+    properties: Any = torch.cuda.get_device_properties(device_index)  # the fields differ between torch versions
     bus = getattr(properties, "pci_bus_id", None)
     if bus is None:
         return -1

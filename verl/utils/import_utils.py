@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -115,7 +115,8 @@ def deprecated(replacement: str = "") -> Callable[[Callable[P, T]], Callable[P, 
     """Warn at the first call of a function, or construction of a class, that it has been replaced."""
 
     def decorate(target: Callable[P, T]) -> Callable[P, T]:
-        text = f"{getattr(target, '__qualname__', target)} is deprecated" + (f": use {replacement}" if replacement else "")
+        name = getattr(target, "__qualname__", repr(target))
+        text = f"{name} is deprecated" + (f": use {replacement}" if replacement else "")
         if inspect.isclass(target):
             init = target.__init__
 
@@ -124,8 +125,8 @@ def deprecated(replacement: str = "") -> Callable[[Callable[P, T]], Callable[P, 
                 warnings.warn(text, FutureWarning, stacklevel=2)
                 init(self, *args, **kwargs)
 
-            target.__init__ = warning_init
-            return target
+            setattr(target, "__init__", warning_init)  # noqa: B010  # an assignment to a method to type checkers
+            return cast(Callable[P, T], target)
 
         @functools.wraps(target)
         def warning_call(*args: P.args, **kwargs: P.kwargs) -> T:

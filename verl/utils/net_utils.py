@@ -52,4 +52,4 @@ def get_free_port() -> int:
         if port not in _given and _is_free(port):
             _given.add(port)
             return port
-    raise RuntimeError(f"no free port among 200 tried between {_RENDEZVOUS_PORTS.start} and {_RENDEZVOUS_PORTS.stop - 1}")
+    raise RuntimeError(f"no free port among 200 tried in {_RENDEZVOUS_PORTS}")

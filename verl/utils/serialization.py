@@ -4,7 +4,7 @@ What arrives through Ray lies in shared memory and is read-only. It is copied on
 read-only memory could be written without an error, and ranks that share an object would see each other's writes.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -42,7 +42,8 @@ def serialize_tensordict(batch: TensorDict) -> tuple[tuple[int, ...], str | None
     entries: dict[str, Any] = {}
     for key, value in batch.items():
         if not isinstance(value, Tensor):
-            entries[key] = (_NESTED_DICT, serialize_tensordict(value)) if _is_plain(value) else (_OTHER, value)
+            nested = isinstance(value, TensorDict)
+            entries[key] = (_NESTED_DICT, serialize_tensordict(cast(TensorDict, value))) if nested else (_OTHER, value)
         elif value.is_nested:
             layout = str(value.layout).removeprefix("torch.")
             entries[key] = (layout, [serialize_single_tensor(part) for part in value.unbind()])
@@ -50,10 +51,6 @@ def serialize_tensordict(batch: TensorDict) -> tuple[tuple[int, ...], str | None
             entries[key] = serialize_single_tensor(value)
     device = None if batch.device is None else str(batch.device)
     return tuple(batch.batch_size), device, entries
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, TensorDict)
 
 
 def deserialize_tensordict(arr: tuple[Any, str | None, dict[str, Any]]) -> TensorDict:
@@ -76,7 +73,8 @@ def _deserialize_entry(key: str, entry: Any) -> Any:
         return deserialize_tensordict(parts)
     if layout == _OTHER:
         return parts
-    return torch.nested.as_nested_tensor([deserialize_single_tensor(part) for part in parts], layout=getattr(torch, layout))
+    tensors = [deserialize_single_tensor(part) for part in parts]
+    return torch.nested.as_nested_tensor(tensors, layout=getattr(torch, layout))
 
 
 def available_device(device: str | None) -> str | None:
@@ -106,7 +104,8 @@ def pack_objects(value: Any) -> Any:
     Lists that start with a plain number or string are left as they are: token ids are many and hold no tensor.
     """
     if type(value) is Tensor:
-        return _Packed(value) if value.layout == torch.strided and not value.is_nested and value.device.type == "cpu" else value
+        dense = value.layout == torch.strided and not value.is_nested
+        return _Packed(value) if dense and value.device.type == "cpu" else value
     if type(value) is np.ndarray:
         return _pack_object_array(value) if value.dtype == object else _Packed(value)
     if type(value) is dict:

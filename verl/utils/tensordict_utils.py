@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
 
@@ -64,7 +65,7 @@ def get_tensordict(
         if isinstance(value, list):
             if any(isinstance(item, Tensor) for item in value):
                 raise BatchError(f"list {key!r} holds tensors: stack them, or make a nested tensor of them")
-            value = NonTensorStack.from_list([NonTensorData(item) for item in value]) if value else NonTensorStack()
+            value = NonTensorStack(*[NonTensorData(item) for item in value]) if value else NonTensorStack()
         elif not isinstance(value, Tensor | NonTensorStack):
             raise BatchError(f"entry {key!r} must be a tensor or a list, got {type(value).__name__}")
         entries[key] = value
@@ -286,3 +287,18 @@ def concat_tensors(key: str, parts: Sequence[Tensor]) -> Tensor:
     if len(shapes) > 1 or len(dtypes) > 1:
         raise BatchError(f"parts of {key!r} differ: row shapes {sorted(shapes)}, dtypes {sorted(map(str, dtypes))}")
     return torch.cat(list(parts), dim=0)
+
+
+def all_gather_rows(tensor: Tensor, counts: list[int], group: dist.ProcessGroup) -> Tensor:
+    """Concatenate the rows of all ranks in rank order; ``counts`` holds how many each has. Collective."""
+    most = max(counts)
+    padded = tensor.contiguous()
+    if len(tensor) < most:
+        padded = torch.cat([padded, padded.new_zeros(most - len(tensor), *tensor.shape[1:])])
+    gathered = padded.new_empty(len(counts) * most, *tensor.shape[1:])
+    # As bytes: not every backend takes every dtype.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+    gather(gathered.view(-1).view(torch.uint8), padded.view(-1).view(torch.uint8), group=group)
+    if min(counts) == most:
+        return gathered
+    return torch.cat([gathered[rank * most : rank * most + count] for rank, count in enumerate(counts)])

@@ -72,7 +72,9 @@ def _is_batch(value: Any) -> bool:
 def _check_batches(args: Args, kwargs: Kwargs) -> None:
     for name, value in (*enumerate(args), *kwargs.items()):
         if not _is_batch(value):
-            raise DispatchError(f"argument {name!r} must be a DataProto or a DataProtoFuture, got {type(value).__name__}")
+            raise DispatchError(
+                f"argument {name!r} must be a DataProto or a DataProtoFuture, got {type(value).__name__}"
+            )
 
 
 def _pad_size(chunks: int, values: Sequence[Any]) -> int:
@@ -137,7 +139,9 @@ def dispatch_dp_compute_data_proto_with_func(
 ) -> tuple[Args, Kwargs]:
     """Give every worker the function that is the first argument, and its part of the batches after it."""
     if not args or not inspect.isfunction(args[0]):
-        raise DispatchError(f"the first argument must be a plain function, got {type(args[0]).__name__ if args else 'none'}")
+        raise DispatchError(
+            f"the first argument must be a plain function, got {type(args[0]).__name__ if args else 'none'}"
+        )
     parts, split_kwargs = _split_batches(worker_group.world_size, args[1:], kwargs)
     return ([args[0]] * worker_group.world_size, *parts), split_kwargs
 
@@ -282,7 +286,8 @@ def update_dispatch_mode(dispatch_mode: DynamicEnum, dispatch_fn: DispatchFn, co
 
 def get_predefined_execute_fn(execute_mode: DynamicEnum) -> dict[str, str]:
     """Return the name of the group's method that runs a mode, under ``execute_fn_name``."""
-    return {"execute_fn_name": {Execute.ALL: "execute_all", Execute.RANK_ZERO: "execute_rank_zero"}[execute_mode]}
+    names: dict[DynamicEnum, str] = {Execute.ALL: "execute_all", Execute.RANK_ZERO: "execute_rank_zero"}
+    return {"execute_fn_name": names[execute_mode]}
 
 
 # ---- registration
@@ -326,13 +331,13 @@ def register(
         def call(*args: Any, **kwargs: Any) -> Any:
             if materialize_futures:
                 args, kwargs = _materialize_futures(args, kwargs)
-            return func(*args, **kwargs)  # type: ignore[arg-type]  # futures are gone, the rest is unchanged
+            return func(*args, **kwargs)
 
         @wraps(func)
         async def call_async(*args: Any, **kwargs: Any) -> Any:
             if materialize_futures:
                 args, kwargs = _materialize_futures(args, kwargs)
-            return await func(*args, **kwargs)  # type: ignore[arg-type, misc]  # as above, of a coroutine function
+            return await func(*args, **kwargs)  # type: ignore[misc]  # a coroutine function
 
         wrapper: Any = call_async if inspect.iscoroutinefunction(func) else call
         attrs = {"dispatch_mode": dispatch_mode, "execute_mode": execute_mode, "blocking": blocking}

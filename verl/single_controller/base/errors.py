@@ -23,7 +23,9 @@ class WorkerError(RuntimeError):
 
     what = "failed"
 
-    def __init__(self, site: CallSite, rank: int, actor_name: str, last_error: str, ranks: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, site: CallSite, rank: int, actor_name: str, last_error: str, ranks: tuple[int, ...] = ()
+    ) -> None:
         self.site = site
         self.group = site.group
         self.role = site.role
@@ -35,7 +37,9 @@ class WorkerError(RuntimeError):
         self.actor_name = actor_name
         self.last_error = last_error
         names = f"rank {rank}" if len(self.ranks) == 1 else f"ranks {', '.join(map(str, self.ranks))}"
-        super().__init__(f"worker {names} of group {site.group!r} (actor {actor_name!r}) {self.what}: {site}: {last_error}")
+        super().__init__(
+            f"worker {names} of group {site.group!r} (actor {actor_name!r}) {self.what}: {site}: {last_error}"
+        )
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.site, self.rank, self.actor_name, self.last_error, self.ranks)

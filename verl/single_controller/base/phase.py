@@ -13,7 +13,8 @@ class Phase(NamedTuple):
     step: int | None = None
 
 
-_current: ContextVar[Phase] = ContextVar("verl_phase", default=Phase())
+_NO_PHASE = Phase()
+_current: ContextVar[Phase] = ContextVar("verl_phase", default=_NO_PHASE)
 
 
 @contextmanager

@@ -122,7 +122,9 @@ class Worker(WorkerHelper):
             cuda = hip
         if rocr:
             if cuda:
-                raise ValueError("ROCR_VISIBLE_DEVICES and CUDA_VISIBLE_DEVICES or HIP_VISIBLE_DEVICES are set: unset one")
+                raise ValueError(
+                    "ROCR_VISIBLE_DEVICES and CUDA_VISIBLE_DEVICES or HIP_VISIBLE_DEVICES are set: unset one"
+                )
             envs.remove("ROCR_VISIBLE_DEVICES")
             envs.write({"CUDA_VISIBLE_DEVICES": rocr})
         if ray_noset_visible_devices() and envs.read("WG_BACKEND") == "ray":

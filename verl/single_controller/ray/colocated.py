@@ -91,7 +91,9 @@ def create_colocated_worker_raw_cls(class_dict: dict[str, RayClassWithInitArgs])
         def _find(self, method_name: str) -> Callable[..., Any]:
             role, _, name = method_name.partition("_fwmn_")
             if role not in self.fused_worker_dict:
-                raise ValueError(f"no role {role!r} in {type(self).__name__}, it holds {sorted(self.fused_worker_dict)}")
+                raise ValueError(
+                    f"no role {role!r} in {type(self).__name__}, it holds {sorted(self.fused_worker_dict)}"
+                )
             method: Callable[..., Any] = getattr(self.fused_worker_dict[role], name)
             return method
 
@@ -103,7 +105,9 @@ def create_colocated_worker_raw_cls(class_dict: dict[str, RayClassWithInitArgs])
         return await result if inspect.isawaitable(result) else result
 
     members: dict[str, Any] = {}
-    if any(inspect.iscoroutinefunction(getattr(cls, name)) for cls in classes.values() for name in registered_methods(cls)):
+    if any(
+        inspect.iscoroutinefunction(getattr(cls, name)) for cls in classes.values() for name in registered_methods(cls)
+    ):
         members["_fuw_execute"] = _fuw_execute_async
     return type("_".join(["FusedWorker", *class_dict]), (FusedWorker,), members)
 

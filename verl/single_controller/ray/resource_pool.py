@@ -154,13 +154,17 @@ def extract_pg_from_exist(
 
     Raises: ValueError, which is also a RuntimeError, when a node's processes fit into none of those left.
     """
-    sources = [pg for name, pool in resource_pools.items() if name in src_role_names for pg in pool.get_placement_groups()]
+    sources = [
+        pg for name, pool in resource_pools.items() if name in src_role_names for pg in pool.get_placement_groups()
+    ]
     left = sorted(sources, key=lambda pg: pg.bundle_count, reverse=True)
     chosen: dict[int, PlacementGroup] = {}
     for node, count in sorted(enumerate(resource_pool.store), key=lambda pair: pair[1], reverse=True):
         if not left or left[0].bundle_count < count:
             sizes = [pg.bundle_count for pg in sources]
-            raise PlacementError(f"processes per node {resource_pool.store} do not fit placement groups of sizes {sizes}")
+            raise PlacementError(
+                f"processes per node {resource_pool.store} do not fit placement groups of sizes {sizes}"
+            )
         chosen[node] = left.pop(0)
     return [chosen[node] for node in range(len(resource_pool.store))]
 
@@ -223,8 +227,12 @@ class RayClassWithInitArgs(ClassWithInitArgs):
             node_id, devices = ray.get(
                 [sharing_with.get_node_id.remote(), sharing_with.get_cuda_visible_devices.remote()], timeout=300
             )
-            options = {"scheduling_strategy": NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)}
+            options: dict[str, Any] = {
+                "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
+            }
             return self.cls.options(**options).remote(*self.args, cuda_visible_devices=devices, **self.kwargs)
+        if placement_group is None:
+            raise ValueError("an actor needs a placement group, or an actor to share a node with")
         strategy = PlacementGroupSchedulingStrategy(placement_group, placement_group_bundle_idx)
         options = {"scheduling_strategy": strategy, **self._options}
         if use_gpu and device_name == "cuda":

@@ -130,7 +130,9 @@ def _text(error: RayError) -> str:
     # Ray keeps the exception, or only its class where the exception could not be pickled.
     cause = error.cause
     kind = type(cause) if isinstance(cause, BaseException) else cause if isinstance(cause, type) else type(error)
-    message = "".join(traceback.format_exception_only(cause)).strip() if isinstance(cause, BaseException) else kind.__name__
+    message = (
+        "".join(traceback.format_exception_only(cause)).strip() if isinstance(cause, BaseException) else kind.__name__
+    )
     return f"{message}\n--- in the worker\n{error}"
 
 
@@ -146,7 +148,9 @@ def explain(site: CallSite, seats: Sequence[Seat], refs: Sequence[Any], failure:
         first = f"\nbefore that, rank {seat.rank} reported {_text(error)}" if dead.rank != seat.rank else ""
         return WorkerDiedError(site, dead.rank, dead.name, _text(death_error) + first)
     task_error = WorkerTaskError(site, seat.rank, seat.name, _text(error))
-    task_error.__cause__ = error.cause if isinstance(error, RayTaskError) and isinstance(error.cause, Exception) else error
+    task_error.__cause__ = (
+        error.cause if isinstance(error, RayTaskError) and isinstance(error.cause, Exception) else error
+    )
     return task_error
 
 

@@ -103,7 +103,7 @@ class RayWorkerGroup(WorkerGroup):
         self._pools: list[RayResourcePool] = []
         self.fused_worker_used = ray_cls_with_init is not None and ray_cls_with_init.fused_worker_used
         self.sub_cls_name = ""
-        self.wg_dict: dict[str, Self] | None = None
+        self.wg_dict: dict[str, RayWorkerGroup] | None = None
         self.method_names: list[str] = []
         if resource_pool is None:
             self._attach(worker_names or [], worker_handles)
@@ -129,9 +129,7 @@ class RayWorkerGroup(WorkerGroup):
         if len(self._workers) != len(self._worker_names):
             raise ValueError(f"got {len(self._worker_names)} worker names for {len(self._workers)} handles")
 
-    def _create_workers(
-        self, pool: RayResourcePool, cia: RayClassWithInitArgs, bin_pack: bool, detached: bool
-    ) -> None:
+    def _create_workers(self, pool: RayResourcePool, cia: RayClassWithInitArgs, bin_pack: bool, detached: bool) -> None:
         strategy = "STRICT_PACK" if bin_pack else "PACK"
         groups = pool.get_placement_groups(strategy, device_name=self.device_name, timeout_s=self._start_timeout_s)
         groups = sort_placement_group_by_node_ip(groups)
@@ -140,7 +138,9 @@ class RayWorkerGroup(WorkerGroup):
         rank = 0
         for pg_index, group in enumerate(groups):
             if group.bundle_count < local_world_size:
-                raise ValueError(f"placement group {pg_index} has {group.bundle_count} bundles, needs {local_world_size}")
+                raise ValueError(
+                    f"placement group {pg_index} has {group.bundle_count} bundles, needs {local_world_size}"
+                )
             for local_rank in range(local_world_size):
                 name = f"{self.name_prefix}{_class_name(cia)}_{pg_index}:{local_rank}"
                 env = self._worker_env(rank, pool.world_size, local_world_size, local_rank)
@@ -270,7 +270,7 @@ class RayWorkerGroup(WorkerGroup):
     def fuse(self, prefix_set: Iterable[str]) -> None:
         """Set the group of each role as an attribute of this one."""
         if self.wg_dict is None:
-            self.wg_dict = self.spawn(prefix_set)
+            self.wg_dict = dict(self.spawn(prefix_set))
         for role, group in self.wg_dict.items():
             setattr(self, role, group)
 

@@ -1,0 +1,107 @@
+"""Operations on the dicts of arrays and of free values that a batch is made of."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from verl.utils.py_functional import ConflictError, deep_equal
+from verl.utils.tensordict_utils import BatchError
+
+
+def union_numpy_dict(tensor_dict1: dict[str, np.ndarray], tensor_dict2: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Add the arrays of the second dict to the first and return it; nothing changes when they conflict.
+
+    Raises: ValueError, which is also an AssertionError, when a shared key holds other values.
+    """
+    for key, value in tensor_dict2.items():
+        if key in tensor_dict1 and not deep_equal(tensor_dict1[key], value):
+            raise ConflictError(f"key {key!r} holds different values in the two parts")
+    tensor_dict1.update(tensor_dict2)
+    return tensor_dict1
+
+
+def list_of_dict_to_dict_of_list(list_of_dict: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Turn dicts that share their keys into one dict of lists.
+
+    Raises: ValueError, which is also an AssertionError, when a dict has other keys than the first.
+    """
+    if not list_of_dict:
+        return {}
+    keys = list_of_dict[0].keys()
+    for entry in list_of_dict:
+        if entry.keys() != keys:
+            raise BatchError(f"all dicts must have the keys {sorted(keys)}, got {sorted(entry.keys())}")
+    return {key: [entry[key] for entry in list_of_dict] for key in keys}
+
+
+def object_array(values: Sequence[Any]) -> np.ndarray:
+    """Make a one-dim array of objects, lists of equal length included."""
+    return np.fromiter(values, dtype=object, count=len(values))
+
+
+def pick(kind: str, entries: dict[str, Any], keys: Sequence[str] | None) -> dict[str, Any]:
+    """Return the entries of the given keys, all for None.
+
+    Raises: KeyError naming the missing keys.
+    """
+    if keys is None:
+        return dict(entries)
+    missing = [key for key in keys if key not in entries]
+    if missing:
+        raise KeyError(f"keys {missing} are not in {kind}; it has {sorted(entries)}")
+    return {key: entries[key] for key in keys}
+
+
+def as_key_list(name: str, keys: str | Sequence[str] | None) -> list[str]:
+    """Return one key or several as a list.
+
+    Raises: TypeError for anything else.
+    """
+    if keys is None:
+        return []
+    if isinstance(keys, str):
+        return [keys]
+    if not isinstance(keys, list | tuple) or not all(isinstance(key, str) for key in keys):
+        raise TypeError(f"{name} must be a string or a list of strings, got {keys!r}")
+    return list(keys)
+
+
+def concat_arrays(key: str, parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Concatenate rows with one allocation; one part is returned as it is."""
+    if len(parts) == 1:
+        return parts[0]
+    if len({part.shape[1:] for part in parts}) > 1:
+        raise BatchError(f"parts of {key!r} differ in their row shapes: {[part.shape for part in parts]}")
+    return np.concatenate(parts, axis=0)
+
+
+def concat_entries(parts: Sequence[dict[str, Any]], join: Callable[[str, list[Any]], Any]) -> dict[str, Any]:
+    """Join the values of each key, over dicts that have the same keys."""
+    keys = parts[0].keys()
+    for number, part in enumerate(parts):
+        if part.keys() != keys:
+            raise BatchError(f"part {number} differs from part 0 in the keys {sorted(part.keys() ^ keys)}")
+    return {key: join(key, [part[key] for part in parts]) for key in keys}
+
+
+def merge_meta_info(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Unite dicts; the values of ``metrics`` become one dict of lists.
+
+    Raises: ValueError, which is also an AssertionError, when another key holds different values.
+    """
+    merged: dict[str, Any] = {}
+    metrics: list[Mapping[str, Any]] = []
+    for number, part in enumerate(parts):
+        for key, value in part.items():
+            if key == "metrics":
+                metrics.extend(value) if isinstance(value, list) else metrics.append(value)
+            elif key in merged and not deep_equal(merged[key], value):
+                raise ConflictError(
+                    f"meta_info[{key!r}] of part {number} is {value!r}, an earlier part has {merged[key]!r}"
+                )
+            else:
+                merged.setdefault(key, value)
+    if any("metrics" in part for part in parts):
+        merged["metrics"] = list_of_dict_to_dict_of_list(metrics)
+    return merged
