@@ -1,0 +1,239 @@
+"""What checkpoint managers share: what to save and load, random states, and how many to keep."""
+
+import logging
+import os
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from verl.utils import envs
+from verl.utils.checkpoint.files import (
+    CheckpointError,
+    find_complete_checkpoints,
+    find_latest_ckpt_path,
+    get_checkpoint_tracker_filename,
+    remove_checkpoint,
+    should_save_ckpt_esi,
+    step_folders,
+    verify_checkpoint,
+    write_tracker_atomically,
+)
+from verl.utils.device import get_device_name, get_torch_device
+
+logger = logging.getLogger(__name__)
+
+CONTENTS = ("model", "optimizer", "extra", "hf_model")
+_DEFAULT_CONTENTS = ("model", "optimizer", "extra")
+
+
+class BaseCheckpointManager(ABC):
+    """Saves and loads the parts that ``checkpoint_config`` (``save_contents, load_contents``) names."""
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: torch.optim.Optimizer | None = None,
+        lr_scheduler: Any = None,
+        processing_class: Any = None,
+        checkpoint_config: Any = None,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.processing_class = processing_class
+        self.save_contents = _contents(checkpoint_config, "save_contents", _DEFAULT_CONTENTS)
+        self.load_contents = _contents(checkpoint_config, "load_contents", self.save_contents)
+        distributed = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank() if distributed else 0
+        self.world_size = dist.get_world_size() if distributed else 1
+
+    @property
+    def should_save_model(self) -> bool:
+        """Whether the sharded parameters are saved."""
+        return "model" in self.save_contents
+
+    @property
+    def should_save_optimizer(self) -> bool:
+        """Whether the sharded optimizer state is saved."""
+        return "optimizer" in self.save_contents
+
+    @property
+    def should_save_extra(self) -> bool:
+        """Whether schedule and random states are saved."""
+        return "extra" in self.save_contents
+
+    @property
+    def should_save_hf_model(self) -> bool:
+        """Whether full weights are exported for ``from_pretrained``."""
+        return "hf_model" in self.save_contents
+
+    @property
+    def should_load_model(self) -> bool:
+        """Whether the sharded parameters are restored."""
+        return "model" in self.load_contents
+
+    @property
+    def should_load_optimizer(self) -> bool:
+        """Whether the sharded optimizer state is restored."""
+        return "optimizer" in self.load_contents
+
+    @property
+    def should_load_extra(self) -> bool:
+        """Whether schedule and random states are restored."""
+        return "extra" in self.load_contents
+
+    @abstractmethod
+    def save_checkpoint(
+        self, local_path: str, hdfs_path: str | None = None, global_step: int = 0, max_ckpt_to_keep: int | None = None
+    ) -> None:
+        """Write this rank's part; collective."""
+
+    @abstractmethod
+    def load_checkpoint(
+        self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
+    ) -> None:
+        """Restore this rank's part; collective."""
+
+    @staticmethod
+    def checkpath(local_path: str | None, hdfs_path: str | None) -> str:
+        """Return the path that is given, the local one first.
+
+        Raises: ValueError, also an AssertionError, when neither is.
+        """
+        path = local_path or hdfs_path
+        if not path:
+            raise _NoPathError("a checkpoint needs local_path or hdfs_path")
+        return path
+
+    @staticmethod
+    def get_rng_state() -> dict[str, Any]:
+        """Return the state of every generator of this process, as plain containers and tensors."""
+        kind, keys, *position = np.random.get_state()
+        state: dict[str, Any] = {
+            "cpu": torch.get_rng_state(),
+            "numpy": (kind, [int(key) for key in keys], *position),
+            "random": random.getstate(),
+        }
+        if get_device_name() != "cpu":
+            state[get_device_name()] = get_torch_device().get_rng_state()
+        return state
+
+    @staticmethod
+    def load_rng_state(rng_state: Mapping[str, Any]) -> None:
+        """Put every generator back; a device that was not there at the save keeps its state."""
+        torch.set_rng_state(rng_state["cpu"])
+        np.random.set_state(rng_state["numpy"])
+        version, keys, gauss = rng_state["random"]
+        random.setstate((version, tuple(keys), gauss))
+        if get_device_name() in rng_state and get_device_name() != "cpu":
+            get_torch_device().set_rng_state(rng_state[get_device_name()])
+
+    def remove_previous_save_local_path(self, path: str | Iterable[str]) -> None:
+        """Remove checkpoint folders of this node."""
+        for folder in [path] if isinstance(path, str) else path:
+            if os.path.isdir(folder):
+                logger.info("removing checkpoint %s", folder)
+                remove_checkpoint(folder)
+
+    def keep_latest(self, local_path: str, max_ckpt_to_keep: int | None) -> None:
+        """Remove the oldest complete checkpoints, so that ``max_ckpt_to_keep`` are left with the one just written.
+
+        Older checkpoints are found on disk, by the step in the name of their folder, so that the limit holds across
+        restarts. Incomplete ones and later steps are left alone. None or 0 keeps all.
+        """
+        if not max_ckpt_to_keep or not self.is_node_leader():
+            return
+        older = earlier_checkpoints(local_path)
+        surplus = len(older) + 1 - max_ckpt_to_keep
+        self.remove_previous_save_local_path([str(folder) for folder in older[: max(0, surplus)]])
+
+    def is_node_leader(self) -> bool:
+        """Whether this rank acts for its node where one has to."""
+        return envs.integer("LOCAL_RANK", self.rank) == 0
+
+    def agree(self, problems: list[str]) -> list[str]:
+        """Return the problems of all ranks, so that all go on or all stop; collective."""
+        if self.world_size == 1:
+            return problems
+        gathered: list[Any] = [None] * self.world_size
+        dist.all_gather_object(gathered, problems)
+        return [f"rank {rank}: {problem}" for rank, found in enumerate(gathered) for problem in found]
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self.world_size > 1:
+            dist.barrier()
+
+
+class _NoPathError(ValueError, AssertionError):
+    pass
+
+
+def _contents(config: Any, key: str, default: Iterable[str]) -> list[str]:
+    """Read a list of parts from a config, which may be a mapping or an object.
+
+    Raises: ValueError for a part that does not exist.
+    """
+    value = config.get(key) if isinstance(config, Mapping) else getattr(config, key, None)
+    parts = list(default if value is None else value)
+    unknown = [part for part in parts if part not in CONTENTS]
+    if unknown:
+        raise ValueError(f"checkpoint.{key}={parts} has unknown parts {unknown}: write parts of {list(CONTENTS)}")
+    return parts
+
+
+def _step_and_role(local_path: str) -> tuple[Path, int, Path] | None:
+    """Split ``root/global_step_<N>[/role]`` into root, N and what follows the step's folder."""
+    path = Path(local_path).absolute()
+    for folder, role in ((path, Path()), (path.parent, Path(path.name))):
+        for step, found in step_folders(folder.parent):
+            if found == folder:
+                return folder.parent, step, role
+    return None
+
+
+def earlier_checkpoints(local_path: str) -> list[Path]:
+    """List the complete checkpoints of the same role at earlier steps, the oldest first."""
+    place = _step_and_role(local_path)
+    if place is None:
+        return []
+    root, current, role = place
+    return [
+        folder / role
+        for step, folder in step_folders(root)
+        if step < current and (folder / role).is_dir() and not verify_checkpoint(folder / role, checksums=False)
+    ]
+
+
+def way_out(local_path: str) -> str:
+    """Say which earlier checkpoint to use in the place of one that is not whole."""
+    earlier = earlier_checkpoints(local_path)
+    if not earlier:
+        return "There is no earlier complete checkpoint: trainer.resume_mode=disable starts afresh"
+    place = _step_and_role(local_path)
+    folder = earlier[-1] if place is None or place[2] == Path() else earlier[-1].parent
+    return (
+        f"The latest earlier one that is complete is {folder}: resume from it with trainer.resume_mode=resume_path "
+        f"trainer.resume_from_path={folder}"
+    )
+
+
+__all__ = [
+    "CONTENTS",
+    "BaseCheckpointManager",
+    "CheckpointError",
+    "earlier_checkpoints",
+    "find_complete_checkpoints",
+    "find_latest_ckpt_path",
+    "get_checkpoint_tracker_filename",
+    "should_save_ckpt_esi",
+    "verify_checkpoint",
+    "way_out",
+    "write_tracker_atomically",
+]

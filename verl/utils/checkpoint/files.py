@@ -1,0 +1,333 @@
+"""What makes a checkpoint whole: files written in one piece, manifests that list them, and the tracker.
+
+Every rank of a training job writes its files, and last ``manifest_world_size_<W>_rank_<r>.json`` with the size and
+checksum of each. A folder is complete when it has the manifests of all ranks and what they list. Nothing here needs
+torch.
+"""
+
+import json
+import logging
+import os
+import re
+import shutil
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+from verl.utils import envs
+
+logger = logging.getLogger(__name__)
+
+TRACKER_NAME = "latest_checkpointed_iteration.txt"
+LAYOUT_NAME = "fsdp_config.json"
+DATA_GLOB = "data*.pt"
+_ESI_VARIABLES = (
+    "MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP",
+    "SAGEMAKER_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP",
+)
+_CHECKSUM_LIMIT_BYTES = 1 << 30
+_READ_BYTES = 1 << 20
+_RANK_FILE = re.compile(r"_world_size_(\d+)_rank_(\d+)\.(?:pt|json)$")
+
+StrPath = str | os.PathLike[str]
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used, with what is wrong and what to do."""
+
+
+# Files in one piece
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """A file of a checkpoint: its name relative to the folder, its size and the CRC-32 of its content."""
+
+    name: str
+    num_bytes: int
+    crc32: int
+
+
+class _Summing:
+    """A binary file that sums up what is written to it."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self.num_bytes, self.crc32 = file, 0, 0
+
+    def write(self, content: bytes) -> int:
+        self.crc32 = zlib.crc32(content, self.crc32)
+        self.num_bytes += len(content)
+        return self._file.write(content)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def sync_folder(folder: StrPath) -> None:
+    """Make renames in a folder outlast a power failure."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_file(folder: StrPath, name: str, write: Callable[[BinaryIO], object]) -> FileRecord:
+    """Let ``write`` fill a file, which gets its name only when all of it is on disk."""
+    path = Path(folder, name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with unfinished.open("wb") as file:
+            summing = _Summing(file)
+            write(summing)  # type: ignore[arg-type]
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    sync_folder(path.parent)
+    return FileRecord(name, summing.num_bytes, summing.crc32)
+
+
+def record_file(folder: StrPath, name: str) -> FileRecord:
+    """Describe a file that another library wrote, and make it last."""
+    path = Path(folder, name)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    return FileRecord(name, path.stat().st_size, _crc32(path))
+
+
+def _crc32(path: Path) -> int:
+    crc = 0
+    with path.open("rb") as file:
+        while block := file.read(_READ_BYTES):
+            crc = zlib.crc32(block, crc)
+    return crc
+
+
+# Manifests
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What one rank has written."""
+
+    world_size: int
+    rank: int
+    global_step: int
+    files: list[FileRecord] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return manifest_name(self.world_size, self.rank)
+
+    def write(self, folder: StrPath) -> None:
+        """Write the manifest, after which this rank's part of the checkpoint is complete."""
+        text = json.dumps({"format": 1, **asdict(self)}, indent=1)
+        write_file(folder, self.name, lambda file: file.write(text.encode()))
+
+
+def manifest_name(world_size: int, rank: int) -> str:
+    """Return the name of a rank's manifest."""
+    return f"manifest_world_size_{world_size}_rank_{rank}.json"
+
+
+def read_manifest(folder: StrPath, world_size: int, rank: int) -> Manifest:
+    """Read a rank's manifest.
+
+    Raises: CheckpointError naming the file when it is missing or cut short.
+    """
+    name = manifest_name(world_size, rank)
+    try:
+        content = json.loads(Path(folder, name).read_text())
+        files = [FileRecord(**entry) for entry in content["files"]]
+        return Manifest(content["world_size"], content["rank"], content["global_step"], files)
+    except FileNotFoundError:
+        raise CheckpointError(f"{name} is missing: rank {rank} did not finish writing") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{name} cannot be read ({error})") from error
+
+
+def read_world_size(folder: StrPath) -> int:
+    """Return how many ranks wrote a checkpoint.
+
+    Raises: CheckpointError when ``fsdp_config.json`` is missing or cut short.
+    """
+    try:
+        world_size = json.loads(Path(folder, LAYOUT_NAME).read_text())["world_size"]
+    except FileNotFoundError:
+        raise CheckpointError(f"{LAYOUT_NAME} is missing") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{LAYOUT_NAME} cannot be read ({error})") from error
+    return int(world_size)
+
+
+def file_problems(folder: StrPath, manifest: Manifest, checksums: bool) -> Iterator[str]:
+    """Yield what is wrong with the files of one rank."""
+    for record in manifest.files:
+        path = Path(folder, record.name)
+        if not path.is_file():
+            yield f"{record.name} is missing"
+        elif (size := path.stat().st_size) != record.num_bytes:
+            yield f"{record.name} has {size} bytes instead of {record.num_bytes}: it was cut short or changed"
+        elif checksums and _crc32(path) != record.crc32:
+            yield f"{record.name} has the right size but not the content that was written (checksum)"
+
+
+def verify_checkpoint(path: StrPath, checksums: bool | None = None) -> list[str]:
+    """Return what is missing, cut short or changed in the folder of one role; an empty list when it is whole.
+
+    ``checksums`` reads every file; by default only where they are less than 1 GiB together. Ranks always check the
+    content of what they load.
+    """
+    if not Path(path).is_dir():
+        return [f"the folder {path} does not exist"]
+    try:
+        world_size = read_world_size(path)
+    except CheckpointError as error:
+        return [str(error)]
+    manifests, problems = [], []
+    for rank in range(world_size):
+        try:
+            manifests.append(read_manifest(path, world_size, rank))
+        except CheckpointError as error:
+            problems.append(str(error))
+    if checksums is None:
+        checksums = sum(record.num_bytes for m in manifests for record in m.files) < _CHECKSUM_LIMIT_BYTES
+    for manifest in manifests:
+        problems += file_problems(path, manifest, checksums)
+    steps = {manifest.global_step for manifest in manifests}
+    if len(steps) > 1:
+        problems.append(f"its ranks wrote different steps, {sorted(steps)}: a save was interrupted")
+    return problems
+
+
+def remove_stale_files(folder: StrPath, world_size: int, rank: int) -> None:
+    """Take back the promise of an earlier save into the same folder, before its files are overwritten.
+
+    Rank 0 also removes what an interrupted save or another world size has left: nobody may be writing yet.
+    """
+    Path(folder, manifest_name(world_size, rank)).unlink(missing_ok=True)
+    if rank != 0:
+        return
+    for path in Path(folder).iterdir():
+        found = _RANK_FILE.search(path.name)
+        if path.is_dir() and path.name.endswith(".tmp"):
+            shutil.rmtree(path, ignore_errors=True)
+        elif (found and int(found[1]) != world_size) or path.name.endswith(".tmp"):
+            path.unlink(missing_ok=True)
+
+
+# Folders of steps
+
+
+def get_checkpoint_tracker_filename(root_path: StrPath) -> str:
+    """Return the path of the file that names the latest checkpoint."""
+    return os.path.join(root_path, TRACKER_NAME)
+
+
+def write_tracker_atomically(root_path: StrPath, global_step: int) -> None:
+    """Name a step as the latest checkpoint: the last act of a save."""
+    write_file(root_path, TRACKER_NAME, lambda file: file.write(str(global_step).encode()))
+
+
+def find_latest_ckpt_path(path: StrPath | None, directory_format: str = "global_step_{}") -> str | None:
+    """Return the folder that the tracker file under ``path`` names; None where there is no such file or folder.
+
+    Raises: CheckpointError when the tracker does not hold a number.
+    """
+    if path is None:
+        return None
+    tracker = Path(get_checkpoint_tracker_filename(path))
+    if not tracker.exists():
+        return None
+    text = tracker.read_text().strip()
+    if not text.isdigit():
+        raise CheckpointError(
+            f"{tracker} holds {text[:40]!r} instead of a step: write the number of a checkpoint there"
+        )
+    folder = Path(path, directory_format.format(int(text)))
+    if not folder.is_dir():
+        logger.warning("%s names step %s, but %s does not exist", tracker, text, folder)
+        return None
+    return str(folder)
+
+
+def step_folders(root: StrPath, directory_format: str = "global_step_{}") -> list[tuple[int, Path]]:
+    """List the checkpoint folders under ``root`` by ascending step."""
+    prefix, suffix = directory_format.split("{}")
+    pattern = re.compile(re.escape(prefix) + r"(\d+)" + re.escape(suffix))
+    found = ((pattern.fullmatch(path.name), path) for path in Path(root).glob("*") if path.is_dir())
+    return sorted((int(match[1]), path) for match, path in found if match)
+
+
+def find_complete_checkpoints(root: StrPath, directory_format: str = "global_step_{}") -> list[str]:
+    """List the folders under ``root`` that can be resumed from, by ascending step.
+
+    A folder is complete when every part is and, where the parts are roles in folders of their own, the driver has
+    written its ``data.pt`` behind them.
+    """
+    return [str(folder) for _, folder in step_folders(root, directory_format) if _is_complete(folder)]
+
+
+def _is_complete(folder: Path) -> bool:
+    if Path(folder, LAYOUT_NAME).exists():
+        return not verify_checkpoint(folder)
+    roles = [child for child in folder.iterdir() if child.is_dir()]
+    return bool(roles) and any(folder.glob(DATA_GLOB)) and not any(verify_checkpoint(role) for role in roles)
+
+
+def remove_checkpoint(path: StrPath) -> None:
+    """Remove a folder so that at no moment a part of it looks complete."""
+    for manifest in Path(path).glob("manifest_world_size_*.json"):
+        manifest.unlink(missing_ok=True)
+    shutil.rmtree(path, ignore_errors=True)  # ranks of one node may do this at once
+
+
+def should_save_ckpt_esi(max_steps_duration: float, save_ckpt_duration: float = 60, redundant_time: float = 0) -> bool:
+    """Whether the capacity expires before another step and a save would be done; times in seconds.
+
+    The platform announces the moment in an environment variable, as unix seconds.
+    """
+    for name in _ESI_VARIABLES:
+        announced = envs.read(name)
+        if announced is None:
+            continue
+        try:
+            remaining = float(announced) - time.time()
+        except ValueError:
+            raise ValueError(f"environment variable {name}={announced!r} must be a time in unix seconds") from None
+        return 0 < remaining <= save_ckpt_duration + max_steps_duration + redundant_time
+    return False
+
+
+@contextmanager
+def temporary_folder(folder: StrPath, name: str) -> Iterator[Path]:
+    """Give a folder next to where its files are going to be; it is removed in the end."""
+    path = Path(folder, f".{name}.{os.getpid()}.tmp")
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(parents=True)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def move_files(source: Path, folder: StrPath, name: str) -> list[FileRecord]:
+    """Move the files of ``source`` into ``folder/name``, each when it is on disk; returns their records."""
+    target = Path(folder, name)
+    target.mkdir(parents=True, exist_ok=True)
+    records = []
+    for path in sorted(p for p in source.rglob("*") if p.is_file()):
+        relative = path.relative_to(source)
+        record = record_file(source, str(relative))
+        (target / relative).parent.mkdir(parents=True, exist_ok=True)
+        path.replace(target / relative)
+        records.append(FileRecord(f"{name}/{relative}", record.num_bytes, record.crc32))
+    sync_folder(target)
+    return records

@@ -1,0 +1,299 @@
+"""Checkpoints of models sharded by FSDP2, and of plain modules: one file per rank and part."""
+
+import json
+import logging
+import os
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from verl.utils import hdfs_io
+from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager, way_out
+from verl.utils.checkpoint.files import (
+    LAYOUT_NAME,
+    CheckpointError,
+    FileRecord,
+    Manifest,
+    file_problems,
+    move_files,
+    read_manifest,
+    read_world_size,
+    remove_checkpoint,
+    remove_stale_files,
+    temporary_folder,
+    write_file,
+)
+from verl.utils.checkpoint.hf_export import export_weights, save_config_and_tokenizer
+from verl.utils.device import get_device_name
+from verl.utils.faults import fault_point
+from verl.utils.fs import copy_to_local
+
+logger = logging.getLogger(__name__)
+
+NamedWeights = Iterator[tuple[str, Tensor]]
+_PART_OF_CONTENT = {"model": "model", "optimizer": "optim", "extra": "extra_state"}
+_HF_FOLDER = "huggingface"
+
+
+def part_name(content: str, world_size: int, rank: int) -> str:
+    """Return the file in which a rank keeps ``model``, ``optimizer`` or ``extra``."""
+    return f"{_PART_OF_CONTENT[content]}_world_size_{world_size}_rank_{rank}.pt"
+
+
+class FSDPCheckpointManager(BaseCheckpointManager):
+    """Writes and reads the shards of this rank; every rank calls it, with the same arguments.
+
+    Parameters are restored in place, wherever they are at the time: a model that is offloaded may stay so.
+    """
+
+    # Saving
+
+    def save_checkpoint(
+        self,
+        local_path: str,
+        hdfs_path: str | None = None,
+        global_step: int = 0,
+        max_ckpt_to_keep: int | None = None,
+        named_weights: NamedWeights | None = None,
+    ) -> None:
+        """Write this rank's files, then its manifest; older checkpoints go when all ranks have done so.
+
+        Args:
+            hdfs_path: the complete checkpoint is copied there as well.
+            max_ckpt_to_keep: complete checkpoints to leave on disk, this one included; None keeps all.
+            named_weights: (checkpoint name, full tensor) pairs for ``hf_model``, drained by every rank; by default
+                made from the state dict.
+        Raises: ValueError when ``save_contents`` names a part that this manager was not given.
+        """
+        folder = Path(local_path)
+        self._need_parts("save_contents")
+        folder.mkdir(parents=True, exist_ok=True)
+        remove_stale_files(folder, self.world_size, self.rank)
+        self.barrier()
+        records = [self._write_part(folder, "model", self.model.state_dict)] if self.should_save_model else []
+        fault_point("save_checkpoint", rank=self.rank, step=global_step)
+        if self.should_save_optimizer and self.optimizer is not None:
+            records.append(self._write_part(folder, "optimizer", self.optimizer.state_dict))
+        if self.should_save_extra:
+            records.append(self._write_part(folder, "extra", self._extra_state))
+        records += self._write_shared_files(folder, named_weights)
+        self.barrier()
+        Manifest(self.world_size, self.rank, global_step, records).write(folder)
+        self.barrier()
+        self.keep_latest(local_path, max_ckpt_to_keep)
+        if hdfs_path is not None and self.is_node_leader():
+            hdfs_io.makedirs(os.path.dirname(hdfs_path.rstrip("/")), exist_ok=True)
+            hdfs_io.copy(src=local_path, dst=hdfs_path)
+        self.barrier()
+
+    def _need_parts(self, key: str) -> None:
+        parts: list[str] = getattr(self, key)
+        if "optimizer" in parts and self.optimizer is None:
+            raise ValueError(f"checkpoint.{key} names the optimizer, but this model has none: write [model]")
+
+    def _write_part(self, folder: Path, content: str, state: Callable[[], Any]) -> FileRecord:
+        name = part_name(content, self.world_size, self.rank)
+        return write_file(folder, name, lambda file: torch.save(state(), file))
+
+    def _extra_state(self) -> dict[str, Any]:
+        schedule = None if self.lr_scheduler is None else self.lr_scheduler.state_dict()
+        return {"lr_scheduler": schedule, "rng": self.get_rng_state()}
+
+    def _write_shared_files(self, folder: Path, named_weights: NamedWeights | None) -> list[FileRecord]:
+        """Write what the checkpoint holds once, on rank 0; the weights are gathered by all."""
+        records: list[FileRecord] = []
+        if self.rank != 0:
+            if self.should_save_hf_model:
+                export_weights(None, named_weights or self._full_tensors())
+            return records
+        layout = {"FSDP_version": 2, "world_size": self.world_size}
+        text = json.dumps(layout, indent=4).encode()
+        records.append(write_file(folder, LAYOUT_NAME, lambda file: file.write(text)))
+        with temporary_folder(folder, _HF_FOLDER) as unfinished:
+            save_config_and_tokenizer(unfinished, self.model, self.processing_class)
+            if self.should_save_hf_model:
+                export_weights(unfinished, named_weights or self._full_tensors())
+            records += move_files(unfinished, folder, _HF_FOLDER)
+        return records
+
+    def _full_tensors(self) -> NamedWeights:
+        """Gather the state dict one tensor at a time, tied tensors once."""
+        seen: set[int] = set()
+        for name, value in self.model.state_dict().items():
+            storage = _local(value).untyped_storage().data_ptr()
+            if storage in seen and value.numel():
+                continue
+            seen.add(storage)
+            yield name, value.full_tensor() if isinstance(value, DTensor) else value
+
+    # Loading
+
+    def load_checkpoint(
+        self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
+    ) -> None:
+        """Restore what ``load_contents`` names; nothing is changed unless all ranks find their files whole.
+
+        Raises: CheckpointError, a ValueError, naming the file, what is wrong with it, and what to do.
+        """
+        self._need_parts("load_contents")
+        path = self.checkpath(local_path, hdfs_path)
+        folder = Path(copy_to_local(path) if hdfs_io.is_hdfs(path) else path)
+        self._stop_on(local_path, self._problems(folder))
+        # Of everything that can fail, nothing is left for after the first change.
+        states, problems = {}, []
+        for content in ("model", "optimizer", "extra"):
+            if content in self.load_contents:
+                try:
+                    states[content] = self._read_part(folder, content)
+                except CheckpointError as error:
+                    problems.append(str(error))
+        self._stop_on(local_path, problems)
+        if "model" in states:
+            with torch.no_grad():
+                for value, saved in states["model"]:
+                    _local(value).copy_(saved)
+        if "optimizer" in states:
+            assert self.optimizer is not None
+            self.optimizer.load_state_dict(states["optimizer"])
+        if "extra" in states:
+            self._load_extra(states["extra"])
+        self.barrier()
+        if del_local_after_load and self.is_node_leader():
+            remove_checkpoint(folder)
+
+    def _stop_on(self, path: str, problems: list[str]) -> None:
+        found = self.agree(problems)
+        if found:
+            raise CheckpointError(f"checkpoint {path} cannot be loaded: {'; '.join(found[:4])}. {way_out(path)}")
+
+    def _problems(self, folder: Path) -> list[str]:
+        """Return what keeps this rank from loading its files."""
+        if not folder.is_dir():
+            return [f"the folder {folder} does not exist"]
+        try:
+            saved = read_world_size(folder)
+            if saved != self.world_size:
+                return [
+                    f"it was written by {saved} ranks and cannot be read by {self.world_size}: start with "
+                    f"{saved} (trainer.nnodes times trainer.n_gpus_per_node), or merge it into a model folder with "
+                    f"python -m verl.model_merger merge --backend fsdp --local_dir {folder} --target_dir <folder> and "
+                    "start from that by actor_rollout_ref.model.path"
+                ]
+            manifest = read_manifest(folder, self.world_size, self.rank)
+        except CheckpointError as error:
+            return [str(error)]
+        listed = {record.name for record in manifest.files}
+        wanted = [part_name(c, self.world_size, self.rank) for c in self.load_contents if c in _PART_OF_CONTENT]
+        absent = [name for name in wanted if name not in listed]
+        if absent:
+            return [f"{', '.join(absent)} was never saved: leave that part out of checkpoint.load_contents"]
+        needed = [record for record in manifest.files if record.name in wanted or record.name == LAYOUT_NAME]
+        return list(file_problems(folder, Manifest(saved, self.rank, manifest.global_step, needed), checksums=True))
+
+    def _read_part(self, folder: Path, content: str) -> Any:
+        """Read a file of this rank and hold it against the live model, without changing anything.
+
+        Only tensors and plain containers are unpickled: a file cannot run code.
+        """
+        name = part_name(content, self.world_size, self.rank)
+        try:
+            with _quiet_device_mesh():
+                state = torch.load(folder / name, map_location="cpu", weights_only=True)
+        except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
+            raise CheckpointError(f"{name} cannot be read ({error})") from error
+        if content == "model":
+            return _matched(name, self.model.state_dict(), state)
+        if content == "optimizer":
+            assert self.optimizer is not None
+            return _matched_optimizer(name, self.optimizer, state)
+        return state
+
+    def _load_extra(self, state: Mapping[str, Any]) -> None:
+        if self.lr_scheduler is not None and state["lr_scheduler"] is not None:
+            self.lr_scheduler.load_state_dict(state["lr_scheduler"])
+        if get_device_name() not in state["rng"]:
+            logger.warning("the checkpoint has no random state of %s: that of this process is kept", get_device_name())
+        self.load_rng_state(state["rng"])
+
+
+def _local(value: Tensor) -> Tensor:
+    """Return this rank's part of a tensor."""
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _matched(name: str, live: Mapping[str, Any], saved: Mapping[str, Any]) -> list[tuple[Tensor, Tensor]]:
+    """Pair every live tensor with the saved one of its name.
+
+    Raises: CheckpointError when names, shapes or the way of sharding differ.
+    """
+    missing, unexpected = live.keys() - saved.keys(), saved.keys() - live.keys()
+    if missing or unexpected:
+        lacking = f"lacks {len(missing)} tensors, such as {min(missing)}" if missing else ""
+        extra = f"has {len(unexpected)} others, such as {min(unexpected)}" if unexpected else ""
+        both = " and ".join(filter(None, (lacking, extra)))
+        raise CheckpointError(f"{name} is of another model: it {both}")
+    return [(value, _same_layout(name, key, value, saved[key])) for key, value in live.items()]
+
+
+def _same_layout(file: str, key: str, live: Tensor, saved: Tensor) -> Tensor:
+    """Return this rank's part of a saved tensor that has the shape and sharding of the live one."""
+    if live.shape != saved.shape:
+        raise CheckpointError(
+            f"{file} is of another model: {key} has shape {tuple(saved.shape)} there and {tuple(live.shape)} here"
+        )
+    ways = [getattr(tensor, "placements", None) for tensor in (saved, live)]
+    if ways[0] != ways[1] or _local(live).shape != _local(saved).shape:
+        raise CheckpointError(
+            f"{file} shards {key} by {ways[0]}, this run by {ways[1]}: set fsdp_config.fsdp_size as it was at the save"
+        )
+    return _local(saved)
+
+
+def _matched_optimizer(name: str, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+    """Return the saved state with its tensors on the meshes of the live parameters.
+
+    Raises: CheckpointError when it is of other parameters.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    sizes = [[len(group["params"]) for group in groups] for groups in (saved["param_groups"], optimizer.param_groups)]
+    if sizes[0] != sizes[1]:
+        raise CheckpointError(f"{name} is of another optimizer: groups of {sizes[0]} parameters there, {sizes[1]} here")
+    order = [index for group in saved["param_groups"] for index in group["params"]]
+    state = {}
+    for index, param in zip(order, params, strict=True):
+        if index in saved["state"]:
+            state[index] = {
+                key: _on_mesh_of(param, name, f"{key} of parameter {index}", value)
+                for key, value in saved["state"][index].items()
+            }
+    return {**saved, "state": state}
+
+
+def _on_mesh_of(param: Tensor, file: str, key: str, value: Any) -> Any:
+    if not isinstance(param, DTensor) or not isinstance(value, DTensor):
+        return value
+    local = _same_layout(file, key, param, value).to(param.to_local().device)
+    return DTensor.from_local(
+        local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )
+
+
+@contextmanager
+def _quiet_device_mesh() -> Iterator[None]:
+    """Silence the warning that an unpickled mesh has no process groups: it is dropped at once."""
+    mesh_logger = logging.getLogger("torch.distributed.device_mesh")
+    level = mesh_logger.level
+    mesh_logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        mesh_logger.setLevel(level)
+
+
+__all__ = ["FSDPCheckpointManager", "part_name"]

@@ -1,0 +1,75 @@
+"""A checkpoint folder that ``from_pretrained`` reads."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+MAX_SHARD_BYTES = 2 << 30
+
+
+def save_config_and_tokenizer(folder: Path, model: Any, processing_class: Any) -> None:
+    """Write the model's config, its generation config and the tokenizer or processor, as far as they are there."""
+    config = getattr(model, "config", None)
+    if config is not None and hasattr(config, "save_pretrained"):
+        config.save_pretrained(folder)
+    generation_config = getattr(model, "generation_config", None)
+    if generation_config is not None:
+        generation_config.save_pretrained(folder)
+    if processing_class is not None:
+        processing_class.save_pretrained(folder)
+
+
+def export_weights(
+    folder: Path | None, weights: Iterator[tuple[str, Tensor]], max_shard_bytes: int = MAX_SHARD_BYTES
+) -> None:
+    """Write (checkpoint name, full tensor) pairs to safetensors shards, holding one shard in memory.
+
+    Collective where making a tensor is: every rank drains the stream, those without a folder write nothing.
+    """
+    shards: list[list[str]] = []
+    pending: dict[str, Tensor] = {}
+    pending_bytes = total_bytes = 0
+
+    def flush() -> None:
+        nonlocal pending, pending_bytes
+        if pending and folder is not None:
+            _save(folder / f"shard-{len(shards)}", pending)
+            shards.append(list(pending))
+        pending, pending_bytes = {}, 0
+
+    for name, tensor in weights:
+        if folder is None:
+            continue
+        num_bytes = tensor.numel() * tensor.element_size()
+        if pending_bytes + num_bytes > max_shard_bytes:
+            flush()
+        # A copy: the stream may reuse the memory, and safetensors wants no views.
+        pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        pending_bytes += num_bytes
+        total_bytes += num_bytes
+    flush()
+    if folder is not None:
+        _name_shards(folder, shards, total_bytes)
+
+
+def _save(path: Path, tensors: dict[str, Tensor]) -> None:
+    from safetensors.torch import save_file
+
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def _name_shards(folder: Path, shards: list[list[str]], total_bytes: int) -> None:
+    """Give the shards the names that loaders look for, now that their number is known."""
+    if len(shards) == 1:
+        (folder / "shard-0").rename(folder / "model.safetensors")
+        return
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(shards):
+        file_name = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+        (folder / f"shard-{number}").rename(folder / file_name)
+        weight_map |= dict.fromkeys(names, file_name)
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
