@@ -8,6 +8,7 @@ from verl.base_config import BaseConfig, Violation
 
 KL_PENALTIES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full")
 IS_LEVELS = ("token", "sequence", "geometric")
+REWEIGHT_METHODS = ("pow", "max_min", "max_random")
 IS_MODES = ("truncate", "mask")
 
 
@@ -71,6 +72,9 @@ class AlgoConfig(BaseConfig):
             yield Violation("rollout_is_level", self.rollout_is_level, f"must be one of {', '.join(IS_LEVELS)}")
         if self.rollout_is_mode not in IS_MODES:
             yield Violation("rollout_is_mode", self.rollout_is_mode, f"must be one of {', '.join(IS_MODES)}")
+        method = self.pf_ppo.get("reweight_method", "pow")
+        if method not in REWEIGHT_METHODS:
+            yield Violation("pf_ppo.reweight_method", method, f"must be one of {', '.join(REWEIGHT_METHODS)}")
         for key in ("rollout_is_threshold", "rollout_is_threshold_lower", "rollout_is_veto_threshold"):
             if self[key] is not None and self[key] <= 0:
                 yield Violation(key, self[key], "must be above 0, or null")

@@ -4,6 +4,7 @@ import functools
 import inspect
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -90,7 +91,7 @@ def fitted_overrides(overrides: list[str], config_name: str, folder: str, extra:
 
     Raises: ConfigError listing every key that does not exist.
     """
-    parsed = OverridesParser.create().parse_overrides(overrides)
+    parsed = OverridesParser.create().parse_overrides([_short_group(override) for override in overrides])
     with hydra.initialize_config_dir(folder, version_base=None):
         loader = GlobalHydra.instance().config_loader()
         groups = [each.input_line for each in parsed if _is_group(each, loader)]
@@ -114,9 +115,17 @@ def fitted_overrides(overrides: list[str], config_name: str, folder: str, extra:
     return fitted
 
 
+def _short_group(override: str) -> str:
+    """Return ``data=x`` for ``data@data=x``: Hydra knows a group that is mounted under its own name only so."""
+    return re.sub(r"^(\W?)(\w+)@\2=", r"\1\2=", override)
+
+
 def _is_group(override: Override, loader: Any) -> bool:
     name = override.key_or_group
-    return bool(override.package) or "/" in name or ("." not in name and bool(loader.get_group_options(name)))
+    if override.package or "/" in name:
+        return True
+    sets_a_node = not override.is_sweep_override() and isinstance(override.value(), Mapping)
+    return "." not in name and not sets_a_node and bool(loader.get_group_options(name))
 
 
 def _with_prefix(line: str, override: Override, known: set[str]) -> str:

@@ -28,7 +28,10 @@ _CHOICES = [
     ),
     Refusal("trainer.device", "cuda", "is not supported yet: write cuda or cpu", ("npu",)),
     Refusal(
-        "algorithm.adv_estimator", "gae", "needs a baseline pass, not supported yet: write rloo or grpo", ("remax",)
+        "actor_rollout_ref.actor.policy_loss.loss_mode",
+        "vanilla",
+        "is not supported yet: write vanilla, gspo, gpg or geo_mean",
+        ("clip_cov", "kl_cov"),
     ),
 ]
 
@@ -108,8 +111,13 @@ _FIXED: list[tuple[str, str, dict[str, Any]]] = [
             "rollout_is_veto_threshold": 1e-4,
         },
     ),
-    ("policy-filtered PPO is not supported yet", "algorithm", {"use_pf_ppo": False}),
+    (
+        "covariance clipping is not supported yet",
+        "actor_rollout_ref.actor.policy_loss",
+        {"clip_cov_ratio": 0.0002, "clip_cov_lb": 1.0, "clip_cov_ub": 5.0, "kl_cov_ratio": 0.0002, "ppo_kl_coef": 0.1},
+    ),
     ("vision models are not supported yet", "actor_rollout_ref.actor", {"freeze_vision_tower": False}),
+    ("vision models are not supported yet", ROLLOUT, {"limit_images": None}),
     ("vision models are not supported yet", "critic.model", {"freeze_vision_tower": False}),
 ]
 

@@ -10,7 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl.base_config import ConfigError, UnsupportedConfigError, Violation
 from verl.trainer.config.files import file_rules, model_rules
-from verl.trainer.config.keys import nearest
+from verl.trainer.config.keys import dotted_keys, nearest
 from verl.trainer.config.nodes import build_nodes
 from verl.trainer.config.plain import plain_rules
 from verl.trainer.config.refusals import refused, select
@@ -25,7 +25,8 @@ ADV_ESTIMATORS = (
     *("gae", "grpo", "grpo_vectorized", "grpo_passk", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
     *("rloo", "rloo_vectorized", "opo", "gpg", "remax"),
 )
-POLICY_LOSSES = ("vanilla", "gspo", "gpg", "clip_cov", "kl_cov", "geo_mean")
+POLICY_LOSSES = ("vanilla", "gspo", "gpg", "geo_mean")
+REWARD_MANAGERS = ("naive", "batch", "dapo", "prime")
 MAX_LORA_RANK_VLLM = 512
 
 
@@ -67,7 +68,7 @@ def config_violations(config: DictConfig, use_reference_policy: bool, use_critic
     if scalars:
         yield from scalars
         return
-    missing = sorted(OmegaConf.missing_keys(config))
+    missing = sorted(key for key in dotted_keys(raw) if select(raw, key) == "???")
     yield from (Violation(key, "???", f"is missing: {_MISSING.get(key, 'write a value')}") for key in missing)
     try:
         tree: Tree = OmegaConf.to_container(config, resolve=True, throw_on_missing=False)  # type: ignore[assignment]
@@ -76,6 +77,7 @@ def config_violations(config: DictConfig, use_reference_policy: bool, use_critic
         return
     found = [*refused(tree), *plain_rules(tree), *build_nodes(_used(tree, use_critic))[1]]
     found = [violation for violation in found if violation.value != "???"]  # said above
+    found += _algorithm_rules(tree)
     yield from found
     yield from _name_rules(tree)
     yield from file_rules(tree)
@@ -141,6 +143,7 @@ def _name_rules(tree: Tree) -> Iterator[Violation]:
     for key, known in (
         ("algorithm.adv_estimator", ADV_ESTIMATORS),
         ("actor_rollout_ref.actor.policy_loss.loss_mode", POLICY_LOSSES),
+        ("reward_model.reward_manager", REWARD_MANAGERS),
     ):
         name = select(tree, key)
         if isinstance(name, str) and name not in known:
@@ -149,6 +152,13 @@ def _name_rules(tree: Tree) -> Iterator[Violation]:
             yield Violation(
                 key, name, f"{expected} in VERL_USE_EXTERNAL_MODULES or actor_rollout_ref.model.external_lib"
             )
+
+
+def _algorithm_rules(tree: Tree) -> Iterator[Violation]:
+    """Yield options that another choice leaves without effect."""
+    algorithm = tree["algorithm"]
+    if algorithm.get("use_pf_ppo") and algorithm.get("adv_estimator") != "gae":
+        yield Violation("algorithm.use_pf_ppo", True, "needs algorithm.adv_estimator=gae: write false")
 
 
 def world_size(tree: Tree) -> int:

@@ -1,0 +1,115 @@
+"""The command line: what is accepted, what is refused, and how it says so."""
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from hydra.errors import HydraException
+
+from verl.base_config import ConfigError
+from verl.trainer.config.cli import CONFIG_DIR, fitted_overrides, prepare_arguments
+from verl.trainer.config.keys import nearest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def fit(*overrides, name="ppo_trainer"):
+    return fitted_overrides(list(overrides), name, CONFIG_DIR)
+
+
+ACCEPTED = {
+    "data.seed=3": "data.seed=3",
+    "+data.shuffle=false": "++data.shuffle=false",
+    "data.gen_batch_size=3": "++data.gen_batch_size=3",
+    "+trainer.wandb_proxy=p": "++trainer.wandb_proxy=p",
+    "trainer.log_freq=1": "++trainer.log_freq=1",
+    "+actor_rollout_ref.model.override_config.a.b=1": "++actor_rollout_ref.model.override_config.a.b=1",
+    "reward_model.reward_kwargs={x: {y: 1}}": "reward_model.reward_kwargs={x: {y: 1}}",
+    "~trainer.logger": "~trainer.logger",
+    "hydra.run.dir=.": "hydra.run.dir=.",
+    "data@data=legacy_data": "data=legacy_data",
+    "actor@actor_rollout_ref.actor=dp_actor": "actor@actor_rollout_ref.actor=dp_actor",
+}
+
+REFUSED = {
+    "actor_rollout_ref.actor.lr=1": "actor_rollout_ref.actor.optim.lr",
+    "trainer.n_gpu_per_node=1": "trainer.n_gpus_per_node",
+    "+data.gen_batchsize=1": "data.gen_batch_size",
+    "rollout.n=4": "actor_rollout_ref.rollout.n",
+    "algorithm.kl_ctrl.coef=1": "algorithm.kl_ctrl.kl_coef",
+    "+data={max_prompt_lenght: 3}": "data.max_prompt_length",
+    "~trainer.loger": "trainer.logger",
+    "actor_rollout_ref.actor.tis_imp_ratio_cap=2": "algorithm.rollout_is_threshold",
+    "+actor_rollout_ref.actor.tis_imp_ratio_cap=3": "algorithm.rollout_is_mode",
+    "global_profiler.tool_config.nsys.discrete=true": "global_profiler.global_tool_config",
+}
+
+
+def test_accepted_with_and_without_a_plus():
+    assert fit(*ACCEPTED) == list(ACCEPTED.values())
+
+
+def test_refused_with_what_was_meant():
+    with pytest.raises(ConfigError) as info:
+        fit("data.seed=3", *REFUSED)
+    assert len(info.value.violations) == len(REFUSED)  # all are listed
+    for violation, (override, meant) in zip(info.value.violations, REFUSED.items(), strict=True):
+        assert violation.key.split(".")[0] in override and meant in violation.expected, str(violation)
+
+
+@pytest.mark.parametrize("override", ["data.train_files=[a", "actor@actor_rollout_ref.actor=nonesuch"])
+def test_what_hydra_cannot_read(override):
+    with pytest.raises(HydraException):
+        fit(override)
+
+
+def test_flags_are_kept_and_paths_made_absolute(tmp_path):
+    (tmp_path / "mine.yaml").write_text("defaults: [ppo_trainer, _self_]\n")
+    arguments = prepare_arguments(
+        ["data.gen_batch_size=1", "--cfg", "job", "-cd", str(tmp_path)], "ppo_trainer", CONFIG_DIR
+    )
+    assert arguments == ["--cfg", "job", "-cd", str(tmp_path), "++data.gen_batch_size=1"]
+    assert prepare_arguments(["--help"], "ppo_trainer", CONFIG_DIR) == ["--help"]
+    moved = prepare_arguments(["--config-path=config", "data.seed=1"], "ppo_trainer", CONFIG_DIR)
+    assert moved == ["--config-path=config", "--config-path", CONFIG_DIR, "data.seed=1"]
+
+
+def test_nearest_prefers_the_last_name():
+    known = ["trainer.device", "data.seed", "actor_rollout_ref.rollout.seed", "trainer.seed"]
+    assert nearest("trainer.sed", known)[0] == "trainer.seed"
+    assert nearest("zzz", known) == []
+
+
+def test_a_command_ends_with_a_message_and_code_2(tmp_path):
+    """The whole way, with Hydra's own output folder, through one command that validates."""
+    script = tmp_path / "command.py"
+    script.write_text(
+        textwrap.dedent("""
+        import sys
+        from verl.trainer.config.cli import hydra_main
+        from verl.utils.config import validate_config
+
+        @hydra_main("ppo_trainer")
+        def main(config):
+            assert config.data.gen_batch_size == 4
+            validate_config(config, False, True)
+
+        main()
+        """)
+    )
+
+    def run(*arguments):
+        command = [sys.executable, str(script), *arguments]
+        environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, env=environment)
+
+    refused = run("data.gen_batch_size=4", "data.truncation=cut", "hydra.run.dir=.")
+    assert refused.returncode == 2 and "Traceback" not in refused.stderr
+    assert "actor_rollout_ref.rollout.name=???: is missing: write vllm or hf" in refused.stderr
+    assert "data.truncation=cut: must be one of error, left, right, middle" in refused.stderr
+    unknown = run("trainer.n_gpus=4")
+    assert unknown.returncode == 2 and "trainer.n_gpus_per_node" in unknown.stderr
+    shown = run("--cfg", "job", "data.gen_batch_size=4")
+    assert shown.returncode == 0 and "gen_batch_size: 4" in shown.stdout

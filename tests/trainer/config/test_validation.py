@@ -1,0 +1,215 @@
+# ruff: noqa: E501 (one case per line reads as a table)
+"""What is refused before anything starts: one message that lists every violation."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from verl.algos.advantage import ADV_ESTIMATOR_REGISTRY
+from verl.algos.policy_loss import POLICY_LOSS_REGISTRY
+from verl.base_config import ConfigError, UnsupportedConfigError
+from verl.trainer.config.refusals import REFUSALS
+from verl.trainer.config.validation import ADV_ESTIMATORS, POLICY_LOSSES, check_world
+from verl.utils.config import validate_config
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(scope="module")
+def base(composed):
+    return composed()
+
+
+def changed(base, changes):
+    config = base.copy()
+    for key, value in changes.items():
+        OmegaConf.update(config, key, value, force_add=True)
+    return config
+
+
+def violations(base, changes, use_reference_policy=True, use_critic=True):
+    try:
+        validate_config(changed(base, changes), use_reference_policy, use_critic)
+    except ConfigError as error:
+        return {violation.key: str(violation) for violation in error.violations}
+    return {}
+
+
+ROLLOUT, ACTOR, MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.actor", "actor_rollout_ref.model"
+
+
+def test_the_small_run_is_right(base):
+    assert violations(base, {}) == {}
+    assert violations(base, {f"{ROLLOUT}.name": "hf", f"{ROLLOUT}.tensor_model_parallel_size": 2}) == {}
+    assert violations(base, {f"{MODEL}.path": "Qwen/Qwen2.5-0.5B", "trainer.total_training_steps": 3}) == {}
+    assert violations(base, {f"{ACTOR}.use_dynamic_bsz": True, f"{ROLLOUT}.n": 5, "data.train_batch_size": 8}) == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "message"),
+    [
+        # keys that are missing or of the wrong kind
+        ({f"{ROLLOUT}.name": "???"}, f"{ROLLOUT}.name", "write vllm or hf"),
+        ({"data": 3}, "data", "must be a mapping"),
+        ({f"{ACTOR}.optim": 3}, f"{ACTOR}.optim", "must be a mapping"),
+        ({f"{ACTOR}.optim.lr": "fast"}, f"{ACTOR}.optim.lr", "must be a number"),
+        ({f"{ACTOR}.optim.learning_rate": 1}, f"{ACTOR}.optim.learning_rate", "there is no such key"),
+        ({f"{ACTOR}.optim._target_": "no.such.Class"}, f"{ACTOR}.optim._target_", "cannot be imported"),
+        ({"data.seed": "${no.key}"}, "data.seed", "cannot be resolved"),
+        # ranges and choices of plain nodes
+        ({"data.train_batch_size": 0}, "data.train_batch_size", "an integer of 1 or more"),
+        ({"data.truncation": "cut"}, "data.truncation", "error, left, right, middle"),
+        ({"data.shuffle": "yes"}, "data.shuffle", "true or false"),
+        ({"trainer.n_gpus_per_node": -1}, "trainer.n_gpus_per_node", "1 or more"),
+        ({"trainer.resume_mode": "always"}, "trainer.resume_mode", "auto, disable, resume_path"),
+        ({"trainer.resume_mode": "resume_path"}, "trainer.resume_from_path", "global_step_<N>"),
+        ({"trainer.logger": ["console", "wandbb"]}, "trainer.logger", "list of trackers"),
+        ({"trainer.use_legacy_worker_impl": "maybe"}, "trainer.use_legacy_worker_impl", "auto, enable, disable"),
+        ({"actor_rollout_ref.hybrid_engine": False}, "actor_rollout_ref.hybrid_engine", "must be true"),
+        ({"data.sampler.class_path": "pkg://x"}, "data.dataloader_num_workers", "must be 0"),
+        ({"data.custom_cls.name": "Rows"}, "data.custom_cls.path", "the file that holds Rows"),
+        # batch sizes
+        ({"data.train_batch_size": 9, f"{ROLLOUT}.n": 1}, "data.train_batch_size", "write a multiple of 2"),
+        ({f"{ACTOR}.ppo_mini_batch_size": 16}, f"{ACTOR}.ppo_mini_batch_size", "at most data.train_batch_size=8"),
+        ({f"{ACTOR}.ppo_mini_batch_size": 6}, f"{ACTOR}.ppo_mini_batch_size", "must divide data.train_batch_size=8"),
+        ({f"{ACTOR}.ppo_micro_batch_size_per_gpu": 3}, f"{ACTOR}.ppo_micro_batch_size_per_gpu", "divide the 8 sequences"),
+        ({f"{ACTOR}.ppo_micro_batch_size": 4}, f"{ACTOR}.ppo_micro_batch_size", "set only ppo_micro_batch_size_per_gpu"),
+        ({"critic.ppo_micro_batch_size_per_gpu": None}, "critic.ppo_micro_batch_size_per_gpu", "or use_dynamic_bsz=true"),
+        (
+            {f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": None},
+            f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu",
+            "log_prob_use_dynamic_bsz=true",
+        ),
+        (
+            {"actor_rollout_ref.ref.log_prob_micro_batch_size": 4},
+            "actor_rollout_ref.ref.log_prob_micro_batch_size",
+            "is deprecated and excludes",
+        ),
+        # layout
+        ({f"{ROLLOUT}.tensor_model_parallel_size": 4}, f"{ROLLOUT}.tensor_model_parallel_size", r"write one of [1, 2]"),
+        ({f"{ACTOR}.ulysses_sequence_parallel_size": 2}, f"{ACTOR}.ulysses_sequence_parallel_size", "use_remove_padding"),
+        (
+            {f"{ACTOR}.ulysses_sequence_parallel_size": 3, f"{MODEL}.use_remove_padding": True},
+            f"{ACTOR}.ulysses_sequence_parallel_size",
+            "4 attention heads do not divide over 3 Ulysses ranks",
+        ),
+        (
+            {"trainer.n_gpus_per_node": 8, f"{ROLLOUT}.tensor_model_parallel_size": 8},
+            f"{ROLLOUT}.tensor_model_parallel_size",
+            "4 attention heads do not divide over 8",
+        ),
+        (
+            {"trainer.n_gpus_per_node": 4, f"{ACTOR}.fsdp_config.fsdp_size": 3},
+            f"{ACTOR}.fsdp_config.fsdp_size",
+            "must divide the 4 workers",
+        ),
+        # generation
+        ({f"{ROLLOUT}.max_model_len": 31}, f"{ROLLOUT}.max_model_len", "at least prompt_length + response_length = 32"),
+        ({f"{ROLLOUT}.max_num_batched_tokens": 16}, f"{ROLLOUT}.max_num_batched_tokens", "32 tokens"),
+        ({f"{ROLLOUT}.temperature": 0}, f"{ROLLOUT}.temperature", "must be above 0"),
+        ({f"{ROLLOUT}.val_kwargs.do_sample": True}, f"{ROLLOUT}.val_kwargs.temperature", "must be above 0"),
+        ({f"{MODEL}.lora_rank": 1024}, f"{MODEL}.lora_rank", "at most 512 with vllm"),
+        ({"data.max_response_length": 60}, "data.max_response_length", "exceeds the model's 64 positions: write at most 48"),
+        # names
+        ({"algorithm.adv_estimator": "groo"}, "algorithm.adv_estimator", "the nearest: grpo"),
+        ({f"{ACTOR}.policy_loss.loss_mode": "vanila"}, f"{ACTOR}.policy_loss.loss_mode", "the nearest: vanilla"),
+        ({"reward_model.reward_manager": "naiv"}, "reward_model.reward_manager", "the nearest: naive"),
+        ({f"{MODEL}.external_lib": "no_such_module"}, f"{MODEL}.external_lib", "cannot find no_such_module"),
+        # files
+        ({"data.train_files": "/no/rows.parquet"}, "data.train_files", "no such file"),
+        ({"data.train_files": []}, "data.train_files", "a path or a list of paths"),
+        ({"data.val_files": "/"}, "data.val_files", "is a folder"),
+        ({f"{MODEL}.path": "/no/model"}, f"{MODEL}.path", "no such folder"),
+        ({"custom_reward_function.path": "/no/reward.py"}, "custom_reward_function.path", "no such file"),
+    ],
+)  # fmt: skip
+def test_refused(base, changes, key, message):
+    found = violations(base, changes)
+    assert message in found.get(key, ""), found
+
+
+def test_functions_of_files(base, tmp_path):
+    file = tmp_path / "reward.py"
+    node = {"custom_reward_function.path": str(file), "custom_reward_function.name": "score"}
+    file.write_text("def score(): ...\n")
+    assert violations(base, node) == {}
+    file.write_text("def scores(): ...\n")
+    assert "it defines scores" in violations(base, node)["custom_reward_function.name"]
+    file.write_text("def score(:\n")
+    assert "is not valid Python" in violations(base, node)["custom_reward_function.path"]
+
+
+def test_model_folders(base, tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": ')
+    assert "not readable JSON" in violations(base, {f"{MODEL}.path": str(tmp_path)})[f"{MODEL}.path"]
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    assert "no tokenizer" in violations(base, {f"{MODEL}.path": str(tmp_path)})[f"{MODEL}.tokenizer_path"]
+    elsewhere = {f"{MODEL}.path": str(tmp_path), f"{MODEL}.tokenizer_path": "Qwen/Qwen2.5-0.5B"}
+    assert violations(base, elsewhere | {"critic.model.tokenizer_path": None}) == {}
+
+
+def test_everything_is_listed_once_under_its_dotted_key(base):
+    changes = {
+        f"{ROLLOUT}.name": "???",
+        f"{ACTOR}.optim.lr": -1.0,
+        "critic.cliprange_value": 0.0,
+        "data.train_batch_size": 9,
+        "trainer.device": "npu",
+        f"{ROLLOUT}.temperature": 0,
+    }
+    expected = {*changes} - {"data.train_batch_size"} | {f"{ACTOR}.ppo_mini_batch_size", "critic.ppo_mini_batch_size"}
+    assert set(violations(base, changes)) == expected
+    with pytest.raises(ConfigError, match=f"{len(expected)} problems"):
+        validate_config(changed(base, changes), True, True)
+
+
+def test_roles_that_do_not_run_are_not_checked(base):
+    changes = {"critic.model.path": "/no/model", "critic.ppo_micro_batch_size_per_gpu": None}
+    assert violations(base, changes, use_critic=False) == {}
+    changes = {"actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": None}
+    assert violations(base, changes, use_reference_policy=False) == {}
+
+
+def test_what_is_not_here_yet_is_refused(base):
+    other = {bool: True, int: 7, float: 0.5, str: "other", list: [0], dict: {"x": 1}, type(None): 1}
+    values = {refusal.key: (refusal.values or (other[type(refusal.default)],))[-1] for refusal in REFUSALS}
+    found = violations(base, values)
+    for key in values:
+        assert "not supported" in found[key] and "write" in found[key]
+
+
+def test_only_unsupported_is_a_not_implemented_error(base):
+    with pytest.raises(UnsupportedConfigError):
+        validate_config(changed(base, {f"{ROLLOUT}.mode": "async"}), True, True)
+    with pytest.raises(ConfigError) as info:
+        validate_config(changed(base, {f"{ROLLOUT}.mode": "async", "data.truncation": "cut"}), True, True)
+    assert not isinstance(info.value, NotImplementedError)
+
+
+def test_names_of_the_users_own_need_a_module(base):
+    changes = {"algorithm.adv_estimator": "mine", f"{MODEL}.external_lib": "json"}
+    assert violations(base, changes, use_critic=False) == {}
+
+
+def test_the_names_are_those_of_the_registries():
+    assert set(ADV_ESTIMATORS) == set(ADV_ESTIMATOR_REGISTRY)
+    assert set(POLICY_LOSSES) == set(POLICY_LOSS_REGISTRY)
+
+
+def test_the_world_against_a_cluster(base):
+    config = changed(base, {"trainer.device": "cuda", "trainer.n_gpus_per_node": 4, "trainer.nnodes": 2})
+    check_world(config, {"GPU": 8.0})
+    check_world(base, {})
+    with pytest.raises(ConfigError, match="asks for 8 GPU, the cluster has 4"):
+        check_world(config, {"GPU": 4.0, "CPU": 64.0})
+
+
+def test_validation_imports_neither_torch_nor_ray():
+    code = (
+        "import sys; from verl.utils.config import validate_config; import verl.trainer.config.validation;"
+        "import verl.trainer.config.cli; sys.exit(bool({'torch', 'ray', 'transformers'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0

@@ -1,0 +1,158 @@
+"""The YAML files: style, generated copy, composition, and equality with the dataclasses."""
+
+import subprocess
+import sys
+from dataclasses import MISSING, fields
+from pathlib import Path
+
+import pytest
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.utils import get_class
+from omegaconf import OmegaConf
+
+from verl.trainer.config import AlgoConfig
+from verl.trainer.config.refusals import select
+from verl.utils.config import omega_conf_to_dataclass
+
+ROOT = Path(__file__).resolve().parents[3]
+CONFIG_DIR = ROOT / "verl" / "trainer" / "config"
+
+
+def test_style():
+    command = [sys.executable, "scripts/check_yaml_style.py"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("a: 1\n", "1: no comment above the key 'a'"),
+        ("# one\na: 1\n# two\nb: 2\n", "4: no blank line before the comment of 'b'"),
+        ("# one\na: 1  # more\n", "2: inline comment"),
+        ("# one\na:\n\n  b: '#1'\n", "4: no comment above the key 'b'"),
+    ],
+)
+def test_style_check_sees(tmp_path, text, problem):
+    (tmp_path / "x.yaml").write_text(text)
+    command = [sys.executable, str(ROOT / "scripts" / "check_yaml_style.py"), str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 1 and f"x.yaml:{problem}" in result.stdout
+    assert len(result.stdout.splitlines()) == 1
+
+
+def test_the_generated_copy_is_fresh(composed):
+    text = (CONFIG_DIR / "_generated_ppo_trainer.yaml").read_text()
+    tree = OmegaConf.to_container(composed(base=False), resolve=False)
+    assert yaml.safe_load(text) == tree, "run bash scripts/generate_trainer_config.sh"
+
+
+def _target_nodes(tree, prefix=""):
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            if "_target_" in value:
+                yield f"{prefix}{name}", value
+            yield from _target_nodes(value, f"{prefix}{name}.")
+
+
+# What a role writes over the defaults of a class that it shares with others.
+PER_ROLE = {
+    "actor_rollout_ref.actor.optim.lr": 1e-6,
+    "critic.optim.lr": 1e-5,
+    "global_profiler.save_path": "outputs/profile",
+    "rollout.name": "vllm",
+    "rollout.top_k": 50,
+    "rollout.top_p": 0.7,
+    "rollout.prompt_length": 1536,
+    "rollout.enforce_eager": True,
+    "rollout.load_format": "auto",
+    "rollout.tensor_model_parallel_size": 1,
+    "rollout.log_prob_micro_batch_size_per_gpu": 8,
+}
+
+
+@pytest.mark.parametrize("name", ["ppo_trainer", "sft_trainer_engine", "generation"])
+def test_yaml_and_dataclasses_have_the_same_defaults(composed, name):
+    """Interpolations count as what they resolve to in an empty tree: the default that they name."""
+    raw = OmegaConf.to_container(composed(name=name, base=False), resolve=False)
+    resolved = OmegaConf.to_container(composed(name=name, base=False), resolve=True)
+    seen = 0
+    for path, node in _target_nodes(raw):
+        cls = get_class(node["_target_"])
+        known = {field.name: field for field in fields(cls)}
+        for key, value in node.items():
+            dotted = f"{path}.{key}"
+            if key == "_target_" or (isinstance(value, dict) and "_target_" in str(value)):
+                continue
+            field = known[key]
+            default = field.default if field.default is not MISSING else field.default_factory()
+            value = select(resolved, dotted)
+            if name == "ppo_trainer" and isinstance(node[key], str) and "${" in node[key]:
+                continue  # follows another key; that one is compared
+            expected = PER_ROLE.get(dotted, list(default) if isinstance(default, tuple) else default)
+            if dotted.startswith("global_profiler") and expected is None:
+                continue
+            assert value == expected, dotted
+            seen += 1
+    assert seen > {"ppo_trainer": 150, "sft_trainer_engine": 40, "generation": 20}[name]
+
+
+def test_every_node_can_be_built(composed):
+    config = composed()
+    for path, _ in _target_nodes(OmegaConf.to_container(config, resolve=False)):
+        node = OmegaConf.select(config, path)
+        assert type(omega_conf_to_dataclass(node)).__name__ == node._target_.rsplit(".", 1)[-1]
+
+
+def test_interpolations_follow_their_source(composed):
+    config = composed("trainer.seed=9", "actor_rollout_ref.model.use_remove_padding=true", "data.max_response_length=8")
+    assert config.actor_rollout_ref.rollout.seed == 9
+    assert config.actor_rollout_ref.rollout.response_length == 8
+    assert config.actor_rollout_ref.actor.use_remove_padding is True
+    assert config.critic.ppo_mini_batch_size == config.actor_rollout_ref.actor.ppo_mini_batch_size == 8
+    assert config.critic.forward_micro_batch_size_per_gpu == 2
+    assert list(config.critic.checkpoint.load_contents) == ["model", "optimizer", "extra"]
+    assert config.trainer.default_local_dir == "checkpoints/verl_examples/gsm8k"
+
+
+# Overrides of published commands beyond the keys in the YAML, as they spell them: with a leading plus.
+PUBLISHED = {
+    "reward_model.reward_kwargs.max_resp_len=${data.max_response_length}": 16,
+    "reward_model.reward_kwargs.overlong_buffer_cfg.enable=True": True,
+    "reward_model.reward_kwargs.metric_weights.accuracy=1": 1,
+    "custom_reward_function.reward_kwargs={a: 1}": {"a": 1},
+    "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=bf16": "bf16",
+    "actor_rollout_ref.model.override_config.attention_dropout=0.": 0.0,
+    "critic.model.override_config.rope_scaling.type=yarn": "yarn",
+    "actor_rollout_ref.rollout.engine_kwargs.vllm.disable_cascade_attn=True": True,
+    "actor_rollout_ref.rollout.engine_kwargs.sglang.attention_backend=triton": "triton",
+    "trainer.wandb_proxy=http://proxy": "http://proxy",
+    "trainer.tensorboard_dir=logs": "logs",
+    "data.gen_batch_size=24": 24,
+    "algorithm.filter_groups.enable=true": True,
+    "reward_model.overlong_buffer.len=4": 4,
+    "ray_kwargs.ray_init.runtime_env.env_vars.A=b": "b",
+}
+
+
+def test_published_overrides_compose(composed):
+    config = composed(*(f"+{override}" for override in PUBLISHED))
+    for override, value in PUBLISHED.items():
+        assert OmegaConf.select(config, override.split("=")[0]) == value
+
+
+def test_a_recipe_composes_from_the_repository_root(tmp_path, monkeypatch):
+    recipe = {
+        "hydra": {"searchpath": ["file://verl/trainer/config"]},
+        "defaults": ["ppo_trainer", "_self_"],
+        "data": {"gen_batch_size": "${data.train_batch_size}"},
+        "algorithm": {"filter_groups": {"_target_": "verl.trainer.config.FilterGroupsConfig", "enable": True}},
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    monkeypatch.chdir(ROOT)
+    with initialize_config_dir(str(tmp_path), version_base=None):
+        config = compose("recipe")
+    assert config.data.gen_batch_size == 1024
+    built = omega_conf_to_dataclass(config.algorithm)
+    assert isinstance(built, AlgoConfig) and built.filter_groups.enable is True
