@@ -11,7 +11,13 @@ import torch
 from tensordict import TensorDict
 
 from verl import DataProto
-from verl.protocol import DataProtoConfig, DataProtoFuture, all_gather_data_proto, deserialize_tensordict, serialize_tensordict
+from verl.protocol import (
+    DataProtoConfig,
+    DataProtoFuture,
+    all_gather_data_proto,
+    deserialize_tensordict,
+    serialize_tensordict,
+)
 
 
 def _batch(rows: int = 6) -> DataProto:
@@ -33,7 +39,9 @@ def test_slices_and_chunks_are_views() -> None:
     assert _pointer(data.select(["x"])) == _pointer(data)
 
 
-@pytest.mark.parametrize("grow", [lambda d: DataProto.concat([d, d]), lambda d: d.repeat(2), lambda d: d.repeat(2, False)])
+@pytest.mark.parametrize(
+    "grow", [lambda d: DataProto.concat([d, d]), lambda d: d.repeat(2), lambda d: d.repeat(2, False)]
+)
 def test_growing_allocates_the_result_only(grow: Any) -> None:
     data = DataProto.from_dict({"x": torch.zeros(64, 1024)})
     with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:

@@ -38,7 +38,11 @@ def batches(draw: st.DrawFn, min_rows: int = 0, max_rows: int = 6) -> tuple[Data
         size = num_rows * int(np.prod(width))
         values = draw(st.lists(st.integers(0, top), min_size=size, max_size=size))
         tensors[f"t{column}"] = torch.tensor(values, dtype=torch.int64).to(dtype).reshape(num_rows, *width)
-    objects = draw(st.lists(st.one_of(st.text(max_size=3), st.lists(st.integers(), max_size=2)), min_size=num_rows, max_size=num_rows))
+    objects = draw(
+        st.lists(
+            st.one_of(st.text(max_size=3), st.lists(st.integers(), max_size=2)), min_size=num_rows, max_size=num_rows
+        )
+    )
     arrays["o"] = np.fromiter(objects, dtype=object, count=num_rows)
     arrays["n"] = np.arange(num_rows * 2).reshape(num_rows, 2)
     for number, row in enumerate(rows):

@@ -15,7 +15,7 @@ from ray.util.placement_group import remove_placement_group
 from tests.single_controller.workers import AsyncWorker, EchoWorker, times_rank
 from verl import DataProto
 from verl.protocol import DataProtoFuture
-from verl.single_controller.base import PlacementError
+from verl.single_controller.base import PlacementError, WorkerTaskError, phase
 from verl.single_controller.base.decorator import DispatchError
 from verl.single_controller.ray import (
     RayClassWithInitArgs,
@@ -73,7 +73,11 @@ def test_environment_of_workers(roles: dict[str, RayWorkerGroup]) -> None:
         assert (env["RANK"], env["WORLD_SIZE"], env["RAY_LOCAL_WORLD_SIZE"]) == (str(rank), "2", "2")
         assert (env["WG_BACKEND"], env["WG_PREFIX"], env["EXTRA"]) == ("ray", group.name_prefix, "5")
         assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == (group.master_address, group.master_port)
-        assert (env["LOCAL_RANK"], env["LOCAL_WORLD_SIZE"], env["REDIS_STORE_SERVER_HOST"]) == ("0", "1", env["MASTER_ADDR"])
+        assert (env["LOCAL_RANK"], env["LOCAL_WORLD_SIZE"], env["REDIS_STORE_SERVER_HOST"]) == (
+            "0",
+            "1",
+            env["MASTER_ADDR"],
+        )
     assert {place["pid"] for place in places} == {place["pid"] for place in roles["actor_rollout"].place()}
     assert group.worker_names == [f"{group.name_prefix}WorkerDict_0:{rank}" for rank in (0, 1)]
 
@@ -166,19 +170,19 @@ def test_fused_roles(fused: RayWorkerGroup) -> None:
     assert fused.left.sibling_offset("left") == [1, 1]
 
 
-def test_nested_group(pool: RayResourcePool) -> None:
-    @ray.remote(num_cpus=0)
-    class Driver:
-        def run(self) -> Any:
-            inner_pool = RayResourcePool([1], max_colocate_count=1)
-            inner = RayWorkerGroup(inner_pool, _class(EchoWorker, 3), device_name="cpu", call_timeout_s=60)
-            result = inner.add(_batch()).batch["x"].tolist()
-            inner.kill()
-            for placement in inner_pool.pgs or []:
-                remove_placement_group(placement)
-            return result
+def run_nested_group() -> list[int]:
+    """Drive a group from inside of a worker."""
+    inner_pool = RayResourcePool([1], max_colocate_count=1)
+    inner = RayWorkerGroup(inner_pool, _class(EchoWorker, 3), device_name="cpu", call_timeout_s=60)
+    result: list[int] = inner.add(_batch()).batch["x"].tolist()
+    inner.kill()
+    for placement in inner_pool.pgs or []:
+        remove_placement_group(placement)
+    return result
 
-    assert ray.get(Driver.remote().run.remote(), timeout=90) == [4, 5, 6, 7]
+
+def test_nested_group(roles: dict[str, RayWorkerGroup]) -> None:
+    assert roles["actor"].execute_func_rank_zero(run_nested_group) == [4, 5, 6, 7]
 
 
 def test_placement_that_cannot_be_met_is_refused(pool: RayResourcePool) -> None:
@@ -199,3 +203,19 @@ def test_resource_pools() -> None:
     with pytest.raises(ValueError, match="max_colocate_count"):
         merge_resource_pool(first, RayResourcePool([1], max_colocate_count=1))
     assert np.sum(first.store) == first.world_size
+
+
+def test_exception_keeps_its_type_and_ends_all_groups_of_the_pool(
+    roles: dict[str, RayWorkerGroup], fused: RayWorkerGroup
+) -> None:
+    with phase("reward", step=4), pytest.raises(WorkerTaskError) as caught:
+        roles["actor"].fail(1)
+    first_line = str(caught.value).splitlines()[0]
+    for part in ("rank 1", "shared", "method fail", "role actor", "phase reward, step 4", "KeyError: 'no such row'"):
+        assert part in first_line
+    assert isinstance(caught.value.__cause__, KeyError)
+    for group in (roles["actor"], fused):
+        refs = [worker.__ray_ready__.remote() for worker in group.workers]
+        for ref in refs:
+            with pytest.raises(ray.exceptions.ActorDiedError):
+                ray.get(ref, timeout=20)

@@ -39,7 +39,14 @@ class EchoWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def place(self) -> dict[str, Any]:
         """Return what the environment says."""
-        names = [*self.env_keys(), "WG_PREFIX", "WG_BACKEND", "RAY_LOCAL_WORLD_SIZE", "REDIS_STORE_SERVER_HOST", "EXTRA"]
+        names = [
+            *self.env_keys(),
+            "WG_PREFIX",
+            "WG_BACKEND",
+            "RAY_LOCAL_WORLD_SIZE",
+            "REDIS_STORE_SERVER_HOST",
+            "EXTRA",
+        ]
         return {"rank": self.rank, "pid": os.getpid(), "env": {name: envs.read(name) for name in names}}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -62,7 +62,8 @@ def initialize_global_process_group_ray(timeout_second: float | None = None) -> 
     except (dist.DistError, RuntimeError) as error:
         where = init_method or f"{envs.read('MASTER_ADDR')}:{envs.read('MASTER_PORT')}"
         raise RuntimeError(
-            f"rank {rank} of {world_size} could not join the process group at {where} (timeout {timeout_second} s): {error}"
+            f"rank {rank} of {world_size} could not join the process group at {where} "
+            f"(timeout {timeout_second} s): {error}"
         ) from error
 
 

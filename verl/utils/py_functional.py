@@ -51,10 +51,12 @@ def _is_tensor(value: Any) -> bool:
 
 def tensors_equal(a: Any, b: Any) -> bool:
     """Compare two tensors by dtype, shape and element, NaN equal to NaN; neither memory nor device need be shared."""
-    if a.dtype != b.dtype or a.shape != b.shape or a.layout != b.layout:
+    if a.dtype != b.dtype or a.layout != b.layout or a.is_nested != b.is_nested:
         return False
-    if a.is_nested:
+    if a.is_nested:  # its shape holds a symbol of its own for the ragged dim, so that only the parts can be compared
         return len(a.unbind()) == len(b.unbind()) and all(map(tensors_equal, a.unbind(), b.unbind()))
+    if a.shape != b.shape:
+        return False
     b = b.to(a.device)
     if a.data_ptr() == b.data_ptr() and a.stride() == b.stride():
         return True

@@ -88,8 +88,8 @@ class RayResourcePool(ResourcePool):
             for group in groups:
                 remove_placement_group(group)
             raise PlacementError(
-                f"resource pool {self.name_prefix!r} was not placed within {limit:.0f} s: it asks for {_describe(schemes)} "
-                f"({strategy}), of which the cluster has free {_pick_resources(available, bundle)} and in all "
+                f"resource pool {self.name_prefix!r} was not placed within {limit:.0f} s: it asks for "
+                f"{_describe(schemes)} ({strategy}), of which the cluster has free {_pick_resources(available, bundle)} and in all "
                 f"{_pick_resources(ray.cluster_resources(), bundle)}; missing "
                 f"{_shortage(_sum_bundles(schemes), available) or 'one node that holds a whole group'}"
             )

@@ -119,7 +119,7 @@ def kill_all(actors: Sequence[Any]) -> None:
 
 
 def _is_death(error: RayError) -> bool:
-    # What a living worker raises is an instance of its cause's class too, and that may be a death of an actor of its own.
+    # What a living worker raises is an instance of its cause's class too: perhaps the death of an actor of its own.
     return isinstance(error, _DEATHS) and not isinstance(error, RayTaskError)
 
 

@@ -372,7 +372,7 @@ class RayWorkerGroup(WorkerGroup):
         raise error
 
     def kill(self) -> None:
-        """End every actor of this group and of the groups that share its resource pools, and wait until they are gone."""
+        """End every actor of this group and of the groups in its resource pools, and wait until they are gone."""
         groups = {self, *(group for pool in self._pools for group in pool.groups)}
         kill_all([worker for group in groups for worker in group._workers])
 
