@@ -93,6 +93,7 @@ class FSDPEngine(BaseEngine):
         finally:
             self.optimizer_zero_grad()
             self.module.eval()
+            self._reshard()
             self._offload()
 
     @contextmanager
@@ -103,7 +104,16 @@ class FSDPEngine(BaseEngine):
         try:
             yield
         finally:
+            self._reshard()
             self._offload()
+
+    def _reshard(self) -> None:
+        """Free gathered weights: the outermost ones stay after a forward without a backward, and would be saved as
+        they are, or outlive a loaded checkpoint.
+        """
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def _load(self, optimizer: bool) -> None:
         if self.engine_config.offload_policy:
