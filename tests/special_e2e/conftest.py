@@ -1,0 +1,161 @@
+"""Real runs of ``main_ppo`` in processes of their own, and what they leave behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+import psutil
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PYTHON = [sys.executable, "-m"]
+VOLATILE = ("timing_s/", "timing_per_token_ms/", "perf/", "weight_sync/")
+"""Metrics of time and memory: what two equal runs may differ in."""
+
+
+@dataclass
+class Run:
+    """A finished run."""
+
+    returncode: int
+    output: str
+    seconds: float
+    folder: Path
+
+    @property
+    def steps(self) -> dict[int, dict[str, float]]:
+        """Metrics by training step, as the run's record has them."""
+        lines = (self.folder / "metrics.jsonl").read_text().splitlines()
+        merged: dict[int, dict[str, float]] = {}
+        for row in map(json.loads, lines):
+            merged.setdefault(row["step"], {}).update(row["data"])
+        return merged
+
+    def numbers(self, step: int) -> dict[str, float]:
+        """What of a step does not depend on the speed of the machine."""
+        return {key: value for key, value in self.steps[step].items() if not key.startswith(VOLATILE)}
+
+
+class Workspace:
+    """A folder with a tiny model and data, in which runs are made."""
+
+    def __init__(self, folder: Path) -> None:
+        sys.path.insert(0, str(REPOSITORY))
+        from examples.tiny_model import make_tiny_model
+
+        self.folder = folder
+        self.model = make_tiny_model(str(folder / "model"), hidden_size=128, num_layers=2, seed=0)
+        prompts = [{"role": "user", "content": f"say {i * 7919 % 1000} and {'more' * (i % 5)}"} for i in range(64)]
+        rows = [
+            {
+                "data_source": "letters",
+                "prompt": [prompt],
+                "ability": "letters",
+                "reward_model": {"style": "rule", "ground_truth": "letters"},
+                "extra_info": {"index": i, "split": "train"},
+            }
+            for i, prompt in enumerate(prompts)
+        ]
+        pd.DataFrame(rows).to_parquet(folder / "train.parquet")
+        pd.DataFrame(rows[:6]).to_parquet(folder / "test.parquet")
+
+    def overrides(self, name: str) -> dict[str, object]:
+        """Return the smallest command that trains on one CPU worker."""
+        return {
+            "algorithm.adv_estimator": "grpo",
+            "data.train_files": self.folder / "train.parquet",
+            "data.val_files": self.folder / "test.parquet",
+            "data.train_batch_size": 8,
+            "data.max_prompt_length": 48,
+            "data.max_response_length": 16,
+            "data.dataloader_num_workers": 0,
+            "actor_rollout_ref.model.path": self.model,
+            "actor_rollout_ref.model.use_remove_padding": True,
+            "actor_rollout_ref.model.enable_gradient_checkpointing": False,
+            "actor_rollout_ref.actor.ppo_mini_batch_size": 8,
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 8,
+            "actor_rollout_ref.actor.optim.lr": 1e-3,
+            "actor_rollout_ref.rollout.name": "vllm",
+            "actor_rollout_ref.rollout.dtype": "float32",
+            "actor_rollout_ref.rollout.n": 4,
+            "actor_rollout_ref.rollout.temperature": 0.8,
+            "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
+            "actor_rollout_ref.rollout.enforce_eager": True,
+            "actor_rollout_ref.rollout.calculate_log_probs": True,
+            "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 8,
+            "actor_rollout_ref.nccl_timeout": 60,
+            "custom_reward_function.path": REPOSITORY / "tests/special_e2e/rewards.py",
+            "trainer.device": "cpu",
+            "trainer.n_gpus_per_node": 1,
+            "trainer.logger": "[file]",
+            "trainer.total_epochs": 100,
+            "trainer.total_training_steps": 4,
+            "trainer.val_before_train": False,
+            "trainer.test_freq": 1,
+            "trainer.default_local_dir": self.folder / name,
+        }
+
+    def command(self, name: str, overrides: dict[str, object] | None = None) -> list[str]:
+        """Return the command line of a run."""
+        chosen = self.overrides(name) | (overrides or {})
+        words = [f"{key}={'null' if value is None else value}" for key, value in chosen.items()]
+        return [*PYTHON, "verl.trainer.main_ppo", *words]
+
+    def train(
+        self,
+        name: str,
+        overrides: dict[str, object] | None = None,
+        env: dict[str, str] | None = None,
+        timeout_s: float = 420,
+        fails: bool = False,
+    ) -> Run:
+        """Run to the end, or to the failure that is expected; nothing of the run is left alive."""
+        started = time.time()
+        environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "VERL_FILE_LOGGER_ROOT": str(self.folder)}
+        with subprocess.Popen(
+            self.command(name, overrides),
+            env=environment | (env or {}),
+            cwd=self.folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        ) as process:
+            try:
+                output, _ = process.communicate(timeout=timeout_s)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                pytest.fail(f"{name} did not end within {timeout_s} s:\n{process.communicate()[0][-3000:]}")
+        run = Run(process.returncode, output, time.time() - started, self.folder / name)
+        assert bool(run.returncode) == fails, f"{name} ended with {run.returncode}:\n{output[-4000:]}"
+        assert not leftovers(process.pid), f"{name} left processes behind: {leftovers(process.pid)}"
+        return run
+
+
+def leftovers(session: int, patience_s: float = 10) -> list[str]:
+    """Return the processes of a session that are still alive after a while; Ray's may take a moment to go."""
+    deadline = time.time() + patience_s
+    while True:
+        alive = [p.info["name"] for p in psutil.process_iter(["name", "pid", "status"]) if _of(p, session)]
+        if not alive or time.time() > deadline:
+            return alive
+        time.sleep(0.2)
+
+
+def _of(process: psutil.Process, session: int) -> bool:
+    try:
+        return os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE
+    except (ProcessLookupError, psutil.NoSuchProcess):
+        return False
+
+
+@pytest.fixture(scope="session")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    """One tiny model and data set for all runs."""
+    return Workspace(tmp_path_factory.mktemp("e2e"))

@@ -1,0 +1,80 @@
+"""Whole runs: they learn, they resume bit for bit, and their layouts agree."""
+
+import math
+
+import pytest
+
+TWO_WORKERS = {"trainer.n_gpus_per_node": 2, "actor_rollout_ref.rollout.tensor_model_parallel_size": 2}
+PPO = {
+    "algorithm.adv_estimator": "gae",
+    "critic.ppo_micro_batch_size_per_gpu": 8,
+    "critic.optim.lr": 1e-3,
+    "critic.model.use_remove_padding": True,
+    "critic.model.enable_gradient_checkpointing": False,
+    "algorithm.use_kl_in_reward": True,
+    "algorithm.kl_ctrl.type": "adaptive",
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": 8,
+    "actor_rollout_ref.actor.ppo_mini_batch_size": 4,
+}
+
+
+@pytest.fixture(scope="module")
+def grpo(workspace):
+    return workspace.train("grpo", {"trainer.save_freq": 2})
+
+
+@pytest.fixture(scope="module")
+def ppo(workspace):
+    model = {"critic.model.path": workspace.model, "trainer.save_freq": 2}
+    return workspace.train("ppo", TWO_WORKERS | PPO | model)
+
+
+def test_grpo_runs_and_rollout_and_trainer_agree(grpo):
+    """fp32: the engine's log-probabilities and the trainer's differ by rounding, after updates that moved them."""
+    assert sorted(grpo.steps) == [1, 2, 3, 4]
+    for step in range(1, 5):
+        numbers = grpo.steps[step]
+        assert numbers["training/rollout_log_prob_diff_max"] < 1e-4
+        assert numbers["actor/grad_norm"] > 0
+        assert numbers["weight_sync/checksum_ok"] == 1
+        assert all(map(math.isfinite, numbers.values()))
+    assert (grpo.folder / "curves.png").stat().st_size > 10_000
+    assert "val-core/letters/reward/mean@1" in grpo.steps[4]
+
+
+def test_ppo_with_a_critic_on_two_workers_with_tensor_parallel_generation(ppo):
+    for step in range(1, 5):
+        numbers = ppo.steps[step]
+        assert numbers["training/rollout_log_prob_diff_max"] < 1e-4
+        assert numbers["critic/grad_norm"] > 0
+    assert ppo.steps[4]["critic/vf_loss"] < ppo.steps[1]["critic/vf_loss"]
+
+
+@pytest.mark.parametrize("kind", ["grpo", "ppo"])
+def test_a_killed_run_resumes_bit_for_bit(workspace, request, kind, tmp_path):
+    """SIGKILL of a worker in the update of step 3; the message, the time to the end, and steps 3 and 4 afterwards."""
+    whole = request.getfixturevalue(kind)
+    overrides = {"trainer.save_freq": 2}
+    rank = 0
+    if kind == "ppo":
+        overrides |= TWO_WORKERS | PPO | {"critic.model.path": workspace.model}
+        rank = 1
+    fault = {"VERL_FAULT": f"kill:update_actor:rank={rank}:step=3", "VERL_FAULT_FILE": str(tmp_path / "fault")}
+    name = f"{kind}-killed"
+    killed = workspace.train(name, overrides, env=fault, fails=True)
+    proof = (tmp_path / "fault").read_text()
+    assert "update_actor" in proof
+    assert_names_the_death(killed.output, rank, "update_actor", 3)
+    assert sorted(killed.steps) == [1, 2]
+    resumed = workspace.train(name, overrides)
+    for step in (3, 4):
+        assert resumed.numbers(step) == whole.numbers(step)
+
+
+def assert_names_the_death(output: str, rank: int, phase: str, step: int) -> None:
+    """Hold the last message of a run to what it must tell."""
+    message = output[output.rindex("Error:") :]
+    assert "WorkerDiedError" in message
+    assert f"rank {rank}" in message or f"rank={rank}" in message, message
+    assert phase in message, message
+    assert f"step {step}" in message or f"step={step}" in message, message
