@@ -52,7 +52,7 @@ def run_ppo(config: DictConfig, task_runner_class: Any = None) -> None:
 
     CLOCK.mark("launch", at=_process_start())
     CLOCK.mark("imports")
-    started_ray = False
+    started_ray, failure = False, None
     try:
         check_inputs(config)
         CLOCK.mark("checks")
@@ -60,20 +60,18 @@ def run_ppo(config: DictConfig, task_runner_class: Any = None) -> None:
         CLOCK.mark("ray_init")
         _run_in_actor(config, task_runner_class or TaskRunner)
     except KeyboardInterrupt:
-        sys.exit(_say("interrupted", 130))
+        failure = "interrupted", 130
     except Exception as error:  # whatever it is, the person at the terminal gets its cause and not Ray's frames
         if CLOCK.last == "imports":
-            sys.exit(_say(f"error in the configuration: {error}", 2))
-        sys.exit(_say(report_failure(error, config), 1))
+            failure = f"error in the configuration: {error}", 2
+        else:
+            failure = report_failure(error, config), 1
     finally:
         if started_ray:
             stop_ray()
-
-
-def _say(message: str, code: int) -> int:
-    sys.stderr.write(f"\n{message}\n")
-    sys.stderr.flush()
-    return code
+    if failure is not None:
+        sys.stderr.write(f"\n{failure[0]}\n")
+        sys.exit(failure[1])
 
 
 def _process_start() -> float:

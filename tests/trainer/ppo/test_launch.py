@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from verl.trainer.ppo import inputs, launch
 from verl.trainer.ppo.progress import Progress
 from verl.trainer.ppo.startup import StartupClock
-from verl.trainer.ppo.utils import Role, need_critic
+from verl.trainer.ppo.utils import Role, _tell_no_critic, need_critic
 
 
 def test_the_launching_process_needs_neither_torch_nor_transformers():
@@ -186,6 +186,7 @@ def test_roles_and_their_names():
 )
 def test_who_needs_a_critic(enable, estimator, needed, caplog):
     config = SimpleNamespace(critic=SimpleNamespace(enable=enable), algorithm=SimpleNamespace(adv_estimator=estimator))
+    _tell_no_critic.cache_clear()
     with caplog.at_level(logging.WARNING):
         assert need_critic(config) is needed
     assert ("no critic" in caplog.text) is (not needed)

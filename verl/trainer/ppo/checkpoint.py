@@ -38,6 +38,11 @@ class IncompleteCheckpointError(ValueError):
     """The checkpoint to resume from is missing parts."""
 
 
+def run_folder(config: Any) -> Path:
+    """Return the folder in which a run keeps its record and its checkpoints."""
+    return Path(os.path.expanduser(config.trainer.default_local_dir)).absolute()
+
+
 def find_resume_folder(config: Any) -> Path | None:
     """Return the folder of the checkpoint that a run continues, None where it starts from scratch.
 
@@ -54,7 +59,7 @@ def find_resume_folder(config: Any) -> Path | None:
             "checkpoint to trainer.default_local_dir and leave default_hdfs_dir null, or set "
             "trainer.resume_mode=disable"
         )
-    root = Path(os.path.expanduser(trainer.default_local_dir)).absolute()
+    root = run_folder(config)
     if trainer.resume_mode == "resume_path":
         return _checked(_explicit_folder(trainer.resume_from_path), root, config)
     step = read_tracker(root)
@@ -187,7 +192,8 @@ def save_checkpoint(trainer: "RayPPOTrainer") -> None:
     """Write the parts of the workers, that of the driver, and last the tracker."""
     config, step = trainer.config.trainer, trainer.global_steps
     name = f"{FOLDER_PREFIX}{step}"
-    folder = f"{os.path.abspath(config.default_local_dir)}/{name}"
+    root = run_folder(trainer.config)
+    folder = f"{root}/{name}"
     remote = None if config.default_hdfs_dir is None else f"{config.default_hdfs_dir}/{name}"
     keep = {"actor": config.max_actor_ckpt_to_keep, "critic": config.max_critic_ckpt_to_keep}
     if config.get("remove_previous_ckpt_in_save", False):
@@ -199,8 +205,8 @@ def save_checkpoint(trainer: "RayPPOTrainer") -> None:
         group.save_checkpoint(f"{folder}/{role}", remote_part, step, max_ckpt_to_keep=keep[role])
     state = {"kl_ctrl_in_reward": trainer.kl_ctrl_in_reward.state_dict(), "seed": trainer.run_seed}
     save_driver_state(folder, trainer.train_dataloader.state_dict(), state)
-    write_tracker_atomically(config.default_local_dir, step)
-    remove_emptied_folders(config.default_local_dir)
+    write_tracker_atomically(root, step)
+    remove_emptied_folders(root)
 
 
 def load_checkpoint(trainer: "RayPPOTrainer") -> int | None:

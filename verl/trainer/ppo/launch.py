@@ -5,12 +5,12 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import ray
 from omegaconf import OmegaConf
 
+from verl.trainer.ppo.checkpoint import run_folder
 from verl.utils import envs
 
 logger = logging.getLogger(__name__)
@@ -79,11 +79,11 @@ def report_failure(error: BaseException, config: Any) -> str:
     """Write the whole trace to ``error.log`` of the run and return a short message with the cause."""
     root = root_cause(error)
     lines = [f"Error: {describe(root)}", *getattr(root, "__notes__", [])]
-    path = Path(config.trainer.default_local_dir, ERROR_LOG)
+    path = run_folder(config) / ERROR_LOG
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
-        lines.append(f"The whole trace is in {path.absolute()}")
+        lines.append(f"The whole trace is in {path}")
     except OSError as failed:
         lines.append(
             f"The trace could not be written to {path} ({failed}):\n{''.join(traceback.format_exception(error))}"

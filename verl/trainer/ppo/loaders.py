@@ -1,5 +1,6 @@
 """Data sets and loaders of the trainer, and the number of steps that they give."""
 
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -33,8 +34,8 @@ def train_loader(
     Raises: EmptyLoaderError when there is not one.
     """
     size = data.get("gen_batch_size", data.train_batch_size)
-    loader = StatefulDataLoader(
-        dataset=dataset,
+    loader = _loader(
+        dataset,
         batch_size=size,
         drop_last=True,
         sampler=sampler or create_rl_sampler(data, dataset),
@@ -58,8 +59,8 @@ def validation_loader(
     """
     if not len(dataset):
         raise EmptyLoaderError("data.val_files has no usable row")
-    return StatefulDataLoader(
-        dataset=dataset,
+    return _loader(
+        dataset,
         batch_size=data.val_batch_size or len(dataset),
         shuffle=data.validation_shuffle,
         drop_last=False,
@@ -67,6 +68,12 @@ def validation_loader(
         collate_fn=collate_fn or default_collate_fn,
         generator=torch.Generator().manual_seed(seed),
     )
+
+
+def _loader(dataset: Dataset, **options: Any) -> StatefulDataLoader:
+    with warnings.catch_warnings():  # torchdata 0.11 calls what torch 2.13 deprecates
+        warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
+        return StatefulDataLoader(dataset=dataset, **options)
 
 
 def follow_run_seed(config: Any) -> None:

@@ -184,13 +184,15 @@ class RayPPOTrainer:
         if self.config.actor_rollout_ref.rollout.skip_rollout:
             RolloutSkip(self.config, self.actor_rollout_wg).wrap_generate_sequences()
         CLOCK.mark("resume")
+        finished = False
         try:
             yield
+            finished = True
         except Exception as error:
             error.add_note(f"in training step {self.global_steps} of {self.total_training_steps}")
             raise
         finally:
-            self.output.close()
+            self.output.close(finished)
 
     def _training_rows(self) -> Iterator[Mapping[str, Any]]:
         """Yield the rows of each remaining step, epoch after epoch, with ``global_steps`` set to the step."""

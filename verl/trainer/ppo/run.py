@@ -6,6 +6,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from verl.trainer.ppo.checkpoint import run_folder
 from verl.trainer.ppo.progress import Progress
 from verl.utils.console import get_console
 from verl.utils.curves import draw_curves
@@ -21,7 +22,7 @@ class RunOutput:
     def __init__(self, config: Any, resumed_step: int | None, total_steps: int) -> None:
         """Open the outputs of a run that continues after ``resumed_step``, None where it starts from scratch."""
         trainer = config.trainer
-        self.folder = trainer.default_local_dir
+        self.folder = run_folder(config)
         self.record = RunRecord(self.folder, resumed_step)
         self.tracking = Tracking(
             project_name=trainer.project_name,
@@ -49,13 +50,13 @@ class RunOutput:
         """Show validation samples in the trackers that can."""
         self.generations.log(self.tracking.logger, rows, step)
 
-    def close(self) -> None:
-        """Close the outputs and draw the curves of what there is."""
+    def close(self, finished: bool) -> None:
+        """Close the outputs, and draw the curves of a run that was not broken off."""
         self.progress.close()
         self.tracking.finish()
-        if not self.record.steps:
+        if not finished or not self.record.steps:
             return
         try:
-            get_console().info("curves: %s", draw_curves(self.folder).absolute())
+            get_console().info("curves: %s", draw_curves(self.folder))
         except ImportError as error:
             logger.warning("no picture of the curves: %s; pip install matplotlib", error)

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Mapping
 from enum import Enum
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -68,11 +69,16 @@ def need_critic(config: Any) -> bool:
         return bool(config.critic.enable)
     if config.algorithm.adv_estimator == "gae":
         return True
+    _tell_no_critic(str(config.algorithm.adv_estimator))
+    return False
+
+
+@cache
+def _tell_no_critic(adv_estimator: str) -> None:
     logger.warning(
         "no critic: algorithm.adv_estimator=%s does not need one; set critic.enable=true to train one all the same",
-        config.algorithm.adv_estimator,
+        adv_estimator,
     )
-    return False
 
 
 def config_needs_reference(config: Any) -> bool:

@@ -1,0 +1,172 @@
+"""What the driver does with whole batches: rewards, advantages, validation metrics, kept rollouts, pools."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from verl.protocol import DataProto
+from verl.single_controller.base import PlacementError
+from verl.trainer.ppo import resources
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer, apply_kl_penalty, compute_advantage, compute_response_mask
+from verl.trainer.ppo.resources import ResourcePoolManager
+from verl.trainer.ppo.validation import ValidationSamples, summarise
+from verl.utils.rollout_skip import RolloutSkip
+
+
+def scored(rewards, uids, mask=None):
+    rewards = torch.tensor(rewards)
+    mask = torch.ones_like(rewards) if mask is None else torch.tensor(mask)
+    tensors = {"token_level_rewards": rewards, "response_mask": mask}
+    return DataProto.from_dict(tensors, {"uid": np.array(uids, dtype=object)})
+
+
+def test_kl_in_the_reward_by_hand():
+    batch = DataProto.from_dict(
+        {
+            "token_level_scores": torch.tensor([[0.0, 1.0], [2.0, 0.0]]),
+            "response_mask": torch.tensor([[1, 1], [1, 0]]),
+            "old_log_probs": torch.tensor([[-1.0, -2.0], [-0.5, 7.0]]),
+            "ref_log_prob": torch.tensor([[-1.5, -1.0], [-1.5, 0.0]]),
+        }
+    )
+    used = []
+    controller = SimpleNamespace(value=0.1, update=lambda current_kl, n_steps: used.append((current_kl, n_steps)))
+    batch, metrics = apply_kl_penalty(batch, controller)
+    # k1 is (0.5, -1.0) and (1.0, masked): sequence means -0.25 and 1.0
+    expected = torch.tensor([[0.0 - 0.05, 1.0 + 0.1], [2.0 - 0.1, 0.0]])
+    assert torch.allclose(batch.batch["token_level_rewards"], expected)
+    assert metrics["actor/reward_kl_penalty"] == pytest.approx(0.375)
+    assert metrics["actor/reward_kl_penalty_coeff"] == 0.1
+    assert used == [(pytest.approx(0.375), 2)]
+
+
+def test_group_advantages_by_hand():
+    uids = ["a", "b", "a", "b"]
+    rewards = [[0.0, 1.0], [0.0, 5.0], [0.0, 3.0], [0.0, 5.0]]
+    batch = compute_advantage(scored(rewards, uids), "grpo", norm_adv_by_std_in_grpo=False)
+    assert batch.batch["advantages"][:, 0].tolist() == [-1.0, 0.0, 1.0, 0.0]
+    config = OmegaConf.create({"gamma": 1.0, "norm_adv_by_std_in_grpo": True})
+    rloo = compute_advantage(scored(rewards, uids), "rloo", config=config)
+    assert rloo.batch["advantages"][:, 0].tolist() == [-2.0, 0.0, 2.0, 0.0]
+    baselines = scored(rewards, uids)
+    baselines.batch["reward_baselines"] = torch.tensor([1.0, 1.0, 1.0, 1.0])
+    remax = compute_advantage(baselines, "remax", config=config)
+    assert remax.batch["advantages"][:, 0].tolist() == [0.0, 4.0, 2.0, 4.0]
+
+
+def test_gae_gets_values_and_discounts():
+    batch = scored([[0.0, 1.0]], ["a"])
+    batch.batch["values"] = torch.tensor([[0.5, 0.25]])
+    batch = compute_advantage(batch, "gae", gamma=0.5, lam=0.5)
+    # delta = (0 + 0.5 * 0.25 - 0.5, 1 - 0.25); A = (delta_0 + 0.25 * delta_1, delta_1); returns = A + V
+    assert torch.allclose(batch.batch["returns"], torch.tensor([[-0.375 + 0.25 * 0.75 + 0.5, 1.0]]))
+
+
+def test_a_missing_response_mask_comes_from_the_attention_mask():
+    batch = DataProto.from_dict(
+        {"responses": torch.zeros(1, 2, dtype=torch.long), "attention_mask": torch.tensor([[0, 1, 1, 0]])}
+    )
+    assert compute_response_mask(batch).tolist() == [[1, 0]]
+
+
+# ---- validation
+
+
+def test_metric_names_of_validation():
+    samples = ValidationSamples(uids=["a", "a", "b", "b"], sources=["s"] * 4, scores=[1.0, 0.0, 1.0, 1.0])
+    samples.extras["reward"] = samples.scores
+    samples.extras["acc"] = [True, False, True, True]
+    samples.extras["pred"] = ["4", "5", "4", "4"]
+    samples.turns = [2, 4, 2, 2]
+    metrics = summarise(samples)
+    assert metrics["val-core/s/acc/mean@2"] == 0.75 and metrics["val-aux/s/reward/mean@2"] == 0.75
+    assert {key for key in metrics if key.startswith("val-core/")} == {
+        f"val-core/s/acc/{name}" for name in ("mean@2", "best@2/mean", "best@2/std", "maj@2/mean", "maj@2/std")
+    }
+    assert metrics["val-aux/s/acc/std@2"] == pytest.approx(0.25) and "val-aux/s/acc/worst@2/mean" in metrics
+    assert (metrics["val-aux/num_turns/min"], metrics["val-aux/num_turns/max"]) == (2, 4)
+    samples.extras["acc"] = [True]
+    with pytest.raises(ValueError, match="'acc' for 1 of 4 validation samples"):
+        summarise(samples)
+
+
+# ---- balancing
+
+
+def test_balanced_rows_can_be_put_back():
+    lengths = [1, 6, 2, 5, 3, 4]
+    mask = (torch.arange(6)[None] < torch.tensor(lengths)[:, None]).long()
+    batch = DataProto.from_dict({"attention_mask": mask, "row": torch.arange(6)})
+    trainer = RayPPOTrainer.__new__(RayPPOTrainer)
+    trainer.actor_rollout_wg = SimpleNamespace(world_size=2)
+    metrics = {}
+    trainer._balance_batch(batch, metrics)
+    tokens = batch.batch["attention_mask"].sum(-1)
+    assert sorted((tokens[:3].sum().item(), tokens[3:].sum().item())) == [10, 11]
+    assert batch.batch["row"][trainer._row_order].tolist() == list(range(6))
+    assert (metrics["global_seqlen/min"], metrics["global_seqlen/max"]) == (9, 12)  # 1+6+2 and 5+3+4 as they came
+    assert (metrics["global_seqlen/balanced_min"], metrics["global_seqlen/balanced_max"]) == (10, 11)
+
+
+# ---- kept rollouts
+
+
+def test_rollouts_are_kept_per_step_and_prompts(tmp_path):
+    config = OmegaConf.create(
+        {
+            "actor_rollout_ref": {"rollout": {"n": 2, "skip_dump_dir": str(tmp_path)}},
+            "data": {"train_batch_size": 1},
+            "trainer": {"experiment_name": "e", "project_name": "p"},
+        }
+    )
+    calls = []
+
+    def generate(prompts):
+        calls.append(prompts.meta_info["global_steps"])
+        answer = torch.full((len(prompts), 1), len(calls))
+        return DataProto.from_dict({"prompts": prompts.batch["input_ids"], "responses": answer})
+
+    def ask(token, step, **meta):
+        group = SimpleNamespace(generate_sequences=generate)
+        RolloutSkip(config, group).wrap_generate_sequences()
+        prompts = DataProto.from_dict({"input_ids": torch.tensor([[token], [token]])})
+        prompts.meta_info = {"global_steps": step, **meta}
+        return group.generate_sequences(prompts).batch["responses"][0].item()
+
+    assert ask(5, 1) == 1 and ask(5, 1) == 1 and ask(5, 2) == 2 and calls == [1, 2]
+    assert ask(6, 1) == 3 and ask(6, 1) == 3  # other prompts: made again, and kept instead
+    assert ask(6, 1, validate=True) == 4  # validation is never taken from a file
+    (tmp_path / "e_p_GBS1__N2" / "1.pkl").write_bytes(b"cut")
+    assert ask(6, 1) == 5
+
+
+# ---- pools
+
+
+@pytest.mark.parametrize(
+    "device, spec, nodes, text",
+    [
+        ("cuda", {"global_pool": [8, 8]}, [{"GPU": 8.0}], r"16 in all, and the cluster has 8 \(missing 8\)"),
+        ("cuda", {"global_pool": [2]}, [{"CPU": 4.0}], "write trainer.device=cpu"),
+        ("cuda", {"global_pool": [8]}, [{"GPU": 4.0}, {"GPU": 4.0}], "8 on one node, and the largest node has 4"),
+        ("cpu", {"global_pool": [2], "reward_pool": [1]}, [{"CPU": 2.0}], "3 in all, and the cluster has 2"),
+    ],
+)
+def test_pools_that_cannot_be_placed_are_refused_with_what_is_missing(monkeypatch, device, spec, nodes, text):
+    alive = [{"Alive": True, "Resources": node} for node in nodes]
+    dead = [{"Alive": False, "Resources": {"GPU": 64.0, "CPU": 64.0}}]
+    monkeypatch.setattr(resources.ray, "nodes", lambda: alive + dead)
+    manager = ResourcePoolManager(spec, mapping={}, device_name=device)
+    with pytest.raises(PlacementError, match=text):
+        manager.create_resource_pool()
+
+
+def test_pools_count_worker_processes(monkeypatch):
+    monkeypatch.setattr(resources.ray, "nodes", lambda: [{"Alive": True, "Resources": {"CPU": 2.0}}])
+    manager = ResourcePoolManager({"global_pool": [2]}, mapping={}, device_name="cpu")
+    manager.create_resource_pool()
+    assert manager.get_n_gpus() == 2
+    assert manager.resource_pool_dict["global_pool"].world_size == 2
