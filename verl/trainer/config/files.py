@@ -10,13 +10,12 @@ from verl.trainer.config.refusals import select
 from verl.workers.config.model import flat_overrides, path_problems, read_config_json, tokenizer_problems
 
 Tree = Mapping[str, Any]
-DATA_SUFFIXES = (".parquet", ".json", ".jsonl")
 
 
 def file_rules(tree: Tree) -> Iterator[Violation]:
     """Yield data files and Python files that do not exist, and functions that their file does not define."""
     for key in ("data.train_files", "data.val_files"):
-        yield from _data_file_rules(key, select(tree, key), required=key == "data.train_files")
+        yield from data_file_rules(key, select(tree, key), required=key == "data.train_files")
     for node, path_key, name_key in (
         ("custom_reward_function", "path", "name"),
         ("data.custom_cls", "path", "name"),
@@ -28,7 +27,8 @@ def file_rules(tree: Tree) -> Iterator[Violation]:
             yield from _python_file_rules(f"{node}.{path_key}", path, f"{node}.{name_key}", name)
 
 
-def _data_file_rules(key: str, value: Any, required: bool) -> Iterator[Violation]:
+def data_file_rules(key: str, value: Any, required: bool) -> Iterator[Violation]:
+    """Yield the data files of one key that cannot be read."""
     files = [value] if isinstance(value, str) else value
     if files is None and not required:
         return

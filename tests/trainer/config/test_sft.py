@@ -1,0 +1,72 @@
+"""Both trees of supervised fine-tuning lead to one, and are checked before anything starts."""
+
+import pytest
+from omegaconf import OmegaConf
+
+from verl.base_config import ConfigError
+from verl.trainer.config.sft import MOVED, as_engine_tree, validate_sft_config
+from verl.utils.config import omega_conf_to_dataclass
+
+
+@pytest.fixture(scope="module")
+def trees(composed, small_run):
+    files = [each for each in small_run if each.startswith(("data.train_files", "data.val_files"))]
+    path = next(each for each in small_run if each.startswith("actor_rollout_ref.model.path")).split("=")[1]
+    return {
+        "sft_trainer": composed(*files, f"model.partial_pretrain={path}", name="sft_trainer", base=False),
+        "sft_trainer_engine": composed(*files, f"model.path={path}", name="sft_trainer_engine", base=False),
+    }
+
+
+def violations(config, changes, world_size=1):
+    config = config.copy()
+    for key, value in changes.items():
+        OmegaConf.update(config, key, value, force_add=True)
+    try:
+        validate_sft_config(config, world_size)
+    except ConfigError as error:
+        return {violation.key: str(violation) for violation in error.violations}
+    return {}
+
+
+def test_the_older_tree_is_moved(trees):
+    config = trees["sft_trainer"].copy()
+    config.optim.lr_scheduler = "constant"
+    config.model.fsdp_config.cpu_offload = config.model.fsdp_config.offload_params = True
+    moved = as_engine_tree(config)
+    for old, new in MOVED.items():
+        assert OmegaConf.select(moved, new) is not None or OmegaConf.select(config, old) is None
+    optim, engine = omega_conf_to_dataclass(moved.optim), omega_conf_to_dataclass(moved.engine)
+    assert (optim.lr, list(optim.betas), optim.lr_warmup_steps_ratio) == (1e-5, [0.9, 0.95], 0.1)
+    assert (optim.lr_scheduler_type, engine.strategy) == ("constant", "fsdp2")
+    assert (engine.offload_policy, engine.optimizer_offload) == (True, False)
+    assert moved.data.max_length == 1024 and moved.data.prompt_key == "question"
+    assert omega_conf_to_dataclass(moved.checkpoint).save_contents == ["model", "optimizer", "extra"]
+    newer = trees["sft_trainer_engine"]
+    assert as_engine_tree(newer) is newer
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "key", "message"),
+    [
+        ("sft_trainer", {"data.chat_template": "x"}, "data.chat_template", "must be null"),
+        ("sft_trainer", {"model.partial_pretrain": "/no/model"}, "model.partial_pretrain", "no such folder"),
+        ("sft_trainer", {"optim.lr_scheduler": "linear"}, "optim.lr_scheduler", "must be one of"),
+        ("sft_trainer", {"data.micro_batch_size": 8}, "data.micro_batch_size", "micro_batch_size_per_gpu"),
+        ("sft_trainer", {"data.micro_batch_size_per_gpu": 3}, "data.micro_batch_size_per_gpu", "128 rows"),
+        ("sft_trainer_engine", {"data.train_batch_size": 3}, "data.train_batch_size", "multiple of the 2"),
+        ("sft_trainer_engine", {"data.pad_mode": "left"}, "data.pad_mode", "no_padding, right"),
+        ("sft_trainer_engine", {"trainer.save_freq": "often"}, "trainer.save_freq", "after_each_epoch"),
+        ("sft_trainer_engine", {"optim.lr": -1.0}, "optim.lr", "0 or more"),
+        ("sft_trainer_engine", {"data.train_files": "/no/rows"}, "data.train_files", "no such file"),
+        (
+            "sft_trainer_engine",
+            {"engine.ulysses_sequence_parallel_size": 2},
+            "model.use_remove_padding",
+            "must be true",
+        ),
+    ],
+)
+def test_refused(trees, name, changes, key, message):
+    assert violations(trees[name], {}, world_size=2) == {}
+    assert message in violations(trees[name], changes, world_size=2).get(key, "")

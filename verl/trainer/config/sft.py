@@ -1,0 +1,131 @@
+"""Supervised fine-tuning: one tree for the engine, from either of the two established ones, and its checks."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl.base_config import ConfigError, Violation
+from verl.trainer.config.files import data_file_rules
+from verl.trainer.config.keys import dotted_keys
+from verl.trainer.config.nodes import build_nodes
+from verl.trainer.config.refusals import select
+from verl.workers.config.model import path_problems, tokenizer_problems
+
+# From the keys of ``sft_trainer`` to those of ``sft_trainer_engine``; ``data`` and ``trainer`` keep their keys.
+MOVED = {
+    "model.partial_pretrain": "model.path",
+    "model.use_shm": "model.use_shm",
+    "model.external_lib": "model.external_lib",
+    "model.enable_gradient_checkpointing": "model.enable_gradient_checkpointing",
+    "model.trust_remote_code": "model.trust_remote_code",
+    "model.lora_rank": "model.lora_rank",
+    "model.lora_alpha": "model.lora_alpha",
+    "model.target_modules": "model.target_modules",
+    "model.use_liger": "model.use_liger",
+    "use_remove_padding": "model.use_remove_padding",
+    "model.strategy": "engine.strategy",
+    "model.fsdp_config.model_dtype": "engine.model_dtype",
+    "model.fsdp_config.wrap_policy": "engine.wrap_policy",
+    "ulysses_sequence_parallel_size": "engine.ulysses_sequence_parallel_size",
+    "optim.lr": "optim.lr",
+    "optim.betas": "optim.betas",
+    "optim.weight_decay": "optim.weight_decay",
+    "optim.clip_grad": "optim.clip_grad",
+    "optim.warmup_steps_ratio": "optim.lr_warmup_steps_ratio",
+    "optim.lr_scheduler": "optim.lr_scheduler_type",
+    "trainer.checkpoint": "checkpoint",
+}
+TARGETS = {"model": "HFModelConfig", "engine": "FSDPEngineConfig", "optim": "FSDPOptimizerConfig"}
+
+
+def as_engine_tree(config: DictConfig) -> DictConfig:
+    """Return a ``sft_trainer`` tree with the nodes of ``sft_trainer_engine``; one of the latter comes back as it is."""
+    if "engine" in config:
+        return config
+    tree: Any = OmegaConf.to_container(config, resolve=True)
+    moved: DictConfig = OmegaConf.create({"data": tree["data"], "trainer": tree["trainer"]})
+    for name, cls in TARGETS.items():
+        OmegaConf.update(moved, f"{name}._target_", f"verl.workers.config.{cls}", force_add=True)
+    for old, new in MOVED.items():
+        OmegaConf.update(moved, new, select(tree, old), force_add=True)
+    sharding = tree["model"]["fsdp_config"]
+    moved.engine.offload_policy = bool(sharding["cpu_offload"] and sharding["offload_params"])
+    moved.engine.optimizer_offload = bool(sharding["cpu_offload"] and not sharding["offload_params"])
+    moved.checkpoint._target_ = "verl.trainer.config.CheckpointConfig"
+    moved.data.update({"use_dynamic_bsz": False, "pad_mode": "right"})
+    return moved
+
+
+def validate_sft_config(config: DictConfig, world_size: int = 1) -> None:
+    """Check a tree of either trainer before any process group starts.
+
+    Raises: ConfigError listing everything that is wrong.
+    """
+    violations = list(_violations(config, world_size))
+    if violations:
+        raise ConfigError(violations)
+
+
+def _violations(config: DictConfig, world_size: int) -> Iterator[Violation]:
+    raw: Any = OmegaConf.to_container(config, resolve=False)
+    yield from (Violation(key, "???", "is missing") for key in dotted_keys(raw) if select(raw, key) == "???")
+    if select(raw, "data.chat_template") is not None:
+        expected = "must be null: put the template into the tokenizer of the model"
+        yield Violation("data.chat_template", raw["data"]["chat_template"], expected)
+    tree: Any = OmegaConf.to_container(as_engine_tree(config), resolve=True)
+    backwards = {} if "engine" in config else {new: old for old, new in MOVED.items()}
+    wrong = build_nodes(tree)[1]
+    yield from (violation._replace(key=backwards.get(violation.key, violation.key)) for violation in wrong)
+    for key in ("data.train_files", "data.val_files"):
+        yield from data_file_rules(key, select(tree, key), required=key == "data.train_files")
+    path, key = select(tree, "model.path"), backwards.get("model.path", "model.path")
+    if isinstance(path, str):
+        problems = [*path_problems(path)] or [*tokenizer_problems(select(tree, "model.tokenizer_path") or path)]
+        yield from (Violation(key, path, problem) for problem in problems)
+    yield from _batch_rules(tree, world_size)
+    yield from _choice_rules(tree)
+
+
+def _batch_rules(tree: Mapping[str, Any], world_size: int) -> Iterator[Violation]:
+    data, sp_size = tree["data"], select(tree, "engine.ulysses_sequence_parallel_size", 1)
+    sizes = ("train_batch_size", "micro_batch_size_per_gpu", "max_length")
+    for name in sizes:
+        if not isinstance(data[name], int) or isinstance(data[name], bool) or data[name] < 1:
+            yield Violation(f"data.{name}", data[name], "must be an integer of 1 or more")
+            return
+    if data.get("micro_batch_size") is not None:
+        yield Violation("data.micro_batch_size", data["micro_batch_size"], "write data.micro_batch_size_per_gpu")
+    if world_size % sp_size:
+        expected = f"must divide the {world_size} workers"
+        yield Violation("engine.ulysses_sequence_parallel_size", sp_size, expected)
+        return
+    dp_size = world_size // sp_size
+    if sp_size > 1 and not select(tree, "model.use_remove_padding"):
+        yield Violation("model.use_remove_padding", False, "must be true with ulysses_sequence_parallel_size above 1")
+    if data["train_batch_size"] % dp_size:
+        expected = f"must be a multiple of the {dp_size} data-parallel ranks"
+        yield Violation("data.train_batch_size", data["train_batch_size"], expected)
+    elif not data["use_dynamic_bsz"] and (data["train_batch_size"] // dp_size) % data["micro_batch_size_per_gpu"]:
+        expected = f"must divide the {data['train_batch_size'] // dp_size} rows of one rank"
+        yield Violation("data.micro_batch_size_per_gpu", data["micro_batch_size_per_gpu"], expected)
+
+
+CHOICES = {
+    "data.truncation": ("error", "left", "right"),
+    "data.pad_mode": ("no_padding", "right"),
+    "trainer.resume_mode": ("auto", "disable", "resume_path"),
+    "trainer.device": ("cuda", "cpu"),
+}
+
+
+def _choice_rules(tree: Mapping[str, Any]) -> Iterator[Violation]:
+    for key, names in CHOICES.items():
+        if select(tree, key) not in names:
+            yield Violation(key, select(tree, key), f"must be one of {', '.join(names)}")
+    for key in ("trainer.save_freq", "trainer.test_freq"):
+        value = select(tree, key)
+        if value != "after_each_epoch" and (not isinstance(value, int) or isinstance(value, bool)):
+            yield Violation(key, value, "must be an integer, or after_each_epoch")
+    if select(tree, "trainer.resume_mode") == "resume_path" and not select(tree, "trainer.resume_from_path"):
+        yield Violation("trainer.resume_from_path", None, "must name a global_step_<N> folder")
