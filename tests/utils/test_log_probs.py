@@ -127,7 +127,8 @@ def test_refusals(rows):
 def test_established_names_agree(rows):
     logits, labels = rows
     want, entropy = (x.float() for x in plain(logits, labels))
-    for fn in (VF.logprobs_from_logits, VF.logprobs_from_logits_naive, VF.logprobs_from_logits_v2):
+    for fn in (VF.logprobs_from_logits, VF.logprobs_from_logits_naive, VF.logprobs_from_logits_v2,
+               VF.logprobs_from_logits_flash_attn, VF.logprobs_from_logits_torch_npu):  # fmt: skip
         torch.testing.assert_close(fn(logits, labels), want, atol=3e-6, rtol=1e-5)
     torch.testing.assert_close(VF.entropy_from_logits(logits), entropy, atol=3e-6, rtol=1e-5)
     grads = []

@@ -84,6 +84,11 @@ def logprobs_from_logits_v2(logits: Tensor, labels: Tensor) -> Tensor:
     return logprobs_from_logits(logits, labels, inplace_backward=False)
 
 
+# Established names of backend variants; there is one implementation for all devices.
+logprobs_from_logits_flash_attn = logprobs_from_logits
+logprobs_from_logits_torch_npu = logprobs_from_logits_v2
+
+
 def entropy_from_logits(logits: Tensor) -> Tensor:
     """Return the entropy of each distribution: (...) from logits (..., V), in fp32 or better."""
     log_probs = F.log_softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
@@ -324,7 +329,9 @@ __all__ = [
     "log_probs_from_logits_response",
     "log_probs_from_logits_response_rmpad",
     "logprobs_from_logits",
+    "logprobs_from_logits_flash_attn",
     "logprobs_from_logits_naive",
+    "logprobs_from_logits_torch_npu",
     "logprobs_from_logits_v2",
     "masked_mean",
     "masked_sum",

@@ -191,7 +191,7 @@ def test_two_ranks(two_rank_root):
 
 
 def test_one_sharded_rank(tmp_path):
-    mp.spawn(run_rank, args=(1, str(tmp_path)), nprocs=1)
+    run_rank(0, 1, tmp_path)
 
 
 def test_another_world_size_is_refused_with_a_way_out(two_rank_root):
@@ -368,8 +368,8 @@ def test_huggingface_folder_is_read_by_from_pretrained(tmp_path):
     """Exported weights give the logits of the model that was exported; the head is tied and stored once."""
     from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-    config = Qwen2Config(vocab_size=33, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-                         num_key_value_heads=1, tie_word_embeddings=True)  # fmt: skip
+    config = Qwen2Config(vocab_size=33, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+                         num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=True)  # fmt: skip
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(config).eval()
     manager = FSDPCheckpointManager(model, checkpoint_config={"save_contents": ["model", "hf_model"]})
