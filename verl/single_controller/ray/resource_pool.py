@@ -89,7 +89,8 @@ class RayResourcePool(ResourcePool):
                 remove_placement_group(group)
             raise PlacementError(
                 f"resource pool {self.name_prefix!r} was not placed within {limit:.0f} s: it asks for "
-                f"{_describe(schemes)} ({strategy}), of which the cluster has free {_pick_resources(available, bundle)} and in all "
+                f"{_describe(schemes)} ({strategy}), of which the cluster has free "
+                f"{_pick_resources(available, bundle)} and in all "
                 f"{_pick_resources(ray.cluster_resources(), bundle)}; missing "
                 f"{_shortage(_sum_bundles(schemes), available) or 'one node that holds a whole group'}"
             )
