@@ -60,7 +60,7 @@ def create_colocated_worker_cls(class_dict: dict[str, RayClassWithInitArgs]) -> 
     classes = {role: _unwrap_ray_remote(cia.cls) for role, cia in class_dict.items()}
     base: Any = _determine_base(next(iter(classes.values())))
 
-    class WorkerDict(base):  # type: ignore[misc]  # the base is chosen at run time
+    class WorkerDict(base):
         role_classes = classes
 
         def __init__(self) -> None:
