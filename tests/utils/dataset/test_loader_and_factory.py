@@ -58,6 +58,14 @@ def test_epochs_and_seeds_differ_and_repeat(dataset):
     assert list(SeededRandomSampler(range(99))) != list(SeededRandomSampler(range(99)))  # unseeded
 
 
+def test_replicas_take_the_batches_of_one(dataset):
+    whole = list(SeededRandomSampler(dataset, seed=5))
+    parts = [list(SeededRandomSampler(dataset, seed=5, rank=rank, num_replicas=4)) for rank in range(4)]
+    assert [len(part) for part in parts] == [5] * 4  # 22 rows: the last two are left out
+    for at in range(5):
+        assert [part[at] for part in parts] == whole[4 * at : 4 * at + 4]
+
+
 def test_sampler_without_shuffling(dataset):
     sampler = create_rl_sampler({"shuffle": False}, dataset)
     assert isinstance(sampler, SequentialSampler) and list(sampler) == list(range(22))

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.json as pj
 import pyarrow.parquet as pq
 
 from verl.utils.fs import copy_to_local
@@ -39,18 +40,19 @@ def localize(files: Iterable[str], cache_dir: str | None = None, use_shm: bool =
 
 
 def read_parquet(path: str) -> pa.Table:
-    """Read one file.
+    """Read one parquet file, or JSON lines where the name ends in ``.json`` or ``.jsonl``.
 
-    Raises: DataError when the file is absent, is not parquet, or has no row.
+    Raises: DataError when the file is absent, is of another format, or has no row.
     """
     if not Path(path).exists():
         raise DataFileNotFoundError(
             f"{path}: no such file; see examples/data_preprocess for scripts that write data files"
         )
+    kind = "JSON lines" if path.endswith((".json", ".jsonl")) else "parquet"
     try:
-        table = pq.read_table(path)
+        table = pq.read_table(path) if kind == "parquet" else pj.read_json(path)
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path}: cannot be read as parquet: {error}") from error
+        raise DataError(f"{path}: cannot be read as {kind}: {error}") from error
     if table.num_rows == 0:
         raise DataError(f"{path}: has no row")
     return table

@@ -1,0 +1,178 @@
+"""Supervised data: which tokens are learnt, how rows are padded and cut, and what bad rows are answered with."""
+
+import copy
+
+import pytest
+import torch
+
+from verl.utils.dataset import RMDataset, SFTDataset
+from verl.utils.dataset.dataset_utils import SFTTensorCollator
+from verl.utils.dataset.files import DataError
+from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
+
+CHATML = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+# drops what was thought in earlier turns, as templates of reasoning models do
+FORGETFUL = (
+    "{% for m in messages %}<|{{ m['role'] }}|>"
+    "{% if m['role'] == 'assistant' and not loop.last %}{{ m['content'].split('>>')[-1] }}"
+    "{% else %}{{ m['content'] }}{% endif %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+# has no system role: its text stands before the first question
+MERGED = (
+    "{% if messages[0]['role'] == 'system' %}{% if messages|length == 1 %}{{ raise_exception('no system role') }}"
+    "{% endif %}{% set start = messages[0]['content'] %}{% set rest = messages[1:] %}{% else %}{% set start = '' %}"
+    "{% set rest = messages %}{% endif %}{% for m in rest %}<|{{ m['role'] }}|>"
+    "{% if loop.first %}{{ start }}{% endif %}{{ m['content'] }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def say(*turns, **columns):
+    return {"messages": [{"role": role, "content": content} for role, content in turns], **columns}
+
+
+def learnt(tokenizer, item):
+    """Return the text of the learnt runs."""
+    runs, current = [], []
+    for token, mask in zip(item["input_ids"].tolist(), item["loss_mask"].tolist(), strict=True):
+        if mask:
+            current.append(token)
+        elif current:
+            runs.append(tokenizer.decode(current))
+            current = []
+    return runs + ([tokenizer.decode(current)] if current else [])
+
+
+def build(tokenizer, path, template=None, **config):
+    tokenizer = copy.copy(tokenizer)
+    tokenizer.chat_template = template or tokenizer.chat_template
+    return MultiTurnSFTDataset(path, tokenizer, {"max_length": 64, **config})
+
+
+TALK = say(("system", "s"), ("user", "q"), ("assistant", "a1"), ("tool", "t1"), ("tool", "t2"), ("assistant", "a2"))
+
+
+def test_learns_what_the_assistant_says(tokenizer, parquet):
+    item = build(tokenizer, parquet([TALK]))[0]
+    roles = ["system", "user", "assistant", "tool", "tool", "assistant"]
+    said = ["s", "q", "a1", "t1", "t2", "a2"]
+    ids = tokenizer.encode("".join(f"<|{role}|>{text}<|end|>" for role, text in zip(roles, said, strict=True)))
+    assert item["input_ids"].tolist() == ids + [tokenizer.pad_token_id] * (64 - len(ids))
+    assert item["attention_mask"].tolist() == [1] * len(ids) + [0] * (64 - len(ids))
+    assert item["position_ids"].tolist() == list(range(len(ids))) + [0] * (64 - len(ids))
+    assert learnt(tokenizer, item) == ["a1<|end|>", "a2<|end|>"]
+
+
+def test_own_loss_mask_replaces_that_of_the_role(tokenizer, parquet):
+    row = say(("user", "q"), ("assistant", "a1"), ("user", "r"), ("assistant", "a2"))
+    row["messages"][1]["loss_mask"] = 0
+    row["messages"][2]["loss_mask"] = 1
+    item = build(tokenizer, parquet([row]))[0]
+    assert learnt(tokenizer, item) == ["<|user|>r<|end|>", "a2<|end|>"]
+
+
+@pytest.mark.parametrize(
+    ("template", "row", "expected"),
+    [
+        (CHATML, TALK, ["a1<|end|>\n", "a2<|end|>\n"]),
+        (MERGED, say(("system", "s"), ("user", "q"), ("assistant", "a")), ["a<|end|>"]),
+        (
+            FORGETFUL,
+            say(("user", "q"), ("assistant", "x>>y"), ("user", "r"), ("assistant", "z")),
+            ["x>>y<|end|>", "z<|end|>"],
+        ),
+    ],
+)
+def test_templates(tokenizer, parquet, caplog, template, row, expected):
+    item = build(tokenizer, parquet([row]), template)[0]
+    assert learnt(tokenizer, item) == expected
+    assert ("the turns are used" in caplog.text) == (template is FORGETFUL)
+    if template is MERGED:
+        assert tokenizer.decode(item["input_ids"][:4]) == "<|user|>sq<|end|>"
+
+
+def test_tools_and_thinking_reach_the_template(tokenizer, parquet):
+    template = "{% if tools %}{{ tools[0]['name'] }}{% endif %}{% if enable_thinking %}T{% endif %}" + CHATML
+    row = say(("user", "q"), ("assistant", "a"), tools='[{"name": "f"}]', enable_thinking=True)
+    item = build(tokenizer, parquet([row]), template)[0]
+    assert tokenizer.decode(item["input_ids"][:5]) == "fT<|user|>q<|end|>"
+
+
+@pytest.mark.parametrize("truncation", ["left", "right", "middle", "error"])
+def test_no_padding_and_truncation(tokenizer, parquet, truncation):
+    path = parquet([say(("user", "0123"), ("assistant", "4567"))])
+    ids = tokenizer.encode("<|user|>0123<|end|><|assistant|>4567<|end|>")
+    assert len(ids) == 12
+    whole = build(tokenizer, path, pad_mode="no_padding")[0]
+    assert sorted(whole) == ["input_ids", "loss_mask", "position_ids"] and whole["input_ids"].tolist() == ids
+    assert whole["loss_mask"].tolist() == [0] * 7 + [1] * 5
+    short = build(tokenizer, path, pad_mode="no_padding", max_length=8, truncation=truncation)
+    if truncation == "error":
+        with pytest.raises(NotImplementedError, match=r"row 0, .*12 tokens, data\.max_length is 8"):
+            short[0]
+        return
+    kept = {"left": slice(4, 12), "right": slice(0, 8)}.get(truncation)
+    assert short[0]["input_ids"].tolist() == (ids[kept] if kept else ids[:4] + ids[-4:])
+    assert short[0]["loss_mask"].sum() == {"left": 5, "right": 1, "middle": 4}[truncation]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (say(("assistant", "a")), "row 1, column 'messages': must begin with user, assistant"),
+        (say(("system", "s"), ("assistant", "a")), "must begin with"),
+        (say(("user", "q"), ("bot", "a")), "message 1 has the role 'bot'"),
+        (say(("user", "q"), ("assistant", "a"), ("system", "s")), "message 2 is a system message"),
+        ({"messages": []}, "must begin with"),
+    ],
+)
+def test_bad_conversation(tokenizer, parquet, row, message):
+    dataset = build(tokenizer, parquet([TALK, row]))
+    with pytest.raises(DataError, match=r"train\.parquet, .*" + message):
+        dataset[1]
+
+
+def test_bad_columns(tokenizer, parquet):
+    with pytest.raises(DataError, match=r"column 'messages' \(data\.messages_key\): is missing"):
+        build(tokenizer, parquet([{"x": 1}]))
+    with pytest.raises(DataError, match=r"row 0, column 'messages' .*got string"):
+        build(tokenizer, parquet([{"messages": "hello"}]))
+    with pytest.raises(DataError, match="row 1, column 'messages' .*is null"):
+        build(tokenizer, parquet([TALK, {"messages": None}]))
+
+
+def test_single_turn_rows(tokenizer, parquet):
+    path = parquet([{"prompt": {"text": "q"}, "response": "ab"}])
+    config = {"max_length": 10, "prompt_dict_keys": ["text"]}
+    item = SFTDataset(path, tokenizer, config)[0]
+    ids = tokenizer.encode("<|user|>q<|end|><|assistant|>ab<|end|>")
+    assert item["input_ids"].tolist() == ids + [tokenizer.pad_token_id] * 3
+    # the positions before `a`, `b` and the end predict them
+    assert item["loss_mask"].tolist() == [0, 0, 0, 1, 1, 1, 0, 0, 0, 0]
+    short = SFTDataset(path, tokenizer, {**config, "max_length": 5, "truncation": "right"})[0]
+    assert short["input_ids"].tolist() == ids[:5] and short["loss_mask"].tolist() == [0, 0, 0, 1, 0]
+    with pytest.raises(DataError, match=r"column 'prompt' .*has no field 'body'"):
+        SFTDataset(path, tokenizer, {"prompt_dict_keys": ["body"]})
+    with pytest.raises(DataError, match=r"column 'prompt' \(data\.prompt_key\): must be a string"):
+        SFTDataset(path, tokenizer, {})
+
+
+def test_preference_pairs(tokenizer, parquet):
+    item = RMDataset(parquet([{"prompt": "p", "chosen": "cc", "rejected": "r"}]), tokenizer, max_length=5)[0]
+    pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
+    expected = [tokenizer.encode("pcc") + [eos, pad], tokenizer.encode("pr") + [eos, pad, pad]]
+    assert item["input_ids"].tolist() == expected
+    assert item["attention_mask"].tolist() == [[1, 1, 1, 1, 0], [1, 1, 1, 0, 0]]
+
+
+def test_collator():
+    rows = [{"input_ids": torch.arange(n)} for n in (2, 3)]
+    nested = SFTTensorCollator("no_padding")(rows)["input_ids"]
+    assert nested.is_nested and [part.tolist() for part in nested.unbind()] == [[0, 1], [0, 1, 2]]
+    same = [{"input_ids": torch.arange(2)}] * 2
+    assert SFTTensorCollator("right")(same)["input_ids"].tolist() == [[0, 1], [0, 1]]
+    with pytest.raises(ValueError, match=r"data\.pad_mode must be one of .*'top'"):
+        SFTTensorCollator("top")

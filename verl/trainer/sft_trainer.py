@@ -1,0 +1,278 @@
+"""Supervised training: ``python -m verl.trainer.sft_trainer key=value ...``, or the same under ``torchrun``."""
+
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
+from torch.utils.data import Dataset, SequentialSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+from tqdm import tqdm
+
+from verl.base_config import ConfigError, Violation
+from verl.protocol import DataProto
+from verl.trainer.config.cli import hydra_main
+from verl.utils import envs
+from verl.utils.checkpoint.checkpoint_handler import CheckpointHandler
+from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.dataset.dataset_utils import SFTTensorCollator
+from verl.utils.dataset.factory import load_class
+from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
+from verl.utils.dataset.sampler import SeededRandomSampler
+from verl.utils.device import get_device_name
+from verl.utils.distributed import initialize_global_process_group
+from verl.utils.flops_counter import FlopsCounter
+from verl.utils.seeding import seed_process
+from verl.utils.tracking import Tracking, check_backends
+from verl.workers.engine import EngineRegistry
+from verl.workers.roles.utils.losses import sft_loss
+
+logger = logging.getLogger(__name__)
+
+EACH_EPOCH = "after_each_epoch"
+LOADER_WORKERS = 8
+
+
+def padded_batch(rows: Mapping[str, Any], pad_token_id: int) -> DataProto:
+    """Turn collated rows, jagged or padded on the right, into what an engine takes.
+
+    Every token but the first is a response to those before it: ``responses`` and ``response_mask`` are (B, L - 1).
+    """
+    ids, mask = rows["input_ids"], rows["loss_mask"]
+    if ids.is_nested:
+        lengths = ids.offsets().diff()
+        ids = torch.nested.to_padded_tensor(ids, pad_token_id)
+        mask = torch.nested.to_padded_tensor(mask, 0)
+    else:
+        lengths = rows["attention_mask"].sum(-1)
+    width = int(lengths.max())
+    positions = torch.arange(width).expand(len(ids), -1)
+    attended = positions < lengths.unsqueeze(-1)
+    ids, mask = ids[:, :width], mask[:, :width]
+    return DataProto.from_dict(
+        tensors={
+            "input_ids": ids,
+            "attention_mask": attended.long(),
+            "position_ids": positions * attended,
+            "responses": ids[:, 1:],
+            "response_mask": mask[:, 1:] * attended[:, 1:],
+        }
+    )
+
+
+class SFTTrainer:
+    """One process of a supervised run; all processes of it construct and fit together.
+
+    Args: the composed ``sft_trainer_engine`` tree.
+    Raises: ValueError naming the dotted key, or file, row and column, for what cannot be used.
+    """
+
+    def __init__(self, config: DictConfig) -> None:
+        self.config = config
+        self._check()
+        distributed = torch.distributed.is_initialized()
+        self.rank = torch.distributed.get_rank() if distributed else 0
+        seed_process(config.trainer.seed, "sft", self.rank)
+        self.model_config = omega_conf_to_dataclass(config.model)
+        self.tokenizer = self.model_config.tokenizer
+        # the data is read before the model: what is wrong with it shows sooner
+        self.train_dataset = self._dataset(config.data.train_files)
+        self.val_dataset = self._dataset(config.data.val_files) if config.data.val_files else None
+        self._plan(torch.distributed.get_world_size() if distributed else 1)
+        self.engine = self._engine()
+        self.engine.initialize()
+        self.train_loader = self._loader(self.train_dataset, train=True)
+        self.val_loader = None if self.val_dataset is None else self._loader(self.val_dataset, train=False)
+        self.checkpoints = CheckpointHandler(
+            self.engine,
+            self.train_loader,
+            default_local_dir=config.trainer.default_local_dir,
+            max_ckpt_to_keep=config.trainer.max_ckpt_to_keep,
+            default_hdfs_dir=config.trainer.default_hdfs_dir,
+            resume_mode=config.trainer.resume_mode,
+            resume_from_path=config.trainer.resume_from_path,
+        )
+        self.flops = FlopsCounter(self.model_config.hf_config)
+        self.loss_fn = partial(sft_loss, None)
+
+    # ---- start
+
+    def _check(self) -> None:
+        data, trainer = self.config.data, self.config.trainer
+        found = []
+        if trainer.device != get_device_name():
+            expected = f"this machine has {get_device_name()}: write trainer.device={get_device_name()}"
+            found.append(Violation("trainer.device", trainer.device, expected))
+        for key, node in (("trainer.save_freq", trainer.save_freq), ("trainer.test_freq", trainer.test_freq)):
+            if node != EACH_EPOCH and not isinstance(node, int):
+                found.append(Violation(key, node, f"must be a number of steps or {EACH_EPOCH}"))
+        if data.train_batch_size < 1:
+            found.append(Violation("data.train_batch_size", data.train_batch_size, "must be 1 or more"))
+        if not data.use_dynamic_bsz and not data.micro_batch_size_per_gpu:
+            expected = "must be 1 or more without data.use_dynamic_bsz"
+            found.append(Violation("data.micro_batch_size_per_gpu", data.micro_batch_size_per_gpu, expected))
+        if found:
+            raise ConfigError(found)
+        check_backends(trainer.logger)
+
+    def _dataset(self, files: Any) -> Dataset:
+        data = self.config.data
+        cls = load_class(data.custom_cls, "data.custom_cls", Dataset, ("path", "name")) or MultiTurnSFTDataset
+        return cls(parquet_files=files, tokenizer=self.tokenizer, config=data)
+
+    def _plan(self, world_size: int) -> None:
+        """Set batches per epoch and steps in all."""
+        data, trainer = self.config.data, self.config.trainer
+        ranks = world_size // self.config.engine.get("ulysses_sequence_parallel_size", 1)
+        if data.train_batch_size % ranks:
+            expected = f"must be a multiple of the {ranks} data-parallel ranks"
+            raise ConfigError([Violation("data.train_batch_size", data.train_batch_size, expected)])
+        rows = len(self.train_dataset)  # type: ignore[arg-type]
+        self.steps_per_epoch = rows // data.train_batch_size
+        if not self.steps_per_epoch:
+            raise ConfigError(
+                [Violation("data.train_batch_size", data.train_batch_size, f"is more than the {rows} training rows")]
+            )
+        self.total_steps = trainer.total_training_steps or self.steps_per_epoch * trainer.total_epochs
+
+    def _engine(self) -> Any:
+        optimizer_node = self.config.optim.copy()
+        OmegaConf.update(optimizer_node, "total_training_steps", self.total_steps, force_add=True)
+        engine_config = omega_conf_to_dataclass(self.config.engine)
+        return EngineRegistry.new(
+            model_type="language_model",
+            backend=engine_config.strategy,
+            model_config=self.model_config,
+            engine_config=engine_config,
+            optimizer_config=omega_conf_to_dataclass(optimizer_node),
+            checkpoint_config=omega_conf_to_dataclass(self.config.checkpoint),
+        )
+
+    def _loader(self, dataset: Dataset, train: bool) -> StatefulDataLoader:
+        ranks, rank = self.engine.get_data_parallel_size(), self.engine.get_data_parallel_rank()
+        if train:
+            sampler: Any = SeededRandomSampler(dataset, self.config.trainer.seed, rank=rank, num_replicas=ranks)  # type: ignore[arg-type]
+        else:
+            sampler = SequentialSampler(range(rank, len(dataset), ranks))  # type: ignore[arg-type]
+            dataset = torch.utils.data.Subset(dataset, range(rank, len(dataset), ranks))  # type: ignore[arg-type]
+        return StatefulDataLoader(
+            dataset,
+            batch_size=self.config.data.train_batch_size // ranks,
+            sampler=sampler,
+            drop_last=train,
+            num_workers=0 if get_device_name() == "cpu" else LOADER_WORKERS,
+            collate_fn=SFTTensorCollator(self.config.data.pad_mode),
+        )
+
+    # ---- the loop
+
+    def fit(self) -> None:
+        """Train to the last step, with validation and checkpoints on the way; resumes where there is a checkpoint."""
+        trainer = self.config.trainer
+        step = self.checkpoints.load_checkpoint()
+        tracking = None
+        if self.rank == 0:
+            resolved: Any = OmegaConf.to_container(self.config, resolve=True)
+            tracking = Tracking(trainer.project_name, trainer.experiment_name, list(trainer.logger), resolved)
+        bar = tqdm(total=self.total_steps, initial=step, desc="supervised training", disable=self.rank != 0)
+        total_tokens = 0
+        batches = self._batches()
+        while step < self.total_steps:
+            step += 1
+            metrics = self._train_step(next(batches), step)
+            total_tokens += int(metrics["train/global_tokens"])
+            metrics["train/total_tokens(B)"] = total_tokens / 1e9
+            if self.val_loader is not None and self._due(trainer.test_freq, step):
+                metrics["val/loss"] = self.validate()
+            if tracking is not None:
+                tracking.log(metrics, step)
+            bar.set_postfix_str(" ".join(f"{k.split('/')[0]} {v:.4f}" for k, v in metrics.items() if "/loss" in k))
+            bar.update(1)
+            if self._due(trainer.save_freq, step):
+                self.checkpoints.save_checkpoint(step)
+        bar.close()
+        if tracking is not None:
+            tracking.finish()
+
+    def _batches(self) -> Iterator[DataProto]:
+        while True:
+            for rows in self.train_loader:
+                yield padded_batch(rows, self.tokenizer.pad_token_id)
+
+    def _due(self, frequency: int | str, step: int) -> bool:
+        """Whether something is to be done after ``step``; what is done at all is done after the last."""
+        every = self.steps_per_epoch if frequency == EACH_EPOCH else int(frequency)
+        return every > 0 and (step % every == 0 or step == self.total_steps)
+
+    def _train_step(self, batch: DataProto, step: int) -> dict[str, float]:
+        start = time.perf_counter()
+        batch.meta_info = self._meta(step)
+        with self.engine.train_mode():
+            metrics = self.engine.train_batch(batch, self.loss_fn)
+        learning_rate = self.engine.lr_scheduler_step()
+        lengths = batch.batch["attention_mask"].sum(-1)
+        tokens = self._sum_over_ranks(lengths.sum().double())
+        flops, promised = self.flops.estimate_flops(lengths.tolist(), time.perf_counter() - start)
+        return {
+            "train/loss": metrics["loss"],
+            "train/grad_norm": metrics["grad_norm"],
+            "train/lr": learning_rate,
+            "train/global_tokens": tokens,
+            "train/mfu": flops / promised,
+        }
+
+    def _meta(self, step: int) -> dict[str, Any]:
+        data = self.config.data
+        return {
+            "use_dynamic_bsz": data.use_dynamic_bsz,
+            "max_token_len_per_gpu": data.max_token_len_per_gpu,
+            "micro_batch_size_per_gpu": data.micro_batch_size_per_gpu,
+            "temperature": 1.0,
+            "global_steps": step,
+        }
+
+    def validate(self) -> float:
+        """Return the negative log-likelihood of the validation set, averaged over its trained tokens."""
+        assert self.val_loader is not None
+        total = torch.zeros(2, dtype=torch.float64)
+        with self.engine.eval_mode():
+            for rows in self.val_loader:
+                batch = padded_batch(rows, self.tokenizer.pad_token_id)
+                batch.meta_info = self._meta(0)
+                log_probs = self.engine.infer_batch(batch)["log_probs"].double()
+                mask = batch.batch["response_mask"]
+                total += torch.stack([-(log_probs * mask).sum(), mask.sum().double()])
+        loss, tokens = (self._sum_over_ranks(part) for part in total)
+        return loss / max(tokens, 1.0)
+
+    def _sum_over_ranks(self, value: Tensor) -> float:
+        group = self.engine.get_data_parallel_group()
+        if group is not None:
+            value = value.to("cpu" if get_device_name() == "cpu" else get_device_name())
+            torch.distributed.all_reduce(value, group=group)
+        return float(value)
+
+
+def run_sft(config: DictConfig) -> None:
+    """Train by a composed configuration, alone or as one of the processes that torchrun started."""
+    if envs.integer("WORLD_SIZE", 1) > 1:
+        initialize_global_process_group()
+    try:
+        SFTTrainer(config).fit()
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+@hydra_main("sft_trainer_engine")
+def main(config: DictConfig) -> None:
+    """Run supervised training by the composed configuration."""
+    run_sft(config)
+
+
+if __name__ == "__main__":
+    main()

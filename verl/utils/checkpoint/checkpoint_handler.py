@@ -1,0 +1,130 @@
+"""Checkpoints of a supervised run: what the engine writes, and where the loader is."""
+
+import logging
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from verl.utils import hdfs_io
+from verl.utils.checkpoint.files import (
+    CheckpointError,
+    find_latest_ckpt_path,
+    get_checkpoint_tracker_filename,
+    write_file,
+    write_tracker_atomically,
+)
+
+if TYPE_CHECKING:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+logger = logging.getLogger(__name__)
+
+RESUME_MODES = ("auto", "disable", "resume_path")
+STEP_FOLDER = "global_step_"
+
+
+class ResumeError(ValueError, AssertionError):
+    """The keys that say from where to resume cannot be followed."""
+
+
+class CheckpointHandler:
+    """Writes ``<default_local_dir>/global_step_<N>/`` and resumes from it.
+
+    Args:
+        engine: writes its own files; collective.
+        train_dataloader: its state goes into ``data_<dp_rank>.pt``.
+        default_local_dir: root of the checkpoints.
+        max_ckpt_to_keep: how many are kept; None for all.
+        default_hdfs_dir: where finished checkpoints are copied to.
+        resume_mode: ``auto`` takes ``resume_from_path`` where it is given, else the latest, ``disable`` none.
+        resume_from_path: a folder ``global_step_<N>``.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        train_dataloader: "StatefulDataLoader",
+        *,
+        default_local_dir: str,
+        max_ckpt_to_keep: int | None = None,
+        default_hdfs_dir: str | None = None,
+        resume_mode: str = "auto",
+        resume_from_path: str | None = None,
+    ) -> None:
+        if resume_mode not in RESUME_MODES:
+            raise ResumeError(f"trainer.resume_mode must be one of {RESUME_MODES}, got {resume_mode!r}")
+        if resume_mode == "resume_path" and not resume_from_path:
+            raise ResumeError(
+                "trainer.resume_mode=resume_path needs trainer.resume_from_path, a folder global_step_<N>"
+            )
+        if resume_from_path is not None and not Path(resume_from_path).name.removeprefix(STEP_FOLDER).isdigit():
+            raise ResumeError(f"trainer.resume_from_path={resume_from_path!r} must be a folder global_step_<N>")
+        self.engine = engine
+        self.train_dataloader = train_dataloader
+        self.default_local_dir = os.path.abspath(os.path.expanduser(default_local_dir))
+        self.max_ckpt_to_keep = max_ckpt_to_keep
+        self.default_hdfs_dir = default_hdfs_dir
+        self.resume_mode = resume_mode
+        self.resume_from_path = resume_from_path
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+
+    def save_checkpoint(self, step: int) -> str:
+        """Write a checkpoint and then name it as the latest; collective. Returns its folder."""
+        folder = os.path.join(self.default_local_dir, f"{STEP_FOLDER}{step}")
+        os.makedirs(folder, exist_ok=True)
+        if self.engine.is_mp_src_rank_with_outputs():
+            state = self.train_dataloader.state_dict()
+            write_file(folder, self._loader_file(), lambda file: torch.save(state, file))
+        self._barrier()
+        self.engine.save_checkpoint(
+            local_path=folder, hdfs_path=None, global_step=step, max_ckpt_to_keep=self.max_ckpt_to_keep
+        )
+        self._barrier()
+        if self.rank == 0:
+            write_tracker_atomically(self.default_local_dir, step)
+            if self.default_hdfs_dir is not None:
+                hdfs_io.makedirs(self.default_hdfs_dir, exist_ok=True)
+                hdfs_io.copy(folder, os.path.join(self.default_hdfs_dir, os.path.basename(folder)))
+                tracker = get_checkpoint_tracker_filename(self.default_local_dir)
+                hdfs_io.copy(tracker, get_checkpoint_tracker_filename(self.default_hdfs_dir))
+        self._barrier()
+        return folder
+
+    def load_checkpoint(self) -> int:
+        """Restore engine and loader; collective. Returns the step to go on from, 0 where there is no checkpoint.
+
+        Raises: CheckpointError when the folder does not exist.
+        """
+        folder = self._folder()
+        if folder is None:
+            return 0
+        step = int(Path(folder).name.removeprefix(STEP_FOLDER))
+        logger.warning("resuming from %s", folder)
+        self.engine.load_checkpoint(folder)
+        loader = os.path.join(folder, self._loader_file())
+        if os.path.exists(loader):
+            self.train_dataloader.load_state_dict(torch.load(loader, weights_only=False))
+        else:
+            logger.warning("%s is missing: the loader starts from its first batch", loader)
+        return step
+
+    def _folder(self) -> str | None:
+        if self.resume_mode == "disable":
+            return None
+        if self.resume_from_path is None:
+            return find_latest_ckpt_path(self.default_local_dir)
+        folder = os.path.abspath(os.path.expanduser(self.resume_from_path))
+        if not os.path.isdir(folder):
+            raise CheckpointError(f"trainer.resume_from_path={self.resume_from_path!r}: no such folder")
+        return folder
+
+    def _loader_file(self) -> str:
+        return f"data_{self.engine.get_data_parallel_rank()}.pt"
+
+    @staticmethod
+    def _barrier() -> None:
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.barrier()
