@@ -5,7 +5,7 @@ Each function also takes plain modules and tensors, so that one process needs no
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -40,10 +40,10 @@ def parameters_on_meta() -> Iterator[None]:
     """
     register = nn.Module.register_parameter
 
-    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:
-            parameter = nn.Parameter(parameter.data.to("meta"), requires_grad=parameter.requires_grad)
-        register(module, name, parameter)
+    def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.data.to("meta"), requires_grad=param.requires_grad)
+        register(self, name, param)
 
     nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
     try:
@@ -56,7 +56,8 @@ def get_init_weight_context_manager(
     use_meta_tensor: bool = True, mesh: DeviceMesh | None = None
 ) -> Callable[[], AbstractContextManager[None]]:
     """Return a context in which all ranks but the first of the mesh construct parameters without storage."""
-    rank = mesh.get_coordinate()[-1] if mesh is not None and mesh.get_coordinate() else _rank()
+    place = mesh.get_coordinate() if mesh is not None else None
+    rank = place[-1] if place else _rank()
     return parameters_on_meta if use_meta_tensor and rank != 0 else nullcontext
 
 
@@ -67,9 +68,7 @@ def _rank() -> int:
 # Sharding
 
 
-def sharding_units(
-    module: nn.Module, model: nn.Module, wrap_policy: Mapping[str, Any] | None = None
-) -> list[nn.Module]:
+def sharding_units(module: nn.Module, model: Any, wrap_policy: Mapping[str, Any] | None = None) -> list[nn.Module]:
     """Choose what becomes a sharding unit of its own: by size, by class name, or the model's own blocks.
 
     Args: ``model`` is the transformers model within ``module``, which adapters may wrap.
@@ -133,7 +132,7 @@ def get_shard_placement_fn(fsdp_size: int) -> Callable[[nn.Parameter], Shard]:
 # Gradients
 
 
-def local_gradients(parameters: list[Tensor]) -> list[Tensor]:
+def local_gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
     """Return this rank's shard of every gradient that is there."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     return [g.to_local() if isinstance(g, DTensor) else g for g in gradients]

@@ -81,7 +81,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 class _AllGather(torch.autograd.Function):
-    """Gathers equal slices. Every rank derives the same loss from the whole, so each keeps its slice of the gradient."""
+    """Gathers equal slices. All ranks derive the same loss from the whole, so each keeps its slice of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
@@ -101,7 +101,7 @@ def all_to_all_tensor(x: Tensor, scatter_dim: int, gather_dim: int, group: Proce
     group = group or _GROUP
     if group is None or dist.get_world_size(group) == 1:
         return x
-    exchanged: Tensor = _AllToAll.apply(x, scatter_dim, gather_dim, group)
+    exchanged: Tensor = _AllToAll.apply(x, scatter_dim, gather_dim, group)  # type: ignore[no-untyped-call]
     return exchanged
 
 
@@ -110,7 +110,7 @@ def all_gather_tensor(x: Tensor, dim: int = 0, group: ProcessGroup | None = None
     group = group or _GROUP
     if group is None or dist.get_world_size(group) == 1:
         return x
-    gathered: Tensor = _AllGather.apply(x, dim, group)
+    gathered: Tensor = _AllGather.apply(x, dim, group)  # type: ignore[no-untyped-call]
     return gathered
 
 

@@ -21,12 +21,20 @@ LR = 1e-2
 
 def tiny_config(**changes: Any) -> Qwen2Config:
     return Qwen2Config(
-        **dict(
-            hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96,
-            vocab_size=VOCAB, tie_word_embeddings=False, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-        )
+        **{
+            "hidden_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "intermediate_size": 96,
+            "vocab_size": VOCAB,
+            "tie_word_embeddings": False,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        }
         | changes
-    )  # fmt: skip
+    )
 
 
 def write_model(folder: Path, **changes: Any) -> Qwen2ForCausalLM:
@@ -128,12 +136,22 @@ def value_reference(folder: Path, head: dict[str, Tensor]) -> Any:
 def model_config(folder: Path, **changes: Any) -> Any:
     from transformers import AutoConfig
 
-    values: dict[str, Any] = dict(
-        path=str(folder), local_path=str(folder), hf_config=AutoConfig.from_pretrained(folder), trust_remote_code=False,
-        override_config={}, use_remove_padding=True, enable_gradient_checkpointing=False, lora_rank=0, lora_alpha=16,
-        target_modules="all-linear", exclude_modules=None, enable_activation_offload=False, use_liger=False,
-        use_fused_kernels=False,
-    )  # fmt: skip
+    values: dict[str, Any] = {
+        "path": str(folder),
+        "local_path": str(folder),
+        "hf_config": AutoConfig.from_pretrained(folder),
+        "trust_remote_code": False,
+        "override_config": {},
+        "use_remove_padding": True,
+        "enable_gradient_checkpointing": False,
+        "lora_rank": 0,
+        "lora_alpha": 16,
+        "target_modules": "all-linear",
+        "exclude_modules": None,
+        "enable_activation_offload": False,
+        "use_liger": False,
+        "use_fused_kernels": False,
+    }
     return SimpleNamespace(**(values | changes))
 
 
@@ -163,45 +181,50 @@ def rows_of(engine: BaseEngine, uneven: bool) -> list[int]:
     return list(range(bounds[rank], bounds[rank + 1]))
 
 
+MICRO = {n: {"micro_batch_size_per_gpu": n} for n in (1, 2, 3, 4)}
+PADDED = {"use_remove_padding": False}
+TWO = {"only_world": 2}
+
+
+def dynamic(tokens: int) -> dict[str, Any]:
+    return {"use_dynamic_bsz": True, "max_token_len_per_gpu": tokens}
+
+
 CASES: dict[str, dict[str, Any]] = {
-    "packed, micro 1": dict(cut=dict(micro_batch_size_per_gpu=1)),
-    "packed, micro 2, fsdp2": dict(cut=dict(micro_batch_size_per_gpu=2), engine=dict(strategy="fsdp2")),
-    "packed, micro 4": dict(cut=dict(micro_batch_size_per_gpu=4)),
-    "packed, dynamic": dict(cut=dict(use_dynamic_bsz=True, max_token_len_per_gpu=20)),
-    "packed, uneven shards": dict(cut=dict(micro_batch_size_per_gpu=2), uneven=True),
-    "padded, micro 2": dict(cut=dict(micro_batch_size_per_gpu=2), model=dict(use_remove_padding=False)),
-    "padded, dynamic, uneven": dict(
-        cut=dict(use_dynamic_bsz=True, max_token_len_per_gpu=20), model=dict(use_remove_padding=False), uneven=True
-    ),
-    "checkpointing, entropy in chunks": dict(
-        cut=dict(micro_batch_size_per_gpu=4),
-        model=dict(enable_gradient_checkpointing=True, enable_activation_offload=True),
-        engine=dict(entropy_from_logits_with_chunking=True, entropy_checkpointing=True),
-    ),
-    "offload": dict(
-        cut=dict(micro_batch_size_per_gpu=4), engine=dict(param_offload=True, optimizer_offload=True, reshard_after_forward=False)
-    ),
-    "offload policy": dict(cut=dict(micro_batch_size_per_gpu=4), engine=dict(offload_policy=True), only_world=2),
-    "hybrid": dict(cut=dict(micro_batch_size_per_gpu=2), engine=dict(fsdp_size=1), only_world=2),
-    "wrapped by size, prefetch": dict(
-        cut=dict(micro_batch_size_per_gpu=4), engine=dict(wrap_policy={"min_num_params": 5000}, forward_prefetch=True), only_world=2
-    ),
-    "ulysses": dict(
-        cut=dict(micro_batch_size_per_gpu=3), engine=dict(ulysses_sequence_parallel_size=2), only_world=2,
-        model=dict(enable_gradient_checkpointing=True),
-    ),
-    "ulysses, dynamic": dict(
-        cut=dict(use_dynamic_bsz=True, max_token_len_per_gpu=15), engine=dict(ulysses_sequence_parallel_size=2), only_world=2
-    ),
-}  # fmt: skip
+    "packed, micro 1": {"cut": MICRO[1]},
+    "packed, micro 2, fsdp2": {"cut": MICRO[2], "engine": {"strategy": "fsdp2"}},
+    "packed, micro 4": {"cut": MICRO[4]},
+    "packed, dynamic": {"cut": dynamic(20)},
+    "packed, uneven shards": {"cut": MICRO[2], "uneven": True},
+    "padded, micro 2": {"cut": MICRO[2], "model": PADDED},
+    "padded, dynamic, uneven": {"cut": dynamic(20), "model": PADDED, "uneven": True},
+    "checkpointing, entropy in chunks": {
+        "cut": MICRO[4],
+        "model": {"enable_gradient_checkpointing": True, "enable_activation_offload": True},
+        "engine": {"entropy_from_logits_with_chunking": True, "entropy_checkpointing": True},
+    },
+    "offload": {
+        "cut": MICRO[4],
+        "engine": {"param_offload": True, "optimizer_offload": True, "reshard_after_forward": False},
+    },
+    "offload policy": TWO | {"cut": MICRO[4], "engine": {"offload_policy": True}},
+    "hybrid": TWO | {"cut": MICRO[2], "engine": {"fsdp_size": 1}},
+    "wrapped by size, prefetch": TWO
+    | {"cut": MICRO[4], "engine": {"wrap_policy": {"min_num_params": 5000}, "forward_prefetch": True}},
+    "ulysses": TWO
+    | {
+        "cut": MICRO[3],
+        "engine": {"ulysses_sequence_parallel_size": 2},
+        "model": {"enable_gradient_checkpointing": True},
+    },
+    "ulysses, dynamic": TWO | {"cut": dynamic(15), "engine": {"ulysses_sequence_parallel_size": 2}},
+}
 
 OTHERS: dict[str, dict[str, Any]] = {
-    "tied": dict(cut=dict(micro_batch_size_per_gpu=4), folder="tied"),
-    "value": dict(cut=dict(micro_batch_size_per_gpu=3), kind="value_model"),
-    "value, padded": dict(
-        cut=dict(micro_batch_size_per_gpu=3), kind="value_model", model=dict(use_remove_padding=False)
-    ),
-    "lora": dict(cut=dict(micro_batch_size_per_gpu=4), model=dict(lora_rank=4, lora_alpha=8)),
+    "tied": {"cut": MICRO[4], "folder": "tied"},
+    "value": {"cut": MICRO[3], "kind": "value_model"},
+    "value, padded": {"cut": MICRO[3], "kind": "value_model", "model": PADDED},
+    "lora": {"cut": MICRO[4], "model": {"lora_rank": 4, "lora_alpha": 8}},
 }
 
 

@@ -132,7 +132,9 @@ def _bucketed_sdpa(
             enable_gqa=q.shape[1] != k.shape[1],
         )  # fmt: skip
         rows = out.transpose(1, 2).reshape(bucket.count * bucket.length, *query.shape[1:2], value.shape[2])
-        outputs.append(rows if bucket.index is None else _UnpadRows.apply(rows, bucket.index))
+        if bucket.index is not None:
+            rows = _UnpadRows.apply(rows, bucket.index)  # type: ignore[no-untyped-call]
+        outputs.append(rows)
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
@@ -140,7 +142,7 @@ def _as_batch(rows: Tensor, bucket: Bucket) -> Tensor:
     """Cut a bucket out of (T, H, D) as (count, H, length, D)."""
     rows = rows[bucket.start : bucket.stop]
     if bucket.index is not None:
-        rows = _PadRows.apply(rows, bucket.index, bucket.count * bucket.length)
+        rows = _PadRows.apply(rows, bucket.index, bucket.count * bucket.length)  # type: ignore[no-untyped-call]
     return rows.view(bucket.count, bucket.length, *rows.shape[1:]).transpose(1, 2)
 
 
@@ -223,7 +225,8 @@ def varlen_attention_forward(
     for name in ("softcap", "s_aux", "position_bias"):
         if kwargs.get(name) is not None:
             raise ValueError(
-                f"packed attention does not support {name!r} of {type(module).__name__}: set model.use_remove_padding=False"
+                f"packed attention does not support {name!r} of {type(module).__name__}: "
+                "set model.use_remove_padding=False"
             )
     q, k, v = (t.transpose(1, 2).squeeze(0) for t in (query, key, value))
     sp_size = get_ulysses_sequence_parallel_world_size()
@@ -237,13 +240,13 @@ def varlen_attention_forward(
     return out.unsqueeze(0), None
 
 
-def _varlen_mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
+def _varlen_mask(attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
     """Build no mask for packed rows, which come without one, and that of sdpa for padded ones."""
     if attention_mask is None:
         return None
     from transformers.masking_utils import sdpa_mask
 
-    mask: Tensor | None = sdpa_mask(*args, attention_mask=attention_mask, **kwargs)
+    mask: Tensor | None = sdpa_mask(attention_mask=attention_mask, **kwargs)
     return mask
 
 

@@ -44,8 +44,8 @@ def check_rows(data: "DataProto") -> None:
     if wrong.any():
         row, column = wrong.nonzero()[0].tolist()
         raise ValueError(
-            f"response_mask marks token {column} of row {row}, but attention_mask leaves it or the token before it out: "
-            "mark only tokens of the response that follow another token"
+            f"response_mask marks token {column} of row {row}, but attention_mask leaves it or the token before "
+            "it out: mark only tokens of the response that follow another token"
         )
 
 

@@ -50,7 +50,8 @@ def add_adapters(model: "PreTrainedModel", config: "HFModelConfig", trained: tup
         wrapped: nn.Module = get_peft_model(model, lora, autocast_adapter_dtype=False)
     except ValueError as error:
         raise ValueError(
-            f"model.target_modules={config.target_modules!r} with model.exclude_modules={config.exclude_modules!r}: {error}"
+            f"model.target_modules={config.target_modules!r} with model.exclude_modules={config.exclude_modules!r}: "
+            f"{error}"
         ) from error
     for name, parameter in wrapped.named_parameters():
         if any(f".{module}." in name for module in trained):

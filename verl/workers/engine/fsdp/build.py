@@ -65,8 +65,8 @@ def attention_implementation(model_config: "HFModelConfig", sp_size: int) -> str
             )
         if asked not in (None, VARLEN_ATTENTION, "flash_attention_2"):
             raise ValueError(
-                f"model.override_config.attn_implementation={asked!r} knows no sequence parallelism: leave it out or write "
-                f"{VARLEN_ATTENTION}"
+                f"model.override_config.attn_implementation={asked!r} knows no sequence parallelism: leave it "
+                f"out or write {VARLEN_ATTENTION}"
             )
         return VARLEN_ATTENTION
     return asked or (VARLEN_ATTENTION if packed else "sdpa")

@@ -1,5 +1,6 @@
 """AdamW and its schedule."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     from verl.workers.config import FSDPOptimizerConfig
 
 
-def build_optimizer(parameters: list[Tensor], config: "FSDPOptimizerConfig") -> torch.optim.AdamW:
+def build_optimizer(parameters: Sequence[Tensor], config: "FSDPOptimizerConfig") -> torch.optim.AdamW:
     """Return AdamW over the parameters that train.
 
     Raises: ValueError when none does.

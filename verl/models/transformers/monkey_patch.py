@@ -1,0 +1,34 @@
+"""Packed and sequence-parallel attention for a transformers model that was built elsewhere.
+
+Works with transformers 5.16 to 5.19, whose models take their attention from a registry; nothing of a model is replaced.
+"""
+
+from typing import TYPE_CHECKING
+
+from verl.models.transformers.attention import VARLEN_ATTENTION, register_varlen_attention
+from verl.utils.ulysses import validate_ulysses_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def apply_monkey_patch(
+    model: "PreTrainedModel",
+    ulysses_sp_size: int = 1,
+    use_remove_padding: bool = True,
+    use_fused_kernels: bool = False,
+    fused_kernels_backend: str | None = None,
+) -> None:
+    """Switch a model to packed attention, which knows sequence parallelism.
+
+    The fused head is chosen by the engine and needs no patch: its options are accepted.
+
+    Raises: ValueError when heads do not share out over ``ulysses_sp_size`` ranks, or padding stays in.
+    """
+    text = model.config.get_text_config()
+    validate_ulysses_config(text.num_attention_heads, ulysses_sp_size, getattr(text, "num_key_value_heads", None))
+    if ulysses_sp_size > 1 and not use_remove_padding:
+        raise ValueError(f"ulysses_sp_size={ulysses_sp_size} needs use_remove_padding=True")
+    if use_remove_padding or ulysses_sp_size > 1:
+        register_varlen_attention()
+        model.set_attn_implementation(VARLEN_ATTENTION)
