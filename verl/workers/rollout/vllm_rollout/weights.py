@@ -43,6 +43,7 @@ class EngineWeights:
         with self._device:
             initialize_layerwise_reload(self._model)
 
+    @torch.no_grad()
     def load(self, bucket: Bucket) -> None:
         """Take the next tensors; none of them is referred to afterwards.
 

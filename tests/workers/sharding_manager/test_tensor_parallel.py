@@ -1,0 +1,74 @@
+"""Two processes with one engine over both: the same samples on each, and failures told to all."""
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from tests.workers.rollout import tiny
+from verl.utils import envs
+
+pytest.importorskip("vllm")
+pytestmark = [pytest.mark.timeout(200), pytest.mark.slow]
+
+
+def _start(rank: int, folder: str, key_value_heads: int) -> Any:
+    from verl.workers.sharding_manager import build_sharding_manager
+
+    envs.write({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
+    store = f"file://{folder}/rendezvous"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    model = tiny.build_model(num_key_value_heads=key_value_heads)
+    rollout = tiny.start_rollout("vllm", model, Path(folder) / str(rank), tensor_model_parallel_size=2)
+    manager = build_sharding_manager(tiny.TrainerStandIn(model), rollout)
+    manager.bucket_bytes = 100 << 10
+    return manager
+
+
+def _check(manager: Any, seed: int) -> list[list[int]]:
+    with manager:
+        output = manager.rollout.generate_sequences(tiny.prompts_batch(6, seed=seed, repeat=2))
+    expected = tiny.reference_log_probs(manager.engine.model, output, tiny.TEMPERATURE)
+    torch.testing.assert_close(output.batch["rollout_log_probs"], expected, atol=1e-4, rtol=0)
+    return tiny.sampled_tokens(output)
+
+
+def _run(rank: int, folder: str, key_value_heads: int) -> None:
+    from verl.workers.sharding_manager import WeightSyncError
+
+    manager = _start(rank, folder, key_value_heads)
+    first = _check(manager, seed=0)
+    held = manager.rollout._weights.layout.pieces["model.layers.0.mlp.down_proj.weight"].read()
+    assert held.shape == (128, 96)  # half of the columns
+
+    tiny.disturb(manager.engine.model, 0.3, seed=9)
+    manager.engine.weights_version += 1
+    second = _check(manager, seed=0)
+    assert second != first
+    samples: list[Any] = [None, None]
+    dist.all_gather_object(samples, (first, second))
+    assert samples[0] == samples[1]
+
+    manager.engine.weights_version += 1
+    load = manager.rollout.load
+    if rank == 1:
+        manager.rollout.load = lambda bucket: load([(name, tensor.flip(-1)) for name, tensor in bucket])
+    with pytest.raises(WeightSyncError, match=r"rank 1: .* differ from what was sent") as caught, manager:
+        pytest.fail("the context was entered")
+    assert "rank 0" not in str(caught.value)
+    assert manager.rollout.weights_version == -1
+    manager.rollout.load = load
+    _check(manager, seed=1)
+    if rank == 0:
+        torch.save((first, second), Path(folder) / "samples.pt")
+    dist.barrier()
+    manager.rollout.shutdown()
+
+
+def test_two_ranks_share_an_engine(tmp_path: Path) -> None:
+    mp.spawn(_run, args=(str(tmp_path), 2), nprocs=2)
+    assert (tmp_path / "samples.pt").exists()
