@@ -7,9 +7,9 @@ trainer runs. It imports neither torch nor transformers.
 import importlib
 import logging
 import sys
-import time
 from typing import Any
 
+import psutil
 from omegaconf import DictConfig, OmegaConf
 
 from verl.trainer.config.cli import hydra_main
@@ -50,7 +50,8 @@ def run_ppo(config: DictConfig, task_runner_class: Any = None) -> None:
     from verl.trainer.ppo.inputs import check_inputs
     from verl.trainer.ppo.launch import report_failure, start_ray, stop_ray
 
-    CLOCK.mark("launch", at=_process_start())
+    CLOCK.moments = []
+    CLOCK.mark("launch", at=float(psutil.Process().create_time()))
     CLOCK.mark("imports")
     started_ray, failure = False, None
     try:
@@ -72,15 +73,6 @@ def run_ppo(config: DictConfig, task_runner_class: Any = None) -> None:
     if failure is not None:
         sys.stderr.write(f"\n{failure[0]}\n")
         sys.exit(failure[1])
-
-
-def _process_start() -> float:
-    """Return the unix time at which this process was created; now where the system does not tell."""
-    try:
-        import psutil
-    except ImportError:
-        return time.time()
-    return float(psutil.Process().create_time())
 
 
 def _run_in_actor(config: DictConfig, task_runner_class: Any) -> None:
@@ -188,7 +180,7 @@ class TaskRunner:
 
         The worker processes start, and import what they need, while this one loads tokenizer and data.
         """
-        from verl.trainer.ppo.build import build_trainer
+        from verl.trainer.ppo.resources import start_workers_early
 
         CLOCK.mark("task_runner")
         OmegaConf.resolve(config)
@@ -197,11 +189,15 @@ class TaskRunner:
         self.add_critic_worker(config)
         self.add_reward_model_worker(config)
         self.add_ref_policy_worker(config, actor_rollout_cls)
-        trainer, workers = build_trainer(
-            config, self.role_worker_mapping, self.init_resource_pool_mgr(config), ray_worker_group_cls
-        )
+        pools = self.init_resource_pool_mgr(config)
+        workers = start_workers_early(config, self.role_worker_mapping, pools, ray_worker_group_cls)
+        CLOCK.mark("worker_imports")
+
+        from verl.trainer.ppo.build import build_trainer  # only now, since its imports take seconds
+
+        trainer = build_trainer(config, self.role_worker_mapping, pools, ray_worker_group_cls)
         CLOCK.mark("tokenizer_and_data")
-        trainer.init_workers(workers and workers.result())
+        trainer.init_workers(workers and workers.result(trainer.total_training_steps))
         trainer.fit()
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from omegaconf import OmegaConf, open_dict
+from omegaconf import open_dict
 from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -81,11 +81,3 @@ def follow_run_seed(config: Any) -> None:
     if config.data.get("seed") is None:
         with open_dict(config):
             config.data.seed = config.trainer.seed
-
-
-def set_total_training_steps(config: Any, steps: int) -> None:
-    """Write the number of steps to where the learning-rate schedules read it."""
-    with open_dict(config):
-        for key in ("actor_rollout_ref.actor.optim", "critic.optim"):
-            if OmegaConf.select(config, key) is not None:
-                OmegaConf.update(config, f"{key}.total_training_steps", steps)

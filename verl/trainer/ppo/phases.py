@@ -36,8 +36,8 @@ PHASES: dict[str, Phase] = {
     "prepare": _phase("", "input_ids attention_mask position_ids uid"),
     "generate": _phase(
         "input_ids attention_mask position_ids uid",
-        "prompts responses response_mask sampling_seed",
-        "rollout_log_probs reward_baselines rm_scores",
+        "prompts responses response_mask",
+        "rollout_log_probs sampling_seed reward_baselines rm_scores",
     ),
     "score": _phase(_SEQUENCE, "", "rm_scores"),
     "infer": _phase(_SEQUENCE, "", "old_log_probs ref_log_prob values"),

@@ -28,6 +28,7 @@ from verl.trainer.ppo.resources import ResourcePoolManager, create_worker_groups
 from verl.trainer.ppo.reward import compute_reward, compute_reward_async
 from verl.trainer.ppo.run import RunOutput
 from verl.trainer.ppo.startup import CLOCK
+from verl.trainer.ppo.steps import set_total_training_steps
 from verl.trainer.ppo.utils import Role, need_critic, need_reference_policy, need_reward_model
 from verl.trainer.ppo.validation import validate
 from verl.utils.checkpoint import should_save_ckpt_esi
@@ -121,7 +122,7 @@ class RayPPOTrainer:
         self.val_dataloader = val_dataset and loaders.validation_loader(data, self.run_seed, val_dataset, collate_fn)
         steps = trainer.total_training_steps
         self.total_training_steps = len(self.train_dataloader) * trainer.total_epochs if steps is None else steps
-        loaders.set_total_training_steps(self.config, self.total_training_steps)
+        set_total_training_steps(self.config, self.total_training_steps)
 
     # ---- workers
 
@@ -135,6 +136,7 @@ class RayPPOTrainer:
                 self.ray_worker_group_cls,
                 self.device_name,
             )
+        CLOCK.mark("worker_processes")
         self.critic_wg, self.rm_wg = groups.get("critic"), groups.get("rm")
         self.ref_policy_wg, self.actor_rollout_wg = groups.get("ref"), groups["actor_rollout"]
         for name in ("critic", "ref", "rm", "actor_rollout"):  # last the rollout, which takes the memory that is left

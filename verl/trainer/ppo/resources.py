@@ -15,6 +15,7 @@ from verl.single_controller.ray import (
     RayWorkerGroup,
     create_colocated_worker_cls,
 )
+from verl.trainer.ppo.steps import set_total_training_steps, steps_known_early
 from verl.trainer.ppo.utils import Role
 from verl.utils.config import omega_conf_to_dataclass
 
@@ -148,8 +149,9 @@ def create_worker_groups(
 class WorkerStart:
     """The start of the worker processes, running beside whatever the driver loads in the meantime."""
 
-    def __init__(self, *arguments: Any) -> None:
-        """Begin ``create_worker_groups(*arguments)`` in the background."""
+    def __init__(self, total_training_steps: int, *arguments: Any) -> None:
+        """Begin ``create_worker_groups(*arguments)`` in the background, for a run of so many steps."""
+        self._total_training_steps = total_training_steps
         self._groups: dict[str, RayWorkerGroup] = {}
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, args=arguments, name="worker-start", daemon=True)
@@ -161,9 +163,28 @@ class WorkerStart:
         except BaseException as error:  # handed to the caller of result()
             self._error = error
 
-    def result(self) -> dict[str, RayWorkerGroup]:
-        """Wait for the processes and return their worker groups; raises what their start has raised."""
+    def result(self, total_training_steps: int) -> dict[str, RayWorkerGroup]:
+        """Wait for the processes and return their worker groups.
+
+        Raises: what their start has raised; RuntimeError when the run has another number of steps after all.
+        """
         self._thread.join()
         if self._error is not None:
             raise self._error
+        if total_training_steps != self._total_training_steps:
+            raise RuntimeError(
+                f"the data set gives {total_training_steps} steps where its files gave {self._total_training_steps}: "
+                "set trainer.total_training_steps"
+            )
         return self._groups
+
+
+def start_workers_early(
+    config: Any, role_worker_mapping: Mapping[Role, Any], pools: ResourcePoolManager, group_cls: type[RayWorkerGroup]
+) -> WorkerStart | None:
+    """Start the workers before the data are loaded; None where what they are constructed with is not known yet."""
+    steps = steps_known_early(config)
+    if steps is None:
+        return None
+    set_total_training_steps(config, steps)
+    return WorkerStart(steps, config.copy(), role_worker_mapping, pools, group_cls, config.trainer.device)
