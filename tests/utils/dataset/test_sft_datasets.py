@@ -26,7 +26,8 @@ MERGED = (
     "{% if messages[0]['role'] == 'system' %}{% if messages|length == 1 %}{{ raise_exception('no system role') }}"
     "{% endif %}{% set start = messages[0]['content'] %}{% set rest = messages[1:] %}{% else %}{% set start = '' %}"
     "{% set rest = messages %}{% endif %}{% for m in rest %}<|{{ m['role'] }}|>"
-    "{% if loop.first %}{{ start }}{% endif %}{{ m['content'] }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "{% if loop.first %}{{ start }}{% endif %}{{ m['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
 

@@ -1,0 +1,216 @@
+"""The supervised trainer: its loss against plain transformers, resume, two processes, and what is refused."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from examples.data_preprocess.gsm8k import solve, synthetic_tables
+from examples.tiny_model import make_tiny_model
+from verl.trainer.config.cli import CONFIG_DIR
+from verl.trainer.sft_trainer import SFTTrainer, padded_batch
+from verl.utils.dataset.dataset_utils import SFTTensorCollator
+from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
+from verl.utils.reward_score import default_compute_score
+
+pytestmark = [pytest.mark.filterwarnings("ignore:'set_vital'")]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_tiny_model(str(tmp_path_factory.mktemp("model")), hidden_size=32, num_layers=1)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    import datasets
+
+    folder = tmp_path_factory.mktemp("data")
+    tables = synthetic_tables()
+    for name, rows in (("train", tables["sft_train"][:20]), ("val", tables["sft_test"][:7])):
+        datasets.Dataset.from_list(rows).to_parquet(folder / f"{name}.parquet")
+    return folder
+
+
+@pytest.fixture
+def options(model, files, tmp_path):
+    """Return the overrides of a run of two epochs of five steps."""
+    return [
+        f"model.path={model}",
+        f"data.train_files={files}/train.parquet",
+        f"data.val_files={files}/val.parquet",
+        "data.train_batch_size=4",
+        "data.max_length=64",
+        "model.use_remove_padding=true",
+        "optim.lr=1e-2",
+        "trainer.device=cpu",
+        "trainer.total_epochs=2",
+        "trainer.logger=[file]",
+        f"trainer.default_local_dir={tmp_path}/checkpoints",
+    ]
+
+
+def build(options, *more):
+    with initialize_config_dir(CONFIG_DIR, version_base=None):
+        return compose("sft_trainer_engine", [*options, *more])
+
+
+def run(options, monkeypatch, log: Path, *more):
+    """Train in this process; returns the metrics of each step."""
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(log))
+    trainer = SFTTrainer(build(options, *more))
+    trainer.fit()
+    return trainer, read(log)
+
+
+def read(log: Path):
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    untimed = [{key: value for key, value in line["data"].items() if key != "train/mfu"} for line in lines]
+    return {line["step"]: data for line, data in zip(lines, untimed, strict=True)}
+
+
+def reference_loss(path, rows):
+    """Return the mean negative log-likelihood of what the assistant says, one row at a time."""
+    tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModelForCausalLM.from_pretrained(path)
+    total, count = 0.0, 0
+    for row in rows:
+        question, answer = (message["content"] for message in row["messages"])
+        prompt = tokenizer.encode(f"<|user|>{question}<|end|><|assistant|>")
+        response = tokenizer.encode(f"{answer}<|end|>")
+        with torch.no_grad():
+            log_probs = model(torch.tensor([prompt + response])).logits[0].double().log_softmax(-1)
+        for at, token in enumerate(response, start=len(prompt)):
+            total -= log_probs[at - 1, token].item()
+            count += 1
+    return total / count
+
+
+def test_synthetic_sums_are_right_and_test_questions_are_unseen():
+    tables = synthetic_tables()
+    assert {name: len(rows) for name, rows in tables.items()} == {
+        "train": 4096,
+        "test": 256,
+        "sft_train": 8192,
+        "sft_test": 256,
+    }
+    test_questions = {row["extra_info"]["question"] for row in tables["test"]}
+    assert len(test_questions) == 256
+    assert not test_questions & {row["extra_info"]["question"] for row in tables["train"]}
+    assert not test_questions & {row["messages"][0]["content"] for row in tables["sft_train"]}
+    for row in tables["train"][:500]:
+        left, right = row["prompt"][0]["content"].removesuffix("=?").split("+")
+        assert row["reward_model"]["ground_truth"] == str(int(left) + int(right))
+        solution = row["extra_info"]["answer"]
+        assert default_compute_score(row["data_source"], solution, row["reward_model"]["ground_truth"]) == 1.0
+    assert solve((47, 35)) == "7+5=12 4+3+1=8 #### 82"
+    assert solve((47, 35), careless=True) == "7+5=12 4+3+0=7 #### 72"
+    assert solve((41, 35), careless=True) == solve((41, 35))
+    assert synthetic_tables() == tables and synthetic_tables(seed=1) != tables
+
+
+@pytest.mark.parametrize("pad_mode", ["no_padding", "right"])
+def test_padded_batch(model, files, pad_mode):
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    config = {"pad_mode": pad_mode, "max_length": 64}
+    dataset = MultiTurnSFTDataset(str(files / "val.parquet"), tokenizer, config)
+    batch = padded_batch(SFTTensorCollator(pad_mode)([dataset[i] for i in range(3)]), tokenizer.pad_token_id).batch
+    single = MultiTurnSFTDataset(str(files / "val.parquet"), tokenizer, {"pad_mode": "no_padding"})
+    rows = [single[i] for i in range(3)]
+    width = max(len(row["input_ids"]) for row in rows)
+    assert batch["input_ids"].shape == (3, width) and batch["responses"].shape == (3, width - 1)
+    for i, row in enumerate(rows):
+        size = len(row["input_ids"])
+        assert batch["input_ids"][i, :size].tolist() == row["input_ids"].tolist()
+        assert batch["attention_mask"][i].tolist() == [1] * size + [0] * (width - size)
+        assert batch["position_ids"][i].tolist() == list(range(size)) + [0] * (width - size)
+        learnt = batch["responses"][i][batch["response_mask"][i].bool()]
+        assert learnt.tolist() == row["input_ids"][row["loss_mask"].bool()].tolist()
+
+
+@pytest.mark.parametrize(
+    "more", [(), ("data.use_dynamic_bsz=false", "model.use_remove_padding=false", "data.pad_mode=right")]
+)
+def test_loss_equals_transformers_and_the_export_holds_what_was_learnt(
+    options, monkeypatch, tmp_path, files, model, more
+):
+    import datasets
+
+    rows = datasets.Dataset.from_parquet(str(files / "val.parquet"), cache_dir=str(tmp_path / "cache")).to_list()
+    export = ("trainer.save_freq=100", "trainer.test_freq=after_each_epoch", "checkpoint.save_contents=[hf_model]")
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "log.jsonl"))
+    trainer = SFTTrainer(build(options, *export, *more))
+    assert trainer.validate() == pytest.approx(reference_loss(model, rows), abs=1e-5)
+    trainer.fit()
+    metrics = read(tmp_path / "log.jsonl")
+    assert list(metrics) == list(range(1, 11))
+    assert sorted(step for step, values in metrics.items() if "val/loss" in values) == [5, 10]
+    assert metrics[10]["val/loss"] < metrics[5]["val/loss"] < reference_loss(model, rows) - 0.5
+    exported = tmp_path / "checkpoints" / "global_step_10" / "huggingface"
+    assert reference_loss(str(exported), rows) == pytest.approx(metrics[10]["val/loss"], abs=1e-5)
+    assert metrics[1]["train/lr"] == 1e-2 and metrics[1]["train/grad_norm"] > 0
+    assert metrics[2]["train/total_tokens(B)"] * 1e9 == pytest.approx(
+        metrics[1]["train/global_tokens"] + metrics[2]["train/global_tokens"]
+    )
+
+
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(options, monkeypatch, tmp_path):
+    whole = run(options, monkeypatch, tmp_path / "whole.jsonl")[1]
+    folder = f"trainer.default_local_dir={tmp_path}/stopped"
+    run(options, monkeypatch, tmp_path / "first.jsonl", folder, "trainer.save_freq=3", "trainer.total_training_steps=7")
+    assert (tmp_path / "stopped" / "latest_checkpointed_iteration.txt").read_text() == "7"
+    resumed = run(options, monkeypatch, tmp_path / "rest.jsonl", folder)[1]
+    assert list(resumed) == [8, 9, 10]
+    from_path = f"trainer.resume_from_path={tmp_path}/stopped/global_step_3"
+    middle = run(options, monkeypatch, tmp_path / "middle.jsonl", from_path, "trainer.resume_mode=resume_path")[1]
+    assert list(middle) == [4, 5, 6, 7, 8, 9, 10]
+    for part in (resumed, middle):
+        for step, values in part.items():
+            for key in ("train/loss", "train/grad_norm", "train/lr", "train/global_tokens"):
+                assert values[key] == whole[step][key], (step, key)
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one(options, monkeypatch, tmp_path):
+    alone = run(options, monkeypatch, tmp_path / "one.jsonl", "trainer.test_freq=5")[1]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"]
+    command += ["-m", "verl.trainer.sft_trainer", *options, "trainer.test_freq=5", "engine.strategy=fsdp2"]
+    command += [f"trainer.default_local_dir={tmp_path}/two", f"hydra.run.dir={tmp_path}/hydra"]
+    environment = {**os.environ, "VERL_FILE_LOGGER_PATH": str(tmp_path / "two.jsonl"), "PYTHONPATH": os.getcwd()}
+    done = subprocess.run(command, env=environment, timeout=240, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    both = read(tmp_path / "two.jsonl")
+    assert list(both) == list(alone)
+    for step, values in alone.items():
+        for key, value in values.items():
+            assert both[step][key] == pytest.approx(value, rel=1e-4), (step, key)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["trainer.device=npu"], r"trainer\.device=.?npu.*write trainer\.device=cpu"),
+        (["trainer.save_freq=sometimes"], r"trainer\.save_freq=.?sometimes.*after_each_epoch"),
+        (["data.train_batch_size=21"], r"data\.train_batch_size=21.* more than the 20 training rows"),
+        (["data.train_batch_size=0"], r"data\.train_batch_size=0.* must be 1 or more"),
+        (["data.pad_mode=top"], "top"),
+        (["data.train_files=/nowhere.parquet"], r"/nowhere\.parquet: no such file"),
+        (["trainer.resume_mode=resume_path"], r"trainer\.resume_mode=resume_path needs trainer\.resume_from_path"),
+        (["trainer.resume_from_path=/x/step_3"], r"trainer\.resume_from_path='/x/step_3' must be a folder global_step"),
+        (["data.use_dynamic_bsz=false", "data.micro_batch_size_per_gpu=null"], r"data\.micro_batch_size_per_gpu"),
+        (["data.custom_cls.path=/nowhere.py", "data.custom_cls.name=X"], r"/nowhere\.py"),
+        (["model.path=/no/such/folder"], r"model\.path.*/no/such/folder"),
+    ],
+)
+def test_what_is_refused(options, change, message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        SFTTrainer(build(options, *change))
