@@ -2,7 +2,6 @@
 
 import os
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForTokenClassificat
 
 from verl.algos.aggregate import Extreme, Sum, agg_sum
 from verl.protocol import DataProto
-from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig
+from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine import BaseEngine, EngineRegistry
 
 ROWS, PROMPT, RESPONSE, VOCAB = 8, 6, 9, 97
@@ -133,26 +132,9 @@ def value_reference(folder: Path, head: dict[str, Tensor]) -> Any:
 # Engines
 
 
-def model_config(folder: Path, **changes: Any) -> Any:
-    from transformers import AutoConfig
-
-    values: dict[str, Any] = {
-        "path": str(folder),
-        "local_path": str(folder),
-        "hf_config": AutoConfig.from_pretrained(folder),
-        "trust_remote_code": False,
-        "override_config": {},
-        "use_remove_padding": True,
-        "enable_gradient_checkpointing": False,
-        "lora_rank": 0,
-        "lora_alpha": 16,
-        "target_modules": "all-linear",
-        "exclude_modules": None,
-        "enable_activation_offload": False,
-        "use_liger": False,
-        "use_fused_kernels": False,
-    }
-    return SimpleNamespace(**(values | changes))
+def model_config(folder: Path, **changes: Any) -> HFModelConfig:
+    values: dict[str, Any] = {"use_remove_padding": True, "enable_gradient_checkpointing": False}
+    return HFModelConfig(path=str(folder), load_tokenizer=False, **(values | changes))
 
 
 def build(

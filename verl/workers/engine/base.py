@@ -51,7 +51,9 @@ class BaseEngine(ABC):
         """
 
     @abstractmethod
-    def forward_backward_batch(self, data: "DataProto", loss_fn: LossFn, forward_only: bool = False) -> dict[str, float]:
+    def forward_backward_batch(
+        self, data: "DataProto", loss_fn: LossFn, forward_only: bool = False
+    ) -> dict[str, float]:
         """Accumulate the gradient of a mini-batch without a step, or only its metrics."""
 
     @abstractmethod
@@ -149,7 +151,9 @@ class EngineRegistry:
         """
         key = (model_type, backend, get_device_name())
         if key not in cls._engines:
-            raise UnknownEngineError(f"no engine for (model_type, backend, device) {key}; known: {sorted(cls._engines)}")
+            raise UnknownEngineError(
+                f"no engine for (model_type, backend, device) {key}; known: {sorted(cls._engines)}"
+            )
         return cls._engines[key]
 
     @classmethod

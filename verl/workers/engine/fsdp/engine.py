@@ -289,9 +289,12 @@ class FSDPEngine(BaseEngine):
         """Write this rank's part of a checkpoint; collective."""
         self._load(optimizer=True)
         self.checkpoint_manager.save_checkpoint(
-            local_path=local_path, hdfs_path=hdfs_path, global_step=global_step, max_ckpt_to_keep=max_ckpt_to_keep,
-            named_weights=self.named_weights(),  # lazy: drained for hf_model only
-        )  # fmt: skip
+            local_path=local_path,
+            hdfs_path=hdfs_path,
+            global_step=global_step,
+            max_ckpt_to_keep=max_ckpt_to_keep,
+            named_weights=self.named_weights(),
+        )
         if self.model_config.lora_rank:
             adapters.save_adapter(self.module, local_path, first=self.layout.rank == 0)
         self._offload()

@@ -1,0 +1,188 @@
+"""What the FSDP engine does beyond a training step: checkpoints, bad input, schedules, skipped steps."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.workers.engine import cases
+from verl.workers.config import FSDPOptimizerConfig
+from verl.workers.engine import BaseEngine
+from verl.workers.engine.fsdp.optim import build_scheduler
+
+CUT = cases.MICRO[4]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("engine") / "plain"
+    cases.write_model(path)
+    return path
+
+
+def step(engine: BaseEngine, loss: Any = cases.loss_fn) -> dict[str, float]:
+    with engine.train_mode():
+        metrics = engine.train_batch(cases.batch(**CUT), loss)
+        engine.lr_scheduler_step()
+    return metrics
+
+
+def test_checkpoint_continues_bit_for_bit(folder: Path, tmp_path: Path) -> None:
+    engine = cases.build(folder)
+    step(engine)
+    engine.save_checkpoint(str(tmp_path / "actor"), global_step=1)
+    expected = step(engine)
+    other = cases.build(folder)
+    version = other.weights_version
+    other.load_checkpoint(str(tmp_path / "actor"))
+    assert other.weights_version != version
+    assert step(other) == expected
+    weights = dict(engine.named_weights())
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in other.named_weights())
+
+
+def test_adapter_is_saved_as_peft_reads_it(folder: Path, tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    engine = cases.build(folder, {"lora_rank": 4, "lora_alpha": 8})
+    step(engine)
+    engine.save_checkpoint(str(tmp_path), global_step=1)
+    base = AutoModelForCausalLM.from_pretrained(folder)
+    merged = PeftModel.from_pretrained(base, tmp_path / "lora_adapter").merge_and_unload().state_dict()
+    for name, tensor in engine.named_weights():
+        torch.testing.assert_close(tensor, merged[name], atol=1e-6, rtol=1e-5)
+    assert json.loads((tmp_path / "lora_adapter" / "adapter_config.json").read_text())["r"] == 4
+
+
+def test_a_step_that_is_not_finite_is_skipped_and_counted(folder: Path) -> None:
+    engine = cases.build(folder)
+    before = {name: tensor.clone() for name, tensor in engine.named_weights()}
+
+    def broken(output: Any, rows: Any) -> Any:
+        terms, metrics = cases.loss_fn(output, rows)
+        terms[0] = type(terms[0])(terms[0].total * float("nan"), terms[0].unit)
+        return terms, metrics
+
+    metrics = step(engine, broken)
+    assert metrics["skipped_steps"] == 1 and engine.weights_version == 0
+    assert all(torch.equal(tensor, before[name]) for name, tensor in engine.named_weights())
+    assert step(engine)["skipped_steps"] == 1 and engine.weights_version == 1
+
+
+def test_forward_only_metrics_and_no_optimizer(folder: Path) -> None:
+    engine = cases.build(folder, engine={"forward_only": True})
+    with engine.eval_mode():
+        metrics = engine.forward_backward_batch(cases.batch(**CUT), cases.loss_fn, forward_only=True)
+    assert metrics["loss"] == pytest.approx(cases.reference_step(_plain(folder))["metrics"]["loss"], rel=1e-5)
+    with pytest.raises(RuntimeError, match="forward_only"):
+        engine.optimizer_step()
+    with pytest.raises(RuntimeError, match="lora_rank"):
+        engine.disable_adapter()
+
+
+def _plain(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_weights_that_transformers_alone_can_read(folder: Path, tmp_path: Path) -> None:
+    """A torch.save checkpoint goes through from_pretrained."""
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    tensors = load_file(folder / "model.safetensors")
+    torch.save(tensors, tmp_path / "pytorch_model.bin")
+    engine = cases.build(tmp_path)
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in engine.named_weights())
+
+
+def _spoil(folder: Path, how: str) -> str:
+    """Damage a checkpoint; returns what the message must name."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    if how == "missing":
+        file.unlink()
+        return "model.path"
+    if how == "truncated":
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+        return "model.safetensors.*truncated"
+    if how == "lacks a tensor":
+        del tensors["model.norm.weight"]
+        save_file(tensors, file, metadata={"format": "pt"})
+        return "model.norm.weight"
+    tensors["lm_head.weight"] = tensors["lm_head.weight"][:-1].clone()
+    save_file(tensors, file, metadata={"format": "pt"})
+    return r"lm_head.weight.*\(96, 64\).*\(97, 64\)"
+
+
+@pytest.mark.parametrize("how", ["missing", "truncated", "lacks a tensor", "wrong shape"])
+def test_bad_weights_are_named(tmp_path: Path, how: str) -> None:
+    cases.write_model(tmp_path)
+    expected = _spoil(tmp_path, how)
+    with pytest.raises(ValueError, match=expected):
+        cases.build(tmp_path)
+
+
+def test_bad_requests_are_named(folder: Path) -> None:
+    with pytest.raises(ValueError, match="ulysses_sequence_parallel_size=2 must divide the 1 ranks"):
+        cases.build(folder, engine={"ulysses_sequence_parallel_size": 2})
+    with pytest.raises(ValueError, match="target_modules='nothing'"):
+        cases.build(folder, {"lora_rank": 2, "target_modules": "nothing"})
+    engine = cases.build(folder)
+    data = cases.batch(**CUT)
+    data.batch["response_mask"][1, 5] = 1  # behind the end of the response
+    with pytest.raises(ValueError, match="token 5 of row 1"):
+        engine.infer_batch(data)
+    with pytest.raises(ValueError, match="max_token_len_per_gpu"):
+        engine.infer_batch(cases.batch(use_dynamic_bsz=True))
+
+
+@pytest.fixture
+def own_group() -> Iterator[None]:
+    """End the group of one process that a wrapped engine starts."""
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_one_process_is_wrapped_where_fsdp_does_the_work(folder: Path, own_group: None) -> None:
+    """CPU offload changes nothing; half precision in the layers, fp32 weights and gradients around them."""
+    expected = cases.reference_step(_plain(folder))
+    offloaded = cases.build(folder, engine={"offload_policy": True})
+    assert step(offloaded) == pytest.approx(expected["metrics"], rel=1e-5)
+    mixed = cases.build(folder, engine={"mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32"}})
+    metrics = step(mixed)
+    assert metrics == pytest.approx(expected["metrics"], rel=0.05)
+    assert metrics != pytest.approx(expected["metrics"], rel=1e-5)
+    assert all(tensor.dtype == torch.float32 for _, tensor in mixed.named_weights())
+    with pytest.raises(ValueError, match="transformer_layer_cls_to_wrap"):
+        cases.build(folder, engine={"wrap_policy": {"transformer_layer_cls_to_wrap": ["No"]}, "offload_policy": True})
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"lr_warmup_steps": 2}, [0.0, 0.5, 1.0, 1.0]),
+        ({"lr_warmup_steps": 0, "lr_warmup_steps_ratio": 0.25, "total_training_steps": 16}, [0.0, 0.25, 0.5, 0.75]),
+        ({"lr_scheduler_type": "cosine", "total_training_steps": 2, "min_lr_ratio": 0.2}, [1.0, 0.6, 0.2]),
+    ],
+)
+def test_schedules(changes: dict[str, Any], expected: list[float]) -> None:
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedule = build_scheduler(optimizer, FSDPOptimizerConfig(lr=1.0, **changes))
+    rates = []
+    for _ in expected:
+        rates.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    assert rates == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("changes", [{"lr_scheduler_type": "cosine"}, {"lr_warmup_steps_ratio": 0.1}])
+def test_schedules_that_need_a_length_say_so(changes: dict[str, Any]) -> None:
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
+    with pytest.raises(ValueError, match="total_training_steps"):
+        build_scheduler(optimizer, FSDPOptimizerConfig(**changes))
