@@ -31,7 +31,7 @@ python3 -m verl.trainer.main_ppo \
     actor_rollout_ref.rollout.calculate_log_probs=true \
     trainer.device=cpu \
     trainer.n_gpus_per_node="$WORKERS" \
-    trainer.logger='[file]' \
+    trainer.logger='[]' \
     trainer.project_name=quickstart \
     trainer.experiment_name=grpo \
     trainer.default_local_dir="$OUT_DIR" \

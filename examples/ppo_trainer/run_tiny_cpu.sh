@@ -37,7 +37,7 @@ python3 -m verl.trainer.main_ppo \
     critic.ppo_max_token_len_per_gpu=8192 \
     trainer.device=cpu \
     trainer.n_gpus_per_node="$WORKERS" \
-    trainer.logger='[file]' \
+    trainer.logger='[]' \
     trainer.project_name=quickstart \
     trainer.experiment_name=ppo \
     trainer.default_local_dir="$OUT_DIR" \
