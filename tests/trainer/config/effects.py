@@ -22,7 +22,6 @@ READERS: dict[str, dict[str, str]] = {
     },
     "verl/trainer/ppo/build.py": {
         "data": "trust_remote_code",
-        "trainer": "total_training_steps",
     },
     "verl/trainer/ppo/checkpoint.py": {
         "trainer": (
@@ -49,8 +48,8 @@ READERS: dict[str, dict[str, str]] = {
         "reward_model": "launch_reward_fn_async",
         "algorithm": "adv_estimator kl_penalty",
         "trainer": (
-            "balance_batch total_epochs rollout_data_dir save_freq esi_redundant_time val_before_train "
-            "val_only test_freq critic_warmup worker_call_timeout_s"
+            "balance_batch total_epochs total_training_steps rollout_data_dir save_freq esi_redundant_time "
+            "val_before_train val_only test_freq critic_warmup worker_call_timeout_s"
         ),
     },
     "verl/trainer/ppo/resources.py": {

@@ -305,4 +305,5 @@ def apply_overrides(hf_config: "PretrainedConfig", override_config: Mapping[str,
         else:
             setattr(hf_config, name, value)
     if any(name in overrides for name in ROPE_KEYS) and hasattr(hf_config, "standardize_rope_params"):
-        hf_config.standardize_rope_params()  # type: ignore[no-untyped-call]
+        rope: Any = hf_config
+        rope.standardize_rope_params()
