@@ -170,7 +170,12 @@ def test_limits_of_sampling(rollout: BaseRollout, model: Any, limits: dict[str, 
 
 
 def _limited_log_prob(
-    logits: torch.Tensor, seen: list[int], token: int, top_k: int = 0, top_p: float = 1.0, repetition_penalty: float = 1.0
+    logits: torch.Tensor,
+    seen: list[int],
+    token: int,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    repetition_penalty: float = 1.0,
 ) -> float:
     values = logits.tolist()
     for index in set(seen):

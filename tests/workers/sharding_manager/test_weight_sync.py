@@ -68,7 +68,9 @@ def test_peak_memory_stays_below_two_buckets(manager: FSDPVLLMShardingManager) -
     assert 0 < manager.last_sync["peak_bytes"] < 2 * manager.bucket_bytes
 
 
-@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.1.self_attn.k_proj.weight", "model.norm.weight"])
+@pytest.mark.parametrize(
+    "name", ["model.embed_tokens.weight", "model.layers.1.self_attn.k_proj.weight", "model.norm.weight"]
+)
 def test_a_bit_that_changes_in_the_engine_is_caught(
     manager: FSDPVLLMShardingManager, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -100,7 +102,10 @@ def test_a_tensor_that_changes_on_the_way_is_caught(
         load([(name, tensor.flip(0) if name.endswith("0.mlp.up_proj.weight") else tensor) for name, tensor in bucket])
 
     monkeypatch.setattr(manager.rollout, "load", load_swapped)
-    with pytest.raises(WeightSyncError, match=r"differ from what was sent: model\.layers\.0\.mlp\.up_proj\.weight"), manager:
+    with (
+        pytest.raises(WeightSyncError, match=r"differ from what was sent: model\.layers\.0\.mlp\.up_proj\.weight"),
+        manager,
+    ):
         pytest.fail("the context was entered")
     monkeypatch.undo()
     check_generation(manager)

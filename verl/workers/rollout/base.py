@@ -26,7 +26,9 @@ class BaseRollout(ABC):
     engine that refuses to generate until a whole update has succeeded.
     """
 
-    def __init__(self, config: "RolloutConfig", model_config: "HFModelConfig", device_mesh: "DeviceMesh | None") -> None:
+    def __init__(
+        self, config: "RolloutConfig", model_config: "HFModelConfig", device_mesh: "DeviceMesh | None"
+    ) -> None:
         self.config = config
         self.model_config = model_config
         self.device_mesh = device_mesh

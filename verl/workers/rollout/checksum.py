@@ -4,12 +4,13 @@ import torch
 from torch import Tensor
 
 _CHUNK_ELEMENTS = 1 << 17
+_FIRST_COLUMN = 1 << 40  # beyond any row: a transposed matrix must not have the same sum
 _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _index_weights(count: int, device: torch.device) -> Tensor:
-    """Return one odd pseudo-random int64 per index."""
-    index = torch.arange(1, count + 1, dtype=torch.int64, device=device) * -7046029254386353131
+def _index_weights(count: int, first: int, device: torch.device) -> Tensor:
+    """Return one odd pseudo-random int64 for each of ``count`` indices from ``first`` on."""
+    index = torch.arange(first, first + count, dtype=torch.int64, device=device) * -7046029254386353131
     return ((index ^ (index >> 29)) * -4658895280553007687) | 1
 
 
@@ -22,7 +23,8 @@ def tensor_checksum(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     matrix = matrix.reshape(-1, 1) if matrix.dim() < 2 else matrix.flatten(1)
     rows, columns = matrix.shape
     dtype = dtype or matrix.dtype
-    of_row, of_column = _index_weights(rows, matrix.device), _index_weights(columns, matrix.device)
+    of_row = _index_weights(rows, 1, matrix.device)
+    of_column = _index_weights(columns, _FIRST_COLUMN, matrix.device)
     step = max(1, _CHUNK_ELEMENTS // max(1, columns))
     total = torch.zeros((), dtype=torch.int64, device=matrix.device)
     for start in range(0, rows, step):

@@ -111,9 +111,7 @@ class HFRollout(BaseRollout):
         running = torch.ones(len(token_ids), dtype=torch.bool, device=self._device)
         tokens, scores, alive = [], [], []
         for index in range(self.config.response_length):
-            output = self.module(
-                **inputs, attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=1
-            )
+            output = self.module(**inputs, attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=1)
             cache = output.past_key_values
             token, score = sampler(output.logits[:, -1].float(), seen)
             tokens.append(token)

@@ -113,7 +113,8 @@ class WeightSync:
         if not failed.item():
             return
         messages: list[str | None] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(messages, None if failure is None else f"{type(failure).__name__}: {failure}")
+        mine = None if failure is None else f"{type(failure).__name__}: {failure}"
+        torch.distributed.all_gather_object(messages, mine)
         self._rollout.abort_update()
         told = "; ".join(f"rank {rank}: {message}" for rank, message in enumerate(messages) if message is not None)
         raise WeightSyncError(f"weight sync failed: {told}") from failure

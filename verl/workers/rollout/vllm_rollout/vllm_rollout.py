@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-class vLLMRollout(BaseRollout):  # noqa: N801 (the established name)
+
+class vLLMRollout(BaseRollout):
     """One vLLM engine per tensor-parallel group; every rank of a group gets the same prompts and runs in step.
 
     Start it after ``torch.distributed.init_process_group``. It leaves the trainer's random state as it was; on a CPU

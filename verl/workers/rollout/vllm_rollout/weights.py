@@ -69,7 +69,7 @@ class EngineWeights:
         missing = sorted(self.layout.pieces.keys() - self._arrived) + self._incomplete_opaque_layers()
         if missing:
             shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
-            raise RuntimeError(f"weight sync: {len(missing)} tensors of the rollout engine's model are missing: {shown}")
+            raise RuntimeError(f"weight sync: {len(missing)} tensors of the rollout's model are missing: {shown}")
         finalize_layerwise_reload(self._model, self._model_config)
 
     def abort(self) -> None:
@@ -110,9 +110,8 @@ class EngineWeights:
         if not self.layout.opaque:
             return []
         paths = {name.rpartition(".")[0] for name in self.layout.opaque}
-        return sorted(
-            path for path, info in self._open_layers() if path in paths and info.load_numel < (info.load_numel_total or 0)
-        )
+        open_layers = [(path, info) for path, info in self._open_layers() if path in paths]
+        return sorted(path for path, info in open_layers if info.load_numel < (info.load_numel_total or 0))
 
 
 def _as_ints(sums: dict[str, Tensor]) -> dict[str, int]:

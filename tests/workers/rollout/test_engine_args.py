@@ -1,0 +1,107 @@
+"""Engine arguments from the config, and the sizes that are refused before an engine starts."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.workers.rollout import tiny
+from verl.workers.rollout import build_rollout, get_rollout_class
+from verl.workers.rollout.batch import eos_token_ids, pad_rows, prompt_token_ids, sampling_values
+from verl.workers.rollout.vllm_rollout import engine_args
+
+MODEL = SimpleNamespace(
+    local_path="/models/tiny",
+    local_hf_config_path="/models/tiny",
+    local_tokenizer_path="/models/tiny",
+    trust_remote_code=False,
+    override_config={"attn_implementation": "sdpa", "model_config": {"rope_theta": 5.0}},
+)
+
+
+@pytest.fixture
+def model_config() -> Any:
+    MODEL.hf_config = tiny.build_model().config
+    return MODEL
+
+
+def build(model_config: Any, **changes: Any) -> dict[str, Any]:
+    pytest.importorskip("vllm")
+    return engine_args.build_engine_args(tiny.rollout_config("vllm", **changes), model_config)
+
+
+def test_arguments(model_config: Any) -> None:
+    args = build(model_config, engine_kwargs={"vllm": {"max_num_seqs": 7, "swap_space": None}}, seed=5)
+    assert args["model"] == "/models/tiny"
+    assert args["max_model_len"] == tiny.PROMPT_LENGTH + tiny.RESPONSE_LENGTH
+    assert args["max_num_seqs"] == 7
+    assert args["seed"] == 5
+    assert args["hf_overrides"] == {"rope_theta": 5.0}
+    assert args["logprobs_mode"] == "processed_logprobs"
+    assert None not in args.values()
+    assert build(model_config, max_model_len=40)["max_model_len"] == 40
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_model_len": 21}, r"max_model_len=21 is below .* 12 \+ 10 = 22"),
+        ({"response_length": 60}, r"72 .* exceeds the model's max_position_embeddings=64"),
+        ({"enable_chunked_prefill": False, "max_num_batched_tokens": 20}, "max_num_batched_tokens=20 is below"),
+        ({"tensor_model_parallel_size": 2}, "needs a process group"),
+        ({"data_parallel_size": 2}, "data_parallel_size=2: write 1"),
+        ({"temperature": 2.5}, "temperature=2.5"),
+        ({"gpu_memory_utilization": 1e-9}, "key-value cache of one sequence"),
+    ],
+)
+def test_sizes_that_cannot_work(model_config: Any, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build(model_config, **changes)
+
+
+def test_context_error_is_of_both_types(model_config: Any) -> None:
+    with pytest.raises(AssertionError):
+        build(model_config, max_model_len=21)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a check of the CPU engine")
+def test_head_size_without_a_kernel(model_config: Any) -> None:
+    model_config.hf_config.hidden_size, model_config.hf_config.head_dim = 96, 24
+    with pytest.raises(ValueError, match="no kernel for head size 24"):
+        build(model_config)
+
+
+def test_cache_of_what_all_sequences_need(model_config: Any) -> None:
+    # keys and values, 2 layers, 2 heads of 32 floats, one block of 128 tokens and one to spare, 32 sequences
+    assert build(model_config)["kv_cache_memory_bytes"] == 2 * 2 * 2 * 32 * 4 * 256 * 32
+
+
+@pytest.mark.parametrize(("name", "mode"), [("sglang", "sync"), ("vllm", "async"), ("other", "sync")])
+def test_unknown_rollouts(name: str, mode: str) -> None:
+    with pytest.raises(ValueError, match=f"name='{name}' with mode='{mode}'"):
+        get_rollout_class(name, mode)
+    with pytest.raises(AssertionError):
+        get_rollout_class(name, mode)
+
+
+def test_rollout_that_waits_for_nobody() -> None:
+    with pytest.raises(ValueError, match="load_format=dummy waits"):
+        build_rollout(tiny.rollout_config("hf"), MODEL, engine=None)
+
+
+def test_prompts_and_values() -> None:
+    prompts = tiny.prompts_batch(3)
+    rows = [list(row) for row in prompts.non_tensor_batch["raw_prompt_ids"]]
+    assert prompt_token_ids(prompts) == rows
+    del prompts.non_tensor_batch["raw_prompt_ids"]
+    assert prompt_token_ids(prompts) == rows
+    config = tiny.rollout_config("hf", top_k=4)
+    greedy = {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0}
+    assert sampling_values(tiny.prompts_batch(1, do_sample=False), config) == greedy
+    assert sampling_values(tiny.prompts_batch(1), config)["top_k"] == 4
+    assert sampling_values(tiny.prompts_batch(1, validate=True), config)["top_k"] == -1
+    assert eos_token_ids(None) == []
+    assert eos_token_ids(3) == [3]
+    assert eos_token_ids((3, 4)) == [3, 4]
+    assert pad_rows([[1], [], [2, 3]], 2, 9, int).tolist() == [[1, 9], [9, 9], [2, 3]]
