@@ -111,8 +111,9 @@ def materialize(model: nn.Module, layout: Layout, read: LocalReader, initialize:
         if local is None:
             missing.append(name)
             continue
-        local = local.to(layout.device, parameter.dtype)
-        new = nn.Parameter(_like(parameter, local.contiguous()), requires_grad=parameter.requires_grad)
+        # Slices of a file may be views at an offset into all of it; such a shard could not be saved.
+        local = local.to(layout.device, parameter.dtype).clone(memory_format=torch.contiguous_format)
+        new = nn.Parameter(_like(parameter, local), requires_grad=parameter.requires_grad)
         for module, attribute in places[id(parameter)]:
             setattr(module, attribute, new)
     if missing:
