@@ -154,9 +154,7 @@ class ActorRolloutRefWorker(EngineWorker):
     def _infer(
         self, engine: BaseEngine, data: DataProto, cut: Cut, entropy: bool, without_adapter: bool = False
     ) -> dict[str, Any]:
-        data.meta_info.update(
-            cut.as_meta(), temperature=self.config.rollout.temperature, calculate_entropy=entropy
-        )
+        data.meta_info.update(cut.as_meta(), temperature=self.config.rollout.temperature, calculate_entropy=entropy)
         with engine.disable_adapter() if without_adapter else nullcontext(), engine.eval_mode():
             return engine.infer_batch(data)
 
@@ -200,4 +198,3 @@ def log_prob_cut(node: "DictConfig", dp_size: int) -> Cut:
         per_rank_micro_batch(node.log_prob_micro_batch_size_per_gpu, node.log_prob_micro_batch_size, dp_size),
         node.log_prob_max_token_len_per_gpu,
     )
-

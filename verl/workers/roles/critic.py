@@ -62,7 +62,11 @@ class CriticWorker(EngineWorker):
         metrics: dict[str, float] = {}
         with self.mfu(metrics, "perf/mfu/critic", data, self.config.ppo_epochs), self.engine.train_mode():
             steps = self.train_mini_batches(
-                data, self.mini_batch_size, self.config.ppo_epochs, self.config.shuffle, partial(value_loss, self.config)
+                data,
+                self.mini_batch_size,
+                self.config.ppo_epochs,
+                self.config.shuffle,
+                partial(value_loss, self.config),
             )
             metrics["critic/lr"] = self.engine.lr_scheduler_step()
         step = average_metrics(steps)

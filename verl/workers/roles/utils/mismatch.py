@@ -42,7 +42,11 @@ def finish_mismatch(metrics: Mapping[str, float]) -> dict[str, float]:
     mean_gap = rest["training/rollout_probs_diff_mean"]
     spread = math.sqrt(max(means["xx"] - means["x"] ** 2, 0.0) * max(means["yy"] - means["y"] ** 2, 0.0))
     covariance = means["xy"] - means["x"] * means["y"]
-    return rest | {
-        "training/rollout_probs_diff_valid": 1.0,
-        "training/rollout_probs_diff_std": math.sqrt(max(means["gap_sq"] - mean_gap**2, 0.0)),
-    } | ({"training/rollout_actor_probs_pearson_corr": covariance / spread} if spread > 0 else {})
+    return (
+        rest
+        | {
+            "training/rollout_probs_diff_valid": 1.0,
+            "training/rollout_probs_diff_std": math.sqrt(max(means["gap_sq"] - mean_gap**2, 0.0)),
+        }
+        | ({"training/rollout_actor_probs_pearson_corr": covariance / spread} if spread > 0 else {})
+    )
