@@ -115,7 +115,8 @@ def get_rollout_class(rollout_name: str, mode: str = "sync") -> type[BaseRollout
     """
     if (rollout_name, mode) not in _ROLLOUTS:
         raise UnknownRolloutError(
-            f"actor_rollout_ref.rollout.name={rollout_name!r} with mode={mode!r} is not built; choose of {sorted(_ROLLOUTS)}"
+            f"actor_rollout_ref.rollout.name={rollout_name!r} with mode={mode!r} is not built; choose of "
+            f"{sorted(_ROLLOUTS)}"
         )
     module, _, name = _ROLLOUTS[rollout_name, mode].rpartition(".")
     cls: type[BaseRollout] = getattr(importlib.import_module(module), name)

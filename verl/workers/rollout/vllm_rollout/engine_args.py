@@ -115,7 +115,7 @@ def check_parallel_sizes(config: "RolloutConfig") -> None:
         world = torch.distributed.get_world_size()
         if world % config.tensor_model_parallel_size:
             raise ValueError(
-                f"{_NODE}.tensor_model_parallel_size={config.tensor_model_parallel_size} must divide the {world} workers"
+                f"{_NODE}.tensor_model_parallel_size={config.tensor_model_parallel_size} must divide {world} workers"
             )
     elif config.tensor_model_parallel_size > 1:
         raise ValueError(
