@@ -340,6 +340,21 @@ def test_an_interrupted_save_is_not_complete(tmp_path, monkeypatch):
     assert find_complete_checkpoints(tmp_path) == []
 
 
+def test_a_full_disk_is_named(tmp_path):
+    """Files above 2000 bytes cannot be written: the error names the file, and nothing half is left."""
+    import resource
+
+    *_, manager = make(0)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
+    try:
+        with pytest.raises(OSError, match=f"File too large: make room.*{MODEL}"):
+            manager.save_checkpoint(str(tmp_path / "full"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list((tmp_path / "full").iterdir()) == []
+
+
 def test_retention(tmp_path):
     """The oldest complete ones go, when the new one is complete; incomplete and later ones stay."""
     *_, manager = make(0, config={"save_contents": ["model"]})

@@ -198,7 +198,7 @@ def _step_and_role(local_path: str) -> tuple[Path, int, Path] | None:
     return None
 
 
-def earlier_checkpoints(local_path: str) -> list[Path]:
+def earlier_checkpoints(local_path: str, checksums: bool | None = False) -> list[Path]:
     """List the complete checkpoints of the same role at earlier steps, the oldest first."""
     place = _step_and_role(local_path)
     if place is None:
@@ -207,13 +207,13 @@ def earlier_checkpoints(local_path: str) -> list[Path]:
     return [
         folder / role
         for step, folder in step_folders(root)
-        if step < current and (folder / role).is_dir() and not verify_checkpoint(folder / role, checksums=False)
+        if step < current and (folder / role).is_dir() and not verify_checkpoint(folder / role, checksums)
     ]
 
 
 def way_out(local_path: str) -> str:
     """Say which earlier checkpoint to use in the place of one that is not whole."""
-    earlier = earlier_checkpoints(local_path)
+    earlier = earlier_checkpoints(local_path, checksums=None)
     if not earlier:
         return "There is no earlier complete checkpoint: trainer.resume_mode=disable starts afresh"
     place = _step_and_role(local_path)

@@ -53,15 +53,20 @@ class FileRecord:
 
 
 class _Summing:
-    """A binary file that sums up what is written to it."""
+    """A binary file that sums up what is written to it, and remembers why it could not be."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self.num_bytes, self.crc32 = file, 0, 0
+        self.error: OSError | None = None
 
     def write(self, content: bytes) -> int:
         self.crc32 = zlib.crc32(content, self.crc32)
         self.num_bytes += len(content)
-        return self._file.write(content)
+        try:
+            return self._file.write(content)
+        except OSError as error:  # torch.save hides it behind an error of its own
+            self.error = self.error or error
+            raise
 
     def flush(self) -> None:
         self._file.flush()
@@ -77,10 +82,14 @@ def sync_folder(folder: StrPath) -> None:
 
 
 def write_file(folder: StrPath, name: str, write: Callable[[BinaryIO], object]) -> FileRecord:
-    """Let ``write`` fill a file, which gets its name only when all of it is on disk."""
+    """Let ``write`` fill a file, which gets its name only when all of it is on disk.
+
+    Raises: OSError naming the file when there is no room for it.
+    """
     path = Path(folder, name)
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    summing: _Summing | None = None
     try:
         with unfinished.open("wb") as file:
             summing = _Summing(file)
@@ -88,8 +97,15 @@ def write_file(folder: StrPath, name: str, write: Callable[[BinaryIO], object]) 
             file.flush()
             os.fsync(file.fileno())
         unfinished.replace(path)
+    except (OSError, RuntimeError) as error:
+        reason = error if isinstance(error, OSError) else summing.error if summing else None
+        if reason is None:
+            raise
+        hint = "make room or set trainer.default_local_dir to another place"
+        raise OSError(reason.errno, f"{reason.strerror}: {hint}", str(path)) from error
     finally:
         unfinished.unlink(missing_ok=True)
+    assert summing is not None
     sync_folder(path.parent)
     return FileRecord(name, summing.num_bytes, summing.crc32)
 
