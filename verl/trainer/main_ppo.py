@@ -197,7 +197,7 @@ class TaskRunner:
 
         trainer = build_trainer(config, self.role_worker_mapping, pools, ray_worker_group_cls)
         CLOCK.mark("tokenizer_and_data")
-        trainer.init_workers(workers and workers.result(trainer.total_training_steps))
+        trainer.init_workers(workers.result(trainer.total_training_steps) if workers else None)
         trainer.fit()
 
 

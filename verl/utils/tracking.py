@@ -229,7 +229,7 @@ class _MlflowLogger:
         mlflow.log_params(flatten(config))
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
-        values = {mlflow_key(key): float(value) for key, value in data.items() if isinstance(value, numbers.Number)}
+        values = {mlflow_key(key): float(value) for key, value in data.items() if isinstance(value, numbers.Real)}
         self.mlflow.log_metrics(metrics=values, step=step)
 
     def finish(self) -> None:

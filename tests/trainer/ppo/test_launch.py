@@ -129,6 +129,7 @@ def test_the_runtime_environment_yields_to_the_process_and_to_the_user(tmp_path,
 def test_a_failure_is_told_by_its_cause(tmp_path):
     cause = ValueError("data.train_files: no such file")
     cause.add_note("in training step 3 of 7")
+    cause.add_note("--- in the worker\n  File x")
     inner = launch.ray.exceptions.RayTaskError("work", "inner trace", cause)
     outer = launch.ray.exceptions.RayTaskError("run", "Traceback\nouter trace", inner)
     message = launch.report_failure(outer, run_config(tmp_path))
@@ -139,6 +140,12 @@ def test_a_failure_is_told_by_its_cause(tmp_path):
         f"The whole trace is in {log}",
     ]
     assert "outer trace" in log.read_text()
+
+
+def test_stack_traces_of_other_processes_are_left_to_the_log():
+    error = RuntimeError("worker rank 1 raised: RuntimeError: no\nTraceback (most recent call last):\n  File x\nlast")
+    assert launch.describe(error) == "RuntimeError: worker rank 1 raised: RuntimeError: no"
+    assert launch.describe(ValueError("2 problems:\n  - a\n  - b")) == "ValueError: 2 problems:\n  - a\n  - b"
 
 
 # ---- what a person sees

@@ -199,8 +199,10 @@ def save_checkpoint(trainer: "RayPPOTrainer") -> None:
     if config.get("remove_previous_ckpt_in_save", False):
         logger.warning("trainer.remove_previous_ckpt_in_save is deprecated: set max_actor_ckpt_to_keep=1")
         keep = {"actor": 1, "critic": 1}
-    groups = {"actor": trainer.actor_rollout_wg} | ({"critic": trainer.critic_wg} if trainer.use_critic else {})
+    groups = {"actor": trainer.actor_rollout_wg, "critic": trainer.critic_wg}
     for role, group in groups.items():
+        if group is None:
+            continue
         remote_part = None if remote is None else f"{remote}/{role}"
         group.save_checkpoint(f"{folder}/{role}", remote_part, step, max_ckpt_to_keep=keep[role])
     state = {"kl_ctrl_in_reward": trainer.kl_ctrl_in_reward.state_dict(), "seed": trainer.run_seed}
@@ -220,7 +222,7 @@ def load_checkpoint(trainer: "RayPPOTrainer") -> int | None:
     remove = trainer.config.trainer.del_local_ckpt_after_load
     with phase("load_checkpoint", step=trainer.global_steps):
         trainer.actor_rollout_wg.load_checkpoint(str(folder / "actor"), del_local_after_load=remove)
-        if trainer.use_critic:
+        if trainer.critic_wg is not None:
             trainer.critic_wg.load_checkpoint(str(folder / "critic"), del_local_after_load=remove)
     loader_state, state = load_driver_state(folder)
     if loader_state is not None:

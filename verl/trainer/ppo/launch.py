@@ -1,5 +1,6 @@
 """Start and stop of Ray in the launching process, and the message that a failed run ends with."""
 
+import itertools
 import logging
 import sys
 import time
@@ -26,6 +27,7 @@ RUNTIME_ENV_VARS = {
 # Every worker process has one core. vLLM makes torch.set_num_threads a no-op: the variable has to be there before.
 CPU_ENV_VARS = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 ERROR_LOG = "error.log"
+_TRACE_STARTS = ("Traceback", "ray::", "\x1b[36mray::", "  File ")
 _LOG_GRACE_S = 0.5  # what the actors have just printed is still on its way to this terminal
 
 
@@ -78,7 +80,8 @@ def stop_ray() -> None:
 def report_failure(error: BaseException, config: Any) -> str:
     """Write the whole trace to ``error.log`` of the run and return a short message with the cause."""
     root = root_cause(error)
-    lines = [f"Error: {describe(root)}", *getattr(root, "__notes__", [])]
+    notes = [note for note in getattr(root, "__notes__", []) if "\n" not in note]  # longer ones are stack traces
+    lines = [f"Error: {describe(root)}", *notes]
     path = run_folder(config) / ERROR_LOG
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -110,8 +113,9 @@ def _unwrapped(error: BaseException) -> Iterator[BaseException]:
 
 
 def describe(error: BaseException) -> str:
-    """Return type and message; of a Ray error the last line, which names the cause."""
-    if isinstance(error, ray.exceptions.RayTaskError):
-        lines = str(error).strip().splitlines()
-        return lines[-1] if lines else type(error).__name__
-    return f"{type(error).__name__}: {error}"
+    """Return type and message, without the stack traces that messages of other processes hold."""
+    text = str(error).strip()
+    if isinstance(error, ray.exceptions.RayTaskError):  # its last line names the cause
+        return text.splitlines()[-1] if text else type(error).__name__
+    kept = list(itertools.takewhile(lambda line: not line.startswith(_TRACE_STARTS), text.splitlines()))
+    return f"{type(error).__name__}: {chr(10).join(kept)}"
