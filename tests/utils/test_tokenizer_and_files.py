@@ -1,0 +1,128 @@
+"""Loading of tokenizers, and staging of files."""
+
+import os
+import stat
+
+import pytest
+
+import verl.utils
+from examples.tiny_model import make_tiny_model
+from verl.utils import fs, hdfs_io, hf_processor, hf_tokenizer
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_tiny_model(str(tmp_path_factory.mktemp("model")), hidden_size=32, num_layers=1)
+
+
+def test_the_byte_tokenizer_round_trips_every_byte(model):
+    tokenizer = hf_tokenizer(model)
+    text = "".join(map(chr, range(1, 256))) + "\n\t  ä€😀 '' .. 12"
+    ids = tokenizer(text)["input_ids"]
+    assert tokenizer.decode(ids) == text and len(ids) == len(text.encode())
+    assert tokenizer.convert_ids_to_tokens(tokenizer.eos_token_id) == "<|end|>"
+    assert tokenizer("<|user|>a<|end|>")["input_ids"][::2] == tokenizer.convert_tokens_to_ids(["<|user|>", "<|end|>"])
+    assert hf_processor(model) is None
+
+
+def test_padding_falls_back_to_the_end_of_sequence(model, tmp_path):
+    bare = hf_tokenizer(model)
+    bare.pad_token = None
+    bare.save_pretrained(tmp_path)
+    os.link(os.path.join(model, "config.json"), tmp_path / "config.json")
+    plain, corrected = hf_tokenizer(str(tmp_path), correct_pad_token=False), hf_tokenizer(str(tmp_path))
+    # the class that AutoTokenizer picks for a model type may bring a padding token of its own
+    wanted = corrected.eos_token_id if plain.pad_token_id is None else plain.pad_token_id
+    assert corrected.pad_token_id == wanted
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_folder_without_a_tokenizer_is_named(tmp_path, exists):
+    path = tmp_path / "nothing"
+    if exists:
+        path.mkdir()
+    with pytest.raises(OSError, match=str(path)) as caught:
+        hf_tokenizer(str(path))
+    assert isinstance(caught.value, ValueError)
+
+
+def test_package_exports():
+    assert {"hf_tokenizer", "hf_processor", "as_torch_index", "group_mean_std"} <= set(verl.utils.__all__)
+    for name in verl.utils.__all__:
+        assert callable(getattr(verl.utils, name))
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = verl.utils.nothing
+
+
+FAKE_HDFS = """#!/bin/sh
+# dfs on a local folder: hdfs://x is $HDFS_ROOT/x
+shift
+operation=$1; shift
+while [ "${1#-}" != "$1" ]; do shift; done
+source=$(echo "$1" | sed "s|hdfs://|$HDFS_ROOT/|"); target=$(echo "$2" | sed "s|hdfs://|$HDFS_ROOT/|")
+case $operation in
+  -test) test -e "$source" ;;
+  -mkdir) mkdir -p "$source" ;;
+  -get|-put|-cp) echo copied >> "$HDFS_ROOT/log"; cp -r "$source" "$target" ;;
+esac
+"""
+
+
+@pytest.fixture
+def hdfs(tmp_path, monkeypatch):
+    """Put an ``hdfs`` command on the path that keeps its files in a local folder; returns that folder."""
+    command = tmp_path / "bin" / "hdfs"
+    command.parent.mkdir()
+    command.write_text(FAKE_HDFS)
+    command.chmod(command.stat().st_mode | stat.S_IEXEC)
+    root = tmp_path / "root"
+    (root / "data" / "set").mkdir(parents=True)
+    (root / "data" / "set" / "a.txt").write_text("aaa")
+    monkeypatch.setenv("PATH", f"{command.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("HDFS_ROOT", str(root))
+    return root
+
+
+def copies(root):
+    return (root / "log").read_text().count("copied") if (root / "log").exists() else 0
+
+
+def test_remote_folders_are_copied_once_and_again_when_incomplete(hdfs, tmp_path):
+    cache = str(tmp_path / "cache")
+    local = fs.copy_to_local("hdfs://data/set", cache_dir=cache)
+    assert local == fs.get_local_temp_path("hdfs://data/set", cache) and os.listdir(local) != []
+    assert fs.copy_to_local("hdfs://data/set", cache_dir=cache) == local and copies(hdfs) == 1
+    os.remove(os.path.join(local, "a.txt"))
+    assert open(os.path.join(fs.copy_to_local("hdfs://data/set", cache_dir=cache), "a.txt")).read() == "aaa"
+    assert copies(hdfs) == 2
+    fs.copy_to_local("hdfs://data/set", cache_dir=cache, always_recopy=True)
+    assert copies(hdfs) == 3
+
+
+def test_remote_operations(hdfs, tmp_path):
+    assert hdfs_io.exists("hdfs://data/set") and not hdfs_io.exists("hdfs://data/none")
+    hdfs_io.makedirs("hdfs://new/folder")
+    assert (hdfs / "new" / "folder").is_dir()
+    (tmp_path / "b.txt").write_text("b")
+    hdfs_io.copy(str(tmp_path / "b.txt"), "hdfs://new/b.txt")
+    assert (hdfs / "new" / "b.txt").read_text() == "b"
+    with pytest.raises(hdfs_io.HdfsError, match="failed with code"):
+        hdfs_io.copy("hdfs://none", str(tmp_path / "c"))
+
+
+def test_local_paths_stay_as_they_are(tmp_path):
+    assert fs.copy_to_local(str(tmp_path)) == str(tmp_path)
+    with pytest.raises(ValueError, match="must not end with a slash"):
+        fs.copy_to_local(str(tmp_path) + "/")
+    assert fs.is_non_local("hdfs://x") and not fs.is_non_local("/x")
+    (tmp_path / "a").write_text("1")
+    assert not fs.verify_copy(str(tmp_path / "a"), str(tmp_path / "b"))
+    hdfs_io.copy(str(tmp_path / "a"), str(tmp_path / "b"))
+    assert fs.verify_copy(str(tmp_path / "a"), str(tmp_path / "b"))
+    assert fs.local_mkdir_safe(str(tmp_path / "x" / "y")) == str(tmp_path / "x" / "y")
+
+
+def test_without_the_command_the_path_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(hdfs_io.HdfsError, match="hdfs://x: paths on HDFS need the `hdfs` command"):
+        hdfs_io.exists("hdfs://x")
