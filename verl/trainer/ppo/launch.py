@@ -27,7 +27,7 @@ RUNTIME_ENV_VARS = {
 # Every worker process has one core. vLLM makes torch.set_num_threads a no-op: the variable has to be there before.
 CPU_ENV_VARS = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 ERROR_LOG = "error.log"
-_TRACE_STARTS = ("Traceback", "ray::", "\x1b[36mray::", "  File ")
+_TRACE_STARTS = ("\t", "Traceback", "ray::", "\x1b[36mray::", "  File ")
 _LOG_GRACE_S = 0.5  # what the actors have just printed is still on its way to this terminal
 
 
