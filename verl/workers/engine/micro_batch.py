@@ -1,7 +1,8 @@
 """How a mini-batch is cut, which positions of it count, and how its rows are packed."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -21,12 +22,22 @@ class MicroBatch:
     index: list[int]
 
 
+def tensors_of(data: "DataProto") -> Mapping[str, Tensor]:
+    """Return the tensors of a batch.
+
+    Raises: ValueError when it has none.
+    """
+    if data.batch is None:
+        raise ValueError("the batch holds no tensors: it needs input_ids, attention_mask, position_ids and responses")
+    batch: Any = data.batch  # a TensorDict reads like a mapping, but is none
+    return cast(Mapping[str, Tensor], batch)
+
+
 def response_mask_of(data: "DataProto") -> Tensor:
     """Return which response tokens count (B, R): ``response_mask``, else the attention mask of the response."""
-    batch = data.batch
+    batch = tensors_of(data)
     if "response_mask" in batch.keys():
-        mask: Tensor = batch["response_mask"]
-        return mask
+        return batch["response_mask"]
     width = batch["responses"].shape[1]
     return batch["attention_mask"][:, -width:]
 
@@ -36,7 +47,7 @@ def check_rows(data: "DataProto") -> None:
 
     Raises: ValueError naming the first that is not.
     """
-    attended = data.batch["attention_mask"].bool()
+    attended = tensors_of(data)["attention_mask"].bool()
     asked = response_mask_of(data).bool()
     width = asked.shape[1]
     before = F.pad(attended[:, :-1], (1, 0))[:, -width:]

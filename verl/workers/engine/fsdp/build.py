@@ -110,7 +110,8 @@ class ModelBuilder:
         self._patch(model)
         if self.layout.fsdp_mesh is not None:
             shard(module, model, self.engine_config, self.layout, self.policy)
-        materialize(module, self.layout, read, self._initialize)
+        home = torch.device("cpu") if self.engine_config.offload_policy else self.layout.device
+        materialize(module, self.layout, home, read, self._initialize)
         for part in module.modules():
             for name, buffer in part._buffers.items():
                 if buffer is not None:

@@ -13,7 +13,7 @@ from verl.utils.model import extract_multi_modal_inputs
 from verl.utils.torch_functional import log_probs_and_entropy
 from verl.utils.ulysses import all_gather_tensor, set_ulysses_sequence_parallel_group, ulysses_pad
 from verl.workers.engine.fsdp.layout import Layout
-from verl.workers.engine.micro_batch import PackedRows, pack_rows, response_mask_of, unpack
+from verl.workers.engine.micro_batch import PackedRows, pack_rows, response_mask_of, tensors_of, unpack
 
 if TYPE_CHECKING:
     from verl.protocol import DataProto
@@ -40,7 +40,7 @@ class Forward:
 
     def __call__(self, rows: "DataProto") -> "ModelOutput":
         """Return (b, R) outputs on the device, zero outside the response mask."""
-        device, batch, meta = self.layout.device, rows.batch, rows.meta_info
+        device, batch, meta = self.layout.device, tensors_of(rows), rows.meta_info
         names = ("input_ids", "attention_mask", "position_ids")
         ids, attention, positions = (batch[name].to(device, non_blocking=True) for name in names)
         asked = response_mask_of(rows).to(device, non_blocking=True)

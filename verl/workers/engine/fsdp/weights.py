@@ -90,8 +90,10 @@ LocalReader = Callable[[str, torch.Size, slice], Tensor | None]
 """(name, whole shape, rows) -> those rows, or None for a tensor that the checkpoint does not hold."""
 
 
-def materialize(model: nn.Module, layout: Layout, read: LocalReader, initialize: LocalReader) -> None:
-    """Give every meta parameter its shard, from the checkpoint or, for new ones, from ``initialize``.
+def materialize(
+    model: nn.Module, layout: Layout, device: torch.device, read: LocalReader, initialize: LocalReader
+) -> None:
+    """Give every meta parameter its shard on ``device``, from the checkpoint or, for new ones, from ``initialize``.
 
     Tied parameters stay one. Raises: CheckpointError naming all tensors that neither has.
     """
@@ -112,8 +114,8 @@ def materialize(model: nn.Module, layout: Layout, read: LocalReader, initialize:
             missing.append(name)
             continue
         # Slices of a file may be views at an offset into all of it; such a shard could not be saved.
-        local = local.to(layout.device, parameter.dtype).clone(memory_format=torch.contiguous_format)
-        new = nn.Parameter(_like(parameter, local), requires_grad=parameter.requires_grad)
+        filled = _filled(parameter.detach(), local, device)
+        new = nn.Parameter(filled, requires_grad=parameter.requires_grad)
         for module, attribute in places[id(parameter)]:
             setattr(module, attribute, new)
     if missing:
@@ -123,17 +125,11 @@ def materialize(model: nn.Module, layout: Layout, read: LocalReader, initialize:
         )
 
 
-def _like(parameter: Tensor, local: Tensor) -> Tensor:
-    if not isinstance(parameter, DTensor):
-        return local
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+def _filled(parameter: Tensor, local: Tensor, device: torch.device) -> Tensor:
+    """Return storage for a meta parameter on ``device``, which may be the host, with this rank's rows in it."""
+    new = torch.empty_like(parameter, device=device)
+    (new.to_local() if isinstance(new, DTensor) else new).copy_(local)
+    return new
 
 
 def checkpoint_reader(
