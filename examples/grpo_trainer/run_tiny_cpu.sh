@@ -18,7 +18,7 @@ python3 -m verl.trainer.main_ppo \
     actor_rollout_ref.model.path="$MODEL_PATH" \
     actor_rollout_ref.model.use_remove_padding=true \
     actor_rollout_ref.model.enable_gradient_checkpointing=false \
-    actor_rollout_ref.actor.optim.lr=5e-4 \
+    actor_rollout_ref.actor.optim.lr=2e-4 \
     actor_rollout_ref.actor.ppo_mini_batch_size=16 \
     actor_rollout_ref.actor.use_dynamic_bsz=true \
     actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096 \
@@ -37,6 +37,6 @@ python3 -m verl.trainer.main_ppo \
     trainer.default_local_dir="$OUT_DIR" \
     trainer.total_training_steps=60 \
     trainer.total_epochs=1000 \
-    trainer.test_freq=10 \
-    trainer.save_freq=30 \
+    trainer.test_freq=5 \
+    trainer.save_freq=20 \
     "$@"
