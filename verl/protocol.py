@@ -639,8 +639,9 @@ def all_gather_data_proto(data: DataProto, process_group: dist.ProcessGroup) -> 
 class DataProtoFuture:
     """The result of a call that is still running; it can be handed to the next call as it is.
 
-    ``wait_fn`` applies the rules of the worker group that made the call. It stays behind when the future is sent to a
-    worker, which waits for at most ``timeout_s``.
+    ``wait_fn`` applies the rules of the worker group that made the call. It stays behind when the future is sent to
+    another process, which waits for at most ``timeout_s``. A worker group sends the results along with a future, as
+    dependencies of the call: ``futures`` holds values then, and nobody waits.
     """
 
     collect_fn: Callable[[list[DataProto]], DataProto]
@@ -674,7 +675,10 @@ class DataProtoFuture:
         """
         import ray
 
-        if self.wait_fn is not None:
+        outputs: list[Any]
+        if all(isinstance(value, DataProto) for value in self.futures):
+            outputs = list(self.futures)
+        elif self.wait_fn is not None:
             outputs = self.wait_fn(self.futures)
         else:
             outputs = ray.get(self.futures, timeout=self.timeout_s)

@@ -2,8 +2,9 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 from verl.protocol import DataProto, DataProtoFuture, _padding_size_key
 from verl.utils.py_functional import DynamicEnum
@@ -304,6 +305,43 @@ def _check_modes(dispatch_mode: Any, execute_mode: Any) -> None:
         raise DispatchError(f"execute_mode must be an Execute member, got {execute_mode!r}")
 
 
+_FUTURE_KEY = "_future_value_x7261_"
+
+
+def attach_future_values(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    """Make the references inside of futures arguments of their own, which are there before the call starts.
+
+    A worker that waited itself would block its event loop, where it has one, and with it the results that its peers
+    wait for.
+    """
+    values: dict[str, Any] = {}
+
+    def detached(value: Any) -> Any:
+        if not isinstance(value, DataProtoFuture):
+            return value
+        names = [f"{_FUTURE_KEY}{len(values) + number}" for number in range(len(value.futures))]
+        values.update(zip(names, value.futures, strict=True))
+        return replace(
+            value, futures=cast(list[Any], names), wait_fn=None
+        )  # names, until the worker puts the values in
+
+    args = tuple(map(detached, args))
+    kwargs = {key: detached(value) for key, value in kwargs.items()}
+    return args, {**kwargs, **values}
+
+
+def _take_future_values(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    """Undo ``attach_future_values`` on the worker, where the references have become values."""
+    values = {key: kwargs.pop(key) for key in list(kwargs) if key.startswith(_FUTURE_KEY)}
+
+    def attached(value: Any) -> Any:
+        if not values or not isinstance(value, DataProtoFuture):
+            return value
+        return replace(value, futures=[values[cast(str, name)] for name in value.futures])
+
+    return tuple(map(attached, args)), {key: attached(value) for key, value in kwargs.items()}
+
+
 def _materialize_futures(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     def value_of(value: Any) -> Any:
         return value.get() if isinstance(value, DataProtoFuture) else value
@@ -329,12 +367,14 @@ def register(
     def decorate(func: Callable[P, T]) -> Callable[P, T]:
         @wraps(func)
         def call(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = _take_future_values(args, kwargs)
             if materialize_futures:
                 args, kwargs = _materialize_futures(args, kwargs)
             return func(*args, **kwargs)
 
         @wraps(func)
         async def call_async(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = _take_future_values(args, kwargs)
             if materialize_futures:
                 args, kwargs = _materialize_futures(args, kwargs)
             return await func(*args, **kwargs)  # type: ignore[misc]  # a coroutine function
@@ -353,6 +393,7 @@ __all__ = [
     "Dispatch",
     "DispatchError",
     "Execute",
+    "attach_future_values",
     "collect_all_to_all",
     "collect_dp_compute",
     "collect_dp_compute_data_proto",

@@ -12,6 +12,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl.protocol import DataProto, DataProtoFuture, _padding_size_key
+from verl.single_controller.base.decorator import attach_future_values
 from verl.single_controller.base.errors import CallSite, WorkerError
 from verl.single_controller.base.phase import current_phase
 from verl.single_controller.base.worker import WorkerHelper
@@ -277,6 +278,7 @@ class RayWorkerGroup(WorkerGroup):
     # ---- execution
 
     def _remote(self, worker: Any, method_name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        args, kwargs = attach_future_values(tuple(args), kwargs)
         if self.sub_cls_name:
             fused = getattr(worker, self.fused_worker_execute_fn_name)
             return fused.remote(f"{self.sub_cls_name}_fwmn_{method_name}", *args, **kwargs)
