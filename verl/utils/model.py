@@ -162,21 +162,6 @@ def print_model_size(model: nn.Module, name: str | None = None) -> None:
     logging.getLogger(__name__).info("%s holds %.2f%s parameters", name or type(model).__name__, count, scale)
 
 
-def normalize_model_name(
-    name: str, pp_rank: int, vpp_rank: int, transformer_config: Any, layer_name: str = "layers"
-) -> str:
-    """Turn the layer index of a pipeline stage into that of the whole model."""
-    from verl.utils.megatron_utils import get_transformer_layer_offset
-
-    if layer_name not in name:
-        return name
-    offset = get_transformer_layer_offset(pp_rank, vpp_rank, transformer_config)
-    parts = name.split(".")
-    at = next(i for i, part in enumerate(parts) if part.isdigit())
-    parts[at] = str(int(parts[at]) + offset)
-    return ".".join(parts)
-
-
 def text_config_of(config: PretrainedConfig) -> PretrainedConfig:
     """Return the part of a configuration that describes the language model."""
     text: PretrainedConfig = config.get_text_config()
