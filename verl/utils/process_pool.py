@@ -79,8 +79,9 @@ class DeadlinePool:
         while waiting or any(slot.call not in (None, STARTING) for slot in self._slots):
             for slot in self._slots:
                 if slot.call is None and waiting:
-                    slot.call, slot.deadline = waiting.pop(), time.monotonic() + self.timeout_s
-                    slot.pipe.send_bytes(cloudpickle.dumps(arguments[slot.call]))
+                    call = waiting.pop()
+                    slot.call, slot.deadline = call, time.monotonic() + self.timeout_s
+                    slot.pipe.send_bytes(cloudpickle.dumps(arguments[call]))
             busy = [slot for slot in self._slots if slot.call is not None]
             left = min(slot.deadline for slot in busy) - time.monotonic()
             ready = set(wait([slot.pipe for slot in busy], timeout=max(left, 0.0)))
