@@ -73,7 +73,7 @@ def test_a_killed_run_resumes_bit_for_bit(workspace, request, kind, tmp_path):
 
 def assert_names_the_death(output: str, rank: int, phase: str, step: int) -> None:
     """Hold the last message of a run to what it must tell."""
-    message = output[output.rindex("Error:") :]
+    message = output[output.rindex("\nError: ") :]
     assert "WorkerDiedError" in message
     assert f"rank {rank}" in message or f"rank={rank}" in message, message
     assert phase in message, message
