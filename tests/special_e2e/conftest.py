@@ -138,7 +138,7 @@ class Workspace:
         return run
 
 
-def leftovers(session: int, patience_s: float = 10) -> list[str]:
+def leftovers(session: int, patience_s: float = 30) -> list[str]:
     """Return the processes of a session that are still alive after a while; Ray's may take a moment to go."""
     deadline = time.time() + patience_s
     while True:
