@@ -11,7 +11,6 @@ import datasets
 import jinja2
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import torch
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
@@ -21,10 +20,10 @@ from verl.utils.dataset.files import (
     DataError,
     as_file_list,
     concat_tables,
-    is_list,
     localize,
     read_parquet,
 )
+from verl.utils.dataset.rows import check_prompt_rows, check_vision_rows
 
 logger = logging.getLogger(__name__)
 
@@ -144,47 +143,12 @@ class RLHFDataset(Dataset):
 
     def check_rows(self, check: ColumnCheck) -> None:
         """Refuse rows that no prompt can be made of, or that no reward can be computed for."""
-        check.messages(self.prompt_key, "data.prompt_key", text_only=self.processor is None)
-        check.text(self.reward_fn_key, "data.reward_fn_key")
-        self._check_vision(check)
-        self._check_reward_model(check)
+        check_prompt_rows(check, self.config, text_only=self.processor is None)
+        check_vision_rows(check, self.config, has_processor=self.processor is not None)
         if "extra_info" in check.table.column_names:
             kind = check.column("extra_info").type
             if not (pa.types.is_struct(kind) or pa.types.is_map(kind) or pa.types.is_null(kind)):
                 check.fail("extra_info", 0, f"must be a dict, got {kind}")
-
-    def _check_vision(self, check: ColumnCheck) -> None:
-        for key, name in (("data.image_key", self.image_key), ("data.video_key", self.video_key)):
-            if name not in check.table.column_names:
-                continue
-            values = check.column(name)
-            if not is_list(values.type):
-                if not pa.types.is_null(values.type):
-                    check.fail(name, 0, f"must be a list, got {values.type}", key)
-                continue
-            used = pc.fill_null(pc.greater(pc.list_value_length(values), 0), False)
-            reason = "the model has no processor" if self.processor is None else "this data set reads text only"
-            check.refuse(name, used, f"holds images or videos, and {reason}", key)
-
-    @staticmethod
-    def _check_reward_model(check: ColumnCheck) -> None:
-        wanted = 'must be a dict such as {"style": "rule", "ground_truth": "42"}'
-        values = check.column("reward_model")
-        if not pa.types.is_struct(values.type):
-            check.fail("reward_model", 0, f"{wanted}, got {values.type}")
-        check.refuse("reward_model", pc.is_null(values), f"is null, {wanted}")
-        fields = [field.name for field in values.type]
-        by_model = pa.array(np.zeros(len(values), dtype=bool))
-        if "style" in fields:
-            by_model = pc.fill_null(pc.equal(pc.cast(pc.struct_field(values, "style"), pa.string()), "model"), False)
-        lacking = pa.array(np.ones(len(values), dtype=bool))
-        if "ground_truth" in fields:
-            lacking = pc.is_null(pc.struct_field(values, "ground_truth"))
-        check.refuse(
-            "reward_model.ground_truth",
-            pc.and_not(lacking, by_model),
-            "is missing: a rule scorer has nothing to judge by",
-        )
 
     def maybe_filter_out_long_prompts(self, dataframe: datasets.Dataset) -> datasets.Dataset:
         """Drop the prompts that are longer than ``max_prompt_length``, where the config asks for it."""

@@ -1,0 +1,75 @@
+"""What every row of prompts must hold, checked without torch."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from verl.utils.dataset.files import ColumnCheck, is_list
+
+
+def check_prompt_rows(check: ColumnCheck, data: Mapping[str, Any], text_only: bool) -> None:
+    """Refuse rows that no prompt can be made of, or that no reward can be computed for.
+
+    Args: ``data`` is the node of the configuration.
+    Raises: DataError naming file, row and column.
+    """
+    check.messages(data.get("prompt_key", "prompt"), "data.prompt_key", text_only=text_only)
+    check.text(data.get("reward_fn_key", "data_source"), "data.reward_fn_key")
+    _check_reward_model(check)
+
+
+def check_vision_rows(check: ColumnCheck, data: Mapping[str, Any], has_processor: bool) -> None:
+    """Refuse images and videos that the data set would not read.
+
+    Raises: DataError naming file, row and column.
+    """
+    for key, default in (("image_key", "images"), ("video_key", "videos")):
+        name = data.get(key, default)
+        if name not in check.table.column_names:
+            continue
+        values = check.column(name)
+        if not is_list(values.type):
+            if not pa.types.is_null(values.type):
+                check.fail(name, 0, f"must be a list, got {values.type}", f"data.{key}")
+            continue
+        used = pc.fill_null(pc.greater(pc.list_value_length(values), 0), False)
+        reason = "this data set reads text only" if has_processor else "the model has no processor"
+        check.refuse(name, used, f"holds images or videos, and {reason}", f"data.{key}")
+
+
+def check_data_sources(check: ColumnCheck, reward_fn_key: str, known: Iterable[str]) -> None:
+    """Refuse rows whose data source none of the scorers of the framework is for.
+
+    Raises: DataError naming file, row and column.
+    """
+    values, known = check.text(reward_fn_key, "data.reward_fn_key"), sorted(known)
+    for source in pc.unique(values).to_pylist():
+        if source not in known:
+            problem = (
+                f"no scorer for {source!r}; known are {known}. For data of your own set custom_reward_function.path "
+                "to a Python file that defines compute_score"
+            )
+            check.refuse(reward_fn_key, pc.equal(values, source), problem, "data.reward_fn_key")
+
+
+def _check_reward_model(check: ColumnCheck) -> None:
+    wanted = 'must be a dict such as {"style": "rule", "ground_truth": "42"}'
+    values = check.column("reward_model")
+    if not pa.types.is_struct(values.type):
+        check.fail("reward_model", 0, f"{wanted}, got {values.type}")
+    check.refuse("reward_model", pc.is_null(values), f"is null, {wanted}")
+    fields = [field.name for field in values.type]
+    by_model = pa.array(np.zeros(len(values), dtype=bool))
+    if "style" in fields:
+        by_model = pc.fill_null(pc.equal(pc.cast(pc.struct_field(values, "style"), pa.string()), "model"), False)
+    lacking = pa.array(np.ones(len(values), dtype=bool))
+    if "ground_truth" in fields:
+        lacking = pc.is_null(pc.struct_field(values, "ground_truth"))
+    check.refuse(
+        "reward_model.ground_truth",
+        pc.and_not(lacking, by_model),
+        "is missing: a rule scorer has nothing to judge by",
+    )
