@@ -15,7 +15,7 @@ from verl.utils.checkpoint import (
     verify_checkpoint,
     write_tracker_atomically,
 )
-from verl.utils.checkpoint.files import write_file
+from verl.utils.checkpoint.files import archive_problem, world_size_problem, write_file
 
 if TYPE_CHECKING:
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
@@ -62,7 +62,7 @@ def find_resume_folder(config: Any) -> Path | None:
     root = run_folder(config)
     if trainer.resume_mode == "resume_path":
         return _checked(_explicit_folder(trainer.resume_from_path), root, config)
-    step = read_tracker(root)
+    step = read_tracker(root, config)
     if step is None:
         return None
     return _checked(root / f"{FOLDER_PREFIX}{step}", root, config)
@@ -90,7 +90,7 @@ def step_of(folder: Path) -> int:
     return int(digits)
 
 
-def read_tracker(root: Path) -> int | None:
+def read_tracker(root: Path, config: Any) -> int | None:
     """Return the step in the tracker file of ``trainer.default_local_dir``, None where there is no such file.
 
     Raises: IncompleteCheckpointError when the file does not hold a number.
@@ -100,7 +100,7 @@ def read_tracker(root: Path) -> int | None:
         return None
     text = path.read_text().strip()
     if not text.isdigit():
-        raise IncompleteCheckpointError(f"{path} holds {text[:40]!r} instead of a step. {_offer(root)}")
+        raise IncompleteCheckpointError(f"{path} holds {text[:40]!r} instead of a step. {_offer(root, config)}")
     return int(text)
 
 
@@ -108,12 +108,17 @@ def read_tracker(root: Path) -> int | None:
 
 
 def _checked(folder: Path, root: Path, config: Any) -> Path:
-    """Return the folder when every part of the checkpoint is whole."""
-    problems = find_problems(folder, _roles(config))
+    """Return the folder when every part of the checkpoint is whole and fits this run."""
+    problems = _problems(folder, config)
     if problems:
         shown = "; ".join(problems[:4])
-        raise IncompleteCheckpointError(f"checkpoint {folder} cannot be resumed from: {shown}. {_offer(root)}")
+        raise IncompleteCheckpointError(f"checkpoint {folder} cannot be resumed from: {shown}. {_offer(root, config)}")
     return folder
+
+
+def _problems(folder: Path, config: Any) -> list[str]:
+    roles = _roles(config)
+    return find_problems(folder, roles) or find_misfits(folder, roles, config.trainer)
 
 
 def _roles(config: Any) -> list[str]:
@@ -126,18 +131,27 @@ def find_problems(folder: Path, roles: list[str]) -> list[str]:
     """Return what is missing or cut short in a checkpoint, as sentences; an empty list when it is whole."""
     if not folder.is_dir():
         return ["the folder does not exist"]
-    return [f"{role}: {problem}" for role in roles for problem in verify_checkpoint(folder / role)]
+    problems = [f"{role}: {problem}" for role in roles for problem in verify_checkpoint(folder / role)]
+    damage = archive_problem(folder / DATA_NAME) if (folder / DATA_NAME).exists() else None
+    return problems + ([f"{DATA_NAME} {damage}"] if damage else [])
 
 
-def _offer(root: Path) -> str:
-    """Say how to go on without the checkpoint that is not whole."""
+def find_misfits(folder: Path, roles: list[str], trainer: Any) -> list[str]:
+    """Return why a checkpoint that is whole cannot be read by the workers of this run."""
+    workers = trainer.nnodes * trainer.n_gpus_per_node
+    problems = {role: world_size_problem(folder / role, workers) for role in roles}
+    return [f"{role}: {problem}" for role, problem in problems.items() if problem is not None]
+
+
+def _offer(root: Path, config: Any) -> str:
+    """Say how to go on without the checkpoint that cannot be used."""
     afresh = "trainer.resume_mode=disable starts afresh"
-    complete = find_complete_checkpoints(root)
-    if not complete:
-        return f"There is no complete checkpoint under {root}; {afresh}"
+    usable = [path for path in find_complete_checkpoints(root) if not _problems(Path(path), config)]
+    if not usable:
+        return f"There is no other checkpoint under {root} that this run can resume from; {afresh}"
     return (
-        f"The latest complete one is {complete[-1]}: resume from it with trainer.resume_mode=resume_path "
-        f"trainer.resume_from_path={complete[-1]}; {afresh}"
+        f"The latest complete one is {usable[-1]}: resume from it with trainer.resume_mode=resume_path "
+        f"trainer.resume_from_path={usable[-1]}; {afresh}"
     )
 
 

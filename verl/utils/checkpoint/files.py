@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import time
+import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -183,6 +184,20 @@ def read_world_size(folder: StrPath) -> int:
     return int(world_size)
 
 
+def world_size_problem(folder: StrPath, world_size: int) -> str | None:
+    """Return why so many ranks cannot read a checkpoint, None where they can.
+
+    Raises: CheckpointError when ``fsdp_config.json`` is missing or cut short.
+    """
+    saved = read_world_size(folder)
+    if saved == world_size:
+        return None
+    return (
+        f"it was written by {saved} ranks and cannot be read by {world_size}: start with {saved} "
+        "(trainer.nnodes times trainer.n_gpus_per_node)"
+    )
+
+
 def file_problems(folder: StrPath, manifest: Manifest, checksums: bool) -> Iterator[str]:
     """Yield what is wrong with the files of one rank."""
     for record in manifest.files:
@@ -193,6 +208,16 @@ def file_problems(folder: StrPath, manifest: Manifest, checksums: bool) -> Itera
             yield f"{record.name} has {size} bytes instead of {record.num_bytes}: it was cut short or changed"
         elif checksums and _crc32(path) != record.crc32:
             yield f"{record.name} has the right size but not the content that was written (checksum)"
+
+
+def archive_problem(path: StrPath) -> str | None:
+    """Return why a file is not what ``torch.save`` writes, as far as can be told without torch; None where it is."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            changed = archive.testzip()
+    except (zipfile.BadZipFile, OSError):
+        return "is cut short or not a file of torch.save"
+    return None if changed is None else "has not the content that was written (checksum)"
 
 
 def verify_checkpoint(path: StrPath, checksums: bool | None = None) -> list[str]:

@@ -23,10 +23,10 @@ from verl.utils.checkpoint.files import (
     file_problems,
     move_files,
     read_manifest,
-    read_world_size,
     remove_checkpoint,
     remove_stale_files,
     temporary_folder,
+    world_size_problem,
     write_file,
 )
 from verl.utils.checkpoint.hf_export import export_weights, save_config_and_tokenizer
@@ -177,14 +177,9 @@ class FSDPCheckpointManager(BaseCheckpointManager):
         if not folder.is_dir():
             return [f"the folder {folder} does not exist"]
         try:
-            saved = read_world_size(folder)
-            if saved != self.world_size:
-                return [
-                    f"it was written by {saved} ranks and cannot be read by {self.world_size}: start with "
-                    f"{saved} (trainer.nnodes times trainer.n_gpus_per_node), or merge it into a model folder with "
-                    f"python -m verl.model_merger merge --backend fsdp --local_dir {folder} --target_dir <folder> and "
-                    "start from that by actor_rollout_ref.model.path"
-                ]
+            problem = world_size_problem(folder, self.world_size)
+            if problem is not None:
+                return [problem]
             manifest = read_manifest(folder, self.world_size, self.rank)
         except CheckpointError as error:
             return [str(error)]
@@ -194,7 +189,9 @@ class FSDPCheckpointManager(BaseCheckpointManager):
         if absent:
             return [f"{', '.join(absent)} was never saved: leave that part out of checkpoint.load_contents"]
         needed = [record for record in manifest.files if record.name in wanted or record.name == LAYOUT_NAME]
-        return list(file_problems(folder, Manifest(saved, self.rank, manifest.global_step, needed), checksums=True))
+        return list(
+            file_problems(folder, Manifest(self.world_size, self.rank, manifest.global_step, needed), checksums=True)
+        )
 
     def _read_part(self, folder: Path, content: str) -> Any:
         """Read a file of this rank and hold it against the live model, without changing anything.
