@@ -1,18 +1,25 @@
 """What can be known to be wrong with a run before Ray, torch or a model is started."""
 
+import glob
 import json
 import os
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from verl.trainer.ppo.checkpoint import find_resume_folder
 from verl.trainer.ppo.utils import config_needs_reference, need_critic
+from verl.utils import envs
 from verl.utils.config import validate_config
 from verl.utils.tracking import check_backends
 
 _WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.pt")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+_AGAIN = "copy or download the model again"
+_GPU_DEVICES = ("/dev/nvidia[0-9]*", "/dev/nvgpu*", "/dev/nvhost-gpu", "/dev/dxg", "/dev/kfd")
+_CHECKED_ROWS = 1 << 18  # of each file here; the data set checks all of them
 
 
 class InputError(ValueError):
@@ -24,18 +31,47 @@ class InputNotFoundError(InputError, FileNotFoundError):
 
 
 def check_inputs(config: Any) -> None:
-    """Check configuration, trackers, data files, model folders and the checkpoint to resume from.
+    """Check configuration, trackers, machine, data files, model folders and the checkpoint to resume from.
 
     Raises: ValueError naming the dotted key or the file, the value, and what would be right.
     """
     critic = need_critic(config)
     validate_config(config, use_reference_policy=config_needs_reference(config), use_critic=critic)
     check_backends(config.trainer.logger)
+    check_machine(config)
     check_data(config)
+    check_rows(config)
     check_model("actor_rollout_ref.model.path", config.actor_rollout_ref.model.path)
     if critic:
         check_model("critic.model.path", config.critic.model.path, tokenizer=False)
     find_resume_folder(config)
+
+
+# ---- the machine
+
+
+def check_machine(config: Any) -> None:
+    """Check that this machine has what the workers need, where Ray is going to be started on it alone.
+
+    Raises: InputError naming the key.
+    """
+    import ray
+
+    ray_init, trainer = config.ray_kwargs.get("ray_init") or {}, config.trainer
+    if ray.is_initialized() or (ray_init.get("address") or envs.read("RAY_ADDRESS") or "local") != "local":
+        return
+    workers = trainer.nnodes * trainer.n_gpus_per_node
+    cores = ray_init.get("num_cpus") or os.cpu_count() or 1
+    if trainer.device == "cpu" and workers > cores:
+        raise InputError(
+            f"trainer.n_gpus_per_node={trainer.n_gpus_per_node} x trainer.nnodes={trainer.nnodes} asks for {workers} "
+            f"workers, and this machine has {cores} cores: lower it, name a larger cluster in "
+            "ray_kwargs.ray_init.address, or set ray_kwargs.ray_init.num_cpus to let workers share cores"
+        )
+    if trainer.device == "cuda" and not ray_init.get("num_gpus") and not any(glob.glob(p) for p in _GPU_DEVICES):
+        raise InputError(
+            "trainer.device=cuda: this machine has no GPU: write cpu, or name a cluster in ray_kwargs.ray_init.address"
+        )
 
 
 # ---- data
@@ -47,8 +83,8 @@ def check_data(config: Any) -> None:
     if (data.get("custom_cls") or {}).get("path"):
         return
     for key in ("train_files", "val_files"):
-        paths = [data[key]] if isinstance(data[key], str) else list(data[key] or [])
-        local = [os.path.expanduser(path) for path in paths if "://" not in path]
+        paths = _files(data[key])
+        local = _local_files(paths)
         rows = sum(count_rows(f"data.{key}", path, data.prompt_key) for path in local)
         size = data.get("gen_batch_size", data.train_batch_size)
         if key == "train_files" and len(local) == len(paths) and rows < size:
@@ -80,6 +116,67 @@ def count_rows(key: str, path: str, prompt_key: str) -> int:
     return int(file.metadata.num_rows)
 
 
+def _files(value: Any) -> list[str]:
+    return [value] if isinstance(value, str) else list(value or [])
+
+
+def _local_files(paths: list[str]) -> list[str]:
+    return [os.path.expanduser(path) for path in paths if "://" not in path]
+
+
+def check_rows(config: Any) -> None:
+    """Check the first rows of the data files, by the columns that prompts and rewards are made of.
+
+    Raises: DataError naming file, row and column.
+    """
+    if not (config.data.get("custom_cls") or {}).get("path"):
+        for path in _local_files(_files(config.data.train_files) + _files(config.data.val_files)):
+            _check_rows_of(config, path)
+
+
+def _check_rows_of(config: Any, path: str) -> None:
+    from verl.utils.dataset.rows import check_data_sources, check_prompt_rows
+    from verl.utils.reward_score import SCORERS
+
+    data, framework_scores = config.data, _framework_scores(config)
+    folder = Path(os.path.expanduser(config.actor_rollout_ref.model.path))
+    text_only = folder.is_dir() and not any((folder / name).exists() for name in _PROCESSOR_FILES)
+    for check in _column_checks(path, [data.prompt_key, data.reward_fn_key, "reward_model"]):
+        check_prompt_rows(check, data, text_only)
+        if framework_scores:
+            check_data_sources(check, data.reward_fn_key, SCORERS)
+
+
+def _column_checks(path: str, columns: list[str]) -> Iterator[Any]:
+    """Yield the columns that a file has, in parts of many rows, up to a limit."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from verl.utils.dataset.files import ColumnCheck, DataError
+
+    if path.endswith((".json", ".jsonl")):
+        return
+    first_row = 0
+    try:
+        with pq.ParquetFile(path) as file:
+            present = [name for name in columns if name in file.schema_arrow.names]
+            for batch in file.iter_batches(ColumnCheck.CHUNK_ROWS, columns=present):
+                yield ColumnCheck(path, pa.Table.from_batches([batch]), first_row)
+                first_row += batch.num_rows
+                if first_row >= _CHECKED_ROWS:
+                    return
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path}: cannot be read as parquet behind row {first_row}: {error}") from error
+
+
+def _framework_scores(config: Any) -> bool:
+    """Whether the scorers that come with the framework are the only ones that can be asked."""
+    if config.custom_reward_function.path or config.reward_model.enable or envs.read("VERL_USE_EXTERNAL_MODULES"):
+        return False
+    manager = config.reward_model.reward_manager
+    return manager in ("naive", "dapo", "prime") and not config.actor_rollout_ref.model.get("external_lib")
+
+
 # ---- models
 
 
@@ -103,14 +200,16 @@ def _weight_files(key: str, folder: Path) -> list[Path]:
         try:
             names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         except (ValueError, KeyError, AttributeError) as error:
-            raise InputError(f"{key}: {index}: is not an index of weight files: {error}") from error
+            raise InputError(f"{key}: {index}: is not an index of weight files: {error}; {_AGAIN}") from error
         missing = sorted(name for name in names if not (folder / name).is_file())
         if missing:
-            raise InputNotFoundError(f"{key}: {index} names weight files that are missing: {missing[:4]}")
+            raise InputNotFoundError(f"{key}: {index} names weight files that are missing: {missing[:4]}; {_AGAIN}")
         return [folder / name for name in sorted(names)]
     found = [path for pattern in _WEIGHT_PATTERNS for path in sorted(folder.glob(pattern))]
     if not found:
-        raise InputNotFoundError(f"{key}={folder}: holds no weights, no file like {', '.join(_WEIGHT_PATTERNS)}")
+        raise InputNotFoundError(
+            f"{key}={folder}: holds no weights, no file like {', '.join(_WEIGHT_PATTERNS)}; {_AGAIN}"
+        )
     return found
 
 
@@ -127,6 +226,8 @@ def _check_weights(key: str, path: Path) -> None:
         tensors = json.loads(header)
         end = max((entry["data_offsets"][1] for name, entry in tensors.items() if name != "__metadata__"), default=0)
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise InputError(f"{key}: {path}: is not a safetensors file, or cut short in its header") from None
+        raise InputError(f"{key}: {path}: is not a safetensors file, or cut short in its header; {_AGAIN}") from None
     if size != 8 + length + end:
-        raise InputError(f"{key}: {path}: is cut short: {size} bytes, and its header asks for {8 + length + end}")
+        raise InputError(
+            f"{key}: {path}: is cut short: {size} bytes, and its header asks for {8 + length + end}; {_AGAIN}"
+        )
