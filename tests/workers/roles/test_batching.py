@@ -1,0 +1,35 @@
+"""From global batch sizes in prompts to what one rank cuts."""
+
+import pytest
+
+from verl.workers.roles.utils.batching import Cut, per_rank_micro_batch, per_rank_mini_batch
+
+
+@pytest.mark.parametrize(
+    ("prompts", "samples", "ranks", "rows"), [(16, 8, 1, 128), (16, 8, 4, 32), (1, 4, 2, 2), (3, 2, 6, 1)]
+)
+def test_a_mini_batch_is_in_prompts_and_shared_by_the_ranks(prompts: int, samples: int, ranks: int, rows: int) -> None:
+    assert per_rank_mini_batch("critic.ppo_mini_batch_size", prompts, samples, ranks) == rows
+
+
+@pytest.mark.parametrize(("prompts", "samples", "ranks"), [(3, 1, 2), (1, 1, 2), (5, 2, 4)])
+def test_a_mini_batch_that_does_not_divide_is_named(prompts: int, samples: int, ranks: int) -> None:
+    message = f"critic.ppo_mini_batch_size={prompts}.* {prompts * samples} sequences .*{ranks} data-parallel ranks"
+    with pytest.raises(ValueError, match=message):
+        per_rank_mini_batch("critic.ppo_mini_batch_size", prompts, samples, ranks)
+
+
+@pytest.mark.parametrize(
+    ("per_gpu", "whole", "ranks", "rows"), [(4, None, 2, 4), (4, 16, 2, 4), (None, 16, 2, 8), (None, 1, 2, 1)]
+)
+def test_a_micro_batch_of_one_device(per_gpu: int | None, whole: int | None, ranks: int, rows: int) -> None:
+    assert per_rank_micro_batch(per_gpu, whole, ranks) == rows
+
+
+def test_without_a_micro_batch_size_there_is_none() -> None:
+    assert per_rank_micro_batch(None, None, 2) is None
+    assert Cut(True, None, 512).as_meta() == {
+        "use_dynamic_bsz": True,
+        "micro_batch_size_per_gpu": None,
+        "max_token_len_per_gpu": 512,
+    }

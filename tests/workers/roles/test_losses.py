@@ -1,0 +1,179 @@
+"""Losses of the roles: however a mini-batch is split, they add up to their definition on the whole."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from verl.algos.aggregate import UNITS, Extreme, count_units
+from verl.protocol import DataProto
+from verl.workers.config import FSDPActorConfig, FSDPCriticConfig, PolicyLossConfig
+from verl.workers.roles.utils.losses import ppo_loss, sft_loss, value_loss
+
+ROWS, WIDTH = 6, 5
+LENGTHS = [5, 1, 3, 0, 4, 2]
+SPLITS = [[[0, 1, 2, 3, 4, 5]], [[0], [1], [2], [3], [4], [5]], [[3, 1], [5, 0, 4], [2]]]
+MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+
+
+def numbers() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+
+    def normal(scale: float = 1.0, mean: float = 0.0) -> Tensor:
+        return mean + scale * torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64)
+
+    log_probs = normal(0.5, -2.0)
+    return {
+        "log_probs": log_probs,
+        "entropy": normal(0.3, 2.0).abs(),
+        "old_log_probs": log_probs + normal(0.4),
+        "ref_log_prob": log_probs + normal(0.4),
+        "rollout_log_probs": log_probs + normal(0.01),
+        "rollout_is_weights": normal(0.2).exp(),
+        "advantages": normal(),
+        "values": normal(),
+        "vpreds": normal(),
+        "returns": normal(),
+        "response_mask": (torch.arange(WIDTH) < torch.tensor(LENGTHS).unsqueeze(1)).long(),
+    }
+
+
+OUTPUTS = {"log_probs": "log_probs", "entropy": "entropy", "values": "vpreds"}
+
+
+def run(loss_fn: Any, config: Any, split: list[list[int]], names: list[str], outputs: list[str]) -> dict[str, Any]:
+    """Do what an engine does: add the sums of the parts, and divide by the units of the whole."""
+    data = numbers()
+    leaves = {name: data[OUTPUTS[name]].clone().requires_grad_() for name in outputs}
+    units = dict(zip(UNITS, count_units(data["response_mask"]).clamp(min=1).tolist(), strict=True))
+    loss, metrics, counted = torch.zeros((), dtype=torch.float64), {}, set()
+    for rows in split:
+        part = DataProto.from_dict(tensors={name: data[name][rows] for name in ["response_mask", *names]})
+        terms, values = loss_fn(config, {name: leaf[rows] for name, leaf in leaves.items()}, part)
+        loss = loss + sum(term.total / units[term.unit] for term in terms)
+        for name, value in values.items():
+            if isinstance(value, Extreme):
+                metrics[name] = max(metrics.get(name, -math.inf), value.value.item())
+            else:
+                metrics[name] = metrics.get(name, 0.0) + value.total.item() / units[value.unit]
+            counted.add(name)
+    loss.backward()
+    gradients = {name: leaf.grad if leaf.grad is not None else torch.zeros(()) for name, leaf in leaves.items()}
+    return {"loss": loss.item(), "metrics": metrics, "gradients": gradients}
+
+
+def aggregate(matrix: list[list[float]], mode: str) -> float:
+    rows = [row[:length] for row, length in zip(matrix, LENGTHS, strict=True)]
+    total = sum(map(sum, rows))
+    return {
+        "token-mean": total / sum(LENGTHS),
+        "seq-mean-token-sum": total / ROWS,
+        "seq-mean-token-mean": sum(sum(row) / max(len(row), 1) for row in rows) / ROWS,
+        "seq-mean-token-sum-norm": total / WIDTH,
+    }[mode]
+
+
+def each(function: Any, *names: str) -> list[list[float]]:
+    """Apply a function to the numbers of every token."""
+    data = numbers()
+    columns = [data[name].tolist() for name in names]
+    return [[function(*(c[b][t] for c in columns)) for t in range(WIDTH)] for b in range(ROWS)]
+
+
+def clipped(new: float, old: float, advantage: float, weight: float = 1.0) -> float:
+    ratio = math.exp(new - old)
+    loss = max(-advantage * ratio, -advantage * min(max(ratio, 0.8), 1.2))
+    return weight * (min(loss, -3.0 * advantage) if advantage < 0 else loss)
+
+
+def actor(**changes: Any) -> FSDPActorConfig:
+    return FSDPActorConfig(ppo_micro_batch_size_per_gpu=1, **changes)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("mode", MODES)
+def test_ppo_loss_is_policy_minus_entropy_plus_kl(mode: str, split: list[list[int]]) -> None:
+    config = actor(loss_agg_mode=mode, entropy_coeff=0.3, use_kl_loss=True, kl_loss_coef=0.2, kl_loss_type="k3")
+    names = ["old_log_probs", "advantages", "ref_log_prob", "rollout_is_weights"]
+    got = run(ppo_loss, config, split, names, ["log_probs", "entropy"])
+    policy = aggregate(each(clipped, "log_probs", "old_log_probs", "advantages", "rollout_is_weights"), mode)
+    entropy = aggregate(numbers()["entropy"].tolist(), mode)
+    kl = aggregate(each(lambda new, ref: math.exp(ref - new) - (ref - new) - 1, "log_probs", "ref_log_prob"), mode)
+    assert got["loss"] == pytest.approx(policy - 0.3 * entropy + 0.2 * kl, rel=1e-6)
+    ratios = each(lambda new, old: old - new, "log_probs", "old_log_probs")
+    wanted = {
+        "actor/pg_loss": policy,
+        "actor/kl_loss": kl,
+        "actor/ppo_kl": aggregate(ratios, "token-mean"),
+        "actor/pg_clipfrac": aggregate(
+            each(lambda n, o, a: float((n - o > math.log(1.2) and a > 0) or (n - o < math.log(0.8) and a < 0)),
+                 "log_probs", "old_log_probs", "advantages"),
+            "token-mean",
+        ),
+        "actor/pg_clipfrac_lower": 0.0,
+    }  # fmt: skip
+    assert got["metrics"] == pytest.approx(wanted, rel=1e-6, abs=1e-9)
+    unit = aggregate([[1.0] * WIDTH] * ROWS, mode)
+    assert got["gradients"]["entropy"].sum().item() == pytest.approx(-0.3 * unit, rel=1e-6)
+    outside = numbers()["response_mask"] == 0
+    assert not got["gradients"]["log_probs"][outside].any()
+
+
+@pytest.mark.parametrize("loss_mode", ["vanilla", "gspo", "gpg", "geo_mean"])
+@pytest.mark.parametrize("mode", MODES)
+def test_no_split_changes_a_policy_loss(loss_mode: str, mode: str) -> None:
+    config = actor(loss_agg_mode=mode, policy_loss=PolicyLossConfig(loss_mode=loss_mode))
+    whole, *others = [
+        run(ppo_loss, config, split, ["old_log_probs", "advantages"], ["log_probs", "entropy"]) for split in SPLITS
+    ]
+    assert whole["loss"] != 0 and whole["gradients"]["log_probs"].abs().sum() > 0
+    for other in others:
+        assert other["loss"] == pytest.approx(whole["loss"], rel=1e-6)
+        assert other["metrics"] == pytest.approx(whole["metrics"], rel=1e-6, abs=1e-9)
+        torch.testing.assert_close(other["gradients"], whole["gradients"])
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_a_single_update_needs_no_old_log_probs(split: list[list[int]]) -> None:
+    """The current ones, detached, stand for them: a ratio of one, and the gradient of the policy gradient."""
+    got = run(ppo_loss, actor(), split, ["advantages"], ["log_probs", "entropy"])
+    data = numbers()
+    mean = aggregate(data["advantages"].tolist(), "token-mean")
+    assert got["loss"] == pytest.approx(-mean, rel=1e-6)
+    expected = -data["advantages"] * data["response_mask"] / sum(LENGTHS)
+    torch.testing.assert_close(got["gradients"]["log_probs"], expected)
+    assert got["metrics"]["actor/ppo_kl"] == 0 and got["metrics"]["actor/pg_clipfrac"] == 0
+    assert got["metrics"]["actor/entropy"] == pytest.approx(aggregate(data["entropy"].tolist(), "token-mean"))
+    assert not got["gradients"]["entropy"].any()
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("mode", MODES)
+def test_value_loss_by_its_definition(mode: str, split: list[list[int]]) -> None:
+    config = FSDPCriticConfig(ppo_micro_batch_size_per_gpu=1, loss_agg_mode=mode, cliprange_value=0.5)
+    got = run(value_loss, config, split, ["values", "returns"], ["values"])
+
+    def errors(predicted: float, old: float, target: float) -> tuple[float, float]:
+        return (predicted - target) ** 2, (min(max(predicted, old - 0.5), old + 0.5) - target) ** 2
+
+    names = ("vpreds", "values", "returns")
+    loss = aggregate(each(lambda *token: 0.5 * max(errors(*token)), *names), mode)
+    share = aggregate(each(lambda *token: float(errors(*token)[1] > errors(*token)[0]), *names), "token-mean")
+    wanted = {
+        "critic/vf_loss": loss,
+        "critic/vf_clipfrac": share,
+        "critic/vpred_mean": aggregate(numbers()["vpreds"].tolist(), "token-mean"),
+    }
+    assert got["loss"] == pytest.approx(loss, rel=1e-6)
+    assert got["metrics"] == pytest.approx(wanted, rel=1e-6)
+    outside = numbers()["response_mask"] == 0
+    assert not got["gradients"]["values"][outside].any()
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_sft_loss_is_the_mean_over_trained_tokens(split: list[list[int]]) -> None:
+    got = run(sft_loss, None, split, [], ["log_probs"])
+    wanted = -aggregate(numbers()["log_probs"].tolist(), "token-mean")
+    assert got["loss"] == pytest.approx(wanted) and got["metrics"] == pytest.approx({"loss": wanted})
