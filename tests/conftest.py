@@ -12,6 +12,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let the tests that measure something write it down."""
+    parser.addoption("--verification", metavar="PAGE", help="page whose tables take what the end-to-end tests measure")
+
+
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
     """Start one local Ray with four CPUs for all tests that ask for it."""

@@ -159,3 +159,10 @@ def _of(process: psutil.Process, session: int) -> bool:
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     """One tiny model and data set for all runs."""
     return Workspace(tmp_path_factory.mktemp("e2e"))
+
+
+@pytest.fixture(scope="session")
+def verification_page(request: pytest.FixtureRequest) -> Path | None:
+    """The page whose tables take what is measured, where one was asked for."""
+    page = request.config.getoption("--verification")
+    return Path(page) if page else None
