@@ -7,6 +7,7 @@ from typing import Any
 
 from verl.base_config import Violation
 from verl.trainer.config.refusals import select
+from verl.trainer.config.scorers import scorer_rules
 from verl.workers.config.model import flat_overrides, path_problems, read_config_json, tokenizer_problems
 
 Tree = Mapping[str, Any]
@@ -24,7 +25,7 @@ def file_rules(tree: Tree) -> Iterator[Violation]:
     ):
         path, name = select(tree, f"{node}.{path_key}"), select(tree, f"{node}.{name_key}")
         if isinstance(path, str):
-            yield from _python_file_rules(f"{node}.{path_key}", path, f"{node}.{name_key}", name)
+            yield from _python_file_rules(tree, f"{node}.{path_key}", path, f"{node}.{name_key}", name)
 
 
 def data_file_rules(key: str, value: Any, required: bool) -> Iterator[Violation]:
@@ -48,7 +49,7 @@ def data_file_rules(key: str, value: Any, required: bool) -> Iterator[Violation]
             yield Violation(key, file, "is empty: write it again")
 
 
-def _python_file_rules(path_key: str, path: str, name_key: str, name: Any) -> Iterator[Violation]:
+def _python_file_rules(tree: Tree, path_key: str, path: str, name_key: str, name: Any) -> Iterator[Violation]:
     if path.startswith("pkg://") or (os.sep not in path and not path.endswith(".py")):
         return  # an installed module: importing it is for the workers
     expanded = os.path.expanduser(path)
@@ -67,6 +68,8 @@ def _python_file_rules(path_key: str, path: str, name_key: str, name: Any) -> It
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Name | ast.alias)
     }
     stars = any(isinstance(node, ast.alias) and node.name == "*" for node in ast.walk(module))
+    if path_key.startswith("custom_reward_function") and not stars:
+        yield from scorer_rules(tree, module)
     if isinstance(name, str) and name not in defined and not stars:
         functions = [node.name for node in module.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
         yield Violation(name_key, name, f"{path} does not define it; it defines {', '.join(functions) or 'nothing'}")

@@ -44,6 +44,7 @@ def check_inputs(config: Any) -> None:
     check_model("actor_rollout_ref.model.path", config.actor_rollout_ref.model.path)
     if critic:
         check_model("critic.model.path", config.critic.model.path, tokenizer=False)
+    check_chat_template(config)
     find_resume_folder(config)
 
 
@@ -231,3 +232,29 @@ def _check_weights(key: str, path: Path) -> None:
         raise InputError(
             f"{key}: {path}: is cut short: {size} bytes, and its header asks for {8 + length + end}; {_AGAIN}"
         )
+
+
+def check_chat_template(config: Any) -> None:
+    """Check that prompts can be rendered by the tokenizer of a local folder; a custom data set may need no template.
+
+    Raises: InputError naming the key.
+    """
+    model, data = config.actor_rollout_ref.model, config.data
+    given = model.get("custom_chat_template") or "chat_template" in (data.get("apply_chat_template_kwargs") or {})
+    key = "tokenizer_path" if model.get("tokenizer_path") else "path"
+    folder = Path(os.path.expanduser(model[key]))
+    if given or (data.get("custom_cls") or {}).get("path") or not folder.is_dir() or _has_chat_template(folder):
+        return
+    raise InputError(
+        f"actor_rollout_ref.model.{key}={model[key]}: its tokenizer has no chat template: set "
+        "actor_rollout_ref.model.custom_chat_template, or data.apply_chat_template_kwargs.chat_template"
+    )
+
+
+def _has_chat_template(folder: Path) -> bool:
+    if any(folder.glob("chat_template*")) or any(folder.glob("*chat_templates")):
+        return True
+    settings = [folder / name for name in ("tokenizer_config.json", *_PROCESSOR_FILES)]
+    if not settings[0].exists():
+        return True  # a tokenizer of another kind, which may bring one
+    return any('"chat_template"' in file.read_text(encoding="utf-8") for file in settings if file.exists())

@@ -1,5 +1,6 @@
 """The Hugging Face model of a worker: where it is, how it is changed, and what is loaded from it."""
 
+import importlib.util
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -254,18 +255,45 @@ def path_problems(path: str) -> Iterator[str]:
         yield f"has no config.json, it holds {found}: write a folder that save_pretrained wrote"
         return
     try:
-        read_config_json(expanded)
+        config = read_config_json(expanded)
     except ValueError as error:
         yield f"{file} is not readable JSON ({error}): copy the model again"
+        return
+    if not config.get("auto_map") and not _is_known_type(config.get("model_type")):
+        yield (
+            f"{file} has model_type={config.get('model_type')!r}, which the installed transformers does not know: "
+            "correct it, or install a version that does"
+        )
+
+
+def _is_known_type(model_type: Any) -> bool:
+    """Whether transformers has a model of this type: its source is searched, since importing it takes seconds."""
+    found = importlib.util.find_spec("transformers")
+    if found is None or not found.submodule_search_locations:
+        return True
+    auto = os.path.join(found.submodule_search_locations[0], "models", "auto")
+    for name in ("auto_mappings.py", "configuration_auto.py"):
+        if os.path.isfile(file := os.path.join(auto, name)):
+            with open(file, encoding="utf-8") as source:
+                if f'"{model_type}"' in source.read():
+                    return True
+    return not os.path.isdir(auto)
 
 
 def tokenizer_problems(path: str) -> Iterator[str]:
     """Yield why a local folder holds no tokenizer: without its files transformers builds one that knows no word."""
     expanded = os.path.expanduser(path)
-    if os.path.isdir(expanded) and not any(
-        file.startswith(TOKENIZER_PREFIXES) or file.endswith(TOKENIZER_SUFFIXES) for file in os.listdir(expanded)
-    ):
+    if not os.path.isdir(expanded):
+        return
+    names = [name for name in os.listdir(expanded) if name.startswith(TOKENIZER_PREFIXES)]
+    if not names and not any(name.endswith(TOKENIZER_SUFFIXES) for name in os.listdir(expanded)):
         yield "the folder holds no tokenizer: save the tokenizer beside the model, or name another tokenizer_path"
+    for name in sorted(name for name in names if name.endswith(".json")):
+        try:
+            with open(os.path.join(expanded, name), encoding="utf-8") as stream:
+                json.load(stream)
+        except (ValueError, OSError) as error:
+            yield f"{name} is not readable JSON ({error}): copy the tokenizer again"
 
 
 def read_config_json(path: str) -> dict[str, Any]:

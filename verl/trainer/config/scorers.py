@@ -1,0 +1,94 @@
+"""The reward function of the user: can its manager call it? Told from its source, which is not executed here."""
+
+import ast
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from verl.base_config import Violation
+from verl.trainer.config.refusals import select
+
+_ONE_RESPONSE = ("data_source", "solution_str", "ground_truth", "extra_info")
+KEYWORDS = {
+    "naive": _ONE_RESPONSE,
+    "dapo": _ONE_RESPONSE,
+    "batch": ("data_sources", "solution_strs", "ground_truths", "extra_infos"),
+}
+"""By which names each manager calls a scorer."""
+POSITIONS = {"prime": 4}
+"""How many arguments each of the other managers gives by position."""
+
+_NODE = "custom_reward_function"
+_VALUES = ast.Constant | ast.List | ast.Dict | ast.Tuple | ast.Set | ast.JoinedStr
+
+
+def scorer_rules(tree: Mapping[str, Any], module: ast.Module) -> Iterator[Violation]:
+    """Yield why the function that ``custom_reward_function`` names cannot be called; silent where only running the
+    file would tell."""
+    name, manager = select(tree, f"{_NODE}.name"), select(tree, "reward_model.reward_manager")
+    definition = _last_definition(module, name)
+    if isinstance(definition, _VALUES):
+        yield Violation(f"{_NODE}.name", name, "must be a function, the file gives it a value: define it with `def`")
+    elif isinstance(definition, ast.AsyncFunctionDef):
+        yield Violation(f"{_NODE}.name", name, "is asynchronous: define it with `def`")
+    elif isinstance(definition, ast.FunctionDef) and not definition.decorator_list:
+        reward_kwargs = select(tree, f"{_NODE}.reward_kwargs") or {}
+        yield from _call_rules(_signature(definition), name, manager, reward_kwargs)
+
+
+def _last_definition(module: ast.Module, name: Any) -> ast.AST | None:
+    """Return what a name of the module is bound to in the end, None where branches or imports decide."""
+    found: ast.AST | None = None
+    for node in module.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
+            found = node
+        elif isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in node.targets):
+            found = node.value
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and _binds(node, name):
+            return None
+    return found
+
+
+def _binds(node: ast.AST, name: Any) -> bool:
+    return any(
+        getattr(each, "name", None) == name
+        or getattr(each, "asname", None) == name
+        or (isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store) and each.id == name)
+        for each in ast.walk(node)
+    )
+
+
+def _signature(definition: ast.FunctionDef) -> inspect.Signature:
+    given, kind = definition.args, inspect.Parameter
+    positional = [(each, kind.POSITIONAL_ONLY) for each in given.posonlyargs]
+    positional += [(each, kind.POSITIONAL_OR_KEYWORD) for each in given.args]
+    first_default = len(positional) - len(given.defaults)
+    parameters = [
+        kind(each.arg, way, default=... if i >= first_default else kind.empty)
+        for i, (each, way) in enumerate(positional)
+    ]
+    if given.vararg:
+        parameters.append(kind(given.vararg.arg, kind.VAR_POSITIONAL))
+    for each, default in zip(given.kwonlyargs, given.kw_defaults, strict=True):
+        parameters.append(kind(each.arg, kind.KEYWORD_ONLY, default=kind.empty if default is None else ...))
+    if given.kwarg:
+        parameters.append(kind(given.kwarg.arg, kind.VAR_KEYWORD))
+    return inspect.Signature(parameters)
+
+
+def _call_rules(
+    signature: inspect.Signature, name: str, manager: Any, reward_kwargs: Mapping[str, Any]
+) -> Iterator[Violation]:
+    if manager not in KEYWORDS and manager not in POSITIONS:
+        return
+    keywords = dict.fromkeys([*KEYWORDS.get(manager, ()), *reward_kwargs])
+    try:
+        signature.bind(*[None] * POSITIONS.get(manager, 0), **keywords)
+    except TypeError as error:
+        passed = ", ".join(keywords) if manager in KEYWORDS else ", ".join([*_ONE_RESPONSE, *reward_kwargs])
+        shown = ", ".join(str(each).replace("=Ellipsis", "=...") for each in signature.parameters.values())
+        expected = (
+            f"{name}({shown}) cannot be called by the manager {manager!r} with ({passed}): {error}; write these "
+            f"parameters, or pass others by {_NODE}.reward_kwargs"
+        )
+        yield Violation(f"{_NODE}.name", name, expected)
