@@ -6,7 +6,7 @@ DATA_DIR="${DATA_DIR:-outputs/quickstart/data}"
 MODEL_PATH="${MODEL_PATH:-outputs/quickstart/base}"
 OUT_DIR="${OUT_DIR:-outputs/sft_tiny_cpu}"
 
-torchrun --standalone --nproc_per_node=1 -m verl.trainer.sft_trainer \
+python3 -m verl.trainer.sft_trainer \
     data.train_files="$DATA_DIR/sft_train.parquet" \
     data.val_files="$DATA_DIR/sft_test.parquet" \
     data.train_batch_size=64 \
@@ -17,7 +17,9 @@ torchrun --standalone --nproc_per_node=1 -m verl.trainer.sft_trainer \
     model.use_remove_padding=true \
     model.enable_gradient_checkpointing=false \
     engine.model_dtype=fp32 \
-    optim.lr=2e-3 \
+    optim.lr=3e-3 \
+    optim.lr_scheduler_type=cosine \
+    optim.lr_warmup_steps_ratio=0.1 \
     checkpoint.save_contents='[hf_model]' \
     trainer.device=cpu \
     trainer.logger='[]' \
@@ -25,6 +27,8 @@ torchrun --standalone --nproc_per_node=1 -m verl.trainer.sft_trainer \
     trainer.experiment_name=sft \
     trainer.default_local_dir="$OUT_DIR" \
     trainer.total_epochs=2 \
-    trainer.save_freq=after_each_epoch \
+    trainer.total_training_steps=200 \
+    trainer.save_freq=1000 \
+    trainer.test_freq=100 \
     trainer.max_ckpt_to_keep=1 \
     "$@"
