@@ -6,7 +6,7 @@ from typing import Any
 
 from verl.base_config import BaseConfig, Violation
 
-KL_PENALTIES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full")
+KL_PENALTIES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 IS_LEVELS = ("token", "sequence", "geometric")
 REWEIGHT_METHODS = ("pow", "max_min", "max_random")
 IS_MODES = ("truncate", "mask")
@@ -67,7 +67,10 @@ class AlgoConfig(BaseConfig):
             if not 0 <= self[key] <= 1:
                 yield Violation(key, self[key], "must be in [0, 1]")
         if self.kl_penalty.removesuffix("+") not in KL_PENALTIES:
-            yield Violation("kl_penalty", self.kl_penalty, f"must be one of {', '.join(KL_PENALTIES)}, or one with a +")
+            expected = f"must be one of {', '.join(KL_PENALTIES)}, or one with a +"
+            if self.kl_penalty.startswith("full"):
+                expected = f"needs the logits of both policies, which are never kept: {expected}"
+            yield Violation("kl_penalty", self.kl_penalty, expected)
         if self.rollout_is_level not in IS_LEVELS:
             yield Violation("rollout_is_level", self.rollout_is_level, f"must be one of {', '.join(IS_LEVELS)}")
         if self.rollout_is_mode not in IS_MODES:

@@ -9,11 +9,16 @@ import pytest
 from omegaconf import OmegaConf
 
 from verl.algos.advantage import ADV_ESTIMATOR_REGISTRY
+from verl.algos.config import KL_PENALTIES
+from verl.algos.kl import KL_ESTIMATORS
 from verl.algos.policy_loss import POLICY_LOSS_REGISTRY
 from verl.base_config import ConfigError, UnsupportedConfigError
-from verl.trainer.config.refusals import REFUSALS
-from verl.trainer.config.validation import ADV_ESTIMATORS, POLICY_LOSSES, check_world
+from verl.trainer.config.idle import IDLE
+from verl.trainer.config.refusals import REFUSALS, select
+from verl.trainer.config.validation import ADV_ESTIMATORS, POLICY_LOSSES, REWARD_MANAGERS
 from verl.utils.config import validate_config
+from verl.workers.config.actor import KL_TYPES
+from verl.workers.reward_manager.registry import REWARD_MANAGER_REGISTRY
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -45,6 +50,9 @@ def test_the_small_run_is_right(base):
     assert violations(base, {}) == {}
     assert violations(base, {f"{ROLLOUT}.name": "hf", f"{ROLLOUT}.tensor_model_parallel_size": 2}) == {}
     assert violations(base, {f"{MODEL}.path": "Qwen/Qwen2.5-0.5B", "trainer.total_training_steps": 3}) == {}
+    assert violations(base, {"data.val_files": None, "trainer.val_before_train": False}) == {}
+    assert violations(base, {f"{ROLLOUT}.name": "hf", f"{ROLLOUT}.temperature": 2.5}) == {}
+    assert violations(base, {"actor_rollout_ref.ref.model": {"path": "Qwen/Qwen2.5-0.5B"}}) == {}
     assert violations(base, {f"{ACTOR}.use_dynamic_bsz": True, f"{ROLLOUT}.n": 5, "data.train_batch_size": 8}) == {}
 
 
@@ -106,7 +114,38 @@ def test_the_small_run_is_right(base):
             f"{ACTOR}.fsdp_config.fsdp_size",
             "must divide the 4 workers",
         ),
+        (
+            {"actor_rollout_ref.ref.fsdp_config.ulysses_sequence_parallel_size": 2},
+            "actor_rollout_ref.ref.ulysses_sequence_parallel_size",
+            "needs packed sequences: set actor_rollout_ref.model.use_remove_padding=true",
+        ),
+        (
+            {"critic.model.fsdp_config.ulysses_sequence_parallel_size": 2},
+            "critic.ulysses_sequence_parallel_size",
+            "set critic.model.use_remove_padding=true",
+        ),
+        ({"data.gen_batch_size": 5, f"{ROLLOUT}.n": 1}, "data.gen_batch_size", "write a multiple of 2"),
+        # what another key decides
+        ({f"{ACTOR}.use_remove_padding": True}, f"{ACTOR}.use_remove_padding", "follows actor_rollout_ref.model"),
+        ({f"{ACTOR}.optim.total_training_steps": 9}, f"{ACTOR}.optim.total_training_steps", "is set by the trainer"),
+        (
+            {"actor_rollout_ref.ref.model": {"path": "Qwen/Qwen2.5-0.5B"}, f"{MODEL}.lora_rank": 8},
+            "actor_rollout_ref.ref.model.path",
+            "the actor without its adapters",
+        ),
+        ({"actor_rollout_ref.ref.model": {"paht": "m"}}, "actor_rollout_ref.ref.model.paht", "path"),
+        ({f"{MODEL}.use_liger": True}, f"{MODEL}.use_liger", "needs a GPU"),
+        ({f"{MODEL}.use_liger": True, "trainer.device": "cuda"}, f"{MODEL}.use_liger", "liger-kernel"),
+        ({"algorithm.kl_penalty": "full"}, "algorithm.kl_penalty", "needs the logits of both policies"),
+        ({"data.val_files": None}, "data.val_files", "trainer.val_before_train asks for validation"),
+        (
+            {"data.val_files": None, "trainer.val_before_train": False, "trainer.test_freq": 5},
+            "data.val_files",
+            "trainer.test_freq asks for validation",
+        ),
         # generation
+        ({f"{ROLLOUT}.temperature": 2.5}, f"{ROLLOUT}.temperature", "at most 2.0 with vllm"),
+        ({f"{ROLLOUT}.val_kwargs.temperature": 2.5}, f"{ROLLOUT}.val_kwargs.temperature", "at most 2.0 with vllm"),
         ({f"{ROLLOUT}.max_model_len": 31}, f"{ROLLOUT}.max_model_len", "at least prompt_length + response_length = 32"),
         ({f"{ROLLOUT}.max_num_batched_tokens": 16}, f"{ROLLOUT}.max_num_batched_tokens", "32 tokens"),
         ({f"{ROLLOUT}.temperature": 0}, f"{ROLLOUT}.temperature", "must be above 0"),
@@ -134,9 +173,9 @@ def test_refused(base, changes, key, message):
 def test_functions_of_files(base, tmp_path):
     file = tmp_path / "reward.py"
     node = {"custom_reward_function.path": str(file), "custom_reward_function.name": "score"}
-    file.write_text("def score(): ...\n")
+    file.write_text("def score(data_source, solution_str, ground_truth, extra_info): ...\n")
     assert violations(base, node) == {}
-    file.write_text("def scores(): ...\n")
+    file.write_text("def scores(data_source, solution_str, ground_truth, extra_info): ...\n")
     assert "it defines scores" in violations(base, node)["custom_reward_function.name"]
     file.write_text("def score(:\n")
     assert "is not valid Python" in violations(base, node)["custom_reward_function.path"]
@@ -174,8 +213,15 @@ def test_roles_that_do_not_run_are_not_checked(base):
 
 
 def test_what_is_not_here_yet_is_refused(base):
-    other = {bool: True, int: 7, float: 0.5, str: "other", list: [0], dict: {"x": 1}, type(None): 1}
-    values = {refusal.key: (refusal.values or (other[type(refusal.default)],))[-1] for refusal in REFUSALS}
+    other = {int: 7, float: 0.5, str: "other", list: [0], dict: {"x": 1}, type(None): 1}
+    values = {
+        refusal.key: refusal.values[-1]
+        if refusal.values
+        else not refusal.default
+        if isinstance(refusal.default, bool)
+        else other[type(refusal.default)]
+        for refusal in REFUSALS
+    }
     found = violations(base, values)
     for key in values:
         assert "not supported" in found[key] and "write" in found[key]
@@ -197,14 +243,10 @@ def test_names_of_the_users_own_need_a_module(base):
 def test_the_names_are_those_of_the_registries():
     assert set(ADV_ESTIMATORS) == set(ADV_ESTIMATOR_REGISTRY)
     assert set(POLICY_LOSSES) == set(POLICY_LOSS_REGISTRY)
+    import verl.workers.reward_manager  # noqa: F401 (its modules register themselves)
 
-
-def test_the_world_against_a_cluster(base):
-    config = changed(base, {"trainer.device": "cuda", "trainer.n_gpus_per_node": 4, "trainer.nnodes": 2})
-    check_world(config, {"GPU": 8.0})
-    check_world(base, {})
-    with pytest.raises(ConfigError, match="asks for 8 GPU, the cluster has 4"):
-        check_world(config, {"GPU": 4.0, "CPU": 64.0})
+    assert set(REWARD_MANAGERS) == set(REWARD_MANAGER_REGISTRY)
+    assert KL_PENALTIES == KL_TYPES == KL_ESTIMATORS
 
 
 def test_validation_imports_neither_torch_nor_ray():
@@ -213,3 +255,26 @@ def test_validation_imports_neither_torch_nor_ray():
         "import verl.trainer.config.cli; sys.exit(bool({'torch', 'ray', 'transformers'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
+
+
+def test_keys_without_effect_in_a_run_are_told_in_one_line(base, caplog):
+    changes = {f"{ROLLOUT}.val_kwargs.temperature": 0.7, f"{ACTOR}.fsdp_config.param_offload": True}
+    changes[f"{ACTOR}.kl_loss_coef"] = 0.5
+    caplog.set_level("WARNING", logger="verl.trainer.config.validation")
+    assert violations(base, {}) == {} and caplog.messages == []
+    assert violations(base, changes) == {}
+    (message,) = caplog.messages
+    assert f"{ROLLOUT}.val_kwargs.temperature=0.7 ({ROLLOUT}.val_kwargs.do_sample=false)" in message
+    assert f"{ACTOR}.fsdp_config.param_offload=true (trainer.device=cpu)" in message
+    assert f"{ACTOR}.kl_loss_coef=0.5 ({ACTOR}.use_kl_loss=false)" in message
+    caplog.clear()
+    sampled = {f"{ROLLOUT}.val_kwargs.do_sample": True, f"{ACTOR}.use_kl_loss": True, "trainer.device": "cuda"}
+    assert violations(base, changes | sampled) == {} and caplog.messages == []
+
+
+def test_the_defaults_of_keys_that_may_be_idle_are_those_of_the_yaml(composed):
+    tree = OmegaConf.to_container(composed(base=False), resolve=True, throw_on_missing=False)
+    for idle in IDLE:
+        assert select(tree, idle.switch) is not None, idle.switch
+        for name, default in idle.defaults.items():
+            assert select(tree, f"{idle.node}.{name}", "absent") == default, f"{idle.node}.{name}"

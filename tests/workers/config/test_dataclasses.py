@@ -139,3 +139,12 @@ def test_profilers_combine():
     assert (common.enable, common.all_ranks, common.ranks) == (False, False, [1])
     with pytest.raises(AssertionError, match="nsys and torch"):
         one.union(ProfilerConfig(tool="torch"))
+
+
+@pytest.mark.parametrize(
+    ("values", "low", "high"),
+    [({}, 0.2, 0.2), ({"clip_ratio": 0.1}, 0.1, 0.1), ({"clip_ratio": 0.1, "clip_ratio_high": 0.3}, 0.1, 0.3)],
+)
+def test_a_symmetric_clip_range_is_given_by_clip_ratio_alone(values, low, high):
+    config = FSDPActorConfig(**ACTOR, **values)
+    assert (config.clip_ratio_low, config.clip_ratio_high) == (low, high)

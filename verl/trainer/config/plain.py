@@ -24,7 +24,7 @@ def _choice(*names: Any) -> Check:
     return lambda value: value in names, f"must be one of {', '.join(map(str, names))}"
 
 
-def _is_seconds(value: Any) -> bool:
+def _is_positive(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
@@ -33,7 +33,7 @@ _BOOL: Check = (lambda value: isinstance(value, bool), "must be true or false")
 _TEXT: Check = (lambda value: isinstance(value, str) and bool(value), "must be a string")
 _NULL_TEXT: Check = (lambda value: value is None or isinstance(value, str), "must be a string, or null")
 _MAPPING: Check = (lambda value: isinstance(value, Mapping), "must be a mapping")
-_SECONDS: Check = (_is_seconds, "must be a number of seconds above 0")
+_SECONDS: Check = (_is_positive, "must be a number of seconds above 0")
 
 CHECKS: dict[str, dict[str, Check]] = {
     "data": {
@@ -108,9 +108,13 @@ def _trainer_rules(tree: Mapping[str, Any]) -> Iterator[Violation]:
             yield Violation("trainer.resume_from_path", path, expected)
         elif not os.path.isdir(os.path.expanduser(path)):
             yield Violation("trainer.resume_from_path", path, "no such folder: write a checkpoint's global_step_<N>")
-    if select(tree, "trainer.val_only") and not select(tree, "trainer.val_before_train"):
-        expected = "leaves nothing to do with trainer.val_only=true: write true"
-        yield Violation("trainer.val_before_train", False, expected)
+    validates = [name for name in ("val_before_train", "val_only") if select(tree, f"trainer.{name}")]
+    if _is_positive(select(tree, "trainer.test_freq")):
+        validates.append("test_freq")
+    if select(tree, "data.val_files", _ABSENT) is None and validates:
+        asked = ", ".join(f"trainer.{name}" for name in validates)
+        expected = f"{asked} ask{'s' if len(validates) == 1 else ''} for validation: name a file, or write "
+        yield Violation("data.val_files", None, f"{expected}trainer.val_before_train=false and trainer.test_freq=-1")
 
 
 def _pair_rules(tree: Mapping[str, Any]) -> Iterator[Violation]:

@@ -69,7 +69,22 @@ _FIXED: list[tuple[str, str, dict[str, Any]]] = [
     (
         "is read by SGLang, which is not supported yet",
         ROLLOUT,
-        {"over_sample_rate": 0, "engine_kwargs.sglang": {}, "sglang_engine_mode": "local"},
+        {"over_sample_rate": 0, "engine_kwargs.sglang": {}, "sglang_engine_mode": "local", "server": None},
+    ),
+    (
+        "is not supported: each group of tensor_model_parallel_size workers has its engine and its share of the batch",
+        ROLLOUT,
+        {"data_parallel_size": 1},
+    ),
+    (
+        "is not supported for a role that trains",
+        "",
+        {"actor_rollout_ref.actor.fsdp_config.forward_only": False, "critic.model.fsdp_config.forward_only": False},
+    ),
+    (
+        "is not supported: a critic computes no entropy",
+        "critic.model.fsdp_config",
+        {"entropy_from_logits_with_chunking": False},
     ),
     (
         "profiling is not supported yet",
@@ -95,6 +110,7 @@ _FIXED: list[tuple[str, str, dict[str, Any]]] = [
             "micro_batch_size": None,
             "micro_batch_size_per_gpu": None,
             "max_length": None,
+            "truncation": None,
             "ulysses_sequence_parallel_size": 1,
         },
     ),
@@ -112,6 +128,13 @@ _FIXED: list[tuple[str, str, dict[str, Any]]] = [
         },
     ),
     (
+        "the overlong buffer of the DAPO recipe is not supported yet; the reward manager dapo has one in "
+        "reward_model.reward_kwargs.overlong_buffer_cfg",
+        "reward_model.overlong_buffer",
+        {"enable": False},
+    ),
+    ("dynamic sampling is not supported yet", "algorithm.filter_groups", {"enable": False}),
+    (
         "covariance clipping is not supported yet",
         "actor_rollout_ref.actor.policy_loss",
         {"clip_cov_ratio": 0.0002, "clip_cov_lb": 1.0, "clip_cov_ub": 5.0, "kl_cov_ratio": 0.0002, "ppo_kl_coef": 0.1},
@@ -124,13 +147,14 @@ _FIXED: list[tuple[str, str, dict[str, Any]]] = [
     ("fused kernels are not supported yet", "actor_rollout_ref.model.fused_kernel_options", {"impl_backend": "torch"}),
     ("is not supported, name it in actor_rollout_ref.model.tokenizer_path", "data", {"tokenizer": None}),
     ("the flag is of an older dataset and not supported", "data", {"return_raw_input_ids": False}),
+    ("vision models are not supported yet", "data", {"return_multi_modal_inputs": True}),
     ("vision models are not supported yet", "actor_rollout_ref.actor", {"freeze_vision_tower": False}),
     ("vision models are not supported yet", ROLLOUT, {"limit_images": None}),
     ("vision models are not supported yet", "critic.model", {"freeze_vision_tower": False}),
 ]
 
 REFUSALS: list[Refusal] = _CHOICES + [
-    Refusal(f"{node}.{name}", default, f"{text}: write {as_yaml(default)}")
+    Refusal(f"{node}.{name}".removeprefix("."), default, f"{text}: write {as_yaml(default)}")
     for text, node, defaults in _FIXED
     for name, default in defaults.items()
 ]

@@ -1,5 +1,6 @@
 """Check a whole ``ppo_trainer`` tree before Ray starts, and list everything that is wrong at once."""
 
+import importlib.util
 import logging
 import math
 from collections.abc import Iterator, Mapping
@@ -10,12 +11,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl.base_config import ConfigError, UnsupportedConfigError, Violation
 from verl.trainer.config.files import file_rules, model_rules
+from verl.trainer.config.idle import idle_keys
 from verl.trainer.config.keys import dotted_keys, nearest
 from verl.trainer.config.nodes import build_nodes
 from verl.trainer.config.plain import plain_rules
 from verl.trainer.config.refusals import refused, select
 from verl.utils import envs
-from verl.workers.config.actor import micro_batch_rules, mini_batch_rules, ulysses_rules
+from verl.workers.config.actor import micro_batch_rules, mini_batch_rules
 
 logger = logging.getLogger(__name__)
 
@@ -43,23 +45,6 @@ def validate_config(config: DictConfig, use_reference_policy: bool, use_critic: 
     logger.info("the configuration passed all checks")
 
 
-def check_world(config: DictConfig, cluster_resources: Mapping[str, float]) -> None:
-    """Check the number of workers against what a running cluster has.
-
-    Raises: ConfigError naming what is missing.
-    """
-    trainer = config.trainer
-    world = trainer.n_gpus_per_node * trainer.nnodes
-    resource = {"cuda": "GPU", "npu": "NPU"}.get(trainer.device)
-    available = cluster_resources.get(resource, 0) if resource else world
-    if available < world:
-        expected = (
-            f"x trainer.nnodes={trainer.nnodes} asks for {world} {resource}, the cluster has {available:g}: "
-            "lower it, add nodes, or write trainer.device=cpu"
-        )
-        raise ConfigError([Violation("trainer.n_gpus_per_node", trainer.n_gpus_per_node, expected)])
-
-
 def config_violations(config: DictConfig, use_reference_policy: bool, use_critic: bool) -> Iterator[Violation]:
     """Yield everything that is wrong, the broad before the narrow."""
     raw: Tree = OmegaConf.to_container(config, resolve=False)  # type: ignore[assignment]
@@ -77,7 +62,7 @@ def config_violations(config: DictConfig, use_reference_policy: bool, use_critic
         return
     found = [*refused(tree), *plain_rules(tree), *build_nodes(_used(tree, use_critic))[1]]
     found = [violation for violation in found if violation.value != "???"]  # said above
-    found += _algorithm_rules(tree)
+    found += _combination_rules(tree, use_critic)
     yield from found
     yield from _name_rules(tree)
     yield from file_rules(tree)
@@ -85,12 +70,18 @@ def config_violations(config: DictConfig, use_reference_policy: bool, use_critic
     broken = {violation.key for violation in found} | set(missing)
     yield from _size_rules(tree, use_reference_policy, use_critic, broken)
     if not broken:
-        _notices(tree)
+        _notices(tree, use_critic)
 
 
 def _used(tree: Tree, use_critic: bool) -> Tree:
-    """Return the tree without the critic where there is none: its defaults need not fit then."""
-    return {key: value for key, value in tree.items() if key != "critic" or use_critic}
+    """Return the nodes that are built: no critic where there is none, and a reference model where one is named."""
+    nodes = {key: value for key, value in tree.items() if key != "critic" or use_critic}
+    model = select(tree, "actor_rollout_ref.ref.model")
+    if isinstance(model, Mapping):
+        model = {"_target_": "verl.workers.config.HFModelConfig", **model}
+        shared = tree["actor_rollout_ref"]
+        nodes["actor_rollout_ref"] = {**shared, "ref": {**shared["ref"], "model": model}}
+    return nodes
 
 
 def _size_rules(tree: Tree, use_reference: bool, use_critic: bool, broken: set[str]) -> Iterator[Violation]:
@@ -98,7 +89,7 @@ def _size_rules(tree: Tree, use_reference: bool, use_critic: bool, broken: set[s
     rollout, layout = "actor_rollout_ref.rollout", {"trainer.n_gpus_per_node", "trainer.nnodes"}
     layout |= {f"{rollout}.{name}" for name in ("tensor_model_parallel_size", "data_parallel_size")}
     if not broken & layout:
-        yield from _layout_rules(tree, use_critic)
+        yield from _layout_rules(tree, use_reference, use_critic)
     batch = layout | {"data.train_batch_size", f"{rollout}.n"}
     if not broken & batch:
         yield from _train_batch_rules(tree)
@@ -154,11 +145,32 @@ def _name_rules(tree: Tree) -> Iterator[Violation]:
             )
 
 
-def _algorithm_rules(tree: Tree) -> Iterator[Violation]:
-    """Yield options that another choice leaves without effect."""
-    algorithm = tree["algorithm"]
+def _combination_rules(tree: Tree, use_critic: bool) -> Iterator[Violation]:
+    """Yield options that another choice would leave without the effect that was asked for."""
+    algorithm, shared = tree["algorithm"], tree["actor_rollout_ref"]
     if algorithm.get("use_pf_ppo") and algorithm.get("adv_estimator") != "gae":
         yield Violation("algorithm.use_pf_ppo", True, "needs algorithm.adv_estimator=gae: write false")
+    for optim in ["actor_rollout_ref.actor.optim"] + ["critic.optim"] * use_critic:
+        steps = select(tree, f"{optim}.total_training_steps")
+        if steps not in (None, -1):
+            expected = "is set by the trainer: leave it at -1, and write trainer.total_training_steps"
+            yield Violation(f"{optim}.total_training_steps", steps, expected)
+    packed = shared["model"].get("use_remove_padding", False)
+    if shared["actor"].get("use_remove_padding", packed) != packed:
+        expected = "follows actor_rollout_ref.model.use_remove_padding: set that one"
+        yield Violation("actor_rollout_ref.actor.use_remove_padding", not packed, expected)
+    reference = select(shared, "ref.model.path")
+    if reference is not None and select(shared, "model.lora_rank", 0):
+        expected = "must be null with lora_rank above 0: the reference policy is the actor without its adapters"
+        yield Violation("actor_rollout_ref.ref.model.path", reference, expected)
+    if shared["model"].get("use_liger"):
+        key = "actor_rollout_ref.model.use_liger"
+        if select(tree, "trainer.device") == "cpu":
+            yield Violation(key, True, "needs a GPU: write false with trainer.device=cpu")
+        elif importlib.util.find_spec("liger_kernel") is None:
+            yield Violation(
+                key, True, "needs the package liger-kernel, which is not installed: install it or write false"
+            )
 
 
 def world_size(tree: Tree) -> int:
@@ -182,7 +194,7 @@ def _sequence_parallel(node: Tree, engine: str) -> int:
     return own if own > 1 else inner
 
 
-def _layout_rules(tree: Tree, use_critic: bool) -> Iterator[Violation]:
+def _layout_rules(tree: Tree, use_reference: bool, use_critic: bool) -> Iterator[Violation]:
     """Yield parallel sizes that do not divide the number of workers."""
     world = world_size(tree)
     workers = f"the {world} workers (trainer.n_gpus_per_node x trainer.nnodes)"
@@ -192,35 +204,43 @@ def _layout_rules(tree: Tree, use_critic: bool) -> Iterator[Violation]:
         fitting = [size for size in range(1, world + 1) if world % size == 0]
         expected = f"x data_parallel_size={rollout['data_parallel_size']} must divide {workers}: write one of {fitting}"
         yield Violation(key, rollout["tensor_model_parallel_size"], expected)
-    for role, engine in _engines(tree, use_critic):
+    for role, engine, model in _engines(tree, use_reference, use_critic):
         node = select(tree, role)
         sp_size = _sequence_parallel(node, engine)
         if world % sp_size:
             yield Violation(f"{role}.ulysses_sequence_parallel_size", sp_size, f"must divide {workers}")
+        if sp_size > 1 and not select(tree, f"{model}.use_remove_padding"):
+            expected = f"needs packed sequences: set {model}.use_remove_padding=true"
+            yield Violation(f"{role}.ulysses_sequence_parallel_size", sp_size, expected)
         fsdp_size = select(node, f"{engine}.fsdp_size", -1)
         if fsdp_size > 0 and fsdp_size < world and world % fsdp_size:
             yield Violation(f"{role}.{engine}.fsdp_size", fsdp_size, f"must divide {workers}, or be -1")
 
 
-def _engines(tree: Tree, use_critic: bool) -> list[tuple[str, str]]:
-    roles = [("actor_rollout_ref.actor", "fsdp_config"), ("actor_rollout_ref.ref", "fsdp_config")]
+def _engines(tree: Tree, use_reference: bool, use_critic: bool) -> list[tuple[str, str, str]]:
+    """Return (role, its engine node, the model node that it trains or runs) of each training engine."""
+    roles = [("actor_rollout_ref.actor", "fsdp_config", "actor_rollout_ref.model")]
+    if use_reference and not select(tree, "actor_rollout_ref.model.lora_rank", 0):
+        roles.append(("actor_rollout_ref.ref", "fsdp_config", "actor_rollout_ref.model"))
     if use_critic:
-        roles.append(("critic", "model.fsdp_config"))
-    return [(role, engine) for role, engine in roles if select(tree, f"{role}.{engine}") is not None]
+        roles.append(("critic", "model.fsdp_config", "critic.model"))
+    return [each for each in roles if select(tree, f"{each[0]}.{each[1]}") is not None]
 
 
 def _train_batch_rules(tree: Tree) -> Iterator[Violation]:
     """Yield a training batch that the workers cannot share evenly."""
-    world, train = world_size(tree), tree["data"]["train_batch_size"]
+    world, data = world_size(tree), tree["data"]
     actor, n = tree["actor_rollout_ref"]["actor"], tree["actor_rollout_ref"]["rollout"]["n"]
     sp_size = _sequence_parallel(actor, "fsdp_config")
     unit = world
     if actor["use_dynamic_bsz"]:
         unit = math.lcm(max(1, world // sp_size), max(1, world // rollout_group_size(tree)))
-    if train * n % unit:
-        step = unit // math.gcd(unit, n)
-        expected = f"x actor_rollout_ref.rollout.n={n} must be a multiple of {unit} workers: write a multiple of {step}"
-        yield Violation("data.train_batch_size", train, expected)
+    for key in ("train_batch_size", "gen_batch_size"):
+        size = data.get(key)
+        if isinstance(size, int) and size * n % unit:
+            step = unit // math.gcd(unit, n)
+            expected = f"x actor_rollout_ref.rollout.n={n} must be a multiple of {unit} workers"
+            yield Violation(f"data.{key}", size, f"{expected}: write a multiple of {step}")
 
 
 def _role_batch_rules(tree: Tree, role: str, per_gpu_is_wrong: bool) -> Iterator[Violation]:
@@ -229,8 +249,6 @@ def _role_batch_rules(tree: Tree, role: str, per_gpu_is_wrong: bool) -> Iterator
     n, is_critic = tree["actor_rollout_ref"]["rollout"]["n"], role == "critic"
     sp_size = _sequence_parallel(node, "model.fsdp_config" if is_critic else "fsdp_config")
     yield from mini_batch_rules(node, world, train, sp_size)
-    if not is_critic:
-        yield from ulysses_rules(node, tree["actor_rollout_ref"]["model"])
     mini, dp_size, key = node["ppo_mini_batch_size"], max(1, world // sp_size), "ppo_mini_batch_size"
     if train >= mini and train % mini:
         yield Violation(key, mini, f"must divide data.train_batch_size={train}")
@@ -273,8 +291,11 @@ def _rollout_rules(tree: Tree) -> Iterator[Violation]:
         yield Violation("actor_rollout_ref.model.lora_rank", rank, f"must be at most {MAX_LORA_RANK_VLLM} with vllm")
 
 
-def _notices(tree: Tree) -> None:
+def _notices(tree: Tree, use_critic: bool) -> None:
     """Say what is allowed and rarely meant."""
+    idle = list(idle_keys(tree, use_critic))
+    if idle:
+        logger.warning("without effect in this run: %s", "; ".join(idle))
     if tree["algorithm"]["use_kl_in_reward"] and tree["actor_rollout_ref"]["actor"]["use_kl_loss"]:
         logger.warning("KL is in the reward (algorithm.use_kl_in_reward) and in the loss (actor.use_kl_loss)")
     if tree["data"].get("val_batch_size") is not None:

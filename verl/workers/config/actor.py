@@ -12,6 +12,7 @@ from verl.workers.config.engine import STRATEGIES, FSDPEngineConfig
 from verl.workers.config.optimizer import FSDPOptimizerConfig, OptimizerConfig
 
 LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+DEFAULT_CLIP_RATIO = 0.2
 KL_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 
 
@@ -79,9 +80,9 @@ class ActorConfig(BaseConfig):
     use_dynamic_bsz: bool = False
     ppo_max_token_len_per_gpu: int = 16384
     ppo_infer_max_token_len_per_gpu: int = 16384
-    clip_ratio: float = 0.2
-    clip_ratio_low: float = 0.2
-    clip_ratio_high: float = 0.2
+    clip_ratio: float = DEFAULT_CLIP_RATIO
+    clip_ratio_low: float = DEFAULT_CLIP_RATIO
+    clip_ratio_high: float = DEFAULT_CLIP_RATIO
     freeze_vision_tower: bool = False
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     clip_ratio_c: float = 3.0
@@ -100,6 +101,12 @@ class ActorConfig(BaseConfig):
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
     engine: BaseConfig = field(default_factory=BaseConfig)
     rollout_n: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key in ("clip_ratio_low", "clip_ratio_high"):
+            if self[key] == DEFAULT_CLIP_RATIO:  # a symmetric range is given by clip_ratio alone
+                self.__dict__[key] = self.clip_ratio
 
     def rules(self) -> Iterator[Violation]:
         """Yield unknown names, batch sizes that exclude each other, and values outside their range."""

@@ -10,6 +10,7 @@ from verl.workers.config.actor import positive_rules
 
 ROLLOUTS = ("vllm", "sglang", "hf")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "half", "float")
+MAX_TEMPERATURE_VLLM = 2.0
 TRUNCATE_SIDES = ("left", "middle", "right")
 
 
@@ -176,6 +177,8 @@ class RolloutConfig(BaseConfig):
             yield Violation("dtype", self.dtype, f"must be one of {', '.join(DTYPES)}")
         if not 0 < self.gpu_memory_utilization <= 1:
             yield Violation("gpu_memory_utilization", self.gpu_memory_utilization, "must be in (0, 1]")
+        if self.name == "vllm":
+            yield from self._vllm_rules()
         if self.repetition_penalty <= 0:
             yield Violation("repetition_penalty", self.repetition_penalty, "must be above 0; 1 is off")
         if self.log_prob_micro_batch_size is not None and self.log_prob_micro_batch_size_per_gpu is not None:
@@ -184,6 +187,15 @@ class RolloutConfig(BaseConfig):
                 self.log_prob_micro_batch_size,
                 "is deprecated and excludes log_prob_micro_batch_size_per_gpu: set only the latter",
             )
+
+    def _vllm_rules(self) -> Iterator[Violation]:
+        """Yield temperatures that vLLM would refuse at the first request."""
+        for key, value in (
+            ("temperature", self.temperature),
+            ("val_kwargs.temperature", self.val_kwargs.get("temperature", 0)),
+        ):
+            if value > MAX_TEMPERATURE_VLLM:
+                yield Violation(key, value, f"must be at most {MAX_TEMPERATURE_VLLM} with vllm")
 
     def _size_rules(self) -> Iterator[Violation]:
         yield from positive_rules(
@@ -206,7 +218,7 @@ class RolloutConfig(BaseConfig):
         if self.expert_parallel_size not in (1, ranks):
             expected = f"must be 1 or tensor_model_parallel_size x data_parallel_size = {ranks}"
             yield Violation("expert_parallel_size", self.expert_parallel_size, expected)
-        if self.pipeline_model_parallel_size > 1 and self.name in ("vllm", "sglang"):
+        if self.pipeline_model_parallel_size > 1:
             expected = f"is not supported by {self.name}: write 1, and use tensor_model_parallel_size"
             yield Violation("pipeline_model_parallel_size", self.pipeline_model_parallel_size, expected)
         if not 0 <= self.over_sample_rate < 1:

@@ -1,0 +1,83 @@
+"""Keys that have no effect in a given run: named once, in one line, where they were changed from their default."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from verl.base_config import as_yaml
+from verl.trainer.config.refusals import ROLLOUT, select
+
+ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
+ENGINES = (f"{ACTOR}.fsdp_config", "actor_rollout_ref.ref.fsdp_config", "critic.model.fsdp_config")
+
+
+class Idle(NamedTuple):
+    """Keys below ``node``, with their defaults, that nothing reads while ``switch`` has the value ``off``."""
+
+    switch: str
+    off: Any
+    node: str
+    defaults: Mapping[str, Any]
+
+
+_SCHEDULE = {"min_lr_ratio": 0.0, "num_cycles": 0.5}
+_ADAPTERS = {"lora_alpha": 16, "target_modules": "all-linear"}
+
+IDLE: list[Idle] = [
+    Idle(f"{ACTOR}.use_kl_loss", False, ACTOR, {"kl_loss_coef": 0.001, "kl_loss_type": "low_var_kl"}),
+    Idle(f"{ACTOR}.optim.lr_scheduler_type", "constant", f"{ACTOR}.optim", _SCHEDULE),
+    Idle("critic.optim.lr_scheduler_type", "constant", "critic.optim", _SCHEDULE),
+    Idle("algorithm.use_kl_in_reward", False, "algorithm", {"kl_penalty": "kl"}),
+    Idle(
+        "algorithm.use_kl_in_reward",
+        False,
+        "algorithm.kl_ctrl",
+        {"type": "fixed", "kl_coef": 0.001, "horizon": 10000, "target_kl": 0.1},
+    ),
+    Idle("algorithm.use_pf_ppo", False, "algorithm.pf_ppo", {"reweight_method": "pow", "weight_pow": 2.0}),
+    Idle(f"{MODEL}.lora_rank", 0, MODEL, _ADAPTERS | {"exclude_modules": None}),
+    Idle("critic.model.lora_rank", 0, "critic.model", _ADAPTERS),
+    Idle(
+        f"{ROLLOUT}.val_kwargs.do_sample", False, f"{ROLLOUT}.val_kwargs", {"temperature": 0, "top_p": 1, "top_k": -1}
+    ),
+    Idle(f"{ROLLOUT}.do_sample", False, ROLLOUT, {"top_p": 1, "top_k": -1, "repetition_penalty": 1.0}),
+    Idle(f"{ROLLOUT}.skip_rollout", False, ROLLOUT, {"skip_dump_dir": "/tmp/rollout_dump"}),
+    Idle("trainer.resume_mode", "auto", "trainer", {"resume_from_path": None}),
+    Idle("trainer.resume_mode", "disable", "trainer", {"resume_from_path": None}),
+    Idle("trainer.device", "cpu", ROLLOUT, {"cudagraph_capture_sizes": None, "layered_summon": False}),
+    *(
+        Idle("trainer.device", "cpu", engine, {"param_offload": False, "optimizer_offload": False})
+        for engine in ENGINES
+    ),
+    *(Idle("trainer.device", "cpu", node, {"enable_activation_offload": False}) for node in (MODEL, "critic.model")),
+    Idle(
+        f"{ROLLOUT}.name",
+        "hf",
+        ROLLOUT,
+        {
+            "gpu_memory_utilization": 0.5,
+            "enforce_eager": False,
+            "cudagraph_capture_sizes": None,
+            "free_cache_engine": True,
+            "tensor_model_parallel_size": 2,
+            "expert_parallel_size": 1,
+            "max_num_batched_tokens": 8192,
+            "enable_chunked_prefill": True,
+            "enable_prefix_caching": True,
+            "disable_log_stats": True,
+            "skip_tokenizer_init": True,
+            "layered_summon": False,
+            "engine_kwargs.vllm": {},
+        },
+    ),
+]
+
+
+def idle_keys(tree: Mapping[str, Any], use_critic: bool = True) -> Iterator[str]:
+    """Yield, as ``key=value (why)``, each key that was changed from its default and has no effect in this run."""
+    for switch, off, node, defaults in IDLE:
+        if select(tree, switch) != off or (node.startswith("critic.") and not use_critic):
+            continue
+        for name, default in defaults.items():
+            value = select(tree, f"{node}.{name}", default)
+            if value != default:
+                yield f"{node}.{name}={as_yaml(value)} ({switch}={as_yaml(off)})"
