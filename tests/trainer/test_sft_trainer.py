@@ -57,9 +57,9 @@ def options(model, files, tmp_path):
     ]
 
 
-def build(options, *more):
+def build(options, *more, name="sft_trainer_engine"):
     with initialize_config_dir(CONFIG_DIR, version_base=None):
-        return compose("sft_trainer_engine", [*options, *more])
+        return compose(name, [*options, *more])
 
 
 def run(options, monkeypatch, log: Path, *more):
@@ -160,6 +160,25 @@ def test_loss_equals_transformers_and_the_export_holds_what_was_learnt(
     )
 
 
+def test_the_older_tree_trains_on_columns_of_text(options, monkeypatch, tmp_path, files, model):
+    """Question and answer columns give the loss of the same rows as messages."""
+    import datasets
+
+    rows = datasets.Dataset.from_parquet(str(files / "val.parquet"), cache_dir=str(tmp_path / "cache")).to_list()
+    pairs = [{"question": m[0]["content"], "answer": m[1]["content"]} for m in (row["messages"] for row in rows)]
+    datasets.Dataset.from_list(pairs).to_parquet(tmp_path / "pairs.parquet")
+    moved = {"model.path": "model.partial_pretrain", "model.use_remove_padding": "use_remove_padding"}
+    older = [f"{moved.get(key, key)}={value}" for key, _, value in (option.partition("=") for option in options)]
+    older += [f"data.{name}_files={tmp_path}/pairs.parquet" for name in ("train", "val")]
+    older += ["data.micro_batch_size_per_gpu=2", "trainer.total_training_steps=1", "trainer.test_freq=1"]
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "log.jsonl"))
+    trainer = SFTTrainer(build(older, name="sft_trainer"))
+    before = trainer.validate()
+    assert before == pytest.approx(reference_loss(model, rows), abs=1e-5)
+    trainer.fit()
+    assert read(tmp_path / "log.jsonl")[1]["val/loss"] < before
+
+
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(options, monkeypatch, tmp_path):
     whole = run(options, monkeypatch, tmp_path / "whole.jsonl")[1]
     folder = f"trainer.default_local_dir={tmp_path}/stopped"
@@ -201,10 +220,10 @@ def test_two_processes_train_as_one(options, monkeypatch, tmp_path):
         (["trainer.device=npu"], r"trainer\.device=.?npu.*write trainer\.device=cpu"),
         (["trainer.save_freq=sometimes"], r"trainer\.save_freq=.?sometimes.*after_each_epoch"),
         (["data.train_batch_size=21"], r"data\.train_batch_size=21.* more than the 20 training rows"),
-        (["data.train_batch_size=0"], r"data\.train_batch_size=0.* must be 1 or more"),
+        (["data.train_batch_size=0"], r"data\.train_batch_size=0.* 1 or more"),
         (["data.pad_mode=top"], "top"),
         (["data.train_files=/nowhere.parquet"], r"/nowhere\.parquet: no such file"),
-        (["trainer.resume_mode=resume_path"], r"trainer\.resume_mode=resume_path needs trainer\.resume_from_path"),
+        (["trainer.resume_mode=resume_path"], r"trainer\.resume_from_path=null: must name a global_step"),
         (["trainer.resume_from_path=/x/step_3"], r"trainer\.resume_from_path='/x/step_3' must be a folder global_step"),
         (["data.use_dynamic_bsz=false", "data.micro_batch_size_per_gpu=null"], r"data\.micro_batch_size_per_gpu"),
         (["data.custom_cls.path=/nowhere.py", "data.custom_cls.name=X"], r"/nowhere\.py"),

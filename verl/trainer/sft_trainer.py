@@ -16,6 +16,7 @@ from tqdm import tqdm
 from verl.base_config import ConfigError, Violation
 from verl.protocol import DataProto
 from verl.trainer.config.cli import hydra_main
+from verl.trainer.config.sft import as_engine_tree, validate_sft_config
 from verl.utils import envs
 from verl.utils.checkpoint.checkpoint_handler import CheckpointHandler
 from verl.utils.config import omega_conf_to_dataclass
@@ -23,6 +24,7 @@ from verl.utils.dataset.dataset_utils import SFTTensorCollator
 from verl.utils.dataset.factory import load_class
 from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
 from verl.utils.dataset.sampler import SeededRandomSampler
+from verl.utils.dataset.sft_dataset import SFTDataset
 from verl.utils.device import get_device_name
 from verl.utils.distributed import initialize_global_process_group
 from verl.utils.flops_counter import FlopsCounter
@@ -37,10 +39,11 @@ EACH_EPOCH = "after_each_epoch"
 LOADER_WORKERS = 8
 
 
-def padded_batch(rows: Mapping[str, Any], pad_token_id: int) -> DataProto:
+def padded_batch(rows: Mapping[str, Any], pad_token_id: int, marks_predictors: bool = False) -> DataProto:
     """Turn collated rows, jagged or padded on the right, into what an engine takes.
 
     Every token but the first is a response to those before it: ``responses`` and ``response_mask`` are (B, L - 1).
+    ``marks_predictors`` says that ``loss_mask`` marks the positions before the learnt tokens, as ``SFTDataset`` does.
     """
     ids, mask = rows["input_ids"], rows["loss_mask"]
     if ids.is_nested:
@@ -59,7 +62,7 @@ def padded_batch(rows: Mapping[str, Any], pad_token_id: int) -> DataProto:
             "attention_mask": attended.long(),
             "position_ids": positions * attended,
             "responses": ids[:, 1:],
-            "response_mask": mask[:, 1:] * attended[:, 1:],
+            "response_mask": (mask[:, :-1] if marks_predictors else mask[:, 1:]) * attended[:, 1:],
         }
     )
 
@@ -67,13 +70,13 @@ def padded_batch(rows: Mapping[str, Any], pad_token_id: int) -> DataProto:
 class SFTTrainer:
     """One process of a supervised run; all processes of it construct and fit together.
 
-    Args: the composed ``sft_trainer_engine`` tree.
+    Args: the composed ``sft_trainer_engine`` tree, or the older ``sft_trainer``.
     Raises: ValueError naming the dotted key, or file, row and column, for what cannot be used.
     """
 
     def __init__(self, config: DictConfig) -> None:
-        self.config = config
-        self._check()
+        self._check(config)
+        self.config = config = as_engine_tree(config)
         distributed = torch.distributed.is_initialized()
         self.rank = torch.distributed.get_rank() if distributed else 0
         seed_process(config.trainer.seed, "sft", self.rank)
@@ -101,27 +104,21 @@ class SFTTrainer:
 
     # ---- start
 
-    def _check(self) -> None:
-        data, trainer = self.config.data, self.config.trainer
-        found = []
-        if trainer.device != get_device_name():
+    @staticmethod
+    def _check(config: DictConfig) -> None:
+        device = config.trainer.device
+        if device != get_device_name():
             expected = f"this machine has {get_device_name()}: write trainer.device={get_device_name()}"
-            found.append(Violation("trainer.device", trainer.device, expected))
-        for key, node in (("trainer.save_freq", trainer.save_freq), ("trainer.test_freq", trainer.test_freq)):
-            if node != EACH_EPOCH and not isinstance(node, int):
-                found.append(Violation(key, node, f"must be a number of steps or {EACH_EPOCH}"))
-        if data.train_batch_size < 1:
-            found.append(Violation("data.train_batch_size", data.train_batch_size, "must be 1 or more"))
-        if not data.use_dynamic_bsz and not data.micro_batch_size_per_gpu:
-            expected = "must be 1 or more without data.use_dynamic_bsz"
-            found.append(Violation("data.micro_batch_size_per_gpu", data.micro_batch_size_per_gpu, expected))
-        if found:
-            raise ConfigError(found)
-        check_backends(trainer.logger)
+            raise ConfigError([Violation("trainer.device", device, expected)])
+        validate_sft_config(config, envs.integer("WORLD_SIZE", 1))
+        check_backends(config.trainer.logger)
 
     def _dataset(self, files: Any) -> Dataset:
         data = self.config.data
-        cls = load_class(data.custom_cls, "data.custom_cls", Dataset, ("path", "name")) or MultiTurnSFTDataset
+        columns_of_text = "prompt_key" in data and not data.multiturn.enable
+        usual = SFTDataset if columns_of_text else MultiTurnSFTDataset
+        cls = load_class(data.custom_cls, "data.custom_cls", Dataset, ("path", "name")) or usual
+        self.marks_predictors = issubclass(cls, SFTDataset)
         return cls(parquet_files=files, tokenizer=self.tokenizer, config=data)
 
     def _plan(self, world_size: int) -> None:
@@ -201,7 +198,10 @@ class SFTTrainer:
     def _batches(self) -> Iterator[DataProto]:
         while True:
             for rows in self.train_loader:
-                yield padded_batch(rows, self.tokenizer.pad_token_id)
+                yield self._padded(rows)
+
+    def _padded(self, rows: Mapping[str, Any]) -> DataProto:
+        return padded_batch(rows, self.tokenizer.pad_token_id, self.marks_predictors)
 
     def _due(self, frequency: int | str, step: int) -> bool:
         """Whether something is to be done after ``step``; what is done at all is done after the last."""
@@ -241,7 +241,7 @@ class SFTTrainer:
         total = torch.zeros(2, dtype=torch.float64)
         with self.engine.eval_mode():
             for rows in self.val_loader:
-                batch = padded_batch(rows, self.tokenizer.pad_token_id)
+                batch = self._padded(rows)
                 batch.meta_info = self._meta(0)
                 log_probs = self.engine.infer_batch(batch)["log_probs"].double()
                 mask = batch.batch["response_mask"]

@@ -53,7 +53,7 @@ def as_engine_tree(config: DictConfig) -> DictConfig:
     moved.engine.offload_policy = bool(sharding["cpu_offload"] and sharding["offload_params"])
     moved.engine.optimizer_offload = bool(sharding["cpu_offload"] and not sharding["offload_params"])
     moved.checkpoint._target_ = "verl.trainer.config.CheckpointConfig"
-    moved.data.update({"use_dynamic_bsz": False, "pad_mode": "right"})
+    moved.data.update({"use_dynamic_bsz": False, "max_token_len_per_gpu": None, "pad_mode": "right"})
     return moved
 
 
@@ -89,7 +89,8 @@ def _violations(config: DictConfig, world_size: int) -> Iterator[Violation]:
 
 def _batch_rules(tree: Mapping[str, Any], world_size: int) -> Iterator[Violation]:
     data, sp_size = tree["data"], select(tree, "engine.ulysses_sequence_parallel_size", 1)
-    sizes = ("train_batch_size", "micro_batch_size_per_gpu", "max_length")
+    sizes = ["train_batch_size", "max_length"]
+    sizes.append("max_token_len_per_gpu" if data["use_dynamic_bsz"] else "micro_batch_size_per_gpu")
     for name in sizes:
         if not isinstance(data[name], int) or isinstance(data[name], bool) or data[name] < 1:
             yield Violation(f"data.{name}", data[name], "must be an integer of 1 or more")
@@ -112,7 +113,7 @@ def _batch_rules(tree: Mapping[str, Any], world_size: int) -> Iterator[Violation
 
 
 CHOICES = {
-    "data.truncation": ("error", "left", "right"),
+    "data.truncation": ("error", "left", "right", "middle"),
     "data.pad_mode": ("no_padding", "right"),
     "trainer.resume_mode": ("auto", "disable", "resume_path"),
     "trainer.device": ("cuda", "cpu"),
