@@ -14,6 +14,7 @@ from verl.utils import hf_processor, hf_tokenizer
 from verl.utils.dataset.factory import create_rl_dataset, create_rl_sampler
 from verl.utils.dataset.rl_dataset import collate_fn
 from verl.utils.fs import copy_to_local
+from verl.utils.import_utils import import_external_libs
 
 
 def build_trainer(
@@ -21,6 +22,7 @@ def build_trainer(
 ) -> RayPPOTrainer:
     """Load tokenizer, data and reward functions, and make the trainer of them."""
     follow_run_seed(config)
+    import_external_libs(config.actor_rollout_ref.model.get("external_lib"))  # may register what is named below
     tokenizer, processor = load_tokenizer(config)
     data = config.data
     train_dataset = create_rl_dataset(data.train_files, data, tokenizer, processor)

@@ -177,7 +177,8 @@ def needs_old_log_probs(config: Any) -> bool:
     ``actor.use_rollout_log_probs``, which insists on those of the batch.
     """
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
-    single_update = actor.ppo_mini_batch_size == config.data.train_batch_size and actor.ppo_epochs == 1
+    prompts = config.data.get("gen_batch_size", config.data.train_batch_size)
+    single_update = actor.ppo_mini_batch_size == prompts and actor.ppo_epochs == 1
     return bool(
         not single_update
         or algorithm.use_kl_in_reward

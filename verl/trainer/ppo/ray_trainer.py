@@ -140,7 +140,7 @@ class RayPPOTrainer:
         self.critic_wg, self.rm_wg = groups.get("critic"), groups.get("rm")
         self.ref_policy_wg, self.actor_rollout_wg = groups.get("ref"), groups["actor_rollout"]
         for name in ("critic", "ref", "rm", "actor_rollout"):  # last the rollout, which takes the memory that is left
-            if name in groups:
+            if name in groups and not (name == "ref" and self.ref_in_actor):
                 with phase(f"init_model of {name}", step=0):
                     groups[name].init_model()
                 CLOCK.mark(f"init_{name}")

@@ -4,6 +4,8 @@ from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from omegaconf import OmegaConf
+
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils.config import omega_conf_to_dataclass
@@ -41,13 +43,13 @@ class ActorRolloutRefWorker(EngineWorker):
         node = config.actor if self._is_actor or not self._is_ref else config.ref
         self.register_mesh("actor", effective_sequence_parallel_size(node))
         if self._is_rollout:
-            infer_size = config.rollout.tensor_model_parallel_size * config.rollout.get("data_parallel_size", 1)
+            infer_size = rollout_group_size(config.rollout)
             if self.world_size % infer_size:
                 raise ValueError(
                     f"actor_rollout_ref.rollout.tensor_model_parallel_size x data_parallel_size = {infer_size} must "
                     f"divide the {self.world_size} workers"
                 )
-            self.register_mesh("rollout", infer_size if config.rollout.name != "hf" else 1)
+            self.register_mesh("rollout", infer_size)
 
     # ---- start
 
@@ -92,7 +94,7 @@ class ActorRolloutRefWorker(EngineWorker):
         )
         model_config = self.model_config
         if config.get("model", None) is not None and config.model.get("path", None):
-            model_config = omega_conf_to_dataclass(self.config.model | {"path": config.model.path})
+            model_config = omega_conf_to_dataclass(OmegaConf.merge(self.config.model, config.model))
         self.ref_engine = self.build_engine("language_model", model_config, engine_config, None, CheckpointConfig())
         self.ref_cut = log_prob_cut(config, self.ref_engine.get_data_parallel_size())
         if not self._is_actor:
@@ -183,6 +185,12 @@ class ActorRolloutRefWorker(EngineWorker):
         if config.use_kl_loss:
             metrics["actor/kl_coef"] = config.kl_loss_coef
         return DataProto(meta_info={"metrics": metrics | step | memory_metrics()})
+
+
+def rollout_group_size(rollout: "DictConfig") -> int:
+    """Return how many workers hold one generation engine; each has its own of transformers'."""
+    size: int = rollout.tensor_model_parallel_size * rollout.get("data_parallel_size", 1)
+    return 1 if rollout.name == "hf" else size
 
 
 def effective_sequence_parallel_size(node: "DictConfig") -> int:
