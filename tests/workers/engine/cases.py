@@ -178,7 +178,9 @@ CASES: dict[str, dict[str, Any]] = {
     "packed, micro 4": {"cut": MICRO[4]},
     "packed, dynamic": {"cut": dynamic(20)},
     "packed, uneven shards": {"cut": MICRO[2], "uneven": True},
+    "padded, micro 1": {"cut": MICRO[1], "model": PADDED},
     "padded, micro 2": {"cut": MICRO[2], "model": PADDED},
+    "padded, micro 4": {"cut": MICRO[4], "model": PADDED},
     "padded, dynamic, uneven": {"cut": dynamic(20), "model": PADDED, "uneven": True},
     "checkpointing, entropy in chunks": {
         "cut": MICRO[4],
@@ -200,18 +202,22 @@ CASES: dict[str, dict[str, Any]] = {
         "model": {"enable_gradient_checkpointing": True},
     },
     "ulysses, dynamic": TWO | {"cut": dynamic(15), "engine": {"ulysses_sequence_parallel_size": 2}},
+    "ulysses, hybrid": TWO | {"cut": MICRO[1], "engine": {"ulysses_sequence_parallel_size": 2, "fsdp_size": 1}},
 }
 
 OTHERS: dict[str, dict[str, Any]] = {
     "tied": {"cut": MICRO[4], "folder": "tied"},
     "value": {"cut": MICRO[3], "kind": "value_model"},
     "value, padded": {"cut": MICRO[3], "kind": "value_model", "model": PADDED},
+    "value, ulysses": TWO | {"cut": MICRO[1], "kind": "value_model", "engine": {"ulysses_sequence_parallel_size": 2}},
     "lora": {"cut": MICRO[4], "model": {"lora_rank": 4, "lora_alpha": 8}},
 }
 
 
 def run_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
-    """Infer, take one step, and export the weights before and after."""
+    """Infer, differentiate the loss of the role, take one step, and export the weights before and after."""
+    from tests.workers.engine import real_losses  # which builds on this module
+
     engine = build(
         folder / case.get("folder", "plain"), case.get("model"), case.get("engine"), case.get("kind", "language_model")
     )
@@ -221,6 +227,7 @@ def run_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
         result["adapter before"] = export(engine, adapter_only=True)
     with engine.eval_mode():
         result["output"] = engine.infer_batch(batch(rows, **case["cut"]))
+    result["real loss"] = real_losses.gradient(engine, case.get("kind", "language_model"), rows, case["cut"])
     with engine.train_mode():
         result["metrics"] = engine.train_batch(batch(rows, **case["cut"]), loss_fn)
         result["lr"] = engine.lr_scheduler_step()

@@ -13,7 +13,7 @@ import torch
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from tests.workers.engine import cases
+from tests.workers.engine import cases, real_losses
 
 ATOL = 1e-5
 
@@ -80,6 +80,34 @@ def test_equals_plain_transformers(results: Any, reference: Any, name: str, worl
     assert_step(parts, reference["plain"])
 
 
+@pytest.fixture(scope="module")
+def real_reference(folder: Path, results: Any) -> dict[str, Any]:
+    """What the definitions of the losses give, by kind of model."""
+    head = {n: t for n, t in results[1][0]["value"]["before"].items() if n.startswith("score")}
+    models = {
+        "language_model": real_losses.load(folder / "plain"),
+        "value_model": cases.value_reference(folder / "plain", head),
+    }
+    return {kind: real_losses.reference(model, kind) for kind, model in models.items()}
+
+
+REAL = cases.CASES | {name: case for name, case in cases.OTHERS.items() if name.startswith("value")}
+
+
+@pytest.mark.parametrize(("name", "world"), [(name, world) for name, case in REAL.items() for world in worlds(case)])
+def test_the_loss_of_a_role_equals_its_definition(results: Any, real_reference: Any, name: str, world: int) -> None:
+    """Metrics, gradient norm and every element of the gradient."""
+    expected = real_reference[REAL[name].get("kind", "language_model")]
+    assert 0 < min(expected["metrics"][key] for key in expected["metrics"] if "clipfrac" in key)
+    for rank in results[world]:
+        found = rank[name]["real loss"]
+        assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-5, abs=1e-6)
+        assert found["norm"] == pytest.approx(expected["norm"], rel=1e-5)
+        assert found["gradients"].keys() == expected["gradients"].keys()
+        for parameter, gradient in found["gradients"].items():
+            torch.testing.assert_close(gradient, expected["gradients"][parameter], atol=1e-5, rtol=1e-5, msg=parameter)
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_tied_embeddings_stay_one_tensor(results: Any, reference: Any, world: int) -> None:
     parts = [rank["tied"] for rank in results[world]]
@@ -88,8 +116,9 @@ def test_tied_embeddings_stay_one_tensor(results: Any, reference: Any, world: in
     assert "lm_head.weight" not in parts[0]["weights"]
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("name", ["value", "value, padded"])
+@pytest.mark.parametrize(
+    ("name", "world"), [("value", 1), ("value", 2), ("value, padded", 1), ("value, padded", 2), ("value, ulysses", 2)]
+)
 def test_value_head(results: Any, folder: Path, name: str, world: int) -> None:
     parts = [rank[name] for rank in results[world]]
     head = {n: t for n, t in parts[0]["before"].items() if n.startswith("score")}
