@@ -4,6 +4,7 @@ import logging
 import os
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin
 
 logger = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ def hf_tokenizer(
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, **kwargs)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:  # the last: a config.json that is wrong
         raise TokenizerNotFoundError(f"cannot load a tokenizer from {name_or_path!r}: {error}") from error
     if correct_pad_token:
         set_pad_token_id(tokenizer)

@@ -369,7 +369,7 @@ class RayWorkerGroup(WorkerGroup):
 
     def _fail(self, error: WorkerError) -> None:
         """End every actor of this group and of the groups of its pools, then raise."""
-        logger.error("%s", error)
+        logger.error("%s", str(error).partition("\n")[0])  # the trace goes up with the error
         self.kill()
         raise error
 

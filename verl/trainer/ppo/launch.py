@@ -2,7 +2,8 @@
 
 import itertools
 import logging
-import sys
+import signal
+import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -19,15 +20,22 @@ logger = logging.getLogger(__name__)
 RUNTIME_ENV_VARS = {
     "TOKENIZERS_PARALLELISM": "true",
     "NCCL_DEBUG": "WARN",
-    "VLLM_LOGGING_LEVEL": "WARN",
+    "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "true",
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     "NCCL_CUMEM_ENABLE": "0",
 }
 # Every worker process has one core. vLLM makes torch.set_num_threads a no-op: the variable has to be there before.
-CPU_ENV_VARS = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+CPU_ENV_VARS = {
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    # There vLLM warns of twenty things that are meant so (eager mode, no Triton, no tokenizer).
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+# Processes that Ray starts before they are asked for lack the environment of a worker, and none could be used.
+LOCAL_SYSTEM_CONFIG = {"prestart_worker_first_driver": False}
 ERROR_LOG = "error.log"
-_TRACE_STARTS = ("\t", "Traceback", "ray::", "\x1b[36mray::", "  File ")
+_TRACE_STARTS = ("--- in the worker", "\t", "Traceback", "ray::", "\x1b[36mray::", "  File ")
 _LOG_GRACE_S = 0.5  # what the actors have just printed is still on its way to this terminal
 
 
@@ -48,6 +56,9 @@ def start_ray(config: Any) -> bool:
         options["address"] = None if envs.read("RAY_ADDRESS") else "local"
     if options["address"] == "local":
         options.setdefault("include_dashboard", False)
+        options["_system_config"] = LOCAL_SYSTEM_CONFIG | dict(options.get("_system_config") or {})
+        # A cluster of one run on one machine: that it asks for a token is as it should be.
+        logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     else:
         for name in ("num_cpus", "num_gpus"):  # belong to whoever started the cluster
             if options.get(name) is None:
@@ -60,7 +71,6 @@ def start_ray(config: Any) -> bool:
 def runtime_env(config: Any, chosen: dict[str, Any]) -> dict[str, Any]:
     """Return the environment of all Ray processes: our defaults, below this process's own, below what was chosen."""
     defaults = RUNTIME_ENV_VARS | (CPU_ENV_VARS if config.trainer.device == "cpu" else {})
-    defaults |= {"VERL_PROGRESS": "bar" if sys.stderr.isatty() else "lines"}
     env_vars = {name: value for name, value in defaults.items() if envs.read(name) is None}
     merged = chosen | {"env_vars": env_vars | dict(chosen.get("env_vars") or {})}
     if not envs.read("RAY_JOB_CONFIG_JSON_ENV_VAR"):  # set by `ray job submit`, which supplies a working directory
@@ -68,8 +78,27 @@ def runtime_env(config: Any, chosen: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def stop_ray() -> None:
-    """Leave Ray; a cluster that was started here ends with all its processes."""
+class Terminated(KeyboardInterrupt):
+    """SIGTERM has come."""
+
+
+def catch_sigterm() -> None:
+    """Raise ``Terminated`` at SIGTERM from now on; only the main thread can have this."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _raise_terminated)
+
+
+def _raise_terminated(signum: int, frame: Any) -> None:
+    raise Terminated
+
+
+def stop_ray(owned: bool) -> None:
+    """Leave Ray where it was started here; a cluster of this machine alone ends with all its processes."""
+    if not owned or not ray.is_initialized():
+        return
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):  # a second one must not leave half of it behind
+            signal.signal(number, signal.SIG_IGN)
     time.sleep(_LOG_GRACE_S)
     ray.shutdown()
 

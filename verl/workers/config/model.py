@@ -114,6 +114,7 @@ def _generation_config(config: "HFModelConfig") -> Any:
 
 
 def _hf_config(config: "HFModelConfig") -> "PretrainedConfig":
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     options = {name: value for name, value in config.override_config.items() if name == "attn_implementation"}
@@ -121,7 +122,7 @@ def _hf_config(config: "HFModelConfig") -> "PretrainedConfig":
         hf_config = AutoConfig.from_pretrained(
             config.local_hf_config_path, trust_remote_code=config.trust_remote_code, **options
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         where = config.hf_config_path or config.path
         expected = f"no usable config.json: {error}. Write a folder that save_pretrained wrote, or a hub id"
         raise ConfigError([Violation("model.path", where, expected)]) from error
