@@ -211,6 +211,17 @@ OTHERS: dict[str, dict[str, Any]] = {
     "value, padded": {"cut": MICRO[3], "kind": "value_model", "model": PADDED},
     "value, ulysses": TWO | {"cut": MICRO[1], "kind": "value_model", "engine": {"ulysses_sequence_parallel_size": 2}},
     "lora": {"cut": MICRO[4], "model": {"lora_rank": 4, "lora_alpha": 8}},
+    "lora, offload, checkpointing": {
+        "cut": MICRO[2],
+        "model": {"lora_rank": 4, "lora_alpha": 8, "enable_gradient_checkpointing": True},
+        "engine": {"param_offload": True, "optimizer_offload": True},
+    },
+    "lora, ulysses": TWO
+    | {
+        "cut": dynamic(15),
+        "model": {"lora_rank": 4, "lora_alpha": 8},
+        "engine": {"ulysses_sequence_parallel_size": 2, "fsdp_size": 1},
+    },
 }
 
 

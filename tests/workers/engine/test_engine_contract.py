@@ -130,12 +130,15 @@ def test_value_head(results: Any, folder: Path, name: str, world: int) -> None:
     assert_step(parts, expected)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_adapters_train_alone_and_merge(results: Any, reference: Any, folder: Path, world: int) -> None:
+LORA = [(name, world) for name, case in cases.OTHERS.items() if name.startswith("lora") for world in worlds(case)]
+
+
+@pytest.mark.parametrize(("name", "world"), LORA)
+def test_adapters_train_alone_and_merge(results: Any, reference: Any, folder: Path, name: str, world: int) -> None:
     from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
     from transformers import Qwen2ForCausalLM
 
-    parts = [rank["lora"] for rank in results[world]]
+    parts = [rank[name] for rank in results[world]]
     config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
     model = get_peft_model(Qwen2ForCausalLM.from_pretrained(folder / "plain"), config)
     incompatible = set_peft_model_state_dict(model, parts[0]["adapter before"])
@@ -151,8 +154,8 @@ def test_adapters_train_alone_and_merge(results: Any, reference: Any, folder: Pa
     merged = model.merge_and_unload().state_dict()
     for part in parts:
         assert set(part["weights"]) == set(merged)
-        for name, tensor in part["weights"].items():
-            torch.testing.assert_close(tensor, merged[name], atol=1e-6, rtol=1e-5)
+        for parameter, tensor in part["weights"].items():
+            torch.testing.assert_close(tensor, merged[parameter], atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["packed, micro 1", "tied"])

@@ -59,6 +59,17 @@ def test_adapter_is_saved_as_peft_reads_it(folder: Path, tmp_path: Path) -> None
     assert json.loads((tmp_path / "lora_adapter" / "adapter_config.json").read_text())["r"] == 4
 
 
+@pytest.mark.parametrize(("model", "forwards"), [({}, 1), ({"enable_gradient_checkpointing": True}, 2)])
+def test_checkpointing_computes_layers_again(folder: Path, model: dict[str, Any], forwards: int) -> None:
+    """Its numbers are those without it (test_engine_contract.py); this is what it does."""
+    engine = cases.build(folder, model)
+    calls: list[int] = []
+    engine.module.model.layers[1].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    with engine.train_mode():
+        engine.train_batch(cases.batch(**CUT), cases.loss_fn)
+    assert len(calls) == forwards * 2  # micro-batches
+
+
 def test_a_step_that_is_not_finite_is_skipped_and_counted(folder: Path) -> None:
     engine = cases.build(folder)
     before = {name: tensor.clone() for name, tensor in engine.named_weights()}
