@@ -48,18 +48,24 @@ def run_ppo(config: DictConfig, task_runner_class: Any = None) -> None:
     before Ray was started, else with 1 and the whole trace in ``error.log`` of ``trainer.default_local_dir``.
     """
     from verl.trainer.ppo.inputs import check_inputs
-    from verl.trainer.ppo.launch import report_failure, start_ray, stop_ray
+    from verl.trainer.ppo.launch import Terminated, catch_sigterm, report_failure, start_ray, stop_ray
+    from verl.trainer.ppo.progress import LocalDisplay
 
     CLOCK.moments = []
     CLOCK.mark("launch", at=float(psutil.Process().create_time()))
     CLOCK.mark("imports")
-    started_ray, failure = False, None
+    owns_ray, failure = False, None
     try:
+        display = LocalDisplay()
         check_inputs(config)
         CLOCK.mark("checks")
-        started_ray = start_ray(config)
+        catch_sigterm()
+        owns_ray = start_ray(config)
         CLOCK.mark("ray_init")
-        _run_in_actor(config, task_runner_class or TaskRunner)
+        catch_sigterm()  # Ray has set a handler of its own
+        _run_in_actor(config, task_runner_class or TaskRunner, display)
+    except Terminated:
+        failure = "terminated", 143
     except KeyboardInterrupt:
         failure = "interrupted", 130
     except Exception as error:  # whatever it is, the person at the terminal gets its cause and not Ray's frames
@@ -68,26 +74,30 @@ def run_ppo(config: DictConfig, task_runner_class: Any = None) -> None:
         else:
             failure = report_failure(error, config), 1
     finally:
-        if started_ray:
-            stop_ray()
+        stop_ray(owns_ray or CLOCK.last == "checks")  # the start itself may have been interrupted
     if failure is not None:
         sys.stderr.write(f"\n{failure[0]}\n")
         sys.exit(failure[1])
 
 
-def _run_in_actor(config: DictConfig, task_runner_class: Any) -> None:
+def _run_in_actor(config: DictConfig, task_runner_class: Any, display: Any) -> None:
     import ray
+
+    from verl.trainer.ppo.terminal import Terminal, attach_display
 
     if not isinstance(task_runner_class, ray.actor.ActorClass):
         task_runner_class = ray.remote(num_cpus=0 if config.trainer.device == "cpu" else 1)(task_runner_class)
+    terminal = Terminal(display)
     runner = task_runner_class.options(**_controller_options(config)).remote()
     try:
-        ray.get(runner.__ray_call__.remote(receive_moments, CLOCK.moments))
-        ray.get(runner.run.remote(config))
+        runner.__ray_call__.remote(receive_moments, CLOCK.moments)
+        runner.__ray_call__.remote(attach_display, terminal.name)
+        terminal.watch(runner.run.remote(config))
     except BaseException:
         ray.kill(runner)
         raise
     finally:
+        display.close()
         timeline = config.ray_kwargs.get("timeline_json_file", None)
         if timeline:
             ray.timeline(filename=timeline)

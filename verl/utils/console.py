@@ -2,28 +2,38 @@
 
 import logging
 import sys
+from collections.abc import Callable
 
 
-class _CurrentStdout(logging.StreamHandler):  # type: ignore[type-arg]
-    """Write to whatever ``sys.stdout`` is now: Ray and pytest replace it."""
+def _to_stdout(text: str) -> None:
+    sys.stdout.write(f"{text}\n")  # whatever it is at this moment: Ray and pytest replace it
+    sys.stdout.flush()
 
-    @property
-    def stream(self) -> object:
-        """The stream of this moment."""
-        return sys.stdout
 
-    @stream.setter
-    def stream(self, value: object) -> None:
-        del value
+class _ConsoleHandler(logging.Handler):
+    """Hand finished lines to a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.write: Callable[[str], None] = _to_stdout
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.write(self.format(record))
+
+
+_handler = _ConsoleHandler()
 
 
 def get_console() -> logging.Logger:
     """Return the logger whose messages appear on standard output as they are."""
     console = logging.getLogger("verl.console")
     if not console.handlers:
-        handler = _CurrentStdout()
-        handler.setFormatter(logging.Formatter("%(message)s"))
-        console.addHandler(handler)
+        console.addHandler(_handler)
         console.setLevel(logging.INFO)
         console.propagate = False
     return console
+
+
+def send_console_to(write: Callable[[str], None]) -> None:
+    """Hand the console's lines of this process to a function from now on."""
+    _handler.write = write

@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 from omegaconf import OmegaConf
 
-from verl.trainer.ppo import inputs, launch
-from verl.trainer.ppo.progress import Progress
+from verl.trainer.ppo import inputs, launch, terminal
+from verl.trainer.ppo.progress import LocalDisplay, Progress
 from verl.trainer.ppo.startup import StartupClock
 from verl.trainer.ppo.utils import Role, _tell_no_critic, need_critic
 
@@ -119,9 +119,9 @@ def test_the_runtime_environment_yields_to_the_process_and_to_the_user(tmp_path,
     config = run_config(tmp_path)
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    env = launch.runtime_env(config, {"env_vars": {"VLLM_LOGGING_LEVEL": "ERROR"}, "pip": []})
+    env = launch.runtime_env(config, {"env_vars": {"VLLM_LOGGING_LEVEL": "INFO"}, "pip": []})
     assert "NCCL_DEBUG" not in env["env_vars"] and env["pip"] == [] and env["working_dir"] is None
-    assert env["env_vars"]["VLLM_LOGGING_LEVEL"] == "ERROR" and env["env_vars"]["OMP_NUM_THREADS"] == "1"
+    assert env["env_vars"]["VLLM_LOGGING_LEVEL"] == "INFO" and env["env_vars"]["OMP_NUM_THREADS"] == "1"
     config.trainer.device = "cuda"
     assert "OMP_NUM_THREADS" not in launch.runtime_env(config, {})["env_vars"]
 
@@ -151,18 +151,57 @@ def test_stack_traces_of_other_processes_are_left_to_the_log():
 # ---- what a person sees
 
 
+STEP = {"critic/score/mean": 0.5, "perf/total_num_tokens": 3000, "perf/time_per_step": 2.0, "timing_s/step": 2.0}
+
+
 def test_progress_lines(capsys, monkeypatch):
     monkeypatch.setenv("VERL_PROGRESS", "lines")
+    clock = iter([0.0, 10.0, 13.0])
+    monkeypatch.setattr("verl.trainer.ppo.progress.time.monotonic", lambda: next(clock))
     progress = Progress(total_steps=10, start_step=4)
     progress.note({"val-core/gsm8k/acc/mean@1": 0.25})
-    step = {"critic/score/mean": 0.5, "perf/total_num_tokens": 3000, "perf/time_per_step": 2.0, "timing_s/step": 2.0}
-    progress.update(5, step)
+    progress.update(5, STEP)
     assert capsys.readouterr().out == (
-        "step 5/10 | reward 0.500 | validation 0.250 | 1,500 tokens/s | 2.00 s | 0:00:00 left\n"
+        "step 5/10 | reward 0.500 | validation 0.250 | 1,500 tokens/s | 2.00 s | 0:00:15 left\n"
     )
     monkeypatch.setenv("VERL_PROGRESS", "loud")
     with pytest.raises(ValueError, match="VERL_PROGRESS='loud'"):
-        Progress(1, 0)
+        LocalDisplay()
+
+
+def test_a_bar_moves_below_the_lines(capsys, monkeypatch):
+    monkeypatch.setenv("VERL_PROGRESS", "bar")
+    display = LocalDisplay()
+    monkeypatch.setattr("verl.trainer.ppo.progress._display", display)
+    progress = Progress(total_steps=10, start_step=4)
+    display.write("a line")
+    progress.update(5, STEP)
+    progress.close()
+    display.write("another")
+    out, err = capsys.readouterr()
+    assert "a line" in out and out.endswith("another\n")
+    last = err.split("\r")[-1]
+    assert "training  50% |" in last and "5/10" in last and "left, | reward 0.500 | 1,500 tokens/s" in last
+
+
+def test_what_the_trainer_sends_arrives_in_order(capsys, monkeypatch):
+    store = {}
+    monkeypatch.setenv("VERL_PROGRESS", "lines")
+    monkeypatch.setattr(terminal, "_internal_kv_put", lambda key, value, namespace: store.update({key: value}))
+    monkeypatch.setattr(terminal, "_internal_kv_get", lambda key, namespace: store.get(key))
+    monkeypatch.setattr(terminal, "_internal_kv_del", lambda key, namespace: store.pop(key))
+    receiver = terminal.Terminal(LocalDisplay())
+    sender = terminal.RemoteDisplay(receiver.name)
+    handler = terminal._Warnings(sender)
+    sender.write("one")
+    handler.handle(logging.LogRecord("verl.x", logging.WARNING, "x.py", 1, "two %d", (2,), None))
+    handler.handle(logging.LogRecord("verl.x", logging.ERROR, "x.py", 1, "the end", (), None))
+    receiver.show()
+    sender.progress(5, 10, 4, "reward 0.5", 2.0)
+    receiver.show()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["one", "WARNING: two 2"] and lines[2].startswith("step 5/10 | reward 0.5 | 2.00 s")
+    assert len(lines) == 3 and not store
 
 
 def test_startup_parts_add_up(capsys):
@@ -194,6 +233,6 @@ def test_roles_and_their_names():
 def test_who_needs_a_critic(enable, estimator, needed, caplog):
     config = SimpleNamespace(critic=SimpleNamespace(enable=enable), algorithm=SimpleNamespace(adv_estimator=estimator))
     _tell_no_critic.cache_clear()
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         assert need_critic(config) is needed
     assert ("no critic" in caplog.text) is (not needed)

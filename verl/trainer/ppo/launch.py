@@ -31,6 +31,7 @@ CPU_ENV_VARS = {
     "TOKENIZERS_PARALLELISM": "false",
     # There vLLM warns of twenty things that are meant so (eager mode, no Triton, no tokenizer).
     "VLLM_LOGGING_LEVEL": "ERROR",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 # Processes that Ray starts before they are asked for lack the environment of a worker, and none could be used.
 LOCAL_SYSTEM_CONFIG = {"prestart_worker_first_driver": False}
@@ -96,11 +97,12 @@ def stop_ray(owned: bool) -> None:
     """Leave Ray where it was started here; a cluster of this machine alone ends with all its processes."""
     if not owned or not ray.is_initialized():
         return
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM):  # a second one must not leave half of it behind
-            signal.signal(number, signal.SIG_IGN)
+    numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}  # once is enough
     time.sleep(_LOG_GRACE_S)
     ray.shutdown()
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 # ---- failures

@@ -1,36 +1,98 @@
 """What a person sees of a run while it goes on: a bar on a terminal, one line per step elsewhere."""
 
+import sys
 import time
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 from verl.utils import envs
-from verl.utils.console import get_console
+from verl.utils.console import send_console_to
 
 MODES = ("bar", "lines", "off")
+_BAR_FORMAT = "{desc} {percentage:3.0f}% |{bar:16}| {n_fmt}/{total_fmt} | {remaining} left{postfix}"
+
+
+class Display(Protocol):
+    """Where lines and progress are shown."""
+
+    def write(self, text: str) -> None:
+        """Show a line."""
+
+    def progress(self, step: int, total: int, start: int, text: str, seconds: float) -> None:
+        """Show that ``step`` of ``total`` is done, in a run that began after ``start``; the step took ``seconds``."""
+
+    def close(self) -> None:
+        """End the display of progress; lines may still come."""
+
+
+class LocalDisplay:
+    """The terminal of this process.
+
+    ``VERL_PROGRESS`` is ``bar``, ``lines`` or ``off``; a bar by default where standard error is a terminal.
+    """
+
+    def __init__(self) -> None:
+        self.mode = envs.read("VERL_PROGRESS") or ("bar" if sys.stderr.isatty() else "lines")
+        if self.mode not in MODES:
+            raise ValueError(f"environment variable VERL_PROGRESS={self.mode!r} must be one of {MODES}")
+        self._started = time.monotonic()
+        self._bar: Any = None
+
+    def write(self, text: str) -> None:
+        """Show a line, above the bar where there is one."""
+        if self._bar is not None:
+            self._bar.write(text, file=sys.stdout)
+        else:
+            sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()
+
+    def progress(self, step: int, total: int, start: int, text: str, seconds: float) -> None:
+        """Move the bar, or write the line of a finished step; ``step == start`` says that training begins."""
+        if self.mode == "bar":
+            self._move_bar(step, total, start, text)
+        elif step == start:
+            self._started = time.monotonic()
+        elif self.mode == "lines":
+            left = (time.monotonic() - self._started) / (step - start) * (total - step)
+            self.write(f"step {step}/{total} | {text} | {seconds:.2f} s | {timedelta(seconds=round(left))} left")
+
+    def _move_bar(self, step: int, total: int, start: int, text: str) -> None:
+        if self._bar is None:
+            from tqdm import tqdm
+
+            self._bar = tqdm(
+                total=total, initial=start, desc="training", dynamic_ncols=True, bar_format=_BAR_FORMAT, miniters=0
+            )
+        self._bar.set_postfix_str(f"| {text}" if text else "", refresh=False)
+        self._bar.update(step - self._bar.n)
+        self._bar.refresh()
+
+    def close(self) -> None:
+        """Leave the bar as it is and go on below it."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+_display: Display | None = None
+
+
+def set_display(display: Display) -> None:
+    """Show lines and progress of this process there."""
+    global _display
+    _display = display
+    send_console_to(display.write)
 
 
 class Progress:
-    """Show step, reward, validation, tokens per second and the time left.
-
-    ``VERL_PROGRESS`` is ``bar``, ``lines`` or ``off``; the launching process sets it by whether it has a terminal,
-    since the trainer itself runs in a Ray actor. There a bar is drawn by Ray's own, in the launching process.
-    """
+    """Show step, reward, validation, tokens per second and the time left of a run."""
 
     def __init__(self, total_steps: int, start_step: int) -> None:
         """Expect steps ``start_step + 1`` to ``total_steps``."""
-        self.mode = envs.read("VERL_PROGRESS", "lines")
-        if self.mode not in MODES:
-            raise ValueError(f"environment variable VERL_PROGRESS={self.mode!r} must be one of {MODES}")
+        self._display = _display or LocalDisplay()
         self.total, self.start, self.validation = total_steps, start_step, ""
-        self.started = time.monotonic()
-        self.bar = None
-        if self.mode == "bar":
-            from ray.experimental import tqdm_ray
-
-            self.bar = tqdm_ray.tqdm(total=total_steps, desc="training", unit="step", flush_interval_s=0.0)
-            self.bar.update(start_step)
+        self._display.progress(start_step, total_steps, start_step, "", 0.0)
 
     def note(self, metrics: Mapping[str, Any]) -> None:
         """Remember the latest validation."""
@@ -41,17 +103,8 @@ class Progress:
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Show a finished step."""
         self.note(metrics)
-        text = self._describe(metrics)
-        if self.bar is not None:
-            self.bar.set_description(text)
-            self.bar.update(1)
-        elif self.mode == "lines":
-            done = step - self.start
-            left = (time.monotonic() - self.started) / done * (self.total - step) if done > 0 else 0.0
-            seconds = metrics.get("timing_s/step", 0.0)
-            get_console().info(
-                "step %d/%d | %s | %.2f s | %s left", step, self.total, text, seconds, timedelta(seconds=round(left))
-            )
+        seconds = float(metrics.get("timing_s/step", 0.0))
+        self._display.progress(step, self.total, self.start, self._describe(metrics), seconds)
 
     def _describe(self, metrics: Mapping[str, Any]) -> str:
         parts = [f"reward {metrics['critic/score/mean']:.3f}"] if "critic/score/mean" in metrics else []
@@ -63,5 +116,4 @@ class Progress:
 
     def close(self) -> None:
         """End the display."""
-        if self.bar is not None:
-            self.bar.close()
+        self._display.close()

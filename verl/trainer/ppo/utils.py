@@ -75,7 +75,7 @@ def need_critic(config: Any) -> bool:
 
 @cache
 def _tell_no_critic(adv_estimator: str) -> None:
-    logger.warning(
+    logger.info(
         "no critic: algorithm.adv_estimator=%s does not need one; set critic.enable=true to train one all the same",
         adv_estimator,
     )

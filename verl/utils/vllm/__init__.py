@@ -1,6 +1,7 @@
 """Bring vLLM into a process that also trains: its environment, its import and the patches that it needs there."""
 
 import importlib
+import logging
 import warnings
 from types import ModuleType
 
@@ -14,7 +15,7 @@ _ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 _CPU_ENVIRONMENT = {
-    # A start on a CPU warns of twenty things that are meant so (eager mode, no Triton, no tokenizer).
+    # There it warns of twenty things that are meant so (eager mode, no Triton, no tokenizer).
     "VLLM_LOGGING_LEVEL": "ERROR",
     # Ray decides where a worker runs; binding threads would pin every worker of a machine to the same cores.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -31,11 +32,11 @@ def import_vllm() -> ModuleType:
     on_cpu = get_device_name() == "cpu"
     envs.write({"VLLM_ENABLE_V1_MULTIPROCESSING": _ENVIRONMENT["VLLM_ENABLE_V1_MULTIPROCESSING"]})
     envs.write_default(_ENVIRONMENT | (_CPU_ENVIRONMENT if on_cpu else {}))
+    logging.getLogger("vllm").setLevel(envs.read("VLLM_LOGGING_LEVEL", "INFO") or "INFO")  # it warns before it reads it
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # of torch, in vLLM's own modules
-            vllm = importlib.import_module("vllm")
-            vllm.LLM  # noqa: B018 (vLLM imports its parts when they are first named)
+        warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")  # what torch is about to drop
+        vllm = importlib.import_module("vllm")
+        vllm.LLM  # noqa: B018 (vLLM imports its parts when they are first named)
     except ImportError as error:
         extra = "cpu" if on_cpu else "vllm"
         raise ImportError(

@@ -32,7 +32,8 @@ def quiet_reload() -> None:
     Versions: 0.25 to 0.32. It names rotary embeddings and tied output layers at every sync; the rollout checks by
     itself that every tensor came. Can go when it names only layers with parameters of their own.
     """
-    logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
+    layerwise = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
+    layerwise.addFilter(lambda record: "Failed to load weights" not in str(record.msg))  # vLLM resets levels
 
 
 def keep_plain_weights() -> None:
