@@ -28,6 +28,8 @@ def serialize_single_tensor(obj: Tensor) -> TensorTriple:
 def deserialize_single_tensor(arr: TensorTriple) -> Tensor:
     """Rebuild a tensor; it owns its memory where that of the bytes is read-only, and shares it otherwise."""
     dtype_name, shape, buffer = arr
+    if not len(buffer):  # the strides of nothing are not defined, and a view may refuse them
+        return torch.empty(shape, dtype=getattr(torch, dtype_name))
     data = torch.from_numpy(writable(buffer))
     return data.view(getattr(torch, dtype_name)).view(shape)
 
