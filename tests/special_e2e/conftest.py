@@ -166,3 +166,10 @@ def verification_page(request: pytest.FixtureRequest) -> Path | None:
     """The page whose tables take what is measured, where one was asked for."""
     page = request.config.getoption("--verification")
     return Path(page) if page else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let a test of several runs take as long as each of them may."""
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker(pytest.mark.timeout(1200))
