@@ -122,6 +122,22 @@ def test_local_paths_stay_as_they_are(tmp_path):
     assert fs.local_mkdir_safe(str(tmp_path / "x" / "y")) == str(tmp_path / "x" / "y")
 
 
+def test_staging_in_shared_memory(tmp_path, monkeypatch, caplog):
+    """``use_shm`` reads a copy; where there is no room the file itself."""
+    monkeypatch.setattr(fs, "SHM_ROOT", str(tmp_path / "shm"))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    copy = fs.copy_to_local(str(tmp_path / "model"), use_shm=True)
+    assert copy.startswith(str(tmp_path / "shm")) and os.listdir(copy) == ["config.json"]
+    assert fs.copy_to_local(str(tmp_path / "model"), use_shm=True) == copy
+    (tmp_path / "model" / "weights").write_text("more")
+    assert sorted(os.listdir(fs.copy_to_local(str(tmp_path / "model"), use_shm=True))) == ["config.json", "weights"]
+    monkeypatch.setattr(fs.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 0}))
+    (tmp_path / "rows").write_text("rows")
+    assert fs.copy_to_local(str(tmp_path / "rows"), use_shm=True) == str(tmp_path / "rows")
+    assert "it is read from the disk" in caplog.text
+
+
 def test_without_the_command_the_path_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(hdfs_io.HdfsError, match="hdfs://x: paths on HDFS need the `hdfs` command"):

@@ -1,258 +1,637 @@
+# ruff: noqa: E501 (one row per reader: it is read as a table)
 """Where each key of ``ppo_trainer`` takes effect; ``test_every_key_has_an_effect`` holds it against the code."""
 
-READERS: dict[str, dict[str, str]] = {
-    "verl/algos/config.py": {
-        "algorithm.kl_ctrl": "type horizon target_kl",
-    },
-    "verl/algos/kl.py": {
-        "algorithm.kl_ctrl": "kl_coef",
-    },
-    "verl/algos/policy_loss.py": {
-        "actor_rollout_ref.actor": "clip_ratio clip_ratio_low clip_ratio_high clip_ratio_c",
-    },
-    "verl/trainer/config/rollout/rollout.yaml": {
-        "data": "max_response_length",
-    },
-    "verl/trainer/main_ppo.py": {
-        "ray_kwargs": "timeline_json_file",
-    },
-    "verl/trainer/ppo/advantages.py": {
-        "algorithm": "gamma lam norm_adv_by_std_in_grpo use_pf_ppo",
-        "algorithm.pf_ppo": "reweight_method weight_pow",
-    },
-    "verl/trainer/ppo/build.py": {
-        "data": "trust_remote_code",
-    },
-    "verl/trainer/ppo/checkpoint.py": {
-        "trainer": (
-            "seed resume_mode resume_from_path default_hdfs_dir del_local_ckpt_after_load default_local_dir "
-            "max_actor_ckpt_to_keep max_critic_ckpt_to_keep"
-        ),
-    },
-    "verl/trainer/ppo/inputs.py": {
-        "data": "train_batch_size",
-        "trainer": "logger",
-    },
-    "verl/trainer/ppo/launch.py": {
-        "ray_kwargs.ray_init": "num_cpus",
-    },
-    "verl/trainer/ppo/loaders.py": {
-        "data": "val_batch_size validation_shuffle",
-    },
-    "verl/trainer/ppo/phases.py": {
-        "algorithm": "use_kl_in_reward",
-    },
-    "verl/trainer/ppo/ray_trainer.py": {
-        "actor_rollout_ref.rollout": "skip_rollout",
-        "actor_rollout_ref": "hybrid_engine",
-        "reward_model": "launch_reward_fn_async",
-        "algorithm": "adv_estimator kl_penalty",
-        "trainer": (
-            "balance_batch total_epochs total_training_steps rollout_data_dir save_freq esi_redundant_time "
-            "val_before_train val_only test_freq critic_warmup worker_call_timeout_s"
-        ),
-    },
-    "verl/trainer/ppo/resources.py": {
-        "trainer": "nnodes n_gpus_per_node ray_wait_register_center_timeout",
-    },
-    "verl/trainer/ppo/run.py": {
-        "trainer": "project_name experiment_name",
-    },
-    "verl/trainer/ppo/utils.py": {
-        "critic": "enable",
-    },
-    "verl/trainer/ppo/validation.py": {
-        "trainer": "log_val_generations validation_data_dir",
-    },
-    "verl/utils/checkpoint/checkpoint_manager.py": {
-        "actor_rollout_ref.actor.checkpoint": "save_contents load_contents",
-        "critic.checkpoint": "save_contents load_contents",
-    },
-    "verl/utils/dataset/factory.py": {
-        "data": "shuffle seed dataloader_num_workers",
-        "data.sampler": "class_path class_name",
-    },
-    "verl/utils/dataset/files.py": {
-        "data": "train_files val_files",
-    },
-    "verl/utils/dataset/rl_dataset.py": {
-        "data": (
-            "use_shm prompt_key reward_fn_key max_prompt_length return_raw_chat return_full_prompt "
-            "filter_overlong_prompts filter_overlong_prompts_workers truncation image_key video_key "
-            "return_multi_modal_inputs apply_chat_template_kwargs"
-        ),
-        "data.custom_cls": "path name",
-        "data.datagen": "path name",
-    },
-    "verl/utils/fsdp_utils.py": {
-        "actor_rollout_ref.actor.fsdp_config.wrap_policy": "min_num_params",
-        "actor_rollout_ref.ref.fsdp_config.wrap_policy": "min_num_params",
-        "critic.model.fsdp_config.wrap_policy": "min_num_params",
-    },
-    "verl/utils/rollout_skip.py": {
-        "actor_rollout_ref.rollout": "skip_dump_dir",
-    },
-    "verl/workers/config/actor.py": {
-        "actor_rollout_ref.actor": "grad_clip",
-    },
-    "verl/workers/config/checkpoint.py": {
-        "actor_rollout_ref.actor.checkpoint": "async_save",
-        "critic.checkpoint": "async_save",
-    },
-    "verl/workers/config/critic.py": {
-        "critic": "grad_clip",
-    },
-    "verl/workers/config/model.py": {
-        "actor_rollout_ref.model": (
-            "hf_config_path tokenizer_path use_shm custom_chat_template external_lib trust_remote_code"
-        ),
-        "critic.model": "tokenizer_path external_lib use_shm",
-    },
-    "verl/workers/config/optimizer.py": {
-        "actor_rollout_ref.actor.optim": "warmup_style",
-        "critic.optim": "warmup_style",
-    },
-    "verl/workers/config/rollout.py": {
-        "actor_rollout_ref.rollout": "pipeline_model_parallel_size",
-    },
-    "verl/workers/engine/fsdp/adapters.py": {
-        "actor_rollout_ref.model": "path lora_rank lora_alpha target_modules exclude_modules",
-        "critic.model": "path lora_rank lora_alpha target_modules",
-    },
-    "verl/workers/engine/fsdp/build.py": {
-        "actor_rollout_ref.actor.fsdp_config": (
-            "offload_policy reshard_after_forward model_dtype ulysses_sequence_parallel_size seed"
-        ),
-        "actor_rollout_ref.actor": "use_remove_padding",
-        "actor_rollout_ref.ref.fsdp_config": (
-            "offload_policy reshard_after_forward model_dtype ulysses_sequence_parallel_size seed"
-        ),
-        "actor_rollout_ref.model": ("override_config enable_gradient_checkpointing use_remove_padding use_liger"),
-        "critic.model.fsdp_config": (
-            "offload_policy reshard_after_forward model_dtype ulysses_sequence_parallel_size seed"
-        ),
-        "critic.model": "override_config trust_remote_code enable_gradient_checkpointing use_remove_padding",
-    },
-    "verl/workers/engine/fsdp/engine.py": {
-        "actor_rollout_ref.actor.optim": "clip_grad",
-        "actor_rollout_ref.actor.fsdp_config": (
-            "param_offload optimizer_offload entropy_from_logits_with_chunking forward_only"
-        ),
-        "actor_rollout_ref.ref.fsdp_config": (
-            "param_offload optimizer_offload entropy_from_logits_with_chunking forward_only"
-        ),
-        "actor_rollout_ref.model": "enable_activation_offload",
-        "critic.optim": "clip_grad",
-        "critic.model.fsdp_config": ("param_offload optimizer_offload entropy_from_logits_with_chunking forward_only"),
-        "critic.model": "enable_activation_offload",
-    },
-    "verl/workers/engine/fsdp/layout.py": {
-        "actor_rollout_ref.actor.fsdp_config": "fsdp_size",
-        "actor_rollout_ref.ref.fsdp_config": "fsdp_size",
-        "critic.model.fsdp_config": "fsdp_size",
-    },
-    "verl/workers/engine/fsdp/optim.py": {
-        "actor_rollout_ref.actor.optim": (
-            "lr lr_warmup_steps_ratio total_training_steps weight_decay lr_warmup_steps betas min_lr_ratio "
-            "num_cycles lr_scheduler_type"
-        ),
-        "critic.optim": (
-            "lr lr_warmup_steps_ratio total_training_steps weight_decay lr_warmup_steps betas min_lr_ratio "
-            "num_cycles lr_scheduler_type"
-        ),
-    },
-    "verl/workers/reward_manager/__init__.py": {
-        "reward_model": "reward_manager",
-    },
-    "verl/workers/reward_manager/abstract.py": {
-        "reward_model": "reward_kwargs",
-        "custom_reward_function": "reward_kwargs",
-    },
-    "verl/workers/reward_manager/batch.py": {
-        "custom_reward_function": "path",
-    },
-    "verl/workers/reward_manager/loading.py": {
-        "custom_reward_function": "name",
-    },
-    "verl/workers/roles/actor_rollout_ref.py": {
-        "actor_rollout_ref.actor": (
-            "ppo_mini_batch_size ppo_micro_batch_size ppo_micro_batch_size_per_gpu use_dynamic_bsz "
-            "ppo_max_token_len_per_gpu entropy_coeff use_kl_loss kl_loss_coef ppo_epochs shuffle "
-            "ulysses_sequence_parallel_size"
-        ),
-        "actor_rollout_ref.ref": (
-            "log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu log_prob_use_dynamic_bsz "
-            "log_prob_max_token_len_per_gpu model ulysses_sequence_parallel_size"
-        ),
-        "actor_rollout_ref.rollout": (
-            "log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu log_prob_use_dynamic_bsz "
-            "log_prob_max_token_len_per_gpu"
-        ),
-        "actor_rollout_ref": "nccl_timeout",
-    },
-    "verl/workers/roles/base.py": {
-        "actor_rollout_ref.actor.fsdp_config": "use_torch_compile entropy_checkpointing strategy",
-        "actor_rollout_ref.actor": ("use_torch_compile entropy_from_logits_with_chunking entropy_checkpointing"),
-        "actor_rollout_ref.ref": "use_torch_compile entropy_from_logits_with_chunking entropy_checkpointing",
-        "actor_rollout_ref.ref.fsdp_config": "use_torch_compile entropy_checkpointing strategy",
-        "critic.model.fsdp_config": "use_torch_compile entropy_checkpointing strategy",
-    },
-    "verl/workers/roles/critic.py": {
-        "critic": (
-            "rollout_n ppo_mini_batch_size ppo_micro_batch_size ppo_micro_batch_size_per_gpu use_dynamic_bsz "
-            "ppo_max_token_len_per_gpu forward_max_token_len_per_gpu ppo_epochs shuffle "
-            "forward_micro_batch_size forward_micro_batch_size_per_gpu ulysses_sequence_parallel_size"
-        ),
-    },
-    "verl/workers/roles/utils/losses.py": {
-        "actor_rollout_ref.actor": "loss_agg_mode kl_loss_type",
-        "critic": "cliprange_value loss_agg_mode",
-    },
-    "verl/workers/rollout/batch.py": {
-        "actor_rollout_ref.rollout": "top_p repetition_penalty do_sample",
-        "actor_rollout_ref.rollout.val_kwargs": "top_p do_sample",
-    },
-    "verl/workers/rollout/vllm_rollout/engine_args.py": {
-        "actor_rollout_ref.rollout": (
-            "temperature prompt_length response_length dtype gpu_memory_utilization enforce_eager "
-            "cudagraph_capture_sizes free_cache_engine tensor_model_parallel_size data_parallel_size "
-            "expert_parallel_size max_num_batched_tokens max_model_len max_num_seqs enable_chunked_prefill "
-            "enable_prefix_caching load_format disable_log_stats seed skip_tokenizer_init"
-        ),
-        "actor_rollout_ref.rollout.engine_kwargs": "vllm",
-        "actor_rollout_ref.rollout.val_kwargs": "temperature",
-    },
-    "verl/workers/rollout/vllm_rollout/vllm_rollout.py": {
-        "actor_rollout_ref.rollout": "top_k ignore_eos n calculate_log_probs layered_summon",
-        "actor_rollout_ref.rollout.val_kwargs": "top_k n",
-    },
-    "verl/workers/sharding_manager/__init__.py": {
-        "actor_rollout_ref.rollout": "update_weights_bucket_megabytes",
-    },
-}
-"""File -> node -> names of the keys that it reads."""
+from typing import NamedTuple
+
+LOOP = "loop"
+"""In the place of an expression: the name is an item of a literal that the file reads by ``getattr`` or ``get``."""
+
+ACTOR, REF, ROLLOUT, MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "ref", "rollout", "model"))
+ENGINES = (f"{ACTOR}.fsdp_config", f"{REF}.fsdp_config", "critic.model.fsdp_config")
+OPTIMIZERS, CHECKPOINTS, MODELS = (
+    (f"{ACTOR}.optim", "critic.optim"),
+    (f"{ACTOR}.checkpoint", "critic.checkpoint"),
+    (MODEL, "critic.model"),
+)
+
+E2E, ENGINE = "tests/special_e2e/", "tests/workers/engine/"
+ARGS, CONTRACT = (
+    "tests/workers/rollout/test_engine_args.py::test_arguments",
+    "tests/workers/rollout/test_rollout_contract.py::",
+)
+FEATURES, UNCHANGED = (
+    E2E + "test_features.py::test_a_change_of_the_loss_is_seen",
+    E2E + "test_features.py::test_a_feature_changes_no_number",
+)
+ROWS, LOADER = "tests/utils/dataset/test_rl_dataset.py::", "tests/utils/dataset/test_loader_and_factory.py::"
+BATCHES, STATE = "tests/trainer/ppo/test_batches.py::", "tests/trainer/ppo/test_loop_state.py::"
+LOSSES, ROLE_LOSSES = "tests/algos/test_losses.py::", "tests/workers/roles/test_losses.py::"
+MANAGER, REWARDS = (
+    "tests/utils/checkpoint/test_fsdp_checkpoint_manager.py::",
+    "tests/workers/reward_manager/test_reward_managers.py::",
+)
+DATACLASSES, PARTS = "tests/workers/config/test_dataclasses.py::", "tests/workers/config/test_model.py::"
+
+
+class Reader(NamedTuple):
+    """``file`` reads ``names`` as attributes or items of ``expression``; they stand below each of ``nodes``."""
+
+    nodes: str | tuple[str, ...]
+    names: str
+    file: str
+    expression: str
+    test: str = ""
+
+
+READERS = [
+    # data
+    Reader(
+        "data",
+        "train_files val_files",
+        "trainer/ppo/build.py",
+        "data",
+        ROWS + "test_rows_of_several_files_and_messages_with_other_keys",
+    ),
+    Reader(
+        "data",
+        "prompt_key reward_fn_key image_key video_key",
+        "utils/dataset/rl_dataset.py",
+        "config",
+        ROWS + "test_column_of_the_wrong_type",
+    ),
+    Reader("data", "max_prompt_length truncation", "utils/dataset/rl_dataset.py", "config", ROWS + "test_truncation"),
+    Reader(
+        "data",
+        "return_raw_chat return_full_prompt apply_chat_template_kwargs",
+        "utils/dataset/rl_dataset.py",
+        "config",
+        ROWS + "test_item_holds_every_documented_key",
+    ),
+    Reader(
+        "data",
+        "filter_overlong_prompts filter_overlong_prompts_workers",
+        "utils/dataset/rl_dataset.py",
+        "config",
+        ROWS + "test_filter_keeps_what_fits",
+    ),
+    Reader(
+        "data",
+        "use_shm",
+        "utils/dataset/rl_dataset.py",
+        "config",
+        "tests/utils/test_tokenizer_and_files.py::test_staging_in_shared_memory",
+    ),
+    Reader(
+        "data",
+        "shuffle seed",
+        "utils/dataset/factory.py",
+        "data_config",
+        LOADER + "test_epochs_and_seeds_differ_and_repeat",
+    ),
+    Reader(
+        "data",
+        "train_batch_size val_batch_size validation_shuffle dataloader_num_workers",
+        "trainer/ppo/loaders.py",
+        "data",
+        LOADER + "test_a_resumed_loader_goes_on_with_the_same_batches",
+    ),
+    Reader("data.custom_cls", "path name", "utils/dataset/factory.py", LOOP, LOADER + "test_dataset_classes"),
+    Reader(
+        "data.sampler", "class_path class_name", "utils/dataset/factory.py", LOOP, LOADER + "test_curriculum_sampler"
+    ),
+    Reader(
+        "data.datagen",
+        "path name",
+        "experimental/dynamic_dataset/dynamicgen_dataset.py",
+        LOOP,
+        LOADER + "test_generated_rows",
+    ),
+    Reader("data", "trust_remote_code", "trainer/ppo/build.py", "config.data"),
+    # actor, reference, critic: model
+    Reader(
+        MODELS,
+        "path",
+        "workers/config/model.py",
+        "config",
+        ENGINE + "test_engine_contract.py::test_equals_plain_transformers",
+    ),
+    Reader(
+        MODELS,
+        "tokenizer_path",
+        "workers/config/model.py",
+        "config",
+        PARTS + "test_parts_are_loaded_on_first_use_and_can_be_given",
+    ),
+    Reader(
+        MODEL,
+        "hf_config_path custom_chat_template",
+        "workers/config/model.py",
+        "config",
+        PARTS + "test_parts_are_loaded_on_first_use_and_can_be_given",
+    ),
+    Reader(
+        MODELS,
+        "use_shm",
+        "workers/config/model.py",
+        "config",
+        "tests/utils/test_tokenizer_and_files.py::test_staging_in_shared_memory",
+    ),
+    Reader(
+        MODELS,
+        "trust_remote_code override_config",
+        "workers/config/model.py",
+        "config",
+        PARTS + "test_overrides_win_and_mappings_merge",
+    ),
+    Reader(
+        MODELS,
+        "external_lib",
+        "workers/config/model.py",
+        "self",
+        "tests/trainer/config/test_validation.py::test_names_of_the_users_own_need_a_module",
+    ),
+    Reader(MODELS, "enable_gradient_checkpointing", "workers/engine/fsdp/build.py", "self.model_config", UNCHANGED),
+    Reader(MODELS, "enable_activation_offload", "workers/engine/fsdp/engine.py", "self.model_config", UNCHANGED),
+    Reader(
+        MODELS,
+        "use_remove_padding",
+        "workers/engine/fsdp/engine.py",
+        "self.model_config",
+        ENGINE + "test_engine_contract.py::test_equals_plain_transformers",
+    ),
+    Reader(
+        MODELS,
+        "lora_rank lora_alpha target_modules",
+        "workers/engine/fsdp/adapters.py",
+        "config",
+        ENGINE + "test_engine_contract.py::test_adapters_train_alone_and_merge",
+    ),
+    Reader(
+        MODEL,
+        "exclude_modules",
+        "workers/engine/fsdp/adapters.py",
+        "config",
+        ENGINE + "test_engine_contract.py::test_adapters_train_alone_and_merge",
+    ),
+    Reader(
+        MODEL,
+        "use_liger",
+        "workers/engine/fsdp/build.py",
+        "self.model_config",
+        "tests/trainer/config/test_validation.py::test_refused",
+    ),
+    # actor, reference, critic: engine
+    Reader(
+        tuple(f"{engine}.wrap_policy" for engine in ENGINES),
+        "min_num_params",
+        "utils/fsdp_utils.py",
+        "policy",
+        UNCHANGED,
+    ),
+    Reader(ENGINES, "forward_prefetch", "utils/fsdp_utils.py", "config"),
+    Reader(ENGINES, "reshard_after_forward", "workers/engine/fsdp/build.py", "config", UNCHANGED),
+    Reader(ENGINES, "offload_policy", "workers/engine/fsdp/build.py", "config", UNCHANGED),
+    Reader(
+        ENGINES,
+        "model_dtype seed",
+        "workers/engine/fsdp/build.py",
+        "self.engine_config",
+        ENGINE + "test_engine_contract.py::test_value_head",
+    ),
+    Reader(
+        ENGINES, "param_offload optimizer_offload", "workers/engine/fsdp/engine.py", "self.engine_config", UNCHANGED
+    ),
+    Reader(
+        ENGINES[:2],
+        "entropy_from_logits_with_chunking",
+        "workers/engine/fsdp/engine.py",
+        "config",
+        "tests/utils/test_log_probs.py::test_value_and_gradient_equal_plain_log_softmax",
+    ),
+    Reader(ENGINES, "fsdp_size ulysses_sequence_parallel_size", "workers/engine/fsdp/layout.py", "config", UNCHANGED),
+    Reader((ACTOR, REF), "entropy_from_logits_with_chunking", "workers/roles/base.py", LOOP, UNCHANGED),
+    Reader((ACTOR, REF, "critic"), "ulysses_sequence_parallel_size", "workers/roles/base.py", LOOP, UNCHANGED),
+    # actor and critic: optimizer and checkpoint
+    Reader(
+        OPTIMIZERS,
+        "lr weight_decay betas",
+        "workers/engine/fsdp/optim.py",
+        "config",
+        ENGINE + "test_engine_contract.py::test_equals_plain_transformers",
+    ),
+    Reader(
+        OPTIMIZERS,
+        "lr_warmup_steps_ratio lr_warmup_steps min_lr_ratio num_cycles lr_scheduler_type",
+        "workers/engine/fsdp/optim.py",
+        "config",
+        ENGINE + "test_fsdp_engine.py::test_schedules",
+    ),
+    Reader(
+        OPTIMIZERS,
+        "clip_grad",
+        "workers/engine/fsdp/engine.py",
+        "self.optimizer_config",
+        DATACLASSES + "test_the_changed_gradient_limit_counts",
+    ),
+    Reader(
+        OPTIMIZERS,
+        "warmup_style",
+        "workers/config/optimizer.py",
+        "self",
+        DATACLASSES + "test_deprecated_spellings_are_carried_over",
+    ),
+    Reader(
+        ACTOR, "grad_clip", "workers/config/actor.py", "self", DATACLASSES + "test_the_changed_gradient_limit_counts"
+    ),
+    Reader(
+        "critic",
+        "grad_clip",
+        "workers/config/critic.py",
+        "self",
+        DATACLASSES + "test_the_changed_gradient_limit_counts",
+    ),
+    Reader(
+        CHECKPOINTS,
+        "save_contents load_contents",
+        "utils/checkpoint/checkpoint_manager.py",
+        LOOP,
+        MANAGER + "test_contents_are_respected",
+    ),
+    # actor
+    Reader(
+        ACTOR,
+        "ppo_mini_batch_size ppo_micro_batch_size ppo_micro_batch_size_per_gpu",
+        "workers/roles/actor_rollout_ref.py",
+        "config",
+        "tests/workers/roles/test_batching.py::test_a_mini_batch_is_in_prompts_and_shared_by_the_ranks",
+    ),
+    Reader(
+        ACTOR, "use_dynamic_bsz ppo_max_token_len_per_gpu", "workers/roles/actor_rollout_ref.py", "config", UNCHANGED
+    ),
+    Reader(ACTOR, "ppo_epochs shuffle", "workers/roles/actor_rollout_ref.py", "config", FEATURES),
+    Reader(
+        ACTOR,
+        "clip_ratio clip_ratio_low clip_ratio_high clip_ratio_c",
+        "algos/policy_loss.py",
+        "config",
+        LOSSES + "test_policy_loss_equals_slow_reference",
+    ),
+    Reader(
+        f"{ACTOR}.policy_loss",
+        "loss_mode",
+        "workers/roles/utils/losses.py",
+        "config.policy_loss",
+        ROLE_LOSSES + "test_no_split_changes_a_policy_loss",
+    ),
+    Reader(
+        ACTOR,
+        "loss_agg_mode entropy_coeff use_kl_loss kl_loss_coef kl_loss_type",
+        "workers/roles/utils/losses.py",
+        "config",
+        ROLE_LOSSES + "test_ppo_loss_is_policy_minus_entropy_plus_kl",
+    ),
+    # reference
+    Reader(
+        (REF, ROLLOUT),
+        "log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu log_prob_use_dynamic_bsz log_prob_max_token_len_per_gpu",
+        "workers/roles/actor_rollout_ref.py",
+        "node",
+        "tests/workers/roles/test_batching.py::test_a_micro_batch_of_one_device",
+    ),
+    Reader(REF, "model", "workers/roles/actor_rollout_ref.py", "config"),
+    Reader("actor_rollout_ref", "nccl_timeout", "workers/roles/actor_rollout_ref.py", "config"),
+    # critic
+    Reader(
+        "critic",
+        "rollout_n ppo_mini_batch_size ppo_micro_batch_size ppo_micro_batch_size_per_gpu use_dynamic_bsz ppo_max_token_len_per_gpu",
+        "workers/roles/critic.py",
+        "config",
+        "tests/workers/roles/test_batching.py::test_a_mini_batch_is_in_prompts_and_shared_by_the_ranks",
+    ),
+    Reader(
+        "critic",
+        "forward_max_token_len_per_gpu forward_micro_batch_size forward_micro_batch_size_per_gpu",
+        "workers/roles/critic.py",
+        "config",
+        "tests/workers/roles/test_batching.py::test_a_micro_batch_of_one_device",
+    ),
+    Reader(
+        "critic",
+        "ppo_epochs shuffle",
+        "workers/roles/critic.py",
+        "self.config",
+        E2E + "test_train.py::test_ppo_with_a_critic_on_two_workers_with_tensor_parallel_generation",
+    ),
+    Reader(
+        "critic",
+        "cliprange_value loss_agg_mode",
+        "workers/roles/utils/losses.py",
+        "config",
+        ROLE_LOSSES + "test_value_loss_by_its_definition",
+    ),
+    Reader(
+        "critic",
+        "enable",
+        "trainer/ppo/utils.py",
+        "config.critic",
+        "tests/trainer/ppo/test_launch.py::test_who_needs_a_critic",
+    ),
+    # rollout
+    Reader(
+        ROLLOUT,
+        "name mode",
+        "workers/rollout/__init__.py",
+        "config",
+        "tests/workers/rollout/test_engine_args.py::test_unknown_rollouts",
+    ),
+    Reader(
+        ROLLOUT,
+        "n skip_rollout",
+        "trainer/ppo/ray_trainer.py",
+        "self.config.actor_rollout_ref.rollout",
+        BATCHES + "test_rollouts_are_kept_per_step_and_prompts",
+    ),
+    Reader(
+        ROLLOUT,
+        "skip_dump_dir",
+        "utils/rollout_skip.py",
+        "rollout",
+        BATCHES + "test_rollouts_are_kept_per_step_and_prompts",
+    ),
+    Reader(
+        (ROLLOUT, f"{ROLLOUT}.val_kwargs"),
+        "temperature top_k top_p",
+        "workers/rollout/batch.py",
+        LOOP,
+        CONTRACT + "test_greedy_and_validation",
+    ),
+    Reader(
+        ROLLOUT,
+        "repetition_penalty do_sample",
+        "workers/rollout/batch.py",
+        "config",
+        CONTRACT + "test_greedy_and_validation",
+    ),
+    Reader(
+        f"{ROLLOUT}.val_kwargs",
+        "n do_sample",
+        "trainer/ppo/validation.py",
+        "sampling",
+        E2E + "test_train.py::test_grpo_runs_and_rollout_and_trainer_agree",
+    ),
+    Reader(
+        ROLLOUT,
+        "prompt_length response_length max_model_len max_num_batched_tokens",
+        "workers/rollout/vllm_rollout/engine_args.py",
+        "config",
+        "tests/workers/rollout/test_engine_args.py::test_sizes_that_cannot_work",
+    ),
+    Reader(
+        ROLLOUT,
+        "dtype load_format seed max_num_seqs enable_chunked_prefill enable_prefix_caching tensor_model_parallel_size",
+        "workers/rollout/vllm_rollout/engine_args.py",
+        "config",
+        ARGS,
+    ),
+    Reader(
+        ROLLOUT,
+        "gpu_memory_utilization",
+        "workers/rollout/vllm_rollout/engine_args.py",
+        "config",
+        "tests/workers/rollout/test_engine_args.py::test_cache_of_what_all_sequences_need",
+    ),
+    Reader(
+        ROLLOUT,
+        "enforce_eager cudagraph_capture_sizes free_cache_engine expert_parallel_size disable_log_stats skip_tokenizer_init",
+        "workers/rollout/vllm_rollout/engine_args.py",
+        "config",
+        ARGS,
+    ),
+    Reader(
+        f"{ROLLOUT}.engine_kwargs", "vllm", "workers/rollout/vllm_rollout/engine_args.py", "config.engine_kwargs", ARGS
+    ),
+    Reader(
+        ROLLOUT,
+        "ignore_eos calculate_log_probs",
+        "workers/rollout/vllm_rollout/vllm_rollout.py",
+        "self.config",
+        CONTRACT + "test_mask_follows_what_was_sampled",
+    ),
+    Reader(ROLLOUT, "layered_summon", "workers/rollout/vllm_rollout/vllm_rollout.py", "config"),
+    Reader(
+        ROLLOUT,
+        "update_weights_bucket_megabytes",
+        "workers/sharding_manager/__init__.py",
+        "rollout.config",
+        "tests/workers/sharding_manager/test_bucket.py::test_buckets_keep_the_order_and_the_limit",
+    ),
+    # reward
+    Reader("reward_model", "launch_reward_fn_async", "trainer/ppo/ray_trainer.py", "self.config.reward_model"),
+    Reader(
+        "reward_model",
+        "reward_manager",
+        "workers/reward_manager/loading.py",
+        "node",
+        REWARDS + "test_custom_manager_registered_by_the_file",
+    ),
+    Reader(
+        "reward_model",
+        "reward_kwargs",
+        "trainer/ppo/build.py",
+        "config.reward_model",
+        REWARDS + "test_dapo_punishes_long_responses",
+    ),
+    Reader(
+        "custom_reward_function",
+        "path name reward_kwargs",
+        "workers/reward_manager/loading.py",
+        "node",
+        REWARDS + "test_custom_function_with_kwargs",
+    ),
+    # algorithm
+    Reader(
+        "algorithm",
+        "gamma lam adv_estimator",
+        "trainer/ppo/ray_trainer.py",
+        "algorithm",
+        BATCHES + "test_gae_gets_values_and_discounts",
+    ),
+    Reader(
+        "algorithm",
+        "norm_adv_by_std_in_grpo",
+        "trainer/ppo/ray_trainer.py",
+        "algorithm",
+        BATCHES + "test_group_advantages_by_hand",
+    ),
+    Reader(
+        "algorithm",
+        "use_kl_in_reward kl_penalty",
+        "trainer/ppo/ray_trainer.py",
+        "algorithm",
+        BATCHES + "test_kl_in_the_reward_by_hand",
+    ),
+    Reader(
+        "algorithm.kl_ctrl", "type kl_coef horizon target_kl", "algos/kl.py", "kl_ctrl", LOSSES + "test_kl_controllers"
+    ),
+    Reader("algorithm", "use_pf_ppo", "trainer/ppo/advantages.py", "config"),
+    Reader(
+        "algorithm.pf_ppo",
+        "reweight_method weight_pow",
+        "trainer/ppo/advantages.py",
+        "options",
+        "tests/algos/test_pf_ppo.py::test_weights",
+    ),
+    # trainer
+    Reader(
+        "trainer",
+        "total_epochs total_training_steps",
+        "trainer/ppo/ray_trainer.py",
+        "trainer",
+        STATE + "test_a_resumed_run_sees_the_rows_that_an_uninterrupted_one_sees",
+    ),
+    Reader(
+        "trainer",
+        "seed",
+        "trainer/ppo/ray_trainer.py",
+        "config.trainer",
+        STATE + "test_every_step_starts_from_its_own_random_state",
+    ),
+    Reader(
+        "trainer",
+        "balance_batch",
+        "trainer/ppo/ray_trainer.py",
+        "self.config.trainer",
+        BATCHES + "test_balanced_rows_can_be_put_back",
+    ),
+    Reader(
+        "trainer",
+        "rollout_data_dir",
+        "trainer/ppo/ray_trainer.py",
+        "self.config.trainer",
+        STATE + "test_dumps_are_in_the_order_in_which_rows_were_asked_for",
+    ),
+    Reader(
+        "trainer",
+        "val_before_train val_only",
+        "trainer/ppo/ray_trainer.py",
+        "trainer",
+        E2E + "test_train.py::test_grpo_runs_and_rollout_and_trainer_agree",
+    ),
+    Reader(
+        "trainer",
+        "test_freq critic_warmup worker_call_timeout_s",
+        "trainer/ppo/ray_trainer.py",
+        "self.config.trainer",
+        E2E + "test_train.py::test_ppo_with_a_critic_on_two_workers_with_tensor_parallel_generation",
+    ),
+    Reader(
+        "trainer",
+        "save_freq",
+        "trainer/ppo/ray_trainer.py",
+        "trainer",
+        E2E + "test_train.py::test_a_killed_run_resumes_bit_for_bit",
+    ),
+    Reader(
+        "trainer",
+        "esi_redundant_time",
+        "trainer/ppo/ray_trainer.py",
+        "trainer",
+        "tests/utils/checkpoint/test_files.py::test_early_save",
+    ),
+    Reader(
+        "trainer",
+        "resume_mode resume_from_path default_hdfs_dir",
+        "trainer/ppo/checkpoint.py",
+        "trainer",
+        STATE + "test_where_a_run_resumes_from",
+    ),
+    Reader(
+        "trainer",
+        "default_local_dir",
+        "trainer/ppo/checkpoint.py",
+        "config.trainer",
+        STATE + "test_where_a_run_resumes_from",
+    ),
+    Reader("trainer", "del_local_ckpt_after_load", "trainer/ppo/checkpoint.py", "trainer.config.trainer"),
+    Reader(
+        "trainer",
+        "max_actor_ckpt_to_keep max_critic_ckpt_to_keep",
+        "trainer/ppo/checkpoint.py",
+        "config",
+        MANAGER + "test_retention",
+    ),
+    Reader(
+        "trainer",
+        "log_val_generations validation_data_dir",
+        "trainer/ppo/validation.py",
+        "config",
+        STATE + "test_dumps_are_in_the_order_in_which_rows_were_asked_for",
+    ),
+    Reader(
+        "trainer",
+        "project_name experiment_name logger",
+        "trainer/ppo/run.py",
+        "trainer",
+        "tests/utils/test_tracking.py::test_file_holds_one_object_per_step",
+    ),
+    Reader(
+        "trainer",
+        "nnodes n_gpus_per_node device",
+        "trainer/main_ppo.py",
+        "config.trainer",
+        BATCHES + "test_pools_count_worker_processes",
+    ),
+    Reader(
+        "trainer",
+        "ray_wait_register_center_timeout",
+        "trainer/ppo/resources.py",
+        "config.trainer",
+        "tests/single_controller/test_worker_group.py::test_placement_that_cannot_be_met_is_refused",
+    ),
+    # Ray
+    Reader(
+        "ray_kwargs.ray_init",
+        "num_cpus",
+        "trainer/ppo/launch.py",
+        LOOP,
+        "tests/trainer/ppo/test_launch.py::test_ray_is_local_unless_an_address_is_given",
+    ),
+    Reader("ray_kwargs", "timeline_json_file", "trainer/main_ppo.py", "config.ray_kwargs"),
+]
+
+FOLLOWED = {"data.max_response_length": f"{ROLLOUT}.response_length"}
+"""Keys that are read through one whose default is an interpolation of them."""
 
 ONE_IMPLEMENTATION = {
-    "trainer.use_legacy_worker_impl",
-    "actor_rollout_ref.rollout.multi_stage_wake_up",
-    "actor_rollout_ref.actor.fsdp_config.forward_prefetch",
-    "actor_rollout_ref.actor.fsdp_config.use_orig_params",
-    "actor_rollout_ref.ref.fsdp_config.forward_prefetch",
-    "actor_rollout_ref.ref.fsdp_config.use_orig_params",
-    "critic.model.fsdp_config.forward_prefetch",
-    "critic.model.fsdp_config.use_orig_params",
+    "trainer/config/ppo_trainer.yaml": ("trainer.use_legacy_worker_impl",),
+    "trainer/config/rollout/rollout.yaml": (f"{ROLLOUT}.multi_stage_wake_up",),
+    "trainer/config/engine/fsdp.yaml": tuple(
+        f"{engine}.{name}" for engine in ENGINES for name in ("strategy", "use_orig_params", "use_torch_compile", "entropy_checkpointing")
+    ) + (f"{REF}.fsdp_config.forward_only",),
+    "trainer/config/actor/actor.yaml": (f"{ACTOR}.use_torch_compile",),
+    "trainer/config/actor/dp_actor.yaml": (f"{ACTOR}.strategy", f"{ACTOR}.entropy_checkpointing"),
+    "trainer/config/ref/ref.yaml": (f"{REF}.strategy", f"{REF}.use_torch_compile"),
+    "trainer/config/ref/dp_ref.yaml": (f"{REF}.entropy_checkpointing",),
+    "trainer/config/critic/dp_critic.yaml": ("critic.strategy",),
+}  # fmt: skip
+"""YAML file -> keys of which every value means the one implementation that there is; the comment there says so."""
+
+REFUSED = {
+    "actor_rollout_ref.hybrid_engine": False,
+    f"{ACTOR}.use_remove_padding": True,
+    f"{ROLLOUT}.pipeline_model_parallel_size": 2,
+    **{f"{node}.async_save": True for node in CHECKPOINTS},
+    **{f"{node}.total_training_steps": 9 for node in OPTIMIZERS},
 }
-"""Switches between implementations of which there is one here: every value means it."""
+"""Keys that a rule holds at their default, and a value that it refuses; ``REFUSALS`` in the code lists the others."""
 
 GATED = {
     "profiler.": "profiler.enable",
     "global_profiler.global_tool_config.": "global_profiler.tool",
     "reward_model.model.": "reward_model.enable",
+    "reward_model.strategy": "reward_model.enable",
     "reward_model.use_dynamic_bsz": "reward_model.enable",
     "reward_model.forward_max_token_len_per_gpu": "reward_model.enable",
     "reward_model.sandbox_fusion.": "reward_model.sandbox_fusion.url",
 }
 """Options (parts of their dotted keys) of a feature whose own switch is refused."""
-
-AWAITED: set[str] = set()
-"""Keys whose reader is not written yet; empty when the work is done."""

@@ -1,19 +1,25 @@
-"""No key is accepted and inert: each has a reader in the code, or is refused when it is set."""
+"""No key is accepted and inert: each has a reader in the code, means the one implementation, or is refused."""
 
+import ast
 import importlib.util
+import re
+from collections import defaultdict
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 
+import pytest
 import yaml
+from omegaconf import OmegaConf
 
+from verl.base_config import ConfigError
 from verl.trainer.config.refusals import REFUSALS
+from verl.utils.config import validate_config
 
 ROOT = Path(__file__).resolve().parents[3]
 spec = importlib.util.spec_from_file_location("effects", Path(__file__).parent / "effects.py")
 effects = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(effects)
-
-REFUSED = {refusal.key for refusal in REFUSALS}
 
 
 def leaves(node, prefix=""):
@@ -24,33 +30,81 @@ def leaves(node, prefix=""):
             yield f"{prefix}{name}"
 
 
-def read_keys():
-    for file, nodes in effects.READERS.items():
-        for node, names in nodes.items():
-            for name in names.split():
-                yield file, f"{node}.{name}"
+def keys_of(reader):
+    nodes = (reader.nodes,) if isinstance(reader.nodes, str) else reader.nodes
+    return [f"{node}.{name}" for node in nodes for name in reader.names.split()]
 
 
-def is_gated(key):
-    return any(part in key for part in effects.GATED)
+READ = {key for reader in effects.READERS for key in keys_of(reader)}
+ONE = {key for keys in effects.ONE_IMPLEMENTATION.values() for key in keys}
+HELD = {refusal.key for refusal in REFUSALS if refusal.values is None} | effects.REFUSED.keys()
 
 
-def test_the_table_is_complete():
+def test_the_table_is_complete_and_says_one_thing_of_each_key():
     tree = yaml.safe_load((ROOT / "verl/trainer/config/_generated_ppo_trainer.yaml").read_text())
     keys = set(leaves(tree))
-    explained = {key for _, key in read_keys()} | REFUSED | effects.ONE_IMPLEMENTATION | effects.AWAITED
-    assert {key for key in keys - explained if not is_gated(key)} == set(), "keys without a reader or a refusal"
-    named = {key for _, key in read_keys()} | effects.ONE_IMPLEMENTATION | effects.AWAITED
-    assert named - keys == set(), "keys that the YAML no longer has"
+    gated = {key for key in keys if any(part in key for part in effects.GATED)}
+    parts = [READ, ONE, HELD, effects.FOLLOWED.keys()]
+    explained = set().union(*parts)
+    assert keys - explained - gated == set(), "keys that nothing reads or refuses"
+    assert (explained - HELD) - keys == set(), "keys that the YAML no longer has"
+    assert sum(map(len, parts)) == len(explained), "keys that stand in two tables"
+    assert set(effects.FOLLOWED.values()) <= READ
 
 
-def test_readers_hold_the_name_of_what_they_read():
-    for file, key in read_keys():
-        path = ROOT / file
-        assert path.is_file(), f"{key}: {file} does not exist"
-        assert key.rsplit(".", 1)[-1] in path.read_text(encoding="utf-8"), f"{file} does not read {key}"
+@cache
+def reads(file):
+    """Return what a file reads: name -> expressions of which it is an attribute, an item or a ``get``."""
+    found = defaultdict(set)
+    for node in ast.walk(ast.parse((ROOT / "verl" / file).read_text(encoding="utf-8"))):
+        match node:
+            case ast.Attribute(value=owner, attr=name, ctx=ast.Load()):
+                found[name].add(ast.unparse(owner))
+            case ast.Subscript(value=owner, slice=ast.Constant(value=str(name))):
+                found[name].add(ast.unparse(owner))
+            case ast.Call(func=ast.Attribute(value=owner, attr="get"), args=[ast.Constant(value=str(name)), *_]):
+                found[name].add(ast.unparse(owner))
+            case ast.Call(func=ast.Name(id="getattr"), args=[owner, ast.Constant(value=str(name)), *_]):
+                found[name].add(ast.unparse(owner))
+            case ast.Tuple(elts=items) | ast.Call(args=items) | ast.Dict(keys=items):
+                for item in items:
+                    if isinstance(item, ast.Constant) and isinstance(item.value, str):
+                        found[item.value].add(effects.LOOP)
+    return found
+
+
+def test_readers_read_what_they_are_said_to():
+    absent = [
+        f"{reader.file} does not read {name!r} of {reader.expression!r}, but of {sorted(reads(reader.file)[name])}"
+        for reader in effects.READERS
+        for name in reader.names.split()
+        if reader.expression not in reads(reader.file)[name]
+    ]
+    assert not absent, "\n".join(absent)
+
+
+def test_the_tests_of_the_table_exist():
+    named = sorted({reader.test for reader in effects.READERS if reader.test})
+    texts = {file: (ROOT / file).read_text(encoding="utf-8") for file in {test.split("::")[0] for test in named}}
+    assert [test for test in named if f"\ndef {test.split('::')[1]}(" not in texts[test.split("::")[0]]] == []
+
+
+def test_one_implementation_is_documented_above_the_key():
+    for file, keys in effects.ONE_IMPLEMENTATION.items():
+        text = (ROOT / "verl" / file).read_text(encoding="utf-8")
+        for name in {key.rsplit(".", 1)[-1] for key in keys}:
+            (comment,) = re.findall(rf"((?:^ *#.*\n)+) *{name}:", text, re.MULTILINE)
+            assert "every value" in re.sub(r"\s*#?\s+", " ", comment.lower()), f"{file}: {name}"
+
+
+@pytest.mark.parametrize(("key", "value"), effects.REFUSED.items())
+def test_what_a_rule_holds_at_its_default_is_refused(composed, key, value):
+    config = composed()
+    OmegaConf.update(config, key, value)
+    with pytest.raises(ConfigError, match=re.escape(key)):
+        validate_config(config, use_reference_policy=True, use_critic=True)
 
 
 def test_switches_of_gated_options_are_refused():
     for part, gate in effects.GATED.items():
-        assert any(key.endswith(gate) for key in REFUSED), f"{part}: {gate} is not refused"
+        assert any(key.endswith(gate) for key in HELD), f"{part}: {gate} is not refused"
