@@ -15,11 +15,12 @@ from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.base_config import ConfigError, Violation
+from verl.trainer.config.help import help_text
 from verl.trainer.config.keys import FREE_FORM, NO_READER, OPTIONAL, dotted_keys, is_under, renamed, unknown_key_text
 
 logger = logging.getLogger(__name__)
@@ -49,8 +50,13 @@ def hydra_main(
 
         @functools.wraps(function)
         def command() -> None:
+            if get_args_parser().parse_args(sys.argv[1:]).help:
+                sys.stdout.write(help_text(function, config_name, folder))
+                return
             try:
                 arguments = prepare_arguments(sys.argv[1:], config_name, folder)
+            except OverrideParseException as error:
+                _exit(f"{error.override!r} cannot be read: write key=value, with quotes around special characters")
             except (ConfigError, HydraException, OmegaConfBaseException) as error:
                 _exit(str(error))
             sys.argv[1:] = arguments

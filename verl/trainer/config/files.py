@@ -58,7 +58,7 @@ def _python_file_rules(tree: Tree, path_key: str, path: str, name_key: str, name
         return
     try:
         with open(expanded, encoding="utf-8") as file:
-            module = ast.parse(file.read())
+            module = ast.parse(file.read(), os.path.basename(expanded))
     except (SyntaxError, UnicodeDecodeError, ValueError) as error:
         yield Violation(path_key, path, f"is not valid Python: {error}")
         return

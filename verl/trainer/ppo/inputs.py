@@ -160,9 +160,10 @@ def _column_checks(path: str, columns: list[str]) -> Iterator[Any]:
     first_row = 0
     try:
         with pq.ParquetFile(path) as file:
-            present = [name for name in columns if name in file.schema_arrow.names]
+            names = file.schema_arrow.names
+            present = [name for name in columns if name in names]
             for batch in file.iter_batches(ColumnCheck.CHUNK_ROWS, columns=present):
-                yield ColumnCheck(path, pa.Table.from_batches([batch]), first_row)
+                yield ColumnCheck(path, pa.Table.from_batches([batch]), first_row, names)
                 first_row += batch.num_rows
                 if first_row >= _CHECKED_ROWS:
                     return

@@ -77,10 +77,13 @@ class ColumnCheck:
 
     CHUNK_ROWS = 65536  # keeps the text of a chunk under the 2 GB that one string array can hold
 
-    def __init__(self, path: str, table: pa.Table, first_row: int = 0) -> None:
+    def __init__(
+        self, path: str, table: pa.Table, first_row: int = 0, columns_of_file: Iterable[str] | None = None
+    ) -> None:
         self.path = path
         self.table = table
         self.first_row = first_row
+        self.columns_of_file = sorted(columns_of_file or table.column_names)
 
     @classmethod
     def over(cls, path: str, table: pa.Table) -> Iterator["ColumnCheck"]:
@@ -96,7 +99,7 @@ class ColumnCheck:
     def column(self, name: str, key: str | None = None) -> pa.Array:
         """Return a column as one array."""
         if name not in self.table.column_names:
-            self.fail(name, None, f"is missing; the file has {sorted(self.table.column_names)}", key)
+            self.fail(name, None, f"is missing; the file has {self.columns_of_file}", key)
         return pa.concat_arrays(self.table[name].chunks)
 
     def refuse(self, name: str, bad: pa.Array | np.ndarray, problem: str, key: str | None = None) -> None:
