@@ -9,7 +9,9 @@ import pytest
 from hydra.errors import HydraException
 
 from verl.base_config import ConfigError
+from verl.trainer import main_ppo
 from verl.trainer.config.cli import CONFIG_DIR, fitted_overrides, prepare_arguments
+from verl.trainer.config.help import help_text
 from verl.trainer.config.keys import nearest
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -80,6 +82,14 @@ def test_nearest_prefers_the_last_name():
     known = ["trainer.device", "data.seed", "actor_rollout_ref.rollout.seed", "trainer.seed"]
     assert nearest("trainer.sed", known)[0] == "trainer.seed"
     assert nearest("zzz", known) == []
+
+
+def test_help_names_the_command_the_missing_keys_and_every_node():
+    text = help_text(main_ppo.main, "ppo_trainer", CONFIG_DIR)
+    assert text.startswith("Run PPO by the composed configuration.\n\nusage: python -m verl.trainer.main_ppo [")
+    assert "Keys that must be given: actor_rollout_ref.rollout.name\n" in text
+    assert "\n  algorithm: gamma lam adv_estimator" in text and "\n  actor_rollout_ref.ref: strategy" in text
+    assert max(map(len, text.replace(CONFIG_DIR, "verl/trainer/config").splitlines())) <= 110
 
 
 def test_a_command_ends_with_a_message_and_code_2(tmp_path):

@@ -50,8 +50,9 @@ def hydra_main(
 
         @functools.wraps(function)
         def command() -> None:
-            if get_args_parser().parse_args(sys.argv[1:]).help:
-                sys.stdout.write(help_text(function, config_name, folder))
+            flags = get_args_parser().parse_args(sys.argv[1:])
+            if flags.help:
+                sys.stdout.write(help_text(function, flags.config_name or config_name, folder))
                 return
             try:
                 arguments = prepare_arguments(sys.argv[1:], config_name, folder)

@@ -120,7 +120,17 @@ CHOICES = {
 }
 
 
+FIXED = {
+    "engine.forward_only": (False, "must be false: the model is trained"),
+    "model.use_fused_kernels": (False, "must be false: fused kernels are not supported yet"),
+    "optim.total_training_steps": (-1, "is set by the trainer: leave it at -1, and write trainer.total_training_steps"),
+}
+
+
 def _choice_rules(tree: Mapping[str, Any]) -> Iterator[Violation]:
+    for key, (value, expected) in FIXED.items():
+        if select(tree, key, value) != value:
+            yield Violation(key, select(tree, key), expected)
     for key, names in CHOICES.items():
         if select(tree, key) not in names:
             yield Violation(key, select(tree, key), f"must be one of {', '.join(names)}")
