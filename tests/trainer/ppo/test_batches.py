@@ -29,7 +29,7 @@ def test_kl_in_the_reward_by_hand():
             "token_level_scores": torch.tensor([[0.0, 1.0], [2.0, 0.0]]),
             "response_mask": torch.tensor([[1, 1], [1, 0]]),
             "old_log_probs": torch.tensor([[-1.0, -2.0], [-0.5, 7.0]]),
-            "ref_log_prob": torch.tensor([[-1.5, -1.0], [-1.5, 0.0]]),
+            "ref_log_prob": torch.tensor([[-1.5, -1.0], [-1.5, float("nan")]]),
         }
     )
     used = []
@@ -170,3 +170,18 @@ def test_pools_count_worker_processes(monkeypatch):
     manager.create_resource_pool()
     assert manager.get_n_gpus() == 2
     assert manager.resource_pool_dict["global_pool"].world_size == 2
+
+
+def test_pf_ppo_draws_by_its_generator_alone():
+    config = OmegaConf.create({"use_pf_ppo": True, "pf_ppo": {"reweight_method": "pow", "weight_pow": 1.0}})
+
+    def drawn(seed):
+        torch.rand(seed)  # others draw from the process's generator
+        batch = scored([[float(row)] for row in range(1, 9)], list("abcdefgh"))
+        batch.batch["token_level_scores"] = batch.batch["token_level_rewards"]
+        batch.batch["values"] = torch.zeros(8, 1)
+        batch = compute_advantage(batch, "gae", config=config, generator=torch.Generator().manual_seed(seed))
+        return list(batch.non_tensor_batch["uid"])
+
+    first = drawn(1)
+    assert drawn(1) == first and drawn(2) != first

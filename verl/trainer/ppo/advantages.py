@@ -26,7 +26,8 @@ def apply_kl_penalty(data: DataProto, kl_ctrl: Any, kl_penalty: str = "kl") -> t
     Source: Ziegler et al. (arXiv:1909.08593), section 2.2.
     """
     mask = data.batch["response_mask"]
-    kl = compute_kl(data.batch["old_log_probs"], data.batch["ref_log_prob"], kl_penalty) * mask
+    kl = compute_kl(data.batch["old_log_probs"], data.batch["ref_log_prob"], kl_penalty)
+    kl = torch.where(mask.bool(), kl, 0.0)  # what lies outside may be anything, infinite too
     beta = kl_ctrl.value
     data.batch["token_level_rewards"] = data.batch["token_level_scores"] - beta * kl
     current = masked_mean(kl, mask=mask, axis=-1).mean().item()
@@ -42,10 +43,12 @@ def compute_advantage(
     num_repeat: int = 1,
     norm_adv_by_std_in_grpo: bool = True,
     config: Any = None,
+    generator: torch.Generator | None = None,
 ) -> DataProto:
     """Add ``advantages`` and ``returns`` (B, R) by the registered estimator of a name.
 
-    ``num_repeat`` is accepted for callers that pass the samples per prompt; groups are told by ``uid``.
+    ``num_repeat`` is accepted for callers that pass the samples per prompt; groups are told by ``uid``. The generator
+    is that of PF-PPO's draw of rows.
 
     Raises: ValueError for an unknown estimator.
     """
@@ -71,6 +74,6 @@ def compute_advantage(
     if adv_estimator == AdvantageEstimator.GAE and config is not None and config.get("use_pf_ppo", False):
         options = config.get("pf_ppo") or {}
         data = core_algos.compute_pf_ppo_reweight_data(
-            data, options.get("reweight_method", "pow"), options.get("weight_pow", 2.0)
+            data, options.get("reweight_method", "pow"), options.get("weight_pow", 2.0), generator
         )
     return data

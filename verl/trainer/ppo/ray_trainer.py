@@ -36,7 +36,7 @@ from verl.utils.debug.metrics import calculate_debug_metrics
 from verl.utils.metric import reduce_metrics
 from verl.utils.profiler import marked_timer
 from verl.utils.rollout_skip import RolloutSkip
-from verl.utils.seeding import prompt_uids, sampling_seeds, seed_process
+from verl.utils.seeding import derive_seed, prompt_uids, sampling_seeds, seed_process
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions, log_seqlen_unbalance
 
 __all__ = [
@@ -310,6 +310,7 @@ class RayPPOTrainer:
                 num_repeat=self.config.actor_rollout_ref.rollout.n,
                 norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
                 config=algorithm,
+                generator=torch.Generator().manual_seed(derive_seed(self.run_seed, "pf_ppo", self.global_steps)),
             )
         return batch
 
