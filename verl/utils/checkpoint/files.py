@@ -194,7 +194,9 @@ def world_size_problem(folder: StrPath, world_size: int) -> str | None:
         return None
     return (
         f"it was written by {saved} ranks and cannot be read by {world_size}: start with {saved} "
-        "(trainer.nnodes times trainer.n_gpus_per_node)"
+        "(trainer.nnodes times trainer.n_gpus_per_node), or start anew from its weights, which "
+        f"`python -m verl.model_merger merge --backend fsdp --local_dir {folder} --target_dir <folder>` writes to a "
+        "folder for model.path"
     )
 
 

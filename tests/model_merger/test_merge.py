@@ -1,0 +1,145 @@
+"""Shards that two processes wrote, merged: equal to what the engine itself exports, and read by transformers."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+from tests.model_merger.ranks import KINDS, run_rank
+from tests.workers.engine import cases
+from verl.model_merger.__main__ import main
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("merge")
+    cases.write_model(folder / "plain")
+    cases.write_model(folder / "tied", tie_word_embeddings=True)
+    mp.spawn(run_rank, args=(2, folder), nprocs=2)
+    return folder
+
+
+def actor(root: Path, name: str) -> str:
+    return str(root / name / "global_step_1" / "actor")
+
+
+def run(command: str, root: Path, name: str, *more: object) -> int:
+    return main([command, "--backend", "fsdp", "--local_dir", actor(root, name), *map(str, more)])
+
+
+def same(got: dict, expected: dict) -> None:
+    assert list(got) == sorted(expected)
+    for name, tensor in expected.items():
+        assert got[name].dtype == tensor.dtype and torch.equal(got[name], tensor), name
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_equals_the_export_of_the_engine(root, tmp_path, name):
+    adapted = ["--merge-lora"] if "lora" in name else []
+    assert run("merge", root, name, "--target_dir", tmp_path / "hf", *adapted) == 0
+    exported = torch.load(root / f"{name}.pt")["weights"]
+    same(dict(sorted(load_file(tmp_path / "hf" / "model.safetensors").items())), exported)
+    auto = AutoModelForTokenClassification if "value" in name else AutoModelForCausalLM
+    model, loading = auto.from_pretrained(tmp_path / "hf", dtype="auto", output_loading_info=True)
+    assert not loading["missing_keys"] and not loading["unexpected_keys"] and not loading["mismatched_keys"]
+    for key, parameter in model.named_parameters():
+        assert torch.equal(parameter, exported[key]), key
+    assert run("test", root, name, "--test_hf_dir", tmp_path / "hf", *adapted) == 0
+
+
+@pytest.mark.parametrize("name", ["lora", "value lora"])
+def test_an_adapter_is_split_off(root, tmp_path, name):
+    from peft import PeftModel
+
+    assert run("merge", root, name, "--target_dir", tmp_path / "hf") == 0
+    exported = torch.load(root / f"{name}.pt")
+    adapter = load_file(tmp_path / "hf" / "lora_adapter" / "adapter_model.safetensors")
+    same(dict(sorted(adapter.items())), exported["adapter"])
+    config = json.loads((tmp_path / "hf" / "lora_adapter" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == (4, 8)
+    auto = AutoModelForTokenClassification if "value" in name else AutoModelForCausalLM
+    base = auto.from_pretrained(tmp_path / "hf")
+    original = load_file(root / "plain" / "model.safetensors")
+    key = "model.layers.0.self_attn.q_proj.weight"
+    assert torch.equal(base.state_dict()[key], original[key])
+    whole = PeftModel.from_pretrained(base, tmp_path / "hf" / "lora_adapter").merge_and_unload()
+    assert not torch.equal(whole.state_dict()[key], original[key])
+    for key, tensor in exported["weights"].items():
+        torch.testing.assert_close(whole.state_dict()[key], tensor, atol=1e-6, rtol=0)
+
+
+def test_another_dtype_and_a_second_merge_into_the_same_folder(root, tmp_path):
+    exported = torch.load(root / "plain.pt")["weights"]
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "model-00001-of-00002.safetensors").write_bytes(b"of an earlier merge")
+    assert run("merge", root, "plain", "--target_dir", tmp_path / "hf", "--dtype", "bf16") == 0
+    assert [path.name for path in (tmp_path / "hf").glob("*.safetensors")] == ["model.safetensors"]
+    same(
+        dict(sorted(load_file(tmp_path / "hf" / "model.safetensors").items())),
+        {name: tensor.bfloat16() for name, tensor in exported.items()},
+    )
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_what_differs_is_named(root, tmp_path, capsys):
+    assert run("test", root, "plain", "--test_hf_dir", root / "plain") == 1
+    said = capsys.readouterr().out
+    assert "tensors differ; the first:" in said and "model.embed_tokens.weight differs in" in said
+    assert run("test", root, "tied", "--test_hf_dir", root / "plain") == 1
+    assert run("test", root, "plain", "--test_hf_dir", tmp_path) == 2
+
+
+def test_what_is_refused(root, tmp_path, capsys):
+    def refusal(name: str, *more: object, local_dir: Path | None = None) -> str:
+        arguments = ["merge", "--backend", "fsdp", "--local_dir", str(local_dir or actor(root, name))]
+        assert main([*arguments, "--target_dir", str(tmp_path / "out"), *map(str, more)]) == 2
+        assert not (tmp_path / "out").exists()
+        return capsys.readouterr().err
+
+    said = refusal("plain", local_dir=root / "plain" / "global_step_1")
+    assert "<run>/global_step_<N>/actor" in said and actor(root, "plain") in said
+    assert actor(root, "plain") in refusal("plain", local_dir=root / "plain")
+    assert "is no folder" in refusal("plain", local_dir=tmp_path / "nowhere")
+    assert "is no critic" in refusal("plain", "--is-value-model")
+    broken = tmp_path / "broken"
+    for change, message in (
+        (lambda: (broken / "model_world_size_2_rank_1.pt").unlink(), "model_world_size_2_rank_1.pt is missing"),
+        (lambda: (broken / "model_world_size_2_rank_0.pt").write_bytes(b"x"), "rank_0.pt has 1 bytes instead of"),
+        (lambda: (broken / "manifest_world_size_2_rank_1.json").unlink(), "rank 1 did not finish writing"),
+        (lambda: (broken / "huggingface" / "config.json").unlink(), "config.json is missing"),
+    ):
+        shutil.rmtree(broken, ignore_errors=True)
+        shutil.copytree(actor(root, "plain"), broken)
+        (broken / "optim_world_size_2_rank_0.pt").unlink()  # is not needed
+        change()
+        assert message in refusal("plain", local_dir=broken)
+    arguments = ["merge", "--backend", "megatron", "--local_dir", actor(root, "plain")]
+    assert main(arguments) == 2 and "--backend fsdp" in capsys.readouterr().err
+
+
+def test_upload(root, tmp_path, monkeypatch):
+    import huggingface_hub
+
+    calls = []
+
+    class Api:
+        def create_repo(self, **kwargs):
+            calls.append(("create", kwargs["repo_id"], kwargs["private"]))
+
+        def upload_folder(self, **kwargs):
+            assert (Path(kwargs["folder_path"]) / "model.safetensors").is_file()
+            calls.append(("upload", kwargs["repo_id"]))
+            return "commit"
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    hub = ("--hf_upload_path", "name/model", "--private")
+    assert run("merge", root, "plain", "--target_dir", tmp_path / "hf", *hub) == 0
+    assert calls == [("create", "name/model", True), ("upload", "name/model")]

@@ -1,0 +1,5 @@
+"""A Hugging Face folder from the files that the ranks of a run have written."""
+
+from verl.model_merger.merger import MergeOptions, compare, merge
+
+__all__ = ["MergeOptions", "compare", "merge"]

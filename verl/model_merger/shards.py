@@ -1,0 +1,122 @@
+"""Whole tensors from the model files of all ranks, one at a time."""
+
+import logging
+import pickle
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from verl.utils.checkpoint.files import (
+    LAYOUT_NAME,
+    CheckpointError,
+    Manifest,
+    file_problems,
+    read_manifest,
+    read_world_size,
+)
+from verl.utils.checkpoint.fsdp_checkpoint_manager import part_name
+
+MESHES = (("fsdp",), ("ddp", "fsdp"))
+
+
+def check_checkpoint(folder: Path) -> int:
+    """Return how many ranks wrote the model of a checkpoint, all of whose files are whole.
+
+    Raises: CheckpointError naming every file that is missing, cut short or changed.
+    """
+    if not Path(folder, LAYOUT_NAME).is_file():
+        raise CheckpointError(f"{folder} holds no {LAYOUT_NAME}: {_right_folder(folder)}")
+    world_size, problems = read_world_size(folder), []
+    for rank in range(world_size):
+        try:
+            manifest = read_manifest(folder, world_size, rank)
+        except CheckpointError as error:
+            problems.append(str(error))
+            continue
+        name = part_name("model", world_size, rank)
+        if name not in {record.name for record in manifest.files}:
+            problems.append(f"{name} was never saved: checkpoint.save_contents must name the model")
+        # what is not merged, such as the optimizer, may have been deleted to save room
+        needed = [each for each in manifest.files if each.name == name or each.name.startswith("huggingface/")]
+        problems += file_problems(folder, Manifest(world_size, rank, manifest.global_step, needed), checksums=True)
+    if problems:
+        raise CheckpointError(f"checkpoint {folder} cannot be merged: {'; '.join(problems)}")
+    return world_size
+
+
+def _right_folder(folder: Path) -> str:
+    """Say which folder is meant where one above it was given."""
+    expected = "--local_dir must be the folder of one role, <run>/global_step_<N>/actor"
+    if not folder.is_dir():
+        return f"it is no folder; {expected}"
+    found = sorted({path.parent for depth in ("*", "*/*") for path in folder.glob(f"{depth}/{LAYOUT_NAME}")})
+    return f"{expected}; write one of {', '.join(map(str, found))}" if found else expected
+
+
+class ShardedState(Mapping[str, Tensor]):
+    """The state dict of a run; a tensor is put together when it is asked for.
+
+    The files stay on disk and are mapped into memory. Raises: CheckpointError when they do not belong together.
+    """
+
+    def __init__(self, folder: Path, world_size: int) -> None:
+        self.first = _load(folder, world_size, 0)
+        self.shards = [self.first]
+        self.shards += [_load(folder, world_size, rank) for rank in range(1, self._shard_size(folder, world_size))]
+        for rank, shard in enumerate(self.shards):
+            if shard.keys() != self.first.keys():
+                name = min(shard.keys() ^ self.first.keys())
+                raise CheckpointError(f"the files of ranks 0 and {rank} hold different tensors, such as {name}")
+
+    def _shard_size(self, folder: Path, world_size: int) -> int:
+        """Over how many ranks one copy of the weights is sharded; the files of the other ranks repeat it."""
+        for name, tensor in self.first.items():
+            if not isinstance(tensor, DTensor):
+                continue
+            axes = tensor.device_mesh.mesh_dim_names
+            if axes not in MESHES:
+                raise CheckpointError(f"{folder}: {name} lies on mesh {axes}; only {MESHES} can be merged")
+            sizes = tuple(tensor.device_mesh.shape)
+            if torch.Size(sizes).numel() != world_size:
+                raise CheckpointError(f"{folder}: {name} lies on mesh {sizes}, and {world_size} ranks have written")
+            return int(sizes[-1])
+        return 1
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self.first[name]
+        if not isinstance(tensor, DTensor):
+            return tensor
+        way = tensor.placements[-1]
+        if isinstance(way, Replicate):
+            return tensor.to_local()
+        if type(way) is not Shard:
+            raise CheckpointError(f"{name} is placed by {way}; only Shard and Replicate can be merged")
+        whole = torch.cat([shard[name].to_local() for shard in self.shards], dim=way.dim)
+        if whole.shape != tensor.shape:
+            raise CheckpointError(f"the shards of {name} make {tuple(whole.shape)} instead of {tuple(tensor.shape)}")
+        return whole
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.first)
+
+    def __len__(self) -> int:
+        return len(self.first)
+
+
+def _load(folder: Path, world_size: int, rank: int) -> dict[str, Any]:
+    """Map a file into memory; only tensors and plain containers are unpickled."""
+    name = part_name("model", world_size, rank)
+    mesh_logger = logging.getLogger("torch.distributed.device_mesh")
+    level = mesh_logger.level
+    mesh_logger.setLevel(logging.ERROR)  # the mesh has no process groups here, and needs none
+    try:
+        state: dict[str, Any] = torch.load(folder / name, map_location="cpu", weights_only=True, mmap=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
+        raise CheckpointError(f"{folder / name} cannot be read ({error})") from error
+    finally:
+        mesh_logger.setLevel(level)
+    return state
