@@ -18,3 +18,19 @@ def test_a_death_ends_the_run_at_once(workspace, tmp_path, point):
     assert where.startswith(point)
     assert time.time() - float(died_at) < 60
     assert_names_the_death(run.output, 1, POINTS[point], 2)
+
+
+def test_a_hang_ends_the_run_after_the_timeout_of_the_group(workspace, tmp_path):
+    """SIGSTOP: nothing has died, so only the peer's deadline in a collective can tell."""
+    fault = {"VERL_FAULT": "hang:update_actor:rank=1:step=2", "VERL_FAULT_FILE": str(tmp_path / "fault")}
+    timeout_s = 15
+    overrides = TWO_WORKERS | {"actor_rollout_ref.nccl_timeout": timeout_s}
+    run = workspace.train("hang-in-update", overrides, env=fault, fails=True)
+    stopped_at, where = (tmp_path / "fault").read_text().split(maxsplit=1)
+    assert where.startswith("update_actor")
+    assert time.time() - float(stopped_at) < timeout_s + 60
+    message = run.output[run.output.rindex("Error:") :]
+    assert (
+        "WorkerTimeoutError" in message and "rank 1" in message and "update_actor" in message and "step 2" in message
+    ), message
+    assert "gave up waiting in a collective" in message, message

@@ -48,7 +48,7 @@ def run_ppo(config: DictConfig, task_runner_class: Any = None) -> None:
     before Ray was started, else with 1 and the whole trace in ``error.log`` of ``trainer.default_local_dir``.
     """
     from verl.trainer.ppo.inputs import check_inputs
-    from verl.trainer.ppo.launch import Terminated, catch_sigterm, report_failure, start_ray, stop_ray
+    from verl.trainer.ppo.launch import catch_sigterm, interruption, report_failure, start_ray, stop_ray
     from verl.trainer.ppo.progress import LocalDisplay
 
     CLOCK.moments = []
@@ -64,10 +64,8 @@ def run_ppo(config: DictConfig, task_runner_class: Any = None) -> None:
         CLOCK.mark("ray_init")
         catch_sigterm()  # Ray has set a handler of its own
         _run_in_actor(config, task_runner_class or TaskRunner, display)
-    except Terminated:
-        failure = "terminated", 143
     except KeyboardInterrupt:
-        failure = "interrupted", 130
+        failure = interruption()
     except Exception as error:  # whatever it is, the person at the terminal gets its cause and not Ray's frames
         if CLOCK.last == "imports":
             failure = f"error in the configuration: {error}", 2

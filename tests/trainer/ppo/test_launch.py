@@ -181,7 +181,7 @@ def test_a_bar_moves_below_the_lines(capsys, monkeypatch):
     out, err = capsys.readouterr()
     assert "a line" in out and out.endswith("another\n")
     last = err.split("\r")[-1]
-    assert "training  50% |" in last and "5/10" in last and "left, | reward 0.500 | 1,500 tokens/s" in last
+    assert "training  50% |" in last and "5/10" in last and "left, reward 0.500 | 1,500 tokens/s" in last
 
 
 def test_what_the_trainer_sends_arrives_in_order(capsys, monkeypatch):

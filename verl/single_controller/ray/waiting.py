@@ -147,6 +147,10 @@ def explain(site: CallSite, seats: Sequence[Seat], refs: Sequence[Any], failure:
         dead, death_error = death
         first = f"\nbefore that, rank {seat.rank} reported {_text(error)}" if dead.rank != seat.rank else ""
         return WorkerDiedError(site, dead.rank, dead.name, _text(death_error) + first)
+    silent = _silent(seats, refs) if "timed out" in str(error).lower() else []
+    if silent:
+        reported = f"rank {seat.rank} gave up waiting in a collective: {_text(error)}"
+        return WorkerTimeoutError(site, silent[0].rank, silent[0].name, reported, tuple(quiet.rank for quiet in silent))
     task_error = WorkerTaskError(site, seat.rank, seat.name, _text(error))
     task_error.__cause__ = (
         error.cause if isinstance(error, RayTaskError) and isinstance(error.cause, Exception) else error
@@ -154,10 +158,15 @@ def explain(site: CallSite, seats: Sequence[Seat], refs: Sequence[Any], failure:
     return task_error
 
 
+def _silent(seats: Sequence[Seat], refs: Sequence[Any]) -> list[Seat]:
+    """Return the seats whose result is not there."""
+    done = set(ray.wait(list(dict.fromkeys(refs)), num_returns=len(set(refs)), timeout=0)[0])
+    return [seat for seat, ref in zip(seats, refs, strict=False) if ref not in done]
+
+
 def explain_timeout(site: CallSite, seats: Sequence[Seat], refs: Sequence[Any], timeout_s: float) -> WorkerError:
     """Name the workers that had not answered at the deadline."""
-    done = set(ray.wait(list(dict.fromkeys(refs)), num_returns=len(set(refs)), timeout=0)[0])
-    silent = [seat for seat, ref in zip(seats, refs, strict=False) if ref not in done] or list(seats[:1])
+    silent = _silent(seats, refs) or list(seats[:1])
     return WorkerTimeoutError(
         site, silent[0].rank, silent[0].name, f"no answer within {timeout_s:g} s", tuple(seat.rank for seat in silent)
     )

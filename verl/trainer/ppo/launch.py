@@ -79,18 +79,24 @@ def runtime_env(config: Any, chosen: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-class Terminated(KeyboardInterrupt):
-    """SIGTERM has come."""
+_terminated = threading.Event()
 
 
 def catch_sigterm() -> None:
-    """Raise ``Terminated`` at SIGTERM from now on; only the main thread can have this."""
+    """Raise KeyboardInterrupt at SIGTERM too from now on; only the main thread can have this."""
+    _terminated.clear()
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _raise_terminated)
+        signal.signal(signal.SIGTERM, _interrupt)
 
 
-def _raise_terminated(signum: int, frame: Any) -> None:
-    raise Terminated
+def _interrupt(signum: int, frame: Any) -> None:
+    _terminated.set()  # Ray turns whatever is raised here into a KeyboardInterrupt
+    raise KeyboardInterrupt
+
+
+def interruption() -> tuple[str, int]:
+    """Return message and exit code of a run that a signal has ended."""
+    return ("terminated", 143) if _terminated.is_set() else ("interrupted", 130)
 
 
 def stop_ray(owned: bool) -> None:

@@ -61,11 +61,9 @@ class LocalDisplay:
         if self._bar is None:
             from tqdm import tqdm
 
-            self._bar = tqdm(
-                total=total, initial=start, desc="training", dynamic_ncols=True, bar_format=_BAR_FORMAT, miniters=0
-            )
-        self._bar.set_postfix_str(f"| {text}" if text else "", refresh=False)
-        self._bar.update(step - self._bar.n)
+            self._bar = tqdm(total=total, initial=start, desc="training", dynamic_ncols=True, bar_format=_BAR_FORMAT)
+        self._bar.set_postfix_str(text, refresh=False)
+        self._bar.n = step
         self._bar.refresh()
 
     def close(self) -> None:

@@ -4,7 +4,13 @@ All of them were made for and tried with vLLM 0.32; the classes that they touch 
 per process.
 """
 
+import contextlib
 import logging
+import os
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -140,3 +146,56 @@ def name_shared_memory(token: int) -> None:
 
     rank, local_rank = envs.integer("RANK", 0), envs.integer("LOCAL_RANK", 0)
     ExecutorWithExternalLauncher._distributed_args = lambda self: (f"tcp://127.0.0.1:{token}", rank, local_rank)
+
+
+_SHARED_MEMORY = Path("/dev/shm")
+_SEGMENT_NAME = re.compile(r"\d{16,}-tp:\d.*-cpushm_\d+")  # a token of name_shared_memory and what vLLM adds
+_START_LIMIT_S = 600.0
+
+
+def unlink_shared_memory(token: int) -> None:
+    """Take the names off the shared memory of a started engine; call it when all ranks have started theirs.
+
+    Versions: 0.25 to 0.32. The memory lives on while it is mapped, and goes with the processes however they end; with
+    their names, a killed run leaves 29 MB per tensor-parallel group behind. Can go when vLLM does so itself.
+    """
+    for path in _SHARED_MEMORY.glob(f"{token}-tp*"):
+        path.unlink(missing_ok=True)
+    for buffer in _ring_buffers():
+        if buffer.is_creator:
+            buffer.is_creator = False  # else it would unlink the name once more in the end
+            with contextlib.suppress(FileNotFoundError):
+                buffer.shared_memory.unlink()
+
+
+def _ring_buffers() -> Iterator[Any]:
+    from vllm.distributed import parallel_state
+
+    for reference in parallel_state._groups.values():
+        queue = getattr(reference(), "mq_broadcaster", None)
+        if getattr(queue, "buffer", None) is not None:
+            yield queue.buffer
+
+
+def remove_stale_shared_memory() -> None:
+    """Remove the segments of this user that runs killed in the start of their engine have left on this node."""
+    now, user = time.time(), os.getuid()
+    stale = []
+    for path in _SHARED_MEMORY.glob("*-cpushm_*"):
+        with contextlib.suppress(OSError):
+            status = path.stat()
+            if _SEGMENT_NAME.fullmatch(path.name) and status.st_uid == user and now - status.st_mtime > _START_LIMIT_S:
+                stale.append(path)
+    if stale:
+        mapped = _mapped_files()
+        for path in stale:
+            if str(path) not in mapped:
+                path.unlink(missing_ok=True)
+
+
+def _mapped_files() -> str:
+    texts = []
+    for path in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            texts.append(path.read_text())
+    return "\n".join(texts)

@@ -52,10 +52,11 @@ class vLLMRollout(BaseRollout):
         self._asleep: set[str] = set()
         with preserved_random_state():
             vllm = import_vllm()
-            _agree_on_shared_memory_name()
+            token = _agree_on_shared_memory_name()
             args = build_engine_args(config, model_config)
             started = time.perf_counter()
             self._llm = vllm.LLM(**args)
+            _forget_shared_memory_name(token)
         self._can_sleep = bool(args.get("enable_sleep_mode", False))
         # Level 2 drops the weights, which the next sync brings anyway; level 1 keeps a copy in host memory.
         self._sleep_level = 1 if config.layered_summon or config.load_format != "dummy" else 2
@@ -220,12 +221,25 @@ class vLLMRollout(BaseRollout):
         return self._weights.checksum_of_source(name, tensor)
 
 
-def _agree_on_shared_memory_name() -> None:
-    """Let all ranks name the engine's shared memory after a number that the first one draws."""
+def _agree_on_shared_memory_name() -> int | None:
+    """Let all ranks name the engine's shared memory after a number that the first one draws; returns the number."""
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
-        return
-    from verl.utils.vllm.patch import name_shared_memory
+        return None
+    from verl.utils.vllm import patch
 
+    if envs.integer("LOCAL_RANK", 0) == 0:
+        patch.remove_stale_shared_memory()
     token = [time.time_ns()]
     torch.distributed.broadcast_object_list(token, src=0)
-    name_shared_memory(token[0])
+    patch.name_shared_memory(token[0])
+    return token[0]
+
+
+def _forget_shared_memory_name(token: int | None) -> None:
+    """Let the shared memory go with the processes, now that all ranks have opened it."""
+    if token is None:
+        return
+    from verl.utils.vllm.patch import unlink_shared_memory
+
+    torch.distributed.barrier()
+    unlink_shared_memory(token)
