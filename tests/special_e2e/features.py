@@ -96,7 +96,9 @@ FEATURES: dict[str, Overrides] = {
     | both(MODELS, use_remove_padding=False)
     | micro_batches(2),
     "two workers, offload policy": workers(2) | both(ENGINES, offload_policy=True),
-    "four workers, hybrid sharding 2 x 2, TP 2": workers(4, 2) | both(ENGINES, fsdp_size=2),
+    "four workers, hybrid sharding 2 x 2, TP 2": workers(4, 2)
+    | both(ENGINES, fsdp_size=2)
+    | {"ray_kwargs.ray_init.num_cpus": 4},  # on fewer cores the workers share them
 }
 
 LAYOUT_METRICS = ("global_seqlen/", "training/rollout_", "startup_s/")

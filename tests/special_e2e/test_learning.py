@@ -1,0 +1,85 @@
+"""The examples for CPU learn the task of the quick start from its warmed-up model, in every layout."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .conftest import REPOSITORY, Run
+from .features import GAP
+from .verification import record
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
+
+LAYOUTS = {"one worker": (1, 1), "two workers": (2, 1), "two workers, TP 2": (2, 2)}
+STEPS = {"grpo": 20, "ppo": 40}
+ACCURACY = "val-core/openai/gsm8k/reward/mean@1"
+
+
+def call(command: list[str], **env: str | Path) -> None:
+    """Run a documented command with the Python of the tests."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path, "PYTHONPATH": str(REPOSITORY)} | {k: str(v) for k, v in env.items()}
+    done = subprocess.run(
+        command,
+        cwd=REPOSITORY,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=800,
+    )
+    assert done.returncode == 0, f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-3000:]}"
+
+
+@pytest.fixture(scope="module")
+def warmed_up(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Data and a supervised model, as the quick start makes them."""
+    root = tmp_path_factory.mktemp("learning")
+    prepare = [sys.executable, "examples/data_preprocess/gsm8k.py", "--source", "synthetic", "--seed", "1"]
+    call([*prepare, "--local_save_dir", str(root / "data")])
+    call([sys.executable, "examples/tiny_model.py", "--save-dir", str(root / "base"), "--seed", "1"])
+    data = {"DATA_DIR": root / "data"}
+    call(["bash", "examples/sft/run_tiny_cpu.sh"], MODEL_PATH=root / "base", OUT_DIR=root / "sft", **data)
+    step = (root / "sft" / "latest_checkpointed_iteration.txt").read_text().strip()
+    return data | {"MODEL_PATH": root / "sft" / f"global_step_{step}" / "huggingface"}
+
+
+def mean(run: Run, name: str, steps: range) -> float:
+    return sum(run.steps[step][name] for step in steps) / len(steps)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("algorithm", STEPS)
+def test_the_example_learns(warmed_up, verification_page, tmp_path, algorithm, layout):
+    """Greedy accuracy rises from under one half to nine tenths; with a critic, the value loss falls by a third."""
+    workers, tensor_parallel = LAYOUTS[layout]
+    last = STEPS[algorithm]
+    call(
+        [
+            "bash",
+            f"examples/{algorithm}_trainer/run_tiny_cpu.sh",
+            f"trainer.total_training_steps={last}",
+            f"trainer.test_freq={last}",
+            "trainer.save_freq=-1",
+            f"actor_rollout_ref.rollout.tensor_model_parallel_size={tensor_parallel}",
+        ],
+        OUT_DIR=tmp_path,
+        WORKERS=str(workers),
+        **warmed_up,
+    )
+    run = Run(0, "", 0.0, tmp_path)
+    before, after = run.steps[0][ACCURACY], run.steps[last][ACCURACY]
+    gap = max(run.steps[step][GAP] for step in range(1, last + 1))
+    losses = []
+    if algorithm == "ppo":
+        losses = [mean(run, "critic/vf_loss", range(1, 6)), mean(run, "critic/vf_loss", range(last - 4, last + 1))]
+    shown = [f"{loss:.3f}" for loss in losses] or ["", ""]
+    row = [f"{algorithm.upper()}, {layout}", str(last), f"{before:.2f}", f"{after:.2f}", *shown, f"{gap:.1e}"]
+    record(verification_page, "## Learning", row)
+    assert before < 0.5 and after >= 0.9
+    assert gap < 1e-4
+    if losses:
+        assert losses[1] < 2 / 3 * losses[0]
