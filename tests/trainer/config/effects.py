@@ -99,7 +99,7 @@ READERS = [
     Reader(ACTOR, "loss_agg_mode entropy_coeff use_kl_loss kl_loss_coef kl_loss_type", "workers/roles/utils/losses.py", "config", ROLE_LOSSES + "test_ppo_loss_is_policy_minus_entropy_plus_kl"),
     # reference
     Reader((REF, ROLLOUT), "log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu log_prob_use_dynamic_bsz log_prob_max_token_len_per_gpu", "workers/roles/actor_rollout_ref.py", "node", "tests/workers/roles/test_batching.py::test_a_micro_batch_of_one_device"),
-    Reader(REF, "model", "workers/roles/actor_rollout_ref.py", "config"),
+    Reader(REF, "model", "workers/roles/actor_rollout_ref.py", "config", "tests/workers/roles/test_models_of_roles.py::test_a_reference_of_its_own_differs_in_the_keys_that_it_names"),
     Reader("actor_rollout_ref", "nccl_timeout", "workers/roles/actor_rollout_ref.py", "config"),
     # critic
     Reader("critic", "rollout_n ppo_mini_batch_size ppo_micro_batch_size ppo_micro_batch_size_per_gpu use_dynamic_bsz ppo_max_token_len_per_gpu", "workers/roles/critic.py", "config", "tests/workers/roles/test_batching.py::test_a_mini_batch_is_in_prompts_and_shared_by_the_ranks"),

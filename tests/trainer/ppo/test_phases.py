@@ -166,6 +166,7 @@ def config_with(**changes):
         ({"algorithm__rollout_is_threshold": 2.0}, True),
         ({"actor_rollout_ref__actor__use_rollout_log_probs": True}, True),
         ({"actor_rollout_ref__actor__use_kl_loss": True}, False),
+        ({"data__gen_batch_size": 16}, True),
     ],
 )
 def test_old_log_probs_are_computed_where_something_reads_them(changes, needed):

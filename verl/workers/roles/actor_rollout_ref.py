@@ -94,7 +94,10 @@ class ActorRolloutRefWorker(EngineWorker):
         )
         model_config = self.model_config
         if config.get("model", None) is not None and config.model.get("path", None):
-            model_config = omega_conf_to_dataclass(OmegaConf.merge(self.config.model, config.model))
+            node = self.config.model.copy()
+            OmegaConf.set_struct(node, False)  # as under the actor's model, free nodes take any key
+            node.merge_with(config.model)
+            model_config = omega_conf_to_dataclass(node)
         self.ref_engine = self.build_engine("language_model", model_config, engine_config, None, CheckpointConfig())
         self.ref_cut = log_prob_cut(config, self.ref_engine.get_data_parallel_size())
         if not self._is_actor:
