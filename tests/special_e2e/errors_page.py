@@ -23,8 +23,8 @@ TITLES = {
 HEAD = (
     "# Messages\n\n"
     "What a wrong input gets from `python -m verl.trainer.main_ppo`. Nearly all are found before Ray starts, in a "
-    "second or two and without importing torch: exit code 2. Those marked with ◦ only your code or the workers can find: exit "
-    "code 1, with the whole trace in `error.log` of `trainer.default_local_dir`.\n\n"
+    "second or two and without importing torch: exit code 2. Those marked with ◦ only your code or the workers can "
+    "find: exit code 1, with the whole trace in `error.log` of `trainer.default_local_dir`.\n\n"
     "The inputs are those of `tests/special_e2e/wrong_input_cases.py`, where each is tried; `python -m "
     "tests.special_e2e.errors_page` writes this page. `…` stands for a folder.\n"
 )

@@ -18,6 +18,7 @@ NO_WORKERS = {"trainer.total_training_steps": None, "data.filter_overlong_prompt
 """With these the workers start only after the data are read: cases that fail before save that time."""
 TWO = {"trainer.n_gpus_per_node": 2}
 
+# fmt: off
 CONFIG = [
     Case("config", "a key that does not exist", {"trainer.n_gpus": 1}, ("trainer.n_gpus=1: there is no such key; the nearest: trainer.n_gpus_per_node",)),
     Case("config", "an override without a value", {"trainer.total_epochs": ABSENT, "trainer.total_epochs 3": ""}, ("'trainer.total_epochs 3=' cannot be read: write key=value",)),

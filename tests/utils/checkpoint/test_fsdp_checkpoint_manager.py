@@ -196,7 +196,7 @@ def test_one_sharded_rank(tmp_path):
 
 def test_another_world_size_is_refused_with_a_way_out(two_rank_root):
     *_, manager = make(0)
-    with pytest.raises(ValueError, match=r"written by 2 ranks and cannot be read by 1: start with 2.*n_gpus_per_node"):
+    with pytest.raises(ValueError, match=r"written by 2 ranks and cannot be read by 1: start with 2.*model_merger"):
         manager.load_checkpoint(str(two_rank_root / "global_step_3" / "actor"))
 
 

@@ -1,0 +1,66 @@
+"""Which reward functions are refused by their source alone."""
+
+import ast
+
+import pytest
+
+from verl.trainer.config.scorers import KEYWORDS, POSITIONS, scorer_rules
+from verl.workers.reward_manager.registry import get_reward_manager_cls
+
+ONE = "data_source, solution_str, ground_truth, extra_info"
+MANY = "data_sources, solution_strs, ground_truths, extra_infos"
+
+
+def problems(source, manager="naive", **reward_kwargs):
+    node = {"name": "score", "reward_kwargs": reward_kwargs}
+    tree = {"custom_reward_function": node, "reward_model": {"reward_manager": manager}}
+    return [violation.expected for violation in scorer_rules(tree, ast.parse(source))]
+
+
+@pytest.mark.parametrize("manager", [*KEYWORDS, *POSITIONS])
+def test_the_calls_are_those_of_the_managers(manager):
+    args, kwargs = get_reward_manager_cls(manager).call_scorer_example(lambda: None)
+    assert (len(args), tuple(kwargs)) == (POSITIONS.get(manager, 0), KEYWORDS.get(manager, ()))
+
+
+@pytest.mark.parametrize(
+    ("source", "manager", "reward_kwargs"),
+    [
+        (f"def score({ONE}): ...", "naive", {}),
+        (f"def score({ONE}=None, *, bonus=0): ...", "dapo", {"bonus": 1}),
+        ("def score(**anything): ...", "naive", {"bonus": 1}),
+        ("def score(solution_str, *rest, **others): ...", "naive", {}),
+        (f"def score({MANY}): ...", "batch", {}),
+        ("def score(a, b, c, d=None, /): ...", "prime", {}),
+        # only running the file tells
+        ("def score(a): ...", "one_of_the_users", {}),
+        ("@wrapped\ndef score(a): ...", "naive", {}),
+        ("from x import score", "naive", {}),
+        ("def score(a): ...\nfrom x import other as score", "naive", {}),
+        ("def score(a): ...\nscore, other = make()", "naive", {}),
+        ("def score(a): ...\nif fast:\n    def score(b): ...", "naive", {}),
+        ("def score(a): ...\nscore = wrap(score)", "naive", {}),
+        ("class score: ...", "naive", {}),
+        ("def score(a): ...\nfor score in range(3): ...", "naive", {}),
+    ],
+)
+def test_accepted(source, manager, reward_kwargs):
+    assert problems(source, manager, **reward_kwargs) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "manager", "reward_kwargs", "text"),
+    [
+        ("def score(a): ...", "naive", {}, "score(a) cannot be called by the manager 'naive'"),
+        (f"def score({ONE}): ...", "batch", {}, MANY),
+        (f"def score({ONE}): ...", "naive", {"bonus": 1}, "unexpected keyword argument 'bonus'"),
+        (f"def score({ONE}, *, must): ...", "naive", {}, "missing a required argument: 'must'"),
+        (f"def score({ONE}, /): ...", "naive", {}, "cannot be called"),
+        ("def score(a, b, c): ...", "prime", {}, "too many positional arguments"),
+        (f"def score({ONE}): ...\nscore = 3", "naive", {}, "must be a function"),
+        (f"async def score({ONE}): ...", "naive", {}, "asynchronous"),
+    ],
+)
+def test_refused(source, manager, reward_kwargs, text):
+    (expected,) = problems(source, manager, **reward_kwargs)
+    assert text in expected
