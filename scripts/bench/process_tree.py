@@ -1,0 +1,109 @@
+"""CPU seconds and memory of a command and everything that it starts."""
+
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+_POLL_S = 0.02
+_MEMORY_EVERY_S = 1.0
+_GONE = (psutil.NoSuchProcess, psutil.AccessDenied, FileNotFoundError, ProcessLookupError)
+
+
+class ProcessTree:
+    """Adds up what all descendants of a process have used, those that have ended included."""
+
+    def __init__(self, pid: int) -> None:
+        self.root = psutil.Process(pid)
+        self.peak_rss = self.peak_pss = 0
+        self._known: dict[tuple[int, float], psutil.Process] = {}
+
+    def _alive(self) -> Iterator[psutil.Process]:
+        found = [self.root]
+        with suppress(*_GONE):
+            found += self.root.children(recursive=True)
+        for process in found:
+            with suppress(*_GONE):
+                self._known.setdefault((process.pid, process.create_time()), process)
+        for key, process in list(self._known.items()):  # one whose parent has ended is still counted
+            if process.is_running():
+                yield process
+            else:
+                del self._known[key]
+
+    def cpu_seconds(self) -> dict[str, float]:
+        """Return the CPU seconds so far by what the processes are for; one that has ended counts for its parent."""
+        sums: dict[str, float] = {}
+        for process in self._alive():
+            with suppress(*_GONE):
+                name = _role(process)
+                sums[name] = sums.get(name, 0.0) + sum(process.cpu_times()[:4])  # own and reaped, user and system
+        return sums
+
+    def note_memory(self) -> None:
+        """Keep the highest sums of resident memory: RSS counts a shared page in every process, PSS once."""
+        rss = pss = 0
+        for process in self._alive():
+            with suppress(*_GONE):
+                rss += process.memory_info().rss
+                pss += _proportional(process.pid)
+        self.peak_rss, self.peak_pss = max(self.peak_rss, rss), max(self.peak_pss, pss)
+
+
+def _proportional(pid: int) -> int:
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _role(process: psutil.Process) -> str:
+    """Return what a process is for: workers of Ray have ``ray::Class.method`` as title, scripts their own name."""
+    title, *arguments = process.cmdline() or [process.name()]
+    if title.startswith("ray::"):
+        return title.removeprefix("ray::").partition(".")[0]
+    if Path(title).name.startswith("python"):
+        title = next((text for text in arguments if not text.startswith("-")), title)
+    return Path(title).name
+
+
+def run_measured(
+    command: list[str], env: dict[str, str], progress: Path, log: Path, timeout_s: float
+) -> dict[str, Any]:
+    """Run a command that appends a line to ``progress`` after each step, and measure at every line.
+
+    Returns: ``marks``, a list of (seconds, {process: CPU seconds}) with one entry per line, and the peaks of memory.
+    Raises: RuntimeError with the end of the log when the command fails or takes longer than ``timeout_s``.
+    """
+    started = time.monotonic()
+    with log.open("w") as out:
+        child = subprocess.Popen(command, env=os.environ | env, stdout=out, stderr=subprocess.STDOUT)
+        tree, marks, memory_at, size = ProcessTree(child.pid), [], 0.0, 0
+        try:
+            while child.poll() is None:
+                now = time.monotonic()
+                if now - started > timeout_s:
+                    raise RuntimeError(f"no end after {timeout_s} s: {command}\n{_tail(log)}")
+                if progress.exists() and progress.stat().st_size > size:
+                    size = progress.stat().st_size
+                    marks.append((now - started, tree.cpu_seconds()))
+                elif now > memory_at:
+                    memory_at = now + _MEMORY_EVERY_S
+                    tree.note_memory()
+                time.sleep(_POLL_S)
+        finally:
+            if child.poll() is None:
+                child.terminate()
+                child.wait(timeout=60)
+    if child.returncode:
+        raise RuntimeError(f"exit {child.returncode}: {command}\n{_tail(log)}")
+    return {"marks": marks, "peak_rss": tree.peak_rss, "peak_pss": tree.peak_pss}
+
+
+def _tail(log: Path) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-30:])

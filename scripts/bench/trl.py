@@ -1,0 +1,203 @@
+"""Wall and CPU seconds per step and peak memory of GRPO on CPU: ``verl`` and TRL in turn, over the whole process tree.
+
+python scripts/bench/trl.py --trl-python path/to/venv/bin/python
+
+Both train the same model on the same prompts with the same settings, from one checkpoint per case that this script
+makes: in the case ``fixed`` every response has 32 tokens, in ``varied`` 4 to 64, uniformly (see countdown.py). Without
+``--trl-python``, an interpreter that can import trl, ``verl`` runs alone. The last line printed is JSON.
+"""
+
+import argparse
+import json
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from countdown import make_inputs
+from process_tree import run_measured
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
+WARMUP_STEPS = 2
+RUN_TIMEOUT_S = 1200.0
+# case -> (shortest, longest, limit) of responses; groups longer than the limit never come to their end
+CASES = {"fixed": (34, 40, 32), "varied": (4, 64, 64)}
+LENGTH_KEYS = {
+    "verl": ("response_length/mean", "response_length/min", "response_length/max"),
+    "trl": ("completions/mean_length", "completions/min_length", "completions/max_length"),
+}
+
+
+def parse_args() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trl-python", help="interpreter of an environment with trl (default: verl runs alone)")
+    parser.add_argument("--only", choices=("verl", "trl"), help="leave the other out")
+    parser.add_argument("--case", choices=(*CASES, "both"), default="both")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each, in turn (default: 3)")
+    parser.add_argument("--steps", type=int, default=12, help=f"per run, {WARMUP_STEPS} not counted (default: 12)")
+    parser.add_argument("--threads", type=int, default=1, help="OpenMP threads of each (default: 1)")
+    parser.add_argument("--trl-micro", type=int, default=32, help="rows in a forward pass of TRL (default: 32)")
+    parser.add_argument("--token-budget", type=int, default=4096, help="tokens in a forward pass of verl")
+    for name, value in (("hidden", 256), ("layers", 4), ("vocab", 1000), ("prompts", 16), ("samples", 8)):
+        parser.add_argument(f"--{name}", type=int, default=value, help=f"default: {value}")
+    parser.add_argument("--prompt-length", type=int, default=32, help="default: 32")
+    parser.add_argument("--seed", type=int, default=1, help="of model, prompts and sampling (default: 1)")
+    parser.add_argument("--out", type=Path, help="folder for logs and inputs (default: a temporary one)")
+    parser.add_argument("overrides", nargs="*", help="further keys for verl, for instance key=value")
+    args = parser.parse_args()
+    if args.steps <= WARMUP_STEPS:
+        parser.error(f"--steps must be above {WARMUP_STEPS}, the steps that are not counted")
+    if args.only == "trl" and not args.trl_python:
+        parser.error("--only trl needs --trl-python")
+    return args
+
+
+def verl_command(args: argparse.Namespace, inputs: Path, run: Path, limit: int) -> list[str]:
+    """Return the command of the half that is ours."""
+    rows = args.prompts
+    settings = {
+        "algorithm.adv_estimator": "grpo",
+        "data.train_files": inputs / "prompts.parquet",
+        "data.val_files": "null",
+        "data.train_batch_size": rows,
+        "data.max_prompt_length": args.prompt_length,
+        "data.max_response_length": limit,
+        "data.dataloader_num_workers": 0,
+        "actor_rollout_ref.model.path": inputs / "model",
+        "actor_rollout_ref.model.use_remove_padding": "true",
+        "actor_rollout_ref.model.enable_gradient_checkpointing": "false",
+        "actor_rollout_ref.actor.optim.lr": 1e-6,
+        "actor_rollout_ref.actor.optim.weight_decay": 0.0,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": rows,
+        "actor_rollout_ref.actor.use_dynamic_bsz": "true",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": args.token_budget,
+        "actor_rollout_ref.actor.fsdp_config.model_dtype": "fp32",
+        "actor_rollout_ref.rollout.name": "vllm",
+        "actor_rollout_ref.rollout.dtype": "float32",
+        "actor_rollout_ref.rollout.n": args.samples,
+        "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
+        "custom_reward_function.path": HERE / "countdown.py",
+        "trainer.device": "cpu",
+        "trainer.n_gpus_per_node": 1,
+        "trainer.logger": "[]",
+        "trainer.seed": args.seed,
+        "trainer.default_local_dir": run,
+        "trainer.total_training_steps": args.steps,
+        "trainer.val_before_train": "false",
+        "trainer.resume_mode": "disable",
+    }
+    pairs = [f"{key}={value}" for key, value in settings.items()]
+    return [sys.executable, "-m", "verl.trainer.main_ppo", *pairs, *args.overrides]
+
+
+def trl_command(args: argparse.Namespace, inputs: Path, run: Path, limit: int) -> list[str]:
+    """Return the command of the other half; ``-P``, since this folder has a trl.py."""
+    options = {
+        "inputs": inputs, "progress": run / "metrics.jsonl", "steps": args.steps, "prompts": args.prompts,
+        "samples": args.samples, "limit": limit, "micro": args.trl_micro, "threads": args.threads, "seed": args.seed,
+    }  # fmt: skip
+    pairs = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+    return [args.trl_python, "-P", str(HERE / "trl_side.py"), *pairs]
+
+
+def measure(framework: str, args: argparse.Namespace, inputs: Path, run: Path, limit: int) -> dict[str, Any]:
+    """Run one framework once and return its figures per counted step."""
+    shutil.rmtree(run, ignore_errors=True)
+    run.mkdir(parents=True)
+    command = (verl_command if framework == "verl" else trl_command)(args, inputs, run, limit)
+    threads = str(args.threads)
+    env = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
+    env |= {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    result = run_measured(command, env, run / "metrics.jsonl", run / "output.log", RUN_TIMEOUT_S)
+    marks = result["marks"]
+    if len(marks) != args.steps:
+        raise RuntimeError(f"{framework}: {len(marks)} steps were seen, not {args.steps}; see {run}/output.log")
+    (start, cpu_start), (end, cpu_end) = marks[WARMUP_STEPS - 1], marks[-1]
+    counted = args.steps - WARMUP_STEPS
+    by_process = {name: (value - cpu_start.get(name, 0.0)) / counted for name, value in cpu_end.items()}
+    lines = [json.loads(line)["data"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    mean, low, high = ([line[key] for line in lines[WARMUP_STEPS:]] for key in LENGTH_KEYS[framework])
+    return {
+        "framework": framework,
+        "cpu_s": sum(by_process.values()),
+        "wall_s": (end - start) / counted,
+        "first_step_s": marks[0][0],
+        "peak_rss_gb": result["peak_rss"] / 1e9,
+        "peak_pss_gb": result["peak_pss"] / 1e9,
+        "length": [statistics.fmean(mean), min(low), max(high)],
+        "cpu_s_by_process": {name: round(value, 3) for name, value in by_process.items() if value >= 0.005},
+    }
+
+
+def compare(case: str, args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """Run both frameworks in turn on the inputs of a case."""
+    shortest, longest, limit = CASES[case]
+    sizes = SimpleNamespace(**vars(args), shortest=shortest, longest=longest, limit=limit)
+    inputs = folder / case
+    make_inputs(inputs, sizes, args.steps)
+    names = [name for name in ("verl", "trl") if args.only in (None, name) and (name == "verl" or args.trl_python)]
+    results = []
+    for number in range(args.rounds):
+        for name in names if number % 2 == 0 else reversed(names):
+            row = {"case": case, "round": number} | measure(
+                name, args, inputs, folder / f"{case}_{name}_{number}", limit
+            )
+            results.append(row)
+            with (folder / "results.jsonl").open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            say(f"{case} {number} {name}: {row['cpu_s']:.2f} CPU s, {row['wall_s']:.2f} s per step")
+    return results
+
+
+COLUMNS = {"cpu_s": "CPU s/step", "wall_s": "wall s/step", "peak_rss_gb": "peak RSS GB", "peak_pss_gb": "peak PSS GB"}
+
+
+def table(results: list[dict[str, Any]]) -> list[str]:
+    """Return the medians, with the range, and the ratios as lines of Markdown."""
+    lines = ["| case | | " + " | ".join(COLUMNS.values()) + " | response tokens: mean, min, max |"]
+    lines.append("|---" * (len(COLUMNS) + 3) + "|")
+    for case in dict.fromkeys(row["case"] for row in results):
+        medians: dict[str, dict[str, float]] = {}
+        for name in ("verl", "trl"):
+            rows = [row for row in results if row["case"] == case and row["framework"] == name]
+            if not rows:
+                continue
+            medians[name] = {key: statistics.median(row[key] for row in rows) for key in COLUMNS}
+            cells = [
+                f"{medians[name][key]:.2f} ({min(row[key] for row in rows):.2f} to {max(row[key] for row in rows):.2f})"
+                for key in COLUMNS
+            ]
+            mean = statistics.fmean(row["length"][0] for row in rows)
+            low, high = min(row["length"][1] for row in rows), max(row["length"][2] for row in rows)
+            lines.append(f"| {case} | {name} | {' | '.join(cells)} | {mean:.1f}, {low:.0f}, {high:.0f} |")
+        if len(medians) == 2:
+            ratios = [f"{medians['verl'][key] / medians['trl'][key]:.2f}" for key in COLUMNS]
+            lines.append(f"| {case} | verl / trl | {' | '.join(ratios)} | |")
+    return lines
+
+
+def say(line: str) -> None:
+    """Write a line at once."""
+    sys.stdout.write(f"{time.strftime('%H:%M:%S')} {line}\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    """Run the comparison, print the table and the JSON line."""
+    args = parse_args()
+    folder = args.out or Path(tempfile.mkdtemp(prefix="verl_bench_"))
+    results = [row for case in (CASES if args.case == "both" else [args.case]) for row in compare(case, args, folder)]
+    sys.stdout.write("\n".join([f"inputs, logs: {folder}", "", *table(results), ""]) + "\n")
+    sizes = {name: getattr(args, name) for name in ("hidden", "layers", "vocab", "prompts", "samples", "prompt_length")}
+    settings = sizes | {name: getattr(args, name) for name in ("steps", "threads", "trl_micro", "token_budget")}
+    sys.stdout.write(json.dumps({"settings": settings, "results": results}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

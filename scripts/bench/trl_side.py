@@ -1,0 +1,89 @@
+"""TRL's half of scripts/bench/trl.py, which starts it: GRPOTrainer, and a JSON line for each step."""
+
+import argparse
+import importlib.util
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+PARSER = argparse.ArgumentParser(description=__doc__)
+PARSER.add_argument("--inputs", type=Path, required=True, help="folder of model and prompts")
+PARSER.add_argument("--progress", type=Path, required=True, help="file to which each step appends a line")
+for option in ("steps", "prompts", "samples", "limit", "micro", "threads", "seed"):
+    PARSER.add_argument(f"--{option}", type=int, required=True)
+
+
+class StepLines(TrainerCallback):
+    """Appends the logged figures of every step."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+        """Write a line once the figures of a step are complete."""
+        if logs and "reward" in logs:
+            with self.path.open("a") as file:
+                file.write(json.dumps({"step": state.global_step, "time": time.time(), "data": logs}) + "\n")
+
+
+def scorer() -> Any:
+    """Return the rule of countdown.py, which lies beside this file."""
+    spec = importlib.util.spec_from_file_location("countdown", Path(__file__).with_name("countdown.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.compute_score
+
+
+def main() -> None:
+    """Train for the steps that were asked for."""
+    args = PARSER.parse_args()
+    torch.set_num_threads(args.threads)
+    score = scorer()
+
+    def reward(completions: list[str], **columns: Any) -> list[float]:
+        return [score("countdown", completion, "") for completion in completions]
+
+    batch = args.prompts * args.samples
+    config = GRPOConfig(
+        output_dir=str(args.progress.parent / "trl"),
+        use_cpu=True,
+        bf16=False,
+        fp16=False,
+        max_steps=args.steps,
+        per_device_train_batch_size=args.micro,
+        gradient_accumulation_steps=batch // args.micro,
+        num_generations=args.samples,
+        max_completion_length=args.limit,
+        temperature=1.0,
+        beta=0.0,
+        learning_rate=1e-6,
+        lr_scheduler_type="constant",
+        max_grad_norm=1.0,
+        weight_decay=0.0,
+        loss_type="dapo",
+        gradient_checkpointing=False,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        seed=args.seed,
+    )
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(args.inputs / "model", attn_implementation="sdpa"),
+        processing_class=AutoTokenizer.from_pretrained(args.inputs / "model"),
+        args=config,
+        reward_funcs=reward,
+        train_dataset=Dataset.from_json(str(args.inputs / "prompts.jsonl")),
+        callbacks=[StepLines(args.progress)],
+    )
+    trainer.train()
+
+
+if __name__ == "__main__":
+    main()
