@@ -55,7 +55,7 @@ class Merger:
         path = self.folder / ADAPTER_FOLDER / "adapter_config.json"
         try:
             content: dict[str, Any] = json.loads(path.read_text())
-            content["lora_alpha"], content["r"]  # noqa: B018
+            content["lora_alpha"], content["r"]
         except (OSError, ValueError, KeyError) as error:
             raise CheckpointError(f"{path}, which says how adapters are scaled, cannot be read: {error}") from error
         return content

@@ -1,0 +1,177 @@
+"""Score generated responses: ``python -m verl.trainer.main_eval data.path=responses.parquet``.
+
+Every row holds a list of responses; its score is their mean, and that of a data source the mean of its rows.
+"""
+
+import inspect
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import fmean
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from omegaconf import DictConfig
+from tqdm import tqdm
+
+from verl.base_config import ConfigError
+from verl.trainer.config.cli import hydra_main
+from verl.trainer.config.files import data_file_rules
+from verl.utils.dataset.files import ColumnCheck, DataError, is_list, is_text
+
+BATCHES_PER_CORE = 4
+MAX_BATCH_ROWS = 256
+NO_PROGRESS_TIMEOUT_S = 7200
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a scorer is told about one row of the file."""
+
+    number: int
+    data_source: str
+    responses: list[str]
+    ground_truth: Any
+    extra_info: Any
+
+
+def run_eval(config: DictConfig) -> None:
+    """Score all rows on Ray and log ``{"test_score/<source>": mean}`` to standard output."""
+    from verl.trainer.offline import run_offline
+    from verl.utils.console import get_console
+
+    def evaluate(prepared: tuple[str, list[Row], Callable[..., Any]]) -> None:
+        scores = score_on_ray(*prepared)
+        get_console().info(json.dumps(summarise(prepared[1], scores)))
+
+    run_offline(config, "cpu", lambda: prepare(config), evaluate)
+
+
+def prepare(config: DictConfig) -> tuple[str, list[Row], Callable[..., Any]]:
+    """Return the path of the file, its rows and the scorer, after all checks.
+
+    Raises: ValueError naming the key, or file, row and column.
+    """
+    from verl.trainer.offline import read_rows
+    from verl.utils.reward_score import SCORERS, default_compute_score
+    from verl.workers.reward_manager.loading import get_custom_reward_fn
+
+    violations = list(data_file_rules("data.path", config.data.path, required=True))
+    if violations:
+        raise ConfigError(violations)
+    path, table = read_rows(config.data.path)
+    scorer = get_custom_reward_fn(config)
+    rows = [row for check in ColumnCheck.over(path, table) for row in _rows(check, config.data)]
+    if not rows:
+        raise DataError(f"{path} has no rows")
+    if scorer is None:
+        unknown = next((row for row in rows if row.data_source not in SCORERS), None)
+        if unknown is not None:
+            raise DataError(
+                f"{path}, row {unknown.number}, column {config.data.data_source_key!r}: no scorer for "
+                f"{unknown.data_source!r}; known are {sorted(SCORERS)}: set custom_reward_function.path"
+            )
+    return path, rows, scorer or default_compute_score
+
+
+def _rows(check: ColumnCheck, data: DictConfig) -> Iterator[Row]:
+    responses = check.column(data.response_key, "data.response_key")
+    wanted = "must be a list of strings, as verl.trainer.main_generation writes it"
+    if not is_list(responses.type) or not is_text(responses.type.value_type):
+        check.fail(data.response_key, 0, f"{wanted}, got {responses.type}", "data.response_key")
+    check.refuse(data.response_key, pc.is_null(responses), f"is null, {wanted}", "data.response_key")
+    no_response = pc.equal(pc.list_value_length(responses), 0)
+    check.refuse(data.response_key, no_response, f"is empty, {wanted}", "data.response_key")
+    sources = check.text(data.data_source_key, "data.data_source_key")
+    judged = check.column(data.reward_model_key, "data.reward_model_key")
+    if not pa.types.is_struct(judged.type) or "ground_truth" not in [field.name for field in judged.type]:
+        check.fail(data.reward_model_key, 0, f"must be a dict with ground_truth, got {judged.type}")
+    extras = check.table["extra_info"].to_pylist() if "extra_info" in check.table.column_names else [None] * len(judged)
+    columns = zip(sources.to_pylist(), responses.to_pylist(), judged.to_pylist(), extras, strict=True)
+    for number, (source, texts, judge, extra) in enumerate(columns, start=check.first_row):
+        if None in texts:
+            check.fail(data.response_key, number - check.first_row, "holds a null", "data.response_key")
+        yield Row(number, source, texts, (judge or {}).get("ground_truth"), extra)
+
+
+# ---- scoring
+
+
+def score_on_ray(path: str, rows: Sequence[Row], scorer: Callable[..., Any]) -> list[float]:
+    """Return the score of every row, in order.
+
+    Raises: DataError naming file and row when the scorer fails; TimeoutError when no batch ends for a long time.
+    """
+    import ray
+
+    cores = max(1, int(ray.cluster_resources().get("CPU", 1)))
+    size = min(MAX_BATCH_ROWS, max(1, len(rows) // (cores * BATCHES_PER_CORE)))
+    task = ray.remote(num_cpus=1, max_retries=1)(score_rows)
+    shared = ray.put(scorer)
+    batches = [rows[start : start + size] for start in range(0, len(rows), size)]
+    references = [task.remote(path, batch, shared) for batch in batches]
+    sizes = {reference: len(batch) for reference, batch in zip(references, batches, strict=True)}
+    pending = list(references)
+    with tqdm(total=len(rows), desc="scoring", unit="row") as bar:
+        while pending:
+            done, pending = ray.wait(pending, timeout=NO_PROGRESS_TIMEOUT_S)
+            if not done:
+                raise TimeoutError(f"{path}: no rows were scored for {NO_PROGRESS_TIMEOUT_S} s: does the scorer hang?")
+            ray.get(done)  # a failure ends the rest
+            bar.update(sum(sizes[reference] for reference in done))
+    return [score for part in ray.get(references) for score in part]
+
+
+def score_rows(path: str, rows: Sequence[Row], scorer: Callable[..., Any]) -> list[float]:
+    """Return the mean score of the responses of each row.
+
+    Raises: DataError naming file and row when the scorer raises or returns what is not a score.
+    """
+    from verl.workers.reward_manager.scoring import RewardError, Sample, call_scorer
+
+    takes_extra = _takes_extra_info(scorer)
+    means = []
+    for row in rows:
+        more = {"extra_info": row.extra_info} if takes_extra else {}
+        scores = []
+        for index, text in enumerate(row.responses):
+            sample = Sample(index, row.data_source, "", text, row.ground_truth, row.extra_info or {}, len(text))
+            try:
+                call = partial(scorer, row.data_source, text, row.ground_truth, **more)
+                scores.append(call_scorer(call, sample).value)
+            except RewardError as error:
+                raise DataError(f"{path}, row {row.number}: {error}") from error
+        means.append(fmean(scores))
+    return means
+
+
+def _takes_extra_info(scorer: Callable[..., Any]) -> bool:
+    try:
+        parameters = inspect.signature(scorer).parameters.values()
+    except (TypeError, ValueError):
+        return False  # a compiled function does not tell
+    return any(each.name == "extra_info" or each.kind is each.VAR_KEYWORD for each in parameters)
+
+
+def summarise(rows: Sequence[Row], scores: Sequence[float]) -> dict[str, float]:
+    """Return the mean score of each data source."""
+    by_source: dict[str, list[float]] = defaultdict(list)
+    for row, score in zip(rows, scores, strict=True):
+        by_source[row.data_source].append(score)
+    return {f"test_score/{source}": fmean(values) for source, values in sorted(by_source.items())}
+
+
+@hydra_main("evaluation")
+def main(config: DictConfig) -> None:
+    """Score by the composed configuration."""
+    run_eval(config)
+
+
+if __name__ == "__main__":
+    import importlib
+
+    # under its own name, so that Ray imports the functions in its processes
+    importlib.import_module("verl.trainer.main_eval").main()
