@@ -97,9 +97,14 @@ def test_one_implementation_is_documented_above_the_key():
             assert "every value" in re.sub(r"\s*#?\s+", " ", comment.lower()), f"{file}: {name}"
 
 
+@pytest.fixture(scope="module")
+def base(composed):
+    return composed()
+
+
 @pytest.mark.parametrize(("key", "value"), effects.REFUSED.items())
-def test_what_a_rule_holds_at_its_default_is_refused(composed, key, value):
-    config = composed()
+def test_what_a_rule_holds_at_its_default_is_refused(base, key, value):
+    config = base.copy()
     OmegaConf.update(config, key, value)
     with pytest.raises(ConfigError, match=re.escape(key)):
         validate_config(config, use_reference_policy=True, use_critic=True)

@@ -101,7 +101,7 @@ def fitted_overrides(overrides: list[str], config_name: str, folder: str, extra:
     parsed = OverridesParser.create().parse_overrides([_short_group(override) for override in overrides])
     with hydra.initialize_config_dir(folder, version_base=None):
         loader = GlobalHydra.instance().config_loader()
-        groups = [each.input_line for each in parsed if _is_group(each, loader)]
+        groups = [str(each.input_line) for each in parsed if _is_group(each, loader)]
         base = hydra.compose(config_name, [*groups, *extra])
     keys = dotted_keys(OmegaConf.to_container(base, resolve=False))  # type: ignore[arg-type]
     known, violations, fitted = set(keys), [], []
