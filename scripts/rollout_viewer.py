@@ -1,0 +1,144 @@
+"""Look at the dumps of ``trainer.rollout_data_dir`` and ``trainer.validation_data_dir`` in the terminal.
+
+python scripts/rollout_viewer.py DIR                          a table of the newest step
+python scripts/rollout_viewer.py DIR --step all --max-score 0 what failed in any step
+python scripts/rollout_viewer.py DIR --step 10 --show 3       sample 3 of step 10, in full
+
+In a terminal it then asks which sample to show; elsewhere it only prints.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+TEXTS = ("input", "output", "gts")
+CELL_CHARS = 60
+
+
+class DumpError(ValueError):
+    """A dump that cannot be read."""
+
+
+def dump_files(path: Path) -> list[Path]:
+    """List the dumps of a folder by step; a file is its own list."""
+    if path.is_file():
+        return [path]
+    files = sorted((file for file in path.glob("*.jsonl") if file.stem.isdigit()), key=lambda file: int(file.stem))
+    if not files:
+        raise DumpError(f"{path}: no <step>.jsonl there; name the folder of trainer.rollout_data_dir, or a file of it")
+    return files
+
+
+def read(file: Path) -> Iterator[dict[str, Any]]:
+    """Yield the samples of a file, each with its place as ``sample``."""
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines()):
+        try:
+            yield {"sample": number, **json.loads(line)}
+        except (ValueError, TypeError) as error:
+            raise DumpError(f"{file}, line {number + 1}: {error}") from error
+
+
+def select(samples: Iterator[dict[str, Any]], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the samples that the command line asks for."""
+    found = []
+    for each in samples:
+        score = each.get("score")
+        above = args.min_score is None or (score is not None and score >= args.min_score)
+        below = args.max_score is None or (score is not None and score <= args.max_score)
+        if above and below and (args.find is None or args.find in f"{each.get('input')}\n{each.get('output')}"):
+            found.append(each)
+    return found
+
+
+def table_of(samples: list[dict[str, Any]]) -> Table:
+    """Return one line per sample."""
+    table = Table("step", "sample", "score", "input", "output", "gts")
+    for each in samples:
+        texts = [_short(each.get(name)) for name in TEXTS]
+        table.add_row(str(each.get("step", "")), str(each["sample"]), _score(each), *texts)
+    return table
+
+
+def panels_of(sample: dict[str, Any]) -> Iterator[Panel]:
+    """Yield a whole sample."""
+    for name in TEXTS:
+        yield Panel(Text(str(sample.get(name))), title=name, title_align="left")
+    rest = {name: value for name, value in sample.items() if name not in TEXTS}
+    yield Panel(Text("\n".join(f"{name}: {value}" for name, value in rest.items())), title="scores", title_align="left")
+
+
+def _short(value: Any) -> Text:
+    text = " ".join(str(value).split())
+    return Text(text if len(text) <= CELL_CHARS else f"{text[: CELL_CHARS - 3]}...")
+
+
+def _score(sample: dict[str, Any]) -> str:
+    score = sample.get("score")
+    return f"{score:.3f}" if isinstance(score, int | float) else str(score)
+
+
+def browse(console: Console, samples: list[dict[str, Any]]) -> None:
+    """Show the sample that is asked for, by its line in the table, until the input ends."""
+    while True:
+        try:
+            answer = console.input(f"line of the table (1 to {len(samples)}), or enter to end: ").strip()
+        except (EOFError, KeyboardInterrupt):
+            return
+        if not answer:
+            return
+        if answer.isdigit() and 1 <= int(answer) <= len(samples):
+            console.print(*panels_of(samples[int(answer) - 1]))
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("path", type=Path, help="folder of dumps, or one <step>.jsonl")
+    parser.add_argument("--step", help="a step, or all (default: the newest)")
+    parser.add_argument("--min-score", type=float, help="leave out what scored less")
+    parser.add_argument("--max-score", type=float, help="leave out what scored more")
+    parser.add_argument("--find", help="only samples with this text in input or output")
+    parser.add_argument("--show", type=int, metavar="SAMPLE", help="show this sample in full instead of a table")
+    parser.add_argument("--limit", type=int, default=50, help="lines of the table (default: 50)")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print what is asked for; returns the exit code."""
+    args = build_parser().parse_args(arguments)
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    try:
+        files = dump_files(args.path)
+        if args.step is None:
+            files = files[-1:]
+        elif args.step != "all":
+            files = [file for file in files if file.stem == args.step]
+        samples = select((sample for file in files for sample in read(file)), args)
+    except (DumpError, OSError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    if args.show is not None:
+        samples = [each for each in samples if each["sample"] == args.show]
+        for each in samples:
+            console.print(*panels_of(each))
+    else:
+        console.print(table_of(samples[: args.limit]))
+        console.print(f"{min(len(samples), args.limit)} of {len(samples)} samples", style="dim")
+    if not samples:
+        sys.stderr.write("no sample fits\n")
+        return 1
+    if args.show is None and sys.stdin.isatty() and sys.stdout.isatty():
+        browse(console, samples[: args.limit])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
