@@ -1,0 +1,131 @@
+"""``main_generation`` with real workers: greedy responses are those of transformers, and a stopped run goes on."""
+
+import re
+from pathlib import Path
+
+import datasets
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from examples.tiny_model import make_tiny_model
+from verl.trainer import main_generation, offline
+from verl.trainer.config.cli import CONFIG_DIR
+
+QUESTIONS = ["1+1=?", "What is 12 times 12?", "a", "Name three colours.", "2+3=?"]
+
+
+@pytest.fixture(autouse=True)
+def handlers(monkeypatch):
+    monkeypatch.setattr(offline, "catch_sigterm", lambda: None)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("generation")
+    make_tiny_model(str(root / "model"), hidden_size=32, num_layers=1)
+    rows = [{"prompt": [{"role": "user", "content": text}], "number": i} for i, text in enumerate(QUESTIONS)]
+    datasets.Dataset.from_list(rows).to_parquet(root / "prompts.parquet")
+    return root
+
+
+def build(folder: Path, output: Path, *more: str):
+    options = [
+        "trainer.device=cpu",
+        "trainer.n_gpus_per_node=1",
+        f"data.path={folder}/prompts.parquet",
+        f"data.output_path={output}",
+        f"model.path={folder}/model",
+        "rollout.name=hf",
+        "rollout.dtype=float32",
+        "rollout.prompt_length=64",
+        "rollout.response_length=8",
+        "rollout.top_k=-1",
+        "rollout.top_p=1.0",
+        *more,
+    ]
+    with initialize_config_dir(CONFIG_DIR, version_base=None):
+        return compose("generation", options)
+
+
+def reference(folder: Path) -> list[list[str]]:
+    """Take the most likely token eight times, by one whole forward pass each."""
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    model = AutoModelForCausalLM.from_pretrained(folder / "model").eval()
+    texts = []
+    for question in QUESTIONS:
+        ids = tokenizer.encode(f"<|user|>{question}<|end|><|assistant|>", return_tensors="pt")
+        start = ids.shape[1]
+        for _ in range(8):
+            with torch.no_grad():
+                ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], dim=1)
+            if ids[0, -1] == tokenizer.eos_token_id:
+                break
+        texts.append([tokenizer.decode(ids[0, start:], skip_special_tokens=True)])
+    return texts
+
+
+def test_greedy_responses_are_those_of_transformers(ray_cluster, folder, tmp_path):
+    """Two workers, batches of two prompts and one: every response at its row, the other columns as they were."""
+    greedy = ("data.n_samples=1", "rollout.temperature=0", "data.batch_size=2", "trainer.n_gpus_per_node=2")
+    main_generation.run_generation(build(folder, tmp_path / "out" / "x.parquet", *greedy))
+    table = pq.read_table(tmp_path / "out" / "x.parquet")
+    assert table.column_names == ["prompt", "number", "responses"]
+    assert table["responses"].to_pylist() == reference(folder)
+    assert table["number"].to_pylist() == list(range(5))
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["x.parquet"]
+
+
+def test_a_stopped_run_goes_on_and_gives_the_same(ray_cluster, folder, tmp_path, monkeypatch, capsys):
+    from verl.trainer.generation import Generation
+
+    sampled = ("data.n_samples=3", "rollout.temperature=1.0")
+    whole = build(folder, tmp_path / "whole.parquet", *sampled, "data.batch_size=5")
+    main_generation.run_generation(whole)
+    expected = pq.read_table(tmp_path / "whole.parquet")["responses"].to_pylist()
+    assert [len(texts) for texts in expected] == [3] * 5
+    assert all(len(set(texts)) == 3 for texts in expected)  # of a vocabulary of 256 bytes
+
+    stopped = build(folder, tmp_path / "stopped.parquet", *sampled, "data.batch_size=2")
+    generate, calls = Generation._generate, []
+
+    def failing(self, workers, rows):
+        calls.append(list(rows))
+        if len(calls) == 2:
+            raise RuntimeError("the power failed")
+        return generate(self, workers, rows)
+
+    monkeypatch.setattr(Generation, "_generate", failing)
+    with pytest.raises(SystemExit) as exit:
+        main_generation.run_generation(stopped)
+    assert exit.value.code == 1 and "the power failed" in capsys.readouterr().err
+    assert not (tmp_path / "stopped.parquet").exists()
+    main_generation.run_generation(stopped)
+    assert calls == [[0, 1], [2, 3], [2, 3], [4]]
+    assert pq.read_table(tmp_path / "stopped.parquet")["responses"].to_pylist() == expected
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["rollout.temperature=0"], r"data\.n_samples=5.* must be 1 without sampling"),
+        (["rollout.mode=async"], r"rollout\.mode=async.* must be sync"),
+        (["rollout.load_format=dummy"], r"rollout\.load_format=dummy.*write auto"),
+        (["rollout.top_p=2"], r"rollout\.top_p=2"),
+        (["data.batch_size=0"], r"data\.batch_size=0.* must be an integer of 1 or more"),
+        (["data.path=/nowhere.parquet"], r"data\.path=.*/nowhere\.parquet.*no such file"),
+        (["model.path=/no/such/model"], r"model\.path=.*/no/such/model"),
+        (["rollout.name=vllm", "rollout.tensor_model_parallel_size=2"], r"tensor_model_parallel_size=2.* 1 workers"),
+        (["data.output_path=/etc/passwd/x.parquet"], r"data\.output_path=.*cannot be made: /etc/passwd"),
+        (["data.prompt_key=question"], r"column 'question' \(data\.prompt_key\): is missing"),
+        (["data.prompt_key=number"], r"row 0, column 'number' .*must be a list of messages"),
+    ],
+)
+def test_what_is_refused_before_ray(folder, tmp_path, capsys, more, message):
+    with pytest.raises(SystemExit) as exit:
+        main_generation.run_generation(build(folder, tmp_path / "x.parquet", *more))
+    assert exit.value.code == 2
+    assert re.search(message, capsys.readouterr().err)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,201 @@
+"""Responses for a file of prompts, from a group of rollout workers, batch by batch."""
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import pyarrow as pa
+import pyarrow.parquet as pq
+import ray
+import torch
+from omegaconf import DictConfig, OmegaConf
+from ray.util.placement_group import remove_placement_group
+from tqdm import tqdm
+
+from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
+from verl.single_controller.base.phase import phase
+from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from verl.trainer.offline import read_rows
+from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.console import get_console
+from verl.utils.dataset.files import ColumnCheck, DataError
+from verl.utils.dataset.rl_dataset import truncate
+from verl.utils.seeding import sampling_seeds
+from verl.workers.roles import ActorRolloutRefWorker
+from verl.workers.roles.actor_rollout_ref import rollout_group_size
+
+logger = logging.getLogger(__name__)
+
+COLUMN = "responses"
+
+
+class Generation:
+    """One run of ``main_generation``; everything but the workers is ready after construction.
+
+    Args: ``worker_config`` is the tree of the rollout worker, ``config`` the whole one.
+    Raises: DataError naming file, row and column.
+    """
+
+    def __init__(self, worker_config: DictConfig, config: DictConfig) -> None:
+        self.worker_config, self.config = worker_config, config
+        self.rollout = omega_conf_to_dataclass(worker_config.rollout)
+        self.model = omega_conf_to_dataclass(worker_config.model)
+        self.tokenizer = self.model.tokenizer
+        self.path, self.table = read_rows(config.data.path)
+        self.output = Path(config.data.output_path).expanduser()
+        key = config.data.prompt_key
+        for check in ColumnCheck.over(self.path, self.table):
+            check.messages(key, "data.prompt_key")
+        if self.table.num_rows == 0:
+            raise DataError(f"{self.path} has no rows")
+        self.prompts = [self._tokens(row, messages) for row, messages in enumerate(self.table[key].to_pylist())]
+        self._cut_prompts()
+        self.done = _Done(self.output.with_name(f".{self.output.name}.part.jsonl"), self._fingerprint())
+
+    def _tokens(self, row: int, messages: list[dict[str, Any]]) -> list[int]:
+        present = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        try:
+            text = self.tokenizer.apply_chat_template(present, add_generation_prompt=True, tokenize=False)
+        except (jinja2.TemplateError, ValueError) as error:  # the latter where the tokenizer has no template
+            column = self.config.data.prompt_key
+            raise DataError(f"{self.path}, row {row}, column {column!r}: the chat template: {error}") from error
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def _cut_prompts(self) -> None:
+        limit = self.rollout.prompt_length
+        long = [row for row, ids in enumerate(self.prompts) if len(ids) > limit]
+        if long:
+            logger.warning(
+                "%d of %d prompts, the first in row %d, are longer than rollout.prompt_length=%d: their beginning is "
+                "cut off", len(long), len(self.prompts), long[0], limit,
+            )  # fmt: skip
+        self.prompts = [truncate(ids, limit, "left") for ids in self.prompts]
+
+    def _fingerprint(self) -> str:
+        """Identify what the responses depend on."""
+        model = Path(self.model.local_path)
+        files = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in model.glob("*.*"))
+        rollout = OmegaConf.to_container(self.worker_config.rollout)
+        parts = [self.prompts, str(model), files, rollout, self.config.data.n_samples]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+    def run(self) -> None:
+        """Generate what is missing and write the output file.
+
+        Raises: RuntimeError of the worker group when a worker dies.
+        """
+        left = [row for row in range(len(self.prompts)) if row not in self.done.responses]
+        if len(left) < len(self.prompts):
+            get_console().info("resumed: %d of %d rows are done", len(self.prompts) - len(left), len(self.prompts))
+        if left:
+            with self._workers() as workers:
+                self._generate_rows(workers, left)
+        self._write()
+
+    def _generate_rows(self, workers: RayWorkerGroup, left: Sequence[int]) -> None:
+        size, total = self.config.data.batch_size, len(self.prompts)
+        with tqdm(total=total, initial=total - len(left), desc="generating", unit="prompt") as bar:
+            for number, start in enumerate(range(0, len(left), size)):
+                rows = left[start : start + size]
+                with phase("generate_sequences", step=number):
+                    self.done.add(rows, self._generate(workers, rows))
+                bar.update(len(rows))
+
+    @contextmanager
+    def _workers(self) -> Iterator[RayWorkerGroup]:
+        """Start the workers; in the end what they held of the cluster is free again."""
+        trainer = self.config.trainer
+        on_cpu = trainer.device == "cpu"
+        pool = RayResourcePool([trainer.n_gpus_per_node] * trainer.nnodes, use_gpu=not on_cpu, max_colocate_count=1)
+        worker = RayClassWithInitArgs(ray.remote(ActorRolloutRefWorker), config=self.worker_config, role="rollout")
+        group = RayWorkerGroup(resource_pool=pool, ray_cls_with_init=worker, device_name=trainer.device)
+        try:
+            with phase("init_model"):
+                group.init_model()
+            yield group
+        finally:
+            group.kill()
+            for placement in pool.pgs or ():
+                remove_placement_group(placement)
+
+    def _generate(self, workers: Any, rows: Sequence[int]) -> list[list[str]]:
+        """Return the responses of each row."""
+        samples = self.config.data.n_samples
+        batch = self._batch(rows)
+        trainer = self.config.trainer
+        engines = trainer.nnodes * trainer.n_gpus_per_node // rollout_group_size(self.worker_config.rollout)
+        padded, added = pad_dataproto_to_divisor(batch, engines)
+        output = unpad_dataproto(workers.generate_sequences(padded), added)
+        answers, mask = output.batch["responses"], output.batch["response_mask"].bool()
+        ids = [tokens[kept].tolist() for tokens, kept in zip(answers, mask, strict=True)]
+        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        return [texts[start : start + samples] for start in range(0, len(texts), samples)]
+
+    def _batch(self, rows: Sequence[int]) -> DataProto:
+        """Return the left-padded prompts (B, P) of some rows, with the seeds of their samples."""
+        width = self.rollout.prompt_length
+        ids = torch.full((len(rows), width), self.model.pad_token_id)
+        mask = torch.zeros_like(ids)
+        for at, row in enumerate(rows):
+            prompt = self.prompts[row]
+            ids[at, width - len(prompt) :] = torch.tensor(prompt)
+            mask[at, width - len(prompt) :] = 1
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        samples = self.config.data.n_samples
+        batch = DataProto.from_dict(tensors={"input_ids": ids, "attention_mask": mask, "position_ids": positions})
+        repeated = batch.repeat(samples, interleave=True)
+        seeds = [sampling_seeds(self.rollout.seed, 0, 1, samples, first_prompt=row) for row in rows]
+        repeated.batch["sampling_seed"] = torch.cat(seeds)
+        repeated.meta_info.update(do_sample=self.rollout.do_sample and self.rollout.temperature > 0, validate=False)
+        return repeated
+
+    def _write(self) -> None:
+        column = pa.array([self.done.responses[row] for row in range(len(self.prompts))], pa.list_(pa.string()))
+        at = self.table.column_names.index(COLUMN) if COLUMN in self.table.column_names else None
+        table = self.table.append_column(COLUMN, column) if at is None else self.table.set_column(at, COLUMN, column)
+        unfinished = self.output.with_name(f".{self.output.name}.tmp")
+        pq.write_table(table, unfinished)
+        os.replace(unfinished, self.output)
+        self.done.remove()
+        number = self.config.data.n_samples
+        get_console().info("wrote %d rows with %d responses each to %s", len(self.prompts), number, self.output)
+
+
+class _Done:
+    """The responses that are there, in a file that grows by a line per row."""
+
+    def __init__(self, path: Path, fingerprint: str) -> None:
+        self.path, self.responses = path, dict[int, list[str]]()
+        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        if lines and json.loads(lines[0]) == fingerprint:
+            for line in lines[1:]:
+                try:
+                    row, texts = json.loads(line)
+                except ValueError:  # the process died while it wrote this line
+                    break
+                self.responses[row] = texts
+        elif lines:
+            logger.warning("%s is of another model, file or sampling: everything is generated anew", path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        header = [fingerprint, *([row, texts] for row, texts in self.responses.items())]
+        unfinished = path.with_name(f"{path.name}.tmp")
+        unfinished.write_text("".join(f"{json.dumps(each)}\n" for each in header), encoding="utf-8")
+        os.replace(unfinished, path)
+
+    def add(self, rows: Sequence[int], responses: Sequence[list[str]]) -> None:
+        """Keep the responses of some rows."""
+        with self.path.open("a", encoding="utf-8") as file:
+            for row, texts in zip(rows, responses, strict=True):
+                self.responses[row] = texts
+                file.write(f"{json.dumps([row, texts])}\n")
+
+    def remove(self) -> None:
+        """Delete the file: the output holds everything."""
+        self.path.unlink(missing_ok=True)
