@@ -1,0 +1,63 @@
+"""The established entry of supervised training computes what the other one does on the same rows."""
+
+import sys
+
+import datasets
+import pytest
+
+from examples.tiny_model import make_tiny_model
+from tests.trainer.test_sft_trainer import read
+
+pytestmark = [pytest.mark.filterwarnings("ignore:'set_vital'")]
+
+CONVERSATIONS = [(f"{i}+{j}=?", f"it is {i + j}") for i in range(4) for j in (1, 2)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("sft")
+    make_tiny_model(str(root / "model"), hidden_size=32, num_layers=1)
+    datasets.Dataset.from_list([{"question": q, "answer": a} for q, a in CONVERSATIONS]).to_parquet(
+        root / "pairs.parquet"
+    )
+    turns = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in CONVERSATIONS]
+    datasets.Dataset.from_list([{"messages": each} for each in turns]).to_parquet(root / "messages.parquet")
+    return root
+
+
+def run(entry, monkeypatch, tmp_path, name, options):
+    """Call the command of an entry point in this process; returns the metrics of each step."""
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / f"{name}.jsonl"))
+    shared = [
+        "data.train_batch_size=4",
+        "data.micro_batch_size_per_gpu=2",
+        "data.max_length=32",
+        "optim.lr=1e-3",
+        "trainer.device=cpu",
+        "trainer.logger=[file]",
+        "trainer.total_epochs=2",
+        "trainer.test_freq=2",
+        f"trainer.default_local_dir={tmp_path}/{name}",
+        f"hydra.run.dir={tmp_path}/hydra_{name}",
+    ]
+    monkeypatch.setattr(sys, "argv", [name, *shared, *options])
+    entry()
+    return read(tmp_path / f"{name}.jsonl")
+
+
+def test_both_entries_give_the_same_metrics(folder, monkeypatch, tmp_path):
+    from verl.trainer import fsdp_sft_trainer, sft_trainer
+
+    files = [f"data.{name}_files={folder}/pairs.parquet" for name in ("train", "val")]
+    older = [f"model.partial_pretrain={folder}/model", *files]
+    established = run(fsdp_sft_trainer.main, monkeypatch, tmp_path, "established", older)
+    files = [f"data.{name}_files={folder}/messages.parquet" for name in ("train", "val")]
+    # the defaults in which the two trees differ
+    newer = ["data.use_dynamic_bsz=false", "data.pad_mode=right", "model.use_remove_padding=false"]
+    newer += ["optim.betas=[0.9,0.95]", "optim.lr_scheduler_type=cosine", "optim.lr_warmup_steps_ratio=0.1"]
+    newer += [f"model.path={folder}/model", *files]
+    engine = run(sft_trainer.main, monkeypatch, tmp_path, "engine", newer)
+    assert list(established) == list(engine) == [1, 2, 3, 4]
+    assert "val/loss" in established[2] and established[4]["val/loss"] < established[2]["val/loss"]
+    for step, metrics in engine.items():
+        assert established[step] == pytest.approx(metrics, rel=1e-6), step
