@@ -36,7 +36,10 @@ def call(command: list[str], **env: str | Path) -> None:
 
 @pytest.fixture(scope="module")
 def warmed_up(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Data and a supervised model, as the quick start makes them."""
+    """Data and a supervised model, as the quick start makes them, or those of DATA_DIR and MODEL_PATH."""
+    given = {name: Path(os.environ[name]) for name in ("DATA_DIR", "MODEL_PATH") if name in os.environ}
+    if len(given) == 2:
+        return given
     root = tmp_path_factory.mktemp("learning")
     prepare = [sys.executable, "examples/data_preprocess/gsm8k.py", "--source", "synthetic", "--seed", "1"]
     call([*prepare, "--local_save_dir", str(root / "data")])
