@@ -67,9 +67,11 @@ def reference(folder: Path) -> list[list[str]]:
     return texts
 
 
-def test_greedy_responses_are_those_of_transformers(ray_cluster, folder, tmp_path):
-    """Two workers, batches of two prompts and one: every response at its row, the other columns as they were."""
-    greedy = ("data.n_samples=1", "rollout.temperature=0", "data.batch_size=2", "trainer.n_gpus_per_node=2")
+@pytest.mark.parametrize(("name", "workers"), [("hf", 2), ("vllm", 1)])
+def test_greedy_responses_are_those_of_transformers(ray_cluster, folder, tmp_path, name, workers):
+    """Batches of two prompts and one: every response at its row, the other columns as they were."""
+    greedy = ("data.n_samples=1", "rollout.temperature=0", "data.batch_size=2", f"trainer.n_gpus_per_node={workers}")
+    greedy += (f"rollout.name={name}",)
     main_generation.run_generation(build(folder, tmp_path / "out" / "x.parquet", *greedy))
     table = pq.read_table(tmp_path / "out" / "x.parquet")
     assert table.column_names == ["prompt", "number", "responses"]

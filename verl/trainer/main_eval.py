@@ -23,7 +23,7 @@ from verl.trainer.config.files import data_file_rules
 from verl.utils.dataset.files import ColumnCheck, DataError, is_list, is_text
 
 BATCHES_PER_CORE = 4
-MAX_BATCH_ROWS = 256
+MIN_BATCH_ROWS, MAX_BATCH_ROWS = 8, 256  # a process takes seconds to import what it needs
 NO_PROGRESS_TIMEOUT_S = 7200
 
 
@@ -108,7 +108,7 @@ def score_on_ray(path: str, rows: Sequence[Row], scorer: Callable[..., Any]) -> 
     import ray
 
     cores = max(1, int(ray.cluster_resources().get("CPU", 1)))
-    size = min(MAX_BATCH_ROWS, max(1, len(rows) // (cores * BATCHES_PER_CORE)))
+    size = min(MAX_BATCH_ROWS, max(MIN_BATCH_ROWS, len(rows) // (cores * BATCHES_PER_CORE)))
     task = ray.remote(num_cpus=1, max_retries=1)(score_rows)
     shared = ray.put(scorer)
     batches = [rows[start : start + size] for start in range(0, len(rows), size)]
