@@ -73,8 +73,8 @@ def test_head_size_without_a_kernel(model_config: Any) -> None:
 
 
 def test_cache_of_what_all_sequences_need(model_config: Any) -> None:
-    # keys and values, 2 layers, 2 heads of 32 floats, one block of 128 tokens and one to spare, 32 sequences
-    assert build(model_config)["kv_cache_memory_bytes"] == 2 * 2 * 2 * 32 * 4 * 256 * 32
+    # keys and values, 2 layers, 2 heads of 32 floats, one block of 32 tokens and one to spare, 32 sequences
+    assert build(model_config)["kv_cache_memory_bytes"] == 2 * 2 * 2 * 32 * 4 * 64 * 32
 
 
 @pytest.mark.parametrize(("name", "mode"), [("sglang", "sync"), ("vllm", "async"), ("other", "sync")])
