@@ -22,6 +22,7 @@ from verl.utils.checkpoint.checkpoint_handler import CheckpointHandler
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.dataset.dataset_utils import SFTTensorCollator
 from verl.utils.dataset.factory import load_class
+from verl.utils.dataset.loader import stateful_loader
 from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
 from verl.utils.dataset.sampler import SeededRandomSampler
 from verl.utils.dataset.sft_dataset import SFTDataset
@@ -156,7 +157,7 @@ class SFTTrainer:
         else:
             sampler = SequentialSampler(range(rank, len(dataset), ranks))  # type: ignore[arg-type]
             dataset = torch.utils.data.Subset(dataset, range(rank, len(dataset), ranks))  # type: ignore[arg-type]
-        return StatefulDataLoader(
+        return stateful_loader(
             dataset,
             batch_size=self.config.data.train_batch_size // ranks,
             sampler=sampler,

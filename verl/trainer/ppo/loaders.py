@@ -1,6 +1,5 @@
 """Data sets and loaders of the trainer, and the number of steps that they give."""
 
-import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +9,7 @@ from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from verl.utils.dataset.factory import create_rl_dataset, create_rl_sampler
+from verl.utils.dataset.loader import stateful_loader
 from verl.utils.dataset.rl_dataset import collate_fn as default_collate_fn
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def train_loader(
     Raises: EmptyLoaderError when there is not one.
     """
     size = data.get("gen_batch_size", data.train_batch_size)
-    loader = _loader(
+    loader = stateful_loader(
         dataset,
         batch_size=size,
         drop_last=True,
@@ -59,7 +59,7 @@ def validation_loader(
     """
     if not len(dataset):
         raise EmptyLoaderError("data.val_files has no usable row")
-    return _loader(
+    return stateful_loader(
         dataset,
         batch_size=data.val_batch_size or len(dataset),
         shuffle=data.validation_shuffle,
@@ -68,12 +68,6 @@ def validation_loader(
         collate_fn=collate_fn or default_collate_fn,
         generator=torch.Generator().manual_seed(seed),
     )
-
-
-def _loader(dataset: Dataset, **options: Any) -> StatefulDataLoader:
-    with warnings.catch_warnings():  # torchdata 0.11 calls what torch 2.13 deprecates
-        warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
-        return StatefulDataLoader(dataset=dataset, **options)
 
 
 def follow_run_seed(config: Any) -> None:

@@ -183,8 +183,7 @@ class ActorRolloutRefWorker(EngineWorker):
                 data, self.mini_batch_size, config.ppo_epochs, config.shuffle, partial(ppo_loss, config)
             )
             metrics["actor/lr"] = self.engine.lr_scheduler_step()
-        step = finish_mismatch(average_metrics(steps))
-        metrics["actor/grad_norm"] = step.pop("grad_norm")
+        step = finish_mismatch(average_metrics(steps, prefix="actor/"))
         if config.use_kl_loss:
             metrics["actor/kl_coef"] = config.kl_loss_coef
         return DataProto(meta_info={"metrics": metrics | step | memory_metrics()})

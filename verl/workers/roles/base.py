@@ -8,13 +8,14 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import psutil
-import torch
 
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.device import get_torch_device, is_cuda_available, is_npu_available
 from verl.utils.distributed import initialize_global_process_group_ray
 from verl.utils.flops_counter import FlopsCounter
+from verl.utils.metric import reduce_metrics
+from verl.utils.py_functional import append_to_dict
 from verl.workers.engine import BaseEngine, EngineRegistry
 
 if TYPE_CHECKING:
@@ -124,11 +125,11 @@ _SHARED_KEYS: dict[str, Any] = {
 }
 
 
-def average_metrics(per_step: list[dict[str, float]]) -> dict[str, float]:
-    """Average the metrics of the optimizer steps; maxima and minima stay such."""
-    reduced: dict[str, float] = {}
-    for name in dict.fromkeys(name for step in per_step for name in step):
-        values = torch.tensor([step[name] for step in per_step if name in step], dtype=torch.float64)
-        kind = "max" if "max" in name else "min" if "min" in name else "mean"
-        reduced[name] = float(getattr(values, kind)())
-    return reduced
+def average_metrics(per_step: list[dict[str, float]], prefix: str) -> dict[str, float]:
+    """Average the metrics of the optimizer steps; maxima and minima stay such. The engine's own names (those without
+    a section) get the role's ``prefix``.
+    """
+    values: dict[str, list[float]] = {}
+    for step in per_step:
+        append_to_dict(values, {name if "/" in name else prefix + name: value for name, value in step.items()})
+    return reduce_metrics(values)

@@ -69,6 +69,4 @@ class CriticWorker(EngineWorker):
                 partial(value_loss, self.config),
             )
             metrics["critic/lr"] = self.engine.lr_scheduler_step()
-        step = average_metrics(steps)
-        metrics["critic/grad_norm"] = step.pop("grad_norm")
-        return DataProto(meta_info={"metrics": metrics | step})
+        return DataProto(meta_info={"metrics": metrics | average_metrics(steps, prefix="critic/")})
