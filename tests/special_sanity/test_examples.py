@@ -80,6 +80,8 @@ def test_keys_named_in_the_docs_exist() -> None:
     roots = set(trees[0])  # pages abbreviate what is below actor_rollout_ref
     unknown = []
     for page in PAGES:
+        if page.name == "errors.md":  # the page of wrong inputs
+            continue
         for word in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)(?:=[^`]*)?`", page.read_text()):
             if word.split(".")[0] in roots and word not in known and not is_under(word, FREE_FORM):
                 unknown.append(f"{page.name}: {word}")
