@@ -83,14 +83,13 @@ def run_measured(
     started = time.monotonic()
     with log.open("w") as out:
         child = subprocess.Popen(command, env=os.environ | env, stdout=out, stderr=subprocess.STDOUT)
-        tree, marks, memory_at, size = ProcessTree(child.pid), [], 0.0, 0
+        tree, marks, memory_at = ProcessTree(child.pid), [], 0.0
         try:
             while child.poll() is None:
                 now = time.monotonic()
                 if now - started > timeout_s:
                     raise RuntimeError(f"no end after {timeout_s} s: {command}\n{_tail(log)}")
-                if progress.exists() and progress.stat().st_size > size:
-                    size = progress.stat().st_size
+                if progress.exists() and progress.read_bytes().count(b"\n") > len(marks):  # a line may come in pieces
                     marks.append((now - started, tree.cpu_seconds()))
                 elif now > memory_at:
                     memory_at = now + _MEMORY_EVERY_S
