@@ -16,7 +16,8 @@ def test_two_nodes_train_as_two_workers_of_one(workspace):
         address = {"RAY_ADDRESS": cluster.address}
         two_nodes = {"trainer.nnodes": 2, "trainer.n_gpus_per_node": 1}
         apart = workspace.train("two-nodes", STEPS | two_nodes, env=address)
-        too_many = workspace.train("three-nodes", STEPS | two_nodes | {"trainer.nnodes": 3}, env=address, fails=True)
+        for_three = {"trainer.nnodes": 3, "data.train_batch_size": 6, "actor_rollout_ref.actor.ppo_mini_batch_size": 6}
+        too_many = workspace.train("three-nodes", STEPS | two_nodes | for_three, env=address, fails=True)
     finally:
         cluster.shutdown()
         ray.shutdown()
