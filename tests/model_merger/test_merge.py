@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from tests.model_merger.ranks import KINDS, run_rank
+from tests.ranks import spawn_ranks
 from tests.workers.engine import cases
 from verl.model_merger.__main__ import main
 
@@ -22,7 +22,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("merge")
     cases.write_model(folder / "plain")
     cases.write_model(folder / "tied", tie_word_embeddings=True)
-    mp.spawn(run_rank, args=(2, folder), nprocs=2)
+    spawn_ranks(run_rank, (2, folder))
     return folder
 
 

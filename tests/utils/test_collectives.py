@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
+from tests.ranks import spawn_ranks
 from verl.utils import torch_functional as VF
 from verl.utils.seqlen_balancing import rearrange_micro_batches
 
@@ -60,4 +60,4 @@ def run_rank(rank, root):
 
 
 def test_two_ranks(tmp_path):
-    mp.spawn(run_rank, args=(str(tmp_path),), nprocs=2)
+    spawn_ranks(run_rank, (str(tmp_path),))

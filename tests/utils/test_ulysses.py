@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 
+from tests.ranks import spawn_ranks
 from verl.utils import ulysses
 
 
@@ -59,7 +59,7 @@ def _run(rank: int, store: str) -> None:
 
 
 def test_two_ranks(tmp_path: Path) -> None:
-    mp.spawn(_run, (str(tmp_path / "store"),), nprocs=2)
+    spawn_ranks(_run, (str(tmp_path / "store"),))
 
 
 def test_one_rank_changes_nothing() -> None:

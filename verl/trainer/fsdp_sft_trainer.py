@@ -7,6 +7,7 @@ from omegaconf import DictConfig
 
 from verl.trainer.config.cli import hydra_main
 from verl.trainer.sft_trainer import SFTTrainer, run_sft
+from verl.utils.distributed import run_and_leave
 
 FSDPSFTTrainer = SFTTrainer
 
@@ -18,6 +19,6 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_and_leave(main)
 
 __all__ = ["FSDPSFTTrainer", "main", "run_sft"]

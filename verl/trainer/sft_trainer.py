@@ -27,7 +27,7 @@ from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
 from verl.utils.dataset.sampler import SeededRandomSampler
 from verl.utils.dataset.sft_dataset import SFTDataset
 from verl.utils.device import get_device_name
-from verl.utils.distributed import initialize_global_process_group
+from verl.utils.distributed import initialize_global_process_group, run_and_leave
 from verl.utils.flops_counter import FlopsCounter
 from verl.utils.seeding import seed_process
 from verl.utils.tracking import Tracking, check_backends
@@ -276,4 +276,4 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_and_leave(main)

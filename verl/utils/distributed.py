@@ -1,10 +1,14 @@
 """Start and end of the process group of a role."""
 
+import atexit
 import datetime
 import logging
 import os
+import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -71,6 +75,35 @@ def destroy_global_process_group() -> None:
     """Leave the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def leave_process(code: int = 0) -> NoReturn:
+    """End this process with an exit code as the interpreter would, but without finalising the interpreter.
+
+    A process that has been in a gloo group must end so. gloo's threads outlive the group; one that asks for the
+    interpreter while it is being finalised is ended inside C++ code that allows no such thing, and then the whole
+    finished process aborts (SIGABRT).
+    """
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads; what the interpreter itself calls
+    atexit._run_exitfuncs()  # trackers, log handlers, worker processes, temporary folders
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def run_and_leave(command: Callable[[], None]) -> NoReturn:
+    """Run the command of a process that may join a group and leave the process with its exit code.
+
+    What the command raises, other than SystemExit, ends the process as ever: with the trace, and in failure.
+    """
+    try:
+        command()
+    except SystemExit as stop:
+        if stop.code is not None and not isinstance(stop.code, int):
+            sys.stderr.write(f"{stop.code}\n")
+            leave_process(1)
+        leave_process(stop.code or 0)
+    leave_process(0)
 
 
 def _gpu_numa_node(device_index: int) -> int:

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from tests.ranks import spawn_ranks
 from verl.utils.checkpoint import CheckpointError, find_complete_checkpoints, verify_checkpoint
 from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
@@ -176,7 +176,7 @@ def run_rank(rank, world_size, root):
 @pytest.fixture(scope="module")
 def two_rank_root(tmp_path_factory):
     root = tmp_path_factory.mktemp("two")
-    mp.spawn(run_rank, args=(2, str(root)), nprocs=2)
+    spawn_ranks(run_rank, (2, str(root)))
     return root
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from torch import Tensor
 
+from tests.ranks import Ranks
 from tests.workers.engine import cases, real_losses
 
 ATOL = 1e-5
@@ -29,10 +29,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def results(folder: Path) -> dict[int, list[dict[str, Any]]]:
     """All cases, run once for each world size: world -> rank -> case."""
-    two = mp.spawn(cases.run_world, (2, folder, str(folder / "store")), nprocs=2, join=False)
+    two = Ranks(cases.run_world, (2, folder, str(folder / "store")), nprocs=2)
     cases.run_world(0, 1, folder, "")
-    while not two.join(timeout=120):
-        pass
+    two.join()
     return {world: [torch.load(folder / f"world_{world}_rank_{rank}.pt") for rank in range(world)] for world in (1, 2)}
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
+from tests.ranks import spawn_ranks
 from tests.workers.rollout import tiny
 from verl.utils import envs
 
@@ -70,5 +70,5 @@ def _run(rank: int, folder: str, key_value_heads: int) -> None:
 
 
 def test_two_ranks_share_an_engine(tmp_path: Path) -> None:
-    mp.spawn(_run, args=(str(tmp_path), 2), nprocs=2)
+    spawn_ranks(_run, (str(tmp_path), 2), timeout_s=180)
     assert (tmp_path / "samples.pt").exists()

@@ -1,0 +1,71 @@
+"""How a process that was in a gloo group ends: as ever for those who look at it, without finalising the interpreter."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import spawn_ranks
+
+SCRIPT = """
+import atexit, sys, threading, time, weakref
+from concurrent.futures import ThreadPoolExecutor
+import torch.distributed as dist
+from verl.utils.distributed import run_and_leave
+
+class Finalised:
+    def __del__(self):
+        sys.stderr.write("finalised")
+
+def command():
+    dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
+    dist.barrier()
+    dist.destroy_process_group()
+    atexit.register(sys.stdout.write, "handler ")
+    threading.Thread(target=lambda: (time.sleep(0.2), sys.stdout.write("thread "))).start()
+    pool.submit(int)
+    sys.stdout.write("command ")
+    {end}
+
+kept, pool = Finalised(), ThreadPoolExecutor(1)
+run_and_leave(command)
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "message"),
+    [
+        ("pass", 0, ""),
+        ("sys.exit(3)", 3, ""),
+        ("sys.exit('no such key')", 1, "no such key\n"),
+    ],
+)
+def test_code_output_threads_and_handlers_are_kept(tmp_path: Path, end: str, code: int, message: str) -> None:
+    words = [sys.executable, "-c", SCRIPT.replace("{end}", end), str(tmp_path / "store")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "command thread handler ", message)
+
+
+def _one_fails(rank: int) -> None:
+    if rank:
+        pytest.fail("the numbers differ")
+
+
+def _one_hangs(rank: int) -> None:
+    if rank:
+        import time
+
+        time.sleep(60)
+
+
+@pytest.mark.parametrize(
+    ("fn", "error", "message"),
+    [
+        (_one_fails, Exception, "rank 1 ended by Failed: the numbers differ"),
+        (_one_hangs, TimeoutError, r"ranks \[.*1\] did not end within 3 s"),
+    ],
+)
+def test_a_rank_that_fails_or_hangs_is_reported(fn, error, message) -> None:
+    with pytest.raises(error, match=message):
+        spawn_ranks(fn, timeout_s=30 if fn is _one_fails else 3)
