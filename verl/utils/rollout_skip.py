@@ -16,13 +16,13 @@ logger = logging.getLogger(__name__)
 class RolloutSkip:
     """Stand before ``generate_sequences`` of a worker group: load its answer from a file, or make and keep it.
 
-    ``actor_rollout_ref.rollout.skip_dump_dir`` holds one folder per run name and batch shape, with one file per step.
+    ``actor_rollout_ref.rollout.skip_dump_dir`` holds one folder per run name and batch shape, with one file per batch.
     A file is used for the prompts that it was made for only. Validation is always generated.
     """
 
     def __init__(self, config: Any, rollout_wg: Any) -> None:
         rollout, data = config.actor_rollout_ref.rollout, config.data
-        prompts = data.get("gen_batch_size", data.train_batch_size)
+        prompts = data.get("gen_batch_size") or data.train_batch_size
         experiment = data.get("experiment_name", config.trainer.experiment_name)
         project = data.get("project_name", config.trainer.project_name)
         name = f"{experiment}_{project}_GBS{prompts}__N{rollout.n}"
@@ -38,7 +38,9 @@ class RolloutSkip:
         def load_or_generate(prompts: "DataProto", *args: Any, **kwargs: Any) -> "DataProto":
             if prompts.meta_info.get("validate", False) or len(prompts) != self.rows:
                 return generate(prompts, *args, **kwargs)
-            file = self.path / f"{prompts.meta_info.get('global_steps', 0)}.pkl"
+            first = prompts.meta_info.get("first_prompt", 0)  # above 0 in the later batches of a step
+            step = prompts.meta_info.get("global_steps", 0)
+            file = self.path / (f"{step}_{first}.pkl" if first else f"{step}.pkl")
             kept = self.load(file)
             if kept is None or not torch.equal(kept.batch["prompts"], prompts.batch["input_ids"]):
                 kept = generate(prompts, *args, **kwargs)

@@ -1,6 +1,7 @@
 """What a resumed run continues from: the position in the data, the checkpoint folder; and the dumps of a step."""
 
 import json
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -33,44 +34,80 @@ class Numbers(torch.utils.data.Dataset):
 
 
 def trainer_at_start(total_steps: int, workers: int = 0, shuffle: bool = True) -> RayPPOTrainer:
-    data = OmegaConf.create(
-        {"train_batch_size": BATCH, "dataloader_num_workers": workers, "shuffle": shuffle, "seed": 5}
-    )
+    data = {"train_batch_size": BATCH, "dataloader_num_workers": workers, "shuffle": shuffle, "seed": 5}
+    options = {"total_epochs": 1, "total_training_steps": total_steps}
     trainer = RayPPOTrainer.__new__(RayPPOTrainer)
+    trainer.config = OmegaConf.create({"data": data, "trainer": options})
     trainer.run_seed, trainer.global_steps, trainer.total_training_steps = 1, 0, total_steps
-    trainer.train_dataloader = loaders.train_loader(data, 1, Numbers(), None, None)
+    trainer.epoch = 0
+    trainer.train_dataloader = loaders.train_loader(trainer.config, 1, Numbers(), None, None)
     return trainer
 
 
+def draw(trainer: RayPPOTrainer, batches: int = 1) -> Iterator[list[list[int]]]:
+    """Draw the batches of the remaining steps as ``fit`` does, so many in each step; yields those of a step."""
+    rows = loaders.training_rows(trainer)
+    while not trainer.is_last_step:
+        trainer.global_steps, trainer.prompts_drawn = trainer.global_steps + 1, 0
+        drawn = []
+        for _ in range(batches):
+            drawn.append(next(rows)["x"].tolist())
+            trainer.prompts_drawn += BATCH
+        yield drawn
+
+
 # stops in the middle and at the end of an epoch; processes cost seconds: one stop of each kind is enough for them
-@pytest.mark.parametrize(("workers", "stop"), [(0, 1), (0, 2), (0, 3), (0, 4), (1, 2), (1, 3)])
-def test_a_resumed_run_sees_the_rows_that_an_uninterrupted_one_sees(tmp_path, workers, stop):
-    whole = [rows["x"].tolist() for rows in trainer_at_start(7, workers)._training_rows()]
-    assert len(whole) == 7 and sorted(whole[0] + whole[1]) != sorted(whole[2] + whole[3])
+@pytest.mark.parametrize(
+    ("workers", "batches", "stop"),
+    [(0, 1, 1), (0, 1, 2), (0, 1, 3), (0, 1, 4), (1, 1, 2), (1, 1, 3), (0, 3, 1), (0, 3, 2)],
+)
+def test_a_resumed_run_sees_the_rows_that_an_uninterrupted_one_sees(tmp_path, workers, batches, stop):
+    whole = list(draw(trainer_at_start(7, workers), batches))
+    flat = [rows for step in whole for rows in step]
+    assert len(whole) == 7 and sorted(flat[0] + flat[1]) != sorted(flat[2] + flat[3])
     first = trainer_at_start(7, workers)
     seen = []
-    for rows in first._training_rows():
-        seen.append(rows["x"].tolist())
+    for rows in draw(first, batches):
+        seen.append(rows)
         if first.global_steps == stop:
-            save_driver_state(tmp_path, first.train_dataloader.state_dict(), {"seed": 1})
+            save_driver_state(tmp_path, first.train_dataloader.state_dict(), {"seed": 1, "epoch": first.epoch})
             break
     second = trainer_at_start(7, workers)
     state, driver = load_driver_state(tmp_path)
     second.train_dataloader.load_state_dict(state)
-    second.global_steps = stop
-    seen += [rows["x"].tolist() for rows in second._training_rows()]
-    assert seen == whole and driver == {"seed": 1}
+    second.global_steps, second.epoch = stop, driver["epoch"]
+    seen += list(draw(second, batches))
+    assert seen == whole
+    assert first.epoch == driver["epoch"] == (stop * batches - 1) // 2  # two batches an epoch
+    assert second.epoch == (7 * batches - 1) // 2
 
 
-def test_every_step_starts_from_its_own_random_state():
+def test_the_data_end_after_the_last_epoch_where_no_number_of_steps_is_given():
+    """Steps of three batches of five epochs of two: the third is full with the ninth batch, the fourth has only one."""
+    trainer = trainer_at_start(99)
+    trainer.config.trainer.total_training_steps, trainer.config.trainer.total_epochs = None, 5
+    steps = []
+    with pytest.raises(loaders.EndOfDataError, match="gone through 5 times"):
+        for step in draw(trainer, 3):
+            steps.append(step)
+    assert (len(steps), trainer.global_steps, trainer.prompts_drawn) == (3, 4, BATCH)
+
+
+def test_every_draw_starts_from_its_own_random_state():
     draws = {}
     for start in (0, 3):
         trainer = trainer_at_start(6)
         trainer.global_steps = start
-        for _ in trainer._training_rows():
-            draws.setdefault(trainer.global_steps, []).append(torch.rand(1).item())
-    assert all(first == again for first, again in (draws[step] for step in (4, 5, 6)))
-    assert len({values[0] for values in draws.values()}) == 6
+        rows = loaders.training_rows(trainer)
+        while not trainer.is_last_step:
+            trainer.global_steps += 1
+            for before in (0, BATCH):
+                trainer.prompts_drawn = before
+                next(rows)
+                draws.setdefault((trainer.global_steps, before), []).append(torch.rand(1).item())
+    assert all(first == again for (step, _), (first, *others) in draws.items() for again in others)
+    assert len({values[0] for values in draws.values()}) == 12
+    assert {step for (step, _), values in draws.items() if len(values) == 2} == {4, 5, 6}
 
 
 # ---- checkpoints

@@ -12,6 +12,7 @@ from verl.trainer.ppo.phases import (
     checked_phase,
     needs_old_log_probs,
 )
+from verl.trainer.ppo.steps import loader_batch_size, prompts_per_step
 
 PAD, EOS = 0, 9
 
@@ -171,3 +172,19 @@ def config_with(**changes):
 )
 def test_old_log_probs_are_computed_where_something_reads_them(changes, needed):
     assert needs_old_log_probs(config_with(**changes)) is needed
+
+
+@pytest.mark.parametrize(
+    "changes, drawn, trained",
+    [
+        ({}, 8, 8),
+        ({"data__gen_batch_size": None}, 8, 8),
+        ({"data__gen_batch_size": 16}, 16, 16),
+        ({"data__gen_batch_size": 16, "algorithm__filter_groups": {"enable": False}}, 16, 16),
+        ({"data__gen_batch_size": 16, "algorithm__filter_groups": {"enable": True}}, 16, 8),
+    ],
+)
+def test_prompts_of_a_step(changes, drawn, trained):
+    config = config_with(**changes)
+    assert (loader_batch_size(config), prompts_per_step(config)) == (drawn, trained)
+    assert needs_old_log_probs(config) is (trained != 8)

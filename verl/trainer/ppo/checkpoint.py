@@ -220,6 +220,7 @@ def save_checkpoint(trainer: "RayPPOTrainer") -> None:
         remote_part = None if remote is None else f"{remote}/{role}"
         group.save_checkpoint(f"{folder}/{role}", remote_part, step, max_ckpt_to_keep=keep[role])
     state = {"kl_ctrl_in_reward": trainer.kl_ctrl_in_reward.state_dict(), "seed": trainer.run_seed}
+    state["epoch"] = trainer.epoch
     save_driver_state(folder, trainer.train_dataloader.state_dict(), state)
     write_tracker_atomically(root, step)
     remove_emptied_folders(root)
@@ -241,6 +242,7 @@ def load_checkpoint(trainer: "RayPPOTrainer") -> int | None:
     loader_state, state = load_driver_state(folder)
     if loader_state is not None:
         trainer.train_dataloader.load_state_dict(loader_state)
+    trainer.epoch = state.get("epoch", (trainer.global_steps - 1) // len(trainer.train_dataloader))
     if "kl_ctrl_in_reward" in state:
         trainer.kl_ctrl_in_reward.load_state_dict(state["kl_ctrl_in_reward"])
     if state.get("seed", trainer.run_seed) != trainer.run_seed:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.trainer.ppo.checkpoint import find_resume_folder
+from verl.trainer.ppo.steps import loader_batch_size
 from verl.trainer.ppo.utils import config_needs_reference, need_critic
 from verl.utils import envs
 from verl.utils.config import validate_config
@@ -87,7 +88,7 @@ def check_data(config: Any) -> None:
         paths = _files(data[key])
         local = _local_files(paths)
         rows = sum(count_rows(f"data.{key}", path, data.prompt_key) for path in local)
-        size = data.get("gen_batch_size", data.train_batch_size)
+        size = loader_batch_size(config)
         if key == "train_files" and len(local) == len(paths) and rows < size:
             raise InputError(
                 f"data.train_files: {rows} rows in all, fewer than data.train_batch_size={size}: add rows or lower it"

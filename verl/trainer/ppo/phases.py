@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from verl.trainer.ppo.steps import prompts_per_step
 from verl.utils import envs
 
 if TYPE_CHECKING:
@@ -177,8 +178,7 @@ def needs_old_log_probs(config: Any) -> bool:
     ``actor.use_rollout_log_probs``, which insists on those of the batch.
     """
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
-    prompts = config.data.get("gen_batch_size", config.data.train_batch_size)
-    single_update = actor.ppo_mini_batch_size == prompts and actor.ppo_epochs == 1
+    single_update = actor.ppo_mini_batch_size == prompts_per_step(config) and actor.ppo_epochs == 1
     return bool(
         not single_update
         or algorithm.use_kl_in_reward

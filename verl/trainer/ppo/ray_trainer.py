@@ -1,6 +1,5 @@
 """The training loop: a driver that holds metadata and small tensors, and worker groups that hold the weights."""
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -13,15 +12,10 @@ from verl.algos.kl import get_kl_controller
 from verl.protocol import DataProto
 from verl.single_controller.base.phase import phase
 from verl.single_controller.ray import RayWorkerGroup
-from verl.trainer.ppo import checkpoint, loaders
+from verl.trainer.ppo import after_step, checkpoint, loaders
 from verl.trainer.ppo.advantages import apply_kl_penalty, compute_advantage, compute_response_mask
 from verl.trainer.ppo.core_algos import AdvantageEstimator, agg_loss
 from verl.trainer.ppo.dumps import dump_training_batch
-from verl.trainer.ppo.metric_utils import (
-    compute_data_metrics,
-    compute_throughout_metrics,
-    compute_timing_metrics,
-)
 from verl.trainer.ppo.phases import check_rollout, checked_phase, needs_old_log_probs
 from verl.trainer.ppo.profiling import start_profiling, stop_profiling
 from verl.trainer.ppo.resources import ResourcePoolManager, create_worker_groups
@@ -31,12 +25,11 @@ from verl.trainer.ppo.startup import CLOCK
 from verl.trainer.ppo.steps import set_total_training_steps
 from verl.trainer.ppo.utils import Role, need_critic, need_reference_policy, need_reward_model
 from verl.trainer.ppo.validation import validate
-from verl.utils.checkpoint import should_save_ckpt_esi
 from verl.utils.debug.metrics import calculate_debug_metrics
 from verl.utils.metric import reduce_metrics
 from verl.utils.profiler import marked_timer
 from verl.utils.rollout_skip import RolloutSkip
-from verl.utils.seeding import derive_seed, prompt_uids, sampling_seeds, seed_process
+from verl.utils.seeding import derive_seed, prompt_uids, sampling_seeds
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions, log_seqlen_unbalance
 
 __all__ = [
@@ -47,8 +40,6 @@ __all__ = [
     "compute_advantage",
     "compute_response_mask",
 ]
-
-logger = logging.getLogger(__name__)
 
 Metrics = dict[str, Any]
 Timing = dict[str, float]
@@ -97,6 +88,7 @@ class RayPPOTrainer:
         self.async_rollout_mode, self.async_rollout_manager = False, None
         self.single_turn = not config.actor_rollout_ref.rollout.multi_turn.enable
         self.global_steps, self.max_steps_duration = 0, 0.0
+        self.epoch, self.prompts_drawn = 0, 0
         self._reward: Any = None
         self._extra_columns: list[str] = []
         self._row_order: list[int] = []
@@ -118,7 +110,9 @@ class RayPPOTrainer:
         if val_dataset is None and data.val_files is not None:
             val_dataset = loaders.build_dataset(self, "val_files", is_train=False)
         self.val_dataset = val_dataset
-        self.train_dataloader = loaders.train_loader(data, self.run_seed, self.train_dataset, collate_fn, train_sampler)
+        self.train_dataloader = loaders.train_loader(
+            self.config, self.run_seed, self.train_dataset, collate_fn, train_sampler
+        )
         self.val_dataloader = val_dataset and loaders.validation_loader(data, self.run_seed, val_dataset, collate_fn)
         steps = trainer.total_training_steps
         self.total_training_steps = len(self.train_dataloader) * trainer.total_epochs if steps is None else steps
@@ -158,25 +152,26 @@ class RayPPOTrainer:
     def fit(self) -> None:
         """Train until the last step."""
         with self._run():
-            if self._validate_before_training():
+            if after_step.validate_before_training(self):
                 return
-            for rows in self._training_rows():
+            rows = loaders.training_rows(self)
+            while not self.is_last_step:
+                self.global_steps += 1
+                self.prompts_drawn = 0
                 metrics: Metrics = {}
                 timing: Timing = {}
                 self._start_profiling(timing)
                 with marked_timer("step", timing):
-                    batch = self._checked("prepare", None, self.prepare, rows)
-                    batch = self._checked("generate", batch, self.generate, metrics, timing)
-                    batch = self._checked("score", batch, self.score, metrics, timing)
+                    batch = self.collect(rows, metrics, timing)
                     batch = self._checked("infer", batch, self.infer, metrics, timing)
                     batch = self._checked("shape", batch, self.shape, metrics, timing)
                     batch = self._checked("update", batch, self.update, metrics, timing)
                     self._dump(batch, timing)
                 self.max_steps_duration = max(self.max_steps_duration, timing["step"])
-                self._validate_after_step(metrics, timing)
-                self._save_after_step(timing)
+                after_step.validate_after_step(self, metrics, timing)
+                after_step.save_after_step(self, timing)
                 self._stop_profiling(timing)
-                self._finish_step(batch, metrics, timing)
+                after_step.finish_step(self, batch, metrics, timing)
 
     @contextmanager
     def _run(self) -> Iterator[None]:
@@ -190,30 +185,14 @@ class RayPPOTrainer:
         try:
             yield
             finished = True
+        except loaders.EndOfDataError as end:
+            after_step.end_early(self, end)
+            finished = True
         except Exception as error:
             error.add_note(f"in training step {self.global_steps} of {self.total_training_steps}")
             raise
         finally:
             self.output.close(finished)
-
-    def _training_rows(self) -> Iterator[Mapping[str, Any]]:
-        """Yield the rows of each remaining step, epoch after epoch, with ``global_steps`` set to the step."""
-        fruitless = 0
-        while self.global_steps < self.total_training_steps:
-            before = self.global_steps
-            seed_process(self.run_seed, "driver", self.global_steps + 1)
-            for rows in self.train_dataloader:
-                self.global_steps += 1
-                yield rows
-                if self.global_steps >= self.total_training_steps:
-                    return
-                seed_process(self.run_seed, "driver", self.global_steps + 1)
-            # A loader resumed at the end of an epoch yields nothing at first.
-            fruitless = fruitless + 1 if self.global_steps == before else 0
-            if fruitless > 1:
-                raise loaders.EmptyLoaderError(
-                    "the training loader yields no batch: its sampler or data set has become empty"
-                )
 
     def _checked(self, name: str, batch: DataProto | None, method: Callable[..., DataProto], *args: Any) -> DataProto:
         with checked_phase(name, batch) as result:
@@ -233,19 +212,29 @@ class RayPPOTrainer:
 
     # ---- phases
 
+    def collect(self, rows: Iterator[Mapping[str, Any]], metrics: Metrics, timing: Timing) -> DataProto:
+        """Prepare, generate and score the next batch of the loader; ``rows`` yields as many as a recipe draws."""
+        batch = self._checked("prepare", None, self.prepare, next(rows))
+        batch = self._checked("generate", batch, self.generate, metrics, timing)
+        return self._checked("score", batch, self.score, metrics, timing)
+
     def prepare(self, rows: Mapping[str, Any]) -> DataProto:
         """Turn the rows of the loader into a batch, one ``uid`` per prompt."""
         batch = DataProto.from_single_dict(rows)
-        batch.non_tensor_batch["uid"] = prompt_uids(self.run_seed, self.global_steps, len(batch))
+        first, count = self.prompts_drawn, len(batch)
+        batch.non_tensor_batch["uid"] = prompt_uids(self.run_seed, self.global_steps, count, first_prompt=first)
+        batch.meta_info["first_prompt"] = first
+        self.prompts_drawn += count
         return batch
 
     def generate(self, batch: DataProto, metrics: Metrics, timing: Timing) -> DataProto:
         """Sample ``rollout.n`` responses per prompt; the rows become the responses."""
         num_samples = self.config.actor_rollout_ref.rollout.n
         prompts = self._get_gen_batch(batch)
+        prompts.meta_info["first_prompt"] = batch.meta_info.get("first_prompt", 0)
         prompts.meta_info["global_steps"] = self.global_steps
         requests = prompts.repeat(repeat_times=num_samples, interleave=True)
-        requests.batch["sampling_seed"] = sampling_seeds(self.run_seed, self.global_steps, len(batch), num_samples)
+        requests.batch["sampling_seed"] = self._sampling_seeds(prompts, num_samples)
         with self._timed("gen", timing):
             output = self.rollout_wg_generate(requests)
         check_rollout(requests, output, self.global_steps, self.single_turn)
@@ -255,12 +244,7 @@ class RayPPOTrainer:
         batch = batch.repeat(repeat_times=num_samples, interleave=True).union(output)
         if "response_mask" not in batch.batch.keys():
             batch.batch["response_mask"] = compute_response_mask(batch)
-        self._row_order = list(range(len(batch)))
-        if self.config.trainer.balance_batch:
-            self._balance_batch(batch, metrics)
-        batch.meta_info["global_steps"] = self.global_steps
-        batch.meta_info["global_token_num"] = batch.batch["attention_mask"].sum(-1).tolist()
-        return batch
+        return self._arrange(batch, metrics)
 
     def score(self, batch: DataProto, metrics: Metrics, timing: Timing) -> DataProto:
         """Score the responses by the reward model and start the rule; ``shape`` takes the result."""
@@ -293,10 +277,7 @@ class RayPPOTrainer:
         """Turn scores into rewards, advantages and returns."""
         algorithm = self.config.algorithm
         with self._timed("adv", timing):
-            scores, extras = self._take_reward()
-            batch.batch["token_level_scores"] = scores
-            self._extra_columns = list(extras)
-            batch.non_tensor_batch.update({name: _column(values) for name, values in extras.items()})
+            self._add_scores(batch)
             if algorithm.use_kl_in_reward:
                 batch, kl_metrics = apply_kl_penalty(batch, self.kl_ctrl_in_reward, algorithm.kl_penalty)
                 metrics.update(kl_metrics)
@@ -336,16 +317,31 @@ class RayPPOTrainer:
         prompts.non_tensor_batch["uid"] = batch.non_tensor_batch["uid"]
         return prompts
 
+    def _sampling_seeds(self, prompts: DataProto, num_samples: int) -> torch.Tensor:
+        """Return the seeds of the samples of prompts of this step, (num_prompts * num_samples,)."""
+        first = prompts.meta_info["first_prompt"]
+        return sampling_seeds(self.run_seed, self.global_steps, len(prompts), num_samples, first_prompt=first)
+
+    def _arrange(self, batch: DataProto, metrics: Metrics) -> DataProto:
+        """Share the rows of a batch out among the ranks; ``_row_order`` says how to put them back."""
+        self._row_order = list(range(len(batch)))
+        if self.config.trainer.balance_batch:
+            self._balance_batch(batch, metrics)
+        batch.meta_info["global_steps"] = self.global_steps
+        batch.meta_info["global_token_num"] = batch.batch["attention_mask"].sum(-1).tolist()
+        return batch
+
     def _take_timing(self, output: DataProto, metrics: Metrics, timing: Timing) -> None:
-        """Take over what the rollout has measured."""
-        timing.update(output.meta_info.pop("timing", {}))
+        """Take over what the rollout has measured; seconds of several calls in a step add up."""
+        for name, value in output.meta_info.pop("timing", {}).items():
+            timing[name] = value if "/" in name else timing.get(name, 0.0) + value
         metrics.update(reduce_metrics(output.meta_info.pop("metrics", {})))
 
     def _greedy_baseline(self, batch: DataProto, prompts: DataProto, timing: Timing) -> torch.Tensor:
         """Return the score of one greedy response per prompt, (num_prompts,), as ReMax subtracts it."""
         requests = prompts.repeat(repeat_times=1)
         requests.meta_info = {**prompts.meta_info, "do_sample": False}
-        requests.batch["sampling_seed"] = sampling_seeds(self.run_seed, self.global_steps, len(prompts), 1)
+        requests.batch["sampling_seed"] = self._sampling_seeds(prompts, 1)
         with self._timed("gen_max", timing):
             output = self.rollout_wg_generate(requests)
             check_rollout(requests, output, self.global_steps, self.single_turn)
@@ -380,6 +376,15 @@ class RayPPOTrainer:
             metrics.update(calculate_debug_metrics(batch))
         return batch
 
+    def _add_scores(self, batch: DataProto) -> None:
+        """Add what ``score`` has begun, unless that was done: scores, and the extras of the reward function."""
+        if self._reward is None:
+            return
+        scores, extras = self._take_reward()
+        batch.batch["token_level_scores"] = scores
+        self._extra_columns = list(extras)
+        batch.non_tensor_batch.update({name: _column(values) for name, values in extras.items()})
+
     def _take_reward(self) -> tuple[torch.Tensor, dict[str, list[Any]]]:
         """Return token-level scores and the extras of the reward function, waiting for it where it runs beside."""
         pending, self._reward = self._reward, None
@@ -403,58 +408,9 @@ class RayPPOTrainer:
         """Return the metrics of the current weights on the validation set."""
         return validate(self)
 
-    def _validate_before_training(self) -> bool:
-        """Validate the starting weights where that is asked for; returns whether that was all."""
-        trainer = self.config.trainer
-        if not (trainer.val_before_train or trainer.val_only):
-            return False
-        with phase("validate", step=self.global_steps):
-            metrics = self._validate()
-        CLOCK.mark("validation")
-        assert metrics, "validation before training gave no metrics"
-        self.output.log(metrics, self.global_steps)
-        return bool(trainer.val_only)
-
-    def _validate_after_step(self, metrics: Metrics, timing: Timing) -> None:
-        frequency = self.config.trainer.test_freq
-        if frequency > 0 and (self.is_last_step or self.global_steps % frequency == 0):
-            with self._timed("testing", timing):
-                metrics.update(self._validate())
-
     def log_val_generations(self, rows: list[tuple[str, str, float]]) -> None:
         """Show some validation samples in the trackers that can."""
         self.output.log_generations(rows, self.global_steps)
-
-    def _save_after_step(self, timing: Timing) -> None:
-        trainer = self.config.trainer
-        if trainer.save_freq <= 0:
-            return
-        expiring = should_save_ckpt_esi(self.max_steps_duration, redundant_time=trainer.esi_redundant_time)
-        if expiring:
-            logger.warning("the rented capacity is about to expire: saving step %d early", self.global_steps)
-        if expiring or self.is_last_step or self.global_steps % trainer.save_freq == 0:
-            with self._timed("save_checkpoint", timing):
-                self._save_checkpoint()
-
-    def _finish_step(self, batch: DataProto, metrics: Metrics, timing: Timing) -> None:
-        """Compute and publish the metrics of the step, and let sampler and data set learn from it."""
-        metrics["training/global_step"] = self.global_steps
-        metrics["training/epoch"] = (self.global_steps - 1) // len(self.train_dataloader)
-        metrics.update(compute_data_metrics(batch=batch, use_critic=self.use_critic))
-        metrics.update(compute_timing_metrics(batch=batch, timing_raw=timing))
-        ranks = self.resource_pool_manager.get_n_gpus()
-        metrics.update(compute_throughout_metrics(batch=batch, timing_raw=timing, n_gpus=ranks))
-        CLOCK.mark("first_step")
-        metrics.update(CLOCK.report())
-        sampler = self.train_dataloader.sampler
-        if hasattr(sampler, "update"):
-            sampler.update(batch=batch)
-        self.output.step(metrics, self.global_steps)
-        if self.config.global_profiler.tool == "torch_memory":
-            step = self.global_steps
-            self.actor_rollout_wg.dump_memory_snapshot(tag=f"post_update_step{step}", sub_dir=f"step{step}")
-        if not self.is_last_step and hasattr(self.train_dataset, "on_batch_end"):
-            self.train_dataset.on_batch_end(batch=batch)
 
     # ---- checkpoints and profiling
 

@@ -1,8 +1,20 @@
-"""How many steps a run has. Imports neither torch nor the data set."""
+"""How many steps a run has, and how many prompts a step. Imports neither torch nor the data set."""
 
 from typing import Any
 
 from omegaconf import OmegaConf, open_dict
+
+
+def loader_batch_size(config: Any) -> int:
+    """Return the prompts of one batch of the training loader: ``data.gen_batch_size``, or ``data.train_batch_size``."""
+    data = config["data"]
+    return int(data.get("gen_batch_size") or data["train_batch_size"])
+
+
+def prompts_per_step(config: Any) -> int:
+    """Return the prompts of a training batch: ``data.train_batch_size`` with dynamic sampling, else a loader batch."""
+    groups = config["algorithm"].get("filter_groups") or {}
+    return int(config["data"]["train_batch_size"]) if groups.get("enable") else loader_batch_size(config)
 
 
 def set_total_training_steps(config: Any, steps: int) -> None:
@@ -37,4 +49,4 @@ def steps_known_early(config: Any) -> int | None:
     if not all(path.endswith(".parquet") for path in files):
         return None
     rows = sum(pq.read_metadata(path).num_rows for path in files)
-    return int(rows // data.get("gen_batch_size", data.train_batch_size) * config.trainer.total_epochs)
+    return int(rows // loader_batch_size(config) * config.trainer.total_epochs)
