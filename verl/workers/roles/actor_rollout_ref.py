@@ -80,11 +80,7 @@ class ActorRolloutRefWorker(EngineWorker):
             self.config.rollout.get("n", 1),
             dp_size,
         )
-        self.train_cut = Cut(
-            config.use_dynamic_bsz,
-            per_rank_micro_batch(config.ppo_micro_batch_size_per_gpu, config.ppo_micro_batch_size, dp_size),
-            config.ppo_max_token_len_per_gpu,
-        )
+        self.train_cut = Cut.for_training(config, dp_size)
         self.log_prob_cut = log_prob_cut(self.config.rollout, dp_size)
 
     def _build_ref(self) -> None:

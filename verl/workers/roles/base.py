@@ -126,10 +126,15 @@ _SHARED_KEYS: dict[str, Any] = {
 
 
 def average_metrics(per_step: list[dict[str, float]], prefix: str) -> dict[str, float]:
-    """Average the metrics of the optimizer steps; maxima and minima stay such. The engine's own names (those without
-    a section) get the role's ``prefix``.
+    """Average the metrics of the optimizer steps; maxima and minima stay such. See ``list_metrics`` for the names."""
+    return reduce_metrics(list_metrics(per_step, prefix))
+
+
+def list_metrics(per_step: list[dict[str, float]], prefix: str) -> dict[str, list[float]]:
+    """Return the values of all optimizer steps by name. The engine's own names (those without a section) get the
+    role's ``prefix``.
     """
     values: dict[str, list[float]] = {}
     for step in per_step:
         append_to_dict(values, {name if "/" in name else prefix + name: value for name, value in step.items()})
-    return reduce_metrics(values)
+    return values

@@ -36,11 +36,7 @@ class CriticWorker(EngineWorker):
         self.mini_batch_size = per_rank_mini_batch(
             "critic.ppo_mini_batch_size", config.ppo_mini_batch_size, config.rollout_n, dp_size
         )
-        self.train_cut = Cut(
-            config.use_dynamic_bsz,
-            per_rank_micro_batch(config.ppo_micro_batch_size_per_gpu, config.ppo_micro_batch_size, dp_size),
-            config.ppo_max_token_len_per_gpu,
-        )
+        self.train_cut = Cut.for_training(config, dp_size)
         self.infer_cut = Cut(
             config.use_dynamic_bsz,
             per_rank_micro_batch(config.forward_micro_batch_size_per_gpu, config.forward_micro_batch_size, dp_size),

@@ -72,6 +72,20 @@ def attention_implementation(model_config: "HFModelConfig", sp_size: int) -> str
     return asked or (VARLEN_ATTENTION if packed else "sdpa")
 
 
+def use_packed_attention(module: nn.Module) -> None:
+    """Have a built transformers model take packed sequences.
+
+    Raises: ValueError when it cannot.
+    """
+    register_varlen_attention()
+    choose = getattr(module, "set_attn_implementation", None)
+    if choose is None:
+        raise ValueError(
+            f"use_remove_padding=True needs a transformers model, not {type(module).__name__}: write False"
+        )
+    choose(VARLEN_ATTENTION)
+
+
 # The module
 
 

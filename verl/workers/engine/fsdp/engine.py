@@ -1,13 +1,14 @@
 """The FSDP training engine: one implementation for both strategies, for one process or many, on every device."""
 
+import dataclasses
 import logging
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
@@ -17,9 +18,9 @@ from verl.utils.fsdp_utils import full_tensor, gradient_norm, local_gradients, m
 from verl.workers.engine.base import BaseEngine, EngineRegistry, LossFn, ModelOutput
 from verl.workers.engine.fsdp import adapters
 from verl.workers.engine.fsdp.accumulate import MetricSums, agree
-from verl.workers.engine.fsdp.build import ModelBuilder, precision_policy
+from verl.workers.engine.fsdp.build import ModelBuilder, precision_policy, use_packed_attention
 from verl.workers.engine.fsdp.forward import Forward, ForwardOptions, sequence_parallel
-from verl.workers.engine.fsdp.layout import Layout, current_device, make_layout
+from verl.workers.engine.fsdp.layout import Layout, check_layout, current_device, make_layout
 from verl.workers.engine.fsdp.optim import build_optimizer, build_scheduler
 from verl.workers.engine.fsdp.weights import checkpoint_names
 from verl.workers.engine.micro_batch import MicroBatch, check_rows, cut, response_mask_of
@@ -41,7 +42,7 @@ class FSDPEngine(BaseEngine):
 
     def __init__(
         self,
-        model_config: "HFModelConfig",
+        model_config: "HFModelConfig | None",
         engine_config: "FSDPEngineConfig",
         optimizer_config: "FSDPOptimizerConfig | None" = None,
         checkpoint_config: "CheckpointConfig | None" = None,
@@ -50,7 +51,7 @@ class FSDPEngine(BaseEngine):
         self.engine_config = engine_config
         self.optimizer_config = None if engine_config.forward_only else optimizer_config
         self.checkpoint_config = checkpoint_config
-        self.optimizer: torch.optim.AdamW | None = None
+        self.optimizer: torch.optim.Optimizer | None = None
         self.lr_scheduler: Any = None
         self.skipped_steps = 0
         self._version = 0
@@ -60,26 +61,65 @@ class FSDPEngine(BaseEngine):
 
     def initialize(self) -> None:
         """Build the model, optimizer and schedule, and load the pretrained weights."""
+        assert self.model_config is not None
         config = self.engine_config
         must_wrap = config.offload_policy or precision_policy(config, current_device()) is not None
         self.layout = make_layout(config, must_wrap)
         builder = ModelBuilder(self.model_config, config, self.layout, self.is_value_model)
         self.module = builder.build()
-        options = ForwardOptions(
-            remove_padding=self.model_config.use_remove_padding,
-            is_value_model=self.is_value_model,
-            entropy_chunk_size=2048 if config.entropy_from_logits_with_chunking else None,
-            offload_activations=getattr(self.model_config, "enable_activation_offload", False),
-        )
-        self.forward = Forward(self.module, self.layout, options)
-        self._parameters = [p for p in self.module.parameters() if p.requires_grad]
-        size = sum(p.numel() * p.element_size() for p in self.module.parameters())
-        self._accumulates_whole = size <= ACCUMULATION_BUDGET_BYTES
+        model = self.model_config
+        self._adopt(model.use_remove_padding, offload_activations=getattr(model, "enable_activation_offload", False))
         if self.optimizer_config is not None:
             self.optimizer = build_optimizer(self._parameters, self.optimizer_config)
             self.lr_scheduler = build_scheduler(self.optimizer, self.optimizer_config)
         self.module.eval()
         self._offload()
+
+    @classmethod
+    def from_module(
+        cls,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        *,
+        remove_padding: bool,
+        engine_config: "FSDPEngineConfig",
+        optimizer_config: "FSDPOptimizerConfig | None" = None,
+    ) -> Self:
+        """Return an engine around a transformers model and an optimizer that the caller has built, sharded by
+        ``fully_shard`` where there are several ranks. It trains, infers and yields weights; the caller owns offload,
+        schedule and checkpoints.
+
+        Raises: ValueError when the ranks do not share the module as ``fsdp_config`` says, or the module knows no
+        packed sequences.
+        """
+        settings = dataclasses.replace(engine_config, param_offload=False, optimizer_offload=False)
+        engine = cls(None, settings, optimizer_config)
+        engine.layout = make_layout(settings, must_wrap=isinstance(module, FSDPModule))
+        check_layout(module, engine.layout)
+        if remove_padding:
+            use_packed_attention(module)
+        elif engine.layout.sp_size > 1:
+            raise ValueError(f"ulysses_sequence_parallel_size={engine.layout.sp_size} needs use_remove_padding=True")
+        engine.module, engine.optimizer = module, optimizer
+        engine._adopt(remove_padding)
+        return engine
+
+    def _adopt(self, remove_padding: bool, offload_activations: bool = False) -> None:
+        """Prepare passes over ``self.module``."""
+        options = ForwardOptions(
+            remove_padding=remove_padding,
+            is_value_model=self.is_value_model,
+            entropy_chunk_size=2048 if self.engine_config.entropy_from_logits_with_chunking else None,
+            offload_activations=offload_activations,
+        )
+        self.forward = Forward(self.module, self.layout, options)
+        self._parameters = [p for p in self.module.parameters() if p.requires_grad]
+        size = sum(p.numel() * p.element_size() for p in self.module.parameters())
+        self._accumulates_whole = size <= ACCUMULATION_BUDGET_BYTES
+
+    @property
+    def _has_adapters(self) -> bool:
+        return hasattr(self.module, "peft_config")
 
     # ---- modes
 
@@ -262,7 +302,7 @@ class FSDPEngine(BaseEngine):
         if adapter_only:
             yield from adapters.adapter_weights(self.module)
             return
-        stream = adapters.merged_weights(self.module) if self.model_config.lora_rank else self._plain_weights()
+        stream = adapters.merged_weights(self.module) if self._has_adapters else self._plain_weights()
         yield from checkpoint_names(self.base_model, stream)
 
     def _plain_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -272,11 +312,11 @@ class FSDPEngine(BaseEngine):
     @property
     def base_model(self) -> Any:
         """The transformers model, under its adapters where it has some."""
-        return self.module.get_base_model() if self.model_config.lora_rank else self.module  # type: ignore[operator]
+        return self.module.get_base_model() if self._has_adapters else self.module  # type: ignore[operator]
 
     def disable_adapter(self) -> AbstractContextManager[None]:
         """Run the base model without its adapters; the reference policy under LoRA."""
-        if not self.model_config.lora_rank:
+        if not self._has_adapters:
             return super().disable_adapter()
         context: AbstractContextManager[None] = self.module.disable_adapter()  # type: ignore[operator]
         return context
@@ -295,7 +335,7 @@ class FSDPEngine(BaseEngine):
             max_ckpt_to_keep=max_ckpt_to_keep,
             named_weights=self.named_weights(),
         )
-        if self.model_config.lora_rank:
+        if self._has_adapters:
             adapters.save_adapter(self.module, local_path, first=self.layout.rank == 0)
         self._offload()
 

@@ -5,8 +5,10 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from verl.utils.device import get_device_id, get_device_name, get_process_group_backend
 
@@ -108,3 +110,19 @@ def make_layout(config: "FSDPEngineConfig", must_wrap: bool) -> Layout:
         shape = (world_size // sp_size, sp_size)
         sequence_mesh = init_device_mesh(get_device_name(), shape, mesh_dim_names=("dp", "sp"))
     return Layout(rank, world_size, sp_size, device, fsdp_mesh, sequence_mesh)
+
+
+def check_layout(module: nn.Module, layout: Layout) -> None:
+    """Check that a module is laid out over the ranks as the layout says.
+
+    Raises: ValueError naming both.
+    """
+    meshes = {parameter.device_mesh for parameter in module.parameters() if isinstance(parameter, DTensor)}
+    found = sorted({tuple(mesh.shape) for mesh in meshes})
+    expected = [] if layout.fsdp_mesh is None else [tuple(layout.fsdp_mesh.shape)]
+    if found != expected:
+        wanted = f"the {layout.world_size} ranks and fsdp_config.fsdp_size ask for a mesh of shape {expected}"
+        raise ValueError(
+            f"the module's parameters are sharded over {found or 'no mesh'}, but {wanted}: apply fully_shard to it "
+            "over that mesh (verl.workers.fsdp_workers.create_device_mesh), or set fsdp_size"
+        )

@@ -1,7 +1,11 @@
 """From the batch sizes of the configuration, which are global and in prompts, to what one rank cuts its shard into."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    from verl.protocol import DataProto
+    from verl.workers.config import ActorConfig, CriticConfig
 
 
 @dataclass(frozen=True)
@@ -11,6 +15,14 @@ class Cut:
     use_dynamic_bsz: bool
     micro_batch_size_per_gpu: int | None
     max_token_len_per_gpu: int
+
+    @classmethod
+    def for_training(cls, config: "ActorConfig | CriticConfig", dp_size: int = 1) -> Self:
+        """Return how a mini-batch is cut, by the keys of an actor's or critic's node."""
+        micro_batch_size = per_rank_micro_batch(
+            config.ppo_micro_batch_size_per_gpu, config.ppo_micro_batch_size, dp_size
+        )
+        return cls(config.use_dynamic_bsz, micro_batch_size, config.ppo_max_token_len_per_gpu)
 
     def as_meta(self) -> dict[str, Any]:
         """Return the keys as ``meta_info`` holds them."""
@@ -40,3 +52,21 @@ def per_rank_micro_batch(per_gpu: int | None, global_size: int | None, dp_size: 
     if per_gpu is not None:
         return per_gpu
     return None if global_size is None else max(1, global_size // dp_size)
+
+
+def given_cut(data: "DataProto") -> Cut:
+    """Return how the caller of a bare actor or critic has asked for its batch to be cut.
+
+    Raises: ValueError naming the key of ``meta_info`` that is missing.
+    """
+    meta = data.meta_info
+    dynamic = bool(meta.get("use_dynamic_bsz", False))
+    needed = "max_token_len" if dynamic else "micro_batch_size"
+    if not meta.get(needed):
+        raise ValueError(f"the batch's meta_info lacks {needed}: with use_dynamic_bsz={dynamic} it says how to cut")
+    return Cut(dynamic, meta.get("micro_batch_size"), meta.get("max_token_len", 0))
+
+
+def with_meta(data: "DataProto", **meta: Any) -> "DataProto":
+    """Return the same rows under more ``meta_info``."""
+    return type(data)(batch=data.batch, non_tensor_batch=data.non_tensor_batch, meta_info={**data.meta_info, **meta})

@@ -1,0 +1,5 @@
+"""Established names of the actor around a module that the caller has built."""
+
+from verl.workers.roles.dp_actor import BasePPOActor, DataParallelPPOActor
+
+__all__ = ["BasePPOActor", "DataParallelPPOActor"]

@@ -1,0 +1,5 @@
+"""Established names of the critic around a module that the caller has built."""
+
+from verl.workers.roles.dp_critic import BasePPOCritic, DataParallelPPOCritic
+
+__all__ = ["BasePPOCritic", "DataParallelPPOCritic"]

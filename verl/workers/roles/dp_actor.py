@@ -1,0 +1,108 @@
+"""The actor without a worker: PPO updates of a module and an optimizer that the caller has built."""
+
+from abc import ABC, abstractmethod
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from verl.protocol import DataProto
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.engine import FSDPEngineWithLMHead
+from verl.workers.roles.base import effective_engine_config, list_metrics
+from verl.workers.roles.utils.batching import Cut, given_cut, with_meta
+from verl.workers.roles.utils.losses import ppo_loss
+from verl.workers.roles.utils.mismatch import finish_mismatch
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from verl.workers.config import FSDPActorConfig
+
+
+class BasePPOActor(ABC):
+    """What every actor does, whatever its backend."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    @abstractmethod
+    def compute_log_prob(self, data: DataProto, calculate_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+        """Return log-probabilities and, where asked for, entropies of the response tokens (B, R)."""
+
+    @abstractmethod
+    def update_policy(self, data: DataProto) -> dict[str, list[float]]:
+        """Run the optimizer steps of one PPO update; returns each metric of each step."""
+
+
+class DataParallelPPOActor(BasePPOActor):
+    """Log-probabilities and PPO updates of one rank, through the engine that the workers use.
+
+    Args: ``config`` is an actor node, whose batch sizes count rows of this rank; ``actor_module`` a causal model of
+    transformers, sharded by ``fully_shard`` where there are several ranks; without ``actor_optimizer`` it only infers.
+    """
+
+    def __init__(
+        self,
+        config: "FSDPActorConfig | DictConfig",
+        actor_module: nn.Module,
+        actor_optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
+        super().__init__(omega_conf_to_dataclass(config))
+        self.actor_module, self.actor_optimizer = actor_module, actor_optimizer
+        self.engine = FSDPEngineWithLMHead.from_module(
+            actor_module,
+            actor_optimizer,
+            remove_padding=self.config.use_remove_padding,
+            engine_config=effective_engine_config(self.config.fsdp_config, self.config),
+            optimizer_config=self.config.optimizer(),
+        )
+
+    def compute_log_prob(self, data: DataProto, calculate_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+        """Return log-probabilities and, where asked for, entropies (B, R), zero outside the response mask.
+
+        ``meta_info`` holds ``temperature``, ``use_dynamic_bsz``, and ``max_token_len`` or ``micro_batch_size``.
+
+        Raises: ValueError naming what ``meta_info`` lacks.
+        """
+        meta = given_cut(data).as_meta()
+        rows = with_meta(data, temperature=temperature_of(data), calculate_entropy=calculate_entropy, **meta)
+        with self.engine.eval_mode():
+            output = self.engine.infer_batch(rows)
+        return output["log_probs"], output.get("entropy")
+
+    def update_policy(self, data: DataProto) -> dict[str, list[float]]:
+        """Take one optimizer step per mini-batch and epoch; returns each metric of each step.
+
+        Raises: ValueError when ``meta_info`` lacks ``temperature``, or the rows do not divide into mini-batches.
+        """
+        config = self.config
+        on_policy = "old_log_probs" not in data.batch.keys()
+        rows = with_meta(
+            data,
+            temperature=temperature_of(data),
+            calculate_entropy=on_policy or bool(config.entropy_coeff),
+            entropy_needs_grad=bool(config.entropy_coeff),
+            **Cut.for_training(config).as_meta(),
+        )
+        loss_fn = partial(ppo_loss, config)
+        mini_batches = rows.make_iterator(
+            config.ppo_mini_batch_size,
+            config.ppo_epochs,
+            seed=config.data_loader_seed,
+            dataloader_kwargs={"shuffle": config.shuffle},
+        )
+        with self.engine.train_mode():
+            steps = [finish_mismatch(self.engine.train_batch(each, loss_fn)) for each in mini_batches]
+        return list_metrics(steps, prefix="actor/")
+
+
+def temperature_of(data: DataProto) -> float:
+    """Return the temperature at which the responses were sampled.
+
+    Raises: ValueError when the batch does not say it.
+    """
+    if "temperature" not in data.meta_info:
+        raise ValueError("the batch's meta_info lacks temperature: write that of the rollout, or 1.0")
+    return float(data.meta_info["temperature"])
