@@ -58,18 +58,37 @@ def agg_unit(loss_agg_mode: str) -> Unit:
     return LOSS_AGG_UNIT[loss_agg_mode]
 
 
+def row_weights(lengths: Tensor, loss_agg_mode: str, length: int) -> Tensor:
+    """Return by what the sum of each row counts, (B,) from the numbers of its tokens.
+
+    ``length`` is the constant of ``seq-mean-token-sum-norm``.
+
+    Raises: ValueError for an unknown mode.
+    """
+    agg_unit(loss_agg_mode)
+    if loss_agg_mode == "seq-mean-token-mean":
+        return 1.0 / lengths.double().clamp(min=1)
+    weight = 1.0 / length if loss_agg_mode == "seq-mean-token-sum-norm" else 1.0
+    return torch.full_like(lengths, weight, dtype=torch.float64)
+
+
+def agg_count(lengths: Tensor, loss_agg_mode: str) -> Tensor:
+    """Return by what the sum over the rows is divided, in float64: the tokens, the rows, or one."""
+    total = lengths.sum(dtype=torch.float64)
+    counts = {"token": total, "sequence": torch.full_like(total, len(lengths)), "constant": torch.ones_like(total)}
+    return counts[agg_unit(loss_agg_mode)].clamp(min=1)
+
+
 def agg_sum(loss_mat: Tensor, loss_mask: Tensor, loss_agg_mode: str, length: int | None = None) -> Sum:
     """Sum a (B, T) matrix so that dividing by the count of the unit gives the aggregated loss.
 
     ``length`` is the constant of ``seq-mean-token-sum-norm``; it defaults to the width of the mask.
     """
-    unit = agg_unit(loss_agg_mode)
-    masked = torch.where(loss_mask.bool(), loss_mat * loss_mask, 0.0)
-    if loss_agg_mode == "seq-mean-token-mean":
-        return Sum((masked.sum(-1) / loss_mask.sum(-1).clamp(min=1)).sum(), unit)
-    if loss_agg_mode == "seq-mean-token-sum-norm":
-        return Sum(masked.sum() / (length or loss_mask.shape[-1]), unit)
-    return Sum(masked.sum(), unit)
+    masked = torch.where(loss_mask.bool(), loss_mat, 0.0)
+    if loss_mask.is_floating_point():  # a mask may weigh
+        masked = masked * loss_mask
+    weights = row_weights(loss_mask.sum(-1), loss_agg_mode, length or loss_mask.shape[-1])
+    return Sum((masked.sum(-1) * weights.to(masked.dtype)).sum(), agg_unit(loss_agg_mode))
 
 
 def agg_loss(loss_mat: Tensor, loss_mask: Tensor, loss_agg_mode: str, length: int | None = None) -> Tensor:
@@ -80,5 +99,4 @@ def agg_loss(loss_mat: Tensor, loss_mask: Tensor, loss_agg_mode: str, length: in
     token mean.
     """
     part = agg_sum(loss_mat, loss_mask, loss_agg_mode, length)
-    count = count_units(loss_mask)[UNITS.index(part.unit)].clamp(min=1)
-    return part.total / count.to(part.total.dtype)
+    return part.total / agg_count(loss_mask.sum(-1), loss_agg_mode).to(part.total.dtype)

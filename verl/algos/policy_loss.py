@@ -5,129 +5,50 @@ pg_clipfrac_lower)``: the loss aggregated by ``effective_loss_agg_mode``, the re
 hold outside the mask, NaN included, reaches neither the loss nor a gradient.
 """
 
-from collections.abc import Callable
-from typing import Protocol, TypeVar
-
 import torch
 from torch import Tensor
 
-from verl.algos.aggregate import agg_loss
-from verl.utils.torch_functional import masked_mean
+from verl.algos.policy_loss_cov import compute_policy_loss_clip_cov, compute_policy_loss_kl_cov
+from verl.algos.policy_loss_registry import (
+    POLICY_LOSS_REGISTRY,
+    PolicyLossConfig,
+    PolicyLossFn,
+    PolicyLossOutput,
+    clip_range,
+    effective_loss_agg_mode,
+    get_policy_loss_fn,
+    get_token_selector,
+    need,
+    register_policy_loss,
+)
+from verl.algos.token_loss import MAX_LOG_RATIO, TokenTerms, inside, token_loss
 
-_MAX_LOG_RATIO = 20.0
 _MAX_SEQUENCE_LOG_RATIO = 10.0
-
-PolicyLossOutput = tuple[Tensor, Tensor, Tensor, Tensor]
-
-
-class PolicyLossConfig(Protocol):
-    """What the losses read of ``actor_rollout_ref.actor``."""
-
-    @property
-    def clip_ratio(self) -> float: ...
-    @property
-    def clip_ratio_low(self) -> float | None: ...
-    @property
-    def clip_ratio_high(self) -> float | None: ...
-    @property
-    def clip_ratio_c(self) -> float: ...
-
-
-class PolicyLossFn(Protocol):
-    """The signature of a registered loss."""
-
-    def __call__(
-        self,
-        old_log_prob: Tensor,
-        log_prob: Tensor,
-        advantages: Tensor,
-        response_mask: Tensor,
-        loss_agg_mode: str,
-        config: PolicyLossConfig | None,
-        rollout_is_weights: Tensor | None = None,
-    ) -> PolicyLossOutput: ...
-
-
-_Fn = TypeVar("_Fn", bound=PolicyLossFn)
-
-POLICY_LOSS_REGISTRY: dict[str, PolicyLossFn] = {}
-_FIXED_AGG_MODE: dict[str, str] = {}
 
 
 class ClipRatioError(ValueError, AssertionError):
     """The constant of the dual clip is not above one."""
 
 
-def register_policy_loss(name: str, loss_agg_mode: str | None = None) -> Callable[[_Fn], _Fn]:
-    """Enter the decorated loss under a name for ``actor.policy_loss.loss_mode``; the last one entered wins.
-
-    ``loss_agg_mode`` is given by a loss that aggregates in one way only.
-    """
-
-    def enter(fn: _Fn) -> _Fn:
-        POLICY_LOSS_REGISTRY[name] = fn
-        _FIXED_AGG_MODE.pop(name, None)
-        if loss_agg_mode is not None:
-            _FIXED_AGG_MODE[name] = loss_agg_mode
-        return fn
-
-    return enter
-
-
-def get_policy_loss_fn(name: str) -> PolicyLossFn:
-    """Return a registered loss.
-
-    Raises: ValueError for an unknown name.
-    """
-    if name not in POLICY_LOSS_REGISTRY:
-        raise ValueError(
-            f"actor_rollout_ref.actor.policy_loss.loss_mode must be one of {sorted(POLICY_LOSS_REGISTRY)}, got {name!r}"
-        )
-    return POLICY_LOSS_REGISTRY[name]
-
-
-def effective_loss_agg_mode(name: str, loss_agg_mode: str) -> str:
-    """Return the mode by which the named loss aggregates when the config asks for ``loss_agg_mode``."""
-    return _FIXED_AGG_MODE.get(name, loss_agg_mode)
-
-
-def _clip_range(config: PolicyLossConfig) -> tuple[float, float]:
-    """Return how far the ratio may fall and rise before it is clipped."""
-    low, high = config.clip_ratio_low, config.clip_ratio_high
-    return (config.clip_ratio if low is None else low), (config.clip_ratio if high is None else high)
-
-
-def _need(config: PolicyLossConfig | None, name: str) -> PolicyLossConfig:
-    if config is None:
-        raise ValueError(f"policy loss {name!r} reads clip_ratio from the actor's config: pass config")
-    return config
-
-
-def _inside(mask: Tensor, *tensors: Tensor) -> list[Tensor]:
-    """Return the tensors with zeros outside the mask."""
-    keep = mask.bool()
-    return [torch.where(keep, x, 0.0) for x in tensors]
-
-
-def _weighted(loss: Tensor, mask: Tensor, weights: Tensor | None) -> Tensor:
-    """Multiply the importance weights of the rollout in, where there are any."""
-    return loss if weights is None else loss * _inside(mask, weights)[0]
-
-
-def clipped_policy_loss(
-    log_ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return, for each token, the dual-clipped loss, whether the upper clip acted, and whether the lower one did.
+def clipped_terms(
+    keep: Tensor, log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, low: float, high: float, dual: float
+) -> TokenTerms:
+    """Return the dual-clipped loss of each token, and whether the upper and the lower clip acted.
 
     Source: PPO (arXiv:1707.06347), equation 7; dual clip, arXiv:1912.09729, section 4.
     """
-    ratio = log_ratio.exp()
-    plain, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high)
-    upper = plain.maximum(clipped)
-    bound = -advantages * dual
-    negative = advantages < 0
-    loss = torch.where(negative, upper.minimum(bound), upper)
-    return loss, clipped > plain, (upper > bound) & negative
+    advantages = inside(keep, advantages)
+    log_ratio = inside(keep, log_prob - old_log_prob).clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    kl = -log_ratio.sum()
+    ratio = log_ratio.exp_()
+    plain = advantages * ratio
+    clipped = ratio.clamp_(1 - low, 1 + high).mul_(advantages)
+    acted = clipped < plain
+    gain = torch.minimum(plain, clipped, out=clipped)
+    bound = advantages.clamp_(max=0).mul_(dual)  # zero, which no gain falls below, where no advantage is negative
+    acted_low = gain < bound
+    loss = torch.maximum(gain, bound, out=gain).neg_()
+    return TokenTerms(loss, lambda: inside(~(acted | acted_low), loss), kl, acted, acted_low)
 
 
 @register_policy_loss("vanilla")
@@ -144,11 +65,11 @@ def compute_policy_loss_vanilla(
 
     Raises: ValueError, also an AssertionError, when ``clip_ratio_c`` is not above 1.
     """
-    config = _need(config, "vanilla")
+    low, high = clip_range(config, "vanilla")
+    dual = need(config, "vanilla").clip_ratio_c
     return _vanilla(
-        old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, *_clip_range(config), config.clip_ratio_c,
-        rollout_is_weights,
-    )  # fmt: skip
+        old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, low, high, dual, rollout_is_weights
+    )
 
 
 def _vanilla(
@@ -164,15 +85,11 @@ def _vanilla(
 ) -> PolicyLossOutput:
     if not dual > 1.0:
         raise ClipRatioError(f"actor_rollout_ref.actor.clip_ratio_c must be above 1, got {dual}")
-    old_log_prob, log_prob, advantages = _inside(mask, old_log_prob, log_prob, advantages)
-    log_ratio = (log_prob - old_log_prob).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
-    loss, clipped, clipped_low = clipped_policy_loss(log_ratio, advantages, low, high, dual)
-    return (
-        agg_loss(_weighted(loss, mask, weights), mask, loss_agg_mode),
-        masked_mean(clipped.float(), mask),
-        masked_mean(-log_ratio.detach(), mask),
-        masked_mean(clipped_low.float(), mask),
-    )
+
+    def terms(keep: Tensor, log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor) -> TokenTerms:
+        return clipped_terms(keep, log_prob, old_log_prob, advantages, low, high, dual)
+
+    return token_loss(terms, log_prob, (old_log_prob, advantages), mask, loss_agg_mode, weights)
 
 
 def compute_policy_loss(
@@ -211,20 +128,20 @@ def compute_policy_loss_gspo(
 
     Source: GSPO (arXiv:2507.18071), section 4.3 (GSPO-token).
     """
-    mask = response_mask
-    low, high = _clip_range(_need(config, "gspo"))
-    old_log_prob, log_prob, advantages = _inside(mask, old_log_prob, log_prob, advantages)
-    log_ratio = log_prob - old_log_prob
-    of_sequence = log_ratio.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
-    ratio = (log_prob - log_prob.detach() + of_sequence.detach()).clamp(max=_MAX_SEQUENCE_LOG_RATIO).exp()
-    plain, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high)
-    loss = _weighted(plain.maximum(clipped), mask, rollout_is_weights)
-    return (
-        agg_loss(loss, mask, "seq-mean-token-mean"),
-        masked_mean((clipped > plain).float(), mask),
-        masked_mean(-log_ratio.detach(), mask),
-        torch.zeros_like(loss[0, 0].detach()),
-    )
+    low, high = clip_range(config, "gspo")
+
+    def terms(keep: Tensor, log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, lengths: Tensor) -> TokenTerms:
+        log_ratio, advantages = inside(keep, log_prob - old_log_prob), inside(keep, advantages)
+        mean = log_ratio.sum(-1, keepdim=True) / lengths
+        ratio = mean.clamp(max=_MAX_SEQUENCE_LOG_RATIO).exp()  # (b, 1), that of every token of the response
+        plain, clipped = advantages * ratio, advantages * ratio.clamp(1 - low, 1 + high)
+        acted = clipped < plain
+        loss = torch.minimum(plain, clipped, out=clipped).neg_()
+        moves = mean <= _MAX_SEQUENCE_LOG_RATIO
+        return TokenTerms(loss, lambda: inside(~acted & moves, loss), -log_ratio.sum(), acted)
+
+    tensors = (old_log_prob, advantages, response_mask.sum(-1, keepdim=True).clamp(min=1))
+    return token_loss(terms, log_prob, tensors, response_mask, "seq-mean-token-mean", rollout_is_weights)
 
 
 @register_policy_loss("gpg")
@@ -241,10 +158,12 @@ def compute_policy_loss_gpg(
 
     Source: GPG (arXiv:2504.02546), section 3.
     """
-    log_prob, advantages = _inside(response_mask, log_prob, advantages)
-    loss = _weighted(-log_prob * advantages, response_mask, rollout_is_weights)
-    zero = torch.zeros((), dtype=loss.dtype, device=loss.device)
-    return agg_loss(loss, response_mask, loss_agg_mode), zero, zero.clone(), zero.clone()
+
+    def terms(keep: Tensor, log_prob: Tensor, advantages: Tensor) -> TokenTerms:
+        slope = inside(keep, advantages).neg_()
+        return TokenTerms(inside(keep, log_prob) * slope, lambda: slope)
+
+    return token_loss(terms, log_prob, (advantages,), response_mask, loss_agg_mode, rollout_is_weights)
 
 
 @register_policy_loss("geo_mean", loss_agg_mode="seq-mean-token-mean")
@@ -261,24 +180,78 @@ def compute_policy_loss_geo_mean(
 
     Source: GMPO (arXiv:2507.20673), section 3.
     """
-    mask = response_mask
-    low, high = _clip_range(_need(config, "geo_mean"))
-    old_log_prob, log_prob, advantages = _inside(mask, old_log_prob, log_prob, advantages)
-    log_ratio = log_prob - old_log_prob
+    low, high = clip_range(config, "geo_mean")
+    keep = response_mask.bool()
+    log_ratio, advantages = inside(keep, log_prob - old_log_prob), inside(keep, advantages)
+    lengths, tokens = response_mask.sum(-1).clamp(min=1), response_mask.sum().clamp(min=1)
     clamped = log_ratio.clamp(-low, high)
     sign = advantages.sign()
     pessimistic = sign * (sign * log_ratio).minimum(sign * clamped)
-    loss = -masked_mean(advantages, mask, axis=-1) * masked_mean(pessimistic, mask, axis=-1).exp()
+    loss = -(advantages.sum(-1) / lengths) * (pessimistic.sum(-1) / lengths).exp()
     if rollout_is_weights is not None:
-        log_weights = (_inside(mask, rollout_is_weights)[0] + 1e-10).log()
-        loss = loss * masked_mean(log_weights, mask, axis=-1).exp()
+        log_weights = inside(keep, (rollout_is_weights + 1e-10).log())
+        loss = loss * (log_weights.sum(-1) / lengths).exp()
     acted = clamped != log_ratio
     return (
         loss.mean(),
-        masked_mean((acted & (advantages > 0)).float(), mask),
-        masked_mean(-log_ratio.detach(), mask),
-        masked_mean((acted & (advantages < 0)).float(), mask),
+        (acted & (advantages > 0)).sum() / tokens,
+        -log_ratio.detach().sum() / tokens,
+        (acted & (advantages < 0)).sum() / tokens,
     )
+
+
+@register_policy_loss("cispo")
+def compute_policy_loss_cispo(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: PolicyLossConfig | None = None,
+    rollout_is_weights: Tensor | None = None,
+) -> PolicyLossOutput:
+    """Weigh the policy gradient of each token by its clipped ratio, so that no token loses its gradient.
+
+    Source: MiniMax-M1 (arXiv:2506.13585), section 3.1 (CISPO).
+    """
+    low, high = clip_range(config, "cispo")
+
+    def terms(keep: Tensor, log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor) -> TokenTerms:
+        log_ratio = inside(keep, log_prob - old_log_prob).clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        ratio = log_ratio.exp()
+        weight = ratio.clamp(1 - low, 1 + high)
+        acted = weight != ratio
+        slope = weight.mul_(inside(keep, advantages)).neg_()
+        return TokenTerms(slope * inside(keep, log_prob), lambda: slope, -log_ratio.sum(), acted)
+
+    return token_loss(terms, log_prob, (old_log_prob, advantages), response_mask, loss_agg_mode, rollout_is_weights)
+
+
+@register_policy_loss("sapo")
+def compute_policy_loss_sapo(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: PolicyLossConfig | None = None,
+    rollout_is_weights: Tensor | None = None,
+) -> PolicyLossOutput:
+    """Let the gradient of a token fade as its ratio leaves 1, by a sigmoid with a temperature for each sign.
+
+    Source: SAPO (arXiv:2511.20347), section 3; there aggregated by ``seq-mean-token-mean``.
+    """
+    options = need(config, "sapo").policy_loss
+
+    def terms(keep: Tensor, log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor) -> TokenTerms:
+        difference, advantages = inside(keep, log_prob - old_log_prob), inside(keep, advantages)
+        ratio = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp_()
+        tau = inside(advantages > 0, torch.full_like(ratio, options.tau_pos - options.tau_neg)).add_(options.tau_neg)
+        gate = ((ratio - 1) * tau).sigmoid_()
+        loss = (gate * advantages).mul_(-4).div_(tau)
+        return TokenTerms(loss, lambda: gate * (1 - gate) * ratio * advantages * -4, -difference.sum())
+
+    return token_loss(terms, log_prob, (old_log_prob, advantages), response_mask, loss_agg_mode, rollout_is_weights)
 
 
 __all__ = [
@@ -287,13 +260,18 @@ __all__ = [
     "PolicyLossConfig",
     "PolicyLossFn",
     "PolicyLossOutput",
-    "clipped_policy_loss",
+    "clipped_terms",
     "compute_policy_loss",
+    "compute_policy_loss_cispo",
+    "compute_policy_loss_clip_cov",
     "compute_policy_loss_geo_mean",
     "compute_policy_loss_gpg",
     "compute_policy_loss_gspo",
+    "compute_policy_loss_kl_cov",
+    "compute_policy_loss_sapo",
     "compute_policy_loss_vanilla",
     "effective_loss_agg_mode",
     "get_policy_loss_fn",
+    "get_token_selector",
     "register_policy_loss",
 ]
