@@ -25,7 +25,11 @@ FEATURES, UNCHANGED = (
 )
 ROWS, LOADER = "tests/utils/dataset/test_rl_dataset.py::", "tests/utils/dataset/test_loader_and_factory.py::"
 BATCHES, STATE = "tests/trainer/ppo/test_batches.py::", "tests/trainer/ppo/test_loop_state.py::"
-LOSSES, ROLE_LOSSES = "tests/algos/test_losses.py::", "tests/workers/roles/test_losses.py::"
+LOSSES, POLICY_LOSSES, ROLE_LOSSES = (
+    "tests/algos/test_losses.py::",
+    "tests/algos/test_policy_losses.py::",
+    "tests/workers/roles/test_losses.py::",
+)
 MANAGER, REWARDS = (
     "tests/utils/checkpoint/test_fsdp_checkpoint_manager.py::",
     "tests/workers/reward_manager/test_reward_managers.py::",
@@ -96,8 +100,13 @@ READERS = [
     Reader((ACTOR, "critic"), "ppo_micro_batch_size ppo_micro_batch_size_per_gpu", "workers/roles/utils/batching.py", "config", "tests/workers/roles/test_batching.py::test_a_micro_batch_of_one_device"),
     Reader((ACTOR, "critic"), "use_dynamic_bsz ppo_max_token_len_per_gpu", "workers/roles/utils/batching.py", "config", UNCHANGED),
     Reader(ACTOR, "ppo_epochs shuffle", "workers/roles/actor_rollout_ref.py", "config", FEATURES),
-    Reader(ACTOR, "clip_ratio clip_ratio_low clip_ratio_high clip_ratio_c", "algos/policy_loss.py", "config", LOSSES + "test_policy_loss_equals_slow_reference"),
+    Reader(ACTOR, "clip_ratio clip_ratio_low clip_ratio_high", "algos/policy_loss_registry.py", "config", POLICY_LOSSES + "test_policy_loss_equals_slow_reference"),
+    Reader(ACTOR, "clip_ratio_c", "algos/policy_loss.py", "need(config, 'vanilla')", POLICY_LOSSES + "test_vanilla_by_hand"),
     Reader(f"{ACTOR}.policy_loss", "loss_mode", "workers/roles/utils/losses.py", "config.policy_loss", ROLE_LOSSES + "test_no_split_changes_a_policy_loss"),
+    Reader(f"{ACTOR}.policy_loss", "clip_cov_ratio clip_cov_lb clip_cov_ub", "algos/policy_loss_cov.py", "options", POLICY_LOSSES + "test_selection_equals_slow_reference"),
+    Reader(f"{ACTOR}.policy_loss", "kl_cov_ratio ppo_kl_coef", "algos/policy_loss_cov.py", "config.policy_loss", POLICY_LOSSES + "test_policy_loss_equals_slow_reference"),
+    Reader(f"{ACTOR}.policy_loss", "tau_pos tau_neg", "algos/policy_loss.py", "options", POLICY_LOSSES + "test_policy_loss_equals_slow_reference"),
+    Reader((ACTOR, "critic"), "loss_scale_factor", "workers/roles/utils/losses.py", "config", ROLE_LOSSES + "test_the_configured_length_divides"),
     Reader(ACTOR, "loss_agg_mode entropy_coeff use_kl_loss kl_loss_coef kl_loss_type", "workers/roles/utils/losses.py", "config", ROLE_LOSSES + "test_ppo_loss_is_policy_minus_entropy_plus_kl"),
     # reference
     Reader((REF, ROLLOUT), "log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu log_prob_use_dynamic_bsz log_prob_max_token_len_per_gpu", "workers/roles/actor_rollout_ref.py", "node", "tests/workers/roles/test_batching.py::test_a_micro_batch_of_one_device"),

@@ -1,5 +1,6 @@
 """Losses of the roles: however a mini-batch is split, they add up to their definition on the whole."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -7,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from verl.algos.aggregate import UNITS, Extreme, count_units
+from verl.algos.aggregate import UNITS, Extreme, agg_loss, count_units
+from verl.algos.policy_loss import POLICY_LOSS_REGISTRY
 from verl.protocol import DataProto
 from verl.workers.config import FSDPActorConfig, FSDPCriticConfig, PolicyLossConfig
 from verl.workers.roles.utils.losses import ppo_loss, sft_loss, value_loss
@@ -121,7 +123,7 @@ def test_ppo_loss_is_policy_minus_entropy_plus_kl(mode: str, split: list[list[in
     assert not got["gradients"]["log_probs"][outside].any()
 
 
-@pytest.mark.parametrize("loss_mode", ["vanilla", "gspo", "gpg", "geo_mean"])
+@pytest.mark.parametrize("loss_mode", ["vanilla", "gspo", "gpg", "geo_mean", "cispo", "sapo"])
 @pytest.mark.parametrize("mode", MODES)
 def test_no_split_changes_a_policy_loss(loss_mode: str, mode: str) -> None:
     config = actor(loss_agg_mode=mode, policy_loss=PolicyLossConfig(loss_mode=loss_mode))
@@ -177,3 +179,73 @@ def test_sft_loss_is_the_mean_over_trained_tokens(split: list[list[int]]) -> Non
     got = run(sft_loss, None, split, [], ["log_probs"])
     wanted = -aggregate(numbers()["log_probs"].tolist(), "token-mean")
     assert got["loss"] == pytest.approx(wanted) and got["metrics"] == pytest.approx({"loss": wanted})
+
+
+def half_of_the_width(loss_fn: Any, config: Any, names: list[str], outputs: list[str]) -> tuple[float, float]:
+    """Return the loss divided by the width of the tensors, and by twice as much."""
+    losses = [
+        run(loss_fn, dataclasses.replace(config, loss_scale_factor=length), SPLITS[1], names, outputs)["loss"]
+        for length in (None, WIDTH, 2 * WIDTH)
+    ]
+    assert losses[0] == pytest.approx(losses[1])
+    return losses[1], losses[2]
+
+
+@pytest.mark.parametrize("loss_mode", ["vanilla", "gpg", "of the user"])
+def test_the_configured_length_divides(loss_mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every term of the actor and of the critic, also where a loss of the user's divided by the width."""
+    mode = "seq-mean-token-sum-norm"
+
+    def of_the_user(old: Any, new: Tensor, advantages: Any, mask: Tensor, agg: str, *_: Any) -> Any:
+        return agg_loss(-new, mask, agg), *torch.zeros(3)
+
+    def positional(**given: Any) -> Any:
+        return of_the_user(*given.values())
+
+    monkeypatch.setitem(POLICY_LOSS_REGISTRY, "of the user", positional)
+    policy_loss = PolicyLossConfig(loss_mode=loss_mode)
+    config = actor(loss_agg_mode=mode, entropy_coeff=0.3, use_kl_loss=True, kl_loss_coef=0.2, policy_loss=policy_loss)
+    names = ["old_log_probs", "advantages", "ref_log_prob"]
+    whole, half = half_of_the_width(ppo_loss, config, names, ["log_probs", "entropy"])
+    assert half == pytest.approx(whole / 2) and whole != 0
+    critic = FSDPCriticConfig(ppo_micro_batch_size_per_gpu=1, loss_agg_mode=mode)
+    whole, half = half_of_the_width(value_loss, critic, ["values", "returns"], ["values"])
+    assert half == pytest.approx(whole / 2) and whole != 0
+
+
+def test_what_was_not_selected_over_the_mini_batch_is_refused() -> None:
+    config = actor(policy_loss=PolicyLossConfig(loss_mode="clip_cov"))
+    with pytest.raises(ValueError, match="'clip_cov' selects tokens over the whole mini-batch"):
+        run(ppo_loss, config, SPLITS[0], ["old_log_probs", "advantages"], ["log_probs"])
+
+
+@pytest.mark.parametrize("loss_type", ["k1", "abs", "k2", "k3", "k1+", "abs+", "mse+", "low_var_kl+"])
+def test_the_kl_term_with_nan_outside_the_mask(loss_type: str) -> None:
+    """Forms with a ``+`` have the value of the estimator and the gradient of k2."""
+    config = actor(use_kl_loss=True, kl_loss_coef=1.0, kl_loss_type=loss_type)
+    data = numbers()
+    mask = data["response_mask"].bool()
+    leaf = torch.where(mask, data["log_probs"], 0.0).requires_grad_()
+    part = DataProto.from_dict(
+        tensors={
+            "response_mask": data["response_mask"],
+            "old_log_probs": leaf.detach(),
+            "advantages": torch.zeros(ROWS, WIDTH),
+            "ref_log_prob": data["ref_log_prob"].masked_fill(~mask, torch.nan),
+        }
+    )
+    terms, metrics = ppo_loss(config, {"log_probs": leaf}, part)
+    sum(term.total for term in terms).backward()
+    d = (data["log_probs"] - data["ref_log_prob"])[mask]
+    value = {
+        "k1": d,
+        "abs": d.abs(),
+        "k2": d**2 / 2,
+        "mse": d**2 / 2,
+        "k3": torch.exp(-d) + d - 1,
+        "low_var_kl": torch.exp(-d) + d - 1,
+    }[loss_type.removesuffix("+")]
+    slope = {"k1": torch.ones_like(d), "abs": d.sign(), "k2": d, "k3": 1 - torch.exp(-d)}.get(loss_type, d)
+    assert metrics["actor/kl_loss"].total.item() == pytest.approx(value.sum().item())
+    torch.testing.assert_close(leaf.grad[mask], slope)
+    assert not leaf.grad[~mask].any()

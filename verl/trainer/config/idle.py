@@ -20,10 +20,15 @@ class Idle(NamedTuple):
 
 
 _SCHEDULE = {"min_lr_ratio": 0.0, "num_cycles": 0.5}
+_OF_OTHER_LOSSES = {
+    **{"clip_cov_ratio": 0.0002, "clip_cov_lb": 1.0, "clip_cov_ub": 5.0, "kl_cov_ratio": 0.0002, "ppo_kl_coef": 0.1},
+    **{"tau_pos": 1.0, "tau_neg": 1.05},
+}
 _ADAPTERS = {"lora_alpha": 16, "target_modules": "all-linear"}
 
 IDLE: list[Idle] = [
     Idle(f"{ACTOR}.use_kl_loss", False, ACTOR, {"kl_loss_coef": 0.001, "kl_loss_type": "low_var_kl"}),
+    Idle(f"{ACTOR}.policy_loss.loss_mode", "vanilla", f"{ACTOR}.policy_loss", _OF_OTHER_LOSSES),
     Idle(f"{ACTOR}.optim.lr_scheduler_type", "constant", f"{ACTOR}.optim", _SCHEDULE),
     Idle("critic.optim.lr_scheduler_type", "constant", "critic.optim", _SCHEDULE),
     Idle("algorithm.use_kl_in_reward", False, "algorithm", {"kl_penalty": "kl"}),

@@ -27,12 +27,6 @@ _CHOICES = [
         if role != ROLLOUT
     ),
     Refusal("trainer.device", "cuda", "is not supported yet: write cuda or cpu", ("npu",)),
-    Refusal(
-        "actor_rollout_ref.actor.policy_loss.loss_mode",
-        "vanilla",
-        "is not supported yet: write vanilla, gspo, gpg or geo_mean",
-        ("clip_cov", "kl_cov"),
-    ),
 ]
 
 _FIXED: list[tuple[str, str, dict[str, Any]]] = [
@@ -134,11 +128,6 @@ _FIXED: list[tuple[str, str, dict[str, Any]]] = [
         {"enable": False},
     ),
     ("dynamic sampling is not supported yet", "algorithm.filter_groups", {"enable": False}),
-    (
-        "covariance clipping is not supported yet",
-        "actor_rollout_ref.actor.policy_loss",
-        {"clip_cov_ratio": 0.0002, "clip_cov_lb": 1.0, "clip_cov_ub": 5.0, "kl_cov_ratio": 0.0002, "ppo_kl_coef": 0.1},
-    ),
     (
         "fused kernels are not supported yet",
         "actor_rollout_ref",

@@ -27,7 +27,7 @@ ADV_ESTIMATORS = (
     *("gae", "grpo", "grpo_vectorized", "grpo_passk", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
     *("rloo", "rloo_vectorized", "opo", "gpg", "remax"),
 )
-POLICY_LOSSES = ("vanilla", "gspo", "gpg", "geo_mean")
+POLICY_LOSSES = ("vanilla", "gspo", "gpg", "geo_mean", "clip_cov", "kl_cov", "cispo", "sapo")
 REWARD_MANAGERS = ("naive", "batch", "dapo", "prime")
 MAX_LORA_RANK_VLLM = 512
 

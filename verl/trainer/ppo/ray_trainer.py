@@ -242,6 +242,7 @@ class RayPPOTrainer:
         if self.config.algorithm.adv_estimator == AdvantageEstimator.REMAX:
             batch.batch["reward_baselines"] = self._greedy_baseline(batch, prompts, timing)
         batch = batch.repeat(repeat_times=num_samples, interleave=True).union(output)
+        batch.batch["sampling_seed"] = requests.batch["sampling_seed"]
         if "response_mask" not in batch.batch.keys():
             batch.batch["response_mask"] = compute_response_mask(batch)
         return self._arrange(batch, metrics)

@@ -56,6 +56,22 @@ class PolicyLossConfig(BaseConfig):
     clip_cov_ub: float | None = 5.0
     kl_cov_ratio: float | None = 0.0002
     ppo_kl_coef: float | None = 0.1
+    tau_pos: float = 1.0
+    tau_neg: float = 1.05
+
+    def rules(self) -> Iterator[Violation]:
+        """Yield values outside their range."""
+        for key in ("clip_cov_ratio", "kl_cov_ratio"):
+            if self[key] is not None and not 0 < self[key] <= 1:
+                yield Violation(key, self[key], "must be above 0 and at most 1, a share of the tokens")
+        lower, upper = self.clip_cov_lb, self.clip_cov_ub
+        if lower is not None and upper is not None and lower >= upper:
+            yield Violation("clip_cov_ub", upper, f"must be above clip_cov_lb={lower}")
+        if self.ppo_kl_coef is not None and self.ppo_kl_coef < 0:
+            yield Violation("ppo_kl_coef", self.ppo_kl_coef, "must be 0 or more")
+        for key in ("tau_pos", "tau_neg"):
+            if not self[key] > 0:
+                yield Violation(key, self[key], "must be above 0")
 
 
 @dataclass
@@ -87,6 +103,7 @@ class ActorConfig(BaseConfig):
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     clip_ratio_c: float = 3.0
     loss_agg_mode: str = "token-mean"
+    loss_scale_factor: int | None = None
     entropy_coeff: float = 0
     use_kl_loss: bool = False
     use_torch_compile: bool = True
@@ -112,7 +129,8 @@ class ActorConfig(BaseConfig):
         """Yield unknown names, batch sizes that exclude each other, and values outside their range."""
         if self.strategy == "???":
             yield Violation("strategy", self.strategy, f"is missing: write one of {', '.join(STRATEGIES)}")
-        yield from positive_rules(self, "ppo_mini_batch_size", "ppo_max_token_len_per_gpu", "ppo_epochs", "rollout_n")
+        sizes = ("ppo_mini_batch_size", "ppo_max_token_len_per_gpu", "ppo_epochs", "rollout_n", "loss_scale_factor")
+        yield from positive_rules(self, *sizes)
         if not self.use_dynamic_bsz:
             yield from micro_batch_rules(self, "ppo_micro_batch_size")
         if self.loss_agg_mode not in LOSS_AGG_MODES:

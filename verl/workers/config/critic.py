@@ -46,6 +46,7 @@ class CriticConfig(BaseConfig):
     data_loader_seed: int = 1
     cliprange_value: float = 0.5
     loss_agg_mode: str = "token-mean"
+    loss_scale_factor: int | None = None
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
     engine: BaseConfig = field(default_factory=BaseConfig)
@@ -67,6 +68,7 @@ class CriticConfig(BaseConfig):
             "forward_max_token_len_per_gpu",
             "ppo_epochs",
             "rollout_n",
+            "loss_scale_factor",
         )
         if not self.use_dynamic_bsz:
             yield from micro_batch_rules(self, "ppo_micro_batch_size")

@@ -16,6 +16,7 @@ from verl.workers.roles.base import EngineWorker, average_metrics, effective_eng
 from verl.workers.roles.utils.batching import Cut, per_rank_micro_batch, per_rank_mini_batch
 from verl.workers.roles.utils.losses import ppo_loss
 from verl.workers.roles.utils.mismatch import finish_mismatch
+from verl.workers.roles.utils.selection import LOG_PROBS_VERSION, select_tokens
 from verl.workers.rollout import build_rollout
 from verl.workers.sharding_manager import build_sharding_manager
 
@@ -138,9 +139,11 @@ class ActorRolloutRefWorker(EngineWorker):
         """Return ``old_log_probs`` and ``entropys`` (B, R); without adapters where meta ``is_lora`` is set."""
         without_adapter = data.meta_info.pop("is_lora", False)
         output = self._infer(self.engine, data, self.log_prob_cut, entropy=True, without_adapter=without_adapter)
+        meta_info = {"temperature": self.config.rollout.temperature}
+        if self._is_actor and not without_adapter:
+            meta_info[LOG_PROBS_VERSION] = self.engine.weights_version
         return DataProto.from_dict(
-            tensors={"old_log_probs": output["log_probs"], "entropys": output["entropy"]},
-            meta_info={"temperature": self.config.rollout.temperature},
+            tensors={"old_log_probs": output["log_probs"], "entropys": output["entropy"]}, meta_info=meta_info
         )
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
@@ -176,7 +179,12 @@ class ActorRolloutRefWorker(EngineWorker):
         metrics: dict[str, Any] = {}
         with self.mfu(metrics, "perf/mfu/actor", data, config.ppo_epochs), self.engine.train_mode():
             steps = self.train_mini_batches(
-                data, self.mini_batch_size, config.ppo_epochs, config.shuffle, partial(ppo_loss, config)
+                data,
+                self.mini_batch_size,
+                config.ppo_epochs,
+                config.shuffle,
+                partial(ppo_loss, config),
+                partial(select_tokens, config, self.engine),
             )
             metrics["actor/lr"] = self.engine.lr_scheduler_step()
         step = finish_mismatch(average_metrics(steps, prefix="actor/"))

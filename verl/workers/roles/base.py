@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -76,16 +76,30 @@ class EngineWorker(Worker):
         self.engine.load_checkpoint(local_path, hdfs_path, del_local_after_load)
 
     def train_mini_batches(
-        self, data: "DataProto", mini_batch_size: int, epochs: int, shuffle: bool, loss_fn: Any
+        self,
+        data: "DataProto",
+        mini_batch_size: int,
+        epochs: int,
+        shuffle: bool,
+        loss_fn: Any,
+        prepare: "Callable[[DataProto, int], None] | None" = None,
     ) -> list[dict[str, float]]:
-        """Take one optimizer step per mini-batch and pass; returns the metrics of each."""
+        """Take one optimizer step per mini-batch and pass; returns the metrics of each.
+
+        ``prepare`` is called with each mini-batch, right before its step, and the number of the pass.
+        """
         batches = data.make_iterator(
             mini_batch_size=mini_batch_size,
             epochs=epochs,
             seed=data.meta_info.get("global_steps", 0),
             dataloader_kwargs={"shuffle": shuffle},
         )
-        return [self.engine.train_batch(mini_batch, loss_fn) for mini_batch in batches]
+        metrics = []
+        for at, mini_batch in enumerate(batches):
+            if prepare is not None:
+                prepare(mini_batch, at * mini_batch_size // len(data))
+            metrics.append(self.engine.train_batch(mini_batch, loss_fn))
+        return metrics
 
     @contextmanager
     def mfu(self, metrics: dict[str, Any], key: str, data: "DataProto", passes: float) -> Iterator[None]:

@@ -5,13 +5,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from verl.algos.aggregate import UNITS, Metric, Sum, Unit, agg_sum, agg_unit, count_units
+from verl.algos.aggregate import Metric, Sum, agg_count, agg_sum, agg_unit
 from verl.algos.kl import kl_penalty
-from verl.algos.policy_loss import effective_loss_agg_mode, get_policy_loss_fn
+from verl.algos.policy_loss import effective_loss_agg_mode, get_policy_loss_fn, get_token_selector
 from verl.algos.value_loss import compute_value_loss
 from verl.workers.roles.utils.mismatch import mismatch_metrics
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch.distributed import ProcessGroup
 
     from verl.protocol import DataProto
@@ -20,11 +22,34 @@ if TYPE_CHECKING:
 ModelOutput = dict[str, Tensor]
 LossResult = tuple[list[Sum], dict[str, Metric]]
 
+SELECTION = "policy_loss_selection"
+"""The batch key of the tokens (B, R) that a policy loss with a selector treats differently."""
 
-def _as_sum(aggregated: Tensor, mask: Tensor, unit: Unit) -> Sum:
-    """Undo the division of a loss that was aggregated over this micro-batch alone."""
-    count = count_units(mask)[UNITS.index(unit)].clamp(min=1)
-    return Sum(aggregated * count.to(aggregated.dtype), unit)
+
+def _as_sum(aggregated: Tensor, mask: Tensor, loss_agg_mode: str, length: int | None = None) -> Sum:
+    """Undo the division of a loss that ``agg_loss`` aggregated over this micro-batch alone.
+
+    Of ``seq-mean-token-sum-norm`` it divided by the width of the mask: ``length`` takes its place.
+    """
+    count = agg_count(mask.sum(-1), loss_agg_mode)
+    if loss_agg_mode == "seq-mean-token-sum-norm" and length is not None:
+        count = count * (mask.shape[-1] / length)
+    return Sum(aggregated * count.to(aggregated.dtype), agg_unit(loss_agg_mode))
+
+
+def _selection(loss_mode: str, batch: "Mapping[str, Tensor]") -> dict[str, Tensor]:
+    """Return what a loss with a selector takes besides.
+
+    Raises: ValueError when nothing was selected over the mini-batch, of which this is a part.
+    """
+    if get_token_selector(loss_mode) is None:
+        return {}
+    if SELECTION not in batch.keys():
+        raise ValueError(
+            f"policy loss {loss_mode!r} selects tokens over the whole mini-batch: call "
+            f"verl.workers.roles.utils.selection.select_tokens before the update, which adds {SELECTION!r}"
+        )
+    return {"selection": batch[SELECTION]}
 
 
 def ppo_loss(
@@ -50,24 +75,26 @@ def ppo_loss(
         loss_agg_mode=config.loss_agg_mode,
         config=config,
         rollout_is_weights=batch.get("rollout_is_weights", None),
+        **_selection(loss_mode, batch),
     )
-    policy = _as_sum(pg_loss, mask, agg_unit(effective_loss_agg_mode(loss_mode, config.loss_agg_mode)))
+    length = config.loss_scale_factor
+    policy = _as_sum(pg_loss, mask, effective_loss_agg_mode(loss_mode, config.loss_agg_mode), length)
     terms = [policy]
     metrics: dict[str, Metric] = {
         "actor/pg_loss": policy,
-        "actor/pg_clipfrac": _as_sum(clip_fraction, mask, "token"),
-        "actor/ppo_kl": _as_sum(ppo_kl, mask, "token"),
-        "actor/pg_clipfrac_lower": _as_sum(clip_fraction_lower, mask, "token"),
+        "actor/pg_clipfrac": _as_sum(clip_fraction, mask, "token-mean"),
+        "actor/ppo_kl": _as_sum(ppo_kl, mask, "token-mean"),
+        "actor/pg_clipfrac_lower": _as_sum(clip_fraction_lower, mask, "token-mean"),
     }
     if "entropy" in model_output:
-        entropy = agg_sum(model_output["entropy"], mask, config.loss_agg_mode)
+        entropy = agg_sum(model_output["entropy"], mask, config.loss_agg_mode, length)
         if config.entropy_coeff:
             terms.append(Sum(-config.entropy_coeff * entropy.total, entropy.unit))
         if on_policy:
             metrics["actor/entropy"] = entropy
     if config.use_kl_loss:
-        penalty = kl_penalty(log_probs, batch["ref_log_prob"], config.kl_loss_type)
-        kl = agg_sum(penalty, mask, config.loss_agg_mode)
+        reference = torch.where(mask.bool(), batch["ref_log_prob"], 0.0)  # the log-probabilities are zero there too
+        kl = agg_sum(kl_penalty(log_probs, reference, config.kl_loss_type), mask, config.loss_agg_mode, length)
         terms.append(Sum(config.kl_loss_coef * kl.total, kl.unit))
         metrics["actor/kl_loss"] = kl
     if on_policy and "rollout_log_probs" in batch.keys():
@@ -91,11 +118,11 @@ def value_loss(
         cliprange_value=config.cliprange_value,
         loss_agg_mode=config.loss_agg_mode,
     )
-    term = _as_sum(loss, mask, agg_unit(config.loss_agg_mode))
+    term = _as_sum(loss, mask, config.loss_agg_mode, config.loss_scale_factor)
     predicted = torch.where(mask.bool(), model_output["values"].detach(), 0.0).sum()
     return [term], {
         "critic/vf_loss": term,
-        "critic/vf_clipfrac": _as_sum(clip_fraction, mask, "token"),
+        "critic/vf_clipfrac": _as_sum(clip_fraction, mask, "token-mean"),
         "critic/vpred_mean": Sum(predicted, "token"),
     }
 
