@@ -101,11 +101,13 @@ class Workspace:
             "trainer.default_local_dir": self.folder / name,
         }
 
-    def command(self, name: str, overrides: dict[str, object] | None = None) -> list[str]:
+    def command(
+        self, name: str, overrides: dict[str, object] | None = None, module: str = "verl.trainer.main_ppo"
+    ) -> list[str]:
         """Return the command line of a run."""
         chosen = self.overrides(name) | (overrides or {})
         words = [f"{key}={'null' if value is None else value}" for key, value in chosen.items()]
-        return [*PYTHON, "verl.trainer.main_ppo", *words]
+        return [*PYTHON, module, *words]
 
     def train(
         self,
@@ -114,12 +116,13 @@ class Workspace:
         env: dict[str, str] | None = None,
         timeout_s: float = 420,
         fails: bool = False,
+        module: str = "verl.trainer.main_ppo",
     ) -> Run:
         """Run to the end, or to the failure that is expected; nothing of the run is left alive."""
         started = time.time()
         environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "VERL_FILE_LOGGER_ROOT": str(self.folder)}
         with subprocess.Popen(
-            self.command(name, overrides),
+            self.command(name, overrides, module),
             env=environment | (env or {}),
             cwd=self.folder,
             stdout=subprocess.PIPE,

@@ -33,11 +33,20 @@ class KLControlConfig(BaseConfig):
 
 @dataclass
 class FilterGroupsConfig(BaseConfig):
-    """Dynamic sampling: drop the groups whose rewards are all equal."""
+    """Dynamic sampling: drop the prompts whose responses all have the same value of ``metric``.
+
+    Source: DAPO (arXiv:2503.14476), section 3.2.
+    """
 
     enable: bool = False
     metric: str | None = None
     max_num_gen_batches: int = 0
+
+    def rules(self) -> Iterator[Violation]:
+        """Yield a filter without a metric."""
+        if self.enable and not self.metric:
+            expected = "is missing: write acc, score, seq_reward, or what else the reward function returns"
+            yield Violation("metric", self.metric, expected)
 
 
 @dataclass

@@ -57,7 +57,7 @@ def run_ppo(config: DictConfig, task_runner_class: Any = None) -> None:
     owns_ray, failure = False, None
     try:
         display = LocalDisplay()
-        check_inputs(config)
+        check_inputs(config, getattr(task_runner_class, "recipe_nodes", ()))
         CLOCK.mark("checks")
         catch_sigterm()
         owns_ray = start_ray(config)
@@ -117,8 +117,11 @@ def _controller_options(config: DictConfig) -> dict[str, Any]:
 class TaskRunner:
     """Builds workers, data and trainer, and trains; recipes derive from it and override a method.
 
-    Attributes: ``role_worker_mapping`` (role to Ray actor class) and ``mapping`` (role to the name of its pool).
+    Attributes: ``role_worker_mapping`` (role to Ray actor class) and ``mapping`` (role to the name of its pool);
+        ``recipe_nodes`` names the nodes of the configuration that a recipe reads, and the main trainer refuses.
     """
+
+    recipe_nodes: tuple[str, ...] = ()
 
     def __init__(self) -> None:
         self.role_worker_mapping: dict[Any, Any] = {}
@@ -183,6 +186,12 @@ class TaskRunner:
             self.role_worker_mapping[Role.RefPolicy] = ray.remote(ref_policy_cls)
             self.mapping[Role.RefPolicy] = "global_pool"
 
+    def trainer_class(self) -> type:
+        """Choose the trainer, a ``RayPPOTrainer``; imported here, since that takes seconds."""
+        from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+        return RayPPOTrainer
+
     def run(self, config: DictConfig) -> None:
         """Build everything and train to the end.
 
@@ -203,7 +212,8 @@ class TaskRunner:
 
         from verl.trainer.ppo.build import build_trainer  # only now, since its imports take seconds
 
-        trainer = build_trainer(config, self.role_worker_mapping, pools, ray_worker_group_cls)
+        trainer_cls = self.trainer_class()
+        trainer = build_trainer(config, self.role_worker_mapping, pools, ray_worker_group_cls, trainer_cls)
         CLOCK.mark("tokenizer_and_data")
         trainer.init_workers(workers.result(trainer.total_training_steps) if workers else None)
         trainer.fit()

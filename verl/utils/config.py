@@ -1,6 +1,6 @@
 """From the configuration tree to dataclasses."""
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Collection, Mapping, MutableMapping
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -61,11 +61,13 @@ def update_dict_with_config(dictionary: MutableMapping[str, Any], config: Any) -
             dictionary[key] = getattr(config, key)
 
 
-def validate_config(config: DictConfig, use_reference_policy: bool, use_critic: bool) -> None:
-    """Check the whole ``ppo_trainer`` tree before anything starts.
+def validate_config(
+    config: DictConfig, use_reference_policy: bool, use_critic: bool, recipe_nodes: Collection[str] = ()
+) -> None:
+    """Check the whole ``ppo_trainer`` tree before anything starts; ``recipe_nodes`` are read by the recipe that runs.
 
     Raises: ConfigError listing everything that is wrong.
     """
     from verl.trainer.config.validation import validate_config as validate
 
-    validate(config, use_reference_policy, use_critic)
+    validate(config, use_reference_policy, use_critic, recipe_nodes)

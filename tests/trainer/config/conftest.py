@@ -46,8 +46,10 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def composed(small_run: list[str]) -> Callable[..., DictConfig]:
     """Compose ``ppo_trainer`` with the overrides of the small run and then the given ones."""
 
-    def make(*overrides: str, name: str = "ppo_trainer", base: bool = True) -> DictConfig:
-        with initialize_config_dir(CONFIG_DIR, version_base=None):
+    def make(
+        *overrides: str, name: str = "ppo_trainer", base: bool = True, folder: str | Path = CONFIG_DIR
+    ) -> DictConfig:
+        with initialize_config_dir(str(folder), version_base=None):
             return compose(name, [*(small_run if base else []), *overrides])
 
     return make

@@ -273,7 +273,8 @@ def test_keys_without_effect_in_a_run_are_told_in_one_line(base, caplog):
 
 
 def test_the_defaults_of_keys_that_may_be_idle_are_those_of_the_yaml(composed):
-    tree = OmegaConf.to_container(composed(base=False), resolve=True, throw_on_missing=False)
+    config = composed(base=False, name="dapo_trainer", folder=ROOT / "recipe/dapo/config")  # with keys of recipes
+    tree = OmegaConf.to_container(config, resolve=True, throw_on_missing=False)
     for idle in IDLE:
         assert select(tree, idle.switch) is not None, idle.switch
         for name, default in idle.defaults.items():

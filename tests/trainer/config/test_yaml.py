@@ -142,12 +142,14 @@ def test_published_overrides_compose(composed):
         assert OmegaConf.select(config, override.split("=")[0]) == value
 
 
-def test_a_recipe_composes_from_the_repository_root(tmp_path, monkeypatch):
+def test_a_recipe_of_the_users_own_composes_from_the_repository_root(tmp_path, monkeypatch):
     recipe = {
         "hydra": {"searchpath": ["file://verl/trainer/config"]},
         "defaults": ["ppo_trainer", "_self_"],
         "data": {"gen_batch_size": "${data.train_batch_size}"},
-        "algorithm": {"filter_groups": {"_target_": "verl.trainer.config.FilterGroupsConfig", "enable": True}},
+        "algorithm": {
+            "filter_groups": {"_target_": "verl.trainer.config.FilterGroupsConfig", "enable": True, "metric": "acc"}
+        },
     }
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     monkeypatch.chdir(ROOT)

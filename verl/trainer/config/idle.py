@@ -38,6 +38,16 @@ IDLE: list[Idle] = [
         "algorithm.kl_ctrl",
         {"type": "fixed", "kl_coef": 0.001, "horizon": 10000, "target_kl": 0.1},
     ),
+    Idle(
+        "algorithm.filter_groups.enable", False, "algorithm.filter_groups", {"metric": None, "max_num_gen_batches": 0}
+    ),
+    Idle(f"{ROLLOUT}.n", 1, "algorithm.filter_groups", {"enable": False}),
+    Idle(
+        "reward_model.overlong_buffer.enable",
+        False,
+        "reward_model.overlong_buffer",
+        {"len": 0, "penalty_factor": 0.0, "log": False},
+    ),
     Idle("algorithm.use_pf_ppo", False, "algorithm.pf_ppo", {"reweight_method": "pow", "weight_pow": 2.0}),
     Idle(f"{MODEL}.lora_rank", 0, MODEL, _ADAPTERS | {"exclude_modules": None}),
     Idle("critic.model.lora_rank", 0, "critic.model", _ADAPTERS),

@@ -1,9 +1,10 @@
 """What the configuration can spell and this version does not do: each key, when it is refused, what to write."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from verl.base_config import Violation, as_yaml
+from verl.trainer.config.keys import is_under
 
 
 class Refusal(NamedTuple):
@@ -122,12 +123,10 @@ _FIXED: list[tuple[str, str, dict[str, Any]]] = [
         },
     ),
     (
-        "the overlong buffer of the DAPO recipe is not supported yet; the reward manager dapo has one in "
-        "reward_model.reward_kwargs.overlong_buffer_cfg",
-        "reward_model.overlong_buffer",
+        "is not supported here: dynamic sampling is done by python -m recipe.dapo.main_dapo",
+        "algorithm.filter_groups",
         {"enable": False},
     ),
-    ("dynamic sampling is not supported yet", "algorithm.filter_groups", {"enable": False}),
     (
         "fused kernels are not supported yet",
         "actor_rollout_ref",
@@ -149,9 +148,11 @@ REFUSALS: list[Refusal] = _CHOICES + [
 ]
 
 
-def refused(tree: Mapping[str, Any]) -> Iterator[Violation]:
-    """Yield every key of a resolved tree that asks for something not supported yet."""
+def refused(tree: Mapping[str, Any], recipe_nodes: Collection[str] = ()) -> Iterator[Violation]:
+    """Yield every key of a resolved tree that asks for something not supported yet, but for nodes of the recipe."""
     for refusal in REFUSALS:
+        if is_under(refusal.key, recipe_nodes):
+            continue
         value = select(tree, refusal.key, refusal.default)
         wrong = value in refusal.values if refusal.values is not None else value != refusal.default
         if wrong:

@@ -3,19 +3,21 @@
 import importlib.util
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.base_config import ConfigError, UnsupportedConfigError, Violation
+from verl.trainer.config.dapo import dapo_rules
 from verl.trainer.config.files import file_rules, model_rules
 from verl.trainer.config.idle import idle_keys
 from verl.trainer.config.keys import dotted_keys, nearest
 from verl.trainer.config.nodes import build_nodes
 from verl.trainer.config.plain import plain_rules
 from verl.trainer.config.refusals import refused, select
+from verl.trainer.ppo.steps import prompts_per_step
 from verl.utils import envs
 from verl.workers.config.actor import micro_batch_rules, mini_batch_rules
 
@@ -32,20 +34,24 @@ REWARD_MANAGERS = ("naive", "batch", "dapo", "prime")
 MAX_LORA_RANK_VLLM = 512
 
 
-def validate_config(config: DictConfig, use_reference_policy: bool, use_critic: bool) -> None:
-    """Check everything that can be checked without a cluster.
+def validate_config(
+    config: DictConfig, use_reference_policy: bool, use_critic: bool, recipe_nodes: Collection[str] = ()
+) -> None:
+    """Check everything that can be checked without a cluster; ``recipe_nodes`` are read by the recipe that runs.
 
     Raises: ConfigError listing each wrong key with its value and what would be right; it is a NotImplementedError
     too where all that is wrong is not supported.
     """
-    violations = _once_per_key(config_violations(config, use_reference_policy, use_critic))
+    violations = _once_per_key(config_violations(config, use_reference_policy, use_critic, recipe_nodes))
     if violations:
         unsupported = all("not supported" in violation.expected for violation in violations)
         raise (UnsupportedConfigError if unsupported else ConfigError)(violations)
     logger.info("the configuration passed all checks")
 
 
-def config_violations(config: DictConfig, use_reference_policy: bool, use_critic: bool) -> Iterator[Violation]:
+def config_violations(
+    config: DictConfig, use_reference_policy: bool, use_critic: bool, recipe_nodes: Collection[str] = ()
+) -> Iterator[Violation]:
     """Yield everything that is wrong, the broad before the narrow."""
     raw: Tree = OmegaConf.to_container(config, resolve=False)  # type: ignore[assignment]
     scalars = [Violation(key, select(raw, key), "must be a mapping: set keys below it") for key in _NODES]
@@ -60,9 +66,9 @@ def config_violations(config: DictConfig, use_reference_policy: bool, use_critic
     except OmegaConfBaseException as error:
         yield Violation(str(error.full_key), "${...}", f"cannot be resolved: {str(error).splitlines()[0]}")
         return
-    found = [*refused(tree), *plain_rules(tree), *build_nodes(_used(tree, use_critic))[1]]
+    found = [*refused(tree, recipe_nodes), *plain_rules(tree), *build_nodes(_used(tree, use_critic))[1]]
     found = [violation for violation in found if violation.value != "???"]  # said above
-    found += _combination_rules(tree, use_critic)
+    found += [*_combination_rules(tree, use_critic), *dapo_rules(tree)]
     yield from found
     yield from _name_rules(tree)
     yield from file_rules(tree)
@@ -90,7 +96,7 @@ def _size_rules(tree: Tree, use_reference: bool, use_critic: bool, broken: set[s
     layout |= {f"{rollout}.{name}" for name in ("tensor_model_parallel_size", "data_parallel_size")}
     if not broken & layout:
         yield from _layout_rules(tree, use_reference, use_critic)
-    batch = layout | {"data.train_batch_size", f"{rollout}.n"}
+    batch = layout | {"data.train_batch_size", "data.gen_batch_size", f"{rollout}.n"}
     if not broken & batch:
         yield from _train_batch_rules(tree)
     for role in ["actor_rollout_ref.actor"] + ["critic"] * use_critic:
@@ -245,13 +251,15 @@ def _train_batch_rules(tree: Tree) -> Iterator[Violation]:
 
 def _role_batch_rules(tree: Tree, role: str, per_gpu_is_wrong: bool) -> Iterator[Violation]:
     """Yield the batch sizes of one role that do not fit the training batch or the ranks, by keys of the role."""
-    node, world, train = select(tree, role), world_size(tree), tree["data"]["train_batch_size"]
+    node, world, train = select(tree, role), world_size(tree), prompts_per_step(tree)
+    size_key = "train_batch_size" if train == tree["data"]["train_batch_size"] else "gen_batch_size"
     n, is_critic = tree["actor_rollout_ref"]["rollout"]["n"], role == "critic"
     sp_size = _sequence_parallel(node, "model.fsdp_config" if is_critic else "fsdp_config")
-    yield from mini_batch_rules(node, world, train, sp_size)
+    for violation in mini_batch_rules(node, world, train, sp_size):
+        yield violation._replace(expected=violation.expected.replace("train_batch_size", size_key))
     mini, dp_size, key = node["ppo_mini_batch_size"], max(1, world // sp_size), "ppo_mini_batch_size"
     if train >= mini and train % mini:
-        yield Violation(key, mini, f"must divide data.train_batch_size={train}")
+        yield Violation(key, mini, f"must divide data.{size_key}={train}")
     rows = mini * n
     if rows % dp_size:
         expected = f"x actor_rollout_ref.rollout.n={n} must be a multiple of the {dp_size} data-parallel ranks"

@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 from verl.trainer.ppo.loaders import follow_run_seed
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.resources import ResourcePoolManager
-from verl.trainer.ppo.reward import load_reward_manager
+from verl.trainer.ppo.reward import load_reward_manager, reward_kwargs
 from verl.utils import hf_processor, hf_tokenizer
 from verl.utils.dataset.factory import create_rl_dataset, create_rl_sampler
 from verl.utils.dataset.rl_dataset import collate_fn
@@ -18,7 +18,11 @@ from verl.utils.import_utils import import_external_libs
 
 
 def build_trainer(
-    config: DictConfig, role_worker_mapping: Mapping[Any, Any], pools: ResourcePoolManager, group_cls: type
+    config: DictConfig,
+    role_worker_mapping: Mapping[Any, Any],
+    pools: ResourcePoolManager,
+    group_cls: type,
+    trainer_cls: type[RayPPOTrainer] = RayPPOTrainer,
 ) -> RayPPOTrainer:
     """Load tokenizer, data and reward functions, and make the trainer of them."""
     follow_run_seed(config)
@@ -26,7 +30,7 @@ def build_trainer(
     tokenizer, processor = load_tokenizer(config)
     data = config.data
     train_dataset = create_rl_dataset(data.train_files, data, tokenizer, processor)
-    return RayPPOTrainer(
+    return trainer_cls(
         config=config,
         tokenizer=tokenizer,
         processor=processor,
@@ -56,8 +60,3 @@ def load_tokenizer(config: DictConfig) -> tuple[Any, Any]:
     if template:
         (processor or tokenizer).chat_template = template
     return tokenizer, processor
-
-
-def reward_kwargs(config: DictConfig) -> dict[str, Any]:
-    """Return the arguments of the reward manager that the configuration gives."""
-    return dict(config.reward_model.get("reward_kwargs") or {})

@@ -4,7 +4,7 @@ import glob
 import json
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +31,15 @@ class InputNotFoundError(InputError, FileNotFoundError):
     """A file or folder that the configuration names does not exist."""
 
 
-def check_inputs(config: Any) -> None:
+def check_inputs(config: Any, recipe_nodes: Collection[str] = ()) -> None:
     """Check configuration, trackers, machine, data files, model folders and the checkpoint to resume from.
+
+    ``recipe_nodes`` are nodes of the configuration that the recipe reads, and the main trainer refuses.
 
     Raises: ValueError naming the dotted key or the file, the value, and what would be right.
     """
     critic = need_critic(config)
-    validate_config(config, use_reference_policy=config_needs_reference(config), use_critic=critic)
+    validate_config(config, config_needs_reference(config), critic, recipe_nodes)
     check_backends(config.trainer.logger)
     check_machine(config)
     check_data(config)

@@ -17,6 +17,16 @@ if TYPE_CHECKING:
 __all__ = ["compute_reward", "compute_reward_async", "get_custom_reward_fn", "load_reward_manager"]
 
 
+def reward_kwargs(config: Any) -> dict[str, Any]:
+    """Return the arguments of the reward manager that the configuration gives, an overlong buffer among them."""
+    node = config.reward_model
+    given = dict(node.get("reward_kwargs") or {})
+    buffer = node.get("overlong_buffer")
+    if buffer and buffer.enable:
+        given |= {"max_resp_len": config.data.max_response_length, "overlong_buffer_cfg": buffer}
+    return given
+
+
 def compute_reward(data: "DataProto", reward_fn: Callable[..., Any]) -> tuple[Tensor, dict[str, list[Any]]]:
     """Score a batch.
 
@@ -46,7 +56,5 @@ def compute_reward_async(
     if reward_fn is None:
         if config is None or tokenizer is None:
             raise ValueError("compute_reward_async needs reward_fn, or config and tokenizer")
-        reward_fn = load_reward_manager(
-            config, tokenizer, num_examine=0, **(config.reward_model.get("reward_kwargs") or {})
-        )
+        reward_fn = load_reward_manager(config, tokenizer, num_examine=0, **reward_kwargs(config))
     return compute_reward(data, reward_fn)

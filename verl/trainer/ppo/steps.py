@@ -1,5 +1,6 @@
 """How many steps a run has, and how many prompts a step. Imports neither torch nor the data set."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from omegaconf import OmegaConf, open_dict
@@ -13,8 +14,10 @@ def loader_batch_size(config: Any) -> int:
 
 def prompts_per_step(config: Any) -> int:
     """Return the prompts of a training batch: ``data.train_batch_size`` with dynamic sampling, else a loader batch."""
-    groups = config["algorithm"].get("filter_groups") or {}
-    return int(config["data"]["train_batch_size"]) if groups.get("enable") else loader_batch_size(config)
+    groups = config["algorithm"].get("filter_groups")
+    if isinstance(groups, Mapping) and groups.get("enable"):
+        return int(config["data"]["train_batch_size"])
+    return loader_batch_size(config)
 
 
 def set_total_training_steps(config: Any, steps: int) -> None:

@@ -1,0 +1,120 @@
+"""Which prompts are worth training on: those whose responses differ in a metric."""
+
+import logging
+from numbers import Real
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from verl.protocol import DataProto
+
+logger = logging.getLogger(__name__)
+
+HOPELESS = 100
+"""Draws after which a step that has kept nothing is given up, whatever the limit."""
+SUMS = {"seq_reward": "token_level_scores", "seq_final_reward": "token_level_rewards"}
+
+
+class NoVariedPromptsError(ValueError):
+    """A step cannot be filled with prompts whose responses differ."""
+
+
+class FilterMetricError(ValueError):
+    """The metric that ``algorithm.filter_groups.metric`` names cannot be used."""
+
+
+def metric_values(batch: "DataProto", metric: str, extras: list[str]) -> np.ndarray:
+    """Return the metric of every response, (B,) float64, NaN where the reward function did not say.
+
+    ``seq_reward`` is the sum of ``token_level_scores``, ``seq_final_reward`` that of ``token_level_rewards``, which
+    without KL in the reward are the scores. Any other name is one of the ``extras`` of the reward function; ``score``
+    is the sum of token scores where it is none.
+
+    Raises: FilterMetricError with the extras that there are.
+    """
+    if metric not in extras and metric in ("score", *SUMS):
+        column = SUMS.get(metric, "token_level_scores")
+        column = column if column in batch.batch.keys() else "token_level_scores"
+        return batch.batch[column].sum(-1).double().numpy()
+    key = f"algorithm.filter_groups.metric={metric}"
+    if metric not in extras:
+        known = ", ".join(["seq_reward", "seq_final_reward", "score", *(name for name in extras if name != "score")])
+        raise FilterMetricError(f"{key}: the reward function returns nothing of this name: write one of {known}")
+    values = batch.non_tensor_batch[metric]
+    wrong = [value for value in values if value is not None and not isinstance(value, Real | np.bool_)]
+    if wrong:
+        raise FilterMetricError(f"{key}: must be a number for every response, the reward function says {wrong[0]!r}")
+    return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
+
+
+def varied_groups(values: np.ndarray, uids: np.ndarray) -> np.ndarray:
+    """Say for each row, (B,), whether the responses to its prompt differ, or it has only one.
+
+    A standard deviation above 0 means the same, but for rounding: that of three times 0.1 is not 0. NaN differs from
+    nothing.
+
+    Source: DAPO (arXiv:2503.14476), equation 11.
+    """
+    _, group, size = np.unique(uids.astype(str), return_inverse=True, return_counts=True)
+    low, high = np.full(len(size), np.inf), np.full(len(size), -np.inf)
+    known = ~np.isnan(values)
+    np.minimum.at(low, group[known], values[known])
+    np.maximum.at(high, group[known], values[known])
+    return ((high > low) | (size == 1))[group]
+
+
+class Draws:
+    """Counts what a step has drawn and kept, and gives up where it cannot be filled."""
+
+    def __init__(self, config: Any, step: int) -> None:
+        groups = config.algorithm.filter_groups
+        self.step, self.metric, self.limit = step, groups.metric, groups.max_num_gen_batches
+        self.wanted = config.data.train_batch_size
+        self.batches = self.kept = self.dropped = self.responses = 0
+        self.total = 0.0
+
+    @property
+    def are_enough(self) -> bool:
+        """Whether the step is full."""
+        return self.kept >= self.wanted
+
+    def add(self, uids: np.ndarray, values: np.ndarray, keep: np.ndarray) -> None:
+        """Count a draw: the prompt of each row, its metric, and whether it is kept, all (B,).
+
+        Raises: NoVariedPromptsError when the step is not full and the limit is reached, or HOPELESS draws have kept
+            nothing.
+        """
+        known = values[~np.isnan(values)]
+        self.batches, self.responses, self.total = (
+            self.batches + 1,
+            self.responses + len(known),
+            self.total + known.sum(),
+        )
+        kept = len(set(uids[keep]))
+        self.kept, self.dropped = self.kept + kept, self.dropped + len(set(uids)) - kept
+        logger.info("step %d: %d of %d prompts kept in %d draws", self.step, self.kept, self.wanted, self.batches)
+        at_limit = self.limit > 0 and self.batches >= self.limit
+        if not self.are_enough and (at_limit or (self.kept == 0 and self.batches >= HOPELESS)):
+            raise NoVariedPromptsError(self._advice(at_limit))
+
+    def _advice(self, at_limit: bool) -> str:
+        limit = f"algorithm.filter_groups.max_num_gen_batches={self.limit}"
+        mean = self.total / max(self.responses, 1)
+        more = "raise it or write 0 for no limit, raise " if at_limit else "raise "
+        return (
+            f"{limit if at_limit else 'dynamic sampling'}: {self.batches} draws kept {self.kept} prompts of "
+            f"{self.kept + self.dropped}, a step needs data.train_batch_size={self.wanted}; for the others "
+            f"all responses have the same {self.metric!r} (mean of all: {mean:.4g}), the data may be too difficult or "
+            f"too easy: {more}data.gen_batch_size or actor_rollout_ref.rollout.n, or lower data.train_batch_size"
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Return what there is to say of a full step."""
+        return {
+            "train/num_gen_batches": self.batches,
+            "train/num_prompts_drawn": self.kept + self.dropped,
+            "train/num_prompts_dropped": self.dropped,
+            "train/num_prompts_surplus": self.kept - self.wanted,
+            "train/filter_metric/mean": self.total / max(self.responses, 1),
+        }
