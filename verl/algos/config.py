@@ -1,5 +1,6 @@
 """Advantages, KL control and off-policy correction."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +10,28 @@ from verl.base_config import BaseConfig, Violation
 KL_PENALTIES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 IS_LEVELS = ("token", "sequence", "geometric")
 REWEIGHT_METHODS = ("pow", "max_min", "max_random")
-IS_MODES = ("truncate", "mask")
+IS_MODES = ("truncate", "mask", "clip")
+
+
+def rollout_is_rules(
+    level: str, mode: str, upper: float | None, lower: float | None, veto: float | None
+) -> Iterator[Violation]:
+    """Yield what is wrong with the keys ``rollout_is_*``: unknown names, and limits that leave nothing between them."""
+    if level not in IS_LEVELS:
+        yield Violation("rollout_is_level", level, f"must be one of {', '.join(IS_LEVELS)}")
+    if mode not in IS_MODES:
+        yield Violation("rollout_is_mode", mode, f"must be one of {', '.join(IS_MODES)}")
+    if upper is not None and not 0 < upper < math.inf:
+        yield Violation("rollout_is_threshold", upper, "must be above 0 and finite, or null")
+    elif lower is not None and not 0 < lower < math.inf:
+        yield Violation("rollout_is_threshold_lower", lower, "must be above 0 and finite, or null")
+    elif upper is not None and lower is not None and lower > upper:
+        yield Violation("rollout_is_threshold_lower", lower, f"must be at most rollout_is_threshold={upper}")
+    elif upper is not None and lower is None and upper < 1:
+        expected = "must be at least 1, since rollout_is_threshold_lower=null means its reciprocal; or set that one"
+        yield Violation("rollout_is_threshold", upper, expected)
+    if veto is not None and not 0 < veto < 1:
+        yield Violation("rollout_is_veto_threshold", veto, "must be above 0 and below 1, or null")
 
 
 @dataclass
@@ -80,13 +102,13 @@ class AlgoConfig(BaseConfig):
             if self.kl_penalty.startswith("full"):
                 expected = f"needs the logits of both policies, which are never kept: {expected}"
             yield Violation("kl_penalty", self.kl_penalty, expected)
-        if self.rollout_is_level not in IS_LEVELS:
-            yield Violation("rollout_is_level", self.rollout_is_level, f"must be one of {', '.join(IS_LEVELS)}")
-        if self.rollout_is_mode not in IS_MODES:
-            yield Violation("rollout_is_mode", self.rollout_is_mode, f"must be one of {', '.join(IS_MODES)}")
+        yield from rollout_is_rules(
+            self.rollout_is_level,
+            self.rollout_is_mode,
+            self.rollout_is_threshold,
+            self.rollout_is_threshold_lower,
+            self.rollout_is_veto_threshold,
+        )
         method = self.pf_ppo.get("reweight_method", "pow")
         if method not in REWEIGHT_METHODS:
             yield Violation("pf_ppo.reweight_method", method, f"must be one of {', '.join(REWEIGHT_METHODS)}")
-        for key in ("rollout_is_threshold", "rollout_is_threshold_lower", "rollout_is_veto_threshold"):
-            if self[key] is not None and self[key] <= 0:
-                yield Violation(key, self[key], "must be above 0, or null")
