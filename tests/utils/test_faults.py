@@ -14,13 +14,20 @@ from verl.utils import faults
         ("kill:update_actor", faults.Fault("kill", "update_actor")),
         ("hang:weight_sync:rank=1", faults.Fault("hang", "weight_sync", rank=1)),
         ("raise:generate:rank=0:step=2", faults.Fault("raise", "generate", rank=0, step=2)),
+        ("skip:weight_sync:step=3", faults.Fault("skip", "weight_sync", step=3)),
     ],
 )
 def test_parse_fault(text, expected):
     assert faults.parse_fault(text) == expected
 
 
-@pytest.mark.parametrize("text", ["kill", "explode:update_actor", "kill:x:rank", "kill:x:rank=one", "kill:x:node=1"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("kill", "explode:update_actor", "kill:x:rank", "kill:x:rank=one", "kill:x:node=1"),
+        *("skip:generate", "skip:weight_sync:rank=1"),
+    ],
+)
 def test_parse_fault_names_what_is_wrong(text):
     with pytest.raises(ValueError, match="VERL_FAULT"):
         faults.parse_fault(text)
@@ -37,6 +44,16 @@ def test_a_fault_fires_once_where_it_is_meant(monkeypatch, tmp_path):
         faults.fault_point("generate", rank=1, step=2)
     assert "generate rank=1 step=2" in (tmp_path / "fault").read_text()
     faults.fault_point("generate", rank=1, step=2)
+
+
+def test_a_point_is_skipped_once(monkeypatch, tmp_path):
+    monkeypatch.setenv("VERL_FAULT", "skip:weight_sync:step=2")
+    monkeypatch.setenv("VERL_FAULT_FILE", str(tmp_path / "fault"))
+    assert not faults.is_skipped("weight_sync", rank=0, step=1)
+    faults.fault_point("weight_sync", rank=0, step=2)  # inside: neither fires nor uses it up
+    assert faults.is_skipped("weight_sync", rank=0, step=2)
+    assert "weight_sync rank=0 step=2" in (tmp_path / "fault").read_text()
+    assert not faults.is_skipped("weight_sync", rank=0, step=2)
 
 
 def test_kill_ends_the_process_and_leaves_the_proof(tmp_path):

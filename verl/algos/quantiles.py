@@ -48,10 +48,10 @@ class StreamedQuantiles:
         found = []
         for probability in self._probabilities:
             position = probability * (count - 1)
-            places = [self._place(rank, starts) for rank in (math.floor(position), math.ceil(position))]
-            if None in places:
+            first, last = (self._place(rank, starts) for rank in (math.floor(position), math.ceil(position)))
+            if first is None or last is None:
                 return None
-            low, high = transform(kept[places].astype(np.float64))
+            low, high = transform(kept[[first, last]].astype(np.float64))
             found.append(float(low + (high - low) * (position - math.floor(position))))
         return found
 

@@ -282,7 +282,7 @@ def weight_metrics(scan: Scan, options: WeightOptions) -> dict[str, float]:
         "rollout_is_mean": 1 + mean("excess"),
         "rollout_is_std": (clamped_sq - clamped.square()).clamp(min=0).sqrt(),
         "rollout_is_max": columns["largest"].max().clamp(max=MAX_LOG_WEIGHT).exp(),
-        "rollout_is_min": columns["smallest"].min().exp(),
+        "rollout_is_min": columns["smallest"].min().clamp(max=MAX_LOG_WEIGHT).exp(),
         "rollout_is_eff_sample_size": normaliser.square() / (clamped_sq + 2 * clamped + 1),
         "rollout_is_ratio_fraction_high": share("high"),
         "rollout_is_ratio_fraction_low": share("low"),

@@ -1,8 +1,9 @@
 """Faults on demand, so that tests can prove what a run does when a process dies or hangs.
 
 ``VERL_FAULT`` holds ``action:point[:key=value]...``, for instance ``kill:update_actor:rank=1:step=2``. Actions are
-``kill`` (SIGKILL to the own process), ``hang`` (SIGSTOP), ``raise`` (an exception). A fault fires once, and writes
-the time at which it did to ``VERL_FAULT_FILE`` first, as proof that the phase was entered.
+``kill`` (SIGKILL to the own process), ``hang`` (SIGSTOP), ``raise`` (an exception) and, of ``weight_sync`` only,
+``skip`` (it is left out, on all ranks). A fault fires once, and writes the time at which it did to ``VERL_FAULT_FILE``
+first, as proof that the phase was entered.
 """
 
 import os
@@ -13,7 +14,8 @@ from functools import cache
 
 from verl.utils import envs
 
-ACTIONS = ("kill", "hang", "raise")
+ACTIONS = ("kill", "hang", "raise", "skip")
+SKIPPABLE = ("weight_sync",)
 
 
 @dataclass(frozen=True)
@@ -45,17 +47,35 @@ def parse_fault(text: str) -> Fault:
         if key not in ("rank", "step") or not value.lstrip("-").isdigit():
             raise ValueError(f"VERL_FAULT={text!r}: {part!r} must be rank=N or step=N")
         options[key] = int(value)
+    if action == "skip" and (rest[0] not in SKIPPABLE or "rank" in options):
+        raise ValueError(f"VERL_FAULT={text!r}: skip is for {', '.join(SKIPPABLE)}, on all ranks: leave rank out")
     return Fault(action, rest[0], **options)
 
 
 def fault_point(point: str, *, rank: int, step: int | None = None) -> None:
     """Fire the configured fault if it is meant for this point, rank and step; do nothing otherwise."""
+    fault = _take(point, rank, step, skip=False)
+    if fault is None:
+        return
+    if fault.action == "raise":
+        raise InjectedFault(f"injected at {point}, rank {rank}, step {step}")
+    os.kill(os.getpid(), signal.SIGSTOP if fault.action == "hang" else signal.SIGKILL)
+
+
+def is_skipped(point: str, *, rank: int, step: int | None = None) -> bool:
+    """Say whether the configured fault leaves this point out, this once."""
+    return _take(point, rank, step, skip=True) is not None
+
+
+def _take(point: str, rank: int, step: int | None, skip: bool) -> Fault | None:
+    """Return the fault that is meant for this point, recorded and used up."""
     text = envs.read("VERL_FAULT")
     if not text:
-        return
+        return None
     fault = parse_fault(text)
-    if fault.point != point or fault.rank not in (None, rank) or fault.step not in (None, step):
-        return
+    meant = fault.point == point and fault.rank in (None, rank) and fault.step in (None, step)
+    if not meant or (fault.action == "skip") != skip:
+        return None
     envs.remove("VERL_FAULT")
     record = envs.read("VERL_FAULT_FILE")
     if record:
@@ -63,6 +83,4 @@ def fault_point(point: str, *, rank: int, step: int | None = None) -> None:
             file.write(f"{time.time()} {point} rank={rank} step={step}")
             file.flush()
             os.fsync(file.fileno())
-    if fault.action == "raise":
-        raise InjectedFault(f"injected at {point}, rank {rank}, step {step}")
-    os.kill(os.getpid(), signal.SIGSTOP if fault.action == "hang" else signal.SIGKILL)
+    return fault

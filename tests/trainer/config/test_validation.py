@@ -137,6 +137,16 @@ def test_the_small_run_is_right(base):
         ({f"{MODEL}.use_liger": True}, f"{MODEL}.use_liger", "needs a GPU"),
         ({f"{MODEL}.use_liger": True, "trainer.device": "cuda"}, f"{MODEL}.use_liger", "liger-kernel"),
         ({"algorithm.kl_penalty": "full"}, "algorithm.kl_penalty", "needs the logits of both policies"),
+        (
+            {"algorithm.rollout_is_threshold": 2.0},
+            f"{ROLLOUT}.calculate_log_probs",
+            "calculate_log_probs=false: with algorithm.rollout_is_threshold=2.0 must be true",
+        ),
+        ({"algorithm.rollout_is": True}, "algorithm.rollout_is", "needs algorithm.rollout_is_threshold: write a limit"),
+        ({"algorithm.rollout_is_level": "word"}, "algorithm.rollout_is_level", "one of token, sequence, geometric"),
+        ({"algorithm.rollout_is_mode": "drop"}, "algorithm.rollout_is_mode", "one of truncate, mask, clip"),
+        ({"algorithm.rollout_is_threshold": 0.5}, "algorithm.rollout_is_threshold", "must be at least 1"),
+        ({"algorithm.rollout_is_veto_threshold": 2}, "algorithm.rollout_is_veto_threshold", "below 1, or null"),
         ({"data.val_files": None}, "data.val_files", "trainer.val_before_train asks for validation"),
         (
             {"data.val_files": None, "trainer.val_before_train": False, "trainer.test_freq": 5},
@@ -276,6 +286,6 @@ def test_the_defaults_of_keys_that_may_be_idle_are_those_of_the_yaml(composed):
     config = composed(base=False, name="dapo_trainer", folder=ROOT / "recipe/dapo/config")  # with keys of recipes
     tree = OmegaConf.to_container(config, resolve=True, throw_on_missing=False)
     for idle in IDLE:
-        assert select(tree, idle.switch) is not None, idle.switch
+        assert select(tree, idle.switch, "absent") != "absent", idle.switch
         for name, default in idle.defaults.items():
             assert select(tree, f"{idle.node}.{name}", "absent") == default, f"{idle.node}.{name}"

@@ -48,6 +48,17 @@ IDLE: list[Idle] = [
         "reward_model.overlong_buffer",
         {"len": 0, "penalty_factor": 0.0, "log": False},
     ),
+    Idle(
+        "algorithm.rollout_is_threshold",
+        None,
+        "algorithm",
+        {
+            "rollout_is_threshold_lower": None,
+            "rollout_is_level": "token",
+            "rollout_is_mode": "truncate",
+            "rollout_is_veto_threshold": 0.0001,
+        },
+    ),
     Idle("algorithm.use_pf_ppo", False, "algorithm.pf_ppo", {"reweight_method": "pow", "weight_pow": 2.0}),
     Idle(f"{MODEL}.lora_rank", 0, MODEL, _ADAPTERS | {"exclude_modules": None}),
     Idle("critic.model.lora_rank", 0, "critic.model", _ADAPTERS),

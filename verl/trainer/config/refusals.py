@@ -111,18 +111,6 @@ _FIXED: list[tuple[str, str, dict[str, Any]]] = [
     ),
     ("remote code execution is not supported yet", "reward_model.sandbox_fusion", {"url": None}),
     (
-        "off-policy correction is not supported yet",
-        "algorithm",
-        {
-            "rollout_is_threshold": None,
-            "rollout_is_threshold_lower": None,
-            "rollout_is": False,
-            "rollout_is_level": "token",
-            "rollout_is_mode": "truncate",
-            "rollout_is_veto_threshold": 1e-4,
-        },
-    ),
-    (
         "is not supported here: dynamic sampling is done by python -m recipe.dapo.main_dapo",
         "algorithm.filter_groups",
         {"enable": False},

@@ -161,6 +161,7 @@ def _combination_rules(tree: Tree, use_critic: bool) -> Iterator[Violation]:
         if steps not in (None, -1):
             expected = "is set by the trainer: leave it at -1, and write trainer.total_training_steps"
             yield Violation(f"{optim}.total_training_steps", steps, expected)
+    yield from _rollout_is_rules(algorithm, shared["rollout"])
     packed = shared["model"].get("use_remove_padding", False)
     if shared["actor"].get("use_remove_padding", packed) != packed:
         expected = "follows actor_rollout_ref.model.use_remove_padding: set that one"
@@ -177,6 +178,17 @@ def _combination_rules(tree: Tree, use_critic: bool) -> Iterator[Violation]:
             yield Violation(
                 key, True, "needs the package liger-kernel, which is not installed: install it or write false"
             )
+
+
+def _rollout_is_rules(algorithm: Tree, rollout: Tree) -> Iterator[Violation]:
+    """Yield importance weights of a rollout that lack a limit, or the log-probabilities to make them of."""
+    threshold = algorithm.get("rollout_is_threshold")
+    if threshold is None and algorithm.get("rollout_is"):
+        yield Violation("algorithm.rollout_is", True, "needs algorithm.rollout_is_threshold: write a limit such as 2.0")
+    if threshold is not None and not rollout.get("calculate_log_probs"):
+        expected = "must be true, they are weighed against those of training: write true, or the threshold null"
+        key = "actor_rollout_ref.rollout.calculate_log_probs"
+        yield Violation(key, False, f"with algorithm.rollout_is_threshold={threshold} {expected}")
 
 
 def world_size(tree: Tree) -> int:

@@ -16,6 +16,7 @@ from verl.trainer.ppo import after_step, checkpoint, loaders
 from verl.trainer.ppo.advantages import apply_kl_penalty, compute_advantage, compute_response_mask
 from verl.trainer.ppo.core_algos import AdvantageEstimator, agg_loss
 from verl.trainer.ppo.dumps import dump_training_batch
+from verl.trainer.ppo.mismatch_helper import compute_rollout_importance_weights
 from verl.trainer.ppo.phases import check_rollout, checked_phase, needs_old_log_probs
 from verl.trainer.ppo.profiling import start_profiling, stop_profiling
 from verl.trainer.ppo.resources import ResourcePoolManager, create_worker_groups
@@ -284,6 +285,8 @@ class RayPPOTrainer:
                 metrics.update(kl_metrics)
             else:
                 batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
+            batch, mismatch = self.compute_rollout_importance_weights_and_add_to_batch(batch)
+            metrics.update(mismatch)
             batch = compute_advantage(
                 batch,
                 adv_estimator=algorithm.adv_estimator,
@@ -376,6 +379,23 @@ class RayPPOTrainer:
         if "rollout_log_probs" in batch.batch.keys():
             metrics.update(calculate_debug_metrics(batch))
         return batch
+
+    def compute_rollout_importance_weights_and_add_to_batch(self, batch: DataProto) -> tuple[DataProto, Metrics]:
+        """Return how far the rollout is from training, and the batch, with weights where the loss is to use them."""
+        algorithm = self.config.algorithm
+        if algorithm.rollout_is_threshold is None or "rollout_log_probs" not in batch.batch.keys():
+            return batch, {}
+        weights, metrics = compute_rollout_importance_weights(
+            old_log_prob=batch.batch["old_log_probs"],
+            rollout_log_prob=batch.batch["rollout_log_probs"],
+            response_mask=batch.batch["response_mask"],
+            rollout_is_level=algorithm.rollout_is_level,
+            rollout_is_mode=algorithm.rollout_is_mode,
+            rollout_is_threshold=algorithm.rollout_is_threshold,
+            rollout_is_threshold_lower=algorithm.rollout_is_threshold_lower,
+            rollout_is_veto_threshold=algorithm.rollout_is_veto_threshold,
+        )
+        return batch.union(weights) if algorithm.rollout_is else batch, metrics
 
     def _add_scores(self, batch: DataProto) -> None:
         """Add what ``score`` has begun, unless that was done: scores, and the extras of the reward function."""

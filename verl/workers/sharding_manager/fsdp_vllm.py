@@ -5,7 +5,9 @@ from collections.abc import Coroutine
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from verl.utils import envs
 from verl.utils.device import get_device_name, get_torch_device, set_expandable_segments
+from verl.utils.faults import is_skipped
 from verl.workers.sharding_manager.base import BaseShardingManager
 from verl.workers.sharding_manager.weight_sync import WeightSync
 
@@ -54,7 +56,8 @@ class FSDPVLLMShardingManager(BaseShardingManager):
         set_expandable_segments(False)
         _complete(self.rollout.resume(["weights"]))
         self.last_sync = {}
-        if self.engine is not None and self.engine.weights_version != self.rollout.weights_version:
+        due = self.engine is not None and self.engine.weights_version != self.rollout.weights_version
+        if due and not is_skipped("weight_sync", rank=envs.integer("RANK", 0), step=self.step):
             self.last_sync = WeightSync(self.engine, self.rollout, self.bucket_bytes, self.step).run()
             logger.debug("weight sync: %s", self.last_sync)
         _empty_cache()
