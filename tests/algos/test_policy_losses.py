@@ -156,10 +156,13 @@ def slow_policy_loss(name, batch, mode, weights, selection=None):
             losses, clipped, lower, kl = ({at: row[i] for at, row in found.items()} for i in range(4))
         total = slow_aggregate({at: losses[at] * weights[at] for at in places}, mode)
     total.backward()
-    statistics = [slow_aggregate(x, "token-mean") for x in (clipped, kl, lower)]
-    return torch.tensor(
-        [float(torch.as_tensor(x).detach()) for x in (total, *statistics)], dtype=torch.float64
-    ), leaf.grad
+    statistics = [
+        slow_aggregate(
+            {at: value.item() if isinstance(value, torch.Tensor) else value for at, value in x.items()}, "token-mean"
+        )
+        for x in (clipped, kl, lower)
+    ]
+    return torch.tensor([total.item(), *statistics], dtype=torch.float64), leaf.grad
 
 
 @pytest.mark.parametrize("weighted", [False, True])

@@ -194,9 +194,9 @@ def compute_policy_loss_geo_mean(
     acted = clamped != log_ratio
     return (
         loss.mean(),
-        (acted & (advantages > 0)).sum() / tokens,
+        (acted & (advantages > 0)).sum(dtype=loss.dtype) / tokens,
         -log_ratio.detach().sum() / tokens,
-        (acted & (advantages < 0)).sum() / tokens,
+        (acted & (advantages < 0)).sum(dtype=loss.dtype) / tokens,
     )
 
 
