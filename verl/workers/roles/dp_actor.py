@@ -14,6 +14,7 @@ from verl.workers.roles.base import effective_engine_config, list_metrics
 from verl.workers.roles.utils.batching import Cut, given_cut, with_meta
 from verl.workers.roles.utils.losses import ppo_loss
 from verl.workers.roles.utils.mismatch import finish_mismatch
+from verl.workers.roles.utils.selection import select_tokens
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -93,8 +94,11 @@ class DataParallelPPOActor(BasePPOActor):
             seed=config.data_loader_seed,
             dataloader_kwargs={"shuffle": config.shuffle},
         )
+        steps = []
         with self.engine.train_mode():
-            steps = [finish_mismatch(self.engine.train_batch(each, loss_fn)) for each in mini_batches]
+            for at, each in enumerate(mini_batches):
+                select_tokens(config, self.engine, each, draw=at * config.ppo_mini_batch_size // len(rows))
+                steps.append(finish_mismatch(self.engine.train_batch(each, loss_fn)))
         return list_metrics(steps, prefix="actor/")
 
 
