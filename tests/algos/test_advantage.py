@@ -82,7 +82,7 @@ def slow(name, batch, config):
             per_row.append((first - second) / (std + 1e-6) if score == first else 0.0)
         elif name in ("rloo", "rloo_vectorized"):
             others = (sum(peers) - score) / (len(peers) - 1) if not single else 0.0
-            per_row.append(score - others if not (single and name == "rloo_vectorized") else 0.0)
+            per_row.append(score - others)
         elif name == "opo":
             rows = [i for i in range(n) if index[i] == index[b]]
             lengths = [sum(mask[i]) for i in rows]
@@ -225,6 +225,57 @@ def test_refuses_inputs_that_disagree(name):
         estimate(**dict(batch, index=batch["index"][:6]))
     with pytest.raises(ValueError, match="must both be"):
         estimate(**dict(batch, response_mask=batch["response_mask"][:, :5]))
+
+
+def test_one_call_for_all_estimators():
+    """Functions of users take fewer keywords; what an estimator needs and the batch lacks is named."""
+
+    def few(token_level_rewards, response_mask, gamma):
+        return token_level_rewards * gamma, response_mask
+
+    def many(token_level_rewards, response_mask, **kwargs):
+        return token_level_rewards, torch.tensor(sorted(kwargs) == sorted(rest))
+
+    batch = make_batch()
+    rest = {"index": batch["index"], "gamma": 0.5, "lam": 0.5, "config": None}
+    try:
+        core_algos.register_adv_est("few")(few)
+        core_algos.register_adv_est("many")(many)
+        advantages, returns = core_algos.estimate_advantages(
+            "few", token_level_rewards=batch["token_level_rewards"], response_mask=batch["response_mask"], **rest
+        )
+        torch.testing.assert_close(advantages, 0.5 * batch["token_level_rewards"])
+        assert returns is batch["response_mask"]
+        inputs = {"token_level_rewards": advantages, "response_mask": returns}
+        assert core_algos.estimate_advantages("many", **inputs, **rest)[1]
+    finally:
+        del adv.ADV_ESTIMATOR_REGISTRY["few"], adv.ADV_ESTIMATOR_REGISTRY["many"]
+    for name, lacking in (("remax", "reward_baselines"), ("gae", "values")):
+        with pytest.raises(ValueError, match=f"adv_estimator={name} needs {lacking}, this batch has only .*index"):
+            core_algos.estimate_advantages(name, **inputs, **rest)
+
+
+@pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus"])
+def test_discounts_come_from_the_argument_then_the_config(name):
+    batch = make_batch()
+    estimate = core_algos.get_adv_estimator_fn(name)
+    by_config = estimate(**batch, config=CONFIG)[1]
+    torch.testing.assert_close(estimate(**batch, gamma=0.9, lam=0.8)[1], by_config, atol=0, rtol=0)
+    torch.testing.assert_close(estimate(**batch, config={"gamma": 0.9, "lam": 0.8})[1], by_config, atol=0, rtol=0)
+    other = SimpleNamespace(gamma=0.1, lam=0.1)
+    torch.testing.assert_close(estimate(**batch, gamma=0.9, lam=0.8, config=other)[1], by_config, atol=0, rtol=0)
+    assert not torch.equal(estimate(**batch)[1], by_config)
+
+
+@pytest.mark.parametrize("name", ["rloo", "grpo"])
+def test_the_vectorized_names_are_the_same(name):
+    """Uneven groups, tiny deviations and groups of one included; a group of one keeps its score."""
+    scores = torch.tensor([1.0, 1.0 + 1e-5, 3.0, 3.0, 3.0, 7.0]).unsqueeze(-1)
+    inputs = {"token_level_rewards": scores, "response_mask": torch.ones(6, 1), "index": list("aabbbc")}
+    one, other = (core_algos.get_adv_estimator_fn(n)(**inputs)[0] for n in (name, f"{name}_vectorized"))
+    torch.testing.assert_close(one, other, atol=0, rtol=0)
+    assert one[5].item() == pytest.approx(7.0, rel=2e-6)
+    assert one[2:5].eq(0).all() and one[1] > 0 > one[0]
 
 
 def test_registry():

@@ -1,11 +1,13 @@
 """Advantage estimators: from rewards of tokens to advantages and returns of tokens.
 
-Every estimator takes keywords from one set (``token_level_rewards``, ``response_mask``, ``index``, ``values``,
-``reward_baselines``, ``config``) and leaves out those that it does not need, so that a caller passes what the batch
-has. Results are (B, T) and zero outside the response mask, whatever the inputs hold there.
+All are called in one way, by ``estimate_advantages``: with the keywords ``token_level_rewards``, ``response_mask``,
+``config`` and what else there is of ``index``, ``values``, ``reward_baselines``, ``gamma``, ``lam`` and
+``norm_adv_by_std_in_grpo``. An estimator takes those that it needs, and reads from ``config`` what it is not given.
+Results are (B, T) and zero outside the response mask, whatever the inputs hold there.
 """
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum, StrEnum
 from typing import Any, Protocol, TypeVar
 
@@ -13,11 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from verl.algos.scan import as_numbers, reverse_scan
 from verl.utils.groupwise import as_torch_index, group_count, group_mean_std, group_sum
-from verl.utils.torch_functional import masked_whiten
 
 Index = np.ndarray[Any, Any] | Sequence[Any] | Tensor
 AdvantageFn = Callable[..., tuple[Tensor, Tensor]]
+_ROWS_AT_ONCE = 128
+_WHITEN_EPSILON = 1e-8
 _Fn = TypeVar("_Fn", bound=AdvantageFn)
 
 
@@ -82,13 +86,40 @@ def get_adv_estimator_fn(name_or_enum: str | AdvantageEstimator) -> AdvantageFn:
     return ADV_ESTIMATOR_REGISTRY[name]
 
 
-def _inside(x: Tensor, mask: Tensor) -> Tensor:
-    """Return x with zeros outside the mask, NaN there included."""
-    return torch.where(mask.bool(), x, 0.0)
+def estimate_advantages(name_or_enum: str | AdvantageEstimator, **inputs: Any) -> tuple[Tensor, Tensor]:
+    """Call a registered estimator with those of the inputs that it has parameters for.
+
+    Raises: ValueError for an unknown name, or when the estimator needs what is not among the inputs.
+    """
+    estimator = get_adv_estimator_fn(name_or_enum)
+    parameters = inspect.signature(estimator).parameters.values()
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    missing = [p.name for p in named if p.default is p.empty and p.name not in inputs]
+    if missing:
+        raise ValueError(
+            f"algorithm.adv_estimator={_plain_name(name_or_enum)} needs {', '.join(missing)}, "
+            f"this batch has only {', '.join(inputs)}"
+        )
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        inputs = {p.name: inputs[p.name] for p in named if p.name in inputs}
+    return estimator(**inputs)
+
+
+def _option(given: float | None, config: object, name: str, default: float) -> float:
+    """Return what the caller gave, else the config's value, else the default."""
+    if given is not None:
+        return given
+    value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+    return default if value is None else float(value)
+
+
+def _clean(x: Tensor, keep: Tensor) -> Tensor:
+    """Return (B, T) x without NaN and infinity outside the mask: a product with the mask removes the rest."""
+    return x if x.sum().isfinite() else torch.where(keep, x, 0.0)
 
 
 def _scores(rewards: Tensor, mask: Tensor) -> Tensor:
-    """Add up the rewards of each response: (B,).
+    """Add up the rewards of each response: (B,) float64, so that equal scores of a group cancel to the last bit.
 
     A score may stand on a token that the model did not sample (the last one of a tool's answer), so only NaN is
     dropped outside the mask.
@@ -97,7 +128,10 @@ def _scores(rewards: Tensor, mask: Tensor) -> Tensor:
         raise ValueError(
             f"token_level_rewards {tuple(rewards.shape)} and response_mask {tuple(mask.shape)} must both be (B, T)"
         )
-    return torch.where(mask.bool() | ~rewards.isnan(), rewards, 0.0).sum(dim=-1)
+    scores = rewards.sum(dim=-1)
+    if scores.isnan().any():
+        scores = torch.where(mask.bool() | ~rewards.isnan(), rewards, 0.0).sum(dim=-1)
+    return scores.double()
 
 
 def _groups(index: Index | None, scores: Tensor) -> Tensor:
@@ -113,9 +147,13 @@ def _groups(index: Index | None, scores: Tensor) -> Tensor:
     return group
 
 
-def _spread(per_response: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+def _spread(per_response: Tensor, rewards: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Give every token of a response the advantage of the response; the same tensor serves as returns."""
-    advantages = _inside(per_response.unsqueeze(-1).expand(mask.shape), mask)
+    column, keep = per_response.to(rewards.dtype).unsqueeze(-1), mask.bool()
+    if column.isfinite().all():
+        advantages = as_numbers(keep, rewards.dtype).mul_(column)
+    else:
+        advantages = torch.where(keep, column, 0.0)
     return advantages, advantages
 
 
@@ -125,14 +163,25 @@ def _group_means(scores: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
     return mean[group], count[group]
 
 
-def _backward_recursion(decay: Tensor, x: Tensor) -> Tensor:
-    """Solve ``y[t] = x[t] + decay[t] * y[t + 1]`` for (B, T) from the end, one fused operation a token."""
-    steps, factors = x.t().contiguous(), decay.t().contiguous()
-    y = torch.zeros_like(steps)
-    following = torch.zeros_like(x[:, 0])
-    for t in reversed(range(len(steps))):
-        following = torch.addcmul(steps[t], factors[t], following, out=y[t])
-    return y.t()
+def _blocks(tensor: Tensor) -> Iterator[slice]:
+    """Yield slices of rows that fit the cache, so that what is computed in between is neither written nor read back."""
+    yield from (slice(at, at + _ROWS_AT_ONCE) for at in range(0, len(tensor), _ROWS_AT_ONCE))
+
+
+def _whiten_(x: Tensor, keep: Tensor) -> Tensor:
+    """Whiten x, zero outside the mask, in place: mean 0 and variance 1 over the tokens of the batch.
+
+    Raises: ValueError when the mask keeps fewer than two tokens.
+    """
+    count = int(sum(as_numbers(keep[rows], torch.float32).sum(dim=-1).sum(dtype=torch.float64) for rows in _blocks(x)))
+    if count < 2:
+        raise ValueError(f"whitening needs at least 2 elements inside the response mask, it keeps {count}")
+    mean = x.sum(dim=-1).sum(dtype=torch.float64).item() / count
+    squares = 0.0
+    for rows in _blocks(x):
+        x[rows].sub_(as_numbers(keep[rows], x.dtype), alpha=mean)
+        squares += torch.linalg.vector_norm(x[rows], dim=-1).double().square().sum().item()
+    return x.mul_((squares / (count - 1) + _WHITEN_EPSILON) ** -0.5)
 
 
 @register_adv_est(AdvantageEstimator.GAE)
@@ -155,22 +204,25 @@ def compute_gae_advantage_return(
     Args: rewards, values and mask are (B, T); gamma and lam default to the config's, else to 1.
     Raises: ValueError when the mask holds fewer than two tokens.
     """
-    gamma = gamma if gamma is not None else config.gamma if config is not None else 1.0
-    lam = lam if lam is not None else config.lam if config is not None else 1.0
+    gamma, lam = _option(gamma, config, "gamma", 1.0), _option(lam, config, "lam", 1.0)
     with torch.no_grad():
         keep = response_mask.bool()
-        rewards, values = _inside(token_level_rewards, keep), _inside(values, keep)
-        # The value after t: that of the next sampled token, found by carrying it back over what is masked out.
-        carried = _backward_recursion((~keep).to(values.dtype), values)
-        following = torch.cat([carried[:, 1:], torch.zeros_like(carried[:, :1])], dim=-1)
-        delta = torch.where(keep, rewards + gamma * following - values, 0.0)
-        decay = torch.ones_like(values).masked_fill(keep, gamma * lam)
-        raw = _inside(_backward_recursion(decay, delta), keep)
-        returns = raw + values
-        advantages = _inside(masked_whiten(raw, response_mask), keep)
-    return advantages, returns
+        rewards, values = _clean(token_level_rewards, keep), _clean(values, keep)
+        returns, advantages = torch.empty_like(values), torch.empty_like(values)
+        for rows in _blocks(values):
+            # What a token hands to the sampled one before it is gamma * (V + lam * A); here without what it gets.
+            source = torch.mul(values[rows], gamma * (1 - lam), out=advantages[rows])
+            source.add_(rewards[rows], alpha=gamma * lam).mul_(as_numbers(keep[rows], values.dtype))
+        handed = reverse_scan(advantages, keep, gamma * lam, 1.0, out=returns)
+        for rows in _blocks(values):
+            inside, to_come = as_numbers(keep[rows], values.dtype), rewards[rows].clone()
+            to_come[:, :-1] += handed[rows, 1:]
+            torch.mul(to_come, inside, out=returns[rows])
+            torch.addcmul(returns[rows], values[rows], inside, value=-1, out=advantages[rows])
+        return _whiten_(advantages, keep), returns
 
 
+@register_adv_est(AdvantageEstimator.GRPO_VECTORIZED)
 @register_adv_est(AdvantageEstimator.GRPO)
 def compute_grpo_outcome_advantage(
     token_level_rewards: Tensor,
@@ -187,48 +239,21 @@ def compute_grpo_outcome_advantage(
 
     Args: rewards and mask are (B, T); index holds the (B,) prompt uid. Normalisation is off when the argument or
         the config says so.
-    Returns: (advantages, returns), one (B, T) tensor for both, zero where the mask is.
+    Returns: (advantages, returns), one (B, T) tensor for both, zero where the mask is. A group of one keeps its score.
     Raises: ValueError when the inputs disagree on B.
     """
-    return _grpo(token_level_rewards, response_mask, index, epsilon, norm_adv_by_std_in_grpo, config, floor=0.0)
-
-
-@register_adv_est(AdvantageEstimator.GRPO_VECTORIZED)
-def compute_grpo_vectorized_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Index | None = None,
-    epsilon: float = 1e-6,
-    norm_adv_by_std_in_grpo: bool = True,
-    config: AdvantageConfig | None = None,
-    **unused: object,
-) -> tuple[Tensor, Tensor]:
-    """Like ``grpo``, with the variance of a group floored at ``epsilon`` before its root."""
-    return _grpo(token_level_rewards, response_mask, index, epsilon, norm_adv_by_std_in_grpo, config, floor=epsilon)
-
-
-def _grpo(
-    rewards: Tensor,
-    mask: Tensor,
-    index: Index | None,
-    epsilon: float,
-    normalise: bool,
-    config: AdvantageConfig | None,
-    floor: float,
-) -> tuple[Tensor, Tensor]:
-    """Centre the scores of each group and divide them by its deviation where asked for."""
     with torch.no_grad():
-        scores = _scores(rewards, mask)
+        scores = _scores(token_level_rewards, response_mask)
         group = _groups(index, scores)
-        mean, std, _ = group_mean_std(scores, group, eps=floor)
-        centered = scores - mean[group]
-        if _normalises(normalise, config):
-            centered = centered / (std[group] + epsilon)
-    return _spread(centered, mask)
+        mean, std, _ = group_mean_std(scores, group, eps=0.0)
+        advantages = scores - mean[group]
+        if _normalises(norm_adv_by_std_in_grpo, config):
+            advantages = advantages / (std[group] + epsilon)
+    return _spread(advantages, token_level_rewards, response_mask)
 
 
 def _normalises(argument: bool, config: AdvantageConfig | None) -> bool:
-    return argument and (config is None or bool(config.norm_adv_by_std_in_grpo))
+    return argument and bool(_option(None, config, "norm_adv_by_std_in_grpo", True))
 
 
 @register_adv_est(AdvantageEstimator.GRPO_PASSK)
@@ -264,12 +289,16 @@ def compute_grpo_passk_outcome_advantage(
         if _normalises(norm_adv_by_std_in_grpo, config):
             lead = lead / (group_mean_std(scores, group, eps=0.0)[1] + epsilon)
         advantages = torch.zeros_like(scores).index_copy_(0, best, lead)
-    return _spread(advantages, response_mask)
+    return _spread(advantages, token_level_rewards, response_mask)
 
 
 @register_adv_est(AdvantageEstimator.REINFORCE_PLUS_PLUS)
 def compute_reinforce_plus_plus_outcome_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, config: AdvantageConfig | None = None, **unused: object
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    config: AdvantageConfig | None = None,
+    gamma: float | None = None,
+    **unused: object,
 ) -> tuple[Tensor, Tensor]:
     """Whiten the discounted return of each token over the batch.
 
@@ -279,15 +308,18 @@ def compute_reinforce_plus_plus_outcome_advantage(
 
     Raises: ValueError when the mask holds fewer than two tokens.
     """
+    gamma = _option(gamma, config, "gamma", 1.0)
     with torch.no_grad():
         keep = response_mask.bool()
-        rewards = _inside(token_level_rewards, keep)
-        gamma = config.gamma if config is not None else 1.0
-        next_keep = torch.cat([keep[:, 1:], torch.zeros_like(keep[:, :1])], dim=-1)
-        returns = _backward_recursion(gamma * next_keep.to(rewards.dtype), rewards)
-        returns = _inside(returns, keep)
-        advantages = _inside(masked_whiten(returns, response_mask), keep)
-    return advantages, returns
+        rewards = _clean(token_level_rewards, keep)
+        advantages = torch.empty_like(rewards)
+        for rows in _blocks(rewards):
+            torch.mul(rewards[rows], as_numbers(keep[rows], rewards.dtype), out=advantages[rows])
+        returns = reverse_scan(advantages, keep, gamma, 0.0)
+        for rows in _blocks(rewards):
+            returns[rows] *= as_numbers(keep[rows], rewards.dtype)
+            advantages[rows] = returns[rows]
+        return _whiten_(advantages, keep), returns
 
 
 @register_adv_est(AdvantageEstimator.REINFORCE_PLUS_PLUS_BASELINE)
@@ -310,11 +342,11 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
     with torch.no_grad():
         scores = _scores(token_level_rewards, response_mask)
         mean, _ = _group_means(scores, _groups(index, scores))
-        tiled, _ = _spread(scores - mean, response_mask)
-        advantages = _inside(masked_whiten(tiled, response_mask), response_mask)
+        advantages = _whiten_(_spread(scores - mean, token_level_rewards, response_mask)[0], response_mask.bool())
     return advantages, advantages
 
 
+@register_adv_est(AdvantageEstimator.RLOO_VECTORIZED)
 @register_adv_est(AdvantageEstimator.RLOO)
 def compute_rloo_outcome_advantage(
     token_level_rewards: Tensor,
@@ -324,7 +356,10 @@ def compute_rloo_outcome_advantage(
     config: AdvantageConfig | None = None,
     **unused: object,
 ) -> tuple[Tensor, Tensor]:
-    """Score each response against the mean of the prompt's other samples; a group of one keeps its score.
+    """Score each response against the mean of the prompt's other samples.
+
+    A group of one has no others: it keeps its score, which is the policy gradient without a baseline. An advantage of
+    zero would drop the prompt.
 
     Source: Back to Basics (arXiv:2402.14740), section 3.3.
     """
@@ -332,24 +367,7 @@ def compute_rloo_outcome_advantage(
         scores = _scores(token_level_rewards, response_mask)
         mean, count = _group_means(scores, _groups(index, scores))
         advantages = (scores - mean) * torch.where(count > 1, count / (count - 1).clamp(min=1), 1.0)
-    return _spread(advantages, response_mask)
-
-
-@register_adv_est(AdvantageEstimator.RLOO_VECTORIZED)
-def compute_rloo_vectorized_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Index | None = None,
-    epsilon: float = 1e-6,
-    config: AdvantageConfig | None = None,
-    **unused: object,
-) -> tuple[Tensor, Tensor]:
-    """Like ``rloo``, but a group of one has no advantage."""
-    with torch.no_grad():
-        scores = _scores(token_level_rewards, response_mask)
-        mean, count = _group_means(scores, _groups(index, scores))
-        advantages = torch.where(count > 1, (scores - mean) * count / (count - 1).clamp(min=1), 0.0)
-    return _spread(advantages, response_mask)
+    return _spread(advantages, token_level_rewards, response_mask)
 
 
 @register_adv_est(AdvantageEstimator.OPO)
@@ -371,9 +389,9 @@ def compute_opo_outcome_advantage(
         size = group_count(group)
         length = response_mask.sum(dim=-1).double()
         weighted = group_sum(length * scores, group, len(size)) / group_sum(length, group, len(size)).clamp(min=1)
-        baseline = weighted.masked_fill(size <= 1, 0.0).to(scores.dtype)
+        baseline = weighted.masked_fill(size <= 1, 0.0)
         advantages = scores - baseline[group]
-    return _spread(advantages, response_mask)
+    return _spread(advantages, token_level_rewards, response_mask)
 
 
 @register_adv_est(AdvantageEstimator.REMAX)
@@ -391,9 +409,11 @@ def compute_remax_outcome_advantage(
     Args: rewards and mask are (B, T), baselines (B,).
     """
     with torch.no_grad():
-        returns = _inside(token_level_rewards, response_mask).flip(-1).cumsum(-1).flip(-1)
-        advantages = _inside(returns - reward_baselines.unsqueeze(-1), response_mask)
-    return advantages, _inside(returns, response_mask)
+        keep = response_mask.bool()
+        inside = as_numbers(keep, token_level_rewards.dtype)
+        returns = (_clean(token_level_rewards, keep) * inside).flip(-1).cumsum(-1).flip(-1).mul_(inside)
+        advantages = torch.addcmul(returns, reward_baselines.unsqueeze(-1), inside, value=-1)
+    return advantages, returns
 
 
 @register_adv_est(AdvantageEstimator.GPG)
@@ -418,7 +438,12 @@ def compute_gpg_outcome_advantage(
         mean, _ = _group_means(scores, _groups(index, scores))
         scale = alpha * len(scores) / scores.count_nonzero().clamp(min=1)
         advantages = scale * (scores - mean) / f_norm
-    return _spread(advantages, response_mask)
+    return _spread(advantages, token_level_rewards, response_mask)
+
+
+# Established names of a second implementation, which would only differ by mistake.
+compute_grpo_vectorized_outcome_advantage = compute_grpo_outcome_advantage
+compute_rloo_vectorized_outcome_advantage = compute_rloo_outcome_advantage
 
 
 __all__ = [
@@ -437,6 +462,7 @@ __all__ = [
     "compute_remax_outcome_advantage",
     "compute_rloo_outcome_advantage",
     "compute_rloo_vectorized_outcome_advantage",
+    "estimate_advantages",
     "get_adv_estimator_fn",
     "register_adv_est",
 ]

@@ -27,15 +27,23 @@ def as_torch_index(index: "Sequence[Any] | np.ndarray[Any, Any] | Tensor", devic
             raise ValueError(f"group index must have shape (B,), got {tuple(index.shape)}")
         codes: Tensor = torch.unique(index.to(_pick_device(device, index.device)), return_inverse=True)[1]
         return codes.long()
-    labels = index if isinstance(index, np.ndarray) else np.asarray(index)
-    if labels.ndim != 1:
-        raise ValueError(f"group index must have shape (B,), got {labels.shape}")
-    try:
-        codes_np = np.unique(labels, return_inverse=True)[1]
-    except TypeError:  # labels of several types have no order
-        number = {label: i for i, label in enumerate(dict.fromkeys(labels.tolist()))}
-        codes_np = np.fromiter((number[label] for label in labels.tolist()), dtype=np.int64, count=len(labels))
+    if isinstance(index, np.ndarray) and index.dtype != object:
+        codes_np = np.unique(_one_dimensional(index), return_inverse=True)[1]
+    else:
+        # Labels of several types have no order, and sorting strings takes longer than the rest of an estimator.
+        labels = _one_dimensional(index).tolist() if isinstance(index, np.ndarray) else list(index)
+        number: dict[Any, int] = {}
+        try:
+            codes_np = np.array([number.setdefault(label, len(number)) for label in labels], dtype=np.int64)
+        except TypeError as error:
+            raise ValueError(f"group index must hold one hashable label per row, shape (B,): {error}") from error
     return torch.as_tensor(codes_np, dtype=torch.long, device=_pick_device(device))
+
+
+def _one_dimensional(index: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+    if index.ndim != 1:
+        raise ValueError(f"group index must have shape (B,), got {index.shape}")
+    return index
 
 
 def group_sum(values: Tensor, group: Tensor, num_groups: int) -> Tensor:

@@ -38,8 +38,8 @@ def apply_kl_penalty(data: DataProto, kl_ctrl: Any, kl_penalty: str = "kl") -> t
 def compute_advantage(
     data: DataProto,
     adv_estimator: str | AdvantageEstimator,
-    gamma: float = 1.0,
-    lam: float = 1.0,
+    gamma: float | None = None,
+    lam: float | None = None,
     num_repeat: int = 1,
     norm_adv_by_std_in_grpo: bool = True,
     config: Any = None,
@@ -47,30 +47,29 @@ def compute_advantage(
 ) -> DataProto:
     """Add ``advantages`` and ``returns`` (B, R) by the registered estimator of a name.
 
-    ``num_repeat`` is accepted for callers that pass the samples per prompt; groups are told by ``uid``. The generator
-    is that of PF-PPO's draw of rows.
+    The estimator gets what it has parameters for: see ``verl.algos.advantage``. ``gamma`` and ``lam`` default to the
+    config's, else to 1; the deviation of a group divides unless the argument or the config says no. ``num_repeat`` is
+    accepted for callers that pass the samples per prompt; groups are told by ``uid``. The generator is that of
+    PF-PPO's draw of rows.
 
-    Raises: ValueError for an unknown estimator.
+    Raises: ValueError for an unknown estimator, and for one that needs what the batch does not have.
     """
     batch = data.batch
     if "response_mask" not in batch.keys():
         batch["response_mask"] = compute_response_mask(data)
-    estimator = core_algos.get_adv_estimator_fn(adv_estimator)
-    arguments: dict[str, Any] = {
-        "token_level_rewards": batch["token_level_rewards"],
-        "response_mask": batch["response_mask"],
-    }
-    if adv_estimator == AdvantageEstimator.GAE:
-        arguments |= {"values": batch["values"], "gamma": gamma, "lam": lam}
-    elif adv_estimator == AdvantageEstimator.GRPO:
-        arguments |= {"index": data.non_tensor_batch["uid"], "norm_adv_by_std_in_grpo": norm_adv_by_std_in_grpo}
-    else:
-        arguments["config"] = config
-        if "uid" in data.non_tensor_batch:
-            arguments["index"] = data.non_tensor_batch["uid"]
-        if "reward_baselines" in batch.keys():
-            arguments["reward_baselines"] = batch["reward_baselines"]
-    batch["advantages"], batch["returns"] = estimator(**arguments)
+    columns = {name: batch[name] for name in ("values", "reward_baselines") if name in batch.keys()}
+    if "uid" in data.non_tensor_batch:
+        columns["index"] = data.non_tensor_batch["uid"]
+    discounts = {name: value for name, value in (("gamma", gamma), ("lam", lam)) if value is not None}
+    batch["advantages"], batch["returns"] = core_algos.estimate_advantages(
+        adv_estimator,
+        token_level_rewards=batch["token_level_rewards"],
+        response_mask=batch["response_mask"],
+        config=config,
+        norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo,
+        **columns,
+        **discounts,
+    )
     if adv_estimator == AdvantageEstimator.GAE and config is not None and config.get("use_pf_ppo", False):
         options = config.get("pf_ppo") or {}
         data = core_algos.compute_pf_ppo_reweight_data(
