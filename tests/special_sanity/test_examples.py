@@ -1,4 +1,4 @@
-"""The example scripts and the commands in the docs set keys that exist."""
+"""The scripts of examples and recipes, and the commands in the docs: their keys exist, their values fit together."""
 
 import json
 import os
@@ -8,22 +8,29 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_module
+from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
+from recipe.dapo.main_dapo import DAPOTaskRunner
 from verl.trainer.config.keys import FREE_FORM, OPTIONAL, dotted_keys, is_under
+from verl.trainer.ppo.utils import config_needs_reference, need_critic
+from verl.utils.config import validate_config
 
 ROOT = Path(__file__).parents[2]
 CONFIG_OF_MODULE = {
+    "recipe.dapo.main_dapo": "dapo_trainer",
     "verl.trainer.main_ppo": "ppo_trainer",
     "verl.trainer.sft_trainer": "sft_trainer_engine",
     "verl.trainer.fsdp_sft_trainer": "sft_trainer",
     "verl.trainer.main_generation": "generation",
     "verl.trainer.main_eval": "evaluation",
 }
-SCRIPTS = sorted((ROOT / "examples").glob("*/*.sh"))
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+RECIPE_NODES = {"recipe.dapo.main_dapo": DAPOTaskRunner.recipe_nodes, "verl.trainer.main_ppo": ()}
+SCRIPTS = sorted(path for root in ("examples", "recipe") for path in (ROOT / root).glob("*/*.sh"))
+LAUNCHERS = [path for path in SCRIPTS if not path.name.startswith("prepare_")]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "recipe").rglob("README.md"))]
 
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 FAKE = """#!/usr/bin/env bash
 printf '%s\\0' "$@" >> "$RECORD"; printf '\\n' >> "$RECORD"
 """
@@ -32,14 +39,20 @@ printf '%s\\0' "$@" >> "$RECORD"; printf '\\n' >> "$RECORD"
 def compose_command(words: list[str]) -> DictConfig:
     """Compose the configuration that ``python -m module key=value ...`` would see."""
     position = next(i for i, word in enumerate(words) if word in CONFIG_OF_MODULE)
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        return compose(CONFIG_OF_MODULE[words[position]], overrides=words[position + 1 :])
+    return composed(words[position], words[position + 1 :])
+
+
+def composed(module: str, overrides: list[str]) -> DictConfig:
+    """Compose the configuration of a module with the overrides of its command line."""
+    folder = ROOT.joinpath(*module.split(".")[:-1], "config")
+    with initialize_config_dir(str(folder), version_base=None):
+        return compose(CONFIG_OF_MODULE[module], overrides=overrides)
 
 
 def commands_of_script(script: Path, folder: Path) -> list[list[str]]:
     """Run a script with a Python that records its arguments and does nothing."""
     record = folder / "record"
-    for name in ("python", "python3", "torchrun"):
+    for name in ("python", "python3", "torchrun", "ray"):
         (folder / name).write_text(FAKE)
         (folder / name).chmod(0o755)
     environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "RECORD": str(record)}
@@ -55,12 +68,27 @@ def commands_of_script(script: Path, folder: Path) -> list[list[str]]:
     return [line.split("\0")[:-1] for line in record.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: f"{path.parent.name}/{path.name}")
-def test_script_sets_keys_that_exist_and_passes_overrides_on(script: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("script", LAUNCHERS, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_script_is_a_run_that_would_start_and_passes_overrides_on(script: Path, tmp_path: Path) -> None:
     commands = commands_of_script(script, tmp_path)
     launches = [words for words in commands if set(words) & set(CONFIG_OF_MODULE)]
     assert len(launches) == 1, json.dumps(commands)
-    assert compose_command(launches[0]).trainer.total_training_steps == 7
+    config = compose_command(launches[0])
+    assert config.trainer.total_training_steps == 7
+    (module,) = set(launches[0]) & set(CONFIG_OF_MODULE)
+    if module in RECIPE_NODES:
+        use_files_of_the_test(config, tmp_path)
+        validate_config(config, config_needs_reference(config), need_critic(config), RECIPE_NODES[module])
+
+
+def use_files_of_the_test(config: DictConfig, folder: Path) -> None:
+    """Stand in for the files that the script reads; what is named on the hub is left as it is."""
+    rows = folder / "rows.parquet"
+    rows.write_text("rows")
+    config.data.train_files = config.data.val_files = str(rows)
+    for model in (config.actor_rollout_ref.model, config.critic.model):
+        if not HUB_ID.fullmatch(model.path):
+            model.path = "Qwen/Qwen2.5-0.5B"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
@@ -74,10 +102,9 @@ def test_commands_of_the_docs_set_keys_that_exist(page: Path) -> None:
 
 def test_keys_named_in_the_docs_exist() -> None:
     """A dotted key in backticks is one of some command; a bare folder or module is not checked."""
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        trees = [OmegaConf.to_container(compose(name), resolve=False) for name in CONFIG_OF_MODULE.values()]
+    trees = [OmegaConf.to_container(composed(module, []), resolve=False) for module in CONFIG_OF_MODULE]
     known = set(OPTIONAL).union(*(dotted_keys(tree) for tree in trees))
-    roots = set(trees[0])  # pages abbreviate what is below actor_rollout_ref
+    roots = set(trees[0]) - {"hydra"}  # pages abbreviate what is below actor_rollout_ref
     unknown = []
     for page in PAGES:
         if page.name == "errors.md":  # the page of wrong inputs
@@ -88,7 +115,7 @@ def test_keys_named_in_the_docs_exist() -> None:
     assert not unknown, unknown
 
 
-def test_every_folder_of_examples_says_what_its_scripts_do() -> None:
+def test_every_folder_says_what_its_scripts_do() -> None:
     for script in SCRIPTS:
         readme = script.parent / "README.md"
         assert f"`{script.name}`" in readme.read_text(), f"{readme} has no line for {script.name}"

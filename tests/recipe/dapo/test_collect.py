@@ -147,7 +147,7 @@ def test_steps_are_full_of_varied_prompts_in_the_order_of_the_data(steps):
         assert metrics["train/num_prompts_surplus"] == len(kept) - PROMPTS
         assert metrics["train/num_prompts_dropped"] == drawn - len(kept)
         assert batch.meta_info["global_steps"] == number
-    assert {metrics["train/num_gen_batches"] for _, metrics, _ in steps} > {1}
+    assert len({metrics["train/num_gen_batches"] for _, metrics, _ in steps}) > 1
 
 
 def test_what_only_some_draws_know_is_none_in_the_others(steps):
