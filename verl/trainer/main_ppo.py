@@ -156,7 +156,7 @@ class TaskRunner:
 
         spec = {"global_pool": [config.trainer.n_gpus_per_node] * config.trainer.nnodes}
         reward = config.reward_model
-        if reward.enable_resource_pool:
+        if reward.enable and reward.enable_resource_pool:
             for key in ("n_gpus_per_node", "nnodes"):
                 if reward[key] <= 0:
                     raise ValueError(f"reward_model.{key}={reward[key]} must be above 0 with enable_resource_pool=true")

@@ -101,7 +101,7 @@ def get_generation_config(model: str, trust_remote_code: bool = False) -> Genera
         return GenerationConfig.from_model_config(
             AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
         )
-    except OSError:
+    except (OSError, ValueError):  # the latter for a folder without config.json
         return None
 
 

@@ -34,6 +34,7 @@ MANAGER, REWARDS = (
     "tests/utils/checkpoint/test_fsdp_checkpoint_manager.py::",
     "tests/workers/reward_manager/test_reward_managers.py::",
 )
+SCORES = "tests/workers/roles/test_reward_model.py::test_scores_are_those_of_transformers"
 DATACLASSES, PARTS = "tests/workers/config/test_dataclasses.py::", "tests/workers/config/test_model.py::"
 
 
@@ -134,7 +135,18 @@ READERS = [
     Reader(ROLLOUT, "layered_summon", "workers/rollout/vllm_rollout/vllm_rollout.py", "config"),
     Reader(ROLLOUT, "update_weights_bucket_megabytes", "workers/sharding_manager/__init__.py", "rollout.config", "tests/workers/sharding_manager/test_bucket.py::test_buckets_keep_the_order_and_the_limit"),
     # reward
-    Reader("reward_model", "launch_reward_fn_async", "trainer/ppo/ray_trainer.py", "self.config.reward_model"),
+    Reader("reward_model", "enable", "trainer/main_ppo.py", "config.reward_model", E2E + "test_reward_models.py::test_a_reward_model_scores_training"),
+    Reader("reward_model", "enable_resource_pool n_gpus_per_node nnodes", "trainer/main_ppo.py", "reward", E2E + "test_reward_models.py::test_workers_of_its_own_change_no_number"),
+    Reader("reward_model", "micro_batch_size micro_batch_size_per_gpu use_dynamic_bsz forward_max_token_len_per_gpu max_length", "workers/roles/reward_model.py", "config", SCORES),
+    Reader("reward_model", "ulysses_sequence_parallel_size", "workers/roles/base.py", LOOP, SCORES),
+    Reader("reward_model.model", "path use_remove_padding trust_remote_code use_shm external_lib", "workers/config/reward_model.py", "self", SCORES),
+    Reader("reward_model.model", "input_tokenizer", "workers/roles/reward_model.py", "config.model", SCORES),
+    Reader("reward_model.model.fsdp_config", "param_offload", "workers/engine/fsdp/engine.py", "self.engine_config", SCORES),
+    Reader("reward_model.model.fsdp_config", "reshard_after_forward", "workers/engine/fsdp/build.py", "config"),
+    Reader("reward_model.model.fsdp_config", "fsdp_size", "workers/engine/fsdp/layout.py", "config", SCORES),
+    Reader("reward_model.model.fsdp_config", "forward_prefetch", "utils/fsdp_utils.py", "config"),
+    Reader("reward_model.model.fsdp_config.wrap_policy", "min_num_params", "utils/fsdp_utils.py", "policy"),
+    Reader("reward_model", "launch_reward_fn_async", "trainer/ppo/reward.py", "trainer.config.reward_model"),
     Reader("reward_model", "reward_manager", "workers/reward_manager/loading.py", "node", REWARDS + "test_custom_manager_registered_by_the_file"),
     Reader("reward_model", "reward_kwargs", "trainer/ppo/reward.py", "node", REWARDS + "test_dapo_punishes_long_responses"),
     Reader("custom_reward_function", "path name reward_kwargs", "workers/reward_manager/loading.py", "node", REWARDS + "test_custom_function_with_kwargs"),
@@ -152,9 +164,10 @@ READERS = [
     Reader("trainer", "balance_batch", "trainer/ppo/ray_trainer.py", "self.config.trainer", BATCHES + "test_balanced_rows_can_be_put_back"),
     Reader("trainer", "rollout_data_dir", "trainer/ppo/ray_trainer.py", "self.config.trainer", STATE + "test_dumps_are_in_the_order_in_which_rows_were_asked_for"),
     Reader("trainer", "val_before_train val_only test_freq", "trainer/ppo/after_step.py", "options", E2E + "test_train.py::test_grpo_runs_and_rollout_and_trainer_agree"),
-    Reader("trainer", "critic_warmup worker_call_timeout_s", "trainer/ppo/ray_trainer.py", "self.config.trainer", E2E + "test_train.py::test_ppo_with_a_critic_on_two_workers_with_tensor_parallel_generation"),
+    Reader("trainer", "critic_warmup", "trainer/ppo/ray_trainer.py", "self.config.trainer", E2E + "test_train.py::test_ppo_with_a_critic_on_two_workers_with_tensor_parallel_generation"),
     Reader("trainer", "save_freq", "trainer/ppo/after_step.py", "options", E2E + "test_train.py::test_a_killed_run_resumes_bit_for_bit"),
     Reader("trainer", "esi_redundant_time", "trainer/ppo/after_step.py", "options", "tests/utils/checkpoint/test_files.py::test_early_save"),
+    Reader("trainer", "worker_call_timeout_s", "trainer/ppo/resources.py", "config.trainer", "tests/single_controller/test_faults.py::test_stopped_worker_meets_the_deadline"),
     Reader("trainer", "resume_mode resume_from_path default_hdfs_dir", "trainer/ppo/checkpoint.py", "trainer", STATE + "test_where_a_run_resumes_from"),
     Reader("trainer", "default_local_dir", "trainer/ppo/checkpoint.py", "config.trainer", STATE + "test_where_a_run_resumes_from"),
     Reader("trainer", "del_local_ckpt_after_load", "trainer/ppo/checkpoint.py", "trainer.config.trainer"),
@@ -183,6 +196,7 @@ ONE_IMPLEMENTATION = {
     "trainer/config/ref/ref.yaml": (f"{REF}.strategy", f"{REF}.use_torch_compile"),
     "trainer/config/ref/dp_ref.yaml": (f"{REF}.entropy_checkpointing",),
     "trainer/config/critic/dp_critic.yaml": ("critic.strategy",),
+    "trainer/config/reward_model/dp_reward_model.yaml": ("reward_model.strategy", "reward_model.model.use_fused_kernels"),
 }  # fmt: skip
 """YAML file -> keys of which every value means the one implementation that there is; the comment there says so."""
 
@@ -198,10 +212,6 @@ REFUSED = {
 GATED = {
     "profiler.": "profiler.enable",
     "global_profiler.global_tool_config.": "global_profiler.tool",
-    "reward_model.model.": "reward_model.enable",
-    "reward_model.strategy": "reward_model.enable",
-    "reward_model.use_dynamic_bsz": "reward_model.enable",
-    "reward_model.forward_max_token_len_per_gpu": "reward_model.enable",
     "reward_model.sandbox_fusion.": "reward_model.sandbox_fusion.url",
 }
 """Options (parts of their dotted keys) of a feature whose own switch is refused."""

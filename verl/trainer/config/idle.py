@@ -8,6 +8,7 @@ from verl.trainer.config.refusals import ROLLOUT, select
 
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 ENGINES = (f"{ACTOR}.fsdp_config", "actor_rollout_ref.ref.fsdp_config", "critic.model.fsdp_config")
+REWARD = "reward_model"
 
 
 class Idle(NamedTuple):
@@ -66,6 +67,24 @@ IDLE: list[Idle] = [
         f"{ROLLOUT}.val_kwargs.do_sample", False, f"{ROLLOUT}.val_kwargs", {"temperature": 0, "top_p": 1, "top_k": -1}
     ),
     Idle(f"{ROLLOUT}.do_sample", False, ROLLOUT, {"top_p": 1, "top_k": -1, "repetition_penalty": 1.0}),
+    Idle(
+        f"{REWARD}.enable",
+        False,
+        REWARD,
+        {
+            "enable_resource_pool": False,
+            "model.path": "~/models/FsfairX-LLaMA3-RM-v0.1",
+            "model.trust_remote_code": False,
+            "model.use_shm": False,
+            "model.use_remove_padding": False,
+            "micro_batch_size": None,
+            "micro_batch_size_per_gpu": None,
+            "max_length": None,
+            "ulysses_sequence_parallel_size": 1,
+        },
+    ),
+    Idle(f"{REWARD}.enable_resource_pool", False, REWARD, {"n_gpus_per_node": 0, "nnodes": 0}),
+    Idle(f"{REWARD}.model.input_tokenizer", None, REWARD, {"max_length": None}),
     Idle(f"{ROLLOUT}.skip_rollout", False, ROLLOUT, {"skip_dump_dir": "/tmp/rollout_dump"}),
     Idle("trainer.resume_mode", "auto", "trainer", {"resume_from_path": None}),
     Idle("trainer.resume_mode", "disable", "trainer", {"resume_from_path": None}),
@@ -74,6 +93,7 @@ IDLE: list[Idle] = [
         Idle("trainer.device", "cpu", engine, {"param_offload": False, "optimizer_offload": False})
         for engine in ENGINES
     ),
+    Idle("trainer.device", "cpu", f"{REWARD}.model.fsdp_config", {"param_offload": False}),
     *(Idle("trainer.device", "cpu", node, {"enable_activation_offload": False}) for node in (MODEL, "critic.model")),
     Idle(
         f"{ROLLOUT}.name",
@@ -102,6 +122,9 @@ def idle_keys(tree: Mapping[str, Any], use_critic: bool = True) -> Iterator[str]
     """Yield, as ``key=value (why)``, each key that was changed from its default and has no effect in this run."""
     for switch, off, node, defaults in IDLE:
         if select(tree, switch) != off or (node.startswith("critic.") and not use_critic):
+            continue
+        of_reward_model = any(key.startswith((f"{REWARD}.enable_", f"{REWARD}.model.")) for key in (switch, node))
+        if of_reward_model and not select(tree, f"{REWARD}.enable"):
             continue
         for name, default in defaults.items():
             value = select(tree, f"{node}.{name}", default)

@@ -72,7 +72,11 @@ CHECKS: dict[str, dict[str, Check]] = {
         **dict.fromkeys(("log_prob_use_dynamic_bsz", "use_torch_compile"), _BOOL),
         "strategy": _choice("fsdp", "fsdp2", "megatron"),
     },
-    "reward_model": {"reward_kwargs": _MAPPING, "launch_reward_fn_async": _BOOL, "reward_manager": _TEXT},
+    "reward_model": {
+        "reward_kwargs": _MAPPING,
+        "reward_manager": _TEXT,
+        **dict.fromkeys(("enable", "enable_resource_pool", "launch_reward_fn_async"), _BOOL),
+    },
     "custom_reward_function": {"path": _NULL_TEXT, "name": _TEXT, "reward_kwargs": _MAPPING},
 }
 

@@ -90,25 +90,6 @@ _FIXED: list[tuple[str, str, dict[str, Any]]] = [
         ("profiling is not supported yet", f"{role}.profiler", {"enable": False, "all_ranks": False, "ranks": []})
         for role in ROLES
     ),
-    (
-        "reward models are not supported yet, score with custom_reward_function.path",
-        "reward_model",
-        {
-            "enable": False,
-            "enable_resource_pool": False,
-            "n_gpus_per_node": 0,
-            "nnodes": 0,
-            "model.path": "~/models/FsfairX-LLaMA3-RM-v0.1",
-            "model.trust_remote_code": False,
-            "model.use_shm": False,
-            "model.use_remove_padding": False,
-            "micro_batch_size": None,
-            "micro_batch_size_per_gpu": None,
-            "max_length": None,
-            "truncation": None,
-            "ulysses_sequence_parallel_size": 1,
-        },
-    ),
     ("remote code execution is not supported yet", "reward_model.sandbox_fusion", {"url": None}),
     (
         "is not supported here: dynamic sampling is done by python -m recipe.dapo.main_dapo",

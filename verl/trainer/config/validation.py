@@ -17,9 +17,11 @@ from verl.trainer.config.keys import dotted_keys, nearest
 from verl.trainer.config.nodes import build_nodes
 from verl.trainer.config.plain import plain_rules
 from verl.trainer.config.refusals import refused, select
+from verl.trainer.config.reward_models import reward_model_rules, score_notices
 from verl.trainer.ppo.steps import prompts_per_step
 from verl.utils import envs
 from verl.workers.config.actor import micro_batch_rules, mini_batch_rules
+from verl.workers.config.reward_model import with_targets
 
 logger = logging.getLogger(__name__)
 
@@ -75,13 +77,16 @@ def config_violations(
     yield from model_rules(tree, use_critic)
     broken = {violation.key for violation in found} | set(missing)
     yield from _size_rules(tree, use_reference_policy, use_critic, broken)
+    yield from reward_model_rules(tree, broken)
     if not broken:
         _notices(tree, use_critic)
 
 
 def _used(tree: Tree, use_critic: bool) -> Tree:
-    """Return the nodes that are built: no critic where there is none, and a reference model where one is named."""
+    """Return the nodes that are built: no critic where there is none, and models where they are named or enabled."""
     nodes = {key: value for key, value in tree.items() if key != "critic" or use_critic}
+    if tree["reward_model"].get("enable") is True:
+        nodes["reward_model"] = with_targets(tree["reward_model"])
     model = select(tree, "actor_rollout_ref.ref.model")
     if isinstance(model, Mapping):
         model = {"_target_": "verl.workers.config.HFModelConfig", **model}
@@ -316,6 +321,8 @@ def _notices(tree: Tree, use_critic: bool) -> None:
     idle = list(idle_keys(tree, use_critic))
     if idle:
         logger.warning("without effect in this run: %s", "; ".join(idle))
+    for notice in score_notices(tree):
+        logger.warning("%s", notice)
     if tree["algorithm"]["use_kl_in_reward"] and tree["actor_rollout_ref"]["actor"]["use_kl_loss"]:
         logger.warning("KL is in the reward (algorithm.use_kl_in_reward) and in the loss (actor.use_kl_loss)")
     if tree["data"].get("val_batch_size") is not None:

@@ -20,6 +20,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 _AGAIN = "copy or download the model again"
 _GPU_DEVICES = ("/dev/nvidia[0-9]*", "/dev/nvgpu*", "/dev/nvhost-gpu", "/dev/dxg", "/dev/kfd")
+_SCORE_HEAD = "score.weight"
 _CHECKED_ROWS = 1 << 18  # of each file here; the data set checks all of them
 
 
@@ -48,6 +49,8 @@ def check_inputs(config: Any, recipe_nodes: Collection[str] = ()) -> None:
     if critic:
         check_model("critic.model.path", config.critic.model.path, tokenizer=False)
     check_chat_template(config)
+    if config.reward_model.enable:
+        check_reward_model(config.reward_model.model)
     find_resume_folder(config)
 
 
@@ -64,13 +67,16 @@ def check_machine(config: Any) -> None:
     ray_init, trainer = config.ray_kwargs.get("ray_init") or {}, config.trainer
     if ray.is_initialized() or (ray_init.get("address") or envs.read("RAY_ADDRESS") or "local") != "local":
         return
-    workers = trainer.nnodes * trainer.n_gpus_per_node
+    workers, reward = trainer.nnodes * trainer.n_gpus_per_node, config.reward_model
+    asked = f"trainer.n_gpus_per_node={trainer.n_gpus_per_node} x trainer.nnodes={trainer.nnodes}"
+    if reward.enable and reward.enable_resource_pool:
+        workers += reward.nnodes * reward.n_gpus_per_node
+        asked += f" + reward_model.n_gpus_per_node={reward.n_gpus_per_node} x reward_model.nnodes={reward.nnodes}"
     cores = ray_init.get("num_cpus") or os.cpu_count() or 1
     if trainer.device == "cpu" and workers > cores:
         raise InputError(
-            f"trainer.n_gpus_per_node={trainer.n_gpus_per_node} x trainer.nnodes={trainer.nnodes} asks for {workers} "
-            f"workers, and this machine has {cores} cores: lower it, name a larger cluster in "
-            "ray_kwargs.ray_init.address, or set ray_kwargs.ray_init.num_cpus to let workers share cores"
+            f"{asked} asks for {workers} workers, and this machine has {cores} cores: lower it, name a larger cluster "
+            "in ray_kwargs.ray_init.address, or set ray_kwargs.ray_init.num_cpus to let workers share cores"
         )
     if trainer.device == "cuda" and not ray_init.get("num_gpus") and not any(glob.glob(p) for p in _GPU_DEVICES):
         raise InputError(
@@ -185,18 +191,21 @@ def _framework_scores(config: Any) -> bool:
 # ---- models
 
 
-def check_model(key: str, path: str, tokenizer: bool = True) -> None:
+def check_model(key: str, path: str, tokenizer: bool = True) -> dict[str, list[int]]:
     """Check that a local model folder holds whole weight files and a tokenizer; no hub is asked.
 
+    Returns: the shapes of the tensors in its safetensors files.
     Raises: InputError naming key and file.
     """
     folder = Path(os.path.expanduser(path))
     if not folder.is_dir():
-        return  # a model of the hub, or on HDFS
+        return {}  # a model of the hub, or on HDFS
+    shapes: dict[str, list[int]] = {}
     for weights in _weight_files(key, folder):
-        _check_weights(key, weights)
+        shapes |= _check_weights(key, weights)
     if tokenizer and not any((folder / name).exists() for name in _TOKENIZER_FILES):
         raise InputNotFoundError(f"{key}={path}: has no tokenizer, none of {', '.join(_TOKENIZER_FILES)}")
+    return shapes
 
 
 def _weight_files(key: str, folder: Path) -> list[Path]:
@@ -218,10 +227,10 @@ def _weight_files(key: str, folder: Path) -> list[Path]:
     return found
 
 
-def _check_weights(key: str, path: Path) -> None:
-    """Hold the size of a safetensors file to what its header says."""
+def _check_weights(key: str, path: Path) -> dict[str, list[int]]:
+    """Hold the size of a safetensors file to what its header says; returns the shapes of its tensors."""
     if path.suffix != ".safetensors":
-        return
+        return {}
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(8)
@@ -229,12 +238,39 @@ def _check_weights(key: str, path: Path) -> None:
         header = file.read(length) if 8 + length <= size else b""
     try:
         tensors = json.loads(header)
-        end = max((entry["data_offsets"][1] for name, entry in tensors.items() if name != "__metadata__"), default=0)
+        tensors.pop("__metadata__", None)
+        end = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
+        shapes = {name: entry["shape"] for name, entry in tensors.items()}
     except (ValueError, KeyError, TypeError, AttributeError):
         raise InputError(f"{key}: {path}: is not a safetensors file, or cut short in its header; {_AGAIN}") from None
     if size != 8 + length + end:
         raise InputError(
             f"{key}: {path}: is cut short: {size} bytes, and its header asks for {8 + length + end}; {_AGAIN}"
+        )
+    return shapes
+
+
+def check_reward_model(model: Any) -> None:
+    """Check that a local reward model holds a head with one label, and a chat template where it needs one.
+
+    Raises: InputError naming the key.
+    """
+    key, path = "reward_model.model.path", model.path
+    shapes = check_model(key, path, tokenizer=model.input_tokenizer is not None)
+    head = shapes.get(_SCORE_HEAD)
+    if shapes and head is None:
+        raise InputError(
+            f"{key}={path}: holds no {_SCORE_HEAD}, the head of a model for token or sequence classification: write a "
+            "reward model with one label. Heads of another name or shape are not supported: load such a model in "
+            "custom_reward_function.path, or serve it and ask it there"
+        )
+    if head is not None and head[0] != 1:
+        raise InputError(f"{key}={path}: its {_SCORE_HEAD} has {head[0]} labels: write a reward model with one label")
+    folder = Path(os.path.expanduser(path))
+    if model.input_tokenizer is not None and folder.is_dir() and not _has_chat_template(folder):
+        raise InputError(
+            f"{key}={path}: its tokenizer has no chat template: save one with it, or write "
+            "reward_model.model.input_tokenizer=null, where policy and reward model share tokenizer and template"
         )
 
 

@@ -43,7 +43,9 @@ PHASES: dict[str, Phase] = {
     "score": _phase(_SEQUENCE, "", "rm_scores"),
     "infer": _phase(_SEQUENCE, "", "old_log_probs ref_log_prob values"),
     "shape": _phase(
-        _SEQUENCE + " uid", "token_level_scores token_level_rewards advantages returns", "rollout_is_weights acc"
+        _SEQUENCE + " uid",
+        "token_level_scores token_level_rewards advantages returns",
+        "rollout_is_weights acc rm_scores",
     ),
     "update": _phase(_SEQUENCE + " advantages", ""),
 }

@@ -20,7 +20,7 @@ from verl.trainer.ppo.mismatch_helper import compute_rollout_importance_weights
 from verl.trainer.ppo.phases import check_rollout, checked_phase, needs_old_log_probs
 from verl.trainer.ppo.profiling import start_profiling, stop_profiling
 from verl.trainer.ppo.resources import ResourcePoolManager, create_worker_groups
-from verl.trainer.ppo.reward import compute_reward, compute_reward_async
+from verl.trainer.ppo.reward import PendingReward
 from verl.trainer.ppo.run import RunOutput
 from verl.trainer.ppo.startup import CLOCK
 from verl.trainer.ppo.steps import set_total_training_steps
@@ -90,7 +90,7 @@ class RayPPOTrainer:
         self.single_turn = not config.actor_rollout_ref.rollout.multi_turn.enable
         self.global_steps, self.max_steps_duration = 0, 0.0
         self.epoch, self.prompts_drawn = 0, 0
-        self._reward: Any = None
+        self._reward: PendingReward | None = None
         self._extra_columns: list[str] = []
         self._row_order: list[int] = []
         self._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
@@ -249,16 +249,9 @@ class RayPPOTrainer:
         return self._arrange(batch, metrics)
 
     def score(self, batch: DataProto, metrics: Metrics, timing: Timing) -> DataProto:
-        """Score the responses by the reward model and start the rule; ``shape`` takes the result."""
+        """Score the responses by the reward model and by the rule; ``shape`` takes what runs beside ``infer``."""
         with self._timed("reward", timing):
-            if self.use_rm and "rm_scores" not in batch.batch.keys():
-                batch = batch.union(self.rm_wg.compute_rm_score(batch))
-            if self.config.reward_model.launch_reward_fn_async:
-                # On CPU every core may belong to a worker: a task that asks for one would never start.
-                task = compute_reward_async.options(num_cpus=0) if self.device_name == "cpu" else compute_reward_async
-                self._reward = task.remote(data=batch, reward_fn=self.reward_fn)
-            else:
-                self._reward = compute_reward(batch, self.reward_fn)
+            self._reward = PendingReward(self).start(batch, metrics)
         return batch
 
     def infer(self, batch: DataProto, metrics: Metrics, timing: Timing) -> DataProto:
@@ -278,8 +271,9 @@ class RayPPOTrainer:
     def shape(self, batch: DataProto, metrics: Metrics, timing: Timing) -> DataProto:
         """Turn scores into rewards, advantages and returns."""
         algorithm = self.config.algorithm
+        with self._timed("reward", timing):
+            self._add_scores(batch, metrics)
         with self._timed("adv", timing):
-            self._add_scores(batch)
             if algorithm.use_kl_in_reward:
                 batch, kl_metrics = apply_kl_penalty(batch, self.kl_ctrl_in_reward, algorithm.kl_penalty)
                 metrics.update(kl_metrics)
@@ -352,9 +346,7 @@ class RayPPOTrainer:
             output.meta_info.pop("timing", None)
             output.meta_info.pop("metrics", None)
             greedy = batch.repeat(repeat_times=1).union(output)
-            if self.use_rm and "rm_scores" not in greedy.batch.keys():
-                greedy = greedy.union(self.rm_wg.compute_rm_score(greedy))
-            scores, _ = compute_reward(greedy, self.reward_fn)
+            scores, _ = PendingReward(self).start(greedy, {}).take(greedy, {})
         return scores.sum(dim=-1)
 
     def _balance_batch(self, batch: DataProto, metrics: Metrics, logging_prefix: str = "global_seqlen") -> None:
@@ -397,24 +389,15 @@ class RayPPOTrainer:
         )
         return batch.union(weights) if algorithm.rollout_is else batch, metrics
 
-    def _add_scores(self, batch: DataProto) -> None:
+    def _add_scores(self, batch: DataProto, metrics: Metrics | None = None) -> None:
         """Add what ``score`` has begun, unless that was done: scores, and the extras of the reward function."""
-        if self._reward is None:
+        pending, self._reward = self._reward, None
+        if pending is None:
             return
-        scores, extras = self._take_reward()
+        scores, extras = pending.take(batch, {} if metrics is None else metrics)
         batch.batch["token_level_scores"] = scores
         self._extra_columns = list(extras)
         batch.non_tensor_batch.update({name: _column(values) for name, values in extras.items()})
-
-    def _take_reward(self) -> tuple[torch.Tensor, dict[str, list[Any]]]:
-        """Return token-level scores and the extras of the reward function, waiting for it where it runs beside."""
-        pending, self._reward = self._reward, None
-        if self.config.reward_model.launch_reward_fn_async:
-            import ray
-
-            pending = ray.get(pending, timeout=self.config.trainer.worker_call_timeout_s)
-        scores, extras = pending
-        return scores, extras
 
     # ---- after the step
 

@@ -2,19 +2,21 @@
 
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import ray
 from torch import Tensor
 
+from verl.protocol import DataProto, DataProtoFuture
+from verl.utils.metric import reduce_metrics
 from verl.workers.reward_manager.loading import get_custom_reward_fn, load_reward_manager
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from verl.protocol import DataProto
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
-__all__ = ["compute_reward", "compute_reward_async", "get_custom_reward_fn", "load_reward_manager"]
+__all__ = ["PendingReward", "compute_reward", "compute_reward_async", "get_custom_reward_fn", "load_reward_manager"]
 
 
 def reward_kwargs(config: Any) -> dict[str, Any]:
@@ -58,3 +60,67 @@ def compute_reward_async(
             raise ValueError("compute_reward_async needs reward_fn, or config and tokenizer")
         reward_fn = load_reward_manager(config, tokenizer, num_examine=0, **reward_kwargs(config))
     return compute_reward(data, reward_fn)
+
+
+Reward = tuple[Tensor, dict[str, list[Any]]]
+
+
+class PendingReward:
+    """The reward of one batch: the scores of the reward model, where there is one, and then the reward function.
+
+    Either may run while the driver goes on: a reward model with devices of its own, and by
+    ``reward_model.launch_reward_fn_async`` the function.
+    """
+
+    def __init__(self, trainer: "RayPPOTrainer") -> None:
+        self.trainer = trainer
+        self._model_scores: DataProtoFuture | None = None
+        self._rule: Any = None
+
+    def start(self, batch: DataProto, metrics: dict[str, Any]) -> Self:
+        """Begin to score a batch, as far as nothing has to be waited for that runs beside."""
+        if self.trainer.use_rm and "rm_scores" not in batch.batch.keys():
+            self._model_scores = self.trainer.rm_wg.start_rm_score(_for_reward_model(batch))
+            if self.trainer.config.reward_model.enable_resource_pool:
+                return self
+        self._start_rule(batch, metrics)
+        return self
+
+    def take(self, batch: DataProto, metrics: dict[str, Any]) -> Reward:
+        """Return token-level scores (B, R) and what else the reward function said, waiting for both.
+
+        The scores of the reward model are in the batch then, as ``rm_scores`` (B, R).
+        Raises: WorkerError when the reward model dies or exceeds the deadline of its group.
+        """
+        if self._model_scores is not None:
+            self._start_rule(batch, metrics)
+        pending, self._rule = self._rule, None
+        if isinstance(pending, ray.ObjectRef):
+            pending = ray.get(pending, timeout=self.trainer.config.trainer.worker_call_timeout_s)
+        scores, extras = pending
+        return scores, extras
+
+    def _start_rule(self, batch: DataProto, metrics: dict[str, Any]) -> None:
+        """Take over the scores of the reward model, and call the reward function on them or start it."""
+        trainer, scores = self.trainer, self._model_scores
+        if scores is not None:
+            self._model_scores, output = None, scores.get()
+            metrics.update(reduce_metrics(output.meta_info.pop("metrics", {})))
+            batch.batch["rm_scores"] = output.batch["rm_scores"]
+        if not trainer.config.reward_model.launch_reward_fn_async:
+            self._rule = compute_reward(batch, trainer.reward_fn)
+            return
+        # On CPU every core may belong to a worker: a task that asks for one would never start.
+        task = compute_reward_async.options(num_cpus=0) if trainer.device_name == "cpu" else compute_reward_async
+        self._rule = task.remote(data=batch, reward_fn=trainer.reward_fn)
+
+
+def _for_reward_model(batch: DataProto) -> DataProto:
+    """Return what the reward model reads; its pool need not have as many workers as divide the batch."""
+    columns = batch.non_tensor_batch
+    return DataProto.from_dict(
+        tensors={name: batch.batch[name] for name in ("input_ids", "attention_mask", "position_ids", "responses")},
+        non_tensors={"raw_prompt": columns["raw_prompt"]} if "raw_prompt" in columns else {},
+        meta_info={"global_steps": batch.meta_info.get("global_steps")},
+        auto_padding=True,
+    )

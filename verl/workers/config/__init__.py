@@ -6,6 +6,7 @@ from verl.workers.config.critic import CriticConfig, FSDPCriticConfig, FSDPCriti
 from verl.workers.config.engine import FSDPEngineConfig
 from verl.workers.config.model import BaseModelConfig, HFModelConfig
 from verl.workers.config.optimizer import FSDPOptimizerConfig, OptimizerConfig
+from verl.workers.config.reward_model import RewardModelConfig, RewardModelModelConfig
 from verl.workers.config.rollout import (
     AgentLoopConfig,
     CustomAsyncServerConfig,
@@ -32,6 +33,8 @@ __all__ = [
     "MultiTurnConfig",
     "OptimizerConfig",
     "PolicyLossConfig",
+    "RewardModelConfig",
+    "RewardModelModelConfig",
     "RolloutConfig",
     "SamplingConfig",
     "ServerConfig",

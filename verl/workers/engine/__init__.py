@@ -1,7 +1,12 @@
 """Training engines behind one interface."""
 
 from verl.workers.engine.base import BaseEngine, EngineRegistry
-from verl.workers.engine.fsdp import FSDPEngine, FSDPEngineWithLMHead, FSDPEngineWithValueHead
+from verl.workers.engine.fsdp import (
+    FSDPEngine,
+    FSDPEngineWithLMHead,
+    FSDPEngineWithScoreHead,
+    FSDPEngineWithValueHead,
+)
 
 MegatronEngine = MegatronEngineWithLMHead = MindspeedEngineWithLMHead = None
 
@@ -10,6 +15,7 @@ __all__ = [
     "EngineRegistry",
     "FSDPEngine",
     "FSDPEngineWithLMHead",
+    "FSDPEngineWithScoreHead",
     "FSDPEngineWithValueHead",
     "MegatronEngine",
     "MegatronEngineWithLMHead",

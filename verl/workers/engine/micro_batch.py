@@ -42,15 +42,15 @@ def response_mask_of(data: "DataProto") -> Tensor:
     return batch["attention_mask"][:, -width:]
 
 
-def check_rows(data: "DataProto") -> None:
-    """Check that every counted token, and the one that predicts it, is a token of the row.
+def check_rows(data: "DataProto", lead: int = 1) -> None:
+    """Check that every counted token, and the one ``lead`` positions before it, is a token of the row.
 
     Raises: ValueError naming the first that is not.
     """
     attended = tensors_of(data)["attention_mask"].bool()
     asked = response_mask_of(data).bool()
     width = asked.shape[1]
-    before = F.pad(attended[:, :-1], (1, 0))[:, -width:]
+    before = _shifted(attended, lead)[:, -width:]
     wrong = asked & ~(before & attended[:, -width:])
     if wrong.any():
         row, column = wrong.nonzero()[0].tolist()
@@ -84,8 +84,8 @@ def cut(data: "DataProto", sp_size: int = 1) -> list[MicroBatch]:
 class PackedRows:
     """The tokens of some rows end to end, shortest row first, and what is asked of them.
 
-    ``keep`` (K,) are the packed positions that predict the counted tokens, ``labels`` (K,) those tokens, ``target``
-    (K,) their places in the flattened (b, R) response.
+    ``keep`` (K,) are the packed positions at which the counted tokens are read, ``labels`` (K,) those tokens,
+    ``target`` (K,) their places in the flattened (b, R) response.
     """
 
     input_ids: Tensor  # (1, T)
@@ -98,8 +98,13 @@ class PackedRows:
     shape: tuple[int, int]
 
 
-def pack_rows(input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, asked: Tensor) -> PackedRows:
-    """Remove the padding of (b, L) rows, of which the last R columns are the response."""
+def pack_rows(
+    input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, asked: Tensor, lead: int = 1
+) -> PackedRows:
+    """Remove the padding of (b, L) rows, of which the last R columns are the response.
+
+    A token is read ``lead`` positions before its own: 1 is where it is predicted, 0 where the model has seen it.
+    """
     counts = attention_mask.sum(-1)
     order = counts.argsort(stable=True)
     attended = attention_mask.index_select(0, order).bool()
@@ -107,7 +112,7 @@ def pack_rows(input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, a
     positions = position_ids.index_select(0, order)
     rows, width = asked.shape
     place = (attended.flatten().cumsum(0) - 1).view_as(attended)
-    predictor = F.pad(place[:, :-1], (1, 0))[:, -width:]
+    reader = _shifted(place, lead)[:, -width:]
     target = torch.arange(rows * width, device=ids.device).view(rows, width).index_select(0, order)
     packed_positions = positions[attended].unsqueeze(0)
     if positions.dim() == 3:
@@ -117,11 +122,16 @@ def pack_rows(input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, a
         position_ids=packed_positions,
         lengths=[length for length in counts.sort().values.tolist() if length],
         row_order=order,
-        keep=predictor[asked_rows],
+        keep=reader[asked_rows],
         labels=ids[:, -width:][asked_rows],
         target=target[asked_rows],
         shape=(rows, width),
     )
+
+
+def _shifted(columns: Tensor, lead: int) -> Tensor:
+    """Return (b, L) columns moved ``lead`` places to the right."""
+    return F.pad(columns[:, : columns.shape[1] - lead], (lead, 0))
 
 
 def unpack(values: Tensor, target: Tensor, shape: tuple[int, int]) -> Tensor:

@@ -1,5 +1,10 @@
 """FSDP engines."""
 
-from verl.workers.engine.fsdp.engine import FSDPEngine, FSDPEngineWithLMHead, FSDPEngineWithValueHead
+from verl.workers.engine.fsdp.engine import (
+    FSDPEngine,
+    FSDPEngineWithLMHead,
+    FSDPEngineWithScoreHead,
+    FSDPEngineWithValueHead,
+)
 
-__all__ = ["FSDPEngine", "FSDPEngineWithLMHead", "FSDPEngineWithValueHead"]
+__all__ = ["FSDPEngine", "FSDPEngineWithLMHead", "FSDPEngineWithScoreHead", "FSDPEngineWithValueHead"]

@@ -93,12 +93,18 @@ class ModelBuilder:
     """Makes the module of one engine, step by step."""
 
     def __init__(
-        self, model_config: "HFModelConfig", engine_config: "FSDPEngineConfig", layout: Layout, is_value_model: bool
+        self,
+        model_config: "HFModelConfig",
+        engine_config: "FSDPEngineConfig",
+        layout: Layout,
+        is_value_model: bool,
+        makes_head: bool = True,
     ) -> None:
         self.model_config = model_config
         self.engine_config = engine_config
         self.layout = layout
         self.is_value_model = is_value_model
+        self.makes_head = makes_head
         self.policy = precision_policy(engine_config, layout.device)
         self.attention = attention_implementation(model_config, layout.sp_size)
         self.path: str = getattr(model_config, "local_path", None) or model_config.path
@@ -170,14 +176,19 @@ class ModelBuilder:
     def _reader(self, model: PreTrainedModel, auto_class: Any) -> LocalReader:
         """Return what reads the shard of a parameter, under the name that it has in the adapted model."""
 
-        def load_whole() -> PreTrainedModel:
+        def load_whole() -> dict[str, Tensor]:
             try:
-                whole: PreTrainedModel = auto_class.from_pretrained(
-                    self.path, config=self._config(), low_cpu_mem_usage=True, **self._load_kwargs()
+                whole, report = auto_class.from_pretrained(
+                    self.path,
+                    config=self._config(),
+                    low_cpu_mem_usage=True,
+                    output_loading_info=True,
+                    **self._load_kwargs(),
                 )
             except (OSError, RuntimeError, ValueError) as error:
                 raise CheckpointError(f"cannot load the weights of model.path={self.path}: {error}") from error
-            return whole
+            # What transformers has made up, it has drawn from the state of this process.
+            return {name: p for name, p in whole.named_parameters() if name not in report["missing_keys"]}
 
         read_base = checkpoint_reader(self.path, model, load_whole)
 
@@ -196,8 +207,10 @@ class ModelBuilder:
             bound = 1.0 / math.sqrt(shape[-1])  # kaiming_uniform with a = sqrt(5), as peft starts lora_A
             return (torch.rand(shape, generator=generator) * 2 - 1).mul_(bound)[rows]
         if self.is_value_model and HEAD in name:
-            if name.endswith("bias"):
+            if name.endswith("bias"):  # which heads for sequence classification do not have
                 return torch.zeros(shape)[rows]
+            if not self.makes_head:
+                return None
             std = getattr(text_config_of(self.model_config.hf_config), "initializer_range", 0.02)
             return (torch.randn(shape, generator=generator) * std)[rows]
         return None

@@ -39,6 +39,8 @@ class FSDPEngine(BaseEngine):
     """A transformers model with AdamW, sharded by ``fully_shard`` where there is more than one rank."""
 
     is_value_model = False
+    lead = 1  # a token is read where it is predicted
+    makes_head = True
 
     def __init__(
         self,
@@ -65,7 +67,7 @@ class FSDPEngine(BaseEngine):
         config = self.engine_config
         must_wrap = config.offload_policy or precision_policy(config, current_device()) is not None
         self.layout = make_layout(config, must_wrap)
-        builder = ModelBuilder(self.model_config, config, self.layout, self.is_value_model)
+        builder = ModelBuilder(self.model_config, config, self.layout, self.is_value_model, self.makes_head)
         self.module = builder.build()
         model = self.model_config
         self._adopt(model.use_remove_padding, offload_activations=getattr(model, "enable_activation_offload", False))
@@ -109,6 +111,7 @@ class FSDPEngine(BaseEngine):
         options = ForwardOptions(
             remove_padding=remove_padding,
             is_value_model=self.is_value_model,
+            lead=self.lead,
             entropy_chunk_size=2048 if self.engine_config.entropy_from_logits_with_chunking else None,
             offload_activations=offload_activations,
         )
@@ -186,7 +189,7 @@ class FSDPEngine(BaseEngine):
 
         The gradient is that of the loss over the global mini-batch, whatever the cut and the layout.
         """
-        check_rows(data)
+        check_rows(data, self.lead)
         micro_batches = cut(data, self.layout.sp_size)
         units, rounds = agree(response_mask_of(data), len(micro_batches), self.layout)
         metrics = MetricSums()
@@ -241,7 +244,7 @@ class FSDPEngine(BaseEngine):
 
     def infer_batch(self, data: "DataProto") -> ModelOutput:
         """Run the model without gradient; outputs are (B, R) on the CPU, in the order of the rows."""
-        check_rows(data)
+        check_rows(data, self.lead)
         micro_batches = cut(data, self.layout.sp_size)
         rounds = agree(None, len(micro_batches), self.layout)[1] if self.layout.world_size > 1 else len(micro_batches)
         parts: list[tuple[list[int], ModelOutput]] = []
@@ -393,6 +396,14 @@ class FSDPEngineWithLMHead(FSDPEngine):
 
 @EngineRegistry.register("value_model", ["fsdp", "fsdp2"], ["cuda", "npu", "cpu"])
 class FSDPEngineWithValueHead(FSDPEngine):
-    """A critic or reward model: one value at the position that predicts each token."""
+    """A critic: one value at the position that predicts each token."""
 
     is_value_model = True
+
+
+@EngineRegistry.register("reward_model", ["fsdp", "fsdp2"], ["cuda", "npu", "cpu"])
+class FSDPEngineWithScoreHead(FSDPEngineWithValueHead):
+    """A reward model: one value at each token itself, by a head that the checkpoint holds."""
+
+    lead = 0
+    makes_head = False

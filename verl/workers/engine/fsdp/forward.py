@@ -22,16 +22,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ForwardOptions:
-    """What does not change from batch to batch."""
+    """What does not change from batch to batch; a token is read ``lead`` positions before its own."""
 
     remove_padding: bool
     is_value_model: bool
+    lead: int = 1
     entropy_chunk_size: int | None = None
     offload_activations: bool = False
 
 
 class Forward:
-    """Runs the model so that logits exist only at the positions that predict a counted token."""
+    """Runs the model so that logits exist only at the positions at which a counted token is read."""
 
     def __init__(self, module: nn.Module, layout: Layout, options: ForwardOptions) -> None:
         self.module = module
@@ -45,7 +46,7 @@ class Forward:
         ids, attention, positions = (batch[name].to(device, non_blocking=True) for name in names)
         asked = response_mask_of(rows).to(device, non_blocking=True)
         extra = _multi_modal_inputs(rows, device)
-        packed = pack_rows(ids, attention, positions, asked)
+        packed = pack_rows(ids, attention, positions, asked, self.options.lead)
         with self._activations():
             if not self.options.remove_padding:
                 hidden_at = self._padded(packed, ids, attention, positions, asked, extra)
@@ -111,11 +112,12 @@ class Forward:
             positions = positions.transpose(0, 1)
         rows, width = packed.shape
         length = ids.shape[1]
-        first = max(length - width - 1, 0)
+        before = length - width - self.options.lead
+        first = max(before, 0)
         columns = torch.arange(first, length, device=ids.device)
         hidden = self._run(ids, attention, positions, columns, None, extra)
         row, column = packed.target // width, packed.target % width
-        at = row * len(columns) + column + (length - width - 1 - first)
+        at = row * len(columns) + column + (before - first)
         return hidden.reshape(rows * len(columns), -1).index_select(0, at), packed.labels, packed.target
 
     def _run(

@@ -133,12 +133,12 @@ def _filled(parameter: Tensor, local: Tensor, device: torch.device) -> Tensor:
 
 
 def checkpoint_reader(
-    folder: str, model: "PreTrainedModel", load_whole: Callable[[], "PreTrainedModel"]
+    folder: str, model: "PreTrainedModel", load_whole: Callable[[], dict[str, Tensor]]
 ) -> LocalReader:
     """Choose how to read a checkpoint.
 
     Names that the model and the files share are read slice by slice. Where transformers converts names or layouts,
-    rank 0 loads the model by ``load_whole`` and broadcasts it tensor by tensor.
+    rank 0 loads the tensors by ``load_whole`` and broadcasts them one by one.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -168,10 +168,10 @@ def _tied_aliases(model: nn.Module) -> dict[str, list[str]]:
     return {first: rest for first, *rest in names.values() if rest}
 
 
-def _broadcast_reader(load_whole: Callable[[], "PreTrainedModel"]) -> LocalReader:
+def _broadcast_reader(load_whole: Callable[[], dict[str, Tensor]]) -> LocalReader:
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     first = alone or dist.get_rank() == 0
-    whole = dict(load_whole().named_parameters()) if first else {}
+    whole = load_whole() if first else {}
 
     def read(name: str, shape: torch.Size, rows: slice) -> Tensor | None:
         tensor = whole.pop(name).detach() if name in whole else None

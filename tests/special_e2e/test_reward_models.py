@@ -1,0 +1,96 @@
+"""Training on the scores of a reward model, in the workers of the other roles and in workers of its own."""
+
+import json
+
+import pandas as pd
+import pytest
+import torch
+
+STEPS = 2
+PHASE, DIES_AT = "reward", 2
+
+
+@pytest.fixture(scope="module")
+def model(workspace):
+    """Write a small reward model with a tokenizer and a template of its own."""
+    from tests.workers.roles.reward_cases import write_models
+
+    write_models(workspace.folder / "reward")
+    return workspace.folder / "reward" / "token"
+
+
+@pytest.fixture(scope="module")
+def changes(workspace, model):
+    return {
+        "algorithm.adv_estimator": "remax",  # whose greedy pass is scored too
+        "data.return_raw_chat": True,
+        "reward_model.enable": True,
+        "reward_model.model.path": model,
+        "reward_model.model.input_tokenizer": workspace.model,
+        "reward_model.model.use_remove_padding": True,
+        "reward_model.micro_batch_size_per_gpu": 8,
+        "reward_model.max_length": 128,
+        "trainer.total_training_steps": STEPS,
+        "trainer.test_freq": STEPS,
+    }
+
+
+@pytest.fixture(scope="module")
+def shared(workspace, changes):
+    return workspace.train(
+        "reward-shared", changes | {"trainer.rollout_data_dir": workspace.folder / "reward-rollouts"}
+    )
+
+
+@pytest.fixture(scope="module")
+def apart(workspace, changes, tmp_path_factory):
+    """Score beside the other passes, until the worker of the reward model dies in the second step."""
+    fault = tmp_path_factory.mktemp("reward") / "fault"
+    pool = {
+        "reward_model.enable_resource_pool": True,
+        "reward_model.n_gpus_per_node": 1,
+        "reward_model.nnodes": 1,
+        "reward_model.launch_reward_fn_async": True,
+        "ray_kwargs.ray_init.num_cpus": 2,  # on fewer cores the workers share them
+    }
+    kill = {"VERL_FAULT": f"kill:compute_rm_score:rank=0:step={DIES_AT}", "VERL_FAULT_FILE": str(fault)}
+    run = workspace.train("reward-apart", changes | pool, env=kill, fails=True)
+    assert fault.read_text().split(maxsplit=1)[1] == f"compute_rm_score rank=0 step={DIES_AT}"
+    return run
+
+
+@torch.no_grad()
+def test_a_reward_model_scores_training(workspace, model, shared):
+    """Prompts are told by their text; of a response, special tokens are not written down: those rows differ."""
+    from transformers import AutoModelForTokenClassification, AutoTokenizer
+
+    messages = {
+        prompt[0]["content"]: list(prompt) for prompt in pd.read_parquet(workspace.folder / "train.parquet").prompt
+    }
+    tokenizer, scorer = AutoTokenizer.from_pretrained(model), AutoModelForTokenClassification.from_pretrained(model)
+    for step in range(1, STEPS + 1):
+        lines = (workspace.folder / "reward-rollouts" / f"{step}.jsonl").read_text().splitlines()
+        rows = [json.loads(line) for line in lines]
+        assert len({row["score"] for row in rows}) > 16
+        same = 0
+        for row in rows:
+            chat = [*messages[row["input"]], {"role": "assistant", "content": row["output"]}]
+            ids = tokenizer.apply_chat_template(chat, return_tensors="pt", return_dict=False)
+            same += abs(scorer(input_ids=ids).logits[0, -1, 0].item() - row["score"]) < 1e-4
+        assert same > len(rows) / 2, f"{same} of {len(rows)}"
+        scores = torch.tensor([row["score"] for row in rows])
+        assert shared.steps[step]["critic/score/mean"] == pytest.approx(scores.mean().item(), abs=1e-5)
+        assert shared.steps[step]["reward_model/truncated_ratio"] == 0
+        assert shared.steps[step]["actor/grad_norm"] > 0
+    assert "val-core/letters/reward/mean@1" in shared.steps[STEPS]  # these rows are judged by the rule
+
+
+def test_workers_of_its_own_change_no_number(shared, apart):
+    assert sorted(apart.steps) == [1]
+    assert apart.numbers(1) == shared.numbers(1)
+
+
+def test_the_death_of_its_worker_is_named(apart):
+    message = apart.output[apart.output.rindex("\nError: ") :]
+    assert "WorkerDiedError" in message and "rank 0" in message
+    assert PHASE in message and f"step {DIES_AT}" in message and "reward_pool" in message and "rm" in message, message

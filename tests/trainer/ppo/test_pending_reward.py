@@ -1,0 +1,81 @@
+"""The reward of a step: what is waited for when, and what the reward function gets to see."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from verl.protocol import DataProto
+from verl.trainer.ppo.reward import PendingReward
+
+
+class Group:
+    """A reward model that tells when it is asked and when it is waited for."""
+
+    def __init__(self, events):
+        self.events = events
+
+    def start_rm_score(self, data):
+        self.asked = data
+        self.events.append("asked")
+        return self
+
+    def get(self):
+        self.events.append("waited")
+        scores = torch.zeros(self.asked.batch["responses"].shape)
+        scores[:, -1] = torch.arange(len(self.asked)) + 1.0
+        return DataProto.from_dict(
+            {"rm_scores": scores}, meta_info={"metrics": {"reward_model/truncated_ratio": [0.5, 0]}}
+        )
+
+
+def trainer(events, pool, use_rm=True):
+    def reward_fn(data, return_dict=False):
+        events.append("rule")
+        return {"reward_tensor": data.batch["rm_scores"] * 2, "reward_extra_info": {"acc": [1.0] * len(data)}}
+
+    node = {"reward_model": {"enable_resource_pool": pool, "launch_reward_fn_async": False}}
+    group = Group(events)
+    return SimpleNamespace(
+        use_rm=use_rm, rm_wg=group, reward_fn=reward_fn, config=OmegaConf.create(node), device_name="cpu"
+    )
+
+
+def batch(**more):
+    tensors = {name: torch.ones(3, 4, dtype=torch.long) for name in ("input_ids", "attention_mask", "position_ids")}
+    columns = {"uid": np.array(["a", "b", "c"], dtype=object), "raw_prompt": np.array([[], [], None], dtype=object)}
+    data = DataProto.from_dict({**tensors, "responses": torch.ones(3, 2, dtype=torch.long), **more}, columns)
+    data.meta_info["global_steps"] = 7
+    return data
+
+
+@pytest.mark.parametrize(
+    ("pool", "order"),
+    [(False, ["asked", "waited", "rule", "between"]), (True, ["asked", "between", "waited", "rule"])],
+)
+def test_only_workers_of_its_own_score_beside_other_passes(pool, order):
+    events, metrics = [], {}
+    owner, data = trainer(events, pool), batch()
+    pending = PendingReward(owner).start(data, metrics)
+    events.append("between")
+    scores, extras = pending.take(data, metrics)
+    assert events == order
+    assert data.batch["rm_scores"][:, -1].tolist() == [1, 2, 3]
+    assert scores[:, -1].tolist() == [2, 4, 6] and extras == {"acc": [1.0] * 3}
+    assert metrics == {"reward_model/truncated_ratio": 0.25}
+    asked = owner.rm_wg.asked
+    assert set(asked.batch.keys()) == {"input_ids", "attention_mask", "position_ids", "responses"}
+    assert list(asked.non_tensor_batch) == ["raw_prompt"] and asked.meta_info["global_steps"] == 7
+    assert len(asked.select_idxs([0, 1, 2])) == 3 and asked.is_padding_enabled()
+
+
+def test_scores_that_are_there_are_not_asked_for():
+    events = []
+    data = batch(rm_scores=torch.tensor([[0, 3.0], [1.0, 0], [0, 0]]))
+    scores, _ = PendingReward(trainer(events, pool=True)).start(data, {}).take(data, {})
+    assert events == ["rule"] and scores.sum(-1).tolist() == [6, 2, 0]
+    events.clear()
+    PendingReward(trainer(events, pool=True, use_rm=False)).start(data, {})
+    assert events == ["rule"]

@@ -1,0 +1,130 @@
+"""The reward model: one score per response."""
+
+import dataclasses
+import logging
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from verl.protocol import DataProto
+from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.utils.device import get_device_name
+from verl.utils.faults import fault_point
+from verl.utils.fs import copy_to_local
+from verl.utils.model import get_generation_config, text_config_of
+from verl.utils.tokenizer import hf_tokenizer
+from verl.workers.config import CheckpointConfig, FSDPEngineConfig, HFModelConfig
+from verl.workers.config.reward_model import reward_model_config
+from verl.workers.roles.base import EngineWorker, effective_engine_config
+from verl.workers.roles.utils.batching import Cut, per_rank_micro_batch
+from verl.workers.roles.utils.retemplate import ChatSwitch
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from verl.workers.config import RewardModelConfig
+
+logger = logging.getLogger(__name__)
+
+MESHES = ("reward", "reward_model")
+"""Both established names of the one mesh."""
+
+
+class RewardModelWorker(EngineWorker):
+    """Scores of whole responses by a model that does not learn."""
+
+    def __init__(self, config: "RewardModelConfig | DictConfig") -> None:
+        self.config: RewardModelConfig = reward_model_config(config)
+        super().__init__(timeout_s=self.config.nccl_timeout)
+        self.engine_config = inference_engine_config(self.config)
+        for mesh in MESHES:
+            self.register_mesh(mesh, self.engine_config.ulysses_sequence_parallel_size)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Build the model, and load the tokenizers where texts are re-templated."""
+        config = self.config
+        model_config = config.model.as_model_config()
+        self.engine = self.build_engine("reward_model", model_config, self.engine_config, None, CheckpointConfig())
+        dp_size = self.engine.get_data_parallel_size()
+        self.cut = Cut(
+            config.use_dynamic_bsz,
+            per_rank_micro_batch(config.micro_batch_size_per_gpu, config.micro_batch_size, dp_size),
+            config.forward_max_token_len_per_gpu,
+        )
+        self.vocab_size: int = text_config_of(model_config.hf_config).vocab_size
+        self.switch = self._chat_switch(model_config)
+
+    def _chat_switch(self, model_config: HFModelConfig) -> ChatSwitch | None:
+        config = self.config
+        if config.model.input_tokenizer is None:
+            return None
+        folder = copy_to_local(os.path.expanduser(config.model.input_tokenizer), use_shm=config.model.use_shm)
+        source = hf_tokenizer(folder, trust_remote_code=config.model.trust_remote_code)
+        generation = get_generation_config(folder)  # None for a folder that holds a tokenizer only
+        ends = None if generation is None else generation.eos_token_id
+        return ChatSwitch(source, model_config.tokenizer, config.max_length, config.truncation, ends)
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="reward"))
+    def compute_rm_score(self, data: DataProto) -> DataProto:
+        """Return ``rm_scores`` (B, R): the score of each response at its last valid token, zero elsewhere."""
+        return self._compute(data)
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="reward"), blocking=False)
+    def start_rm_score(self, data: DataProto) -> DataProto:
+        """Do as ``compute_rm_score``; the driver gets a future and goes on."""
+        return self._compute(data)
+
+    def _compute(self, data: DataProto) -> DataProto:
+        metrics: dict[str, float] = {}
+        if self.switch is None:
+            rows = {name: data.batch[name] for name in ("input_ids", "attention_mask", "position_ids")}
+        else:
+            rows, num_cut = self.switch(data)
+            metrics["reward_model/truncated_ratio"] = num_cut / len(data)
+        self._check_vocabulary(rows["input_ids"])
+        fault_point("compute_rm_score", rank=self.rank, step=data.meta_info.get("global_steps"))
+        scores = self._last_values(rows)
+        return DataProto.from_dict(
+            tensors={"rm_scores": at_last_token(scores, data.batch["responses"], data.batch["attention_mask"])},
+            meta_info={"metrics": metrics},
+        )
+
+    def _check_vocabulary(self, ids: Tensor) -> None:
+        largest = int(ids.max())
+        if largest >= self.vocab_size:
+            raise ValueError(
+                f"the batch holds token {largest}, and the reward model knows {self.vocab_size} tokens: name the "
+                "policy's tokenizer in reward_model.model.input_tokenizer, so that texts are tokenized anew"
+            )
+
+    def _last_values(self, rows: dict[str, Tensor]) -> Tensor:
+        """Run the model; returns the (B,) values at the last valid token of each row."""
+        mask = rows["attention_mask"]
+        columns = torch.arange(mask.shape[1])
+        last = (mask * columns).argmax(-1)
+        asked = (columns == last.unsqueeze(1)) & mask.bool()  # none in a row of padding
+        data = DataProto.from_dict(tensors={**rows, "responses": rows["input_ids"], "response_mask": asked.long()})
+        data.meta_info.update(self.cut.as_meta())
+        with self.engine.eval_mode():
+            values: Tensor = self.engine.infer_batch(data)["values"]
+        return values.sum(-1)
+
+
+def at_last_token(scores: Tensor, responses: Tensor, attention_mask: Tensor) -> Tensor:
+    """Return (B,) scores as (B, R), each at the last valid token; that of an empty response stands in column 0."""
+    width = responses.shape[1]
+    last = (attention_mask[:, -width:] * torch.arange(1, width + 1)).amax(-1)
+    placed = torch.zeros(responses.shape, dtype=torch.float32)
+    return placed.scatter(1, (last - 1).clamp(min=0).unsqueeze(1), scores.float().unsqueeze(1))
+
+
+def inference_engine_config(config: "RewardModelConfig") -> FSDPEngineConfig:
+    """Return the engine's node: an accelerator holds weights that do not learn in the type that it computes in."""
+    fsdp: Any = config.model.fsdp_config
+    engine: FSDPEngineConfig = effective_engine_config(fsdp, config, forward_only=True)
+    if get_device_name() == "cpu" or engine.mixed_precision:
+        return engine
+    return dataclasses.replace(engine, model_dtype="bf16")

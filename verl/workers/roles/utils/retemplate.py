@@ -1,0 +1,125 @@
+"""From the policy's prompts and responses to the chats, and the tokens, that a reward model was trained on."""
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jinja2
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from verl.protocol import DataProto
+from verl.utils.torch_functional import SequenceTooLongError
+
+logger = logging.getLogger(__name__)
+
+
+class MissingRawPromptError(ValueError, KeyError):
+    """The batch holds no messages, from which the chat would be rendered anew."""
+
+
+class RawPromptTypeError(ValueError, TypeError):
+    """A row of ``raw_prompt`` is no list of messages."""
+
+
+class ChatSwitch:
+    """Renders each conversation by the chat template of ``target`` and tokenizes it anew.
+
+    Args:
+        source: tokenizer of the policy, which decodes its responses.
+        ends: tokens that end a response of the policy, besides the end-of-sequence token of its tokenizer.
+        target: tokenizer of the reward model.
+        max_length: tokens of the longest row; None means the width of the batch.
+        truncation: what of a longer row is cut off: ``right``, ``left``, ``middle``, or ``error``.
+    """
+
+    def __init__(
+        self,
+        source: PreTrainedTokenizerBase,
+        target: PreTrainedTokenizerBase,
+        max_length: int | None,
+        truncation: str,
+        ends: int | Sequence[int] | None = None,
+    ) -> None:
+        self.source, self.target = source, target
+        self.ends = {source.eos_token_id, *([ends] if isinstance(ends, int) else ends or ())}
+        self.max_length, self.truncation = max_length, truncation
+
+    def __call__(self, data: DataProto) -> tuple[dict[str, Tensor], int]:
+        """Return ``input_ids``, ``attention_mask``, ``position_ids`` (B, L), right-padded, and how many rows were cut.
+
+        Raises: MissingRawPromptError without ``raw_prompt``, RawPromptTypeError for a row of another type, ValueError
+        where the template refuses a chat, SequenceTooLongError for ``truncation=error``; each names the row.
+        """
+        chats = [
+            [*prompt, {"role": "assistant", "content": text}]
+            for prompt, text in zip(_raw_prompts(data), self._responses(data), strict=True)
+        ]
+        rows: list[list[int]] = self.target(self._render(chats), add_special_tokens=False)["input_ids"]
+        limit = self.max_length or data.batch["attention_mask"].shape[-1]
+        cut = [self._cut(index, row, limit) for index, row in enumerate(rows)]
+        pad: Any = self.target.pad_token_id
+        return right_padded(cut, pad), sum(len(row) > limit for row in rows)
+
+    def _responses(self, data: DataProto) -> list[str]:
+        """Decode the responses, up to the end-of-sequence tokens that they stop at."""
+        responses = data.batch["responses"].cpu()
+        mask = data.batch["attention_mask"][:, -responses.shape[1] :].bool().cpu()
+        rows = [ids[kept].tolist() for ids, kept in zip(responses, mask, strict=True)]
+        for row in rows:
+            while row and row[-1] in self.ends:
+                row.pop()
+        texts: list[str] = self.source.batch_decode(rows, skip_special_tokens=False)
+        eos = self.source.eos_token
+        return [text.replace(eos, "") for text in texts] if isinstance(eos, str) else texts
+
+    def _render(self, chats: list[list[dict[str, Any]]]) -> list[str]:
+        options: dict[str, Any] = {"add_generation_prompt": False, "tokenize": False}
+        texts: list[str] = []
+        for index, chat in enumerate(chats):
+            try:
+                texts.append(self.target.apply_chat_template(chat, **options))
+            except (jinja2.TemplateError, ValueError) as error:  # the latter where the tokenizer has no template
+                raise ValueError(
+                    f"row {index} of the batch, roles {[message.get('role') for message in chat]}: the chat template "
+                    f"of reward_model.model.path refuses it: {error}"
+                ) from error
+        return texts
+
+    def _cut(self, index: int, row: list[int], limit: int) -> list[int]:
+        if len(row) <= limit:
+            return row
+        if self.truncation == "error":
+            raise SequenceTooLongError(
+                f"row {index} of the batch has {len(row)} tokens in the reward model's chat template, "
+                f"reward_model.max_length is {limit}: raise it, or set reward_model.truncation to right, left or middle"
+            )
+        head = {"left": 0, "right": limit, "middle": limit // 2}[self.truncation]
+        return row[:head] + row[len(row) - (limit - head) :]
+
+
+def right_padded(rows: Sequence[list[int]], pad_token_id: int) -> dict[str, Tensor]:
+    """Return rows of tokens as ``input_ids``, ``attention_mask`` and ``position_ids``, as wide as the longest."""
+    lengths = torch.tensor([len(row) for row in rows])
+    columns = torch.arange(max(int(lengths.max()), 1))
+    mask = columns < lengths.unsqueeze(1)
+    ids = torch.full(mask.shape, pad_token_id, dtype=torch.long)
+    ids[mask] = torch.tensor([token for row in rows for token in row], dtype=torch.long)
+    return {"input_ids": ids, "attention_mask": mask.long(), "position_ids": columns * mask}
+
+
+def _raw_prompts(data: DataProto) -> Iterable[list[dict[str, Any]]]:
+    if "raw_prompt" not in data.non_tensor_batch:
+        raise MissingRawPromptError(
+            "the batch holds no raw_prompt, from which a reward model with reward_model.model.input_tokenizer renders "
+            "the chat: set data.return_raw_chat=true, or input_tokenizer=null where policy and reward model share "
+            "tokenizer and template"
+        )
+    for index, prompt in enumerate(data.non_tensor_batch["raw_prompt"]):
+        if not isinstance(prompt, list | np.ndarray):
+            raise RawPromptTypeError(
+                f"raw_prompt of row {index} must be a list or array of messages, got {type(prompt).__name__}"
+            )
+        yield list(prompt)
