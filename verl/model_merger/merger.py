@@ -17,9 +17,9 @@ from verl.utils.checkpoint.hf_export import export_weights
 from verl.utils.fsdp_utils import parameters_on_meta
 from verl.utils.model import get_hf_auto_model_class, get_value_model_class
 from verl.workers.engine.fsdp.adapters import ADAPTER_FOLDER, base_name, is_adapter
-from verl.workers.engine.fsdp.build import DTYPES, HEAD
-from verl.workers.engine.fsdp.weights import CheckpointError as WeightsError
-from verl.workers.engine.fsdp.weights import SafetensorsReader, checkpoint_names
+from verl.workers.engine.fsdp.weights import checkpoint_names
+from verl.workers.engine.weights import DTYPES, HEAD, SafetensorsReader
+from verl.workers.engine.weights import CheckpointError as WeightsError
 
 HF_FOLDER = "huggingface"
 _PEFT = "base_model.model."

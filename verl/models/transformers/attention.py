@@ -196,6 +196,14 @@ def _packed_kernel(query: Tensor, dropout: float) -> Any:
     return _bucketed_sdpa
 
 
+def packed_attention(
+    query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, scale: float | None = None, dropout: float = 0.0
+) -> Tensor:
+    """Attend causally within each sequence of a packed row: query (T, H, D), key and value (T, K, D) -> (T, H, D)."""
+    out: Tensor = _packed_kernel(query, dropout)(query, key, value, packed, scale, dropout, None)
+    return out
+
+
 def varlen_attention_forward(
     module: torch.nn.Module,
     query: Tensor,

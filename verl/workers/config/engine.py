@@ -1,14 +1,16 @@
 """Sharding, offload and precision of a training engine."""
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl.base_config import BaseConfig, Violation
+from verl.base_config import BaseConfig, Violation, as_yaml
 
 STRATEGIES = ("fsdp", "fsdp2")
 DTYPES = ("fp32", "float32", "bf16", "bfloat16", "fp16", "float16")
 WRAP_KEYS = ("min_num_params", "disable", "transformer_layer_cls_to_wrap")
+MCORE_DTYPES = ("fp32", "float32", "bf16", "bfloat16")
 PRECISION_KEYS = ("param_dtype", "reduce_dtype", "buffer_dtype")
 
 
@@ -53,3 +55,85 @@ class FSDPEngineConfig(BaseConfig):
                 yield Violation(f"mixed_precision.{key}", dtype, expected)
             elif dtype not in DTYPES:
                 yield Violation(f"mixed_precision.{key}", dtype, f"must be one of {', '.join(DTYPES)}")
+
+
+@dataclass
+class McoreEngineConfig(BaseConfig):
+    """One Megatron-Core engine."""
+
+    _mutable_fields = frozenset({"sequence_parallel"})
+
+    param_offload: bool = False
+    grad_offload: bool = False
+    optimizer_offload: bool = False
+    tensor_model_parallel_size: int = 1
+    expert_model_parallel_size: int = 1
+    expert_tensor_parallel_size: int | None = None
+    pipeline_model_parallel_size: int = 1
+    virtual_pipeline_model_parallel_size: int | None = None
+    context_parallel_size: int = 1
+    sequence_parallel: bool = True
+    use_distributed_optimizer: bool = True
+    use_dist_checkpointing: bool = False
+    dist_checkpointing_path: str | None = None
+    seed: int = 42
+    dtype: str | None = None
+    override_ddp_config: dict[str, Any] = field(default_factory=dict)
+    override_transformer_config: dict[str, Any] = field(default_factory=dict)
+    override_mcore_model_config: dict[str, Any] = field(default_factory=dict)
+    use_mbridge: bool = False
+    forward_only: bool = False
+    strategy: str = "megatron"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tensor_model_parallel_size == 1 and self.sequence_parallel:
+            warnings.warn(
+                "megatron.sequence_parallel is off: it shares the work of tensor parallelism, and "
+                "tensor_model_parallel_size is 1",
+                stacklevel=2,
+            )
+            self.sequence_parallel = False
+
+    def rules(self) -> Iterator[Violation]:
+        """Yield unknown names, sizes below one, and what is not supported yet."""
+        if self.strategy != "megatron":
+            yield Violation("strategy", self.strategy, "must be megatron")
+        for axis in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor"):
+            key = f"{axis}_parallel_size"
+            if (size := getattr(self, key)) is not None and size < 1:
+                yield Violation(key, size, "must be 1 or more")
+        if self.dtype not in (None, *MCORE_DTYPES):
+            yield Violation("dtype", self.dtype, f"must be null or one of {', '.join(MCORE_DTYPES)}")
+        yield from self._virtual_stages()
+        yield from self._unsupported()
+
+    def _virtual_stages(self) -> Iterator[Violation]:
+        key, stages = "virtual_pipeline_model_parallel_size", self.virtual_pipeline_model_parallel_size
+        if stages is None:
+            return
+        if stages < 2:
+            yield Violation(key, stages, "must be 2 or more, or null")
+        if self.pipeline_model_parallel_size < 2:
+            yield Violation(key, stages, "needs pipeline_model_parallel_size of 2 or more: write null")
+        if self.override_transformer_config.get("batch_p2p_comm", False):
+            yield Violation(
+                "override_transformer_config.batch_p2p_comm", True,
+                "must be false with virtual stages: Megatron-Core exchanges the wrong activations, silently",
+            )  # fmt: skip
+
+    def _unsupported(self) -> Iterator[Violation]:
+        held: dict[str, Any] = {
+            "expert_model_parallel_size": 1,
+            "use_dist_checkpointing": False,
+            "dist_checkpointing_path": None,
+            "override_mcore_model_config": {},
+            "use_mbridge": False,
+        }
+        for key, default in held.items():
+            if getattr(self, key) != default:
+                yield Violation(key, getattr(self, key), f"is not supported yet: write {as_yaml(default)}")
+        if self.expert_tensor_parallel_size not in (None, 1):
+            yield Violation(
+                "expert_tensor_parallel_size", self.expert_tensor_parallel_size, "is not supported yet: write null"
+            )

@@ -2,11 +2,15 @@
 
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from verl.base_config import BaseConfig, Violation
 
 SCHEDULES = ("constant", "cosine")
+DECAY_STYLES = ("constant", "linear", "cosine", "inverse_square_root", "WSD")
+WSD_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")
+WEIGHT_DECAY_STYLES = ("constant", "linear", "cosine")
 
 
 @dataclass
@@ -80,3 +84,40 @@ class FSDPOptimizerConfig(OptimizerConfig):
             yield Violation("min_lr_ratio", self.min_lr_ratio, "must be in [0, 1]")
         if self.num_cycles <= 0:
             yield Violation("num_cycles", self.num_cycles, "must be above 0")
+
+
+@dataclass
+class McoreOptimizerConfig(OptimizerConfig):
+    """The optimizer and schedule of the Megatron-Core engine."""
+
+    optimizer: str = "adam"
+    lr_warmup_init: float = 0.0
+    lr_decay_steps: int | None = None
+    lr_decay_style: str = "constant"
+    min_lr: float = 0.0
+    weight_decay_incr_style: str = "constant"
+    lr_wsd_decay_style: str = "exponential"
+    lr_wsd_decay_steps: int | None = None
+    use_checkpoint_opt_param_scheduler: bool = False
+    override_optimizer_config: dict[str, Any] = field(default_factory=dict)
+
+    def rules(self) -> Iterator[Violation]:
+        """Yield unknown styles and values outside their range."""
+        yield from super().rules()
+        if self.optimizer != "adam":
+            yield Violation("optimizer", self.optimizer, "is not supported: write adam")
+        for key, styles in (
+            ("lr_decay_style", DECAY_STYLES),
+            ("lr_wsd_decay_style", WSD_STYLES),
+            ("weight_decay_incr_style", WEIGHT_DECAY_STYLES),
+        ):
+            if getattr(self, key) not in styles:
+                yield Violation(key, getattr(self, key), f"must be one of {', '.join(styles)}")
+        for key in ("min_lr", "lr_warmup_init"):
+            if not 0 <= getattr(self, key) <= self.lr:
+                yield Violation(key, getattr(self, key), f"must be from 0 to lr, which is {self.lr}")
+        for key in ("lr_decay_steps", "lr_wsd_decay_steps"):
+            if (steps := getattr(self, key)) is not None and steps < 1:
+                yield Violation(key, steps, "must be 1 or more, or null")
+        if self.lr_decay_style == "WSD" and self.lr_wsd_decay_steps is None:
+            yield Violation("lr_wsd_decay_steps", None, "must be given with lr_decay_style=WSD")

@@ -1,5 +1,8 @@
 """Training engines behind one interface."""
 
+from typing import Any
+
+from verl.utils.import_utils import is_megatron_core_available
 from verl.workers.engine.base import BaseEngine, EngineRegistry
 from verl.workers.engine.fsdp import (
     FSDPEngine,
@@ -8,7 +11,20 @@ from verl.workers.engine.fsdp import (
     FSDPEngineWithValueHead,
 )
 
-MegatronEngine = MegatronEngineWithLMHead = MindspeedEngineWithLMHead = None
+MindspeedEngineWithLMHead = None
+_MEGATRON = ("MegatronEngine", "MegatronEngineWithLMHead", "MegatronEngineWithValueHead")
+
+
+def __getattr__(name: str) -> Any:
+    """Import Megatron-Core, which takes seconds, only for those who ask; None where it is not installed."""
+    if name not in _MEGATRON:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if not is_megatron_core_available():
+        return None
+    from verl.workers.engine import megatron
+
+    return getattr(megatron, name)
+
 
 __all__ = [
     "BaseEngine",
@@ -19,5 +35,6 @@ __all__ = [
     "FSDPEngineWithValueHead",
     "MegatronEngine",
     "MegatronEngineWithLMHead",
+    "MegatronEngineWithValueHead",
     "MindspeedEngineWithLMHead",
 ]

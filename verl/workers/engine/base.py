@@ -1,5 +1,6 @@
 """The training engine: what every backend does for every role."""
 
+import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -19,6 +20,9 @@ ModelOutput = dict[str, Tensor]
 
 LossFn = Callable[[ModelOutput, "DataProto"], tuple[list[Sum], dict[str, Metric]]]
 """Takes the output for a micro-batch and its rows; returns the terms of the loss and its metrics."""
+
+_IMPORTED_WHEN_ASKED_FOR = {"megatron": "verl.workers.engine.megatron"}
+"""Backends that are optional, or slow to import, and the module that registers their engines."""
 
 
 class BaseEngine(ABC):
@@ -149,6 +153,8 @@ class EngineRegistry:
 
         Raises: ValueError, which is also an AssertionError, when there is none.
         """
+        if backend in _IMPORTED_WHEN_ASKED_FOR:
+            importlib.import_module(_IMPORTED_WHEN_ASKED_FOR[backend])
         key = (model_type, backend, get_device_name())
         if key not in cls._engines:
             raise UnknownEngineError(

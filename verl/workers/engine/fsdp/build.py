@@ -1,6 +1,5 @@
 """From a model configuration to a sharded module with its weights."""
 
-import hashlib
 import logging
 import math
 from typing import TYPE_CHECKING, Any
@@ -16,22 +15,13 @@ from verl.utils.model import get_hf_auto_model_class, get_value_model_class, tex
 from verl.utils.ulysses import validate_ulysses_config
 from verl.workers.engine.fsdp.adapters import add_adapters, base_name, is_adapter
 from verl.workers.engine.fsdp.layout import Layout
-from verl.workers.engine.fsdp.weights import CheckpointError, LocalReader, checkpoint_reader, materialize
+from verl.workers.engine.fsdp.weights import LocalReader, checkpoint_reader, materialize
+from verl.workers.engine.weights import DTYPES, HEAD, CheckpointError, new_head, tensor_seed
 
 if TYPE_CHECKING:
     from verl.workers.config import FSDPEngineConfig, HFModelConfig
 
 logger = logging.getLogger(__name__)
-
-DTYPES = {
-    "fp32": torch.float32, "float32": torch.float32,
-    "bf16": torch.bfloat16, "bfloat16": torch.bfloat16,
-    "fp16": torch.float16, "float16": torch.float16,
-}  # fmt: skip
-
-HEAD = "score."
-"""Prefix of the value head, which a causal checkpoint does not hold."""
-
 
 # Precision and attention
 
@@ -207,19 +197,10 @@ class ModelBuilder:
             bound = 1.0 / math.sqrt(shape[-1])  # kaiming_uniform with a = sqrt(5), as peft starts lora_A
             return (torch.rand(shape, generator=generator) * 2 - 1).mul_(bound)[rows]
         if self.is_value_model and HEAD in name:
-            if name.endswith("bias"):  # which heads for sequence classification do not have
-                return torch.zeros(shape)[rows]
-            if not self.makes_head:
+            if not self.makes_head and not name.endswith("bias"):  # sequence classification knows no bias
                 return None
-            std = getattr(text_config_of(self.model_config.hf_config), "initializer_range", 0.02)
-            return (torch.randn(shape, generator=generator) * std)[rows]
+            return new_head(name, shape, self.engine_config.seed, self.model_config.hf_config)[rows]
         return None
-
-
-def tensor_seed(seed: int, name: str) -> int:
-    """Return a seed that depends on nothing but the engine's seed and the name of a tensor."""
-    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
 
 
 def shard(

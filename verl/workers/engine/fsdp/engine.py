@@ -15,9 +15,9 @@ from torch.distributed.fsdp import FSDPModule
 from verl.utils.device import get_torch_device
 from verl.utils.faults import fault_point
 from verl.utils.fsdp_utils import full_tensor, gradient_norm, local_gradients, move_optimizer_state, scale_to_norm
+from verl.workers.engine.accumulate import MetricSums, agree
 from verl.workers.engine.base import BaseEngine, EngineRegistry, LossFn, ModelOutput
 from verl.workers.engine.fsdp import adapters
-from verl.workers.engine.fsdp.accumulate import MetricSums, agree
 from verl.workers.engine.fsdp.build import ModelBuilder, precision_policy, use_packed_attention
 from verl.workers.engine.fsdp.forward import Forward, ForwardOptions, sequence_parallel
 from verl.workers.engine.fsdp.layout import Layout, check_layout, current_device, make_layout
@@ -191,13 +191,13 @@ class FSDPEngine(BaseEngine):
         """
         check_rows(data, self.lead)
         micro_batches = cut(data, self.layout.sp_size)
-        units, rounds = agree(response_mask_of(data), len(micro_batches), self.layout)
+        units, rounds = agree(response_mask_of(data), len(micro_batches), self.layout.shares)
         metrics = MetricSums()
         with torch.set_grad_enabled(not forward_only), sequence_parallel(self.layout):
             for at in range(rounds):
                 self._synchronize_gradients(at == rounds - 1)
                 self._round(micro_batches[at] if at < len(micro_batches) else None, units, loss_fn, metrics, data, at)
-        return metrics.reduce(units, self.layout)
+        return metrics.reduce(units, self.layout.shares)
 
     def _round(
         self,
@@ -246,7 +246,7 @@ class FSDPEngine(BaseEngine):
         """Run the model without gradient; outputs are (B, R) on the CPU, in the order of the rows."""
         check_rows(data, self.lead)
         micro_batches = cut(data, self.layout.sp_size)
-        rounds = agree(None, len(micro_batches), self.layout)[1] if self.layout.world_size > 1 else len(micro_batches)
+        rounds = agree(None, len(micro_batches), self.layout.shares)[1]
         parts: list[tuple[list[int], ModelOutput]] = []
         with torch.no_grad(), sequence_parallel(self.layout):
             for at in range(rounds):

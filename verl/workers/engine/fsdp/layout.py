@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from verl.utils.device import get_device_id, get_device_name, get_process_group_backend
+from verl.workers.engine.accumulate import Shares
 
 if TYPE_CHECKING:
     from verl.workers.config import FSDPEngineConfig
@@ -66,6 +67,11 @@ class Layout:
         if self.sequence_mesh is not None:
             return self.sequence_mesh["dp"].get_group()
         return dist.group.WORLD if self.world_size > 1 else None
+
+    @property
+    def shares(self) -> Shares:
+        """The ranks over which a mini-batch adds up."""
+        return Shares(self.world_size, self.sp_size, self.device)
 
     @property
     def shard_group(self) -> ProcessGroup | None:

@@ -1,8 +1,6 @@
 """Weights from a checkpoint into sharded parameters, and back out under checkpoint names."""
 
-import json
 import logging
-import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -12,69 +10,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from verl.workers.engine.fsdp.layout import Layout
+from verl.workers.engine.weights import CheckpointError, SafetensorsReader
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
-
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
-
-
-class CheckpointError(ValueError, RuntimeError):
-    """The weights of ``model.path`` cannot be used."""
-
-
-class SafetensorsReader:
-    """The tensors of a checkpoint folder, read one slice at a time."""
-
-    def __init__(self, folder: str) -> None:
-        self.folder = folder
-        self._open_files: dict[str, Any] = {}
-        index = os.path.join(folder, INDEX_FILE)
-        if os.path.exists(index):
-            with open(index) as file:
-                self.files: dict[str, str] = json.load(file)["weight_map"]
-        else:
-            self.files = dict.fromkeys(self._open(SINGLE_FILE).keys(), SINGLE_FILE)
-
-    @staticmethod
-    def serves(folder: str) -> bool:
-        """Whether the folder holds safetensors under the usual names."""
-        return any(os.path.exists(os.path.join(folder, name)) for name in (INDEX_FILE, SINGLE_FILE))
-
-    def names(self) -> set[str]:
-        """Return the names of all tensors."""
-        return set(self.files)
-
-    def read(self, name: str, shape: torch.Size, rows: slice) -> Tensor:
-        """Return rows of a tensor whose whole shape must be ``shape``.
-
-        Raises: CheckpointError naming the tensor or file.
-        """
-        stored = self._open(self.files[name]).get_slice(name)
-        if tuple(stored.get_shape()) != tuple(shape):
-            raise CheckpointError(
-                f"tensor {name!r} in {os.path.join(self.folder, self.files[name])} has shape "
-                f"{tuple(stored.get_shape())}, the model of its config.json needs {tuple(shape)}"
-            )
-        tensor: Tensor = stored[rows] if shape else self._open(self.files[name]).get_tensor(name)
-        return tensor
-
-    def _open(self, file: str) -> Any:
-        from safetensors import SafetensorError, safe_open
-
-        path = os.path.join(self.folder, file)
-        if file not in self._open_files:
-            try:
-                self._open_files[file] = safe_open(path, framework="pt")
-            except (OSError, SafetensorError) as error:
-                raise CheckpointError(
-                    f"cannot read the weights file {path}: {error}. It is missing, truncated or not safetensors; "
-                    "copy or download the checkpoint again"
-                ) from error
-        return self._open_files[file]
 
 
 def local_rows(shape: torch.Size, layout: Layout) -> slice:

@@ -1,28 +1,40 @@
 """What a mini-batch adds up over micro-batches and ranks: unit counts and metrics, one small collective each."""
 
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from verl.algos.aggregate import UNITS, Extreme, Metric, Sum, count_units
-from verl.workers.engine.fsdp.layout import Layout
 
 
-def gather_rows(row: Tensor, layout: Layout) -> Tensor:
-    """Return the float64 vectors of all ranks: (world_size, n)."""
-    if layout.world_size == 1:
+@dataclass(frozen=True)
+class Shares:
+    """The ranks whose rows make up a mini-batch: ``size`` of them, of which each ``copies`` hold the same rows."""
+
+    size: int
+    copies: int
+    device: torch.device
+    group: ProcessGroup | None = None
+
+
+def gather_rows(row: Tensor, shares: Shares) -> Tensor:
+    """Return the float64 vectors of all ranks: (size, n)."""
+    if shares.size == 1:
         return row.unsqueeze(0)
-    row = row.to(layout.device)
-    rows = [torch.empty_like(row) for _ in range(layout.world_size)]
-    dist.all_gather(rows, row)
+    row = row.to(shares.device)
+    rows = [torch.empty_like(row) for _ in range(shares.size)]
+    dist.all_gather(rows, row, group=shares.group)
     return torch.stack(rows).cpu()
 
 
-def agree(mask: Tensor | None, num_micro_batches: int, layout: Layout) -> tuple[dict[str, float], int]:
+def agree(mask: Tensor | None, num_micro_batches: int, shares: Shares) -> tuple[dict[str, float], int]:
     """Return the count of every unit in the global mini-batch, and the most micro-batches that a rank has."""
     counts = count_units(mask) if mask is not None else torch.zeros(len(UNITS), dtype=torch.float64)
-    rows = gather_rows(torch.cat([counts.cpu(), torch.tensor([num_micro_batches], dtype=torch.float64)]), layout)
-    total = rows[:, :-1].sum(0) / layout.sp_size  # ranks that share sequences counted the same rows
+    rows = gather_rows(torch.cat([counts.cpu(), torch.tensor([num_micro_batches], dtype=torch.float64)]), shares)
+    total = rows[:, :-1].sum(0) / shares.copies  # ranks that share sequences counted the same rows
     units = {unit: max(float(count), 1.0) for unit, count in zip(UNITS, total, strict=True)}
     return units | {"constant": 1.0}, int(rows[:, -1].max())
 
@@ -50,13 +62,13 @@ class MetricSums:
             else:
                 raise TypeError(f"metric {name!r} must be a Sum or an Extreme, got {type(metric).__name__}")
 
-    def reduce(self, units: dict[str, float], layout: Layout) -> dict[str, float]:
+    def reduce(self, units: dict[str, float], shares: Shares) -> dict[str, float]:
         """Return the metrics of the global mini-batch; collective, equal on all ranks."""
         if not self._sums and not self._extremes:
             return {}
         parts = [value for value, _ in (*self._sums.values(), *self._extremes.values())]
-        rows = gather_rows(torch.stack(parts).cpu(), layout)
-        totals = (rows[:, : len(self._sums)].sum(0) / layout.sp_size).tolist()
+        rows = gather_rows(torch.stack(parts).cpu(), shares)
+        totals = (rows[:, : len(self._sums)].sum(0) / shares.copies).tolist()
         reduced = {
             name: total / units[unit] for (name, (_, unit)), total in zip(self._sums.items(), totals, strict=True)
         }

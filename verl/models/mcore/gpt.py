@@ -1,0 +1,143 @@
+"""From a Hugging Face configuration to the chunks of a ``GPTModel`` on this rank. Imports Megatron-Core."""
+
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from verl.models.mcore.families import LAYER, find_family, outer_rules, rope_arguments
+from verl.models.mcore.heads import PositionPicker, ValueHead
+from verl.models.mcore.layer_spec import torch_block_spec
+from verl.models.mcore.weights import Rule
+from verl.utils.device import get_device_name
+from verl.utils.megatron.tensor_parallel import padded_vocab_size
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+# Transformer Engine joins a norm with the projection behind it.
+_NAMES_OF_TRANSFORMER_ENGINE = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
+
+
+def default_implementation() -> str:
+    """Return whose layers are used: Transformer Engine's where it is installed beside CUDA, else ours."""
+    served = get_device_name() == "cuda" and importlib.util.find_spec("transformer_engine") is not None
+    return "transformer_engine" if served else "local"
+
+
+def hf_to_mcore_config(hf_config: "PretrainedConfig", dtype: torch.dtype, **overrides: Any) -> TransformerConfig:
+    """Return the configuration of Megatron-Core; ``overrides`` are its fields, and win.
+
+    Raises: UnsupportedModelError for a model that it cannot hold, ValueError for a field that it does not have.
+    """
+    on_cpu = get_device_name() == "cpu"
+    values: dict[str, Any] = {
+        "activation_func": F.silu,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "use_cpu_initialization": on_cpu,
+        "perform_initialization": False,
+        "calculate_per_token_loss": True,  # the loss is divided by us: gradients of ranks add up
+        "variable_seq_lengths": True,
+        "moe_token_dispatcher_type": "alltoall",  # the only one for variable lengths, dense models included
+        "deallocate_pipeline_outputs": True,
+        "gradient_accumulation_fusion": False,
+        "masked_softmax_fusion": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "apply_rope_fusion": False,
+        "transformer_impl": default_implementation(),
+    }
+    values |= find_family(hf_config).config(hf_config) | overrides
+    unknown = sorted(values.keys() - TransformerConfig.__dataclass_fields__.keys())
+    if unknown:
+        raise ValueError(
+            f"megatron.override_transformer_config has unknown keys {unknown}: write fields of megatron-core's "
+            "TransformerConfig"
+        )
+    return TransformerConfig(**values)
+
+
+def init_mcore_model(
+    config: TransformerConfig, hf_config: "PretrainedConfig", is_value_model: bool, tied: bool, vp_stage: int | None
+) -> GPTModel:
+    """Return one chunk of the model on this rank, whose weights are not loaded yet."""
+    stage: dict[str, Any] = {} if vp_stage is None else {"ignore_virtual": False, "vp_stage": vp_stage}
+    first, last = (
+        parallel_state.is_pipeline_first_stage(**stage),
+        parallel_state.is_pipeline_last_stage(**stage),
+    )
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=_block_spec(config, vp_stage),
+        vocab_size=padded_vocab_size(hf_config.vocab_size, config.tensor_model_parallel_size),
+        max_sequence_length=hf_config.max_position_embeddings,
+        pre_process=first,
+        post_process=last,
+        parallel_output=True,
+        share_embeddings_and_output_weights=tied and not is_value_model,
+        vp_stage=vp_stage,
+        pg_collection=groups,
+        **rope_arguments(hf_config),
+    )
+    if last:
+        if is_value_model:
+            model.output_layer = ValueHead(config)
+        else:  # the picker gathers what sequence parallelism has scattered
+            model.output_layer.sequence_parallel = False
+            model.output_layer.allreduce_dgrad = config.tensor_model_parallel_size > 1
+        model.picker = PositionPicker(model.output_layer, config.sequence_parallel, groups.tp)
+    return model
+
+
+def _block_spec(config: TransformerConfig, vp_stage: int | None) -> Any:
+    if config.transformer_impl == "transformer_engine":
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+    return torch_block_spec(config, vp_stage)
+
+
+# Names
+
+
+def global_rules(
+    model: GPTModel, hf_config: "PretrainedConfig", is_value_model: bool
+) -> dict[str, tuple[Rule, tuple[str, ...], torch.nn.Parameter]]:
+    """Return, by name with the global number of its layer, each parameter of a chunk with its rule and the checkpoint
+    names that the rule reads; also marks parameters that tensor parallelism cuts.
+
+    Raises: ValueError naming a parameter without a rule.
+    """
+    outer = outer_rules(hf_config, is_value_model, model.share_embeddings_and_output_weights)
+    layer_rules = find_family(hf_config).layer(hf_config)
+    layer_rules |= {te: layer_rules[name] for name, te in _NAMES_OF_TRANSFORMER_ENGINE.items() if name in layer_rules}
+    found = {}
+    prefix = LAYER.split("{")[0]
+    for name, parameter in model.named_parameters():
+        number: int | None = None
+        if name.startswith(prefix):
+            local, rest = name.removeprefix(prefix).split(".", 1)
+            number = model.decoder.layers[int(local)].layer_number - 1
+            rule, name = layer_rules.get(rest), f"{prefix}{number}.{rest}"
+        else:
+            rule = outer.get(name)
+        if rule is None:
+            raise ValueError(f"no rule says which checkpoint tensors make {name!r} of Megatron-Core")
+        if rule.shard_dim is not None and not hasattr(parameter, "tensor_model_parallel"):
+            # Only an initialization would mark it, and unmarked it would count once per rank in the gradient norm.
+            set_tensor_model_parallel_attributes(parameter, True, rule.shard_dim, 1)
+        names = tuple(each.format(layer=number) for each in rule.names)
+        found[name] = (rule, names, parameter)
+    return found

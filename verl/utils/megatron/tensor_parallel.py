@@ -1,0 +1,182 @@
+"""Log-probabilities and entropies of logits whose vocabulary is sharded over ranks, without a second copy of them."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from verl.utils.log_probs import CHUNK_ELEMENTS, CHUNK_ELEMENTS_DEFAULT
+
+
+def vocab_range(vocab_size: int, group: ProcessGroup | None) -> tuple[int, int]:
+    """Return which tokens this rank's columns are; columns behind the vocabulary pad it to equal shards."""
+    size, rank = _size(group), _rank(group)
+    width = -(-vocab_size // size)
+    return min(rank * width, vocab_size), min((rank + 1) * width, vocab_size)
+
+
+def padded_vocab_size(vocab_size: int, size: int) -> int:
+    """Return the vocabulary with as much padding as equal shards over ``size`` ranks need."""
+    return -(-vocab_size // size) * size
+
+
+def _size(group: ProcessGroup | None) -> int:
+    return dist.get_world_size(group) if group is not None else 1
+
+
+def _rank(group: ProcessGroup | None) -> int:
+    return dist.get_rank(group) if group is not None else 0
+
+
+def _reduce(values: Tensor, group: ProcessGroup | None, op: Any = dist.ReduceOp.SUM) -> Tensor:
+    if _size(group) > 1:
+        dist.all_reduce(values, op=op, group=group)
+    return values
+
+
+class _VocabParallel(torch.autograd.Function):
+    """Keeps this rank's logits for the backward pass, which turns them into their gradient without communication."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        temperature: float,
+        entropy_mode: str,
+        vocab_size: int,
+        group: ProcessGroup | None,
+        inplace: bool,
+    ) -> tuple[Tensor, Tensor]:
+        first, last = vocab_range(vocab_size, group)
+        rows, width = len(logits), last - first
+        limit = CHUNK_ELEMENTS.get(logits.device.type, CHUNK_ELEMENTS_DEFAULT)
+        step = max(1, limit // max(width, 1))
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        largest = logits.new_full((rows,), -torch.inf, dtype=dtype)
+        if width and rows:
+            largest = logits[:, :width].amax(-1).to(dtype).div_(temperature)
+        _reduce(largest, group, dist.ReduceOp.MAX)
+        mine = (labels >= first) & (labels < last)
+        column = torch.where(mine, labels - first, 0)
+        # Sums over the vocabulary: of exp(z), of z exp(z), and the z of the label; z is shifted by the largest.
+        sums = logits.new_zeros(3, rows, dtype=dtype)
+        for at in range(0, rows if width else 0, step):
+            chunk = slice(at, at + step)
+            shifted = logits[chunk, :width].to(dtype) / temperature
+            shifted.sub_(largest[chunk].unsqueeze(-1))
+            sums[2, chunk] = shifted.gather(-1, column[chunk].unsqueeze(-1)).squeeze(-1) * mine[chunk]
+            if entropy_mode == "none":
+                sums[0, chunk] = shifted.exp_().sum(-1)
+                continue
+            exponential = shifted.exp()
+            sums[0, chunk] = exponential.sum(-1)
+            sums[1, chunk] = torch.einsum("nv,nv->n", exponential, shifted.clamp_(min=-1e4))
+        _reduce(sums, group)
+        log_sum = sums[0].log()
+        log_probs = sums[2] - log_sum
+        entropy = log_sum - sums[1] / sums[0] if entropy_mode != "none" else log_sum.new_empty(0)
+        ctx.save_for_backward(logits, column, mine, largest + log_sum, entropy)
+        ctx.temperature, ctx.width, ctx.step, ctx.inplace = temperature, width, step, inplace
+        ctx.with_entropy = entropy_mode == "grad"
+        if not ctx.with_entropy:
+            ctx.mark_non_differentiable(entropy)
+        return log_probs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+        logits, column, mine, log_sum, entropy = ctx.saved_tensors
+        width, temperature = ctx.width, ctx.temperature
+        grad_logits = logits if ctx.inplace else torch.empty_like(logits)
+        for at in range(0, len(logits) if width else 0, ctx.step):
+            chunk = slice(at, at + ctx.step)
+            log_p = logits[chunk, :width].to(log_sum.dtype) / temperature - log_sum[chunk].unsqueeze(-1)
+            probs = log_p.exp()
+            pull = grad_log_probs[chunk].unsqueeze(-1)
+            if ctx.with_entropy:
+                pull = log_p.clamp_(min=-1e4).add_(entropy[chunk].unsqueeze(-1)).mul_(
+                    grad_entropy[chunk].unsqueeze(-1)
+                ).add_(pull)  # fmt: skip
+            grad = probs.mul_(pull).neg_()
+            grad.scatter_add_(-1, column[chunk].unsqueeze(-1), (grad_log_probs[chunk] * mine[chunk]).unsqueeze(-1))
+            grad_logits[chunk, :width] = grad.div_(temperature)
+        grad_logits[:, width:] = 0
+        return grad_logits, None, None, None, None, None, None
+
+
+def vocab_parallel_log_probs_and_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    temperature: float = 1.0,
+    *,
+    entropy: str = "none",
+    vocab_size: int | None = None,
+    group: ProcessGroup | None = None,
+    inplace_backward: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the log-probability of each label and, where asked for, the entropy of its distribution.
+
+    Rows are worked on in chunks; two small collectives serve all of them. The gradient is written over the logits,
+    unless ``inplace_backward`` is off or they are a leaf.
+
+    Args:
+        logits: (N, V / ranks), this rank's columns of the vocabulary, padded to equal width.
+        labels: (N,), int64, the same on every rank of ``group``.
+        entropy: ``none``, ``value`` (without gradient) or ``grad``.
+        vocab_size: tokens without padding; by default all columns are tokens.
+        group: the ranks that hold the other columns; None where this one holds all.
+    Returns: (log_probs, entropy or None), each (N,) in fp32, float64 for float64 logits.
+    Raises: ValueError for shapes that do not match, an unknown ``entropy`` or a temperature that is not positive.
+    """
+    if entropy not in ("none", "value", "grad"):
+        raise ValueError(f"entropy must be 'none', 'value' or 'grad', got {entropy!r}")
+    if not temperature > 0:
+        raise ValueError(f"temperature must be positive, got {temperature}")
+    size = _size(group)
+    total = logits.shape[-1] * size if vocab_size is None else vocab_size
+    if logits.dim() != 2 or labels.shape != logits.shape[:1] or logits.shape[-1] * size < total:
+        raise ValueError(
+            f"logits {tuple(logits.shape)} over {size} ranks and labels {tuple(labels.shape)} must be (N, V / ranks) "
+            f"and (N,), with {total} tokens"
+        )
+    if logits.shape[-1] * size != padded_vocab_size(total, size):
+        raise ValueError(f"logits of width {logits.shape[-1]} are not equal shards of {total} tokens over {size} ranks")
+    log_probs, entropies = _VocabParallel.apply(  # type: ignore[no-untyped-call]
+        logits, labels, float(temperature), entropy, total, group, inplace_backward and not logits.is_leaf
+    )
+    return log_probs, None if entropy == "none" else entropies
+
+
+def vocab_parallel_log_probs_from_logits(logits: Tensor, labels: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """Return the log-probability (...) of each label under logits (..., V / ranks)."""
+    rows = logits.reshape(-1, logits.shape[-1])
+    found = vocab_parallel_log_probs_and_entropy(
+        rows, labels.reshape(-1), group=_default(group), inplace_backward=False
+    )
+    return found[0].view(labels.shape)
+
+
+def vocab_parallel_entropy(logits: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """Return the entropy (...) of logits (..., V / ranks); differentiable."""
+    rows = logits.reshape(-1, logits.shape[-1])
+    labels = rows.new_zeros(len(rows), dtype=torch.long)
+    found = vocab_parallel_log_probs_and_entropy(
+        rows, labels, entropy="grad", group=_default(group), inplace_backward=False
+    )[1]
+    assert found is not None
+    return found.view(logits.shape[:-1])
+
+
+def _default(group: ProcessGroup | None) -> ProcessGroup | None:
+    """Return the tensor-parallel group of this process where none is given and Megatron-Core has one."""
+    import sys
+
+    state = sys.modules.get("megatron.core.parallel_state")
+    if group is not None or state is None or not state.model_parallel_is_initialized():
+        return group
+    current: ProcessGroup = state.get_tensor_model_parallel_group()
+    return current

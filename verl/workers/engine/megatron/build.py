@@ -1,0 +1,169 @@
+"""The chunks of the model on this rank, with their weights, and the wrapper that reduces their gradients."""
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from torch import Tensor
+
+from verl.models.mcore.families import HEAD_NAMES
+from verl.models.mcore.gpt import global_rules, hf_to_mcore_config, init_mcore_model
+from verl.models.mcore.weights import Rule, Shard
+from verl.workers.engine.megatron.layout import Layout
+from verl.workers.engine.weights import DTYPES, CheckpointError, SafetensorsReader, new_head
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from verl.workers.config import HFModelConfig, McoreEngineConfig
+
+logger = logging.getLogger(__name__)
+
+NamedParameter = tuple[str, Rule, tuple[str, ...], torch.nn.Parameter]
+"""(name with the global number of its layer, rule, checkpoint names, this rank's part)."""
+
+
+def model_dtype(config: "McoreEngineConfig", device: torch.device) -> torch.dtype:
+    """Return the dtype of weights and activations: bf16 on accelerators and fp32 on the CPU, where none is named."""
+    return DTYPES[config.dtype or ("fp32" if device.type == "cpu" else "bf16")]
+
+
+class ModelBuilder:
+    """Makes the module of one engine, step by step."""
+
+    def __init__(
+        self, model_config: "HFModelConfig", engine_config: "McoreEngineConfig", layout: Layout, is_value_model: bool
+    ) -> None:
+        self.model_config = model_config
+        self.engine_config = engine_config
+        self.layout = layout
+        self.is_value_model = is_value_model
+        self.hf_config = model_config.hf_config
+        self.path: str = getattr(model_config, "local_path", None) or model_config.path
+
+    def build(self) -> list[Any]:
+        """Return the chunks with their weights.
+
+        Raises: ValueError naming the file, tensor or key that is wrong.
+        """
+        self._refuse()
+        config = self.transformer_config()
+        count = self.layout.virtual_stages
+        tied = self.model_config.share_embeddings_and_output_weights
+        chunks = [
+            init_mcore_model(config, self.hf_config, self.is_value_model, tied, stage if count > 1 else None)
+            for stage in range(count)
+        ]
+        self.load(chunks)
+        return chunks
+
+    def _refuse(self) -> None:
+        if self.model_config.lora_rank:
+            raise ValueError(f"model.lora_rank={self.model_config.lora_rank} is not supported with strategy=megatron")
+        for name in ("num_attention_heads", "num_key_value_heads"):
+            heads = getattr(self.hf_config, name)
+            if heads % self.layout.tp_size:
+                raise ValueError(
+                    f"megatron.tensor_model_parallel_size={self.layout.tp_size} must divide {name}={heads} of the model"
+                )
+        stages = self.layout.pp_size * self.layout.virtual_stages
+        uneven = any("pipeline" in key for key in self.engine_config.override_transformer_config)
+        if self.hf_config.num_hidden_layers % stages and not uneven:
+            raise ValueError(
+                f"megatron.pipeline_model_parallel_size={self.layout.pp_size} x {self.layout.virtual_stages} virtual "
+                f"stages must divide the {self.hf_config.num_hidden_layers} layers of the model"
+            )
+
+    def transformer_config(self) -> Any:
+        """Return the configuration of Megatron-Core for this layout."""
+        config = self.engine_config
+        values: dict[str, Any] = {
+            "tensor_model_parallel_size": self.layout.tp_size,
+            "pipeline_model_parallel_size": self.layout.pp_size,
+            "virtual_pipeline_model_parallel_size": config.virtual_pipeline_model_parallel_size,
+            "context_parallel_size": self.layout.cp_size,
+            "sequence_parallel": config.sequence_parallel,
+        }
+        if self.layout.virtual_stages > 1:  # the other way of exchange gives wrong numbers, see McoreEngineConfig
+            values |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
+        overrides = {key: value for key, value in config.override_transformer_config.items() if value is not None}
+        if overrides.get("recompute_granularity") != "selective":
+            overrides.pop("recompute_modules", None)
+        overrides.pop("attention_backend", None)  # names kernels of Transformer Engine
+        dtype = model_dtype(config, self.layout.device)
+        built = hf_to_mcore_config(self.hf_config, dtype, **(values | overrides))
+        built.finalize_model_grads_func = finish_gradients
+        return built
+
+    # ---- weights
+
+    def load(self, chunks: "Sequence[Any]") -> None:
+        """Fill the parameters of this rank with its parts of the checkpoint, and nothing but them.
+
+        Raises: CheckpointError naming the file, or the tensor that is missing or of the wrong shape.
+        """
+        if not SafetensorsReader.serves(self.path):
+            raise CheckpointError(
+                f"model.path={self.path} holds no model.safetensors, nor an index of several: strategy=megatron reads "
+                "safetensors only; save the model with save_pretrained first"
+            )
+        reader = SafetensorsReader(self.path)
+        shard = Shard(self.layout.tp_rank, self.layout.tp_size)
+
+        def read(name: str, shape: "Sequence[int]", part: tuple[slice, ...]) -> Tensor:
+            if name in reader.files:
+                return reader.read(name, shape, part)
+            if name in HEAD_NAMES:
+                return new_head(name, torch.Size(shape), self.engine_config.seed, self.hf_config)
+            if name == "lm_head.weight" and "model.embed_tokens.weight" in reader.files:
+                return reader.read("model.embed_tokens.weight", shape, part)
+            raise CheckpointError(
+                f"the checkpoint lacks {name!r}: model.path must hold the whole model of its config.json"
+            )
+
+        with torch.no_grad():
+            for chunk in chunks:
+                for _, rule, names, parameter in named_parameters(chunk, self.hf_config, self.is_value_model):
+                    parameter.copy_(rule.load(read, shard, names, parameter.shape))
+
+
+def named_parameters(chunk: Any, hf_config: Any, is_value_model: bool) -> "Iterator[NamedParameter]":
+    """Yield the parameters of a chunk with what they are in a checkpoint."""
+    for name, (rule, names, parameter) in global_rules(chunk, hf_config, is_value_model).items():
+        yield name, rule, names, parameter
+
+
+# Gradients
+
+
+def wrap(chunks: list[Any], config: "McoreEngineConfig") -> list[Any]:
+    """Give the chunks gradient buffers and the reduction over data-parallel ranks.
+
+    Raises: ValueError for a key that Megatron-Core does not have.
+    """
+    values: dict[str, Any] = {
+        "grad_reduce_in_fp32": True,
+        "use_distributed_optimizer": config.use_distributed_optimizer,
+        "overlap_grad_reduce": False,
+        "check_for_nan_in_grad": False,  # the engine skips such a step, and counts it
+    } | dict(config.override_ddp_config)
+    unknown = sorted(values.keys() - DistributedDataParallelConfig.__dataclass_fields__.keys())
+    if unknown:
+        raise ValueError(
+            f"megatron.override_ddp_config has unknown keys {unknown}: write fields of megatron-core's "
+            "DistributedDataParallelConfig"
+        )
+    for key in ("overlap_grad_reduce", "overlap_param_gather"):
+        if values.get(key):
+            raise ValueError(f"megatron.override_ddp_config.{key}=true is not supported yet: leave it out")
+    settings = DistributedDataParallelConfig(**values)
+    return [
+        DistributedDataParallel(chunk.config, settings, chunk, disable_bucketing=at > 0)
+        for at, chunk in enumerate(chunks)
+    ]
+
+
+def finish_gradients(chunks: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:
+    """Add the gradients up over all ranks that hold a parameter; the loss is divided already."""
+    finalize_model_grads(chunks, None, **kwargs)

@@ -1,0 +1,125 @@
+"""One micro-batch through this rank's chunk of the model, and from the logits of the last stage to the outputs."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from verl.models.mcore.layer_spec import PackedRowParams
+from verl.models.transformers.attention import PackedSequences
+from verl.utils.megatron.tensor_parallel import vocab_parallel_log_probs_and_entropy
+from verl.utils.ulysses import all_gather_tensor
+from verl.workers.engine.megatron.layout import Layout
+from verl.workers.engine.megatron.packing import PackedShare, share_of
+from verl.workers.engine.micro_batch import MicroBatch, pack_rows, response_mask_of, tensors_of, unpack
+
+if TYPE_CHECKING:
+    from verl.protocol import DataProto
+    from verl.workers.engine.base import ModelOutput
+
+
+@dataclass(frozen=True)
+class Round:
+    """One micro-batch of a pipeline schedule; ``micro_batch`` is None where this rank only takes part."""
+
+    at: int
+    micro_batch: MicroBatch | None
+    rows: "DataProto | None"  # on the device
+    share: PackedShare
+    params: PackedRowParams
+
+
+def check_positions(data: "DataProto") -> None:
+    """Check that positions count the tokens of a row from 0, which is how Megatron-Core counts packed ones.
+
+    Raises: ValueError naming the first row where they do not.
+    """
+    batch = tensors_of(data)
+    positions, attention = batch["position_ids"], batch["attention_mask"]
+    if positions.dim() == 3:
+        raise ValueError("position_ids of three dims (multi-modal rope) are not supported with strategy=megatron")
+    wrong = ((positions != attention.cumsum(-1) - 1) & attention.bool()).any(-1)
+    if wrong.any():
+        raise ValueError(
+            f"position_ids of row {int(wrong.nonzero()[0])} do not count its tokens from 0, which strategy=megatron "
+            "needs: write attention_mask.cumsum(-1) - 1"
+        )
+
+
+class Forward:
+    """Packs micro-batches and runs them so that logits exist only where a counted token is predicted."""
+
+    def __init__(self, layout: Layout, is_value_model: bool, vocab_size: int, sequence_parallel: bool) -> None:
+        self.layout = layout
+        self.is_value_model = is_value_model
+        self.vocab_size = vocab_size
+        self.tp_multiple = layout.tp_size if sequence_parallel else 1
+
+    def prepare(self, at: int, micro_batch: MicroBatch | None) -> Round:
+        """Pack a micro-batch; one token that nothing is asked of stands for a missing one."""
+        device = self.layout.device
+        if micro_batch is None:
+            rows = None
+            ids, ones = torch.zeros(1, 1, dtype=torch.long, device=device), torch.ones(1, 1, device=device).long()
+            packed = pack_rows(ids, ones, ids, ids)
+        else:
+            rows = micro_batch.rows.to(str(device))
+            batch = tensors_of(rows)
+            packed = pack_rows(
+                batch["input_ids"], batch["attention_mask"], batch["position_ids"], response_mask_of(rows)
+            )
+        share = share_of(packed, self.layout.cp_size, self.layout.cp_rank, self.tp_multiple)
+        sequences = PackedSequences(share.lengths, device)
+        bounds, longest = sequences.cu_seqlens, sequences.max_length
+        params = PackedRowParams(
+            qkv_format="thd",
+            cu_seqlens_q=bounds,
+            cu_seqlens_kv=bounds,
+            cu_seqlens_q_padded=bounds,
+            cu_seqlens_kv_padded=bounds,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            sequences=sequences,
+        )
+        return Round(at, micro_batch, rows, share, params)
+
+    def run(self, model: Any, head: Any, round_: Round) -> Tensor:
+        """Return what this chunk hands on: hidden states, or at the head (k, V / ranks) logits or (k, 1) values."""
+        if head is not None:
+            head.keep = round_.share.keep
+        # Rotary positions come from the boundaries of the sequences; position_ids only have to be there.
+        output: Tensor = model(
+            round_.share.input_ids, position_ids=None, attention_mask=None, packed_seq_params=round_.params
+        )
+        return output
+
+    def outputs(self, logits: Tensor, round_: Round, meta: dict[str, Any]) -> "ModelOutput":
+        """Return (b, R) outputs on the device, zero outside the response mask, whole on every rank of the stage."""
+        share = round_.share
+        rows = logits.squeeze(0)[: len(share.labels)]
+        if self.is_value_model:
+            values = {"values": rows[:, 0].float()}
+        else:
+            values = self._log_probs(rows, share.labels, meta)
+        output = {name: unpack(value, share.target, share.shape) for name, value in values.items()}
+        if self.layout.cp_size > 1:  # every position is on one rank and zero on the others
+            output = {
+                name: all_gather_tensor(value.unsqueeze(0), 0, self.layout.cp_group).sum(0)
+                for name, value in output.items()
+            }
+        return output
+
+    def _log_probs(self, logits: Tensor, labels: Tensor, meta: dict[str, Any]) -> dict[str, Tensor]:
+        entropy = "none"
+        if meta.get("calculate_entropy", False):
+            entropy = "grad" if meta.get("entropy_needs_grad", True) and torch.is_grad_enabled() else "value"
+        log_probs, entropies = vocab_parallel_log_probs_and_entropy(
+            logits,
+            labels,
+            float(meta.get("temperature", 1.0)),
+            entropy=entropy,
+            vocab_size=self.vocab_size,
+            group=self.layout.tp_group,
+        )
+        return {"log_probs": log_probs} if entropies is None else {"log_probs": log_probs, "entropy": entropies}

@@ -1,0 +1,151 @@
+"""The process groups of Megatron-Core: one set in a process, shared by all engines in it."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from torch.distributed import ProcessGroup
+
+from verl.utils.device import get_device_id, get_device_name, get_process_group_backend
+from verl.workers.engine.accumulate import Shares
+
+if TYPE_CHECKING:
+    from verl.workers.config import McoreEngineConfig
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The place of this process. ``virtual_stages`` is how many chunks of the model it holds."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    tp_size: int
+    pp_size: int
+    cp_size: int
+    virtual_stages: int
+
+    @property
+    def tp_group(self) -> ProcessGroup:
+        """The ranks that hold the other parts of each layer."""
+        return parallel_state.get_tensor_model_parallel_group()
+
+    @property
+    def pp_group(self) -> ProcessGroup:
+        """The ranks that hold the other layers."""
+        return parallel_state.get_pipeline_model_parallel_group()
+
+    @property
+    def cp_group(self) -> ProcessGroup:
+        """The ranks that hold the other parts of each sequence."""
+        return parallel_state.get_context_parallel_group()
+
+    @property
+    def dp_group(self) -> ProcessGroup:
+        """The ranks that hold the other rows of a batch."""
+        return parallel_state.get_data_parallel_group()
+
+    @property
+    def tp_rank(self) -> int:
+        """Which part of each layer this rank holds."""
+        return parallel_state.get_tensor_model_parallel_rank()
+
+    @property
+    def pp_rank(self) -> int:
+        """Which layers this rank holds."""
+        return parallel_state.get_pipeline_model_parallel_rank()
+
+    @property
+    def cp_rank(self) -> int:
+        """Which part of each sequence this rank holds."""
+        return parallel_state.get_context_parallel_rank()
+
+    @property
+    def dp_rank(self) -> int:
+        """Which shard of a batch this rank takes."""
+        return parallel_state.get_data_parallel_rank()
+
+    @property
+    def dp_size(self) -> int:
+        """Into how many shards a batch is cut."""
+        return parallel_state.get_data_parallel_world_size()
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank holds the head."""
+        return self.pp_rank == self.pp_size - 1
+
+    @property
+    def last_stage_rank(self) -> int:
+        """The global rank that holds the head of this rank's pipeline."""
+        return parallel_state.get_pipeline_model_parallel_last_rank()
+
+    @property
+    def shares(self) -> Shares:
+        """The ranks of this stage over which a mini-batch adds up."""
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        return Shares(group.size(), self.cp_size, self.device, group)
+
+
+def current_device() -> torch.device:
+    """Return the device of this process, with its index where it has one."""
+    name = get_device_name()
+    return torch.device(name) if name == "cpu" else torch.device(name, int(get_device_id()))
+
+
+def make_layout(config: "McoreEngineConfig") -> Layout:
+    """Lay the ranks out, or join the layout that this process has.
+
+    Raises: ValueError when the sizes do not divide the ranks, or another engine of this process has other sizes.
+    """
+    if not dist.is_initialized():
+        dist.init_process_group(get_process_group_backend(), store=dist.HashStore(), rank=0, world_size=1)
+    world_size = dist.get_world_size()
+    sizes = {
+        "tensor_model_parallel_size": config.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": config.pipeline_model_parallel_size,
+        "context_parallel_size": config.context_parallel_size,
+        "expert_model_parallel_size": config.expert_model_parallel_size,
+    }
+    tp, pp, cp, ep = sizes.values()
+    if world_size % (tp * pp * cp):
+        raise ValueError(
+            f"megatron.tensor_model_parallel_size={tp} x pipeline_model_parallel_size={pp} x "
+            f"context_parallel_size={cp} must divide the {world_size} workers"
+        )
+    if parallel_state.model_parallel_is_initialized():
+        _same_layout(sizes)
+        parallel_state.set_virtual_pipeline_model_parallel_world_size(config.virtual_pipeline_model_parallel_size)
+    else:
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=tp,
+            pipeline_model_parallel_size=pp,
+            virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
+            context_parallel_size=cp,
+            expert_model_parallel_size=ep,
+            expert_tensor_parallel_size=config.expert_tensor_parallel_size,
+            create_gloo_process_groups=False,
+        )
+        model_parallel_cuda_manual_seed(config.seed)
+    return Layout(
+        dist.get_rank(), world_size, current_device(), tp, pp, cp, config.virtual_pipeline_model_parallel_size or 1
+    )
+
+
+def _same_layout(sizes: dict[str, int]) -> None:
+    have = {
+        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
+        "context_parallel_size": parallel_state.get_context_parallel_world_size(),
+        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+    }
+    other = {key: size for key, size in sizes.items() if have[key] != size}
+    if other:
+        found = ", ".join(f"megatron.{key}={size}, which is {have[key]} there" for key, size in other.items())
+        raise ValueError(
+            f"roles that share a process share one layout, and another one was built first: {found}; write the same "
+            "sizes for all roles"
+        )

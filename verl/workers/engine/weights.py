@@ -1,0 +1,97 @@
+"""What every engine needs to fill its parameters: a checkpoint's tensors in parts, and new heads."""
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl.utils.model import text_config_of
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+
+class CheckpointError(ValueError, RuntimeError):
+    """The weights of ``model.path`` cannot be used."""
+
+
+class SafetensorsReader:
+    """The tensors of a checkpoint folder, read one slice at a time."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self._open_files: dict[str, Any] = {}
+        index = os.path.join(folder, INDEX_FILE)
+        if os.path.exists(index):
+            with open(index) as file:
+                self.files: dict[str, str] = json.load(file)["weight_map"]
+        else:
+            self.files = dict.fromkeys(self._open(SINGLE_FILE).keys(), SINGLE_FILE)
+
+    @staticmethod
+    def serves(folder: str) -> bool:
+        """Whether the folder holds safetensors under the usual names."""
+        return any(os.path.exists(os.path.join(folder, name)) for name in (INDEX_FILE, SINGLE_FILE))
+
+    def names(self) -> set[str]:
+        """Return the names of all tensors."""
+        return set(self.files)
+
+    def read(self, name: str, shape: Sequence[int], part: slice | tuple[slice, ...]) -> Tensor:
+        """Return rows, or a part of the leading dims, of a tensor whose whole shape must be ``shape``.
+
+        Raises: CheckpointError naming the tensor or file.
+        """
+        stored = self._open(self.files[name]).get_slice(name)
+        if tuple(stored.get_shape()) != tuple(shape):
+            raise CheckpointError(
+                f"tensor {name!r} in {os.path.join(self.folder, self.files[name])} has shape "
+                f"{tuple(stored.get_shape())}, the model of its config.json needs {tuple(shape)}"
+            )
+        tensor: Tensor = stored[part] if shape and part != () else self._open(self.files[name]).get_tensor(name)
+        return tensor
+
+    def _open(self, file: str) -> Any:
+        from safetensors import SafetensorError, safe_open
+
+        path = os.path.join(self.folder, file)
+        if file not in self._open_files:
+            try:
+                self._open_files[file] = safe_open(path, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(
+                    f"cannot read the weights file {path}: {error}. It is missing, truncated or not safetensors; "
+                    "copy or download the checkpoint again"
+                ) from error
+        return self._open_files[file]
+
+
+# New weights
+
+DTYPES = {
+    "fp32": torch.float32, "float32": torch.float32,
+    "bf16": torch.bfloat16, "bfloat16": torch.bfloat16,
+    "fp16": torch.float16, "float16": torch.float16,
+}  # fmt: skip
+
+HEAD = "score."
+"""Prefix of the value head, which a causal checkpoint does not hold."""
+
+
+def tensor_seed(seed: int, name: str) -> int:
+    """Return a seed that depends on nothing but the engine's seed and the name of a tensor."""
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def new_head(name: str, shape: torch.Size, seed: int, hf_config: Any) -> Tensor:
+    """Return a tensor of a new value head, the same on every layout and engine: from the seed and its name."""
+    if name.endswith("bias"):
+        return torch.zeros(shape)
+    generator = torch.Generator().manual_seed(tensor_seed(seed, name))
+    std = getattr(text_config_of(hf_config), "initializer_range", 0.02)
+    return torch.randn(shape, generator=generator) * std
