@@ -55,6 +55,7 @@ def test_the_older_tree_is_moved(trees):
         ("sft_trainer", {"data.micro_batch_size": 8}, "data.micro_batch_size", "micro_batch_size_per_gpu"),
         ("sft_trainer", {"data.micro_batch_size_per_gpu": 3}, "data.micro_batch_size_per_gpu", "128 rows"),
         ("sft_trainer_engine", {"data.train_batch_size": 3}, "data.train_batch_size", "multiple of the 2"),
+        ("sft_trainer_engine", {"engine.strategy": "megatron"}, "engine.strategy", "fsdp, fsdp2"),
         ("sft_trainer_engine", {"data.pad_mode": "left"}, "data.pad_mode", "no_padding, right"),
         ("sft_trainer_engine", {"trainer.save_freq": "often"}, "trainer.save_freq", "after_each_epoch"),
         ("sft_trainer_engine", {"optim.lr": -1.0}, "optim.lr", "0 or more"),

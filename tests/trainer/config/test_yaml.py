@@ -98,6 +98,16 @@ def test_yaml_and_dataclasses_have_the_same_defaults(composed, name):
     assert seen > {"ppo_trainer": 150, "sft_trainer_engine": 40, "generation": 20}[name]
 
 
+@pytest.mark.parametrize("group", ["engine", "optim"])
+def test_groups_of_megatron_have_the_defaults_of_their_dataclasses(composed, group):
+    written = OmegaConf.to_container(composed(f"{group}=megatron", name="sft_trainer_engine", base=False)[group])
+    for field in fields(get_class(written.pop("_target_"))):
+        if field.name not in ("_target_", "grad_clip"):
+            default = field.default if field.default is not MISSING else field.default_factory()
+            assert written.pop(field.name) == (list(default) if isinstance(default, tuple) else default), field.name
+    assert written == {}
+
+
 def test_every_node_can_be_built(composed):
     config = composed()
     for path, _ in _target_nodes(OmegaConf.to_container(config, resolve=False)):

@@ -88,8 +88,8 @@ def loss_fn(output: dict[str, Tensor], rows: DataProto) -> tuple[list[Sum], dict
 # What plain transformers and torch make of it
 
 
-def reference_step(model: Any, value_model: bool = False) -> dict[str, Any]:
-    """One padded forward of all rows at once, the loss by its definition, clipping and AdamW by torch."""
+def reference_loss(model: Any, value_model: bool = False) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    """One padded forward of all rows at once and the loss by its definition: (loss, outputs, metrics)."""
     data = tensors()
     mask = data["response_mask"]
     logits = model(
@@ -111,6 +111,12 @@ def reference_step(model: Any, value_model: bool = False) -> dict[str, Any]:
         mean_entropy = (entropy.sum(-1) / mask.sum(-1)).mean()
         total = loss - 0.1 * mean_entropy
         metrics = {"loss": loss, "entropy": mean_entropy, "largest": chosen.abs().max()}
+    return total, output, metrics
+
+
+def reference_step(model: Any, value_model: bool = False) -> dict[str, Any]:
+    """Differentiate the loss, clip and take a step of AdamW, all by torch."""
+    total, output, metrics = reference_loss(model, value_model)
     trained = [p for p in model.parameters() if p.requires_grad]
     total.backward()
     norm = torch.nn.utils.clip_grad_norm_(trained, 1.0)
@@ -122,8 +128,8 @@ def reference_step(model: Any, value_model: bool = False) -> dict[str, Any]:
     }
 
 
-def value_reference(folder: Path, head: dict[str, Tensor]) -> Any:
-    config = tiny_config(num_labels=1, classifier_dropout=0.0)
+def value_reference(folder: Path, head: dict[str, Tensor], **changes: Any) -> Any:
+    config = tiny_config(num_labels=1, classifier_dropout=0.0, **changes)
     model = Qwen2ForTokenClassification.from_pretrained(folder, config=config)
     model.load_state_dict(head, strict=False)
     return model.train()

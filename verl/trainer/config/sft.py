@@ -113,6 +113,7 @@ def _batch_rules(tree: Mapping[str, Any], world_size: int) -> Iterator[Violation
 
 
 CHOICES = {
+    "engine.strategy": ("fsdp", "fsdp2"),
     "data.truncation": ("error", "left", "right", "middle"),
     "data.pad_mode": ("no_padding", "right"),
     "trainer.resume_mode": ("auto", "disable", "resume_path"),

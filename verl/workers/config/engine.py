@@ -57,6 +57,11 @@ class FSDPEngineConfig(BaseConfig):
                 yield Violation(f"mixed_precision.{key}", dtype, f"must be one of {', '.join(DTYPES)}")
 
 
+def _default_transformer_overrides() -> dict[str, Any]:
+    names = ("recompute_granularity", "recompute_method", "recompute_num_layers")
+    return dict.fromkeys(names) | {"recompute_modules": ["core_attn"], "attention_backend": "flash"}
+
+
 @dataclass
 class McoreEngineConfig(BaseConfig):
     """One Megatron-Core engine."""
@@ -79,7 +84,7 @@ class McoreEngineConfig(BaseConfig):
     seed: int = 42
     dtype: str | None = None
     override_ddp_config: dict[str, Any] = field(default_factory=dict)
-    override_transformer_config: dict[str, Any] = field(default_factory=dict)
+    override_transformer_config: dict[str, Any] = field(default_factory=_default_transformer_overrides)
     override_mcore_model_config: dict[str, Any] = field(default_factory=dict)
     use_mbridge: bool = False
     forward_only: bool = False

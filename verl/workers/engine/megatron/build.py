@@ -8,7 +8,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from torch import Tensor
 
 from verl.models.mcore.families import HEAD_NAMES
-from verl.models.mcore.gpt import global_rules, hf_to_mcore_config, init_mcore_model
+from verl.models.mcore.gpt.build import global_rules, hf_to_mcore_config, init_mcore_model
 from verl.models.mcore.weights import Rule, Shard
 from verl.workers.engine.megatron.layout import Layout
 from verl.workers.engine.weights import DTYPES, CheckpointError, SafetensorsReader, new_head
@@ -61,6 +61,9 @@ class ModelBuilder:
     def _refuse(self) -> None:
         if self.model_config.lora_rank:
             raise ValueError(f"model.lora_rank={self.model_config.lora_rank} is not supported with strategy=megatron")
+        for key in ("param_offload", "grad_offload", "optimizer_offload"):
+            if getattr(self.engine_config, key) and self.layout.device.type != "cpu":
+                raise ValueError(f"megatron.{key}=true is not supported yet: write false")
         for name in ("num_attention_heads", "num_key_value_heads"):
             heads = getattr(self.hf_config, name)
             if heads % self.layout.tp_size:

@@ -1,6 +1,6 @@
 """Weights out of any layout under checkpoint names, one tensor at a time."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,16 +13,22 @@ from verl.workers.engine.megatron.layout import Layout
 
 
 def exported_weights(
-    models: Sequence[Any], hf_config: Any, is_value_model: bool, layout: Layout
+    models: Sequence[Any],
+    hf_config: Any,
+    is_value_model: bool,
+    layout: Layout,
+    of: Callable[[torch.nn.Parameter], Tensor] = torch.Tensor.detach,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (checkpoint name, full tensor): the embedding, the layers by number, the last norm, the head; collective.
+
+    ``of`` says what of a parameter is exported: itself, or its gradient.
 
     A tensor moves from the stage that holds it to the others as one part per tensor-parallel rank, and only then the
     parts are put together. What every rank holds is not gathered, and a tied head comes once, as the embedding.
     """
     own = {named[0]: named for model in models for named in named_parameters(model, hf_config, is_value_model)}
     for name, source in _owners(own, layout).items():
-        rule, names, part = _share(own.get(name), source, layout)
+        rule, names, part = _share(own.get(name), of, source, layout)
         yield from zip(names, rule.export(_gather(part, rule, layout)), strict=True)
 
 
@@ -51,20 +57,20 @@ def _order(name: str) -> tuple[int, int, str]:
     return (2, 0, name)
 
 
-def _share(named: NamedParameter | None, source: int, layout: Layout) -> tuple[Rule, tuple[str, ...], Tensor]:
+def _share(
+    named: NamedParameter | None, of: Callable[[torch.nn.Parameter], Tensor], source: int, layout: Layout
+) -> tuple[Rule, tuple[str, ...], Tensor]:
     """Send one stage's part of a tensor to the same part of the others."""
     if layout.pp_size == 1:
         assert named is not None
-        return named[1], named[2], named[3].detach()
+        return named[1], named[2], of(named[3])
     sends = layout.pp_rank == source and named is not None
     root = dist.get_global_rank(layout.pp_group, source)
-    box: list[Any] = [(named[1], named[2], named[3].shape, named[3].dtype) if sends and named is not None else None]
+    own = of(named[3]).contiguous() if sends and named is not None else None
+    box: list[Any] = [(named[1], named[2], own.shape, own.dtype) if own is not None and named is not None else None]
     dist.broadcast_object_list(box, src=root, group=layout.pp_group)
     rule, names, shape, dtype = box[0]
-    if sends and named is not None:
-        part = named[3].detach().contiguous()
-    else:
-        part = torch.empty(shape, dtype=dtype, device=layout.device)
+    part = torch.empty(shape, dtype=dtype, device=layout.device) if own is None else own
     dist.broadcast(part, src=root, group=layout.pp_group)
     return rule, names, part
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from verl.models.mcore.layer_spec import PackedRowParams
+from verl.models.mcore.gpt.layer_spec import PackedRowParams
 from verl.models.transformers.attention import PackedSequences
 from verl.utils.megatron.tensor_parallel import vocab_parallel_log_probs_and_entropy
 from verl.utils.ulysses import all_gather_tensor

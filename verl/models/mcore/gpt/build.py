@@ -1,4 +1,4 @@
-"""From a Hugging Face configuration to the chunks of a ``GPTModel`` on this rank. Imports Megatron-Core."""
+"""From a Hugging Face configuration to the chunks of a ``GPTModel`` on this rank."""
 
 import importlib.util
 from typing import TYPE_CHECKING, Any
@@ -12,8 +12,8 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from verl.models.mcore.families import LAYER, find_family, outer_rules, rope_arguments
-from verl.models.mcore.heads import PositionPicker, ValueHead
-from verl.models.mcore.layer_spec import torch_block_spec
+from verl.models.mcore.gpt.heads import PositionPicker, ValueHead
+from verl.models.mcore.gpt.layer_spec import torch_block_spec
 from verl.models.mcore.weights import Rule
 from verl.utils.device import get_device_name
 from verl.utils.megatron.tensor_parallel import padded_vocab_size

@@ -1,7 +1,7 @@
 """The layers of a ``GPTModel`` in plain torch, where Transformer Engine is not there to provide them.
 
 Megatron-Core's own local layers know neither packed sequences nor context parallelism nor, in their RMSNorm, sequence
-parallelism. These know all three. Imports Megatron-Core.
+parallelism. These know all three.
 """
 
 import copy

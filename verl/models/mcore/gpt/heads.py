@@ -1,4 +1,4 @@
-"""What stands behind the last layer of a ``GPTModel``. Imports Megatron-Core."""
+"""What stands behind the last layer of a ``GPTModel``."""
 
 from typing import Any
 

@@ -1,0 +1,69 @@
+"""Log-probabilities and entropies of a sharded vocabulary against torch on the whole one.
+
+Several ranks are covered by the engine's contract suite; here one rank holds all columns, with padding behind them.
+"""
+
+import pytest
+import torch
+
+from verl.utils.log_probs import log_probs_and_entropy
+from verl.utils.megatron import tensor_parallel
+from verl.utils.megatron.tensor_parallel import vocab_parallel_entropy, vocab_parallel_log_probs_and_entropy
+
+ROWS, VOCAB = 7, 11
+
+
+def logits(dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype) * 3
+
+
+LABELS = torch.arange(ROWS) % VOCAB
+
+
+@pytest.mark.parametrize("chunk_elements", [1, 1 << 20])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("inplace", [True, False])
+def test_values_and_gradients(
+    monkeypatch: pytest.MonkeyPatch, chunk_elements: int, temperature: float, inplace: bool
+) -> None:
+    monkeypatch.setitem(tensor_parallel.CHUNK_ELEMENTS, "cpu", chunk_elements)
+    weights = torch.linspace(-1, 1, 2 * ROWS, dtype=torch.float64).view(2, ROWS)
+    gradients, values = [], []
+    for function in (_plain, _ours):
+        leaf = logits().requires_grad_()
+        log_probs, entropy = function(leaf, temperature, inplace)
+        ((log_probs * weights[0]).sum() + (entropy * weights[1]).sum()).backward()
+        gradients.append(leaf.grad)
+        values.append(torch.stack([log_probs, entropy]).detach())
+    torch.testing.assert_close(values[1], values[0], atol=1e-12, rtol=1e-10)
+    torch.testing.assert_close(gradients[1], gradients[0], atol=1e-12, rtol=1e-10)
+
+
+def _plain(leaf: torch.Tensor, temperature: float, inplace: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    log_p = torch.log_softmax(leaf / temperature, -1)
+    return log_p.gather(-1, LABELS.unsqueeze(-1)).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
+
+
+def _ours(leaf: torch.Tensor, temperature: float, inplace: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    return vocab_parallel_log_probs_and_entropy(
+        leaf * 1.0, LABELS, temperature, entropy="grad", inplace_backward=inplace
+    )
+
+
+def test_half_precision_and_infinite_logits() -> None:
+    half = logits(torch.bfloat16)
+    half[:, -1] = -torch.inf
+    found, entropy = vocab_parallel_log_probs_and_entropy(half, LABELS, 0.9, entropy="value")
+    expected, expected_entropy = log_probs_and_entropy(half, LABELS, 0.9, entropy="value")
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(entropy, expected_entropy, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(vocab_parallel_entropy(logits()), _plain(logits(), 1.0, True)[1])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"entropy": "yes"}, "'yes'"), ({"temperature": 0.0}, "positive"), ({"vocab_size": 12}, "12 tokens")],
+)
+def test_wrong_requests_are_named(changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        vocab_parallel_log_probs_and_entropy(logits(), LABELS, **changes)

@@ -1,0 +1,201 @@
+"""The cases of the engine contract on Megatron-Core: the same batch, losses and references as for FSDP."""
+
+import importlib
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.workers.engine import cases, real_losses
+from verl.workers.config import CheckpointConfig, McoreEngineConfig, McoreOptimizerConfig
+from verl.workers.engine import BaseEngine, EngineRegistry
+
+STEPS = 3
+SMOOTH = {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-3}
+"""AdamW of which a step is a smooth function of the gradient, and whose decay shows within three steps."""
+
+LAYERS = {"num_hidden_layers": 4}
+TP, PP, CP = ({f"{axis}_parallel_size": 2} for axis in ("tensor_model", "pipeline_model", "context"))
+VPP = PP | {"virtual_pipeline_model_parallel_size": 2}
+LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
+    1: {"one": {}, "one, plain optimizer": {"use_distributed_optimizer": False}},
+    2: {
+        "tp 2, sequence parallel": TP,
+        "tp 2": TP | {"sequence_parallel": False, "use_distributed_optimizer": False},
+        "pp 2": PP,
+        "pp 2 x 2 virtual": VPP,
+        "cp 2": CP | {"use_distributed_optimizer": False},
+        "dp 2": {},
+        "dp 2, plain optimizer": {"use_distributed_optimizer": False},
+    },
+    4: {
+        "tp 2 pp 2": TP | PP,
+        "tp 2 pp 2 x 2 virtual": TP | VPP,
+        "tp 2 dp 2": TP,
+        "pp 2 dp 2": PP,
+        "cp 2 dp 2": CP,
+        "tp 2 cp 2": TP | CP,
+        "pp 2 cp 2": PP | CP,
+        "dp 4": {},
+    },
+}
+
+RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+LONG = {"worlds": (1, 4)}
+CASES: dict[str, dict[str, Any]] = {
+    "micro 1": LONG | {"cut": cases.MICRO[1]},
+    "dynamic, uneven shards": {"cut": cases.dynamic(20), "uneven": True},
+    "recompute": LONG | {"cut": cases.MICRO[3], "engine": {"override_transformer_config": RECOMPUTE}},
+    "qwen3": {"cut": cases.MICRO[2], "folder": "qwen3"},
+    "tied": {"cut": cases.MICRO[4], "folder": "tied"},
+    "value": {"cut": cases.MICRO[3], "kind": "value_model"},
+}
+
+
+def write_models(root: Path) -> None:
+    cases.write_model(root / "plain", **LAYERS)
+    cases.write_model(root / "tied", tie_word_embeddings=True, **LAYERS)
+    write_qwen3(root / "qwen3")
+
+
+def write_qwen3(folder: Path) -> None:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    values = cases.tiny_config(**LAYERS).to_dict()
+    torch.manual_seed(8)
+    model = Qwen3ForCausalLM(Qwen3Config(**{key: values[key] for key in SHARED}, head_dim=24))
+    for parameter in model.parameters():
+        parameter.data.normal_(0.0, 0.08)
+    model.save_pretrained(folder)
+
+
+SHARED = (
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size",
+    "vocab_size", "tie_word_embeddings", "pad_token_id", "bos_token_id", "eos_token_id",
+)  # fmt: skip
+
+
+def load(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+def build(
+    folder: Path, engine: dict[str, Any], kind: str = "language_model", optimizer: dict[str, Any] | None = None
+) -> BaseEngine:
+    built = EngineRegistry.new(
+        kind,
+        "megatron",
+        model_config=cases.model_config(folder),
+        engine_config=McoreEngineConfig(**engine),
+        optimizer_config=McoreOptimizerConfig(
+            **({"lr": cases.LR, "weight_decay": 0.01, "clip_grad": 1.0} | (optimizer or {}))
+        ),
+        checkpoint_config=CheckpointConfig(),
+    )
+    built.initialize()
+    return built
+
+
+def gradients(engine: Any) -> dict[str, Tensor]:
+    """Map the gradient of every parameter back to checkpoint names."""
+    from verl.workers.engine.megatron.export import exported_weights
+
+    stream = exported_weights(
+        engine.models, engine.hf_config, engine.is_value_model, engine.layout, of=lambda p: p.main_grad
+    )
+    return {name: tensor.clone() for name, tensor in stream}
+
+
+def real_loss(engine: Any, kind: str, rows: list[int], cut: dict[str, Any]) -> dict[str, Any]:
+    """Return metrics, norm and whole gradient of the loss of a role; the gradient where each rank holds all of it."""
+    with engine.train_mode():
+        engine.optimizer_zero_grad()
+        metrics = engine.forward_backward_batch(real_losses.batch(rows, **cut), real_losses.LOSSES[kind])
+        whole = engine.layout.shares.size == 1 or not engine.engine_config.use_distributed_optimizer
+        found = gradients(engine) if whole else None
+        engine.optimizer.prepare_grads()
+        norm = float(engine.optimizer.get_grad_norm())
+    return {"metrics": metrics, "gradients": found, "norm": norm}
+
+
+def run_case(folder: Path, layout: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
+    """Infer, differentiate the loss of the role, take one step, and export the weights before and after."""
+    kind = case.get("kind", "language_model")
+    engine = build(folder / case.get("folder", "plain"), layout | case.get("engine", {}), kind)
+    rows = cases.rows_of(engine, case.get("uneven", False))
+    result: dict[str, Any] = {"rows": rows, "before": cases.export(engine)}
+    with engine.eval_mode():
+        result["output"] = engine.infer_batch(cases.batch(rows, **case["cut"]))
+    result["real loss"] = real_loss(engine, kind, rows, case["cut"])
+    with engine.train_mode():
+        result["metrics"] = engine.train_batch(cases.batch(rows, **case["cut"]), cases.loss_fn)
+        result["lr"] = engine.lr_scheduler_step()
+    result["weights"] = cases.export(engine)
+    result["version"] = engine.weights_version
+    return result
+
+
+def three_steps(folder: Path, layout: dict[str, Any]) -> dict[str, Any]:
+    """Take steps that a decay of norms and biases, or a lost moment, would show."""
+    overrides = {"adam_eps": SMOOTH["eps"]}
+    engine = build(
+        folder / "plain",
+        layout,
+        optimizer={name: SMOOTH[name] for name in ("lr", "weight_decay", "betas")}
+        | {"override_optimizer_config": overrides},
+    )
+    rows = cases.rows_of(engine, False)
+    with engine.train_mode():
+        metrics = [engine.train_batch(cases.batch(rows, **cases.MICRO[2]), cases.loss_fn) for _ in range(STEPS)]
+    return {"metrics": metrics, "weights": cases.export(engine)}
+
+
+def reference_three_steps(folder: Path) -> dict[str, Any]:
+    """The same by torch: matrices are decayed, norms and biases are not."""
+    model = load(folder / "plain")
+    parameters = dict(model.named_parameters())
+    matrices = [p for p in parameters.values() if p.dim() > 1]
+    vectors = [p for p in parameters.values() if p.dim() == 1]
+    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, **SMOOTH)
+    metrics = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        total, _, values = cases.reference_loss(model)
+        total.backward()
+        norm = torch.nn.utils.clip_grad_norm_(list(parameters.values()), 1.0)
+        optimizer.step()
+        metrics.append({name: value.item() for name, value in values.items()} | {"grad_norm": norm.item()})
+    return {"metrics": metrics, "weights": {name: p.detach().clone() for name, p in parameters.items()}}
+
+
+def run_layouts(rank: int, world_size: int, folder: Path, store: str, alone: bool) -> None:
+    """Run every case of every layout on one rank and save what came out; ``alone`` has rank 0 run world 1 before."""
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    if alone and rank == 0:
+        run_world(0, 1, folder)
+        dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    run_world(rank, world_size, folder)
+
+
+def run_world(rank: int, world_size: int, folder: Path) -> None:
+    importlib.import_module("verl.workers.engine.megatron")  # which prepares Megatron-Core for the CPU
+    from megatron.core import parallel_state
+
+    results: dict[str, dict[str, Any]] = {}
+    for name, layout in LAYOUTS[world_size].items():
+        chosen = {case: each for case, each in CASES.items() if world_size in each.get("worlds", LAYOUTS)}
+        parts = {case: partial(run_case, folder, layout, settings) for case, settings in chosen.items()}
+        parts["three steps"] = partial(three_steps, folder, layout)
+        results[name] = {case: run() for case, run in parts.items()}
+        parallel_state.destroy_model_parallel()
+    torch.save(results, folder / f"world_{world_size}_rank_{rank}.pt")

@@ -1,0 +1,134 @@
+"""The Megatron-Core engine against plain transformers and torch, on every layout: the contract of the FSDP engine.
+
+Tolerances are those of ``test_engine_contract.py``, whose assertions and references these are. World 1 and 2 run in
+CI, world 4 with ``--full``.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks import Ranks
+from tests.workers.engine import cases, megatron_cases, real_losses
+from tests.workers.engine.test_engine_contract import assert_output, assert_step
+
+pytest.importorskip("megatron.core", reason="the extra mcore is not installed")
+
+
+def of_every_layout(names: Iterable[str]) -> list[Any]:
+    """Parameters ``world, layout, name`` of the cases that run there."""
+    return [
+        pytest.param(world, layout, name, marks=[pytest.mark.full] if world == 4 else [])
+        for world, layouts in megatron_cases.LAYOUTS.items()
+        for layout in layouts
+        for name in names
+        if world in megatron_cases.CASES.get(name, {}).get("worlds", megatron_cases.LAYOUTS)
+    ]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("megatron")
+    megatron_cases.write_models(root)
+    return root
+
+
+class Results:
+    """What the ranks of a world found, run when first asked for; rank 0 of world 2 runs world 1 as well."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._found: dict[int, list[Any]] = {}
+
+    def __call__(self, world: int, layout: str) -> list[dict[str, Any]]:
+        if world not in self._found:
+            self._run(max(world, 2))
+        return [rank[layout] for rank in self._found[world]]
+
+    def _run(self, started: int) -> None:
+        store, alone = str(self.folder / f"store_{started}"), started == 2
+        Ranks(megatron_cases.run_layouts, (started, self.folder, store, alone), started).join()
+        for world in (1, 2) if alone else (started,):
+            files = [self.folder / f"world_{world}_rank_{rank}.pt" for rank in range(world)]
+            self._found[world] = [torch.load(file) for file in files]
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> Results:
+    return Results(folder)
+
+
+@pytest.fixture(scope="module")
+def references(folder: Path) -> dict[str, Any]:
+    names = ("plain", "tied", "qwen3")
+    return {name: cases.reference_step(megatron_cases.load(folder / name)) for name in names}
+
+
+@pytest.fixture(scope="module")
+def real_references(folder: Path) -> dict[str, Any]:
+    names = ("plain", "tied", "qwen3")
+    return {name: real_losses.reference(megatron_cases.load(folder / name), "language_model") for name in names}
+
+
+def assert_real_loss(parts: list[dict[str, Any]], expected: dict[str, Any]) -> None:
+    for part in parts:
+        found = part["real loss"]
+        assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-5, abs=1e-6)
+        assert found["norm"] == pytest.approx(expected["norm"], rel=1e-5)
+        if found["gradients"] is not None:
+            assert found["gradients"].keys() == expected["gradients"].keys()
+            for name, gradient in found["gradients"].items():
+                torch.testing.assert_close(gradient, expected["gradients"][name], atol=1e-5, rtol=1e-5, msg=name)
+
+
+POLICIES = [name for name, case in megatron_cases.CASES.items() if "kind" not in case]
+
+
+@pytest.mark.parametrize(("world", "layout", "name"), of_every_layout(POLICIES))
+def test_equals_plain_transformers(
+    results: Results, references: Any, real_references: Any, world: int, layout: str, name: str
+) -> None:
+    parts = [rank[name] for rank in results(world, layout)]
+    model = megatron_cases.CASES[name].get("folder", "plain")
+    assert_output(parts, references[model]["output"])
+    assert_step(parts, references[model])
+    assert_real_loss(parts, real_references[model])
+
+
+@pytest.mark.parametrize(("world", "layout", "name"), of_every_layout(["value"]))
+def test_value_head(results: Results, folder: Path, world: int, layout: str, name: str) -> None:
+    parts = [rank[name] for rank in results(world, layout)]
+    head = {n: t for n, t in parts[0]["before"].items() if n.startswith("score")}
+    assert set(head) == {"score.weight", "score.bias"} and head["score.weight"].std() > 0.01
+    model = cases.value_reference(folder / "plain", head, **megatron_cases.LAYERS)
+    expected = cases.reference_step(model, value_model=True)
+    assert_output(parts, expected["output"])
+    assert_step(parts, expected)
+    again = cases.value_reference(folder / "plain", head, **megatron_cases.LAYERS)
+    assert_real_loss(parts, real_losses.reference(again, "value_model"))
+
+
+@pytest.mark.parametrize(("world", "layout", "name"), of_every_layout(["three steps"]))
+def test_three_steps_of_adamw(results: Results, folder: Path, world: int, layout: str, name: str) -> None:
+    expected = megatron_cases.reference_three_steps(folder)
+    for rank in results(world, layout):
+        for found, wanted in zip(rank[name]["metrics"], expected["metrics"], strict=True):
+            assert found == pytest.approx(wanted, rel=1e-4, abs=1e-5)
+        for key, tensor in rank[name]["weights"].items():
+            torch.testing.assert_close(tensor, expected["weights"][key], atol=2e-6, rtol=1e-5, msg=key)
+
+
+@pytest.mark.parametrize(("world", "layout", "name"), of_every_layout(["dynamic, uneven shards", "tied", "qwen3"]))
+def test_exports_what_save_pretrained_writes(
+    results: Results, folder: Path, world: int, layout: str, name: str
+) -> None:
+    from safetensors.torch import load_file
+
+    stored = load_file(folder / megatron_cases.CASES[name].get("folder", "plain") / "model.safetensors")
+    for rank in results(world, layout):
+        exported = rank[name]["before"]
+        assert set(exported) == set(stored)
+        assert all(torch.equal(exported[n], stored[n]) for n in stored)

@@ -1,0 +1,42 @@
+"""The parts of packed rows that ranks hold: together they are the rows, each position once, in zigzag order."""
+
+import pytest
+import torch
+
+from tests.workers.engine import cases
+from verl.workers.engine.micro_batch import pack_rows
+
+pytest.importorskip("megatron.core", reason="the extra mcore is not installed")
+
+
+@pytest.mark.parametrize(("cp_size", "tp_multiple"), [(1, 1), (1, 2), (2, 1), (2, 2), (3, 2)])
+def test_every_position_is_held_once(cp_size: int, tp_multiple: int) -> None:
+    from verl.workers.engine.megatron.packing import share_of
+
+    batch = cases.tensors()
+    names = ("input_ids", "attention_mask", "position_ids", "response_mask")
+    packed = pack_rows(*(batch[name] for name in names))
+    shares = [share_of(packed, cp_size, rank, tp_multiple) for rank in range(cp_size)]
+    targets = torch.cat([share.target for share in shares])
+    assert sorted(targets.tolist()) == sorted(packed.target.tolist())
+    for share in shares:
+        width = share.input_ids.shape[1]
+        assert width * cp_size == sum(share.lengths) and width % tp_multiple == 0
+        assert cp_size == 1 or all(length % (2 * cp_size) == 0 for length in share.lengths)
+        for place, label, target in zip(share.keep, share.labels, share.target, strict=True):
+            (at,) = (packed.target == target).nonzero().squeeze(1).tolist()
+            assert label == packed.labels[at] and share.input_ids[0, place] == packed.input_ids[0, packed.keep[at]]
+
+
+def test_zigzag_of_one_sequence() -> None:
+    """Rank 0 of 2 holds the first and the last quarter of an aligned sequence, rank 1 what is between."""
+    from verl.workers.engine.megatron.packing import share_of
+
+    ids = torch.arange(10, 17).unsqueeze(0)
+    ones, asked = torch.ones_like(ids), torch.zeros(1, 3, dtype=torch.long)
+    packed = pack_rows(ids, ones, ones.cumsum(-1) - 1, asked)
+    assert [share_of(packed, 2, rank, 1).input_ids[0].tolist() for rank in (0, 1)] == [
+        [10, 11, 16, 0],
+        [12, 13, 14, 15],
+    ]
+    assert share_of(packed, 2, 0, 1).keep.tolist() == [0]  # nothing is asked

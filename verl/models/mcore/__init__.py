@@ -1,0 +1,28 @@
+"""Hugging Face models on Megatron-Core: families, weights in both directions, and the model itself."""
+
+from typing import Any
+
+from verl.models.mcore.families import Family, UnsupportedModelError, register_family, supported_architectures
+
+_NEED_MEGATRON = ("hf_to_mcore_config", "init_mcore_model")
+
+__all__ = [
+    "Family",
+    "UnsupportedModelError",
+    "hf_to_mcore_config",
+    "init_mcore_model",
+    "register_family",
+    "supported_architectures",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import Megatron-Core only for those who ask for what needs it."""
+    if name not in _NEED_MEGATRON:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from verl.utils.megatron import cpu_support
+
+    cpu_support.install()
+    from verl.models.mcore.gpt import build
+
+    return getattr(build, name)
