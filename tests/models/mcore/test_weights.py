@@ -14,21 +14,20 @@ def tensor(*shape: int) -> Tensor:
     return torch.arange(float(torch.Size(shape).numel())).view(shape) + 100 * len(shape)
 
 
+def query_key_value(*rest: int) -> dict[str, Tensor]:
+    heads = {"q": HEADS, "k": GROUPS, "v": GROUPS}
+    return {name: tensor(count * DIM, *rest) + 200 * at for at, (name, count) in enumerate(heads.items())}
+
+
 RULES: list[tuple[Rule, dict[str, Tensor]]] = [
     (Whole("norm"), {"norm": tensor(WIDTH)}),
     (Columns("fc", 8), {"fc": tensor(8, WIDTH)}),
     (Rows("out", 8), {"out": tensor(WIDTH, 8)}),
     (Vocabulary("embed", 7), {"embed": tensor(7, WIDTH)}),
     (Stacked(("gate", "up"), 6), {"gate": tensor(6, WIDTH), "up": tensor(6, WIDTH) + 50}),
-    (
-        QueryKeyValue("q", "k", "v", HEADS, GROUPS, DIM),
-        {name: tensor(n * DIM, WIDTH) + add for name, n, add in (("q", HEADS, 0), ("k", GROUPS, 200), ("v", GROUPS, 300))},
-    ),
-    (
-        QueryKeyValue("q", "k", "v", HEADS, GROUPS, DIM),
-        {name: tensor(n * DIM) + add for name, n, add in (("q", HEADS, 0), ("k", GROUPS, 200), ("v", GROUPS, 300))},
-    ),
-]  # fmt: skip
+    (QueryKeyValue("q", "k", "v", HEADS, GROUPS, DIM), query_key_value(WIDTH)),
+    (QueryKeyValue("q", "k", "v", HEADS, GROUPS, DIM), query_key_value()),
+]
 
 
 def load(rule: Rule, stored: dict[str, Tensor], rank: int, size: int) -> Tensor:

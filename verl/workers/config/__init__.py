@@ -5,12 +5,8 @@ from verl.workers.config.checkpoint import CheckpointConfig
 from verl.workers.config.critic import CriticConfig, FSDPCriticConfig, FSDPCriticModelCfg
 from verl.workers.config.engine import FSDPEngineConfig, McoreEngineConfig
 from verl.workers.config.model import BaseModelConfig, HFModelConfig
-<<<<<<< HEAD
-from verl.workers.config.optimizer import FSDPOptimizerConfig, OptimizerConfig
-from verl.workers.config.reward_model import RewardModelConfig, RewardModelModelConfig
-=======
 from verl.workers.config.optimizer import FSDPOptimizerConfig, McoreOptimizerConfig, OptimizerConfig
->>>>>>> 7e63b6b ([engine] feat: Megatron-Core engine: one forward, loss and step on every layout)
+from verl.workers.config.reward_model import RewardModelConfig, RewardModelModelConfig
 from verl.workers.config.rollout import (
     AgentLoopConfig,
     CustomAsyncServerConfig,

@@ -12,7 +12,7 @@ from verl.workers.engine.fsdp import (
 )
 
 MindspeedEngineWithLMHead = None
-_MEGATRON = ("MegatronEngine", "MegatronEngineWithLMHead", "MegatronEngineWithValueHead")
+_MEGATRON = ("MegatronEngine", "MegatronEngineWithLMHead", "MegatronEngineWithScoreHead", "MegatronEngineWithValueHead")
 
 
 def __getattr__(name: str) -> Any:
@@ -35,6 +35,7 @@ __all__ = [
     "FSDPEngineWithValueHead",
     "MegatronEngine",
     "MegatronEngineWithLMHead",
+    "MegatronEngineWithScoreHead",
     "MegatronEngineWithValueHead",
     "MindspeedEngineWithLMHead",
 ]

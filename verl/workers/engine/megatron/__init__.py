@@ -7,7 +7,8 @@ cpu_support.install()
 from verl.workers.engine.megatron.engine import (  # noqa: E402
     MegatronEngine,
     MegatronEngineWithLMHead,
+    MegatronEngineWithScoreHead,
     MegatronEngineWithValueHead,
 )
 
-__all__ = ["MegatronEngine", "MegatronEngineWithLMHead", "MegatronEngineWithValueHead"]
+__all__ = ["MegatronEngine", "MegatronEngineWithLMHead", "MegatronEngineWithScoreHead", "MegatronEngineWithValueHead"]

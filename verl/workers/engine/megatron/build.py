@@ -33,8 +33,14 @@ class ModelBuilder:
     """Makes the module of one engine, step by step."""
 
     def __init__(
-        self, model_config: "HFModelConfig", engine_config: "McoreEngineConfig", layout: Layout, is_value_model: bool
+        self,
+        model_config: "HFModelConfig",
+        engine_config: "McoreEngineConfig",
+        layout: Layout,
+        is_value_model: bool,
+        makes_head: bool,
     ) -> None:
+        self.makes_head = makes_head
         self.model_config = model_config
         self.engine_config = engine_config
         self.layout = layout
@@ -117,7 +123,8 @@ class ModelBuilder:
         def read(name: str, shape: "Sequence[int]", part: tuple[slice, ...]) -> Tensor:
             if name in reader.files:
                 return reader.read(name, shape, part)
-            if name in HEAD_NAMES:
+            # Heads for sequence classification have no bias.
+            if name in HEAD_NAMES and (self.makes_head or name.endswith("bias")):
                 return new_head(name, torch.Size(shape), self.engine_config.seed, self.hf_config)
             if name == "lm_head.weight" and "model.embed_tokens.weight" in reader.files:
                 return reader.read("model.embed_tokens.weight", shape, part)

@@ -41,6 +41,8 @@ class MegatronEngine(BaseEngine):
     """
 
     is_value_model = False
+    lead = 1  # a token is read where it is predicted
+    makes_head = True
 
     def __init__(
         self,
@@ -66,10 +68,15 @@ class MegatronEngine(BaseEngine):
         config = self.engine_config
         self.layout = make_layout(config)
         self.hf_config = self.model_config.hf_config
-        self.models = ModelBuilder(self.model_config, config, self.layout, self.is_value_model).build()
+        builder = ModelBuilder(self.model_config, config, self.layout, self.is_value_model, self.makes_head)
+        self.models = builder.build()
         self.module = self.models  # what runs: wrapped where it trains
         self.forward = Forward(
-            self.layout, self.is_value_model, self.hf_config.vocab_size, self.models[0].config.sequence_parallel
+            self.layout,
+            self.is_value_model,
+            self.hf_config.vocab_size,
+            self.models[0].config.sequence_parallel,
+            self.lead,
         )
         if self.optimizer_config is None:
             for model in self.models:
@@ -153,7 +160,7 @@ class MegatronEngine(BaseEngine):
         return self._from_last_stage(whole)
 
     def _cut(self, data: "DataProto") -> list[MicroBatch]:
-        check_rows(data)
+        check_rows(data, self.lead)
         check_positions(data)
         return cut(data, self.layout.cp_size)
 
@@ -324,6 +331,14 @@ class MegatronEngineWithLMHead(MegatronEngine):
 
 @EngineRegistry.register("value_model", "megatron", ["cuda", "cpu"])
 class MegatronEngineWithValueHead(MegatronEngine):
-    """A critic or reward model: one value at the position that predicts each token."""
+    """A critic: one value at the position that predicts each token."""
 
     is_value_model = True
+
+
+@EngineRegistry.register("reward_model", "megatron", ["cuda", "cpu"])
+class MegatronEngineWithScoreHead(MegatronEngineWithValueHead):
+    """A reward model: one value at each token itself, by a head that the checkpoint holds."""
+
+    lead = 0
+    makes_head = False

@@ -48,10 +48,13 @@ def check_positions(data: "DataProto") -> None:
 
 
 class Forward:
-    """Packs micro-batches and runs them so that logits exist only where a counted token is predicted."""
+    """Packs micro-batches and runs them so that logits exist only where a counted token is read."""
 
-    def __init__(self, layout: Layout, is_value_model: bool, vocab_size: int, sequence_parallel: bool) -> None:
+    def __init__(
+        self, layout: Layout, is_value_model: bool, vocab_size: int, sequence_parallel: bool, lead: int = 1
+    ) -> None:
         self.layout = layout
+        self.lead = lead
         self.is_value_model = is_value_model
         self.vocab_size = vocab_size
         self.tp_multiple = layout.tp_size if sequence_parallel else 1
@@ -67,7 +70,7 @@ class Forward:
             rows = micro_batch.rows.to(str(device))
             batch = tensors_of(rows)
             packed = pack_rows(
-                batch["input_ids"], batch["attention_mask"], batch["position_ids"], response_mask_of(rows)
+                batch["input_ids"], batch["attention_mask"], batch["position_ids"], response_mask_of(rows), self.lead
             )
         share = share_of(packed, self.layout.cp_size, self.layout.cp_rank, self.tp_multiple)
         sequences = PackedSequences(share.lengths, device)
