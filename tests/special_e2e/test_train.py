@@ -15,6 +15,8 @@ PPO = {
     "algorithm.kl_ctrl.type": "adaptive",
     "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": 8,
     "actor_rollout_ref.actor.ppo_mini_batch_size": 4,
+    "algorithm.rollout_is_threshold": 2.0,
+    "algorithm.rollout_is": True,
 }
 
 
@@ -47,6 +49,11 @@ def test_ppo_with_a_critic_on_two_workers_with_tensor_parallel_generation(ppo):
         numbers = ppo.steps[step]
         assert numbers["training/rollout_log_prob_diff_max"] < 1e-4
         assert numbers["critic/grad_norm"] > 0
+        for name in ("kl", "k3_kl", "log_ppl_diff", "log_ppl_abs_diff"):
+            assert abs(numbers[f"mismatch/mismatch_{name}"]) < 1e-4
+        for name in ("mean", "min", "max", "p25", "p50", "p99", "eff_sample_size", "seq_min", "seq_max"):
+            assert abs(numbers[f"mismatch/rollout_is_{name}"] - 1) < 1e-4
+        assert numbers["mismatch/rollout_is_std"] < 1e-4
     assert ppo.steps[4]["critic/vf_loss"] < ppo.steps[1]["critic/vf_loss"]
 
 

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 Floats = NDArray[Any]
 
-_MARGIN = 4.5
-"""Standard deviations of a sampled rank by which a bracket is wider than its quantile; one in 10^5 misses."""
+_MARGIN = 3.5
+"""Standard deviations of a sampled rank by which a bracket is wider than its quantile; of 2000 one misses."""
 
 
 class StreamedQuantiles:
@@ -36,7 +36,7 @@ class StreamedQuantiles:
             np.less(block, low, out=below)
             self._below[number] += int(np.count_nonzero(below))
             kept |= below ^ (block < high)
-        self._kept.append(block[kept])
+        self._kept.append(np.compress(kept.ravel(), block.ravel()))
 
     def result(self, count: int, transform: Callable[[Floats], Floats]) -> list[float] | None:
         """Return the quantiles of ``transform``, which must not fall, over the ``count`` elements that were added.

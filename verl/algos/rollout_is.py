@@ -6,7 +6,7 @@ made but the weights, and neither the order of the rows nor padding reaches a nu
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -46,11 +46,11 @@ class WeightOptions:
     level: str = "token"
     mode: str = "truncate"
     upper: float = 2.0
-    lower_or_none: float | None = None
+    given_lower: float | None = None
     veto: float | None = 1e-4
 
     def __post_init__(self) -> None:
-        rules = rollout_is_rules(self.level, self.mode, self.upper, self.lower_or_none, self.veto)
+        rules = rollout_is_rules(self.level, self.mode, self.upper, self.given_lower, self.veto)
         violations = [violation.under("algorithm") for violation in rules]
         if violations:
             raise ConfigError(violations)
@@ -58,7 +58,7 @@ class WeightOptions:
     @cached_property
     def lower(self) -> float:
         """The lower threshold; where none was given, the reciprocal of the upper one."""
-        return 1.0 / self.upper if self.lower_or_none is None else self.lower_or_none
+        return 1.0 / self.upper if self.given_lower is None else self.given_lower
 
     @property
     def masks(self) -> bool:
@@ -154,16 +154,14 @@ class _Batch:
         num_rows, width = self.mask.shape
         if num_rows * width <= 2 * _SAMPLE:
             return self._empty()
-        generator = torch.Generator().manual_seed(0)
-        jitter = torch.rand(_SAMPLE, generator=generator, dtype=torch.float64)
-        flat = ((torch.arange(_SAMPLE) + jitter) * (num_rows * width / _SAMPLE)).long()
-        flat = flat.clamp(max=num_rows * width - 1).to(self.mask.device)
-        place = (flat // width, flat % width)
+        every = max(1, num_rows // 512)  # a grid: rows and columns of a batch are in no order that it could hit
+        columns = max(1, _SAMPLE * every // num_rows)
+        place = (slice(None, None, every), slice(None, None, max(1, width // columns)))
         ratio = self.old[place].to(self.dtype) - self.rollout[place].to(self.dtype)
         return ratio[self.mask[place].bool()].cpu().numpy()
 
     def all_quantiles(self, count: int) -> list[float]:
-        """Return the percentiles by keeping all log-ratios: for the batch in a hundred thousand that needs it."""
+        """Return the percentiles by keeping all log-ratios: for the few batches that need it."""
         quantiles = StreamedQuantiles(QUANTILES, self._empty())
         for block in self:
             quantiles.add(block.ratio_or_inf.cpu().numpy())
@@ -223,19 +221,20 @@ class _Block:
         """Write the weights of the tokens to ``out`` (b, T); returns what the metrics need of the rows."""
         columns = {"excess": self.excess.sum(-1)}
         clamped = self.excess.clamp_(options.lower - 1, options.upper - 1)
-        self._keep(clamped, out=clamped)
+        if not options.lower <= 1 <= options.upper:  # otherwise a ratio of one, as outside the mask, stays
+            self._keep(clamped, out=clamped)
         columns |= {"clamped": clamped.sum(-1), "clamped_sq": torch.linalg.vecdot(clamped, clamped)}
         columns["smallest"] = self.ratio_or_inf.amin(-1)
         columns["largest"] = self._or(-math.inf, self._spare).amax(-1)
         torch.exp(self.ratio, out=out).clamp_(math.exp(-MAX_LOG_WEIGHT), math.exp(MAX_LOG_WEIGHT))
-        high = self._keep(torch.gt(out, options.upper, out=self._spare), out=self._spare)
+        self._keep(out, out=out)
+        high = torch.gt(out, options.upper, out=self._spare)
         low = self._keep(torch.lt(out, options.lower, out=self._other), out=self._other)
         columns |= {"high": high.sum(-1), "low": low.sum(-1)}
         if options.masks:
             out.addcmul_(out, high.add_(low), value=-1)
         else:
             out.clamp_(max=options.upper)
-        self._keep(out, out=out)
         if vetoed.any():
             out[vetoed] = 0
         return columns
@@ -272,12 +271,13 @@ def weight_metrics(scan: Scan, options: WeightOptions) -> dict[str, float]:
     def mean(name: str) -> Tensor:
         return columns[name].sum() / count
 
+    def of_sequences(name: str) -> Tensor:
+        return (columns[name] > 0).double().mean()
+
     # Clamped weights as their distance from one: differences of squares would lose small spreads.
     clamped, clamped_sq = mean("clamped"), mean("clamped_sq")
     normaliser = 1 + clamped + _EPSILON
-    of_sequences = options.level == "sequence"
-    of_rows: Callable[[str], Tensor] = lambda name: (columns[name] > 0).double().mean()  # noqa: E731
-    share = of_rows if of_sequences else mean
+    share = of_sequences if options.level == "sequence" else mean
     found = {
         "rollout_is_mean": 1 + mean("excess"),
         "rollout_is_std": (clamped_sq - clamped.square()).clamp(min=0).sqrt(),
@@ -286,7 +286,7 @@ def weight_metrics(scan: Scan, options: WeightOptions) -> dict[str, float]:
         "rollout_is_eff_sample_size": normaliser.square() / (clamped_sq + 2 * clamped + 1),
         "rollout_is_ratio_fraction_high": share("high"),
         "rollout_is_ratio_fraction_low": share("low"),
-        "rollout_is_veto_fraction": of_rows("catastrophic"),
+        "rollout_is_veto_fraction": of_sequences("catastrophic"),
         "rollout_is_catastrophic_token_fraction": mean("catastrophic"),
     }
     if options.level == "token":

@@ -26,6 +26,7 @@ MISMATCH_METRICS = {
     "training/rollout_log_prob_diff_mean": "|log-prob gap| rollout and trainer, mean",
     "training/rollout_probs_diff_max": "|probability gap| rollout and trainer, max",
     "training/rollout_probs_diff_mean": "|probability gap| rollout and trainer, mean",
+    "mismatch/mismatch_k3_kl": "KL of rollout and trainer (K3)",
 }
 STEP_PHASES = (
     "gen",

@@ -194,6 +194,27 @@ def test_by_hand():
     assert metrics["mismatch/rollout_is_catastrophic_token_fraction"] == pytest.approx(1 / 5)
 
 
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_weights_make_what_the_rollout_samples_an_estimate_for_training(level):
+    """Over all sequences of two tokens: a mean under the rollout, weighted, is the mean under training."""
+    generator = torch.Generator().manual_seed(4)
+    training, rollout = (torch.randn(2, 5, generator=generator).log_softmax(-1) for _ in range(2))
+    sequences = torch.tensor(list(itertools.product(range(5), repeat=2)))
+    old, sampled = (
+        torch.stack([table[0, sequences[:, 0]], table[1, sequences[:, 1]]], -1) for table in (training, rollout)
+    )
+    data, _ = compute_rollout_importance_weights(old, sampled, torch.ones(25, 2), level, "mask", 1e6, None, None)
+    weights = data.batch["rollout_is_weights"]
+    if level == "token":
+        values = torch.randn(2, 5, generator=generator)[torch.arange(2), sequences]  # of a token, where it stands
+    else:
+        values = torch.randn(25, 1, generator=generator)  # of the sequence
+    wanted = (old.sum(-1, keepdim=True).exp() * values).sum(0)
+    unweighted, found = ((sampled.sum(-1, keepdim=True).exp() * values * w).sum(0) for w in (1.0, weights))
+    torch.testing.assert_close(found, wanted.expand_as(found), rtol=1e-4, atol=1e-6)
+    assert (unweighted - wanted).abs().min() > 0.01
+
+
 def test_without_a_threshold_it_is_off():
     assert compute_rollout_importance_weights(*make()) == (None, {})
 
