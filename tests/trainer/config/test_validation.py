@@ -140,7 +140,7 @@ def test_the_small_run_is_right(base):
         (
             {"algorithm.rollout_is_threshold": 2.0},
             f"{ROLLOUT}.calculate_log_probs",
-            "calculate_log_probs=false: with algorithm.rollout_is_threshold=2.0 must be true",
+            "calculate_log_probs=false: must be true with algorithm.rollout_is_threshold=2.0",
         ),
         ({"algorithm.rollout_is": True}, "algorithm.rollout_is", "needs algorithm.rollout_is_threshold: write a limit"),
         ({"algorithm.rollout_is_level": "word"}, "algorithm.rollout_is_level", "one of token, sequence, geometric"),

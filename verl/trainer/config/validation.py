@@ -191,9 +191,9 @@ def _rollout_is_rules(algorithm: Tree, rollout: Tree) -> Iterator[Violation]:
     if threshold is None and algorithm.get("rollout_is"):
         yield Violation("algorithm.rollout_is", True, "needs algorithm.rollout_is_threshold: write a limit such as 2.0")
     if threshold is not None and not rollout.get("calculate_log_probs"):
-        expected = "must be true, they are weighed against those of training: write true, or the threshold null"
         key = "actor_rollout_ref.rollout.calculate_log_probs"
-        yield Violation(key, False, f"with algorithm.rollout_is_threshold={threshold} {expected}")
+        expected = f"must be true with algorithm.rollout_is_threshold={threshold}, which compares them with those of"
+        yield Violation(key, False, f"{expected} training: write true, or the threshold null")
 
 
 def world_size(tree: Tree) -> int:
