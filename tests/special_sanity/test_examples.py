@@ -12,7 +12,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.dapo.main_dapo import DAPOTaskRunner
-from verl.trainer.config.keys import FREE_FORM, OPTIONAL, dotted_keys, is_under
+from verl.trainer.config.keys import FREE_FORM, OPTIONAL, RENAMED, dotted_keys, is_under
 from verl.trainer.ppo.utils import config_needs_reference, need_critic
 from verl.utils.config import validate_config
 
@@ -28,7 +28,7 @@ CONFIG_OF_MODULE = {
 RECIPE_NODES = {"recipe.dapo.main_dapo": DAPOTaskRunner.recipe_nodes, "verl.trainer.main_ppo": ()}
 SCRIPTS = sorted(path for root in ("examples", "recipe") for path in (ROOT / root).glob("*/*.sh"))
 LAUNCHERS = [path for path in SCRIPTS if not path.name.startswith("prepare_")]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "recipe").rglob("README.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "recipe").rglob("README.md"))]
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 FAKE = """#!/usr/bin/env bash
@@ -103,7 +103,7 @@ def test_commands_of_the_docs_set_keys_that_exist(page: Path) -> None:
 def test_keys_named_in_the_docs_exist() -> None:
     """A dotted key in backticks is one of some command; a bare folder or module is not checked."""
     trees = [OmegaConf.to_container(composed(module, []), resolve=False) for module in CONFIG_OF_MODULE]
-    known = set(OPTIONAL).union(*(dotted_keys(tree) for tree in trees))
+    known = set(OPTIONAL).union(RENAMED, *(dotted_keys(tree) for tree in trees))
     roots = set(trees[0]) - {"hydra"}  # pages abbreviate what is below actor_rollout_ref
     unknown = []
     for page in PAGES:
