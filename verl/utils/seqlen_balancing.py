@@ -176,9 +176,18 @@ def get_seqlen_balanced_partitions(seqlen_list: Sequence[int], k_partitions: int
     """
     if k_partitions < 1 or len(seqlen_list) < k_partitions:
         raise ValueError(f"{len(seqlen_list)} sequences cannot be split into {k_partitions} non-empty parts")
-    parts = karmarkar_karp(seqlen_list, k_partitions, equal_size)
     lengths = np.asarray(seqlen_list, dtype=np.int64)
-    return [sorted(part) for part in _even_out(lengths, parts, equal_size)]
+    # Where it is as even, a partition into parts of equal size is preferred: it is also found much sooner.
+    if equal_size or len(lengths) % k_partitions == 0:
+        parts = _even_out(lengths, karmarkar_karp(seqlen_list, k_partitions, True), True)
+    if not equal_size and (len(lengths) % k_partitions or not _is_even(lengths, parts)):
+        parts = _even_out(lengths, karmarkar_karp(seqlen_list, k_partitions, False), False)
+    return [sorted(part) for part in parts]
+
+
+def _is_even(lengths: np.ndarray, parts: Partition) -> bool:
+    totals = [int(lengths[part].sum()) for part in parts]
+    return max(totals) - min(totals) <= 1
 
 
 def log_seqlen_unbalance(seqlen_list: Sequence[int], partitions: Partition, prefix: str) -> dict[str, float]:
