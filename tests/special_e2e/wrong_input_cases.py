@@ -16,6 +16,7 @@ from .wrong_inputs import ABSENT, Case
 ROLLOUT, ACTOR, MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.actor", "actor_rollout_ref.model"
 NO_WORKERS = {"trainer.total_training_steps": None, "data.filter_overlong_prompts": True}
 """With these the workers start only after the data are read: cases that fail before save that time."""
+NO_FAILURE = {"reward_model.scoring.max_failed_ratio": 0}
 TWO = {"trainer.n_gpus_per_node": 2}
 
 # fmt: off
@@ -87,12 +88,12 @@ REWARD = [
     Case("reward", "an asynchronous function", scorer("async def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 0\n", whole=True), (f"{NAME}=compute_score: ", "asynchronous", "`def`")),
     Case("reward", "an unknown reward manager", {"reward_model.reward_manager": "naiv"}, ("reward_model.reward_manager=naiv: is not registered; the nearest: naive",)),
     Case("reward", "a module that cannot be imported", scorer("import no_such_module\ndef compute_score(data_source, solution_str, ground_truth, extra_info): return 0\n", whole=True, extra=NO_WORKERS), (PATH, "{at}/reward.py", "No module named 'no_such_module'"), late="alone"),
-    Case("reward", "raises", scorer("return 1 / 0"), ("data_source 'letters', sample ", "ground truth 'letters'", "the scorer raised ZeroDivisionError: division by zero"), late="together"),
-    Case("reward", "returns None", scorer("pass"), ("the scorer returned None; a scorer must return a number",), late="together"),
-    Case("reward", "returns NaN", scorer("return float('nan')"), ("the scorer returned nan, which is not finite",), late="together"),
-    Case("reward", "returns a string", scorer("return '1'"), ("the scorer returned '1'; a scorer must return a number",), late="together"),
-    Case("reward", "returns a dict without a score", scorer("return {'acc': 1.0}"), ("the scorer returned a dict without 'score': {'acc': 1.0}",), late="together"),
-    Case("reward", "returns a list", scorer("return [1.0]"), ("the scorer returned [1.0]; a scorer must return a number",), late="together"),
+    Case("reward", "raises", scorer("return 1 / 0", extra=NO_FAILURE), ("data_source 'letters', sample ", "ground truth 'letters'", "the scorer raised ZeroDivisionError: division by zero"), late="together"),
+    Case("reward", "returns None", scorer("pass", extra=NO_FAILURE), ("the scorer returned None; a scorer must return a number",), late="together"),
+    Case("reward", "returns NaN", scorer("return float('nan')", extra=NO_FAILURE), ("the scorer returned nan, which is not finite",), late="together"),
+    Case("reward", "returns a string", scorer("return '1'", extra=NO_FAILURE), ("the scorer returned '1'; a scorer must return a number",), late="together"),
+    Case("reward", "returns a dict without a score", scorer("return {'acc': 1.0}", extra=NO_FAILURE), ("the scorer returned a dict without 'score': {'acc': 1.0}",), late="together"),
+    Case("reward", "returns a list", scorer("return [1.0]", extra=NO_FAILURE), ("the scorer returned [1.0]; a scorer must return a number",), late="together"),
 ]
 
 FROM = {"trainer.resume_mode": "resume_path"}

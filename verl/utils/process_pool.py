@@ -1,10 +1,12 @@
 """A pool of processes whose calls end at a deadline, whatever they do."""
 
-import logging
+import ctypes
 import multiprocessing
 import os
+import signal
 import sys
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,16 +16,17 @@ from typing import Any
 
 import cloudpickle
 
-logger = logging.getLogger(__name__)
-
 PROCESSES_PER_CORE = 4  # scorers often wait for a service
 START_TIMEOUT_S = 300.0
 STARTING = -1
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass
 class DeadlineExceeded:
-    """A call that was ended at its deadline."""
+    """A call that was ended at its deadline, or at that of all calls."""
+
+    of_batch: bool = False
 
 
 @dataclass
@@ -31,6 +34,7 @@ class ScorerFailed:
     """A call that raised, or whose process died."""
 
     error: str
+    trace: str = ""
 
 
 @dataclass
@@ -43,7 +47,11 @@ class _Slot:
     deadline: float
 
     def end(self) -> None:
-        self.process.kill()
+        """Kill the process with all that it has started."""
+        try:
+            os.killpg(self.process.pid or 0, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):  # it has ended, or has no group of its own yet
+            self.process.kill()
         self.process.join(timeout=10)
         self.pipe.close()
 
@@ -54,12 +62,11 @@ class DeadlinePool:
     They are started from a clean server process, so that no lock or thread of this one is inherited.
     """
 
-    def __init__(self, function: Callable[..., Any], num_processes: int, timeout_s: float) -> None:
-        if num_processes < 1 or timeout_s <= 0:
-            raise ValueError(f"num_processes and timeout_s must be positive, got {num_processes} and {timeout_s}")
+    def __init__(self, function: Callable[..., Any], num_processes: int) -> None:
+        if num_processes < 1:
+            raise ValueError(f"num_processes must be positive, got {num_processes}")
         self.function = _pickle_by_value(function)
         self.size = min(num_processes, PROCESSES_PER_CORE * (os.cpu_count() or 1))
-        self.timeout_s = timeout_s
         self._slots: list[_Slot] = []
         weakref.finalize(self, _end_all, self._slots)
 
@@ -70,30 +77,39 @@ class DeadlinePool:
         self.__dict__.update(state, _slots=[])
         weakref.finalize(self, _end_all, self._slots)
 
-    def map(self, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Return the result of every call, or ``DeadlineExceeded`` or ``ScorerFailed`` in its place."""
+    def map(self, arguments: Sequence[tuple[Any, ...]], timeout_s: float, batch_timeout_s: float) -> list[Any]:
+        """Return the result of every call, or ``DeadlineExceeded`` or ``ScorerFailed`` in its place.
+
+        Args: ``timeout_s`` is the limit of one call, ``batch_timeout_s`` of all of them, after the processes are up.
+        """
         results: list[Any] = [None] * len(arguments)
         waiting = list(range(len(arguments)))[::-1]
         while len(self._slots) < min(self.size, len(arguments)):
             self._slots.append(self._start())
+        end: float | None = None
         while waiting or any(slot.call not in (None, STARTING) for slot in self._slots):
             for slot in self._slots:
                 if slot.call is None and waiting:
+                    end = end or time.monotonic() + batch_timeout_s
                     call = waiting.pop()
-                    slot.call, slot.deadline = call, time.monotonic() + self.timeout_s
+                    slot.call, slot.deadline = call, min(time.monotonic() + timeout_s, end)
                     slot.pipe.send_bytes(cloudpickle.dumps(arguments[call]))
             busy = [slot for slot in self._slots if slot.call is not None]
             left = min(slot.deadline for slot in busy) - time.monotonic()
             ready = set(wait([slot.pipe for slot in busy], timeout=max(left, 0.0)))
             for slot in busy:
-                self._collect(slot, slot.pipe in ready, results)
+                self._collect(slot, slot.pipe in ready, results, end)
+            if end is not None and time.monotonic() >= end:
+                for call in waiting:
+                    results[call] = DeadlineExceeded(of_batch=True)
+                waiting = []
         return results
 
     def close(self) -> None:
         """End the processes."""
         _end_all(self._slots)
 
-    def _collect(self, slot: _Slot, ready: bool, results: list[Any]) -> None:
+    def _collect(self, slot: _Slot, ready: bool, results: list[Any], end: float | None) -> None:
         assert slot.call is not None
         if ready:
             try:
@@ -112,8 +128,7 @@ class DeadlinePool:
         elif time.monotonic() >= slot.deadline:
             if slot.call == STARTING:
                 raise RuntimeError(f"a process for the scorer was not ready within {START_TIMEOUT_S} s")
-            logger.warning("a scorer did not end within %s s: its response gets 0", self.timeout_s)
-            results[slot.call] = DeadlineExceeded()
+            results[slot.call] = DeadlineExceeded(of_batch=end is not None and slot.deadline >= end)
         else:
             return
         slot.end()
@@ -129,6 +144,8 @@ class DeadlinePool:
 
 
 def _serve(pipe: Connection, pickled: bytes) -> None:
+    os.setsid()  # what the function starts belongs to this group, and is killed with it
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a call that hangs does not outlive the pool
     function = cloudpickle.loads(pickled)
     pipe.send_bytes(cloudpickle.dumps(None))
     while True:
@@ -138,8 +155,8 @@ def _serve(pipe: Connection, pickled: bytes) -> None:
             return
         try:
             reply = cloudpickle.dumps(function(*arguments))
-        except Exception as error:  # user code raises anything; the caller decides
-            reply = cloudpickle.dumps(ScorerFailed(f"{type(error).__name__}: {error}"))
+        except (Exception, SystemExit) as error:  # user code raises anything; the caller decides
+            reply = cloudpickle.dumps(ScorerFailed(f"{type(error).__name__}: {error}", traceback.format_exc()))
         pipe.send_bytes(reply)
 
 

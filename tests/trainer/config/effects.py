@@ -149,6 +149,7 @@ READERS = [
     Reader("reward_model", "launch_reward_fn_async", "trainer/ppo/reward.py", "trainer.config.reward_model"),
     Reader("reward_model", "reward_manager", "workers/reward_manager/loading.py", "node", REWARDS + "test_custom_manager_registered_by_the_file"),
     Reader("reward_model", "reward_kwargs", "trainer/ppo/reward.py", "node", REWARDS + "test_dapo_punishes_long_responses"),
+    Reader("reward_model.scoring", "failure_score timeout_s batch_timeout_s max_failed_ratio", "workers/reward_manager/loading.py", "scoring", REWARDS + "test_limits_come_from_the_configuration"),
     Reader("custom_reward_function", "path name reward_kwargs", "workers/reward_manager/loading.py", "node", REWARDS + "test_custom_function_with_kwargs"),
     # algorithm
     Reader("algorithm", "gamma lam adv_estimator", "trainer/ppo/ray_trainer.py", "algorithm", BATCHES + "test_gae_gets_values_and_discounts"),

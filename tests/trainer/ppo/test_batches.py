@@ -12,7 +12,7 @@ from verl.single_controller.base import PlacementError
 from verl.trainer.ppo import resources
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer, apply_kl_penalty, compute_advantage, compute_response_mask
 from verl.trainer.ppo.resources import ResourcePoolManager
-from verl.trainer.ppo.validation import ValidationSamples, summarise
+from verl.trainer.ppo.validation import ValidationSamples, add_extras, summarise
 from verl.utils.rollout_skip import RolloutSkip
 
 
@@ -91,6 +91,21 @@ def test_metric_names_of_validation():
     samples.extras["acc"] = [True]
     with pytest.raises(ValueError, match="'acc' for 1 of 4 validation samples"):
         summarise(samples)
+
+
+def test_responses_that_cannot_be_scored_are_counted_in_validation():
+    """Two prompts with one response each; the scorer fails on all of the first batch, so acc is unknown."""
+    rows = [({"reward_failure": ["raised"]}, 0.0), ({"acc": [True], "pred": ["4"], "reward_failure": [None]}, 1.0)]
+    for order in (rows, rows[::-1]):
+        samples = ValidationSamples(uids=["a", "b"], sources=["s"] * 2)
+        for extras, score in order:
+            samples.scores.append(score)
+            samples.extras["reward"].append(score)
+            add_extras(samples.extras, dict(extras), len(samples.scores) - 1, 1)
+        metrics = summarise(samples)
+        assert metrics["val-core/s/acc/mean@1"] == metrics["val-aux/s/reward/mean@1"] == 0.5
+        assert (metrics["val-aux/reward/failed"], metrics["val-aux/reward/failed_ratio"]) == (1, 0.5)
+        assert not any("reward_failure" in name for name in metrics)
 
 
 # ---- balancing

@@ -26,7 +26,10 @@ def make_batch():
         "returns": torch.tensor([[1.0, 2.0, 99, 99], [4.0, 99, 5.0, 8.0], [99, 99, 99, 99]]),
         "values": torch.tensor([[1.0, 1.0, 99, 99], [4.0, 99, 6.0, 8.0], [99, 99, 99, 99]]),
     }
-    extras = {"__num_turns__": np.array([2, 4, 3])}
+    extras = {
+        "__num_turns__": np.array([2, 4, 3]),
+        "reward_failure": np.array([None, "raised", "timed out"], dtype=object),
+    }
     return SimpleNamespace(batch=batch, non_tensor_batch=extras, meta_info={"global_token_num": [4, 7, 1]})
 
 
@@ -47,6 +50,7 @@ def test_data_metrics_by_hand():
         "response/aborted_ratio": 1 / 3,
         "prompt_length/mean": 2, "prompt_length/max": 3, "prompt_length/min": 1, "prompt_length/clip_ratio": 1 / 3,
         "num_turns/mean": 3, "num_turns/max": 4, "num_turns/min": 2,
+        "reward/failed": 2, "reward/failed_ratio": 2 / 3,
     }  # fmt: skip
     assert metrics == pytest.approx(want, rel=1e-6)
     without = metric_utils.compute_data_metrics(make_batch(), use_critic=False)

@@ -1,19 +1,24 @@
 """Reward managers: where a score lands, what scorers may return, and what a bad scorer is answered with."""
 
 import math
+import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
 from examples.tiny_model import byte_tokenizer
 from verl.protocol import DataProto
 from verl.trainer.ppo.reward import compute_reward
+from verl.utils.time_limit import TimeLimitExceeded, time_limit
 from verl.workers.reward_manager import AbstractRewardManager, get_reward_manager_cls, register
 from verl.workers.reward_manager.loading import load_reward_manager, resolve_reward
-from verl.workers.reward_manager.scoring import RewardError
+from verl.workers.reward_manager.registry import REWARD_MANAGER_REGISTRY
+from verl.workers.reward_manager.scoring import RewardError, ScoringLimits
 
 PROMPT_WIDTH, RESPONSE_WIDTH = 6, 8
 RESPONSES = ["#### 4", "#### 12", ""]
@@ -115,38 +120,119 @@ def test_what_a_scorer_may_return(name, tokenizer, batch, returned, value):
 
     result = manager(name, tokenizer, plural(scorer) if name == "batch" else scorer)(batch, return_dict=True)
     assert torch.equal(result["reward_tensor"], expected([value] * 3))
-    assert result["reward_extra_info"] == ({"pred": ["x"] * 3} if isinstance(returned, dict) else {})
+    extras = {"pred": ["x"] * 3} if isinstance(returned, dict) else {}
+    assert result["reward_extra_info"] == extras | {"reward_failure": [None] * 3}
+
+
+def limited(manager, **limits):
+    manager.limits = ScoringLimits(**limits)
+    return manager
 
 
 @pytest.mark.parametrize("returned", [None, "1", math.nan, math.inf, {}, {"score": None}, [], torch.ones(2), ()])
 @pytest.mark.parametrize("name", ["naive", "batch", "dapo"])
-def test_nonsense_is_named(name, tokenizer, batch, returned):
+def test_nonsense_costs_its_sample(name, tokenizer, batch, returned, caplog):
     def scorer(data_source, solution_str, ground_truth, extra_info):
         return returned if extra_info["index"] == 1 else 1.0
 
-    with pytest.raises(
-        RewardError, match=r"data_source 'openai/gsm8k', sample 1, ground truth '13': the scorer returned"
-    ):
-        manager(name, tokenizer, plural(scorer) if name == "batch" else scorer)(batch)
+    rewards = manager(name, tokenizer, plural(scorer) if name == "batch" else scorer)
+    result = limited(rewards, failure_score=-0.5)(batch, return_dict=True)
+    assert torch.equal(result["reward_tensor"], expected([1.0, -0.5, 1.0]))
+    assert result["reward_extra_info"]["reward_failure"] == [None, "invalid", None]
+    assert "1 of 3 responses could not be scored (1 invalid)" in caplog.text
+    sample = "data_source 'openai/gsm8k', sample 1, ground truth '13': the scorer returned"
+    assert sample in caplog.text and "[response] '#### 12'" in caplog.text
+    strict = limited(rewards, max_failed_ratio=0.3)
+    with pytest.raises(RewardError, match=r"sample 1, .*returned.*\(1 of 3 responses .*max_failed_ratio=0\.3\)"):
+        strict(batch)
+    assert limited(rewards, max_failed_ratio=0.34)(batch).sum() == 2.0
 
 
-def test_a_scorer_that_raises_is_named(tokenizer, batch):
+@pytest.mark.parametrize("raised", [ValueError("bad"), SystemExit(2), RecursionError()])
+def test_a_scorer_that_raises_costs_its_sample(tokenizer, batch, raised, caplog):
     def scorer(data_source, solution_str, ground_truth, extra_info):
-        return 1 / int(ground_truth)
+        if ground_truth == "13":
+            raise raised
+        return {"score": 1, "acc": True, "pred": "a"}
 
-    with pytest.raises(RewardError, match="sample 2, ground truth '0': the scorer raised ZeroDivisionError") as caught:
-        manager("naive", tokenizer, scorer)(batch)
-    assert isinstance(caught.value.__cause__, ZeroDivisionError)
-    with pytest.raises(RewardError, match=r"data sources \['openai/gsm8k'\]: the scorer raised ZeroDivisionError"):
-        manager("batch", tokenizer, plural(scorer))(batch)
+    rewards = manager("naive", tokenizer, scorer)
+    result = rewards(batch, return_dict=True)
+    assert torch.equal(result["reward_tensor"], expected([1.0, 0.0, 1.0]))
+    assert result["reward_extra_info"] == {
+        "acc": [True, 0.0, True],
+        "pred": ["a", None, "a"],
+        "reward_failure": [None, "raised", None],
+    }
+    assert f"sample 1, ground truth '13': the scorer raised {type(raised).__name__}" in caplog.text
+    assert "in scorer\n    raise raised" in caplog.text
+    caplog.clear()
+    rewards(batch)  # the sample is shown once, the count every time
+    assert "1 of 3" in caplog.text and "raise raised" not in caplog.text
+
+    result = manager("batch", tokenizer, plural(scorer))(batch, return_dict=True)
+    assert not result["reward_tensor"].any() and result["reward_extra_info"] == {"reward_failure": ["raised"] * 3}
+    assert batch.batch["acc"].tolist() == [0.0] * 3
 
 
 @pytest.mark.parametrize(
     ("returned", "got"), [([1.0], "1 scores"), (None, "NoneType"), (3.0, "float"), ({"score": 1}, "dict")]
 )
-def test_batch_scorer_with_the_wrong_length(tokenizer, batch, returned, got):
-    with pytest.raises(RewardError, match=f"must return 3 scores, it returned {got}"):
-        manager("batch", tokenizer, lambda **_: returned)(batch)
+def test_batch_scorer_with_the_wrong_length(tokenizer, batch, returned, got, caplog):
+    assert not manager("batch", tokenizer, lambda **_: returned)(batch).any()
+    assert f"must return 3 scores, it returned {got}" in caplog.text
+
+
+def spin(data_source, solution_str, ground_truth, extra_info):
+    while ground_truth == "13":
+        try:
+            time.sleep(30) if solution_str else None
+        except Exception:  # as scorers do: it must not swallow the interruption
+            pass
+    return 1.0
+
+
+def in_thread(call):
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(call).result()
+
+
+def busy(data_source, solution_str, ground_truth, extra_info):
+    while ground_truth == "13":
+        pass
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "scorer", "run"),
+    [("naive", spin, None), ("dapo", spin, None), ("naive", busy, in_thread)],
+    ids=["naive", "dapo", "thread"],
+)
+def test_a_scorer_that_hangs_costs_its_sample(name, scorer, run, tokenizer, batch):
+    rewards = limited(manager(name, tokenizer, scorer), timeout_s=0.2)
+    result = (run or (lambda call: call()))(lambda: rewards(batch, return_dict=True))
+    assert torch.equal(result["reward_tensor"], expected([1.0, 0.0, 1.0]))
+    assert result["reward_extra_info"]["reward_failure"] == [None, "timed out", None]
+
+
+def test_the_whole_batch_has_a_deadline(tokenizer, batch, caplog):
+    rewards = limited(manager("naive", tokenizer, spin), batch_timeout_s=0.2)
+    failures = rewards(batch, return_dict=True)["reward_extra_info"]["reward_failure"]
+    assert failures == [None, "timed out", "timed out"]
+    assert "batch_timeout_s=0.2" in caplog.text
+    slow = limited(manager("batch", tokenizer, lambda **_: time.sleep(30)), batch_timeout_s=0.2)
+    assert slow(batch, return_dict=True)["reward_extra_info"]["reward_failure"] == ["timed out"] * 3
+
+
+def test_time_limit_leaves_alarms_and_fast_bodies_alone():
+    rang = []
+    previous = signal.signal(signal.SIGALRM, lambda *_: rang.append(1))
+    with time_limit(30):
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+        time.sleep(0.05)
+    signal.signal(signal.SIGALRM, previous)
+    assert rang == [1]
+    with pytest.raises(TimeLimitExceeded), time_limit(0.05):
+        time.sleep(30)
 
 
 def test_batch_passes_its_kwargs_and_records_acc(tokenizer, batch):
@@ -167,7 +253,7 @@ def test_extras_of_mixed_sources_stay_aligned(tokenizer, batch):
         return {"score": 1, "pred": "a"} if extra_info["index"] == 1 else 0.0
 
     result = manager("naive", tokenizer, scorer)(batch, return_dict=True)
-    assert result["reward_extra_info"] == {"pred": [None, "a", None]}
+    assert result["reward_extra_info"] == {"pred": [None, "a", None], "reward_failure": [None] * 3}
 
 
 @pytest.mark.parametrize("name", ["naive", "batch", "dapo", "prime"])
@@ -191,49 +277,58 @@ def test_dapo_punishes_long_responses(tokenizer, batch):
         "acc": [1.0] * 3,
         "overlong_reward": [-0.375, -0.5, 0.0],
         "overlong": [True, True, False],
+        "reward_failure": [None] * 3,
     }
+    off = {**config, "enable": False, "len": 0}  # as the DAPO recipe has it by default
+    free = manager("dapo", tokenizer, lambda **_: 1.0, max_resp_len=8, overlong_buffer_cfg=off)
+    assert torch.equal(free(batch), expected([1.0] * 3))
     with pytest.raises(AssertionError, match="max_resp_len must be given"):
         manager("dapo", tokenizer, None, overlong_buffer_cfg=config)
     with pytest.raises(ValueError, match=r"overlong_buffer_cfg\.len must be in \[1, max_resp_len=3\], got 4"):
         manager("dapo", tokenizer, None, max_resp_len=3, overlong_buffer_cfg=config)
 
 
-HANG = """
-import time
+UNRULY = """
+import os, subprocess, sys, time
 def f(data_source, completion, ground_truth, extra_info):
+    if ground_truth == "4":
+        raise KeyError("k")
     if ground_truth == "13":
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "unruly-child", str(os.getppid())])
         time.sleep(60)
-    return 1.0
-"""
-DIE = """
-import os
-def f(data_source, completion, ground_truth, extra_info):
-    os._exit(3) if ground_truth == "13" else None
-    return 1.0
-"""
-FAIL = """
-def f(data_source, completion, ground_truth, extra_info):
-    raise KeyError("k")
+    if ground_truth == "die":
+        os._exit(3)
+    return {"score": 1.0, "pred": "x"}
 """
 
 
-def test_prime(tokenizer, batch, scorer_file):
-    def prime(text, **kwargs):
-        node = {"path": scorer_file(text), "name": "f"}
-        named = config(custom_reward_function=node, reward_model={"reward_manager": "prime"})
-        return load_reward_manager(named, tokenizer, num_examine=0, **kwargs)
+def children(text):
+    return [p for p in psutil.process_iter(["cmdline"]) if text in (p.info["cmdline"] or [])]
 
-    start = time.monotonic()
-    hanging = prime(HANG, num_processes=3, timeout_s=1.0)
-    assert torch.equal(hanging(batch), expected([1.0, 0.0, 1.0]))
-    assert batch.batch["acc"].tolist() == [1.0, 0.0, 1.0]
-    assert time.monotonic() - start < 50
-    hanging.pool.close()
-    for text, message in ((DIE, "sample 1, .*ended with code 3"), (FAIL, "sample 0, .*KeyError: 'k'")):
-        bad = prime(text, num_processes=1)
-        with pytest.raises(RewardError, match=message):
-            bad.verify(batch)
-        bad.pool.close()
+
+def test_prime(tokenizer, batch, scorer_file, caplog):
+    node = {"path": scorer_file(UNRULY), "name": "f"}
+    named = config(custom_reward_function=node, reward_model={"reward_manager": "prime"})
+    rewards = limited(load_reward_manager(named, tokenizer, 0, num_processes=2), timeout_s=1.0)
+    result = rewards(batch, return_dict=True)
+    assert torch.equal(result["reward_tensor"], expected([0.0, 0.0, 1.0]))
+    assert result["reward_extra_info"] == {"reward_failure": ["raised", "timed out", None]}
+    assert batch.batch["acc"].tolist() == [0.0, 0.0, 1.0]
+    assert "the scorer raised KeyError: 'k'" in caplog.text and 'raise KeyError("k")' in caplog.text
+    assert not children("unruly-child")  # what a scorer has started is killed with it
+
+    batch.non_tensor_batch["reward_model"][0] = {"ground_truth": "die"}
+    assert limited(rewards, batch_timeout_s=1.0).verify(batch) == [0.0, 0.0, 1.0]
+    assert "ended with code 3" in caplog.text or "2 of 3" in caplog.text
+    processes = [slot.process for slot in rewards.pool._slots]
+    rewards.pool.close()
+    assert processes and not any(process.is_alive() for process in processes)
+
+
+def test_limits_come_from_the_configuration(tokenizer):
+    scoring = {"failure_score": -1, "timeout_s": 2, "batch_timeout_s": 3, "max_failed_ratio": 0.5}
+    node = config(reward_model={"reward_manager": "naive", "scoring": scoring})
+    assert load_reward_manager(node, tokenizer, 0).limits == ScoringLimits(-1.0, 2.0, 3.0, 0.5)
 
 
 def test_registry():
@@ -275,7 +370,9 @@ def test_custom_manager_registered_by_the_file(tokenizer, batch, scorer_file):
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1\n"
     )
     node = {"custom_reward_function": {"path": path}, "reward_model": {"reward_manager": "doubled"}}
-    assert torch.equal(load_reward_manager(config(**node), tokenizer, num_examine=0)(batch), expected([2.0] * 3))
+    rewards = load_reward_manager(config(**node), tokenizer, num_examine=0)
+    assert REWARD_MANAGER_REGISTRY.pop("doubled") is type(rewards)
+    assert torch.equal(rewards(batch), expected([2.0] * 3))
 
 
 @pytest.mark.parametrize(

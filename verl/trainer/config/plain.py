@@ -1,5 +1,6 @@
 """Types and ranges of the nodes that are plain mappings: data, trainer, reference, reward, Ray."""
 
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -26,6 +27,14 @@ def _choice(*names: Any) -> Check:
 
 def _is_positive(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_ratio(value: Any) -> bool:
+    return _is_finite(value) and 0 <= value <= 1
 
 
 _COUNT, _SIZE, _NULL_SIZE = _integer(0), _integer(1), _integer(1, null=True)
@@ -76,6 +85,11 @@ CHECKS: dict[str, dict[str, Check]] = {
         "reward_kwargs": _MAPPING,
         "reward_manager": _TEXT,
         **dict.fromkeys(("enable", "enable_resource_pool", "launch_reward_fn_async"), _BOOL),
+    },
+    "reward_model.scoring": {
+        **dict.fromkeys(("timeout_s", "batch_timeout_s"), _SECONDS),
+        "failure_score": (_is_finite, "must be a finite number"),
+        "max_failed_ratio": (_is_ratio, "must be a number from 0 to 1"),
     },
     "custom_reward_function": {"path": _NULL_TEXT, "name": _TEXT, "reward_kwargs": _MAPPING},
 }

@@ -75,11 +75,20 @@ def compute_data_metrics(batch: "DataProto", use_critic: bool = True) -> dict[st
         unexplained = (returns - values).var() / (returns.var() + 1e-5) if len(returns) > 1 else torch.tensor(0.0)
         metrics |= _summary("critic/values", values)
         metrics["critic/vf_explained_var"] = 1.0 - unexplained.item()
+    metrics |= failure_metrics("reward", batch.non_tensor_batch.get("reward_failure"))
     for column, name in (("__num_turns__", "num_turns"), ("tool_call_counts", "tool_call_counts")):
         if column in batch.non_tensor_batch:
             counts = torch.tensor(batch.non_tensor_batch[column].astype(np.float64))
             metrics |= _summary(name, counts)
     return metrics
+
+
+def failure_metrics(name: str, reasons: Sequence[Any] | None) -> dict[str, float]:
+    """Count the responses that could not be scored, by the extra ``reward_failure`` of the reward managers."""
+    if reasons is None or not len(reasons):
+        return {}
+    failed = sum(reason is not None for reason in reasons)
+    return {f"{name}/failed": failed, f"{name}/failed_ratio": failed / len(reasons)}
 
 
 def compute_timing_metrics(batch: "DataProto", timing_raw: Mapping[str, float]) -> dict[str, float]:

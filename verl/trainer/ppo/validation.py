@@ -1,19 +1,24 @@
 """Validation: generate, score and summarise the whole validation set with the weights of this moment."""
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Number
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.trainer.ppo.dumps import dump_generations, ground_truths
-from verl.trainer.ppo.metric_utils import process_validation_metrics
+from verl.trainer.ppo.metric_utils import failure_metrics, process_validation_metrics
 from verl.trainer.ppo.phases import check_rollout
 from verl.utils.seeding import prompt_uids, sampling_seeds
 
 if TYPE_CHECKING:
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+
+_FAILURE = "reward_failure"  # extra of the reward managers: why a response could not be scored
 
 
 @dataclass
@@ -100,11 +105,40 @@ def _score(trainer: "RayPPOTrainer", batch: DataProto, samples: ValidationSample
     samples.uids += list(batch.non_tensor_batch["uid"])
     samples.sources += list(batch.non_tensor_batch.get("data_source", ["unknown"] * count))
     samples.extras["reward"] += scores
-    for name, values in result.get("reward_extra_info", {}).items():
-        if name != "reward":
-            samples.extras[name] += list(values)
+    add_extras(samples.extras, dict(result.get("reward_extra_info", {})), len(samples.scores) - count, count)
     if "__num_turns__" in batch.non_tensor_batch:
         samples.turns += [int(turns) for turns in batch.non_tensor_batch["__num_turns__"]]
+
+
+def add_extras(known: dict[str, list[Any]], extras: dict[str, list[Any]], before: int, count: int) -> None:
+    """Append what the scorers said of ``count`` responses to what they said of those ``before``.
+
+    Where all of either could not be scored, nothing is known of what the scorers would have said: it is None.
+    """
+    extras.pop("reward", None)
+    all_failed = _has_failed_only(extras.get(_FAILURE, ()), count)
+    all_failed_before = _has_failed_only(known.get(_FAILURE, ()), before)
+    for name in [*extras, *(name for name in known if name not in extras and name != "reward")]:
+        if name not in known and all_failed_before:
+            known[name] += [None] * before
+        known[name] += list(extras.get(name, [None] * count if all_failed else []))
+
+
+def _has_failed_only(reasons: Sequence[Any], count: int) -> bool:
+    return len(reasons) == count and None not in reasons
+
+
+def _without_gaps(extras: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """Count what is not known of the responses that could not be scored as 0, where the others have numbers."""
+    reasons = extras.get(_FAILURE)
+    if reasons is None:
+        return extras
+    filled = {}
+    for name, values in extras.items():
+        is_number = all(isinstance(v, Number | np.bool_) for v, r in zip(values, reasons, strict=True) if r is None)
+        missing = 0.0 if is_number and name != _FAILURE else None
+        filled[name] = [missing if v is None and r else v for v, r in zip(values, reasons, strict=True)]
+    return filled
 
 
 def _publish(trainer: "RayPPOTrainer", samples: ValidationSamples) -> None:
@@ -138,8 +172,8 @@ def summarise(samples: ValidationSamples) -> dict[str, float]:
                 f"the reward function returned {name!r} for {len(values)} of {count} validation samples: return it "
                 "for all of them, whatever their data_source"
             )
-    by_source = process_validation_metrics(samples.sources, samples.uids, dict(samples.extras))
-    metrics: dict[str, float] = {}
+    by_source = process_validation_metrics(samples.sources, samples.uids, _without_gaps(samples.extras))
+    metrics: dict[str, float] = failure_metrics("val-aux/reward", samples.extras.get(_FAILURE))
     for source, variables in by_source.items():
         headline = "acc" if "acc" in variables else "reward"
         for variable, values in variables.items():

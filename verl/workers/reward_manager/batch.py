@@ -1,24 +1,15 @@
 """One call of the scorer for the whole batch."""
 
+import traceback
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from verl.utils.time_limit import TimeLimitExceeded, time_limit
 from verl.workers.reward_manager.abstract import AbstractRewardManager, RawScorer
 from verl.workers.reward_manager.registry import register
-from verl.workers.reward_manager.scoring import (
-    RewardError,
-    Sample,
-    Score,
-    gather_extras,
-    given_scores,
-    log_samples,
-    place_scores,
-    read_samples,
-    read_score,
-)
+from verl.workers.reward_manager.scoring import Sample, Score, batch_timeout_text, failed, settle
 
 if TYPE_CHECKING:
     from verl.protocol import DataProto
@@ -50,40 +41,37 @@ class BatchRewardManager(AbstractRewardManager):
 
     def __call__(self, data: "DataProto", return_dict: bool = False) -> Tensor | dict[str, Any]:
         """Score ``data``; see ``AbstractRewardManager``."""
-        given = given_scores(data, return_dict)
-        if given is not None:
-            return given
-        samples = read_samples(data, self.tokenizer, self.reward_fn_key)
-        scores = self._score(samples)
-        values = [score.value for score in scores]
-        log_samples(samples, scores, self.num_examine)
-        reward = place_scores(values, samples, data.batch["responses"])
-        data.batch["acc"] = torch.tensor(values, dtype=torch.float32, device=data.batch["prompts"].device)
-        return {"reward_tensor": reward, "reward_extra_info": gather_extras(scores)} if return_dict else reward
+        return self.score_batch(data, return_dict, self._score_all, writes_acc=True)
 
     def verify(self, data: "DataProto") -> list[float]:
         """Return the score of each response."""
-        return [score.value for score in self._score(read_samples(data, self.tokenizer, self.reward_fn_key))]
+        return [score.value for score in self.score_samples(data, self._score_all)[1]]
 
-    def _score(self, samples: list[Sample]) -> list[Score]:
-        sources = sorted({sample.data_source for sample in samples})
+    def _score_all(self, samples: list[Sample]) -> list[Score]:
+        """Score all samples; where the one call fails, all of them have failed."""
+
+        def all_failed(kind: str, text: str, trace: str = "") -> list[Score]:
+            return [failed(sample, kind, text, self.limits, trace) for sample in samples]
+
         try:
-            results = self.compute_score(
-                data_sources=[sample.data_source for sample in samples],
-                solution_strs=[sample.response for sample in samples],
-                ground_truths=[sample.ground_truth for sample in samples],
-                extra_infos=[sample.extra_info for sample in samples],
-                **self.reward_kwargs,
-            )
-        except Exception as error:  # user code raises anything; it goes on with the data named
-            raise RewardError(f"data sources {sources}: the scorer raised {type(error).__name__}: {error}") from error
+            with time_limit(self.limits.batch_timeout_s):
+                results = self.compute_score(
+                    data_sources=[sample.data_source for sample in samples],
+                    solution_strs=[sample.response for sample in samples],
+                    ground_truths=[sample.ground_truth for sample in samples],
+                    extra_infos=[sample.extra_info for sample in samples],
+                    **self.reward_kwargs,
+                )
+        except TimeLimitExceeded:
+            return all_failed("timed out", batch_timeout_text(self.limits), traceback.format_exc())
+        except (Exception, SystemExit) as error:  # user code raises anything; it goes on with the data named
+            text = f"the scorer raised {type(error).__name__}: {error}"
+            return all_failed("raised", text, traceback.format_exc())
         count = len(results) if hasattr(results, "__len__") and not isinstance(results, str | dict) else None
         if count != len(samples):
             got = type(results).__name__ if count is None else f"{count} scores"
-            raise RewardError(
-                f"data sources {sources}: the scorer must return {len(samples)} scores, it returned {got}"
-            )
-        return [read_score(result, sample) for result, sample in zip(results, samples, strict=True)]
+            return all_failed("invalid", f"the scorer must return {len(samples)} scores, it returned {got}")
+        return [settle(result, sample, self.limits) for result, sample in zip(results, samples, strict=True)]
 
     @classmethod
     def call_scorer_example(cls, scorer: RawScorer) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -1,6 +1,6 @@
 """One call per response, and a penalty for responses that come near the length limit."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -8,16 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from verl.workers.reward_manager.abstract import AbstractRewardManager, RawScorer
 from verl.workers.reward_manager.registry import register
-from verl.workers.reward_manager.scoring import (
-    Sample,
-    Score,
-    call_scorer,
-    gather_extras,
-    given_scores,
-    log_samples,
-    place_scores,
-    read_samples,
-)
+from verl.workers.reward_manager.scoring import Sample, Score, score_each
 
 if TYPE_CHECKING:
     from verl.protocol import DataProto
@@ -37,6 +28,8 @@ class DAPORewardManager(AbstractRewardManager):
         max_resp_len: tokens that a response may have.
         overlong_buffer_cfg: ``enable``, ``len`` (tokens before the limit over which the penalty grows), and
             ``penalty_factor`` (its size at the limit), ``log`` (whether it is returned as an extra).
+
+    Raises: OverlongBufferError without ``max_resp_len``, or where an enabled buffer does not fit into it.
     """
 
     def __init__(
@@ -51,10 +44,11 @@ class DAPORewardManager(AbstractRewardManager):
         super().__init__(tokenizer, num_examine, compute_score, reward_fn_key)
         self.overlong_buffer_cfg = overlong_buffer_cfg
         self.max_resp_len = max_resp_len
+        self._punishes = overlong_buffer_cfg is not None and bool(overlong_buffer_cfg["enable"])
         if overlong_buffer_cfg is not None:
             if max_resp_len is None:
                 raise OverlongBufferError("max_resp_len must be given with overlong_buffer_cfg, got None")
-            if not 0 < overlong_buffer_cfg["len"] <= max_resp_len:
+            if self._punishes and not 0 < overlong_buffer_cfg["len"] <= max_resp_len:
                 raise OverlongBufferError(
                     f"overlong_buffer_cfg.len must be in [1, max_resp_len={max_resp_len}], "
                     f"got {overlong_buffer_cfg['len']}"
@@ -62,19 +56,13 @@ class DAPORewardManager(AbstractRewardManager):
 
     def __call__(self, data: "DataProto", return_dict: bool = False) -> Tensor | dict[str, Any]:
         """Score ``data``; see ``AbstractRewardManager``."""
-        given = given_scores(data, return_dict)
-        if given is not None:
-            return given
-        samples = read_samples(data, self.tokenizer, self.reward_fn_key)
-        scores = [call_scorer(lambda sample=sample: self._score(sample), sample) for sample in samples]
-        rewards = [score.value for score in scores]
+        return self.score_batch(data, return_dict, self._score_each, self._punish)
+
+    def _score_each(self, samples: list[Sample]) -> list[Score]:
+        scores = score_each(samples, self._score, self.limits)
         for score in scores:
-            score.extras.setdefault("acc", score.value)
-        log_samples(samples, scores, self.num_examine)
-        if self.overlong_buffer_cfg is not None and self.overlong_buffer_cfg["enable"]:
-            rewards = [self._punish(sample, score) for sample, score in zip(samples, scores, strict=True)]
-        reward = place_scores(rewards, samples, data.batch["responses"])
-        return {"reward_tensor": reward, "reward_extra_info": gather_extras(scores)} if return_dict else reward
+            score.extras.setdefault("acc", score.value if score.failure is None else 0.0)
+        return scores
 
     def _score(self, sample: Sample) -> Any:
         eos = self.tokenizer.eos_token
@@ -85,11 +73,15 @@ class DAPORewardManager(AbstractRewardManager):
             extra_info=sample.extra_info,
         )
 
-    def _punish(self, sample: Sample, score: Score) -> float:
+    def _punish(self, samples: Sequence[Sample], scores: Sequence[Score]) -> list[float]:
+        if not self._punishes:
+            return [score.value for score in scores]
         assert self.overlong_buffer_cfg is not None and self.max_resp_len is not None
-        buffer = self.overlong_buffer_cfg["len"]
-        exceeded = sample.length - (self.max_resp_len - buffer)
-        penalty = min(-exceeded / buffer * self.overlong_buffer_cfg["penalty_factor"], 0.0)
-        if self.overlong_buffer_cfg.get("log", False):
-            score.extras |= {"overlong_reward": penalty, "overlong": penalty < 0}
-        return score.value + penalty
+        buffer, rewards = self.overlong_buffer_cfg["len"], []
+        for sample, score in zip(samples, scores, strict=True):
+            exceeded = sample.length - (self.max_resp_len - buffer)
+            penalty = min(-exceeded / buffer * self.overlong_buffer_cfg["penalty_factor"], 0.0)
+            if self.overlong_buffer_cfg.get("log", False):
+                score.extras |= {"overlong_reward": penalty, "overlong": penalty < 0}
+            rewards.append(score.value + penalty)
+        return rewards

@@ -12,6 +12,7 @@ from verl.utils.import_utils import load_extern_type
 from verl.utils.reward_score import default_compute_score
 from verl.workers.reward_manager.abstract import AbstractRewardManager
 from verl.workers.reward_manager.registry import get_reward_manager_cls
+from verl.workers.reward_manager.scoring import ScoringLimits
 
 
 class RewardFunctionFileError(ValueError, FileNotFoundError):
@@ -123,11 +124,26 @@ def load_reward_manager(
     Args: ``reward_kwargs`` go to its constructor.
     Raises: ValueError naming the key.
     """
-    manager, scorer = resolve_reward(config)
-    return manager(
+    manager_cls, scorer = resolve_reward(config)
+    manager = manager_cls(
         tokenizer=tokenizer,
         num_examine=num_examine,
         compute_score=scorer,
         reward_fn_key=config["data"]["reward_fn_key"],
         **reward_kwargs,
+    )
+    manager.limits = scoring_limits(config)
+    return manager
+
+
+def scoring_limits(config: Mapping[str, Any]) -> ScoringLimits:
+    """Return the limits of ``reward_model.scoring``."""
+    scoring = (config.get("reward_model") or {}).get("scoring")
+    if scoring is None:
+        return ScoringLimits()
+    return ScoringLimits(
+        failure_score=float(scoring["failure_score"]),
+        timeout_s=float(scoring["timeout_s"]),
+        batch_timeout_s=float(scoring["batch_timeout_s"]),
+        max_failed_ratio=float(scoring["max_failed_ratio"]),
     )

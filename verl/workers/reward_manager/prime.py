@@ -2,23 +2,13 @@
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from verl.utils.process_pool import DeadlineExceeded, DeadlinePool, ScorerFailed
 from verl.workers.reward_manager.abstract import AbstractRewardManager, RawScorer
 from verl.workers.reward_manager.registry import register
-from verl.workers.reward_manager.scoring import (
-    RewardError,
-    Sample,
-    Score,
-    given_scores,
-    log_samples,
-    place_scores,
-    read_samples,
-    read_score,
-)
+from verl.workers.reward_manager.scoring import Sample, Score, batch_timeout_text, failed, settle, timeout_text
 
 if TYPE_CHECKING:
     from verl.protocol import DataProto
@@ -28,11 +18,11 @@ if TYPE_CHECKING:
 class PrimeRewardManager(AbstractRewardManager):
     """Calls ``compute_score(data_source, completion, ground_truth, extra_info)`` in parallel processes.
 
-    A response whose scorer does not end within its deadline gets 0. The scores are written to ``batch["acc"]`` too.
+    A process whose call does not end in time is killed, and with it what it has started. The scores are written to
+    ``batch["acc"]`` too; there are no extras of the scorer.
 
     Args:
         num_processes: at most this many at once; fewer on a machine with few cores.
-        timeout_s: deadline of one response.
     """
 
     def __init__(
@@ -42,36 +32,32 @@ class PrimeRewardManager(AbstractRewardManager):
         compute_score: RawScorer | None = None,
         reward_fn_key: str = "data_source",
         num_processes: int = 64,
-        timeout_s: float = 300.0,
     ) -> None:
         super().__init__(tokenizer, num_examine, compute_score, reward_fn_key)
-        self.pool = DeadlinePool(self.compute_score, num_processes, timeout_s)
+        self.pool = DeadlinePool(self.compute_score, num_processes)
 
     def __call__(self, data: "DataProto", return_dict: bool = False) -> Tensor | dict[str, Any]:
-        """Score ``data``; see ``AbstractRewardManager``. There are no extras."""
-        given = given_scores(data, return_dict)
-        if given is not None:
-            return given
-        samples = read_samples(data, self.tokenizer, self.reward_fn_key)
-        scores = self._score(samples)
-        values = [score.value for score in scores]
-        log_samples(samples, scores, self.num_examine)
-        data.batch["acc"] = torch.tensor(values, dtype=torch.float32, device=data.batch["prompts"].device)
-        reward = place_scores(values, samples, data.batch["responses"])
-        return {"reward_tensor": reward, "reward_extra_info": {}} if return_dict else reward
+        """Score ``data``; see ``AbstractRewardManager``."""
+        return self.score_batch(data, return_dict, self._score_all, writes_acc=True)
 
     def verify(self, data: "DataProto") -> list[float]:
         """Return the score of each response."""
-        return [score.value for score in self._score(read_samples(data, self.tokenizer, self.reward_fn_key))]
+        return [score.value for score in self.score_samples(data, self._score_all)[1]]
 
-    def _score(self, samples: list[Sample]) -> list[Score]:
-        results = self.pool.map([(s.data_source, s.response, s.ground_truth, s.extra_info) for s in samples])
-        scores = []
-        for result, sample in zip(results, samples, strict=True):
-            if isinstance(result, ScorerFailed):
-                raise RewardError(f"{sample.describe()}: the scorer raised {result.error}")
-            scores.append(Score(0.0, {}) if isinstance(result, DeadlineExceeded) else read_score(result, sample))
-        return scores
+    def _score_all(self, samples: list[Sample]) -> list[Score]:
+        calls = [(s.data_source, s.response, s.ground_truth, s.extra_info) for s in samples]
+        results = self.pool.map(calls, self.limits.timeout_s, self.limits.batch_timeout_s)
+        return [self._score(result, sample) for result, sample in zip(results, samples, strict=True)]
+
+    def _score(self, result: Any, sample: Sample) -> Score:
+        if isinstance(result, ScorerFailed):
+            return failed(sample, "raised", f"the scorer raised {result.error}", self.limits, result.trace)
+        if isinstance(result, DeadlineExceeded):
+            text = batch_timeout_text(self.limits) if result.of_batch else timeout_text(self.limits)
+            return failed(sample, "timed out", text, self.limits)
+        score = settle(result, sample, self.limits)
+        score.extras = {}
+        return score
 
     @classmethod
     def call_scorer_example(cls, scorer: RawScorer) -> tuple[tuple[Any, ...], dict[str, Any]]:

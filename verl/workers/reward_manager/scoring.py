@@ -3,15 +3,19 @@
 import logging
 import math
 import numbers
+import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
+
+from verl.utils.time_limit import TimeLimitExceeded, time_limit
 
 if TYPE_CHECKING:
     from verl.protocol import DataProto
@@ -20,10 +24,23 @@ logger = logging.getLogger(__name__)
 
 EXPECTED = "a scorer must return a number, a bool, a tuple that begins with one, or a dict with a number as 'score'"
 SHOWN_CHARS = 200
+SHOWN_RESPONSE_CHARS = 1000
+FAILURE_COLUMN = "reward_failure"
+"""Extra that says of each response why it could not be scored, None where it was."""
 
 
 class RewardError(ValueError):
     """A scorer raised, or returned what is not a score."""
+
+
+@dataclass(frozen=True)
+class ScoringLimits:
+    """What a scorer may cost; the keys of ``reward_model.scoring``."""
+
+    failure_score: float = 0.0
+    timeout_s: float = 300.0
+    batch_timeout_s: float = 1800.0
+    max_failed_ratio: float = 1.0
 
 
 @dataclass
@@ -44,12 +61,23 @@ class Sample:
         return f"data_source {self.data_source!r}, sample {self.index}, ground truth {_short(self.ground_truth)}"
 
 
+@dataclass(frozen=True)
+class Failure:
+    """Why a response could not be scored."""
+
+    kind: str
+    """``raised``, ``timed out`` or ``invalid``."""
+    text: str
+    trace: str = ""
+
+
 @dataclass
 class Score:
     """A score and what else the scorer said."""
 
     value: float
-    extras: dict[str, Any]
+    extras: dict[str, Any] = field(default_factory=dict)
+    failure: Failure | None = None
 
 
 def read_samples(data: "DataProto", tokenizer: PreTrainedTokenizerBase, reward_fn_key: str) -> list[Sample]:
@@ -77,6 +105,9 @@ def read_samples(data: "DataProto", tokenizer: PreTrainedTokenizerBase, reward_f
         )
         for i in range(len(prompts))
     ]
+
+
+# ---- one response
 
 
 def read_score(result: Any, sample: Sample) -> Score:
@@ -108,24 +139,112 @@ def call_scorer(call: Callable[[], Any], sample: Sample) -> Score:
     """
     try:
         result = call()
-    except Exception as error:  # user code raises anything; it goes on with the sample named
+    except (Exception, SystemExit) as error:  # user code raises anything; it goes on with the sample named
         raise RewardError(f"{sample.describe()}: the scorer raised {type(error).__name__}: {error}") from error
     return read_score(result, sample)
+
+
+def failed(sample: Sample, kind: str, text: str, limits: ScoringLimits, trace: str = "") -> Score:
+    """Return the score of a response that could not be scored."""
+    return Score(limits.failure_score, {}, Failure(kind, f"{sample.describe()}: {text}", trace))
+
+
+def settle(result: Any, sample: Sample, limits: ScoringLimits) -> Score:
+    """Take the score out of what a scorer returned; nonsense counts as a failure."""
+    try:
+        return read_score(result, sample)
+    except RewardError as error:
+        return Score(limits.failure_score, {}, Failure("invalid", str(error)))
+
+
+def score_each(samples: Sequence[Sample], call: Callable[[Sample], Any], limits: ScoringLimits) -> list[Score]:
+    """Score one sample after the other in this process, each and all of them within their time."""
+    end = time.monotonic() + limits.batch_timeout_s
+    return [_score_within(sample, call, limits, end - time.monotonic()) for sample in samples]
+
+
+def _score_within(sample: Sample, call: Callable[[Sample], Any], limits: ScoringLimits, left_s: float) -> Score:
+    if left_s <= 0:
+        return failed(sample, "timed out", batch_timeout_text(limits), limits)
+    try:
+        with time_limit(min(limits.timeout_s, left_s)):
+            return call_scorer(lambda: call(sample), sample)
+    except RewardError as error:
+        cause = error.__cause__
+        kind, trace = ("invalid", "") if cause is None else ("raised", "".join(traceback.format_exception(cause)))
+        return Score(limits.failure_score, {}, Failure(kind, str(error), trace))
+    except TimeLimitExceeded as error:
+        text = timeout_text(limits) if left_s >= limits.timeout_s else batch_timeout_text(limits)
+        return failed(sample, "timed out", text, limits, "".join(traceback.format_exception(error)))
+
+
+def timeout_text(limits: ScoringLimits) -> str:
+    """Say that one response took too long."""
+    return f"the scorer did not end within reward_model.scoring.timeout_s={limits.timeout_s:g}"
+
+
+def batch_timeout_text(limits: ScoringLimits) -> str:
+    """Say that all responses together took too long."""
+    return f"scoring did not end within reward_model.scoring.batch_timeout_s={limits.batch_timeout_s:g}"
+
+
+# ---- the whole batch
+
+
+def report_failures(samples: Sequence[Sample], scores: Sequence[Score], limits: ScoringLimits, in_full: bool) -> bool:
+    """Log how many responses could not be scored and, ``in_full``, the first of them; returns whether there is one.
+
+    Raises: RewardError when they are more than ``reward_model.scoring.max_failed_ratio`` of the batch.
+    """
+    failures = [(sample, score.failure) for sample, score in zip(samples, scores, strict=True) if score.failure]
+    if not failures:
+        return False
+    sample, first = failures[0]
+    too_many = len(failures) / len(samples) > limits.max_failed_ratio
+    counts = ", ".join(f"{count} {kind}" for kind, count in Counter(each.kind for _, each in failures).items())
+    logger.warning(
+        "%d of %d responses could not be scored (%s) and get reward_model.scoring.failure_score=%g",
+        len(failures),
+        len(samples),
+        counts,
+        limits.failure_score,
+    )
+    if in_full or too_many:
+        logger.error(
+            "the first response that could not be scored: %s\n[response] %s%s",
+            first.text,
+            _short(sample.response, SHOWN_RESPONSE_CHARS),
+            f"\n[trace]\n{first.trace.rstrip()}" if first.trace else "",
+        )
+    if too_many:
+        raise RewardError(
+            f"{first.text} ({len(failures)} of {len(samples)} responses could not be scored, more than "
+            f"reward_model.scoring.max_failed_ratio={limits.max_failed_ratio:g})"
+        )
+    return True
 
 
 def place_scores(values: Sequence[float], samples: Sequence[Sample], responses: Tensor) -> Tensor:
     """Return scores (B, R), each at the last valid token of its response."""
     reward = torch.zeros(responses.shape, dtype=torch.float32)
     # a response without any token keeps its score, at the first place: the sum is what metrics read
-    last = torch.tensor([max(sample.length - 1, 0) for sample in samples])
+    last = torch.tensor([max(sample.length - 1, 0) for sample in samples], dtype=torch.long)
     reward[torch.arange(len(samples)), last] = torch.tensor(values, dtype=torch.float32)
     return reward
 
 
 def gather_extras(scores: Sequence[Score]) -> dict[str, list[Any]]:
-    """Collect extras into lists of length B; None where a scorer did not say."""
-    keys = dict.fromkeys(key for score in scores for key in score.extras)
-    return {key: [score.extras.get(key) for score in scores] for key in keys}
+    """Collect extras into lists of length B; None where a scorer did not say, 0 where it failed to give a number.
+
+    ``reward_failure`` says which responses could not be scored.
+    """
+    columns: dict[str, list[Any]] = {}
+    for key in dict.fromkeys(key for score in scores for key in score.extras):
+        said = [score.extras.get(key) for score in scores if score.failure is None]
+        missing = 0.0 if all(isinstance(value, numbers.Real | np.bool_) for value in said) else None
+        columns[key] = [score.extras.get(key, missing if score.failure else None) for score in scores]
+    columns[FAILURE_COLUMN] = [score.failure.kind if score.failure else None for score in scores]
+    return columns
 
 
 def given_scores(data: "DataProto", return_dict: bool) -> Tensor | dict[str, Any] | None:
@@ -161,6 +280,6 @@ def _valid_ids(ids: Tensor, mask: Tensor) -> list[list[int]]:
     return [part.tolist() for part in flat.split(lengths.tolist())]
 
 
-def _short(value: Any) -> str:
+def _short(value: Any, limit: int = SHOWN_CHARS) -> str:
     text = repr(value)
-    return text if len(text) <= SHOWN_CHARS else text[:SHOWN_CHARS] + "..."
+    return text if len(text) <= limit else text[:limit] + "..."
