@@ -56,7 +56,7 @@ def prepare(config: DictConfig) -> tuple[str, list[Row], Callable[..., Any]]:
     Raises: ValueError naming the key, or file, row and column.
     """
     from verl.trainer.offline import read_rows
-    from verl.utils.reward_score import SCORERS, default_compute_score
+    from verl.utils.reward_score import data_source_problem, default_compute_score
     from verl.workers.reward_manager.loading import get_custom_reward_fn
 
     violations = list(data_file_rules("data.path", config.data.path, required=True))
@@ -68,12 +68,10 @@ def prepare(config: DictConfig) -> tuple[str, list[Row], Callable[..., Any]]:
     if not rows:
         raise DataError(f"{path} has no rows")
     if scorer is None:
-        unknown = next((row for row in rows if row.data_source not in SCORERS), None)
-        if unknown is not None:
-            raise DataError(
-                f"{path}, row {unknown.number}, column {config.data.data_source_key!r}: no scorer for "
-                f"{unknown.data_source!r}; known are {sorted(SCORERS)}: set custom_reward_function.path"
-            )
+        for row in rows:
+            problem = data_source_problem(row.data_source)
+            if problem is not None:
+                raise DataError(f"{path}, row {row.number}, column {config.data.data_source_key!r}: {problem}")
     return path, rows, scorer or default_compute_score
 
 

@@ -35,6 +35,7 @@ MANAGER, REWARDS = (
     "tests/workers/reward_manager/test_reward_managers.py::",
 )
 SCORES = "tests/workers/roles/test_reward_model.py::test_scores_are_those_of_transformers"
+SANDBOX = "tests/utils/reward_score/test_code_scorers.py::"
 DATACLASSES, PARTS = "tests/workers/config/test_dataclasses.py::", "tests/workers/config/test_model.py::"
 
 
@@ -150,6 +151,8 @@ READERS = [
     Reader("reward_model", "reward_manager", "workers/reward_manager/loading.py", "node", REWARDS + "test_custom_manager_registered_by_the_file"),
     Reader("reward_model", "reward_kwargs", "trainer/ppo/reward.py", "node", REWARDS + "test_dapo_punishes_long_responses"),
     Reader("reward_model.scoring", "failure_score timeout_s batch_timeout_s max_failed_ratio", "workers/reward_manager/loading.py", "scoring", REWARDS + "test_limits_come_from_the_configuration"),
+    Reader("reward_model.sandbox_fusion", "url max_concurrent memory_limit_mb", "workers/reward_manager/loading.py", "remote", SANDBOX + "test_the_configuration_reaches_the_service"),
+    Reader("reward_model.local_sandbox", "timeout_s allow_unisolated", "workers/reward_manager/loading.py", "local", SANDBOX + "test_the_configuration_reaches_the_local_sandbox"),
     Reader("custom_reward_function", "path name reward_kwargs", "workers/reward_manager/loading.py", "node", REWARDS + "test_custom_function_with_kwargs"),
     # algorithm
     Reader("algorithm", "gamma lam adv_estimator", "trainer/ppo/ray_trainer.py", "algorithm", BATCHES + "test_gae_gets_values_and_discounts"),
@@ -213,6 +216,5 @@ REFUSED = {
 GATED = {
     "profiler.": "profiler.enable",
     "global_profiler.global_tool_config.": "global_profiler.tool",
-    "reward_model.sandbox_fusion.": "reward_model.sandbox_fusion.url",
 }
 """Options (parts of their dotted keys) of a feature whose own switch is refused."""

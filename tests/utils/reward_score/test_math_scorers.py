@@ -1,8 +1,30 @@
-"""The scorers of GSM8K and MATH, and their dispatch."""
+"""The scorers of answers in words and numbers, and the dispatch to them."""
 
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
 import pytest
 
-from verl.utils.reward_score import SCORERS, default_compute_score, gsm8k, math_reward
+from verl.utils.reward_score import (
+    SCORERS,
+    data_source_problem,
+    default_compute_score,
+    extras,
+    geo3k,
+    gsm8k,
+    math_batch,
+    math_dapo,
+    math_reward,
+    math_verify,
+    prime_math,
+    scorer_module,
+    search_r1_like_qa_em,
+)
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize(
@@ -99,10 +121,216 @@ def test_not_equivalent(one, other):
     assert math_reward.compute_score(rf"\boxed{{{one}}}", other) == 0.0
 
 
-def test_dispatch():
-    assert default_compute_score("openai/gsm8k", "#### 3", "3") == 1.0
-    for source in SCORERS:
-        assert default_compute_score(source, r"\boxed{3} #### 3", "3", extra_info={}) == 1.0
-        assert default_compute_score(source, "3", "3") == 0.0
-    with pytest.raises(NotImplementedError, match=r"data_source='mine'; known are .*gsm8k.*custom_reward_function"):
+# ---- DAPO
+
+
+@pytest.mark.parametrize(
+    ("text", "truth", "pred", "correct"),
+    [
+        ("thus\nAnswer: 34", "34", "34", True),
+        (r"Answer: $\boxed{34}$", "34", "34", True),
+        ("Answer: 1\nAnswer: $1{,}234$.", "1234", "1{,}234", False),
+        ("answer : $1,234$", "1234", "1234", True),
+        ("Answer: -1,234", "-1234", "-1234", True),
+        (r"Answer: \frac12", r"\frac{1}{2}", r"\frac{1}{2}", True),
+        (r"Answer: $x=\sqrt3$", r"\sqrt{3}", r"\sqrt{3}", True),
+        (r"Answer: 12\text{ cm}", "12", "12", True),
+        ("Answer: 40 degrees", "40", "40", True),
+        ("Answer: 50\\%", "50", "50", True),
+        ("the answer is 34", "34", "[INVALID]", False),
+        ("Answer: 34" + " " * 400, "34", "[INVALID]", False),
+    ],
+)
+def test_math_dapo(text, truth, pred, correct):
+    assert math_dapo.compute_score(text, truth) == {"score": 1.0 if correct else -1.0, "acc": correct, "pred": pred}
+
+
+def test_math_dapo_strict_box():
+    strict = {"strict_box_verify": True}
+    assert math_dapo.compute_score(r"so \boxed{34}", "34", **strict) == {"score": 1.0, "acc": True, "pred": "34"}
+    assert math_dapo.compute_score("Answer: 34", "34", **strict)["pred"] == "[INVALID]"
+    assert not math_dapo.compute_score(r"\boxed{34}" + "x" * 100, "34", **strict)["acc"]
+    late = r"\boxed{34}" + "x" * 120  # the last pause token stands at 50: the box is in the 100 characters before it
+    assert math_dapo.verify(late, "34", True, [10, 20, 30, 50]) == (True, "34")
+
+
+# ---- competition mathematics
+
+
+FORMULAS = [
+    (r"\frac{\sqrt{2}}{2}", r"\frac{1}{\sqrt{2}}"),
+    (r"x^2+2x+1", r"(x+1)^2"),
+    (r"2\pi", r"\pi\cdot 2"),
+    (r"\sqrt{8}", r"2\sqrt2"),
+    (r"\{1,2\}", r"\{2,1\}"),
+    (r"\left(\frac{\sqrt{3}}{3},2\right)", r"(1/\sqrt{3},2)"),
+    (r"\log_2 8", "3"),
+    (r"\sin^2 x+\cos^2 x", "1"),
+    ("3!", "6"),
+    ("2^{10}", "1024"),
+    (r"\binom{5}{2}", "10"),
+    (r"\sqrt[3]{-8}", "-2"),
+    ("1+i", "i+1"),
+    (r"e^{i\pi}", "-1"),
+    ("0.5x", r"\frac{x}{2}"),
+    ("-x^2", "-(x^2)"),
+    (r"\sqrt{x^2}", "|x|"),
+    (r"2/3x", r"\frac{2}{3}x"),
+    ("y=2x", "2x"),
+    ("10^{-3}", "1/1000"),
+    (r"\frac{x^2-1}{x-1}", "x+1"),
+    ("sqrt(2)", r"\sqrt2"),
+]
+NO_FORMULAS = [
+    ("x+1", "x+2"),
+    (r"\sqrt{x^2}", "x"),
+    ("(1,2)", "(2,1)"),
+    ("[1,2]", "(1,2)"),
+    (r"\{1,1\}", r"\{1,2\}"),
+    (r"2\pi", "6.28"),
+    ("xy", "x+y"),
+    ("-x^2", "(-x)^2"),
+    ("east", "seat"),
+    ("1.0000001", "1"),
+    (r"\frac{1}{0}", r"\frac{2}{0}"),
+    ("99999!", "1"),
+    ("10^{10^{10^{10}}}", "1"),
+    ("{" * 200, "1"),
+    ("(" * 450, "1"),
+    ("", "0"),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), FORMULAS)
+def test_prime_math_knows_equal_formulas(one, other):
+    assert prime_math.grade_answer(one, other) and prime_math.grade_answer(other, one)
+    assert prime_math.compute_score(rf"hence \boxed{{{one}}}.", other) == (True, True, one)
+    assert default_compute_score("numina_olympiads", rf"\boxed{{{one}}}", other) == 1.0
+
+
+@pytest.mark.parametrize(("one", "other"), NO_FORMULAS)
+def test_prime_math_tells_others_apart(one, other):
+    start = time.monotonic()
+    assert not prime_math.grade_answer(one, other) and not prime_math.grade_answer(other, one)
+    assert time.monotonic() - start < 1
+
+
+@pytest.mark.parametrize(("one", "other"), [*SAME, *FORMULAS[:3]])
+def test_prime_math_knows_what_the_others_know(one, other):
+    assert prime_math.grade_answer(one, other)
+
+
+@pytest.mark.parametrize(("one", "other"), DIFFERENT)
+def test_prime_math_tells_apart_what_the_others_do(one, other):
+    assert not prime_math.grade_answer(one, other)
+
+
+def test_prime_math_answers():
+    assert prime_math.compute_score("So the answer is $\\frac12$, done.", "0.5") == (True, True, "\\frac12")
+    assert prime_math.compute_score("Final answer: 12.", "\\boxed{12}") == (True, True, "12")
+    assert prime_math.compute_score("12", "12") == (False, False, "12")
+
+
+# ---- search
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ("<answer>The Eiffel Tower!</answer>", 1.0),
+        ("<answer>Paris</answer> no, <answer>\neiffel  tower\n</answer>", 1.0),
+        ("<answer>eiffel tower</answer> no, <answer>Paris</answer>", 0.0),
+        ("<answer>tour Eiffel</answer>", 1.0),
+        ("<answer>the eiffel tower of Paris</answer>", 0.0),
+        ("eiffel tower", 0.0),
+        ("<answer>eiffel tower", 0.0),
+        ("<answer>x</answer>" * 10 + "<answer>eiffel tower</answer>", 0.25),
+        ("<answer>x</answer>" * 9 + "<answer>eiffel tower</answer>", 1.0),
+    ],
+)
+def test_search(text, score):
+    truth = {"target": np.array(["Eiffel Tower", "Tour Eiffel"], dtype=object)}
+    assert default_compute_score("searchR1_nq", text, truth) == score
+    assert search_r1_like_qa_em.compute_score_subem(text, truth) == (1.0 if "of Paris" in text else score)
+    wrong = 0.1 if "</answer>" in text and not score else score
+    assert search_r1_like_qa_em.compute_score(text, truth, format_score=0.1) == wrong
+    assert search_r1_like_qa_em.compute_score(text, {"target": "Eiffel tower"}) in (score, 0.0)
+
+
+# ---- libraries
+
+
+def test_geo3k():
+    if not extras.GEO.is_installed():
+        with pytest.raises(extras.MissingExtraError, match=r"geo3k needs mathruler.*pip install 'verl\[geo\]'"):
+            geo3k.compute_score(r"\boxed{3}", "3")
+        assert "'verl[geo]'" in data_source_problem("hiyouga/geometry3k")
+    else:
+        for text, score in (
+            (r"<think>a</think>\boxed{3}", 1.0),
+            (r"\boxed{3}", 0.9),
+            (r"<think></think>\boxed{4}", 0.1),
+        ):
+            assert default_compute_score("hiyouga/geometry3k", text, "3") == pytest.approx(score)
+        assert geo3k.compute_score("3", "3", use_boxed=False) == 0.9
+    assert geo3k.format_reward("<think>a\nb</think> so \\boxed{3}.") == 1.0
+    assert geo3k.format_reward("\\boxed{3} <think>a</think>") == geo3k.format_reward("<think>\\boxed{3}") == 0.0
+
+
+def test_math_verify():
+    if not extras.MATH.is_installed():
+        with pytest.raises(ImportError, match=r"math_verify needs math-verify.*pip install 'verl\[math\]'"):
+            math_verify.compute_score(r"\boxed{3}", "3")
+        return
+    assert math_verify.compute_score(r"so \boxed{\frac{1}{2}}", "0.5") == 1.0
+    assert math_verify.compute_score(r"so \boxed{\frac{1}{3}}", "0.5") == 0.0
+
+
+def test_batch_scorer():
+    columns = (["lighteval/MATH"] * 2, [r"\boxed{1}", r"\boxed{2}"], ["1", "1"], [None, None])
+    assert math_batch.compute_score_batched(*columns) == [1.0, 0.0]
+
+
+# ---- dispatch
+
+
+RIGHT = {
+    "gsm8k": ("#### 3", "3"),
+    "math_reward": (r"\boxed{3}", "3"),
+    "math_dapo": ("Answer: 3", "3"),
+    "prime_math": (r"\boxed{3}", "3"),
+    "prime_code": ("```python\nprint(3)\n```", {"inputs": [""], "outputs": ["3"]}),
+    "geo3k": (r"<think>a</think>\boxed{3}", "3"),
+    "search_r1_like_qa_em": ("<answer>3</answer>", {"target": ["3"]}),
+}
+SPECIFIED = """openai/gsm8k lighteval/MATH DigitalLearningGmbH/MATH-lighteval HuggingFaceH4/MATH-500
+math_dapo math math_dapo_reasoning numina_aops_forum numina_synthetic_math numina_amc_aime numina_synthetic_amc
+numina_cn_k12 numina_olympiads codecontests apps codeforces taco hiyouga/geometry3k searchR1_nq searchR1_triviaqa
+searchR1_popqa searchR1_hotpotqa searchR1_2wikimultihopqa searchR1_musique searchR1_bamboogle""".split()
+
+
+@pytest.mark.parametrize("source", [*SPECIFIED, "aime2024", "aime25_x8"])
+def test_dispatch(source):
+    problem = data_source_problem(source)
+    if problem is not None:
+        pytest.skip(problem)
+    text, truth = RIGHT[scorer_module(source)]
+    right = default_compute_score(source, text, truth, extra_info={})
+    wrong = default_compute_score(source, "", truth)
+    if scorer_module(source) == "math_dapo":
+        assert (right["score"], wrong["score"]) == (1.0, -1.0)
+    else:
+        assert (right, wrong) == (1.0, 0.0) and type(right) is type(wrong) is float
+
+
+def test_unknown_source():
+    assert set(SCORERS) == set(SPECIFIED)
+    with pytest.raises(NotImplementedError, match=r"no scorer for 'mine'; known are .*gsm8k.*custom_reward_function"):
         default_compute_score("mine", "", "")
+
+
+def test_nothing_heavy_is_imported_before_it_is_needed():
+    code = "import sys, verl.utils.reward_score as r; r.default_compute_score('openai/gsm8k', '#### 3', '3');"
+    code += "print([m for m in ('torch', 'sympy', 'mpmath', 'numpy', 'transformers') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.stdout == "[]\n", done.stderr

@@ -413,8 +413,6 @@ def test_settings_that_have_no_meaning_are_refused(tokenizer):
         load_reward_manager(config(), tokenizer, 0, bonus=1)
     with pytest.raises(ValueError, match=r"reward_manager=batch.*custom_reward_function\.path"):
         load_reward_manager(config(reward_model={"reward_manager": "batch"}), tokenizer, 0)
-    with pytest.raises(ValueError, match=r"sandbox_fusion\.url='http://x'"):
-        resolve_reward(config(reward_model={"reward_manager": "naive", "sandbox_fusion": {"url": "http://x"}}))
 
 
 def test_compute_reward_takes_functions_with_and_without_extras():

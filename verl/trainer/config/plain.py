@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -31,6 +32,10 @@ def _is_positive(value: Any) -> bool:
 
 def _is_finite(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_null_or_url(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and re.match(r"https?://[^/\s]+", value) is not None)
 
 
 def _is_ratio(value: Any) -> bool:
@@ -91,6 +96,11 @@ CHECKS: dict[str, dict[str, Check]] = {
         "failure_score": (_is_finite, "must be a finite number"),
         "max_failed_ratio": (_is_ratio, "must be a number from 0 to 1"),
     },
+    "reward_model.sandbox_fusion": {
+        "url": (_is_null_or_url, "must be null or an address such as http://host:8080/run_code"),
+        **dict.fromkeys(("max_concurrent", "memory_limit_mb"), _SIZE),
+    },
+    "reward_model.local_sandbox": {"timeout_s": _SECONDS, "allow_unisolated": _BOOL},
     "custom_reward_function": {"path": _NULL_TEXT, "name": _TEXT, "reward_kwargs": _MAPPING},
 }
 

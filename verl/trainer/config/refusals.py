@@ -90,7 +90,6 @@ _FIXED: list[tuple[str, str, dict[str, Any]]] = [
         ("profiling is not supported yet", f"{role}.profiler", {"enable": False, "all_ranks": False, "ranks": []})
         for role in ROLES
     ),
-    ("remote code execution is not supported yet", "reward_model.sandbox_fusion", {"url": None}),
     (
         "is not supported here: dynamic sampling is done by python -m recipe.dapo.main_dapo",
         "algorithm.filter_groups",

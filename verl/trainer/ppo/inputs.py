@@ -4,7 +4,12 @@ import glob
 import json
 import os
 import struct
+<<<<<<< HEAD
 from collections.abc import Collection, Iterator
+=======
+from collections.abc import Iterator
+from functools import partial
+>>>>>>> af0410e ([reward] feat: the scorers of every data source, and code under test kept apart by the kernel or in a remote sandbox)
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +70,7 @@ def check_machine(config: Any) -> None:
     import ray
 
     ray_init, trainer = config.ray_kwargs.get("ray_init") or {}, config.trainer
-    if ray.is_initialized() or (ray_init.get("address") or envs.read("RAY_ADDRESS") or "local") != "local":
+    if ray.is_initialized() or not _is_local(config):
         return
     workers, reward = trainer.nnodes * trainer.n_gpus_per_node, config.reward_model
     asked = f"trainer.n_gpus_per_node={trainer.n_gpus_per_node} x trainer.nnodes={trainer.nnodes}"
@@ -82,6 +87,12 @@ def check_machine(config: Any) -> None:
         raise InputError(
             "trainer.device=cuda: this machine has no GPU: write cpu, or name a cluster in ray_kwargs.ray_init.address"
         )
+
+
+def _is_local(config: Any) -> bool:
+    """Whether Ray is going to be started on this machine alone."""
+    address = (config.ray_kwargs.get("ray_init") or {}).get("address") or envs.read("RAY_ADDRESS")
+    return (address or "local") == "local"
 
 
 # ---- data
@@ -146,15 +157,16 @@ def check_rows(config: Any) -> None:
 
 def _check_rows_of(config: Any, path: str) -> None:
     from verl.utils.dataset.rows import check_data_sources, check_prompt_rows
-    from verl.utils.reward_score import SCORERS
+    from verl.utils.reward_score import data_source_problem
 
     data, framework_scores = config.data, _framework_scores(config)
+    problem_of = partial(data_source_problem, runs_code_here=_runs_code_here(config))
     folder = Path(os.path.expanduser(config.actor_rollout_ref.model.path))
     text_only = folder.is_dir() and not any((folder / name).exists() for name in _PROCESSOR_FILES)
     for check in _column_checks(path, [data.prompt_key, data.reward_fn_key, "reward_model"]):
         check_prompt_rows(check, data, text_only)
         if framework_scores:
-            check_data_sources(check, data.reward_fn_key, SCORERS)
+            check_data_sources(check, data.reward_fn_key, problem_of)
 
 
 def _column_checks(path: str, columns: list[str]) -> Iterator[Any]:
@@ -178,6 +190,12 @@ def _column_checks(path: str, columns: list[str]) -> Iterator[Any]:
                     return
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path}: cannot be read as parquet behind row {first_row}: {error}") from error
+
+
+def _runs_code_here(config: Any) -> bool:
+    """Whether code under test is going to be run on this machine, and is to be kept apart."""
+    reward = config.reward_model
+    return _is_local(config) and not reward.sandbox_fusion.url and not reward.local_sandbox.allow_unisolated
 
 
 def _framework_scores(config: Any) -> bool:

@@ -1,6 +1,6 @@
 """What every row of prompts must hold, checked without torch."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -40,18 +40,15 @@ def check_vision_rows(check: ColumnCheck, data: Mapping[str, Any], has_processor
         check.refuse(name, used, f"holds images or videos, and {reason}", f"data.{key}")
 
 
-def check_data_sources(check: ColumnCheck, reward_fn_key: str, known: Iterable[str]) -> None:
-    """Refuse rows whose data source none of the scorers of the framework is for.
+def check_data_sources(check: ColumnCheck, reward_fn_key: str, problem_of: Callable[[str], str | None]) -> None:
+    """Refuse rows whose data source cannot be scored, for the reason that ``problem_of`` gives.
 
     Raises: DataError naming file, row and column.
     """
-    values, known = check.text(reward_fn_key, "data.reward_fn_key"), sorted(known)
+    values = check.text(reward_fn_key, "data.reward_fn_key")
     for source in pc.unique(values).to_pylist():
-        if source not in known:
-            problem = (
-                f"no scorer for {source!r}; known are {known}. For data of your own set custom_reward_function.path "
-                "to a Python file that defines compute_score"
-            )
+        problem = problem_of(source)
+        if problem is not None:
             check.refuse(reward_fn_key, pc.equal(values, source), problem, "data.reward_fn_key")
 
 

@@ -1,44 +1,124 @@
-"""Scorers that come with the framework, chosen by ``data_source``."""
+"""Scorers that come with the framework, chosen by ``data_source``. A scorer is imported when it is first needed."""
 
 from collections.abc import Callable
+from functools import cache
+from importlib import import_module
 from typing import Any
 
-from verl.utils.reward_score import gsm8k, math_reward
+from verl.utils.reward_score.extras import GEO, Extra
 
-SCORERS: dict[str, Callable[[str, str], Any]] = {
-    "openai/gsm8k": gsm8k.compute_score,
-    "lighteval/MATH": math_reward.compute_score,
-    "DigitalLearningGmbH/MATH-lighteval": math_reward.compute_score,
-    "HuggingFaceH4/MATH-500": math_reward.compute_score,
+_MODULES = {
+    "gsm8k": ("openai/gsm8k",),
+    "math_reward": ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"),
+    "math_dapo": ("math_dapo", "math", "math_dapo_reasoning"),
+    "prime_math": (
+        *("numina_aops_forum", "numina_synthetic_math", "numina_amc_aime", "numina_synthetic_amc"),
+        *("numina_cn_k12", "numina_olympiads"),
+    ),
+    "prime_code": ("codecontests", "apps", "codeforces", "taco"),
+    "geo3k": ("hiyouga/geometry3k",),
+    "search_r1_like_qa_em": (
+        *("searchR1_nq", "searchR1_triviaqa", "searchR1_popqa", "searchR1_hotpotqa"),
+        *("searchR1_2wikimultihopqa", "searchR1_musique", "searchR1_bamboogle"),
+    ),
 }
+SCORERS: dict[str, str] = {source: module for module, sources in _MODULES.items() for source in sources}
+"""Data source -> module of this package that scores it."""
+PREFIXES = {"aime": "math_dapo"}
+"""Beginning of data sources -> module."""
+EXTRAS: dict[str, Extra] = {"geo3k": GEO}
+"""Module -> what it needs."""
+CODE_MODULE = "prime_code"
 
 
 class UnknownDataSourceError(NotImplementedError, ValueError):
     """No scorer is known for a ``data_source``."""
 
 
+def scorer_module(data_source: str) -> str | None:
+    """Return the name of the module that scores a data source; None where there is none."""
+    if data_source in SCORERS:
+        return SCORERS[data_source]
+    return next((module for prefix, module in PREFIXES.items() if data_source.startswith(prefix)), None)
+
+
+def data_source_problem(data_source: str, runs_code_here: bool = True) -> str | None:
+    """Say why the responses to a data source cannot be scored here; None where they can.
+
+    Args: ``runs_code_here`` asks whether code under test can be kept apart on this machine.
+    """
+    module = scorer_module(data_source)
+    if module is None:
+        known = [*sorted(SCORERS), *(f"{prefix}*" for prefix in PREFIXES)]
+        return (
+            f"no scorer for {data_source!r}; known are {known}. For data of your own set custom_reward_function.path "
+            "to a Python file that defines compute_score"
+        )
+    extra = EXTRAS.get(module)
+    if extra is not None and not extra.is_installed():
+        return f"the scorer of {data_source!r} {extra.problem()}"
+    return _sandbox_problem(data_source) if module == CODE_MODULE and runs_code_here else None
+
+
+@cache
+def _sandbox_problem(data_source: str) -> str | None:
+    from verl.utils.sandbox import isolation_problem
+
+    problem = isolation_problem()
+    if problem is None:
+        return None
+    return (
+        f"responses to {data_source!r} are run, and this machine cannot keep them from the network and from your files "
+        f"({problem}): name a service in reward_model.sandbox_fusion.url, or set "
+        "reward_model.local_sandbox.allow_unisolated=true to run them with your own rights"
+    )
+
+
 def default_compute_score(
     data_source: str,
     solution_str: str,
-    ground_truth: str,
+    ground_truth: Any,
     extra_info: dict[str, Any] | None = None,
     sandbox_fusion_url: str | None = None,
     concurrent_semaphore: Any = None,
     memory_limit_mb: int | None = None,
+    sandbox_timeout_s: float | None = None,
+    allow_unisolated: bool = False,
 ) -> float | dict[str, Any]:
     """Score a response by the scorer of its data source.
 
-    The last three arguments are for scorers that run code.
+    Args:
+        sandbox_fusion_url: service that runs code under test; without one it is run on this machine.
+        concurrent_semaphore: context manager around each request to that service.
+        memory_limit_mb: memory of one program under test.
+        sandbox_timeout_s: seconds of one program under test.
+        allow_unisolated: whether code may run on this machine where the kernel cannot keep it apart.
 
-    Raises: UnknownDataSourceError for a source without one.
+    Raises: UnknownDataSourceError for a source without a scorer.
     """
-    scorer = SCORERS.get(data_source)
-    if scorer is None:
-        raise UnknownDataSourceError(
-            f"no scorer for data_source={data_source!r}; known are {sorted(SCORERS)}. For data of your own set "
-            "custom_reward_function.path to a Python file that defines compute_score"
+    name = scorer_module(data_source)
+    if name is None:
+        raise UnknownDataSourceError(data_source_problem(data_source))
+    limits = {"memory_limit_mb": memory_limit_mb, "timeout": sandbox_timeout_s}
+    given = {key: value for key, value in limits.items() if value is not None}
+    if name == CODE_MODULE and sandbox_fusion_url:
+        scorer = _scorer("sandbox_fusion")
+        result = scorer(
+            sandbox_fusion_url,
+            concurrent_semaphore,
+            completion=solution_str,
+            test_cases=ground_truth,
+            continuous=True,
+            **given,
         )
-    result = scorer(solution_str, ground_truth)
+    elif name == CODE_MODULE:
+        result = _scorer(name)(solution_str, ground_truth, continuous=True, allow_unisolated=allow_unisolated, **given)
+    else:
+        result = _scorer(name)(solution_str, ground_truth)
     if isinstance(result, dict):
         return result
     return float(result[0] if isinstance(result, tuple) else result)
+
+
+def _scorer(module: str) -> Callable[..., Any]:
+    return import_module(f"verl.utils.reward_score.{module}").compute_score

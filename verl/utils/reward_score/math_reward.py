@@ -86,7 +86,7 @@ def _same(one: str, other: str) -> bool:
     value = _rational(one)
     if value is not None:
         return value == _rational(other)
-    parts, other_parts = _parts(one), _parts(other)
+    parts, other_parts = split_answer(one), split_answer(other)
     if parts is None or other_parts is None or len(parts) != len(other_parts):
         return False
     return all(_same(a, b) for a, b in zip(parts, other_parts, strict=True))
@@ -109,7 +109,7 @@ def _rational(text: str) -> Fraction | None:
     return None
 
 
-def _parts(text: str) -> list[str] | None:
+def split_answer(text: str) -> list[str] | None:
     """Split a bracketed or bare list at its outer commas; the brackets are parts too."""
     for opening in BRACKETS:
         closings = [closing for closing in (")", "]", r"\}") if text.endswith(closing)]

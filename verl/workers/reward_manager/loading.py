@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from verl.utils.import_utils import load_extern_type
 from verl.utils.reward_score import default_compute_score
+from verl.utils.sandbox.permits import FilePermits
 from verl.workers.reward_manager.abstract import AbstractRewardManager
 from verl.workers.reward_manager.registry import get_reward_manager_cls
 from verl.workers.reward_manager.scoring import ScoringLimits
@@ -102,18 +103,30 @@ def resolve_reward(config: Mapping[str, Any]) -> tuple[type[AbstractRewardManage
     node = config.get("reward_model") or {}
     scorer = get_custom_reward_fn(config)
     manager = get_reward_manager_cls(node.get("reward_manager") or "naive")
-    if (node.get("sandbox_fusion") or {}).get("url"):
-        raise ValueError(
-            f"reward_model.sandbox_fusion.url={node['sandbox_fusion']['url']!r}: no scorer of this version runs code; "
-            "set it to null"
-        )
     if scorer is not None:
         check = getattr(manager, "call_scorer_example", None)
         if check is not None:  # a manager of the user's own need not derive from ours
             check_scorer_signature(scorer, manager)
     elif manager.__name__ != "BatchRewardManager":
-        scorer = default_compute_score
+        scorer = built_in_scorer(node)
     return manager, scorer
+
+
+def built_in_scorer(node: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return the scorer that comes with the framework, with the limits for code under test.
+
+    Args: ``node`` is ``reward_model`` of the configuration.
+    """
+    local, remote = node.get("local_sandbox") or {}, node.get("sandbox_fusion") or {}
+    given: dict[str, Any] = {}
+    if local:
+        given = {"sandbox_timeout_s": local["timeout_s"], "allow_unisolated": local["allow_unisolated"]}
+    if remote:
+        given["memory_limit_mb"] = remote["memory_limit_mb"]
+        if remote["url"]:
+            given["sandbox_fusion_url"] = remote["url"]
+            given["concurrent_semaphore"] = FilePermits(remote["url"], remote["max_concurrent"])
+    return functools.partial(default_compute_score, **given)
 
 
 def load_reward_manager(

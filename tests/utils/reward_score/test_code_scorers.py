@@ -1,0 +1,241 @@
+"""Code scorers: what counts as passed, the share, and the same verdicts on this machine and by the service."""
+
+import json
+import pickle
+import threading
+import time
+from functools import partial
+
+import pytest
+
+from verl.utils.reward_score import code_tests, default_compute_score, prime_code, sandbox_fusion
+from verl.utils.reward_score.code_tests import COMPILE_ERROR, RUNTIME_ERROR, TIMEOUT, UNKNOWN
+from verl.utils.sandbox import SandboxError, local, remote
+from verl.utils.sandbox.permits import FilePermits
+from verl.utils.sandbox.remote import RemoteSandboxError
+from verl.workers.reward_manager.loading import resolve_reward
+
+SUM = "print(sum(map(int, input().split())))"
+PAIRS = {"inputs": ["1 2\n", "3 4\n", "5 6\n"], "outputs": ["3\n", "7\n", "11\n"]}
+
+
+def response(code):
+    return f"I add them.\n```python\n{code}\n```\nDone."
+
+
+@pytest.fixture(params=["local", "service"])
+def check(request):
+    """The verdicts of a program, by each of the two sandboxes."""
+    if request.param == "local":
+        return prime_code.check_correctness
+    return partial(sandbox_fusion.check_correctness, request.getfixturevalue("service").url)
+
+
+@pytest.mark.parametrize(
+    ("code", "cases", "results"),
+    [
+        (SUM, PAIRS, [True, True, True]),
+        ("print(3)", PAIRS, [True, False, False]),
+        (SUM + "; import sys; sys.exit(2)", PAIRS, [RUNTIME_ERROR] * 3),
+        ("def f(:", PAIRS, [RUNTIME_ERROR] * 3),
+        ("n = input()\nwhile n == '3 4': pass\n" + SUM.replace("input()", "n"), PAIRS, [True, TIMEOUT, True]),
+        (SUM, {"inputs": ["1 2"], "outputs": ["3", "4"]}, [UNKNOWN]),
+        (
+            "def add(a, b): return a + b",
+            {"assert_case": ["assert add(1, 2) == 3", "assert add(1, 2) == 4"]},
+            [True, -2],
+        ),
+    ],
+    ids=["right", "partly", "exit code", "syntax", "loop", "unpaired", "assertions"],
+)
+def test_programs(check, code, cases, results):
+    if code == "def f(:" and check is prime_code.check_correctness:
+        results = [COMPILE_ERROR] * 3  # the service has no compilation step for Python
+    got, metadata = check(json.dumps(cases), code, timeout=1)
+    assert got == results and all(type(a) is type(b) for a, b in zip(got, results, strict=True))
+    assert [each["status"] for each in metadata if each["status"] == "success"] == ["success"] * results.count(True)
+
+
+F = {"fn_name": "f"}
+ADD = {"fn_name": "add", "inputs": ["1\n[2, 3]", "4\n[]"], "outputs": ["[1, 2, 3]", [[4]]]}
+
+
+@pytest.mark.parametrize(
+    ("code", "cases", "results"),
+    [
+        ("def add(x, xs):\n    print('noise')\n    return (x, *xs)", ADD, [True, True]),
+        ("class Solution:\n    def add(self, x, xs):\n        return [x]", ADD, [False, True]),
+        ("def add(x): return [x]", ADD, [RUNTIME_ERROR] * 2),
+        ("def sub(x, xs): return []", ADD, [RUNTIME_ERROR] * 2),
+        ("def add(:", ADD, [COMPILE_ERROR] * 2),
+        ("def f(x): return x / 3", F | {"inputs": [[1], [3]], "outputs": [0.33333333, 1]}, [True, True]),
+        ("def f(x): return set(x)", F | {"inputs": [[[2, 1]]], "outputs": [[1, 2]]}, [True]),
+        ("def f(x): return x == 1", F | {"inputs": ["1", "2"], "outputs": ["true", 0]}, [True, False]),
+        ("def f(s): return s", F | {"inputs": ['"1"', '"a"'], "outputs": ["1", "a"]}, [True, True]),
+        ("def f(): return 1\nif __name__ == '__main__': 1 / 0", F | {"inputs": [""], "outputs": [1]}, [True]),
+    ],
+    ids=["function", "method", "arguments", "absent", "syntax", "real", "set", "bool", "text", "main"],
+)  # fmt: skip
+def test_functions(check, code, cases, results):
+    assert check(cases, code, timeout=5)[0] == results
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected", "same"),
+    [
+        ("3\n", "3", True),
+        ("1 2 \n3\n\n", "1 2\n3", True),
+        ("1\n2", "1 2", False),
+        ("0.3333333333", "0.33333333", True),
+        ("1e6", "1000000.0", True),
+        ("0.34", "0.33", False),
+        ("3.0", "3", False),
+        ("nan", "1.0", False),
+        ("Yes", "yes", False),
+        ("", "", True),
+    ],
+)
+def test_output(actual, expected, same):
+    assert code_tests.same_output(actual, expected) is same
+
+
+@pytest.mark.parametrize(
+    ("completion", "code"),
+    [
+        ("```python\na\n```\n```python\nb\n```", "b"),
+        ("```cpp\na\n```\n```python\nb\n```", "b"),
+        ("```py\na\n```\n```\nb\n```", "a"),
+        ("```\na\n```", "a"),
+        ("```python\nunfinished", "unfinished"),
+        ("no code", None),
+    ],
+)
+def test_the_code_of_a_response(completion, code):
+    assert code_tests.find_code(completion) == code
+
+
+def test_share_of_the_first_ten_cases():
+    cases = {"inputs": [f"{i} 0" for i in range(12)], "outputs": [str(i if i % 2 else -1) for i in range(12)]}
+    assert default_compute_score("apps", response(SUM), json.dumps(cases)) == 0.5
+    score, metadata = prime_code.compute_score(response(SUM), cases, continuous=True)
+    assert score == 0.5 and [each["case_index"] for each in metadata] == list(range(10))
+    assert prime_code.compute_score(response(SUM), cases)[0] == 0.0
+    assert prime_code.compute_score(response(SUM), PAIRS)[0] == 1.0
+    assert default_compute_score("taco", "no code", json.dumps(cases)) == 0.0
+    assert default_compute_score("codeforces", response("def f(:"), cases) == 0.0
+    with pytest.raises(ValueError, match="must have inputs and outputs"):
+        default_compute_score("codecontests", response(SUM), '{"inputs": []}')
+    with pytest.raises(ValueError, match="not JSON"):
+        default_compute_score("codecontests", response(SUM), "what")
+
+
+# ---- the service
+
+
+def reward_node(**nodes):
+    return {"data": {"reward_fn_key": "data_source"}, "reward_model": {"reward_manager": "naive", **nodes}}
+
+
+def test_the_configuration_reaches_the_service(service):
+    node = reward_node(sandbox_fusion={"url": service.url, "max_concurrent": 2, "memory_limit_mb": 256})
+    scorer = pickle.loads(pickle.dumps(resolve_reward(node)[1]))
+    service.delay_s = 0.05
+    cases = {"inputs": [f"{i} 1" for i in range(7)], "outputs": [str(i + 1) for i in range(6)] + ["0"]}
+    assert scorer("codecontests", response(SUM), json.dumps(cases)) == pytest.approx(6 / 7)
+    assert service.most_at_once == 2 and len(service.requests) == 7
+    expected = {"compile_timeout": 10.0, "run_timeout": 10.0, "memory_limit_MB": 256, "language": "python"}
+    assert expected | {"files": {}, "fetch_files": [], "code": SUM, "stdin": "0 1"} == service.requests[0]
+
+
+def test_the_configuration_reaches_the_local_sandbox():
+    limits = {"sandbox_fusion": {"url": None, "max_concurrent": 1, "memory_limit_mb": 100}}
+    scorer = resolve_reward(reward_node(**limits, local_sandbox={"timeout_s": 1, "allow_unisolated": False}))[1]
+    tests = {"inputs": ["", "x"], "outputs": ["200", "0"]}
+    code = "if input() if False else not __import__('sys').stdin.read():\n    print(len(bytearray(200 << 20)) >> 20)"
+    assert scorer("apps", response(code), tests) == 0.0
+    limits["sandbox_fusion"]["memory_limit_mb"] = 1024
+    scorer = resolve_reward(reward_node(**limits, local_sandbox={"timeout_s": 1, "allow_unisolated": True}))[1]
+    assert scorer("apps", response(code), tests) == 0.5
+    assert scorer.keywords["allow_unisolated"] is True and scorer.keywords["sandbox_timeout_s"] == 1
+
+
+def test_the_service_is_asked_again_when_it_is_busy(service, monkeypatch):
+    monkeypatch.setattr(remote, "RETRY_DELAY_S", 0.01)
+    service.failures = [504, 504]
+    assert sandbox_fusion.compute_score(service.url, None, 256, response(SUM), PAIRS)[0] == 1.0
+    service.failures = [504, 504, 504]
+    results, metadata = sandbox_fusion.check_correctness(service.url, PAIRS, SUM)
+    assert results == [UNKNOWN, True, True] and "HTTP status 504 in attempt 3" in metadata[0]["error"]
+    service.failures = [500, 500, 500]
+    with pytest.raises(RemoteSandboxError, match="HTTP status 500 in attempt 1"):  # a failure, which is counted
+        sandbox_fusion.compute_score(service.url, None, 256, response(SUM), PAIRS, continuous=True)
+    with pytest.raises(RemoteSandboxError, match="refused"):
+        default_compute_score("apps", response(SUM), PAIRS, sandbox_fusion_url="http://127.0.0.1:9/run_code")
+
+
+def test_a_service_that_hangs_is_left(service, monkeypatch):
+    monkeypatch.setattr(remote, "MARGIN_S", 0.1)
+    service.delay_s = 1.0
+    start = time.monotonic()
+    results, metadata = sandbox_fusion.check_correctness(service.url, PAIRS, SUM, timeout=0.05)
+    assert results == [UNKNOWN] * 3 and "timed out" in metadata[0]["error"] and time.monotonic() - start < 3
+
+
+@pytest.mark.parametrize(
+    ("reply", "result"),
+    [
+        ({"status": "Failed", "compile_result": {"status": "Error"}, "run_result": None}, COMPILE_ERROR),
+        ({"status": "Failed", "compile_result": {"status": "TimeLimitExceeded"}, "run_result": None}, COMPILE_ERROR),
+        ({"status": "SandboxError", "message": "full", "compile_result": None, "run_result": None}, UNKNOWN),
+        ({"status": "Success", "run_result": {"status": "Finished", "return_code": 0, "stdout": "3"}}, True),
+        ({"status": "Success", "run_result": {"status": "Finished", "return_code": 0, "stdout": "4"}}, False),
+    ],
+)
+def test_replies_of_the_service(reply, result):
+    assert sandbox_fusion.judge(code_tests.read_test_cases(PAIRS), 0, reply)[0] is result
+
+
+def test_permits_bound_threads_and_come_back(tmp_path, monkeypatch):
+    permits, lock, inside, most = FilePermits(str(tmp_path), 3), threading.Lock(), [0], [0]
+
+    def work():
+        with permits:
+            with lock:
+                inside[0] += 1
+                most[0] = max(most[0], inside[0])
+            time.sleep(0.05)
+            with lock:
+                inside[0] -= 1
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert most[0] == 3
+    monkeypatch.setattr("verl.utils.sandbox.permits.WAIT_TIMEOUT_S", 0.05)
+    one, same = FilePermits(str(tmp_path) + "1", 1), FilePermits(str(tmp_path) + "1", 1)
+    with one, pytest.raises(TimeoutError, match="none of 1 permits"):
+        same.__enter__()
+    with same:
+        pass
+
+
+# ---- where the kernel cannot keep code apart
+
+
+def test_code_is_refused_where_it_cannot_be_kept_apart(monkeypatch):
+    """As on a kernel without Landlock: the rules of a folder that does not exist cannot be made either."""
+    real = local._supervise
+
+    def on_another_kernel(request, timeout_s):
+        asked = json.loads(request)
+        return real(json.dumps(asked | {"folder": "/nowhere"} if asked["isolated"] else asked), timeout_s)
+
+    monkeypatch.setattr(local, "_supervise", on_another_kernel)
+    local.isolation_problem.cache_clear()
+    try:
+        assert "cannot be kept apart" in local.isolation_problem()
+        with pytest.raises(SandboxError, match="cannot be kept apart"):
+            prime_code.compute_score(response(SUM), PAIRS)
+        assert prime_code.compute_score(response(SUM), PAIRS, allow_unisolated=True)[0] == 1.0
+    finally:
+        local.isolation_problem.cache_clear()

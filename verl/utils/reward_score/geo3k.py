@@ -1,0 +1,30 @@
+r"""Answers to Geometry3K: thoughts between ``<think>`` tags, then a ``\boxed`` answer, graded by mathruler."""
+
+import re
+
+from verl.utils.reward_score.extras import GEO
+
+_FORMAT = re.compile(r"<think>.*</think>.*\\boxed\{.*\}.*", re.DOTALL)
+
+
+def format_reward(predict_str: str) -> float:
+    """Return 1 where the thoughts and the box are there, in that order, else 0."""
+    return float(_FORMAT.fullmatch(predict_str) is not None)
+
+
+def acc_reward(predict_str: str, ground_truth: str, use_boxed: bool = True) -> float:
+    """Return 1 where the boxed answer, or the whole text, is equivalent to the ground truth, else 0.
+
+    Raises: MissingExtraError without mathruler.
+    """
+    GEO.require("geo3k")
+    from mathruler.grader import extract_boxed_content, grade_answer
+
+    answer = extract_boxed_content(predict_str) if use_boxed else predict_str
+    return float(grade_answer(answer, str(ground_truth)))
+
+
+def compute_score(predict_str: str, ground_truth: str, use_boxed: bool = True, format_score: float = 0.1) -> float:
+    """Return the accuracy and the format, weighted by ``1 - format_score`` and ``format_score``."""
+    accuracy = acc_reward(predict_str, ground_truth, use_boxed)
+    return (1.0 - format_score) * accuracy + format_score * format_reward(predict_str)

@@ -1,0 +1,171 @@
+"""Programs, run by a remote sandbox: the share of test cases that they pass."""
+
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from typing import Any
+
+from verl.utils.reward_score.code_tests import (
+    COMPILE_ERROR,
+    MOST_TESTS,
+    RUNTIME_ERROR,
+    TIMEOUT,
+    UNKNOWN,
+    Metadata,
+    Result,
+    TestCases,
+    find_code,
+    is_expected,
+    read_test_cases,
+    score_of,
+)
+from verl.utils.sandbox.remote import RemoteSandboxError, run_remotely
+
+SHOWN_CHARS = 500
+_MARK = "verl-value-7c1f0e:"
+_DOES_NOT_COMPILE = 86  # none of Python's own exit codes
+_TOO_LONG = "TimeLimitExceeded"
+_CALL = """import json, sys
+source, name, arguments, mark = json.loads({given!r})
+try:
+    code = compile(source, "solution.py", "exec")
+except (SyntaxError, ValueError) as error:
+    sys.stderr.write(str(error))
+    sys.exit({does_not_compile})
+namespace = {{"__name__": "solution"}}
+exec(code, namespace)
+function = namespace.get(name) or getattr(namespace["Solution"](), name)
+value = function(*arguments)
+def plain(value):
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    return value.tolist() if hasattr(value, "tolist") else list(value)
+sys.stdout.write("\\n" + mark + json.dumps(value, default=plain) + "\\n")
+"""
+
+
+def compute_score(
+    sandbox_fusion_url: str,
+    concurrent_semaphore: AbstractContextManager[Any] | None,
+    memory_limit_mb: int = 1024,
+    completion: str = "",
+    test_cases: Any = None,
+    continuous: bool = False,
+    timeout: float = 10.0,
+) -> tuple[float, list[Metadata]]:
+    """Return the score of the program in a response, and what became of each case.
+
+    Args:
+        concurrent_semaphore: held during each request.
+        continuous: give the share of the first 10 cases that passed; otherwise all cases have to.
+        timeout: seconds of one case, to compile and to run.
+
+    Raises: RemoteSandboxError where no case got an answer; ValueError for what are no test cases.
+    """
+    code = find_code(completion)
+    if code is None:
+        return 0.0, [{"status": "no code"}]
+    results, metadata = check_correctness(
+        sandbox_fusion_url,
+        test_cases,
+        code,
+        timeout=timeout,
+        memory_limit_mb=memory_limit_mb,
+        concurrent_semaphore=concurrent_semaphore,
+        most_tests=MOST_TESTS if continuous else None,
+    )
+    if metadata and all(each["status"] == "api error" for each in metadata):
+        raise RemoteSandboxError(metadata[0]["error"])
+    return score_of(results, continuous), metadata
+
+
+def check_correctness(
+    sandbox_fusion_url: str,
+    in_outs: Any,
+    generation: str,
+    timeout: float = 10.0,
+    memory_limit_mb: int = 1024,
+    language: str = "python",
+    concurrent_semaphore: AbstractContextManager[Any] | None = None,
+    most_tests: int | None = None,
+) -> tuple[list[Result], list[Metadata]]:
+    """Run a program on its test cases and return the result of each and what there is to say of it.
+
+    The first case goes alone: what does not compile is not sent again.
+    """
+    cases = read_test_cases(in_outs).first(most_tests) if most_tests else read_test_cases(in_outs)
+    count = len(cases.inputs)
+    if not cases.are_paired:
+        text = f"{count} inputs and {len(cases.outputs)} outputs"
+        return [UNKNOWN] * count, [{"status": "error", "error": text}] * count
+    if not count:
+        return [], []
+
+    def check(index: int) -> tuple[Result, Metadata]:
+        code, stdin = _request(cases, index, generation)
+        try:
+            reply = run_remotely(
+                sandbox_fusion_url, code, stdin, timeout, memory_limit_mb, language, concurrent_semaphore
+            )
+        except RemoteSandboxError as error:
+            return UNKNOWN, {"case_index": index, "status": "api error", "error": str(error)}
+        return judge(cases, index, reply)
+
+    judged = [check(0)]
+    if judged[0][0] != COMPILE_ERROR:
+        judged += _side_by_side(check, range(1, count))
+    results, metadata = [result for result, _ in judged], [each for _, each in judged]
+    if COMPILE_ERROR in results:
+        first = results.index(COMPILE_ERROR)
+        results[first:] = [COMPILE_ERROR] * (count - first)
+    return results, metadata
+
+
+def _side_by_side(check: Callable[[int], Any], indices: range) -> list[Any]:
+    if not indices:
+        return []
+    pool = ThreadPoolExecutor(max_workers=min(len(indices), MOST_TESTS))
+    try:
+        return list(pool.map(check, indices))
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)  # an interruption does not wait for answers
+
+
+def _request(cases: TestCases, index: int, code: str) -> tuple[str, str | None]:
+    """Return the program that is sent and its standard input."""
+    test = cases.test(index)
+    code += test.code_after
+    if cases.fn_name is None:
+        return code, test.stdin
+    given = json.dumps([code, cases.fn_name, list(test.arguments), _MARK])
+    return _CALL.format(given=given, does_not_compile=_DOES_NOT_COMPILE), None
+
+
+def judge(cases: TestCases, index: int, reply: dict[str, Any]) -> tuple[Result, Metadata]:
+    """Return the result of a case by the reply of the service."""
+    compilation, execution = reply.get("compile_result") or {}, reply.get("run_result") or {}
+    stdout, stderr = execution.get("stdout") or "", execution.get("stderr") or compilation.get("stderr") or ""
+    metadata = {
+        "case_index": index,
+        "stdout": stdout[:SHOWN_CHARS],
+        "stderr": stderr[-SHOWN_CHARS:],
+        "api_status": reply["status"],
+        "seconds": execution.get("execution_time"),
+    }
+    code = execution.get("return_code")
+    if compilation.get("status") in ("Error", _TOO_LONG) or code == _DOES_NOT_COMPILE:
+        status = "compile timeout" if compilation.get("status") == _TOO_LONG else "compile error"
+        return COMPILE_ERROR, metadata | {"status": status}
+    if execution.get("status") == _TOO_LONG:
+        return TIMEOUT, metadata | {"status": "timeout"}
+    if execution.get("status") == "Error" or code not in (0, None):
+        return RUNTIME_ERROR, metadata | {"status": "runtime error"}
+    if reply["status"] != "Success" or execution.get("status") != "Finished":
+        text = str(reply.get("message") or f"status {reply['status']!r}")
+        return UNKNOWN, metadata | {"status": "sandbox error", "error": text}
+    value = None
+    if cases.fn_name is not None:
+        stdout, _, value = stdout.rpartition(_MARK)
+    right = is_expected(cases, index, stdout, value)
+    return right, metadata | {"status": "success" if right else "wrong answer"}

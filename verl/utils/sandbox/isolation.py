@@ -1,0 +1,210 @@
+"""What a program under test may do, enforced by the Linux kernel: no network, no other process, files only below it.
+
+A process gives up its rights for good: by Landlock all files but those that Python needs (to read) and one folder (to
+write), then its capabilities, then by a seccomp filter every system call that reaches the network, starts or touches
+another process, or changes what the two others do not watch. None of it needs privileges. Standard library only: the
+supervisor loads this file by itself.
+"""
+
+import ctypes
+import os
+import platform
+import resource
+import struct
+import sys
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+# ---- prctl and capabilities
+
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
+_SECCOMP_MODE_FILTER = 2
+_CAPABILITY_VERSION_3 = 0x20080522
+
+
+class IsolationError(OSError):
+    """The kernel cannot keep a program apart."""
+
+
+def _checked(result: int, what: str) -> int:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise IsolationError(number, f"{what}: {os.strerror(number)}")
+    return result
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when the one that started it ends."""
+    _checked(_LIBC.prctl(_PR_SET_PDEATHSIG, 9, 0, 0, 0), "prctl(PR_SET_PDEATHSIG)")
+
+
+def _drop_capabilities() -> None:
+    header, none = struct.pack("Ii", _CAPABILITY_VERSION_3, 0), bytes(24)
+    _checked(_LIBC.capset(header, none), "capset")
+
+
+# ---- Landlock: files
+
+_LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446  # on every architecture
+_ACCESS_BITS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # by ABI: how many kinds of access to files it knows
+_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 2, 4, 8
+_NET_BITS, _SCOPE_BITS = 3, 3  # TCP; abstract Unix sockets and signals
+_IOCTL_DEV = 1 << 15
+
+
+def landlock_version() -> int:
+    """Return which Landlock the kernel has; 0 for none."""
+    return max(0, _LIBC.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1))
+
+
+def readable_paths() -> list[str]:
+    """Return what an interpreter reads: its installation, the libraries of the system, and time zones."""
+    paths = [sys.prefix, sys.base_prefix, sys.exec_prefix, os.path.dirname(os.__file__)]
+    paths += ["/usr/lib", "/lib", "/lib64", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache", "/usr/share/zoneinfo"]
+    return [path for path in dict.fromkeys(map(os.path.realpath, paths)) if os.path.exists(path) and path != "/"]
+
+
+def _restrict_files(writable: str) -> None:
+    version = landlock_version()
+    if version == 0:
+        raise IsolationError("the kernel has no Landlock (Linux 5.13, enabled in its list of security modules)")
+    every = (1 << _ACCESS_BITS.get(version, 16)) - 1
+    attributes = struct.pack("QQQ", every, _NET_BITS if version >= 4 else 0, _SCOPE_BITS if version >= 6 else 0)
+    size = 24 if version >= 6 else 16 if version >= 4 else 8
+    ruleset = _checked(
+        _LIBC.syscall(_LANDLOCK_CREATE, attributes[:size], ctypes.c_size_t(size), 0), "landlock_create_ruleset"
+    )
+    for path in readable_paths():
+        _allow(ruleset, path, _READ_FILE | (_READ_DIR if os.path.isdir(path) else 0))
+    for device in ("/dev/urandom", "/dev/random", "/dev/zero"):
+        _allow(ruleset, device, _READ_FILE)
+    _allow(ruleset, "/dev/null", _READ_FILE | _WRITE_FILE)
+    _allow(ruleset, writable, every & ~(_EXECUTE | _IOCTL_DEV))
+    _checked(_LIBC.syscall(_LANDLOCK_RESTRICT, ruleset, 0), "landlock_restrict_self")
+    os.close(ruleset)
+
+
+def _allow(ruleset: int, path: str, access: int) -> None:
+    if not os.path.exists(path):
+        return
+    handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    rule = struct.pack("=Qi", access, handle)
+    _checked(_LIBC.syscall(_LANDLOCK_ADD, ruleset, 1, rule, 0), f"landlock_add_rule({path})")
+    os.close(handle)
+
+
+# ---- seccomp: system calls
+
+_ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
+_NUMBERS = {  # name: (x86_64, aarch64); -1 where there is none
+    # network, and io_uring, which opens sockets without the call
+    "socket": (41, 198), "connect": (42, 203), "bind": (49, 200), "listen": (50, 201), "accept": (43, 202),
+    "accept4": (288, 242), "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427),
+    # other programs and processes
+    "fork": (57, -1), "vfork": (58, -1), "execve": (59, 221), "execveat": (322, 281), "ptrace": (101, 117),
+    "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "process_madvise": (440, 440), "kcmp": (312, 272),
+    "tkill": (200, 130), "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240),
+    "pidfd_open": (434, 434), "pidfd_send_signal": (424, 424), "pidfd_getfd": (438, 438),
+    "setpriority": (141, 140), "sched_setscheduler": (144, 119), "sched_setattr": (314, 274), "ioprio_set": (251, 30),
+    # attributes of files, which Landlock does not watch
+    "chmod": (90, -1), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, -1),
+    "fchown": (93, 55), "lchown": (94, -1), "fchownat": (260, 54), "setxattr": (188, 5), "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7), "setxattrat": (463, 463), "removexattr": (197, 14), "lremovexattr": (198, 15),
+    "fremovexattr": (199, 16), "removexattrat": (466, 466), "utime": (132, -1), "utimes": (235, -1),
+    "futimesat": (261, -1), "utimensat": (280, 88), "file_setattr": (469, 469),
+    # memory that is shared between processes, queues
+    "shmget": (29, 194), "shmat": (30, 196), "semget": (64, 190), "msgget": (68, 186), "mq_open": (240, 180),
+    # the system
+    "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "unshare": (272, 97),
+    "setns": (308, 268), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430),
+    "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433), "mount_setattr": (442, 442),
+    "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "keyctl": (250, 219),
+    "add_key": (248, 217), "request_key": (249, 218), "kexec_load": (246, 104), "kexec_file_load": (320, 294),
+    "init_module": (175, 105), "finit_module": (313, 273), "delete_module": (176, 106), "reboot": (169, 142),
+    "swapon": (167, 224), "swapoff": (168, 225), "sethostname": (170, 161), "setdomainname": (171, 162),
+    "settimeofday": (164, 170), "clock_settime": (227, 112), "adjtimex": (159, 171), "quotactl": (179, 60),
+    "acct": (163, 89), "syslog": (103, 116), "iopl": (172, -1), "ioperm": (173, -1), "personality": (135, 92),
+    "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265), "memfd_secret": (447, 447),
+    "landlock_create_ruleset": (444, 444), "seccomp": (317, 277),
+}  # fmt: skip
+_CLONE, _CLONE3, _KILL, _TGKILL, _PRLIMIT = (56, 220), (435, 435), (62, 129), (234, 131), (302, 261)
+_CLONE_THREAD = 0x10000
+_EPERM, _ENOSYS = 1, 38
+_LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_SET, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_ALLOW, _KILL_PROCESS, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+_AT_NUMBER, _AT_ARCHITECTURE, _AT_FIRST_ARGUMENT = 0, 4, 16
+_X32_BIT = 0x40000000
+
+Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, operand
+
+
+def _filter(pid: int) -> list[Instruction]:
+    """Return the program that the kernel runs on every system call of the process ``pid``."""
+    if platform.machine() not in _ARCHITECTURES:
+        raise IsolationError(f"no system call filter for {platform.machine()}: it is there for x86_64 and aarch64")
+    architecture, column = _ARCHITECTURES[platform.machine()]
+    program: list[Instruction] = [
+        (_LOAD, 0, 0, _AT_ARCHITECTURE),
+        (_JUMP_EQUAL, 1, 0, architecture),
+        (_RETURN, 0, 0, _KILL_PROCESS),
+        (_LOAD, 0, 0, _AT_NUMBER),
+    ]
+    if column == 0:
+        program += [(_JUMP_AT_LEAST, 0, 1, _X32_BIT), (_RETURN, 0, 0, _KILL_PROCESS)]
+    for number in (numbers[column] for numbers in _NUMBERS.values()):
+        if number >= 0:
+            program += [(_JUMP_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ERRNO | _EPERM)]
+    # the C library falls back to clone, whose flags can be seen
+    program += [(_JUMP_EQUAL, 0, 1, _CLONE3[column]), (_RETURN, 0, 0, _ERRNO | _ENOSYS)]
+    for number, allowed in (
+        (_CLONE[column], (_JUMP_SET, 0, 1, _CLONE_THREAD)),  # threads, not processes
+        (_KILL[column], (_JUMP_EQUAL, 0, 1, pid)),
+        (_TGKILL[column], (_JUMP_EQUAL, 0, 1, pid)),
+        (_PRLIMIT[column], (_JUMP_EQUAL, 0, 1, 0)),  # its own limits, which it can only lower
+    ):
+        program += [
+            (_JUMP_EQUAL, 0, 4, number),
+            (_LOAD, 0, 0, _AT_FIRST_ARGUMENT),
+            allowed,
+            (_RETURN, 0, 0, _ALLOW),
+            (_RETURN, 0, 0, _ERRNO | _EPERM),
+        ]
+    return [*program, (_RETURN, 0, 0, _ALLOW)]
+
+
+def _restrict_system_calls() -> None:
+    code = b"".join(struct.pack("=HBBI", *instruction) for instruction in _filter(os.getpid()))
+    instructions = ctypes.create_string_buffer(code, len(code))
+    program = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(instructions))
+    _checked(_LIBC.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, program, 0, 0), "prctl(PR_SET_SECCOMP)")
+
+
+# ---- all of it
+
+
+def limit_resources(cpu_s: int, memory_bytes: int, file_bytes: int) -> None:
+    """Set what the process may use; it cannot raise it again once it is apart."""
+    for kind, limit in (
+        (resource.RLIMIT_CPU, cpu_s),
+        (resource.RLIMIT_AS, memory_bytes),
+        (resource.RLIMIT_FSIZE, file_bytes),
+        (resource.RLIMIT_NOFILE, 64),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_MEMLOCK, 0),
+        (resource.RLIMIT_MSGQUEUE, 0),
+    ):
+        resource.setrlimit(kind, (limit, limit))
+
+
+def isolate(writable: str) -> None:
+    """Give up every right of this process but to compute and to write below one folder.
+
+    Raises: IsolationError where the kernel does not support it.
+    """
+    if not sys.platform.startswith("linux"):
+        raise IsolationError(f"it needs Linux, this is {sys.platform}")
+    _checked(_LIBC.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0), "prctl(PR_SET_DUMPABLE)")
+    _checked(_LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
+    _restrict_files(writable)
+    _drop_capabilities()
+    _restrict_system_calls()

@@ -1,0 +1,132 @@
+"""Python programs on this machine, kept apart by the kernel (``isolation``) under a supervisor of their own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+SUPERVISOR = Path(__file__).with_name("supervisor.py")
+OUTPUT_LIMIT_BYTES = 4 << 20
+START_TIMEOUT_S = 20.0
+_WALL_TIME_FACTOR = 2.0  # as in the supervisor
+_ENVIRONMENT = {
+    "PATH": "/usr/bin:/bin",
+    "LANG": "C.UTF-8",
+    "PYTHONHASHSEED": "0",  # the same program says the same
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+}
+
+
+class SandboxError(RuntimeError):
+    """Code cannot be run here, for a reason that is not its own."""
+
+
+@dataclass(frozen=True)
+class Test:
+    """What a program is given: standard input or, for a function of it, arguments; and code that is put behind it."""
+
+    __test__ = False
+
+    stdin: str = ""
+    arguments: Sequence[Any] = field(default_factory=tuple)
+    code_after: str = ""
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a program ended: ``ok``, ``runtime error``, ``timeout``, ``compile error`` or ``output limit``."""
+
+    status: str
+    stdout: str
+    stderr: str
+    code: int
+    seconds: float
+    memory_mb: float
+    value: str = ""
+    """What the function returned, as JSON."""
+
+
+@cache
+def isolation_problem() -> str | None:
+    """Say why this machine cannot keep a program apart; None where it can. Tries it once, in 50 ms."""
+    try:
+        probe = "import socket\ntry:\n    socket.socket()\nexcept PermissionError:\n    print('apart')"
+        run = run_tests(probe, [Test()], timeout_s=5.0)[0]
+    except SandboxError as error:
+        return str(error)
+    return None if run.stdout == "apart\n" else f"the kernel did not refuse a socket: {run.stdout}{run.stderr}"
+
+
+def run_tests(
+    code: str,
+    tests: Sequence[Test],
+    fn_name: str | None = None,
+    timeout_s: float = 10.0,
+    memory_limit_mb: int = 1024,
+    allow_unisolated: bool = False,
+    stop_at_failure: bool = False,
+) -> list[Run]:
+    """Run a program once for each test, until one does not compile or, ``stop_at_failure``, does not end well.
+
+    Args:
+        fn_name: function, or method of the class ``Solution``, that is called with the arguments of each test.
+        timeout_s: processor time of each run; it may take twice as long by the clock.
+        allow_unisolated: run the program with the rights of this process where the kernel cannot keep it apart.
+
+    Raises: SandboxError where it cannot be kept apart, or the supervisor fails.
+    """
+    isolated = not (allow_unisolated and isolation_problem() is not None)
+    with tempfile.TemporaryDirectory(prefix="verl-sandbox-", ignore_cleanup_errors=True) as folder:
+        request = {
+            "code": code,
+            "fn_name": fn_name,
+            "tests": [asdict(test) for test in tests],
+            "timeout_s": timeout_s,
+            "memory_limit_mb": memory_limit_mb,
+            "output_limit_bytes": OUTPUT_LIMIT_BYTES,
+            "stop_at_failure": stop_at_failure,
+            "isolated": isolated,
+            "folder": os.path.realpath(folder),
+        }
+        reply = _supervise(json.dumps(request), START_TIMEOUT_S + len(tests) * (_WALL_TIME_FACTOR * timeout_s + 1))
+    runs = []
+    for line in reply.splitlines():
+        result = json.loads(line)
+        if result["status"] == "not isolated":
+            raise SandboxError(f"code cannot be kept apart here: {result['value']}")
+        runs.append(Run(**result))
+    return runs
+
+
+def _supervise(request: str, timeout_s: float) -> str:
+    """Give a request to a supervisor and return its reply."""
+    process = subprocess.Popen(
+        [sys.executable, "-s", "-P", str(SUPERVISOR)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=_ENVIRONMENT,
+        cwd="/",
+        start_new_session=True,
+    )
+    try:
+        reply, errors = process.communicate(request.encode("utf-8", errors="surrogatepass"), timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        raise SandboxError(f"the supervisor of a program did not end within {timeout_s:g} s") from None
+    finally:
+        if process.poll() is None:  # also when this call is interrupted; its program dies with it
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if process.returncode != 0 and not reply:
+        raise SandboxError(f"the supervisor of a program failed: {errors.decode(errors='replace').strip()[-500:]}")
+    return reply.decode("utf-8")
