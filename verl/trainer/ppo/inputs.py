@@ -4,12 +4,8 @@ import glob
 import json
 import os
 import struct
-<<<<<<< HEAD
 from collections.abc import Collection, Iterator
-=======
-from collections.abc import Iterator
 from functools import partial
->>>>>>> af0410e ([reward] feat: the scorers of every data source, and code under test kept apart by the kernel or in a remote sandbox)
 from pathlib import Path
 from typing import Any
 
