@@ -69,6 +69,7 @@ class RewardModelConfig(BaseConfig):
     overlong_buffer: dict[str, Any] = field(default_factory=dict)
     scoring: dict[str, Any] = field(default_factory=dict)
     sandbox_fusion: dict[str, Any] = field(default_factory=dict)
+    local_sandbox: dict[str, Any] = field(default_factory=dict)
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
 
     def rules(self) -> Iterator[Violation]:
