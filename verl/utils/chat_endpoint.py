@@ -1,0 +1,190 @@
+"""Answers of a chat model behind an OpenAI-compatible server: with a deadline, retries and a limit on requests at once.
+
+Only the standard library is used; connections are direct, without the proxies of the environment.
+"""
+
+import http.client
+import json
+import logging
+import ssl
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+logger = logging.getLogger(__name__)
+
+Messages = Sequence[Mapping[str, str]]
+
+MAX_ANSWER_BYTES = 16 << 20
+_RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
+_SHOWN_CHARS = 200
+
+
+class EndpointError(RuntimeError):
+    """The server gave no answer; the message says what it did instead."""
+
+
+class _Retry(Exception):
+    """An attempt failed in a way that another may not, after ``delay_s`` where the server has named it."""
+
+    def __init__(self, text: str, delay_s: float | None = None) -> None:
+        super().__init__(text)
+        self.delay_s = delay_s
+
+
+@dataclass(frozen=True)
+class ChatEndpoint:
+    """A model behind ``<base_url>/v1/chat/completions``, and how it is asked.
+
+    Args:
+        api_key: sent as a bearer token where there is one.
+        sampling: further fields of each request, such as ``temperature``.
+        timeout_s: seconds for one answer, attempts and pauses included.
+        retry_delay_s: pause before the second attempt; it doubles from one to the next.
+    """
+
+    base_url: str
+    model: str
+    api_key: str = ""
+    sampling: Mapping[str, Any] | None = None
+    timeout_s: float = 300.0
+    max_attempts: int = 3
+    retry_delay_s: float = 1.0
+    max_concurrency: int = 32
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.base_url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"base_url={self.base_url!r} must be the address of a server, such as http://host:8000")
+        for name in ("timeout_s", "max_attempts", "max_concurrency"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be above 0")
+        if self.retry_delay_s < 0:
+            raise ValueError(f"retry_delay_s={self.retry_delay_s} must be 0 or more")
+
+    def ask(self, messages: Messages) -> str:
+        """Return the answer to one conversation.
+
+        Raises: EndpointError when no attempt gives one in time, or the request is refused.
+        """
+        return self._ask(messages, time.monotonic() + self.timeout_s, threading.Event())
+
+    def ask_all(self, conversations: Sequence[Messages], timeout_s: float | None = None) -> list[str | EndpointError]:
+        """Return the answer to every conversation, or why there is none; all within ``timeout_s``."""
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        stopped = threading.Event()
+
+        def ask(messages: Messages) -> str:
+            own = time.monotonic() + self.timeout_s
+            return self._ask(messages, own if end is None else min(own, end), stopped)
+
+        pool = ThreadPoolExecutor(min(self.max_concurrency, max(len(conversations), 1)), thread_name_prefix="judge")
+        try:
+            futures = [pool.submit(ask, messages) for messages in conversations]
+            wait(futures, timeout=timeout_s)
+            return [_result(future, timeout_s) for future in futures]
+        finally:  # also where a time limit of the caller ends this
+            stopped.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    # ---- one conversation
+
+    def _ask(self, messages: Messages, end: float, stopped: threading.Event) -> str:
+        failures: list[str] = []
+        for attempt in range(self.max_attempts):
+            try:
+                return self._attempt(messages, end)
+            except _Retry as failure:
+                failures.append(str(failure))
+                delay = failure.delay_s if failure.delay_s is not None else self.retry_delay_s * 2**attempt
+            last = attempt + 1 == self.max_attempts or time.monotonic() + delay >= end
+            if last or stopped.wait(delay):
+                break
+        shown = f"{self.base_url}: no answer in {len(failures)} attempts within {self.timeout_s:g} s"
+        raise EndpointError(f"{shown}; the last: {failures[-1]}")
+
+    def _attempt(self, messages: Messages, end: float) -> str:
+        """Ask once.
+
+        Raises: _Retry where another attempt may succeed, EndpointError where none will.
+        """
+        try:
+            status, delay_s, body = self._post(messages, end)
+        except (OSError, http.client.HTTPException) as error:  # refused, broken off, or too slow
+            raise _Retry(f"{type(error).__name__}: {error}") from error
+        text = body.decode(errors="replace")
+        if status in _RETRIED:
+            raise _Retry(f"HTTP {status}: {text[:_SHOWN_CHARS]}", delay_s)
+        if status != http.client.OK:
+            raise EndpointError(f"{self.base_url} refuses the request with HTTP {status}: {text[:_SHOWN_CHARS]}")
+        try:
+            content = json.loads(text)["choices"][0]["message"]["content"]
+        except (ValueError, LookupError, TypeError) as error:
+            raise _Retry(f"not a chat completion: {text[:_SHOWN_CHARS]!r}") from error
+        if not isinstance(content, str):
+            raise _Retry(f"the answer has no text: {text[:_SHOWN_CHARS]!r}")
+        return content
+
+    def _post(self, messages: Messages, end: float) -> tuple[int, float | None, bytes]:
+        """Return status, the pause that the server asks for, and body."""
+        url = urlsplit(self.base_url)
+        request = {"model": self.model, "messages": list(messages), **(self.sampling or {})}
+        headers = {"Content-Type": "application/json", "Connection": "close"}
+        if self.api_key:
+            headers["Authorization"] = f"Bearer {self.api_key}"
+        connection = _connect(url.scheme, str(url.hostname), url.port, _left(end))
+        try:
+            path = f"{url.path.rstrip('/').removesuffix('/v1')}/v1/chat/completions"
+            connection.request("POST", path, json.dumps(request).encode(), headers)
+            socket = connection.sock  # the response takes it over
+            socket.settimeout(_left(end))
+            response = connection.getresponse()
+            body = bytearray()
+            while chunk := response.read1(1 << 16):
+                body += chunk
+                if len(body) > MAX_ANSWER_BYTES:
+                    raise EndpointError(f"{self.base_url}: an answer of more than {MAX_ANSWER_BYTES} bytes")
+                socket.settimeout(_left(end))
+            return response.status, _seconds(response.getheader("Retry-After")), bytes(body)
+        finally:
+            connection.close()
+
+
+def _connect(scheme: str, host: str, port: int | None, timeout_s: float) -> http.client.HTTPConnection:
+    if scheme == "https":
+        return http.client.HTTPSConnection(host, port, timeout=timeout_s, context=ssl.create_default_context())
+    return http.client.HTTPConnection(host, port, timeout=timeout_s)
+
+
+def _left(end: float) -> float:
+    """Return the seconds until a time of ``time.monotonic``.
+
+    Raises: TimeoutError when it has passed.
+    """
+    left = end - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("the time is up")
+    return left
+
+
+def _seconds(value: str | None) -> float | None:
+    """Return the number of a ``Retry-After`` header; one that holds a date is left aside."""
+    try:
+        return None if value is None else max(0.0, float(value))
+    except ValueError:
+        return None
+
+
+def _result(future: "Future[str]", timeout_s: float | None) -> str | EndpointError:
+    if not future.done():
+        return EndpointError(f"no answer before the time of the batch was up ({timeout_s:g} s)")
+    error = future.exception()
+    if error is None:
+        return future.result()
+    if isinstance(error, EndpointError):
+        return error
+    raise error
