@@ -182,6 +182,18 @@ def test_policy_loss_equals_slow_reference(name, mode, weighted, scale, monkeypa
     torch.testing.assert_close((outputs, gradient.double()), want, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("name", [name for name in LOSSES if name != "geo_mean"])
+def test_half_precision_is_computed_in_single(name):
+    batch, _ = make_batch()
+    half = {key: value.bfloat16() if key != "response_mask" else value for key, value in batch.items()}
+    extra = selected(name, batch)
+    outputs, gradient = run(name, half, **extra)
+    want, _ = run(
+        name, {key: value.float() if key != "response_mask" else value for key, value in half.items()}, **extra
+    )
+    assert torch.equal(outputs, want) and gradient.dtype is torch.bfloat16
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_nan_outside_the_mask_reaches_nothing(name):
     batch, weights = make_batch()

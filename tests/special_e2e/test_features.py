@@ -131,3 +131,20 @@ def test_generation_by_transformers(workspace, verification_page, count, label):
     record(verification_page, "## Features", [label, "other sampler", "", "", f"{features.gap_of(run):.1e}"])
     assert all(run.steps[step]["actor/pg_clipfrac"] > 0 for step in range(1, STEPS + 1))
     assert features.gap_of(run) < GAP
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("loss", ["clip_cov", "kl_cov"])
+def test_tokens_are_selected_alike_on_every_layout(workspace, loss):
+    """Two passes over each batch: the second selects by log-probabilities that the update has moved."""
+    options = {"loss_mode": loss, "clip_cov_ratio": 0.1, "clip_cov_lb": 0.0, "clip_cov_ub": 1e3, "kl_cov_ratio": 0.1}
+    changes = {f"{ACTOR}.policy_loss.{name}": value for name, value in options.items()}
+    one = train(workspace, loss, changes)
+    found = features.difference(one, train(workspace, f"{loss}, all at once", changes | FEATURES[ALL_AT_ONCE]))
+    assert found.same_responses == 1.0
+    assert found.first_step[0] < FIRST_STEP
+    assert found.later_steps[0] < LATER_STEPS
+    if loss == "clip_cov":
+        assert all(0.05 < one.steps[step]["actor/pg_clipfrac"] < 0.11 for step in range(1, STEPS + 1))
+    else:
+        assert one.steps[STEPS]["actor/ppo_kl"] > 0

@@ -21,7 +21,7 @@ from verl.algos.policy_loss_registry import (
     need,
     register_policy_loss,
 )
-from verl.algos.token_loss import MAX_LOG_RATIO, TokenTerms, inside, token_loss
+from verl.algos.token_loss import MAX_LOG_RATIO, Rows, TokenTerms, token_loss
 
 _MAX_SEQUENCE_LOG_RATIO = 10.0
 
@@ -31,24 +31,28 @@ class ClipRatioError(ValueError, AssertionError):
 
 
 def clipped_terms(
-    keep: Tensor, log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, low: float, high: float, dual: float
+    rows: Rows, log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, low: float, high: float, dual: float
 ) -> TokenTerms:
     """Return the dual-clipped loss of each token, and whether the upper and the lower clip acted.
 
     Source: PPO (arXiv:1707.06347), equation 7; dual clip, arXiv:1912.09729, section 4.
     """
-    advantages = inside(keep, advantages)
-    log_ratio = inside(keep, log_prob - old_log_prob).clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    advantages = rows.inside(advantages)
+    log_ratio = rows.inside(log_prob - old_log_prob).clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     kl = -log_ratio.sum()
     ratio = log_ratio.exp_()
     plain = advantages * ratio
-    clipped = ratio.clamp_(1 - low, 1 + high).mul_(advantages)
-    acted = clipped < plain
-    gain = torch.minimum(plain, clipped, out=clipped)
+    gain = plain.minimum(ratio.clamp_(1 - low, 1 + high).mul_(advantages))
+    acted = plain.sub_(gain).sign_()  # 1 where the clip has lowered the gain
     bound = advantages.clamp_(max=0).mul_(dual)  # zero, which no gain falls below, where no advantage is negative
-    acted_low = gain < bound
-    loss = torch.maximum(gain, bound, out=gain).neg_()
-    return TokenTerms(loss, lambda: inside(~(acted | acted_low), loss), kl, acted, acted_low)
+    loss = bound.maximum(gain)
+    acted_low = gain.sub_(loss).sign_().neg_()  # 1 where the bound has raised it
+    loss.neg_()
+
+    def slope() -> Tensor:
+        return torch.addcmul(loss, loss, acted.maximum(acted_low), value=-1)  # the loss is -advantage x ratio, or fixed
+
+    return TokenTerms(loss, slope, kl, clipped=acted.sum(), clipped_low=acted_low.sum())
 
 
 @register_policy_loss("vanilla")
@@ -86,8 +90,8 @@ def _vanilla(
     if not dual > 1.0:
         raise ClipRatioError(f"actor_rollout_ref.actor.clip_ratio_c must be above 1, got {dual}")
 
-    def terms(keep: Tensor, log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor) -> TokenTerms:
-        return clipped_terms(keep, log_prob, old_log_prob, advantages, low, high, dual)
+    def terms(rows: Rows, log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor) -> TokenTerms:
+        return clipped_terms(rows, log_prob, old_log_prob, advantages, low, high, dual)
 
     return token_loss(terms, log_prob, (old_log_prob, advantages), mask, loss_agg_mode, weights)
 
@@ -130,17 +134,27 @@ def compute_policy_loss_gspo(
     """
     low, high = clip_range(config, "gspo")
 
-    def terms(keep: Tensor, log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, lengths: Tensor) -> TokenTerms:
-        log_ratio, advantages = inside(keep, log_prob - old_log_prob), inside(keep, advantages)
-        mean = log_ratio.sum(-1, keepdim=True) / lengths
+    def terms(rows: Rows, log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor) -> TokenTerms:
+        log_ratio, advantages = rows.inside(log_prob - old_log_prob), rows.inside(advantages)
+        mean = log_ratio.sum(-1, keepdim=True) / rows.lengths
         ratio = mean.clamp(max=_MAX_SEQUENCE_LOG_RATIO).exp()  # (b, 1), that of every token of the response
-        plain, clipped = advantages * ratio, advantages * ratio.clamp(1 - low, 1 + high)
-        acted = clipped < plain
-        loss = torch.minimum(plain, clipped, out=clipped).neg_()
-        moves = mean <= _MAX_SEQUENCE_LOG_RATIO
-        return TokenTerms(loss, lambda: inside(~acted & moves, loss), -log_ratio.sum(), acted)
+        bounded = ratio.clamp(1 - low, 1 + high)
+        positive, negative = advantages.clamp(min=0), advantages.clamp_(max=0)
+        low_ratio, high_ratio = ratio.minimum(bounded), ratio.maximum(bounded)
+        too_high, too_low = ratio > low_ratio, ratio < high_ratio  # (b, 1): for a positive, for a negative advantage
 
-    tensors = (old_log_prob, advantages, response_mask.sum(-1, keepdim=True).clamp(min=1))
+        def slope() -> Tensor:
+            moves = ratio * (mean <= _MAX_SEQUENCE_LOG_RATIO)
+            return (positive * (-moves * ~too_high)).addcmul_(negative, -moves * ~too_low)
+
+        return TokenTerms(
+            loss=(positive * -low_ratio).addcmul_(negative, -high_ratio),
+            slope=slope,
+            kl=-log_ratio.sum(),
+            clipped=positive.sign().mul_(too_high).sum() - negative.sign().mul_(too_low).sum(),
+        )
+
+    tensors = (old_log_prob, advantages)
     return token_loss(terms, log_prob, tensors, response_mask, "seq-mean-token-mean", rollout_is_weights)
 
 
@@ -159,9 +173,9 @@ def compute_policy_loss_gpg(
     Source: GPG (arXiv:2504.02546), section 3.
     """
 
-    def terms(keep: Tensor, log_prob: Tensor, advantages: Tensor) -> TokenTerms:
-        slope = inside(keep, advantages).neg_()
-        return TokenTerms(inside(keep, log_prob) * slope, lambda: slope)
+    def terms(rows: Rows, log_prob: Tensor, advantages: Tensor) -> TokenTerms:
+        slope = rows.inside(advantages).neg_()
+        return TokenTerms(rows.inside(log_prob) * slope, lambda: slope)
 
     return token_loss(terms, log_prob, (advantages,), response_mask, loss_agg_mode, rollout_is_weights)
 
@@ -181,15 +195,15 @@ def compute_policy_loss_geo_mean(
     Source: GMPO (arXiv:2507.20673), section 3.
     """
     low, high = clip_range(config, "geo_mean")
-    keep = response_mask.bool()
-    log_ratio, advantages = inside(keep, log_prob - old_log_prob), inside(keep, advantages)
     lengths, tokens = response_mask.sum(-1).clamp(min=1), response_mask.sum().clamp(min=1)
+    keep = response_mask.bool()
+    log_ratio, advantages = torch.where(keep, log_prob - old_log_prob, 0.0), torch.where(keep, advantages, 0.0)
     clamped = log_ratio.clamp(-low, high)
     sign = advantages.sign()
     pessimistic = sign * (sign * log_ratio).minimum(sign * clamped)
     loss = -(advantages.sum(-1) / lengths) * (pessimistic.sum(-1) / lengths).exp()
     if rollout_is_weights is not None:
-        log_weights = inside(keep, (rollout_is_weights + 1e-10).log())
+        log_weights = torch.where(keep, (rollout_is_weights + 1e-10).log(), 0.0)
         loss = loss * (log_weights.sum(-1) / lengths).exp()
     acted = clamped != log_ratio
     return (
@@ -216,13 +230,13 @@ def compute_policy_loss_cispo(
     """
     low, high = clip_range(config, "cispo")
 
-    def terms(keep: Tensor, log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor) -> TokenTerms:
-        log_ratio = inside(keep, log_prob - old_log_prob).clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    def terms(rows: Rows, log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor) -> TokenTerms:
+        log_ratio = rows.inside(log_prob - old_log_prob).clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         ratio = log_ratio.exp()
         weight = ratio.clamp(1 - low, 1 + high)
         acted = weight != ratio
-        slope = weight.mul_(inside(keep, advantages)).neg_()
-        return TokenTerms(slope * inside(keep, log_prob), lambda: slope, -log_ratio.sum(), acted)
+        slope = weight.mul_(rows.inside(advantages)).neg_()
+        return TokenTerms(slope * rows.inside(log_prob), lambda: slope, -log_ratio.sum(), acted.count_nonzero())
 
     return token_loss(terms, log_prob, (old_log_prob, advantages), response_mask, loss_agg_mode, rollout_is_weights)
 
@@ -243,10 +257,10 @@ def compute_policy_loss_sapo(
     """
     options = need(config, "sapo").policy_loss
 
-    def terms(keep: Tensor, log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor) -> TokenTerms:
-        difference, advantages = inside(keep, log_prob - old_log_prob), inside(keep, advantages)
+    def terms(rows: Rows, log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor) -> TokenTerms:
+        difference, advantages = rows.inside(log_prob - old_log_prob), rows.inside(advantages)
         ratio = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp_()
-        tau = inside(advantages > 0, torch.full_like(ratio, options.tau_pos - options.tau_neg)).add_(options.tau_neg)
+        tau = (advantages > 0).to(ratio).mul_(options.tau_pos - options.tau_neg).add_(options.tau_neg)
         gate = ((ratio - 1) * tau).sigmoid_()
         loss = (gate * advantages).mul_(-4).div_(tau)
         return TokenTerms(loss, lambda: gate * (1 - gate) * ratio * advantages * -4, -difference.sum())

@@ -17,7 +17,7 @@ from verl.algos.policy_loss_registry import (
     need,
     register_policy_loss,
 )
-from verl.algos.token_loss import MAX_LOG_RATIO, TokenTerms, inside, token_loss
+from verl.algos.token_loss import MAX_LOG_RATIO, Rows, TokenTerms, token_loss
 
 _MASK_34, _MASK_37, _MASK_33 = (1 << 34) - 1, (1 << 37) - 1, (1 << 33) - 1
 _GOLDEN, _FACTOR_1, _FACTOR_2 = (
@@ -53,7 +53,7 @@ def _covariance(log_prob: Tensor, advantages: Tensor, mask: Tensor, across: Whol
     The means are rounded to the tensors' precision: adding up in another order does not change them.
     """
     keep = mask.bool()
-    log_prob, advantages = inside(keep, log_prob.detach()), inside(keep, advantages)
+    log_prob, advantages = (torch.where(keep, values, 0.0) for values in (log_prob.detach(), advantages))
     sums = across.sum(torch.stack([keep.sum().double(), advantages.double().sum(), log_prob.double().sum()]))
     count = sums[0].clamp(min=1)
     mean_advantage, mean_log_prob = ((sums[at] / count).to(log_prob.dtype) for at in (1, 2))
@@ -95,7 +95,7 @@ def select_clip_cov(
     upper = 5.0 if options.clip_cov_ub is None else options.clip_cov_ub
     keep = response_mask.bool()
     covariance, tokens = _covariance(log_prob, advantages, response_mask, across)
-    ratio = inside(keep, log_prob.detach() - old_log_prob).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    ratio = (log_prob.detach() - old_log_prob).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     clipped = torch.where(advantages > 0, ratio > 1 + high, ratio < 1 - low)  # no matter where the advantage is zero
     candidates = keep & (covariance > lower) & (covariance < upper) & ~clipped
     return _first(keys, candidates, max(1, int(share * tokens)), across)
@@ -152,12 +152,13 @@ def compute_policy_loss_clip_cov(
             old_log_prob, log_prob, advantages, response_mask, config, _own_keys(response_mask), Whole()
         )
 
-    def terms(keep: Tensor, log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, selected: Tensor) -> TokenTerms:
-        log_ratio = inside(keep, log_prob - old_log_prob).clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        advantages, ratio = inside(keep & ~selected, advantages), log_ratio.exp()
+    def terms(rows: Rows, log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, selected: Tensor) -> TokenTerms:
+        log_ratio = rows.inside(log_prob - old_log_prob).clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        advantages, ratio = rows.inside(advantages) * ~selected, log_ratio.exp()
         plain, clipped = advantages * ratio, advantages * ratio.clamp(1 - low, 1 + high)
         loss = -plain.minimum(clipped)
-        return TokenTerms(loss, lambda: inside(plain <= clipped, loss), -log_ratio.sum(), clipped=keep & selected)
+        chosen = rows.inside(selected.to(loss)).sum()
+        return TokenTerms(loss, lambda: torch.where(plain <= clipped, loss, 0.0), -log_ratio.sum(), chosen)
 
     tensors = (old_log_prob, advantages, selection)
     return token_loss(terms, log_prob, tensors, response_mask, loss_agg_mode, rollout_is_weights)
@@ -187,17 +188,17 @@ def compute_policy_loss_kl_cov(
         )
     coefficient = 1.0 if config.policy_loss.ppo_kl_coef is None else config.policy_loss.ppo_kl_coef
 
-    def terms(keep: Tensor, log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, selected: Tensor) -> TokenTerms:
-        difference = inside(keep, log_prob - old_log_prob)
+    def terms(rows: Rows, log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, selected: Tensor) -> TokenTerms:
+        difference = rows.inside(log_prob - old_log_prob)
         log_ratio = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        plain = -inside(keep, advantages) * log_ratio.exp()
+        plain = -rows.inside(advantages) * log_ratio.exp()
         distance = difference.abs()
 
         def slope() -> Tensor:
-            steady = inside(log_ratio == difference, plain)
-            return steady + inside(selected, coefficient * difference.sign())
+            steady = torch.where(log_ratio == difference, plain, 0.0)
+            return steady + torch.where(selected, coefficient * difference.sign(), 0.0)
 
-        return TokenTerms(plain + inside(selected, coefficient * distance), slope, distance.sum())
+        return TokenTerms(plain + torch.where(selected, coefficient * distance, 0.0), slope, distance.sum())
 
     tensors = (old_log_prob, advantages, selection)
     return token_loss(terms, log_prob, tensors, response_mask, loss_agg_mode, rollout_is_weights)

@@ -21,43 +21,58 @@ BLOCK_ELEMENTS_DEFAULT = 1 << 25
 MAX_LOG_RATIO = 20.0
 
 
+_INTEGERS = {4: torch.int32, 8: torch.int64}
+
+
+class Rows:
+    """Which tokens of a block of rows count, and how many of each row, at least 1: ``lengths`` (b, 1)."""
+
+    def __init__(self, mask: Tensor, dtype: torch.dtype) -> None:
+        self.lengths = mask.sum(-1, keepdim=True).clamp(min=1)
+        self.dtype = dtype
+        self._bits = mask.bool().to(_INTEGERS[dtype.itemsize]).neg_()  # all bits of the tokens that count
+
+    def inside(self, values: Tensor) -> Tensor:
+        """Return the values (b, T) with zeros at the tokens that do not count, whatever stood there, in ``dtype``.
+
+        The bits of a number are cleared or not: unlike ``torch.where`` this is no branch, and a few times faster.
+        """
+        return (values.to(self.dtype).view(self._bits.dtype) & self._bits).view(self.dtype)
+
+
 @dataclass
 class TokenTerms:
-    """What a loss makes of a block of tokens (b, T); all of it is zero, or False, outside the mask.
+    """What a loss makes of a block of tokens (b, T), zero where they do not count.
 
-    ``loss``, and ``slope()``, its derivative in the log-probability; ``kl``, a scalar sum; where a loss has them, which
-    tokens were clipped, and which by the lower bound.
+    ``loss``, and ``slope()``, its derivative in the log-probability; three sums: of the estimate of the KL, of the
+    tokens that were clipped, and of those by the lower bound.
     """
 
     loss: Tensor
     slope: Callable[[], Tensor]
-    kl: Tensor | None = None
-    clipped: Tensor | None = None
-    clipped_low: Tensor | None = None
+    kl: Tensor | float = 0.0
+    clipped: Tensor | float = 0.0
+    clipped_low: Tensor | float = 0.0
 
 
 TokenFn = Callable[..., TokenTerms]
-"""Takes a boolean mask and blocks of tensors, NaN outside the mask for all it knows."""
-
-
-def inside(keep: Tensor, values: Tensor) -> Tensor:
-    """Return the values with zeros outside the boolean mask."""
-    return torch.where(keep, values, 0.0)
+"""Takes ``Rows``, and blocks of tensors (b, T) in which anything may stand where no token counts."""
 
 
 class _WithSlope(torch.autograd.Function):
-    """A scalar, and its known derivative in a tensor."""
+    """A scalar, and its known derivative in a tensor: ``slope / divisor``."""
 
     @staticmethod
-    def forward(ctx: Any, variable: Tensor, value: Tensor, slope: Tensor) -> Tensor:
-        ctx.save_for_backward(slope)
+    def forward(ctx: Any, variable: Tensor, value: Tensor, slope: Tensor, divisor: Tensor) -> Tensor:
+        ctx.save_for_backward(slope, divisor)
+        ctx.dtype = variable.dtype
         return value.clone()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (slope,) = ctx.saved_tensors
-        return grad * slope, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        slope, divisor = ctx.saved_tensors
+        return (slope * (grad / divisor)).to(ctx.dtype), None, None, None
 
 
 def token_loss(
@@ -70,30 +85,34 @@ def token_loss(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Aggregate a loss of tokens, each multiplied by its weight; returns what a policy loss does.
 
-    ``fn`` is called with blocks of rows of the boolean mask, of ``log_prob`` and of the other tensors, all (B, T).
+    ``fn`` is called with blocks of rows of ``log_prob``, in fp32 or better, and of the other tensors, all (B, T).
     """
-    needs_slope = torch.is_grad_enabled() and log_prob.requires_grad
+    current, width = log_prob.detach(), response_mask.shape[-1]
+    current = current.to(torch.promote_types(current.dtype, torch.float32))
+    slope = torch.empty_like(current) if torch.is_grad_enabled() and log_prob.requires_grad else None
+    sums, lengths = [], []
     with torch.no_grad():
-        current = log_prob.detach()
-        lengths = response_mask.sum(-1)
-        count = agg_count(lengths, "token-mean").to(current.dtype)
-        share = row_weights(lengths, loss_agg_mode, response_mask.shape[-1]) / agg_count(lengths, loss_agg_mode)
-        share = share.to(current.dtype).unsqueeze(-1)  # (B, 1): of the sum of a row in the loss
-        slope = torch.empty_like(current) if needs_slope else None
-        sums = []
         for block in _blocks(current):
-            keep = response_mask[block].bool()
-            terms = fn(keep, current[block], *(tensor[block] for tensor in tensors))
-            loss, scale = terms.loss, share[block]
+            rows = Rows(response_mask[block], current.dtype)
+            terms = fn(rows, current[block], *(tensor[block] for tensor in tensors))
+            lengths.append(response_mask[block].sum(-1))
+            scale = row_weights(lengths[-1], loss_agg_mode, width).to(current.dtype).unsqueeze(-1)
             if weights is not None:
-                scale = scale * inside(keep, weights[block])
-            total = (loss * scale).sum() if weights is not None else torch.dot(loss.sum(-1), scale.squeeze(-1))
-            sums.append(torch.stack([total, *_statistics(terms, total)]))
+                scale = scale * rows.inside(weights[block])
+                total = (terms.loss * scale).sum()
+            else:
+                total = torch.dot(terms.loss.sum(-1), scale.squeeze(-1))
+            statistics = (terms.kl, terms.clipped, terms.clipped_low)
+            sums.append(torch.stack([total, *(torch.as_tensor(value).to(total) for value in statistics)]))
             if slope is not None:
                 torch.mul(terms.slope(), scale, out=slope[block])
-        total, kl, clipped, clipped_low = torch.stack(sums).sum(0).unbind()
-    loss = total if slope is None else _WithSlope.apply(log_prob, total, slope)  # type: ignore[no-untyped-call]
-    return loss, clipped / count, kl / count, clipped_low / count
+        counted = torch.cat(lengths)
+        divisor = agg_count(counted, loss_agg_mode).to(current.dtype)
+        loss, kl, clipped, clipped_low = torch.stack(sums).sum(0).unbind()
+        loss, tokens = loss / divisor, agg_count(counted, "token-mean").to(current.dtype)
+    if slope is not None:
+        loss = _WithSlope.apply(log_prob, loss, slope, divisor)  # type: ignore[no-untyped-call]
+    return loss, clipped / tokens, kl / tokens, clipped_low / tokens
 
 
 def _blocks(tensor: Tensor) -> list[slice]:
@@ -101,10 +120,3 @@ def _blocks(tensor: Tensor) -> list[slice]:
     elements = BLOCK_ELEMENTS.get(tensor.device.type, BLOCK_ELEMENTS_DEFAULT)
     rows = max(1, elements // max(1, tensor.shape[-1]))
     return [slice(at, at + rows) for at in range(0, max(1, tensor.shape[0]), rows)]
-
-
-def _statistics(terms: TokenTerms, like: Tensor) -> list[Tensor]:
-    """Return the sums of a block's statistics in the order of a policy loss, less the loss: kl, clips, lower clips."""
-    zero = torch.zeros_like(like)
-    counts = [zero if flags is None else flags.count_nonzero() for flags in (terms.clipped, terms.clipped_low)]
-    return [(zero if value is None else value).to(like.dtype) for value in (terms.kl, *counts)]
