@@ -136,23 +136,20 @@ def compute_policy_loss_gspo(
 
     def terms(rows: Rows, log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor) -> TokenTerms:
         log_ratio, advantages = rows.inside(log_prob - old_log_prob), rows.inside(advantages)
-        mean = log_ratio.sum(-1, keepdim=True) / rows.lengths
+        mean = log_ratio.sum(-1, keepdim=True) / rows.counts.clamp(min=1).unsqueeze(-1)
         ratio = mean.clamp(max=_MAX_SEQUENCE_LOG_RATIO).exp()  # (b, 1), that of every token of the response
         bounded = ratio.clamp(1 - low, 1 + high)
         positive, negative = advantages.clamp(min=0), advantages.clamp_(max=0)
         low_ratio, high_ratio = ratio.minimum(bounded), ratio.maximum(bounded)
         too_high, too_low = ratio > low_ratio, ratio < high_ratio  # (b, 1): for a positive, for a negative advantage
+        clipped = positive.sign().sum(-1, keepdim=True) * too_high - negative.sign().sum(-1, keepdim=True) * too_low
 
         def slope() -> Tensor:
             moves = ratio * (mean <= _MAX_SEQUENCE_LOG_RATIO)
             return (positive * (-moves * ~too_high)).addcmul_(negative, -moves * ~too_low)
 
-        return TokenTerms(
-            loss=(positive * -low_ratio).addcmul_(negative, -high_ratio),
-            slope=slope,
-            kl=-log_ratio.sum(),
-            clipped=positive.sign().mul_(too_high).sum() - negative.sign().mul_(too_low).sum(),
-        )
+        loss = (positive * -low_ratio).addcmul_(negative, -high_ratio)
+        return TokenTerms(loss, slope, -log_ratio.sum(), clipped.sum())
 
     tensors = (old_log_prob, advantages)
     return token_loss(terms, log_prob, tensors, response_mask, "seq-mean-token-mean", rollout_is_weights)

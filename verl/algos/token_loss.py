@@ -25,10 +25,10 @@ _INTEGERS = {4: torch.int32, 8: torch.int64}
 
 
 class Rows:
-    """Which tokens of a block of rows count, and how many of each row, at least 1: ``lengths`` (b, 1)."""
+    """Which tokens of a block of rows count, and how many of each: ``counts`` (b,)."""
 
     def __init__(self, mask: Tensor, dtype: torch.dtype) -> None:
-        self.lengths = mask.sum(-1, keepdim=True).clamp(min=1)
+        self.counts = mask.sum(-1)
         self.dtype = dtype
         self._bits = mask.bool().to(_INTEGERS[dtype.itemsize]).neg_()  # all bits of the tokens that count
 
@@ -90,13 +90,13 @@ def token_loss(
     current, width = log_prob.detach(), response_mask.shape[-1]
     current = current.to(torch.promote_types(current.dtype, torch.float32))
     slope = torch.empty_like(current) if torch.is_grad_enabled() and log_prob.requires_grad else None
-    sums, lengths = [], []
+    sums, counts = [], []
     with torch.no_grad():
         for block in _blocks(current):
             rows = Rows(response_mask[block], current.dtype)
             terms = fn(rows, current[block], *(tensor[block] for tensor in tensors))
-            lengths.append(response_mask[block].sum(-1))
-            scale = row_weights(lengths[-1], loss_agg_mode, width).to(current.dtype).unsqueeze(-1)
+            counts.append(rows.counts)
+            scale = row_weights(rows.counts, loss_agg_mode, width).to(current.dtype).unsqueeze(-1)
             if weights is not None:
                 scale = scale * rows.inside(weights[block])
                 total = (terms.loss * scale).sum()
@@ -106,7 +106,7 @@ def token_loss(
             sums.append(torch.stack([total, *(torch.as_tensor(value).to(total) for value in statistics)]))
             if slope is not None:
                 torch.mul(terms.slope(), scale, out=slope[block])
-        counted = torch.cat(lengths)
+        counted = torch.cat(counts)
         divisor = agg_count(counted, loss_agg_mode).to(current.dtype)
         loss, kl, clipped, clipped_low = torch.stack(sums).sum(0).unbind()
         loss, tokens = loss / divisor, agg_count(counted, "token-mean").to(current.dtype)
