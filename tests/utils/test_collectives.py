@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import spawn_ranks
+from tests.utils.test_fsdp_utils import check_two_ranks, write
 from verl.utils import torch_functional as VF
 from verl.utils.seqlen_balancing import rearrange_micro_batches
 
@@ -50,14 +51,15 @@ def check_micro_batches(rank):
     assert len(apart) == alone
 
 
-def run_rank(rank, root):
+def run_rank(rank, root, checkpoint):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{Path(root) / 'store'}", rank=rank, world_size=2)
     check_statistics(rank)
     check_dicts(rank)
     check_micro_batches(rank)
+    check_two_ranks(rank, Path(root), checkpoint)
     dist.destroy_process_group()
 
 
 def test_two_ranks(tmp_path):
-    spawn_ranks(run_rank, (str(tmp_path),))
+    spawn_ranks(run_rank, (str(tmp_path), write(tmp_path)))

@@ -3,7 +3,9 @@
 Each function also takes plain modules and tensors, so that one process needs no process group.
 """
 
+import json
 import math
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -11,13 +13,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from verl.utils.device import get_device_id, get_device_name, get_torch_device
+from verl.utils.model import check_exclude_modules, check_target_modules
 
 ADAPTER_MARK = ".lora_"
 
@@ -52,6 +57,9 @@ def parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
+meta_device_init = parameters_on_meta
+
+
 def get_init_weight_context_manager(
     use_meta_tensor: bool = True, mesh: DeviceMesh | None = None
 ) -> Callable[[], AbstractContextManager[None]]:
@@ -59,6 +67,75 @@ def get_init_weight_context_manager(
     place = mesh.get_coordinate() if mesh is not None else None
     rank = place[-1] if place else _rank()
     return parameters_on_meta if use_meta_tensor and rank != 0 else nullcontext
+
+
+def init_fn(module: nn.Module) -> nn.Module:
+    """Give a module whose tensors are on meta storage on the device, without values: the ``param_init_fn`` of FSDP1."""
+    tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    return module.to_empty(device=_device(), recurse=False) if any(t.is_meta for t in tensors) else module
+
+
+def parallel_load_safetensors(filepath: str) -> dict[str, Tensor | int]:
+    """Read this rank's share of the files of a checkpoint; returns its tensors, and for the others who holds them.
+
+    Raises: FileNotFoundError when the folder holds no safetensors under the usual names.
+    """
+    index = os.path.join(filepath, "model.safetensors.index.json")
+    if os.path.exists(index):
+        with open(index, encoding="utf-8") as file:
+            file_of: dict[str, str] = json.load(file)["weight_map"]
+    else:
+        with safe_open(os.path.join(filepath, "model.safetensors"), framework="pt") as whole:
+            file_of = dict.fromkeys(whole.keys(), "model.safetensors")
+    files = sorted(set(file_of.values()))
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    reader = {file: at * ranks // len(files) if len(files) > ranks else at for at, file in enumerate(files)}
+    states: dict[str, Tensor | int] = {name: reader[file] for name, file in file_of.items()}
+    for file in (file for file in files if reader[file] == _rank()):
+        states |= load_file(os.path.join(filepath, file), device=str(_device()))
+    return states
+
+
+def parallel_init_module_fn(
+    module: nn.Module, shard_states: Mapping[str, Tensor | int]
+) -> Callable[[nn.Module], nn.Module]:
+    """Return the ``param_init_fn`` that fills meta tensors from what ``parallel_load_safetensors`` has read.
+
+    Every rank calls it on the same modules in the same order: whoever holds a tensor broadcasts it. Tied ones stay one.
+    Raises, when it is called: ValueError naming a tensor that the checkpoint lacks or has in another shape.
+    """
+    names: dict[Tensor, str] = {}
+    for name, tensor in (
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ):
+        if tensor not in names or name in shard_states:
+            names[tensor] = name
+    made: dict[Tensor, Tensor] = {}
+
+    def make(meta: Tensor) -> Tensor:
+        name = names[meta]
+        if name not in shard_states:
+            raise ValueError(f"the checkpoint lacks {name!r}, which the model needs")
+        state = shard_states[name]
+        new = state.to(_device(), meta.dtype) if isinstance(state, Tensor) else torch.empty_like(meta, device=_device())
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.broadcast(new, src=_rank() if isinstance(state, Tensor) else state)
+        if new.shape != meta.shape:
+            raise ValueError(f"{name!r} has shape {tuple(new.shape)}, the model needs {tuple(meta.shape)}")
+        return nn.Parameter(new, meta.requires_grad) if isinstance(meta, nn.Parameter) else new
+
+    @torch.no_grad()
+    def fill(part: nn.Module) -> nn.Module:
+        for owner in part.modules():
+            for attribute, tensor in (*owner._parameters.items(), *owner._buffers.items()):
+                if tensor is not None and tensor.is_meta:
+                    if tensor not in made:
+                        made[tensor] = make(tensor)
+                    setattr(owner, attribute, made[tensor])
+        return part
+
+    return fill
 
 
 def _rank() -> int:
@@ -108,16 +185,38 @@ def get_fsdp_wrap_policy(
     return (lambda part: id(part) in units) if units else None
 
 
-def apply_fsdp2(module: nn.Module, fsdp_kwargs: dict[str, Any], config: Mapping[str, Any], model: Any = None) -> None:
-    """Apply ``fully_shard`` to every unit and to the root; ``config`` is an ``fsdp_config`` node."""
-    units = sharding_units(module, model if model is not None else module, config.get("wrap_policy", None))
+def apply_fsdp2(model: nn.Module, fsdp_kwargs: dict[str, Any], config: Mapping[str, Any], inner: Any = None) -> None:
+    """Apply ``fully_shard`` to every unit and to the root; ``config`` is an ``fsdp_config`` node.
+
+    Args: ``inner`` is the transformers model within ``model`` where adapters wrap it.
+    """
+    units = sharding_units(model, inner if inner is not None else model, config.get("wrap_policy", None))
     for unit in units:
         fully_shard(unit, **fsdp_kwargs)
-    fully_shard(module, **fsdp_kwargs)
+    fully_shard(model, **fsdp_kwargs)
     if config.get("forward_prefetch", False):
         for unit, following in zip(units, units[1:], strict=False):
             assert isinstance(unit, FSDPModule) and isinstance(following, FSDPModule)
             unit.set_modules_to_forward_prefetch([following])
+
+
+def maybe_patch_fsdp_module(model: nn.Module) -> AbstractContextManager[None]:
+    """Return a context in which ``fully_shard`` takes the model: with torch 2.11 and later any, as it is."""
+    return nullcontext()
+
+
+def get_sharding_strategy(device_mesh: DeviceMesh) -> ShardingStrategy:
+    """Return the strategy of FSDP1 for a mesh: whole sharding over one axis, hybrid over two.
+
+    Raises: NotImplementedError, which is also a ValueError, for more axes.
+    """
+    if device_mesh.ndim > 2:
+        raise UnknownShardingError(f"a mesh of {device_mesh.ndim} axes has no strategy: use 1 (fsdp) or 2 (ddp, fsdp)")
+    return ShardingStrategy.FULL_SHARD if device_mesh.ndim == 1 else ShardingStrategy.HYBRID_SHARD
+
+
+class UnknownShardingError(ValueError, NotImplementedError):
+    """No strategy of FSDP1 fits a mesh."""
 
 
 def get_shard_placement_fn(fsdp_size: int) -> Callable[[nn.Parameter], Shard]:
@@ -221,6 +320,18 @@ def load_fsdp_optimizer(optimizer: torch.optim.Optimizer, device_id: torch.devic
 # Whole tensors
 
 
+def get_fsdp_state_ctx(
+    model: nn.Module, state_type: Any, state_cfg: Any = None, optim_cfg: Any = None
+) -> AbstractContextManager[Any]:
+    """Return the context that chooses the kind of state dict of FSDP1; FSDP2 and plain modules know one kind."""
+    if fsdp_version(model) == 1:
+        chosen: AbstractContextManager[Any] = FullyShardedDataParallel.state_dict_type(
+            model, state_type, state_cfg, optim_cfg
+        )
+        return chosen
+    return nullcontext()
+
+
 def full_tensor(parameter: Tensor) -> Tensor:
     """Return the whole of a parameter, detached; collective over the ranks that shard it.
 
@@ -277,9 +388,8 @@ def fsdp2_load_full_state_dict(
 def replace_lora_wrapper(k: str, peft_config: Any) -> str:
     """Return the name that an inference engine gives the base tensor ``k`` of an adapted module."""
     module, _, kind = k.rpartition(".")
-    adapted = peft_config.target_modules or ()
-    leaf = module.rpartition(".")[2]
-    return f"{module}.base_layer.{kind}" if leaf in adapted and kind in ("weight", "bias") else k
+    adapted = check_target_modules(peft_config, module) and not check_exclude_modules(peft_config, module)
+    return f"{module}.base_layer.{kind}" if adapted and kind in ("weight", "bias") else k
 
 
 def collect_lora_params(

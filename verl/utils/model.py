@@ -1,5 +1,6 @@
 """Helpers around transformers models: positions, auto classes, configurations and inputs."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,8 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from verl.utils.fs import copy_to_local
 
 
 @dataclass
@@ -105,6 +108,11 @@ def get_generation_config(model: str, trust_remote_code: bool = False) -> Genera
         return None
 
 
+def get_hf_model_path(config: Any, local_cache_path: str | None = None) -> str:
+    """Return the local folder of ``config.model.path``, fetched where it is remote; ``model.use_shm`` is respected."""
+    return copy_to_local(config.model.path, cache_dir=local_cache_path, use_shm=config.model.get("use_shm", False))
+
+
 def get_hf_auto_model_class(hf_config: PretrainedConfig) -> Any:
     """Choose the auto class of a configuration: by ``auto_map`` for remote code, else vision-language, else causal."""
     from transformers import AutoModel
@@ -140,7 +148,87 @@ def get_value_model_class(hf_config: PretrainedConfig) -> Any:
     return AutoModelForTokenClassification
 
 
+def create_huggingface_actor(
+    model_name: str,
+    override_config_kwargs: Mapping[str, Any] | None = None,
+    automodel_kwargs: Mapping[str, Any] | None = None,
+) -> PreTrainedModel:
+    """Build a policy with new weights from the configuration of a checkpoint."""
+    options = dict(automodel_kwargs or {})
+    config = get_huggingface_actor_config(model_name, override_config_kwargs, options.get("trust_remote_code", False))
+    model: PreTrainedModel = get_hf_auto_model_class(config).from_config(config, **options)
+    return model
+
+
+def create_huggingface_critic(
+    model_name: str,
+    override_config_kwargs: Mapping[str, Any] | None = None,
+    automodel_kwargs: Mapping[str, Any] | None = None,
+) -> PreTrainedModel:
+    """Build a value model, one number per token, with new weights from the configuration of a checkpoint.
+
+    Raises: ValueError where transformers has no token classification model of this type.
+    """
+    options = dict(automodel_kwargs or {})
+    changes = {"num_labels": 1, **(override_config_kwargs or {})}
+    config = get_huggingface_actor_config(model_name, changes, options.get("trust_remote_code", False))
+    model: PreTrainedModel = get_value_model_class(config).from_config(config, **options)
+    return model
+
+
+def load_valuehead_model(
+    local_path: str, torch_dtype: torch.dtype, model_config: PretrainedConfig, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """Load a value model, one number per token; a head that the checkpoint lacks is new.
+
+    Raises: ValueError where transformers has no token classification model of this type.
+    """
+    model_config.num_labels = 1
+    model: PreTrainedModel = get_value_model_class(model_config).from_pretrained(
+        local_path, config=model_config, dtype=torch_dtype, trust_remote_code=trust_remote_code
+    )
+    return model
+
+
+def get_vl_model_vision_tower(vl_model_instance: nn.Module) -> nn.Module | None:
+    """Return the vision tower of a vision-language model, None where there is none."""
+    inner = getattr(vl_model_instance, "model", None)
+    tower: nn.Module | None = getattr(inner, "visual", None) or getattr(vl_model_instance, "visual", None)
+    return tower
+
+
+# Adapters
+
+
+def check_target_modules(config: Any, key: str) -> bool:
+    """Whether a LoRA configuration names the module ``key`` among those to adapt."""
+    return _is_named(config.target_modules, key)
+
+
+def check_exclude_modules(config: Any, key: str) -> bool:
+    """Whether a LoRA configuration names the module ``key`` among those to leave out."""
+    return _is_named(getattr(config, "exclude_modules", None), key)
+
+
+def _is_named(names: Any, key: str) -> bool:
+    """Whether a pattern matches the whole of ``key``, or ``key`` is or ends in one of several names."""
+    if isinstance(names, str):
+        return re.fullmatch(names, key) is not None
+    return any(key == name or key.endswith(f".{name}") for name in names or ())
+
+
 # Figures and names
+
+
+def convert_weight_keys(state_dict: dict[str, Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return in-memory tensors under the names, and in the layout, of the files that ``save_pretrained`` writes."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import revert_weight_conversion
+
+    if not get_model_conversion_mapping(model, add_legacy=False):
+        return state_dict
+    converted: dict[str, Tensor] = revert_weight_conversion(model, state_dict)
+    return converted
 
 
 def get_model_size(model: nn.Module, scale: str = "auto") -> tuple[float, str]:

@@ -1,6 +1,15 @@
 """Established names of the FSDP workers: the classes are those of ``verl.workers.roles`` for every strategy."""
 
+from verl.utils.fsdp_utils import get_sharding_strategy
+from verl.utils.model import get_vl_model_vision_tower
 from verl.workers.engine.fsdp.layout import create_device_mesh
 from verl.workers.roles import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
 
-__all__ = ["ActorRolloutRefWorker", "CriticWorker", "RewardModelWorker", "create_device_mesh"]
+__all__ = [
+    "ActorRolloutRefWorker",
+    "CriticWorker",
+    "RewardModelWorker",
+    "create_device_mesh",
+    "get_sharding_strategy",
+    "get_vl_model_vision_tower",
+]

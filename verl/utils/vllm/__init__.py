@@ -1,9 +1,12 @@
 """Bring vLLM into a process that also trains: its environment, its import and the patches that it needs there."""
 
 import importlib
+import importlib.metadata
 import logging
 import warnings
 from types import ModuleType
+
+from packaging.version import Version
 
 from verl.utils import envs
 from verl.utils.device import get_device_name
@@ -22,6 +25,14 @@ _CPU_ENVIRONMENT = {
     # Compiling the sampler takes 12 s at the first batch and gains nothing at the sizes that run on a CPU.
     "TORCHDYNAMO_DISABLE": "1",
 }
+
+
+def is_version_ge(pkg: str = "vllm", minver: str = "0.7.3") -> bool:
+    """Whether an installed package has at least a version; False where it is not installed."""
+    try:
+        return Version(importlib.metadata.version(pkg)) >= Version(minver)
+    except importlib.metadata.PackageNotFoundError:
+        return False
 
 
 def import_vllm() -> ModuleType:

@@ -85,6 +85,7 @@ class ActorConfig(BaseConfig):
             "ppo_micro_batch_size_per_gpu",
             "ppo_infer_micro_batch_size_per_gpu",
             "engine",
+            "model_config",
         }
     )
 
@@ -118,6 +119,7 @@ class ActorConfig(BaseConfig):
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
     engine: BaseConfig = field(default_factory=BaseConfig)
     rollout_n: int = 1
+    model_config: Any = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

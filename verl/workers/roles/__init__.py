@@ -1,7 +1,8 @@
 """The workers: one class per role, whatever the backend."""
 
+from verl.workers.roles.actor import ActorWorker
 from verl.workers.roles.actor_rollout_ref import ActorRolloutRefWorker
 from verl.workers.roles.critic import CriticWorker
 from verl.workers.roles.reward_model import RewardModelWorker
 
-__all__ = ["ActorRolloutRefWorker", "CriticWorker", "RewardModelWorker"]
+__all__ = ["ActorRolloutRefWorker", "ActorWorker", "CriticWorker", "RewardModelWorker"]

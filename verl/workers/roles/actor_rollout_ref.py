@@ -13,7 +13,7 @@ from verl.utils.profiler.performance import reduce_timing, simple_timer, topk_re
 from verl.workers.config import CheckpointConfig, FSDPEngineConfig
 from verl.workers.engine import BaseEngine
 from verl.workers.roles.base import EngineWorker, average_metrics, effective_engine_config, memory_metrics
-from verl.workers.roles.utils.batching import Cut, per_rank_micro_batch, per_rank_mini_batch
+from verl.workers.roles.utils.batching import Cut, per_rank_micro_batch, per_rank_mini_batch, policy_update_meta
 from verl.workers.roles.utils.losses import ppo_loss
 from verl.workers.roles.utils.mismatch import finish_mismatch
 from verl.workers.roles.utils.selection import LOG_PROBS_VERSION, select_tokens
@@ -168,14 +168,8 @@ class ActorRolloutRefWorker(EngineWorker):
     def update_actor(self, data: DataProto) -> DataProto:
         """Run ``ppo_epochs`` passes over this rank's shard and return metrics only."""
         config = self.actor_config
-        on_policy = "old_log_probs" not in data.batch.keys()
-        data.meta_info.update(
-            self.train_cut.as_meta(),
-            temperature=self.config.rollout.temperature,
-            calculate_entropy=on_policy or bool(config.entropy_coeff),
-            entropy_needs_grad=bool(config.entropy_coeff),
-            fault_point="update_actor",
-        )
+        meta = policy_update_meta(config, data, self.train_cut, self.config.rollout.temperature)
+        data.meta_info.update(meta, fault_point="update_actor")
         metrics: dict[str, Any] = {}
         with self.mfu(metrics, "perf/mfu/actor", data, config.ppo_epochs), self.engine.train_mode():
             steps = self.train_mini_batches(

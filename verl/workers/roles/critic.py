@@ -1,14 +1,14 @@
 """The critic: one value per token, and its updates."""
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.roles.base import EngineWorker, average_metrics, effective_engine_config
 from verl.workers.roles.utils.batching import Cut, per_rank_micro_batch, per_rank_mini_batch
-from verl.workers.roles.utils.losses import value_loss
+from verl.workers.roles.utils.losses import as_engine_loss, value_loss
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -24,6 +24,7 @@ class CriticWorker(EngineWorker):
         self.config: FSDPCriticConfig = omega_conf_to_dataclass(config)
         self.engine_config = effective_engine_config(self.config.model.fsdp_config, self.config)
         self.register_mesh("critic", self.engine_config.ulysses_sequence_parallel_size)
+        self.loss_fn: Any = partial(value_loss, self.config)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -42,6 +43,11 @@ class CriticWorker(EngineWorker):
             per_rank_micro_batch(config.forward_micro_batch_size_per_gpu, config.forward_micro_batch_size, dp_size),
             config.forward_max_token_len_per_gpu,
         )
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def set_loss_fn(self, loss_fn: Any) -> None:
+        """Train with ``loss_fn(model_output=, data=)`` from now on; see ``losses.value_loss`` for what it returns."""
+        self.loss_fn = as_engine_loss(loss_fn)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="critic"))
     def compute_values(self, data: DataProto) -> DataProto:
@@ -62,7 +68,7 @@ class CriticWorker(EngineWorker):
                 self.mini_batch_size,
                 self.config.ppo_epochs,
                 self.config.shuffle,
-                partial(value_loss, self.config),
+                self.loss_fn,
             )
             metrics["critic/lr"] = self.engine.lr_scheduler_step()
         return DataProto(meta_info={"metrics": metrics | average_metrics(steps, prefix="critic/")})

@@ -11,7 +11,7 @@ from verl.protocol import DataProto
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.engine import FSDPEngineWithLMHead
 from verl.workers.roles.base import effective_engine_config, list_metrics
-from verl.workers.roles.utils.batching import Cut, given_cut, with_meta
+from verl.workers.roles.utils.batching import Cut, given_cut, policy_update_meta, temperature_of, with_meta
 from verl.workers.roles.utils.losses import ppo_loss
 from verl.workers.roles.utils.mismatch import finish_mismatch
 from verl.workers.roles.utils.selection import select_tokens
@@ -79,14 +79,7 @@ class DataParallelPPOActor(BasePPOActor):
         Raises: ValueError when ``meta_info`` lacks ``temperature``, or the rows do not divide into mini-batches.
         """
         config = self.config
-        on_policy = "old_log_probs" not in data.batch.keys()
-        rows = with_meta(
-            data,
-            temperature=temperature_of(data),
-            calculate_entropy=on_policy or bool(config.entropy_coeff),
-            entropy_needs_grad=bool(config.entropy_coeff),
-            **Cut.for_training(config).as_meta(),
-        )
+        rows = with_meta(data, **policy_update_meta(config, data, Cut.for_training(config), temperature_of(data)))
         loss_fn = partial(ppo_loss, config)
         mini_batches = rows.make_iterator(
             config.ppo_mini_batch_size,
@@ -100,13 +93,3 @@ class DataParallelPPOActor(BasePPOActor):
                 select_tokens(config, self.engine, each, draw=at * config.ppo_mini_batch_size // len(rows))
                 steps.append(finish_mismatch(self.engine.train_batch(each, loss_fn)))
         return list_metrics(steps, prefix="actor/")
-
-
-def temperature_of(data: DataProto) -> float:
-    """Return the temperature at which the responses were sampled.
-
-    Raises: ValueError when the batch does not say it.
-    """
-    if "temperature" not in data.meta_info:
-        raise ValueError("the batch's meta_info lacks temperature: write that of the rollout, or 1.0")
-    return float(data.meta_info["temperature"])

@@ -54,6 +54,30 @@ def per_rank_micro_batch(per_gpu: int | None, global_size: int | None, dp_size: 
     return None if global_size is None else max(1, global_size // dp_size)
 
 
+def policy_update_meta(config: "ActorConfig", data: "DataProto", cut: Cut, temperature: float) -> dict[str, Any]:
+    """Return what an engine needs to know of a policy update.
+
+    Without ``old_log_probs`` the update is on-policy, and what the skipped pass would have told is measured in it.
+    """
+    assert data.batch is not None
+    on_policy = "old_log_probs" not in data.batch.keys()
+    return cut.as_meta() | {
+        "temperature": temperature,
+        "calculate_entropy": on_policy or bool(config.entropy_coeff),
+        "entropy_needs_grad": bool(config.entropy_coeff),
+    }
+
+
+def temperature_of(data: "DataProto") -> float:
+    """Return the temperature at which the responses were sampled.
+
+    Raises: ValueError when the batch does not say it.
+    """
+    if "temperature" not in data.meta_info:
+        raise ValueError("the batch's meta_info lacks temperature: write that of the rollout, or 1.0")
+    return float(data.meta_info["temperature"])
+
+
 def given_cut(data: "DataProto") -> Cut:
     """Return how the caller of a bare actor or critic has asked for its batch to be cut.
 

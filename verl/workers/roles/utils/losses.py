@@ -1,5 +1,6 @@
 """The losses that the roles hand to an engine: sums over a micro-batch, and what divides them."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -50,6 +51,25 @@ def _selection(loss_mode: str, batch: "Mapping[str, Tensor]") -> dict[str, Tenso
             f"verl.workers.roles.utils.selection.select_tokens before the update, which adds {SELECTION!r}"
         )
     return {"selection": batch[SELECTION]}
+
+
+def as_engine_loss(loss_fn: Callable[..., LossResult]) -> Callable[[ModelOutput, "DataProto"], LossResult]:
+    """Return a loss of the caller, bound to its configuration, as an engine calls it.
+
+    Raises: TypeError, when it is called, for a loss that returns anything but sums: a scalar could not be normalised
+    over the other micro-batches and ranks.
+    """
+
+    def call(model_output: ModelOutput, data: "DataProto") -> LossResult:
+        terms, metrics = loss_fn(model_output=model_output, data=data)
+        if not isinstance(terms, list) or not all(isinstance(term, Sum) for term in terms):
+            raise TypeError(
+                f"the loss returned {type(terms).__name__}: return [verl.algos.aggregate.Sum(total, unit), ...], the "
+                "sum over the micro-batch and what divides it, and metrics likewise"
+            )
+        return terms, metrics
+
+    return call
 
 
 def ppo_loss(

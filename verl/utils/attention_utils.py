@@ -1,0 +1,48 @@
+"""Padding taken out of batches and put back, by indexing that every device has."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def index_first_axis(x: Tensor, indices: Tensor) -> Tensor:
+    """Return rows ``indices`` of the first axis."""
+    return x.index_select(0, indices)
+
+
+def unpad_input(
+    hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
+    """Take the tokens of (B, L, ...) that a (B, L) mask keeps.
+
+    ``unused_mask`` marks places that are kept without being attended.
+
+    Returns: the tokens (T, ...), their places in (B * L), int32 offsets (B + 1,) of the rows, the length of the
+    longest row, and the attended tokens of each row (B,).
+    """
+    kept = attention_mask if unused_mask is None else attention_mask + unused_mask
+    lengths = kept.sum(dim=-1, dtype=torch.int32)
+    indices = kept.flatten().nonzero().flatten()
+    offsets = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    attended = attention_mask.sum(dim=-1, dtype=torch.int32)
+    return index_first_axis(hidden_states.flatten(0, 1), indices), indices, offsets, int(lengths.max()), attended
+
+
+def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
+    """Put tokens (T, ...) back at their places in (B, L, ...), zeros elsewhere."""
+    padded = hidden_states.new_zeros(batch * seqlen, *hidden_states.shape[1:])
+    return padded.index_copy(0, indices, hidden_states).view(batch, seqlen, *hidden_states.shape[1:])
+
+
+def rearrange(tensor: Tensor, pattern: str, **axes_lengths: int) -> Any:
+    """Reorder axes by an einops pattern.
+
+    Raises: ImportError that says what to install.
+    """
+    try:
+        import einops
+    except ImportError as error:
+        raise ImportError("rearrange needs the package einops: pip install einops") from error
+    return einops.rearrange(tensor, pattern, **axes_lengths)

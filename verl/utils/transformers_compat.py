@@ -1,0 +1,18 @@
+"""Which transformers is installed."""
+
+import importlib.metadata
+
+from packaging.version import Version
+
+
+def is_transformers_version_in_range(min_version: str | None = None, max_version: str | None = None) -> bool:
+    """Whether the installed version lies between two, both included.
+
+    Raises: ImportError where transformers is not installed.
+    """
+    try:
+        installed = Version(importlib.metadata.version("transformers"))
+    except importlib.metadata.PackageNotFoundError as error:
+        raise ImportError("transformers is not installed") from error
+    above = min_version is None or Version(min_version) <= installed
+    return above and (max_version is None or installed <= Version(max_version))

@@ -1,0 +1,79 @@
+"""The actor alone, for trainers that keep generation elsewhere or bring a loss of their own."""
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from verl.protocol import DataProto
+from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.roles.base import EngineWorker, average_metrics, effective_engine_config, memory_metrics
+from verl.workers.roles.utils.batching import Cut, per_rank_mini_batch, policy_update_meta, temperature_of
+from verl.workers.roles.utils.losses import as_engine_loss, ppo_loss
+from verl.workers.roles.utils.mismatch import finish_mismatch
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from verl.workers.config import FSDPActorConfig
+
+
+class ActorWorker(EngineWorker):
+    """Log-probabilities and updates of a policy.
+
+    Args: ``config`` is an actor node whose ``model_config`` holds the model node and whose ``rollout_n`` says how many
+    responses a prompt has; ``timeout_s`` bounds a collective.
+    """
+
+    def __init__(self, config: "FSDPActorConfig | DictConfig", timeout_s: int = 600) -> None:
+        super().__init__(timeout_s=timeout_s)
+        self.config: FSDPActorConfig = omega_conf_to_dataclass(config)
+        if self.config.model_config is None:
+            raise ValueError("actor.model_config=None: ActorWorker needs the model node there, an HFModelConfig")
+        self.engine_config = effective_engine_config(self.config.fsdp_config, self.config)
+        self.register_mesh("actor", self.engine_config.ulysses_sequence_parallel_size)
+        self.loss_fn: Any = partial(ppo_loss, self.config)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Build the policy, its optimizer and schedule."""
+        config = self.config
+        model_config = omega_conf_to_dataclass(config.model_config)
+        self.engine = self.build_engine(
+            "language_model", model_config, self.engine_config, config.optimizer(), config.checkpoint
+        )
+        dp_size = self.engine.get_data_parallel_size()
+        self.mini_batch_size = per_rank_mini_batch(
+            "actor.ppo_mini_batch_size", config.ppo_mini_batch_size, config.rollout_n, dp_size
+        )
+        self.train_cut = Cut.for_training(config, dp_size)
+        self.infer_cut = Cut(
+            config.use_dynamic_bsz,
+            config.ppo_infer_micro_batch_size_per_gpu or self.train_cut.micro_batch_size_per_gpu,
+            config.ppo_infer_max_token_len_per_gpu,
+        )
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def set_loss_fn(self, loss_fn: Any) -> None:
+        """Train with ``loss_fn(model_output=, data=)`` from now on; see ``losses.ppo_loss`` for what it returns."""
+        self.loss_fn = as_engine_loss(loss_fn)
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
+    def compute_log_prob(self, data: DataProto) -> DataProto:
+        """Return ``old_log_probs`` and ``entropy`` (B, R) at the ``temperature`` of ``meta_info``."""
+        data.meta_info.update(self.infer_cut.as_meta(), temperature=temperature_of(data), calculate_entropy=True)
+        with self.engine.eval_mode():
+            output = self.engine.infer_batch(data)
+        return DataProto.from_dict(tensors={"old_log_probs": output["log_probs"], "entropy": output["entropy"]})
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
+    def update_actor(self, data: DataProto) -> DataProto:
+        """Run ``ppo_epochs`` passes over this rank's shard and return metrics only."""
+        config = self.config
+        meta = policy_update_meta(config, data, self.train_cut, temperature_of(data))
+        data.meta_info.update(meta, fault_point="update_actor")
+        metrics: dict[str, Any] = {}
+        with self.mfu(metrics, "perf/mfu/actor", data, config.ppo_epochs), self.engine.train_mode():
+            steps = self.train_mini_batches(data, self.mini_batch_size, config.ppo_epochs, config.shuffle, self.loss_fn)
+            metrics["actor/lr"] = self.engine.lr_scheduler_step()
+        step = finish_mismatch(average_metrics(steps, prefix="actor/"))
+        return DataProto(meta_info={"metrics": metrics | step | memory_metrics()})
