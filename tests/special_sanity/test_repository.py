@@ -21,7 +21,7 @@ LONGER: dict[str, tuple[int, str]] = {
     "verl/trainer/ppo/ray_trainer.py:fit": (80, "reads like the list of phases in docs/architecture.md"),
 }
 # Imported where installed, and never required: no dependency declares them.
-OPTIONAL = {"clearml", "flash_attn", "hdfs", "liger_kernel", "math_verify", "mathruler", "megatron", "mlflow"}
+OPTIONAL = {"clearml", "einops", "flash_attn", "hdfs", "liger_kernel", "math_verify", "mathruler", "megatron", "mlflow"}
 OPTIONAL |= {"modelscope", "nvtx", "sglang", "swanlab", "tensorboard", "torch_npu", "trackio", "trl", "vllm"}
 OPTIONAL |= {"volcengine_ml_platform", "wandb", "weave"}
 
