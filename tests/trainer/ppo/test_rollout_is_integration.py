@@ -92,6 +92,10 @@ def test_metrics_come_without_the_weights():
     without = batch()
     without.batch.pop("rollout_log_probs")
     assert trainer(rollout_is_threshold=2.0).compute_rollout_importance_weights_and_add_to_batch(without)[1] == {}
+    assert trainer(rollout_is=True).compute_rollout_importance_weights_and_add_to_batch(without) == (without, {})
+    weighted = trainer(rollout_is_threshold=2.0, rollout_is=True)
+    with pytest.raises(ValueError, match=r"algorithm\.rollout_is=true: the rollout returned no rollout_log_probs"):
+        weighted.compute_rollout_importance_weights_and_add_to_batch(without)
 
 
 def test_the_phase_adds_weights_and_metrics(monkeypatch):

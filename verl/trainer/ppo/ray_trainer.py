@@ -373,9 +373,19 @@ class RayPPOTrainer:
         return batch
 
     def compute_rollout_importance_weights_and_add_to_batch(self, batch: DataProto) -> tuple[DataProto, Metrics]:
-        """Return how far the rollout is from training, and the batch, with weights where the loss is to use them."""
+        """Return how far the rollout is from training, and the batch, with weights where the loss is to use them.
+
+        Raises: ValueError when the loss is to use them and the rollout has given no log-probabilities.
+        """
         algorithm = self.config.algorithm
-        if algorithm.rollout_is_threshold is None or "rollout_log_probs" not in batch.batch.keys():
+        if algorithm.rollout_is_threshold is None:
+            return batch, {}
+        if "rollout_log_probs" not in batch.batch.keys():
+            if algorithm.rollout_is:
+                raise ValueError(
+                    "algorithm.rollout_is=true: the rollout returned no rollout_log_probs to make importance weights "
+                    "of; set actor_rollout_ref.rollout.calculate_log_probs=true, or algorithm.rollout_is=false"
+                )
             return batch, {}
         weights, metrics = compute_rollout_importance_weights(
             old_log_prob=batch.batch["old_log_probs"],
