@@ -95,7 +95,9 @@ def build(
         optimizer_config=McoreOptimizerConfig(
             **({"lr": cases.LR, "weight_decay": 0.01, "clip_grad": 1.0} | (optimizer or {}))
         ),
-        checkpoint_config=CheckpointConfig(),
+        checkpoint_config=CheckpointConfig(
+            save_contents=["model", "optimizer", "extra", "hf_model"], load_contents=["model", "optimizer", "extra"]
+        ),
     )
     built.initialize()
     return built
@@ -155,6 +157,48 @@ def three_steps(folder: Path, layout: dict[str, Any]) -> dict[str, Any]:
     return {"metrics": metrics, "weights": cases.export(engine)}
 
 
+ORDER = [(world, name) for world, layouts in LAYOUTS.items() for name in layouts]
+
+
+def checkpoint_of(folder: Path, world: int, layout: str) -> Path:
+    return folder / "checkpoints" / f"{world}, {layout}"
+
+
+def earlier(world: int, name: str) -> tuple[int, str] | None:
+    """Return the layout run last before this one, in the same processes, with the same kind of optimizer."""
+    kind = LAYOUTS[world][name].get("use_distributed_optimizer", True)
+    before = ORDER[: ORDER.index((world, name))]
+    same = [place for place in before if LAYOUTS[place[0]][place[1]].get("use_distributed_optimizer", True) == kind]
+    return next((place for place in reversed(same) if place[0] == world or max(place[0], world) < 4), None)
+
+
+def continued(folder: Path, world: int, name: str) -> dict[str, Any]:
+    """Save after one step and take another: here, restored into a new engine, and restored from another layout."""
+    layout, path = LAYOUTS[world][name], checkpoint_of(folder, world, name)
+
+    def step(engine: BaseEngine) -> dict[str, float]:
+        rows = cases.rows_of(engine, False)
+        with engine.train_mode():
+            metrics = engine.train_batch(cases.batch(rows, **cases.MICRO[4]), cases.loss_fn)
+        return metrics | {"lr": engine.lr_scheduler_step()}
+
+    schedule = {"lr_decay_style": "linear", "total_training_steps": 4}
+    engine, restored, moved = (build(folder / "plain", layout, optimizer=schedule) for _ in range(3))
+    step(engine)
+    engine.save_checkpoint(str(path), global_step=1)
+    result: dict[str, Any] = {
+        "saved": cases.export(engine),
+        "expected": step(engine),
+    }
+    restored.load_checkpoint(str(path))
+    result |= {"version": restored.weights_version, "restored": step(restored)}
+    result["weights"] = [cases.export(each) for each in (engine, restored)]
+    if before := earlier(world, name):
+        moved.load_checkpoint(str(checkpoint_of(folder, *before)))
+        result["moved"] = step(moved)
+    return result
+
+
 def reference_three_steps(folder: Path) -> dict[str, Any]:
     """The same by torch: matrices are decayed, norms and biases are not."""
     model = load(folder / "plain")
@@ -195,6 +239,7 @@ def run_world(rank: int, world_size: int, folder: Path) -> None:
     for name, layout in LAYOUTS[world_size].items():
         chosen = {case: each for case, each in CASES.items() if world_size in each.get("worlds", LAYOUTS)}
         parts = {case: partial(run_case, folder, layout, settings) for case, settings in chosen.items()}
+        parts["continued"] = partial(continued, folder, world_size, name)
         parts["three steps"] = partial(three_steps, folder, layout)
         results[name] = {case: run() for case, run in parts.items()}
         parallel_state.destroy_model_parallel()

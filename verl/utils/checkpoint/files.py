@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
 LAYOUT_NAME = "fsdp_config.json"
+MEGATRON_LAYOUT_NAME = "megatron_config.json"
+LAYOUT_NAMES = (LAYOUT_NAME, MEGATRON_LAYOUT_NAME)
 DATA_GLOB = "data*.pt"
 _ESI_VARIABLES = (
     "MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP",
@@ -170,17 +172,23 @@ def read_manifest(folder: StrPath, world_size: int, rank: int) -> Manifest:
         raise CheckpointError(f"{name} cannot be read ({error})") from error
 
 
+def layout_file(folder: StrPath) -> Path:
+    """Return the file that says which ranks wrote a checkpoint: that of the engine that did."""
+    return next((path for name in LAYOUT_NAMES if (path := Path(folder, name)).exists()), Path(folder, LAYOUT_NAME))
+
+
 def read_world_size(folder: StrPath) -> int:
     """Return how many ranks wrote a checkpoint.
 
-    Raises: CheckpointError when ``fsdp_config.json`` is missing or cut short.
+    Raises: CheckpointError when its layout file is missing or cut short.
     """
+    path = layout_file(folder)
     try:
-        world_size = json.loads(Path(folder, LAYOUT_NAME).read_text())["world_size"]
+        world_size = json.loads(path.read_text())["world_size"]
     except FileNotFoundError:
-        raise CheckpointError(f"{LAYOUT_NAME} is missing") from None
+        raise CheckpointError(f"{path.name} is missing") from None
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{LAYOUT_NAME} cannot be read ({error})") from error
+        raise CheckpointError(f"{path.name} cannot be read ({error})") from error
     return int(world_size)
 
 
@@ -319,7 +327,7 @@ def find_complete_checkpoints(root: StrPath, directory_format: str = "global_ste
 
 
 def _is_complete(folder: Path) -> bool:
-    if Path(folder, LAYOUT_NAME).exists():
+    if layout_file(folder).exists():
         return not verify_checkpoint(folder)
     roles = [child for child in folder.iterdir() if child.is_dir()]
     return bool(roles) and any(folder.glob(DATA_GLOB)) and not any(verify_checkpoint(role) for role in roles)

@@ -18,6 +18,7 @@ from verl.utils.fsdp_utils import scale_to_norm
 from verl.workers.engine.accumulate import MetricSums, agree
 from verl.workers.engine.base import BaseEngine, EngineRegistry, LossFn, ModelOutput
 from verl.workers.engine.megatron.build import ModelBuilder, model_dtype, wrap
+from verl.workers.engine.megatron.checkpoint import MegatronCheckpointManager
 from verl.workers.engine.megatron.export import exported_weights
 from verl.workers.engine.megatron.forward import Forward, Round, check_positions
 from verl.workers.engine.megatron.layout import Layout, make_layout
@@ -59,6 +60,7 @@ class MegatronEngine(BaseEngine):
         self.lr_scheduler: Any = None
         self.skipped_steps = 0
         self._version = 0
+        self._checkpoint_manager: MegatronCheckpointManager | None = None
         self.layout: Layout
 
     # ---- start
@@ -304,6 +306,22 @@ class MegatronEngine(BaseEngine):
             local_path=local_path, hdfs_path=hdfs_path, del_local_after_load=del_local_after_load
         )
         self._version += 1
+
+    @property
+    def checkpoint_manager(self) -> MegatronCheckpointManager:
+        """Writes and reads what ``checkpoint_config`` names."""
+        if self._checkpoint_manager is None:
+            config = self.model_config
+            self._checkpoint_manager = MegatronCheckpointManager(
+                model=self.models,
+                layout=self.layout,
+                hf_config=self.hf_config,
+                optimizer=self.optimizer,
+                lr_scheduler=self.lr_scheduler,
+                processing_class=config.get_processor() if hasattr(config, "get_processor") else None,
+                checkpoint_config=self.checkpoint_config,
+            )
+        return self._checkpoint_manager
 
     # ---- layout
 

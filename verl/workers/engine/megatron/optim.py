@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from verl.utils.megatron import cpu_support
@@ -39,7 +40,41 @@ def build_optimizer(
             "OptimizerConfig"
         )
     with cpu_support.cuda_type_names():
-        return get_megatron_optimizer(OptimizerConfig(**values), chunks, use_gloo_process_groups=False)
+        optimizer = get_megatron_optimizer(OptimizerConfig(**values), chunks, use_gloo_process_groups=False)
+    for each in optimizer.chained_optimizers:
+        if isinstance(each.optimizer, torch.optim.AdamW | torch.optim.Adam):
+            _start_state(each.optimizer)
+            if isinstance(each, DistributedOptimizer):
+                _restore_steps(each)
+    return optimizer
+
+
+def _start_state(optimizer: torch.optim.Optimizer) -> None:
+    """Give every parameter the state that its first step would: a checkpoint can only be loaded into one."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter] = {
+                "step": torch.tensor(0.0),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+
+
+def _restore_steps(optimizer: DistributedOptimizer) -> None:
+    """Keep one count of steps per parameter when a checkpoint is loaded.
+
+    Megatron-Core gives all parameters the same tensor, which torch's Adam then counts up once for each of them, and
+    expects the count among the tensors of a parameter. From 0.9 on; can go when it knows torch's Adam there.
+    """
+    original = optimizer._set_main_param_and_optimizer_states
+
+    def restore(parameter: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
+        group, order = optimizer.model_param_group_index_map[parameter]
+        state = optimizer.optimizer.state[optimizer.optimizer.param_groups[group]["params"][order]]
+        state["step"] = state["step"].clone()
+        original(parameter, {**tensors, "step": state["step"]})
+
+    optimizer._set_main_param_and_optimizer_states = restore
 
 
 def build_scheduler(optimizer: Any, config: "McoreOptimizerConfig") -> OptimizerParamScheduler:
