@@ -61,6 +61,8 @@ def test_what_is_right(base):
         == {}
     )
     assert violations(base, PUNISH | {"reward_model.reward_kwargs": {"other": 1}}) == {}
+    given = {"max_resp_len": 16, "overlong_buffer_cfg": {"enable": True, "len": 4, "penalty_factor": 1.0}}
+    assert violations(base, {"reward_model.reward_kwargs": given}) == {}
     assert violations(base, FILTER | {"algorithm.use_kl_in_reward": True}) == {}
 
 
@@ -82,6 +84,8 @@ def test_what_is_right(base):
         ({"reward_model.overlong_buffer": True}, "reward_model.overlong_buffer", "must be a mapping"),
         ({**PUNISH, "reward_model.reward_manager": "naive"}, "reward_model.reward_manager", "write dapo"),
         ({**PUNISH, "reward_model.reward_kwargs": {"max_resp_len": 16}}, "reward_model.reward_kwargs.max_resp_len", "write one of the two"),
+        ({"reward_model.reward_kwargs": {"max_resp_len": 16, "overlong_buffer_cfg": {"enable": True, "len": 17, "penalty_factor": 1}}}, "reward_model.reward_kwargs.overlong_buffer_cfg.len", "[1, reward_model.reward_kwargs.max_resp_len=16]"),
+        ({"reward_model.reward_kwargs": {"overlong_buffer_cfg": {"enable": True, "len": 4, "penalty_factor": 1}}}, "reward_model.reward_kwargs.max_resp_len", "is missing"),
         ({"data.gen_batch_size": 12}, "actor_rollout_ref.actor.ppo_mini_batch_size", "must divide data.gen_batch_size=12"),
         ({"data.gen_batch_size": 4}, "actor_rollout_ref.actor.ppo_mini_batch_size", "at most data.gen_batch_size=4"),
     ],

@@ -160,4 +160,4 @@ def _key_violations(key: str, override: Override, known: set[str]) -> Iterator[V
     elif key in NO_READER:
         logger.warning("%s=%s: accepted, but nothing reads it", key, value)
     else:
-        yield Violation(key, value, unknown_key_text(key, [*known, *OPTIONAL]))
+        yield Violation(key, value, unknown_key_text(key, {*known, *OPTIONAL}))
