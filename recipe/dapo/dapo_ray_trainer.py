@@ -33,7 +33,7 @@ class RayDAPOTrainer(RayPPOTrainer):
         draws, parts, extras = Draws(self.config, self.global_steps), [], {}
         while not draws.are_enough:
             batch = super().collect(rows, metrics, timing)
-            self._add_scores(batch)
+            self._add_scores(batch, metrics)
             batch.reorder(torch.tensor(self._row_order))  # what is cut off below must not depend on the ranks
             values, uids = metric_values(batch, groups.metric, self._extra_columns), batch.non_tensor_batch["uid"]
             keep = varied_groups(values, uids)

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from verl.workers.reward_manager.scoring import FAILURE_COLUMN
+
 if TYPE_CHECKING:
     from verl.protocol import DataProto
 
@@ -25,14 +27,22 @@ class FilterMetricError(ValueError):
 
 
 def metric_values(batch: "DataProto", metric: str, extras: list[str]) -> np.ndarray:
-    """Return the metric of every response, (B,) float64, NaN where the reward function did not say.
+    """Return the metric of every response, (B,) float64, NaN where the scorer failed or did not say.
 
     ``seq_reward`` is the sum of ``token_level_scores``, ``seq_final_reward`` that of ``token_level_rewards``, which
     without KL in the reward are the scores. Any other name is one of the ``extras`` of the reward function; ``score``
-    is the sum of token scores where it is none.
+    is the score before an overlong penalty, and without one the sum of token scores.
 
     Raises: FilterMetricError with the extras that there are.
     """
+    values = _given_values(batch, metric, extras)
+    for row, failure in enumerate(batch.non_tensor_batch.get(FAILURE_COLUMN, ())):
+        if failure is not None:
+            values[row] = np.nan  # the score of a response that could not be scored says nothing of it
+    return values
+
+
+def _given_values(batch: "DataProto", metric: str, extras: list[str]) -> np.ndarray:
     if metric not in extras and metric in ("score", *SUMS):
         column = SUMS.get(metric, "token_level_scores")
         column = column if column in batch.batch.keys() else "token_level_scores"
@@ -71,7 +81,7 @@ class Draws:
         groups = config.algorithm.filter_groups
         self.step, self.metric, self.limit = step, groups.metric, groups.max_num_gen_batches
         self.wanted = config.data.train_batch_size
-        self.batches = self.kept = self.dropped = self.responses = 0
+        self.batches = self.kept = self.dropped = self.responses = self.unknown = 0
         self.total = 0.0
 
     @property
@@ -91,6 +101,7 @@ class Draws:
             self.responses + len(known),
             self.total + known.sum(),
         )
+        self.unknown += len(values) - len(known)
         kept = len(set(uids[keep]))
         self.kept, self.dropped = self.kept + kept, self.dropped + len(set(uids)) - kept
         logger.info("step %d: %d of %d prompts kept in %d draws", self.step, self.kept, self.wanted, self.batches)
@@ -99,14 +110,15 @@ class Draws:
             raise NoVariedPromptsError(self._advice(at_limit))
 
     def _advice(self, at_limit: bool) -> str:
-        limit = f"algorithm.filter_groups.max_num_gen_batches={self.limit}"
-        mean = self.total / max(self.responses, 1)
+        limit = f"algorithm.filter_groups.max_num_gen_batches={self.limit}" if at_limit else "dynamic sampling"
+        found = f"{self.batches} draws kept {self.kept} prompts of {self.kept + self.dropped}"
+        unknown = f", {self.unknown} responses have none" if self.unknown else ""
+        mean = f"mean of all: {self.total / max(self.responses, 1):.4g}{unknown}"
         more = "raise it or write 0 for no limit, raise " if at_limit else "raise "
         return (
-            f"{limit if at_limit else 'dynamic sampling'}: {self.batches} draws kept {self.kept} prompts of "
-            f"{self.kept + self.dropped}, a step needs data.train_batch_size={self.wanted}; for the others "
-            f"all responses have the same {self.metric!r} (mean of all: {mean:.4g}), the data may be too difficult or "
-            f"too easy: {more}data.gen_batch_size or actor_rollout_ref.rollout.n, or lower data.train_batch_size"
+            f"{limit}: {found}, a step needs data.train_batch_size={self.wanted}; for the others all responses have "
+            f"the same {self.metric!r} ({mean}), the data may be too difficult or too easy: {more}data.gen_batch_size "
+            "or actor_rollout_ref.rollout.n, or lower data.train_batch_size"
         )
 
     def metrics(self) -> dict[str, float]:
@@ -117,4 +129,5 @@ class Draws:
             "train/num_prompts_dropped": self.dropped,
             "train/num_prompts_surplus": self.kept - self.wanted,
             "train/filter_metric/mean": self.total / max(self.responses, 1),
+            "train/filter_metric/num_unknown": self.unknown,
         }

@@ -70,6 +70,10 @@ def test_metrics_by_name():
     assert metric_values(batch, "seq_reward", extras).tolist() == [1, 0.75]
     assert metric_values(batch, "seq_final_reward", extras).tolist() == [1, 0.75]  # without KL in the reward
     assert np.array_equal(metric_values(batch, "partial", extras), [NAN, 2], equal_nan=True)
+    batch.non_tensor_batch["reward_failure"] = array([None, "raised"])
+    for metric, expected in (("acc", 1), ("score", 7), ("seq_reward", 1), ("partial", NAN)):
+        assert np.array_equal(metric_values(batch, metric, extras), [expected, NAN], equal_nan=True)
+    del batch.non_tensor_batch["reward_failure"]
     batch.batch["token_level_rewards"] = torch.tensor([[0.0, 3.0], [0.0, 4.0]])
     assert metric_values(batch, "seq_final_reward", extras).tolist() == [3, 4]
 
@@ -108,6 +112,7 @@ def test_a_step_is_full_with_enough_prompts():
         "train/num_prompts_dropped": 4,
         "train/num_prompts_surplus": 0,
         "train/filter_metric/mean": pytest.approx(6 / 11),
+        "train/filter_metric/num_unknown": 1,
     }
 
 

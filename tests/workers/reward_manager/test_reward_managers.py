@@ -275,6 +275,7 @@ def test_dapo_punishes_long_responses(tokenizer, batch):
     assert torch.allclose(result["reward_tensor"], expected([1 - 0.375, 1 - 0.5, 1.0]))
     assert result["reward_extra_info"] == {
         "acc": [1.0] * 3,
+        "score": [1.0] * 3,  # without the penalty
         "overlong_reward": [-0.375, -0.5, 0.0],
         "overlong": [True, True, False],
         "reward_failure": [None] * 3,

@@ -24,12 +24,12 @@ def dump_generations(
 ) -> Path:
     """Write ``<folder>/<step>.jsonl``: one object per sample with input, output, gts, score, step and the extras.
 
-    An extra whose length is not the number of samples is left out.
+    An extra whose length is not the number of samples is left out, and so is one with the name of another column.
     """
     count = len(inputs)
     columns: dict[str, Sequence[Any]] = {"input": inputs, "output": outputs, "gts": gts, "score": scores}
     columns["step"] = [step] * count
-    columns |= {name: values for name, values in extras.items() if len(values) == count}
+    columns |= {name: values for name, values in extras.items() if len(values) == count and name not in columns}
     path = Path(folder, f"{step}.jsonl")
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".jsonl.tmp")

@@ -81,6 +81,7 @@ class DAPORewardManager(AbstractRewardManager):
         for sample, score in zip(samples, scores, strict=True):
             exceeded = sample.length - (self.max_resp_len - buffer)
             penalty = min(-exceeded / buffer * self.overlong_buffer_cfg["penalty_factor"], 0.0)
+            score.extras.setdefault("score", score.value)  # what the filter of DAPO may read: without the penalty
             if self.overlong_buffer_cfg.get("log", False):
                 score.extras |= {"overlong_reward": penalty, "overlong": penalty < 0}
             rewards.append(score.value + penalty)
