@@ -55,7 +55,10 @@ def worker_config(config: DictConfig) -> DictConfig:
     """Return the tree as the rollout worker takes it: with a whole model node."""
     tree: Any = OmegaConf.to_container(config, resolve=True)
     tree["model"] = {"_target_": "verl.workers.config.HFModelConfig", **tree["model"]}
-    return OmegaConf.create({name: tree[name] for name in ("model", "rollout", "actor")})
+    from verl.workers.config.engine import NCCL_TIMEOUT_S
+
+    nodes = {name: tree[name] for name in ("model", "rollout", "actor")}
+    return OmegaConf.create(nodes | {"nccl_timeout": NCCL_TIMEOUT_S})
 
 
 def generation_violations(config: DictConfig) -> Iterator[Violation]:

@@ -113,7 +113,9 @@ READERS = [
     # reference
     Reader((REF, ROLLOUT), "log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu log_prob_use_dynamic_bsz log_prob_max_token_len_per_gpu", "workers/roles/actor_rollout_ref.py", "node", "tests/workers/roles/test_batching.py::test_a_micro_batch_of_one_device"),
     Reader(REF, "model", "workers/roles/actor_rollout_ref.py", "config", "tests/workers/roles/test_models_of_roles.py::test_a_reference_of_its_own_differs_in_the_keys_that_it_names"),
-    Reader("actor_rollout_ref", "nccl_timeout", "workers/roles/actor_rollout_ref.py", "config"),
+    Reader("actor_rollout_ref", "nccl_timeout", "workers/roles/actor_rollout_ref.py", "config", E2E + "test_faults.py::test_a_hang_ends_the_run_after_the_timeout_of_the_group"),
+    Reader("critic", "nccl_timeout", "workers/roles/critic.py", "self.config", "tests/trainer/config/test_yaml.py::test_roles_of_one_process_have_one_timeout"),
+    Reader("reward_model", "nccl_timeout", "workers/roles/reward_model.py", "self.config", "tests/trainer/config/test_yaml.py::test_roles_of_one_process_have_one_timeout"),
     # critic
     Reader("critic", "rollout_n ppo_mini_batch_size", "workers/roles/critic.py", "config", "tests/workers/roles/test_batching.py::test_a_mini_batch_is_in_prompts_and_shared_by_the_ranks"),
     Reader("critic", "forward_max_token_len_per_gpu forward_micro_batch_size forward_micro_batch_size_per_gpu", "workers/roles/critic.py", "config", "tests/workers/roles/test_batching.py::test_a_micro_batch_of_one_device"),
@@ -218,3 +220,34 @@ GATED = {
     "global_profiler.global_tool_config.": "global_profiler.tool",
 }
 """Options (parts of their dotted keys) of a feature whose own switch is refused."""
+
+# ---- the trees of the commands without a training loop
+
+GENERATED, SCORED = "tests/trainer/test_main_generation.py::", "tests/trainer/test_main_eval.py::"
+# fmt: off
+OFFLINE = {
+    "generation": [
+        Reader("trainer", "nnodes n_gpus_per_node device", "trainer/generation.py", "trainer", GENERATED + "test_greedy_responses_are_those_of_transformers"),
+        Reader("data", "path prompt_key output_path", "trainer/generation.py", "config.data", GENERATED + "test_what_is_refused_before_ray"),
+        Reader("data", "batch_size n_samples", "trainer/generation.py", "self.config.data", GENERATED + "test_a_stopped_run_goes_on_and_gives_the_same"),
+        Reader("model", "path", "trainer/main_generation.py", "config.model", GENERATED + "test_what_is_refused_before_ray"),
+        Reader("model", "external_lib", "workers/config/model.py", "self", "tests/trainer/config/test_validation.py::test_names_of_the_users_own_need_a_module"),
+        Reader("rollout", "name temperature do_sample mode load_format tensor_model_parallel_size data_parallel_size", "trainer/main_generation.py", "rollout", GENERATED + "test_what_is_refused_before_ray"),
+        Reader("rollout", "prompt_length", "trainer/generation.py", "self.rollout", GENERATED + "test_a_stopped_run_goes_on_and_gives_the_same"),
+        Reader("rollout", "top_k top_p", "workers/rollout/batch.py", LOOP, CONTRACT + "test_greedy_and_validation"),
+        Reader("rollout", "response_length max_model_len max_num_batched_tokens dtype max_num_seqs enable_chunked_prefill gpu_memory_utilization enforce_eager free_cache_engine disable_log_stats", "workers/rollout/vllm_rollout/engine_args.py", "config", ARGS),
+        Reader("rollout", "ignore_eos", "workers/rollout/vllm_rollout/vllm_rollout.py", "self.config", CONTRACT + "test_mask_follows_what_was_sampled"),
+        Reader("ray_kwargs", "timeline_json_file", "trainer/offline.py", "config.ray_kwargs"),
+        Reader("ray_kwargs.ray_init", "num_cpus", "trainer/ppo/launch.py", LOOP, "tests/trainer/ppo/test_launch.py::test_ray_is_local_unless_an_address_is_given"),
+    ],
+    "evaluation": [
+        Reader("data", "path", "trainer/main_eval.py", "config.data", SCORED + "test_what_is_refused_before_ray"),
+        Reader("data", "response_key data_source_key reward_model_key", "trainer/main_eval.py", "data", SCORED + "test_what_is_refused_before_ray"),
+        Reader("custom_reward_function", "path name", "workers/reward_manager/loading.py", "node", SCORED + "test_a_scorer_of_ones_own_over_many_rows"),
+        Reader("ray_kwargs", "timeline_json_file", "trainer/offline.py", "config.ray_kwargs"),
+        Reader("ray_kwargs.ray_init", "num_cpus", "trainer/ppo/launch.py", LOOP, "tests/trainer/ppo/test_launch.py::test_ray_is_local_unless_an_address_is_given"),
+    ],
+}
+# fmt: on
+KEPT = "kept for established commands"
+"""What the comment of a key says that these commands have for those of before, and that changes nothing."""

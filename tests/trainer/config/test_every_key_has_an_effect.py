@@ -36,6 +36,7 @@ def keys_of(reader):
 
 
 READ = {key for reader in effects.READERS for key in keys_of(reader)}
+ALL_READERS = [*effects.READERS, *(reader for readers in effects.OFFLINE.values() for reader in readers)]
 ONE = {key for keys in effects.ONE_IMPLEMENTATION.values() for key in keys}
 HELD = {refusal.key for refusal in REFUSALS if refusal.values is None} | effects.REFUSED.keys()
 
@@ -50,6 +51,30 @@ def test_the_table_is_complete_and_says_one_thing_of_each_key():
     assert (explained - HELD) - keys == set(), "keys that the YAML no longer has"
     assert sum(map(len, parts)) == len(explained), "keys that stand in two tables"
     assert set(effects.FOLLOWED.values()) <= READ
+
+
+def comments(text):
+    """Return the comment above each key of a YAML file, in one line."""
+    found, above, path = {}, [], []
+    for line in text.splitlines():
+        if line.strip().startswith("#"):
+            above.append(line.strip(" #"))
+        elif ":" in line:
+            depth = (len(line) - len(line.lstrip())) // 2
+            path[depth:] = [line.split(":")[0].strip()]
+            found[".".join(path)], above = " ".join(above), []
+    return found
+
+
+@pytest.mark.parametrize("name", effects.OFFLINE)
+def test_the_trees_without_a_training_loop(name):
+    """Each key has one reader, or says that it is kept for established commands."""
+    text = (ROOT / f"verl/trainer/config/{name}.yaml").read_text(encoding="utf-8")
+    keys = set(leaves(yaml.safe_load(text)))
+    read = [key for reader in effects.OFFLINE[name] for key in keys_of(reader)]
+    kept = {key for key, comment in comments(text).items() if key in keys and effects.KEPT in comment.lower()}
+    assert len(read) == len(set(read)), "keys that stand in two rows"
+    assert keys - kept == set(read)
 
 
 @cache
@@ -76,7 +101,7 @@ def reads(file):
 def test_readers_read_what_they_are_said_to():
     absent = [
         f"{reader.file} does not read {name!r} of {reader.expression!r}, but of {sorted(reads(reader.file)[name])}"
-        for reader in effects.READERS
+        for reader in ALL_READERS
         for name in reader.names.split()
         if reader.expression not in reads(reader.file)[name]
     ]
@@ -84,7 +109,7 @@ def test_readers_read_what_they_are_said_to():
 
 
 def test_the_tests_of_the_table_exist():
-    named = sorted({reader.test for reader in effects.READERS if reader.test})
+    named = sorted({reader.test for reader in ALL_READERS if reader.test})
     texts = {file: (ROOT / file).read_text(encoding="utf-8") for file in {test.split("::")[0] for test in named}}
     assert [test for test in named if f"\ndef {test.split('::')[1]}(" not in texts[test.split("::")[0]]] == []
 

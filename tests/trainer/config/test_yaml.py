@@ -48,6 +48,12 @@ def test_the_generated_copy_is_fresh(composed):
     assert yaml.safe_load(text) == tree, "run bash scripts/generate_trainer_config.sh"
 
 
+def test_roles_of_one_process_have_one_timeout(composed):
+    config = composed("actor_rollout_ref.nccl_timeout=33")
+    assert config.critic.nccl_timeout == config.reward_model.nccl_timeout == 33
+    assert omega_conf_to_dataclass(config.critic).nccl_timeout == 33
+
+
 def _target_nodes(tree, prefix=""):
     for name, value in tree.items():
         if isinstance(value, dict):

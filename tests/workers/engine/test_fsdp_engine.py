@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.workers.engine import cases
+from verl.utils.checkpoint import verify_checkpoint
 from verl.workers.config import FSDPOptimizerConfig
 from verl.workers.engine import BaseEngine
 from verl.workers.engine.fsdp.optim import build_scheduler
@@ -57,6 +58,9 @@ def test_adapter_is_saved_as_peft_reads_it(folder: Path, tmp_path: Path) -> None
     for name, tensor in engine.named_weights():
         torch.testing.assert_close(tensor, merged[name], atol=1e-6, rtol=1e-5)
     assert json.loads((tmp_path / "lora_adapter" / "adapter_config.json").read_text())["r"] == 4
+    assert verify_checkpoint(tmp_path) == []
+    (tmp_path / "lora_adapter" / "adapter_model.safetensors").write_bytes(b"")
+    assert "lora_adapter/adapter_model.safetensors has 0 bytes" in verify_checkpoint(tmp_path)[0]
 
 
 @pytest.mark.parametrize(("model", "forwards"), [({}, 1), ({"enable_gradient_checkpointing": True}, 2)])

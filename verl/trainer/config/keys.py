@@ -40,7 +40,6 @@ OPTIONAL = {
     "data.gen_batch_size": "prompts drawn per loader step; train_batch_size where it is not given",
     "data.need_tools_kwargs": "default for rows without extra_info.need_tools_kwargs",
     "reward_model.model_type": "discriminative: a model that scores; a generative judge is asked by a scorer",
-    "reward_model.nccl_timeout": "seconds that a collective of the reward model may take; 600 where it is not given",
     "reward_model.truncation": "what of a chat longer than reward_model.max_length is cut: right, left, middle, error",
     "rollout.repetition_penalty": "penalty on repeated tokens",
     "rollout.seed": "seed of the engine",

@@ -68,9 +68,9 @@ def check_machine(config: Any) -> None:
     ray_init, trainer = config.ray_kwargs.get("ray_init") or {}, config.trainer
     if ray.is_initialized() or not _is_local(config):
         return
-    workers, reward = trainer.nnodes * trainer.n_gpus_per_node, config.reward_model
+    workers, reward = trainer.nnodes * trainer.n_gpus_per_node, config.get("reward_model")
     asked = f"trainer.n_gpus_per_node={trainer.n_gpus_per_node} x trainer.nnodes={trainer.nnodes}"
-    if reward.enable and reward.enable_resource_pool:
+    if reward and reward.enable and reward.enable_resource_pool:  # a run that only generates has no such node
         workers += reward.nnodes * reward.n_gpus_per_node
         asked += f" + reward_model.n_gpus_per_node={reward.n_gpus_per_node} x reward_model.nnodes={reward.nnodes}"
     cores = ray_init.get("num_cpus") or os.cpu_count() or 1

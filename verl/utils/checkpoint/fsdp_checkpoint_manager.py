@@ -37,6 +37,7 @@ from verl.utils.fs import copy_to_local
 logger = logging.getLogger(__name__)
 
 NamedWeights = Iterator[tuple[str, Tensor]]
+SharedFolders = Mapping[str, Callable[[Path | None], None]]
 _PART_OF_CONTENT = {"model": "model", "optimizer": "optim", "extra": "extra_state"}
 _HF_FOLDER = "huggingface"
 
@@ -61,6 +62,7 @@ class FSDPCheckpointManager(BaseCheckpointManager):
         global_step: int = 0,
         max_ckpt_to_keep: int | None = None,
         named_weights: NamedWeights | None = None,
+        shared_folders: SharedFolders | None = None,
     ) -> None:
         """Write this rank's files, then its manifest; older checkpoints go when all ranks have done so.
 
@@ -69,6 +71,8 @@ class FSDPCheckpointManager(BaseCheckpointManager):
             max_ckpt_to_keep: complete checkpoints to leave on disk, this one included; None keeps all.
             named_weights: (checkpoint name, full tensor) pairs for ``hf_model``, drained by every rank; by default
                 made from the state dict.
+            shared_folders: name of a folder that the checkpoint holds once to what writes it; every rank calls that,
+                rank 0 with a folder to write to.
         Raises: ValueError when ``save_contents`` names a part that this manager was not given.
         """
         folder = Path(local_path)
@@ -83,6 +87,8 @@ class FSDPCheckpointManager(BaseCheckpointManager):
         if self.should_save_extra:
             records.append(self._write_part(folder, "extra", self._extra_state))
         records += self._write_shared_files(folder, named_weights)
+        for name, write in (shared_folders or {}).items():
+            records += self._write_shared_folder(folder, name, write)
         self.barrier()
         Manifest(self.world_size, self.rank, global_step, records).write(folder)
         self.barrier()
@@ -121,6 +127,14 @@ class FSDPCheckpointManager(BaseCheckpointManager):
                 export_weights(unfinished, named_weights or self._full_tensors())
             records += move_files(unfinished, folder, _HF_FOLDER)
         return records
+
+    def _write_shared_folder(self, folder: Path, name: str, write: Callable[[Path | None], None]) -> list[FileRecord]:
+        if self.rank != 0:
+            write(None)
+            return []
+        with temporary_folder(folder, name) as unfinished:
+            write(unfinished)
+            return move_files(unfinished, folder, name)
 
     def _full_tensors(self) -> NamedWeights:
         """Gather the state dict one tensor at a time, tied tensors once."""

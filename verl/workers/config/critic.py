@@ -15,7 +15,7 @@ from verl.workers.config.actor import (
     positive_rules,
 )
 from verl.workers.config.checkpoint import CheckpointConfig
-from verl.workers.config.engine import STRATEGIES, FSDPEngineConfig
+from verl.workers.config.engine import NCCL_TIMEOUT_S, STRATEGIES, FSDPEngineConfig
 from verl.workers.config.model import BaseModelConfig, HFModelConfig
 from verl.workers.config.optimizer import FSDPOptimizerConfig, OptimizerConfig
 
@@ -51,6 +51,7 @@ class CriticConfig(BaseConfig):
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
     engine: BaseConfig = field(default_factory=BaseConfig)
     model_config: Any = None
+    nccl_timeout: int = NCCL_TIMEOUT_S
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -69,6 +70,7 @@ class CriticConfig(BaseConfig):
             "ppo_epochs",
             "rollout_n",
             "loss_scale_factor",
+            "nccl_timeout",
         )
         if not self.use_dynamic_bsz:
             yield from micro_batch_rules(self, "ppo_micro_batch_size")

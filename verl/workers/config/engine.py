@@ -14,6 +14,10 @@ MCORE_DTYPES = ("fp32", "float32", "bf16", "bfloat16")
 PRECISION_KEYS = ("param_dtype", "reduce_dtype", "buffer_dtype")
 
 
+NCCL_TIMEOUT_S = 600
+"""How long a collective may take where no configuration says it."""
+
+
 @dataclass
 class FSDPEngineConfig(BaseConfig):
     """One FSDP engine."""

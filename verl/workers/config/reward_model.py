@@ -8,7 +8,7 @@ from verl.base_config import BaseConfig, Violation
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.profiler.config import ProfilerConfig
 from verl.workers.config.actor import micro_batch_rules, positive_rules
-from verl.workers.config.engine import STRATEGIES, FSDPEngineConfig
+from verl.workers.config.engine import NCCL_TIMEOUT_S, STRATEGIES, FSDPEngineConfig
 from verl.workers.config.model import HFModelConfig
 
 TRUNCATIONS = ("right", "left", "middle", "error")
@@ -62,7 +62,7 @@ class RewardModelConfig(BaseConfig):
     use_dynamic_bsz: bool = False
     forward_max_token_len_per_gpu: int = 32768
     ulysses_sequence_parallel_size: int = 1
-    nccl_timeout: int = 600
+    nccl_timeout: int = NCCL_TIMEOUT_S
     reward_manager: str = "naive"
     launch_reward_fn_async: bool = False
     reward_kwargs: dict[str, Any] = field(default_factory=dict)

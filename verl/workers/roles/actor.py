@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.config.engine import NCCL_TIMEOUT_S
 from verl.workers.roles.base import EngineWorker, average_metrics, effective_engine_config, memory_metrics
 from verl.workers.roles.utils.batching import Cut, per_rank_mini_batch, policy_update_meta, temperature_of
 from verl.workers.roles.utils.losses import as_engine_loss, ppo_loss
@@ -24,7 +25,7 @@ class ActorWorker(EngineWorker):
     responses a prompt has; ``timeout_s`` bounds a collective.
     """
 
-    def __init__(self, config: "FSDPActorConfig | DictConfig", timeout_s: int = 600) -> None:
+    def __init__(self, config: "FSDPActorConfig | DictConfig", timeout_s: int = NCCL_TIMEOUT_S) -> None:
         super().__init__(timeout_s=timeout_s)
         self.config: FSDPActorConfig = omega_conf_to_dataclass(config)
         if self.config.model_config is None:

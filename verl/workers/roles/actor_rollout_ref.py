@@ -35,7 +35,7 @@ class ActorRolloutRefWorker(EngineWorker):
     def __init__(self, config: "DictConfig", role: str, **kwargs: Any) -> None:
         if role not in ROLES:
             raise ValueError(f"role must be one of {ROLES}, got {role!r}")
-        super().__init__(timeout_s=config.get("nccl_timeout", 600))
+        super().__init__(timeout_s=config.nccl_timeout)
         self.config = config
         self._is_actor, self._is_rollout = "actor" in role, "rollout" in role
         self._is_ref = role == "ref" or role.endswith("_ref")

@@ -20,8 +20,8 @@ class CriticWorker(EngineWorker):
     """Values of the tokens of a response under the current policy."""
 
     def __init__(self, config: "FSDPCriticConfig | DictConfig") -> None:
-        super().__init__(timeout_s=config.get("nccl_timeout", 600))
         self.config: FSDPCriticConfig = omega_conf_to_dataclass(config)
+        super().__init__(timeout_s=self.config.nccl_timeout)
         self.engine_config = effective_engine_config(self.config.model.fsdp_config, self.config)
         self.register_mesh("critic", self.engine_config.ulysses_sequence_parallel_size)
         self.loss_fn: Any = partial(value_loss, self.config)

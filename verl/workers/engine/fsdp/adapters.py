@@ -1,8 +1,8 @@
 """LoRA adapters of the FSDP engine, through peft."""
 
 import json
-import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -113,21 +113,18 @@ def adapter_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name.replace(f".{_DEFAULT}", ""), full_tensor(parameter)
 
 
-def save_adapter(module: Any, local_path: str, first: bool) -> None:
-    """Write the adapter so that ``PeftModel.from_pretrained`` reads it; collective, rank 0 writes."""
+def save_adapter(module: Any, folder: Path | None) -> None:
+    """Write the adapter so that ``PeftModel.from_pretrained`` reads it; collective, one rank has a folder."""
     from safetensors.torch import save_file
 
-    tensors = {name: tensor.cpu().clone().contiguous() for name, tensor in adapter_weights(module) if first}
-    if not first:
+    tensors = {name: tensor.cpu().clone().contiguous() for name, tensor in adapter_weights(module) if folder}
+    if folder is None:
         return
-    folder = os.path.join(local_path, ADAPTER_FOLDER)
-    os.makedirs(folder, exist_ok=True)
-    save_file(tensors, os.path.join(folder, "adapter_model.safetensors"), metadata={"format": "pt"})
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     config = {name: _plain(value) for name, value in module.peft_config[_DEFAULT].to_dict().items()}
     whole = sorted({name.removeprefix(_PREFIX).split(".")[0] for name in tensors if not is_adapter(name)})
     config |= {"inference_mode": True, "modules_to_save": whole or None}
-    with open(os.path.join(folder, "adapter_config.json"), "w") as file:
-        json.dump(config, file, indent=2, sort_keys=True)
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
 
 
 def _plain(value: Any) -> Any:

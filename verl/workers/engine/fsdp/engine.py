@@ -5,6 +5,7 @@ import logging
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -337,9 +338,10 @@ class FSDPEngine(BaseEngine):
             global_step=global_step,
             max_ckpt_to_keep=max_ckpt_to_keep,
             named_weights=self.named_weights(),
+            shared_folders={adapters.ADAPTER_FOLDER: partial(adapters.save_adapter, self.module)}
+            if self._has_adapters
+            else {},
         )
-        if self._has_adapters:
-            adapters.save_adapter(self.module, local_path, first=self.layout.rank == 0)
         self._offload()
 
     def load_checkpoint(
