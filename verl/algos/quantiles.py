@@ -28,15 +28,22 @@ class StreamedQuantiles:
         self._brackets = _brackets(self._probabilities, np.sort(sample))
         self._below = [0] * len(self._brackets)
         self._kept: list[Floats] = []
+        self._flags = np.empty((3, 0), dtype=bool)  # used again, lest each leave a hole between what is kept
 
     def add(self, block: Floats) -> None:
         """Take in a block of any shape, in which plus infinity stands for what is no element."""
-        kept, below = np.zeros(block.shape, dtype=bool), np.empty(block.shape, dtype=bool)
+        if self._flags.shape[1] < block.size:
+            self._flags = np.empty((3, block.size), dtype=bool)
+        values = block.ravel()
+        kept, below, inside = self._flags[:, : block.size]
+        kept[:] = False
         for number, (low, high) in enumerate(self._brackets):
-            np.less(block, low, out=below)
+            np.less(values, low, out=below)
             self._below[number] += int(np.count_nonzero(below))
-            kept |= below ^ (block < high)
-        self._kept.append(np.compress(kept.ravel(), block.ravel()))
+            np.less(values, high, out=inside)
+            inside ^= below
+            kept |= inside
+        self._kept.append(np.compress(kept, values))
 
     def result(self, count: int, transform: Callable[[Floats], Floats]) -> list[float] | None:
         """Return the quantiles of ``transform``, which must not fall, over the ``count`` elements that were added.

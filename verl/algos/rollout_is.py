@@ -107,9 +107,9 @@ def scan_log_probs(
     if quantiles:
         count = int(columns["tokens"].sum())
         percentiles = quantiles.result(count, _exp) or batch.all_quantiles(count)
-    elif options:
+    elif options and weights is not None:
         factors, more = _weigh_rows(columns, options)
-        torch.mul(response_mask, factors.to(batch.dtype).unsqueeze(-1), out=weights)
+        weights.copy_(response_mask).mul_(factors.to(batch.dtype).unsqueeze(-1))
         columns |= more
         percentiles = weighted_quantiles(
             _exp(columns["log_weight"].cpu().numpy()), columns["tokens"].long().cpu().numpy(), QUANTILES
@@ -150,13 +150,15 @@ class _Batch:
             yield _Block(self, rows, [buffer[: rows.stop - start] for buffer in buffers])
 
     def sample(self) -> NDArray[Any]:
-        """Return log-ratios (m,) of tokens from all over the batch; none where there are few, which are all kept."""
+        """Return log-ratios (m,) of tokens, evenly over rows and columns; none of a batch small enough to keep."""
         num_rows, width = self.mask.shape
         if num_rows * width <= 2 * _SAMPLE:
             return self._empty()
-        every = max(1, num_rows // 512)  # a grid: rows and columns of a batch are in no order that it could hit
-        columns = max(1, _SAMPLE * every // num_rows)
-        place = (slice(None, None, every), slice(None, None, max(1, width // columns)))
+        step = num_rows * width // _SAMPLE
+        while math.gcd(step, width) > 1:  # otherwise it would stay in some of the columns
+            step += 1
+        flat = torch.arange(0, num_rows * width, step, device=self.mask.device)
+        place = (flat // width, flat % width)
         ratio = self.old[place].to(self.dtype) - self.rollout[place].to(self.dtype)
         return ratio[self.mask[place].bool()].cpu().numpy()
 
@@ -223,7 +225,7 @@ class _Block:
         clamped = self.excess.clamp_(options.lower - 1, options.upper - 1)
         if not options.lower <= 1 <= options.upper:  # otherwise a ratio of one, as outside the mask, stays
             self._keep(clamped, out=clamped)
-        columns |= {"clamped": clamped.sum(-1), "clamped_sq": torch.linalg.vecdot(clamped, clamped)}
+        columns |= {"clamped": clamped.sum(-1), "clamped_sq": torch.mul(clamped, clamped, out=self._spare).sum(-1)}
         columns["smallest"] = self.ratio_or_inf.amin(-1)
         columns["largest"] = self._or(-math.inf, self._spare).amax(-1)
         torch.exp(self.ratio, out=out).clamp_(math.exp(-MAX_LOG_WEIGHT), math.exp(MAX_LOG_WEIGHT))

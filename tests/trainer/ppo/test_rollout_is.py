@@ -3,10 +3,13 @@
 import itertools
 import math
 import statistics
+import tracemalloc
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from verl.algos import rollout_is
 from verl.algos.quantiles import StreamedQuantiles
@@ -311,15 +314,51 @@ def test_more_than_16_million_tokens():
     data, metrics = compute_rollout_importance_weights(*many, rollout_is_threshold=2.0)
     wanted, wanted_metrics = compute_rollout_importance_weights(*few, rollout_is_threshold=2.0)
     assert torch.equal(data.batch["rollout_is_weights"][-3:], wanted.batch["rollout_is_weights"])
-    weights = np.tile((few[0].double() - few[1].double()).exp().numpy().ravel(), 1400)
-    for percent in (50, 99):
-        rank = int(0.01 * percent * (weights.size - 1))
-        found = metrics[f"mismatch/rollout_is_p{percent}"]
-        assert np.partition(weights, rank)[rank] == pytest.approx(found, rel=1e-4)
+    weights = np.sort((few[0].double() - few[1].double()).exp().numpy().ravel())  # 1400 times each
+    for percent in (25, 50, 75, 95, 99):
+        position = percent * (many[0].numel() - 1) / 100
+        low, high = weights[math.floor(position) // 1400], weights[math.ceil(position) // 1400]
+        wanted = low + (high - low) * (position % 1)
+        assert metrics[f"mismatch/rollout_is_p{percent}"] == pytest.approx(wanted, rel=1e-6)
     few_only = ("rollout_is_seq_std", *(f"rollout_is_p{p}" for p in (25, 50, 75, 95, 99)))  # of a sample of three
     for name in few_only:
         metrics.pop(f"mismatch/{name}"), wanted_metrics.pop(f"mismatch/{name}")
     close(metrics, wanted_metrics, rel=1e-6)
+
+
+class Storages(TorchDispatchMode):
+    """Notes the size of every tensor that an operation returns, once per storage."""
+
+    def __init__(self):
+        super().__init__()
+        self.nbytes = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self.nbytes[leaf.untyped_storage().data_ptr()] = leaf.untyped_storage().nbytes()
+        return result
+
+
+@pytest.mark.parametrize("level", [*LEVELS, None])
+@pytest.mark.parametrize("kind", [torch.bool, torch.int64])
+def test_the_weights_are_all_of_the_size_of_the_batch_that_is_made(level, kind):
+    old, rollout, mask = make(rows=1024, width=1024)  # four megabytes
+    mask = mask.to(kind)
+    given = {x.untyped_storage().data_ptr() for x in (old, rollout, mask)}
+    tracemalloc.start()
+    with Storages() as made:
+        if level is None:
+            compute_mismatch_metrics(old, rollout, mask)
+        else:
+            compute_rollout_importance_weights(old, rollout, mask, level, "mask", 2.0)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    sizes = [size for pointer, size in made.nbytes.items() if pointer not in given]
+    assert sum(size >= old.nbytes for size in sizes) == (level is not None)
+    assert all(size <= old.nbytes // 4 for size in sizes if size < old.nbytes)  # an int64 mask of a block, at most
+    assert peak < old.nbytes
 
 
 # ---- quantiles
