@@ -1,10 +1,11 @@
 """Which reward functions are refused by their source alone."""
 
 import ast
+import inspect
 
 import pytest
 
-from verl.trainer.config.scorers import KEYWORDS, POSITIONS, scorer_rules
+from verl.trainer.config.scorers import KEYWORDS, MANAGER_KWARGS, POSITIONS, manager_rules, scorer_rules
 from verl.workers.reward_manager.registry import get_reward_manager_cls
 
 ONE = "data_source, solution_str, ground_truth, extra_info"
@@ -64,3 +65,37 @@ def test_accepted(source, manager, reward_kwargs):
 def test_refused(source, manager, reward_kwargs, text):
     (expected,) = problems(source, manager, **reward_kwargs)
     assert text in expected
+
+
+BUFFER = {"enable": True, "len": 4, "penalty_factor": 1.0}
+NO_FACTOR = {"enable": False, "len": 1}
+
+
+@pytest.mark.parametrize(
+    ("manager", "given", "refused"),
+    [
+        ("naive", {}, {}),
+        ("batch", {"anything": 1}, {}),
+        ("one_of_the_users", {"anything": 1}, {}),
+        ("naive", {"bonus": 1}, {"bonus": "is not taken by the reward manager 'naive'"}),
+        ("prime", {"num_processes": 8}, {}),
+        ("prime", {"num_processes": 0}, {"num_processes": "must be an integer of 1 or more"}),
+        ("dapo", {"max_resp_len": 8, "overlong_buffer_cfg": BUFFER}, {}),
+        ("dapo", {"max_resp_len": 8, "overlong_buffer_cfg": BUFFER | {"enable": False, "len": 0}}, {}),
+        ("dapo", {"overlong_buffer_cfg": BUFFER}, {"max_resp_len": "must be given with overlong_buffer_cfg"}),
+        ("dapo", {"max_resp_len": 3, "overlong_buffer_cfg": BUFFER}, {"overlong_buffer_cfg.len": "max_resp_len=3]"}),
+        ("dapo", {"max_resp_len": 8, "overlong_buffer_cfg": NO_FACTOR}, {"overlong_buffer_cfg.penalty_factor": "is"}),
+    ],
+)  # fmt: skip
+def test_arguments_of_the_managers(manager, given, refused):
+    tree = {"reward_model": {"reward_manager": manager, "reward_kwargs": given}}
+    found = {violation.key: violation.expected for violation in manager_rules(tree)}
+    assert found.keys() == {f"reward_model.reward_kwargs.{key}" for key in refused}
+    assert all(text in found[f"reward_model.reward_kwargs.{key}"] for key, text in refused.items())
+
+
+def test_the_arguments_are_those_of_the_managers():
+    common = {"self", "tokenizer", "num_examine", "compute_score", "reward_fn_key", "kwargs"}
+    for manager, known in MANAGER_KWARGS.items():
+        parameters = inspect.signature(get_reward_manager_cls(manager).__init__).parameters
+        assert set(parameters) - common == set(known)

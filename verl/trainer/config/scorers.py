@@ -18,7 +18,15 @@ KEYWORDS = {
 POSITIONS = {"prime": 4}
 """How many arguments each of the other managers gives by position."""
 
+MANAGER_KWARGS: dict[str, tuple[str, ...]] = {
+    "naive": (),
+    "dapo": ("max_resp_len", "overlong_buffer_cfg"),
+    "prime": ("num_processes",),
+}
+"""What ``reward_model.reward_kwargs`` may hold for each manager; those of batch go to the scorer."""
+
 _NODE = "custom_reward_function"
+_KWARGS = "reward_model.reward_kwargs"
 _VALUES = ast.Constant | ast.List | ast.Dict | ast.Tuple | ast.Set | ast.JoinedStr
 
 
@@ -34,6 +42,35 @@ def scorer_rules(tree: Mapping[str, Any], module: ast.Module) -> Iterator[Violat
     elif isinstance(definition, ast.FunctionDef) and not definition.decorator_list:
         reward_kwargs = select(tree, f"{_NODE}.reward_kwargs") or {}
         yield from _call_rules(_signature(definition), name, manager, reward_kwargs)
+
+
+def manager_rules(tree: Mapping[str, Any]) -> Iterator[Violation]:
+    """Yield arguments that the reward manager does not take, or that do not fit each other."""
+    manager, given = select(tree, "reward_model.reward_manager"), select(tree, _KWARGS)
+    if manager not in MANAGER_KWARGS or not isinstance(given, Mapping):
+        return
+    known = MANAGER_KWARGS[manager]
+    for key in given.keys() - set(known):
+        expected = f"is not taken by the reward manager {manager!r}: write {' or '.join(known) or 'none'}"
+        yield Violation(f"{_KWARGS}.{key}", given[key], expected)
+    number = given.get("num_processes", 1)
+    if not _is_count(number):
+        yield Violation(f"{_KWARGS}.num_processes", number, "must be an integer of 1 or more")
+    buffer, limit = given.get("overlong_buffer_cfg"), given.get("max_resp_len")
+    if isinstance(buffer, Mapping) and manager == "dapo":
+        if not _is_count(limit):
+            expected = "must be given with overlong_buffer_cfg: write the tokens that a response may have"
+            yield Violation(f"{_KWARGS}.max_resp_len", limit, expected)
+        elif buffer.get("enable") and not (_is_count(buffer.get("len")) and buffer["len"] <= limit):
+            expected = f"must be an integer in [1, max_resp_len={limit}]"
+            yield Violation(f"{_KWARGS}.overlong_buffer_cfg.len", buffer.get("len"), expected)
+        for key in ("enable", "len", "penalty_factor"):
+            if key not in buffer:
+                yield Violation(f"{_KWARGS}.overlong_buffer_cfg.{key}", None, "is missing: write a value")
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _last_definition(module: ast.Module, name: Any) -> ast.AST | None:

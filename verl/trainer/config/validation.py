@@ -18,6 +18,7 @@ from verl.trainer.config.nodes import build_nodes
 from verl.trainer.config.plain import plain_rules
 from verl.trainer.config.refusals import refused, select
 from verl.trainer.config.reward_models import reward_model_rules, score_notices
+from verl.trainer.config.scorers import manager_rules
 from verl.trainer.ppo.steps import prompts_per_step
 from verl.utils import envs
 from verl.workers.config.actor import micro_batch_rules, mini_batch_rules
@@ -70,7 +71,7 @@ def config_violations(
         return
     found = [*refused(tree, recipe_nodes), *plain_rules(tree), *build_nodes(_used(tree, use_critic))[1]]
     found = [violation for violation in found if violation.value != "???"]  # said above
-    found += [*_combination_rules(tree, use_critic), *dapo_rules(tree)]
+    found += [*_combination_rules(tree, use_critic), *dapo_rules(tree), *manager_rules(tree)]
     yield from found
     yield from _name_rules(tree)
     yield from file_rules(tree)

@@ -4,10 +4,14 @@ Expressions that are equal agree everywhere; for two that are not, to agree at e
 question. Unlike simplification this takes milliseconds whatever the expressions are.
 """
 
+import operator
 import random
 import re
 from collections.abc import Callable
 from typing import Any
+
+Value = Any  # a number of mpmath
+Node = Callable[[dict[str, Value]], Value]
 
 LONGEST_CHARS = 300
 NUM_POINTS = 4
@@ -20,10 +24,13 @@ _LOG_BASE = re.compile(r"(\\log_)(\d)")  # without braces it is one digit
 _FUNCTIONS = ("sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh", "exp")
 _INVERSE = {"arcsin": "asin", "arccos": "acos", "arctan": "atan", "ln": "log"}
 _BRACKETS = {"(": ")", "{": "}", "[": "]", "\\{": "\\}"}
+_SUMS: dict[str, Callable[..., Value]] = {"+": operator.add, "-": operator.sub}
+_PRODUCTS: dict[str, Callable[..., Value]] = {
+    **dict.fromkeys(("*", "\\cdot", "\\times"), operator.mul),
+    **dict.fromkeys(("/", "\\div"), operator.truediv),
+}
+_ENDS = ("", "+", "-", ")", "}", "]", "\\}", "|", "\\|", "_", "^")
 _GREEK = ("alpha", "beta", "gamma", "delta", "theta", "lambda", "mu", "phi", "omega", "varphi", "rho", "sigma")
-
-Value = Any  # a number of mpmath
-Node = Callable[[dict[str, Value]], Value]
 
 
 class NotAnExpression(ValueError):
@@ -90,86 +97,73 @@ class _Parser:
         return token
 
     def sum(self) -> Node:
+        """Read terms with plus and minus between them."""
         node = self.product()
-        while self.next in ("+", "-"):
-            sign, left, right = self.take(), node, self.product()
-            if sign == "+":
-                node = lambda v, a=left, b=right: a(v) + b(v)  # noqa: E731
-            else:
-                node = lambda v, a=left, b=right: a(v) - b(v)  # noqa: E731
+        while self.next in _SUMS:
+            node = _apply(_SUMS[self.take()], node, self.product())
         return node
 
     def product(self) -> Node:
+        """Read factors with signs of multiplication and division, or nothing, between them."""
         node = self.signed()
-        while self.next and self.next not in ("+", "-", ")", "}", "]", "\\}", "|", "\\|", "_", "^"):
-            operator = self.take() if self.next in ("*", "/", "\\cdot", "\\times", "\\div") else "*"
-            left, right = node, self.signed() if operator != "*" or self.next in ("+", "-") else self.power()
-            if operator in ("/", "\\div"):
-                node = lambda v, a=left, b=right: a(v) / b(v)  # noqa: E731
+        while self.next not in _ENDS:
+            function = _PRODUCTS.get(self.next)
+            if function is None:
+                node = _apply(operator.mul, node, self.power())
             else:
-                node = lambda v, a=left, b=right: a(v) * b(v)  # noqa: E731
+                self.take()
+                node = _apply(function, node, self.signed())
         return node
 
     def signed(self) -> Node:
-        if self.next == "-":
-            self.take()
-            node = self.signed()
-            return lambda v: -node(v)
-        if self.next == "+":
-            self.take()
-            return self.signed()
+        """Read a power with any signs before it."""
+        if self.next in ("-", "+"):
+            sign = operator.neg if self.take() == "-" else operator.pos
+            return _apply(sign, self.signed())
         return self.power()
 
     def power(self) -> Node:
+        """Read an atom with factorials and an exponent behind it."""
         import mpmath
 
         base = self.atom()
         while self.next == "!":
             self.take()
-            base = lambda v, a=base: mpmath.factorial(_bounded(a(v)))  # noqa: E731
+            base = _apply(mpmath.factorial, _apply(_bounded, base))
         if self.next != "^":
             return base
         self.take()
-        exponent = self.argument()
-        return lambda v: mpmath.power(base(v), _bounded(exponent(v)))
+        return _apply(mpmath.power, base, _apply(_bounded, self.argument()))
 
     def argument(self) -> Node:
         """Read what stands in braces, or one atom."""
         if self.next == "-":
             self.take()
-            node = self.atom()
-            return lambda v: -node(v)
+            return _apply(operator.neg, self.atom())
         return self.atom()
 
     def enclosed(self, opening: str) -> Node:
+        """Read what stands in brackets."""
         self.take(opening)
         node = self.sum()
         self.take(_BRACKETS[opening])
         return node
 
     def atom(self) -> Node:
+        """Read a number, a constant, a variable, a bracket, or a command with its arguments."""
         import mpmath
 
-        token = self.next
-        if token in _BRACKETS:
-            return self.enclosed(token)
-        self.take()
+        if self.next in _BRACKETS:
+            return self.enclosed(self.next)
+        token = self.take()
         if token[0].isdigit() or token[0] == ".":
-            number = mpmath.mpmathify(token) if token[-1] != "." else mpmath.mpmathify(token[:-1])
-            if "." in token:
-                with mpmath.workdps(DIGITS):
-                    number = mpmath.mpf(token)
-            return lambda v: number
+            return lambda v: mpmath.mpf(token.rstrip("."))
         if token in ("|", "\\|"):
             inside = self.sum()
             self.take(token)
-            return lambda v: abs(inside(v))
-        if token in ("e", "i") or token == "\\pi":
-            return {
-                "e": lambda v: mpmath.e + 0,
-                "i": lambda v: mpmath.mpc(0, 1),
-                "\\pi": lambda v: mpmath.pi + 0,
-            }[token]
+            return _apply(abs, inside)
+        if token in _CONSTANTS:
+            return _CONSTANTS[token]
         if token.isalpha() or token[1:] in _GREEK:
             if self.next == "_":
                 self.take()
@@ -179,6 +173,7 @@ class _Parser:
         return self.command(token[1:])
 
     def subscript(self) -> list[str]:
+        """Read the index of a variable."""
         if self.next != "{":
             return [self.take()]
         start = self.at
@@ -187,44 +182,56 @@ class _Parser:
         return self.tokens[start + 1 : self.at - 1]
 
     def command(self, name: str) -> Node:
+        """Read the arguments of a LaTeX command."""
         import mpmath
 
         if name == "frac":
-            over, under = self.argument(), self.argument()
-            return lambda v: over(v) / under(v)
+            return _apply(operator.truediv, self.argument(), self.argument())
         if name == "binom":
-            above, below = self.argument(), self.argument()
-            return lambda v: mpmath.binomial(_bounded(above(v)), _bounded(below(v)))
+            return _apply(mpmath.binomial, _apply(_bounded, self.argument()), _apply(_bounded, self.argument()))
         if name == "sqrt":
-            degree = self.enclosed("[") if self.next == "[" else None
-            radicand = self.argument()
-            if degree is None:
-                return lambda v: mpmath.sqrt(radicand(v))
-            return lambda v: _root(radicand(v), degree(v))
+            if self.next != "[":
+                return _apply(mpmath.sqrt, self.argument())
+            degree = self.enclosed("[")
+            return _apply(_root, self.argument(), degree)
         if name in ("log", "ln", "lg"):
             return self.logarithm(name)
-        if name in _FUNCTIONS:
-            function, power = getattr(mpmath, _INVERSE.get(name, name)), None
-            if self.next == "^":
-                self.take()
-                power = self.argument()
-            inside = self.power()
-            if power is None:
-                return lambda v: function(inside(v))
-            return lambda v: mpmath.power(function(inside(v)), power(v))
-        raise NotAnExpression(name)
+        if name not in _FUNCTIONS:
+            raise NotAnExpression(name)
+        function, exponent = getattr(mpmath, _INVERSE.get(name, name)), None
+        if self.next == "^":
+            self.take()
+            exponent = self.argument()
+        node = _apply(function, self.power())
+        return node if exponent is None else _apply(mpmath.power, node, exponent)
 
     def logarithm(self, name: str) -> Node:
+        """Read the base, where there is one, and the argument of a logarithm."""
         import mpmath
 
         base: Node | None = (lambda v: mpmath.mpf(10)) if name == "lg" else None
         if self.next == "_":
             self.take()
             base = self.argument()
-        inside = self.power()
-        if base is None:
-            return lambda v: mpmath.log(inside(v))
-        return lambda v: mpmath.log(inside(v)) / mpmath.log(base(v))
+        node = _apply(mpmath.log, self.power())
+        return node if base is None else _apply(operator.truediv, node, _apply(mpmath.log, base))
+
+
+def _apply(function: Callable[..., Value], *nodes: Node) -> Node:
+    return lambda v: function(*(node(v) for node in nodes))
+
+
+def _constant(name: str, *arguments: int) -> Node:
+    def value(variables: dict[str, Value]) -> Value:
+        import mpmath
+
+        constant = getattr(mpmath, name)
+        return constant(*arguments) if arguments else +constant
+
+    return value
+
+
+_CONSTANTS = {"e": _constant("e"), "i": _constant("mpc", 0, 1), "\\pi": _constant("pi")}
 
 
 def _root(radicand: Value, degree: Value) -> Value:

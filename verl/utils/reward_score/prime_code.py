@@ -92,7 +92,7 @@ def check_correctness(
 
 
 def _describe(index: int, run: Run, result: Result) -> Metadata:
-    status = {True: "success", False: "wrong answer"}.get(result, run.status) if run.status == "ok" else run.status
+    status = run.status if run.status != "ok" else "success" if result is True else "wrong answer"
     return {
         "case_index": index,
         "status": status,

@@ -58,7 +58,7 @@ class AbstractRewardManager(ABC):
             compute_score = default_compute_score
         self.tokenizer = tokenizer
         self.num_examine = num_examine
-        self.compute_score = compute_score
+        self.compute_score: RawScorer = compute_score
         self.reward_fn_key = reward_fn_key
         self._has_shown_a_failure = False
 

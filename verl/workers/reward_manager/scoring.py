@@ -210,7 +210,8 @@ def report_failures(samples: Sequence[Sample], scores: Sequence[Score], limits: 
         limits.failure_score,
     )
     if in_full or too_many:
-        logger.error(
+        logger.log(
+            logging.ERROR if too_many else logging.WARNING,  # an error is the last word of a run
             "the first response that could not be scored: %s\n[response] %s%s",
             first.text,
             _short(sample.response, SHOWN_RESPONSE_CHARS),
