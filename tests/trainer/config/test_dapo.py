@@ -60,7 +60,7 @@ def test_what_is_right(base):
         )
         == {}
     )
-    assert violations(base, PUNISH | {"reward_model.reward_kwargs": {"other": 1}}) == {}
+    assert violations(base, PUNISH | {"reward_model.reward_kwargs": {}}) == {}
     given = {"max_resp_len": 16, "overlong_buffer_cfg": {"enable": True, "len": 4, "penalty_factor": 1.0}}
     assert violations(base, {"reward_model.reward_kwargs": given}) == {}
     assert violations(base, FILTER | {"algorithm.use_kl_in_reward": True}) == {}
