@@ -1,9 +1,9 @@
-r"""Write MATH as parquet files for reinforcement learning: the ground truth is what the last ``\boxed`` holds.
+r"""Write MATH as parquet files for reinforcement learning; the ground truth is the boxed answer of the solution.
 
-From the hub, or from a folder that holds the same files:
+From the hub, or from a folder that holds the same files (parquet or JSON, ``train`` and ``test``):
 
     python examples/data_preprocess/math_dataset.py --local_save_dir ~/data/math
-    python examples/data_preprocess/math_dataset.py --local_dataset_path ~/raw/math
+    python examples/data_preprocess/math_dataset.py --local_dataset_path ~/raw/MATH-lighteval
 """
 
 import argparse
@@ -20,7 +20,7 @@ INSTRUCTION = r"Let's think step by step and output the final answer within \box
 
 
 def extract_solution(solution: str) -> str:
-    r"""Return the content of the last ``\boxed``.
+    r"""Return what the last ``\boxed`` of a solution holds.
 
     Raises: ValueError when there is none.
     """
@@ -30,7 +30,7 @@ def extract_solution(solution: str) -> str:
     return remove_boxed(boxed)
 
 
-def rl_row(example: dict[str, Any], split: str, index: int) -> dict[str, Any]:
+def row(example: dict[str, Any], split: str, index: int) -> dict[str, Any]:
     """Return one problem as a prompt with what its scorer needs."""
     return {
         "data_source": DATA_SOURCE,
@@ -39,6 +39,12 @@ def rl_row(example: dict[str, Any], split: str, index: int) -> dict[str, Any]:
         "reward_model": {"style": "rule", "ground_truth": extract_solution(example["solution"])},
         "extra_info": {"split": split, "index": index},
     }
+
+
+def tables(local_dataset_path: str | None) -> dict[str, list[dict[str, Any]]]:
+    """Read both splits from the hub or a local copy."""
+    raw = datasets.load_dataset(os.path.expanduser(local_dataset_path) if local_dataset_path else DATA_SOURCE)
+    return {split: [row(each, split, i) for i, each in enumerate(raw[split])] for split in ("train", "test")}
 
 
 def main() -> None:
@@ -53,10 +59,8 @@ def main() -> None:
         print("--local_dir is deprecated: write --local_save_dir", file=sys.stderr)
     save_dir = os.path.expanduser(args.local_dir or args.local_save_dir)
     os.makedirs(save_dir, exist_ok=True)
-    raw = datasets.load_dataset(os.path.expanduser(args.local_dataset_path) if args.local_dataset_path else DATA_SOURCE)
-    for split in ("train", "test"):
-        rows = [rl_row(example, split, index) for index, example in enumerate(raw[split])]
-        path = os.path.join(save_dir, f"{split}.parquet")
+    for name, rows in tables(args.local_dataset_path).items():
+        path = os.path.join(save_dir, f"{name}.parquet")
         datasets.Dataset.from_list(rows).to_parquet(path)
         print(f"wrote {len(rows)} rows to {path}")
     if args.hdfs_dir is not None:

@@ -48,8 +48,9 @@ class _Slot:
 
     def end(self) -> None:
         """Kill the process with all that it has started."""
+        assert self.process.pid is not None
         try:
-            os.killpg(self.process.pid or 0, signal.SIGKILL)
+            os.killpg(self.process.pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):  # it has ended, or has no group of its own yet
             self.process.kill()
         self.process.join(timeout=10)

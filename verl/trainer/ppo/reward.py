@@ -33,7 +33,7 @@ def compute_reward(data: "DataProto", reward_fn: Callable[..., Any]) -> tuple[Te
     """Score a batch.
 
     Returns: scores (B, R), and what else the scorers said, as lists of length B.
-    Raises: RewardError where a scorer fails; a function without ``return_dict`` gives no extras.
+    Raises: RewardError where more scorers fail than may; a function without ``return_dict`` gives no extras.
     """
     parameters = inspect.signature(reward_fn).parameters.values()
     if not any(p.name == "return_dict" or p.kind is p.VAR_KEYWORD for p in parameters):
