@@ -120,7 +120,9 @@ def test_what_a_reward_model_leaves_without_effect_is_said(base, folder, caplog)
     assert "reward_model.n_gpus_per_node=2 (reward_model.enable_resource_pool=false)" in caplog.text
 
 
-def test_workers_of_its_own_need_cores_too(base):
+def test_workers_of_its_own_need_cores_too(base, monkeypatch):
+    monkeypatch.setattr("ray.is_initialized", lambda: False)  # a cluster of other tests may run in this process
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     cores = {"ray_kwargs.ray_init.num_cpus": 3}
     check_machine(changed(base, cores))
     with pytest.raises(
