@@ -5,11 +5,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from verl.algos import advantage as adv
 from verl.trainer.ppo import core_algos
 
 CONFIG = SimpleNamespace(gamma=0.9, lam=0.8, norm_adv_by_std_in_grpo=True)
+FLOATS = ("token_level_rewards", "values", "reward_baselines")
 GROUPED = sorted(set(core_algos.ADV_ESTIMATOR_REGISTRY) - {"gae", "remax", "reinforce_plus_plus"})
 
 
@@ -149,6 +152,93 @@ def test_group_shift_changes_nothing(name):
         atol=1e-9,
         rtol=1e-9,
     )
+
+
+def by_hand(name):
+    """Return what an estimator gives for scores 1, 3 | 0, 4 of two groups; the first response has a single token."""
+    half, seven = 0.5**0.5, (22 / 7) ** 0.5
+    centred = [[-1, 0], [1, 1], [-2, -2], [2, 2]]
+    returns = [[1, 0], [1.5, 3], [0, 0], [2, 4]]  # half of what comes is lost from token to token
+    tokens = np.array([1, 1.5, 3, 0, 0, 2, 4])
+    return {
+        "grpo": [[-half, 0], [half, half], [-half, -half], [half, half]],  # deviations 2 ** 0.5 and 8 ** 0.5
+        "grpo_passk": [[0, 0], [2 / 2**0.5] * 2, [0, 0], [4 / 8**0.5] * 2],
+        "rloo": [[1 - 3, 0], [3 - 1] * 2, [0 - 4] * 2, [4 - 0] * 2],
+        "opo": [[1 - 7 / 3, 0], [3 - 7 / 3] * 2, [0 - 2] * 2, [4 - 2] * 2],  # (1 * 1 + 2 * 3) / 3 and 2
+        "gpg": [[4 / 3 * x for x in row] for row in centred],  # three of four scores are not zero
+        "remax": [[1 - 1, 0], [3 - 1] * 2, [0 - 1] * 2, [4 - 1] * 2],
+        # of seven tokens: mean 1 / 7, squares 19 - 1 / 7, variance a sixth of that
+        "reinforce_plus_plus_baseline": [[(x - 1 / 7) / seven if x else 0 for x in row] for row in centred],
+        "reinforce_plus_plus": [
+            [(x - tokens.mean()) / tokens.std(ddof=1) * m for x, m in zip(row, mask, strict=True)]
+            for row, mask in zip(returns, [[1, 0], [1, 1], [1, 1], [1, 1]], strict=True)
+        ],
+    }[name.removesuffix("_vectorized")]
+
+
+@pytest.mark.parametrize("name", sorted(set(core_algos.ADV_ESTIMATOR_REGISTRY) - {"gae"}))
+def test_by_hand(name):
+    advantages, _ = core_algos.estimate_advantages(
+        name,
+        token_level_rewards=torch.tensor([[1.0, 0.0], [0.0, 3.0], [0.0, 0.0], [0.0, 4.0]]),
+        response_mask=torch.tensor([[1, 0], [1, 1], [1, 1], [1, 1]]),
+        index=list("aabb"),
+        reward_baselines=torch.ones(4),
+        gamma=0.5,
+    )
+    torch.testing.assert_close(advantages, torch.tensor(by_hand(name)).float(), atol=1e-5, rtol=1e-5)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(data=st.data(), name=st.sampled_from(sorted(core_algos.ADV_ESTIMATOR_REGISTRY)))
+def test_any_batch_equals_the_slow_reference(data, name):
+    rows, width = data.draw(st.integers(2, 9)), data.draw(st.sampled_from([1, 4, 37]))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 999)))
+    mask = (torch.rand(rows, width, generator=generator) < 0.8).long()
+    mask[:2, 0] = 1
+    index = torch.randint(0, max(1, rows // 2), (rows,), generator=generator)
+    if name == "grpo_passk":
+        index %= max(1, int(index.bincount().ne(1).all()) * rows)  # one group where a group of one came out
+    batch = {
+        "token_level_rewards": torch.randint(-2, 3, (rows, width), generator=generator).double() * mask,
+        "values": torch.randn(rows, width, generator=generator).double() * mask,
+        "reward_baselines": torch.randn(rows, generator=generator).double(),
+        "response_mask": mask,
+        "index": index.numpy(),
+    }
+    got = core_algos.estimate_advantages(name, **batch, config=CONFIG)
+    for one, other in zip(got, slow(name, batch, CONFIG), strict=True):
+        torch.testing.assert_close(one, torch.tensor(other, dtype=torch.float64), atol=1e-7, rtol=1e-6)
+    fp32 = {key: value.float() if key in FLOATS else value for key, value in batch.items()}
+    for one, other in zip(core_algos.estimate_advantages(name, **fp32, config=CONFIG), got, strict=True):
+        assert one.dtype == torch.float32
+        torch.testing.assert_close(one.double(), other, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("name", sorted(core_algos.ADV_ESTIMATOR_REGISTRY))
+def test_order_of_rows_and_padding_change_nothing(name):
+    batch = make_batch()
+    order = torch.randperm(7, generator=torch.Generator().manual_seed(5))
+    moved = {key: value[order.numpy() if key == "index" else order] for key, value in batch.items()}
+    wider = {
+        key: torch.nn.functional.pad(value, (0, 35)) if getattr(value, "ndim", 1) == 2 else value
+        for key, value in batch.items()
+    }
+    for i, want in enumerate(core_algos.estimate_advantages(name, **batch, config=CONFIG)):
+        got = core_algos.estimate_advantages(name, **moved, config=CONFIG)[i]
+        torch.testing.assert_close(got, want[order], atol=1e-12, rtol=1e-12)
+        got = core_algos.estimate_advantages(name, **wider, config=CONFIG)[i]
+        torch.testing.assert_close(got, torch.nn.functional.pad(want, (0, 35)), atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo", "remax"])
+def test_groups_do_not_touch_each_other(name):
+    """What one group gets is the same without the others; whitening and the scale of gpg are over the batch."""
+    batch = make_batch()
+    rows = torch.tensor([i for i, label in enumerate(batch["index"]) if label == "b"])
+    alone = {key: value[rows.numpy() if key == "index" else rows] for key, value in batch.items()}
+    whole = core_algos.estimate_advantages(name, **batch, config=CONFIG)[0]
+    torch.testing.assert_close(core_algos.estimate_advantages(name, **alone)[0], whole[rows], atol=1e-12, rtol=1e-12)
 
 
 def test_grpo_by_hand():

@@ -149,11 +149,11 @@ def _groups(index: Index | None, scores: Tensor) -> Tensor:
 
 def _spread(per_response: Tensor, rewards: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Give every token of a response the advantage of the response; the same tensor serves as returns."""
-    column, keep = per_response.to(rewards.dtype).unsqueeze(-1), mask.bool()
+    column = per_response.to(rewards.dtype).unsqueeze(-1)
     if column.isfinite().all():
-        advantages = as_numbers(keep, rewards.dtype).mul_(column)
+        advantages = as_numbers(mask, rewards.dtype).mul_(column)
     else:
-        advantages = torch.where(keep, column, 0.0)
+        advantages = torch.where(mask.bool(), column, 0.0)
     return advantages, advantages
 
 

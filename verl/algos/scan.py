@@ -48,9 +48,10 @@ def reverse_scan(x: Tensor, keep: Tensor, decay: float, decay_outside: float, ou
     return out
 
 
-def as_numbers(keep: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return 1 where a boolean mask is on, 0 elsewhere; torch converts bytes several times faster than booleans."""
-    return keep.view(torch.uint8).to(dtype)
+def as_numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a mask of zeros and ones as a new tensor of a type; bytes are converted far faster than booleans."""
+    numbers = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
+    return numbers.to(dtype, copy=True)
 
 
 def _lower_toeplitz(powers: Tensor) -> Tensor:

@@ -32,9 +32,9 @@ def as_torch_index(index: "Sequence[Any] | np.ndarray[Any, Any] | Tensor", devic
     else:
         # Labels of several types have no order, and sorting strings takes longer than the rest of an estimator.
         labels = _one_dimensional(index).tolist() if isinstance(index, np.ndarray) else list(index)
-        number: dict[Any, int] = {}
         try:
-            codes_np = np.array([number.setdefault(label, len(number)) for label in labels], dtype=np.int64)
+            number = {label: i for i, label in enumerate(dict.fromkeys(labels))}
+            codes_np = np.fromiter(map(number.__getitem__, labels), dtype=np.int64, count=len(labels))
         except TypeError as error:
             raise ValueError(f"group index must hold one hashable label per row, shape (B,): {error}") from error
     return torch.as_tensor(codes_np, dtype=torch.long, device=_pick_device(device))

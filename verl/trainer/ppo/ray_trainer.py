@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Dataset, Sampler
 
 from verl.algos.kl import get_kl_controller
-from verl.protocol import DataProto
+from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.single_controller.base.phase import phase
 from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.ppo import after_step, checkpoint, loaders
@@ -341,7 +341,8 @@ class RayPPOTrainer:
         requests.meta_info = {**prompts.meta_info, "do_sample": False}
         requests.batch["sampling_seed"] = self._sampling_seeds(prompts, 1)
         with self._timed("gen_max", timing):
-            output = self.rollout_wg_generate(requests)
+            padded, pad_size = pad_dataproto_to_divisor(requests, self.rollout_divisor())
+            output = unpad_dataproto(self.rollout_wg_generate(padded), pad_size=pad_size)
             check_rollout(requests, output, self.global_steps, self.single_turn)
             output.meta_info.pop("timing", None)
             output.meta_info.pop("metrics", None)
