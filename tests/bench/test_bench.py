@@ -1,6 +1,8 @@
 """What the comparison with other frameworks stands on: known response lengths, and a meter that misses no process."""
 
 import importlib.util
+import json
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -82,3 +84,24 @@ def test_a_failed_command_is_an_error_with_its_log(tmp_path: Path) -> None:
         load("process_tree").run_measured(
             [sys.executable, "-c", "print('the reason'); raise SystemExit(3)"], {}, tmp_path / "p", tmp_path / "log", 60
         )
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_costs_of_the_algorithms_are_within_their_limits() -> None:
+    """A trial, not a test of every change: other work on the machine slows what is measured more than its yardstick."""
+    command = [sys.executable, str(BENCH / "algos.py"), "--check", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_costs_above_a_limit_are_reported(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    algos = load("algos")
+    cases = [algos.Case("cheap", lambda: None, 1.0), algos.Case("free", lambda: algos.torch.ones(2000, 2000).exp())]
+    cases.append(algos.Case("dear", cases[1].run, 0.001))
+    results = [algos.measure(case, 1) for case in cases]
+    assert [row["over"] for row in results] == [False, False, True]
+    monkeypatch.setattr(algos, "advantage_cases", lambda: iter(cases))
+    monkeypatch.setattr(sys, "argv", ["algos.py", "--check", "--json", "--repeats", "1", "--only", "ea"])
+    assert algos.main() == 1
+    assert [json.loads(line)["name"] for line in capsys.readouterr().out.splitlines()] == ["cheap", "dear"]
