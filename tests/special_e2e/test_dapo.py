@@ -75,14 +75,14 @@ def test_responses_near_the_limit_are_punished(dapo):
 
 
 @pytest.mark.full
-def test_a_stopped_run_resumes_bit_for_bit(workspace, dapo):
-    from_two = {
-        "trainer.resume_mode": "resume_path",
-        "trainer.resume_from_path": dapo.folder / "global_step_2",
-    }
-    resumed = train(workspace, "dapo-resumed", from_two)
-    assert sorted(resumed.steps) == [3, 4]
-    for step in (3, 4):
+def test_a_killed_run_says_so_and_resumes_bit_for_bit(workspace, dapo, tmp_path):
+    fault = {"VERL_FAULT": "kill:update_actor:rank=0:step=3", "VERL_FAULT_FILE": str(tmp_path / "fault")}
+    killed = train(workspace, "dapo-killed", {"trainer.save_freq": 2}, env=fault, fails=True)
+    message = killed.output[killed.output.rindex("\nError: ") :]
+    assert "WorkerDiedError" in message and "update_actor" in message and "in training step 3 of 4" in message
+    resumed = train(workspace, "dapo-killed", {"trainer.save_freq": 2})
+    assert sorted(resumed.steps) == [1, 2, 3, 4]
+    for step in resumed.steps:
         assert resumed.numbers(step) == dapo.numbers(step)
         assert groups_of(resumed, step) == groups_of(dapo, step)
 
