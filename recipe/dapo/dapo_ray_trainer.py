@@ -30,7 +30,9 @@ class RayDAPOTrainer(RayPPOTrainer):
         if not groups or not groups.enable:
             metrics["train/num_gen_batches"] = 1
             return super().collect(rows, metrics, timing)
-        draws, parts, extras = Draws(self.config, self.global_steps), [], {}
+        draws = Draws(self.config, self.global_steps)
+        parts: list[DataProto] = []
+        extras: dict[str, None] = {}  # in the order in which they were met
         while not draws.are_enough:
             batch = super().collect(rows, metrics, timing)
             self._add_scores(batch, metrics)
@@ -43,7 +45,7 @@ class RayDAPOTrainer(RayPPOTrainer):
         self._extra_columns = list(extras)
         metrics.update(draws.metrics())
         num_rows = draws.wanted * self.config.actor_rollout_ref.rollout.n
-        return self._arrange(joined(parts)[:num_rows], metrics)
+        return self._arrange(joined(parts).slice(0, num_rows), metrics)
 
 
 def joined(parts: list[DataProto]) -> DataProto:

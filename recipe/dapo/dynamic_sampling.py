@@ -44,6 +44,7 @@ def metric_values(batch: "DataProto", metric: str, extras: list[str]) -> np.ndar
 
 def _given_values(batch: "DataProto", metric: str, extras: list[str]) -> np.ndarray:
     if metric not in extras and metric in ("score", *SUMS):
+        assert batch.batch is not None
         column = SUMS.get(metric, "token_level_scores")
         column = column if column in batch.batch.keys() else "token_level_scores"
         return batch.batch[column].sum(-1).double().numpy()
@@ -96,14 +97,13 @@ class Draws:
             nothing.
         """
         known = values[~np.isnan(values)]
-        self.batches, self.responses, self.total = (
-            self.batches + 1,
-            self.responses + len(known),
-            self.total + known.sum(),
-        )
+        num_prompts, num_kept = len(set(uids)), len(set(uids[keep]))
+        self.batches += 1
+        self.kept += num_kept
+        self.dropped += num_prompts - num_kept
+        self.responses += len(known)
         self.unknown += len(values) - len(known)
-        kept = len(set(uids[keep]))
-        self.kept, self.dropped = self.kept + kept, self.dropped + len(set(uids)) - kept
+        self.total += float(known.sum())
         logger.info("step %d: %d of %d prompts kept in %d draws", self.step, self.kept, self.wanted, self.batches)
         at_limit = self.limit > 0 and self.batches >= self.limit
         if not self.are_enough and (at_limit or (self.kept == 0 and self.batches >= HOPELESS)):
