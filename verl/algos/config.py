@@ -100,7 +100,11 @@ class AlgoConfig(BaseConfig):
         if self.kl_penalty.removesuffix("+") not in KL_PENALTIES:
             expected = f"must be one of {', '.join(KL_PENALTIES)}, or one with a +"
             if self.kl_penalty.startswith("full"):
-                expected = f"needs the logits of both policies, which are never kept: {expected}"
+                expected = (
+                    "needs the distributions of both policies in one worker, and the reward is shaped from sampled "
+                    "log-probs: write actor_rollout_ref.actor.use_kl_loss=true with kl_loss_type=full instead; here it "
+                    + expected
+                )
             yield Violation("kl_penalty", self.kl_penalty, expected)
         yield from rollout_is_rules(
             self.rollout_is_level,

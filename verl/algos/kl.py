@@ -24,7 +24,8 @@ def check_kl_penalty(kl_penalty: str) -> str:
     known = ", ".join(KL_ESTIMATORS)
     if kl_penalty.removesuffix("+") == "full":
         raise UnsupportedKLError(
-            f"KL estimator {kl_penalty!r} needs the logits of both policies, which are never kept: use one of {known}"
+            f"KL estimator {kl_penalty!r} needs the distributions of both policies, not log-probabilities of tokens: "
+            f"write actor_rollout_ref.actor.kl_loss_type=full with use_kl_loss=true, or use one of {known}"
         )
     raise UnsupportedKLError(f"KL estimator must be one of {known}, each also with the suffix '+', got {kl_penalty!r}")
 

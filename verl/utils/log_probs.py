@@ -14,7 +14,7 @@ _LOG_ZERO = -1e4
 """Stands for a log-probability of minus infinity; its exponential is zero in every dtype."""
 
 
-def _rows_per_chunk(logits: Tensor, chunk_size: int | None) -> int:
+def rows_per_chunk(logits: Tensor, chunk_size: int | None) -> int:
     return max(1, chunk_size or CHUNK_ELEMENTS.get(logits.device.type, CHUNK_ELEMENTS_DEFAULT) // logits.shape[-1])
 
 
@@ -71,7 +71,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         chunk_size: int | None,
         inplace: bool,
     ) -> tuple[Tensor, Tensor]:
-        rows, step = len(logits), _rows_per_chunk(logits, chunk_size)
+        rows, step = len(logits), rows_per_chunk(logits, chunk_size)
         dtype = _accumulate_dtype(logits.dtype)
         log_probs = logits.new_empty(rows, dtype=dtype)
         entropy = logits.new_empty(rows if entropy_mode != "none" else 0, dtype=dtype)

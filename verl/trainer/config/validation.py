@@ -172,6 +172,10 @@ def _combination_rules(tree: Tree, use_critic: bool) -> Iterator[Violation]:
     if shared["actor"].get("use_remove_padding", packed) != packed:
         expected = "follows actor_rollout_ref.model.use_remove_padding: set that one"
         yield Violation("actor_rollout_ref.actor.use_remove_padding", not packed, expected)
+    actor = shared["actor"]
+    if actor["use_kl_loss"] and actor["kl_loss_type"] == "full" and actor["strategy"] not in ("fsdp", "fsdp2"):
+        expected = "needs the whole vocabulary in one worker, as fsdp has it: write low_var_kl, or strategy=fsdp"
+        yield Violation("actor_rollout_ref.actor.kl_loss_type", "full", expected)
     reference = select(shared, "ref.model.path")
     if reference is not None and select(shared, "model.lora_rank", 0):
         expected = "must be null with lora_rank above 0: the reference policy is the actor without its adapters"

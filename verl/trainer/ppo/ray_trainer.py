@@ -24,7 +24,14 @@ from verl.trainer.ppo.reward import PendingReward
 from verl.trainer.ppo.run import RunOutput
 from verl.trainer.ppo.startup import CLOCK
 from verl.trainer.ppo.steps import set_total_training_steps
-from verl.trainer.ppo.utils import Role, need_critic, need_reference_policy, need_reward_model
+from verl.trainer.ppo.utils import (
+    Role,
+    need_critic,
+    need_reference_policy,
+    need_reward_model,
+    needs_full_kl,
+    reference_is_in_actor,
+)
 from verl.trainer.ppo.validation import validate
 from verl.utils.debug.metrics import calculate_debug_metrics
 from verl.utils.metric import reduce_metrics
@@ -83,7 +90,7 @@ class RayPPOTrainer:
         self.use_reference_policy = need_reference_policy(role_worker_mapping)
         self.use_rm = need_reward_model(role_worker_mapping)
         self.use_critic = need_critic(config)
-        self.ref_in_actor = config.actor_rollout_ref.model.get("lora_rank", 0) > 0
+        self.ref_in_actor = reference_is_in_actor(config)
         self.kl_ctrl_in_reward = get_kl_controller(config.algorithm.kl_ctrl)
         self.run_seed: int = config.trainer.seed
         self.async_rollout_mode, self.async_rollout_manager = False, None
@@ -259,7 +266,7 @@ class RayPPOTrainer:
         if needs_old_log_probs(self.config):
             with self._timed("old_log_prob", timing):
                 batch = self._add_old_log_probs(batch, metrics)
-        if self.use_reference_policy:
+        if self.use_reference_policy and (not needs_full_kl(self.config) or self.config.algorithm.use_kl_in_reward):
             with self._timed("ref", timing):
                 group = self.actor_rollout_wg if self.ref_in_actor else self.ref_policy_wg
                 batch = batch.union(group.compute_ref_log_prob(_for_model(batch)))

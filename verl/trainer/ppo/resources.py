@@ -16,7 +16,7 @@ from verl.single_controller.ray import (
     create_colocated_worker_cls,
 )
 from verl.trainer.ppo.steps import set_total_training_steps, steps_known_early
-from verl.trainer.ppo.utils import Role
+from verl.trainer.ppo.utils import Role, needs_full_kl
 from verl.utils.config import omega_conf_to_dataclass
 
 GROUP_OF_ROLE = {
@@ -91,7 +91,9 @@ class ResourcePoolManager:
 def worker_arguments(config: Any, role: Role, actor_cls: Any) -> RayClassWithInitArgs:
     """Return a worker class with the arguments that its role is constructed with."""
     if role == Role.ActorRollout:
-        return RayClassWithInitArgs(cls=actor_cls, config=config.actor_rollout_ref, role=str(role))
+        with_reference = needs_full_kl(config) and not config.actor_rollout_ref.model.get("lora_rank", 0)
+        name = str(Role.ActorRolloutRef if with_reference else role)
+        return RayClassWithInitArgs(cls=actor_cls, config=config.actor_rollout_ref, role=name)
     if role == Role.RefPolicy:
         return RayClassWithInitArgs(cls=actor_cls, config=config.actor_rollout_ref, role="ref")
     if role == Role.Critic:

@@ -81,6 +81,19 @@ def _tell_no_critic(adv_estimator: str) -> None:
     )
 
 
+def reference_is_in_actor(config: Any) -> bool:
+    """Whether the workers of the actor hold the reference: the base of its adapters, or a model that the full KL
+    compares with.
+    """
+    return bool(config.actor_rollout_ref.model.get("lora_rank", 0) > 0 or needs_full_kl(config))
+
+
+def needs_full_kl(config: Any) -> bool:
+    """Whether the loss compares the whole distributions of actor and reference."""
+    actor = config.actor_rollout_ref.actor
+    return bool(actor.use_kl_loss and actor.kl_loss_type == "full")
+
+
 def config_needs_reference(config: Any) -> bool:
     """Whether a configuration asks for a reference policy: KL in the reward or in the loss."""
     return bool(config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss)

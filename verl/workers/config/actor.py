@@ -14,6 +14,7 @@ from verl.workers.config.optimizer import FSDPOptimizerConfig, OptimizerConfig
 LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 DEFAULT_CLIP_RATIO = 0.2
 KL_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+FULL_KL = "full"
 
 
 def micro_batch_rules(node: Mapping[str, Any], global_key: str) -> Iterator[Violation]:
@@ -137,8 +138,9 @@ class ActorConfig(BaseConfig):
             yield from micro_batch_rules(self, "ppo_micro_batch_size")
         if self.loss_agg_mode not in LOSS_AGG_MODES:
             yield Violation("loss_agg_mode", self.loss_agg_mode, f"must be one of {', '.join(LOSS_AGG_MODES)}")
-        if self.kl_loss_type.removesuffix("+") not in KL_TYPES:
-            yield Violation("kl_loss_type", self.kl_loss_type, f"must be one of {', '.join(KL_TYPES)}, or one with a +")
+        if self.kl_loss_type != FULL_KL and self.kl_loss_type.removesuffix("+") not in KL_TYPES:
+            expected = f"must be one of {', '.join(KL_TYPES)}, or one with a +, or {FULL_KL}"
+            yield Violation("kl_loss_type", self.kl_loss_type, expected)
         for key in ("clip_ratio", "clip_ratio_low", "clip_ratio_high"):
             if not self[key] >= 0:
                 yield Violation(key, self[key], "must be 0 or more")

@@ -32,7 +32,7 @@ class BaseEngine(ABC):
     ``position_ids`` (B, L) or (B, C, L), ``responses`` (B, R) and, where not all of the response counts,
     ``response_mask`` (B, R). Padding removal, micro-batching and parallelism stay inside. How a batch is cut is read
     from its ``meta_info``: ``use_dynamic_bsz``, ``micro_batch_size_per_gpu``, ``max_token_len_per_gpu``,
-    ``temperature`` and ``calculate_entropy``.
+    ``temperature``, ``calculate_entropy`` and ``calculate_full_kl``.
     """
 
     @abstractmethod
@@ -124,6 +124,12 @@ class BaseEngine(ABC):
     def disable_adapter(self) -> AbstractContextManager[None]:
         """Run the base model without its adapters; the reference policy under LoRA."""
         raise RuntimeError(f"{type(self).__name__} holds no adapter: model.lora_rank is 0")
+
+    def set_reference(self, engine: "BaseEngine | None") -> None:
+        """Return ``full_kl``, the exact divergence from another engine's distribution at each token, where
+        ``calculate_full_kl`` of a batch asks for it; None is this engine without its adapters.
+        """
+        raise ValueError(f"{type(self).__name__} compares with no reference: write another kl_loss_type than full")
 
 
 class EngineRegistry:

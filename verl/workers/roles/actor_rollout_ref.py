@@ -11,6 +11,7 @@ from verl.single_controller.base.decorator import Dispatch, make_nd_compute_data
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.profiler.performance import reduce_timing, simple_timer, topk_reduce_ratio_min_max
 from verl.workers.config import CheckpointConfig, FSDPEngineConfig
+from verl.workers.config.actor import FULL_KL
 from verl.workers.engine import BaseEngine
 from verl.workers.roles.base import EngineWorker, average_metrics, effective_engine_config, memory_metrics
 from verl.workers.roles.utils.batching import Cut, per_rank_micro_batch, per_rank_mini_batch, policy_update_meta
@@ -62,6 +63,8 @@ class ActorRolloutRefWorker(EngineWorker):
             self._build_actor()
         if self._is_ref:
             self._build_ref()
+        if self._is_actor and wants_full_kl(self.config.actor):
+            self.engine.set_reference(self.ref_engine if self._is_ref else None)
         if self._is_rollout:
             self.rollout_config = omega_conf_to_dataclass(self.config.rollout)
             engine = self.engine if self._is_actor else None
@@ -171,7 +174,8 @@ class ActorRolloutRefWorker(EngineWorker):
         meta = policy_update_meta(config, data, self.train_cut, self.config.rollout.temperature)
         data.meta_info.update(meta, fault_point="update_actor")
         metrics: dict[str, Any] = {}
-        with self.mfu(metrics, "perf/mfu/actor", data, config.ppo_epochs), self.engine.train_mode():
+        reference = self.ref_engine.eval_mode() if self._is_ref and wants_full_kl(config) else nullcontext()
+        with self.mfu(metrics, "perf/mfu/actor", data, config.ppo_epochs), reference, self.engine.train_mode():
             steps = self.train_mini_batches(
                 data,
                 self.mini_batch_size,
@@ -185,6 +189,11 @@ class ActorRolloutRefWorker(EngineWorker):
         if config.use_kl_loss:
             metrics["actor/kl_coef"] = config.kl_loss_coef
         return DataProto(meta_info={"metrics": metrics | step | memory_metrics()})
+
+
+def wants_full_kl(actor: Any) -> bool:
+    """Whether the loss compares whole distributions, for which the actor's worker holds the reference too."""
+    return bool(actor.use_kl_loss and actor.kl_loss_type == FULL_KL)
 
 
 def rollout_group_size(rollout: "DictConfig") -> int:

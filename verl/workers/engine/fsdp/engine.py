@@ -20,7 +20,7 @@ from verl.workers.engine.accumulate import MetricSums, agree
 from verl.workers.engine.base import BaseEngine, EngineRegistry, LossFn, ModelOutput
 from verl.workers.engine.fsdp import adapters
 from verl.workers.engine.fsdp.build import ModelBuilder, precision_policy, use_packed_attention
-from verl.workers.engine.fsdp.forward import Forward, ForwardOptions, sequence_parallel
+from verl.workers.engine.fsdp.forward import Forward, ForwardOptions, Reference, sequence_parallel
 from verl.workers.engine.fsdp.layout import Layout, check_layout, current_device, make_layout
 from verl.workers.engine.fsdp.optim import build_optimizer, build_scheduler
 from verl.workers.engine.fsdp.weights import checkpoint_names
@@ -211,7 +211,7 @@ class FSDPEngine(BaseEngine):
     ) -> None:
         """Run one micro-batch; without one, take part in the collectives of the others."""
         if micro_batch is None:
-            loss = self.forward.idle()
+            loss = self.forward.idle(data.meta_info)
         else:
             rows = micro_batch.rows.to(str(self.layout.device))
             output = self.forward(rows)
@@ -255,7 +255,7 @@ class FSDPEngine(BaseEngine):
                     output = self.forward(micro_batches[at].rows)
                     parts.append((micro_batches[at].index, {name: value.cpu() for name, value in output.items()}))
                 else:
-                    self.forward.idle()
+                    self.forward.idle(data.meta_info)
         order = torch.tensor([i for index, _ in parts for i in index]).argsort()
         return {name: torch.cat([output[name] for _, output in parts])[order] for name in parts[0][1]}
 
@@ -324,6 +324,17 @@ class FSDPEngine(BaseEngine):
             return super().disable_adapter()
         context: AbstractContextManager[None] = self.module.disable_adapter()  # type: ignore[operator]
         return context
+
+    def set_reference(self, engine: "BaseEngine | None") -> None:
+        """Compare with another engine, or with this one without its adapters, where ``calculate_full_kl`` asks."""
+        if engine is None:
+            if not self._has_adapters:
+                self.disable_adapter()  # says what is missing
+            self.forward.reference = Reference(self.forward, self.disable_adapter)
+            return
+        if not isinstance(engine, FSDPEngine) or engine.layout.sp_size != self.layout.sp_size:
+            raise ValueError("the reference must be an FSDP engine with the sequence parallelism of the policy")
+        self.forward.reference = Reference(engine.forward)
 
     # ---- checkpoints
 

@@ -1,6 +1,6 @@
 """One forward pass over a micro-batch, packed or padded, with or without sequence parallelism."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from verl.models.transformers.attention import PackedSequences
+from verl.utils.full_kl import full_kl
 from verl.utils.model import extract_multi_modal_inputs
 from verl.utils.torch_functional import log_probs_and_entropy
 from verl.utils.ulysses import all_gather_tensor, set_ulysses_sequence_parallel_group, ulysses_pad
@@ -38,26 +39,41 @@ class Forward:
         self.module = module
         self.layout = layout
         self.options = options
+        self.reference: Reference | None = None
 
     def __call__(self, rows: "DataProto") -> "ModelOutput":
         """Return (b, R) outputs on the device, zero outside the response mask."""
-        device, batch, meta = self.layout.device, tensors_of(rows), rows.meta_info
+        reference = self._reference_of(rows.meta_info)
+        ref_logits = None if reference is None else reference.logits(rows)
+        with self._activations():
+            return self._outputs(*self._logits(rows), rows.meta_info, ref_logits)
+
+    def _reference_of(self, meta: dict[str, Any]) -> "Reference | None":
+        if not meta.get("calculate_full_kl", False):
+            return None
+        if self.reference is None:
+            raise ValueError("calculate_full_kl needs a reference in this engine: call set_reference")
+        return self.reference
+
+    def _logits(self, rows: "DataProto") -> tuple[PackedRows, Tensor, Tensor, Tensor]:
+        """Return the packed rows, and of this rank's positions logits (k, V), labels (k,) and targets (k,)."""
+        device, batch = self.layout.device, tensors_of(rows)
         names = ("input_ids", "attention_mask", "position_ids")
         ids, attention, positions = (batch[name].to(device, non_blocking=True) for name in names)
         asked = response_mask_of(rows).to(device, non_blocking=True)
         extra = _multi_modal_inputs(rows, device)
         packed = pack_rows(ids, attention, positions, asked, self.options.lead)
-        with self._activations():
-            if not self.options.remove_padding:
-                hidden_at = self._padded(packed, ids, attention, positions, asked, extra)
-            elif self.layout.sp_size > 1:
-                hidden_at = self._sliced(packed, extra)
-            else:
-                hidden_at = self._packed(packed, extra)
-            return self._outputs(packed, *hidden_at, meta)
+        if not self.options.remove_padding:
+            return packed, *self._padded(packed, ids, attention, positions, asked, extra)
+        if self.layout.sp_size > 1:
+            return packed, *self._sliced(packed, extra)
+        return packed, *self._packed(packed, extra)
 
-    def idle(self) -> Tensor:
+    def idle(self, meta: dict[str, Any] | None = None) -> Tensor:
         """Take part in the collectives of a forward pass without any row; returns a zero that has a gradient."""
+        reference = self._reference_of(meta or {})
+        if reference is not None:
+            reference.idle()
         device, tokens = self.layout.device, self.layout.sp_size
         ids = torch.zeros(1, tokens, dtype=torch.long, device=device)
         mask = torch.ones(1, tokens, dtype=torch.long, device=device)
@@ -145,12 +161,21 @@ class Forward:
     # ---- outputs
 
     def _outputs(
-        self, packed: PackedRows, logits: Tensor, labels: Tensor, target: Tensor, meta: dict[str, Any]
+        self,
+        packed: PackedRows,
+        logits: Tensor,
+        labels: Tensor,
+        target: Tensor,
+        meta: dict[str, Any],
+        ref_logits: Tensor | None,
     ) -> "ModelOutput":
         if self.options.is_value_model:
             values = {"values": logits[:, 0].float()}
         else:
-            values = self._log_probs(logits, labels, meta)
+            values = self._log_probs(logits, labels, meta, shared=ref_logits is not None)
+        if ref_logits is not None:
+            temperature, chunk = meta.get("temperature", 1.0), self.options.entropy_chunk_size
+            values["full_kl"] = full_kl(logits, ref_logits, temperature, chunk)
         output = {name: unpack(value, target, packed.shape) for name, value in values.items()}
         if self.layout.sp_size > 1:  # every position is on one rank and zero on the others
             output = {
@@ -159,12 +184,18 @@ class Forward:
             }
         return output
 
-    def _log_probs(self, logits: Tensor, labels: Tensor, meta: dict[str, Any]) -> dict[str, Tensor]:
+    def _log_probs(self, logits: Tensor, labels: Tensor, meta: dict[str, Any], shared: bool) -> dict[str, Tensor]:
+        """Return log-probabilities and entropies; ``shared`` logits are left as they are in the backward pass."""
         entropy = "none"
         if meta.get("calculate_entropy", False):
             entropy = "grad" if meta.get("entropy_needs_grad", True) and torch.is_grad_enabled() else "value"
         log_probs, entropies = log_probs_and_entropy(
-            logits, labels, meta.get("temperature", 1.0), entropy=entropy, chunk_size=self.options.entropy_chunk_size
+            logits,
+            labels,
+            meta.get("temperature", 1.0),
+            entropy=entropy,
+            chunk_size=self.options.entropy_chunk_size,
+            inplace_backward=not shared,
         )
         return {"log_probs": log_probs} if entropies is None else {"log_probs": log_probs, "entropy": entropies}
 
@@ -172,6 +203,27 @@ class Forward:
         if self.options.offload_activations and torch.is_grad_enabled():
             return torch.autograd.graph.save_on_cpu(pin_memory=self.layout.device.type == "cuda")
         return nullcontext()
+
+
+class Reference:
+    """The distribution of a reference policy, from passes of its own over the rows of a micro-batch.
+
+    Args: ``context`` is entered around each pass, such as the one that takes adapters out.
+    """
+
+    def __init__(self, forward: Forward, context: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
+        self.forward = forward
+        self.context = context
+
+    def logits(self, rows: "DataProto") -> Tensor:
+        """Return the logits (k, V) at the positions that the policy is asked for, without gradient."""
+        with torch.no_grad(), self.context():
+            return self.forward._logits(rows)[1]
+
+    def idle(self) -> None:
+        """Take part in the collectives of ``logits``."""
+        with torch.no_grad(), self.context():
+            self.forward.idle()
 
 
 @contextmanager

@@ -72,6 +72,19 @@ def as_engine_loss(loss_fn: Callable[..., LossResult]) -> Callable[[ModelOutput,
     return call
 
 
+def _kl_to_reference(kl_loss_type: str, model_output: ModelOutput, batch: "Mapping[str, Tensor]") -> Tensor:
+    """Return the divergence from the reference at each token, by the sampled tokens or, for ``full``, exactly.
+
+    Raises: ValueError when the engine has not computed the exact one.
+    """
+    if kl_loss_type != "full":
+        reference = torch.where(batch["response_mask"].bool(), batch["ref_log_prob"], 0.0)  # as log_probs are there
+        return kl_penalty(model_output["log_probs"], reference, kl_loss_type)
+    if "full_kl" not in model_output:
+        raise ValueError("kl_loss_type='full' needs the reference's distribution in the actor's engine: set_reference")
+    return model_output["full_kl"]
+
+
 def ppo_loss(
     config: "ActorConfig", model_output: ModelOutput, data: "DataProto", dp_group: "ProcessGroup | None" = None
 ) -> LossResult:
@@ -113,8 +126,7 @@ def ppo_loss(
         if on_policy:
             metrics["actor/entropy"] = entropy
     if config.use_kl_loss:
-        reference = torch.where(mask.bool(), batch["ref_log_prob"], 0.0)  # the log-probabilities are zero there too
-        kl = agg_sum(kl_penalty(log_probs, reference, config.kl_loss_type), mask, config.loss_agg_mode, length)
+        kl = agg_sum(_kl_to_reference(config.kl_loss_type, model_output, batch), mask, config.loss_agg_mode, length)
         terms.append(Sum(config.kl_loss_coef * kl.total, kl.unit))
         metrics["actor/kl_loss"] = kl
     if on_policy and "rollout_log_probs" in batch.keys():

@@ -61,7 +61,7 @@ def select_tokens(config: "ActorConfig", engine: "BaseEngine", data: "DataProto"
         current = batch["old_log_probs"]
     else:
         asked = data.select()
-        asked.meta_info = data.meta_info | {"calculate_entropy": False}
+        asked.meta_info = data.meta_info | {"calculate_entropy": False, "calculate_full_kl": False}
         current = engine.infer_batch(asked)["log_probs"].to(mask.device)
     group = engine.get_data_parallel_group()
     batch[SELECTION] = selector(
