@@ -136,7 +136,7 @@ def test_the_small_run_is_right(base):
         ({"actor_rollout_ref.ref.model": {"paht": "m"}}, "actor_rollout_ref.ref.model.paht", "path"),
         ({f"{MODEL}.use_liger": True}, f"{MODEL}.use_liger", "needs a GPU"),
         ({f"{MODEL}.use_liger": True, "trainer.device": "cuda"}, f"{MODEL}.use_liger", "liger-kernel"),
-        ({"algorithm.kl_penalty": "full"}, "algorithm.kl_penalty", "needs the logits of both policies"),
+        ({"algorithm.kl_penalty": "full"}, "algorithm.kl_penalty", "needs the distributions of both policies"),
         (
             {"algorithm.rollout_is_threshold": 2.0},
             f"{ROLLOUT}.calculate_log_probs",

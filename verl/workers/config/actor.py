@@ -147,6 +147,11 @@ class ActorConfig(BaseConfig):
         if not self.clip_ratio_c > 1:
             yield Violation("clip_ratio_c", self.clip_ratio_c, "must be above 1")
 
+    @property
+    def uses_full_kl(self) -> bool:
+        """Whether the loss compares whole distributions, for which the actor's engine needs the reference."""
+        return self.use_kl_loss and self.kl_loss_type == FULL_KL
+
     def validate(self, n_gpus: int, train_batch_size: int, model_config: Any = None) -> None:
         """Check the batch sizes against the number of workers.
 

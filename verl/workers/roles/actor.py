@@ -11,6 +11,7 @@ from verl.workers.roles.base import EngineWorker, average_metrics, effective_eng
 from verl.workers.roles.utils.batching import Cut, per_rank_mini_batch, policy_update_meta, temperature_of
 from verl.workers.roles.utils.losses import as_engine_loss, ppo_loss
 from verl.workers.roles.utils.mismatch import finish_mismatch
+from verl.workers.roles.utils.selection import select_tokens
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -33,6 +34,7 @@ class ActorWorker(EngineWorker):
         self.engine_config = effective_engine_config(self.config.fsdp_config, self.config)
         self.register_mesh("actor", self.engine_config.ulysses_sequence_parallel_size)
         self.loss_fn: Any = partial(ppo_loss, self.config)
+        self.prepare: Any = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -42,6 +44,9 @@ class ActorWorker(EngineWorker):
         self.engine = self.build_engine(
             "language_model", model_config, self.engine_config, config.optimizer(), config.checkpoint
         )
+        self.prepare = partial(select_tokens, config, self.engine)
+        if config.uses_full_kl:
+            self.engine.set_reference(None)
         dp_size = self.engine.get_data_parallel_size()
         self.mini_batch_size = per_rank_mini_batch(
             "actor.ppo_mini_batch_size", config.ppo_mini_batch_size, config.rollout_n, dp_size
@@ -56,7 +61,7 @@ class ActorWorker(EngineWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def set_loss_fn(self, loss_fn: Any) -> None:
         """Train with ``loss_fn(model_output=, data=)`` from now on; see ``losses.ppo_loss`` for what it returns."""
-        self.loss_fn = as_engine_loss(loss_fn)
+        self.loss_fn, self.prepare = as_engine_loss(loss_fn), None
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
     def compute_log_prob(self, data: DataProto) -> DataProto:
@@ -74,7 +79,9 @@ class ActorWorker(EngineWorker):
         data.meta_info.update(meta, fault_point="update_actor")
         metrics: dict[str, Any] = {}
         with self.mfu(metrics, "perf/mfu/actor", data, config.ppo_epochs), self.engine.train_mode():
-            steps = self.train_mini_batches(data, self.mini_batch_size, config.ppo_epochs, config.shuffle, self.loss_fn)
+            steps = self.train_mini_batches(
+                data, self.mini_batch_size, config.ppo_epochs, config.shuffle, self.loss_fn, self.prepare
+            )
             metrics["actor/lr"] = self.engine.lr_scheduler_step()
         step = finish_mismatch(average_metrics(steps, prefix="actor/"))
         return DataProto(meta_info={"metrics": metrics | step | memory_metrics()})

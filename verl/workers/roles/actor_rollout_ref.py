@@ -11,7 +11,6 @@ from verl.single_controller.base.decorator import Dispatch, make_nd_compute_data
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.profiler.performance import reduce_timing, simple_timer, topk_reduce_ratio_min_max
 from verl.workers.config import CheckpointConfig, FSDPEngineConfig
-from verl.workers.config.actor import FULL_KL
 from verl.workers.engine import BaseEngine
 from verl.workers.roles.base import EngineWorker, average_metrics, effective_engine_config, memory_metrics
 from verl.workers.roles.utils.batching import Cut, per_rank_micro_batch, per_rank_mini_batch, policy_update_meta
@@ -63,7 +62,7 @@ class ActorRolloutRefWorker(EngineWorker):
             self._build_actor()
         if self._is_ref:
             self._build_ref()
-        if self._is_actor and wants_full_kl(self.config.actor):
+        if self._is_actor and self.actor_config.uses_full_kl:
             self.engine.set_reference(self.ref_engine if self._is_ref else None)
         if self._is_rollout:
             self.rollout_config = omega_conf_to_dataclass(self.config.rollout)
@@ -174,7 +173,7 @@ class ActorRolloutRefWorker(EngineWorker):
         meta = policy_update_meta(config, data, self.train_cut, self.config.rollout.temperature)
         data.meta_info.update(meta, fault_point="update_actor")
         metrics: dict[str, Any] = {}
-        reference = self.ref_engine.eval_mode() if self._is_ref and wants_full_kl(config) else nullcontext()
+        reference = self.ref_engine.eval_mode() if self._is_ref and config.uses_full_kl else nullcontext()
         with self.mfu(metrics, "perf/mfu/actor", data, config.ppo_epochs), reference, self.engine.train_mode():
             steps = self.train_mini_batches(
                 data,
@@ -189,11 +188,6 @@ class ActorRolloutRefWorker(EngineWorker):
         if config.use_kl_loss:
             metrics["actor/kl_coef"] = config.kl_loss_coef
         return DataProto(meta_info={"metrics": metrics | step | memory_metrics()})
-
-
-def wants_full_kl(actor: Any) -> bool:
-    """Whether the loss compares whole distributions, for which the actor's worker holds the reference too."""
-    return bool(actor.use_kl_loss and actor.kl_loss_type == FULL_KL)
 
 
 def rollout_group_size(rollout: "DictConfig") -> int:

@@ -65,7 +65,7 @@ def policy_update_meta(config: "ActorConfig", data: "DataProto", cut: Cut, tempe
         "temperature": temperature,
         "calculate_entropy": on_policy or bool(config.entropy_coeff),
         "entropy_needs_grad": bool(config.entropy_coeff),
-        "calculate_full_kl": config.use_kl_loss and config.kl_loss_type == "full",
+        "calculate_full_kl": config.uses_full_kl,
     }
 
 
