@@ -223,6 +223,7 @@ GATED = {
 
 # ---- the trees of the commands without a training loop
 
+SFT, TURNS = "tests/trainer/test_sft_trainer.py::", "tests/utils/dataset/test_sft_datasets.py::"
 GENERATED, SCORED = "tests/trainer/test_main_generation.py::", "tests/trainer/test_main_eval.py::"
 # fmt: off
 OFFLINE = {
@@ -240,6 +241,27 @@ OFFLINE = {
         Reader("ray_kwargs", "timeline_json_file", "trainer/offline.py", "config.ray_kwargs"),
         Reader("ray_kwargs.ray_init", "num_cpus", "trainer/ppo/launch.py", LOOP, "tests/trainer/ppo/test_launch.py::test_ray_is_local_unless_an_address_is_given"),
     ],
+    "sft_trainer_engine": [
+        Reader("data", "train_files val_files", "trainer/sft_trainer.py", "config.data", SFT + "test_what_is_refused"),
+        Reader("data", "pad_mode", "trainer/sft_trainer.py", "self.config.data", SFT + "test_padded_batch"),
+        Reader("data", "train_batch_size", "trainer/sft_trainer.py", "data", SFT + "test_what_is_refused"),
+        Reader("data", "use_dynamic_bsz max_token_len_per_gpu micro_batch_size_per_gpu", "trainer/sft_trainer.py", "data", SFT + "test_loss_equals_transformers_and_the_export_holds_what_was_learnt"),
+        Reader("data", "messages_key tools_key enable_thinking_key", "utils/dataset/multiturn_sft_dataset.py", "columns", TURNS + "test_tools_and_thinking_reach_the_template"),
+        Reader("data", "max_length truncation use_shm apply_chat_template_kwargs", "utils/dataset/multiturn_sft_dataset.py", "config", TURNS + "test_no_padding_and_truncation"),
+        Reader("data.custom_cls", "path name", "trainer/sft_trainer.py", LOOP, SFT + "test_what_is_refused"),
+        Reader("trainer", "default_local_dir default_hdfs_dir max_ckpt_to_keep resume_mode resume_from_path", "trainer/sft_trainer.py", "config.trainer", SFT + "test_a_resumed_run_goes_on_as_if_it_had_not_stopped"),
+        Reader("trainer", "project_name experiment_name logger save_freq test_freq", "trainer/sft_trainer.py", "trainer", SFT + "test_loss_equals_transformers_and_the_export_holds_what_was_learnt"),
+        Reader("trainer", "total_epochs total_training_steps", "trainer/sft_trainer.py", "trainer", SFT + "test_a_resumed_run_goes_on_as_if_it_had_not_stopped"),
+        Reader("trainer", "seed device", "trainer/sft_trainer.py", "config.trainer", SFT + "test_what_is_refused"),
+    ],
+    "sft_trainer": [
+        Reader("data", "prompt_key response_key prompt_dict_keys response_dict_keys", "utils/dataset/sft_dataset.py", "config", TURNS + "test_single_turn_rows"),
+        Reader("data", "micro_batch_size", "trainer/config/sft.py", "data", "tests/trainer/config/test_sft.py::test_refused"),
+        Reader("data", "chat_template", "trainer/config/sft.py", "raw['data']", "tests/trainer/config/test_sft.py::test_refused"),
+        Reader("data.multiturn", "enable", "trainer/sft_trainer.py", "data.multiturn", "tests/trainer/test_fsdp_sft_trainer.py::test_both_entries_give_the_same_metrics"),
+        Reader("data.multiturn", "messages_key tools_key enable_thinking_key", "utils/dataset/multiturn_sft_dataset.py", "columns", TURNS + "test_tools_and_thinking_reach_the_template"),
+        Reader("model.fsdp_config", "cpu_offload offload_params", "trainer/config/sft.py", "sharding", "tests/trainer/config/test_sft.py::test_the_older_tree_is_moved"),
+    ],
     "evaluation": [
         Reader("data", "path", "trainer/main_eval.py", "config.data", SCORED + "test_what_is_refused_before_ray"),
         Reader("data", "response_key data_source_key reward_model_key", "trainer/main_eval.py", "data", SCORED + "test_what_is_refused_before_ray"),
@@ -249,5 +271,12 @@ OFFLINE = {
     ],
 }
 # fmt: on
-KEPT = "kept for established commands"
+SAME_NODES = {
+    "model": MODEL,
+    "engine": f"{ACTOR}.fsdp_config",
+    "optim": f"{ACTOR}.optim",
+    "checkpoint": f"{ACTOR}.checkpoint",
+}  # fmt: skip
+"""Nodes of ``sft_trainer_engine`` that are those of ``ppo_trainer``: dataclass, readers and all."""
+KEPT = ("kept for established commands", "every value means")
 """What the comment of a key says that these commands have for those of before, and that changes nothing."""
