@@ -65,6 +65,20 @@ def test_gae_gets_values_and_discounts():
     assert torch.allclose(batch.batch["returns"], torch.tensor([[-0.375 + 0.25 * 0.75 + 0.5, 1.0]]))
 
 
+def test_discounts_of_a_recipe_that_passes_only_the_config():
+    batch = scored([[0.0, 1.0]], ["a"])
+    batch.batch["values"] = torch.tensor([[0.5, 0.25]])
+    config = OmegaConf.create({"gamma": 0.5, "lam": 0.5})
+    assert compute_advantage(batch, "gae", config=config).batch["returns"][0, 0].item() == pytest.approx(0.3125)
+    assert compute_advantage(batch, "reinforce_plus_plus", config=config).batch["returns"].tolist() == [[0.5, 1.0]]
+    assert compute_advantage(batch, "reinforce_plus_plus", gamma=0.1).batch["returns"][0, 0].item() == pytest.approx(
+        0.1
+    )
+    assert compute_advantage(batch, "reinforce_plus_plus").batch["returns"].tolist() == [[1.0, 1.0]]
+    with pytest.raises(ValueError, match="adv_estimator=remax needs reward_baselines"):
+        compute_advantage(batch, "remax", config=config)
+
+
 def test_a_missing_response_mask_comes_from_the_attention_mask():
     batch = DataProto.from_dict(
         {"responses": torch.zeros(1, 2, dtype=torch.long), "attention_mask": torch.tensor([[0, 1, 1, 0]])}
