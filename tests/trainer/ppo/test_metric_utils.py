@@ -51,6 +51,7 @@ def test_data_metrics_by_hand():
         "prompt_length/mean": 2, "prompt_length/max": 3, "prompt_length/min": 1, "prompt_length/clip_ratio": 1 / 3,
         "num_turns/mean": 3, "num_turns/max": 4, "num_turns/min": 2,
         "tool_call_counts/mean": 1, "tool_call_counts/max": 3, "tool_call_counts/min": 0,
+        "tool_call_counts/mean": 1, "tool_call_counts/max": 3, "tool_call_counts/min": 0,
         "reward/failed": 2, "reward/failed_ratio": 2 / 3,
     }  # fmt: skip
     assert metrics == pytest.approx(want, rel=1e-6)
