@@ -28,6 +28,7 @@ def make_batch():
     }
     extras = {
         "__num_turns__": np.array([2, 4, 3]),
+        "tool_call_counts": np.array([0, 3, 0]),
         "reward_failure": np.array([None, "raised", "timed out"], dtype=object),
     }
     return SimpleNamespace(batch=batch, non_tensor_batch=extras, meta_info={"global_token_num": [4, 7, 1]})
@@ -50,7 +51,6 @@ def test_data_metrics_by_hand():
         "response/aborted_ratio": 1 / 3,
         "prompt_length/mean": 2, "prompt_length/max": 3, "prompt_length/min": 1, "prompt_length/clip_ratio": 1 / 3,
         "num_turns/mean": 3, "num_turns/max": 4, "num_turns/min": 2,
-        "tool_call_counts/mean": 1, "tool_call_counts/max": 3, "tool_call_counts/min": 0,
         "tool_call_counts/mean": 1, "tool_call_counts/max": 3, "tool_call_counts/min": 0,
         "reward/failed": 2, "reward/failed_ratio": 2 / 3,
     }  # fmt: skip
