@@ -8,7 +8,14 @@ from functools import partial
 
 import pytest
 
-from verl.utils.reward_score import code_tests, default_compute_score, prime_code, sandbox_fusion
+from verl.utils import reward_score
+from verl.utils.reward_score import (
+    code_tests,
+    data_source_problem,
+    default_compute_score,
+    prime_code,
+    sandbox_fusion,
+)
 from verl.utils.reward_score.code_tests import COMPILE_ERROR, RUNTIME_ERROR, TIMEOUT, UNKNOWN
 from verl.utils.sandbox import SandboxError, local, remote
 from verl.utils.sandbox.permits import FilePermits
@@ -232,10 +239,15 @@ def test_code_is_refused_where_it_cannot_be_kept_apart(monkeypatch):
 
     monkeypatch.setattr(local, "_supervise", on_another_kernel)
     local.isolation_problem.cache_clear()
+    reward_score._sandbox_problem.cache_clear()
     try:
         assert "cannot be kept apart" in local.isolation_problem()
         with pytest.raises(SandboxError, match="cannot be kept apart"):
             prime_code.compute_score(response(SUM), PAIRS)
         assert prime_code.compute_score(response(SUM), PAIRS, allow_unisolated=True)[0] == 1.0
+        problem = data_source_problem("taco")
+        assert "reward_model.sandbox_fusion.url" in problem and "local_sandbox.allow_unisolated=true" in problem
+        assert data_source_problem("taco", runs_code_here=False) is None
     finally:
+        reward_score._sandbox_problem.cache_clear()
         local.isolation_problem.cache_clear()

@@ -165,9 +165,16 @@ def test_a_scorer_that_raises_costs_its_sample(tokenizer, batch, raised, caplog)
     }
     assert f"sample 1, ground truth '13': the scorer raised {type(raised).__name__}" in caplog.text
     assert "in scorer\n    raise raised" in caplog.text
+    for row in batch.non_tensor_batch["reward_model"]:
+        row["ground_truth"] = "13"
+    assert rewards(batch, return_dict=True)["reward_extra_info"] == {
+        "acc": [0.0] * 3,
+        "pred": [None] * 3,
+        "reward_failure": ["raised"] * 3,
+    }
     caplog.clear()
     rewards(batch)  # the sample is shown once, the count every time
-    assert "1 of 3" in caplog.text and "raise raised" not in caplog.text
+    assert "3 of 3" in caplog.text and "raise raised" not in caplog.text
 
     result = manager("batch", tokenizer, plural(scorer))(batch, return_dict=True)
     assert not result["reward_tensor"].any() and result["reward_extra_info"] == {"reward_failure": ["raised"] * 3}

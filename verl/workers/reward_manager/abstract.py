@@ -61,6 +61,7 @@ class AbstractRewardManager(ABC):
         self.compute_score: RawScorer = compute_score
         self.reward_fn_key = reward_fn_key
         self._has_shown_a_failure = False
+        self._known_extras: dict[str, Any] = {}  # name -> what stands for it where a response could not be scored
 
     @abstractmethod
     def __call__(self, data: "DataProto", return_dict: bool = False) -> Tensor | dict[str, Any]:
@@ -102,7 +103,9 @@ class AbstractRewardManager(ABC):
             data.batch["acc"] = torch.tensor(values, dtype=torch.float32, device=data.batch["prompts"].device)
         rewards = values if to_rewards is None else to_rewards(samples, scores)
         reward = place_scores(rewards, samples, data.batch["responses"])
-        return {"reward_tensor": reward, "reward_extra_info": gather_extras(scores)} if return_dict else reward
+        if not return_dict:
+            return reward
+        return {"reward_tensor": reward, "reward_extra_info": gather_extras(scores, self._known_extras)}
 
     def score_samples(self, data: "DataProto", score: ScoreSamples) -> tuple[list[Sample], list[Score]]:
         """Return what the scorer is told of each response, and what it says; failures are logged."""

@@ -234,15 +234,22 @@ def place_scores(values: Sequence[float], samples: Sequence[Sample], responses: 
     return reward
 
 
-def gather_extras(scores: Sequence[Score]) -> dict[str, list[Any]]:
+def gather_extras(scores: Sequence[Score], known: dict[str, Any]) -> dict[str, list[Any]]:
     """Collect extras into lists of length B; None where a scorer did not say, 0 where it failed to give a number.
 
     ``reward_failure`` says which responses could not be scored.
+
+    Args: ``known`` names the extras of earlier batches with what stands for them where a response could not be scored,
+        so that a batch of failures alone has them too; those of this batch are added.
     """
     columns: dict[str, list[Any]] = {}
-    for key in dict.fromkeys(key for score in scores for key in score.extras):
+    some_scored = any(score.failure is None for score in scores)
+    named = dict.fromkeys(key for score in scores for key in score.extras)
+    for key in named if some_scored else {**known, **named}:
         said = [score.extras.get(key) for score in scores if score.failure is None]
-        missing = 0.0 if all(isinstance(value, numbers.Real | np.bool_) for value in said) else None
+        if said:
+            known[key] = 0.0 if all(isinstance(value, numbers.Real | np.bool_) for value in said) else None
+        missing = known.get(key, 0.0)
         columns[key] = [score.extras.get(key, missing if score.failure else None) for score in scores]
     columns[FAILURE_COLUMN] = [score.failure.kind if score.failure else None for score in scores]
     return columns
