@@ -51,8 +51,8 @@ def data_source_problem(data_source: str, runs_code_here: bool = True) -> str | 
     if module is None:
         known = [*sorted(SCORERS), *(f"{prefix}*" for prefix in PREFIXES)]
         return (
-            f"no scorer for {data_source!r}; known are {known}. For data of your own set custom_reward_function.path "
-            "to a Python file that defines compute_score"
+            f"no scorer for {data_source!r}: for data of your own set custom_reward_function.path to a Python file "
+            f"that defines compute_score; known are {', '.join(known)}"
         )
     extra = EXTRAS.get(module)
     if extra is not None and not extra.is_installed():
