@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from verl.algos import rollout_is
-from verl.algos.quantiles import StreamedQuantiles
 from verl.trainer.ppo.mismatch_helper import (
     compute_is_metrics,
     compute_mismatch_metrics,
@@ -359,28 +358,6 @@ def test_the_weights_are_all_of_the_size_of_the_batch_that_is_made(level, kind):
     assert sum(size >= old.nbytes for size in sizes) == (level is not None)
     assert all(size <= old.nbytes // 4 for size in sizes if size < old.nbytes)  # an int64 mask of a block, at most
     assert peak < old.nbytes
-
-
-# ---- quantiles
-
-
-def test_quantiles_of_a_stream_are_exact(monkeypatch):
-    rng = np.random.default_rng(0)
-    for name, values in {
-        "spread": rng.standard_normal(60_000),
-        "ties": rng.integers(0, 4, 60_000).astype(float),
-        "one value": np.zeros(60_000),
-        "two far values": np.where(rng.random(60_000) < 0.5, -3.0, 3.0),
-    }.items():
-        values = values.astype(np.float32)
-        levels = (0.0, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
-        stream = StreamedQuantiles(levels, rng.choice(values, 6000))
-        for part in np.array_split(values, 7):
-            stream.add(np.concatenate([part, np.full(11, np.inf, np.float32)]))
-        wanted = np.quantile(values.astype(np.float64), levels).tolist()
-        assert stream.result(60_000, lambda x: x) == pytest.approx(wanted, rel=1e-12), name
-        if name == "spread":
-            assert sum(map(len, stream._kept)) < 20_000
 
 
 def test_a_sample_that_misleads_costs_a_second_look(small_blocks, monkeypatch):
