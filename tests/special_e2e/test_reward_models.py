@@ -94,3 +94,49 @@ def test_the_death_of_its_worker_is_named(apart):
     message = apart.output[apart.output.rindex("\nError: ") :]
     assert "WorkerDiedError" in message and "rank 0" in message
     assert PHASE in message and f"step {DIES_AT}" in message and "reward_pool" in message and "rm" in message, message
+
+
+JUDGE = """
+def preprocess(rollout_question, rollout_response, ground_truth):
+    return f"{rollout_question} | {rollout_response} | {ground_truth}"
+
+
+def postprocess(text):
+    return len(text.encode())
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("engine", ["vllm", "hf"])
+def test_a_generative_reward_model_scores_training(workspace, engine):
+    """It is the policy's own model; a score is the length of what it writes."""
+    (workspace.folder / "judge.py").write_text(JUDGE)
+    pool = {
+        "reward_model.enable_resource_pool": True,
+        "reward_model.n_gpus_per_node": 1,
+        "reward_model.nnodes": 1,
+        "ray_kwargs.ray_init.num_cpus": 2,
+    }
+    overrides = {
+        "data.return_raw_chat": True,
+        "reward_model.enable": True,
+        "reward_model.model_type": "generative",
+        "reward_model.model.path": workspace.model,
+        "reward_model.name": engine,
+        "reward_model.dtype": "float32",
+        "reward_model.prompt_length": 160,
+        "reward_model.response_length": 12,
+        "reward_model.tensor_model_parallel_size": 1,
+        "reward_model.data_processor_config.path": workspace.folder / "judge.py",
+        "trainer.total_training_steps": STEPS,
+        "trainer.test_freq": -1,
+        "trainer.rollout_data_dir": workspace.folder / f"judged-{engine}",
+    }
+    run = workspace.train(f"judged-by-{engine}", overrides | (pool if engine == "vllm" else {}))
+    for step in range(1, STEPS + 1):
+        lines = (workspace.folder / f"judged-{engine}" / f"{step}.jsonl").read_text().splitlines()
+        scores = [json.loads(line)["score"] for line in lines]
+        assert all(score == int(score) and 0 <= score <= 40 for score in scores) and len(set(scores)) > 2
+        assert run.steps[step]["reward_model/failed_ratio"] == 0
+        assert run.steps[step]["reward_model/truncated_ratio"] == 0
+        assert run.steps[step]["actor/grad_norm"] > 0

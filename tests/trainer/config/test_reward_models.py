@@ -72,7 +72,7 @@ def test_a_reward_model_that_fits(base):
         ({"reward_model.truncation": "up"}, "reward_model.truncation", "right, left, middle, error"),
         ({"reward_model.max_length": 33}, "reward_model.max_length", "33 tokens exceed the 32 positions"),
         ({"data.max_response_length": 20}, "reward_model.max_length", "max_response_length = 36 tokens exceed the 32"),
-        ({"reward_model.model_type": "generative"}, "reward_model.model_type", "recipe/genrm_remote"),
+        ({"reward_model.model_type": "ranking"}, "reward_model.model_type", "discriminative, generative"),
         ({"data.return_raw_chat": False}, "data.return_raw_chat", f"{MODEL}.input_tokenizer=null"),
         (POOL | {"reward_model.nnodes": 0}, "reward_model.nnodes", "1 or more with reward_model.enable_resource_pool"),
         (POOL | {"reward_model.n_gpus_per_node": True}, "reward_model.n_gpus_per_node", "must be an integer"),
@@ -101,6 +101,32 @@ def test_a_reward_model_that_fits(base):
 def test_refused(base, changes, key, message):
     found = violations(base, changes)
     assert message in found.get(key, ""), found
+
+
+GENERATIVE = POOL | {
+    "reward_model.model_type": "generative",
+    "reward_model.name": "vllm",
+    "reward_model.response_length": 8,
+    "reward_model.micro_batch_size_per_gpu": None,
+}
+
+
+def test_a_generative_reward_model(base, folder):
+    (folder / "functions.py").write_text("def preprocess(**row): ...\n\n\ndef postprocess(text): ...\n")
+    node = GENERATIVE | {"reward_model.data_processor_config": {"path": str(folder / "functions.py")}}
+    assert violations(base, node) == {}
+    missing = violations(base, node | {"reward_model.data_processor_config.postprocess_fn_name": "score"})
+    assert (
+        "does not define it; it defines preprocess, postprocess"
+        in missing["reward_model.data_processor_config.postprocess_fn_name"]
+    )
+    found = violations(base, node | {"reward_model.tensor_model_parallel_size": 3})
+    assert "must divide the 2 workers" in found["reward_model.tensor_model_parallel_size"]
+    found = violations(base, GENERATIVE)
+    assert "Python file" in found["reward_model.data_processor_config.path"]
+    shared = node | {"reward_model.enable_resource_pool": False}
+    assert "or write hf" in violations(base, shared)["reward_model.name"]
+    assert violations(base, shared | {"reward_model.name": "hf"}) == {}
 
 
 def test_a_disabled_reward_model_is_not_checked_and_said_to_be_idle(base, caplog):
@@ -132,7 +158,7 @@ def test_workers_of_its_own_need_cores_too(base, monkeypatch):
 
 
 def test_heads_and_templates_are_looked_for_in_the_folder(base, folder):
-    model = base.reward_model.model
+    model = base.reward_model
     body = {"model.norm.weight": torch.ones(4)}
 
     def answer(**head):
@@ -148,6 +174,6 @@ def test_heads_and_templates_are_looked_for_in_the_folder(base, folder):
         answer(**{"score.weight": torch.ones(1, 4)})
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     answer(**{"score.weight": torch.ones(1, 4)})
-    model = changed(base, {f"{MODEL}.input_tokenizer": None}).reward_model.model
+    model = changed(base, {f"{MODEL}.input_tokenizer": None}).reward_model
     (folder / "chat_template.jinja").unlink()
     answer(**{"score.weight": torch.ones(1, 4)})

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import (
+    AutoModelForCausalLM,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForSequenceClassification,
@@ -50,6 +51,17 @@ def write_models(folder: Path) -> None:
                 parameter.data.normal_(0.0, 0.2)
         model.save_pretrained(folder / name)
         own.save_pretrained(folder / name)
+
+
+def write_judge(folder: Path, model: str, functions: str) -> None:
+    """Make the answers of a small language model differ, and write the functions around it."""
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    torch.manual_seed(5)
+    for weight, parameter in loaded.named_parameters():
+        if "norm" not in weight:
+            parameter.data.normal_(0.0, 0.2)
+    loaded.save_pretrained(model)
+    (folder / "functions.py").write_text(functions)
 
 
 def batch(rows: list[int] | None = None, more_prompt: int = 0, more_response: int = 0) -> DataProto:
@@ -121,6 +133,9 @@ def node(folder: Path, changes: dict[str, Any]) -> dict[str, Any]:
     for name in ("path", "input_tokenizer"):
         if tree["model"].get(name):
             tree["model"][name] = str(folder / tree["model"][name])
+    functions = tree.get("data_processor_config", {})
+    if functions.get("path"):
+        functions["path"] = str(folder / functions["path"])
     tree["model"]["fsdp_config"]["_target_"] = "verl.workers.config.FSDPEngineConfig"
     return tree
 

@@ -25,7 +25,7 @@ def file_rules(tree: Tree) -> Iterator[Violation]:
     ):
         path, name = select(tree, f"{node}.{path_key}"), select(tree, f"{node}.{name_key}")
         if isinstance(path, str):
-            yield from _python_file_rules(tree, f"{node}.{path_key}", path, f"{node}.{name_key}", name)
+            yield from python_file_rules(tree, f"{node}.{path_key}", path, f"{node}.{name_key}", name)
 
 
 def data_file_rules(key: str, value: Any, required: bool) -> Iterator[Violation]:
@@ -49,7 +49,8 @@ def data_file_rules(key: str, value: Any, required: bool) -> Iterator[Violation]
             yield Violation(key, file, "is empty: write it again")
 
 
-def _python_file_rules(tree: Tree, path_key: str, path: str, name_key: str, name: Any) -> Iterator[Violation]:
+def python_file_rules(tree: Tree, path_key: str, path: str, name_key: str, name: Any) -> Iterator[Violation]:
+    """Yield a Python file that is not there or cannot be parsed, and a name that it does not define."""
     if path.startswith("pkg://") or (os.sep not in path and not path.endswith(".py")):
         return  # an installed module: importing it is for the workers
     expanded = os.path.expanduser(path)

@@ -25,8 +25,11 @@ FREE_FORM = (
     "model.fsdp_config.wrap_policy",
     "model.override_config",
     "ray_kwargs.ray_init",
+    "reward_model.data_processor_config",
+    "reward_model.engine_kwargs",
     "reward_model.overlong_buffer",
     "reward_model.reward_kwargs",
+    "reward_model.sampling_config",
     "rollout.engine_kwargs",
 )
 """Nodes under which any key may be added: their readers, or their dataclasses, check what is in them."""
@@ -39,7 +42,15 @@ OPTIONAL = {
     "data.cache_dir": "where downloaded files go",
     "data.gen_batch_size": "prompts drawn per loader step; train_batch_size where it is not given",
     "data.need_tools_kwargs": "default for rows without extra_info.need_tools_kwargs",
-    "reward_model.model_type": "discriminative: a model that scores; a generative judge is asked by a scorer",
+    **{
+        f"reward_model.{name}": "of a generative reward model: as in actor_rollout_ref.rollout"
+        for name in (
+            *("name", "prompt_length", "response_length", "dtype", "gpu_memory_utilization", "enforce_eager"),
+            *("tensor_model_parallel_size", "max_num_batched_tokens", "max_model_len", "max_num_seqs"),
+            *("enable_chunked_prefill", "enable_prefix_caching"),
+        )
+    },
+    "reward_model.model_type": "discriminative, a classifier, or generative, a model that writes a judgement",
     "reward_model.truncation": "what of a chat longer than reward_model.max_length is cut: right, left, middle, error",
     "rollout.repetition_penalty": "penalty on repeated tokens",
     "rollout.seed": "seed of the engine",

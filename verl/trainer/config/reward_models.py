@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from verl.base_config import Violation
+from verl.trainer.config.files import python_file_rules
 from verl.trainer.config.refusals import select
 from verl.workers.config.model import path_problems, read_config_json, tokenizer_problems
 
@@ -24,6 +25,7 @@ def reward_model_rules(tree: Tree, broken: set[str]) -> Iterator[Violation]:
     if not broken & {*sizes, *pool} and not list(_pool_rules(node)):
         yield from _layout_rules(tree)
     yield from _model_rules(tree, broken)
+    yield from _judge_rules(tree, broken)
 
 
 def reward_world_size(tree: Tree) -> int:
@@ -90,7 +92,7 @@ def _size_rules(tree: Tree, hf_config: dict[str, Any], broken: set[str]) -> Iter
     text = hf_config.get("text_config") or hf_config
     rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
     positions, limit = text.get("max_position_embeddings"), tree[NODE].get("max_length")
-    if isinstance(positions, int) and not rope.get("factor"):
+    if isinstance(positions, int) and not rope.get("factor") and tree[NODE].get("model_type") != "generative":
         if limit is None and not broken & {"data.max_prompt_length", "data.max_response_length"}:
             limit = tree["data"]["max_prompt_length"] + tree["data"]["max_response_length"]
             shown = f"data.max_prompt_length + data.max_response_length = {limit}"
@@ -103,6 +105,26 @@ def _size_rules(tree: Tree, hf_config: dict[str, Any], broken: set[str]) -> Iter
     if isinstance(heads, int) and isinstance(sp_size, int) and sp_size > 1 and heads % sp_size:
         expected = f"the reward model's {heads} attention heads do not divide over {sp_size} Ulysses ranks"
         yield Violation(f"{NODE}.ulysses_sequence_parallel_size", sp_size, expected)
+
+
+def _judge_rules(tree: Tree, broken: set[str]) -> Iterator[Violation]:
+    """Yield what a generative reward model lacks: a file with its functions, and workers that its engines divide."""
+    node = tree[NODE]
+    if node.get("model_type") != "generative":
+        return
+    functions, key = node.get("data_processor_config") or {}, f"{NODE}.data_processor_config"
+    if isinstance(functions.get("path"), str):
+        for name in ("preprocess_fn_name", "postprocess_fn_name"):
+            function = functions.get(name, name.removesuffix("_fn_name"))
+            yield from python_file_rules(tree, f"{key}.path", functions["path"], f"{key}.{name}", function)
+    size = node.get("tensor_model_parallel_size", 2)
+    layout = {f"{NODE}.n_gpus_per_node", f"{NODE}.nnodes", f"{NODE}.tensor_model_parallel_size"}
+    if not broken & layout and node.get("name", "vllm") == "vllm" and not list(_pool_rules(node)):
+        world = reward_world_size(tree)
+        if isinstance(size, int) and size > 0 and world % size:
+            yield Violation(
+                f"{NODE}.tensor_model_parallel_size", size, f"must divide the {world} workers of the reward model"
+            )
 
 
 def score_notices(tree: Tree) -> Iterator[str]:

@@ -51,7 +51,7 @@ def check_inputs(config: Any, recipe_nodes: Collection[str] = ()) -> None:
         check_model("critic.model.path", config.critic.model.path, tokenizer=False)
     check_chat_template(config)
     if config.reward_model.enable:
-        check_reward_model(config.reward_model.model)
+        check_reward_model(config.reward_model)
     find_resume_folder(config)
 
 
@@ -264,21 +264,22 @@ def _check_weights(key: str, path: Path) -> dict[str, list[int]]:
     return shapes
 
 
-def check_reward_model(model: Any) -> None:
-    """Check that a local reward model holds a head with one label, and a chat template where it needs one.
+def check_reward_model(node: Any) -> None:
+    """Check that a local classifier holds a head with one label, and any reward model the chat template that it needs.
 
     Raises: InputError naming the key.
     """
-    key, path = "reward_model.model.path", model.path
+    model, key = node.model, "reward_model.model.path"
+    path, is_classifier = model.path, node.get("model_type", "discriminative") == "discriminative"
     shapes = check_model(key, path, tokenizer=model.input_tokenizer is not None)
     head = shapes.get(_SCORE_HEAD)
-    if shapes and head is None:
+    if is_classifier and shapes and head is None:
         raise InputError(
             f"{key}={path}: holds no {_SCORE_HEAD}, the head of a model for token or sequence classification: write a "
             "reward model with one label. Heads of another name or shape are not supported: load such a model in "
             "custom_reward_function.path, or serve it and ask it there"
         )
-    if head is not None and head[0] != 1:
+    if is_classifier and head is not None and head[0] != 1:
         raise InputError(f"{key}={path}: its {_SCORE_HEAD} has {head[0]} labels: write a reward model with one label")
     folder = Path(os.path.expanduser(path))
     if model.input_tokenizer is not None and folder.is_dir() and not _has_chat_template(folder):

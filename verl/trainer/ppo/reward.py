@@ -120,7 +120,7 @@ def _for_reward_model(batch: DataProto) -> DataProto:
     columns = batch.non_tensor_batch
     return DataProto.from_dict(
         tensors={name: batch.batch[name] for name in ("input_ids", "attention_mask", "position_ids", "responses")},
-        non_tensors={"raw_prompt": columns["raw_prompt"]} if "raw_prompt" in columns else {},
+        non_tensors={name: columns[name] for name in ("raw_prompt", "reward_model") if name in columns},
         meta_info={"global_steps": batch.meta_info.get("global_steps")},
         auto_padding=True,
     )

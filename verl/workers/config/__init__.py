@@ -6,7 +6,7 @@ from verl.workers.config.critic import CriticConfig, FSDPCriticConfig, FSDPCriti
 from verl.workers.config.engine import FSDPEngineConfig, McoreEngineConfig
 from verl.workers.config.model import BaseModelConfig, HFModelConfig
 from verl.workers.config.optimizer import FSDPOptimizerConfig, McoreOptimizerConfig, OptimizerConfig
-from verl.workers.config.reward_model import RewardModelConfig, RewardModelModelConfig
+from verl.workers.config.reward_model import RewardDataProcessorConfig, RewardModelConfig, RewardModelModelConfig
 from verl.workers.config.rollout import (
     AgentLoopConfig,
     CustomAsyncServerConfig,
@@ -35,6 +35,7 @@ __all__ = [
     "MultiTurnConfig",
     "OptimizerConfig",
     "PolicyLossConfig",
+    "RewardDataProcessorConfig",
     "RewardModelConfig",
     "RewardModelModelConfig",
     "RolloutConfig",

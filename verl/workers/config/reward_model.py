@@ -1,4 +1,4 @@
-"""The reward model: its model, its tokenizer, its engine, and how its batches are cut."""
+"""The reward model: its model, its tokenizers, its engine, how batches are cut, and what a generative one is asked."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -10,9 +10,11 @@ from verl.utils.profiler.config import ProfilerConfig
 from verl.workers.config.actor import micro_batch_rules, positive_rules
 from verl.workers.config.engine import NCCL_TIMEOUT_S, STRATEGIES, FSDPEngineConfig
 from verl.workers.config.model import HFModelConfig
+from verl.workers.config.rollout import RolloutConfig, SamplingConfig
 
 TRUNCATIONS = ("right", "left", "middle", "error")
-MODEL_TYPES = ("discriminative",)
+MODEL_TYPES = ("discriminative", "generative")
+GENERATORS = ("vllm", "hf")
 
 
 @dataclass
@@ -45,8 +47,21 @@ class RewardModelModelConfig(BaseConfig):
 
 
 @dataclass
+class RewardDataProcessorConfig(BaseConfig):
+    """Functions of the user's own file around a generative reward model.
+
+    ``preprocess(rollout_question=, rollout_response=, ground_truth=)`` returns what it is asked, ``postprocess(text)``
+    the score in its answer.
+    """
+
+    path: str | None = None
+    preprocess_fn_name: str = "preprocess"
+    postprocess_fn_name: str = "postprocess"
+
+
+@dataclass
 class RewardModelConfig(BaseConfig):
-    """A reward model on FSDP, which only infers."""
+    """A reward model, which only infers: a classifier on FSDP, or a generative one on a rollout engine."""
 
     enable: bool = False
     enable_resource_pool: bool = False
@@ -62,6 +77,21 @@ class RewardModelConfig(BaseConfig):
     use_dynamic_bsz: bool = False
     forward_max_token_len_per_gpu: int = 32768
     ulysses_sequence_parallel_size: int = 1
+    name: str = "vllm"
+    prompt_length: int = 1024
+    response_length: int = 0
+    dtype: str = "bfloat16"
+    gpu_memory_utilization: float = 0.5
+    enforce_eager: bool = True
+    tensor_model_parallel_size: int = 2
+    max_num_batched_tokens: int = 8192
+    max_model_len: int | None = None
+    max_num_seqs: int = 1024
+    enable_chunked_prefill: bool = True
+    enable_prefix_caching: bool = True
+    engine_kwargs: dict[str, Any] = field(default_factory=dict)
+    sampling_config: SamplingConfig = field(default_factory=SamplingConfig)
+    data_processor_config: RewardDataProcessorConfig = field(default_factory=RewardDataProcessorConfig)
     nccl_timeout: int = NCCL_TIMEOUT_S
     reward_manager: str = "naive"
     launch_reward_fn_async: bool = False
@@ -77,17 +107,15 @@ class RewardModelConfig(BaseConfig):
         if self.strategy not in STRATEGIES:
             yield Violation("strategy", self.strategy, f"must be one of {', '.join(STRATEGIES)}")
         if self.model_type not in MODEL_TYPES:
-            yield Violation(
-                "model_type",
-                self.model_type,
-                "is not supported: write discriminative, or ask a generative judge by a scorer (recipe/genrm_remote)",
-            )
+            yield Violation("model_type", self.model_type, f"must be one of {', '.join(MODEL_TYPES)}")
         if self.truncation not in TRUNCATIONS:
             yield Violation("truncation", self.truncation, f"must be one of {', '.join(TRUNCATIONS)}")
         yield from positive_rules(
             self, "max_length", "forward_max_token_len_per_gpu", "ulysses_sequence_parallel_size", "nccl_timeout"
         )
-        if self.enable and not self.use_dynamic_bsz:
+        if self.is_generative:
+            yield from self._generative_rules()
+        elif self.enable and not self.use_dynamic_bsz:
             yield from micro_batch_rules(self, "micro_batch_size")
         if self.ulysses_sequence_parallel_size > 1 and not self.model["use_remove_padding"]:
             yield Violation(
@@ -96,11 +124,57 @@ class RewardModelConfig(BaseConfig):
                 "needs packed sequences: set reward_model.model.use_remove_padding=true",
             )
 
+    @property
+    def is_generative(self) -> bool:
+        """Whether the score stands in a text that the model writes."""
+        return self.model_type == "generative"
+
+    def _generative_rules(self) -> Iterator[Violation]:
+        if self.name not in GENERATORS:
+            yield Violation("name", self.name, f"must be one of {', '.join(GENERATORS)}")
+        elif self.name == "vllm" and not self.enable_resource_pool:
+            expected = "needs workers of its own: set reward_model.enable_resource_pool=true, or write hf"
+            yield Violation("name", self.name, expected)
+        yield from positive_rules(
+            self, "prompt_length", "response_length", "tensor_model_parallel_size", "max_model_len", "max_num_seqs"
+        )
+        if self.model["input_tokenizer"] is None:
+            expected = "must name the policy's tokenizer: a generative reward model reads text"
+            yield Violation("model.input_tokenizer", None, expected)
+        if self.data_processor_config["path"] is None:
+            expected = "is missing: write the Python file that holds preprocess and postprocess"
+            yield Violation("data_processor_config.path", None, expected)
+
+    def as_rollout_config(self) -> RolloutConfig:
+        """Return the node of the engine that a generative reward model writes with; it loads its own weights."""
+        shared = (
+            *("name", "prompt_length", "response_length", "dtype", "gpu_memory_utilization", "enforce_eager"),
+            *("tensor_model_parallel_size", "max_num_batched_tokens", "max_model_len", "max_num_seqs"),
+            *("enable_chunked_prefill", "enable_prefix_caching"),
+        )
+        sampling: Any = self.sampling_config
+        return RolloutConfig(
+            **{name: self[name] for name in shared},
+            **{name: sampling[name] for name in ("temperature", "top_k", "top_p", "do_sample")},
+            engine_kwargs={"vllm": {}, "sglang": {}, **self.engine_kwargs},
+            load_format="auto",
+            free_cache_engine=False,
+        )
+
 
 def with_targets(node: Mapping[str, Any]) -> dict[str, Any]:
     """Return the ``reward_model`` node, a plain mapping in the YAML, with the dataclasses that hold its checks."""
-    model = {"_target_": "verl.workers.config.RewardModelModelConfig", **(node.get("model") or {})}
-    return {"_target_": "verl.workers.config.RewardModelConfig", **node, "model": model}
+    inner = {
+        "model": "RewardModelModelConfig",
+        "data_processor_config": "RewardDataProcessorConfig",
+        "sampling_config": "SamplingConfig",
+    }
+    typed = {
+        name: {"_target_": f"verl.workers.config.{cls}", **(node.get(name) or {})}
+        for name, cls in inner.items()
+        if isinstance(node.get(name) or {}, Mapping)
+    }
+    return {"_target_": "verl.workers.config.RewardModelConfig", **node, **typed}
 
 
 def reward_model_config(node: Any) -> RewardModelConfig:

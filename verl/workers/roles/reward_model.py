@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
@@ -19,7 +20,9 @@ from verl.workers.config import CheckpointConfig, FSDPEngineConfig, HFModelConfi
 from verl.workers.config.reward_model import reward_model_config
 from verl.workers.roles.base import EngineWorker, effective_engine_config
 from verl.workers.roles.utils.batching import Cut, per_rank_micro_batch
+from verl.workers.roles.utils.judge import Judge
 from verl.workers.roles.utils.retemplate import ChatSwitch
+from verl.workers.rollout import build_rollout
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -33,20 +36,27 @@ MESHES = ("reward", "reward_model")
 
 
 class RewardModelWorker(EngineWorker):
-    """Scores of whole responses by a model that does not learn."""
+    """Scores of whole responses by a model that does not learn: a classifier, or a generative one that is asked."""
 
     def __init__(self, config: "RewardModelConfig | DictConfig") -> None:
         self.config: RewardModelConfig = reward_model_config(config)
         super().__init__(timeout_s=self.config.nccl_timeout)
         self.engine_config = inference_engine_config(self.config)
+        group_size = self.engine_config.ulysses_sequence_parallel_size
+        if self.config.is_generative:
+            group_size = self.config.tensor_model_parallel_size if self.config.name == "vllm" else 1
         for mesh in MESHES:
-            self.register_mesh(mesh, self.engine_config.ulysses_sequence_parallel_size)
+            self.register_mesh(mesh, group_size)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Build the model, and load the tokenizers where texts are re-templated."""
         config = self.config
         model_config = config.model.as_model_config()
+        if config.is_generative:
+            rollout = build_rollout(config.as_rollout_config(), model_config)
+            self.judge = Judge(config, model_config, rollout, *self._policy_tokenizer())
+            return
         self.engine = self.build_engine("reward_model", model_config, self.engine_config, None, CheckpointConfig())
         dp_size = self.engine.get_data_parallel_size()
         self.cut = Cut(
@@ -61,11 +71,17 @@ class RewardModelWorker(EngineWorker):
         config = self.config
         if config.model.input_tokenizer is None:
             return None
-        folder = copy_to_local(os.path.expanduser(config.model.input_tokenizer), use_shm=config.model.use_shm)
-        source = hf_tokenizer(folder, trust_remote_code=config.model.trust_remote_code)
+        source, ends = self._policy_tokenizer()
+        return ChatSwitch(source, model_config.tokenizer, config.max_length, config.truncation, ends)
+
+    def _policy_tokenizer(self) -> tuple[PreTrainedTokenizerBase, set[int]]:
+        """Return the policy's tokenizer, and the tokens at which its responses end."""
+        model: Any = self.config.model
+        folder = copy_to_local(os.path.expanduser(model.input_tokenizer), use_shm=model.use_shm)
+        tokenizer = hf_tokenizer(folder, trust_remote_code=model.trust_remote_code)
         generation = get_generation_config(folder)  # None for a folder that holds a tokenizer only
         ends = None if generation is None else generation.eos_token_id
-        return ChatSwitch(source, model_config.tokenizer, config.max_length, config.truncation, ends)
+        return tokenizer, {tokenizer.eos_token_id, *([ends] if isinstance(ends, int) else ends or ())}
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="reward"))
     def compute_rm_score(self, data: DataProto) -> DataProto:
@@ -78,6 +94,15 @@ class RewardModelWorker(EngineWorker):
         return self._compute(data)
 
     def _compute(self, data: DataProto) -> DataProto:
+        fault_point("compute_rm_score", rank=self.rank, step=data.meta_info.get("global_steps"))
+        scores, metrics = self.judge(data) if self.config.is_generative else self._classify(data)
+        return DataProto.from_dict(
+            tensors={"rm_scores": at_last_token(scores, data.batch["responses"], data.batch["attention_mask"])},
+            meta_info={"metrics": metrics},
+        )
+
+    def _classify(self, data: DataProto) -> tuple[Tensor, dict[str, float]]:
+        """Return the values (B,) at the last token of each row, and the share of rows that were cut."""
         metrics: dict[str, float] = {}
         if self.switch is None:
             rows = {name: data.batch[name] for name in ("input_ids", "attention_mask", "position_ids")}
@@ -85,12 +110,7 @@ class RewardModelWorker(EngineWorker):
             rows, num_cut = self.switch(data)
             metrics["reward_model/truncated_ratio"] = num_cut / len(data)
         self._check_vocabulary(rows["input_ids"])
-        fault_point("compute_rm_score", rank=self.rank, step=data.meta_info.get("global_steps"))
-        scores = self._last_values(rows)
-        return DataProto.from_dict(
-            tensors={"rm_scores": at_last_token(scores, data.batch["responses"], data.batch["attention_mask"])},
-            meta_info={"metrics": metrics},
-        )
+        return self._last_values(rows), metrics
 
     def _check_vocabulary(self, ids: Tensor) -> None:
         largest = int(ids.max())

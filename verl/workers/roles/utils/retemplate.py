@@ -1,7 +1,6 @@
 """From the policy's prompts and responses to the chats, and the tokens, that a reward model was trained on."""
 
-import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import jinja2
@@ -12,8 +11,6 @@ from transformers import PreTrainedTokenizerBase
 
 from verl.protocol import DataProto
 from verl.utils.torch_functional import SequenceTooLongError
-
-logger = logging.getLogger(__name__)
 
 
 class MissingRawPromptError(ValueError, KeyError):
@@ -29,10 +26,10 @@ class ChatSwitch:
 
     Args:
         source: tokenizer of the policy, which decodes its responses.
-        ends: tokens that end a response of the policy, besides the end-of-sequence token of its tokenizer.
         target: tokenizer of the reward model.
         max_length: tokens of the longest row; None means the width of the batch.
         truncation: what of a longer row is cut off: ``right``, ``left``, ``middle``, or ``error``.
+        ends: tokens that end a response of the policy.
     """
 
     def __init__(
@@ -41,10 +38,10 @@ class ChatSwitch:
         target: PreTrainedTokenizerBase,
         max_length: int | None,
         truncation: str,
-        ends: int | Sequence[int] | None = None,
+        ends: Collection[int],
     ) -> None:
         self.source, self.target = source, target
-        self.ends = {source.eos_token_id, *([ends] if isinstance(ends, int) else ends or ())}
+        self.ends = ends
         self.max_length, self.truncation = max_length, truncation
 
     def __call__(self, data: DataProto) -> tuple[dict[str, Tensor], int]:
@@ -55,25 +52,13 @@ class ChatSwitch:
         """
         chats = [
             [*prompt, {"role": "assistant", "content": text}]
-            for prompt, text in zip(_raw_prompts(data), self._responses(data), strict=True)
+            for prompt, text in zip(raw_prompts(data), response_texts(data, self.source, self.ends), strict=True)
         ]
         rows: list[list[int]] = self.target(self._render(chats), add_special_tokens=False)["input_ids"]
         limit = self.max_length or data.batch["attention_mask"].shape[-1]
         cut = [self._cut(index, row, limit) for index, row in enumerate(rows)]
         pad: Any = self.target.pad_token_id
         return right_padded(cut, pad), sum(len(row) > limit for row in rows)
-
-    def _responses(self, data: DataProto) -> list[str]:
-        """Decode the responses, up to the end-of-sequence tokens that they stop at."""
-        responses = data.batch["responses"].cpu()
-        mask = data.batch["attention_mask"][:, -responses.shape[1] :].bool().cpu()
-        rows = [ids[kept].tolist() for ids, kept in zip(responses, mask, strict=True)]
-        for row in rows:
-            while row and row[-1] in self.ends:
-                row.pop()
-        texts: list[str] = self.source.batch_decode(rows, skip_special_tokens=False)
-        eos = self.source.eos_token
-        return [text.replace(eos, "") for text in texts] if isinstance(eos, str) else texts
 
     def _render(self, chats: list[list[dict[str, Any]]]) -> list[str]:
         options: dict[str, Any] = {"add_generation_prompt": False, "tokenize": False}
@@ -100,6 +85,19 @@ class ChatSwitch:
         return row[:head] + row[len(row) - (limit - head) :]
 
 
+def response_texts(data: DataProto, tokenizer: PreTrainedTokenizerBase, ends: Collection[int]) -> list[str]:
+    """Decode the responses, without the end-of-sequence tokens that they stop at."""
+    responses = data.batch["responses"].cpu()
+    mask = data.batch["attention_mask"][:, -responses.shape[1] :].bool().cpu()
+    rows = [ids[kept].tolist() for ids, kept in zip(responses, mask, strict=True)]
+    for row in rows:
+        while row and row[-1] in ends:
+            row.pop()
+    texts: list[str] = tokenizer.batch_decode(rows, skip_special_tokens=False)
+    eos = tokenizer.eos_token
+    return [text.replace(eos, "") for text in texts] if isinstance(eos, str) else texts
+
+
 def right_padded(rows: Sequence[list[int]], pad_token_id: int) -> dict[str, Tensor]:
     """Return rows of tokens as ``input_ids``, ``attention_mask`` and ``position_ids``, as wide as the longest."""
     lengths = torch.tensor([len(row) for row in rows])
@@ -110,7 +108,11 @@ def right_padded(rows: Sequence[list[int]], pad_token_id: int) -> dict[str, Tens
     return {"input_ids": ids, "attention_mask": mask.long(), "position_ids": columns * mask}
 
 
-def _raw_prompts(data: DataProto) -> Iterable[list[dict[str, Any]]]:
+def raw_prompts(data: DataProto) -> Iterable[list[dict[str, Any]]]:
+    """Yield the messages of each row.
+
+    Raises: MissingRawPromptError, or RawPromptTypeError naming the row.
+    """
     if "raw_prompt" not in data.non_tensor_batch:
         raise MissingRawPromptError(
             "the batch holds no raw_prompt, from which a reward model with reward_model.model.input_tokenizer renders "
