@@ -8,15 +8,21 @@ import time
 import urllib.request
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from omegaconf import OmegaConf
 
 from recipe.genrm_remote import reward_function
 from recipe.genrm_remote.reward_function import JudgeError, compute_score, compute_score_batch, verdict
 from tests.recipe.genrm_server import Judge
+from verl.protocol import DataProto
+from verl.trainer.ppo.metric_utils import failure_metrics
 from verl.utils.chat_endpoint import ChatEndpoint, EndpointError
 from verl.utils.net_utils import get_free_port
 
 FAST = {"retry_delay_s": 0.01, "timeout_s": 5.0, "batch_timeout_s": 10.0}
+SCORING = {"failure_score": -0.5, "timeout_s": 10.0, "batch_timeout_s": 20.0, "max_failed_ratio": 1.0}
 TRUE, FALSE = r"It holds. \boxed{True}", r"First \boxed{True}, but no: \boxed{False}"
 
 
@@ -138,6 +144,39 @@ def test_rows_without_a_question_and_wrong_options():
         ChatEndpoint("http://judge", "m", max_attempts=0)
     with pytest.raises(TypeError, match="temprature"):
         compute_score_batch([], [], [], [], temprature=1)
+
+
+def test_a_row_without_a_verdict_gets_the_failure_score_and_is_counted(caplog):
+    from examples.tiny_model import byte_tokenizer
+    from verl.trainer.ppo.reward import load_reward_manager
+
+    tokenizer = byte_tokenizer()
+    ids = torch.tensor([tokenizer.encode(text) for text in ("so 2", "so 3", "hm 2")])
+    columns = {
+        "data_source": ["openai/gsm8k"] * 3,
+        "reward_model": [{"style": "rule", "ground_truth": "2"}] * 3,
+        "extra_info": [{"question": "1 + 1 = ?", "split": "train"}] * 3,
+    }
+    tensors = {"prompts": ids, "responses": ids, "attention_mask": torch.ones(3, 8, dtype=torch.long)}
+    data = DataProto.from_dict(tensors, {name: np.array(rows, dtype=object) for name, rows in columns.items()})
+    with Judge(
+        lambda handler, text, times: "Hm." if text.endswith("hm 2") else right_is_two(handler, text, times)
+    ) as judge:
+        function = {
+            "path": reward_function.__file__,
+            "name": "compute_score_batch",
+            "reward_kwargs": {"base_url": judge.url, **FAST},
+        }
+        config = {
+            "data": {"reward_fn_key": "data_source"},
+            "reward_model": {"reward_manager": "batch", "scoring": SCORING},
+            "custom_reward_function": function,
+        }
+        result = load_reward_manager(OmegaConf.create(config), tokenizer, 0)(data, return_dict=True)
+    assert result["reward_tensor"][:, -1].tolist() == [1.0, 0.0, -0.5]
+    reasons = result["reward_extra_info"]["reward_failure"]
+    assert reasons[:2] == [None, None] and "no verdict" in caplog.text
+    assert failure_metrics("reward", reasons) == {"reward/failed": 1, "reward/failed_ratio": pytest.approx(1 / 3)}
 
 
 @pytest.mark.full

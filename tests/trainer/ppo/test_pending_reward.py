@@ -79,3 +79,23 @@ def test_scores_that_are_there_are_not_asked_for():
     events.clear()
     PendingReward(trainer(events, pool=True, use_rm=False)).start(data, {})
     assert events == ["rule"]
+
+
+def test_the_manager_of_the_docs_joins_model_and_rule():
+    from pathlib import Path
+
+    from examples.tiny_model import byte_tokenizer
+    from verl.workers.reward_manager.registry import REWARD_MANAGER_REGISTRY
+
+    page = (Path(__file__).parents[3] / "docs" / "reward_models.md").read_text()
+    (code,) = [block for block in page.split("```python\n")[1:] if "model_and_rule" in block]
+    try:
+        exec(code.split("```")[0], {})
+        manager = REWARD_MANAGER_REGISTRY["model_and_rule"](byte_tokenizer(), 0, lambda **row: 2.0)
+    finally:
+        REWARD_MANAGER_REGISTRY.pop("model_and_rule", None)
+    columns = {"data_source": ["s"] * 3, "reward_model": [{"ground_truth": ""}] * 3}
+    data = batch(rm_scores=torch.tensor([[0, 3.0], [0, 1.0], [0, -2.0]]), prompts=torch.ones(3, 2, dtype=torch.long))
+    data.non_tensor_batch.update({name: np.array(values, dtype=object) for name, values in columns.items()})
+    assert manager(data)[:, 1].tolist() == pytest.approx([2.3, 2.1, 1.8])
+    assert manager(data)[:, 1].tolist() == [2.0] * 3  # in validation there are no rm_scores
