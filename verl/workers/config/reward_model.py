@@ -1,7 +1,7 @@
 """The reward model: its model, its tokenizers, its engine, how batches are cut, and what a generative one is asked."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from verl.base_config import BaseConfig, Violation
@@ -95,8 +95,6 @@ class RewardModelConfig(BaseConfig):
     nccl_timeout: int = NCCL_TIMEOUT_S
     reward_manager: str = "naive"
     launch_reward_fn_async: bool = False
-    reward_kwargs: dict[str, Any] = field(default_factory=dict)
-    overlong_buffer: dict[str, Any] = field(default_factory=dict)
     scoring: dict[str, Any] = field(default_factory=dict)
     sandbox_fusion: dict[str, Any] = field(default_factory=dict)
     local_sandbox: dict[str, Any] = field(default_factory=dict)
@@ -163,7 +161,11 @@ class RewardModelConfig(BaseConfig):
 
 
 def with_targets(node: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ``reward_model`` node, a plain mapping in the YAML, with the dataclasses that hold its checks."""
+    """Return the ``reward_model`` node, a plain mapping in the YAML, with the dataclasses that hold its checks.
+
+    What else stands there belongs to the reward functions.
+    """
+    known = {each.name for each in fields(RewardModelConfig)}
     inner = {
         "model": "RewardModelModelConfig",
         "data_processor_config": "RewardDataProcessorConfig",
@@ -174,7 +176,8 @@ def with_targets(node: Mapping[str, Any]) -> dict[str, Any]:
         for name, cls in inner.items()
         if isinstance(node.get(name) or {}, Mapping)
     }
-    return {"_target_": "verl.workers.config.RewardModelConfig", **node, **typed}
+    own = {name: value for name, value in node.items() if name in known}
+    return {"_target_": "verl.workers.config.RewardModelConfig", **own, **typed}
 
 
 def reward_model_config(node: Any) -> RewardModelConfig:
