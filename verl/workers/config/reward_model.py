@@ -97,7 +97,6 @@ class RewardModelConfig(BaseConfig):
     launch_reward_fn_async: bool = False
     scoring: dict[str, Any] = field(default_factory=dict)
     sandbox_fusion: dict[str, Any] = field(default_factory=dict)
-    local_sandbox: dict[str, Any] = field(default_factory=dict)
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
 
     def rules(self) -> Iterator[Violation]:
