@@ -63,6 +63,61 @@ def test_value_loss():
         assert dirty.grad.isfinite().all() and not dirty.grad[outside].any()
 
 
+def test_value_loss_by_hand():
+    """Predictions 2 and 0.2 for returns 1 and 1, old values 0 and 0: the first is clipped to 0.5, which is nearer."""
+    values = torch.tensor([[2.0, 0.2]], requires_grad=True)
+    loss, clipfrac = core_algos.compute_value_loss(values, torch.ones(1, 2), torch.zeros(1, 2), torch.ones(1, 2), 0.5)
+    loss.backward()
+    assert loss.item() == pytest.approx(0.5 * (1.0 + 0.64) / 2) and clipfrac.item() == 0
+    assert values.grad[0].tolist() == pytest.approx([1.0 / 2, -0.8 / 2])
+    values = torch.tensor([[1.0, 0.2]], requires_grad=True)  # right, but further from the old value than is allowed
+    loss, clipfrac = core_algos.compute_value_loss(values, torch.ones(1, 2), torch.zeros(1, 2), torch.ones(1, 2), 0.5)
+    loss.backward()
+    assert loss.item() == pytest.approx(0.5 * (0.25 + 0.64) / 2) and clipfrac.item() == pytest.approx(0.5)
+    assert values.grad[0].tolist() == pytest.approx([0.0, -0.8 / 2])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_value_and_entropy_gradients_equal_autograd_of_the_definitions(mode):
+    generator = torch.Generator().manual_seed(3)
+    vpreds, returns, values = (torch.randn(5, 4, generator=generator).double() for _ in range(3))
+    logits = torch.randn(5, 4, 7, generator=generator).double()
+
+    def slow(leaf, token):
+        matrix = [[token(leaf, b, t) for t in range(4)] for b in range(5)]
+        return torch.as_tensor(slow_agg(matrix, MASK, mode))
+
+    def error(leaf, b, t):
+        bounded = torch.minimum(torch.maximum(leaf[b, t], values[b, t] - 0.5), values[b, t] + 0.5)
+        return 0.5 * torch.maximum((leaf[b, t] - returns[b, t]) ** 2, (bounded - returns[b, t]) ** 2)
+
+    def entropy(leaf, b, t):
+        p = torch.softmax(leaf[b, t], dim=-1)
+        return -(p * p.log()).sum()
+
+    for start, fast, token in (
+        (vpreds, lambda x: core_algos.compute_value_loss(x, returns, values, MASK, 0.5, mode)[0], error),
+        (logits, lambda x: core_algos.compute_entropy_loss(x, MASK, mode), entropy),
+    ):
+        results = []
+        for function in (fast, lambda x, token=token: slow(x, token)):
+            leaf = start.clone().requires_grad_()
+            value = function(leaf)
+            value.backward()
+            results.append((value.detach(), leaf.grad))
+        torch.testing.assert_close(*results, atol=1e-10, rtol=1e-8)
+
+
+def test_an_empty_mask_gives_zero():
+    empty, numbers = torch.zeros(5, 4), torch.full((5, 4), torch.nan, requires_grad=True)
+    for mode in MODES:
+        loss, clipfrac = core_algos.compute_value_loss(numbers, numbers.detach(), numbers.detach(), empty, 0.5, mode)
+        loss.backward()
+        assert loss.item() == clipfrac.item() == 0 and not numbers.grad.any()
+        assert core_algos.compute_entropy_loss(torch.zeros(5, 4, 3), empty, mode).item() == 0
+        assert core_algos.agg_loss(numbers.detach(), empty, mode).item() == 0
+
+
 def test_entropy_loss_of_uniform_logits():
     logits = torch.zeros(5, 4, 8)
     assert core_algos.compute_entropy_loss(logits, MASK).item() == pytest.approx(math.log(8))

@@ -373,6 +373,7 @@ class RayPPOTrainer:
             loss_mat=output.batch.pop("entropys"),
             loss_mask=batch.batch["response_mask"],
             loss_agg_mode=self.config.actor_rollout_ref.actor.loss_agg_mode,
+            length=self.config.actor_rollout_ref.actor.get("loss_scale_factor"),
         )
         metrics["actor/entropy"] = entropy.item()
         batch = batch.union(output)
