@@ -1,8 +1,17 @@
-"""A run on two nodes of a Ray cluster, which here share a machine."""
+"""Runs on a Ray cluster: two nodes, which here share a machine, and a job that is submitted to one."""
+
+import shlex
+import shutil
+import sys
+import tempfile
+import time
 
 import pytest
 import ray
+import yaml
 from ray.cluster_utils import Cluster
+
+from tests.special_e2e.conftest import REPOSITORY, Run
 
 STEPS = {"trainer.total_training_steps": 2, "trainer.test_freq": -1}
 
@@ -25,3 +34,32 @@ def test_two_nodes_train_as_two_workers_of_one(workspace):
     for step in (1, 2):
         assert apart.numbers(step) == together.numbers(step)
     assert "missing 1" in too_many.output
+
+
+@pytest.mark.slow
+@pytest.mark.full
+def test_a_submitted_job_trains_as_a_run_of_its_own(workspace):
+    """``ray job submit`` with our runtime environment: the code travels, and the numbers are those of a launch."""
+    from ray.job_submission import JobSubmissionClient
+
+    directory = tempfile.mkdtemp(prefix="vjob")  # sockets live below it: pytest's own paths are too long
+    context = ray.init(address="local", num_cpus=2, include_dashboard=True, _temp_dir=directory)
+    try:
+        client = JobSubmissionClient(f"http://{context.dashboard_url}")
+        environment = yaml.safe_load((REPOSITORY / "verl/trainer/runtime_env.yaml").read_text())
+        _, *words = workspace.command("submitted", STEPS)
+        job = client.submit_job(
+            entrypoint=shlex.join([sys.executable, *words]),
+            runtime_env=environment | {"working_dir": str(REPOSITORY)},
+        )
+        deadline = time.monotonic() + 300
+        while not client.get_job_status(job).is_terminal() and time.monotonic() < deadline:
+            time.sleep(1)
+        assert client.get_job_status(job) == "SUCCEEDED", client.get_job_logs(job)[-4000:]
+    finally:
+        ray.shutdown()
+        shutil.rmtree(directory, ignore_errors=True)
+    submitted = Run(0, "", 0.0, workspace.folder / "submitted")
+    launched = workspace.train("launched", STEPS)
+    for step in (1, 2):
+        assert submitted.numbers(step) == launched.numbers(step)

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -216,4 +217,6 @@ def shard(
         kwargs["mp_policy"] = policy
     if config.offload_policy:
         kwargs["offload_policy"] = CPUOffloadPolicy(pin_memory=layout.device.type == "cuda")
+    # the logits of a value head are a view; nothing here changes an output in place
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     apply_fsdp2(module, kwargs, config, model)
