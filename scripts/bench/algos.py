@@ -35,16 +35,17 @@ class Case(NamedTuple):
     width: int = WIDTH
 
 
-def make_batch(width: int = WIDTH, holes: bool = False) -> dict[str, Any]:
+def make_batch(width: int = WIDTH, hole: int = 0) -> dict[str, Any]:
     """Make rows of uneven length, groups of ``SAMPLES``, and log-probabilities that drifted a little.
 
-    With ``holes`` a tenth of the tokens inside a response is a tool's.
+    A tenth of the tokens inside a response is masked out, in runs of ``hole`` tokens where that is not 0.
     """
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(1, width + 1, (ROWS,), generator=generator)
     mask = torch.arange(width) < lengths.unsqueeze(-1)
-    if holes:
-        mask &= torch.rand(ROWS, width // 64, generator=generator).repeat_interleave(64, dim=-1) > 0.1
+    if hole:
+        kept = torch.rand(ROWS, width // hole, generator=generator) > 0.1
+        mask &= kept.repeat_interleave(hole, dim=-1).roll(29, dims=-1)  # ends anywhere
     rewards = torch.zeros(ROWS, width)
     rewards[torch.arange(ROWS), lengths - 1] = torch.randint(0, 2, (ROWS,), generator=generator).float()
     log_prob = -torch.rand(ROWS, width, generator=generator)
@@ -69,12 +70,15 @@ def advantage_cases() -> Iterator[Case]:
     config = AlgoConfig(gamma=0.99, lam=0.95)
     limits = {"grpo": 3.0, "grpo_vectorized": 3.0, "gae": 15.0, "reinforce_plus_plus": 15.0}
     names = ("token_level_rewards", "values", "reward_baselines", "response_mask", "index")
-    batch, holes = ({name: made[name] for name in names} for made in (make_batch(), make_batch(holes=True)))
+    batch, tools, scattered = (
+        {name: made[name] for name in names} for made in map(make_batch, 3 * [WIDTH], (0, 64, 1))
+    )
     for name, estimate in ADV_ESTIMATOR_REGISTRY.items():
         yield Case(name, lambda estimate=estimate: estimate(**batch, config=config), limits.get(name))
     for name in ("gae", "reinforce_plus_plus"):
         estimate = ADV_ESTIMATOR_REGISTRY[name]
-        yield Case(f"{name}, tool tokens", lambda estimate=estimate: estimate(**holes, config=config), limits[name])
+        yield Case(f"{name}, tool tokens", lambda estimate=estimate: estimate(**tools, config=config), limits[name])
+        yield Case(f"{name}, scattered mask", lambda estimate=estimate: estimate(**scattered, config=config))
 
 
 def loss_cases() -> Iterator[Case]:
