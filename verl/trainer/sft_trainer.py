@@ -1,6 +1,7 @@
 """Supervised training: ``python -m verl.trainer.sft_trainer key=value ...``, or the same under ``torchrun``."""
 
 import logging
+import math
 import time
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -16,7 +17,7 @@ from tqdm import tqdm
 from verl.base_config import ConfigError, Violation
 from verl.protocol import DataProto
 from verl.trainer.config.cli import hydra_main
-from verl.trainer.config.sft import as_engine_tree, validate_sft_config
+from verl.trainer.config.sft import as_engine_tree, parallel_sizes, validate_sft_config
 from verl.utils import envs
 from verl.utils.checkpoint.checkpoint_handler import CheckpointHandler
 from verl.utils.config import omega_conf_to_dataclass
@@ -125,7 +126,7 @@ class SFTTrainer:
     def _plan(self, world_size: int) -> None:
         """Set batches per epoch and steps in all."""
         data, trainer = self.config.data, self.config.trainer
-        ranks = world_size // self.config.engine.get("ulysses_sequence_parallel_size", 1)
+        ranks = world_size // math.prod(parallel_sizes(self.config.engine).values())
         if data.train_batch_size % ranks:
             expected = f"must be a multiple of the {ranks} data-parallel ranks"
             raise ConfigError([Violation("data.train_batch_size", data.train_batch_size, expected)])

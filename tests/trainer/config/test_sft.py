@@ -4,7 +4,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from verl.base_config import ConfigError
-from verl.trainer.config.sft import MOVED, as_engine_tree, validate_sft_config
+from verl.trainer.config.sft import MOVED, as_engine_tree, parallel_sizes, validate_sft_config
 from verl.utils.config import omega_conf_to_dataclass
 
 
@@ -55,7 +55,6 @@ def test_the_older_tree_is_moved(trees):
         ("sft_trainer", {"data.micro_batch_size": 8}, "data.micro_batch_size", "micro_batch_size_per_gpu"),
         ("sft_trainer", {"data.micro_batch_size_per_gpu": 3}, "data.micro_batch_size_per_gpu", "128 rows"),
         ("sft_trainer_engine", {"data.train_batch_size": 3}, "data.train_batch_size", "multiple of the 2"),
-        ("sft_trainer_engine", {"engine.strategy": "megatron"}, "engine.strategy", "fsdp, fsdp2"),
         ("sft_trainer_engine", {"data.pad_mode": "left"}, "data.pad_mode", "no_padding, right"),
         ("sft_trainer_engine", {"trainer.save_freq": "often"}, "trainer.save_freq", "after_each_epoch"),
         ("sft_trainer_engine", {"optim.lr": -1.0}, "optim.lr", "0 or more"),
@@ -68,8 +67,22 @@ def test_the_older_tree_is_moved(trees):
             "model.use_remove_padding",
             "must be true",
         ),
+        (
+            "sft_trainer_engine",
+            {"engine.strategy": "megatron", "model.lora_rank": 4},
+            "model.lora_rank",
+            "must be 0 with engine=megatron",
+        ),
     ],
 )
 def test_refused(trees, name, changes, key, message):
     assert violations(trees[name], {}, world_size=2) == {}
     assert message in violations(trees[name], changes, world_size=2).get(key, "")
+
+
+def test_workers_of_megatron_share_rows(composed):
+    """Batches are counted over the data-parallel workers that tensor, pipeline and context parallelism leave."""
+    config = composed("engine=megatron", "optim=megatron", name="sft_trainer_engine", base=False)
+    assert parallel_sizes(config.engine) == dict.fromkeys(
+        ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"), 1
+    )

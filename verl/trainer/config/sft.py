@@ -1,11 +1,12 @@
 """Supervised fine-tuning: one tree for the engine, from either of the two established ones, and its checks."""
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl.base_config import ConfigError, Violation
+from verl.base_config import ConfigError, Violation, as_yaml
 from verl.trainer.config.files import data_file_rules
 from verl.trainer.config.keys import dotted_keys
 from verl.trainer.config.nodes import build_nodes
@@ -87,8 +88,22 @@ def _violations(config: DictConfig, world_size: int) -> Iterator[Violation]:
     yield from _choice_rules(tree)
 
 
+SHARING = (
+    "ulysses_sequence_parallel_size",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+)
+"""Axes over which workers take the same rows."""
+
+
+def parallel_sizes(engine: Mapping[str, Any]) -> dict[str, int]:
+    """Return over how many workers each axis of an engine node shares the same rows."""
+    return {key: engine[key] for key in SHARING if key in engine}
+
+
 def _batch_rules(tree: Mapping[str, Any], world_size: int) -> Iterator[Violation]:
-    data, sp_size = tree["data"], select(tree, "engine.ulysses_sequence_parallel_size", 1)
+    data, axes = tree["data"], parallel_sizes(tree["engine"])
     sizes = ["train_batch_size", "max_length"]
     sizes.append("max_token_len_per_gpu" if data["use_dynamic_bsz"] else "micro_batch_size_per_gpu")
     for name in sizes:
@@ -97,12 +112,14 @@ def _batch_rules(tree: Mapping[str, Any], world_size: int) -> Iterator[Violation
             return
     if data.get("micro_batch_size") is not None:
         yield Violation("data.micro_batch_size", data["micro_batch_size"], "write data.micro_batch_size_per_gpu")
-    if world_size % sp_size:
+    sharing = math.prod(axes.values())
+    if world_size % sharing:
+        product = " x ".join(key for key, size in axes.items() if size > 1)
         expected = f"must divide the {world_size} workers"
-        yield Violation("engine.ulysses_sequence_parallel_size", sp_size, expected)
+        yield Violation(f"engine.{product}", sharing, expected)
         return
-    dp_size = world_size // sp_size
-    if sp_size > 1 and not select(tree, "model.use_remove_padding"):
+    dp_size = world_size // sharing
+    if axes.get("ulysses_sequence_parallel_size", 1) > 1 and not select(tree, "model.use_remove_padding"):
         yield Violation("model.use_remove_padding", False, "must be true with ulysses_sequence_parallel_size above 1")
     if data["train_batch_size"] % dp_size:
         expected = f"must be a multiple of the {dp_size} data-parallel ranks"
@@ -113,7 +130,6 @@ def _batch_rules(tree: Mapping[str, Any], world_size: int) -> Iterator[Violation
 
 
 CHOICES = {
-    "engine.strategy": ("fsdp", "fsdp2"),
     "data.truncation": ("error", "left", "right", "middle"),
     "data.pad_mode": ("no_padding", "right"),
     "trainer.resume_mode": ("auto", "disable", "resume_path"),
@@ -128,10 +144,16 @@ FIXED = {
 }
 
 
+NOT_WITH_MEGATRON = {"model.lora_rank": 0, "model.use_liger": False, "model.enable_activation_offload": False}
+
+
 def _choice_rules(tree: Mapping[str, Any]) -> Iterator[Violation]:
     for key, (value, expected) in FIXED.items():
         if select(tree, key, value) != value:
             yield Violation(key, select(tree, key), expected)
+    for key, value in NOT_WITH_MEGATRON.items():
+        if select(tree, "engine.strategy") == "megatron" and select(tree, key, value) != value:
+            yield Violation(key, select(tree, key), f"must be {as_yaml(value)} with engine=megatron")
     for key, names in CHOICES.items():
         if select(tree, key) not in names:
             yield Violation(key, select(tree, key), f"must be one of {', '.join(names)}")

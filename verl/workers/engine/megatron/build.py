@@ -7,6 +7,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from torch import Tensor
 
+from verl.base_config import as_yaml
 from verl.models.mcore.families import HEAD_NAMES
 from verl.models.mcore.gpt.build import global_rules, hf_to_mcore_config, init_mcore_model
 from verl.models.mcore.weights import Rule, Shard
@@ -65,8 +66,9 @@ class ModelBuilder:
         return chunks
 
     def _refuse(self) -> None:
-        if self.model_config.lora_rank:
-            raise ValueError(f"model.lora_rank={self.model_config.lora_rank} is not supported with strategy=megatron")
+        for name, wanted in (("lora_rank", 0), ("use_liger", False), ("enable_activation_offload", False)):
+            if (value := getattr(self.model_config, name, wanted)) != wanted:
+                raise ValueError(f"model.{name}={as_yaml(value)} is not supported with strategy=megatron")
         for key in ("param_offload", "grad_offload", "optimizer_offload"):
             if getattr(self.engine_config, key) and self.layout.device.type != "cpu":
                 raise ValueError(f"megatron.{key}=true is not supported yet: write false")
@@ -96,7 +98,11 @@ class ModelBuilder:
         }
         if self.layout.virtual_stages > 1:  # the other way of exchange gives wrong numbers, see McoreEngineConfig
             values |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
+        if self.model_config.enable_gradient_checkpointing:
+            values |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
         overrides = {key: value for key, value in config.override_transformer_config.items() if value is not None}
+        if overrides.get("recompute_granularity") == "selective":
+            values |= {"recompute_method": None, "recompute_num_layers": None}
         if overrides.get("recompute_granularity") != "selective":
             overrides.pop("recompute_modules", None)
         overrides.pop("attention_backend", None)  # names kernels of Transformer Engine
