@@ -29,6 +29,12 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def divisible(tmp_path_factory):
+    """A model whose heads and layers two workers can share."""
+    return make_tiny_model(str(tmp_path_factory.mktemp("divisible")), hidden_size=128, num_layers=2)
+
+
+@pytest.fixture(scope="module")
 def files(tmp_path_factory):
     import datasets
 
@@ -210,11 +216,11 @@ MEGATRON = ["engine=megatron", "optim=megatron"]
     ],
     ids=["fsdp2", "megatron tp", "megatron pp", "megatron cp", "megatron dp"],
 )
-def test_two_processes_train_as_one(options, monkeypatch, tmp_path, layout):
+def test_two_processes_train_as_one(options, divisible, monkeypatch, tmp_path, layout):
     """Whatever shares the work, down to the resumed second half; Megatron-Core decays no norms, so nothing is."""
     if layout[0] == MEGATRON[0]:
         pytest.importorskip("megatron.core", reason="the extra mcore is not installed")
-    options = [*options, "trainer.test_freq=5", "optim.weight_decay=0"]
+    options = [*options, f"model.path={divisible}", "trainer.test_freq=5", "optim.weight_decay=0"]
     alone = run(options, monkeypatch, tmp_path / "one.jsonl")[1]
     folder, log = f"trainer.default_local_dir={tmp_path}/two", tmp_path / "two.jsonl"
     first = [] if layout[0] != MEGATRON[0] else ["trainer.total_training_steps=5", "trainer.save_freq=5"]

@@ -19,6 +19,7 @@ SMOOTH = {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-3}
 
 LAYERS = {"num_hidden_layers": 4}
 TP, PP, CP = ({f"{axis}_parallel_size": 2} for axis in ("tensor_model", "pipeline_model", "context"))
+EP = {"expert_model_parallel_size": 2}
 VPP = PP | {"virtual_pipeline_model_parallel_size": 2}
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     1: {"one": {}, "one, plain optimizer": {"use_distributed_optimizer": False}},
@@ -30,8 +31,13 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "cp 2": CP | {"use_distributed_optimizer": False},
         "dp 2": {},
         "dp 2, plain optimizer": {"use_distributed_optimizer": False},
+        "ep 2": EP,
+        "ep 2, plain optimizer": EP | {"use_distributed_optimizer": False},
     },
     4: {
+        "tp 2 ep 2": TP | EP,
+        "pp 2 ep 2": PP | EP,
+        "cp 2 ep 2": CP | EP,
         "tp 2 pp 2": TP | PP,
         "tp 2 pp 2 x 2 virtual": TP | VPP,
         "tp 2 dp 2": TP,
@@ -52,30 +58,68 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3": {"cut": cases.MICRO[2], "folder": "qwen3"},
     "tied": {"cut": cases.MICRO[4], "folder": "tied"},
     "value": {"cut": cases.MICRO[3], "kind": "value_model"},
+    "qwen3 moe": {"cut": cases.dynamic(20), "folder": "qwen3_moe", "uneven": True},
+    "qwen2 moe": LONG | {"cut": cases.MICRO[3], "folder": "qwen2_moe"},
+    "mixtral": LONG | {"cut": cases.MICRO[3], "folder": "mixtral"},
 }
 
 
+WITH_EXPERTS = ("qwen3_moe", "qwen2_moe", "mixtral")
+
+
+def cases_of(world: int, layout: str) -> dict[str, dict[str, Any]]:
+    """Return the cases that run on a layout: models with experts where it can cut them, and only them with EP."""
+    sizes = LAYOUTS[world][layout]
+    cuts_experts = "expert_model_parallel_size" in sizes
+    whole = sizes.get("sequence_parallel", True) or "tensor_model_parallel_size" not in sizes
+    found = {}
+    for name, case in CASES.items():
+        fits = whole if case.get("folder") in WITH_EXPERTS else not cuts_experts
+        if fits and world in case.get("worlds", LAYOUTS):
+            found[name] = case
+    return found
+
+
+EXPERTS = {"num_experts_per_tok": 2, "head_dim": 16}
+MOE = {"num_experts": 4, "moe_intermediate_size": 48}
+
+
 def write_models(root: Path) -> None:
+    import transformers
+
     cases.write_model(root / "plain", **LAYERS)
     cases.write_model(root / "tied", tie_word_embeddings=True, **LAYERS)
-    write_qwen3(root / "qwen3")
-
-
-def write_qwen3(folder: Path) -> None:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    values = cases.tiny_config(**LAYERS).to_dict()
-    torch.manual_seed(8)
-    model = Qwen3ForCausalLM(Qwen3Config(**{key: values[key] for key in SHARED}, head_dim=24))
-    for parameter in model.parameters():
-        parameter.data.normal_(0.0, 0.08)
-    model.save_pretrained(folder)
+    for name, kind, changes in (
+        ("qwen3", "Qwen3", {"head_dim": 24}),
+        ("qwen3_moe", "Qwen3Moe", EXPERTS | MOE | {"norm_topk_prob": True}),
+        ("qwen2_moe", "Qwen2Moe", MOE | {"num_experts_per_tok": 2, "shared_expert_intermediate_size": 64}),
+        ("mixtral", "Mixtral", EXPERTS | {"num_local_experts": 4}),
+    ):
+        values = cases.tiny_config(**LAYERS).to_dict()
+        config = getattr(transformers, f"{kind}Config")(**{key: values[key] for key in SHARED}, **changes)
+        torch.manual_seed(8)
+        model = getattr(transformers, f"{kind}ForCausalLM")(config)
+        for parameter in model.parameters():
+            parameter.data.normal_(0.0, 0.08)
+        model.save_pretrained(root / name)
 
 
 SHARED = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size",
     "vocab_size", "tie_word_embeddings", "pad_token_id", "bos_token_id", "eos_token_id",
 )  # fmt: skip
+
+
+def runs_of(world: int, layout: str) -> list[str]:
+    """Return what else runs on a layout."""
+    return ["continued"] if "expert_model_parallel_size" in LAYOUTS[world][layout] else ["continued", "three steps"]
+
+
+def under_checkpoint_names(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Rename and cut what transformers holds in memory as ``save_pretrained`` does."""
+    from verl.workers.engine.fsdp.weights import checkpoint_names
+
+    return dict(checkpoint_names(model, iter(tensors.items())))
 
 
 def load(folder: Path) -> Any:
@@ -166,15 +210,20 @@ def checkpoint_of(folder: Path, world: int, layout: str) -> Path:
 
 def earlier(world: int, name: str) -> tuple[int, str] | None:
     """Return the layout run last before this one, in the same processes, with the same kind of optimizer."""
-    kind = LAYOUTS[world][name].get("use_distributed_optimizer", True)
+
+    def kind(place: tuple[int, str]) -> tuple[Any, ...]:
+        sizes = LAYOUTS[place[0]][place[1]]
+        return sizes.get("use_distributed_optimizer", True), "expert_model_parallel_size" in sizes
+
     before = ORDER[: ORDER.index((world, name))]
-    same = [place for place in before if LAYOUTS[place[0]][place[1]].get("use_distributed_optimizer", True) == kind]
+    same = [place for place in before if kind(place) == kind((world, name))]
     return next((place for place in reversed(same) if place[0] == world or max(place[0], world) < 4), None)
 
 
 def continued(folder: Path, world: int, name: str) -> dict[str, Any]:
     """Save after one step and take another: here, restored into a new engine, and restored from another layout."""
     layout, path = LAYOUTS[world][name], checkpoint_of(folder, world, name)
+    model = folder / ("qwen3_moe" if "expert_model_parallel_size" in layout else "plain")
 
     def step(engine: BaseEngine) -> dict[str, float]:
         rows = cases.rows_of(engine, False)
@@ -183,7 +232,7 @@ def continued(folder: Path, world: int, name: str) -> dict[str, Any]:
         return metrics | {"lr": engine.lr_scheduler_step()}
 
     schedule = {"lr_decay_style": "linear", "total_training_steps": 4}
-    engine, restored, moved = (build(folder / "plain", layout, optimizer=schedule) for _ in range(3))
+    engine, restored, moved = (build(model, layout, optimizer=schedule) for _ in range(3))
     step(engine)
     engine.save_checkpoint(str(path), global_step=1)
     result: dict[str, Any] = {
@@ -237,10 +286,13 @@ def run_world(rank: int, world_size: int, folder: Path) -> None:
 
     results: dict[str, dict[str, Any]] = {}
     for name, layout in LAYOUTS[world_size].items():
-        chosen = {case: each for case, each in CASES.items() if world_size in each.get("worlds", LAYOUTS)}
+        chosen = cases_of(world_size, name)
         parts = {case: partial(run_case, folder, layout, settings) for case, settings in chosen.items()}
-        parts["continued"] = partial(continued, folder, world_size, name)
-        parts["three steps"] = partial(three_steps, folder, layout)
+        runs = {
+            "continued": partial(continued, folder, world_size, name),
+            "three steps": partial(three_steps, folder, layout),
+        }
+        parts |= {run: runs[run] for run in runs_of(world_size, name)}
         results[name] = {case: run() for case, run in parts.items()}
         parallel_state.destroy_model_parallel()
     torch.save(results, folder / f"world_{world_size}_rank_{rank}.pt")

@@ -25,7 +25,7 @@ def of_every_layout(names: Iterable[str]) -> list[Any]:
         for world, layouts in megatron_cases.LAYOUTS.items()
         for layout in layouts
         for name in names
-        if world in megatron_cases.CASES.get(name, {}).get("worlds", megatron_cases.LAYOUTS)
+        if name in megatron_cases.cases_of(world, layout) or name in megatron_cases.runs_of(world, layout)
     ]
 
 
@@ -61,16 +61,27 @@ def results(folder: Path) -> Results:
     return Results(folder)
 
 
+MODELS = sorted({case.get("folder", "plain") for case in megatron_cases.CASES.values()})
+
+
 @pytest.fixture(scope="module")
 def references(folder: Path) -> dict[str, Any]:
-    names = ("plain", "tied", "qwen3")
-    return {name: cases.reference_step(megatron_cases.load(folder / name)) for name in names}
+    found = {}
+    for name in MODELS:
+        model = megatron_cases.load(folder / name)
+        found[name] = cases.reference_step(model)
+        found[name]["weights"] = megatron_cases.under_checkpoint_names(model, found[name]["weights"])
+    return found
 
 
 @pytest.fixture(scope="module")
 def real_references(folder: Path) -> dict[str, Any]:
-    names = ("plain", "tied", "qwen3")
-    return {name: real_losses.reference(megatron_cases.load(folder / name), "language_model") for name in names}
+    found = {}
+    for name in MODELS:
+        model = megatron_cases.load(folder / name)
+        found[name] = real_losses.reference(model, "language_model")
+        found[name]["gradients"] = megatron_cases.under_checkpoint_names(model, found[name]["gradients"])
+    return found
 
 
 def assert_real_loss(parts: list[dict[str, Any]], expected: dict[str, Any]) -> None:
@@ -121,7 +132,10 @@ def test_three_steps_of_adamw(results: Results, folder: Path, world: int, layout
             torch.testing.assert_close(tensor, expected["weights"][key], atol=2e-6, rtol=1e-5, msg=key)
 
 
-@pytest.mark.parametrize(("world", "layout", "name"), of_every_layout(["dynamic, uneven shards", "tied", "qwen3"]))
+@pytest.mark.parametrize(
+    ("world", "layout", "name"),
+    of_every_layout(["dynamic, uneven shards", "tied", "qwen3", "qwen3 moe", "qwen2 moe", "mixtral"]),
+)
 def test_exports_what_save_pretrained_writes(
     results: Results, folder: Path, world: int, layout: str, name: str
 ) -> None:

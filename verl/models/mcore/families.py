@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 LAYER = "decoder.layers.{layer}."
+EXPERT = "mlp.experts.local_experts.{expert}."
 HEAD_NAMES = ("score.weight", "score.bias")
 """What a value head is called in a checkpoint."""
 
@@ -79,6 +80,12 @@ def head_dim(hf: "PretrainedConfig") -> int:
     """Return the width of one attention head."""
     own: int | None = getattr(hf, "head_dim", None)
     return own or hf.hidden_size // hf.num_attention_heads
+
+
+def num_experts(hf: "PretrainedConfig") -> int | None:
+    """Return how many experts a layer has; None for a dense model."""
+    count: int | None = getattr(hf, "num_local_experts", None) or getattr(hf, "num_experts", None)
+    return count
 
 
 def rope_arguments(hf: "PretrainedConfig") -> dict[str, Any]:
@@ -210,8 +217,72 @@ register_family("LlamaForCausalLM", _Dense(_no_bias, refuses={"attention_bias": 
 register_family("Qwen2ForCausalLM", _Dense(_always_bias).family())
 register_family("Qwen3ForCausalLM", _Dense(_no_bias, qk_norm=True, refuses={"attention_bias": True}).family())
 
+
+@dataclass(frozen=True)
+class _Experts:
+    """A decoder with experts in every layer. ``at`` and ``parts`` (gate, up, down) name them in a checkpoint."""
+
+    width: str
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    shared: bool = False
+    at: str = "model.layers.{layer}.mlp."
+    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+    def config(self, hf: "PretrainedConfig") -> dict[str, Any]:
+        for name, wanted in (("decoder_sparse_step", 1), ("attention_bias", False), ("sliding_window", 0)):
+            if (getattr(hf, name, None) or wanted) != wanted:
+                raise UnsupportedModelError(f"{name}={getattr(hf, name)} is not supported with strategy=megatron")
+        if getattr(hf, "mlp_only_layers", None):
+            raise UnsupportedModelError(f"mlp_only_layers={hf.mlp_only_layers} is not supported with strategy=megatron")
+        experts: dict[str, Any] = {
+            "num_moe_experts": num_experts(hf),
+            "moe_router_topk": hf.num_experts_per_tok,
+            "moe_ffn_hidden_size": getattr(hf, self.width),
+            "moe_router_pre_softmax": getattr(hf, "norm_topk_prob", None) is False,
+            "moe_router_dtype": "fp32",
+            "moe_router_load_balancing_type": "none",
+            "moe_aux_loss_coeff": 0.0,
+            "moe_grouped_gemm": False,
+        }
+        if self.shared:
+            experts["moe_shared_expert_intermediate_size"] = hf.shared_expert_intermediate_size
+            experts["moe_shared_expert_gate"] = True
+        return dense_config(hf, add_qkv_bias=self.qkv_bias, qk_layernorm=self.qk_norm, **experts)
+
+    def layer(self, hf: "PretrainedConfig") -> dict[str, Rule]:
+        width, at = getattr(hf, self.width), f"{self.at}experts.{{expert}}."
+        gate, up, down = (f"{at}{part}.weight" for part in self.parts)
+        rules = attention_rules(hf, self.qkv_bias, self.qk_norm) | {
+            "mlp.router.weight": Whole(f"{self.at}gate.weight"),
+            f"{EXPERT}linear_fc1.weight": Stacked((gate, up), width),
+            f"{EXPERT}linear_fc2.weight": Rows(down, width),
+        }
+        if self.shared:
+            shared, width = f"{self.at}shared_expert.", hf.shared_expert_intermediate_size
+            rules |= {
+                "mlp.shared_experts.gate_weight": Whole(f"{self.at}shared_expert_gate.weight"),
+                "mlp.shared_experts.linear_fc1.weight": Stacked(
+                    (f"{shared}gate_proj.weight", f"{shared}up_proj.weight"), width
+                ),
+                "mlp.shared_experts.linear_fc2.weight": Rows(f"{shared}down_proj.weight", width),
+            }
+        return rules
+
+    def family(self) -> Family:
+        return Family(self.config, self.layer)
+
+
+register_family("Qwen2MoeForCausalLM", _Experts("moe_intermediate_size", qkv_bias=True, shared=True).family())
+register_family("Qwen3MoeForCausalLM", _Experts("moe_intermediate_size", qk_norm=True).family())
+register_family(
+    "MixtralForCausalLM",
+    _Experts("intermediate_size", at="model.layers.{layer}.block_sparse_moe.", parts=("w1", "w3", "w2")).family(),
+)
+
 __all__ = [
     "Columns",
+    "EXPERT",
     "Family",
     "HEAD_NAMES",
     "LAYER",
@@ -222,6 +293,7 @@ __all__ = [
     "dense_mlp_rules",
     "find_family",
     "head_dim",
+    "num_experts",
     "outer_rules",
     "register_family",
     "rope_arguments",

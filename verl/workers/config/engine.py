@@ -133,7 +133,6 @@ class McoreEngineConfig(BaseConfig):
 
     def _unsupported(self) -> Iterator[Violation]:
         held: dict[str, Any] = {
-            "expert_model_parallel_size": 1,
             "use_dist_checkpointing": False,
             "dist_checkpointing_path": None,
             "override_mcore_model_config": {},

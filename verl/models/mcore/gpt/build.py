@@ -1,6 +1,8 @@
 """From a Hugging Face configuration to the chunks of a ``GPTModel`` on this rank."""
 
 import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +13,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from verl.models.mcore.families import LAYER, find_family, outer_rules, rope_arguments
+from verl.models.mcore.families import EXPERT, LAYER, find_family, num_experts, outer_rules, rope_arguments
 from verl.models.mcore.gpt.heads import PositionPicker, ValueHead
 from verl.models.mcore.gpt.layer_spec import torch_block_spec
 from verl.models.mcore.weights import Rule
@@ -112,32 +114,53 @@ def _block_spec(config: TransformerConfig, vp_stage: int | None) -> Any:
 # Names
 
 
-def global_rules(
-    model: GPTModel, hf_config: "PretrainedConfig", is_value_model: bool
-) -> dict[str, tuple[Rule, tuple[str, ...], torch.nn.Parameter]]:
-    """Return, by name with the global number of its layer, each parameter of a chunk with its rule and the checkpoint
-    names that the rule reads; also marks parameters that tensor parallelism cuts.
+@dataclass(frozen=True)
+class NamedParameter:
+    """A parameter of this rank: its name with the global numbers of its layer and expert, the rule for it, and the
+    checkpoint names that the rule reads."""
+
+    name: str
+    rule: Rule
+    checkpoint_names: tuple[str, ...]
+    parameter: torch.nn.Parameter
+    is_expert: bool = False
+
+
+def named_parameters(model: GPTModel, hf_config: "PretrainedConfig", is_value_model: bool) -> Iterator[NamedParameter]:
+    """Yield the parameters of a chunk with what they are in a checkpoint; marks those that tensor parallelism cuts.
 
     Raises: ValueError naming a parameter without a rule.
     """
     outer = outer_rules(hf_config, is_value_model, model.share_embeddings_and_output_weights)
     layer_rules = find_family(hf_config).layer(hf_config)
     layer_rules |= {te: layer_rules[name] for name, te in _NAMES_OF_TRANSFORMER_ENGINE.items() if name in layer_rules}
-    found = {}
-    prefix = LAYER.split("{")[0]
+    prefix, expert_prefix = LAYER.split("{")[0], EXPERT.split("{")[0]
+    first_expert = _first_expert(hf_config)
     for name, parameter in model.named_parameters():
-        number: int | None = None
+        layer = expert = None
+        rule = outer.get(name)
         if name.startswith(prefix):
             local, rest = name.removeprefix(prefix).split(".", 1)
-            number = model.decoder.layers[int(local)].layer_number - 1
-            rule, name = layer_rules.get(rest), f"{prefix}{number}.{rest}"
-        else:
-            rule = outer.get(name)
+            layer = model.decoder.layers[int(local)].layer_number - 1
+            if rest.startswith(expert_prefix):
+                local, part = rest.removeprefix(expert_prefix).split(".", 1)
+                expert = int(local) + first_expert
+                rule, rest = layer_rules.get(f"{EXPERT}{part}"), f"{expert_prefix}{expert}.{part}"
+            else:
+                rule = layer_rules.get(rest)
+            name = f"{prefix}{layer}.{rest}"
         if rule is None:
             raise ValueError(f"no rule says which checkpoint tensors make {name!r} of Megatron-Core")
         if rule.shard_dim is not None and not hasattr(parameter, "tensor_model_parallel"):
             # Only an initialization would mark it, and unmarked it would count once per rank in the gradient norm.
             set_tensor_model_parallel_attributes(parameter, True, rule.shard_dim, 1)
-        names = tuple(each.format(layer=number) for each in rule.names)
-        found[name] = (rule, names, parameter)
-    return found
+        names = tuple(each.format(layer=layer, expert=expert) for each in rule.names)
+        yield NamedParameter(name, rule, names, parameter, expert is not None)
+
+
+def _first_expert(hf_config: "PretrainedConfig") -> int:
+    rank, size = (
+        parallel_state.get_expert_model_parallel_rank(),
+        parallel_state.get_expert_model_parallel_world_size(),
+    )
+    return rank * ((num_experts(hf_config) or 0) // size)

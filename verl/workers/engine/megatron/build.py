@@ -8,21 +8,18 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from torch import Tensor
 
 from verl.base_config import as_yaml
-from verl.models.mcore.families import HEAD_NAMES
-from verl.models.mcore.gpt.build import global_rules, hf_to_mcore_config, init_mcore_model
-from verl.models.mcore.weights import Rule, Shard
+from verl.models.mcore.families import HEAD_NAMES, num_experts
+from verl.models.mcore.gpt.build import hf_to_mcore_config, init_mcore_model, named_parameters
+from verl.models.mcore.weights import Shard
 from verl.workers.engine.megatron.layout import Layout
 from verl.workers.engine.weights import DTYPES, CheckpointError, SafetensorsReader, new_head
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from verl.workers.config import HFModelConfig, McoreEngineConfig
 
 logger = logging.getLogger(__name__)
-
-NamedParameter = tuple[str, Rule, tuple[str, ...], torch.nn.Parameter]
-"""(name with the global number of its layer, rule, checkpoint names, this rank's part)."""
 
 
 def model_dtype(config: "McoreEngineConfig", device: torch.device) -> torch.dtype:
@@ -62,6 +59,8 @@ class ModelBuilder:
             init_mcore_model(config, self.hf_config, self.is_value_model, tied, stage if count > 1 else None)
             for stage in range(count)
         ]
+        for chunk in chunks:
+            chunk.to(self.layout.device)  # routers are constructed on the host
         self.load(chunks)
         return chunks
 
@@ -78,6 +77,13 @@ class ModelBuilder:
                 raise ValueError(
                     f"megatron.tensor_model_parallel_size={self.layout.tp_size} must divide {name}={heads} of the model"
                 )
+        experts, ep_size = num_experts(self.hf_config), self.engine_config.expert_model_parallel_size
+        if ep_size > 1 and (not experts or experts % ep_size):
+            raise ValueError(
+                f"megatron.expert_model_parallel_size={ep_size} must divide the {experts or 0} experts of the model"
+            )
+        if experts and self.layout.tp_size > 1 and not self.engine_config.sequence_parallel:
+            raise ValueError("megatron.sequence_parallel=false: models with experts need true where layers are cut")
         stages = self.layout.pp_size * self.layout.virtual_stages
         uneven = any("pipeline" in key for key in self.engine_config.override_transformer_config)
         if self.hf_config.num_hidden_layers % stages and not uneven:
@@ -94,6 +100,8 @@ class ModelBuilder:
             "pipeline_model_parallel_size": self.layout.pp_size,
             "virtual_pipeline_model_parallel_size": config.virtual_pipeline_model_parallel_size,
             "context_parallel_size": self.layout.cp_size,
+            "expert_model_parallel_size": config.expert_model_parallel_size,
+            "expert_tensor_parallel_size": config.expert_tensor_parallel_size,
             "sequence_parallel": config.sequence_parallel,
         }
         if self.layout.virtual_stages > 1:  # the other way of exchange gives wrong numbers, see McoreEngineConfig
@@ -124,7 +132,9 @@ class ModelBuilder:
                 "safetensors only; save the model with save_pretrained first"
             )
         reader = SafetensorsReader(self.path)
-        shard = Shard(self.layout.tp_rank, self.layout.tp_size)
+        dense = Shard(self.layout.tp_rank, self.layout.tp_size)
+        group = self.layout.expert_tp_group
+        in_expert = Shard(group.rank(), group.size())
 
         def read(name: str, shape: "Sequence[int]", part: tuple[slice, ...]) -> Tensor:
             if name in reader.files:
@@ -140,14 +150,10 @@ class ModelBuilder:
 
         with torch.no_grad():
             for chunk in chunks:
-                for _, rule, names, parameter in named_parameters(chunk, self.hf_config, self.is_value_model):
-                    parameter.copy_(rule.load(read, shard, names, parameter.shape))
-
-
-def named_parameters(chunk: Any, hf_config: Any, is_value_model: bool) -> "Iterator[NamedParameter]":
-    """Yield the parameters of a chunk with what they are in a checkpoint."""
-    for name, (rule, names, parameter) in global_rules(chunk, hf_config, is_value_model).items():
-        yield name, rule, names, parameter
+                for named in named_parameters(chunk, self.hf_config, self.is_value_model):
+                    shard = in_expert if named.is_expert else dense
+                    part = named.rule.load(read, shard, named.checkpoint_names, named.parameter.shape)
+                    named.parameter.copy_(part)
 
 
 # Gradients

@@ -49,6 +49,16 @@ class Layout:
         return parallel_state.get_data_parallel_group()
 
     @property
+    def ep_group(self) -> ProcessGroup:
+        """The ranks that hold the other experts."""
+        return parallel_state.get_expert_model_parallel_group()
+
+    @property
+    def expert_tp_group(self) -> ProcessGroup:
+        """The ranks that hold the other parts of each expert."""
+        return parallel_state.get_expert_tensor_parallel_group()
+
+    @property
     def tp_rank(self) -> int:
         """Which part of each layer this rank holds."""
         return parallel_state.get_tensor_model_parallel_rank()
@@ -115,6 +125,11 @@ def make_layout(config: "McoreEngineConfig") -> Layout:
         raise ValueError(
             f"megatron.tensor_model_parallel_size={tp} x pipeline_model_parallel_size={pp} x "
             f"context_parallel_size={cp} must divide the {world_size} workers"
+        )
+    if (world_size // (tp * pp)) % ep:
+        raise ValueError(
+            f"megatron.expert_model_parallel_size={ep} must divide the {world_size // (tp * pp)} workers that hold the "
+            "same layers"
         )
     if parallel_state.model_parallel_is_initialized():
         _same_layout(sizes)

@@ -1,0 +1,222 @@
+"""What the Megatron-Core engine does beyond the contract: bad input, schedules, skipped steps, reward models."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.workers.engine import cases, megatron_cases
+from verl.workers.config import McoreOptimizerConfig
+from verl.workers.engine import BaseEngine, EngineRegistry
+
+pytest.importorskip("megatron.core", reason="the extra mcore is not installed")
+
+CUT = cases.MICRO[4]
+FULL = {"override_transformer_config": megatron_cases.RECOMPUTE}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    path = tmp_path_factory.mktemp("engine") / "plain"
+    cases.write_model(path)
+    yield path
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+
+
+def step(engine: BaseEngine, loss: Any = cases.loss_fn) -> dict[str, float]:
+    with engine.train_mode():
+        return engine.train_batch(cases.batch(**CUT), loss)
+
+
+def test_a_step_that_is_not_finite_is_skipped_and_counted(folder: Path) -> None:
+    engine = megatron_cases.build(folder, {})
+    before = cases.export(engine)
+
+    def broken(output: Any, rows: Any) -> Any:
+        terms, metrics = cases.loss_fn(output, rows)
+        terms[0] = type(terms[0])(terms[0].total * float("nan"), terms[0].unit)
+        return terms, metrics
+
+    assert step(engine, broken)["skipped_steps"] == 1 and engine.weights_version == 0
+    assert all(torch.equal(tensor, before[name]) for name, tensor in engine.named_weights())
+    assert step(engine)["skipped_steps"] == 1 and engine.weights_version == 1
+
+
+def test_forward_only_metrics_and_no_optimizer(folder: Path) -> None:
+    engine = megatron_cases.build(folder, {"forward_only": True})
+    with engine.eval_mode():
+        metrics = engine.forward_backward_batch(cases.batch(**CUT), cases.loss_fn, forward_only=True)
+    assert metrics["loss"] == pytest.approx(
+        cases.reference_step(megatron_cases.load(folder))["metrics"]["loss"], rel=1e-5
+    )
+    with pytest.raises(RuntimeError, match="forward_only"):
+        engine.optimizer_step()
+    with pytest.raises(RuntimeError, match="lora_rank"):
+        next(engine.named_weights(adapter_only=True))
+
+
+@pytest.mark.parametrize(("settings", "forwards"), [({}, 1), (FULL, 2)])
+def test_recompute_computes_layers_again(folder: Path, settings: dict[str, Any], forwards: int) -> None:
+    """Its numbers are those without it (test_megatron_contract.py); this is what it does."""
+    engine = megatron_cases.build(folder, settings)
+    calls: list[int] = []
+    engine.models[0].decoder.layers[1].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    step(engine)
+    assert len(calls) == forwards * 2  # micro-batches
+
+
+def test_half_precision_keeps_an_fp32_copy(folder: Path) -> None:
+    """Steps that bf16 cannot hold add up in the optimizer."""
+    engine = megatron_cases.build(folder, {"dtype": "bf16"}, optimizer={"lr": 1e-4})
+    expected = cases.reference_step(megatron_cases.load(folder))
+    for _ in range(3):
+        metrics = step(engine)
+    assert metrics["loss"] == pytest.approx(expected["metrics"]["loss"], rel=0.05)
+    assert all(tensor.dtype == torch.bfloat16 for _, tensor in engine.named_weights())
+    main = [p for each in engine.optimizer.chained_optimizers for p in each.get_parameters()]
+    assert {p.dtype for p in main} == {torch.float32}
+    assert any((p != p.bfloat16()).any() for p in main)
+
+
+def test_a_reward_model_reads_tokens_where_they_stand(folder: Path, tmp_path: Path) -> None:
+    """Its head comes from the checkpoint."""
+    from transformers import Qwen2ForTokenClassification
+
+    torch.manual_seed(5)
+    model = Qwen2ForTokenClassification(cases.tiny_config(num_labels=1, classifier_dropout=0.0)).eval()
+    model.save_pretrained(tmp_path)
+    engine: Any = EngineRegistry.new(
+        "reward_model",
+        "megatron",
+        model_config=cases.model_config(tmp_path),
+        engine_config=megatron_cases.McoreEngineConfig(forward_only=True),
+    )
+    engine.initialize()
+    with engine.eval_mode():
+        found = engine.infer_batch(cases.batch(**CUT))["values"]
+    data = cases.tensors()
+    inputs = {name: data[name] for name in ("input_ids", "attention_mask", "position_ids")}
+    expected = model(**inputs).logits[:, -cases.RESPONSE :, 0] * data["response_mask"]
+    torch.testing.assert_close(found, expected.detach(), atol=1e-5, rtol=1e-5)
+    headless = cases.model_config(folder)
+    with pytest.raises(ValueError, match="lacks 'score.weight'"):
+        EngineRegistry.new(
+            "reward_model", "megatron", model_config=headless, engine_config=megatron_cases.McoreEngineConfig()
+        ).initialize()
+
+
+def test_bad_requests_are_named(folder: Path) -> None:
+    for settings, message in (
+        ({"tensor_model_parallel_size": 2}, "tensor_model_parallel_size=2 x .* must divide the 1 workers"),
+        ({"override_ddp_config": {"buckets": 1}}, r"override_ddp_config has unknown keys \['buckets'\]"),
+        ({"override_ddp_config": {"overlap_grad_reduce": True}}, "overlap_grad_reduce=true is not supported"),
+        ({"override_transformer_config": {"layers": 1}}, r"override_transformer_config has unknown keys \['layers'\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            megatron_cases.build(folder, settings)
+    with pytest.raises(ValueError, match=r"override_optimizer_config has unknown keys \['epsilon'\]"):
+        megatron_cases.build(folder, {}, optimizer={"override_optimizer_config": {"epsilon": 1.0}})
+    engine = megatron_cases.build(folder, {})
+    data = cases.batch(**CUT)
+    data.batch["position_ids"][2] += 1
+    with pytest.raises(ValueError, match="position_ids of row 2"):
+        engine.infer_batch(data)
+    with pytest.raises(ValueError, match="cannot move"):
+        engine.to("meta")
+
+
+def _spoil(folder: Path, how: str) -> str:
+    """Damage a checkpoint; returns what the message must name."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    if how == "missing":
+        file.unlink()
+        return "model.path.*no model.safetensors"
+    if how == "lacks a tensor":
+        del tensors["model.norm.weight"]
+        expected = "model.norm.weight"
+    else:
+        tensors["lm_head.weight"] = tensors["lm_head.weight"][:-1].clone()
+        expected = r"lm_head.weight.*\(96, 64\).*\(97, 64\)"
+    save_file(tensors, file, metadata={"format": "pt"})
+    return expected
+
+
+@pytest.mark.parametrize("how", ["missing", "lacks a tensor", "wrong shape"])
+def test_bad_weights_are_named(folder: Path, tmp_path: Path, how: str) -> None:
+    cases.write_model(tmp_path)
+    expected = _spoil(tmp_path, how)
+    with pytest.raises(ValueError, match=expected):
+        megatron_cases.build(tmp_path, {})
+
+
+def test_checkpoints_that_cannot_be_loaded_say_why(folder: Path, tmp_path: Path) -> None:
+    engine = megatron_cases.build(folder, {})
+    engine.save_checkpoint(str(tmp_path / "actor"), global_step=1)
+    other = megatron_cases.build(folder, {"use_distributed_optimizer": False})
+    with pytest.raises(ValueError, match="use_distributed_optimizer=true: write the same"):
+        other.load_checkpoint(str(tmp_path / "actor"))
+    (file,) = (tmp_path / "actor" / "dist_ckpt").glob("__0_0.distcp")
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"__0_0.distcp has \d+ bytes instead of"):
+        engine.load_checkpoint(str(tmp_path / "actor"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"lr_warmup_steps": 2}, [0.0, 0.5, 1.0, 1.0]),
+        ({"lr_warmup_steps_ratio": 0.25, "total_training_steps": 16}, [0.0, 0.25, 0.5, 0.75, 1.0]),
+        ({"lr_warmup_steps": 2, "lr_warmup_init": 0.5}, [0.5, 0.75, 1.0]),
+        ({"lr_decay_style": "cosine", "total_training_steps": 2, "min_lr": 0.2}, [1.0, 0.6, 0.2, 0.2]),
+        ({"lr_decay_style": "linear", "lr_decay_steps": 4, "total_training_steps": 9}, [1.0, 0.75, 0.5, 0.25, 0.0]),
+        ({"lr_decay_style": "WSD", "lr_wsd_decay_steps": 2, "lr_wsd_decay_style": "linear", "total_training_steps": 4},
+         [1.0, 1.0, 1.0, 0.5, 0.0]),
+    ],
+)  # fmt: skip
+def test_schedules(changes: dict[str, Any], expected: list[float]) -> None:
+    rates = []
+    schedule, group = scheduler(**changes)
+    for _ in expected:
+        rates.append(group["lr"])
+        schedule.step(1)
+    assert rates == pytest.approx(expected)
+
+
+def scheduler(**changes: Any) -> tuple[Any, dict[str, Any]]:
+    from verl.workers.engine.megatron.optim import build_scheduler
+
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
+    optimizer.param_groups[0]["wd_mult"] = 0.5
+    return build_scheduler(optimizer, McoreOptimizerConfig(**({"lr": 1.0} | changes))), optimizer.param_groups[0]
+
+
+def test_weight_decay_follows_its_group_and_style() -> None:
+    schedule, group = scheduler(weight_decay=0.4, weight_decay_incr_style="linear", total_training_steps=4)
+    decays = []
+    for _ in range(6):
+        decays.append(group["weight_decay"])
+        schedule.step(1)
+    assert decays == pytest.approx([0.0, 0.05, 0.1, 0.15, 0.2, 0.2])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lr_decay_style": "cosine"}, "lr_decay_style=cosine needs optim.total_training_steps"),
+        ({"lr_warmup_steps_ratio": 0.1}, "total_training_steps"),
+        (
+            {"lr_decay_style": "linear", "total_training_steps": 2, "lr_warmup_steps": 2},
+            "shorter than the schedule of 2",
+        ),
+    ],
+)
+def test_schedules_that_cannot_be_say_so(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        scheduler(**changes)
