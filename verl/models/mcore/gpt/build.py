@@ -52,7 +52,8 @@ def hf_to_mcore_config(hf_config: "PretrainedConfig", dtype: torch.dtype, **over
         "calculate_per_token_loss": True,  # the loss is divided by us: gradients of ranks add up
         "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",  # the only one for variable lengths, dense models included
-        "deallocate_pipeline_outputs": True,
+        # Gloo reads what it sends while the next chunk runs; NCCL has queued its copy by then.
+        "deallocate_pipeline_outputs": not on_cpu,
         "gradient_accumulation_fusion": False,
         "masked_softmax_fusion": False,
         "bias_activation_fusion": False,
