@@ -116,6 +116,7 @@ def test_bad_requests_are_named(folder: Path) -> None:
         ({"tensor_model_parallel_size": 2}, "tensor_model_parallel_size=2 x .* must divide the 1 workers"),
         ({"override_ddp_config": {"buckets": 1}}, r"override_ddp_config has unknown keys \['buckets'\]"),
         ({"override_ddp_config": {"overlap_grad_reduce": True}}, "overlap_grad_reduce=true is not supported"),
+        ({"override_transformer_config": {"deallocate_pipeline_outputs": True}}, "must be false on CPU workers"),
         ({"override_transformer_config": {"layers": 1}}, r"override_transformer_config has unknown keys \['layers'\]"),
     ):
         with pytest.raises(ValueError, match=message):

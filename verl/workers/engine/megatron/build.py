@@ -114,6 +114,11 @@ class ModelBuilder:
         if overrides.get("recompute_granularity") != "selective":
             overrides.pop("recompute_modules", None)
         overrides.pop("attention_backend", None)  # names kernels of Transformer Engine
+        if overrides.get("deallocate_pipeline_outputs") and self.layout.device.type == "cpu":
+            raise ValueError(
+                "megatron.override_transformer_config.deallocate_pipeline_outputs=true must be false on CPU workers: "
+                "gloo still reads what would be freed, and the next stage gets something else"
+            )
         dtype = model_dtype(config, self.layout.device)
         built = hf_to_mcore_config(self.hf_config, dtype, **(values | overrides))
         built.finalize_model_grads_func = finish_gradients
