@@ -1,10 +1,12 @@
 """A sandbox service that speaks the HTTP interface of SandboxFusion and runs Python for real, in the local sandbox."""
 
 import json
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,7 +70,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def service() -> Iterator[SandboxService]:
+def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SandboxService]:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # where the permits of its address lie
     with SandboxService() as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
         thread.start()

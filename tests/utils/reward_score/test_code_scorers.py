@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import tempfile
 import threading
 import time
 from functools import partial
@@ -203,6 +204,7 @@ def test_replies_of_the_service(reply, result):
 
 
 def test_permits_bound_threads_and_come_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     permits, lock, inside, most = FilePermits(str(tmp_path), 3), threading.Lock(), [0], [0]
 
     def work():

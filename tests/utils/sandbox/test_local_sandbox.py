@@ -162,10 +162,12 @@ def test_nothing_is_inherited():
     assert result.stdout == "False\n3 0\n"  # where a function's value goes
 
 
-def test_the_end_of_the_caller_is_the_end_of_the_program():
+def test_the_end_of_the_caller_is_the_end_of_the_program(tmp_path):
     """A scorer that is killed leaves neither supervisor nor program behind."""
     code = f"from verl.utils.sandbox import *; run_tests('while True: pass  # {os.getpid()}', [Test()], timeout_s=60.0)"
-    caller = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[3])
+    caller = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=Path(__file__).parents[3], env=os.environ | {"TMPDIR": str(tmp_path)}
+    )
     parent, deadline = psutil.Process(caller.pid), time.monotonic() + 30
     while len(below := parent.children(recursive=True)) < 2 and time.monotonic() < deadline:
         time.sleep(0.02)
