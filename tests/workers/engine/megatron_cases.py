@@ -35,7 +35,6 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "ep 2, plain optimizer": EP | {"use_distributed_optimizer": False},
     },
     4: {
-        "tp 2 ep 2": TP | EP,
         "pp 2 ep 2": PP | EP,
         "cp 2 ep 2": CP | EP,
         "tp 2 pp 2": TP | PP,
