@@ -40,7 +40,7 @@ def files(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("data")
     tables = synthetic_tables()
-    for name, rows in (("train", tables["sft_train"][:20]), ("val", tables["sft_test"][:7])):
+    for name, rows in (("train", tables["sft_train"][:20]), ("val", tables["sft_test"][:5])):
         datasets.Dataset.from_list(rows).to_parquet(folder / f"{name}.parquet")
     return folder
 

@@ -156,8 +156,10 @@ class SFTTrainer:
         if train:
             sampler: Any = SeededRandomSampler(dataset, self.config.trainer.seed, rank=rank, num_replicas=ranks)  # type: ignore[arg-type]
         else:
-            sampler = SequentialSampler(range(rank, len(dataset), ranks))  # type: ignore[arg-type]
-            dataset = torch.utils.data.Subset(dataset, range(rank, len(dataset), ranks))  # type: ignore[arg-type]
+            rows, count = len(dataset), -(-len(dataset) // ranks)  # type: ignore[arg-type]
+            # All ranks take as many, since a pass of the engine is collective; ``validate`` masks those taken twice.
+            dataset = torch.utils.data.Subset(dataset, [(rank + i * ranks) % rows for i in range(count)])
+            sampler = SequentialSampler(dataset)
         return stateful_loader(
             dataset,
             batch_size=self.config.data.train_batch_size // ranks,
@@ -239,14 +241,18 @@ class SFTTrainer:
 
     def validate(self) -> float:
         """Return the negative log-likelihood of the validation set, averaged over its trained tokens."""
-        assert self.val_loader is not None
+        assert self.val_loader is not None and self.val_dataset is not None
+        ranks, rank = self.engine.get_data_parallel_size(), self.engine.get_data_parallel_rank()
+        own = len(range(rank, len(self.val_dataset), ranks))  # type: ignore[arg-type]
         total = torch.zeros(2, dtype=torch.float64)
         with self.engine.eval_mode():
             for rows in self.val_loader:
                 batch = self._padded(rows)
                 batch.meta_info = self._meta(0)
-                log_probs = self.engine.infer_batch(batch)["log_probs"].double()
                 mask = batch.batch["response_mask"]
+                mask[max(own, 0) :] = 0
+                own -= len(batch)
+                log_probs = self.engine.infer_batch(batch)["log_probs"].double()
                 total += torch.stack([-(log_probs * mask).sum(), mask.sum().double()])
         loss, tokens = (self._sum_over_ranks(part) for part in total)
         return loss / max(tokens, 1.0)
