@@ -12,6 +12,7 @@ from verl.utils.tracking import (
     MissingBackendError,
     Tracking,
     UnknownBackendError,
+    ValidationGenerationsLogger,
     check_backends,
     flatten,
     mlflow_key,
@@ -64,6 +65,53 @@ def test_tensorboard_is_read_back(tmp_path, monkeypatch):
     events = accumulator.EventAccumulator(str(tmp_path))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("actor/lr")] == [(1, 0.5), (2, 1.0)]
+
+
+METRICS = [{"val-core/x/acc/mean@4": 0.5 * step, "actor/lr": 1e-6} for step in (1, 2)]
+
+
+def log_offline(name, config=None):
+    """Log two steps and a table of samples; returns the tracker, not finished."""
+    log, generations = Tracking("project", "run", [name], config), ValidationGenerationsLogger("project", "run")
+    for step, metrics in enumerate(METRICS, 1):
+        log.log(metrics, step=step)
+        generations.log(log.logger, [("question", "answer", 1.0)], step)
+    return log
+
+
+def test_mlflow_is_read_back(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/runs.db")
+    monkeypatch.chdir(tmp_path)
+    log_offline("mlflow", {"trainer": {"seed": 1}}).finish()
+    client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/runs.db")
+    (run,) = client.search_runs([client.get_experiment_by_name("project").experiment_id])
+    history = client.get_metric_history(run.info.run_id, "val-core/x/acc/mean_at_4")
+    assert [(point.step, point.value) for point in history] == [(1, 0.5), (2, 1.0)]
+    assert run.data.params == {"trainer/seed": "1"} and run.info.run_name == "run"
+    assert [file.path for file in client.list_artifacts(run.info.run_id)] == ["val_step1.json", "val_step2.json"]
+
+
+def test_wandb_holds_the_last_step_and_the_table(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    log = log_offline("wandb", {"trainer": {"seed": 1}})
+    log.log({}, step=3)  # ends the step before it
+    assert wandb.run.config["trainer"] == {"seed": 1} and wandb.run.name == "run"
+    assert {key: wandb.run.summary[key] for key in METRICS[1]} == METRICS[1]
+    assert wandb.run.summary["val/generations"]["nrows"] == 2
+    log.finish()
+    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+
+
+def test_swanlab_keeps_a_run_offline(tmp_path, monkeypatch):
+    pytest.importorskip("swanlab")
+    monkeypatch.setenv("SWANLAB_MODE", "offline")
+    monkeypatch.setenv("SWANLAB_LOG_DIR", str(tmp_path / "log"))
+    log_offline("swanlab").finish()
+    (run,) = (tmp_path / "log").glob("run-*")
+    assert any(b"mean@4" in file.read_bytes() for file in run.rglob("*") if file.is_file())
 
 
 def test_names_and_parameters_for_mlflow():
