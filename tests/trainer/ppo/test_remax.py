@@ -3,6 +3,7 @@
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from omegaconf import OmegaConf
 
@@ -43,11 +44,12 @@ class Rollout:
 
 
 def reward(data: DataProto, return_dict: bool = False) -> dict[str, Any]:
-    """Score the number of tokens, on the last of them."""
+    """Score the number of tokens, on the last of them; those of three count as not scored."""
     mask = data.batch["response_mask"]
     scores = torch.zeros(mask.shape)
     scores[torch.arange(len(mask)), mask.sum(-1) - 1] = mask.sum(-1).float()
-    return {"reward_tensor": scores, "reward_extra_info": {}}
+    reasons = ["raised" if length == 3 else None for length in mask.sum(-1).tolist()]
+    return {"reward_tensor": scores, "reward_extra_info": {"reward_failure": reasons}}
 
 
 def make_trainer() -> RayPPOTrainer:
@@ -75,6 +77,7 @@ def test_the_greedy_score_is_the_baseline_of_each_prompt() -> None:
     batch = trainer.generate(trainer.prepare(rows), metrics, timing)
     assert trainer.actor_rollout_wg.greedy_rows == [4]  # three prompts, and one that makes them divide
     assert batch.batch["reward_baselines"].tolist() == batch.batch["prompts"][:, -1].tolist()
+    assert metrics["greedy/reward/failed"] == 1 and metrics["greedy/reward/failed_ratio"] == pytest.approx(1 / 3)
     assert "gen_max" in timing and timing["generate_sequences"] == 1.0  # the greedy pass is in its own timer only
     batch = trainer.shape(trainer.score(batch, metrics, timing), metrics, timing)
     mask = batch.batch["response_mask"]

@@ -16,6 +16,7 @@ from verl.trainer.ppo import after_step, checkpoint, loaders
 from verl.trainer.ppo.advantages import apply_kl_penalty, compute_advantage, compute_response_mask
 from verl.trainer.ppo.core_algos import AdvantageEstimator, agg_loss
 from verl.trainer.ppo.dumps import dump_training_batch
+from verl.trainer.ppo.metric_utils import failure_metrics
 from verl.trainer.ppo.mismatch_helper import compute_rollout_importance_weights
 from verl.trainer.ppo.phases import check_rollout, checked_phase, needs_old_log_probs
 from verl.trainer.ppo.profiling import start_profiling, stop_profiling
@@ -248,7 +249,7 @@ class RayPPOTrainer:
         check_rollout(requests, output, self.global_steps, self.single_turn)
         self._take_timing(output, metrics, timing)
         if self.config.algorithm.adv_estimator == AdvantageEstimator.REMAX:
-            batch.batch["reward_baselines"] = self._greedy_baseline(batch, prompts, timing)
+            batch.batch["reward_baselines"] = self._greedy_baseline(batch, prompts, metrics, timing)
         batch = batch.repeat(repeat_times=num_samples, interleave=True).union(output)
         batch.batch["sampling_seed"] = requests.batch["sampling_seed"]
         if "response_mask" not in batch.batch.keys():
@@ -342,8 +343,11 @@ class RayPPOTrainer:
             timing[name] = value if "/" in name else timing.get(name, 0.0) + value
         metrics.update(reduce_metrics(output.meta_info.pop("metrics", {})))
 
-    def _greedy_baseline(self, batch: DataProto, prompts: DataProto, timing: Timing) -> torch.Tensor:
-        """Return the score of one greedy response per prompt, (num_prompts,), as ReMax subtracts it."""
+    def _greedy_baseline(self, batch: DataProto, prompts: DataProto, metrics: Metrics, timing: Timing) -> torch.Tensor:
+        """Return the score of one greedy response per prompt, (num_prompts,), as ReMax subtracts it.
+
+        What its scoring reports, failures among it, goes to the metrics under ``greedy/``.
+        """
         requests = prompts.repeat(repeat_times=1)
         requests.meta_info = {**prompts.meta_info, "do_sample": False}
         requests.batch["sampling_seed"] = self._sampling_seeds(prompts, 1)
@@ -354,7 +358,10 @@ class RayPPOTrainer:
             output.meta_info.pop("timing", None)
             output.meta_info.pop("metrics", None)
             greedy = batch.repeat(repeat_times=1).union(output)
-            scores, _ = PendingReward(self).start(greedy, {}).take(greedy, {})
+            found: Metrics = {}
+            scores, extras = PendingReward(self).start(greedy, found).take(greedy, found)
+        found |= failure_metrics("reward", extras.get("reward_failure"))
+        metrics.update({f"greedy/{name}": value for name, value in found.items()})
         return scores.sum(dim=-1)
 
     def _balance_batch(self, batch: DataProto, metrics: Metrics, logging_prefix: str = "global_seqlen") -> None:
