@@ -154,6 +154,22 @@ def test_group_shift_changes_nothing(name):
     )
 
 
+@pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus", "remax"])
+def test_a_constant_on_every_score_changes_nothing(name):
+    """Undiscounted: whitening takes it out of every token, and for ReMax the greedy response has it too."""
+    batch = make_batch()
+    mask = torch.arange(6) < torch.tensor([6, 3, 4, 1, 2, 4, 6]).unsqueeze(-1)
+    last = mask.double().mul(torch.arange(1, 7)).argmax(-1)
+    batch["response_mask"] = mask.long()
+    shifted = {key: value.clone() if key in FLOATS else value for key, value in batch.items()}
+    shifted["token_level_rewards"][torch.arange(7), last] += 3.0
+    shifted["reward_baselines"] += 3.0
+    one, other = (core_algos.estimate_advantages(name, **each, gamma=1.0, lam=1.0)[0] for each in (batch, shifted))
+    torch.testing.assert_close(one, other, atol=1e-9, rtol=1e-9)
+    shifted["token_level_rewards"][0, last[0]] += 3.0
+    assert not torch.allclose(one, core_algos.estimate_advantages(name, **shifted, gamma=1.0, lam=1.0)[0])
+
+
 def by_hand(name):
     """Return what an estimator gives for scores 1, 3 | 0, 4 of two groups; the first response has a single token."""
     half, seven = 0.5**0.5, (22 / 7) ** 0.5
@@ -275,9 +291,11 @@ def test_gae_by_hand_steps_over_masked_tokens():
     rewards = torch.tensor([[0.0, 9.0, 1.0]])
     values = torch.tensor([[0.5, 9.0, 0.25]])
     mask = torch.tensor([[1, 0, 1]])
-    _, returns = core_algos.compute_gae_advantage_return(rewards, values, mask, gamma=0.5, lam=0.5)
+    advantages, returns = core_algos.compute_gae_advantage_return(rewards, values, mask, gamma=0.5, lam=0.5)
     last = 1.0 - 0.25
     first = 0.5 * 0.25 - 0.5 + 0.5 * 0.5 * last
+    half = 0.5**0.5  # of two numbers that differ, whitened
+    torch.testing.assert_close(advantages, torch.tensor([[-half, 0.0, half]]))
     torch.testing.assert_close(returns, torch.tensor([[first + 0.5, 0.0, last + 0.25]]))
 
 
@@ -297,7 +315,7 @@ def test_nothing_to_whiten(name):
         core_algos.get_adv_estimator_fn(name)(**batch)
 
 
-@pytest.mark.parametrize("name", sorted(set(GROUPED) - {"reinforce_plus_plus_baseline"}))
+@pytest.mark.parametrize("name", [*sorted(set(GROUPED) - {"reinforce_plus_plus_baseline"}), "remax"])
 def test_all_zero_mask_gives_zeros(name):
     batch = make_batch()
     batch["response_mask"] = torch.zeros_like(batch["response_mask"])

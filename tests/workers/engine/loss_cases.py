@@ -30,6 +30,7 @@ OPTIONS = {"clip_cov_ratio": 0.2, "clip_cov_lb": 0.0, "clip_cov_ub": 100.0, "kl_
 ORDER = [5, 2, 7, 0, 3, 6, 1, 4]
 PADDED = {"model": cases.PADDED}
 ULYSSES = {"engine": {"ulysses_sequence_parallel_size": 2}}
+FSDP2 = {"engine": {"strategy": "fsdp2"}}
 
 VARIANTS: dict[int, dict[str, dict[str, Any]]] = {
     1: {
@@ -48,6 +49,7 @@ VARIANTS: dict[int, dict[str, dict[str, Any]]] = {
         "two ranks, unpacked, dynamic": PADDED | {"cut": cases.dynamic(20), "uneven": True},
         "two ranks, longer padding": {"cut": cases.MICRO[1], "padding": (2, 5)},
         "ulysses": ULYSSES | {"cut": cases.MICRO[3]},
+        "two ranks, fsdp2": FSDP2 | {"cut": cases.MICRO[1]},
     },
 }
 BASE = "whole"
