@@ -52,14 +52,15 @@ class Handler(BaseHTTPRequestHandler):
             judge.active += 1
             judge.most_active = max(judge.most_active, judge.active)
         try:
-            reply = judge.answer(self, text, times)
+            try:
+                reply = judge.answer(self, text, times)
+            finally:  # before the client has the answer, since it then asks again
+                with judge.lock:
+                    judge.active -= 1
             if reply is not None:
                 self.send(200, {"choices": [{"message": {"role": "assistant", "content": reply}}]})
         except (BrokenPipeError, ConnectionResetError):
             pass  # the client has given up
-        finally:
-            with judge.lock:
-                judge.active -= 1
 
     def send(self, status: int, body: Any, **headers: str) -> None:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()

@@ -99,6 +99,7 @@ def reference(model: Any, kind: str) -> dict[str, Any]:
         metrics = {
             "actor/pg_loss": policy,
             "actor/kl_loss": kl,
+            "actor/kl_coef": torch.tensor(KL),
             "actor/ppo_kl": mean(-log_ratio),
             "actor/pg_clipfrac": mean((upper > plain).float()),
             "actor/pg_clipfrac_lower": mean((bounded < upper).float()),

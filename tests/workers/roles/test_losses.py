@@ -108,6 +108,7 @@ def test_ppo_loss_is_policy_minus_entropy_plus_kl(mode: str, split: list[list[in
     wanted = {
         "actor/pg_loss": policy,
         "actor/kl_loss": kl,
+        "actor/kl_coef": 0.2,
         "actor/ppo_kl": aggregate(ratios, "token-mean"),
         "actor/pg_clipfrac": aggregate(
             each(lambda n, o, a: float((n - o > math.log(1.2) and a > 0) or (n - o < math.log(0.8) and a < 0)),

@@ -185,8 +185,6 @@ class ActorRolloutRefWorker(EngineWorker):
             )
             metrics["actor/lr"] = self.engine.lr_scheduler_step()
         step = finish_mismatch(average_metrics(steps, prefix="actor/"))
-        if config.use_kl_loss:
-            metrics["actor/kl_coef"] = config.kl_loss_coef
         return DataProto(meta_info={"metrics": metrics | step | memory_metrics()})
 
 

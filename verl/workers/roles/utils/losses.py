@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from verl.algos.aggregate import Metric, Sum, agg_count, agg_sum, agg_unit
+from verl.algos.aggregate import Extreme, Metric, Sum, agg_count, agg_sum, agg_unit
 from verl.algos.kl import kl_penalty
 from verl.algos.policy_loss import effective_loss_agg_mode, get_policy_loss_fn, get_token_selector
 from verl.algos.value_loss import compute_value_loss
@@ -129,6 +129,8 @@ def ppo_loss(
         kl = agg_sum(_kl_to_reference(config.kl_loss_type, model_output, batch), mask, config.loss_agg_mode, length)
         terms.append(Sum(config.kl_loss_coef * kl.total, kl.unit))
         metrics["actor/kl_loss"] = kl
+        coefficient = torch.tensor(config.kl_loss_coef, dtype=torch.float64, device=log_probs.device)
+        metrics["actor/kl_coef"] = Extreme(coefficient, "max")
     if on_policy and "rollout_log_probs" in batch.keys():
         metrics |= mismatch_metrics(log_probs.detach(), batch["rollout_log_probs"], mask)
     return terms, metrics
