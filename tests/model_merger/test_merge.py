@@ -122,7 +122,7 @@ def test_what_is_refused(root, tmp_path, capsys):
         change()
         assert message in refusal("plain", local_dir=broken)
     arguments = ["merge", "--backend", "megatron", "--local_dir", actor(root, "plain")]
-    assert main(arguments) == 2 and "--backend fsdp" in capsys.readouterr().err
+    assert main(arguments) == 2 and "write --backend fsdp" in capsys.readouterr().err
 
 
 def test_upload(root, tmp_path, monkeypatch):

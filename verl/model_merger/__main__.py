@@ -17,7 +17,11 @@ def build_parser() -> argparse.ArgumentParser:
     add = shared.add_argument
     add("--backend", choices=BACKENDS, required=True, help="what wrote the checkpoint")
     add("--local_dir", required=True, help="folder of one role: <run>/global_step_<N>/actor")
-    add("--dtype", choices=("bf16", "fp16", "fp32"), help="of the result (default: that of the checkpoint)")
+    add(
+        "--dtype",
+        choices=("bf16", "fp16", "fp32"),
+        help="of the result (default: that of the source model)",
+    )
     add("--merge-lora", action="store_true", help="add adapters into the weights instead of writing lora_adapter/")
     add("--tie-word-embedding", action="store_true", help="input and output embeddings are one, whatever config says")
     add("--trust-remote-code", action="store_true", help="run the code of the model's folder")
@@ -35,13 +39,11 @@ def build_parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """Merge or compare; returns the exit code: 1 when weights differ, 2 when something is wrong."""
     args = build_parser().parse_args(arguments)
-    if args.backend == "megatron":
-        return _fail("--backend megatron: this version writes no Megatron checkpoints, write --backend fsdp")
     # imports take seconds: only when the arguments are right
     from verl.model_merger.merger import MergeOptions, adapter_note, compare, merge, upload
 
     options = MergeOptions(
-        args.local_dir, args.dtype, args.merge_lora, args.is_value_model, args.tie_word_embedding,
+        args.backend, args.local_dir, args.dtype, args.merge_lora, args.is_value_model, args.tie_word_embedding,
         args.trust_remote_code,
     )  # fmt: skip
     try:

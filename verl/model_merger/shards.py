@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from verl.model_merger.base import right_folder
 from verl.utils.checkpoint.files import (
     LAYOUT_NAME,
     CheckpointError,
@@ -29,7 +30,7 @@ def check_checkpoint(folder: Path) -> int:
     Raises: CheckpointError naming every file that is missing, cut short or changed.
     """
     if not Path(folder, LAYOUT_NAME).is_file():
-        raise CheckpointError(f"{folder} holds no {LAYOUT_NAME}: {_right_folder(folder)}")
+        raise CheckpointError(f"{folder} holds no {LAYOUT_NAME}: {right_folder(folder, LAYOUT_NAME)}")
     world_size, problems = read_world_size(folder), []
     for rank in range(world_size):
         try:
@@ -46,15 +47,6 @@ def check_checkpoint(folder: Path) -> int:
     if problems:
         raise CheckpointError(f"checkpoint {folder} cannot be merged: {'; '.join(problems)}")
     return world_size
-
-
-def _right_folder(folder: Path) -> str:
-    """Say which folder is meant where one above it was given."""
-    expected = "--local_dir must be the folder of one role, <run>/global_step_<N>/actor"
-    if not folder.is_dir():
-        return f"it is no folder; {expected}"
-    found = sorted({path.parent for depth in ("*", "*/*") for path in folder.glob(f"{depth}/{LAYOUT_NAME}")})
-    return f"{expected}; write one of {', '.join(map(str, found))}" if found else expected
 
 
 class ShardedState(Mapping[str, Tensor]):

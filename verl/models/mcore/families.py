@@ -15,6 +15,11 @@ if TYPE_CHECKING:
 
 LAYER = "decoder.layers.{layer}."
 EXPERT = "mlp.experts.local_experts.{expert}."
+FUSED_NORMS = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
+"""Norms that Transformer Engine joins with the projection behind them; checkpoints have them under these names."""
 HEAD_NAMES = ("score.weight", "score.bias")
 """What a value head is called in a checkpoint."""
 
@@ -283,6 +288,7 @@ register_family(
 __all__ = [
     "Columns",
     "EXPERT",
+    "FUSED_NORMS",
     "Family",
     "HEAD_NAMES",
     "LAYER",

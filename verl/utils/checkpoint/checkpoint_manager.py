@@ -33,7 +33,10 @@ _DEFAULT_CONTENTS = ("model", "optimizer", "extra")
 
 
 class BaseCheckpointManager(ABC):
-    """Saves and loads the parts that ``checkpoint_config`` (``save_contents, load_contents``) names."""
+    """Saves and loads the parts that ``checkpoint_config`` (``save_contents, load_contents``) names.
+
+    ``source_dtype`` is that of the model that training started from, which may not be what it trains in.
+    """
 
     def __init__(
         self,
@@ -42,11 +45,13 @@ class BaseCheckpointManager(ABC):
         lr_scheduler: Any = None,
         processing_class: Any = None,
         checkpoint_config: Any = None,
+        source_dtype: torch.dtype | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
         self.processing_class = processing_class
+        self.source_dtype = source_dtype
         self.save_contents = _contents(checkpoint_config, "save_contents", _DEFAULT_CONTENTS)
         self.load_contents = _contents(checkpoint_config, "load_contents", self.save_contents)
         distributed = dist.is_available() and dist.is_initialized()
@@ -152,6 +157,13 @@ class BaseCheckpointManager(ABC):
         older = earlier_checkpoints(local_path)
         surplus = len(older) + 1 - max_ckpt_to_keep
         self.remove_previous_save_local_path([str(folder) for folder in older[: max(0, surplus)]])
+
+    def layout_fields(self) -> dict[str, Any]:
+        """Return what the layout file of every engine says: how many ranks wrote, and the dtype of the source model."""
+        fields: dict[str, Any] = {"world_size": self.world_size}
+        if self.source_dtype is not None:
+            fields["source_dtype"] = str(self.source_dtype).removeprefix("torch.")
+        return fields
 
     def is_node_leader(self) -> bool:
         """Whether this rank acts for its node where one has to."""

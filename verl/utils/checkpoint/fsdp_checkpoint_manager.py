@@ -118,7 +118,7 @@ class FSDPCheckpointManager(BaseCheckpointManager):
             if self.should_save_hf_model:
                 export_weights(None, named_weights or self._full_tensors())
             return records
-        layout = {"FSDP_version": 2, "world_size": self.world_size}
+        layout = {"FSDP_version": 2} | self.layout_fields()
         text = json.dumps(layout, indent=4).encode()
         records.append(write_file(folder, LAYOUT_NAME, lambda file: file.write(text)))
         with temporary_folder(folder, _HF_FOLDER) as unfinished:

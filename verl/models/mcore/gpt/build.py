@@ -13,7 +13,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from verl.models.mcore.families import EXPERT, LAYER, find_family, num_experts, outer_rules, rope_arguments
+from verl.models.mcore.families import EXPERT, FUSED_NORMS, LAYER, find_family, num_experts, outer_rules, rope_arguments
 from verl.models.mcore.gpt.heads import PositionPicker, ValueHead
 from verl.models.mcore.gpt.layer_spec import torch_block_spec
 from verl.models.mcore.weights import Rule
@@ -22,12 +22,6 @@ from verl.utils.megatron.tensor_parallel import padded_vocab_size
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-# Transformer Engine joins a norm with the projection behind it.
-_NAMES_OF_TRANSFORMER_ENGINE = {
-    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
-    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
-}
 
 
 def default_implementation() -> str:
@@ -134,7 +128,7 @@ def named_parameters(model: GPTModel, hf_config: "PretrainedConfig", is_value_mo
     """
     outer = outer_rules(hf_config, is_value_model, model.share_embeddings_and_output_weights)
     layer_rules = find_family(hf_config).layer(hf_config)
-    layer_rules |= {te: layer_rules[name] for name, te in _NAMES_OF_TRANSFORMER_ENGINE.items() if name in layer_rules}
+    layer_rules |= {te: layer_rules[name] for name, te in FUSED_NORMS.items() if name in layer_rules}
     prefix, expert_prefix = LAYER.split("{")[0], EXPERT.split("{")[0]
     first_expert = _first_expert(hf_config)
     for name, parameter in model.named_parameters():

@@ -380,6 +380,7 @@ class FSDPEngine(BaseEngine):
                 lr_scheduler=self.lr_scheduler,
                 processing_class=processing_class,
                 checkpoint_config=self.checkpoint_config,
+                source_dtype=getattr(config.hf_config, "dtype", None),
             )
         return self._checkpoint_manager
 

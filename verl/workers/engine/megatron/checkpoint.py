@@ -41,13 +41,13 @@ from verl.utils.checkpoint.files import (
     write_file,
 )
 from verl.utils.checkpoint.hf_export import export_weights, save_config_and_tokenizer
+from verl.utils.checkpoint.torch_dist import TENSORS_FOLDER
 from verl.utils.faults import fault_point
 from verl.utils.fs import copy_to_local
 from verl.workers.engine.megatron.layout import Layout
 
 logger = logging.getLogger(__name__)
 
-TENSORS_FOLDER = "dist_ckpt"
 _HF_FOLDER = "huggingface"
 _CONFIG_NAME = "transformer_config.json"
 _OPTIMIZER_KEY = "use_distributed_optimizer"
@@ -171,7 +171,8 @@ class MegatronCheckpointManager(BaseCheckpointManager):
             if self.should_save_hf_model and named_weights is not None:
                 export_weights(None, named_weights)
             return []
-        records = [_write_json(folder, MEGATRON_LAYOUT_NAME, self._place() | {_OPTIMIZER_KEY: self._is_sharded()})]
+        layout = self._place() | self.layout_fields() | {_OPTIMIZER_KEY: self._is_sharded()}
+        records = [_write_json(folder, MEGATRON_LAYOUT_NAME, layout)]
         if self.should_save_extra:
             fields = {key: value for key, value in vars(self.model[0].config).items() if _is_plain(value)}
             records.append(_write_json(folder, _CONFIG_NAME, fields))

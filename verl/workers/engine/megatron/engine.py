@@ -320,6 +320,7 @@ class MegatronEngine(BaseEngine):
                 lr_scheduler=self.lr_scheduler,
                 processing_class=config.get_processor() if hasattr(config, "get_processor") else None,
                 checkpoint_config=self.checkpoint_config,
+                source_dtype=self.hf_config.dtype,
             )
         return self._checkpoint_manager
 

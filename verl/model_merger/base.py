@@ -1,0 +1,92 @@
+"""What a merge is asked to do, and what it needs of the checkpoint of any backend."""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl.utils.checkpoint.files import LAYOUT_NAMES, CheckpointError
+from verl.workers.engine.weights import DTYPES
+
+HF_FOLDER = "huggingface"
+
+
+@dataclass(frozen=True)
+class MergeOptions:
+    """What is merged, and how; ``dtype`` None is that of the source model, where the checkpoint tells it."""
+
+    backend: str
+    local_dir: str
+    dtype: str | None = None
+    merge_lora: bool = False
+    is_value_model: bool = False
+    tie_word_embedding: bool = False
+    trust_remote_code: bool = False
+
+
+class BaseMerger(ABC):
+    """The weights of one checkpoint. ``config`` is that of the model that is written."""
+
+    has_adapter = False
+    adapter_config: dict[str, Any] = {}
+    config: Any
+
+    def __init__(self, options: MergeOptions) -> None:
+        self.options = options
+        self.folder = Path(options.local_dir).expanduser()
+        self.source_dtype: torch.dtype | None = None
+
+    @abstractmethod
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (checkpoint name, whole tensor), tied ones once."""
+
+    def adapter(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what trained, under peft's names."""
+        yield from ()
+
+    @property
+    @abstractmethod
+    def num_tensors(self) -> int:
+        """Return about how many tensors ``weights`` yields."""
+
+    def cast(self, tensor: Tensor) -> Tensor:
+        """Return a tensor in the dtype that was asked for."""
+        if not tensor.is_floating_point():
+            return tensor
+        dtype = DTYPES[self.options.dtype] if self.options.dtype is not None else self.source_dtype
+        return tensor if dtype is None else tensor.to(dtype)
+
+
+def right_folder(folder: Path, layout_name: str) -> str:
+    """Say which folder is meant where one above it was given."""
+    expected = "--local_dir must be the folder of one role, <run>/global_step_<N>/actor"
+    if not folder.is_dir():
+        return f"it is no folder; {expected}"
+    other = next((name for name in LAYOUT_NAMES if name != layout_name and (folder / name).is_file()), None)
+    if other is not None:
+        return f"write --backend {other.split('_')[0]}, which wrote its {other}"
+    found = sorted({path.parent for depth in ("*", "*/*") for path in folder.glob(f"{depth}/{layout_name}")})
+    return f"{expected}; write one of {', '.join(map(str, found))}" if found else expected
+
+
+def load_config(folder: Path, trust_remote_code: bool) -> Any:
+    """Return the configuration of the model in a checkpoint. Raises: CheckpointError."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    path = folder / HF_FOLDER
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, StrictDataclassError) as error:
+        raise CheckpointError(f"{path} does not hold the configuration of a model: {error}") from error
+
+
+def source_dtype(folder: Path, layout_name: str) -> torch.dtype | None:
+    """Return the dtype of the model that training started from; None where the checkpoint does not tell."""
+    name = json.loads((folder / layout_name).read_text()).get("source_dtype")
+    return DTYPES.get(name) if name is not None else None

@@ -1,0 +1,160 @@
+"""The weights of a Megatron-Core checkpoint, read layer by layer, whatever layout wrote them."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from verl.model_merger.base import HF_FOLDER, BaseMerger, MergeOptions, load_config, right_folder, source_dtype
+from verl.models.mcore.families import EXPERT, FUSED_NORMS, find_family, num_experts, outer_rules
+from verl.models.mcore.weights import Rule
+from verl.utils.checkpoint.files import (
+    MEGATRON_LAYOUT_NAME,
+    CheckpointError,
+    Manifest,
+    file_problems,
+    read_manifest,
+    read_world_size,
+)
+from verl.utils.checkpoint.torch_dist import BACKEND_FILE, TENSORS_FOLDER, TorchDistReader
+from verl.utils.model import get_value_model_class
+
+OPTIMIZER_KEYS = "optimizer."
+_HEAD = "output_layer.weight"
+_EXPERTS = "mlp.experts.experts."
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where a tensor of Megatron-Core is: ``key[at]``, and the checkpoint tensors that it makes by a rule."""
+
+    key: str
+    at: tuple[int, ...]
+    rule: Rule
+    names: tuple[str, ...]
+
+
+class MegatronMerger(BaseMerger):
+    """The weights of one checkpoint. Raises: CheckpointError when they are not whole or of another model."""
+
+    def __init__(self, options: MergeOptions) -> None:
+        super().__init__(options)
+        if options.merge_lora:
+            raise CheckpointError("--merge-lora: Megatron checkpoints hold no adapters")
+        self.reader = TorchDistReader(check_megatron_checkpoint(self.folder))
+        self.config = load_config(self.folder, options.trust_remote_code)
+        if options.tie_word_embedding:
+            self.config.tie_word_embeddings = True
+        self.source_dtype = source_dtype(self.folder, MEGATRON_LAYOUT_NAME) or self.config.dtype
+        self.is_value_model = self._holds_value_head()
+        if options.is_value_model and not self.is_value_model:
+            raise CheckpointError(f"--is-value-model: {self.folder} holds no value head, so it is no critic")
+        self.sources = self._find_sources()
+        if self.is_value_model:
+            self.config.architectures = [get_value_model_class(self.config)._model_mapping[type(self.config)].__name__]
+            self.config.num_labels = 1
+
+    def _holds_value_head(self) -> bool:
+        return _HEAD in self.reader.names() and self.reader.shape(_HEAD)[0] == 1
+
+    # ---- what is where
+
+    def _find_sources(self) -> list[_Source]:
+        family = find_family(self.config)
+        outer = outer_rules(self.config, self.is_value_model, self.config.tie_word_embeddings)
+        seen: set[tuple[str, ...]] = set()
+        found = []
+        for source in self._outer(outer, "embedding."), self._layers(family), self._outer(outer, ""):
+            for each in source:
+                if each.names not in seen:
+                    seen.add(each.names)
+                    found.append(each)
+        self._check_names(found)
+        return found
+
+    def _outer(self, rules: dict[str, Rule], prefix: str) -> Iterator[_Source]:
+        for name, rule in rules.items():
+            if name.startswith(prefix):
+                yield _Source(name, (), rule, rule.names)
+
+    def _layers(self, family: Any) -> Iterator[_Source]:
+        for layer in range(self.config.num_hidden_layers):
+            for name, rule in family.layer(self.config).items():
+                is_expert = name.startswith(EXPERT)
+                for expert in range(num_experts(self.config) or 0) if is_expert else (None,):
+                    key, at = self._place(name, layer, expert)
+                    names = tuple(each.format(layer=layer, expert=expert) for each in rule.names)
+                    yield _Source(key, at, rule, names)
+
+    def _place(self, name: str, layer: int, expert: int | None) -> tuple[str, tuple[int, ...]]:
+        """Return the key of a tensor and its place there: the layers, and the experts of each, may be stacked."""
+        if expert is not None:
+            name = _EXPERTS + name.removeprefix(EXPERT)
+        inner = () if expert is None else (expert,)
+        spellings = [each for each in (name, FUSED_NORMS.get(name)) if each is not None]
+        for each in spellings:
+            for key, at in ((f"decoder.layers.{each}", (layer, *inner)), (f"decoder.layers.{layer}.{each}", inner)):
+                if key in self.reader.names():
+                    return key, at
+        raise CheckpointError(self._other_model(f"lacks decoder.layers.{layer}.{name}"))
+
+    def _check_names(self, sources: Sequence[_Source]) -> None:
+        used = {source.key for source in sources}
+        names = {name for name in self.reader.names() if not name.startswith(OPTIMIZER_KEYS)}
+        if self.config.tie_word_embeddings:
+            names.discard(_HEAD)
+        if used - names:
+            raise CheckpointError(self._other_model(f"lacks {min(used - names)}"))
+        if names - used:
+            raise CheckpointError(self._other_model(f"holds {min(names - used)}, for which that has no place"))
+        stacked = [key for key in used if key.startswith("decoder.layers.") and not key.split(".")[2].isdigit()]
+        for key in stacked:
+            if self.reader.shape(key)[0] != self.config.num_hidden_layers:
+                raise CheckpointError(self._other_model(f"holds {key} of {self.reader.shape(key)[0]} layers"))
+
+    def _other_model(self, what: str) -> str:
+        return f"{self.folder / HF_FOLDER / 'config.json'} is of another model: the checkpoint {what}"
+
+    # ---- streams
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (checkpoint name, whole tensor), tied ones once."""
+        for source in self.sources:
+            tensor = self.reader.read(source.key, source.at)
+            try:
+                parts = source.rule.export([tensor])
+            except RuntimeError as error:
+                shape = tuple(tensor.shape)
+                raise CheckpointError(self._other_model(f"holds {source.key} as {shape} ({error})")) from error
+            yield from zip(source.names, map(self.cast, parts), strict=True)
+
+    @property
+    def num_tensors(self) -> int:
+        """Return how many tensors ``weights`` yields."""
+        return sum(len(source.names) for source in self.sources)
+
+
+def check_megatron_checkpoint(folder: Path) -> Path:
+    """Return the folder of the tensors of a checkpoint, all of whose files are whole.
+
+    Raises: CheckpointError naming every file that is missing, cut short or changed.
+    """
+    tensors = next((each for each in (folder / TENSORS_FOLDER, folder) if (each / BACKEND_FILE).is_file()), None)
+    if not Path(folder, MEGATRON_LAYOUT_NAME).is_file():
+        raise CheckpointError(f"{folder} holds no {MEGATRON_LAYOUT_NAME}: {right_folder(folder, MEGATRON_LAYOUT_NAME)}")
+    world_size, problems = read_world_size(folder), []
+    for rank in range(world_size):
+        try:
+            manifest = read_manifest(folder, world_size, rank)
+        except CheckpointError as error:
+            problems.append(str(error))
+            continue
+        needed = [each for each in manifest.files if not each.name.startswith("rng_")]
+        problems += file_problems(folder, Manifest(world_size, rank, manifest.global_step, needed), checksums=True)
+    if problems:
+        raise CheckpointError(f"checkpoint {folder} cannot be merged: {'; '.join(problems)}")
+    if tensors is None:
+        raise CheckpointError(f"{folder} holds no tensors: checkpoint.save_contents must name the model")
+    return tensors
