@@ -3,7 +3,7 @@
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -46,3 +46,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         folders = item.path.parts
         if "ray_cluster" in getattr(item, "fixturenames", ()) or {"special_e2e", "special_distributed"} & set(folders):
             item.add_marker(pytest.mark.slow)
+
+
+_told: dict[BaseException, str] = {}
+"""Failures of ranks that have been reported, by identity: a fixture raises the same one for every test that asks."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Report ranks that fail by what they tell, and once for all tests that share them."""
+    report = yield
+    if call.excinfo is None or call.excinfo.typename != "RankError":
+        return report
+    first = _told.setdefault(call.excinfo.value, item.nodeid)
+    if first == item.nodeid:
+        report.longrepr = f"{item.nodeid}: {call.excinfo.value}"
+    else:
+        report.outcome = "skipped"
+        report.longrepr = (str(item.path), item.location[1] or 0, f"Skipped: its ranks failed, see {first}")
+    return report

@@ -1,35 +1,76 @@
 """Ranks of a process group as processes of a test."""
 
+import faulthandler
+import os
+import shutil
+import signal
+import tempfile
 import time
+import traceback
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, TextIO
 
 import torch.multiprocessing as mp
 
 from verl.utils.distributed import leave_process
+from verl.utils.gloo import use_one_thread
+
+LINES = 60
+"""So much of a stack is shown."""
+
+_record: TextIO | None = None
+"""What this rank tells of itself, where it is one."""
+
+
+class RankError(Exception):
+    """A rank failed, died or hung; the message is what one needs to know of it."""
 
 
 class Ranks:
     """Processes that run one function, each with its rank; ``join`` waits for them."""
 
     def __init__(self, fn: Callable[..., None], args: tuple[Any, ...], nprocs: int) -> None:
-        self._context = mp.spawn(_run_and_leave, args=(fn, args), nprocs=nprocs, join=False)
+        self._folder = tempfile.mkdtemp(prefix="ranks")
+        self._context = mp.spawn(_run_and_leave, args=(fn, args, self._folder), nprocs=nprocs, join=False)
 
     def join(self, timeout_s: float = 240.0) -> None:
         """Wait until all have ended well.
 
-        Raises: what ``mp.spawn`` raises for a rank that failed; TimeoutError naming the ranks that still run.
+        Raises: RankError naming the rank that failed first, what it ran and where; or those that still run.
         """
         deadline = time.monotonic() + timeout_s
         try:
             while not self._context.join(timeout=max(0.0, deadline - time.monotonic()), grace_period=5):
                 alive = [rank for rank, process in enumerate(self._context.processes) if process.is_alive()]
                 if alive and time.monotonic() >= deadline:
-                    raise TimeoutError(f"ranks {alive} did not end within {timeout_s:g} s")
+                    raise RankError(f"ranks {alive} did not end within {timeout_s:g} s\n{self._stacks(alive)}")
+        except (mp.ProcessExitedException, mp.ProcessRaisedException) as error:
+            name = getattr(error, "signal_name", None)
+            how = f"died by {name}" if name else "failed"
+            raise RankError(f"rank {error.error_index} {how} {self._told(error.error_index)}") from None
         finally:
             for process in self._context.processes:
                 process.kill()
                 process.join()
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _stacks(self, ranks: list[int]) -> str:
+        """Return where the ranks are now."""
+        for rank in ranks:
+            if (Path(self._folder) / f"{rank}.txt").exists():  # it listens
+                os.kill(self._context.processes[rank].pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        return "\n".join(f"rank {rank} {self._told(rank)}" for rank in ranks)
+
+    def _told(self, rank: int) -> str:
+        """Return what a rank ran last and where it was."""
+        file = Path(self._folder) / f"{rank}.txt"
+        text = file.read_text() if file.exists() else ""
+        *_, last = f"\n{text}".split("\n-- ")
+        doing, _, stack = last.partition("\n")
+        lines = stack.splitlines()
+        return "\n".join([f"in {doing or 'its start'}:", *lines[:LINES], *(["..."] if len(lines) > LINES else [])])
 
 
 def spawn_ranks(fn: Callable[..., None], args: tuple[Any, ...] = (), nprocs: int = 2, timeout_s: float = 240.0) -> None:
@@ -37,12 +78,26 @@ def spawn_ranks(fn: Callable[..., None], args: tuple[Any, ...] = (), nprocs: int
     Ranks(fn, args, nprocs).join(timeout_s)
 
 
-def _run_and_leave(rank: int, fn: Callable[..., None], args: tuple[Any, ...]) -> None:
-    """Run a rank; what it raises is reported by ``mp.spawn``, which knows exceptions only."""
+def note(what: str) -> None:
+    """Say what runs now, for the message of a rank that fails in it; do nothing where no rank runs."""
+    if _record is not None:
+        _record.write(f"\n-- {what}\n")
+
+
+def _run_and_leave(rank: int, fn: Callable[..., None], args: tuple[Any, ...], folder: str) -> None:
+    """Run a rank; what it raises, whatever its kind, and the stacks that a signal leaves go to its record."""
+    global _record
+    file = Path(folder) / f"{rank}.new"
+    _record = open(file, "w", buffering=1)  # open as long as the process lives
+    faulthandler.enable(_record)
+    faulthandler.register(signal.SIGUSR1, _record)
+    file.rename(file.with_suffix(".txt"))
+    note(fn.__name__)
+    use_one_thread()
     try:
         fn(rank, *args)
-    except Exception:
-        raise
-    except BaseException as outcome:  # pytest.fail, SystemExit
-        raise AssertionError(f"rank {rank} ended by {type(outcome).__name__}: {outcome}") from outcome
+    except BaseException as outcome:  # pytest.fail and SystemExit are no Exceptions
+        trace = outcome.__traceback__.tb_next if outcome.__traceback__ else None
+        _record.write("".join(traceback.format_exception(type(outcome), outcome, trace)))
+        leave_process(1)
     leave_process(0)

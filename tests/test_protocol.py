@@ -18,6 +18,7 @@ from verl.protocol import (
     deserialize_tensordict,
     serialize_tensordict,
 )
+from verl.utils.gloo import use_one_thread
 
 
 def _batch(rows: int = 6) -> DataProto:
@@ -195,6 +196,7 @@ def test_inspection(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monk
 def test_all_gather_in_a_group_of_one(tmp_path: Path) -> None:
     import torch.distributed as dist
 
+    use_one_thread()
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         data = DataProto.from_dict({"x": torch.tensor([True, False]), "e": torch.zeros(2, 0)}, {"o": ["a", "b"]})

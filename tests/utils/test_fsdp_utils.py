@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, ShardingStrategy, fully_shard
 
 from verl.utils import fsdp_utils as F
+from verl.utils.gloo import use_one_thread
 
 
 class Tied(nn.Module):
@@ -102,6 +103,7 @@ class Abstract(nn.Linear, abc.ABC):
 
 
 def test_modules_with_a_metaclass_are_sharded(tmp_path):
+    use_one_thread()
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         module = Abstract(2, 2)

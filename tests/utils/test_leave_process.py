@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import spawn_ranks
-
 SCRIPT = """
 import atexit, sys, threading, time, weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -45,27 +43,3 @@ def test_code_output_threads_and_handlers_are_kept(tmp_path: Path, end: str, cod
     words = [sys.executable, "-c", SCRIPT.replace("{end}", end), str(tmp_path / "store")]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (code, "command thread handler ", message)
-
-
-def _one_fails(rank: int) -> None:
-    if rank:
-        pytest.fail("the numbers differ")
-
-
-def _one_hangs(rank: int) -> None:
-    if rank:
-        import time
-
-        time.sleep(60)
-
-
-@pytest.mark.parametrize(
-    ("fn", "error", "message"),
-    [
-        (_one_fails, Exception, "rank 1 ended by Failed: the numbers differ"),
-        (_one_hangs, TimeoutError, r"ranks \[.*1\] did not end within 3 s"),
-    ],
-)
-def test_a_rank_that_fails_or_hangs_is_reported(fn, error, message) -> None:
-    with pytest.raises(error, match=message):
-        spawn_ranks(fn, timeout_s=30 if fn is _one_fails else 3)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from verl.utils import envs
 from verl.utils.device import get_device_name, get_process_group_backend, get_torch_device
+from verl.utils.gloo import use_one_thread
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,7 @@ def initialize_global_process_group(timeout_second: float = 36000) -> tuple[int,
 
     Returns: (local rank, rank, world size).
     """
+    use_one_thread()
     if not dist.is_initialized():
         dist.init_process_group(get_process_group_backend(), timeout=_timeout(timeout_second))
     local_rank = envs.integer("LOCAL_RANK", 0)
@@ -45,6 +47,7 @@ def initialize_global_process_group_ray(timeout_second: float | None = None) -> 
 
     Raises: RuntimeError naming the missing variables, or the address, rank and timeout when the others do not come.
     """
+    use_one_thread()
     if dist.is_initialized():
         return
     init_method = envs.read("DIST_INIT_METHOD")

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForTokenClassification
 
+from tests.ranks import note
 from verl.algos.aggregate import Extreme, Sum, agg_sum
 from verl.protocol import DataProto
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
@@ -270,7 +271,10 @@ def run_world(rank: int, world_size: int, folder: Path, store: str) -> None:
     if world_size > 1:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     chosen = {n: c for n, c in (CASES | OTHERS).items() if c.get("only_world", world_size) == world_size}
-    results = {name: run_case(folder, case) for name, case in chosen.items()}
+    results = {}
+    for name, case in chosen.items():
+        note(name)
+        results[name] = run_case(folder, case)
     torch.save(results, folder / f"world_{world_size}_rank_{rank}.pt")
     if world_size > 1:
         dist.destroy_process_group()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.ranks import note
 from tests.workers.engine import cases, real_losses
 from verl.algos.policy_loss import POLICY_LOSS_REGISTRY, effective_loss_agg_mode, get_token_selector
 from verl.protocol import DataProto
@@ -163,6 +164,7 @@ def run_world(rank: int, world_size: int, folder: Path, store: str, plan: Plan) 
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     results: dict[str, Any] = {}
     for name, variant, engine in engines(folder, world_size):
+        note(name)
         rows = cases.rows_of(engine, variant.get("uneven", False))
         results[name] = {each: gradient(engine, batch(variant, rows), *each) for each in plan[name]}
         results[name]["on policy"] = on_policy(engine, batch(variant, rows))

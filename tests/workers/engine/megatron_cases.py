@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.ranks import note
 from tests.workers.engine import cases, real_losses
 from verl.workers.config import CheckpointConfig, McoreEngineConfig, McoreOptimizerConfig
 from verl.workers.engine import BaseEngine, EngineRegistry
@@ -292,6 +293,9 @@ def run_world(rank: int, world_size: int, folder: Path) -> None:
             "three steps": partial(three_steps, folder, layout),
         }
         parts |= {run: runs[run] for run in runs_of(world_size, name)}
-        results[name] = {case: run() for case, run in parts.items()}
+        results[name] = {}
+        for case, run in parts.items():
+            note(f"{name}, {case}")
+            results[name][case] = run()
         parallel_state.destroy_model_parallel()
     torch.save(results, folder / f"world_{world_size}_rank_{rank}.pt")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ranks import Ranks
+from tests.ranks import Ranks, note
 from tests.workers.engine import cases, real_losses
 from verl.protocol import DataProto
 from verl.utils.fsdp_utils import full_tensor
@@ -78,7 +78,10 @@ def run_world(rank: int, world_size: int, folder: Path, store: str) -> None:
     torch.set_num_threads(1)
     if world_size > 1:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
-    results = {name: run_case(folder, case) for name, case in CASES[world_size].items()}
+    results = {}
+    for name, case in CASES[world_size].items():
+        note(name)
+        results[name] = run_case(folder, case)
     torch.save(results, folder / f"kl_{world_size}_{rank}.pt")
     if world_size > 1:
         dist.destroy_process_group()

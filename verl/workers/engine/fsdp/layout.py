@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from verl.utils.device import get_device_id, get_device_name, get_process_group_backend
+from verl.utils.gloo import use_one_thread
 from verl.workers.engine.accumulate import Shares
 
 if TYPE_CHECKING:
@@ -100,6 +101,7 @@ def make_layout(config: "FSDPEngineConfig", must_wrap: bool) -> Layout:
 
     Raises: ValueError when a size does not divide the ranks.
     """
+    use_one_thread()
     ready = dist.is_available() and dist.is_initialized()
     world_size, rank = (dist.get_world_size(), dist.get_rank()) if ready else (1, 0)
     sp_size = config.ulysses_sequence_parallel_size

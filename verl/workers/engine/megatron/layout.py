@@ -10,6 +10,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch.distributed import ProcessGroup
 
 from verl.utils.device import get_device_id, get_device_name, get_process_group_backend
+from verl.utils.gloo import use_one_thread
 from verl.workers.engine.accumulate import Shares
 
 if TYPE_CHECKING:
@@ -111,6 +112,7 @@ def make_layout(config: "McoreEngineConfig") -> Layout:
 
     Raises: ValueError when the sizes do not divide the ranks, or another engine of this process has other sizes.
     """
+    use_one_thread()
     if not dist.is_initialized():
         dist.init_process_group(get_process_group_backend(), store=dist.HashStore(), rank=0, world_size=1)
     world_size = dist.get_world_size()
