@@ -136,11 +136,15 @@ def get_hf_auto_model_class(hf_config: PretrainedConfig) -> Any:
 
 
 def get_value_model_class(hf_config: PretrainedConfig) -> Any:
-    """Return the auto class of models with one number per token.
+    """Return the auto class of models with one number per token, or what stands for it.
 
-    Raises: ValueError where transformers has none for this type.
+    Raises: ValueError where transformers has neither that nor a vision-language model of this type.
     """
     if type(hf_config) not in AutoModelForTokenClassification._model_mapping:
+        if type(hf_config) in AutoModelForImageTextToText._model_mapping:
+            from verl.utils.vision_value import VisionValueModel
+
+            return VisionValueModel(hf_config)
         raise ValueError(
             f"transformers has no token classification model for model_type={hf_config.model_type!r}, "
             "which a critic or reward model needs: choose another model.path"

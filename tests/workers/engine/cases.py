@@ -150,8 +150,19 @@ def build(
     engine: dict[str, Any] | None = None,
     kind: str = "language_model",
 ) -> BaseEngine:
+    built = make(folder, model, engine, kind)
+    built.initialize()
+    return built
+
+
+def make(
+    folder: Path,
+    model: dict[str, Any] | None = None,
+    engine: dict[str, Any] | None = None,
+    kind: str = "language_model",
+) -> BaseEngine:
     settings = FSDPEngineConfig(**(engine or {}))
-    built = EngineRegistry.new(
+    return EngineRegistry.new(
         kind,
         settings.strategy,
         model_config=model_config(folder, **(model or {})),
@@ -159,8 +170,6 @@ def build(
         optimizer_config=FSDPOptimizerConfig(lr=LR, weight_decay=0.01, clip_grad=1.0),
         checkpoint_config=None,
     )
-    built.initialize()
-    return built
 
 
 def rows_of(engine: BaseEngine, uneven: bool) -> list[int]:

@@ -32,8 +32,12 @@ class BaseEngine(ABC):
     ``position_ids`` (B, L) or (B, C, L), ``responses`` (B, R) and, where not all of the response counts,
     ``response_mask`` (B, R). Padding removal, micro-batching and parallelism stay inside. How a batch is cut is read
     from its ``meta_info``: ``use_dynamic_bsz``, ``micro_batch_size_per_gpu``, ``max_token_len_per_gpu``,
-    ``temperature``, ``calculate_entropy`` and ``calculate_full_kl``.
+    ``temperature``, ``calculate_entropy`` and ``calculate_full_kl``. Rows may hold images and videos as
+    ``multi_modal_inputs``, the outputs of the model's processor.
     """
+
+    freeze_vision_tower = False
+    """Set before ``initialize``: whether the vision tower of the model keeps its weights."""
 
     @abstractmethod
     def initialize(self) -> None:

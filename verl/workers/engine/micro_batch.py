@@ -114,9 +114,10 @@ def pack_rows(
     place = (attended.flatten().cumsum(0) - 1).view_as(attended)
     reader = _shifted(place, lead)[:, -width:]
     target = torch.arange(rows * width, device=ids.device).view(rows, width).index_select(0, order)
-    packed_positions = positions[attended].unsqueeze(0)
     if positions.dim() == 3:
         packed_positions = positions.transpose(0, 1)[:, attended].unsqueeze(1)
+    else:
+        packed_positions = positions[attended].unsqueeze(0)
     return PackedRows(
         input_ids=ids[attended].unsqueeze(0),
         position_ids=packed_positions,

@@ -74,7 +74,12 @@ class ActorRolloutRefWorker(EngineWorker):
         config = self.actor_config = omega_conf_to_dataclass(self.config.actor)
         engine_config = effective_engine_config(config.fsdp_config, config)
         self.engine = self.build_engine(
-            "language_model", self.model_config, engine_config, config.optimizer(), config.checkpoint
+            "language_model",
+            self.model_config,
+            engine_config,
+            config.optimizer(),
+            config.checkpoint,
+            config.freeze_vision_tower,
         )
         dp_size = self.engine.get_data_parallel_size()
         self.mini_batch_size = per_rank_mini_batch(

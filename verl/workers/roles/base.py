@@ -47,6 +47,7 @@ class EngineWorker(Worker):
         engine_config: "FSDPEngineConfig",
         optimizer_config: "FSDPOptimizerConfig | None",
         checkpoint_config: "CheckpointConfig",
+        freeze_vision_tower: bool = False,
     ) -> BaseEngine:
         """Construct and initialize an engine for the strategy of its configuration."""
         engine = EngineRegistry.new(
@@ -57,6 +58,7 @@ class EngineWorker(Worker):
             optimizer_config=optimizer_config,
             checkpoint_config=checkpoint_config,
         )
+        engine.freeze_vision_tower = freeze_vision_tower
         engine.initialize()
         self.flops_counter = FlopsCounter(model_config.hf_config)
         return engine

@@ -31,7 +31,12 @@ class CriticWorker(EngineWorker):
         """Build the value model, its optimizer and schedule."""
         config = self.config
         self.engine = self.build_engine(
-            "value_model", config.model.as_model_config(), self.engine_config, config.optimizer(), config.checkpoint
+            "value_model",
+            config.model.as_model_config(),
+            self.engine_config,
+            config.optimizer(),
+            config.checkpoint,
+            config.model.freeze_vision_tower,
         )
         dp_size = self.engine.get_data_parallel_size()
         self.mini_batch_size = per_rank_mini_batch(

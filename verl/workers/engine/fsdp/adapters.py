@@ -1,6 +1,7 @@
 """LoRA adapters of the FSDP engine, through peft."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,19 +31,24 @@ def base_name(name: str) -> str | None:
     return None if is_adapter(name) else name.removeprefix(_PREFIX).replace(_BASE, ".")
 
 
-def add_adapters(model: "PreTrainedModel", config: "HFModelConfig", trained: tuple[str, ...] = ()) -> nn.Module:
+def add_adapters(
+    model: "PreTrainedModel", config: "HFModelConfig", trained: tuple[str, ...] = (), freeze_vision_tower: bool = False
+) -> nn.Module:
     """Wrap the model so that only its adapters, and the modules called ``trained``, learn.
+
+    A frozen vision tower has no adapters.
 
     Raises: ValueError when ``target_modules`` match nothing.
     """
     from peft import LoraConfig, TaskType, get_peft_model
 
+    tower = [r"(?:.*\.)?visual\..*"] if freeze_vision_tower else []
     lora = LoraConfig(
         task_type=None if trained else TaskType.CAUSAL_LM,
         r=config.lora_rank,
         lora_alpha=config.lora_alpha,
         target_modules=_as_list(config.target_modules),
-        exclude_modules=_excluding(config.exclude_modules, trained),
+        exclude_modules=_excluding(config.exclude_modules, [rf"(?:.*\.)?{name}" for name in trained] + tower),
         bias="none",
         base_model_name_or_path=config.path,
     )
@@ -63,13 +69,12 @@ def _as_list(value: Any) -> Any:
     return value if value is None or isinstance(value, str) else list(value)
 
 
-def _excluding(exclude: Any, trained: tuple[str, ...]) -> Any:
-    """Add the modules that are trained themselves to those without adapters."""
-    if not trained:
+def _excluding(exclude: Any, patterns: list[str]) -> Any:
+    """Add patterns to the modules without adapters."""
+    if not patterns:
         return _as_list(exclude)
-    if isinstance(exclude, str):
-        return "|".join([f"(?:{exclude})", *(rf"(?:.*\.)?{module}" for module in trained)])
-    return [*(exclude or ()), *trained]
+    named = [exclude] if isinstance(exclude, str) else [rf"(?:.*\.)?{re.escape(name)}" for name in exclude or ()]
+    return "|".join(f"(?:{pattern})" for pattern in [*named, *patterns])
 
 
 # Export

@@ -11,12 +11,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from transformers import PreTrainedModel
 
 from verl.models.transformers.attention import VARLEN_ATTENTION, register_varlen_attention
+from verl.models.transformers.vision import FAMILIES, is_vision_config, uses_media
 from verl.utils.fsdp_utils import apply_fsdp2, parameters_on_meta
-from verl.utils.model import get_hf_auto_model_class, get_value_model_class, text_config_of
+from verl.utils.model import get_hf_auto_model_class, get_value_model_class, get_vl_model_vision_tower, text_config_of
 from verl.utils.ulysses import validate_ulysses_config
 from verl.workers.engine.fsdp.adapters import add_adapters, base_name, is_adapter
 from verl.workers.engine.fsdp.layout import Layout
-from verl.workers.engine.fsdp.weights import LocalReader, checkpoint_reader, materialize
+from verl.workers.engine.fsdp.weights import LocalReader, checkpoint_reader, materialize, remember_conversions
 from verl.workers.engine.weights import DTYPES, HEAD, CheckpointError, new_head, tensor_seed
 
 if TYPE_CHECKING:
@@ -96,6 +97,7 @@ class ModelBuilder:
         self.layout = layout
         self.is_value_model = is_value_model
         self.makes_head = makes_head
+        self.freeze_vision_tower = False
         self.policy = precision_policy(engine_config, layout.device)
         self.attention = attention_implementation(model_config, layout.sp_size)
         self.path: str = getattr(model_config, "local_path", None) or model_config.path
@@ -111,10 +113,13 @@ class ModelBuilder:
         validate_ulysses_config(
             text.num_attention_heads, self.layout.sp_size, getattr(text, "num_key_value_heads", None)
         )
+        self._check_family(hf_config)
         auto_class = get_value_model_class(hf_config) if self.is_value_model else get_hf_auto_model_class(hf_config)
         with parameters_on_meta():
             model: PreTrainedModel = auto_class.from_config(hf_config, **self._load_kwargs())
+        remember_conversions(model)
         read = self._reader(model, auto_class)
+        self._freeze(model)
         with parameters_on_meta():
             module = self._add_adapters(model)
         model.config.use_cache = False
@@ -140,6 +145,14 @@ class ModelBuilder:
             hf_config.summary_dropout_prob = 0.0
         return hf_config
 
+    def _check_family(self, hf_config: Any) -> None:
+        if is_vision_config(hf_config) and not uses_media(hf_config) and self.layout.fsdp_mesh is not None:
+            raise ValueError(
+                f"model_type={hf_config.model_type!r} has a vision tower that several ranks cannot share, as those "
+                f"without an image would not take part: train one of {', '.join(FAMILIES)}, use one worker, or add the "
+                "family (docs/advance/multi_modal.md)"
+            )
+
     def _load_kwargs(self) -> dict[str, Any]:
         return {
             "attn_implementation": self.attention,
@@ -150,7 +163,20 @@ class ModelBuilder:
     def _add_adapters(self, model: PreTrainedModel) -> Any:
         if not self.model_config.lora_rank:
             return model
-        return add_adapters(model, self.model_config, trained=("score",) if self.is_value_model else ())
+        trained = ("score",) if self.is_value_model else ()
+        return add_adapters(model, self.model_config, trained, self.freeze_vision_tower)
+
+    def _freeze(self, model: PreTrainedModel) -> None:
+        """Keep the weights of the vision tower.
+
+        Raises: ValueError when the model has none.
+        """
+        if not self.freeze_vision_tower:
+            return
+        tower = get_vl_model_vision_tower(model)
+        if tower is None:
+            raise ValueError(f"freeze_vision_tower=True needs a model with a vision tower, not {type(model).__name__}")
+        tower.requires_grad_(False)
 
     def _patch(self, model: PreTrainedModel) -> None:
         if getattr(self.model_config, "use_liger", False):

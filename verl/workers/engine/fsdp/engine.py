@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
+from verl.models.transformers.vision import install_vision, uses_media
 from verl.utils.device import get_torch_device
 from verl.utils.faults import fault_point
 from verl.utils.fsdp_utils import full_tensor, gradient_norm, local_gradients, move_optimizer_state, scale_to_norm
@@ -69,6 +70,7 @@ class FSDPEngine(BaseEngine):
         must_wrap = config.offload_policy or precision_policy(config, current_device()) is not None
         self.layout = make_layout(config, must_wrap)
         builder = ModelBuilder(self.model_config, config, self.layout, self.is_value_model, self.makes_head)
+        builder.freeze_vision_tower = self.freeze_vision_tower
         self.module = builder.build()
         model = self.model_config
         self._adopt(model.use_remove_padding, offload_activations=getattr(model, "enable_activation_offload", False))
@@ -109,10 +111,14 @@ class FSDPEngine(BaseEngine):
 
     def _adopt(self, remove_padding: bool, offload_activations: bool = False) -> None:
         """Prepare passes over ``self.module``."""
+        takes_media = uses_media(getattr(self.base_model, "config", None))
+        if takes_media:
+            install_vision(self.base_model)
         options = ForwardOptions(
             remove_padding=remove_padding,
             is_value_model=self.is_value_model,
             lead=self.lead,
+            takes_media=takes_media,
             entropy_chunk_size=2048 if self.engine_config.entropy_from_logits_with_chunking else None,
             offload_activations=offload_activations,
         )

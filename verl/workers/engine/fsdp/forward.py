@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from verl.models.transformers.attention import PackedSequences
+from verl.models.transformers.vision import MEDIA, Media
 from verl.utils.full_kl import full_kl
 from verl.utils.model import extract_multi_modal_inputs
 from verl.utils.torch_functional import log_probs_and_entropy
@@ -23,11 +25,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ForwardOptions:
-    """What does not change from batch to batch; a token is read ``lead`` positions before its own."""
+    """What does not change from batch to batch; a token is read ``lead`` positions before its own.
+
+    ``takes_media`` says that the model merges images itself (``verl.models.transformers.vision``).
+    """
 
     remove_padding: bool
     is_value_model: bool
     lead: int = 1
+    takes_media: bool = False
     entropy_chunk_size: int | None = None
     offload_activations: bool = False
 
@@ -61,13 +67,13 @@ class Forward:
         names = ("input_ids", "attention_mask", "position_ids")
         ids, attention, positions = (batch[name].to(device, non_blocking=True) for name in names)
         asked = response_mask_of(rows).to(device, non_blocking=True)
-        extra = _multi_modal_inputs(rows, device)
         packed = pack_rows(ids, attention, positions, asked, self.options.lead)
+        inputs = _multi_modal_inputs(rows, packed.row_order if self.options.remove_padding else None, device)
         if not self.options.remove_padding:
-            return packed, *self._padded(packed, ids, attention, positions, asked, extra)
+            return packed, *self._padded(packed, ids, attention, positions, asked, inputs)
         if self.layout.sp_size > 1:
-            return packed, *self._sliced(packed, extra)
-        return packed, *self._packed(packed, extra)
+            return packed, *self._sliced(packed, inputs)
+        return packed, *self._packed(packed, inputs)
 
     def idle(self, meta: dict[str, Any] | None = None) -> Tensor:
         """Take part in the collectives of a forward pass without any row; returns a zero that has a gradient."""
@@ -90,12 +96,13 @@ class Forward:
 
     # ---- three ways to the logits: each returns (logits (k, V), labels (k,), targets (k,)) of this rank's positions
 
-    def _packed(self, packed: PackedRows, extra: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    def _packed(self, packed: PackedRows, inputs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
         sequences = PackedSequences(packed.lengths, self.layout.device)
+        extra = self._extra(inputs, self._sampled(packed, packed.input_ids))
         logits = self._run(packed.input_ids, None, packed.position_ids, packed.keep, sequences, extra)
         return logits, packed.labels, packed.target
 
-    def _sliced(self, packed: PackedRows, extra: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    def _sliced(self, packed: PackedRows, inputs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
         sp_size, sp_rank = self.layout.sp_size, self.layout.sp_rank
         ids, positions, padding = ulysses_pad(packed.input_ids, packed.position_ids, sp_size)
         assert positions is not None
@@ -104,14 +111,10 @@ class Forward:
         width = ids.shape[1] // sp_size
         start = sp_rank * width
         mine = (packed.keep >= start) & (packed.keep < start + width)
-        logits = self._run(
-            ids.narrow(-1, start, width),
-            None,
-            positions.narrow(-1, start, width),
-            packed.keep[mine] - start,
-            sequences,
-            extra,
-        )
+        extra = self._extra(inputs, self._sampled(packed, ids), (start, width))
+        if not self.options.takes_media:  # which slices after images have taken their places
+            ids, positions = ids.narrow(-1, start, width), positions.narrow(-1, start, width)
+        logits = self._run(ids, None, positions, packed.keep[mine] - start, sequences, extra)
         return logits, packed.labels[mine], packed.target[mine]
 
     def _padded(
@@ -121,7 +124,7 @@ class Forward:
         attention: Tensor,
         positions: Tensor,
         asked: Tensor,
-        extra: dict[str, Any],
+        inputs: dict[str, Any],
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Run whole rows; the head sees only the response, whose counted positions are picked afterwards."""
         if positions.dim() == 3:
@@ -131,10 +134,19 @@ class Forward:
         before = length - width - self.options.lead
         first = max(before, 0)
         columns = torch.arange(first, length, device=ids.device)
+        extra = self._extra(inputs, F.pad(asked.bool(), (length - width, 0)))
         hidden = self._run(ids, attention, positions, columns, None, extra)
         row, column = packed.target // width, packed.target % width
         at = row * len(columns) + column + (before - first)
         return hidden.reshape(rows * len(columns), -1).index_select(0, at), packed.labels, packed.target
+
+    def _sampled(self, packed: PackedRows, ids: Tensor) -> Tensor:
+        """Mark the counted tokens among packed ones (1, T)."""
+        return torch.zeros_like(ids, dtype=torch.bool).index_fill(1, packed.keep + self.options.lead, True)
+
+    def _extra(self, inputs: dict[str, Any], sampled: Tensor, window: tuple[int, int] | None = None) -> dict[str, Any]:
+        """Return what a multi-modal model is given besides tokens."""
+        return {MEDIA: Media(sampled, inputs, window)} if self.options.takes_media else inputs
 
     def _run(
         self,
@@ -236,8 +248,10 @@ def sequence_parallel(layout: Layout) -> Iterator[None]:
         set_ulysses_sequence_parallel_group(previous)
 
 
-def _multi_modal_inputs(rows: "DataProto", device: torch.device) -> dict[str, Any]:
-    if "multi_modal_inputs" not in rows.non_tensor_batch:
+def _multi_modal_inputs(rows: "DataProto", order: Tensor | None, device: torch.device) -> dict[str, Any]:
+    """Join the processor's outputs of the rows, in the order in which they are packed."""
+    column = rows.non_tensor_batch.get("multi_modal_inputs")
+    if column is None:
         return {}
-    inputs = extract_multi_modal_inputs(rows.non_tensor_batch["multi_modal_inputs"])
+    inputs = extract_multi_modal_inputs(list(column), None if order is None else order.tolist())
     return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()}

@@ -139,12 +139,22 @@ def _broadcast_from_first(tensor: Tensor | None) -> Tensor | None:
 # Export
 
 
+def remember_conversions(model: "PreTrainedModel") -> None:
+    """Keep what transformers converts for this class, which it finds by a name that sharding changes."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange
+
+    found = get_model_conversion_mapping(model, add_legacy=False)
+    # A prefix is changed for a model without its head only, as save_pretrained of a new model knows too.
+    model._weight_conversions = [step for step in found if not isinstance(step, PrefixChange)] or None  # type: ignore[assignment]
+
+
 def checkpoint_names(model: "PreTrainedModel", stream: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Rename and convert in-memory tensors to what ``save_pretrained`` writes, keeping one group alive at a time."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import revert_weight_conversion
 
-    if not get_model_conversion_mapping(model, add_legacy=False):
+    if not (getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(model, add_legacy=False)):
         yield from stream
         return
     for name, tensor in stream:

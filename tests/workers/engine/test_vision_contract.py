@@ -1,0 +1,166 @@
+"""Images and videos change nothing about the contract: one gradient, whatever the cut, the layout and the packing.
+
+Each case runs on batches that mix rows of text alone, one image, several images, a video and both.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ranks import Ranks
+from tests.workers.engine import cases
+from tests.workers.engine import vision_cases as vision
+
+FAMILIES = ("qwen2_5_vl", "qwen2_vl", "qwen3_vl")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("vision")
+    for name in (*FAMILIES, "tied"):
+        family = "qwen2_5_vl" if name == "tied" else name
+        vision.write_model(path / name, family, tied=name == "tied")
+        tensors, media = vision.rows(family)
+        torch.save(vision.positions(vision.load(path / name), tensors, media), path / name / "positions.pt")
+    return path
+
+
+@pytest.fixture(scope="module")
+def results(root: Path) -> dict[int, list[dict[str, Any]]]:
+    """All cases, run once for each world size: world -> rank -> case."""
+    two = Ranks(vision.run_world, (2, root, str(root / "store")), nprocs=2)
+    vision.run_world(0, 1, root, "")
+    two.join()
+    return {world: [torch.load(root / f"world_{world}_rank_{rank}.pt") for rank in range(world)] for world in (1, 2)}
+
+
+@pytest.fixture(scope="module")
+def references(root: Path) -> dict[str, Any]:
+    families = {name: "qwen2_5_vl" if name == "tied" else name for name in (*FAMILIES, "tied")}
+    return {name: vision.reference(vision.load(root / name), family) for name, family in families.items()}
+
+
+def parts_of(results: Any, name: str, world: int) -> list[dict[str, Any]]:
+    return [rank[name] for rank in results[world]]
+
+
+def assert_equal(parts: list[dict[str, Any]], expected: dict[str, Any]) -> None:
+    mask = vision.rows("qwen2_5_vl")[0]["response_mask"]
+    for part in parts:
+        assert set(part["output"]) == set(expected["output"])
+        for name, value in part["output"].items():
+            torch.testing.assert_close(value, expected["output"][name][part["rows"]], atol=vision.ATOL, rtol=1e-5)
+            assert (value[mask[part["rows"]] == 0] == 0).all()
+        assert part["metrics"] == pytest.approx(expected["metrics"], rel=1e-5, abs=1e-6)
+        assert part["metrics"] == parts[0]["metrics"]
+        assert_gradients(part["gradients"], expected["gradients"])
+
+
+def assert_gradients(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert set(found) == set(expected)
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, expected[name], atol=vision.ATOL, rtol=1e-4, msg=name)
+
+
+def worlds(table: dict[str, dict[str, Any]]) -> list[tuple[str, int]]:
+    return [(name, world) for name, case in table.items() for world in (1, 2) if case.get("only_world", world) == world]
+
+
+@pytest.mark.parametrize(("name", "world"), worlds(vision.CASES))
+def test_equals_plain_transformers(results: Any, references: Any, name: str, world: int) -> None:
+    """Outputs, metrics, gradient norm and every element of the gradient, those of the tower among them."""
+    expected = references[vision.folder_of(vision.CASES[name])]
+    assert any(".visual." in key and g.abs().max() > 1e-4 for key, g in expected["gradients"].items())
+    assert_equal(parts_of(results, name, world), expected)
+
+
+@pytest.mark.parametrize(("name", "world"), [(n, w) for n, w in worlds(vision.OTHERS) if n.startswith("frozen")])
+def test_a_frozen_tower_keeps_its_weights(results: Any, references: Any, name: str, world: int) -> None:
+    expected = references["qwen2_5_vl"]
+    gradients = {key: g for key, g in expected["gradients"].items() if ".visual." not in key}
+    norm = torch.stack([g.square().sum() for g in gradients.values()]).sum().sqrt().item()
+    metrics = expected["metrics"] | {"grad_norm": norm}
+    parts = parts_of(results, name, world)
+    assert_equal(parts, {"output": expected["output"], "metrics": metrics, "gradients": gradients})
+    for part in parts:
+        changed = {key for key, tensor in part["weights"].items() if not torch.equal(tensor, part["before"][key])}
+        assert changed and not any("visual" in key for key in changed)
+        assert all("visual" in key for key in part["before"].keys() - changed)
+
+
+@pytest.mark.parametrize(("name", "world"), [(n, w) for n, w in worlds(vision.OTHERS) if n.startswith("lora")])
+def test_adapters_leave_out_what_is_excluded_or_frozen(results: Any, root: Path, name: str, world: int) -> None:
+    from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
+
+    parts = parts_of(results, name, world)
+    excluded = None if name == "lora, all" else r".*visual.*"
+    config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", exclude_modules=excluded, task_type="CAUSAL_LM")
+    model = get_peft_model(vision.load(root / "qwen2_5_vl"), config)
+    assert not set_peft_model_state_dict(model, parts[0]["adapter"]).unexpected_keys
+    inner = model.base_model.model
+    model.model = inner.model
+    expected = vision.reference(model, "qwen2_5_vl")
+    assert any("visual" in key for key in parts[0]["adapter"]) == (excluded is None)
+    assert_equal(parts, expected)
+
+
+@pytest.mark.parametrize(("name", "world"), [(n, w) for n, w in worlds(vision.OTHERS) if n.startswith("value")])
+def test_value_head(results: Any, root: Path, name: str, world: int) -> None:
+    from verl.utils.model import get_value_model_class
+
+    parts = parts_of(results, name, world)
+    family = vision.OTHERS[name].get("family", "qwen2_5_vl")
+    head = {key: tensor for key, tensor in parts[0]["before"].items() if key.startswith("score")}
+    assert set(head) == {"score.weight", "score.bias"} and head["score.weight"].std() > 0.01
+    config = vision.load(root / family).config
+    config.num_labels = 1
+    model = get_value_model_class(config).from_pretrained(str(root / family), config=config)
+    assert not model.load_state_dict(head, strict=False).unexpected_keys
+    assert_equal(parts, vision.reference(model, family, value_model=True))
+
+
+@pytest.mark.parametrize("name", ["packed", "tied", "qwen2_vl", "qwen3_vl"])
+def test_exports_what_save_pretrained_writes(results: Any, root: Path, name: str) -> None:
+    from safetensors.torch import load_file
+
+    stored = load_file(root / vision.folder_of(vision.CASES[name]) / "model.safetensors")
+    for world in (1, 2):
+        for part in parts_of(results, name, world):
+            assert set(part["before"]) == set(stored)
+            assert all(torch.equal(part["before"][key], stored[key]) for key in stored)
+            assert all(not torch.equal(part["weights"][key], stored[key]) for key in stored)
+
+
+def test_an_image_token_that_the_model_wrote_is_text(root: Path) -> None:
+    """A tower has nothing for it; an ordinary token with the same embedding gives the same log-probabilities."""
+    folder, twin, index = root / "qwen2_5_vl", 85, [0, 2]
+    model = {"use_remove_padding": True}
+    for packed in (True, False):
+        engine = cases.build(folder, model | {"use_remove_padding": packed})
+        with torch.no_grad():
+            weight = engine.base_model.get_input_embeddings().weight
+            weight[twin] = weight[vision.IMAGE]
+        outputs = []
+        for token in (twin, vision.IMAGE):
+            data = vision.batch(folder, "qwen2_5_vl", index)
+            data.batch["input_ids"][:, -vision.RESPONSE] = token
+            data.batch["responses"][:, 0] = token
+            with engine.eval_mode():
+                outputs.append(engine.infer_batch(data)["log_probs"][:, 1:])
+        assert outputs[0].abs().max() > 1
+        torch.testing.assert_close(outputs[0], outputs[1], atol=1e-6, rtol=1e-6)
+
+
+def test_rows_and_images_that_do_not_fit_are_named(root: Path) -> None:
+    engine = cases.build(root / "qwen2_5_vl")
+    data = vision.batch(root / "qwen2_5_vl", "qwen2_5_vl", [0, 2])
+    swapped = vision.batch(root / "qwen2_5_vl", "qwen2_5_vl", [0, 5])
+    swapped.non_tensor_batch["multi_modal_inputs"] = data.non_tensor_batch["multi_modal_inputs"]
+    with engine.eval_mode(), pytest.raises(ValueError, match="15 image and video tokens .* makes 18 features"):
+        engine.infer_batch(swapped)
+    del data.non_tensor_batch["multi_modal_inputs"]
+    with engine.eval_mode(), pytest.raises(ValueError, match="18 image tokens stand .* has no pixel_values"):
+        engine.infer_batch(data)

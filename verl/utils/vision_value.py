@@ -1,0 +1,58 @@
+"""Value models of vision-language architectures, for which transformers has no token classification class."""
+
+from functools import cache
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
+from transformers.modeling_outputs import TokenClassifierOutput
+
+
+class VisionValueModel:
+    """Builds a vision-language model with a number per token, with the two constructors of an auto class."""
+
+    def __init__(self, hf_config: PretrainedConfig) -> None:
+        self._class = _with_score(AutoModelForImageTextToText._model_mapping[type(hf_config)])
+
+    def from_config(self, config: PretrainedConfig, trust_remote_code: bool = False, **options: Any) -> PreTrainedModel:
+        """Return the model with new weights."""
+        model: PreTrainedModel = self._class._from_config(config, **options)
+        return model
+
+    def from_pretrained(self, path: str, **options: Any) -> Any:
+        """Return the model with the weights of a checkpoint, which may be one of the policy."""
+        return self._class.from_pretrained(path, **options)
+
+
+@cache
+def _with_score(architecture: Any) -> Any:
+    """Return a subclass of an architecture whose head ``score`` gives one number per token."""
+
+    class VisionTokenClassification(architecture):  # type: ignore[misc]
+        _tied_weights_keys = None
+
+        def __init__(self, config: PretrainedConfig) -> None:
+            super().__init__(config)
+            del self.lm_head
+            self.score = nn.Linear(config.get_text_config().hidden_size, config.num_labels)
+
+        def get_output_embeddings(self) -> None:
+            """Return nothing: a score is no embedding."""
+
+        def forward(
+            self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **kwargs: Any
+        ) -> TokenClassifierOutput:
+            """Score every token: logits (b, L, 1)."""
+            hidden = self.model(input_ids=input_ids, attention_mask=attention_mask, **kwargs)[0]
+            return TokenClassifierOutput(logits=self.score(hidden))
+
+    name = architecture.__name__.replace("ForConditionalGeneration", "") + "ForTokenClassification"
+    VisionTokenClassification.__name__ = VisionTokenClassification.__qualname__ = name
+    renames = get_checkpoint_conversion_mapping(architecture.__name__)
+    if renames is not None:  # files hold other names than memory, by the name of the class
+        register_checkpoint_conversion_mapping(name, renames, overwrite=True)
+    return VisionTokenClassification
