@@ -76,7 +76,7 @@ READERS = [
     Reader(MODELS, "enable_activation_offload", "workers/engine/fsdp/engine.py", "model", UNCHANGED),
     Reader(MODELS, "use_remove_padding", "workers/engine/fsdp/engine.py", "model", ENGINE + "test_engine_contract.py::test_equals_plain_transformers"),
     Reader(MODELS, "lora_rank lora_alpha target_modules", "workers/engine/fsdp/adapters.py", "config", ENGINE + "test_engine_contract.py::test_adapters_train_alone_and_merge"),
-    Reader(MODEL, "exclude_modules", "workers/engine/fsdp/adapters.py", "config", ENGINE + "test_engine_contract.py::test_adapters_train_alone_and_merge"),
+    Reader(MODEL, "exclude_modules", "workers/engine/fsdp/adapters.py", "config", ENGINE + "test_vision_contract.py::test_adapters_leave_out_what_is_excluded_or_frozen"),
     Reader(MODEL, "use_liger", "workers/engine/fsdp/build.py", "self.model_config", "tests/trainer/config/test_validation.py::test_refused"),
     # actor, reference, critic: engine
     Reader(tuple(f"{engine}.wrap_policy" for engine in ENGINES), "min_num_params", "utils/fsdp_utils.py", "policy", UNCHANGED),
@@ -102,6 +102,7 @@ READERS = [
     Reader((ACTOR, "critic"), "ppo_micro_batch_size ppo_micro_batch_size_per_gpu", "workers/roles/utils/batching.py", "config", "tests/workers/roles/test_batching.py::test_a_micro_batch_of_one_device"),
     Reader((ACTOR, "critic"), "use_dynamic_bsz ppo_max_token_len_per_gpu", "workers/roles/utils/batching.py", "config", UNCHANGED),
     Reader(ACTOR, "ppo_epochs shuffle", "workers/roles/actor_rollout_ref.py", "config", FEATURES),
+    Reader(ACTOR, "freeze_vision_tower", "workers/roles/actor_rollout_ref.py", "config", ENGINE + "test_vision_contract.py::test_a_frozen_tower_keeps_its_weights"),
     Reader(ACTOR, "clip_ratio clip_ratio_low clip_ratio_high", "algos/policy_loss_registry.py", "config", POLICY_LOSSES + "test_policy_loss_equals_slow_reference"),
     Reader(ACTOR, "clip_ratio_c", "algos/policy_loss.py", "need(config, 'vanilla')", POLICY_LOSSES + "test_vanilla_by_hand"),
     Reader(f"{ACTOR}.policy_loss", "loss_mode", "workers/roles/utils/losses.py", "config.policy_loss", ROLE_LOSSES + "test_no_split_changes_a_policy_loss"),

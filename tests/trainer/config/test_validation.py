@@ -13,6 +13,7 @@ from verl.algos.config import KL_PENALTIES
 from verl.algos.kl import KL_ESTIMATORS
 from verl.algos.policy_loss import POLICY_LOSS_REGISTRY
 from verl.base_config import ConfigError, UnsupportedConfigError
+from verl.trainer.config.files import model_rules
 from verl.trainer.config.idle import IDLE
 from verl.trainer.config.refusals import REFUSALS, select
 from verl.trainer.config.validation import ADV_ESTIMATORS, POLICY_LOSSES, REWARD_MANAGERS
@@ -198,6 +199,23 @@ def test_model_folders(base, tmp_path):
     assert "no tokenizer" in violations(base, {f"{MODEL}.path": str(tmp_path)})[f"{MODEL}.tokenizer_path"]
     elsewhere = {f"{MODEL}.path": str(tmp_path), f"{MODEL}.tokenizer_path": "Qwen/Qwen2.5-0.5B"}
     assert violations(base, elsewhere | {"critic.model.tokenizer_path": None}) == {}
+
+
+def test_vision_models(base, tmp_path):
+    key = f"{ACTOR}.freeze_vision_tower"
+    assert "names one of text" in violations(base, {key: True})[key]
+    assert (
+        "names one of text"
+        in violations(base, {"critic.model.freeze_vision_tower": True})["critic.model.freeze_vision_tower"]
+    )
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2_5_vl", "vision_config": {}}')
+    (tmp_path / "tokenizer.json").write_text("{}")
+    seeing = {f"{MODEL}.path": str(tmp_path), "critic.model.path": str(tmp_path)}
+    assert violations(base, seeing | {key: True, "critic.model.freeze_vision_tower": True}) == {}
+    tree = OmegaConf.to_container(changed(base, seeing | {f"{ACTOR}.strategy": "megatron"}), resolve=True)
+    found = {violation.key: violation.expected for violation in model_rules(tree, use_critic=True)}
+    assert found.keys() == {f"{ACTOR}.strategy"} and "no vision tower" in found[f"{ACTOR}.strategy"]
+    assert "write fsdp" in found[f"{ACTOR}.strategy"]
 
 
 def test_everything_is_listed_once_under_its_dotted_key(base):

@@ -1,9 +1,9 @@
 """Images and videos in the forward pass of a vision-language model of transformers.
 
 The tower runs once in every pass, over images and videos together, or over a blank image where there is none: ranks
-that share its weights take part in as many collectives, and its weights have a gradient on every layout. Its features are merged into
-the embeddings before a sequence is sliced over ranks. Nothing of the model is replaced: two hooks stand before the
-inner model and its language model.
+that share its weights take part in as many collectives, and its weights have a gradient on every layout. Its features
+are merged into the embeddings before a sequence is sliced over ranks. Nothing of the model is replaced: two hooks
+stand before the inner model and its language model.
 
 Works with transformers 5.16 to 5.19: the families below keep ``visual`` and ``language_model`` in ``model``.
 """

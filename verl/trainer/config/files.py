@@ -91,9 +91,33 @@ def model_rules(tree: Tree, use_critic: bool) -> Iterator[Violation]:
         tokenizer = select(tree, f"{node}.tokenizer_path") or path
         if not problems and isinstance(tokenizer, str) and not node.startswith("actor_rollout_ref.ref"):
             yield from (Violation(f"{node}.tokenizer_path", tokenizer, text) for text in tokenizer_problems(tokenizer))
+        if not problems:
+            yield from _vision_rules(tree, node, read_config_json(path))
         if is_actor and not problems:
             yield from _size_rules(tree, read_config_json(path))
     yield from _adapter_rules(tree, use_critic)
+
+
+_VISION_KEYS = {
+    "actor_rollout_ref.model": ("actor_rollout_ref.actor.strategy", "actor_rollout_ref.actor.freeze_vision_tower"),
+    "actor_rollout_ref.ref.model": ("actor_rollout_ref.ref.strategy", None),
+    "critic.model": ("critic.strategy", "critic.model.freeze_vision_tower"),
+}
+NO_VISION_ON_MEGATRON = (
+    "trains language models only, its GPT model has no vision tower, and model.path names a vision-language model: "
+    "write fsdp"
+)
+
+
+def _vision_rules(tree: Tree, node: str, hf_config: dict[str, Any]) -> Iterator[Violation]:
+    """Yield a frozen vision tower of a model that has none, and vision-language models where none are trained."""
+    strategy_key, frozen_key = _VISION_KEYS[node]
+    sees = "vision_config" in hf_config
+    if sees and select(tree, strategy_key) == "megatron":
+        yield Violation(strategy_key, "megatron", NO_VISION_ON_MEGATRON)
+    if hf_config and not sees and frozen_key and select(tree, frozen_key) is True:
+        expected = f"needs a vision-language model, {node}.path names one of text (no vision_config): write false"
+        yield Violation(frozen_key, True, expected)
 
 
 def _adapter_rules(tree: Tree, use_critic: bool) -> Iterator[Violation]:

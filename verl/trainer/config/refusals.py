@@ -104,9 +104,7 @@ _FIXED: list[tuple[str, str, dict[str, Any]]] = [
     ("is not supported, name it in actor_rollout_ref.model.tokenizer_path", "data", {"tokenizer": None}),
     ("the flag is of an older dataset and not supported", "data", {"return_raw_input_ids": False}),
     ("vision models are not supported yet", "data", {"return_multi_modal_inputs": True}),
-    ("vision models are not supported yet", "actor_rollout_ref.actor", {"freeze_vision_tower": False}),
     ("vision models are not supported yet", ROLLOUT, {"limit_images": None}),
-    ("vision models are not supported yet", "critic.model", {"freeze_vision_tower": False}),
 ]
 
 REFUSALS: list[Refusal] = _CHOICES + [

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from verl.models.transformers.attention import PackedSequences
 from verl.models.transformers.vision import MEDIA, Media
 from verl.utils.full_kl import full_kl
-from verl.utils.model import extract_multi_modal_inputs
+from verl.utils.multi_modal import concat_multi_modal_inputs
 from verl.utils.torch_functional import log_probs_and_entropy
 from verl.utils.ulysses import all_gather_tensor, set_ulysses_sequence_parallel_group, ulysses_pad
 from verl.workers.engine.fsdp.layout import Layout
@@ -253,5 +253,6 @@ def _multi_modal_inputs(rows: "DataProto", order: Tensor | None, device: torch.d
     column = rows.non_tensor_batch.get("multi_modal_inputs")
     if column is None:
         return {}
-    inputs = extract_multi_modal_inputs(list(column), None if order is None else order.tolist())
+    ordered = list(column) if order is None else [column[at] for at in order.tolist()]
+    inputs = concat_multi_modal_inputs(ordered)
     return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
