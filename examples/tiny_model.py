@@ -1,12 +1,15 @@
-"""Make a small Qwen2 with random weights and a byte-level tokenizer, for machines without a GPU and without a network.
+"""Make a small model with random weights and a byte-level tokenizer, for machines without a GPU and without a network.
 
 python examples/tiny_model.py --save-dir ~/models/tiny-qwen2
+python examples/tiny_model.py --save-dir ~/models/tiny-qwen2.5-vl --kind qwen2_5_vl
 """
 
 import argparse
 import os
+from typing import Any
 
 import torch
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
@@ -15,13 +18,25 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+VISION_TOKENS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+VISION_CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif part['type'] == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
 VOCAB_MULTIPLE = 16
+VL_KINDS = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}
 
 
-def byte_tokenizer(chat_template: str = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:
+def byte_tokenizer(
+    chat_template: str = CHAT_TEMPLATE, special_tokens: list[str] = SPECIAL_TOKENS
+) -> PreTrainedTokenizerFast:
     """Return a tokenizer with one token per byte, so that every text round-trips; turns end with ``<|end|>``."""
     bytes_ = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {token: i for i, token in enumerate([*bytes_, *SPECIAL_TOKENS])}
+    vocab = {token: i for i, token in enumerate([*bytes_, *special_tokens])}
     backend = Tokenizer(models.BPE(vocab, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
@@ -29,7 +44,7 @@ def byte_tokenizer(chat_template: str = CHAT_TEMPLATE) -> PreTrainedTokenizerFas
         tokenizer_object=backend,
         pad_token="<|endoftext|>",
         eos_token="<|end|>",
-        additional_special_tokens=SPECIAL_TOKENS,
+        additional_special_tokens=special_tokens,
         padding_side="left",
         clean_up_tokenization_spaces=False,
     )
@@ -62,6 +77,71 @@ def make_tiny_model(save_dir: str, hidden_size: int = 128, num_layers: int = 2, 
     tokenizer = byte_tokenizer()
     torch.manual_seed(seed)
     model = Qwen2ForCausalLM(tiny_config(tokenizer, hidden_size, num_layers))
+    _save(model, tokenizer, save_dir)
+    return save_dir
+
+
+def make_tiny_vl_model(
+    save_dir: str, kind: str = "qwen2_5_vl", hidden_size: int = 128, num_layers: int = 2, seed: int = 0
+) -> str:
+    """Write a vision-language model and its processor into a folder that ``from_pretrained`` reads; returns it.
+
+    ``kind`` is one of ``VL_KINDS``.
+    """
+    save_dir = os.path.expanduser(save_dir)
+    tokenizer = byte_tokenizer(VISION_CHAT_TEMPLATE, SPECIAL_TOKENS + VISION_TOKENS)
+    torch.manual_seed(seed)
+    config = tiny_vl_config(kind, tokenizer, hidden_size, num_layers)
+    model = getattr(transformers, f"{VL_KINDS[kind]}ForConditionalGeneration")(config)
+    vl_processor(kind, tokenizer).save_pretrained(save_dir)
+    _save(model, tokenizer, save_dir)
+    return save_dir
+
+
+def tiny_vl_config(kind: str, tokenizer: PreTrainedTokenizerFast, hidden_size: int = 128, num_layers: int = 2) -> Any:
+    """Return a Qwen2-VL, Qwen2.5-VL or Qwen3-VL configuration with heads of 32 and a tower of two blocks."""
+    text = tiny_config(tokenizer, hidden_size, num_layers).to_dict()
+    for name in ("model_type", "architectures", "layer_types"):
+        text.pop(name, None)
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
+    vision: dict[str, Any] = {"depth": 2, "num_heads": 2}
+    if kind == "qwen2_vl":
+        vision |= {"embed_dim": 64, "hidden_size": hidden_size, "mlp_ratio": 2}
+    else:
+        vision |= {"hidden_size": 64, "intermediate_size": 128, "out_hidden_size": hidden_size}
+    if kind == "qwen2_5_vl":
+        vision |= {"window_size": 112, "fullatt_block_indexes": [1], "tokens_per_second": 2}
+    if kind == "qwen3_vl":
+        text["head_dim"], rope["mrope_interleaved"] = 32, True
+        vision |= {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16}
+    image, video, start, end = (
+        tokenizer.convert_tokens_to_ids(f"<|{name}|>")
+        for name in ("image_pad", "video_pad", "vision_start", "vision_end")
+    )
+    return getattr(transformers, f"{VL_KINDS[kind]}Config")(
+        text_config=text | {"rope_parameters": rope},
+        vision_config=vision,
+        image_token_id=image,
+        video_token_id=video,
+        vision_start_token_id=start,
+        vision_end_token_id=end,
+        tie_word_embeddings=False,
+    )
+
+
+def vl_processor(kind: str, tokenizer: PreTrainedTokenizerFast, max_pixels: int = 128 * 128) -> Any:
+    """Return a processor that makes at most a few tokens of an image."""
+    patch_size, family = (16, "Qwen3VL") if kind == "qwen3_vl" else (14, "Qwen2VL")
+    least = (2 * patch_size) ** 2
+    images = transformers.Qwen2VLImageProcessor(patch_size=patch_size, min_pixels=least, max_pixels=max_pixels)
+    videos = getattr(transformers, f"{family}VideoProcessor")(
+        patch_size=patch_size, size={"shortest_edge": least, "longest_edge": 8 * max_pixels}
+    )
+    cls = getattr(transformers, f"{VL_KINDS[kind]}Processor")
+    return cls(images, tokenizer, videos, chat_template=tokenizer.chat_template)
+
+
+def _save(model: Any, tokenizer: PreTrainedTokenizerFast, save_dir: str) -> None:
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.save_pretrained(save_dir)
@@ -70,19 +150,23 @@ def make_tiny_model(save_dir: str, hidden_size: int = 128, num_layers: int = 2, 
     probe = "1 + 1 =\n\té"
     reloaded = AutoTokenizer.from_pretrained(save_dir)
     assert reloaded.decode(reloaded(probe)["input_ids"]) == probe, "the saved tokenizer loses text"
-    return save_dir
 
 
 def main() -> None:
     """Make the model that the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--save-dir", required=True, help="folder to write")
+    parser.add_argument("--kind", choices=["qwen2", *VL_KINDS], default="qwen2", help="default: qwen2")
     parser.add_argument("--hidden-size", type=int, default=128, help="a multiple of 32 (default: 128)")
     parser.add_argument("--num-layers", type=int, default=2, help="default: 2")
     parser.add_argument("--seed", type=int, default=0, help="of the random weights (default: 0)")
     args = parser.parse_args()
-    path = make_tiny_model(args.save_dir, args.hidden_size, args.num_layers, args.seed)
-    print(f"wrote a Qwen2 of hidden size {args.hidden_size} and {args.num_layers} layers to {path}")
+    sizes = (args.hidden_size, args.num_layers, args.seed)
+    if args.kind == "qwen2":
+        path = make_tiny_model(args.save_dir, *sizes)
+    else:
+        path = make_tiny_vl_model(args.save_dir, args.kind, *sizes)
+    print(f"wrote a {args.kind} of hidden size {args.hidden_size} and {args.num_layers} layers to {path}")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from verl.protocol import DataProto
+from verl.utils.vision_positions import continued
 
 if TYPE_CHECKING:
     from verl.workers.config import RolloutConfig
@@ -107,14 +108,12 @@ def build_output(
     tokens = torch.from_numpy(pad_rows(responses, response_length, pad_token_id, np.int64))
     lengths = torch.tensor([len(row) for row in responses])
     response_mask = (torch.arange(response_length) < lengths[:, None]).to(attention_mask.dtype)
-    ahead = torch.arange(1, response_length + 1)
-    continued = position_ids[..., -1:] + ahead  # (B, R), or (B, C, R) with several position axes
     tensors = {
         "prompts": input_ids,
         "responses": tokens,
         "input_ids": torch.cat([input_ids, tokens], dim=1),
         "attention_mask": torch.cat([attention_mask, response_mask], dim=1),
-        "position_ids": torch.cat([position_ids, continued], dim=-1),
+        "position_ids": torch.cat([position_ids, continued(position_ids, response_length)], dim=-1),
         "response_mask": response_mask,
     }
     if log_probs is not None:

@@ -1,0 +1,5 @@
+"""Established name of the positions of GLM-4V; see ``verl.utils.vision_positions``."""
+
+from verl.models.transformers.qwen2_vl import get_rope_index
+
+__all__ = ["get_rope_index"]

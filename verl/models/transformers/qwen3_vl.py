@@ -1,0 +1,5 @@
+"""Established name of the positions of Qwen3-VL; see ``verl.utils.vision_positions``."""
+
+from verl.models.transformers.qwen2_vl import get_rope_index
+
+__all__ = ["get_rope_index"]
