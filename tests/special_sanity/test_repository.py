@@ -21,8 +21,30 @@ LONGER: dict[str, tuple[int, str]] = {
     "verl/trainer/ppo/ray_trainer.py:fit": (80, "reads like the list of phases in docs/architecture.md"),
 }
 # Imported where installed, and never required: no dependency declares them.
-OPTIONAL = {"clearml", "einops", "flash_attn", "hdfs", "liger_kernel", "math_verify", "mathruler", "megatron", "mlflow"}
-OPTIONAL |= {"modelscope", "nvtx", "sglang", "swanlab", "tensorboard", "torch_npu", "trackio", "trl", "vllm"}
+OPTIONAL = {
+    "av",
+    "clearml",
+    "einops",
+    "flash_attn",
+    "hdfs",
+    "liger_kernel",
+    "math_verify",
+    "mathruler",
+    "megatron",
+    "mlflow",
+}
+OPTIONAL |= {
+    "modelscope",
+    "nvtx",
+    "qwen_vl_utils",
+    "sglang",
+    "swanlab",
+    "tensorboard",
+    "torch_npu",
+    "trackio",
+    "trl",
+    "vllm",
+}
 OPTIONAL |= {"volcengine_ml_platform", "wandb", "weave"}
 
 

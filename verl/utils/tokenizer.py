@@ -1,9 +1,13 @@
 """Loading of tokenizers and processors, with the corrections that training needs."""
 
+import importlib.util
+import json
 import logging
 import os
+from pathlib import Path
 from typing import Any
 
+import transformers
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin
 
@@ -55,10 +59,54 @@ def hf_tokenizer(
 
 
 def hf_processor(name_or_path: str, **kwargs: Any) -> ProcessorMixin | None:
-    """Load the multi-modal processor of a model; None for a model that has none."""
+    """Load the multi-modal processor of a model; None for a model that has none.
+
+    Without torchvision, which the processors of videos need, it takes images only.
+    """
+    path = os.path.expanduser(name_or_path)
     try:
-        processor = AutoProcessor.from_pretrained(os.path.expanduser(name_or_path), **kwargs)
+        processor = AutoProcessor.from_pretrained(path, **kwargs)
+    except ImportError as error:
+        if importlib.util.find_spec("torchvision") is not None:
+            logger.debug("no processor in %s: %s", name_or_path, error)
+            return None
+        return _image_processor(path, **kwargs)
     except Exception as error:  # a text model fails here in many ways, and none of them is an error
         logger.debug("no processor in %s: %s", name_or_path, error)
         return None
     return processor if isinstance(processor, ProcessorMixin) else None
+
+
+def _image_processor(path: str, **kwargs: Any) -> ProcessorMixin | None:
+    """Build the processor of a folder without its part for videos; None where the folder names none."""
+    for name in ("processor_config.json", "preprocessor_config.json"):
+        file = Path(path, name)
+        settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        cls = getattr(transformers, settings.get("processor_class") or "", None)
+        if cls is not None:
+            break
+    else:
+        return None
+    images = transformers.AutoImageProcessor.from_pretrained(path, **kwargs)
+    tokenizer = hf_tokenizer(path, trust_remote_code=kwargs.get("trust_remote_code", False))
+    logger.warning("torchvision is not installed: the processor of %s takes images, and no videos", path)
+    images_only = type(cls.__name__, (_ImagesOnly, cls), {})  # under the same name, by which the family is told
+    processor: ProcessorMixin = images_only(images, tokenizer, None, chat_template=tokenizer.chat_template)
+    return processor
+
+
+class _ImagesOnly:
+    """Lets a processor be without its part for videos."""
+
+    def check_argument_for_proper_class(self, name: str, argument: Any) -> type:
+        """Take what is given."""
+        return type(argument)
+
+    def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
+        """Save the parts that there are, and beside them which processor they make up."""
+        parts: Any = self
+        parts.tokenizer.save_pretrained(save_directory)
+        parts.image_processor.save_pretrained(save_directory)
+        file = Path(save_directory, "preprocessor_config.json")
+        settings = json.loads(file.read_text(encoding="utf-8")) | {"processor_class": type(self).__name__}
+        file.write_text(json.dumps(settings, indent=2), encoding="utf-8")

@@ -6,7 +6,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from verl.trainer.ppo.loaders import follow_run_seed
+from verl.trainer.ppo.loaders import follow_rollout, follow_run_seed
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.resources import ResourcePoolManager
 from verl.trainer.ppo.reward import load_reward_manager, reward_kwargs
@@ -26,6 +26,7 @@ def build_trainer(
 ) -> RayPPOTrainer:
     """Load tokenizer, data and reward functions, and make the trainer of them."""
     follow_run_seed(config)
+    follow_rollout(config)
     import_external_libs(config.actor_rollout_ref.model.get("external_lib"))  # may register what is named below
     tokenizer, processor = load_tokenizer(config)
     data = config.data

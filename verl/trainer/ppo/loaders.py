@@ -83,6 +83,16 @@ def follow_run_seed(config: Any) -> None:
             config.data.seed = config.trainer.seed
 
 
+def follow_rollout(config: Any) -> None:
+    """Let the data set know what the rollout engine takes: how many images, and how its processor is called."""
+    rollout = config.actor_rollout_ref.rollout
+    with open_dict(config):
+        config.data.limit_images = rollout.get("limit_images")
+        config.data.mm_processor_kwargs = ((rollout.get("engine_kwargs") or {}).get("vllm") or {}).get(
+            "mm_processor_kwargs"
+        )
+
+
 def training_rows(trainer: "RayPPOTrainer") -> Iterator[Mapping[str, Any]]:
     """Yield the batches of the training loader, epoch after epoch, and keep ``trainer.epoch``.
 

@@ -114,6 +114,7 @@ class RayPPOTrainer:
     ) -> None:
         """Make the loaders, building the data sets and the sampler that were not given, and count the steps."""
         loaders.follow_run_seed(self.config)
+        loaders.follow_rollout(self.config)
         data, trainer = self.config.data, self.config.trainer
         self.train_dataset = train_dataset or loaders.build_dataset(self, "train_files", is_train=True)
         if val_dataset is None and data.val_files is not None:

@@ -23,12 +23,16 @@ from verl.utils.dataset.files import (
     localize,
     read_parquet,
 )
+from verl.utils.dataset.media import Media, MediaEncoder, model_inputs
 from verl.utils.dataset.rows import check_prompt_rows, check_vision_rows
+from verl.utils.dataset.vision_utils import MediaError, check_image
+from verl.utils.vision_positions import position_ids
 
 logger = logging.getLogger(__name__)
 
 TRUNCATIONS = ("error", "left", "right", "middle")
 FILTER_BATCH_ROWS = 1000
+UNREADABLE = -1  # in the place of a length: the row's images or videos cannot be read
 
 
 class PromptTooLongError(DataError, NotImplementedError):
@@ -70,13 +74,16 @@ def truncate(ids: list[int], max_length: int, truncation: str) -> list[int]:
 
 
 class RLHFDataset(Dataset):
-    """Chat prompts with what their scorer needs, tokenized and left-padded.
+    """Chat prompts, with images and videos where the model takes them, tokenized and left-padded.
+
+    With a processor, an item also holds ``multi_modal_data``, for the engine that generates, and
+    ``multi_modal_inputs``, the processor's tensors for training; both are empty in rows of text.
 
     Args:
         data_files: one or several parquet files, local or on HDFS.
         tokenizer: owns the chat template.
         config: the ``data`` node.
-        processor: of a vision model; text rows only use the tokenizer.
+        processor: of a vision-language model.
 
     Raises: DataError, which is a ValueError, naming file, row and column, for what cannot be used.
     """
@@ -92,6 +99,7 @@ class RLHFDataset(Dataset):
         self.tokenizer = tokenizer
         self.processor = processor
         self.config = config
+        self.media = None if processor is None else MediaEncoder(processor, config)
 
         self.cache_dir = os.path.expanduser(config.get("cache_dir", "~/.cache/verl/rlhf"))
         self.use_shm = config.get("use_shm", False)
@@ -119,11 +127,16 @@ class RLHFDataset(Dataset):
             raise DataError(f"data.truncation must be one of {TRUNCATIONS}, got {self.truncation!r}")
         if self.max_prompt_length < 1:
             raise DataError(f"data.max_prompt_length must be at least 1, got {self.max_prompt_length}")
-        if self.tokenizer.chat_template is None and "chat_template" not in self.apply_chat_template_kwargs:
+        if self._templater.chat_template is None and "chat_template" not in self.apply_chat_template_kwargs:
             raise MissingChatTemplateError(
                 f"the tokenizer of {self.tokenizer.name_or_path!r} has no chat template: set "
                 "actor_rollout_ref.model.custom_chat_template, or data.apply_chat_template_kwargs.chat_template"
             )
+
+    @property
+    def _templater(self) -> Any:
+        """Whose chat template is used: the processor's, where it has one."""
+        return self.processor if getattr(self.processor, "chat_template", None) else self.tokenizer
 
     def _read_files_and_tokenize(self) -> None:
         self.data_files = localize(self.original_data_files, self.cache_dir, self.use_shm)
@@ -134,7 +147,9 @@ class RLHFDataset(Dataset):
         self._file_ends = np.cumsum([table.num_rows for table in tables])
         self._rows: np.ndarray | None = None  # which rows of the files are left; None for all
         self.__dict__.pop("dataframe", None)
-        self.dataframe = self.maybe_filter_out_long_prompts(datasets.Dataset(concat_tables(self.data_files, tables)))
+        # without the schema's notes, by which the library would decode images itself
+        table = concat_tables(self.data_files, tables).replace_schema_metadata(None)
+        self.dataframe = self.maybe_filter_out_long_prompts(datasets.Dataset(table))
         if len(self.dataframe) == 0:
             raise DataError(
                 f"{', '.join(self.data_files)}: none of the {self._file_ends[-1]} prompts fits into "
@@ -144,11 +159,21 @@ class RLHFDataset(Dataset):
     def check_rows(self, check: ColumnCheck) -> None:
         """Refuse rows that no prompt can be made of, or that no reward can be computed for."""
         check_prompt_rows(check, self.config, text_only=self.processor is None)
-        check_vision_rows(check, self.config, has_processor=self.processor is not None)
+        check_vision_rows(check, self.config, self.processor is not None, self.prompt_key)
+        if self.image_key in check.table.column_names:
+            self._check_images(check)
         if "extra_info" in check.table.column_names:
             kind = check.column("extra_info").type
             if not (pa.types.is_struct(kind) or pa.types.is_map(kind) or pa.types.is_null(kind)):
                 check.fail("extra_info", 0, f"must be a dict, got {kind}")
+
+    def _check_images(self, check: ColumnCheck) -> None:
+        for row, images in enumerate(check.table[self.image_key]):
+            for index, image in enumerate(images.as_py() or []):
+                try:
+                    check_image(image)
+                except MediaError as error:
+                    check.fail(self.image_key, row, f"entry {index}: {error}", "data.image_key")
 
     def maybe_filter_out_long_prompts(self, dataframe: datasets.Dataset) -> datasets.Dataset:
         """Drop the prompts that are longer than ``max_prompt_length``, where the config asks for it."""
@@ -169,19 +194,34 @@ class RLHFDataset(Dataset):
         return dataframe.select(kept)
 
     def prompt_lengths(self, dataframe: datasets.Dataset) -> np.ndarray:
-        """Count the tokens of every templated prompt, in batches, over ``filter_overlong_prompts_workers``."""
+        """Count the tokens of every templated prompt, in batches, over ``filter_overlong_prompts_workers``.
+
+        Images and videos count as the tokens that the processor makes of them.
+        """
         workers = min(self.num_workers, 1 + len(dataframe) // FILTER_BATCH_ROWS)
-        lengths = dataframe.select_columns([self.prompt_key]).map(
+        keys = [key for key in (self.prompt_key, self.image_key, self.video_key) if key in dataframe.column_names]
+        lengths = dataframe.select_columns(keys).map(
             _count_tokens,
             batched=True,
             batch_size=FILTER_BATCH_ROWS,
             num_proc=workers if workers > 1 else None,
-            remove_columns=[self.prompt_key],
+            remove_columns=keys,
             fn_kwargs={"dataset": self._without_data()},
             new_fingerprint="prompt_lengths",
             desc="Filtering overlong prompts",
         )
-        return lengths.with_format("numpy")["length"][:]
+        found = lengths.with_format("numpy")["length"][:]
+        if (found == UNREADABLE).any():
+            self._name_unreadable(dataframe, int(np.argmax(found == UNREADABLE)))
+        return found
+
+    def _name_unreadable(self, dataframe: datasets.Dataset, item: int) -> None:
+        """Raise the error of a row whose images or videos cannot be read."""
+        try:
+            _count_media_tokens(self, dataframe[item])
+        except MediaError as error:
+            where = f"generated row {item}" if "dataframe" in self.__dict__ else self.where(item)
+            raise DataError(f"{where}, {error}") from error
 
     def _without_data(self) -> "RLHFDataset":
         """Return what counting needs, cheap to send to a process."""
@@ -196,11 +236,12 @@ class RLHFDataset(Dataset):
     def _build_messages(self, example: dict[str, Any]) -> list[dict[str, Any]]:
         """Take the messages out of a row."""
         # parquet gives every message all keys that any message has: those without a value are not the template's
-        return [{k: v for k, v in message.items() if v is not None} for message in example.pop(self.prompt_key)]
+        messages = [{k: v for k, v in message.items() if v is not None} for message in example.pop(self.prompt_key)]
+        return messages if self.media is None else self.media.typed(messages, example)
 
     def render(self, messages: list[dict[str, Any]]) -> str:
         """Apply the chat template, up to where the model is to go on."""
-        text = self.tokenizer.apply_chat_template(
+        text = self._templater.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=False, **self.apply_chat_template_kwargs
         )
         assert isinstance(text, str)
@@ -219,40 +260,75 @@ class RLHFDataset(Dataset):
         item = range(len(self))[item]
         row: dict[str, Any] = self.dataframe[item]
         messages = self._build_messages(row)
-        for key in (self.image_key, self.video_key):
-            row.pop(key, None)
         try:
-            text = self.render(messages)
+            text, media = self.render(messages), self.take_media(row)
+            row |= self._text_tensors(item, text) if not media else self._media_tensors(item, text, media)
         except jinja2.TemplateError as error:
             raise DataError(
                 f"{self.where(item)}, column {self.prompt_key!r}: the chat template refuses it: {error}"
             ) from error
-        row |= self._tensors(item, self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        except MediaError as error:
+            raise DataError(f"{self.where(item)}, {error}") from error
         if self.return_raw_chat:
             row["raw_prompt"] = messages
         if self.return_full_prompt:
             row["full_prompts"] = text
         return self._with_extra_info(item, row)
 
-    def _tensors(self, item: int, ids: list[int]) -> dict[str, Any]:
+    def take_media(self, row: dict[str, Any]) -> Media:
+        """Take the images and videos out of a row.
+
+        Raises: MediaError when one cannot be read.
+        """
+        if self.media is not None:
+            return self.media.take(row)
+        for key in (self.image_key, self.video_key):
+            row.pop(key, None)
+        return Media()
+
+    def _text_tensors(self, item: int, text: str) -> dict[str, Any]:
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         try:
             kept = truncate(ids, self.max_prompt_length, self.truncation)
         except PromptTooLongError as error:
-            raise PromptTooLongError(
-                f"{self.where(item)}, column {self.prompt_key!r}: the prompt has {len(ids)} tokens, "
-                f"data.max_prompt_length is {self.max_prompt_length}: raise it, or set data.truncation to left, right "
-                "or middle, or data.filter_overlong_prompts=True"
+            raise self._too_long(
+                item, len(ids), "data.truncation to left, right or middle, or data.filter_overlong_prompts=True"
             ) from error
-        pad = self.max_prompt_length - len(kept)
+        return self._tensors(kept, kept, {}, {})
+
+    def _media_tensors(self, item: int, text: str, media: Media) -> dict[str, Any]:
+        assert self.media is not None
+        encoded = self.media.encode(text, media)
+        ids = encoded["input_ids"][0].tolist()
+        if len(ids) > self.max_prompt_length:  # a cut would part images from their tokens
+            raise self._too_long(item, len(ids), "data.filter_overlong_prompts=True")
+        raw = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return self._tensors(ids, raw, encoded, media.as_data())
+
+    def _too_long(self, item: int, length: int, instead: str) -> PromptTooLongError:
+        return PromptTooLongError(
+            f"{self.where(item)}, column {self.prompt_key!r}: the prompt has {length} tokens, "
+            f"data.max_prompt_length is {self.max_prompt_length}: raise it, or set {instead}"
+        )
+
+    def _tensors(
+        self, ids: list[int], raw_ids: list[int], encoded: Mapping[str, Any], data: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Return the padded prompt; ``raw_ids`` hold one token for each image, ``ids`` all of them."""
+        pad = self.max_prompt_length - len(ids)
         input_ids = torch.full((self.max_prompt_length,), self.tokenizer.pad_token_id, dtype=torch.long)
-        input_ids[pad:] = torch.tensor(kept, dtype=torch.long)
-        positions = torch.arange(self.max_prompt_length) - pad
-        return {
-            "input_ids": input_ids,
-            "attention_mask": (positions >= 0).long(),
-            "position_ids": positions.clamp(min=0),
-            "raw_prompt_ids": kept,
+        input_ids[pad:] = torch.tensor(ids, dtype=torch.long)
+        attention_mask = (torch.arange(self.max_prompt_length) >= pad).long()
+        tensors = {"input_ids": input_ids, "attention_mask": attention_mask, "raw_prompt_ids": raw_ids}
+        if self.media is None:
+            return tensors | {"position_ids": position_ids(None, input_ids, attention_mask)}
+        tensors |= {
+            "position_ids": self.media.position_ids(input_ids, attention_mask, encoded),
+            "multi_modal_data": data,
         }
+        if self.return_multi_modal_inputs:
+            tensors["multi_modal_inputs"] = model_inputs(encoded)
+        return tensors
 
     def _with_extra_info(self, item: int, row: dict[str, Any]) -> dict[str, Any]:
         extra = row.get("extra_info") or {}
@@ -280,7 +356,7 @@ class RLHFDataset(Dataset):
         self.__dict__.update(state)
         if "dataframe" not in state and "_file_ends" in state:
             tables = [read_parquet(path) for path in self.data_files]
-            self.dataframe = datasets.Dataset(concat_tables(self.data_files, tables))
+            self.dataframe = datasets.Dataset(concat_tables(self.data_files, tables).replace_schema_metadata(None))
             if self._rows is not None:
                 self.dataframe = self.dataframe.select(self._rows)
 
@@ -291,10 +367,22 @@ class MissingChatTemplateError(DataError, AssertionError):
 
 def _count_tokens(batch: dict[str, list[Any]], dataset: RLHFDataset) -> dict[str, list[int]]:
     rows = [{key: values[i] for key, values in batch.items()} for i in range(len(batch[dataset.prompt_key]))]
-    texts = []
-    for row in rows:
+    texts, lengths = [], {}
+    for index, row in enumerate(rows):
+        text = ""
         try:
-            texts.append(dataset.render(dataset._build_messages(row)))
+            text, count = _count_media_tokens(dataset, row)
+            lengths |= {index: count} if count else {}
         except jinja2.TemplateError:
-            texts.append("")  # __getitem__ names the row
-    return {"length": [len(ids) for ids in dataset.tokenizer(texts, add_special_tokens=False)["input_ids"]]}
+            pass  # __getitem__ names the row
+        except MediaError:
+            lengths[index] = UNREADABLE
+        texts.append("" if index in lengths else text)
+    counted = [len(ids) for ids in dataset.tokenizer(texts, add_special_tokens=False)["input_ids"]]
+    return {"length": [lengths.get(index, count) for index, count in enumerate(counted)]}
+
+
+def _count_media_tokens(dataset: RLHFDataset, row: dict[str, Any]) -> tuple[str, int]:
+    """Return the text of a row, and the number of its tokens where it has images or videos, else 0."""
+    text, media = dataset.render(dataset._build_messages(row)), dataset.take_media(row)
+    return text, len(dataset.media.encode(text, media)["input_ids"][0]) if media and dataset.media else 0

@@ -21,23 +21,48 @@ def check_prompt_rows(check: ColumnCheck, data: Mapping[str, Any], text_only: bo
     _check_reward_model(check)
 
 
-def check_vision_rows(check: ColumnCheck, data: Mapping[str, Any], has_processor: bool) -> None:
-    """Refuse images and videos that the data set would not read.
+def check_vision_rows(check: ColumnCheck, data: Mapping[str, Any], has_processor: bool, prompt_key: str) -> None:
+    """Refuse images and videos that the model or the prompt does not take; ``prompt_key`` is the column of messages.
 
     Raises: DataError naming file, row and column.
     """
-    for key, default in (("image_key", "images"), ("video_key", "videos")):
+    for kind, default in (("image", "images"), ("video", "videos")):
+        key = f"{kind}_key"
         name = data.get(key, default)
         if name not in check.table.column_names:
             continue
         values = check.column(name)
-        if not is_list(values.type):
-            if not pa.types.is_null(values.type):
-                check.fail(name, 0, f"must be a list, got {values.type}", f"data.{key}")
+        if not is_list(values.type) and not pa.types.is_null(values.type):
+            check.fail(name, 0, f"must be a list, got {values.type}", f"data.{key}")
+        counts = np.zeros(len(values), dtype=int)
+        if is_list(values.type):
+            counts = pc.fill_null(pc.list_value_length(values), 0).to_numpy(False)
+        if not has_processor:
+            check.refuse(name, counts > 0, "holds images or videos, and the model has no processor", f"data.{key}")
             continue
-        used = pc.fill_null(pc.greater(pc.list_value_length(values), 0), False)
-        reason = "this data set reads text only" if has_processor else "the model has no processor"
-        check.refuse(name, used, f"holds images or videos, and {reason}", f"data.{key}")
+        most = data.get("limit_images") if kind == "image" else None
+        if most is not None and (counts > most).any():
+            row = int(np.argmax(counts > most))
+            limit = f"actor_rollout_ref.rollout.limit_images={most}"
+            check.fail(name, row, f"holds {counts[row]} images, {limit} allows fewer: raise it", f"data.{key}")
+        places = _count_places(check.column(prompt_key), kind)
+        if (counts != places).any():
+            row = int(np.argmax(counts != places))
+            problem = (
+                f"holds {counts[row]} {kind}s, and column {prompt_key!r} has {places[row]} places <{kind}> for them"
+            )
+            check.fail(name, row, problem, f"data.{key}")
+
+
+def _count_places(messages: pa.Array, kind: str) -> np.ndarray:
+    """Return how often each row's messages name an image or a video, by a marker or by a typed part."""
+    flat, parents = pc.list_flatten(messages), pc.list_parent_indices(messages).to_numpy(False)
+    content = pc.struct_field(flat, "content")
+    if is_list(content.type):
+        found = [sum(part.get("type") == kind for part in parts or []) for parts in content.to_pylist()]
+    else:
+        found = pc.fill_null(pc.count_substring(content, f"<{kind}>"), 0).to_numpy(False)
+    return np.bincount(parents, weights=found, minlength=len(messages)).astype(int)
 
 
 def check_data_sources(check: ColumnCheck, reward_fn_key: str, problem_of: Callable[[str], str | None]) -> None:

@@ -1,0 +1,129 @@
+"""Images and videos of a row: the prompt that they stand in, and what the processor makes of both."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from transformers import ProcessorMixin
+
+from verl.utils.dataset.vision_utils import MediaError, load_video, process_image
+from verl.utils.vision_positions import PositionError, vision_rope
+from verl.utils.vision_positions import position_ids as vision_position_ids
+
+MARKERS = {"image": "<image>", "video": "<video>"}
+TEXT_KEYS = frozenset(
+    {"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids", "second_per_grid_ts", "video_metadata"}
+)
+"""What a processor returns and the training model does not take: its text part, and what only positions need."""
+
+
+@dataclass
+class Media:
+    """The loaded images of a row, and its videos as (frames (T, 3, H, W), metadata)."""
+
+    images: list[Any] = field(default_factory=list)
+    videos: list[tuple[Tensor, dict[str, Any]]] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.images or self.videos)
+
+    def as_data(self) -> dict[str, Any]:
+        """Return ``multi_modal_data``, as generation engines take it."""
+        data: dict[str, Any] = {"image": self.images} if self.images else {}
+        if self.videos:
+            data["video"] = [(frames.numpy(), metadata) for frames, metadata in self.videos]
+        return data
+
+
+class MediaEncoder:
+    """Loads the images and videos of rows and encodes prompts with them by the processor of a model.
+
+    Args: ``settings`` is the ``data`` node; ``mm_processor_kwargs`` in it goes to every call of the processor.
+    """
+
+    def __init__(self, processor: ProcessorMixin, settings: Mapping[str, Any]) -> None:
+        self.processor = processor
+        self.keys = {"image": settings.get("image_key", "images"), "video": settings.get("video_key", "videos")}
+        self.kwargs = dict(settings.get("mm_processor_kwargs") or {})
+        self.rope = vision_rope(processor)
+        self.patch_size = getattr(getattr(processor, "image_processor", None), "patch_size", None) or 14
+
+    def take(self, row: dict[str, Any]) -> Media:
+        """Take the image and video columns out of a row and load what they hold.
+
+        Raises: MediaError naming the entry that cannot be read.
+        """
+        entries = {kind: row.pop(key, None) for kind, key in self.keys.items()}
+        media = Media()
+        for kind, entry in ((kind, entry) for kind, values in entries.items() for entry in enumerate(values or [])):
+            index, value = entry
+            try:
+                if kind == "image":
+                    media.images.append(process_image(value, image_patch_size=self.patch_size))
+                else:
+                    media.videos.append(load_video(value, image_patch_size=self.patch_size))
+            except MediaError as error:
+                raise MediaError(f"column {self.keys[kind]!r}: entry {index}: {error}") from error
+        return media
+
+    def typed(self, messages: list[dict[str, Any]], columns: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Split markers out of the text of messages, for the kinds whose column the rows have."""
+        kinds = {MARKERS[kind]: kind for kind, key in self.keys.items() if key in columns}
+        if not kinds:
+            return messages
+        pattern = re.compile("(" + "|".join(map(re.escape, kinds)) + ")")
+        return [{**message, "content": _parts(message.get("content"), kinds, pattern)} for message in messages]
+
+    def encode(self, text: str, media: Media) -> dict[str, Any]:
+        """Return what the processor makes of one text: ``input_ids`` with expanded placeholders, tensors, grids.
+
+        Raises: MediaError when the text and the media do not fit together.
+        """
+        videos: dict[str, Any] = {}
+        if media.videos:
+            videos = {
+                "videos": [frames for frames, _ in media.videos],
+                "video_metadata": [metadata for _, metadata in media.videos],
+                "do_sample_frames": False,
+            }
+        try:
+            encoded = self.processor(
+                text=[text],
+                images=media.images or None,
+                add_special_tokens=False,
+                return_tensors="pt",
+                **videos,
+                **self.kwargs,
+            )
+        except (ValueError, IndexError, RuntimeError, StopIteration) as error:
+            raise MediaError(
+                f"the processor refuses its text, images and videos: {error or type(error).__name__}"
+            ) from error
+        return dict(encoded)
+
+    def position_ids(self, input_ids: Tensor, attention_mask: Tensor, encoded: Mapping[str, Any]) -> Tensor:
+        """Return the position ids of one padded prompt: (L,), or (4, L) where the model has vision axes.
+
+        Raises: MediaError when the tokens are not those of the grids.
+        """
+        try:
+            return vision_position_ids(self.rope, input_ids, attention_mask, encoded)
+        except PositionError as error:
+            raise MediaError(str(error)) from error
+
+
+def model_inputs(encoded: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``multi_modal_inputs``: the processor's output without its text part."""
+    return {name: value for name, value in encoded.items() if name not in TEXT_KEYS}
+
+
+def _parts(content: Any, kinds: Mapping[str, str], pattern: re.Pattern[str]) -> Any:
+    """Return a content as typed parts where it holds a marker, and free of empty keys where it has parts already."""
+    if isinstance(content, list):
+        return [{name: value for name, value in part.items() if value is not None} for part in content]
+    if not isinstance(content, str) or not pattern.search(content):
+        return content
+    pieces = [piece for piece in pattern.split(content) if piece]
+    return [{"type": kinds[piece]} if piece in kinds else {"type": "text", "text": piece} for piece in pieces]

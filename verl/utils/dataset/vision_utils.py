@@ -1,0 +1,252 @@
+"""Images and videos of data rows: loading, and the sizes that vision-language models take.
+
+Sizes and sampling of frames are those of qwen-vl-utils, which itself is needed for videos only: it wants torchvision.
+"""
+
+import base64
+import io
+import math
+import os
+import urllib.request
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+MERGE = 2  # patches that make one token, along each side
+MIN_TOKENS, MAX_TOKENS = 4, 16384  # of an image
+MAX_RATIO = 200
+DOWNLOAD_TIMEOUT_S = 60.0
+FRAMES_PER_SECOND = 2.0  # of frames that come without a rate
+
+ImageLike = Image.Image | bytes | str | Mapping[str, Any]
+
+
+class MediaError(ValueError):
+    """An image or video cannot be read."""
+
+
+class MissingVideoSupportError(MediaError, ImportError):
+    """Videos need libraries that are not installed."""
+
+
+class VideoFormError(MediaError, NotImplementedError):
+    """A video is not described by a dict with the key ``video``."""
+
+
+def process_image(image: ImageLike, image_patch_size: int = 14) -> Image.Image:
+    """Load an image as RGB, in a size that is whole tokens and not too many of them.
+
+    Args:
+        image: a PIL image, its encoded bytes, a path, a URL (``file://``, ``http(s)://``, ``data:``), or a dict with
+            one of these under ``bytes``, ``path``, ``image`` or ``image_url``, and optionally ``min_pixels``,
+            ``max_pixels``, or ``resized_height`` and ``resized_width``.
+        image_patch_size: side of a patch of the model's vision tower, in pixels.
+
+    Raises: MediaError when it cannot be read.
+    """
+    loaded = load_image(image)
+    factor, node = image_patch_size * MERGE, image if isinstance(image, Mapping) else {}
+    if node.get("resized_height") and node.get("resized_width"):
+        height, width = smart_resize(int(node["resized_height"]), int(node["resized_width"]), factor)
+    else:
+        limits = node.get("min_pixels"), node.get("max_pixels")
+        height, width = smart_resize(loaded.height, loaded.width, factor, *limits)
+    return loaded.resize((width, height))
+
+
+def load_image(image: ImageLike) -> Image.Image:
+    """Decode an image wholly, as RGB; what is transparent becomes white.
+
+    Raises: MediaError when it cannot be read.
+    """
+    source = _source(image)
+    try:
+        opened = source if isinstance(source, Image.Image) else Image.open(source)
+        opened.load()
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # as PIL's decoders raise
+        raise MediaError(f"the image cannot be read: {error}") from error
+    if opened.mode != "RGBA":
+        return opened.convert("RGB")
+    white = Image.new("RGB", opened.size, (255, 255, 255))
+    white.paste(opened, mask=opened.getchannel("A"))
+    return white
+
+
+def check_image(image: ImageLike) -> None:
+    """Look at an image without decoding its pixels: header, checksums where the format has them, end of a JPEG.
+
+    Raises: MediaError when it is not whole.
+    """
+    source = _source(image)
+    if isinstance(source, Image.Image):
+        return
+    try:
+        with Image.open(source) as opened:
+            opened.verify()
+        if opened.format == "JPEG" and not _ends_as_jpeg(source):
+            raise MediaError("the image cannot be read: it is cut short")
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # as PIL's decoders raise
+        raise error if isinstance(error, MediaError) else MediaError(f"the image cannot be read: {error}") from error
+
+
+def _ends_as_jpeg(source: str | io.BytesIO) -> bool:
+    data = source.getvalue()[-4096:] if isinstance(source, io.BytesIO) else _tail(source)
+    return b"\xff\xd9" in data
+
+
+def _tail(path: str, size: int = 4096) -> bytes:
+    with open(path, "rb") as file:
+        file.seek(max(0, os.path.getsize(path) - size))
+        return file.read()
+
+
+def _source(image: ImageLike) -> Image.Image | io.BytesIO | str:
+    """Return an image in memory, its encoded bytes, or a path."""
+    if isinstance(image, Mapping):
+        given = [name for name in ("bytes", "image", "image_url") if image.get(name) is not None]
+        if "bytes" in given and len(given) > 1:
+            raise MediaError(f"an image must have either bytes or image, got both: {given}")
+        names = given or [name for name in ("path",) if image.get(name)]
+        if not names:
+            raise MediaError(f"an image must have bytes, path, image or image_url, got the keys {sorted(image)}")
+        return _source(image[names[0]])
+    if isinstance(image, Image.Image):
+        return image
+    if isinstance(image, bytes | bytearray):
+        return io.BytesIO(image)
+    if not isinstance(image, str):
+        raise MediaError(f"an image must be a PIL image, bytes, a path, a URL or a dict, got {type(image).__name__}")
+    if image.startswith("data:"):
+        return io.BytesIO(base64.b64decode(image.partition("base64,")[2]))
+    if image.startswith(("http://", "https://")):
+        try:
+            with urllib.request.urlopen(image, timeout=DOWNLOAD_TIMEOUT_S) as response:
+                return io.BytesIO(response.read())
+        except OSError as error:
+            raise MediaError(f"the image {image!r} cannot be fetched: {error}") from error
+    return os.path.expanduser(image.removeprefix("file://"))
+
+
+def smart_resize(
+    height: int, width: int, factor: int, min_pixels: int | None = None, max_pixels: int | None = None
+) -> tuple[int, int]:
+    """Return the sides nearest to the given ones that ``factor`` divides, with their product within the limits.
+
+    Raises: MediaError for an image far longer than wide.
+    """
+    least = MIN_TOKENS * factor**2 if min_pixels is None else min_pixels
+    most = MAX_TOKENS * factor**2 if max_pixels is None else max_pixels
+    if max(height, width) > MAX_RATIO * min(height, width):
+        raise MediaError(f"one side of an image may be at most {MAX_RATIO} times the other, got {height} x {width}")
+    rows, columns = (max(factor, round(side / factor) * factor) for side in (height, width))
+    if rows * columns > most:
+        shrink = math.sqrt(height * width / most)
+        rows, columns = (max(factor, math.floor(side / shrink / factor) * factor) for side in (height, width))
+    elif rows * columns < least:
+        grow = math.sqrt(least / (height * width))
+        rows, columns = (math.ceil(side * grow / factor) * factor for side in (height, width))
+    return rows, columns
+
+
+# ---- videos
+
+
+def process_video(
+    video: Mapping[str, Any],
+    nframes: int | None = None,
+    fps: float | None = None,
+    fps_min_frames: int | None = None,
+    fps_max_frames: int | None = None,
+    image_patch_size: int = 14,
+) -> Tensor:
+    """Load a video: (frames, 3, height, width) uint8; see ``load_video``."""
+    return load_video(video, nframes, fps, fps_min_frames, fps_max_frames, image_patch_size)[0]
+
+
+def load_video(
+    video: Mapping[str, Any],
+    nframes: int | None = None,
+    fps: float | None = None,
+    fps_min_frames: int | None = None,
+    fps_max_frames: int | None = None,
+    image_patch_size: int = 14,
+) -> tuple[Tensor, dict[str, Any]]:
+    """Load a video and say at which times its frames stand.
+
+    Args:
+        video: a dict with a path or a list of frames (images as in ``process_image``) under ``video``, and optionally
+            ``nframes``, or ``fps``, ``min_frames`` and ``max_frames``, ``sample_fps`` of a list, and limits of pixels.
+        nframes, fps, fps_min_frames, fps_max_frames: replace those of the dict; ``nframes`` and ``fps`` exclude
+            each other.
+
+    Returns: frames (T, 3, H, W) uint8, and metadata as the processors of transformers take it.
+    Raises: VideoFormError when ``video`` is no such dict; MediaError when it cannot be read; MissingVideoSupportError
+        without qwen-vl-utils, torchvision or, for files, PyAV.
+    """
+    if not isinstance(video, Mapping) or video.get("video") is None:
+        raise VideoFormError('a video must be a dict such as {"video": path or list of frames, "fps": 2.0}')
+    node = {name: value for name, value in video.items() if value is not None}
+    given = {"nframes": nframes, "fps": fps, "min_frames": fps_min_frames, "max_frames": fps_max_frames}
+    node |= {name: value for name, value in given.items() if value is not None}
+    if "nframes" in node and "fps" in node:
+        raise MediaError(f"a video takes nframes or fps, got nframes={node['nframes']} and fps={node['fps']}")
+    fetch_video = _qwen_vl_utils().fetch_video
+    if isinstance(node["video"], str):
+        node |= _read_file(node)
+    else:
+        node["video"] = [load_image(frame) for frame in node["video"]]
+        node.setdefault("sample_fps", float(node.get("fps", FRAMES_PER_SECOND)))
+    if not node["video"]:
+        raise MediaError("a video has no frame")
+    indices, raw_fps, total = node.pop("frames_indices", None), node.get("raw_fps"), node.pop("total_num_frames", None)
+    frames, metadata = fetch_video(node, image_patch_size=image_patch_size, return_video_metadata=True)
+    count = len(frames)
+    return frames.round().clamp(0, 255).to(torch.uint8), {
+        "fps": float(raw_fps or node["sample_fps"]),
+        "frames_indices": list(range(count)) if indices is None else (indices + [indices[-1]] * count)[:count],
+        "total_num_frames": int(total or count),
+        "duration": (total or count) / float(raw_fps or node["sample_fps"]),
+        "video_backend": "pyav",
+    }
+
+
+def _qwen_vl_utils() -> Any:
+    try:
+        from qwen_vl_utils import vision_process
+    except ImportError as error:
+        raise MissingVideoSupportError(
+            f"videos need qwen-vl-utils and torchvision: {error}; pip install 'verl[geo]', or leave the column out"
+        ) from error
+    return vision_process
+
+
+def _read_file(node: Mapping[str, Any]) -> dict[str, Any]:
+    """Decode the frames that the rate asks for."""
+    try:
+        import av
+    except ImportError as error:
+        raise MissingVideoSupportError(f"video files need PyAV: {error}; pip install 'verl[geo]'") from error
+    path = os.path.expanduser(node["video"].removeprefix("file://"))
+    try:
+        with av.open(path) as container:
+            stream = container.streams.video[0]
+            rate = float(stream.average_rate or FRAMES_PER_SECOND)
+            images = [frame.to_image() for frame in container.decode(stream)]
+    except (OSError, IndexError, av.error.FFmpegError) as error:
+        raise MediaError(f"the video {path!r} cannot be read: {error}") from error
+    try:
+        count = _qwen_vl_utils().smart_nframes(dict(node), total_frames=len(images), video_fps=rate)
+    except ValueError as error:
+        raise MediaError(f"the video {path!r} has {len(images)} frames: {error}") from error
+    indices = np.linspace(0, len(images) - 1, count).round().astype(int).tolist()
+    return {
+        "video": [images[i] for i in indices],
+        "sample_fps": count / len(images) * rate,
+        "raw_fps": rate,
+        "frames_indices": indices,
+        "total_num_frames": len(images),
+    }
