@@ -5,7 +5,7 @@ cd "$(dirname "$0")/.."
 python="${PYTHON:-python}"
 folder=verl/trainer/config
 status=0
-for name in ppo_trainer; do
+for name in ppo_trainer ppo_megatron_trainer; do
     target="$folder/_generated_$name.yaml"
     fresh="$(mktemp)"
     trap 'rm -f "$fresh"' EXIT

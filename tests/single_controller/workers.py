@@ -17,8 +17,10 @@ from verl.single_controller.base.decorator import (
     make_nd_compute_dataproto_dispatch_fn,
     register,
 )
+from verl.single_controller.base.megatron import MegatronWorker
 from verl.utils import envs
 from verl.utils.distributed import destroy_global_process_group, initialize_global_process_group_ray
+from verl.utils.megatron.ranks import place_of
 
 
 def times_rank(worker: Worker, data: DataProto) -> DataProto:
@@ -192,3 +194,54 @@ class BrokenWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def anything(self) -> None:
         """Never run."""
+
+
+class LayoutWorker(MegatronWorker):
+    """The same method in the named modes of Megatron-Core and in the mesh form."""
+
+    def __init__(self, sizes: dict[str, int]) -> None:
+        super().__init__()
+        self.sizes = sizes
+        place = place_of(self.rank, self.world_size, sizes)
+        self._register_dispatch_collect_info("actor", place.dp_rank, place.holds_outputs)
+        tp_size = place.tp_size
+        self._register_dispatch_collect_info("rollout", self.rank // tp_size, self.rank % tp_size == 0)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def make_layout(self) -> None:
+        """Make the groups of Megatron-Core."""
+        import verl.workers.engine.megatron  # noqa: F401  (prepares Megatron-Core for the CPU)
+        from verl.workers.config import McoreEngineConfig
+        from verl.workers.engine.megatron.layout import make_layout
+
+        initialize_global_process_group_ray(timeout_second=120)
+        make_layout(McoreEngineConfig(**self.sizes))
+
+    def _answer(self, data: DataProto) -> DataProto:
+        rank = torch.full_like(data.batch["x"], self.rank)
+        return DataProto.from_dict({"x": data.batch["x"], "rank": rank})
+
+    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
+    def by_layout(self, data: DataProto) -> DataProto:
+        """Return the rows and who had them."""
+        return self._answer(data)
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"))
+    def by_mesh(self, data: DataProto) -> DataProto:
+        """Return the rows and who had them."""
+        return self._answer(data)
+
+    @register(dispatch_mode=Dispatch.MEGATRON_PP_AS_DP_PROTO)
+    def generate_by_layout(self, data: DataProto) -> DataProto:
+        """Return the rows and who had them."""
+        return self._answer(data)
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("rollout"))
+    def generate_by_mesh(self, data: DataProto) -> DataProto:
+        """Return the rows and who had them."""
+        return self._answer(data)
+
+    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE)
+    def parts_by_layout(self, part: Any) -> Any:
+        """Return the part and who had it."""
+        return self.rank, part

@@ -107,6 +107,7 @@ class Workspace:
         """Return the command line of a run."""
         chosen = self.overrides(name) | (overrides or {})
         words = [f"{key}={'null' if value is None else value}" for key, value in chosen.items()]
+        words.sort(key=lambda word: not word.startswith("--"))  # flags come before keys
         return [*PYTHON, module, *words]
 
     def train(

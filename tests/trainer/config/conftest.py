@@ -15,7 +15,7 @@ CONFIG_DIR = str(Path(__file__).resolve().parents[3] / "verl" / "trainer" / "con
 def small_run(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Return the overrides of a run on two CPU workers, whose files exist."""
     folder = tmp_path_factory.mktemp("run")
-    sizes = {"max_position_embeddings": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {"max_position_embeddings": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4}
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen2", **sizes}))
     (folder / "tokenizer.json").write_text("{}")
     (folder / "rows.parquet").write_text("rows")

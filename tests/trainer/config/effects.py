@@ -222,6 +222,53 @@ GATED = {
 }
 """Options (parts of their dotted keys) of a feature whose own switch is refused."""
 
+# ---- ppo_megatron_trainer: what it has in the place of keys of ppo_trainer
+
+LAYOUTS = tuple(f"{node}.megatron" for node in (ACTOR, REF, "critic", "reward_model"))
+CONTRACT_MEGATRON, MEGATRON_ENGINE = ENGINE + "test_megatron_contract.py::", ENGINE + "test_megatron_engine.py::"
+# fmt: off
+MEGATRON = [
+    Reader(LAYOUTS, "tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size context_parallel_size expert_model_parallel_size expert_tensor_parallel_size seed", "workers/engine/megatron/layout.py", "config", CONTRACT_MEGATRON + "test_equals_plain_transformers"),
+    Reader(LAYOUTS, "sequence_parallel", "workers/engine/megatron/build.py", "config", CONTRACT_MEGATRON + "test_equals_plain_transformers"),
+    Reader(LAYOUTS, "use_distributed_optimizer override_ddp_config", "workers/engine/megatron/build.py", "config", CONTRACT_MEGATRON + "test_three_steps_of_adamw"),
+    Reader(LAYOUTS, "dtype", "workers/engine/megatron/build.py", "config", MEGATRON_ENGINE + "test_half_precision_keeps_an_fp32_copy"),
+    Reader(LAYOUTS, "override_transformer_config", "workers/engine/megatron/build.py", "config", MEGATRON_ENGINE + "test_recompute_computes_layers_again"),
+    Reader(LAYOUTS, "param_offload grad_offload optimizer_offload", "workers/engine/megatron/build.py", LOOP),
+    Reader(OPTIMIZERS, "lr weight_decay betas clip_grad optimizer override_optimizer_config", "workers/engine/megatron/optim.py", "config", CONTRACT_MEGATRON + "test_three_steps_of_adamw"),
+    Reader(OPTIMIZERS, "lr_warmup_steps_ratio lr_warmup_steps lr_warmup_init lr_decay_steps lr_decay_style min_lr lr_wsd_decay_style lr_wsd_decay_steps", "workers/engine/megatron/optim.py", "config", MEGATRON_ENGINE + "test_schedules"),
+    Reader(OPTIMIZERS, "weight_decay_incr_style", "workers/engine/megatron/optim.py", "config", MEGATRON_ENGINE + "test_weight_decay_follows_its_group_and_style"),
+    Reader(OPTIMIZERS, "use_checkpoint_opt_param_scheduler", "workers/engine/megatron/optim.py", "config", CONTRACT_MEGATRON + "test_a_checkpoint_continues_bit_for_bit"),
+    Reader(ACTOR, "data_loader_seed", "workers/roles/actor_rollout_ref.py", "config", "tests/workers/roles/test_megatron_roles.py::test_roles_give_what_one_fsdp_process_gives"),
+    Reader("critic", "data_loader_seed", "workers/roles/critic.py", "self.config", "tests/workers/roles/test_megatron_roles.py::test_roles_give_what_one_fsdp_process_gives"),
+    Reader(tuple(f"{node}.override_config" for node in MODELS), "model_config", "workers/config/model.py", LOOP, PARTS + "test_overrides_win_and_mappings_merge"),
+]
+# fmt: on
+MEGATRON_ONE = {
+    "trainer/config/ppo_megatron_trainer.yaml": tuple(
+        f"{ROLLOUT}.layer_name_map.{name}" for name in ("qkv_layer_name", "gate_proj_layer_name")
+    ),
+    "trainer/config/engine/megatron.yaml": (f"{REF}.megatron.forward_only", "reward_model.megatron.forward_only"),
+}
+"""As ``ONE_IMPLEMENTATION``."""
+
+MEGATRON_WHOLE = (
+    *(f"{node}.override_transformer_config" for node in LAYOUTS),
+    *(f"{node}.override_config.model_config" for node in MODELS),
+)
+"""Mappings whose keys are those of another library."""
+
+MEGATRON_REFUSED = {
+    **{f"{node}.strategy": "fsdp" for node in (*LAYOUTS, ACTOR, REF, "critic")},
+    **{f"{node}.use_dist_checkpointing": True for node in LAYOUTS},
+    **{f"{node}.dist_checkpointing_path": "/there" for node in LAYOUTS},
+    **{f"{node}.override_mcore_model_config": {"rotary_base": 1} for node in LAYOUTS},
+    **{f"{node}.use_mbridge": True for node in LAYOUTS},
+    **{f"{node}.load_weight": False for node in (ACTOR, REF, "critic", "reward_model")},
+    **{f"{MODEL}.{name}": value for name, value in (("lora_rank", 8), ("use_liger", True))},
+    f"{MODEL}.enable_activation_offload": True,
+}
+"""As ``REFUSED``."""
+
 # ---- the trees of the commands without a training loop
 
 SFT, TURNS = "tests/trainer/test_sft_trainer.py::", "tests/utils/dataset/test_sft_datasets.py::"

@@ -37,7 +37,11 @@ def keys_of(reader):
 
 
 READ = {key for reader in effects.READERS for key in keys_of(reader)}
-ALL_READERS = [*effects.READERS, *(reader for readers in effects.OFFLINE.values() for reader in readers)]
+ALL_READERS = [
+    *effects.READERS,
+    *effects.MEGATRON,
+    *(reader for readers in effects.OFFLINE.values() for reader in readers),
+]
 ONE = {key for keys in effects.ONE_IMPLEMENTATION.values() for key in keys}
 HELD = {refusal.key for refusal in REFUSALS if refusal.values is None} | effects.REFUSED.keys()
 
@@ -52,6 +56,24 @@ def test_the_table_is_complete_and_says_one_thing_of_each_key():
     assert (explained - HELD) - keys == set(), "keys that the YAML no longer has"
     assert sum(map(len, parts)) == len(explained), "keys that stand in two tables"
     assert set(effects.FOLLOWED.values()) <= READ
+
+
+def test_the_table_of_megatron_says_where_its_own_keys_take_effect():
+    tree = yaml.safe_load((ROOT / "verl/trainer/config/_generated_ppo_megatron_trainer.yaml").read_text())
+    keys = {key if not is_free(key) else is_free(key) for key in leaves(tree)}
+    own = {key for reader in effects.MEGATRON for key in keys_of(reader)}
+    one = {key for each in effects.MEGATRON_ONE.values() for key in each}
+    refused = effects.MEGATRON_REFUSED.keys()
+    assert (own | one) - keys == set(), "keys that the YAML does not have"
+    assert sum(map(len, (own, one, refused))) == len(own | one | refused), "keys that stand in two tables"
+    elsewhere = READ | ONE | HELD | effects.FOLLOWED.keys()
+    unsaid = {key for key in keys - own - one - refused - elsewhere if not any(part in key for part in effects.GATED)}
+    assert unsaid == set(), "keys that nothing reads or refuses"
+
+
+def is_free(key):
+    """Return the mapping that is read as a whole and holds this key."""
+    return next((node for node in effects.MEGATRON_WHOLE if key.startswith(f"{node}.")), None)
 
 
 def comments(text):
@@ -130,7 +152,7 @@ def test_the_tests_of_the_table_exist():
 
 
 def test_one_implementation_is_documented_above_the_key():
-    for file, keys in effects.ONE_IMPLEMENTATION.items():
+    for file, keys in [*effects.ONE_IMPLEMENTATION.items(), *effects.MEGATRON_ONE.items()]:
         text = (ROOT / "verl" / file).read_text(encoding="utf-8")
         for name in {key.rsplit(".", 1)[-1] for key in keys}:
             (comment,) = re.findall(rf"((?:^ *#.*\n)+) *{name}:", text, re.MULTILINE)
@@ -142,10 +164,24 @@ def base(composed):
     return composed()
 
 
+@pytest.fixture(scope="module")
+def base_of_megatron(composed):
+    reward = ["reward_model.enable=true", "reward_model.micro_batch_size_per_gpu=2", "data.return_raw_chat=true"]
+    return composed(*reward, name="ppo_megatron_trainer")
+
+
 @pytest.mark.parametrize(("key", "value"), effects.REFUSED.items())
 def test_what_a_rule_holds_at_its_default_is_refused(base, key, value):
     config = base.copy()
     OmegaConf.update(config, key, value)
+    with pytest.raises(ConfigError, match=re.escape(key)):
+        validate_config(config, use_reference_policy=True, use_critic=True)
+
+
+@pytest.mark.parametrize(("key", "value"), effects.MEGATRON_REFUSED.items())
+def test_what_megatron_holds_at_its_default_is_refused(base_of_megatron, key, value):
+    config = base_of_megatron.copy()
+    OmegaConf.update(config, key, value, force_add=True)
     with pytest.raises(ConfigError, match=re.escape(key)):
         validate_config(config, use_reference_policy=True, use_critic=True)
 

@@ -66,7 +66,7 @@ def test_a_reward_model_that_fits(base):
     ("changes", "key", "message"),
     [
         ({"reward_model.enable": "yes"}, "reward_model.enable", "true or false"),
-        ({"reward_model.strategy": "megatron"}, "reward_model.strategy", "write fsdp or fsdp2"),
+        ({"reward_model.strategy": "megatron"}, "reward_model.strategy", "megatron_reward_model"),
         ({"reward_model.micro_batch_size_per_gpu": None}, "reward_model.micro_batch_size_per_gpu", "use_dynamic_bsz"),
         ({"reward_model.micro_batch_size": 4}, "reward_model.micro_batch_size", "is deprecated"),
         ({"reward_model.truncation": "up"}, "reward_model.truncation", "right, left, middle, error"),

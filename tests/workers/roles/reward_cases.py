@@ -36,10 +36,10 @@ def reward_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def write_models(folder: Path) -> None:
+def write_models(folder: Path, num_layers: int = 2) -> None:
     policy, own = byte_tokenizer(), reward_tokenizer()
     policy.save_pretrained(folder / "policy")
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {"hidden_size": 64, "num_hidden_layers": num_layers, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = Qwen2Config(
         **sizes, intermediate_size=96, vocab_size=len(own), num_labels=1, pad_token_id=own.pad_token_id
     )

@@ -223,7 +223,7 @@ def test_what_cannot_be_rendered_is_named() -> None:
         ({"micro_batch_size_per_gpu": 2, "max_length": 0}, "max_length=0: must be 1 or more"),
         ({"micro_batch_size_per_gpu": 2, "model_type": "ranking"}, "must be one of discriminative, generative"),
         ({"micro_batch_size_per_gpu": 2, "ulysses_sequence_parallel_size": 2}, "use_remove_padding=true"),
-        ({"micro_batch_size_per_gpu": 2, "strategy": "megatron"}, "must be one of fsdp, fsdp2"),
+        ({"micro_batch_size_per_gpu": 2, "strategy": "deepspeed"}, "must be one of fsdp, fsdp2, megatron"),
     ],
 )
 def test_wrong_nodes_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

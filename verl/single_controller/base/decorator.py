@@ -7,6 +7,7 @@ from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 from verl.protocol import DataProto, DataProtoFuture, _padding_size_key
+from verl.single_controller.base import layout
 from verl.utils.py_functional import DynamicEnum
 from verl.utils.ray_utils import parallel_put
 
@@ -35,6 +36,10 @@ class Dispatch(DynamicEnum):
     DP_COMPUTE_PROTO_WITH_FUNC: "Dispatch"
     DP_COMPUTE_METRIC: "Dispatch"
     DIRECT_ROLLOUT_METHOD: "Dispatch"
+    MEGATRON_COMPUTE: "Dispatch"
+    MEGATRON_PP_AS_DP: "Dispatch"
+    MEGATRON_COMPUTE_PROTO: "Dispatch"
+    MEGATRON_PP_AS_DP_PROTO: "Dispatch"
 
 
 class Execute(DynamicEnum):
@@ -53,6 +58,10 @@ for _name in (
     "DP_COMPUTE_PROTO_WITH_FUNC",
     "DP_COMPUTE_METRIC",
     "DIRECT_ROLLOUT_METHOD",
+    "MEGATRON_COMPUTE",
+    "MEGATRON_PP_AS_DP",
+    "MEGATRON_COMPUTE_PROTO",
+    "MEGATRON_PP_AS_DP_PROTO",
 ):
     Dispatch.register(_name)
 for _name in ("ALL", "RANK_ZERO"):
@@ -184,6 +193,17 @@ def dispatch_lazy_compute_data_proto(
     return dispatch_nd_compute_dataproto(mapping, max(mapping) + 1, worker_group, *args, **kwargs)
 
 
+def _by_layout(
+    split: Callable[..., tuple[Args, Kwargs]], parts: Callable[["WorkerGroup"], tuple[list[int], int]]
+) -> DispatchFn:
+    """Return a dispatch that splits over ``parts`` of the layout that workers on Megatron-Core report."""
+
+    def dispatch(worker_group: "WorkerGroup", *args: Any, **kwargs: Any) -> tuple[Args, Kwargs]:
+        return split(*parts(worker_group), worker_group, *args, **kwargs)
+
+    return dispatch
+
+
 def _dispatch_forbidden(worker_group: "WorkerGroup", *args: Any, **kwargs: Any) -> tuple[Args, Kwargs]:
     raise NotImplementedError("a method in mode DIRECT_ROLLOUT_METHOD is called on the actor itself, not by the driver")
 
@@ -243,6 +263,15 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> dict[str, Callable[
     }
 
 
+def _of_layout(join: CollectFn, mask: Callable[["WorkerGroup"], list[bool]]) -> CollectFn:
+    """Return a collection of the outputs of those workers on Megatron-Core that ``mask`` names."""
+
+    def collect(worker_group: "WorkerGroup", output: list[Any]) -> Any:
+        return join(mask(worker_group), worker_group, output)
+
+    return collect
+
+
 # ---- the tables
 
 
@@ -254,6 +283,22 @@ _DISPATCH_FNS: dict[DynamicEnum, tuple[DispatchFn, CollectFn]] = {
     Dispatch.DP_COMPUTE_PROTO_WITH_FUNC: (dispatch_dp_compute_data_proto_with_func, collect_dp_compute_data_proto),
     Dispatch.DP_COMPUTE_METRIC: (dispatch_dp_compute_data_proto, collect_dp_compute),
     Dispatch.DIRECT_ROLLOUT_METHOD: (_dispatch_forbidden, _dispatch_forbidden),
+    Dispatch.MEGATRON_COMPUTE: (
+        _by_layout(dispatch_nd_compute, layout.data_parallel_map),
+        _of_layout(collect_nd_compute, layout.output_mask),
+    ),
+    Dispatch.MEGATRON_COMPUTE_PROTO: (
+        _by_layout(dispatch_nd_compute_dataproto, layout.data_parallel_map),
+        _of_layout(collect_nd_compute_dataproto, layout.output_mask),
+    ),
+    Dispatch.MEGATRON_PP_AS_DP: (
+        _by_layout(dispatch_nd_compute, layout.pipeline_as_data_map),
+        _of_layout(collect_nd_compute, layout.pipeline_as_data_mask),
+    ),
+    Dispatch.MEGATRON_PP_AS_DP_PROTO: (
+        _by_layout(dispatch_nd_compute_dataproto, layout.pipeline_as_data_map),
+        _of_layout(collect_nd_compute_dataproto, layout.pipeline_as_data_mask),
+    ),
 }
 
 

@@ -15,6 +15,7 @@ from verl.single_controller.base.decorator import (
     get_predefined_dispatch_fn,
     get_predefined_execute_fn,
 )
+from verl.single_controller.base.worker import DistGlobalInfo, DistRankInfo
 
 logger = logging.getLogger(__name__)
 
@@ -110,6 +111,7 @@ class WorkerGroup:
         self._worker_names: list[str] = []
         self._dispatch_info: dict[str, list[int]] = {}
         self._collect_info: dict[str, list[bool]] = {}
+        self._megatron_layout: tuple[list[DistRankInfo], DistGlobalInfo] | None = None
         self._master_addr: str | None = None
         self._master_port: str | None = None
         self._checker_thread: threading.Thread | None = None

@@ -22,11 +22,6 @@ ROLES = ("actor_rollout_ref.actor", "actor_rollout_ref.ref", ROLLOUT, "critic", 
 _CHOICES = [
     Refusal(f"{ROLLOUT}.mode", "sync", "is not supported yet: write sync", ("async",)),
     Refusal(f"{ROLLOUT}.name", "vllm", "is not supported yet: write vllm or hf", ("sglang",)),
-    *(
-        Refusal(f"{role}.strategy", "fsdp", "is not supported yet: write fsdp or fsdp2", ("megatron",))
-        for role in ROLES
-        if role != ROLLOUT
-    ),
     Refusal("trainer.device", "cuda", "is not supported yet: write cuda or cpu", ("npu",)),
 ]
 
@@ -101,6 +96,24 @@ _FIXED: list[tuple[str, str, dict[str, Any]]] = [
         {"model.use_fused_kernels": False, "actor.use_fused_kernels": False},
     ),
     ("fused kernels are not supported yet", "actor_rollout_ref.model.fused_kernel_options", {"impl_backend": "torch"}),
+    (
+        "is not supported yet",
+        "",
+        {
+            f"{node}.override_config.moe_config.freeze_moe_router": False
+            for node in ("actor_rollout_ref.model", "critic.model")
+        },
+    ),
+    (
+        "is not supported: write true, random weights learn nothing here",
+        "",
+        {f"{role}.load_weight": True for role in ("actor_rollout_ref.ref",)},
+    ),
+    (
+        "is not supported for a role that trains",
+        "",
+        {"actor_rollout_ref.actor.megatron.forward_only": False, "critic.megatron.forward_only": False},
+    ),
     ("is not supported, name it in actor_rollout_ref.model.tokenizer_path", "data", {"tokenizer": None}),
     ("the flag is of an older dataset and not supported", "data", {"return_raw_input_ids": False}),
     ("vision models are not supported yet", "data", {"return_multi_modal_inputs": True}),

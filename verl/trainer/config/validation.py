@@ -14,6 +14,7 @@ from verl.trainer.config.dapo import dapo_rules
 from verl.trainer.config.files import file_rules, model_rules
 from verl.trainer.config.idle import idle_keys
 from verl.trainer.config.keys import dotted_keys, nearest
+from verl.trainer.config.megatron import megatron_rules, workers_of_a_shard
 from verl.trainer.config.nodes import build_nodes
 from verl.trainer.config.plain import plain_rules
 from verl.trainer.config.refusals import refused, select
@@ -78,6 +79,7 @@ def config_violations(
     yield from model_rules(tree, use_critic)
     broken = {violation.key for violation in found} | set(missing)
     yield from _size_rules(tree, use_reference_policy, use_critic, broken)
+    yield from megatron_rules(tree, use_reference_policy, use_critic, broken)
     yield from reward_model_rules(tree, broken)
     if not broken:
         _notices(tree, use_critic)
@@ -102,10 +104,13 @@ def _size_rules(tree: Tree, use_reference: bool, use_critic: bool, broken: set[s
     layout |= {f"{rollout}.{name}" for name in ("tensor_model_parallel_size", "data_parallel_size")}
     if not broken & layout:
         yield from _layout_rules(tree, use_reference, use_critic)
+    layout |= {key for key in broken if key.startswith("actor_rollout_ref.actor.megatron")}
     batch = layout | {"data.train_batch_size", "data.gen_batch_size", f"{rollout}.n"}
     if not broken & batch:
         yield from _train_batch_rules(tree)
     for role in ["actor_rollout_ref.actor"] + ["critic"] * use_critic:
+        if any(key.startswith(f"{role}.megatron") for key in broken):
+            continue
         sizes = ("ppo_mini_batch_size", "ppo_micro_batch_size", "ulysses_sequence_parallel_size", "use_dynamic_bsz")
         if not broken & (batch | {f"{role}.{name}" for name in sizes}):
             per_gpu_is_wrong = f"{role}.ppo_micro_batch_size_per_gpu" in broken
@@ -126,8 +131,8 @@ _NODES = (
 
 _MISSING = {
     "actor_rollout_ref.rollout.name": "write vllm or hf",
-    "actor_rollout_ref.actor.strategy": "write fsdp or fsdp2",
-    "critic.strategy": "write fsdp or fsdp2",
+    "actor_rollout_ref.actor.strategy": "write fsdp, fsdp2 or megatron",
+    "critic.strategy": "write fsdp, fsdp2 or megatron",
 }
 
 
@@ -216,12 +221,6 @@ def rollout_group_size(tree: Tree) -> int:
     return size
 
 
-def _sequence_parallel(node: Tree, engine: str) -> int:
-    own: int = node.get("ulysses_sequence_parallel_size", 1)
-    inner: int = select(node, f"{engine}.ulysses_sequence_parallel_size", 1)
-    return own if own > 1 else inner
-
-
 def _layout_rules(tree: Tree, use_reference: bool, use_critic: bool) -> Iterator[Violation]:
     """Yield parallel sizes that do not divide the number of workers."""
     world = world_size(tree)
@@ -234,7 +233,7 @@ def _layout_rules(tree: Tree, use_reference: bool, use_critic: bool) -> Iterator
         yield Violation(key, rollout["tensor_model_parallel_size"], expected)
     for role, engine, model in _engines(tree, use_reference, use_critic):
         node = select(tree, role)
-        sp_size = _sequence_parallel(node, engine)
+        sp_size = workers_of_a_shard(node, engine)
         if world % sp_size:
             yield Violation(f"{role}.ulysses_sequence_parallel_size", sp_size, f"must divide {workers}")
         if sp_size > 1 and not select(tree, f"{model}.use_remove_padding"):
@@ -259,10 +258,10 @@ def _train_batch_rules(tree: Tree) -> Iterator[Violation]:
     """Yield a training batch that the workers cannot share evenly."""
     world, data = world_size(tree), tree["data"]
     actor, n = tree["actor_rollout_ref"]["actor"], tree["actor_rollout_ref"]["rollout"]["n"]
-    sp_size = _sequence_parallel(actor, "fsdp_config")
+    sharers = workers_of_a_shard(actor, "fsdp_config")
     unit = world
-    if actor["use_dynamic_bsz"]:
-        unit = math.lcm(max(1, world // sp_size), max(1, world // rollout_group_size(tree)))
+    if actor["use_dynamic_bsz"] or actor["strategy"] == "megatron":
+        unit = math.lcm(max(1, world // sharers), max(1, world // rollout_group_size(tree)))
     for key in ("train_batch_size", "gen_batch_size"):
         size = data.get(key)
         if isinstance(size, int) and size * n % unit:
@@ -276,10 +275,10 @@ def _role_batch_rules(tree: Tree, role: str, per_gpu_is_wrong: bool) -> Iterator
     node, world, train = select(tree, role), world_size(tree), prompts_per_step(tree)
     size_key = "train_batch_size" if train == tree["data"]["train_batch_size"] else "gen_batch_size"
     n, is_critic = tree["actor_rollout_ref"]["rollout"]["n"], role == "critic"
-    sp_size = _sequence_parallel(node, "model.fsdp_config" if is_critic else "fsdp_config")
-    for violation in mini_batch_rules(node, world, train, sp_size):
+    sharers = workers_of_a_shard(node, "model.fsdp_config" if is_critic else "fsdp_config")
+    for violation in mini_batch_rules(node, world, train, sharers):
         yield violation._replace(expected=violation.expected.replace("train_batch_size", size_key))
-    mini, dp_size, key = node["ppo_mini_batch_size"], max(1, world // sp_size), "ppo_mini_batch_size"
+    mini, dp_size, key = node["ppo_mini_batch_size"], max(1, world // sharers), "ppo_mini_batch_size"
     if train >= mini and train % mini:
         yield Violation(key, mini, f"must divide data.{size_key}={train}")
     rows = mini * n

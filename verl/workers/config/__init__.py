@@ -4,6 +4,7 @@ from verl.workers.config.actor import ActorConfig, FSDPActorConfig, PolicyLossCo
 from verl.workers.config.checkpoint import CheckpointConfig
 from verl.workers.config.critic import CriticConfig, FSDPCriticConfig, FSDPCriticModelCfg
 from verl.workers.config.engine import FSDPEngineConfig, McoreEngineConfig
+from verl.workers.config.megatron import McoreActorConfig, McoreCriticConfig, McoreCriticModelConfig
 from verl.workers.config.model import BaseModelConfig, HFModelConfig
 from verl.workers.config.optimizer import FSDPOptimizerConfig, McoreOptimizerConfig, OptimizerConfig
 from verl.workers.config.reward_model import RewardDataProcessorConfig, RewardModelConfig, RewardModelModelConfig
@@ -30,6 +31,9 @@ __all__ = [
     "FSDPEngineConfig",
     "FSDPOptimizerConfig",
     "HFModelConfig",
+    "McoreActorConfig",
+    "McoreCriticConfig",
+    "McoreCriticModelConfig",
     "McoreEngineConfig",
     "McoreOptimizerConfig",
     "MultiTurnConfig",

@@ -113,7 +113,7 @@ class ActorConfig(BaseConfig):
     kl_loss_type: str = "low_var_kl"
     ppo_epochs: int = 1
     shuffle: bool = False
-    data_loader_seed: int = 1
+    data_loader_seed: int | None = 1
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     optim: OptimizerConfig = field(default_factory=OptimizerConfig)
     use_fused_kernels: bool = False
@@ -235,7 +235,8 @@ class FSDPActorConfig(ActorConfig):
 def fsdp_role_rules(config: Any) -> Iterator[Violation]:
     """Yield what is wrong with the keys that every role on FSDP has."""
     if config.strategy not in STRATEGIES:
-        yield Violation("strategy", config.strategy, f"must be one of {', '.join(STRATEGIES)}")
+        expected = f"must be one of {', '.join(STRATEGIES)}; megatron is chosen by --config-name=ppo_megatron_trainer"
+        yield Violation("strategy", config.strategy, expected)
     if config.grad_clip <= 0:
         yield Violation("grad_clip", config.grad_clip, "must be above 0; write a large number to clip nothing")
     yield from positive_rules(config, "ulysses_sequence_parallel_size")

@@ -43,7 +43,7 @@ class CriticConfig(BaseConfig):
     forward_max_token_len_per_gpu: int = 32768
     ppo_epochs: int = 1
     shuffle: bool = False
-    data_loader_seed: int = 1
+    data_loader_seed: int | None = 1
     cliprange_value: float = 0.5
     loss_agg_mode: str = "token-mean"
     loss_scale_factor: int | None = None

@@ -8,7 +8,7 @@ from verl.base_config import BaseConfig, Violation
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.profiler.config import ProfilerConfig
 from verl.workers.config.actor import micro_batch_rules, positive_rules
-from verl.workers.config.engine import NCCL_TIMEOUT_S, STRATEGIES, FSDPEngineConfig
+from verl.workers.config.engine import NCCL_TIMEOUT_S, STRATEGIES, FSDPEngineConfig, McoreEngineConfig
 from verl.workers.config.model import HFModelConfig
 from verl.workers.config.rollout import RolloutConfig, SamplingConfig
 
@@ -61,7 +61,9 @@ class RewardDataProcessorConfig(BaseConfig):
 
 @dataclass
 class RewardModelConfig(BaseConfig):
-    """A reward model, which only infers: a classifier on FSDP, or a generative one on a rollout engine."""
+    """A reward model, which only infers: a classifier on FSDP or Megatron-Core, or a generative one on a rollout
+    engine.
+    """
 
     enable: bool = False
     enable_resource_pool: bool = False
@@ -70,6 +72,8 @@ class RewardModelConfig(BaseConfig):
     strategy: str = "fsdp"
     model_type: str = "discriminative"
     model: RewardModelModelConfig = field(default_factory=RewardModelModelConfig)
+    megatron: McoreEngineConfig | None = None
+    load_weight: bool = True
     micro_batch_size: int | None = None
     micro_batch_size_per_gpu: int | None = None
     max_length: int | None = None
@@ -101,8 +105,13 @@ class RewardModelConfig(BaseConfig):
 
     def rules(self) -> Iterator[Violation]:
         """Yield unknown names, batch sizes that exclude each other, and values outside their range."""
-        if self.strategy not in STRATEGIES:
-            yield Violation("strategy", self.strategy, f"must be one of {', '.join(STRATEGIES)}")
+        if self.strategy not in (*STRATEGIES, "megatron"):
+            yield Violation("strategy", self.strategy, f"must be one of {', '.join(STRATEGIES)}, megatron")
+        elif self.strategy == "megatron" and self.megatron is None:
+            expected = "needs the keys of Megatron-Core: choose reward_model@reward_model=megatron_reward_model"
+            yield Violation("strategy", self.strategy, expected)
+        if not self.load_weight:
+            yield Violation("load_weight", False, "is not supported: write true, random weights score nothing")
         if self.model_type not in MODEL_TYPES:
             yield Violation("model_type", self.model_type, f"must be one of {', '.join(MODEL_TYPES)}")
         if self.truncation not in TRUNCATIONS:
@@ -120,6 +129,11 @@ class RewardModelConfig(BaseConfig):
                 self.ulysses_sequence_parallel_size,
                 "needs packed sequences: set reward_model.model.use_remove_padding=true",
             )
+
+    @property
+    def engine(self) -> Any:
+        """The node of the engine that runs a classifier."""
+        return self.megatron if self.strategy == "megatron" else self.model.fsdp_config
 
     @property
     def is_generative(self) -> bool:
@@ -175,6 +189,8 @@ def with_targets(node: Mapping[str, Any]) -> dict[str, Any]:
         for name, cls in inner.items()
         if isinstance(node.get(name) or {}, Mapping)
     }
+    if isinstance(node.get("megatron"), Mapping):
+        typed["megatron"] = {"_target_": "verl.workers.config.McoreEngineConfig", **node["megatron"]}
     own = {name: value for name, value in node.items() if name in known}
     return {"_target_": "verl.workers.config.RewardModelConfig", **own, **typed}
 

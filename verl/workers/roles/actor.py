@@ -16,7 +16,7 @@ from verl.workers.roles.utils.selection import select_tokens
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from verl.workers.config import FSDPActorConfig
+    from verl.workers.config import FSDPActorConfig, McoreActorConfig
 
 
 class ActorWorker(EngineWorker):
@@ -26,13 +26,16 @@ class ActorWorker(EngineWorker):
     responses a prompt has; ``timeout_s`` bounds a collective.
     """
 
-    def __init__(self, config: "FSDPActorConfig | DictConfig", timeout_s: int = NCCL_TIMEOUT_S) -> None:
+    def __init__(
+        self, config: "FSDPActorConfig | McoreActorConfig | DictConfig", timeout_s: int = NCCL_TIMEOUT_S
+    ) -> None:
         super().__init__(timeout_s=timeout_s)
-        self.config: FSDPActorConfig = omega_conf_to_dataclass(config)
+        self.config: FSDPActorConfig | McoreActorConfig = omega_conf_to_dataclass(config)
         if self.config.model_config is None:
             raise ValueError("actor.model_config=None: ActorWorker needs the model node there, an HFModelConfig")
-        self.engine_config = effective_engine_config(self.config.fsdp_config, self.config)
-        self.register_mesh("actor", self.engine_config.ulysses_sequence_parallel_size)
+        self.engine_config = effective_engine_config(self.config.engine, self.config)
+        sp_size = self.engine_config.get("ulysses_sequence_parallel_size", 1)
+        self.register_engine_mesh("actor", self.engine_config, sp_size)
         self.loss_fn: Any = partial(ppo_loss, self.config)
         self.prepare: Any = None
 

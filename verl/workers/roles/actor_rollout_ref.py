@@ -10,7 +10,7 @@ from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.profiler.performance import reduce_timing, simple_timer, topk_reduce_ratio_min_max
-from verl.workers.config import CheckpointConfig, FSDPEngineConfig
+from verl.workers.config import CheckpointConfig
 from verl.workers.engine import BaseEngine
 from verl.workers.roles.base import EngineWorker, average_metrics, effective_engine_config, memory_metrics
 from verl.workers.roles.utils.batching import Cut, per_rank_micro_batch, per_rank_mini_batch, policy_update_meta
@@ -42,7 +42,7 @@ class ActorRolloutRefWorker(EngineWorker):
         self._is_lora = config.model.get("lora_rank", 0) > 0
         self._weight_sync: dict[str, float] = {}
         node = config.actor if self._is_actor or not self._is_ref else config.ref
-        self.register_mesh("actor", effective_sequence_parallel_size(node))
+        self.register_engine_mesh("actor", engine_node(node), effective_sequence_parallel_size(node))
         if self._is_rollout:
             infer_size = rollout_group_size(config.rollout)
             if self.world_size % infer_size:
@@ -72,7 +72,7 @@ class ActorRolloutRefWorker(EngineWorker):
 
     def _build_actor(self) -> None:
         config = self.actor_config = omega_conf_to_dataclass(self.config.actor)
-        engine_config = effective_engine_config(config.fsdp_config, config)
+        engine_config = effective_engine_config(config.engine, config)
         self.engine = self.build_engine(
             "language_model",
             self.model_config,
@@ -93,9 +93,8 @@ class ActorRolloutRefWorker(EngineWorker):
 
     def _build_ref(self) -> None:
         config = self.config.ref
-        engine_config: FSDPEngineConfig = effective_engine_config(
-            omega_conf_to_dataclass(config.fsdp_config), config, forward_only=True
-        )
+        engine = omega_conf_to_dataclass(engine_node(config))
+        engine_config = effective_engine_config(engine, config, forward_only=True)
         model_config = self.model_config
         if config.get("model", None) is not None and config.model.get("path", None):
             node = self.config.model.copy()
@@ -187,6 +186,7 @@ class ActorRolloutRefWorker(EngineWorker):
                 config.shuffle,
                 partial(ppo_loss, config),
                 partial(select_tokens, config, self.engine),
+                seed=config.data_loader_seed,
             )
             metrics["actor/lr"] = self.engine.lr_scheduler_step()
         step = finish_mismatch(average_metrics(steps, prefix="actor/"))
@@ -199,10 +199,15 @@ def rollout_group_size(rollout: "DictConfig") -> int:
     return 1 if rollout.name == "hf" else size
 
 
+def engine_node(node: "DictConfig") -> "DictConfig":
+    """Return the node of a role's engine."""
+    return node.megatron if node.strategy == "megatron" else node.fsdp_config
+
+
 def effective_sequence_parallel_size(node: "DictConfig") -> int:
-    """Return the Ulysses degree of a role: its own key, or that of its ``fsdp_config``."""
+    """Return the Ulysses degree of a role: its own key, or that of its engine."""
     own: int = node.get("ulysses_sequence_parallel_size", 1)
-    return own if own > 1 else node.fsdp_config.get("ulysses_sequence_parallel_size", 1)
+    return own if own > 1 else engine_node(node).get("ulysses_sequence_parallel_size", 1)
 
 
 def log_prob_cut(node: "DictConfig", dp_size: int) -> Cut:

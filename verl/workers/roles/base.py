@@ -14,13 +14,24 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.device import get_torch_device, is_cuda_available, is_npu_available
 from verl.utils.distributed import initialize_global_process_group_ray
 from verl.utils.flops_counter import FlopsCounter
+from verl.utils.megatron.ranks import place_of
 from verl.utils.metric import reduce_metrics
 from verl.utils.py_functional import append_to_dict
 from verl.workers.engine import BaseEngine, EngineRegistry
 
 if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
     from verl.protocol import DataProto
-    from verl.workers.config import CheckpointConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+    from verl.workers.config import (
+        CheckpointConfig,
+        FSDPEngineConfig,
+        HFModelConfig,
+        McoreEngineConfig,
+        OptimizerConfig,
+    )
+
+    AnyEngineConfig = FSDPEngineConfig | McoreEngineConfig
 
 logger = logging.getLogger(__name__)
 
@@ -40,12 +51,23 @@ class EngineWorker(Worker):
         """Let ``group_size`` neighbouring ranks take the same shard, and the first of them answer."""
         self._register_dispatch_collect_info(name, self.rank // group_size, self.rank % group_size == 0)
 
+    def register_engine_mesh(self, name: str, engine: "AnyEngineConfig | DictConfig", sp_size: int = 1) -> None:
+        """Let the ranks that share a shard in the layout of an engine take it, and one of them answer.
+
+        ``sp_size`` is the sequence parallelism of FSDP, which has no other axis that shares rows.
+        """
+        if engine.strategy == "megatron":
+            place = place_of(self.rank, self.world_size, engine)
+            self._register_dispatch_collect_info(name, place.dp_rank, place.holds_outputs)
+        else:
+            self.register_mesh(name, sp_size)
+
     def build_engine(
         self,
         model_type: str,
         model_config: "HFModelConfig",
-        engine_config: "FSDPEngineConfig",
-        optimizer_config: "FSDPOptimizerConfig | None",
+        engine_config: "AnyEngineConfig",
+        optimizer_config: "OptimizerConfig | None",
         checkpoint_config: "CheckpointConfig",
         freeze_vision_tower: bool = False,
     ) -> BaseEngine:
@@ -85,15 +107,17 @@ class EngineWorker(Worker):
         shuffle: bool,
         loss_fn: Any,
         prepare: "Callable[[DataProto, int], None] | None" = None,
+        seed: int | None = None,
     ) -> list[dict[str, float]]:
         """Take one optimizer step per mini-batch and pass; returns the metrics of each.
 
-        ``prepare`` is called with each mini-batch, right before its step, and the number of the pass.
+        ``prepare`` is called with each mini-batch, right before its step, and the number of the pass; ``seed`` is
+        added to the number of the step where rows are shuffled.
         """
         batches = data.make_iterator(
             mini_batch_size=mini_batch_size,
             epochs=epochs,
-            seed=data.meta_info.get("global_steps", 0),
+            seed=data.meta_info.get("global_steps", 0) + (seed or 0),
             dataloader_kwargs={"shuffle": shuffle},
         )
         metrics = []
@@ -123,9 +147,14 @@ def memory_metrics() -> dict[str, float]:
     return metrics
 
 
-def effective_engine_config(engine: "FSDPEngineConfig", node: Any, **overrides: Any) -> "FSDPEngineConfig":
-    """Merge the established keys that stand both in a role's node and in its ``fsdp_config``: the role's node wins
-    where it was changed from its default."""
+def effective_engine_config(engine: Any, node: Any, **overrides: Any) -> Any:
+    """Return the node of a role's engine with ``overrides``.
+
+    Keys that stand both in the role's node and in its ``fsdp_config`` are merged: the role's node wins where it was
+    changed from its default.
+    """
+    if engine.strategy == "megatron":
+        return dataclasses.replace(engine, **overrides)
     values: dict[str, Any] = {"strategy": node.strategy}
     for name, default in _SHARED_KEYS.items():
         own = node.get(name, default)

@@ -13,17 +13,18 @@ from verl.workers.roles.utils.losses import as_engine_loss, value_loss
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from verl.workers.config import FSDPCriticConfig
+    from verl.workers.config import FSDPCriticConfig, McoreCriticConfig
 
 
 class CriticWorker(EngineWorker):
     """Values of the tokens of a response under the current policy."""
 
-    def __init__(self, config: "FSDPCriticConfig | DictConfig") -> None:
-        self.config: FSDPCriticConfig = omega_conf_to_dataclass(config)
+    def __init__(self, config: "FSDPCriticConfig | McoreCriticConfig | DictConfig") -> None:
+        self.config: FSDPCriticConfig | McoreCriticConfig = omega_conf_to_dataclass(config)
         super().__init__(timeout_s=self.config.nccl_timeout)
-        self.engine_config = effective_engine_config(self.config.model.fsdp_config, self.config)
-        self.register_mesh("critic", self.engine_config.ulysses_sequence_parallel_size)
+        self.engine_config = effective_engine_config(self.config.engine, self.config)
+        sp_size = self.engine_config.get("ulysses_sequence_parallel_size", 1)
+        self.register_engine_mesh("critic", self.engine_config, sp_size)
         self.loss_fn: Any = partial(value_loss, self.config)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -74,6 +75,7 @@ class CriticWorker(EngineWorker):
                 self.config.ppo_epochs,
                 self.config.shuffle,
                 self.loss_fn,
+                seed=self.config.data_loader_seed,
             )
             metrics["critic/lr"] = self.engine.lr_scheduler_step()
         return DataProto(meta_info={"metrics": metrics | average_metrics(steps, prefix="critic/")})

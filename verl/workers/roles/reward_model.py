@@ -16,7 +16,7 @@ from verl.utils.faults import fault_point
 from verl.utils.fs import copy_to_local
 from verl.utils.model import get_generation_config, text_config_of
 from verl.utils.tokenizer import hf_tokenizer
-from verl.workers.config import CheckpointConfig, FSDPEngineConfig, HFModelConfig
+from verl.workers.config import CheckpointConfig, FSDPEngineConfig, HFModelConfig, McoreEngineConfig
 from verl.workers.config.reward_model import reward_model_config
 from verl.workers.roles.base import EngineWorker, effective_engine_config
 from verl.workers.roles.utils.batching import Cut, per_rank_micro_batch
@@ -42,11 +42,12 @@ class RewardModelWorker(EngineWorker):
         self.config: RewardModelConfig = reward_model_config(config)
         super().__init__(timeout_s=self.config.nccl_timeout)
         self.engine_config = inference_engine_config(self.config)
-        group_size = self.engine_config.ulysses_sequence_parallel_size
-        if self.config.is_generative:
-            group_size = self.config.tensor_model_parallel_size if self.config.name == "vllm" else 1
         for mesh in MESHES:
-            self.register_mesh(mesh, group_size)
+            if self.config.is_generative:
+                self.register_mesh(mesh, self.config.tensor_model_parallel_size if self.config.name == "vllm" else 1)
+            else:
+                sp_size = self.engine_config.get("ulysses_sequence_parallel_size", 1)
+                self.register_engine_mesh(mesh, self.engine_config, sp_size)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -141,10 +142,10 @@ def at_last_token(scores: Tensor, responses: Tensor, attention_mask: Tensor) -> 
     return placed.scatter(1, (last - 1).clamp(min=0).unsqueeze(1), scores.float().unsqueeze(1))
 
 
-def inference_engine_config(config: "RewardModelConfig") -> FSDPEngineConfig:
+def inference_engine_config(config: "RewardModelConfig") -> FSDPEngineConfig | McoreEngineConfig:
     """Return the engine's node: an accelerator holds weights that do not learn in the type that it computes in."""
-    fsdp: Any = config.model.fsdp_config
-    engine: FSDPEngineConfig = effective_engine_config(fsdp, config, forward_only=True)
-    if get_device_name() == "cpu" or engine.mixed_precision:
+    node: Any = config.engine
+    engine: FSDPEngineConfig | McoreEngineConfig = effective_engine_config(node, config, forward_only=True)
+    if isinstance(engine, McoreEngineConfig) or get_device_name() == "cpu" or engine.mixed_precision:
         return engine
     return dataclasses.replace(engine, model_dtype="bf16")

@@ -1,5 +1,13 @@
 """Megatron-Core engines. Importing this prepares Megatron-Core for the CPU where there is no accelerator."""
 
+import warnings
+
+from verl.utils.device import get_device_name
+
+if get_device_name() == "cpu":  # on others the user should know what is not installed
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+
 from verl.utils.megatron import cpu_support
 
 cpu_support.install()

@@ -1,0 +1,94 @@
+"""Whole runs on Megatron-Core: layouts give the same numbers, resume, and end clearly when they cannot go on."""
+
+import pytest
+
+pytest.importorskip("megatron.core", reason="the extra mcore is not installed")
+
+from tests.special_e2e.test_train import PPO, assert_names_the_death
+
+LAYOUT = "actor_rollout_ref.actor.megatron"
+ON_MEGATRON = {"--config-name": "ppo_megatron_trainer", "trainer.n_gpus_per_node": 2}
+TP2 = ON_MEGATRON | {f"{LAYOUT}.tensor_model_parallel_size": 2}
+PP2 = ON_MEGATRON | {
+    f"{LAYOUT}.pipeline_model_parallel_size": 2,
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": 2,
+}
+PPO_ON_MEGATRON = {key: value for key, value in PPO.items() if key != "critic.model.use_remove_padding"}
+
+
+@pytest.fixture(scope="module")
+def tp2(workspace):
+    return workspace.train("tp2", TP2 | {"trainer.save_freq": 2})
+
+
+def assert_agrees(run):
+    """Rollout and trainer differ by rounding after every sync, and the policy moves."""
+    for step in range(1, 5):
+        numbers = run.steps[step]
+        assert numbers["training/rollout_log_prob_diff_max"] < 1e-4
+        assert numbers["weight_sync/checksum_ok"] == 1
+        assert numbers["actor/grad_norm"] > 0
+
+
+def test_grpo_with_cut_layers(tp2):
+    assert sorted(tp2.steps) == [1, 2, 3, 4]
+    assert_agrees(tp2)
+    assert "megatron/core" not in tp2.output, "warnings of the library reach the terminal"
+
+
+@pytest.mark.full
+def test_pipelines_give_the_numbers_of_cut_layers_and_of_fsdp(workspace, tp2):
+    """Weights, rows and samples are the same, so that what each step finds is, up to rounding."""
+    runs = [workspace.train("pp2", PP2), workspace.train("fsdp", {"actor_rollout_ref.actor.optim.weight_decay": 0.01})]
+    for run in runs:
+        assert_agrees(run)
+        for step in range(1, 5):
+            for key in ("critic/score/mean", "response_length/mean", "actor/grad_norm", "actor/entropy"):
+                assert run.steps[step][key] == pytest.approx(tp2.steps[step][key], rel=2e-3), (step, key)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["tp", "pp"])
+def test_ppo_with_critic_and_reference(workspace, layout):
+    sizes = TP2 if layout == "tp" else PP2
+    run = workspace.train(f"ppo-{layout}2", sizes | PPO_ON_MEGATRON | {"critic.model.path": workspace.model})
+    assert_agrees(run)
+    assert run.steps[4]["critic/vf_loss"] < run.steps[1]["critic/vf_loss"]
+    assert all(run.steps[step]["critic/grad_norm"] > 0 for step in range(1, 5))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["tp", "pp"])
+def test_a_killed_run_resumes(workspace, tp2, layout, tmp_path):
+    """SIGKILL of a worker in the update of step 3; steps 3 and 4 afterwards are those of a whole run."""
+    sizes = TP2 if layout == "tp" else PP2
+    overrides = sizes | {"trainer.save_freq": 2}
+    fault = {"VERL_FAULT": "kill:update_actor:rank=1:step=3", "VERL_FAULT_FILE": str(tmp_path / "fault")}
+    killed = workspace.train(f"killed-{layout}2", overrides, env=fault, fails=True)
+    assert "update_actor" in (tmp_path / "fault").read_text()
+    assert_names_the_death(killed.output, 1, "update_actor", 3)
+    whole = tp2 if layout == "tp" else workspace.train("whole-pp2", overrides)
+    resumed = workspace.train(f"killed-{layout}2", overrides)
+    for step in (3, 4):
+        assert resumed.numbers(step) == whole.numbers(step)
+
+
+@pytest.mark.full
+def test_a_run_continues_in_another_layout(workspace, tp2):
+    """What two workers with cut layers saved at step 2 goes on as a pipeline."""
+    resumed = PP2 | {
+        "trainer.resume_mode": "resume_path",
+        "trainer.resume_from_path": tp2.folder / "global_step_2",
+    }
+    run = workspace.train("tp2-to-pp2", resumed)
+    assert sorted(run.steps) == [3, 4]
+    for step in (3, 4):
+        for key in ("critic/score/mean", "actor/grad_norm"):
+            assert run.steps[step][key] == pytest.approx(tp2.steps[step][key], rel=2e-3)
+
+
+def test_a_layout_that_cannot_be_ends_before_ray(workspace):
+    overrides = TP2 | {"trainer.n_gpus_per_node": 3, "data.train_batch_size": 6}
+    run = workspace.train("wrong", overrides, fails=True, timeout_s=120)
+    assert run.returncode == 2 and f"{LAYOUT}.tensor_model_parallel_size=2" in run.output
+    assert "must divide the 3 workers" in run.output and "Traceback" not in run.output

@@ -1,0 +1,157 @@
+"""``ppo_megatron_trainer``: its composition, and the layouts that are refused before anything starts."""
+
+import json
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from verl.base_config import ConfigError
+from verl.utils.config import omega_conf_to_dataclass, validate_config
+from verl.workers.config import McoreActorConfig, McoreCriticConfig, McoreEngineConfig
+from verl.workers.config.reward_model import reward_model_config
+
+LAYOUT, CRITIC = "actor_rollout_ref.actor.megatron", "critic.megatron"
+TP, PP, CP, EP = (
+    f"{LAYOUT}.{axis}_parallel_size" for axis in ("tensor_model", "pipeline_model", "context", "expert_model")
+)
+OVERRIDES = f"{LAYOUT}.override_transformer_config"
+REWARD = "with a reward model"
+
+
+@pytest.fixture(scope="module")
+def base(composed):
+    return composed(name="ppo_megatron_trainer")
+
+
+@pytest.fixture(scope="module")
+def megatron(base):
+    """Set keys of one composed tree, which takes a hundredth of the time of composing it again."""
+
+    def make(*overrides):
+        config = base.copy()
+        for override in overrides:
+            key, _, value = override.lstrip("+").partition("=")
+            OmegaConf.update(config, key, yaml.safe_load(value), force_add=True)
+        return config
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def reward(small_run):
+    """Return the overrides of a run with a reward model."""
+    (model,) = [each for each in small_run if each.startswith("actor_rollout_ref.model.path=")]
+    return [
+        "reward_model.enable=true",
+        "reward_model.micro_batch_size_per_gpu=2",
+        "data.return_raw_chat=true",
+        f"reward_model.model.path={model.split('=')[1]}",
+    ]
+
+
+def violations(config):
+    try:
+        validate_config(config, use_reference_policy=True, use_critic=True)
+    except ConfigError as error:
+        return {violation.key: str(violation) for violation in error.violations}
+    return {}
+
+
+def spelled(overrides, reward):
+    return [each for item in overrides for each in (reward if item == REWARD else [item])]
+
+
+def test_composition(megatron):
+    config = megatron(f"{TP}=2", "actor_rollout_ref.actor.megatron.seed=7", f"+{OVERRIDES}.moe_router_dtype=fp64")
+    actor, critic = (omega_conf_to_dataclass(node) for node in (config.actor_rollout_ref.actor, config.critic))
+    assert isinstance(actor, McoreActorConfig) and isinstance(critic, McoreCriticConfig)
+    assert actor.engine is actor.megatron and actor.optim.lr == 1e-6 and critic.optim.lr == 1e-5
+    for node in (config.actor_rollout_ref.ref, config.critic, config.reward_model):
+        assert node.strategy == "megatron" and node.megatron.tensor_model_parallel_size == 2
+    reference, reward = (
+        omega_conf_to_dataclass(config.actor_rollout_ref.ref.megatron),
+        reward_model_config(config.reward_model),
+    )
+    assert isinstance(reference, McoreEngineConfig) and reference.seed == 7
+    assert reference.override_transformer_config["moe_router_dtype"] == "fp64"
+    assert isinstance(reward.engine, McoreEngineConfig) and reward.engine.tensor_model_parallel_size == 2
+    assert "fsdp_config" not in config.actor_rollout_ref.actor and "fsdp_config" not in config.critic.model
+    assert critic.model.as_model_config().enable_gradient_checkpointing is True
+    assert violations(config) == {}
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        [f"{TP}=2", f"{LAYOUT}.sequence_parallel=false"],
+        [f"{PP}=2", "actor_rollout_ref.actor.use_dynamic_bsz=true"],
+        [f"{CP}=2", REWARD],
+        ["trainer.n_gpus_per_node=4", f"{TP}=2", f"{PP}=2", f"{LAYOUT}.virtual_pipeline_model_parallel_size=2"],
+        # A batch for one data-parallel shard and two generation groups of two.
+        ["trainer.n_gpus_per_node=4", f"{TP}=2", f"{PP}=2", "actor_rollout_ref.rollout.tensor_model_parallel_size=2"],
+        # Workers of its own, and a layout of its own.
+        [REWARD, f"{TP}=2", "reward_model.enable_resource_pool=true", "reward_model.n_gpus_per_node=1",
+         "reward_model.nnodes=1", "reward_model.megatron.tensor_model_parallel_size=1"],
+    ],
+)  # fmt: skip
+def test_layouts_that_run(megatron, reward, overrides):
+    assert violations(megatron(*spelled(overrides, reward))) == {}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "message"),
+    [
+        ([f"{TP}=4"], TP, "must divide the 2 workers"),
+        (["trainer.n_gpus_per_node=4", f"{TP}=2", f"{PP}=2", f"{CP}=2"], TP, "must divide the 4 workers"),
+        (["trainer.n_gpus_per_node=3", f"{TP}=3", "data.train_batch_size=24"], TP, "must divide num_attention_heads=4"),
+        (["trainer.n_gpus_per_node=4", f"{TP}=4"], TP, "must divide num_key_value_heads=2"),
+        ([f"{PP}=2", f"{LAYOUT}.virtual_pipeline_model_parallel_size=3"], PP, "must divide the 4 layers"),
+        ([f"{LAYOUT}.virtual_pipeline_model_parallel_size=2"],
+         f"{LAYOUT}.virtual_pipeline_model_parallel_size", "needs pipeline_model_parallel_size of 2 or more"),
+        ([f"{PP}=2", f"{LAYOUT}.virtual_pipeline_model_parallel_size=2", f"+{OVERRIDES}.batch_p2p_comm=true"],
+         f"{OVERRIDES}.batch_p2p_comm", "the wrong activations, silently"),
+        ([f"{EP}=2"], EP, "must divide the 0 experts"),
+        ([f"{PP}=2", f"{EP}=2"], EP, "must divide the 1 workers that hold the same layers"),
+        ([f"{TP}=0"], TP, "must be 1 or more"),
+        ([f"{TP}=2", f"{CRITIC}.tensor_model_parallel_size=1"],
+         f"{CRITIC}.tensor_model_parallel_size", "must be 2, as in actor_rollout_ref.actor.megatron"),
+        ([REWARD, f"{TP}=2", "reward_model.megatron.tensor_model_parallel_size=1"],
+         "reward_model.megatron.tensor_model_parallel_size", "must be 2, as in"),
+        ([f"+{OVERRIDES}.apply_rope_fusion=true"], f"{OVERRIDES}.apply_rope_fusion", "needs CUDA"),
+        ([f"+{OVERRIDES}.transformer_impl=transformer_engine"], f"{OVERRIDES}.transformer_impl", "write local"),
+        (["actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_type=full"],
+         "actor_rollout_ref.actor.kl_loss_type", "write low_var_kl"),
+        (["+actor_rollout_ref.actor.checkpoint.async_saved=true"],
+         "actor_rollout_ref.actor.checkpoint.async_saved", "there is no such key"),
+        ([f"+{LAYOUT}.tensor_parallel_size=2"], f"{LAYOUT}.tensor_parallel_size", "tensor_model_parallel_size"),
+        (["actor_rollout_ref.actor.strategy=fsdp"], "actor_rollout_ref.actor.strategy", "must be megatron"),
+        (["trainer.n_gpus_per_node=4", f"{PP}=2", "actor_rollout_ref.actor.ppo_mini_batch_size=7",
+          "data.train_batch_size=7", "actor_rollout_ref.rollout.n=1"],
+         "data.train_batch_size", "must be a multiple of 4 workers"),
+    ],
+)  # fmt: skip
+def test_refused(megatron, reward, overrides, key, message):
+    found = violations(megatron(*spelled(overrides, reward)))
+    assert message in found.get(key, ""), found
+
+
+def test_roles_of_one_process_have_one_engine(composed):
+    found = violations(composed("critic=dp_critic", name="ppo_megatron_trainer"))
+    assert "choose both by --config-name" in found["critic.strategy"], found
+
+
+def test_the_fsdp_tree_names_the_other(composed):
+    found = violations(composed("actor_rollout_ref.actor.strategy=megatron"))
+    assert "ppo_megatron_trainer" in found["actor_rollout_ref.actor.strategy"], found
+
+
+def test_experts_of_the_model_count(megatron, tmp_path):
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4, "num_experts": 6}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", **sizes}))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    paths = [f"{node}.path={tmp_path}" for node in ("actor_rollout_ref.model", "critic.model")]
+    assert violations(megatron(*paths, f"{EP}=2")) == {}
+    four = violations(megatron(*paths, "trainer.n_gpus_per_node=4", f"{EP}=4"))
+    assert "must divide the 6 experts" in four[EP]

@@ -1,0 +1,83 @@
+"""Actor, critic and reward model on Megatron-Core: equal to one FSDP process, whatever the layout."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks import Ranks
+from tests.workers.roles import megatron_cases as cases
+
+pytest.importorskip("megatron.core", reason="the extra mcore is not installed")
+
+ALL = [
+    pytest.param(world, name, marks=[pytest.mark.full] if world == 4 else [])
+    for world, layouts in cases.LAYOUTS.items()
+    for name in layouts
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("roles")
+    cases.write_models(root)
+    return root
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> Any:
+    """What the ranks of a world found, run when first asked for: (world, layout) -> rank -> role."""
+    found: dict[int, list[Any]] = {}
+
+    def of(world: int, layout: str) -> list[dict[str, Any]]:
+        if world not in found:
+            Ranks(cases.run_layouts, (world, folder, str(folder / f"store_{world}")), world).join()
+            found[world] = [torch.load(folder / f"world_{world}_rank_{rank}.pt") for rank in range(world)]
+        return found[world][:1] if layout == "fsdp" else [rank[layout] for rank in found[world]]
+
+    return of
+
+
+def collected(parts: list[dict[str, Any]], role: str, key: str) -> torch.Tensor:
+    """Join what the driver would: the outputs of the ranks that count, in the order of ranks."""
+    return torch.cat([part[role][key] for part in parts if part[role]["counts"]])
+
+
+@pytest.mark.parametrize(("world", "layout"), ALL)
+def test_roles_give_what_one_fsdp_process_gives(results: Any, world: int, layout: str) -> None:
+    parts, plain = results(world, layout), results(world, "fsdp")[0]["fsdp"]
+    for name in cases.ACTORS:
+        if name not in parts[0]:
+            continue
+        for key, atol in (("old_log_probs", 1e-5), ("entropy", 1e-5), ("after", 2e-4)):
+            torch.testing.assert_close(collected(parts, name, key), plain[name][key], atol=atol, rtol=1e-4)
+        assert (plain[name]["after"] - plain[name]["old_log_probs"]).abs().max() > 1e-2  # the steps moved something
+        for part in parts:
+            assert metrics_of(part[name]) == pytest.approx(metrics_of(plain[name]), rel=2e-3, abs=1e-5)
+    torch.testing.assert_close(collected(parts, "critic", "values"), plain["critic"]["values"], atol=1e-5, rtol=1e-4)
+    for part in parts:
+        assert metrics_of(part["critic"]) == pytest.approx(metrics_of(plain["critic"]), rel=2e-3, abs=1e-5)
+    scores = collected(parts, "reward", "scores")
+    torch.testing.assert_close(scores, plain["reward"]["scores"], atol=1e-5, rtol=1e-5)
+    assert scores.abs().max() > 0.05
+
+
+def metrics_of(part: dict[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in part["metrics"].items() if not name.startswith("perf/")}
+
+
+def test_selections_of_tokens_count(results: Any) -> None:
+    """What the layouts are compared with is not the plain loss under other names."""
+    plain = results(2, "fsdp")[0]["fsdp"]
+    norms = [plain[name]["metrics"]["actor/grad_norm"] for name in cases.ACTORS]
+    assert len({round(norm, 4) for norm in norms}) == len(norms), norms
+
+
+@pytest.mark.parametrize(("world", "layout"), ALL)
+def test_places_are_those_of_megatron_core(results: Any, world: int, layout: str) -> None:
+    for part in results(world, layout):
+        assert part["info"] == part["place"]
+        assert part["vanilla"]["rows"] == part["place"]["dp_rank"]
+    counted = [part["place"] for part in results(world, layout) if part["vanilla"]["counts"]]
+    assert [place["dp_rank"] for place in counted] == list(range(counted[0]["dp_size"]))

@@ -1,0 +1,165 @@
+"""Roles on Megatron-Core: layouts against the workers, the model and each other, and what cannot run."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from verl.base_config import Violation, as_yaml
+from verl.trainer.config.refusals import select
+from verl.utils.megatron.ranks import model_parallel_size
+from verl.workers.config.model import flat_overrides, path_problems, read_config_json
+
+Tree = Mapping[str, Any]
+
+SIZES = tuple(f"{axis}_parallel_size" for axis in ("tensor_model", "pipeline_model", "context", "expert_model"))
+SHARED = (*SIZES, "virtual_pipeline_model_parallel_size")
+"""Keys of a ``megatron`` node that roles of one process have in common."""
+
+CUDA_ONLY = (
+    *("apply_rope_fusion", "gradient_accumulation_fusion", "moe_permute_fusion", "moe_grouped_gemm"),
+    *("moe_enable_deepep", "moe_router_fusion", "tp_comm_overlap", "cpu_offloading", "enable_cuda_graph", "fp8"),
+)
+"""Fields of TransformerConfig whose code runs on CUDA alone."""
+
+
+class Role(NamedTuple):
+    """A role that has a training engine; ``shares`` says whether it lives in the actor's processes."""
+
+    key: str
+    node: Tree
+    model: str
+    world: int
+    shares: bool
+
+    @property
+    def is_megatron(self) -> bool:
+        """Whether it runs on Megatron-Core."""
+        return self.node.get("strategy") == "megatron"
+
+    @property
+    def engine(self) -> str:
+        """The key of its layout."""
+        return f"{self.key}.megatron"
+
+
+def workers_of_a_shard(node: Tree, fsdp_key: str) -> int:
+    """Return how many workers share each shard of a batch in a role: by its layout, or its sequence parallelism."""
+    if node.get("strategy") == "megatron" and isinstance(node.get("megatron"), Mapping):
+        return max(1, model_parallel_size(node["megatron"]))
+    own: int = node.get("ulysses_sequence_parallel_size", 1)
+    inner: int = select(node, f"{fsdp_key}.ulysses_sequence_parallel_size", 1)
+    return own if own > 1 else inner
+
+
+def roles_of(tree: Tree, use_reference: bool, use_critic: bool) -> list[Role]:
+    """Return the roles that have a training engine, the actor first."""
+    shared, trainer, reward = tree["actor_rollout_ref"], tree["trainer"], tree["reward_model"]
+    world = trainer["n_gpus_per_node"] * trainer["nnodes"]
+    roles = [Role("actor_rollout_ref.actor", shared["actor"], "actor_rollout_ref.model", world, True)]
+    if use_reference and not shared["model"].get("lora_rank", 0):
+        roles.append(Role("actor_rollout_ref.ref", shared["ref"], "actor_rollout_ref.model", world, True))
+    if use_critic:
+        roles.append(Role("critic", tree["critic"], "critic.model", world, True))
+    if reward.get("enable") is True and reward.get("model_type") != "generative":
+        own = reward.get("enable_resource_pool") is True
+        size = reward["n_gpus_per_node"] * reward["nnodes"] if own else world
+        roles.append(Role("reward_model", reward, "reward_model.model", size, not own))
+    return roles
+
+
+def megatron_rules(tree: Tree, use_reference: bool, use_critic: bool, broken: set[str]) -> Iterator[Violation]:
+    """Yield what keeps roles on Megatron-Core from running; rules that need a key in ``broken`` are left out."""
+    if any(key.startswith(("trainer.n", "reward_model.n")) for key in broken):
+        return
+    roles = roles_of(tree, use_reference, use_critic)
+    yield from _strategy_rules(roles)
+    for role in roles:
+        if not role.is_megatron:
+            continue
+        if not isinstance(role.node.get("megatron"), Mapping):
+            yield Violation(f"{role.key}.strategy", "megatron", "needs --config-name=ppo_megatron_trainer")
+        elif not any(key.startswith(role.engine) for key in broken):
+            yield from _option_rules(tree, role)
+            yield from _world_rules(role)
+            yield from _model_rules(tree, role)
+            if role.shares and roles[0].is_megatron:
+                yield from _shared_rules(role, roles[0])
+
+
+def _strategy_rules(roles: list[Role]) -> Iterator[Violation]:
+    """Yield roles that share processes on Megatron-Core with others on FSDP."""
+    actor = roles[0]
+    for role in roles[1:]:
+        if role.shares and role.is_megatron != actor.is_megatron:
+            yield Violation(
+                f"{role.key}.strategy",
+                role.node.get("strategy"),
+                f"shares its workers with the actor, whose strategy is {actor.node.get('strategy')}: choose both by "
+                "--config-name, ppo_trainer or ppo_megatron_trainer",
+            )
+
+
+def _option_rules(tree: Tree, role: Role) -> Iterator[Violation]:
+    """Yield options of the model and the engine that do not exist on Megatron-Core, or not on these devices."""
+    for name, wanted in (("lora_rank", 0), ("use_liger", False), ("enable_activation_offload", False)):
+        if (value := select(tree, f"{role.model}.{name}", wanted)) != wanted:
+            yield Violation(
+                f"{role.model}.{name}", value, f"is not supported with strategy=megatron: write {as_yaml(wanted)}"
+            )
+    on_cpu = tree["trainer"]["device"] == "cpu"
+    overrides = role.node["megatron"].get("override_transformer_config") or {}
+    for name in CUDA_ONLY:
+        if on_cpu and overrides.get(name):
+            key = f"{role.engine}.override_transformer_config.{name}"
+            yield Violation(key, overrides[name], "needs CUDA: leave it out with trainer.device=cpu")
+    if on_cpu and overrides.get("deallocate_pipeline_outputs"):
+        key = f"{role.engine}.override_transformer_config.deallocate_pipeline_outputs"
+        yield Violation(key, True, "must be false with trainer.device=cpu: gloo still reads what would be freed")
+    if on_cpu and overrides.get("transformer_impl") == "transformer_engine":
+        key = f"{role.engine}.override_transformer_config.transformer_impl"
+        yield Violation(key, "transformer_engine", "needs CUDA: write local with trainer.device=cpu")
+
+
+def _world_rules(role: Role) -> Iterator[Violation]:
+    """Yield sizes that do not divide the workers."""
+    engine = role.node["megatron"]
+    tp, pp, cp, ep = (engine[name] for name in SIZES)
+    if role.world % (tp * pp * cp):
+        expected = f"x pipeline_model_parallel_size={pp} x context_parallel_size={cp} must divide the {role.world}"
+        yield Violation(f"{role.engine}.{SIZES[0]}", tp, f"{expected} workers (n_gpus_per_node x nnodes)")
+    elif role.world // (tp * pp) % ep:
+        expected = f"must divide the {role.world // (tp * pp)} workers that hold the same layers"
+        yield Violation(f"{role.engine}.{SIZES[3]}", ep, expected)
+
+
+def _model_rules(tree: Tree, role: Role) -> Iterator[Violation]:
+    """Yield sizes that do not divide the heads, experts or layers of a model whose files are here."""
+    path, engine = select(tree, f"{role.model}.path"), role.node["megatron"]
+    if role.key.endswith(".ref"):
+        path = select(role.node, "model.path") or path
+    if not isinstance(path, str) or list(path_problems(path)):
+        return
+    config = read_config_json(path) | flat_overrides(select(tree, f"{role.model}.override_config") or {})
+    tp, pp, _, ep = (engine[name] for name in SIZES)
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        count = config.get(name)
+        if isinstance(count, int) and count % tp:
+            yield Violation(f"{role.engine}.{SIZES[0]}", tp, f"must divide {name}={count} of the model")
+    experts = config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts") or 0
+    if ep > 1 and config and (not experts or experts % ep):
+        yield Violation(f"{role.engine}.{SIZES[3]}", ep, f"must divide the {experts} experts of the model")
+    layers, stages = config.get("num_hidden_layers"), pp * (engine["virtual_pipeline_model_parallel_size"] or 1)
+    uneven = any("pipeline" in name for name in engine.get("override_transformer_config") or {})
+    if isinstance(layers, int) and layers % stages and not uneven:
+        expected = f"with {stages // pp} virtual stages must divide the {layers} layers of the model"
+        yield Violation(f"{role.engine}.{SIZES[1]}", pp, expected)
+
+
+def _shared_rules(role: Role, actor: Role) -> Iterator[Violation]:
+    """Yield what differs from the layout of the actor, whose processes have one set of groups."""
+    for name in SHARED:
+        value, common = role.node["megatron"][name], actor.node["megatron"][name]
+        if value != common:
+            expected = (
+                f"must be {as_yaml(common)}, as in {actor.engine}: roles that share their workers have one layout"
+            )
+            yield Violation(f"{role.engine}.{name}", value, expected)

@@ -1,0 +1,18 @@
+"""Established names of the workers on Megatron-Core: the roles, which can also tell their place in its layout."""
+
+from verl.single_controller.base.megatron import MegatronWorker
+from verl.workers import roles
+
+__all__ = ["ActorRolloutRefWorker", "CriticWorker", "MegatronWorker", "RewardModelWorker"]
+
+
+class ActorRolloutRefWorker(MegatronWorker, roles.ActorRolloutRefWorker):
+    """Actor, rollout and reference; see ``verl.workers.roles``."""
+
+
+class CriticWorker(MegatronWorker, roles.CriticWorker):
+    """The critic; see ``verl.workers.roles``."""
+
+
+class RewardModelWorker(MegatronWorker, roles.RewardModelWorker):
+    """The reward model; see ``verl.workers.roles``."""
