@@ -41,8 +41,15 @@ class Rule(ABC):
         """Return this rank's part, which must have ``shape``."""
 
     @abstractmethod
-    def export(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Return the checkpoint tensors, in the order of ``names``."""
+    def export(self, parts: Sequence[Tensor] | Tensor) -> list[Tensor]:
+        """Return the checkpoint tensors, in the order of ``names``, from the parts of all ranks.
+
+        From parts that stand in one tensor (ranks, ...) those that are cut along dim 0 come as views.
+        """
+
+
+def _joined(parts: Sequence[Tensor] | Tensor) -> Tensor:
+    return parts.flatten(0, 1) if isinstance(parts, Tensor) else torch.cat(list(parts))
 
 
 @dataclass(frozen=True)
@@ -59,7 +66,7 @@ class Whole(Rule):
     def load(self, read: ReadPart, shard: Shard, names: Sequence[str], shape: torch.Size) -> Tensor:
         return read(names[0], shape, ())
 
-    def export(self, parts: Sequence[Tensor]) -> list[Tensor]:
+    def export(self, parts: Sequence[Tensor] | Tensor) -> list[Tensor]:
         return [parts[0]]
 
 
@@ -77,8 +84,8 @@ class Columns(Rule):
     def load(self, read: ReadPart, shard: Shard, names: Sequence[str], shape: torch.Size) -> Tensor:
         return read(names[0], (self.rows, *shape[1:]), (shard.of(self.rows),))
 
-    def export(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        return [torch.cat(list(parts))]
+    def export(self, parts: Sequence[Tensor] | Tensor) -> list[Tensor]:
+        return [_joined(parts)]
 
 
 @dataclass(frozen=True)
@@ -96,7 +103,7 @@ class Rows(Rule):
     def load(self, read: ReadPart, shard: Shard, names: Sequence[str], shape: torch.Size) -> Tensor:
         return read(names[0], (shape[0], self.columns), (slice(None), shard.of(self.columns)))
 
-    def export(self, parts: Sequence[Tensor]) -> list[Tensor]:
+    def export(self, parts: Sequence[Tensor] | Tensor) -> list[Tensor]:
         return [torch.cat(list(parts), dim=1)]
 
 
@@ -119,8 +126,8 @@ class Vocabulary(Rule):
         padding = rows.new_zeros(step - len(rows), *rows.shape[1:])
         return torch.cat([rows, padding]) if len(padding) else rows
 
-    def export(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        return [torch.cat(list(parts))[: self.vocab_size]]
+    def export(self, parts: Sequence[Tensor] | Tensor) -> list[Tensor]:
+        return [_joined(parts)[: self.vocab_size]]
 
 
 @dataclass(frozen=True)
@@ -138,7 +145,7 @@ class Stacked(Rule):
         whole = (self.rows, *shape[1:])
         return torch.cat([read(name, whole, (shard.of(self.rows),)) for name in names])
 
-    def export(self, parts: Sequence[Tensor]) -> list[Tensor]:
+    def export(self, parts: Sequence[Tensor] | Tensor) -> list[Tensor]:
         pieces = [part.chunk(len(self.parts)) for part in parts]
         return [torch.cat([piece[i] for piece in pieces]) for i in range(len(self.parts))]
 
@@ -170,9 +177,9 @@ class QueryKeyValue(Rule):
         groups = self.num_groups // shard.size
         return torch.cat([part.reshape(groups, -1, *rest) for part in parts], dim=1).reshape(-1, *rest)
 
-    def export(self, parts: Sequence[Tensor]) -> list[Tensor]:
+    def export(self, parts: Sequence[Tensor] | Tensor) -> list[Tensor]:
         rest = parts[0].shape[1:]
-        whole = torch.cat(list(parts)).reshape(self.num_groups, -1, *rest)
+        whole = _joined(parts).reshape(self.num_groups, -1, *rest)
         per_group = self.num_heads // self.num_groups * self.head_dim
         cut = whole.split([per_group, self.head_dim, self.head_dim], dim=1)
         return [t.reshape(-1, *rest) for t in cut]

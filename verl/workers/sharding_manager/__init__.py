@@ -4,16 +4,27 @@ from typing import TYPE_CHECKING
 
 from verl.workers.sharding_manager.base import BaseShardingManager
 from verl.workers.sharding_manager.fsdp_vllm import FSDPVLLMShardingManager
+from verl.workers.sharding_manager.hybrid import HybridShardingManager
+from verl.workers.sharding_manager.megatron_vllm import MegatronVLLMShardingManager
 from verl.workers.sharding_manager.weight_sync import WeightSyncError
 
 if TYPE_CHECKING:
     from verl.workers.engine.base import BaseEngine
     from verl.workers.rollout.base import BaseRollout
 
-__all__ = ["BaseShardingManager", "FSDPVLLMShardingManager", "WeightSyncError", "build_sharding_manager"]
+__all__ = [
+    "BaseShardingManager",
+    "FSDPVLLMShardingManager",
+    "HybridShardingManager",
+    "MegatronVLLMShardingManager",
+    "WeightSyncError",
+    "build_sharding_manager",
+]
 
 
-def build_sharding_manager(engine: "BaseEngine | None", rollout: "BaseRollout") -> FSDPVLLMShardingManager:
+def build_sharding_manager(engine: "BaseEngine | None", rollout: "BaseRollout") -> HybridShardingManager:
     """Return the manager between a training engine, or none, and a rollout."""
     bucket_bytes = rollout.config.update_weights_bucket_megabytes << 20
-    return FSDPVLLMShardingManager(engine, rollout, bucket_bytes=bucket_bytes)
+    strategy = getattr(getattr(engine, "engine_config", None), "strategy", None)
+    kind = MegatronVLLMShardingManager if strategy == "megatron" else FSDPVLLMShardingManager
+    return kind(engine, rollout, bucket_bytes=bucket_bytes)

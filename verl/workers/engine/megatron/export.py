@@ -1,15 +1,34 @@
 """Weights out of any layout under checkpoint names, one tensor at a time."""
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from verl.models.mcore.gpt.build import NamedParameter, named_parameters
+from verl.models.mcore.weights import Rule
 from verl.workers.engine.megatron.layout import Layout
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One parameter in the order of the export, as every rank knows it.
+
+    ``stage`` is the pipeline rank that sends it, ``names`` the checkpoint names of its tensors: of an expert one tuple
+    for each expert-parallel rank, of which each has another expert at this place.
+    """
+
+    name: str
+    rule: Rule
+    stage: int
+    shape: torch.Size
+    dtype: torch.dtype
+    names: tuple[tuple[str, ...], ...]
+    is_expert: bool
 
 
 def exported_weights(
@@ -23,34 +42,52 @@ def exported_weights(
 
     ``of`` says what of a parameter is exported: itself, or its gradient.
 
-    A tensor moves from the stage that holds it to the others as one part per tensor-parallel rank, and only then the
-    parts are put together. What every rank holds is not gathered, and a tied head comes once, as the embedding.
+    A tensor moves from the stage that holds it to the others as one part per tensor-parallel rank, an expert then from
+    the rank that holds it to the others, and only then the parts are put together: what is alive at a time is this
+    rank's part and the tensors of one parameter. What every rank holds is not gathered, and a tied head comes once, as
+    the embedding.
     """
     own = {each.name: each for model in models for each in named_parameters(model, hf_config, is_value_model)}
-    for name, source in _owners(own, layout).items():
-        named, part = _share(own.get(name), of, source, layout)
-        tensors = named.rule.export(_gather(part, named, layout))
-        if named.is_expert and layout.ep_group.size() > 1:
-            yield from _of_all_experts(named.checkpoint_names, tensors, layout)
-        else:
-            yield from zip(named.checkpoint_names, tensors, strict=True)
+    for entry in _plan(own, of, layout):
+        part = own[entry.name].parameter if layout.pp_rank == entry.stage else None
+        held = _broadcast(None if part is None else of(part), entry, layout.pp_group, entry.stage, layout)
+        for owner, names in enumerate(entry.names):
+            parts = held
+            if len(entry.names) > 1:
+                parts = _broadcast(held if layout.ep_rank == owner else None, entry, layout.ep_group, owner, layout)
+            tensors = entry.rule.export(_gather(parts, entry, layout))
+            del parts
+            for name in names:
+                yield name, tensors.pop(0)  # whoever takes it alone keeps it alive
 
 
-def _owners(own: dict[str, NamedParameter], layout: Layout) -> dict[str, int]:
-    """Return, in the order of the export, the rank in this pipeline that sends each parameter."""
-    mine = [(name, named.checkpoint_names) for name, named in own.items()]
+def _plan(own: dict[str, NamedParameter], of: Callable[[torch.nn.Parameter], Tensor], layout: Layout) -> list[Entry]:
+    """Agree on the parameters of the whole model and who sends them; collective."""
+    mine = []
+    for name, named in own.items():
+        value = of(named.parameter)
+        names = (named.checkpoint_names,)
+        mine.append(Entry(name, named.rule, layout.pp_rank, value.shape, value.dtype, names, named.is_expert))
+    mine = _with_all_experts(mine, layout)
     stages: list[Any] = [mine]
     if layout.pp_size > 1:
         stages = [None] * layout.pp_size
         dist.all_gather_object(stages, mine, group=layout.pp_group)
-    owners: dict[str, int] = {}
-    seen: set[tuple[str, ...]] = set()
-    for stage, entries in enumerate(stages):
-        for name, names in entries:
-            if names not in seen:
-                seen.add(names)
-                owners[name] = stage
-    return dict(sorted(owners.items(), key=lambda item: _order(item[0])))
+    first: dict[tuple[tuple[str, ...], ...], Entry] = {}
+    for entry in (entry for stage in stages for entry in stage):
+        first.setdefault(entry.names, entry)
+    return sorted(first.values(), key=lambda entry: _order(entry.name))
+
+
+def _with_all_experts(mine: list[Entry], layout: Layout) -> list[Entry]:
+    """Add to each expert the names of those that stand at its place on the other ranks which share the experts."""
+    group = layout.ep_group
+    if group.size() == 1 or not any(entry.is_expert for entry in mine):
+        return mine
+    everywhere: list[Any] = [None] * group.size()
+    dist.all_gather_object(everywhere, [entry.names[0] for entry in mine if entry.is_expert], group=group)
+    names = zip(*everywhere, strict=True)
+    return [replace(entry, names=next(names)) if entry.is_expert else entry for entry in mine]
 
 
 def _order(name: str) -> tuple[int, int, str]:
@@ -61,42 +98,22 @@ def _order(name: str) -> tuple[int, int, str]:
     return (2, 0, name)
 
 
-def _share(
-    named: NamedParameter | None, of: Callable[[torch.nn.Parameter], Tensor], source: int, layout: Layout
-) -> tuple[NamedParameter, Tensor]:
-    """Send one stage's part of a tensor to the same part of the others."""
-    if layout.pp_size == 1:
-        assert named is not None
-        return named, of(named.parameter)
-    root = dist.get_global_rank(layout.pp_group, source)
-    own: Tensor | None = None
-    box: list[Any] = [None]
-    if layout.pp_rank == source and named is not None:
-        own = of(named.parameter).contiguous()
-        empty = torch.nn.Parameter(torch.empty(0))
-        box = [(dataclasses.replace(named, parameter=empty), own.shape, own.dtype)]
-    dist.broadcast_object_list(box, src=root, group=layout.pp_group)
-    described, shape, dtype = box[0]
-    part = torch.empty(shape, dtype=dtype, device=layout.device) if own is None else own
-    dist.broadcast(part, src=root, group=layout.pp_group)
-    return described, part
+def _broadcast(own: Tensor | None, entry: Entry, group: ProcessGroup, owner: int, layout: Layout) -> Tensor:
+    """Send the part of the rank that is ``owner`` in a group to the others, on the device."""
+    if own is None:
+        part = torch.empty(entry.shape, dtype=entry.dtype, device=layout.device)
+    else:
+        part = own.to(layout.device).contiguous()
+    if group.size() > 1:
+        dist.broadcast(part, src=dist.get_global_rank(group, owner), group=group)
+    return part
 
 
-def _gather(part: Tensor, named: NamedParameter, layout: Layout) -> list[Tensor]:
-    group = layout.expert_tp_group if named.is_expert else layout.tp_group
-    if named.rule.shard_dim is None or group.size() == 1:
+def _gather(part: Tensor, entry: Entry, layout: Layout) -> Sequence[Tensor] | Tensor:
+    """Return the parts of all tensor-parallel ranks, in one tensor."""
+    group = layout.expert_tp_group if entry.is_expert else layout.tp_group
+    if entry.rule.shard_dim is None or group.size() == 1:
         return [part]
-    parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(group.size())]
-    dist.all_gather(parts, part.contiguous(), group=group)
-    return parts
-
-
-def _of_all_experts(names: Sequence[str], tensors: Sequence[Tensor], layout: Layout) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of the experts that stand at the same place on the ranks which share the experts."""
-    group = layout.ep_group
-    all_names: list[Any] = [None] * group.size()
-    dist.all_gather_object(all_names, list(names), group=group)
-    for at, tensor in enumerate(tensors):
-        parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())]
-        dist.all_gather(parts, tensor.contiguous(), group=group)
-        yield from zip([each[at] for each in all_names], parts, strict=True)
+    whole = torch.empty(group.size(), *part.shape, dtype=part.dtype, device=part.device)
+    dist.all_gather(list(whole.unbind()), part, group=group)
+    return whole

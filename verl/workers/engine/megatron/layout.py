@@ -75,6 +75,11 @@ class Layout:
         return parallel_state.get_context_parallel_rank()
 
     @property
+    def ep_rank(self) -> int:
+        """Which experts this rank holds."""
+        return parallel_state.get_expert_model_parallel_rank()
+
+    @property
     def dp_rank(self) -> int:
         """Which shard of a batch this rank takes."""
         return parallel_state.get_data_parallel_rank()

@@ -1,0 +1,111 @@
+"""The HybridEngine: training and generation in the same process, with the weights of one engine in the other."""
+
+import logging
+from collections.abc import Coroutine
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from verl.protocol import all_gather_data_proto
+from verl.utils import envs
+from verl.utils.device import get_device_name, get_torch_device, set_expandable_segments
+from verl.utils.faults import is_skipped
+from verl.workers.sharding_manager.base import BaseShardingManager
+from verl.workers.sharding_manager.weight_sync import WeightSync
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from verl.protocol import DataProto
+    from verl.workers.engine.base import BaseEngine
+    from verl.workers.rollout.base import BaseRollout
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_BUCKET_BYTES = 512 << 20
+
+
+class HybridShardingManager(BaseShardingManager):
+    """Hands devices and current weights to the rollout on entry, and takes the devices back on exit.
+
+    The layout of training and the tensor-parallel size of generation may differ: every rank sees every full tensor
+    once, and its engine keeps the part that it needs.
+
+    Args: without an engine nothing is synced. The ``infer_tp`` axis of ``device_mesh`` holds the ranks that share a
+    rollout engine; without a mesh the caller hands each of them the same rows.
+    """
+
+    def __init__(
+        self,
+        engine: "BaseEngine | None",
+        rollout: "BaseRollout",
+        device_mesh: "DeviceMesh | None" = None,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    ) -> None:
+        self.engine = engine
+        self.rollout = rollout
+        self.device_mesh = device_mesh
+        self.bucket_bytes = bucket_bytes
+        self.step: int | None = None
+        self.last_sync: dict[str, float] = {}
+        self._infer_group = None
+        if device_mesh is not None and "infer_tp" in (device_mesh.mesh_dim_names or ()):
+            group = device_mesh["infer_tp"].get_group()
+            self._infer_group = group if group.size() > 1 else None
+        if rollout.config.free_cache_engine:
+            _complete(rollout.release())
+
+    def __enter__(self) -> "HybridShardingManager":
+        """Resume the rollout's weights, sync them if they are not current, then resume its cache.
+
+        Raises: WeightSyncError on all ranks when the sync failed on any.
+        """
+        _empty_cache()
+        set_expandable_segments(False)
+        _complete(self.rollout.resume(["weights"]))
+        self.last_sync = {}
+        due = self.engine is not None and self.engine.weights_version != self.rollout.weights_version
+        if due and not is_skipped("weight_sync", rank=envs.integer("RANK", 0), step=self.step):
+            self.last_sync = WeightSync(self.engine, self.rollout, self.bucket_bytes, self.step).run()
+            logger.debug("weight sync: %s", self.last_sync)
+        _empty_cache()
+        _complete(self.rollout.resume(["kv_cache"]))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Release the rollout's memory where ``free_cache_engine`` asks for it."""
+        if self.rollout.config.free_cache_engine:
+            _complete(self.rollout.release())
+        _empty_cache()
+        set_expandable_segments(True)
+
+    def preprocess_data(self, data: "DataProto") -> "DataProto":
+        """Give the ranks of a rollout engine the rows of them all; collective over them."""
+        if self._infer_group is not None:
+            all_gather_data_proto(data, self._infer_group)
+        return data
+
+    def postprocess_data(self, data: "DataProto") -> "DataProto":
+        """Return this rank's part of what ``preprocess_data`` has joined: as many rows for each rank."""
+        if self._infer_group is None:
+            return data
+        return data.chunk(self._infer_group.size())[self._infer_group.rank()]
+
+
+def _empty_cache() -> None:
+    if get_device_name() != "cpu":
+        get_torch_device().empty_cache()
+
+
+def _complete(coroutine: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine of a rollout in this thread to its end, whether or not an event loop runs here.
+
+    An engine in this process never awaits anything; a remote one would, and needs a loop.
+    """
+    try:
+        coroutine.send(None)
+    except StopIteration:
+        return
+    coroutine.close()
+    raise RuntimeError("this rollout awaits a server: use it with an asynchronous manager")
