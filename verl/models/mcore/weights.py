@@ -44,12 +44,14 @@ class Rule(ABC):
     def export(self, parts: Sequence[Tensor] | Tensor) -> list[Tensor]:
         """Return the checkpoint tensors, in the order of ``names``, from the parts of all ranks.
 
-        From parts that stand in one tensor (ranks, ...) those that are cut along dim 0 come as views.
+        They may be views of the parts, which may stand in one tensor (ranks, ...).
         """
 
 
 def _joined(parts: Sequence[Tensor] | Tensor) -> Tensor:
-    return parts.flatten(0, 1) if isinstance(parts, Tensor) else torch.cat(list(parts))
+    if isinstance(parts, Tensor):
+        return parts.flatten(0, 1)
+    return torch.cat(list(parts)) if len(parts) > 1 else parts[0]
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,7 @@ class Stacked(Rule):
 
     def export(self, parts: Sequence[Tensor] | Tensor) -> list[Tensor]:
         pieces = [part.chunk(len(self.parts)) for part in parts]
-        return [torch.cat([piece[i] for piece in pieces]) for i in range(len(self.parts))]
+        return [_joined([piece[i] for piece in pieces]) for i in range(len(self.parts))]
 
 
 @dataclass(frozen=True)

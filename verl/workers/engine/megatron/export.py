@@ -49,16 +49,26 @@ def exported_weights(
     """
     own = {each.name: each for model in models for each in named_parameters(model, hf_config, is_value_model)}
     for entry in _plan(own, of, layout):
-        part = own[entry.name].parameter if layout.pp_rank == entry.stage else None
-        held = _broadcast(None if part is None else of(part), entry, layout.pp_group, entry.stage, layout)
-        for owner, names in enumerate(entry.names):
-            parts = held
-            if len(entry.names) > 1:
-                parts = _broadcast(held if layout.ep_rank == owner else None, entry, layout.ep_group, owner, layout)
-            tensors = entry.rule.export(_gather(parts, entry, layout))
-            del parts
-            for name in names:
-                yield name, tensors.pop(0)  # whoever takes it alone keeps it alive
+        part = of(own[entry.name].parameter) if layout.pp_rank == entry.stage else None
+        yield from _tensors_of(entry, part, layout)
+
+
+def _tensors_of(entry: Entry, part: Tensor | None, layout: Layout) -> Iterator[tuple[str, Tensor]]:
+    """Yield the checkpoint tensors of one parameter, of which this rank may hold a part."""
+    held = [_broadcast(part, entry, layout.pp_group, entry.stage, layout)]
+    if len(entry.names) == 1:
+        yield from _one_by_one(entry.names[0], entry.rule.export(_gather(held.pop(), entry, layout)))
+        return
+    for owner, names in enumerate(entry.names):
+        mine = held[0] if layout.ep_rank == owner else None
+        tensors = entry.rule.export(_gather(_broadcast(mine, entry, layout.ep_group, owner, layout), entry, layout))
+        yield from _one_by_one(names, tensors)
+
+
+def _one_by_one(names: Sequence[str], tensors: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Hand tensors over so that only their receiver keeps them alive."""
+    for name in names:
+        yield name, tensors.pop(0)
 
 
 def _plan(own: dict[str, NamedParameter], of: Callable[[torch.nn.Parameter], Tensor], layout: Layout) -> list[Entry]:

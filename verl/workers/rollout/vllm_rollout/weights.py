@@ -40,6 +40,8 @@ class EngineWeights:
         from vllm.model_executor.model_loader.reload.layerwise import initialize_layerwise_reload
 
         self._arrived.clear()
+        if self._device.type == "cpu":
+            self._pack_experts_again()
         with self._device:
             initialize_layerwise_reload(self._model)
 
@@ -90,6 +92,15 @@ class EngineWeights:
             return None
         held = getattr(piece.module, piece.parameter)
         return key, tensor_checksum(piece.cut(full), held.dtype)
+
+    def _pack_experts_again(self) -> None:
+        """Let layers of experts be prepared as at their first load: vLLM 0.32 packs them for the CPU only then, and
+        would read the rows of an update as if they were packed.
+        """
+        for module in self._model.modules():
+            method = getattr(module, "quant_method", None)
+            if getattr(method, "moe_kernel", None) is not None:
+                method.moe_kernel = None  # type: ignore[union-attr]
 
     def _open_layers(self) -> list[tuple[str, Any]]:
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
