@@ -94,6 +94,7 @@ class Workspace:
             "trainer.device": "cpu",
             "trainer.n_gpus_per_node": 1,
             "trainer.logger": "[file]",
+            "trainer.report": False,
             "trainer.total_epochs": 100,
             "trainer.total_training_steps": 4,
             "trainer.val_before_train": False,

@@ -37,6 +37,7 @@ OPTIONAL |= {
     "modelscope",
     "nvtx",
     "qwen_vl_utils",
+    "rich",
     "sglang",
     "swanlab",
     "tensorboard",

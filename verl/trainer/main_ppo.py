@@ -47,6 +47,7 @@ def run_ppo(config: DictConfig, task_runner_class: Any = None) -> None:
     Raises: SystemExit after a short message on standard error when anything fails: with 2 for what was found wrong
     before Ray was started, else with 1 and the whole trace in ``error.log`` of ``trainer.default_local_dir``.
     """
+    from verl.trainer.ppo.checkpoint import run_folder
     from verl.trainer.ppo.inputs import check_inputs
     from verl.trainer.ppo.launch import catch_sigterm, interruption, report_failure, start_ray, stop_ray
     from verl.trainer.ppo.progress import LocalDisplay
@@ -56,8 +57,8 @@ def run_ppo(config: DictConfig, task_runner_class: Any = None) -> None:
     CLOCK.mark("imports")
     owns_ray, failure = False, None
     try:
-        display = LocalDisplay()
         check_inputs(config, getattr(task_runner_class, "recipe_nodes", ()))
+        display = LocalDisplay(config.trainer.live_view, run_folder(config))
         CLOCK.mark("checks")
         catch_sigterm()
         owns_ray = start_ray(config)

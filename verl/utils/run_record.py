@@ -1,4 +1,8 @@
-"""The record of a run: ``metrics.jsonl`` in its folder, one line per step, whole after any number of resumes."""
+"""The record of a run: ``metrics.jsonl`` in its folder, one line per step, whole after any number of resumes.
+
+A line is ``{"step": ..., "data": {metric: value}}`` and, for a step of the PPO trainer, its details beside ``data``:
+``response_length`` (a histogram), ``workers`` (seconds and memory of every rank), ``phases`` (digests) and ``samples``.
+"""
 
 import json
 import logging
@@ -13,24 +17,46 @@ logger = logging.getLogger(__name__)
 
 RECORD_NAME = "metrics.jsonl"
 
+Entry = dict[str, Any]
+"""What is known of a step: ``data``, its metrics, and the details by name."""
 
-def read_record(path: str | Path) -> dict[int, dict[str, Any]]:
-    """Return the metrics of every step of a record, in order; a line cut short by a kill is left out.
+
+def read_entries(path: str | Path) -> dict[int, Entry]:
+    """Return metrics and details of every step of a record, in order; a line cut short by a kill is left out.
 
     Raises: ValueError naming file and line where a line other than the last is not a record.
     """
-    steps: dict[int, dict[str, Any]] = {}
-    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    entries: dict[int, Entry] = {}
+    lines = Path(path).read_text(encoding="utf-8").split("\n")
+    lines = lines[:-1] if not lines[-1] else lines
     for number, line in enumerate(lines, 1):
         try:
-            entry = json.loads(line)
-            steps.setdefault(int(entry["step"]), {}).update(entry["data"])
-        except (ValueError, KeyError, TypeError) as error:
+            step, data, details = parse_line(line)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             if number == len(lines):
                 logger.warning("%s: the last line is cut short and left out", path)
                 break
             raise ValueError(f"{path}, line {number}: not a line of a run record ({error})") from None
-    return steps
+        merge_entry(entries, step, data, details)
+    return entries
+
+
+def parse_line(line: str) -> tuple[int, dict[str, Any], dict[str, Any]]:
+    """Return step, metrics and details of one line of a record."""
+    read = json.loads(line)
+    return int(read.pop("step")), dict(read.pop("data")), read
+
+
+def merge_entry(entries: dict[int, Entry], step: int, data: Mapping[str, Any], details: Mapping[str, Any]) -> None:
+    """Add metrics and details to those of a step."""
+    entry = entries.setdefault(step, {"data": {}})
+    entry["data"].update(data)
+    entry.update(details)
+
+
+def read_record(path: str | Path) -> dict[int, dict[str, Any]]:
+    """Return the metrics of every step of a record; see ``read_entries``."""
+    return {step: entry["data"] for step, entry in read_entries(path).items()}
 
 
 class RunRecord:
@@ -44,31 +70,40 @@ class RunRecord:
         """
         self.path = Path(folder, RECORD_NAME)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.steps: dict[int, dict[str, Any]] = {}
+        self.steps: set[int] = set()
         if self.path.exists():
             if resumed_step is None:
                 self.path.replace(self.path.with_name("metrics.previous.jsonl"))
             else:
-                self.steps = {step: data for step, data in read_record(self.path).items() if step <= resumed_step}
-                self._rewrite()
+                kept = {step: entry for step, entry in read_entries(self.path).items() if step <= resumed_step}
+                self.steps = set(kept)
+                self._rewrite(kept)
 
-    def log(self, data: Mapping[str, Any], step: int) -> None:
-        """Write the metrics of a step, merged with what the step has already."""
-        again = step in self.steps
-        self.steps.setdefault(step, {}).update({key: plain(value) for key, value in data.items()})
-        if again:
-            self._rewrite()
+    def log(self, data: Mapping[str, Any], step: int, details: Mapping[str, Any] | None = None) -> None:
+        """Write metrics and details of a step, merged with what the step has already."""
+        values = {key: plain(value) for key, value in data.items()}
+        entry = {"data": values, **plain(details or {})}
+        if step in self.steps:
+            entries = read_entries(self.path)
+            merge_entry(entries, step, values, plain(details or {}))
+            self._rewrite(entries)
             return
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(self._line(step))
+        self.steps.add(step)
+        with self.path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(_line(step, entry))
 
-    def _line(self, step: int) -> str:
-        return json.dumps({"step": step, "data": self.steps[step]}, ensure_ascii=False) + "\n"
-
-    def _rewrite(self) -> None:
+    def _rewrite(self, entries: Mapping[int, Entry]) -> None:
         unfinished = self.path.with_suffix(".jsonl.tmp")
-        with unfinished.open("w", encoding="utf-8") as file:
-            file.writelines(self._line(step) for step in sorted(self.steps))
+        with unfinished.open("w", encoding="utf-8", errors="backslashreplace") as file:
+            file.writelines(_line(step, entries[step]) for step in sorted(entries))
             file.flush()
             os.fsync(file.fileno())
         unfinished.replace(self.path)
+
+
+_OTHER_LINE_ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
+
+
+def _line(step: int, entry: Entry) -> str:
+    """Return one line, also for readers that end a line at more characters than JSON escapes."""
+    return json.dumps({"step": step, **entry}, ensure_ascii=False).translate(_OTHER_LINE_ENDS) + "\n"

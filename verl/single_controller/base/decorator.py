@@ -1,7 +1,9 @@
 """Which methods of a worker can be called through its group, and how arguments are split and outputs merged."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
@@ -394,6 +396,18 @@ def _materialize_futures(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     return tuple(map(value_of, args)), {key: value_of(value) for key, value in kwargs.items()}
 
 
+@contextmanager
+def _counted(method: str, args: Args) -> Iterator[None]:
+    """Add the seconds of a call to those that its worker, the first argument, counts by method."""
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        counts = getattr(args[0], "seconds_by_call", None) if args else None
+        if counts is not None:
+            counts[method] = counts.get(method, 0.0) + time.perf_counter() - start
+
+
 def register(
     dispatch_mode: Any = Dispatch.ALL_TO_ALL,
     execute_mode: Any = Execute.ALL,
@@ -415,14 +429,16 @@ def register(
             args, kwargs = _take_future_values(args, kwargs)
             if materialize_futures:
                 args, kwargs = _materialize_futures(args, kwargs)
-            return func(*args, **kwargs)
+            with _counted(func.__name__, args):
+                return func(*args, **kwargs)
 
         @wraps(func)
         async def call_async(*args: Any, **kwargs: Any) -> Any:
             args, kwargs = _take_future_values(args, kwargs)
             if materialize_futures:
                 args, kwargs = _materialize_futures(args, kwargs)
-            return await func(*args, **kwargs)  # type: ignore[misc]  # a coroutine function
+            with _counted(func.__name__, args):
+                return await func(*args, **kwargs)  # type: ignore[misc]  # a coroutine function
 
         wrapper: Any = call_async if inspect.iscoroutinefunction(func) else call
         attrs = {"dispatch_mode": dispatch_mode, "execute_mode": execute_mode, "blocking": blocking}

@@ -56,7 +56,10 @@ class WorkerHelper:
 
 
 class Worker(WorkerHelper):
-    """A process of a worker group; roles derive from it and register their methods."""
+    """A process of a worker group; roles derive from it and register their methods.
+
+    ``seconds_by_call`` counts the time in each registered method, for whoever reads and clears it.
+    """
 
     fused_worker_attr_name = "fused_worker_dict"
 
@@ -71,6 +74,7 @@ class Worker(WorkerHelper):
         if address is not None:
             envs.write({"MASTER_ADDR": address.strip("[]"), "REDIS_STORE_SERVER_HOST": address.strip("[]")})
         self.fused_worker_dict: dict[str, Worker] = {}
+        self.seconds_by_call: dict[str, float] = {}
         self.__dispatch_dp_rank: dict[str, int] = {}
         self.__collect_dp_rank: dict[str, bool] = {}
 

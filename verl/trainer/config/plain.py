@@ -66,7 +66,8 @@ CHECKS: dict[str, dict[str, Check]] = {
         **dict.fromkeys(("total_epochs", "nnodes", "n_gpus_per_node"), _SIZE),
         **dict.fromkeys(("total_training_steps", "max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep"), _NULL_SIZE),
         **dict.fromkeys(("save_freq", "test_freq"), _integer()),
-        **dict.fromkeys(("log_val_generations", "esi_redundant_time", "critic_warmup"), _COUNT),
+        **dict.fromkeys(("log_val_generations", "esi_redundant_time", "critic_warmup", "record_samples"), _COUNT),
+        **dict.fromkeys(("record_digests", "report"), _BOOL),
         **dict.fromkeys(("balance_batch", "val_before_train", "val_only", "del_local_ckpt_after_load"), _BOOL),
         **dict.fromkeys(("project_name", "experiment_name", "default_local_dir"), _TEXT),
         **dict.fromkeys(("rollout_data_dir", "validation_data_dir", "default_hdfs_dir", "wandb_proxy"), _NULL_TEXT),
@@ -75,6 +76,7 @@ CHECKS: dict[str, dict[str, Check]] = {
         "resume_mode": _choice("auto", "disable", "resume_path"),
         "device": _choice("cuda", "cpu", "npu"),
         "use_legacy_worker_impl": _choice("auto", "enable", "disable"),
+        "live_view": _choice("auto", "table", "bar", "lines", "off"),
     },
     "actor_rollout_ref": {
         "hybrid_engine": (lambda value: value is True, "must be true: actor and rollout share their devices"),

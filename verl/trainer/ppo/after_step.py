@@ -1,6 +1,7 @@
 """What follows the phases of a step: validation, checkpoint, metrics; and the end of a run whose data end first."""
 
 import logging
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,7 +72,10 @@ def finish_step(
     sampler = trainer.train_dataloader.sampler
     if hasattr(sampler, "update"):
         sampler.update(batch=batch)
-    trainer.output.step(metrics, step)
+    started = time.perf_counter()
+    details = trainer.trail.finish(trainer, batch)
+    metrics["timing_s/record"] = time.perf_counter() - started
+    trainer.output.step(metrics, step, details)
     if trainer.config.global_profiler.tool == "torch_memory":
         trainer.actor_rollout_wg.dump_memory_snapshot(tag=f"post_update_step{step}", sub_dir=f"step{step}")
     if not trainer.is_last_step and hasattr(trainer.train_dataset, "on_batch_end"):

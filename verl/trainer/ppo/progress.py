@@ -1,15 +1,17 @@
-"""What a person sees of a run while it goes on: a bar on a terminal, one line per step elsewhere."""
+"""What a person sees of a run while it goes on: a table or a bar on a terminal, one line per step elsewhere."""
 
+import importlib.util
 import sys
 import time
 from collections.abc import Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Protocol
 
 from verl.utils import envs
 from verl.utils.console import send_console_to
 
-MODES = ("bar", "lines", "off")
+MODES = ("table", "bar", "lines", "off")
 _BAR_FORMAT = "{desc} {percentage:3.0f}% |{bar:16}| {n_fmt}/{total_fmt} | {remaining} left{postfix}"
 
 
@@ -29,20 +31,30 @@ class Display(Protocol):
 class LocalDisplay:
     """The terminal of this process.
 
-    ``VERL_PROGRESS`` is ``bar``, ``lines`` or ``off``; a bar by default where standard error is a terminal.
+    ``VERL_PROGRESS``, or ``mode`` where that is not set, is ``table``, ``bar``, ``lines``, ``off`` or ``auto``: the
+    first of them that standard error can show. The table is drawn from the record in ``folder``.
     """
 
-    def __init__(self) -> None:
-        self.mode = envs.read("VERL_PROGRESS") or ("bar" if sys.stderr.isatty() else "lines")
-        if self.mode not in MODES:
-            raise ValueError(f"environment variable VERL_PROGRESS={self.mode!r} must be one of {MODES}")
+    def __init__(self, mode: str = "auto", folder: str | Path | None = None) -> None:
+        self.mode = envs.read("VERL_PROGRESS") or mode
+        if self.mode not in (*MODES, "auto"):
+            raise ValueError(f"environment variable VERL_PROGRESS={self.mode!r} must be one of {(*MODES, 'auto')}")
+        has_table = folder is not None and importlib.util.find_spec("rich") is not None
+        if self.mode == "auto":
+            self.mode = ("table" if has_table else "bar") if sys.stderr.isatty() else "lines"
+        elif self.mode == "table" and not has_table:
+            self.mode = "lines"
+        self._folder = folder
         self._started = time.monotonic()
         self._bar: Any = None
+        self._table: Any = None
 
     def write(self, text: str) -> None:
         """Show a line, above the bar where there is one."""
         if self._bar is not None:
             self._bar.write(text, file=sys.stdout)
+        elif self._table is not None:
+            self._table.write(text)
         else:
             sys.stdout.write(f"{text}\n")
         sys.stdout.flush()
@@ -51,6 +63,8 @@ class LocalDisplay:
         """Move the bar, or write the line of a finished step; ``step == start`` says that training begins."""
         if self.mode == "bar":
             self._move_bar(step, total, start, text)
+        elif self.mode == "table":
+            self._draw_table(total)
         elif step == start:
             self._started = time.monotonic()
         elif self.mode == "lines":
@@ -66,11 +80,20 @@ class LocalDisplay:
         self._bar.n = step
         self._bar.refresh()
 
+    def _draw_table(self, total: int) -> None:
+        if self._table is None:
+            from verl.utils.report.live import LiveTable
+
+            assert self._folder is not None
+            self._table = LiveTable(self._folder, total)
+        self._table.update()
+
     def close(self) -> None:
-        """Leave the bar as it is and go on below it."""
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
+        """Leave the bar or the table as it is and go on below it."""
+        for shown in (self._bar, self._table):
+            if shown is not None:
+                shown.close()
+        self._bar = self._table = None
 
 
 _display: Display | None = None

@@ -25,6 +25,7 @@ from verl.trainer.ppo.reward import PendingReward
 from verl.trainer.ppo.run import RunOutput
 from verl.trainer.ppo.startup import CLOCK
 from verl.trainer.ppo.steps import set_total_training_steps
+from verl.trainer.ppo.trail import NO_TRAIL, Trail
 from verl.trainer.ppo.utils import (
     Role,
     need_critic,
@@ -64,6 +65,8 @@ class RayPPOTrainer:
     ``fit`` is the loop. Each phase of a step is a method that takes and returns the batch, adds metrics and seconds
     to the dictionaries that it is given, and can be overridden alone; ``phases.py`` says what each reads and writes.
     """
+
+    trail: Trail = NO_TRAIL
 
     def __init__(
         self,
@@ -188,6 +191,7 @@ class RayPPOTrainer:
         """Resume, keep the records of the run, and close them whatever happens."""
         resumed = self._load_checkpoint()
         self.output = RunOutput(self.config, resumed, self.total_training_steps)
+        self.trail = Trail(self.config.trainer.record_digests, self.config.trainer.record_samples)
         if self.config.actor_rollout_ref.rollout.skip_rollout:
             RolloutSkip(self.config, self.actor_rollout_wg).wrap_generate_sequences()
         CLOCK.mark("resume")
@@ -207,6 +211,7 @@ class RayPPOTrainer:
     def _checked(self, name: str, batch: DataProto | None, method: Callable[..., DataProto], *args: Any) -> DataProto:
         with checked_phase(name, batch) as result:
             result.append(method(*args) if batch is None else method(batch, *args))
+        self.trail.phase(name, result[0])
         return result[0]
 
     @contextmanager

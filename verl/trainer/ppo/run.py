@@ -1,4 +1,4 @@
-"""What a run leaves behind: its record, the trackers, the display of its progress and the picture of its curves."""
+"""What a run leaves behind: its record, the trackers, the display of its progress, the picture and the report."""
 
 import logging
 from collections.abc import Mapping
@@ -10,6 +10,7 @@ from verl.trainer.ppo.checkpoint import run_folder
 from verl.trainer.ppo.progress import Progress
 from verl.utils.console import get_console
 from verl.utils.curves import draw_curves
+from verl.utils.report.page import write_report
 from verl.utils.run_record import RunRecord
 from verl.utils.tracking import Tracking, ValidationGenerationsLogger
 
@@ -17,13 +18,14 @@ logger = logging.getLogger(__name__)
 
 
 class RunOutput:
-    """Publish the metrics of a run everywhere; ``close`` draws the picture."""
+    """Publish the metrics of a run everywhere; ``close`` draws the pictures."""
 
     def __init__(self, config: Any, resumed_step: int | None, total_steps: int) -> None:
         """Open the outputs of a run that continues after ``resumed_step``, None where it starts from scratch."""
         trainer = config.trainer
         self.folder = run_folder(config)
         self.record = RunRecord(self.folder, resumed_step)
+        self.makes_report = trainer.report
         self.tracking = Tracking(
             project_name=trainer.project_name,
             experiment_name=trainer.experiment_name,
@@ -35,15 +37,15 @@ class RunOutput:
         if resumed_step is not None:
             get_console().info("resumed after step %d of %d", resumed_step, total_steps)
 
-    def log(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Publish metrics that are not those of a whole step."""
-        self.record.log(metrics, step)
+    def log(self, metrics: Mapping[str, Any], step: int, details: Mapping[str, Any] | None = None) -> None:
+        """Publish metrics that are not those of a whole step; the details go to the record only."""
+        self.record.log(metrics, step, details)
         self.tracking.log(metrics, step)
         self.progress.note(metrics)
 
-    def step(self, metrics: Mapping[str, Any], step: int) -> None:
+    def step(self, metrics: Mapping[str, Any], step: int, details: Mapping[str, Any] | None = None) -> None:
         """Publish the metrics of a finished step."""
-        self.log(metrics, step)
+        self.log(metrics, step, details)
         self.progress.update(step, metrics)
 
     def log_generations(self, rows: list[tuple[str, str, float]], step: int) -> None:
@@ -51,12 +53,17 @@ class RunOutput:
         self.generations.log(self.tracking.logger, rows, step)
 
     def close(self, finished: bool) -> None:
-        """Close the outputs, and draw the curves of a run that was not broken off."""
+        """Close the outputs, write the report, and draw the curves of a run that was not broken off."""
         self.progress.close()
         self.tracking.finish()
-        if not finished or not self.record.steps:
+        if not self.record.steps:
             return
         try:
-            get_console().info("curves: %s", draw_curves(self.folder))
+            if finished:
+                get_console().info("curves: %s", draw_curves(self.folder))
+            if self.makes_report:
+                get_console().info("report: %s", write_report(self.folder))
         except ImportError as error:
-            logger.warning("no picture of the curves: %s; pip install matplotlib", error)
+            logger.warning("no picture of the curves and no report: %s; pip install matplotlib", error)
+        except Exception:  # what the run has learned is saved; and where it failed, that error is the one to show
+            logger.warning("the report could not be made", exc_info=True)

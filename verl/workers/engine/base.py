@@ -88,6 +88,10 @@ class BaseEngine(ABC):
         ``adapter_only`` asks for them alone.
         """
 
+    def local_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, parameter) of what this rank holds, a part of the model or a sharded whole; not collective."""
+        return iter(())
+
     @property
     @abstractmethod
     def weights_version(self) -> int:

@@ -117,20 +117,28 @@ class ActorRolloutRefWorker(EngineWorker):
         self.sharding_manager.step = prompts.meta_info.get("global_steps")
         with simple_timer("wake_and_sync", timing):
             self.sharding_manager.__enter__()
+        behind = self._versions_behind()
         try:
             with simple_timer("generate_sequences", timing):
                 output = self.rollout.generate_sequences(prompts)
         finally:
             with simple_timer("sleep", timing):
                 self.sharding_manager.__exit__(None, None, None)
+        self.seconds_by_call["generation"] = self.seconds_by_call.get("generation", 0.0) + timing["generate_sequences"]
         ratio, shortest, longest = topk_reduce_ratio_min_max(timing["generate_sequences"])
         output.meta_info["timing"] = reduce_timing(timing) | {
             "generation_timing/max": longest,
             "generation_timing/min": shortest,
             "generation_timing/topk_ratio": ratio,
         }
-        output.meta_info["metrics"] = self._weight_sync_metrics()
+        output.meta_info["metrics"] = self._weight_sync_metrics() | behind
         return output
+
+    def _versions_behind(self) -> dict[str, float]:
+        """Return by how many updates the weights that are about to generate are older than the trainer's."""
+        if not self._is_actor:
+            return {}
+        return {"weight_sync/versions_behind": float(self.engine.weights_version - self.rollout.weights_version)}
 
     def _weight_sync_metrics(self) -> dict[str, float]:
         """Return the figures of the sync that brought the weights in use, which a validation may have asked for."""

@@ -12,6 +12,7 @@ import psutil
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.device import get_torch_device, is_cuda_available, is_npu_available
+from verl.utils.digest import random_state_digest, weights_digest
 from verl.utils.distributed import initialize_global_process_group_ray
 from verl.utils.flops_counter import FlopsCounter
 from verl.utils.megatron.ranks import place_of
@@ -46,6 +47,7 @@ class EngineWorker(Worker):
     def __init__(self, timeout_s: int) -> None:
         super().__init__()
         initialize_global_process_group_ray(timeout_second=timeout_s)
+        self._weights_digest: tuple[int, str] | None = None
 
     def register_mesh(self, name: str, group_size: int) -> None:
         """Let ``group_size`` neighbouring ranks take the same shard, and the first of them answer."""
@@ -84,6 +86,31 @@ class EngineWorker(Worker):
         engine.initialize()
         self.flops_counter = FlopsCounter(model_config.hf_config)
         return engine
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def report_step(self, digests: bool) -> dict[str, Any]:
+        """Return what the record of the run keeps of this rank since the last report.
+
+        ``seconds`` in each method that the driver has called (collectives included, ``generation`` excluded), host
+        memory of this process and, where asked for, ``digests`` of the weights and of the random state.
+        """
+        seconds, self.seconds_by_call = self.seconds_by_call, {}
+        memory = {"host_gb": psutil.Process().memory_info().rss / _GIB}
+        if is_cuda_available or is_npu_available:
+            memory["device_gb"] = get_torch_device().memory_allocated() / _GIB
+        report = {"rank": self.rank, "seconds": seconds, "memory": memory}
+        if digests:
+            report["digests"] = {"random_state": random_state_digest()} | self._digest_of_weights()
+        return report
+
+    def _digest_of_weights(self) -> dict[str, str]:
+        """Return the digest of this rank's part of the weights, made anew where they have changed."""
+        engine = getattr(self, "engine", None)
+        if engine is None:  # a judge generates and trains nothing
+            return {}
+        if self._weights_digest is None or self._weights_digest[0] != engine.weights_version:
+            self._weights_digest = engine.weights_version, weights_digest(engine.local_parameters())
+        return {"weights": self._weights_digest[1]}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(

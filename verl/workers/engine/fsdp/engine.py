@@ -298,6 +298,10 @@ class FSDPEngine(BaseEngine):
 
     # ---- weights
 
+    def local_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, parameter) of the sharded module."""
+        return self.module.named_parameters()
+
     @property
     def weights_version(self) -> int:
         """Count the changes of the weights: optimizer steps and loaded checkpoints."""

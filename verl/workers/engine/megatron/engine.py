@@ -270,6 +270,12 @@ class MegatronEngine(BaseEngine):
 
     # ---- weights
 
+    def local_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, parameter) of this rank's part of the model, chunk by chunk."""
+        for chunk, model in enumerate(self.models):
+            for name, parameter in model.named_parameters():
+                yield f"{chunk}.{name}", parameter
+
     @property
     def weights_version(self) -> int:
         """Count the changes of the weights: optimizer steps and loaded checkpoints."""

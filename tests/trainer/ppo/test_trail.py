@@ -1,0 +1,125 @@
+"""What a step leaves in the record beside its metrics."""
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from verl.protocol import DataProto
+from verl.trainer.ppo.trail import NO_TRAIL, Trail, choose_rows, length_histogram, shortened, vetoed_rows
+
+ROWS, WIDTH = 6, 8
+ALGORITHM = {"rollout_is_threshold": 2.0, "rollout_is_veto_threshold": 1e-4}
+
+
+class Tokenizer:
+    def batch_decode(self, ids, skip_special_tokens):
+        assert skip_special_tokens
+        return [" ".join(map(str, row)) for row in ids.tolist()]
+
+
+class Group:
+    """A group of two workers."""
+
+    def __init__(self, weights):
+        self.weights = weights
+
+    def report_step(self, digests):
+        report = {"seconds": {"update_actor": 1.5}, "memory": {"host_gb": 2.0}}
+        known = {"random_state": "r"} | ({"weights": self.weights} if self.weights else {})
+        return [{"rank": rank, **report, **({"digests": dict(known)} if digests else {})} for rank in range(2)]
+
+
+@pytest.fixture
+def batch():
+    lengths = torch.tensor([8, 1, 2, 3, 8, 0])
+    mask = (torch.arange(WIDTH) < lengths.unsqueeze(1)).long()
+    prompts = torch.arange(ROWS).unsqueeze(1)
+    scores = torch.zeros(ROWS, WIDTH)
+    scores[:, 0] = torch.tensor([0.1, 0.9, 0.5, 0.3, 0.7, 0.0])
+    old, rollout = torch.full((ROWS, WIDTH), -1.0), torch.full((ROWS, WIDTH), -1.0)
+    old[2, 1] = -1.0 + math.log(1e-5)  # the third response
+    old[1, 5] = -1.0 + math.log(1e-5)  # behind the end of the second
+    tensors = {
+        "prompts": prompts,
+        "responses": torch.arange(ROWS * WIDTH).reshape(ROWS, WIDTH),
+        "attention_mask": torch.cat([torch.ones(ROWS, 1).long(), mask], 1),
+        "response_mask": mask,
+        "token_level_scores": scores,
+        "old_log_probs": old,
+        "rollout_log_probs": rollout,
+    }
+    columns = {
+        "uid": np.array([f"u{i}" for i in range(ROWS)], dtype=object),
+        "reward_model": np.array([{"ground_truth": str(i)} for i in range(ROWS)], dtype=object),
+        "reward_failure": np.array([None] * (ROWS - 1) + ["timed out"], dtype=object),
+    }
+    return DataProto.from_dict(tensors=tensors, non_tensors=columns)
+
+
+def trainer(**groups):
+    known = {"actor_rollout_wg": Group("w"), "critic_wg": Group("c"), "ref_policy_wg": None, "rm_wg": Group(None)}
+    config = SimpleNamespace(algorithm=ALGORITHM)
+    return SimpleNamespace(**(known | groups), ref_in_actor=True, config=config, tokenizer=Tokenizer())
+
+
+def test_details_of_a_step(batch):
+    trail = Trail(digests=True, num_samples=4)
+    trail.phase("generate", batch.select(batch_keys=["prompts", "responses"]))
+    trail.phase("generate", batch.select(batch_keys=["prompts", "attention_mask"]))  # a recipe draws once more
+    trail.phase("shape", batch)
+    details = trail.finish(trainer(), batch)
+    phases = details["phases"]
+    assert [sorted(phases[name]) for name in ("generate", "generate#2")] == [
+        ["prompts", "responses"],
+        ["attention_mask"],
+    ]
+    assert sorted(phases["shape"]) == ["old_log_probs", "response_mask", "rollout_log_probs", "token_level_scores"]
+    ranks = [f"{group}, rank {rank}" for group in ("actor_rollout", "critic") for rank in (0, 1)]
+    assert sorted(phases["weights"]) == ranks
+    assert sorted(phases["random state"]) == sorted([*ranks, "driver", "rm, rank 0", "rm, rank 1"])
+    assert details["workers"]["rm"][1] == {"rank": 1, "seconds": {"update_actor": 1.5}, "memory": {"host_gb": 2.0}}
+    assert details["response_length"] == {"limit": 8, "counts": [1, 1, 1, 1, 0, 0, 0, 2]}
+    kinds = [(sample["kind"], sample["uid"]) for sample in details["samples"]]
+    assert kinds == [("vetoed", "u2"), ("best", "u1"), ("best", "u4"), ("worst", "u5")]
+    assert details["samples"][-1] == {
+        "kind": "worst", "prompt": "5", "response": "40 41 42 43 44 45 46 47", "score": 0.0, "tokens": 0, "truth": "5",
+        "uid": "u5", "reward_failure": "timed out",
+    }  # fmt: skip
+    again = Trail(digests=True, num_samples=0)
+    again.phase("generate", batch.select(batch_keys=["prompts", "responses"]))
+    assert again.finish(trainer(), batch)["phases"]["generate"] == phases["generate"]
+    trail.phase("generate", batch)  # the next step begins anew
+    assert "generate#2" not in trail.finish(trainer(), batch)["phases"]
+
+
+def test_what_is_switched_off(batch):
+    trail = Trail(digests=False, num_samples=0)
+    trail.phase("generate", batch)
+    details = trail.finish(trainer(), batch)
+    assert sorted(details) == ["response_length", "workers"] and "digests" not in details["workers"]["critic"][0]
+    NO_TRAIL.phase("generate", batch)
+
+
+def test_who_is_vetoed(batch):
+    assert vetoed_rows(batch, ALGORITHM).tolist() == [False, False, True, False, False, False]
+    assert not vetoed_rows(batch, ALGORITHM | {"rollout_is_threshold": None}).any()
+    assert not vetoed_rows(batch.select(batch_keys=["old_log_probs", "response_mask"]), ALGORITHM).any()
+
+
+def test_choice_of_rows():
+    scores = torch.tensor([3.0, 1.0, 2.0])
+    none = torch.zeros(3, dtype=torch.bool)
+    assert choose_rows(scores, none, 2) == {0: "best", 1: "worst"}
+    assert choose_rows(scores, none, 10) == {0: "best", 2: "best", 1: "worst"}
+    assert choose_rows(scores, ~none, 1) == {0: "vetoed"}
+
+
+def test_long_texts_lose_their_middle():
+    assert shortened("short") == "short"
+    text = shortened("a" * 900 + "b" * 900, limit=1000)
+    assert text == "a" * 500 + "\n[... 800 characters ...]\n" + "b" * 500
+    batch = DataProto.from_dict(tensors={"responses": torch.zeros(1, 2), "attention_mask": torch.ones(1, 3)})
+    assert length_histogram(batch) == {"limit": 2, "counts": [0, 1]}

@@ -1,0 +1,51 @@
+"""The first step and phase in which two records differ."""
+
+import copy
+
+import pytest
+
+from verl.utils.report.__main__ import main
+from verl.utils.report.compare import NothingToCompareError, compare_runs
+
+
+def test_the_first_difference_is_named(records, tmp_path, capsys):
+    entries = records.healthy(steps=4)
+    records.write(tmp_path / "a", entries)
+    other = copy.deepcopy(entries)
+    other[2]["data"]["timing_s/step"] = 9.0  # time is no difference
+    records.write(tmp_path / "b", other)
+    result = compare_runs(tmp_path / "a", tmp_path / "b")
+    assert result.difference is None and result.by_digests and result.steps == (1, 2, 3, 4)
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+
+    other[3]["phases"]["weights"]["actor_rollout, rank 0"] = "f" * 16
+    other[4]["phases"]["generate"]["responses"] = "e" * 16
+    records.write(tmp_path / "b", other)
+    assert str(compare_runs(tmp_path / "a", tmp_path / "b").difference) == (
+        "step 3, phase weights: actor_rollout, rank 0 differ"
+    )
+    capsys.readouterr()
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
+    assert "over 4 common steps, 1 to 4: step 3, phase weights: actor_rollout, rank 0" in capsys.readouterr().out
+
+
+def test_records_without_digests_are_compared_by_metrics(records, tmp_path):
+    entries = records.healthy(steps=3)
+    records.write(tmp_path / "a", entries)
+    for entry in entries.values():
+        del entry["phases"]
+    entries[2]["data"]["actor/grad_norm"] = 7.0
+    records.write(tmp_path / "b", entries)
+    result = compare_runs(tmp_path / "a", tmp_path / "b")
+    assert not result.by_digests
+    assert str(result.difference) == "step 2, phase metrics: actor/grad_norm differ"
+
+
+def test_what_cannot_be_compared(records, tmp_path, capsys):
+    entries = records.healthy(steps=2)
+    records.write(tmp_path / "a", {1: entries[1]})
+    records.write(tmp_path / "b", {2: entries[2]})
+    with pytest.raises(NothingToCompareError, match="no step in common"):
+        compare_runs(tmp_path / "a", tmp_path / "b")
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "c")]) == 2
+    assert "give the trainer.default_local_dir" in capsys.readouterr().err

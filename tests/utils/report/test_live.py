@@ -1,0 +1,80 @@
+"""The table in the terminal, and which kind of display a terminal gets."""
+
+import io
+import json
+import sys
+
+import pytest
+
+from verl.trainer.ppo.progress import LocalDisplay, Progress
+from verl.utils.report.live import RecordFollower, sparkline, table_rows
+
+
+def append(folder, step, data, **details):
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": step, "data": data, **details}) + "\n")
+
+
+def test_a_follower_reads_what_is_new(tmp_path, records):
+    follower = RecordFollower(tmp_path)
+    assert follower.read() == {}
+    append(tmp_path, 1, {"x": 1.0}, samples=["much text"])
+    assert follower.read() == {1: {"data": {"x": 1.0}, "workers": None}}
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "data"')  # the line is being written
+        file.flush()
+        assert sorted(follower.read()) == [1]
+        file.write(': {"x": 2.0}}\n')
+    assert follower.read()[2]["data"] == {"x": 2.0}
+    records.write(tmp_path / "new", records.healthy(steps=700))
+    (tmp_path / "new" / "metrics.jsonl").replace(tmp_path / "metrics.jsonl")  # a resumed run has rewritten it
+    assert len(follower.read()) == 700 and 2 in follower.entries
+    thinned = follower.thinned()
+    assert 200 < len(thinned) <= 300 and max(thinned) == 700
+
+
+def test_rows_of_the_table(records):
+    assert sparkline([0.0, 7.0, 3.5]) == "▁█▅" and sparkline([2.0, 2.0]) == "▁▁"
+    rows = {row[0]: row for row in table_rows(records.healthy(steps=3))}
+    assert rows["seconds per step"] == ("seconds per step", "1.00", "+0", "▁▁▁")
+    assert rows["sums/acc/mean@1"][1] == "0.800" and "tokens/s per worker" in rows
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_what_a_terminal_shows(tmp_path, records, monkeypatch, capsys):
+    pytest.importorskip("rich")
+    monkeypatch.delenv("VERL_PROGRESS", raising=False)
+    assert LocalDisplay("auto", tmp_path).mode == "lines"  # pytest's standard error is no terminal
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    assert LocalDisplay("bar", tmp_path).mode == "bar" and LocalDisplay("off", tmp_path).mode == "off"
+    assert LocalDisplay("auto").mode == "bar"  # no folder, no record to draw from
+    display = LocalDisplay("auto", tmp_path)
+    assert display.mode == "table"
+    monkeypatch.setattr("verl.trainer.ppo.progress._display", display)
+    progress = Progress(total_steps=50, start_step=0)
+    records.write(tmp_path, records.slow_rank())
+    display.write("a line above [not markup]")
+    progress.update(40, {"timing_s/step": 1.0})
+    progress.close()
+    shown = terminal.getvalue()
+    assert "a line above [not markup]" in shown and "step 40 of 50" in shown
+    assert "reward, mean" in shown and "! straggler (step 1): rank 1 of" in shown
+    display.write("below")
+    assert "below" in capsys.readouterr().out
+    monkeypatch.setenv("VERL_PROGRESS", "lines")
+    assert LocalDisplay("table", tmp_path).mode == "lines"
+
+
+def test_without_rich_there_is_a_line(tmp_path, monkeypatch):
+    monkeypatch.delenv("VERL_PROGRESS", raising=False)
+    monkeypatch.setattr("verl.trainer.ppo.progress.importlib.util.find_spec", lambda name: None)
+    assert LocalDisplay("table", tmp_path).mode == "lines"
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    assert LocalDisplay("auto", tmp_path).mode == "bar"

@@ -1,0 +1,120 @@
+"""The page: complete, self-contained, and safe against what a model may write."""
+
+import re
+from html.parser import HTMLParser
+from types import SimpleNamespace
+
+import pytest
+from omegaconf import OmegaConf
+
+from verl.utils.report.__main__ import main
+from verl.utils.report.page import MAX_SAMPLE_STEPS, render, write_report
+from verl.utils.report.panels import MAX_POINTS, PANELS, thin
+
+pytest.importorskip("matplotlib")
+HOSTILE = "</pre><script>alert('x')</script><img src=http://example.org/a.png>"
+
+
+class Page(HTMLParser):
+    """Collects what a test asks of a page."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.ids, self.links, self.rows = [], [], [], 0
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        given = dict(attributes)
+        self.tags.append(tag)
+        self.ids += [given["id"]] if "id" in given else []
+        self.links += [given[name] for name in ("src", "href", "xlink:href") if name in given]
+        self.rows += "data-kind" in given
+
+
+@pytest.fixture(scope="module")
+def page(records):
+    entries = records.changed("weight_sync/versions_behind", lambda step: 1.0 if step == 12 else None)
+    sample = {"kind": "best", "prompt": "1 + 1 =", "response": HOSTILE, "score": 1.0, "tokens": 3, "truth": "2"}
+    failed = sample | {"kind": "worst", "reward_failure": "timed out <b>", "score": 0.0}
+    for entry in entries.values():
+        entry["samples"] = [sample, failed]
+    return render(entries, "a <run>")
+
+
+def test_every_picture_is_there_with_axes_and_units(page):
+    for panel in PANELS:
+        figure = re.search(rf'<figure id="{panel.name}">.*?</figure>', page, re.DOTALL)
+        assert figure, panel.name
+        texts = re.findall(r"<text[^>]*>([^<]*)</text>", figure.group())
+        assert {panel.title, panel.unit, "training step"} <= set(texts)
+        assert len(texts) > 8  # numbers along the axes
+    assert re.search(r"from step 12</a>: step 12 sampled with weights", page)
+    assert "stale weights, step 12" in re.search(r'<figure id="mismatch">.*?</figure>', page, re.DOTALL).group()
+
+
+def test_nothing_is_loaded_from_elsewhere_and_nothing_of_a_response_is_run(page):
+    parsed = Page(page)
+    assert "default-src 'none'" in page
+    assert all(link.startswith(("#", "data:image/png")) for link in parsed.links), parsed.links
+    assert parsed.tags.count("script") == 1 and "img" not in parsed.tags
+    assert page.count("&lt;script&gt;alert(") == parsed.rows and "timed out &lt;b&gt;" in page
+    assert "<title>a &lt;run&gt;: report</title>" in page
+    assert len(parsed.ids) == len(set(parsed.ids))
+
+
+def test_colours_follow_the_theme(page):
+    """The pictures use variables alone, and both themes define all of them."""
+    pictures = "".join(re.findall(r"<svg.*?</svg>", page, re.DOTALL))
+    assert not set(re.findall(r"(?:stroke|fill): (#[0-9a-f]{6})", pictures))
+    used = set(re.findall(r"var\((--c\d+)\)", pictures))
+    light, *dark = re.findall(r":root[^{]*\{([^}]*)\}", page)
+    assert len(used) > 5 and len(dark) == 2
+    for declarations in (light, *dark):
+        assert used <= set(re.findall(r"(--c\d+):", declarations))
+
+
+def test_a_long_run_is_thinned(records, monkeypatch):
+    points = [(step, float(step % 7)) for step in range(10_000)]
+    steps, means, lows, highs = thin(points)
+    assert len(steps) <= MAX_POINTS and min(lows) == 0 and max(highs) == 6
+    assert means[0] == sum(step % 7 for step in range(25)) / 25 and steps[0] == 12
+    entries = records.healthy(steps=60)
+    for entry in entries.values():
+        sample = {"kind": "best", "prompt": "p", "response": "r", "score": 1.0, "tokens": 3}
+        entry["samples"] = [sample]
+    monkeypatch.setattr("verl.utils.report.page.draw_panels", lambda entries, flags: {})
+    assert Page(render(entries, "x")).rows == MAX_SAMPLE_STEPS
+
+
+def test_from_the_command_line(records, tmp_path, capsys):
+    records.write(tmp_path, {1: {"data": {"critic/score/mean": 0.5}}})
+    assert main([str(tmp_path)]) == 0
+    assert str(tmp_path / "report.html") in capsys.readouterr().out
+    assert "holds no samples" in (tmp_path / "report.html").read_text()
+    assert main([str(tmp_path / "none")]) == 2
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(ValueError, match="holds no step yet"):
+        write_report(tmp_path)
+
+
+def test_a_run_ends_with_a_report(tmp_path, capsys, caplog, monkeypatch):
+    """Also one that is broken off, and never one that hides why."""
+    from verl.trainer.ppo import run
+
+    def output(folder, report=True):
+        trainer = {"project_name": "p", "experiment_name": "e", "logger": [], "default_local_dir": str(folder)}
+        return run.RunOutput(OmegaConf.create({"trainer": trainer | {"report": report}}), None, 2)
+
+    first = output(tmp_path / "a")
+    first.step({"critic/score/mean": 0.5, "timing_s/step": 1.0}, 1, {"response_length": {"limit": 4, "counts": [1, 0]}})
+    first.close(finished=False)
+    assert (tmp_path / "a" / "report.html").exists() and not (tmp_path / "a" / "curves.png").exists()
+    second = output(tmp_path / "b", report=False)
+    second.log({"val-core/x/acc/mean@1": 0.5}, 0)
+    second.close(finished=True)
+    assert not (tmp_path / "b" / "report.html").exists() and (tmp_path / "b" / "curves.png").exists()
+    monkeypatch.setattr(run, "write_report", lambda folder: SimpleNamespace().missing)
+    third = output(tmp_path / "c")
+    third.log({"x": 1.0}, 0)
+    third.close(finished=False)
+    assert "the report could not be made" in caplog.text

@@ -1,0 +1,1 @@
+"""What the record of a run says: a page of pictures, flags, a comparison of two runs, and a live view."""

@@ -1,0 +1,69 @@
+"""Reports from the command line.
+
+``python -m verl.utils.report RUN_DIR`` writes the page, ``... compare RUN_A RUN_B`` names the first phase in which two
+runs differ (exit code 1 where they do), ``... live RUN_DIR`` shows a run that another process makes.
+"""
+
+import argparse
+import importlib.util
+import sys
+
+from verl.utils.console import get_console
+from verl.utils.report.compare import compare_runs
+from verl.utils.report.folder import record_of
+from verl.utils.report.page import REPORT_NAME, write_report
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command; returns the exit code."""
+    words = sys.argv[1:] if arguments is None else arguments
+    try:
+        if words[:1] == ["compare"]:
+            return _compare(words[1:])
+        if words[:1] == ["live"]:
+            return _live(words[1:])
+        return _report(words)
+    except (FileNotFoundError, ValueError, ImportError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+
+
+def _report(words: list[str]) -> int:
+    parser = argparse.ArgumentParser("python -m verl.utils.report", description=__doc__)
+    parser.add_argument("run_dir", help="trainer.default_local_dir of the run, or a record")
+    parser.add_argument("--output", help=f"page to write; default RUN_DIR/{REPORT_NAME}")
+    given = parser.parse_args(words)
+    get_console().info("report: %s", write_report(given.run_dir, given.output))
+    return 0
+
+
+def _compare(words: list[str]) -> int:
+    parser = argparse.ArgumentParser("python -m verl.utils.report compare")
+    parser.add_argument("run_a")
+    parser.add_argument("run_b")
+    given = parser.parse_args(words)
+    result = compare_runs(given.run_a, given.run_b)
+    what = "digests and metrics" if result.by_digests else "metrics (a record without digests)"
+    steps = f"{len(result.steps)} common steps, {result.steps[0]} to {result.steps[-1]}"
+    if result.difference is None:
+        get_console().info("equal in %s over %s", what, steps)
+        return 0
+    get_console().info("first difference, by %s over %s: %s", what, steps, result.difference)
+    return 1
+
+
+def _live(words: list[str]) -> int:
+    parser = argparse.ArgumentParser("python -m verl.utils.report live")
+    parser.add_argument("run_dir")
+    parser.add_argument("--steps", type=int, help="end when the run has made so many")
+    given = parser.parse_args(words)
+    if importlib.util.find_spec("rich") is None:
+        raise ImportError("the live table needs the package rich: pip install rich")
+    from verl.utils.report.live import watch
+
+    watch(record_of(given.run_dir).parent, steps=given.steps)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

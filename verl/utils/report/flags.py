@@ -1,0 +1,264 @@
+"""What in the record of a run deserves a look, and why."""
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from verl.utils.run_record import Entry
+
+Entries = Mapping[int, Entry]
+Points = list[tuple[int, float]]
+"""(step, value) in the order of the steps."""
+
+MIN_STEPS = 6
+"""A run of fewer steps is not judged by its course."""
+
+COLLAPSED_SHARE = 0.5
+NOISE_FACTOR = 4.0
+ENTROPY_LEFT, ENTROPY_LOW = 0.1, 0.1
+SOLVED = 0.95
+MISMATCH_FACTOR, MISMATCH_FLOOR = 20.0, 1e-3
+LENGTH_FACTOR, CUT_SHARE = 2.0, 0.2
+SLOW_FACTOR, SLOW_SHARE, SLOW_SECONDS = 1.5, 0.8, 0.05
+GROWTH_SHARE, GROWTH_GB, GROWTH_ORDER, STILL_GROWING = 0.1, 0.1, 0.9, 0.15
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One finding: its name, the step at which it begins, the reason with figures, and the panel that shows it."""
+
+    name: str
+    step: int
+    reason: str
+    panel: str
+
+
+def find_flags(entries: Entries) -> list[Flag]:
+    """Return everything that deserves a look, in the order of its first step."""
+    found = [flag for rule in RULES for flag in rule(entries)]
+    return sorted(found, key=lambda flag: flag.step)
+
+
+def points_of(entries: Entries, key: str) -> Points:
+    """Return the finite values of a metric."""
+    values = ((step, entry["data"].get(key)) for step, entry in sorted(entries.items()))
+    return [(step, float(value)) for step, value in values if _is_finite(value)]
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def smoothed(points: Points) -> Points:
+    """Return the median of each value and those before it, over a twentieth of the run and three steps at least."""
+    width = max(3, len(points) // 20)
+    return [
+        (step, statistics.median(value for _, value in points[max(0, i + 1 - width) : i + 1]))
+        for i, (step, _) in enumerate(points)
+    ][width - 1 :]
+
+
+def _first_for_good(points: Points, holds: Callable[[float], bool]) -> int | None:
+    """Return the step from which on ``holds`` is true to the end; None where it is not true at the end."""
+    first = None
+    for step, value in reversed(points):
+        if not holds(value):
+            break
+        first = step
+    return first
+
+
+# ---- rules
+
+
+def _reward_collapse(entries: Entries) -> Iterator[Flag]:
+    """The mean score has lost half of what it had gained, and a tenth of its range, beyond the noise."""
+    points = points_of(entries, "critic/score/mean")
+    if len(points) < MIN_STEPS:
+        return
+    level = smoothed(points)
+    peak_step, peak = max(level, key=lambda point: point[1])
+    last, start = level[-1][1], level[0][1]
+    extremes = [value for key in ("max", "min") for _, value in points_of(entries, f"critic/score/{key}")]
+    scores_range = max(extremes) - min(extremes) if extremes else 0.0
+    noise = statistics.median(abs(b - a) for (_, a), (_, b) in zip(points, points[1:], strict=False))
+    drop = max(COLLAPSED_SHARE * (peak - start), 0.1 * scores_range, NOISE_FACTOR * noise)
+    if drop <= 0 or peak - last <= drop:
+        return
+    step = _first_for_good([point for point in level if point[0] >= peak_step], lambda value: peak - value > drop)
+    assert step is not None
+    reason = f"the mean score was {peak:.3g} around step {peak_step} and is {last:.3g} at the end"
+    yield Flag("reward collapse", step, reason, "reward")
+
+
+def _entropy_collapse(entries: Entries) -> Iterator[Flag]:
+    """Entropy below a tenth of its start and below 0.1 nats, while the task is not solved."""
+    points = points_of(entries, "actor/entropy")
+    if len(points) < MIN_STEPS:
+        return
+    level = smoothed(points)
+    start, last = level[0][1], level[-1][1]
+    limit = min(ENTROPY_LEFT * start, ENTROPY_LOW)
+    if last >= limit:
+        return
+    scores, best = smoothed(points_of(entries, "critic/score/mean")), points_of(entries, "critic/score/max")
+    if scores and best and scores[-1][1] >= SOLVED * max(value for _, value in best) > 0:
+        return
+    step = _first_for_good(level, lambda value: value < limit)
+    assert step is not None
+    reason = f"the entropy per token fell from {start:.3g} to {last:.3g} nats: hardly anything new is sampled"
+    yield Flag("entropy collapse", step, reason, "entropy")
+
+
+def _stale_weights(entries: Entries) -> Iterator[Flag]:
+    """Generation with weights that are older than the trainer's."""
+    behind = [point for point in points_of(entries, "weight_sync/versions_behind") if point[1] > 0]
+    if behind:
+        steps = _listed([step for step, _ in behind])
+        most = max(value for _, value in behind)
+        reason = f"{steps} sampled with weights that were up to {most:.0f} updates old: the weight sync was left out"
+        yield Flag("stale weights", behind[0][0], reason, "mismatch")
+        return
+    points = points_of(entries, "training/rollout_log_prob_diff_mean")
+    if len(points) < MIN_STEPS:
+        return
+    limit = max(MISMATCH_FLOOR, MISMATCH_FACTOR * statistics.median(value for _, value in points))
+    high = [point for point in points if point[1] > limit]
+    if high:
+        largest = max(value for _, value in high)
+        reason = (
+            f"in {_listed([step for step, _ in high])} log-probabilities of rollout and trainer differ by up to "
+            f"{largest:.2g} on average, more than {limit:.2g}: they may not have had the same weights"
+        )
+        yield Flag("rollout mismatch", high[0][0], reason, "mismatch")
+
+
+def _length_explosion(entries: Entries) -> Iterator[Flag]:
+    """Responses at least twice as long as at the start, a fifth of them cut off."""
+    points, cut = points_of(entries, "response_length/mean"), points_of(entries, "response_length/clip_ratio")
+    if len(points) < MIN_STEPS or len(cut) != len(points):
+        return
+    level, cut_level = smoothed(points), smoothed(cut)
+    start = max(level[0][1], 1.0)
+    both = [(step, float(length >= LENGTH_FACTOR * start and share >= CUT_SHARE))
+            for (step, length), (_, share) in zip(level, cut_level, strict=True)]  # fmt: skip
+    step = _first_for_good(both, bool)
+    if step is not None:
+        reason = (
+            f"the mean length rose from {start:.0f} to {level[-1][1]:.0f} tokens, and {cut_level[-1][1]:.0%} of the "
+            "responses are cut off at data.max_response_length"
+        )
+        yield Flag("length explosion", step, reason, "lengths")
+
+
+def _straggler(entries: Entries) -> Iterator[Flag]:
+    """One and the same worker takes half as long again as the others, in most steps."""
+    for (group, call), steps in seconds_of_workers(entries).items():
+        slow: dict[int, list[tuple[int, float]]] = {}
+        for step, seconds in steps:
+            rank = max(range(len(seconds)), key=seconds.__getitem__)
+            others = statistics.median(seconds[:rank] + seconds[rank + 1 :])
+            if seconds[rank] > SLOW_FACTOR * others and seconds[rank] - others > SLOW_SECONDS:
+                slow.setdefault(rank, []).append((step, seconds[rank] / max(others, 1e-9)))
+        for rank, times in slow.items():
+            if len(steps) >= MIN_STEPS and len(times) >= SLOW_SHARE * len(steps):
+                factor = statistics.median(ratio for _, ratio in times)
+                reason = (
+                    f"rank {rank} of {group} takes {factor:.1f} times as long as the others for {call}, in "
+                    f"{len(times)} of {len(steps)} steps"
+                )
+                yield Flag("straggler", times[0][0], reason, "workers")
+
+
+def seconds_of_workers(entries: Entries) -> dict[tuple[str, str], list[tuple[int, list[float]]]]:
+    """Return (group, call) -> (step, seconds of every rank), of groups with several workers."""
+    found: dict[tuple[str, str], list[tuple[int, list[float]]]] = {}
+    for step, entry in sorted(entries.items()):
+        for group, reports in (entry.get("workers") or {}).items():
+            calls = set.intersection(*(set(report["seconds"]) for report in reports)) if len(reports) > 1 else set()
+            for call in sorted(calls - {"report_step"}):
+                seconds = [float(report["seconds"][call]) for report in reports]
+                found.setdefault((group, call), []).append((step, seconds))
+    return found
+
+
+def memory_of_workers(entries: Entries) -> dict[tuple[str, int, str], Points]:
+    """Return (group, rank, kind of memory) -> GiB by step."""
+    found: dict[tuple[str, int, str], Points] = {}
+    for step, entry in sorted(entries.items()):
+        for group, reports in (entry.get("workers") or {}).items():
+            for report in reports:
+                for kind, gigabytes in report["memory"].items():
+                    found.setdefault((group, report["rank"], kind), []).append((step, float(gigabytes)))
+    return found
+
+
+def _memory_growth(entries: Entries) -> Iterator[Flag]:
+    """Memory of a worker that goes on growing after the first third of the run."""
+    worst: tuple[float, Flag] | None = None
+    for (group, rank, kind), points in memory_of_workers(entries).items():
+        course = points[len(points) // 3 :]
+        if len(course) < MIN_STEPS:
+            continue
+        values = [value for _, value in course]
+        growth = values[-1] - values[0]
+        late = values[-1] - values[len(values) * 2 // 3]
+        grows = growth > max(GROWTH_SHARE * values[0], GROWTH_GB) and late > STILL_GROWING * growth
+        if grows and _order(values) > GROWTH_ORDER and (worst is None or growth > worst[0]):
+            where = {"host_gb": "the host memory", "device_gb": "the device memory"}.get(kind, kind)
+            steps = course[-1][0] - course[0][0]
+            reason = (
+                f"{where} of rank {rank} of {group} grew from {values[0]:.2f} to {values[-1]:.2f} GiB in {steps} "
+                f"steps, {growth * 1024 / steps:.0f} MiB a step, and goes on"
+            )
+            worst = growth, Flag("memory growth", course[0][0], reason, "memory")
+    if worst is not None:
+        yield worst[1]
+
+
+def _order(values: Sequence[float]) -> float:
+    """Return how far values rise from first to last: the share of pairs in order less that of pairs out of order."""
+    values = values[:: -(-len(values) // 100)]
+    pairs = [(b > a) - (b < a) for i, a in enumerate(values) for b in values[i + 1 :]]
+    return sum(pairs) / len(pairs)
+
+
+def _not_finite(entries: Entries) -> Iterator[Flag]:
+    """Losses and gradients that are no number."""
+    for key, panel in (("actor/grad_norm", "gradient"), ("critic/grad_norm", "gradient"), ("actor/pg_loss", "clip")):
+        steps = [step for step, entry in sorted(entries.items()) if _is_number_but_not_finite(entry["data"].get(key))]
+        if steps:
+            yield Flag("not finite", steps[0], f"{key} is not a finite number in {_listed(steps)}", panel)
+
+
+def _is_number_but_not_finite(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def _unscored(entries: Entries) -> Iterator[Flag]:
+    """Responses that could not be scored."""
+    failed = [(step, share) for step, share in points_of(entries, "reward/failed_ratio") if share > 0]
+    if failed:
+        most = max(share for _, share in failed)
+        steps = _listed([step for step, _ in failed])
+        reason = f"in {steps} up to {most:.1%} of the responses could not be scored"
+        yield Flag("failed scores", failed[0][0], reason, "reward")
+
+
+def _listed(steps: Sequence[int]) -> str:
+    shown = ", ".join(map(str, steps[:5])) + (f" and {len(steps) - 5} more" if len(steps) > 5 else "")
+    return f"step {shown}" if len(steps) == 1 else f"steps {shown}"
+
+
+RULES: tuple[Callable[[Entries], Iterator[Flag]], ...] = (
+    _reward_collapse,
+    _entropy_collapse,
+    _stale_weights,
+    _length_explosion,
+    _straggler,
+    _memory_growth,
+    _not_finite,
+    _unscored,
+)

@@ -1,0 +1,147 @@
+"""A table of a run that goes on, in the terminal, from its record."""
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from verl.utils.report.flags import find_flags, points_of
+from verl.utils.run_record import RECORD_NAME, Entry, merge_entry, parse_line
+
+ROWS: tuple[tuple[str, str, str], ...] = (
+    ("critic/score/mean", "reward, mean", "{:.3f}"),
+    ("actor/entropy", "entropy (nats)", "{:.3f}"),
+    ("actor/kl_loss", "KL to the reference", "{:.2e}"),
+    ("actor/ppo_kl", "KL to the old policy", "{:.2e}"),
+    ("actor/pg_clipfrac", "clip fraction", "{:.3f}"),
+    ("actor/grad_norm", "gradient norm", "{:.3g}"),
+    ("training/rollout_log_prob_diff_mean", "rollout mismatch, mean", "{:.1e}"),
+    ("response_length/mean", "response length", "{:.0f}"),
+    ("response_length/clip_ratio", "responses cut off", "{:.1%}"),
+    ("timing_s/step", "seconds per step", "{:.2f}"),
+    ("timing_s/gen", "  of it generation", "{:.2f}"),
+    ("timing_s/update_actor", "  of it actor update", "{:.2f}"),
+    ("perf/throughput", "tokens/s per worker", "{:,.0f}"),
+    ("perf/mfu/actor", "MFU of the actor", "{:.1%}"),
+)
+_BARS = "▁▂▃▄▅▆▇█"
+_WIDTH = 32
+_MAX_JUDGED = 300
+
+
+class RecordFollower:
+    """Reads what a record has gained since the last look; keeps of each step what the table shows."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.path = Path(folder, RECORD_NAME)
+        self.entries: dict[int, Entry] = {}
+        self._file, self._offset = -1, 0
+
+    def read(self) -> dict[int, Entry]:
+        """Return all entries so far."""
+        try:
+            with self.path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                if status.st_ino != self._file or status.st_size < self._offset:  # another file: read it all
+                    self.entries, self._file, self._offset = {}, status.st_ino, 0
+                file.seek(self._offset)
+                whole, _, _ = file.read().rpartition(b"\n")
+        except FileNotFoundError:
+            return self.entries
+        if whole:
+            self._offset += len(whole) + 1
+            for line in whole.decode().split("\n"):
+                step, data, details = parse_line(line)
+                merge_entry(self.entries, step, data, {"workers": details.get("workers")})
+        return self.entries
+
+    def thinned(self) -> dict[int, Entry]:
+        """Return a few hundred of the steps, evenly over the run, the last among them."""
+        steps = sorted(self.entries)
+        stride = -(-len(steps) // _MAX_JUDGED)
+        return {step: self.entries[step] for step in steps[::-1][::stride][::-1]}
+
+
+def sparkline(values: list[float], width: int = _WIDTH) -> str:
+    """Return the last values as a line of bars, the lowest and the highest of them its bounds."""
+    values = values[-width:]
+    low, high = min(values), max(values)
+    if high == low:
+        return _BARS[0] * len(values)
+    return "".join(_BARS[round((value - low) / (high - low) * (len(_BARS) - 1))] for value in values)
+
+
+def table_rows(entries: dict[int, Entry]) -> list[tuple[str, str, str, str]]:
+    """Return (name, value at the last step, change since the step before, course) of what the run has logged."""
+    keys = [*ROWS]
+    last = entries[max(entries)]["data"]
+    for key in sorted({key for entry in entries.values() for key in entry["data"] if key.startswith("val-core/")})[:3]:
+        keys.insert(1, (key, key.removeprefix("val-core/"), "{:.3f}"))
+    rows = []
+    for key, name, form in keys:
+        values = [value for _, value in points_of(entries, key)]
+        if not values or (key not in last and not key.startswith("val-core/")):
+            continue
+        change = values[-1] - values[-2] if len(values) > 1 else 0.0
+        rows.append((name, form.format(values[-1]), f"{change:+.2g}" if len(values) > 1 else "", sparkline(values)))
+    return rows
+
+
+class LiveTable:
+    """Draws the table on standard error, below the lines of the run. Needs the package rich."""
+
+    def __init__(self, folder: str | Path, total_steps: int | None = None, console: Any = None) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._follower, self._total = RecordFollower(folder), total_steps
+        self._started = time.monotonic()
+        self._console = console or Console(stderr=True)
+        self._live = Live(console=self._console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
+        self._live.start()
+
+    def update(self) -> int:
+        """Draw what the record holds now; returns the last step."""
+        entries = self._follower.read()
+        if not entries:
+            return 0
+        self._live.update(self._drawn(entries), refresh=True)
+        return max(entries)
+
+    def _drawn(self, entries: dict[int, Entry]) -> Any:
+        from rich import box
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        step = max(entries)
+        title = f"step {step}" + (f" of {self._total}" if self._total else "")
+        table = Table(box=box.SIMPLE, title=title, title_justify="left", pad_edge=False)
+        for name, justify in (("metric", "left"), ("last", "right"), ("change", "right"), ("course", "left")):
+            table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+        for row in table_rows(entries):
+            table.add_row(*map(Text, row))
+        found = find_flags(self._follower.thinned())
+        flags = [Text(f"! {flag.name} (step {flag.step}): {flag.reason}", "yellow") for flag in found]
+        return Group(table, *flags)
+
+    def write(self, text: str) -> None:
+        """Show a line above the table."""
+        self._console.print(text, markup=False, highlight=False)
+
+    def close(self) -> None:
+        """Leave the table as it is."""
+        self._live.stop()
+
+
+def watch(folder: str | Path, interval_s: float = 1.0, steps: int | None = None) -> None:
+    """Show the table of a run that another process makes, until Ctrl-C or the last of ``steps``."""
+    table = LiveTable(folder, steps)
+    try:
+        while table.update() < (steps or sys.maxsize):
+            time.sleep(interval_s)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        table.close()

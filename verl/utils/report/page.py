@@ -1,0 +1,175 @@
+"""The report of a run: one HTML file that needs nothing but a browser."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from html import escape
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from verl.utils.report.flags import Entries, Flag, find_flags, points_of
+from verl.utils.report.folder import record_of
+from verl.utils.report.panels import PANELS, draw_panels
+from verl.utils.report.style import css_variables
+from verl.utils.run_record import read_entries
+
+logger = logging.getLogger(__name__)
+
+REPORT_NAME = "report.html"
+MAX_SAMPLE_STEPS = 24
+"""Steps of which the page shows samples; of a longer run the first, the last, and some between."""
+
+_TEMPLATE = Path(__file__).with_name("page.html")
+
+
+def write_report(run: str | Path, output: str | Path | None = None) -> Path:
+    """Write the report of a run, given its folder or its record; returns the path of the page.
+
+    Raises: FileNotFoundError where there is no record, ValueError where it is empty, ImportError without matplotlib.
+    """
+    source = record_of(run)
+    entries = read_entries(source)
+    if not entries:
+        raise ValueError(f"{source} holds no step yet")
+    target = Path(output) if output else source.with_name(REPORT_NAME)
+    unfinished = target.with_name(f"{target.name}.tmp")
+    unfinished.write_text(render(entries, source.absolute().parent.name), encoding="utf-8", errors="replace")
+    unfinished.replace(target)
+    return target
+
+
+def render(entries: Entries, name: str) -> str:
+    """Return the page of a record."""
+    flags = find_flags(entries)
+    pictures = draw_panels(entries, flags)
+    return Template(_TEMPLATE.read_text(encoding="utf-8")).substitute(
+        name=escape(name),
+        light=css_variables(dark=False),
+        dark=css_variables(dark=True),
+        summary=_summary(entries),
+        flags=_flags(flags),
+        panels=_panels(pictures),
+        samples=_samples(entries),
+        workers=_workers(entries),
+        metrics=_metrics(entries),
+    )
+
+
+# ---- parts
+
+
+def _summary(entries: Entries) -> str:
+    """Return the figures that say how the run went."""
+    steps = [step for step in entries if step > 0] or list(entries)
+    tiles = [("steps", f"{min(steps)} to {max(steps)}" if len(steps) > 1 else str(steps[0]))]
+    seconds = sum(value for _, value in points_of(entries, "timing_s/step"))
+    seconds += sum(
+        value for key in ("testing", "save_checkpoint") for _, value in points_of(entries, f"timing_s/{key}")
+    )
+    tiles.append(("time in steps", str(timedelta(seconds=round(seconds)))))
+    for label, key, form in _TILES:
+        points = points_of(entries, key)
+        if points:
+            first, last = form.format(points[0][1]), form.format(points[-1][1])
+            tiles.append((label, f"{first} → {last}" if len(points) > 1 else last))
+    validation = sorted({key for entry in entries.values() for key in entry["data"] if key.startswith("val-core/")})
+    for key in validation[:3]:
+        points = points_of(entries, key)
+        if points:
+            tiles.append((key.removeprefix("val-core/"), f"{points[0][1]:.3f} → {points[-1][1]:.3f}"))
+    cells = [f"<div><dt>{escape(label)}</dt><dd>{escape(value)}</dd></div>" for label, value in tiles]
+    return f"<dl>{''.join(cells)}</dl>"
+
+
+_TILES = (
+    ("score, mean", "critic/score/mean", "{:.3f}"),
+    ("response length", "response_length/mean", "{:.0f}"),
+    ("seconds per step", "timing_s/step", "{:.2f}"),
+    ("tokens/s per worker", "perf/throughput", "{:,.0f}"),
+)
+
+
+def _flags(flags: Sequence[Flag]) -> str:
+    if not flags:
+        return '<p class="calm">Nothing in the record stands out.</p>'
+    rows = [
+        f'<li><b>{escape(flag.name)}</b> <a href="#{flag.panel}">from step {flag.step}</a>: {escape(flag.reason)}.</li>'
+        for flag in flags
+    ]
+    return f"<ul>{''.join(rows)}</ul>"
+
+
+def _panels(pictures: Mapping[str, str]) -> str:
+    figures, absent = [], []
+    for panel in PANELS:
+        if panel.name not in pictures:
+            absent.append(panel.title)
+            continue
+        caption = f"<figcaption>{escape(panel.note)}</figcaption>" if panel.note else ""
+        figures.append(f'<figure id="{panel.name}">{pictures[panel.name]}{caption}</figure>')
+    missing = f'<p class="calm">Nothing to draw of: {escape(", ".join(absent))}.</p>' if absent else ""
+    return f'<div class="panels">{"".join(figures)}</div>{missing}'
+
+
+def _samples(entries: Entries) -> str:
+    """Return the table of sampled responses, the last step first."""
+    steps = [step for step in sorted(entries, reverse=True) if entries[step].get("samples")]
+    if not steps:
+        return '<p class="calm">The record holds no samples (trainer.record_samples=0).</p>'
+    count = min(MAX_SAMPLE_STEPS, len(steps))
+    chosen = sorted({round(i * (len(steps) - 1) / max(1, count - 1)) for i in range(count)})
+    rows = "".join(_sample_row(steps[at], sample) for at in chosen for sample in entries[steps[at]]["samples"])
+    kinds = sorted({sample["kind"] for at in chosen for sample in entries[steps[at]]["samples"]})
+    options = "".join(f"<option>{escape(kind)}</option>" for kind in kinds)
+    numbers = "".join(f"<option>{steps[at]}</option>" for at in chosen)
+    return (
+        f'<p class="filters"><label>kind <select id="kind"><option>all</option>{options}</select></label> '
+        f'<label>step <select id="step"><option>all</option>{numbers}</select></label></p>'
+        '<div class="scroll"><table id="samples"><thead><tr><th>step<th>kind<th>score<th>tokens<th>prompt<th>response'
+        f"<th>truth</tr></thead><tbody>{rows}</tbody></table></div>"
+    )
+
+
+def _sample_row(step: int, sample: Mapping[str, Any]) -> str:
+    truth = "" if sample.get("truth") is None else str(sample["truth"])
+    failure = (
+        f'<span class="failure">{escape(str(sample["reward_failure"]))}</span>' if "reward_failure" in sample else ""
+    )
+    return (
+        f'<tr data-step="{step}" data-kind="{escape(sample["kind"])}"><td>{step}<td><span class="kind '
+        f'{escape(sample["kind"])}">{escape(sample["kind"])}</span><td>{sample["score"]:.4g}{failure}'
+        f"<td>{sample['tokens']}<td><pre>{escape(sample['prompt'])}</pre><td><pre>{escape(sample['response'])}</pre>"
+        f"<td><pre>{escape(truth)}</pre></tr>"
+    )
+
+
+def _workers(entries: Entries) -> str:
+    """Return seconds and memory of every rank in the last step that tells."""
+    steps = [step for step in sorted(entries) if entries[step].get("workers")]
+    if not steps:
+        return '<p class="calm">The record holds nothing of the workers.</p>'
+    rows = []
+    for group, reports in entries[steps[-1]]["workers"].items():
+        for report in reports:
+            calls = {call: seconds for call, seconds in report["seconds"].items() if call != "report_step"}
+            seconds = ", ".join(
+                f"{call} {value:.3f}" for call, value in sorted(calls.items(), key=lambda item: -item[1])
+            )
+            memory = ", ".join(f"{kind.removesuffix('_gb')} {value:.2f}" for kind, value in report["memory"].items())
+            rows.append(f"<tr><td>{escape(group)}<td>{report['rank']}<td>{escape(seconds)}<td>{escape(memory)}</tr>")
+    head = "<thead><tr><th>group<th>rank<th>seconds in calls<th>memory (GiB)</tr></thead>"
+    return f"<p>Step {steps[-1]}:</p><div class='scroll'><table>{head}<tbody>{''.join(rows)}</tbody></table></div>"
+
+
+def _metrics(entries: Entries) -> str:
+    """Return every metric of the last step with its first, lowest and highest value."""
+    keys = sorted({key for entry in entries.values() for key in entry["data"]})
+    rows = []
+    for key in keys:
+        values = [value for _, value in points_of(entries, key)]
+        if values:
+            cells = "".join(f"<td>{value:.6g}" for value in (values[0], values[-1], min(values), max(values)))
+            rows.append(f"<tr><td>{escape(key)}{cells}</tr>")
+    head = "<thead><tr><th>metric<th>first<th>last<th>lowest<th>highest</tr></thead>"
+    return f"<div class='scroll'><table>{head}<tbody>{''.join(rows)}</tbody></table></div>"

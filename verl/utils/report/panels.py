@@ -1,0 +1,299 @@
+"""The pictures of the report, each drawn by matplotlib from the record of a run."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from verl.utils.curves import KL_METRICS, MISMATCH_METRICS, STEP_PHASES
+from verl.utils.report.flags import Entries, Flag, Points, memory_of_workers, points_of, seconds_of_workers
+from verl.utils.report.style import COLORS, RC, as_svg
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MAX_POINTS = 400
+"""Points that a line has at most; of a longer run each is the mean over some steps, within its bounds."""
+WARNING = COLORS[4]
+PLOT_INCHES, LEGEND_ROW_INCHES = 3.0, 0.21
+
+
+class Panel(NamedTuple):
+    """One picture: how it is named and labelled, and who draws it."""
+
+    name: str
+    title: str
+    unit: str
+    draw: "Callable[[Axes, Entries], None]"
+
+    @property
+    def note(self) -> str:
+        """What a reader should know."""
+        return _NOTES.get(self.name, "")
+
+
+def draw_panels(entries: Entries, flags: Sequence[Flag]) -> dict[str, str]:
+    """Return the title and SVG of every picture that the record has data for, those with a flag marked."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    drawn = {}
+    with plt.rc_context(RC):  # type: ignore[arg-type]
+        for panel in PANELS:
+            figure, ax = plt.subplots(figsize=(6.4, PLOT_INCHES), constrained_layout=True)
+            panel.draw(ax, entries)
+            if ax.has_data():
+                _finish(ax, panel, [flag for flag in flags if flag.panel == panel.name], entries)
+                drawn[panel.name] = as_svg(figure, panel.name, panel.title)
+            plt.close(figure)
+    return drawn
+
+
+def _finish(ax: "Axes", panel: Panel, flags: Sequence[Flag], entries: Entries) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    ax.set_title(panel.title)
+    ax.set_xlabel("training step")
+    ax.set_ylabel(panel.unit)
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+    low, high = min(entries), max(entries)
+    ax.set_xlim(low - 0.5, max(high, low + 1) + 0.5)
+    for flag in flags:
+        ax.axvline(
+            flag.step, color=WARNING, linestyle=(0, (4, 2)), linewidth=1.3, label=f"{flag.name}, step {flag.step}"
+        )
+    handles, labels = ax.get_legend_handles_labels()
+    if handles:
+        columns = 1 if len(handles) < 3 or max(map(len, labels)) > 40 else 2 if len(handles) < 7 else 3
+        rows = -(-len(handles) // columns)
+        figure = ax.get_figure(root=True)
+        assert figure is not None
+        figure.set_figheight(PLOT_INCHES + LEGEND_ROW_INCHES * rows)
+        figure.legend(handles, labels, loc="outside lower left", ncols=columns, columnspacing=1.2)
+
+
+def thin(points: Points) -> tuple[list[float], list[float], list[float], list[float]]:
+    """Return steps, means, lowest and highest values of at most ``MAX_POINTS`` stretches of a course."""
+    size = -(-len(points) // MAX_POINTS)
+    parts = [points[i : i + size] for i in range(0, len(points), size)]
+    steps = [sum(step for step, _ in part) / len(part) for part in parts]
+    means = [sum(value for _, value in part) / len(part) for part in parts]
+    lows, highs = ([pick(value for _, value in part) for part in parts] for pick in (min, max))
+    return steps, means, lows, highs
+
+
+def _line(ax: "Axes", points: Points, label: str, color: str, **style: Any) -> None:
+    if not points:
+        return
+    steps, means, lows, highs = thin(points)
+    style = {"marker": "." if len(steps) <= 60 else None, "markersize": 5} | style
+    ax.plot(steps, means, label=label, color=color, **style)
+    if len(steps) < len(points):
+        ax.fill_between(steps, lows, highs, color=color, alpha=0.18, linewidth=0)
+
+
+def _lines(ax: "Axes", entries: Entries, metrics: Mapping[str, str], absolute: bool = False, first: int = 0) -> int:
+    drawn = first
+    for key, label in metrics.items():
+        points = points_of(entries, key)
+        if absolute:
+            points = [(step, abs(value)) for step, value in points if value]
+        if points:
+            _line(ax, points, label, COLORS[drawn % len(COLORS)])
+            drawn += 1
+    return drawn
+
+
+def _logarithmic(ax: "Axes") -> None:
+    values = [float(value) for line in ax.get_lines() for value in line.get_ydata()]  # type: ignore[union-attr]
+    positive = [value for value in values if value > 0]
+    if positive and len(positive) == len(values) and max(positive) > 20 * min(positive):
+        ax.set_yscale("log")
+    elif values:
+        ax.set_ylim(bottom=min(0.0, *values) if len(values) > 1 else None)
+
+
+def _from_zero(ax: "Axes") -> None:
+    """Begin the axis at zero, and let a course of zeros lie at its foot."""
+    if ax.has_data():
+        top = max(ax.dataLim.y1, 0.0)
+        ax.set_ylim(0, top * 1.06 if top > 0 else 1.0)
+
+
+# ---- what is drawn
+
+
+def _reward(ax: "Axes", entries: Entries) -> None:
+    mean, low, high = (points_of(entries, f"critic/score/{name}") for name in ("mean", "min", "max"))
+    if mean and len(mean) == len(low) == len(high):
+        steps, lows, highs = thin(low)[0], thin(low)[2], thin(high)[3]
+        ax.fill_between(steps, lows, highs, color=COLORS[0], alpha=0.14, linewidth=0, label="score, lowest to highest")
+    _line(ax, mean, "score, mean", COLORS[0])
+    rewards = points_of(entries, "critic/rewards/mean")
+    if [value for _, value in rewards] != [value for _, value in mean]:
+        _line(ax, rewards, "reward after KL, mean", COLORS[1])
+
+
+def _validation(ax: "Axes", entries: Entries) -> None:
+    keys = sorted({key for entry in entries.values() for key in entry["data"] if key.startswith("val-core/")})
+    for number, key in enumerate(keys[:8]):
+        points = points_of(entries, key)
+        if points:
+            label = f"{key.removeprefix('val-core/')} (last: {points[-1][1]:.3g})"
+            _line(ax, points, label, COLORS[number], marker="o", markersize=4)
+
+
+def _kl(ax: "Axes", entries: Entries) -> None:
+    _lines(ax, entries, KL_METRICS, absolute=True)
+    _logarithmic(ax)
+
+
+def _mismatch(ax: "Axes", entries: Entries) -> None:
+    _lines(ax, entries, MISMATCH_METRICS, absolute=True)
+    _logarithmic(ax)
+
+
+def _clip(ax: "Axes", entries: Entries) -> None:
+    drawn = _lines(ax, entries, {"actor/pg_clipfrac": "policy, ratio clipped"})
+    _lines(ax, entries, {"actor/pg_clipfrac_lower": "policy, dual clip", "critic/vf_clipfrac": "value"}, first=drawn)
+    _from_zero(ax)
+
+
+def _entropy(ax: "Axes", entries: Entries) -> None:
+    _lines(ax, entries, {"actor/entropy": "entropy of the policy"})
+    _from_zero(ax)
+
+
+def _gradient(ax: "Axes", entries: Entries) -> None:
+    _lines(ax, entries, {"actor/grad_norm": "actor, before clipping", "critic/grad_norm": "critic, before clipping"})
+    _logarithmic(ax)
+
+
+def _lengths(ax: "Axes", entries: Entries) -> None:
+    low, high = points_of(entries, "response_length/min"), points_of(entries, "response_length/max")
+    if low and len(low) == len(high):
+        steps, lows, highs = thin(low)[0], thin(low)[2], thin(high)[3]
+        ax.fill_between(steps, lows, highs, color=COLORS[2], alpha=0.14, linewidth=0, label="shortest to longest")
+    _line(ax, points_of(entries, "response_length/mean"), "mean", COLORS[2])
+    _from_zero(ax)
+
+
+def _distribution(ax: "Axes", entries: Entries) -> None:
+    """Draw the share of responses of each length as the strength of one colour."""
+    import numpy as np
+    from matplotlib.colors import to_rgb
+
+    kept = [(step, entry["response_length"]) for step, entry in sorted(entries.items()) if entry.get("response_length")]
+    if not kept or len({(each["limit"], len(each["counts"])) for _, each in kept}) != 1:
+        return
+    size = -(-len(kept) // MAX_POINTS)
+    parts = [kept[i : i + size] for i in range(0, len(kept), size)]
+    counts = np.array([np.sum([each["counts"] for _, each in part], axis=0) for part in parts], dtype=float)
+    share = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    image = np.empty((share.shape[1], share.shape[0], 4))
+    image[..., :3], image[..., 3] = to_rgb("#3f8f6b"), np.sqrt(share.T)  # legible on a light and on a dark page
+    limit = kept[0][1]["limit"]
+    ax.imshow(
+        image,
+        origin="lower",
+        aspect="auto",
+        interpolation="nearest",
+        extent=(kept[0][0] - 0.5, kept[-1][0] + 0.5, 0, limit),
+    )
+    ax.grid(False)
+
+
+def _cut(ax: "Axes", entries: Entries) -> None:
+    metrics = {"response_length/clip_ratio": "cut off at the limit", "response/aborted_ratio": "empty (aborted)"}
+    _lines(ax, entries, metrics)
+    _from_zero(ax)
+
+
+def _times(ax: "Axes", entries: Entries) -> None:
+    steps = [step for step, entry in sorted(entries.items()) if "timing_s/step" in entry["data"]]
+    names = [n for n in STEP_PHASES if any(f"timing_s/{n}" in entries[step]["data"] for step in steps)]
+    if not steps:
+        return
+    courses = {name: [float(entries[step]["data"].get(f"timing_s/{name}", 0.0)) for step in steps] for name in names}
+    inside = [sum(courses[n][i] for n in names if n not in ("testing", "save_checkpoint")) for i in range(len(steps))]
+    courses["other"] = [
+        max(0.0, float(entries[step]["data"]["timing_s/step"]) - part) for step, part in zip(steps, inside, strict=True)
+    ]
+    thinned = [thin(list(zip(steps, course, strict=True))) for course in courses.values()]
+    at = thinned[0][0]
+    heights = [means for _, means, _, _ in thinned]
+    if len(at) == 1:  # a band needs two edges
+        at, heights = [at[0] - 0.5, at[0] + 0.5], [[*each, *each] for each in heights]
+    ax.stackplot(at, *heights, labels=list(courses), colors=COLORS, alpha=0.9, step="mid" if len(at) < 60 else None)
+
+
+def _throughput(ax: "Axes", entries: Entries) -> None:
+    _lines(ax, entries, {"perf/throughput": "all tokens of a step, per worker"})
+    _from_zero(ax)
+
+
+def _mfu(ax: "Axes", entries: Entries) -> None:
+    keys = sorted({key for entry in entries.values() for key in entry["data"] if key.startswith("perf/mfu/")})
+    _lines(ax, entries, {key: key.removeprefix("perf/mfu/") for key in keys})
+    _from_zero(ax)
+
+
+def _memory(ax: "Axes", entries: Entries) -> None:
+    """Draw the highest of all ranks, by group and kind."""
+    highest: dict[str, dict[int, float]] = {}
+    for (group, _, kind), points in memory_of_workers(entries).items():
+        course = highest.setdefault(f"{group}: {_MEMORY.get(kind, kind)}, highest rank", {})
+        for step, gigabytes in points:
+            course[step] = max(course.get(step, 0.0), gigabytes)
+    device = {f"perf/max_memory_{name}_gb": f"actor: device, {name}, peak" for name in ("allocated", "reserved")}
+    drawn = _lines(ax, entries, device)
+    for label, course in highest.items():
+        _line(ax, sorted(course.items()), label, COLORS[drawn % len(COLORS)])
+        drawn += 1
+    _from_zero(ax)
+
+
+_MEMORY = {"host_gb": "host memory of the process", "device_gb": "device memory allocated"}
+
+
+def _workers(ax: "Axes", entries: Entries) -> None:
+    """Draw the fastest and the slowest rank of each call, the most expensive calls first."""
+    spread = seconds_of_workers(entries)
+    spread = {key: steps for key, steps in spread.items() if key[1] not in ("save_checkpoint", "generate_sequences")}
+    cost = {key: sum(max(seconds) for _, seconds in steps) for key, steps in spread.items()}
+    for number, key in enumerate(sorted(spread, key=lambda key: -cost[key])[:5]):
+        fastest = [(step, min(seconds)) for step, seconds in spread[key]]
+        slowest = [(step, max(seconds)) for step, seconds in spread[key]]
+        label = f"{key[1]} ({key[0]})"
+        steps, lows, highs = thin(fastest)[0], thin(fastest)[2], thin(slowest)[3]
+        ax.fill_between(steps, lows, highs, color=COLORS[number], alpha=0.3, linewidth=0, label=label)
+        for course in (lows, highs):
+            ax.plot(steps, course, color=COLORS[number], linewidth=1.0)
+    _from_zero(ax)
+
+
+_NOTES = {
+    "kl": "of the policy, to the reference and to the policy before the update",
+    "mismatch": "of the same tokens; only rounding where both have the same weights",
+    "distribution": "the stronger the colour, the more responses of that length",
+    "workers": "fastest to slowest rank; calls with collectives wait for the slowest, generation is each rank's own",
+}
+
+PANELS = (
+    Panel("reward", "Reward of the training responses", "score per response", _reward),
+    Panel("validation", "Validation", "mean over the prompts", _validation),
+    Panel("kl", "KL divergence", "nats per token", _kl),
+    Panel("mismatch", "Rollout and trainer", "difference, nats", _mismatch),
+    Panel("clip", "Clipped updates", "share of tokens", _clip),
+    Panel("entropy", "Entropy", "nats per token", _entropy),
+    Panel("gradient", "Gradient norm", "L2 norm", _gradient),
+    Panel("lengths", "Response length", "tokens", _lengths),
+    Panel("distribution", "Distribution of response lengths", "tokens", _distribution),
+    Panel("cut", "Responses without an end", "share of responses", _cut),
+    Panel("times", "Time of a step by phase", "seconds", _times),
+    Panel("throughput", "Throughput", "tokens per second and worker", _throughput),
+    Panel("mfu", "Model FLOPs utilization", "share of the device's peak", _mfu),
+    Panel("memory", "Memory", "GiB", _memory),
+    Panel("workers", "Spread over the workers", "seconds", _workers),
+)
+"""All pictures, in their order on the page."""
