@@ -100,6 +100,7 @@ for step, metrics in read_record(run / "metrics.jsonl").items():
 first, last = min(scores), max(scores)
 print(f"Greedy validation accuracy: {scores[first]:.3f} before, {scores[last]:.3f} after {last} steps")
 print(f"  picture of the curves  {run}/curves.png")
+print(f"  report                 {run}/report.html")
 print(f"  metrics of each step   {run}/metrics.jsonl")
 print(f"  checkpoint             {run}/global_step_{last}")
 PYTHON

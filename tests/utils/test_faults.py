@@ -63,3 +63,12 @@ def test_kill_ends_the_process_and_leaves_the_proof(tmp_path):
     assert done.returncode == -signal.SIGKILL
     assert "alive" not in done.stdout
     assert "save_checkpoint" in (tmp_path / "fault").read_text()
+
+
+def test_a_slow_worker_is_slow_each_time(monkeypatch):
+    monkeypatch.setenv("VERL_FAULT", "slow:generate:rank=1")
+    slept = []
+    monkeypatch.setattr(faults.time, "sleep", slept.append)
+    for rank in (0, 1, 1):
+        faults.fault_point("generate", rank=rank, step=2)
+    assert slept == [faults.SLOW_S, faults.SLOW_S]

@@ -1,9 +1,9 @@
 """Faults on demand, so that tests can prove what a run does when a process dies or hangs.
 
 ``VERL_FAULT`` holds ``action:point[:key=value]...``, for instance ``kill:update_actor:rank=1:step=2``. Actions are
-``kill`` (SIGKILL to the own process), ``hang`` (SIGSTOP), ``raise`` (an exception) and, of ``weight_sync`` only,
-``skip`` (it is left out, on all ranks). A fault fires once, and writes the time at which it did to ``VERL_FAULT_FILE``
-first, as proof that the phase was entered.
+``kill`` (SIGKILL to the own process), ``hang`` (SIGSTOP), ``raise`` (an exception), ``slow`` (half a second of sleep)
+and, of ``weight_sync`` only, ``skip`` (it is left out, on all ranks). A fault fires once, but for ``slow``, which fires
+each time; it writes the time at which it did to ``VERL_FAULT_FILE`` first, as proof that the phase was entered.
 """
 
 import os
@@ -14,7 +14,8 @@ from functools import cache
 
 from verl.utils import envs
 
-ACTIONS = ("kill", "hang", "raise", "skip")
+ACTIONS = ("kill", "hang", "raise", "slow", "skip")
+SLOW_S = 0.5
 SKIPPABLE = ("weight_sync",)
 
 
@@ -59,6 +60,9 @@ def fault_point(point: str, *, rank: int, step: int | None = None) -> None:
         return
     if fault.action == "raise":
         raise InjectedFault(f"injected at {point}, rank {rank}, step {step}")
+    if fault.action == "slow":
+        time.sleep(SLOW_S)
+        return
     os.kill(os.getpid(), signal.SIGSTOP if fault.action == "hang" else signal.SIGKILL)
 
 
@@ -76,7 +80,8 @@ def _take(point: str, rank: int, step: int | None, skip: bool) -> Fault | None:
     meant = fault.point == point and fault.rank in (None, rank) and fault.step in (None, step)
     if not meant or (fault.action == "skip") != skip:
         return None
-    envs.remove("VERL_FAULT")
+    if fault.action != "slow":
+        envs.remove("VERL_FAULT")
     record = envs.read("VERL_FAULT_FILE")
     if record:
         with open(record, "w") as file:

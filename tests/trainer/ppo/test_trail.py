@@ -70,7 +70,9 @@ def test_details_of_a_step(batch):
     trail.phase("generate", batch.select(batch_keys=["prompts", "responses"]))
     trail.phase("generate", batch.select(batch_keys=["prompts", "attention_mask"]))  # a recipe draws once more
     trail.phase("shape", batch)
-    details = trail.finish(trainer(), batch)
+    metrics = {}
+    details = trail.finish(trainer(), batch, metrics)
+    assert 0 < metrics["timing_s/record"] < 10 and details["workers"]["driver"][0]["memory"]["host_gb"] > 0.05
     phases = details["phases"]
     assert [sorted(phases[name]) for name in ("generate", "generate#2")] == [
         ["prompts", "responses"],
@@ -90,15 +92,15 @@ def test_details_of_a_step(batch):
     }  # fmt: skip
     again = Trail(digests=True, num_samples=0)
     again.phase("generate", batch.select(batch_keys=["prompts", "responses"]))
-    assert again.finish(trainer(), batch)["phases"]["generate"] == phases["generate"]
+    assert again.finish(trainer(), batch, {})["phases"]["generate"] == phases["generate"]
     trail.phase("generate", batch)  # the next step begins anew
-    assert "generate#2" not in trail.finish(trainer(), batch)["phases"]
+    assert "generate#2" not in trail.finish(trainer(), batch, {})["phases"]
 
 
 def test_what_is_switched_off(batch):
     trail = Trail(digests=False, num_samples=0)
     trail.phase("generate", batch)
-    details = trail.finish(trainer(), batch)
+    details = trail.finish(trainer(), batch, {})
     assert sorted(details) == ["response_length", "workers"] and "digests" not in details["workers"]["critic"][0]
     NO_TRAIL.phase("generate", batch)
 
@@ -115,6 +117,9 @@ def test_choice_of_rows():
     assert choose_rows(scores, none, 2) == {0: "best", 1: "worst"}
     assert choose_rows(scores, none, 10) == {0: "best", 2: "best", 1: "worst"}
     assert choose_rows(scores, ~none, 1) == {0: "vetoed"}
+    equal = torch.tensor([1.0, 1.0, 1.0, 0.0, 0.0, 0.0])
+    chosen = choose_rows(equal, torch.zeros(6, dtype=torch.bool), 4, uids=list("aabbcc"))
+    assert chosen == {0: "best", 2: "best", 5: "worst", 3: "worst"}
 
 
 def test_long_texts_lose_their_middle():

@@ -1,7 +1,6 @@
 """What follows the phases of a step: validation, checkpoint, metrics; and the end of a run whose data end first."""
 
 import logging
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,9 +71,7 @@ def finish_step(
     sampler = trainer.train_dataloader.sampler
     if hasattr(sampler, "update"):
         sampler.update(batch=batch)
-    started = time.perf_counter()
-    details = trainer.trail.finish(trainer, batch)
-    metrics["timing_s/record"] = time.perf_counter() - started
+    details = trainer.trail.finish(trainer, batch, metrics)
     trainer.output.step(metrics, step, details)
     if trainer.config.global_profiler.tool == "torch_memory":
         trainer.actor_rollout_wg.dump_memory_snapshot(tag=f"post_update_step{step}", sub_dir=f"step{step}")

@@ -1,10 +1,13 @@
 """What the record of a run keeps of a step besides its metrics: digests by phase, workers, lengths and samples."""
 
 import math
+import time
+from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import psutil
 import torch
 from torch import Tensor
 
@@ -26,6 +29,7 @@ class Trail:
 
     def __init__(self, digests: bool, num_samples: int) -> None:
         self.digests, self.num_samples = digests, num_samples
+        self.seconds = 0.0
         self._phases: dict[str, dict[str, str]] = {}
         self._seen: dict[str, Tensor] = {}
 
@@ -33,23 +37,33 @@ class Trail:
         """Digest the tensors that a phase has added or replaced; a phase that is run again counts as another."""
         if not self.digests or batch.batch is None:
             return
+        started = time.perf_counter()
         new = {key: value for key, value in batch.batch.items() if self._seen.get(key) is not value}
         self._seen.update(new)
         times = sum(known.partition("#")[0] == name for known in self._phases)
         label = f"{name}#{times + 1}" if times else name
         self._phases[label] = {key: tensor_digest(value) for key, value in sorted(new.items())}
+        self.seconds += time.perf_counter() - started
 
-    def finish(self, trainer: "RayPPOTrainer", batch: "DataProto") -> dict[str, Any]:
-        """Return the details of the step that ends, as JSON can hold them, and begin the next."""
+    def finish(self, trainer: "RayPPOTrainer", batch: "DataProto", metrics: dict[str, Any]) -> dict[str, Any]:
+        """Return the details of the step that ends, as JSON can hold them, and begin the next.
+
+        The seconds that all this takes join the metrics as ``timing_s/record``.
+        """
+        started = time.perf_counter()
         workers = {name: group.report_step(self.digests) for name, group in _reporting_groups(trainer).items()}
         details: dict[str, Any] = {"response_length": length_histogram(batch)}
         if self.digests:
             details["phases"] = self._phases | _digests_of_workers(workers)
-        details["workers"] = workers
+        driver = {"rank": 0, "seconds": {}, "memory": {"host_gb": psutil.Process().memory_info().rss / 1024**3}}
+        details["workers"] = workers | {"driver": [driver]}
         if self.num_samples:
             details["samples"] = sample_rows(trainer, batch, self.num_samples)
         self._phases, self._seen = {}, {}
-        return plain(details)
+        kept: dict[str, Any] = plain(details)
+        metrics["timing_s/record"] = self.seconds + time.perf_counter() - started
+        self.seconds = 0.0
+        return kept
 
 
 def _digests_of_workers(workers: Mapping[str, list[dict[str, Any]]]) -> dict[str, dict[str, str]]:
@@ -88,7 +102,7 @@ def length_histogram(batch: "DataProto") -> dict[str, Any]:
 def sample_rows(trainer: "RayPPOTrainer", batch: "DataProto", count: int) -> list[dict[str, Any]]:
     """Return the texts and scores of at most ``count`` responses: the best, the worst, and some that were vetoed."""
     scores = batch.batch["token_level_scores"].sum(-1)
-    chosen = choose_rows(scores, vetoed_rows(batch, trainer.config.algorithm), count)
+    chosen = choose_rows(scores, vetoed_rows(batch, trainer.config.algorithm), count, batch.non_tensor_batch.get("uid"))
     rows = list(chosen)
     decode, width = trainer.tokenizer.batch_decode, batch.batch["responses"].shape[-1]
     prompts = decode(batch.batch["prompts"][rows], skip_special_tokens=True)
@@ -106,14 +120,29 @@ def sample_rows(trainer: "RayPPOTrainer", batch: "DataProto", count: int) -> lis
     return samples
 
 
-def choose_rows(scores: Tensor, vetoed: Tensor, count: int) -> dict[int, str]:
-    """Return which of (B,) scores are shown, and as what: a quarter for the vetoed, the rest best and worst."""
+def choose_rows(scores: Tensor, vetoed: Tensor, count: int, uids: Any = None) -> dict[int, str]:
+    """Return which of (B,) scores are shown, and as what: a quarter for the vetoed, the rest best and worst.
+
+    Of equal scores those of other prompts come first.
+    """
     chosen = dict.fromkeys(vetoed.nonzero().flatten().tolist()[: max(1, count // 4)], "vetoed")
-    order = [row for row in torch.argsort(scores, descending=True, stable=True).tolist() if row not in chosen]
-    left = min(count - len(chosen), len(order))
-    best = math.ceil(left / 2)
-    chosen |= dict.fromkeys(order[:best], "best")
-    return chosen | dict.fromkeys(order[len(order) - (left - best) :], "worst")
+    best = [row for row in torch.argsort(scores, descending=True, stable=True).tolist() if row not in chosen]
+    worst = _spread(best[::-1], scores, uids)
+    best = _spread(best, scores, uids)
+    left = min(count - len(chosen), len(best))
+    chosen |= dict.fromkeys(best[: math.ceil(left / 2)], "best")
+    return chosen | dict.fromkeys([row for row in worst if row not in chosen][: left // 2], "worst")
+
+
+def _spread(order: list[int], scores: Tensor, uids: Any) -> list[int]:
+    """Return the rows in the order of their scores, and of equal ones first one of each prompt."""
+    values, times = scores.tolist(), Counter[Any]()
+    keys: dict[int, tuple[int, int]] = {}
+    level = {value: place for place, value in enumerate(dict.fromkeys(values[row] for row in order))}
+    for row in order:
+        keys[row] = level[values[row]], times[None if uids is None else uids[row]]
+        times[None if uids is None else uids[row]] += 1
+    return sorted(order, key=keys.__getitem__)
 
 
 def vetoed_rows(batch: "DataProto", algorithm: Mapping[str, Any]) -> Tensor:

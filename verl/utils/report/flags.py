@@ -178,7 +178,7 @@ def seconds_of_workers(entries: Entries) -> dict[tuple[str, str], list[tuple[int
     for step, entry in sorted(entries.items()):
         for group, reports in (entry.get("workers") or {}).items():
             calls = set.intersection(*(set(report["seconds"]) for report in reports)) if len(reports) > 1 else set()
-            for call in sorted(calls - {"report_step"}):
+            for call in sorted(calls):
                 seconds = [float(report["seconds"][call]) for report in reports]
                 found.setdefault((group, call), []).append((step, seconds))
     return found

@@ -152,10 +152,8 @@ def _workers(entries: Entries) -> str:
     rows = []
     for group, reports in entries[steps[-1]]["workers"].items():
         for report in reports:
-            calls = {call: seconds for call, seconds in report["seconds"].items() if call != "report_step"}
-            seconds = ", ".join(
-                f"{call} {value:.3f}" for call, value in sorted(calls.items(), key=lambda item: -item[1])
-            )
+            calls = sorted(report["seconds"].items(), key=lambda item: -item[1])
+            seconds = ", ".join(f"{call} {spent:.3f}" for call, spent in calls)
             memory = ", ".join(f"{kind.removesuffix('_gb')} {value:.2f}" for kind, value in report["memory"].items())
             rows.append(f"<tr><td>{escape(group)}<td>{report['rank']}<td>{escape(seconds)}<td>{escape(memory)}</tr>")
     head = "<thead><tr><th>group<th>rank<th>seconds in calls<th>memory (GiB)</tr></thead>"

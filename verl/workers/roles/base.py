@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _GIB = 1024**3
+_NOT_OF_A_STEP = ("init_model", "load_checkpoint", "report_step")
 
 
 class EngineWorker(Worker):
@@ -91,10 +92,12 @@ class EngineWorker(Worker):
     def report_step(self, digests: bool) -> dict[str, Any]:
         """Return what the record of the run keeps of this rank since the last report.
 
-        ``seconds`` in each method that the driver has called (collectives included, ``generation`` excluded), host
-        memory of this process and, where asked for, ``digests`` of the weights and of the random state.
+        ``seconds`` in each method that the driver has called (waiting for other ranks included, but in
+        ``generation``), ``memory`` of this process in GiB and, where asked for, ``digests`` of its weights and of its
+        random state.
         """
-        seconds, self.seconds_by_call = self.seconds_by_call, {}
+        calls, self.seconds_by_call = self.seconds_by_call, {}
+        seconds = {call: spent for call, spent in calls.items() if call[0] != "_" and call not in _NOT_OF_A_STEP}
         memory = {"host_gb": psutil.Process().memory_info().rss / _GIB}
         if is_cuda_available or is_npu_available:
             memory["device_gb"] = get_torch_device().memory_allocated() / _GIB

