@@ -24,10 +24,10 @@ GIB = 1024**3
 IMPORT_TIMEOUT_S = 120
 
 _DEVICE_PROBE = """
-import json, torch
+import json, sys, torch
 cuda = torch.cuda.is_available()
 devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())] if cuda else []
-print("\\n" + json.dumps({
+sys.stdout.write("\\n" + json.dumps({
     "built_for": "cuda " + torch.version.cuda if torch.version.cuda else "rocm " + torch.version.hip
         if torch.version.hip else "cpu",
     "cuda": cuda, "gloo": torch.distributed.is_available() and torch.distributed.is_gloo_available(),
