@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from torch.utils.data import Dataset, SequentialSampler
@@ -19,6 +20,7 @@ from verl.protocol import DataProto
 from verl.trainer.config.cli import hydra_main
 from verl.trainer.config.sft import as_engine_tree, parallel_sizes, validate_sft_config
 from verl.utils import envs
+from verl.utils.batch_dicts import object_array
 from verl.utils.checkpoint.checkpoint_handler import CheckpointHandler
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.dataset.dataset_utils import SFTTensorCollator
@@ -46,6 +48,7 @@ def padded_batch(rows: Mapping[str, Any], pad_token_id: int, marks_predictors: b
 
     Every token but the first is a response to those before it: ``responses`` and ``response_mask`` are (B, L - 1).
     ``marks_predictors`` says that ``loss_mask`` marks the positions before the learnt tokens, as ``SFTDataset`` does.
+    Rows of a vision-language model also have ``position_ids`` (C, L) and ``multi_modal_inputs``.
     """
     ids, mask = rows["input_ids"], rows["loss_mask"]
     if ids.is_nested:
@@ -55,18 +58,27 @@ def padded_batch(rows: Mapping[str, Any], pad_token_id: int, marks_predictors: b
     else:
         lengths = rows["attention_mask"].sum(-1)
     width = int(lengths.max())
-    positions = torch.arange(width).expand(len(ids), -1)
-    attended = positions < lengths.unsqueeze(-1)
+    columns = torch.arange(width).expand(len(ids), -1)
+    attended = columns < lengths.unsqueeze(-1)
     ids, mask = ids[:, :width], mask[:, :width]
+    media, axes = rows.get("multi_modal_inputs"), _position_axes(rows.get("position_ids"), width)
     return DataProto.from_dict(
         tensors={
             "input_ids": ids,
             "attention_mask": attended.long(),
-            "position_ids": positions * attended,
+            "position_ids": columns * attended if axes is None else axes,
             "responses": ids[:, 1:],
             "response_mask": (mask[:, :-1] if marks_predictors else mask[:, 1:]) * attended[:, 1:],
-        }
+        },
+        non_tensors={} if media is None else {"multi_modal_inputs": object_array(media)},
     )
+
+
+def _position_axes(positions: Any, width: int) -> Tensor | None:
+    """Return (B, C, width) of rows (C, L), padded to one length or not; None for positions with one axis."""
+    if positions is None or positions[0].dim() == 1:
+        return None
+    return torch.stack([F.pad(row[:, :width], (0, max(0, width - row.shape[1]))) for row in positions])
 
 
 class SFTTrainer:
@@ -121,6 +133,10 @@ class SFTTrainer:
         usual = SFTDataset if columns_of_text else MultiTurnSFTDataset
         cls = load_class(data.custom_cls, "data.custom_cls", Dataset, ("path", "name")) or usual
         self.marks_predictors = issubclass(cls, SFTDataset)
+        if issubclass(cls, MultiTurnSFTDataset):
+            return cls(
+                parquet_files=files, tokenizer=self.tokenizer, config=data, processor=self.model_config.processor
+            )
         return cls(parquet_files=files, tokenizer=self.tokenizer, config=data)
 
     def _plan(self, world_size: int) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import ProcessorMixin
 
@@ -112,6 +113,56 @@ class MediaEncoder:
             return vision_position_ids(self.rope, input_ids, attention_mask, encoded)
         except PositionError as error:
             raise MediaError(str(error)) from error
+
+
+class TurnEncoder:
+    """Encodes a conversation part by part, each with its own images and videos; without a processor, text.
+
+    Args: ``row`` are the columns of the row, out of which images and videos are taken.
+    Raises: MediaError when one cannot be read.
+    """
+
+    def __init__(self, tokenizer: Any, media: MediaEncoder | None, row: dict[str, Any]) -> None:
+        self.tokenizer, self.media = tokenizer, media
+        self.columns = list(row)
+        self.left = Media() if media is None else media.take(row)
+        self.outputs: list[dict[str, Any]] = []
+
+    def typed(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Split markers out of the text of messages."""
+        return messages if self.media is None else self.media.typed(messages, dict.fromkeys(self.columns))
+
+    def encode(self, text: str, messages: list[dict[str, Any]]) -> list[int]:
+        """Return the tokens of a part that shows what ``messages`` hold."""
+        shown = Media()
+        for part in (part for message in messages for part in message.get("content") or [] if isinstance(part, dict)):
+            kept, left = {"image": (shown.images, self.left.images), "video": (shown.videos, self.left.videos)}.get(
+                part.get("type", ""), (None, None)
+            )
+            if kept is not None and left:
+                kept.append(left.pop(0))
+        if self.media is None or not shown:
+            ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            return ids
+        encoded = self.media.encode(text, shown)
+        self.outputs.append(encoded)
+        ids = encoded["input_ids"][0].tolist()
+        return ids
+
+    def vision_columns(self, input_ids: Tensor, length: int) -> dict[str, Any]:
+        """Return ``position_ids`` and ``multi_modal_inputs`` of a row of ``length`` tokens, padded or not."""
+        if self.media is None:
+            return {}
+        joined: dict[str, Any] = {}
+        for name in dict.fromkeys(name for output in self.outputs for name in output):
+            values = [output[name] for output in self.outputs if name in output]
+            if name not in TEXT_KEYS and isinstance(values[0], Tensor):
+                joined[name] = torch.cat(values)
+            elif name == "second_per_grid_ts":
+                joined[name] = [seconds for value in values for seconds in value]
+        attended = (torch.arange(len(input_ids)) < length).long()
+        positions = self.media.position_ids(input_ids, attended, joined)
+        return {"position_ids": positions, "multi_modal_inputs": model_inputs(joined)}
 
 
 def model_inputs(encoded: Mapping[str, Any]) -> dict[str, Any]:

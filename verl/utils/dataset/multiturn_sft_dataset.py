@@ -12,11 +12,14 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from verl.utils.dataset.dataset_utils import DatasetPadMode
 from verl.utils.dataset.files import ColumnCheck, DataError, as_file_list, localize, read_parquet
+from verl.utils.dataset.media import MediaEncoder, TurnEncoder
 from verl.utils.dataset.rl_dataset import TRUNCATIONS, truncate
+from verl.utils.dataset.rows import check_vision_rows
+from verl.utils.dataset.vision_utils import MediaError
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +52,9 @@ class MultiTurnSFTDataset(Dataset):
     to be learnt: those of assistant messages after the generation prompt. A message's own ``loss_mask`` (0 or 1)
     replaces that of its role.
 
+    With the ``processor`` of a vision-language model, messages may hold the images and videos of columns ``images`` and
+    ``videos``, as prompts do; items then have ``position_ids`` (4, max_length) and ``multi_modal_inputs``.
+
     Raises: DataError naming file, row and column.
     """
 
@@ -57,8 +63,11 @@ class MultiTurnSFTDataset(Dataset):
         parquet_files: str | list[str],
         tokenizer: PreTrainedTokenizerBase,
         config: Mapping[str, Any] | None = None,
+        processor: ProcessorMixin | None = None,
     ) -> None:
-        config = config or {}
+        self.config = config = config or {}
+        self.media = None if processor is None else MediaEncoder(processor, config)
+        self.templater: Any = processor if getattr(processor, "chat_template", None) else tokenizer
         columns = config.get("multiturn") or config
         self.messages_key = columns.get("messages_key", "messages")
         self.tools_key = columns.get("tools_key", "tools")
@@ -86,6 +95,7 @@ class MultiTurnSFTDataset(Dataset):
                 if not (pa.types.is_list(values.type) or pa.types.is_large_list(values.type)):
                     check.messages(self.messages_key, "data.messages_key")
                 check.refuse(self.messages_key, pa.compute.is_null(values), "is null", "data.messages_key")
+                check_vision_rows(check, self.config, self.media is not None, self.messages_key)
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -98,7 +108,7 @@ class MultiTurnSFTDataset(Dataset):
         columns = {name: table[name][0].as_py() for name in table.column_names}
         return f"{self.data_files[file]}, row {row}, column {self.messages_key!r}", columns
 
-    def __getitem__(self, item: int) -> dict[str, Tensor]:
+    def __getitem__(self, item: int) -> dict[str, Any]:
         where, row = self._row(range(len(self))[item])
         messages = [{k: v for k, v in message.items() if v is not None} for message in row[self.messages_key]]
         check_roles(messages, where)
@@ -106,17 +116,22 @@ class MultiTurnSFTDataset(Dataset):
         options = dict(self.apply_chat_template_kwargs)
         if row.get(self.enable_thinking_key) is not None:
             options["enable_thinking"] = bool(row[self.enable_thinking_key])
-        renderer = _Renderer(self.tokenizer, json.loads(tools) if isinstance(tools, str) else tools, options)
         try:
-            ids, mask = self._encode(renderer, messages, where)
+            encoder = TurnEncoder(self.tokenizer, self.media, row)
+            messages = encoder.typed(messages)
+            renderer = _Renderer(self.templater, json.loads(tools) if isinstance(tools, str) else tools, options)
+            ids, mask = self._encode(renderer, encoder, messages, where)
+            # a cut would part images from their tokens
+            truncation = "error" if encoder.outputs else self.truncation
+            ids = cut_sequence(ids, self.max_length, truncation, where)
+            item = self._item(ids, cut_sequence(mask, self.max_length, truncation, where))
+            return item | encoder.vision_columns(item["input_ids"], len(ids))
         except jinja2.TemplateError as error:
             raise DataError(f"{where}: the chat template refuses it: {error}") from error
-        return self._item(
-            cut_sequence(ids, self.max_length, self.truncation, where),
-            cut_sequence(mask, self.max_length, self.truncation, where),
-        )
+        except MediaError as error:
+            raise DataError(f"{where}: {error}") from error
 
-    def _encode(self, renderer: "_Renderer", messages: list[dict[str, Any]], where: str) -> Turn:
+    def _encode(self, renderer: "_Renderer", encoder: TurnEncoder, messages: list[dict[str, Any]], where: str) -> Turn:
         ids: list[int] = []
         mask: list[int] = []
         at = 0
@@ -127,13 +142,13 @@ class MultiTurnSFTDataset(Dataset):
                     stop += 1
             text, learnt_from = renderer.turn(messages, at, stop, where)
             for part, learnt in ((text[:learnt_from], 0), (text[learnt_from:], 1)):
-                tokens = self.tokenizer(part, add_special_tokens=False)["input_ids"] if part else []
+                tokens = encoder.encode(part, messages[at:stop] if not learnt else []) if part else []
                 own = messages[at].get("loss_mask") if learnt or messages[at]["role"] != "assistant" else 0
                 ids += tokens
                 mask += [learnt if own is None else int(own)] * len(tokens)
             at = stop
-        whole = self.tokenizer(renderer.first(messages, len(messages)), add_special_tokens=False)["input_ids"]
-        if ids != whole and not self._warned:
+        text = renderer.first(messages, len(messages))
+        if not encoder.outputs and ids != self._ids(text) and not self._warned:
             self._warned = True
             logger.warning(
                 "%s: the turns one by one are not the tokens of the whole conversation, since its chat template treats "
@@ -141,6 +156,10 @@ class MultiTurnSFTDataset(Dataset):
                 where,
             )
         return ids, mask
+
+    def _ids(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
 
     def _item(self, ids: list[int], mask: list[int]) -> dict[str, Tensor]:
         input_ids, loss_mask = torch.tensor(ids, dtype=torch.long), torch.tensor(mask, dtype=torch.long)
@@ -185,8 +204,8 @@ def check_roles(messages: list[dict[str, Any]], where: str) -> None:
 class _Renderer:
     """Applies a chat template to parts of a conversation."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, tools: Any, options: dict[str, Any]) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, templater: Any, tools: Any, options: dict[str, Any]) -> None:
+        self.templater = templater
         self.options = {**options, "tools": tools, "tokenize": False}
         self._rendered: dict[tuple[int, bool], str] = {}
 
@@ -201,7 +220,7 @@ class _Renderer:
         """Return the text of some messages."""
         if not messages:
             return ""
-        text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=generation_prompt, **self.options)
+        text = self.templater.apply_chat_template(messages, add_generation_prompt=generation_prompt, **self.options)
         assert isinstance(text, str)
         return text
 
