@@ -107,9 +107,13 @@ def _controller_options(config: DictConfig) -> dict[str, Any]:
     profiler = config.global_profiler
     if config.trainer.device != "cuda" or profiler.tool != "nsys" or not profiler.get("steps"):
         return {}
+    from verl.utils.profiler.captures import save_folder
+    from verl.utils.profiler.nsys_options import nsight_options
+
     assert importlib.util.find_spec("nvtx"), "global_profiler.tool=nsys needs the package nvtx"
-    options = OmegaConf.to_container(profiler.global_tool_config.nsys.controller_nsight_options)
-    return {"runtime_env": {"nsight": options}}
+    options: Any = OmegaConf.to_container(profiler.global_tool_config.nsys.controller_nsight_options)
+    save_folder(profiler.save_path).mkdir(parents=True, exist_ok=True)  # nsys makes none
+    return {"runtime_env": {"nsight": nsight_options(options, profiler.save_path, "controller")}}
 
 
 # ---- the task runner
@@ -198,10 +202,12 @@ class TaskRunner:
 
         The worker processes start, and import what they need, while this one loads tokenizer and data.
         """
+        from verl.trainer.ppo.profiling import absolute_save_paths
         from verl.trainer.ppo.resources import start_workers_early
 
         CLOCK.mark("task_runner")
         OmegaConf.resolve(config)
+        absolute_save_paths(config)
         logger.info("configuration:\n%s", OmegaConf.to_yaml(config))
         actor_rollout_cls, ray_worker_group_cls = self.add_actor_rollout_worker(config)
         self.add_critic_worker(config)

@@ -14,6 +14,12 @@ OPTIMIZERS, CHECKPOINTS, MODELS = (
     (MODEL, "critic.model"),
 )
 
+PROFILED = tuple(f"{role}.profiler" for role in (ACTOR, REF, ROLLOUT, "critic", "reward_model"))
+TOOLS_OF = {
+    tool: tuple(f"{role}.profiler.tool_config.{tool}" for role in (ACTOR, REF, "critic"))
+    for tool in ("nsys", "npu", "torch", "torch_memory")
+}
+PROFILERS = "tests/utils/profiler/"
 E2E, ENGINE = "tests/special_e2e/", "tests/workers/engine/"
 ARGS, CONTRACT = (
     "tests/workers/rollout/test_engine_args.py::test_arguments",
@@ -186,13 +192,31 @@ READERS = [
     Reader("trainer", "live_view", "trainer/main_ppo.py", "config.trainer", "tests/utils/report/test_live.py::test_what_a_terminal_shows"),
     Reader("trainer", "nnodes n_gpus_per_node device", "trainer/main_ppo.py", "config.trainer", BATCHES + "test_pools_count_worker_processes"),
     Reader("trainer", "ray_wait_register_center_timeout", "trainer/ppo/resources.py", "config.trainer", "tests/single_controller/test_worker_group.py::test_placement_that_cannot_be_met_is_refused"),
+    # profilers
+    Reader("global_profiler", "steps", "trainer/ppo/profiling.py", "trainer.config.global_profiler", PROFILERS + "test_driver.py::test_which_steps_start_and_stop"),
+    Reader("global_profiler", "profile_continuous_steps", "trainer/ppo/profiling.py", "trainer.config.global_profiler", PROFILERS + "test_driver.py::test_which_steps_start_and_stop"),
+    Reader("global_profiler", "tool save_path", "trainer/main_ppo.py", "profiler", PROFILERS + "test_nsys.py::test_options_are_those_that_ray_makes_a_command_of"),
+    Reader(PROFILED, "enable tool all_ranks ranks", "utils/profiler/config.py", "self", PROFILERS + "test_profile.py::test_which_ranks_are_profiled"),
+    Reader(PROFILED, "save_path", "utils/profiler/profile.py", "config", PROFILERS + "test_torch_trace.py::test_one_trace_per_role_rank_and_step"),
+    Reader((f"{ROLLOUT}.profiler", "reward_model.profiler"), "tool_config", "utils/profiler/profile.py", "config", PROFILERS + "test_torch_trace.py::test_one_trace_per_role_rank_and_step"),
+    Reader(TOOLS_OF["nsys"], "discrete", "utils/profiler/nsys.py", "options", PROFILERS + "test_nsys.py::test_captures_of_a_step_and_of_a_task"),
+    Reader(TOOLS_OF["npu"], "contents level analysis discrete", "utils/profiler/npu.py", "options", PROFILERS + "test_npu.py::test_options_reach_the_profiler_of_torch_npu"),
+    Reader(TOOLS_OF["torch"], "step_start step_end", "utils/profiler/torch_trace.py", "self.options", PROFILERS + "test_torch_trace.py::test_only_some_mini_batches"),
+    Reader(TOOLS_OF["torch_memory"], "trace_alloc_max_entries stack_depth context stacks kw_args", "utils/profiler/torch_memory.py", "options", PROFILERS + "test_torch_memory.py::test_options_reach_the_recorder_and_snapshots_their_place"),
     # Ray
     Reader("ray_kwargs.ray_init", "num_cpus", "trainer/ppo/launch.py", LOOP, "tests/trainer/ppo/test_launch.py::test_ray_is_local_unless_an_address_is_given"),
     Reader("ray_kwargs", "timeline_json_file", "trainer/main_ppo.py", "config.ray_kwargs"),
 ]
 # fmt: on
 
-FOLLOWED = {"data.max_response_length": f"{ROLLOUT}.response_length"}
+FOLLOWED = {
+    "data.max_response_length": f"{ROLLOUT}.response_length",
+    "global_profiler.global_tool_config.nsys.discrete": f"{ACTOR}.profiler.tool_config.nsys.discrete",
+    **{
+        f"global_profiler.global_tool_config.torch_memory.{name}": f"{ACTOR}.profiler.tool_config.torch_memory.{name}"
+        for name in ("trace_alloc_max_entries", "stack_depth", "context", "stacks", "kw_args")
+    },
+}
 """Keys that are read through one whose default is an interpolation of them."""
 
 ONE_IMPLEMENTATION = {
@@ -219,11 +243,13 @@ REFUSED = {
 }
 """Keys that a rule holds at their default, and a value that it refuses; ``REFUSALS`` in the code lists the others."""
 
-GATED = {
-    "profiler.": "profiler.enable",
-    "global_profiler.global_tool_config.": "global_profiler.tool",
-}
-"""Options (parts of their dotted keys) of a feature whose own switch is refused."""
+# fmt: off
+PASSED_ON = [
+    Reader("global_profiler.global_tool_config.nsys", "controller_nsight_options", "trainer/main_ppo.py", "profiler.global_tool_config.nsys", PROFILERS + "test_nsys.py::test_options_are_those_that_ray_makes_a_command_of"),
+    Reader("global_profiler.global_tool_config.nsys", "worker_nsight_options", "trainer/ppo/profiling.py", LOOP, PROFILERS + "test_nsys.py::test_only_profiled_ranks_are_wrapped"),
+]
+# fmt: on
+"""Nodes that are handed to another program as they are, with all that is below them."""
 
 # ---- ppo_megatron_trainer: what it has in the place of keys of ppo_trainer
 

@@ -13,6 +13,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from verl.base_config import ConfigError
+from verl.trainer.config.keys import is_under
 from verl.trainer.config.refusals import REFUSALS
 from verl.trainer.config.sft import MOVED
 from verl.utils.config import validate_config
@@ -37,9 +38,11 @@ def keys_of(reader):
 
 
 READ = {key for reader in effects.READERS for key in keys_of(reader)}
+WHOLE = {key for reader in effects.PASSED_ON for key in keys_of(reader)}
 ALL_READERS = [
     *effects.READERS,
     *effects.MEGATRON,
+    *effects.PASSED_ON,
     *(reader for readers in effects.OFFLINE.values() for reader in readers),
 ]
 ONE = {key for keys in effects.ONE_IMPLEMENTATION.values() for key in keys}
@@ -49,10 +52,10 @@ HELD = {refusal.key for refusal in REFUSALS if refusal.values is None} | effects
 def test_the_table_is_complete_and_says_one_thing_of_each_key():
     tree = yaml.safe_load((ROOT / "verl/trainer/config/_generated_ppo_trainer.yaml").read_text())
     keys = set(leaves(tree))
-    gated = {key for key in keys if any(part in key for part in effects.GATED)}
+    passed_on = {key for key in keys if is_under(key, WHOLE)}
     parts = [READ, ONE, HELD, effects.FOLLOWED.keys()]
     explained = set().union(*parts)
-    assert keys - explained - gated == set(), "keys that nothing reads or refuses"
+    assert keys - explained - passed_on == set(), "keys that nothing reads or refuses"
     assert (explained - HELD) - keys == set(), "keys that the YAML no longer has"
     assert sum(map(len, parts)) == len(explained), "keys that stand in two tables"
     assert set(effects.FOLLOWED.values()) <= READ
@@ -67,7 +70,7 @@ def test_the_table_of_megatron_says_where_its_own_keys_take_effect():
     assert (own | one) - keys == set(), "keys that the YAML does not have"
     assert sum(map(len, (own, one, refused))) == len(own | one | refused), "keys that stand in two tables"
     elsewhere = READ | ONE | HELD | effects.FOLLOWED.keys()
-    unsaid = {key for key in keys - own - one - refused - elsewhere if not any(part in key for part in effects.GATED)}
+    unsaid = {key for key in keys - own - one - refused - elsewhere if not is_under(key, WHOLE)}
     assert unsaid == set(), "keys that nothing reads or refuses"
 
 
@@ -98,8 +101,7 @@ def explained_elsewhere(name, key):
         return moved in rows or explained_elsewhere("sft_trainer_engine", moved)
     node, _, rest = key.partition(".")
     same = f"{effects.SAME_NODES.get(node, node)}.{rest}"
-    gated = any(part in same for part in effects.GATED)
-    return name == "sft_trainer_engine" and node in effects.SAME_NODES and (same in READ | ONE | HELD or gated)
+    return name == "sft_trainer_engine" and node in effects.SAME_NODES and same in READ | ONE | HELD
 
 
 @pytest.mark.parametrize("name", effects.OFFLINE)
@@ -184,8 +186,3 @@ def test_what_megatron_holds_at_its_default_is_refused(base_of_megatron, key, va
     OmegaConf.update(config, key, value, force_add=True)
     with pytest.raises(ConfigError, match=re.escape(key)):
         validate_config(config, use_reference_policy=True, use_critic=True)
-
-
-def test_switches_of_gated_options_are_refused():
-    for part, gate in effects.GATED.items():
-        assert any(key.endswith(gate) for key in HELD), f"{part}: {gate} is not refused"

@@ -24,6 +24,7 @@ from verl.single_controller.ray.resource_pool import (
     sort_placement_group_by_node_ip,
 )
 from verl.single_controller.ray.waiting import Failure, Seat, explain, explain_timeout, kill_all, wait_all
+from verl.utils.profiler.nsys_options import nsight_options
 
 logger = logging.getLogger(__name__)
 
@@ -185,15 +186,18 @@ class RayWorkerGroup(WorkerGroup):
         user_env = cia._options.get("runtime_env", {})
         runtime_env: dict[str, Any] = {**user_env, "env_vars": {**user_env.get("env_vars", {}), **env}}
         if self._kwargs.get("profile_steps") and self.device_name == "cuda":
-            runtime_env["nsight"] = _nsight_options(
-                self._kwargs.get("worker_nsight_options"), len(self._kwargs["profile_steps"])
-            )
-        options: dict[str, Any] = {"runtime_env": runtime_env, "name": name}
+            runtime_env.pop("nsight", None)  # of the rank before
+            options, ranks = self._kwargs.get("worker_nsight_options"), self._kwargs.get("profile_ranks")
+            nsight = _nsight_options(options, len(self._kwargs["profile_steps"]))
+            if ranks is None or int(env["RANK"]) in ranks:
+                file = f"worker_{pool.name_prefix or self.name_prefix}_rank{env['RANK']}"
+                runtime_env["nsight"] = nsight_options(nsight, self._kwargs.get("profile_save_path"), file)
+        actor: dict[str, Any] = {"runtime_env": runtime_env, "name": name}
         # Actors that share a bundle of one core divide it; a bundle on an accelerator's node has a core for each.
-        options.setdefault("num_cpus", _share(pool.max_colocate_count) if self.device_name == "cpu" else 1)
+        actor.setdefault("num_cpus", _share(pool.max_colocate_count) if self.device_name == "cpu" else 1)
         if detached:
-            options["lifetime"] = "detached"
-        return options
+            actor["lifetime"] = "detached"
+        return actor
 
     @classmethod
     def from_detached(

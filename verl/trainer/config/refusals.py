@@ -77,15 +77,6 @@ _FIXED: list[tuple[str, str, dict[str, Any]]] = [
         {"entropy_from_logits_with_chunking": False},
     ),
     (
-        "profiling is not supported yet",
-        "global_profiler",
-        {"tool": None, "steps": None, "profile_continuous_steps": False, "save_path": "outputs/profile"},
-    ),
-    *(
-        ("profiling is not supported yet", f"{role}.profiler", {"enable": False, "all_ranks": False, "ranks": []})
-        for role in ROLES
-    ),
-    (
         "is not supported here: dynamic sampling is done by python -m recipe.dapo.main_dapo",
         "algorithm.filter_groups",
         {"enable": False},

@@ -17,6 +17,7 @@ from verl.trainer.config.keys import dotted_keys, nearest
 from verl.trainer.config.megatron import megatron_rules, workers_of_a_shard
 from verl.trainer.config.nodes import build_nodes
 from verl.trainer.config.plain import plain_rules
+from verl.trainer.config.profiling import profiler_rules
 from verl.trainer.config.refusals import refused, select
 from verl.trainer.config.reward_models import reward_model_rules, score_notices
 from verl.trainer.config.scorers import manager_rules
@@ -73,6 +74,7 @@ def config_violations(
     found = [*refused(tree, recipe_nodes), *plain_rules(tree), *build_nodes(_used(tree, use_critic))[1]]
     found = [violation for violation in found if violation.value != "???"]  # said above
     found += [*_combination_rules(tree, use_critic), *dapo_rules(tree), *manager_rules(tree)]
+    found += profiler_rules(tree, use_reference_policy, use_critic)
     yield from found
     yield from _name_rules(tree)
     yield from file_rules(tree)

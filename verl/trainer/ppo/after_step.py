@@ -11,6 +11,7 @@ from verl.trainer.ppo.metric_utils import (
     compute_throughout_metrics,
     compute_timing_metrics,
 )
+from verl.trainer.ppo.profiling import dump_memory
 from verl.trainer.ppo.startup import CLOCK
 from verl.utils.checkpoint import should_save_ckpt_esi
 
@@ -73,8 +74,7 @@ def finish_step(
         sampler.update(batch=batch)
     details = trainer.trail.finish(trainer, batch, metrics)
     trainer.output.step(metrics, step, details)
-    if trainer.config.global_profiler.tool == "torch_memory":
-        trainer.actor_rollout_wg.dump_memory_snapshot(tag=f"post_update_step{step}", sub_dir=f"step{step}")
+    dump_memory(trainer)
     if not trainer.is_last_step and hasattr(trainer.train_dataset, "on_batch_end"):
         trainer.train_dataset.on_batch_end(batch=batch)
 

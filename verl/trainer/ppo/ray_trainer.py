@@ -19,7 +19,7 @@ from verl.trainer.ppo.dumps import dump_training_batch
 from verl.trainer.ppo.metric_utils import failure_metrics
 from verl.trainer.ppo.mismatch_helper import compute_rollout_importance_weights
 from verl.trainer.ppo.phases import check_rollout, checked_phase, needs_old_log_probs
-from verl.trainer.ppo.profiling import start_profiling, stop_profiling
+from verl.trainer.ppo.profiling import check_steps, start_profiling, stop_profiling
 from verl.trainer.ppo.resources import ResourcePoolManager, create_worker_groups
 from verl.trainer.ppo.reward import PendingReward
 from verl.trainer.ppo.run import RunOutput
@@ -130,6 +130,7 @@ class RayPPOTrainer:
         steps = trainer.total_training_steps
         self.total_training_steps = len(self.train_dataloader) * trainer.total_epochs if steps is None else steps
         set_total_training_steps(self.config, self.total_training_steps)
+        check_steps(self.config, self.total_training_steps)
 
     # ---- workers
 
@@ -190,6 +191,7 @@ class RayPPOTrainer:
     def _run(self) -> Iterator[None]:
         """Resume, keep the records of the run, and close them whatever happens."""
         resumed = self._load_checkpoint()
+        check_steps(self.config, self.total_training_steps, resumed or 0)
         self.output = RunOutput(self.config, resumed, self.total_training_steps)
         self.trail = Trail(self.config.trainer.record_digests, self.config.trainer.record_samples)
         if self.config.actor_rollout_ref.rollout.skip_rollout:

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from omegaconf import OmegaConf
 
 from verl.single_controller.base.errors import PlacementError
 from verl.single_controller.ray import (
@@ -15,6 +14,7 @@ from verl.single_controller.ray import (
     RayWorkerGroup,
     create_colocated_worker_cls,
 )
+from verl.trainer.ppo.profiling import nsys_group_options
 from verl.trainer.ppo.steps import set_total_training_steps, steps_known_early
 from verl.trainer.ppo.utils import Role, needs_full_kl
 from verl.utils.config import omega_conf_to_dataclass
@@ -102,23 +102,12 @@ def worker_arguments(config: Any, role: Role, actor_cls: Any) -> RayClassWithIni
 
 
 def worker_group_options(config: Any, device_name: str) -> dict[str, Any]:
-    """Return what every worker group of a run is constructed with besides its classes.
-
-    Raises: ValueError when nsys is chosen and its options are missing.
-    """
+    """Return what every worker group of a run is constructed with besides its classes."""
     options: dict[str, Any] = {
         "device_name": device_name,
         "ray_wait_register_center_timeout": config.trainer.ray_wait_register_center_timeout,
         "call_timeout_s": config.trainer.worker_call_timeout_s,
     }
-    steps = OmegaConf.select(config, "global_profiler.steps")
-    if steps is not None:
-        options["profile_steps"] = list(steps)
-        if config.global_profiler.tool == "nsys":
-            nsight = OmegaConf.select(config, "global_profiler.global_tool_config.nsys.worker_nsight_options")
-            if nsight is None:
-                raise ValueError("global_profiler.global_tool_config.nsys.worker_nsight_options must be set for nsys")
-            options["worker_nsight_options"] = OmegaConf.to_container(nsight)
     return options
 
 
@@ -143,6 +132,7 @@ def create_worker_groups(
             resource_pool=pools.resource_pool_dict[pool_name],
             ray_cls_with_init=create_colocated_worker_cls(class_dict=class_dict),
             **options,
+            **nsys_group_options(config, class_dict),
         )
         groups.update(group.spawn(prefix_set=class_dict.keys()))
     return groups

@@ -1,6 +1,27 @@
-"""Timers, and the configuration of profilers."""
+"""Timers, ranges, memory figures and profilers. torch is imported by what needs it, when that is first asked for."""
+
+from importlib import import_module
+from typing import Any
 
 from verl.utils.profiler.config import ProfilerConfig
-from verl.utils.profiler.performance import marked_timer, simple_timer
+from verl.utils.profiler.performance import simple_timer
 
-__all__ = ["ProfilerConfig", "marked_timer", "simple_timer"]
+_LAZY = {
+    "DistProfiler": "verl.utils.profiler.profile",
+    # The mixin registers methods of workers, so it lives with the workers; this is its established path.
+    "DistProfilerExtension": "verl.single_controller.base.profiling",
+    "GPUMemoryLogger": "verl.utils.profiler.memory",
+    "log_gpu_memory_usage": "verl.utils.profiler.memory",
+    "mark_annotate": "verl.utils.profiler.ranges",
+    "mark_end_range": "verl.utils.profiler.ranges",
+    "mark_start_range": "verl.utils.profiler.ranges",
+    "marked_timer": "verl.utils.profiler.ranges",
+}
+
+__all__ = ["ProfilerConfig", "simple_timer", *sorted(_LAZY)]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_LAZY[name]), name)

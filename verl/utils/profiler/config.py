@@ -7,8 +7,12 @@ from typing import Any
 from verl.base_config import BaseConfig, Violation
 
 TOOLS = ("nsys", "npu", "torch", "torch_memory")
+RANKS_MUST_BE_NAMED = ("nsys", "npu")
+"""Tools that profile no rank unless ``all_ranks`` or ``ranks`` says which."""
 NPU_CONTENTS = ("npu", "cpu", "memory", "shapes", "module", "stack")
 NPU_LEVELS = ("level_none", "level0", "level1", "level2")
+MEMORY_CONTEXTS = ("alloc", "state", "all")
+MEMORY_STACKS = ("python", "cpp", "all")
 
 
 @dataclass
@@ -37,16 +41,22 @@ class TorchProfilerToolConfig(BaseConfig):
 
 @dataclass
 class TorchMemoryToolConfig(BaseConfig):
-    """The allocator history of torch."""
+    """The allocator history of torch; ``kw_args`` go to its recorder as they are."""
 
     trace_alloc_max_entries: int = 100_000
     stack_depth: int = 32
+    context: str = "all"
+    stacks: str = "all"
+    kw_args: dict[str, Any] = field(default_factory=dict)
 
     def rules(self) -> Iterator[Violation]:
-        """Yield sizes below one."""
+        """Yield sizes below one, and choices that the recorder does not know."""
         for key in ("trace_alloc_max_entries", "stack_depth"):
             if self[key] < 1:
                 yield Violation(key, self[key], "must be 1 or more")
+        for key, known in (("context", MEMORY_CONTEXTS), ("stacks", MEMORY_STACKS)):
+            if self[key] not in known:
+                yield Violation(key, self[key], f"must be one of {', '.join(known)}")
 
 
 @dataclass
@@ -82,11 +92,25 @@ class ProfilerConfig(BaseConfig):
     global_tool_config: dict[str, Any] | None = None
 
     def rules(self) -> Iterator[Violation]:
-        """Yield unknown tools and ranks that are no collection."""
+        """Yield unknown tools, and ranks or steps that are no list of such."""
         if self.tool not in (None, *TOOLS):
             yield Violation("tool", self.tool, f"must be null or one of {', '.join(TOOLS)}")
         if not isinstance(self.ranks, list | set | tuple):
             yield Violation("ranks", self.ranks, "must be a list of ranks")
+        elif not all(_is_count(rank) for rank in self.ranks):
+            yield Violation("ranks", self.ranks, "must be a list of ranks, each an integer of 0 or more")
+        if self.steps is not None and not all(_is_count(step) and step > 0 for step in self.steps):
+            yield Violation("steps", self.steps, "must be null or a list of training steps, each 1 or more")
+
+    def selects(self, rank: int) -> bool:
+        """Whether a rank is profiled: any with ``all_ranks``, else those of ``ranks``, else rank 0; none where off.
+
+        nsys and npu take no rank that is not asked for.
+        """
+        if not self.enable or self.tool is None:
+            return False
+        chosen = self.ranks or ([] if self.tool in RANKS_MUST_BE_NAMED else [0])
+        return self.all_ranks or rank in chosen
 
     def union(self, other: "ProfilerConfig") -> "ProfilerConfig":
         """Return a profiler that is on where either is."""
@@ -106,3 +130,7 @@ class ProfilerConfig(BaseConfig):
             save_path=self.save_path,
             tool_config=self.tool_config,
         )
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -19,19 +19,6 @@ def simple_timer(name: str, timing_raw: MutableMapping[str, float]) -> Iterator[
         timing_raw[name] = timing_raw.get(name, 0.0) + time.perf_counter() - start
 
 
-@contextmanager
-def marked_timer(
-    name: str,
-    timing_raw: MutableMapping[str, float],
-    color: str | None = None,
-    domain: str | None = None,
-    category: str | None = None,
-) -> Iterator[None]:
-    """Add seconds as ``simple_timer`` does; the marks are those of a profiler, where one runs."""
-    with simple_timer(name, timing_raw):
-        yield
-
-
 def gather_seconds(timing: Mapping[str, float]) -> "np.ndarray":
     """Return the timers of all ranks, (ranks, timers) in the order of the names; collective."""
     import torch

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.profiler.profile import DistProfiler
 from verl.workers.config.engine import NCCL_TIMEOUT_S
 from verl.workers.roles.base import EngineWorker, average_metrics, effective_engine_config, memory_metrics
 from verl.workers.roles.utils.batching import Cut, per_rank_mini_batch, policy_update_meta, temperature_of
@@ -38,6 +39,7 @@ class ActorWorker(EngineWorker):
         self.register_engine_mesh("actor", self.engine_config, sp_size)
         self.loss_fn: Any = partial(ppo_loss, self.config)
         self.prepare: Any = None
+        self.use_profilers(actor=self.config.profiler)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -67,6 +69,7 @@ class ActorWorker(EngineWorker):
         self.loss_fn, self.prepare = as_engine_loss(loss_fn), None
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
+    @DistProfiler.annotate(color="blue", role="actor_compute_log_prob")
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """Return ``old_log_probs`` and ``entropy`` (B, R) at the ``temperature`` of ``meta_info``."""
         data.meta_info.update(self.infer_cut.as_meta(), temperature=temperature_of(data), calculate_entropy=True)
@@ -75,6 +78,7 @@ class ActorWorker(EngineWorker):
         return DataProto.from_dict(tensors={"old_log_probs": output["log_probs"], "entropy": output["entropy"]})
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
+    @DistProfiler.annotate(color="red", role="actor_update", mini_batches=True)
     def update_actor(self, data: DataProto) -> DataProto:
         """Run ``ppo_epochs`` passes over this rank's shard and return metrics only."""
         config = self.config

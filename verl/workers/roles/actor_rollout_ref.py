@@ -1,5 +1,6 @@
 """The actor, its rollout engine and the reference policy: one worker class for every combination of the three."""
 
+import dataclasses
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,9 @@ from omegaconf import OmegaConf
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.profiler import ProfilerConfig
 from verl.utils.profiler.performance import reduce_timing, simple_timer, topk_reduce_ratio_min_max
+from verl.utils.profiler.profile import DistProfiler
 from verl.workers.config import CheckpointConfig
 from verl.workers.engine import BaseEngine
 from verl.workers.roles.base import EngineWorker, average_metrics, effective_engine_config, memory_metrics
@@ -51,6 +54,20 @@ class ActorRolloutRefWorker(EngineWorker):
                     f"divide the {self.world_size} workers"
                 )
             self.register_mesh("rollout", infer_size)
+        self.use_profilers(**self._profiler_nodes())
+
+    def _profiler_nodes(self) -> dict[str, Any]:
+        """Return the profiler nodes of the roles that this worker plays, that of the actor first."""
+        config, nodes = self.config, dict[str, Any]()
+        if self._is_actor:
+            node = nodes["actor"] = omega_conf_to_dataclass(config.actor.get("profiler")) or ProfilerConfig()
+            if node.tool == "torch_memory":  # the driver asks the actor for snapshots, for whomever they show
+                nodes["actor"] = dataclasses.replace(node, enable=True)
+        if self._is_rollout:
+            nodes["rollout"] = config.rollout.get("profiler")
+        if self._is_ref or self._is_lora:  # the actor without its adapters
+            nodes["ref"] = config.ref.get("profiler") if config.get("ref") is not None else None
+        return nodes
 
     # ---- start
 
@@ -109,6 +126,7 @@ class ActorRolloutRefWorker(EngineWorker):
     # ---- rollout
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="rollout"))
+    @DistProfiler.annotate(color="red", role="rollout_generate")
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Bring the engine's weights up to date if they are not, and continue every prompt."""
         prompts.meta_info.setdefault("eos_token_id", self.model_config.eos_token_id)
@@ -149,6 +167,7 @@ class ActorRolloutRefWorker(EngineWorker):
     # ---- log-probabilities
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
+    @DistProfiler.annotate(color="blue", role="actor_compute_log_prob")
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """Return ``old_log_probs`` and ``entropys`` (B, R); without adapters where meta ``is_lora`` is set."""
         without_adapter = data.meta_info.pop("is_lora", False)
@@ -161,6 +180,7 @@ class ActorRolloutRefWorker(EngineWorker):
         )
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
+    @DistProfiler.annotate(color="olive", role="ref_compute_log_prob")
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Return ``ref_log_prob`` (B, R): the reference model, or the actor without its adapters."""
         if self._is_ref:
@@ -179,6 +199,7 @@ class ActorRolloutRefWorker(EngineWorker):
     # ---- update
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
+    @DistProfiler.annotate(color="red", role="actor_update", mini_batches=True)
     def update_actor(self, data: DataProto) -> DataProto:
         """Run ``ppo_epochs`` passes over this rank's shard and return metrics only."""
         config = self.actor_config

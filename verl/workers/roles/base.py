@@ -11,12 +11,16 @@ import psutil
 
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
+from verl.single_controller.base.profiling import DistProfilerExtension
+from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.device import get_torch_device, is_cuda_available, is_npu_available
 from verl.utils.digest import random_state_digest, weights_digest
 from verl.utils.distributed import initialize_global_process_group_ray
 from verl.utils.flops_counter import FlopsCounter
 from verl.utils.megatron.ranks import place_of
 from verl.utils.metric import reduce_metrics
+from verl.utils.profiler.profile import DistProfiler, RoleProfilers
+from verl.utils.profiler.ranges import captured_range
 from verl.utils.py_functional import append_to_dict
 from verl.workers.engine import BaseEngine, EngineRegistry
 
@@ -40,7 +44,7 @@ _GIB = 1024**3
 _NOT_OF_A_STEP = ("init_model", "load_checkpoint", "report_step")
 
 
-class EngineWorker(Worker):
+class EngineWorker(Worker, DistProfilerExtension):
     """A worker around one training engine; a role says which model, loss and batches."""
 
     engine: BaseEngine
@@ -64,6 +68,20 @@ class EngineWorker(Worker):
             self._register_dispatch_collect_info(name, place.dp_rank, place.holds_outputs)
         else:
             self.register_mesh(name, sp_size)
+
+    def use_profilers(self, **nodes: Any) -> None:
+        """Profile the roles that this worker plays by their nodes; the first role is the one that trains."""
+        configs = {role: omega_conf_to_dataclass(node) for role, node in nodes.items()}
+        self.profiler = RoleProfilers(
+            {role: DistProfiler(self.rank, config, role=role) for role, config in configs.items()}
+        )
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def dump_memory_snapshot(self, tag: str = "manual", sub_dir: str | None = None) -> None:
+        """Write a snapshot of the allocator, on the ranks that record one."""
+        for profiler in self.profiler.profilers.values() if self.profiler is not None else ():
+            if profiler.dump_memory_snapshot(tag, sub_dir):
+                return
 
     def build_engine(
         self,
@@ -154,7 +172,10 @@ class EngineWorker(Worker):
         for at, mini_batch in enumerate(batches):
             if prepare is not None:
                 prepare(mini_batch, at * mini_batch_size // len(data))
-            metrics.append(self.engine.train_batch(mini_batch, loss_fn))
+            with captured_range(f"mini_batch {at}"):
+                metrics.append(self.engine.train_batch(mini_batch, loss_fn))
+            if self.profiler is not None:
+                self.profiler.step()
         return metrics
 
     @contextmanager

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.profiler.profile import DistProfiler
 from verl.workers.roles.base import EngineWorker, average_metrics, effective_engine_config
 from verl.workers.roles.utils.batching import Cut, per_rank_micro_batch, per_rank_mini_batch
 from verl.workers.roles.utils.losses import as_engine_loss, value_loss
@@ -26,6 +27,7 @@ class CriticWorker(EngineWorker):
         sp_size = self.engine_config.get("ulysses_sequence_parallel_size", 1)
         self.register_engine_mesh("critic", self.engine_config, sp_size)
         self.loss_fn: Any = partial(value_loss, self.config)
+        self.use_profilers(critic=self.config.profiler)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -56,6 +58,7 @@ class CriticWorker(EngineWorker):
         self.loss_fn = as_engine_loss(loss_fn)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="critic"))
+    @DistProfiler.annotate(color="cyan", role="critic_compute_values")
     def compute_values(self, data: DataProto) -> DataProto:
         """Return ``values`` (B, R), zero outside the response mask."""
         data.meta_info.update(self.infer_cut.as_meta())
@@ -64,6 +67,7 @@ class CriticWorker(EngineWorker):
         return DataProto.from_dict(tensors={"values": output["values"]})
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="critic"))
+    @DistProfiler.annotate(color="pink", role="critic_update", mini_batches=True)
     def update_critic(self, data: DataProto) -> DataProto:
         """Run ``ppo_epochs`` passes over this rank's shard and return metrics only."""
         data.meta_info.update(self.train_cut.as_meta(), fault_point="update_critic")

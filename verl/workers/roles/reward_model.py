@@ -15,6 +15,7 @@ from verl.utils.device import get_device_name
 from verl.utils.faults import fault_point
 from verl.utils.fs import copy_to_local
 from verl.utils.model import get_generation_config, text_config_of
+from verl.utils.profiler.profile import DistProfiler
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.config import CheckpointConfig, FSDPEngineConfig, HFModelConfig, McoreEngineConfig
 from verl.workers.config.reward_model import reward_model_config
@@ -48,6 +49,7 @@ class RewardModelWorker(EngineWorker):
             else:
                 sp_size = self.engine_config.get("ulysses_sequence_parallel_size", 1)
                 self.register_engine_mesh(mesh, self.engine_config, sp_size)
+        self.use_profilers(reward_model=self.config.profiler)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -94,6 +96,7 @@ class RewardModelWorker(EngineWorker):
         """Do as ``compute_rm_score``; the driver gets a future and goes on."""
         return self._compute(data)
 
+    @DistProfiler.annotate(color="brown", role="reward_model_score")
     def _compute(self, data: DataProto) -> DataProto:
         fault_point("compute_rm_score", rank=self.rank, step=data.meta_info.get("global_steps"))
         scores, metrics = self.judge(data) if self.config.is_generative else self._classify(data)

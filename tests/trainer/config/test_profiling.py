@@ -1,0 +1,109 @@
+"""What of profiling is refused before Ray starts, and what is not."""
+
+import re
+
+import pytest
+from omegaconf import OmegaConf
+
+from verl.base_config import ConfigError
+from verl.trainer.config import profiling
+from verl.trainer.config.profiling import missing_part
+from verl.utils.config import validate_config
+
+ACTOR, REF, ROLLOUT = (f"actor_rollout_ref.{role}.profiler" for role in ("actor", "ref", "rollout"))
+OPTIONS = f"{ACTOR}.tool_config"
+TORCH = {"global_profiler.tool": "torch", "global_profiler.steps": [1, 2], f"{ACTOR}.enable": True}
+
+
+@pytest.fixture(scope="module")
+def base(composed):
+    return composed()
+
+
+def violations(base, changes):
+    config = base.copy()
+    for key, value in changes.items():
+        OmegaConf.update(config, key, value, force_add=True)
+    try:
+        validate_config(config, use_reference_policy=True, use_critic=True)
+    except ConfigError as error:
+        return {violation.key: str(violation) for violation in error.violations}
+    return {}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        TORCH,
+        TORCH | {f"{ACTOR}.ranks": [0, 1], "critic.profiler.enable": True, "critic.profiler.all_ranks": True},
+        TORCH | {"global_profiler.tool": None, f"{ACTOR}.tool": "torch", f"{ROLLOUT}.enable": False},
+        TORCH | {"trainer.total_training_steps": 2, "global_profiler.profile_continuous_steps": True},
+        {"global_profiler.tool": "torch"},  # with nothing that asks for it
+        TORCH | {f"{ACTOR}.tool_config.torch.step_start": 1, "actor_rollout_ref.actor.ppo_epochs": 2},
+    ],
+)  # fmt: skip
+def test_accepted(base, changes):
+    assert violations(base, changes) == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "message"),
+    [
+        (TORCH | {"global_profiler.tool": "perf"}, "global_profiler.tool", "must be null or one of nsys, npu, torch"),
+        (TORCH | {"global_profiler.steps": [0]}, "global_profiler.steps", "each 1 or more"),
+        (TORCH | {"global_profiler.steps": 3}, "global_profiler.steps", "must be a list"),
+        (TORCH | {"global_profiler.steps": None}, "global_profiler.steps", f"{ACTOR}.enable=true: write a list"),
+        (TORCH | {f"{ACTOR}.enable": False}, "global_profiler.steps", "no role of this run is profiled"),
+        (TORCH | {"trainer.total_training_steps": 1}, "global_profiler.steps", "steps [2] never come"),
+        (TORCH | {"global_profiler.tool": None}, f"{ACTOR}.enable", "needs a tool"),
+        (TORCH | {f"{ACTOR}.ranks": [0, 2]}, f"{ACTOR}.ranks", "ranks [2] do not exist, actor_rollout_ref.actor has 2"),
+        (TORCH | {f"{ACTOR}.ranks": [-1]}, f"{ACTOR}.ranks", "0 or more"),
+        (TORCH | {f"{REF}.enable": True, f"{REF}.ranks": [5]}, f"{REF}.ranks", "has 2 workers"),
+        (TORCH | {f"{OPTIONS}.torch.step_start": 1}, f"{OPTIONS}.torch.step_start", "has 1 mini-"),
+        (
+            TORCH | {f"{ACTOR}.tool_config.torch.step_end": 0},
+            f"{ACTOR}.tool_config.torch.step_end",
+            "above step_start=0",
+        ),
+        (TORCH | {"critic.profiler.enable": True, "critic.profiler.tool": "nsys"}, "critic.profiler.tool", "tool=nsys"),
+        (TORCH | {"global_profiler.tool": "nsys"}, f"{ACTOR}.ranks", "names no rank to profile by nsys"),
+        (TORCH | {"global_profiler.tool": "nsys", f"{ACTOR}.all_ranks": True}, "global_profiler.tool", "device=cuda"),
+        ({"global_profiler.tool": "torch_memory"}, "global_profiler.tool", "records the allocator of CUDA and needs"),
+        (TORCH | {"global_profiler.tool": "npu", f"{ACTOR}.ranks": [0]}, "global_profiler.tool", "trainer.device=npu"),
+        (TORCH | {f"{ACTOR}.tool_config.npu.level": "9"}, f"{ACTOR}.tool_config.npu.level", "level_none"),
+        (TORCH | {f"{ACTOR}.tool_config.torch_memory.stacks": "x"}, f"{ACTOR}.tool_config.torch_memory.stacks", "cpp"),
+    ],
+)
+def test_refused(base, changes, key, message):
+    found = violations(base, changes)
+    assert key in found and message in found[key], found
+
+
+def test_parts_that_are_missing(monkeypatch):
+    monkeypatch.setattr(profiling.importlib.util, "find_spec", lambda name: None)
+    assert re.match("needs the package nvtx", missing_part("nsys", "cuda", True))
+    assert re.match("needs the package torch_npu", missing_part("npu", "npu", True))
+    monkeypatch.setattr(profiling.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(profiling.shutil, "which", lambda name: None)
+    assert re.match("needs the program nsys", missing_part("nsys", "cuda", True))
+    assert missing_part("nsys", "cuda", False) is None  # another machine may have it
+    for tool, device in (("torch", "cpu"), ("torch", "cuda"), ("torch_memory", "cuda"), ("npu", "npu")):
+        assert missing_part(tool, device, True) is None
+
+
+def test_roles_follow_the_run(composed):
+    """What is set once for the run reaches the node of each role."""
+    folder = "global_profiler.save_path=/traces"
+    memory = "global_profiler.global_tool_config.torch_memory"
+    options = [f"{memory}.context=alloc", f"+{memory}.kw_args.a=1"]
+    options += ["global_profiler.global_tool_config.nsys.discrete=true", f"{ACTOR}.enable=true", f"{ACTOR}.ranks=[1]"]
+    config = composed("global_profiler.tool=torch", folder, *options)
+    for key in (ACTOR, REF, ROLLOUT, "critic.profiler", "reward_model.profiler"):
+        node = OmegaConf.select(config, key)
+        assert (node.tool, node.save_path) == ("torch", "/traces")
+        assert node.tool_config.nsys.discrete is True
+        assert node.tool_config.torch_memory.context == "alloc"
+        assert dict(node.tool_config.torch_memory.kw_args) == {"a": 1}
+    rollout = config.actor_rollout_ref.rollout.profiler
+    assert rollout.enable is True and list(rollout.ranks) == [1]
+    assert config.critic.profiler.enable is False

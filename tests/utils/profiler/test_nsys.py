@@ -1,0 +1,210 @@
+"""Nsight Systems, whose program and package are not here: the calls that they are given, by their own interfaces."""
+
+import importlib.machinery
+import shlex
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from ray._private.runtime_env.nsight import NSIGHT_DEFAULT_CONFIG, parse_nsight_config
+from ray.runtime_env import RuntimeEnv
+
+from verl.single_controller.ray import RayResourcePool, RayWorkerGroup
+from verl.single_controller.ray.resource_pool import RayClassWithInitArgs
+from verl.trainer.main_ppo import _controller_options
+from verl.trainer.ppo.profiling import nsys_group_options
+from verl.utils.profiler import (
+    DistProfiler,
+    ProfilerConfig,
+    mark_annotate,
+    mark_end_range,
+    mark_start_range,
+    marked_timer,
+    ranges,
+)
+from verl.utils.profiler.config import NsightToolConfig
+from verl.utils.profiler.nsys_options import nsight_options
+
+
+@pytest.fixture
+def events(monkeypatch):
+    """Stand in for nvtx by a module with its functions, and for cudaProfilerStart and cudaProfilerStop."""
+    seen = []
+    fake = types.ModuleType("nvtx")
+    fake.__spec__ = importlib.machinery.ModuleSpec("nvtx", None)
+
+    def start_range(message=None, color="blue", domain=None, category=None, payload=None):
+        seen.append(("start_range", message, color, domain, category))
+        return (len(seen), 0)  # nvtx: the identity of the range and the handle of its domain
+
+    fake.start_range = start_range
+    fake.end_range = lambda range_id: seen.append(("end_range", range_id[0]))
+    monkeypatch.setitem(sys.modules, "nvtx", fake)
+    monkeypatch.setattr(ranges, "is_nvtx_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.profiler, "start", lambda: seen.append("cudaProfilerStart"))
+    monkeypatch.setattr(torch.cuda.profiler, "stop", lambda: seen.append("cudaProfilerStop"))
+    ranges.marks.cache_clear()
+    yield seen
+    ranges.marks.cache_clear()
+
+
+class Worker:
+    def __init__(self, *profilers):
+        self.profiler = profilers[0]
+
+    @DistProfiler.annotate(color="red", role="actor_update")
+    def update(self):
+        with ranges.captured_range("optimizer"):
+            return None
+
+
+def nsys(discrete, rank=0):
+    config = ProfilerConfig(
+        tool="nsys", enable=True, ranks=[0], tool_config={"nsys": NsightToolConfig(discrete=discrete)}
+    )
+    return DistProfiler(rank, config)
+
+
+UPDATE = [
+    ("start_range", "actor_update", "red", None, None),
+    ("start_range", "optimizer", None, None, None),
+]
+
+
+def test_captures_of_a_step_and_of_a_task(events):
+    whole, other_role = nsys(discrete=False), nsys(discrete=False)
+    worker = Worker(whole)
+    for profiler in (whole, other_role):  # roles of one process share its capture
+        profiler.start(profile_step="1")
+    worker.update()
+    for profiler in (whole, other_role):
+        profiler.stop()
+    worker.update()
+    assert events == ["cudaProfilerStart", *UPDATE, ("end_range", 3), ("end_range", 2), "cudaProfilerStop"]
+
+    del events[:]
+    worker = Worker(nsys(discrete=True))
+    worker.profiler.start(profile_step="1")
+    assert events == []
+    worker.update()
+    worker.update()
+    worker.profiler.stop()
+    captures = [event for event in events if isinstance(event, str)]
+    assert captures == ["cudaProfilerStart", "cudaProfilerStop"] * 2  # a database for each
+
+
+def test_other_ranks_do_nothing(events):
+    worker = Worker(nsys(discrete=False, rank=1))
+    worker.profiler.start(profile_step="1")
+    worker.update()
+    worker.profiler.stop()
+    assert events == []
+
+
+def test_marks_and_timers_are_ranges(events):
+    range_id = mark_start_range("a", color="green", domain="d", category="c")
+    mark_end_range(range_id)
+
+    @mark_annotate(color="red")
+    def work(x):
+        return x + 1
+
+    timing = {}
+    with marked_timer("gen", timing, color="blue"):
+        assert work(1) == 2
+    assert events == [
+        ("start_range", "a", "green", "d", "c"),
+        ("end_range", 1),
+        ("start_range", "gen", "blue", None, None),
+        ("start_range", "work", "red", None, None),
+        ("end_range", 4),
+        ("end_range", 3),
+    ]
+    assert timing["gen"] > 0
+
+
+def test_without_a_library_marks_do_nothing_and_timers_time():
+    assert mark_start_range("a") is None
+    mark_end_range(None)
+    timing = {"gen": 1.0}
+    with pytest.raises(KeyError), marked_timer("gen", timing):
+        raise KeyError
+    assert timing["gen"] > 1.0
+
+
+# ---- the runtime environment
+
+
+def config_of(*changes):
+    from hydra import compose, initialize_config_module
+
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        return compose("ppo_trainer", overrides=["global_profiler.tool=nsys", "global_profiler.steps=[1,5]", *changes])
+
+
+def shell_words(options):
+    """Return the command that Ray makes of options, as a shell splits it."""
+    return shlex.split(" ".join(parse_nsight_config(options)))
+
+
+def test_options_are_those_that_ray_makes_a_command_of(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    folder = tmp_path / "with space"
+    runtime_env = _controller_options(config_of(f"global_profiler.save_path='{folder}'"))["runtime_env"]
+    assert RuntimeEnv(**runtime_env).nsight() == runtime_env["nsight"]  # Ray's own class takes it
+    assert folder.is_dir()
+    # Ray joins the name to the folder of its logs, which leaves an absolute one as it is.
+    options = dict(runtime_env["nsight"])
+    options["o"] = str(Path("/session/logs/nsight") / options.get("o", NSIGHT_DEFAULT_CONFIG["o"]))
+    assert shell_words(options) == [
+        *("nsys", "profile", "--trace=cuda,nvtx,cublas,ucx", "--cuda-memory-usage=true", "--cuda-graph-trace=graph"),
+        *("-o", f"{folder}/controller_%p"),
+    ]
+    assert _controller_options(config_of("global_profiler.steps=null")) == {}
+    assert _controller_options(config_of("trainer.device=cpu")) == {}
+    assert _controller_options(config_of("global_profiler.tool=torch")) == {}
+
+
+def test_a_name_among_the_options_stays():
+    assert nsight_options({"o": "mine"}, "/profiles", "worker") == {"o": "mine"}
+    assert nsight_options({"t": "cuda"}, None, "worker") == {"t": "cuda"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks"),
+    [
+        (["actor_rollout_ref.actor.profiler.all_ranks=true"], None),
+        (["actor_rollout_ref.actor.profiler.ranks=[1]"], [1]),
+        (
+            ["actor_rollout_ref.actor.profiler.ranks=[1]", "critic.profiler.enable=true", "critic.profiler.ranks=[0]"],
+            [0, 1],
+        ),
+    ],
+)
+def test_only_profiled_ranks_are_wrapped(changes, ranks):
+    config = config_of("actor_rollout_ref.actor.profiler.enable=true", "global_profiler.save_path=/profiles", *changes)
+    OmegaConf.resolve(config)
+    options = nsys_group_options(config, ["actor_rollout", "critic"])
+    assert options["profile_ranks"] == ranks
+    assert nsys_group_options(config_of("global_profiler.tool=torch"), ["actor_rollout"]) == {}
+
+    group = object.__new__(RayWorkerGroup)
+    group._kwargs, group.device_name, group.name_prefix = options, "cuda", "ab12"
+    pool, cia = RayResourcePool([2], name_prefix="global_pool"), RayClassWithInitArgs(cls=object)
+    wrapped = {}
+    for rank in (0, 1):
+        runtime_env = group._actor_options(cia, pool, "name", {"RANK": str(rank)}, False)["runtime_env"]
+        cia.update_options({"runtime_env": runtime_env})
+        if "nsight" in runtime_env:
+            wrapped[rank] = shell_words(runtime_env["nsight"])
+    assert sorted(wrapped) == (ranks or [0, 1])
+    for rank, words in wrapped.items():
+        assert words == [
+            *("nsys", "profile", "--trace=cuda,nvtx,cublas,ucx", "--cuda-memory-usage=true"),
+            *("--cuda-graph-trace=graph", "--capture-range=cudaProfilerApi"),
+            *("--capture-range-end=repeat-shutdown:12", "--kill=none"),
+            *("-o", f"/profiles/worker_global_pool_rank{rank}_%p"),
+        ]

@@ -1,0 +1,163 @@
+"""Who is profiled and when; what a call costs where nothing is."""
+
+import asyncio
+import time
+from contextlib import contextmanager
+
+import pytest
+
+from verl.single_controller.base.decorator import Dispatch
+from verl.single_controller.base.worker_group import registered_methods
+from verl.utils.profiler import DistProfiler, DistProfilerExtension, ProfilerConfig, profile
+from verl.utils.profiler.config import NsightToolConfig, TorchProfilerToolConfig
+from verl.utils.profiler.profile import RoleProfilers, tool_config_of
+from verl.utils.profiler.ranges import captured_range
+
+
+class RecordingTool:
+    """A tool that writes down what it is asked for."""
+
+    def __init__(self, calls):
+        self.calls = calls
+
+    def start(self, **kwargs):
+        self.calls.append(("start", kwargs))
+
+    def stop(self):
+        self.calls.append(("stop",))
+
+    @contextmanager
+    def task(self, name, role, **options):
+        self.calls.append(("task", name, role, options.get("mini_batches", False)))
+        try:
+            yield
+        finally:
+            self.calls.append(("end", name))
+
+    @contextmanager
+    def range(self, name):
+        self.calls.append(("range", name))
+        yield
+
+    def step(self):
+        self.calls.append(("step",))
+
+
+class Worker(DistProfilerExtension):
+    @DistProfiler.annotate(color="red", role="actor_update", mini_batches=True)
+    def update(self, value, fails=False):
+        with captured_range("part"):
+            self.profiler.step()
+        if fails:
+            raise KeyError("wrong")
+        return value + 1
+
+    @DistProfiler.annotate(message="greeting")
+    async def greet(self, name):
+        return f"hello {name}"
+
+    @DistProfiler.annotate(role="rollout_generate")
+    def generate(self):
+        return captured_range("outside of a capture")
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    recorded = []
+    monkeypatch.setattr(profile, "build_tool", lambda rank, config, options, role: RecordingTool(recorded))
+    return recorded
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks"),
+    [
+        ({"tool": "torch"}, []),
+        ({"tool": "torch", "enable": True}, [0]),
+        ({"tool": "torch_memory", "enable": True}, [0]),
+        ({"tool": "torch", "enable": True, "ranks": [1, 3]}, [1, 3]),
+        ({"tool": "torch", "enable": True, "ranks": [1], "all_ranks": True}, [0, 1, 2, 3]),
+        ({"tool": "torch", "all_ranks": True, "ranks": [0]}, []),
+        ({"tool": "nsys", "enable": True}, []),
+        ({"tool": "npu", "enable": True}, []),
+        ({"tool": "nsys", "enable": True, "ranks": [2]}, [2]),
+        ({"tool": None, "enable": True, "all_ranks": True}, []),
+    ],
+)
+def test_which_ranks_are_profiled(options, ranks, calls):
+    profilers = [DistProfiler(rank, ProfilerConfig(**options)) for rank in range(4)]
+    for profiler in profilers:
+        profiler.start(profile_step="1")
+    assert [profiler.rank for profiler in profilers if profiler.running] == ranks
+    assert len(calls) == len(ranks)
+
+
+def test_a_task_is_captured_between_start_and_stop_only(calls):
+    worker = Worker(DistProfiler(0, ProfilerConfig(tool="torch", enable=True)))
+    assert worker.update(1) == 2
+    worker.start_profile(role="e2e", profile_step="3")
+    worker.start_profile(role="e2e", profile_step="3")  # a second start changes nothing
+    assert worker.update(2) == 3
+    with pytest.raises(KeyError, match="wrong"):
+        worker.update(2, fails=True)
+    assert asyncio.run(worker.greet("you")) == "hello you"
+    worker.stop_profile()
+    assert worker.update(3) == 4
+    update = [("task", "actor_update", "actor_update", True), ("range", "part"), ("step",), ("end", "actor_update")]
+    assert calls == [
+        ("start", {"role": "e2e", "profile_step": "3"}),
+        *update,
+        *update,
+        ("task", "greeting", "greet", False),
+        ("end", "greeting"),
+        ("stop",),
+    ]
+
+
+def test_a_task_belongs_to_the_role_that_its_name_begins_with(calls):
+    actor, rollout = ProfilerConfig(tool="torch"), ProfilerConfig(tool="torch", enable=True)
+    worker = Worker(RoleProfilers({"actor": DistProfiler(0, actor), "rollout": DistProfiler(0, rollout)}))
+    worker.start_profile(profile_step="1")
+    worker.update(1)
+    worker.generate()
+    worker.stop_profile()
+    tasks = [name for kind, name, *_ in calls[1:-1] if kind == "task"]
+    assert tasks == ["rollout_generate"]
+
+
+def test_the_rpcs_are_registered_for_all_workers():
+    assert registered_methods(Worker).keys() == {"start_profile", "stop_profile"}
+    assert {attrs["dispatch_mode"] for attrs in registered_methods(Worker).values()} == {Dispatch.ONE_TO_ALL}
+    assert Worker.update.__name__ == "update"
+    Worker().start_profile(profile_step="1")  # nothing to profile with
+
+
+def test_options_of_the_tool_are_found():
+    torch_node = {"_target_": "verl.utils.profiler.config.TorchProfilerToolConfig", "step_start": 2}
+    config = ProfilerConfig(tool="torch", tool_config={"nsys": NsightToolConfig(), "torch": torch_node})
+    assert tool_config_of(config) == TorchProfilerToolConfig(step_start=2)
+    own = TorchProfilerToolConfig(step_end=4)
+    assert tool_config_of(ProfilerConfig(tool="torch", tool_config={"torch": own})) is own
+    assert tool_config_of(ProfilerConfig(tool="torch", tool_config=own)) is own
+    assert tool_config_of(ProfilerConfig(tool="nsys")) == NsightToolConfig()
+
+
+def test_a_disabled_profiler_costs_next_to_nothing():
+    """The bound leaves room for a busy machine; ``docs/perf/profiling.md`` has what was measured."""
+
+    class Plain:
+        profiler = RoleProfilers({"actor": DistProfiler(0, ProfilerConfig())})
+
+        @DistProfiler.annotate(role="actor_update")
+        def update(self):
+            return None
+
+    worker, count = Plain(), 2000
+    best = min(_seconds(worker.update, count) for _ in range(5)) / count
+    assert best < 20e-6
+
+
+def _seconds(call, count):
+    start = time.perf_counter()
+    for _ in range(count):
+        call()
+    return time.perf_counter() - start

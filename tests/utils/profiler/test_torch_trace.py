@@ -1,0 +1,156 @@
+"""Chrome traces of ``torch.profiler``: which there are, and what is in them."""
+
+import json
+import logging
+
+import pytest
+import torch
+
+from verl.utils.profiler import DistProfiler, ProfilerConfig
+from verl.utils.profiler.config import TorchProfilerToolConfig
+from verl.utils.profiler.profile import RoleProfilers
+from verl.utils.profiler.ranges import captured_range
+
+
+class Worker:
+    """A worker of real matrix products, with an update of some mini-batches."""
+
+    def __init__(self, profiler):
+        self.profiler = profiler
+        self.weight = torch.ones(8, 8)
+
+    @DistProfiler.annotate(role="actor_compute_log_prob")
+    def compute_log_prob(self):
+        return torch.mm(self.weight, self.weight)
+
+    @DistProfiler.annotate(role="actor_whole")
+    def task_in_a_task(self):
+        return self.compute_log_prob()
+
+    @DistProfiler.annotate(role="actor_update", mini_batches=True)
+    def update(self, mini_batches=3):
+        for number in range(mini_batches):
+            with captured_range(f"mini_batch {number}"):
+                torch.addmm(self.weight, self.weight, self.weight)
+            self.profiler.step()
+
+    @DistProfiler.annotate(role="rollout_generate")
+    def generate(self):
+        return torch.softmax(self.weight, -1)
+
+
+def worker_on(rank, folder, actor=None, rollout=None, **limits):
+    configs = {"actor": actor or {}, "rollout": rollout or {}}
+    profilers = {
+        role: DistProfiler(
+            rank,
+            ProfilerConfig(
+                tool="torch", save_path=str(folder), tool_config={"torch": TorchProfilerToolConfig(**limits)}, **options
+            ),
+            role=role,
+        )
+        for role, options in configs.items()
+    }
+    return Worker(RoleProfilers(profilers))
+
+
+def step(worker, number, mini_batches=3):
+    if number is not None:
+        worker.profiler.start(role="e2e", profile_step=str(number))
+    worker.generate()
+    worker.compute_log_prob()
+    worker.update(mini_batches)
+    if number is not None:
+        worker.profiler.stop()
+
+
+def traces(folder):
+    return {
+        str(path.relative_to(folder)): json.loads(path.read_text())
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def ranges(trace):
+    marked = [event for event in trace["traceEvents"] if event.get("cat") == "user_annotation"]
+    return [event["name"] for event in sorted(marked, key=lambda event: event["ts"])]
+
+
+def operators(trace):
+    return {event["name"] for event in trace["traceEvents"] if event.get("cat") == "cpu_op"}
+
+
+def test_one_trace_per_role_rank_and_step(tmp_path):
+    for rank in range(3):
+        worker = worker_on(rank, tmp_path, actor={"enable": True, "ranks": [0, 2]}, rollout={"enable": True})
+        for number in (None, 1, 2, None):
+            step(worker, number)
+    found = traces(tmp_path)
+    actor = [f"step{number}/actor/prof_start_0_end_last_rank_{rank}.json" for number in (1, 2) for rank in (0, 2)]
+    rollout = [f"step{number}/rollout/prof_start_0_end_last_rank_0.json" for number in (1, 2)]
+    assert sorted(found) == sorted(actor + rollout)
+    for name in actor:
+        assert ranges(found[name]) == ["actor_compute_log_prob", "actor_update", *(f"mini_batch {i}" for i in range(3))]
+        assert {"aten::mm", "aten::addmm"} <= operators(found[name])
+        assert "aten::softmax" not in operators(found[name])
+    for name in rollout:
+        assert ranges(found[name]) == ["rollout_generate"]
+        assert "aten::softmax" in operators(found[name]) and "aten::addmm" not in operators(found[name])
+
+
+def test_events_are_complete_and_on_one_clock(tmp_path):
+    worker = worker_on(0, tmp_path, actor={"enable": True})
+    step(worker, 1)
+    (trace,) = traces(tmp_path).values()
+    complete = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert len(complete) > 10
+    assert all(event["dur"] >= 0 and {"name", "pid", "tid", "ts"} <= event.keys() for event in complete)
+    by_name = {event["name"]: event for event in complete}
+    log_prob, update, inner = (by_name[name] for name in ("actor_compute_log_prob", "actor_update", "mini_batch 2"))
+    assert log_prob["ts"] + log_prob["dur"] <= update["ts"]
+    assert update["ts"] <= inner["ts"] and inner["ts"] + inner["dur"] <= update["ts"] + update["dur"]
+    assert update["ts"] - log_prob["ts"] < 60e6  # microseconds
+
+
+@pytest.mark.parametrize(
+    ("limits", "file", "seen"),
+    [
+        ({"step_start": 1, "step_end": 3}, "prof_start_1_end_3_rank_0.json", [1, 2]),
+        ({"step_start": 2}, "prof_start_2_end_last_rank_0.json", [2, 3]),
+        ({"step_end": 1}, "prof_start_0_end_1_rank_0.json", [0]),
+    ],
+)
+def test_only_some_mini_batches(tmp_path, limits, file, seen):
+    worker = worker_on(0, tmp_path, actor={"enable": True}, **limits)
+    step(worker, 1, mini_batches=4)
+    found = traces(tmp_path)
+    assert list(found) == [f"step1/actor/{file}"]
+    marked = ranges(found[f"step1/actor/{file}"])
+    assert [name for name in marked if name.startswith("mini_batch")] == [f"mini_batch {number}" for number in seen]
+    assert marked[0] == "actor_compute_log_prob"
+
+
+def test_mini_batches_that_never_come_are_told(tmp_path, caplog):
+    worker = worker_on(0, tmp_path, actor={"enable": True}, step_start=5)
+    with caplog.at_level(logging.WARNING):
+        step(worker, 1)
+    assert "step_start=5: actor_update had 3 mini-batches" in caplog.text
+    (trace,) = traces(tmp_path).values()
+    assert ranges(trace) == ["actor_compute_log_prob"]
+
+
+def test_a_step_without_a_task_and_one_that_fails(tmp_path):
+    worker = worker_on(0, tmp_path, actor={"enable": True})
+    worker.profiler.start(profile_step="1")
+    worker.profiler.stop()
+    assert traces(tmp_path) == {}
+    worker.profiler.start(profile_step="2")
+    weight, worker.weight = worker.weight, None
+    with pytest.raises(TypeError):
+        worker.compute_log_prob()
+    worker.weight = weight
+    worker.task_in_a_task()
+    worker.profiler.stop()
+    (trace,) = traces(tmp_path).values()
+    assert ranges(trace) == ["actor_compute_log_prob", "actor_whole", "actor_compute_log_prob"]
