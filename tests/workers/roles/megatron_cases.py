@@ -140,12 +140,37 @@ def run_roles(root: Path, rank: int, world_size: int, layout: dict[str, Any] | N
         if layout is not None:
             sizes, own = worker.get_megatron_global_info(), worker.get_megatron_rank_info()
             result["info"] = dataclasses.asdict(sizes) | dataclasses.asdict(own)
+        if layout is not None and name == "vanilla":
+            result["bare actor"] = _bare_actor(root, layout, dp_size)
     result["critic"] = _critic(root, layout, dp_size)
     worker = reward(root, layout)
     group = Group(worker, "reward")
     scores = worker.compute_rm_score(group.shard(reward_cases.batch(), dp_size)).batch["rm_scores"]
     result["reward"] = {"rows": group.rank, "counts": group.counts, "scores": scores}
+    if layout is not None:
+        from verl.workers.reward_model.megatron import MegatronRewardModel
+
+        engine = worker.engine
+        bare = MegatronRewardModel(worker.config, None, engine.models, engine.hf_config, None)
+        result["bare reward"] = bare.compute_reward(group.shard(reward_cases.batch(), dp_size)).batch["rm_scores"]
     return result
+
+
+def _bare_actor(root: Path, layout: dict[str, Any], dp_size: int) -> dict[str, float]:
+    """Update an actor around modules that are there already; return the averages of what each step tells."""
+    from verl.workers.actor.megatron_actor import MegatronPPOActor
+
+    worker = actor(root, layout, "vanilla")
+    worker.init_model()
+    config = dataclasses.replace(worker.config, ppo_mini_batch_size=worker.mini_batch_size, model_config=None)
+    engine = worker.engine
+    bare = MegatronPPOActor(config, None, engine.hf_config, None, engine.module, engine.optimizer)
+    rows = Group(worker, "actor").shard(batch(), dp_size)
+    rows.meta_info |= {"micro_batch_size": 2, "use_dynamic_bsz": False}
+    old = bare.compute_log_prob(rows)[0]
+    torch.testing.assert_close(old, bare.compute_log_prob(rows, calculate_entropy=True)[0])
+    steps = bare.update_policy(bare.make_minibatch_iterator(rows))
+    return {name: sum(values) / len(values) for name, values in steps.items()}
 
 
 def _critic(root: Path, layout: dict[str, Any] | None, dp_size: int) -> dict[str, Any]:
@@ -154,7 +179,17 @@ def _critic(root: Path, layout: dict[str, Any] | None, dp_size: int) -> dict[str
     group = Group(worker, "critic")
     values = worker.compute_values(group.shard(batch(), dp_size)).batch["values"]
     metrics = worker.update_critic(group.shard(batch(), dp_size)).meta_info["metrics"]
-    return {"rows": group.rank, "counts": group.counts, "values": values, "metrics": metrics}
+    found = {"rows": group.rank, "counts": group.counts, "values": values, "metrics": metrics}
+    if layout is not None:
+        from verl.workers.critic.megatron_critic import MegatronPPOCritic
+
+        engine = worker.engine
+        bare = MegatronPPOCritic(worker.config, None, engine.hf_config, None, engine.module, engine.optimizer)
+        rows = group.shard(batch(), dp_size)
+        rows.meta_info |= {"micro_batch_size": 3}
+        found["after"] = worker.compute_values(group.shard(batch(), dp_size)).batch["values"]
+        found["bare"] = bare.compute_values(rows)
+    return found
 
 
 def run_layouts(rank: int, world_size: int, root: Path, store: str) -> None:

@@ -63,6 +63,17 @@ def test_roles_give_what_one_fsdp_process_gives(results: Any, world: int, layout
     assert scores.abs().max() > 0.05
 
 
+@pytest.mark.parametrize(("world", "layout"), ALL)
+def test_modules_of_the_caller_give_the_same(results: Any, world: int, layout: str) -> None:
+    for part in results(world, layout):
+        expected = metrics_of(part["vanilla"])
+        found = {name: value for name, value in part["bare actor"].items() if name in expected}
+        assert len(found) > 5 and "actor/grad_norm" in found
+        assert found == pytest.approx({name: expected[name] for name in found}, rel=1e-5, abs=1e-6)
+        torch.testing.assert_close(part["critic"]["bare"], part["critic"]["after"])
+        torch.testing.assert_close(part["bare reward"], part["reward"]["scores"])
+
+
 def metrics_of(part: dict[str, Any]) -> dict[str, float]:
     return {name: value for name, value in part["metrics"].items() if not name.startswith("perf/")}
 

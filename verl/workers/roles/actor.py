@@ -87,7 +87,13 @@ class ActorWorker(EngineWorker):
         metrics: dict[str, Any] = {}
         with self.mfu(metrics, "perf/mfu/actor", data, config.ppo_epochs), self.engine.train_mode():
             steps = self.train_mini_batches(
-                data, self.mini_batch_size, config.ppo_epochs, config.shuffle, self.loss_fn, self.prepare
+                data,
+                self.mini_batch_size,
+                config.ppo_epochs,
+                config.shuffle,
+                self.loss_fn,
+                self.prepare,
+                seed=config.data_loader_seed,
             )
             metrics["actor/lr"] = self.engine.lr_scheduler_step()
         step = finish_mismatch(average_metrics(steps, prefix="actor/"))

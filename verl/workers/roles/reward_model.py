@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from verl.workers.config import RewardModelConfig
+    from verl.workers.engine import BaseEngine
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +115,7 @@ class RewardModelWorker(EngineWorker):
             rows, num_cut = self.switch(data)
             metrics["reward_model/truncated_ratio"] = num_cut / len(data)
         self._check_vocabulary(rows["input_ids"])
-        return self._last_values(rows), metrics
+        return last_values(self.engine, rows, self.cut), metrics
 
     def _check_vocabulary(self, ids: Tensor) -> None:
         largest = int(ids.max())
@@ -124,17 +125,18 @@ class RewardModelWorker(EngineWorker):
                 "policy's tokenizer in reward_model.model.input_tokenizer, so that texts are tokenized anew"
             )
 
-    def _last_values(self, rows: dict[str, Tensor]) -> Tensor:
-        """Run the model; returns the (B,) values at the last valid token of each row."""
-        mask = rows["attention_mask"]
-        columns = torch.arange(mask.shape[1])
-        last = (mask * columns).argmax(-1)
-        asked = (columns == last.unsqueeze(1)) & mask.bool()  # none in a row of padding
-        data = DataProto.from_dict(tensors={**rows, "responses": rows["input_ids"], "response_mask": asked.long()})
-        data.meta_info.update(self.cut.as_meta())
-        with self.engine.eval_mode():
-            values: Tensor = self.engine.infer_batch(data)["values"]
-        return values.sum(-1)
+
+def last_values(engine: "BaseEngine", rows: dict[str, Tensor], cut: Cut) -> Tensor:
+    """Run a reward model; returns the (B,) values at the last valid token of each row."""
+    mask = rows["attention_mask"]
+    columns = torch.arange(mask.shape[1])
+    last = (mask * columns).argmax(-1)
+    asked = (columns == last.unsqueeze(1)) & mask.bool()  # none in a row of padding
+    data = DataProto.from_dict(tensors={**rows, "responses": rows["input_ids"], "response_mask": asked.long()})
+    data.meta_info.update(cut.as_meta())
+    with engine.eval_mode():
+        values: Tensor = engine.infer_batch(data)["values"]
+    return values.sum(-1)
 
 
 def at_last_token(scores: Tensor, responses: Tensor, attention_mask: Tensor) -> Tensor:

@@ -91,11 +91,19 @@ def init_mcore_model(
     if last:
         if is_value_model:
             model.output_layer = ValueHead(config)
-        else:  # the picker gathers what sequence parallelism has scattered
-            model.output_layer.sequence_parallel = False
-            model.output_layer.allreduce_dgrad = config.tensor_model_parallel_size > 1
-        model.picker = PositionPicker(model.output_layer, config.sequence_parallel, groups.tp)
+        attach_picker(model, groups.tp)
     return model
+
+
+def attach_picker(model: GPTModel, tp_group: Any) -> None:
+    """Let the head of a chunk, where it has one, run at the positions that are asked for."""
+    if not model.post_process or hasattr(model, "picker"):
+        return
+    config = model.config
+    if not isinstance(model.output_layer, ValueHead):  # the picker gathers what sequence parallelism has scattered
+        model.output_layer.sequence_parallel = False
+        model.output_layer.allreduce_dgrad = config.tensor_model_parallel_size > 1
+    model.picker = PositionPicker(model.output_layer, config.sequence_parallel, tp_group)
 
 
 def _block_spec(config: TransformerConfig, vp_stage: int | None) -> Any:

@@ -1,0 +1,5 @@
+"""Established path of ``MegatronRewardModel``."""
+
+from verl.workers.roles.megatron_modules import MegatronRewardModel
+
+__all__ = ["MegatronRewardModel"]
