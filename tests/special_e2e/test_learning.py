@@ -14,7 +14,22 @@ from .verification import record
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
 LAYOUTS = {"one worker": (1, 1), "two workers": (2, 1), "two workers, TP 2": (2, 2)}
+MEGATRON = {"Megatron-Core, TP 2": {"TP": "2", "PP": "1"}, "Megatron-Core, PP 2": {"TP": "1", "PP": "2"}}
 STEPS = {"grpo": 20, "ppo": 40}
+WITH_CRITIC = [
+    "algorithm.adv_estimator=gae",
+    "data.train_batch_size=128",
+    "actor_rollout_ref.rollout.n=1",
+    "actor_rollout_ref.actor.optim.lr=2e-4",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=128",
+    "critic.model.path={MODEL_PATH}",
+    "critic.model.enable_gradient_checkpointing=false",
+    "critic.optim.lr=5e-4",
+    "critic.ppo_epochs=2",
+    "critic.use_dynamic_bsz=true",
+    "critic.ppo_max_token_len_per_gpu=4096",
+]
+"""What makes the example for GRPO that for PPO."""
 ACCURACY = "val-core/openai/gsm8k/reward/mean@1"
 
 
@@ -54,35 +69,43 @@ def mean(run: Run, name: str, steps: range) -> float:
     return sum(run.steps[step][name] for step in steps) / len(steps)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("algorithm", STEPS)
-def test_the_example_learns(warmed_up, verification_page, tmp_path, algorithm, layout):
-    """Greedy accuracy rises from under one half to nine tenths; with a critic, the value loss falls by a third."""
-    workers, tensor_parallel = LAYOUTS[layout]
+def learn(
+    script: str, algorithm: str, overrides: list[str], folder: Path, page: Path | None, name: str, **env: str
+) -> None:
+    """Train by an example and hold what it learnt to the limits; the row ``name`` of the page takes the figures."""
     last = STEPS[algorithm]
-    call(
-        [
-            "bash",
-            f"examples/{algorithm}_trainer/run_tiny_cpu.sh",
-            f"trainer.total_training_steps={last}",
-            f"trainer.test_freq={last}",
-            "trainer.save_freq=-1",
-            f"actor_rollout_ref.rollout.tensor_model_parallel_size={tensor_parallel}",
-        ],
-        OUT_DIR=tmp_path,
-        WORKERS=str(workers),
-        **warmed_up,
-    )
-    run = Run(0, "", 0.0, tmp_path)
+    common = [f"trainer.total_training_steps={last}", f"trainer.test_freq={last}", "trainer.save_freq=-1"]
+    call(["bash", script, *common, *overrides], OUT_DIR=folder, **env)
+    run = Run(0, "", 0.0, folder)
     before, after = run.steps[0][ACCURACY], run.steps[last][ACCURACY]
     gap = max(run.steps[step][GAP] for step in range(1, last + 1))
     losses = []
     if algorithm == "ppo":
         losses = [mean(run, "critic/vf_loss", range(1, 6)), mean(run, "critic/vf_loss", range(last - 4, last + 1))]
     shown = [f"{loss:.3f}" for loss in losses] or ["", ""]
-    row = [f"{algorithm.upper()}, {layout}", str(last), f"{before:.2f}", f"{after:.2f}", *shown, f"{gap:.1e}"]
-    record(verification_page, "## Learning", row)
+    row = [f"{algorithm.upper()}, {name}", str(last), f"{before:.2f}", f"{after:.2f}", *shown, f"{gap:.1e}"]
+    record(page, "## Learning", row)
     assert before < 0.5 and after >= 0.9
     assert gap < 1e-4
     if losses:
         assert losses[1] < 2 / 3 * losses[0]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("algorithm", STEPS)
+def test_the_example_learns(warmed_up, verification_page, tmp_path, algorithm, layout):
+    """Greedy accuracy rises from under one half to nine tenths; with a critic, the value loss falls by a third."""
+    workers, tensor_parallel = LAYOUTS[layout]
+    overrides = [f"actor_rollout_ref.rollout.tensor_model_parallel_size={tensor_parallel}"]
+    script = f"examples/{algorithm}_trainer/run_tiny_cpu.sh"
+    learn(script, algorithm, overrides, tmp_path, verification_page, layout, WORKERS=str(workers), **warmed_up)
+
+
+@pytest.mark.parametrize(("layout", "sizes"), MEGATRON.items())
+@pytest.mark.parametrize("algorithm", STEPS)
+def test_the_example_learns_on_megatron_core(warmed_up, verification_page, tmp_path, algorithm, layout, sizes):
+    pytest.importorskip("megatron.core", reason="the extra mcore is not installed")
+    overrides = WITH_CRITIC if algorithm == "ppo" else []
+    overrides = [each.format(**warmed_up) for each in overrides]
+    script = "examples/grpo_trainer/run_tiny_megatron_cpu.sh"
+    learn(script, algorithm, overrides, tmp_path, verification_page, layout, **sizes, **warmed_up)

@@ -92,3 +92,71 @@ def test_a_layout_that_cannot_be_ends_before_ray(workspace):
     run = workspace.train("wrong", overrides, fails=True, timeout_s=120)
     assert run.returncode == 2 and f"{LAYOUT}.tensor_model_parallel_size=2" in run.output
     assert "must divide the 3 workers" in run.output and "Traceback" not in run.output
+
+
+@pytest.fixture(scope="module")
+def experts(workspace):
+    """Write a small Qwen3 with four experts in each layer."""
+    import torch
+    import transformers
+
+    from examples.tiny_model import byte_tokenizer
+
+    tokenizer, folder = byte_tokenizer(), workspace.folder / "experts"
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=-(-len(tokenizer) // 64) * 64,
+        hidden_size=64,
+        intermediate_size=128,
+        moe_intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    model = transformers.Qwen3MoeForCausalLM(config)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.full
+def test_experts_over_two_workers(workspace, experts):
+    sizes = {f"{LAYOUT}.expert_model_parallel_size": 2, "actor_rollout_ref.model.path": experts}
+    assert_agrees(workspace.train("ep2", ON_MEGATRON | sizes))
+
+
+@pytest.mark.full
+def test_a_reward_model_scores_training(workspace, tmp_path):
+    """Its scores are those that the same model gives on FSDP: the first step has the same weights and samples."""
+    from tests.workers.roles.reward_cases import write_models
+
+    write_models(tmp_path)
+    scored = {
+        "data.return_raw_chat": True,
+        "reward_model.enable": True,
+        "reward_model.model.path": tmp_path / "token",
+        "reward_model.model.input_tokenizer": workspace.model,
+        "reward_model.micro_batch_size_per_gpu": 8,
+        "reward_model.max_length": 128,
+        "trainer.total_training_steps": 2,
+    }
+    plain = workspace.train("reward-fsdp", scored)
+    for name, sizes in (("tp2", TP2), ("pp2", PP2)):
+        run = workspace.train(f"reward-{name}", sizes | scored)
+        for step in (1, 2):
+            assert run.steps[step]["critic/score/mean"] == pytest.approx(
+                plain.steps[step]["critic/score/mean"], abs=1e-4
+            )
+            assert run.steps[step]["actor/grad_norm"] > 0

@@ -269,6 +269,7 @@ MEGATRON = [
     Reader(OPTIMIZERS, "use_checkpoint_opt_param_scheduler", "workers/engine/megatron/optim.py", "config", CONTRACT_MEGATRON + "test_a_checkpoint_continues_bit_for_bit"),
     Reader(ACTOR, "data_loader_seed", "workers/roles/actor_rollout_ref.py", "config", "tests/workers/roles/test_megatron_roles.py::test_roles_give_what_one_fsdp_process_gives"),
     Reader("critic", "data_loader_seed", "workers/roles/critic.py", "self.config", "tests/workers/roles/test_megatron_roles.py::test_roles_give_what_one_fsdp_process_gives"),
+    Reader(tuple(f"{node}.override_config.moe_config" for node in MODELS), "freeze_moe_router", "workers/engine/megatron/build.py", "options.get('moe_config') or {}", MEGATRON_ENGINE + "test_routers_can_be_kept"),
     Reader(tuple(f"{node}.override_config" for node in MODELS), "model_config", "workers/config/model.py", LOOP, PARTS + "test_overrides_win_and_mappings_merge"),
 ]
 # fmt: on

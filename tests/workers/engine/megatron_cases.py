@@ -129,12 +129,16 @@ def load(folder: Path) -> Any:
 
 
 def build(
-    folder: Path, engine: dict[str, Any], kind: str = "language_model", optimizer: dict[str, Any] | None = None
+    folder: Path,
+    engine: dict[str, Any],
+    kind: str = "language_model",
+    optimizer: dict[str, Any] | None = None,
+    model: Any = None,
 ) -> BaseEngine:
     built = EngineRegistry.new(
         kind,
         "megatron",
-        model_config=cases.model_config(folder),
+        model_config=model or cases.model_config(folder),
         engine_config=McoreEngineConfig(**engine),
         optimizer_config=McoreOptimizerConfig(
             **({"lr": cases.LR, "weight_decay": 0.01, "clip_grad": 1.0} | (optimizer or {}))

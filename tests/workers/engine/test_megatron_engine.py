@@ -71,6 +71,18 @@ def test_recompute_computes_layers_again(folder: Path, settings: dict[str, Any],
     assert len(calls) == forwards * 2  # micro-batches
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_routers_can_be_kept(tmp_path: Path, folder: Path, frozen: bool) -> None:
+    megatron_cases.write_models(tmp_path)
+    model = cases.model_config(tmp_path / "qwen3_moe", override_config={"moe_config": {"freeze_moe_router": frozen}})
+    engine = megatron_cases.build(tmp_path / "qwen3_moe", {}, model=model)
+    before = cases.export(engine)
+    step(engine)
+    moved = {name for name, tensor in engine.named_weights() if not torch.equal(tensor, before[name])}
+    routers = {name for name in before if name.endswith("mlp.gate.weight")}
+    assert len(routers) == 4 and moved == set(before) - (routers if frozen else set())
+
+
 def test_half_precision_keeps_an_fp32_copy(folder: Path) -> None:
     """Steps that bf16 cannot hold add up in the optimizer."""
     engine = megatron_cases.build(folder, {"dtype": "bf16"}, optimizer={"lr": 1e-4})

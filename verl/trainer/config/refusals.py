@@ -88,14 +88,6 @@ _FIXED: list[tuple[str, str, dict[str, Any]]] = [
     ),
     ("fused kernels are not supported yet", "actor_rollout_ref.model.fused_kernel_options", {"impl_backend": "torch"}),
     (
-        "is not supported yet",
-        "",
-        {
-            f"{node}.override_config.moe_config.freeze_moe_router": False
-            for node in ("actor_rollout_ref.model", "critic.model")
-        },
-    ),
-    (
         "is not supported: write true, random weights learn nothing here",
         "",
         {f"{role}.load_weight": True for role in ("actor_rollout_ref.ref",)},

@@ -62,6 +62,10 @@ class ModelBuilder:
         for chunk in chunks:
             chunk.to(self.layout.device)  # routers are constructed on the host
         self.load(chunks)
+        options = getattr(self.model_config, "override_config", None) or {}
+        if (options.get("moe_config") or {}).get("freeze_moe_router"):
+            for name, parameter in (each for chunk in chunks for each in chunk.named_parameters()):
+                parameter.requires_grad_(".router." not in name)
         return chunks
 
     def _refuse(self) -> None:
