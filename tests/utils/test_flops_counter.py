@@ -1,65 +1,125 @@
-"""FLOPs against the parameters that transformers builds, and the pairs that attention compares."""
+"""FLOPs against what torch counts in a pass forward and backward of the model that transformers builds."""
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForTokenClassification
 
 from verl.utils import flops_counter
 from verl.utils.flops_counter import FlopsCounter, get_device_flops
 
-SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 50,
-         "num_key_value_heads": 2, "tie_word_embeddings": False}  # fmt: skip
+SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "vocab_size": 256, "tie_word_embeddings": False}  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+DEEPSEEK = {"num_key_value_heads": 4, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
+            "v_head_dim": 7, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 2,
+            "moe_intermediate_size": 20, "first_k_dense_replace": 1, "topk_group": 2}  # fmt: skip
+LENGTH, ROWS, TOLERANCE = 12, 2, 0.02
+WINDOW = {"sliding_window": LENGTH, "head_dim": 16}  # no token is further back: eager attention computes all pairs
 FAMILIES = {
-    "llama": {"head_dim": 16},
-    "qwen2": {},
-    "qwen3": {"head_dim": 8},
-    "mistral": {"head_dim": 8},
-    "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 24},
-    "gemma3_text": {"head_dim": 16, "sliding_window": 4,
-                    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
-    "apertus": {"head_dim": 8},
-    "deepseek_v3": {"num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 6,
-                    "qk_rope_head_dim": 4, "v_head_dim": 7, "n_routed_experts": 4, "num_experts_per_tok": 4,
-                    "n_shared_experts": 1, "moe_intermediate_size": 20, "first_k_dense_replace": 1, "n_group": 2,
-                    "topk_group": 2},
+    "llama": ("llama", {"head_dim": 16}),
+    "llama of wide heads": ("llama", {"head_dim": 32}),
+    "qwen2": ("qwen2", {}),
+    "qwen2 tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {"head_dim": 8}),
+    "mistral": ("mistral", {"head_dim": 8}),
+    "seed_oss": ("seed_oss", {"head_dim": 16}),
+    "gemma": ("gemma", {"head_dim": 16}),
+    "gemma2": ("gemma2", WINDOW),
+    "gemma3_text": ("gemma3_text", WINDOW),
+    "apertus": ("apertus", {"head_dim": 8}),
+    "qwen2_moe": ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1]}),
+    "qwen3_moe": ("qwen3_moe", {**EXPERTS, "head_dim": 8}),
+    "qwen3_moe every second layer": ("qwen3_moe", {**EXPERTS, "head_dim": 8, "decoder_sparse_step": 2}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gpt_oss": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, **WINDOW}),
+    "glm4_moe": ("glm4_moe", {**DEEPSEEK, "num_key_value_heads": 2, "head_dim": 16}),
+    "deepseek_v3": ("deepseek_v3", {**DEEPSEEK, "q_lora_rank": 12}),
+    "deepseek_v3 without latent queries": ("deepseek_v3", {**DEEPSEEK, "q_lora_rank": None}),
+}
+
+
+def counted(model, **inputs):
+    """Return the operations that torch counts in the products of matrices, one after another as they are called."""
+    if hasattr(model.config.get_text_config(), "num_experts_per_tok"):
+        model.set_experts_implementation("eager")
+    with FlopCounterMode(display=False) as counter:
+        model(**inputs, use_cache=False).logits.sum().backward()
+    return counter.get_total_flops()
+
+
+def estimated(config, lengths, images=(), **options):
+    seconds = 2.0
+    achieved, promised = FlopsCounter(config, **options).estimate_flops(lengths, seconds, images)
+    assert promised > 0
+    return achieved * seconds * 1e12
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_text_models_are_counted_as_torch_counts_them(name):
+    torch.manual_seed(0)
+    family, options = FAMILIES[name]
+    config = AutoConfig.for_model(family, **{**SMALL, **options})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    want = counted(model, input_ids=torch.randint(0, 256, (ROWS, LENGTH)))
+    assert estimated(config, [LENGTH] * ROWS) == pytest.approx(want, rel=TOLERANCE)
+
+
+def test_a_value_model_has_one_output():
+    config = AutoConfig.for_model("qwen2", **SMALL, num_labels=1)
+    model = AutoModelForTokenClassification.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    want = counted(model, input_ids=torch.randint(0, 256, (ROWS, LENGTH)))
+    assert estimated(config, [LENGTH] * ROWS, num_outputs=1) == pytest.approx(want, rel=TOLERANCE)
+
+
+def test_lengths_count_by_themselves_and_a_window_counts_what_it_sees():
+    """Rows of 3 and 7 tokens have 9 + 49 pairs, with a window of 4 tokens 9 + 28."""
+    layers = ["sliding_attention", "full_attention", "sliding_attention"]
+    config = AutoConfig.for_model(
+        "gemma3_text", **{**SMALL, "head_dim": 16, "sliding_window": 4, "layer_types": layers}
+    )
+    weights = 3 * (64 * (2 * 4 + 2 * 2) * 16 + 3 * 64 * 96) + 64 * 256
+    pairs = (9 + 49) + 2 * (9 + 28)
+    assert estimated(config, [3, 7]) == pytest.approx(6 * weights * 10 + 12 * pairs * 4 * 16)
+
+
+# ---- vision
+
+ROPE = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}
+TOKENS = {"image_token_id": 250, "video_token_id": 251, "vision_start_token_id": 252, "vision_end_token_id": 253}
+TOWERS = {
+    "qwen2_vl": {"depth": 2, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2, "num_heads": 2, "patch_size": 4},
+    "qwen2_5_vl": {"depth": 3, "hidden_size": 32, "intermediate_size": 40, "num_heads": 2, "patch_size": 4,
+                   "out_hidden_size": 64, "window_size": 16, "fullatt_block_indexes": [1]},
+    "qwen3_vl": {"depth": 3, "hidden_size": 32, "intermediate_size": 40, "num_heads": 2, "patch_size": 4,
+                 "out_hidden_size": 64, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_formula_equals_the_weights_that_are_built(family):
-    """All experts are active, so that every matrix of the model multiplies every token."""
-    config = AutoConfig.for_model(family, **{**SMALL, **FAMILIES[family]})
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    matrices = sum(p.numel() for p in model.parameters() if p.dim() > 1)
-    if family == "apertus":  # and the norms of queries and keys
-        matrices += sum(p.numel() for n, p in model.named_parameters() if "q_norm" in n or "k_norm" in n)
-    lengths = [3, 7]
-    layers, heads = 3, 4
-    head_dim = 10 if family == "deepseek_v3" else getattr(config, "head_dim", None) or 8
-    pairs = layers * (9 + 49)
-    if family == "gemma3_text":  # two layers look back 4 tokens
-        pairs = (9 + 49) + 2 * (3 * 3 + 7 * 4)
-    want = 6 * matrices * 10 + 12 * pairs * heads * head_dim
-    achieved, promised = FlopsCounter(config).estimate_flops(lengths, delta_time=2.0)
-    assert achieved * 2e12 == pytest.approx(want, rel=1e-9)
-    assert promised > 0
+@pytest.mark.parametrize("family", TOWERS)
+def test_vision_models_are_counted_as_torch_counts_them(family):
+    torch.manual_seed(0)
+    grid, images = torch.tensor([[1, 8, 8], [1, 4, 8]]), [64, 32]
+    config = AutoConfig.for_model(
+        family, text_config={**SMALL, "rope_parameters": ROPE, "head_dim": 16}, vision_config=TOWERS[family], **TOKENS
+    )
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    ids = torch.tensor([[252, *[250] * 16, 253, 252, *[250] * 8, 253, 7, 8, 9]])
+    pixels = torch.randn(96, 3 * 2 * 4 * 4)
+    kinds = {"mm_token_type_ids": (ids == 250).long()}
+    want = counted(model, input_ids=ids, pixel_values=pixels, image_grid_thw=grid, **kinds)
+    assert estimated(config, [ids.shape[1]], images) == pytest.approx(want, rel=TOLERANCE)
+    text_only = counted(model, input_ids=ids[:, -3:].contiguous())
+    assert estimated(config, [3]) == pytest.approx(text_only, rel=TOLERANCE)
 
 
-def test_nested_text_config_and_unknown_families(caplog):
-    class Config:
-        model_type = "qwen2_5_vl"
-        text_config = AutoConfig.for_model("qwen2", **SMALL)
-
-    plain = FlopsCounter(Config.text_config).estimate_flops([5], 1.0)
-    assert FlopsCounter(Config()).estimate_flops([5], 1.0) == plain
-
+def test_unknown_families_count_nothing(caplog):
     class Unknown:
         model_type = "mystery"
 
     assert FlopsCounter(Unknown()).estimate_flops([5], 1.0)[0] == 0
     assert "'mystery'" in caplog.text
-    assert FlopsCounter(Config()).estimate_flops([5], 0.0)[0] == 0
+    assert FlopsCounter(AutoConfig.for_model("qwen2", **SMALL)).estimate_flops([5], 0.0)[0] == 0
 
 
 @pytest.mark.parametrize("name, tflops", [("cpu", 0.448), ("NVIDIA H200", 989), ("NVIDIA H20", 148),

@@ -1,18 +1,18 @@
-"""Floating point operations of a training step, and what the device could do."""
+"""Floating point operations of a training step, and what the device could do.
+
+A matrix of W weights costs 6 W operations for each token that it multiplies in a pass forward and backward; a pair of
+positions that attention compares costs 6 for each channel of a query head, and 6 for each of a value head. Attention
+counts all pairs of a sequence, also those that a causal mask leaves out; nothing is counted for looking up embeddings.
+"""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from verl.utils.device import get_device_name, get_torch_device
+from verl.utils.flops_vision import vision_flops
 
 logger = logging.getLogger(__name__)
-
-_DENSE = (
-    "llama", "qwen2", "qwen2_vl", "qwen2_5_vl", "qwen3", "qwen3_vl", "minicpmv", "minicpmo", "mistral", "seed_oss",
-    "glm4v",
-)  # fmt: skip
-_MOE = ("qwen2_moe", "qwen3_moe", "qwen3_vl_moe")
 
 _PROMISED_TFLOPS = (  # the first whose name is part of the device's
     ("GB200", 2500.0),
@@ -44,10 +44,24 @@ def get_device_flops(device_name: str | None = None) -> float:
     return next((tflops for part, tflops in _PROMISED_TFLOPS if part in device_name), float("inf"))
 
 
-def _attention_weights(config: Any) -> int:
-    """Count the weights of the projections of a layer."""
+# ---- weights that multiply a token in one layer
+
+
+def _attention(config: Any) -> int:
+    """Count the projections of queries, keys, values and outputs."""
     heads, kv_heads = config.num_attention_heads, _kv_heads(config)
     return int(config.hidden_size * (2 * heads + 2 * kv_heads) * _head_dim(config))
+
+
+def _latent_attention(config: Any) -> int:
+    """Count the projections of DeepSeek-V3's attention, down to the latent spaces and up from them."""
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    query_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
+    rank = config.q_lora_rank
+    query = hidden * heads * query_dim if rank is None else rank * (hidden + heads * query_dim)
+    latent = hidden * (config.kv_lora_rank + config.qk_rope_head_dim)
+    expand = config.kv_lora_rank * heads * (config.qk_nope_head_dim + config.v_head_dim)
+    return int(query + latent + expand + heads * config.v_head_dim * hidden)
 
 
 def _kv_heads(config: Any) -> int:
@@ -58,96 +72,122 @@ def _head_dim(config: Any) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
-def _embeddings(config: Any) -> int:
-    return int(2 * config.vocab_size * config.hidden_size)
+def _gated(config: Any, layer: int) -> int:
+    return int(3 * config.hidden_size * config.intermediate_size)
 
 
-def _squares(lengths: Sequence[int], window: int | None = None) -> int:
-    """Add up how many positions each token of each sequence is compared with."""
+def _ungated(config: Any, layer: int) -> int:
+    return int(2 * config.hidden_size * config.intermediate_size)
+
+
+def _experts(config: Any, width: int, experts: int) -> int:
+    """Count the experts that a token goes through, and the router."""
+    return int(3 * config.hidden_size * config.num_experts_per_tok * width + config.hidden_size * experts)
+
+
+def _qwen_experts(config: Any, layer: int) -> int:
+    """Count a layer of Qwen2-MoE, which has a gated shared expert, or of Qwen3-MoE; some layers may be dense."""
+    dense = layer in (getattr(config, "mlp_only_layers", None) or ())
+    if dense or (layer + 1) % (getattr(config, "decoder_sparse_step", None) or 1):
+        return _gated(config, layer)
+    shared = getattr(config, "shared_expert_intermediate_size", None) or 0
+    own = config.hidden_size * (3 * shared + 1) if shared else 0
+    return _experts(config, config.moe_intermediate_size, config.num_experts) + int(own)
+
+
+def _all_experts(config: Any, layer: int) -> int:
+    """Count a layer of Mixtral or gpt-oss, whose experts are as wide as a dense layer would be."""
+    return _experts(config, config.intermediate_size, config.num_local_experts)
+
+
+def _deepseek_experts(config: Any, layer: int) -> int:
+    """Count a layer of DeepSeek-V3 or GLM-4-MoE: the first ones are dense, the others have shared experts too."""
+    if layer < config.first_k_dense_replace:
+        return _gated(config, layer)
+    shared = 3 * config.hidden_size * config.moe_intermediate_size * (config.n_shared_experts or 0)
+    return _experts(config, config.moe_intermediate_size, config.n_routed_experts) + int(shared)
+
+
+# ---- a whole text model
+
+
+def _pairs(config: Any, layer: int, lengths: Iterable[int]) -> int:
+    """Add up how many positions each token is compared with, in a layer that may look back a window only."""
+    kinds = getattr(config, "layer_types", None)
+    sliding = kinds is not None and layer < len(kinds) and kinds[layer] == "sliding_attention"
+    window = getattr(config, "sliding_window", None) if sliding else None
     return sum(length * min(length, window or length) for length in lengths)
 
 
-def _uniform(config: Any, mlp_weights: int, lengths: Sequence[int], extra_weights: int = 0) -> float:
-    """Count a model whose layers are alike and attend to everything: 6 a weight and token, 12 a pair and channel."""
-    layers = config.num_hidden_layers
-    weights = layers * (mlp_weights + _attention_weights(config) + extra_weights) + _embeddings(config)
-    pairs = _squares(lengths) * _head_dim(config) * config.num_attention_heads * layers
-    return float(6 * weights * sum(lengths) + 12 * pairs)
+class _Text:
+    """The layers of a text model."""
+
+    def __init__(
+        self,
+        mlp: Callable[[Any, int], int],
+        attention: Callable[[Any], int] = _attention,
+        channels: Callable[[Any], int] = lambda config: 2 * _head_dim(config),
+    ) -> None:
+        self.mlp, self.attention, self.channels = mlp, attention, channels
+
+    def __call__(self, config: Any, lengths: Sequence[int], num_outputs: int) -> float:
+        layers = range(config.num_hidden_layers)
+        weights = sum(self.attention(config) + self.mlp(config, layer) for layer in layers)
+        weights += config.hidden_size * num_outputs
+        pairs = sum(_pairs(config, layer, lengths) for layer in layers)
+        return 6.0 * (weights * sum(lengths) + pairs * config.num_attention_heads * self.channels(config))
 
 
-def _dense(config: Any, lengths: Sequence[int]) -> float:
-    return _uniform(config, 3 * config.hidden_size * config.intermediate_size, lengths)
-
-
-def _moe(config: Any, lengths: Sequence[int]) -> float:
-    expert = 3 * config.hidden_size * config.moe_intermediate_size
-    router = config.hidden_size * config.num_experts
-    return _uniform(config, config.num_experts_per_tok * expert + router, lengths)
-
-
-def _apertus(config: Any, lengths: Sequence[int]) -> float:
-    mlp = 2 * config.hidden_size * config.intermediate_size
-    return _uniform(config, mlp, lengths, extra_weights=2 * _head_dim(config))
-
-
-def _gemma3(config: Any, lengths: Sequence[int]) -> float:
-    """Count layers of which some attend to a window only."""
-    layers, heads = config.num_hidden_layers, config.num_attention_heads
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * layers
-    mlp = 3 * config.hidden_size * config.intermediate_size
-    weights = layers * (mlp + _attention_weights(config)) + _embeddings(config)
-    pairs = sum(_squares(lengths, config.sliding_window if kind == "sliding_attention" else None) for kind in kinds)
-    return float(6 * weights * sum(lengths) + 12 * pairs * _head_dim(config) * heads)
-
-
-def _deepseek_v3(config: Any, lengths: Sequence[int]) -> float:
-    """Count latent attention, dense first layers, then routed and shared experts."""
-    hidden, heads, layers = config.hidden_size, config.num_attention_heads, config.num_hidden_layers
-    head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
-    query = (
-        hidden * heads * head_dim if config.q_lora_rank is None else config.q_lora_rank * (hidden + heads * head_dim)
-    )
-    latent = hidden * (config.kv_lora_rank + config.qk_rope_head_dim)
-    expand = config.kv_lora_rank * heads * (config.qk_nope_head_dim + config.v_head_dim)
-    attention = query + latent + expand + heads * config.v_head_dim * hidden
-    experts = 3 * hidden * config.moe_intermediate_size * (config.num_experts_per_tok + config.n_shared_experts)
-    sparse = experts + hidden * config.n_routed_experts
-    num_dense = config.first_k_dense_replace
-    weights = (
-        layers * attention
-        + num_dense * 3 * hidden * config.intermediate_size
-        + (layers - num_dense) * sparse
-        + _embeddings(config)
-    )
-    return float(6 * weights * sum(lengths) + 12 * _squares(lengths) * layers * head_dim * heads)
-
-
-_FAMILIES: dict[str, Callable[[Any, Sequence[int]], float]] = {
-    **dict.fromkeys(_DENSE, _dense),
-    **dict.fromkeys(_MOE, _moe),
-    "deepseek_v3": _deepseek_v3,
-    "gemma3": _gemma3,
-    "gemma3_text": _gemma3,
-    "apertus": _apertus,
+_DENSE = _Text(_gated)
+_LATENT = _Text(
+    _deepseek_experts,
+    _latent_attention,
+    lambda config: int(config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim),
+)
+_DENSE_FAMILIES = (
+    *("llama", "qwen2", "qwen2_vl", "qwen2_5_vl", "qwen3", "qwen3_vl", "minicpmv", "minicpmo", "mistral", "seed_oss"),
+    *("glm4v", "gemma", "gemma2", "gemma3"),
+)
+_FAMILIES: dict[str, _Text] = {
+    **dict.fromkeys(_DENSE_FAMILIES, _DENSE),
+    **dict.fromkeys(("qwen2_moe", "qwen3_moe", "qwen3_vl_moe"), _Text(_qwen_experts)),
+    **dict.fromkeys(("mixtral", "gpt_oss"), _Text(_all_experts)),
+    "glm4_moe": _Text(_deepseek_experts),
+    "deepseek_v3": _LATENT,
+    "apertus": _Text(_ungated),
 }
 
 
 class FlopsCounter:
-    """Estimates the work of forward and backward passes of a model by its HF config."""
+    """Estimates the work of forward and backward passes of a model by its HF config.
 
-    def __init__(self, config: Any) -> None:
+    Args: ``num_outputs`` is the width of the head, by default that of the vocabulary; a value model has 1. A tower
+    that does not learn, ``frozen_vision``, goes forward only.
+    """
+
+    def __init__(self, config: Any, num_outputs: int | None = None, frozen_vision: bool = False) -> None:
         kind = config.model_type
-        self.estimate = _FAMILIES.get(kind) or _FAMILIES.get(kind.removesuffix("_text"))
-        if self.estimate is None:
+        self._text = _FAMILIES.get(kind) or _FAMILIES.get(kind.removesuffix("_text"))
+        if self._text is None:
             logger.warning("FLOPs of model_type %r are not known: its MFU is reported as 0", kind)
         self.config = getattr(config, "text_config", None) or config
+        self.vision_config = getattr(config, "vision_config", None)
+        self.num_outputs = num_outputs
+        self.vision_passes = 1 / 3 if frozen_vision else 1.0
 
-    def estimate_flops(self, batch_seqlens: Sequence[int], delta_time: float) -> tuple[float, float]:
+    def estimate_flops(
+        self, batch_seqlens: Sequence[int], delta_time: float, images_seqlens: Sequence[int] = ()
+    ) -> tuple[float, float]:
         """Return (achieved, promised) TFLOP/s for sequences of these lengths trained on in ``delta_time`` seconds.
+
+        Args: ``images_seqlens`` are the patches of each image and each frame of a video, before they are merged.
 
         A pass without gradient does a third of that work.
         """
         promised = get_device_flops()
-        if self.estimate is None or delta_time <= 0:
+        if self._text is None or delta_time <= 0:
             return 0.0, promised
-        return self.estimate(self.config, batch_seqlens) / delta_time / 1e12, promised
+        flops = self._text(self.config, batch_seqlens, self.num_outputs or self.config.vocab_size)
+        if images_seqlens:
+            flops += vision_flops(self.vision_config, images_seqlens) * self.vision_passes
+        return flops / delta_time / 1e12, promised

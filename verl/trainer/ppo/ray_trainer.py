@@ -36,6 +36,7 @@ from verl.trainer.ppo.utils import (
 )
 from verl.trainer.ppo.validation import validate
 from verl.utils.debug.metrics import calculate_debug_metrics
+from verl.utils.flops_vision import image_lengths
 from verl.utils.metric import reduce_metrics
 from verl.utils.profiler import marked_timer
 from verl.utils.rollout_skip import RolloutSkip
@@ -278,10 +279,10 @@ class RayPPOTrainer:
         if self.use_reference_policy and (not needs_full_kl(self.config) or self.config.algorithm.use_kl_in_reward):
             with self._timed("ref", timing):
                 group = self.actor_rollout_wg if self.ref_in_actor else self.ref_policy_wg
-                batch = batch.union(group.compute_ref_log_prob(_for_model(batch)))
+                batch = batch.union(_without_metrics(group.compute_ref_log_prob(_for_model(batch)), metrics))
         if self.use_critic:
             with self._timed("values", timing):
-                batch = batch.union(self.critic_wg.compute_values(_for_model(batch)))
+                batch = batch.union(_without_metrics(self.critic_wg.compute_values(_for_model(batch)), metrics))
         return batch
 
     def shape(self, batch: DataProto, metrics: Metrics, timing: Timing) -> DataProto:
@@ -343,13 +344,14 @@ class RayPPOTrainer:
             self._balance_batch(batch, metrics)
         batch.meta_info["global_steps"] = self.global_steps
         batch.meta_info["global_token_num"] = batch.batch["attention_mask"].sum(-1).tolist()
+        batch.meta_info["images_seqlens"] = image_lengths(batch.non_tensor_batch.get("multi_modal_inputs", ()))
         return batch
 
     def _take_timing(self, output: DataProto, metrics: Metrics, timing: Timing) -> None:
         """Take over what the rollout has measured; seconds of several calls in a step add up."""
         for name, value in output.meta_info.pop("timing", {}).items():
             timing[name] = value if "/" in name else timing.get(name, 0.0) + value
-        metrics.update(reduce_metrics(output.meta_info.pop("metrics", {})))
+        _without_metrics(output, metrics)
 
     def _greedy_baseline(self, batch: DataProto, prompts: DataProto, metrics: Metrics, timing: Timing) -> torch.Tensor:
         """Return the score of one greedy response per prompt, (num_prompts,), as ReMax subtracts it.
@@ -383,7 +385,7 @@ class RayPPOTrainer:
         metrics.update(log_seqlen_unbalance(lengths, partitions, prefix=logging_prefix))
 
     def _add_old_log_probs(self, batch: DataProto, metrics: Metrics) -> DataProto:
-        output = self.actor_rollout_wg.compute_log_prob(_for_model(batch))
+        output = _without_metrics(self.actor_rollout_wg.compute_log_prob(_for_model(batch)), metrics)
         entropy = agg_loss(
             loss_mat=output.batch.pop("entropys"),
             loss_mask=batch.batch["response_mask"],
@@ -467,6 +469,12 @@ class RayPPOTrainer:
     def _stop_profiling(self, timing: Timing) -> None:
         """Stop the role profilers, where they do not run on into the next step."""
         stop_profiling(self, timing)
+
+
+def _without_metrics(output: DataProto, metrics: Metrics) -> DataProto:
+    """Move the metrics of an answer of the workers to those of the step, and return the rest."""
+    metrics.update(reduce_metrics(output.meta_info.pop("metrics", {})))
+    return output
 
 
 def _for_model(batch: DataProto) -> DataProto:

@@ -8,7 +8,8 @@ from verl.single_controller.base.decorator import Dispatch, make_nd_compute_data
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.profiler.profile import DistProfiler
 from verl.workers.config.engine import NCCL_TIMEOUT_S
-from verl.workers.roles.base import EngineWorker, average_metrics, effective_engine_config, memory_metrics
+from verl.workers.roles.base import EngineWorker, average_metrics, effective_engine_config
+from verl.workers.roles.utils.accounting import memory_metrics
 from verl.workers.roles.utils.batching import Cut, per_rank_mini_batch, policy_update_meta, temperature_of
 from verl.workers.roles.utils.losses import as_engine_loss, ppo_loss
 from verl.workers.roles.utils.mismatch import finish_mismatch
@@ -85,7 +86,7 @@ class ActorWorker(EngineWorker):
         meta = policy_update_meta(config, data, self.train_cut, temperature_of(data))
         data.meta_info.update(meta, fault_point="update_actor")
         metrics: dict[str, Any] = {}
-        with self.mfu(metrics, "perf/mfu/actor", data, config.ppo_epochs), self.engine.train_mode():
+        with self.accounted(metrics, "actor", data, config.ppo_epochs), self.engine.train_mode():
             steps = self.train_mini_batches(
                 data,
                 self.mini_batch_size,

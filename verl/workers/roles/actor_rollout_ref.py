@@ -15,7 +15,8 @@ from verl.utils.profiler.performance import reduce_timing, simple_timer, topk_re
 from verl.utils.profiler.profile import DistProfiler
 from verl.workers.config import CheckpointConfig
 from verl.workers.engine import BaseEngine
-from verl.workers.roles.base import EngineWorker, average_metrics, effective_engine_config, memory_metrics
+from verl.workers.roles.base import EngineWorker, average_metrics, effective_engine_config
+from verl.workers.roles.utils.accounting import INFERENCE, begin_peak, memory_metrics, memory_of, mfu
 from verl.workers.roles.utils.batching import Cut, per_rank_micro_batch, per_rank_mini_batch, policy_update_meta
 from verl.workers.roles.utils.losses import ppo_loss
 from verl.workers.roles.utils.mismatch import finish_mismatch
@@ -133,6 +134,7 @@ class ActorRolloutRefWorker(EngineWorker):
         prompts.meta_info.setdefault("pad_token_id", self.model_config.pad_token_id)
         timing: dict[str, float] = {}
         self.sharding_manager.step = prompts.meta_info.get("global_steps")
+        begin_peak()
         with simple_timer("wake_and_sync", timing):
             self.sharding_manager.__enter__()
         behind = self._versions_behind()
@@ -149,8 +151,19 @@ class ActorRolloutRefWorker(EngineWorker):
             "generation_timing/min": shortest,
             "generation_timing/topk_ratio": ratio,
         }
-        output.meta_info["metrics"] = self._weight_sync_metrics() | behind
+        used = self._rollout_use(output, timing["generate_sequences"])
+        output.meta_info["metrics"] = self._weight_sync_metrics() | behind | used
         return output
+
+    def _rollout_use(self, output: DataProto, seconds: float) -> dict[str, float]:
+        """Return the memory of a generation, and the MFU of this rank's group: each token goes forward once."""
+        used = memory_of("rollout")
+        counter = self.flops_counters.get(id(self.engine)) if self._is_actor else None
+        if counter is not None and "attention_mask" in output.batch.keys():
+            lengths = output.batch["attention_mask"].sum(-1).tolist()
+            group = rollout_group_size(self.config.rollout)
+            used["perf/mfu/rollout"] = mfu(counter, lengths, seconds / INFERENCE, group)
+        return used
 
     def _versions_behind(self) -> dict[str, float]:
         """Return by how many updates the weights that are about to generate are older than the trainer's."""
@@ -171,8 +184,10 @@ class ActorRolloutRefWorker(EngineWorker):
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """Return ``old_log_probs`` and ``entropys`` (B, R); without adapters where meta ``is_lora`` is set."""
         without_adapter = data.meta_info.pop("is_lora", False)
-        output = self._infer(self.engine, data, self.log_prob_cut, entropy=True, without_adapter=without_adapter)
-        meta_info = {"temperature": self.config.rollout.temperature}
+        metrics: dict[str, Any] = {}
+        with self.accounted(metrics, "actor_infer", data):
+            output = self._infer(self.engine, data, self.log_prob_cut, entropy=True, without_adapter=without_adapter)
+        meta_info = {"temperature": self.config.rollout.temperature, "metrics": metrics}
         if self._is_actor and not without_adapter:
             meta_info[LOG_PROBS_VERSION] = self.engine.weights_version
         return DataProto.from_dict(
@@ -183,11 +198,12 @@ class ActorRolloutRefWorker(EngineWorker):
     @DistProfiler.annotate(color="olive", role="ref_compute_log_prob")
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Return ``ref_log_prob`` (B, R): the reference model, or the actor without its adapters."""
-        if self._is_ref:
-            output = self._infer(self.ref_engine, data, self.ref_cut, entropy=False)
-        else:
-            output = self._infer(self.engine, data, self.log_prob_cut, entropy=False, without_adapter=self._is_lora)
-        return DataProto.from_dict(tensors={"ref_log_prob": output["log_probs"]})
+        metrics: dict[str, Any] = {}
+        engine, cut = (self.ref_engine, self.ref_cut) if self._is_ref else (self.engine, self.log_prob_cut)
+        with self.accounted(metrics, "ref", data, engine=engine):
+            without_adapter = self._is_lora and not self._is_ref
+            output = self._infer(engine, data, cut, entropy=False, without_adapter=without_adapter)
+        return DataProto.from_dict(tensors={"ref_log_prob": output["log_probs"]}, meta_info={"metrics": metrics})
 
     def _infer(
         self, engine: BaseEngine, data: DataProto, cut: Cut, entropy: bool, without_adapter: bool = False
@@ -207,7 +223,7 @@ class ActorRolloutRefWorker(EngineWorker):
         data.meta_info.update(meta, fault_point="update_actor")
         metrics: dict[str, Any] = {}
         reference = self.ref_engine.eval_mode() if self._is_ref and config.uses_full_kl else nullcontext()
-        with self.mfu(metrics, "perf/mfu/actor", data, config.ppo_epochs), reference, self.engine.train_mode():
+        with self.accounted(metrics, "actor", data, config.ppo_epochs), reference, self.engine.train_mode():
             steps = self.train_mini_batches(
                 data,
                 self.mini_batch_size,

@@ -2,9 +2,8 @@
 
 import dataclasses
 import logging
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -23,6 +22,7 @@ from verl.utils.profiler.profile import DistProfiler, RoleProfilers
 from verl.utils.profiler.ranges import captured_range
 from verl.utils.py_functional import append_to_dict
 from verl.workers.engine import BaseEngine, EngineRegistry
+from verl.workers.roles.utils.accounting import INFERENCE, accounted
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -53,6 +53,7 @@ class EngineWorker(Worker, DistProfilerExtension):
         super().__init__()
         initialize_global_process_group_ray(timeout_second=timeout_s)
         self._weights_digest: tuple[int, str] | None = None
+        self.flops_counters: dict[int, FlopsCounter] = {}
 
     def register_mesh(self, name: str, group_size: int) -> None:
         """Let ``group_size`` neighbouring ranks take the same shard, and the first of them answer."""
@@ -103,7 +104,9 @@ class EngineWorker(Worker, DistProfilerExtension):
         )
         engine.freeze_vision_tower = freeze_vision_tower
         engine.initialize()
-        self.flops_counter = FlopsCounter(model_config.hf_config)
+        num_outputs = None if model_type == "language_model" else 1
+        counter = FlopsCounter(model_config.hf_config, num_outputs, frozen_vision=freeze_vision_tower)
+        self.flops_counters[id(engine)] = counter
         return engine
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -178,24 +181,17 @@ class EngineWorker(Worker, DistProfilerExtension):
                 self.profiler.step()
         return metrics
 
-    @contextmanager
-    def mfu(self, metrics: dict[str, Any], key: str, data: "DataProto", passes: float) -> Iterator[None]:
-        """Measure the share of the device's peak that the enclosed ``passes`` over the batch reach."""
-        start = time.perf_counter()
-        yield
-        seconds = time.perf_counter() - start
-        achieved, promised = self.flops_counter.estimate_flops(data.meta_info.get("global_token_num", []), seconds)
-        metrics[key] = achieved * passes / promised / self.world_size
-
-
-def memory_metrics() -> dict[str, float]:
-    """Return the device memory of this process and the host memory in use, in GiB."""
-    metrics = {"perf/cpu_memory_used_gb": psutil.virtual_memory().used / _GIB}
-    if is_cuda_available or is_npu_available:
-        device = get_torch_device()
-        metrics["perf/max_memory_allocated_gb"] = device.max_memory_allocated() / _GIB
-        metrics["perf/max_memory_reserved_gb"] = device.max_memory_reserved() / _GIB
-    return metrics
+    def accounted(
+        self,
+        metrics: dict[str, Any],
+        phase: str,
+        data: "DataProto",
+        passes: float = INFERENCE,
+        engine: BaseEngine | None = None,
+    ) -> AbstractContextManager[None]:
+        """Add to ``metrics`` what a task of this worker uses, by default forward passes of its own engine."""
+        counter = self.flops_counters.get(id(self.engine if engine is None else engine))
+        return accounted(metrics, phase, data, passes, counter, self.world_size)
 
 
 def effective_engine_config(engine: Any, node: Any, **overrides: Any) -> Any:

@@ -62,9 +62,10 @@ class CriticWorker(EngineWorker):
     def compute_values(self, data: DataProto) -> DataProto:
         """Return ``values`` (B, R), zero outside the response mask."""
         data.meta_info.update(self.infer_cut.as_meta())
-        with self.engine.eval_mode():
+        metrics: dict[str, Any] = {}
+        with self.accounted(metrics, "critic_infer", data), self.engine.eval_mode():
             output = self.engine.infer_batch(data)
-        return DataProto.from_dict(tensors={"values": output["values"]})
+        return DataProto.from_dict(tensors={"values": output["values"]}, meta_info={"metrics": metrics})
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="critic"))
     @DistProfiler.annotate(color="pink", role="critic_update", mini_batches=True)
@@ -72,7 +73,7 @@ class CriticWorker(EngineWorker):
         """Run ``ppo_epochs`` passes over this rank's shard and return metrics only."""
         data.meta_info.update(self.train_cut.as_meta(), fault_point="update_critic")
         metrics: dict[str, float] = {}
-        with self.mfu(metrics, "perf/mfu/critic", data, self.config.ppo_epochs), self.engine.train_mode():
+        with self.accounted(metrics, "critic", data, self.config.ppo_epochs), self.engine.train_mode():
             steps = self.train_mini_batches(
                 data,
                 self.mini_batch_size,

@@ -100,7 +100,13 @@ class RewardModelWorker(EngineWorker):
     @DistProfiler.annotate(color="brown", role="reward_model_score")
     def _compute(self, data: DataProto) -> DataProto:
         fault_point("compute_rm_score", rank=self.rank, step=data.meta_info.get("global_steps"))
-        scores, metrics = self.judge(data) if self.config.is_generative else self._classify(data)
+        if self.config.is_generative:
+            scores, metrics = self.judge(data)
+        else:
+            used: dict[str, float] = {}
+            with self.accounted(used, "reward_model", data):
+                scores, metrics = self._classify(data)
+            metrics |= used
         return DataProto.from_dict(
             tensors={"rm_scores": at_last_token(scores, data.batch["responses"], data.batch["attention_mask"])},
             meta_info={"metrics": metrics},
