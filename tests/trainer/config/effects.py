@@ -188,6 +188,8 @@ READERS = [
     Reader("trainer", "log_val_generations validation_data_dir", "trainer/ppo/validation.py", "config", STATE + "test_dumps_are_in_the_order_in_which_rows_were_asked_for"),
     Reader("trainer", "project_name experiment_name logger", "trainer/ppo/run.py", "trainer", "tests/utils/test_tracking.py::test_file_holds_one_object_per_step"),
     Reader("trainer", "record_samples record_digests", "trainer/ppo/ray_trainer.py", "self.config.trainer", "tests/trainer/ppo/test_trail.py::test_details_of_a_step"),
+    Reader("trainer", "prometheus", "trainer/ppo/run.py", "trainer", "tests/trainer/ppo/test_prometheus.py::test_gauges_by_name_and_tags"),
+    Reader(f"{ROLLOUT}.trace", "backend token2text", "trainer/ppo/traces.py", "trace", "tests/utils/test_rollout_trace.py::test_every_response_becomes_a_trace"),
     Reader("trainer", "report", "trainer/ppo/run.py", "trainer", "tests/utils/report/test_report.py::test_a_run_ends_with_a_report"),
     Reader("trainer", "live_view", "trainer/main_ppo.py", "config.trainer", "tests/utils/report/test_live.py::test_what_a_terminal_shows"),
     Reader("trainer", "nnodes n_gpus_per_node device", "trainer/main_ppo.py", "config.trainer", BATCHES + "test_pools_count_worker_processes"),

@@ -67,7 +67,7 @@ CHECKS: dict[str, dict[str, Check]] = {
         **dict.fromkeys(("total_training_steps", "max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep"), _NULL_SIZE),
         **dict.fromkeys(("save_freq", "test_freq"), _integer()),
         **dict.fromkeys(("log_val_generations", "esi_redundant_time", "critic_warmup", "record_samples"), _COUNT),
-        **dict.fromkeys(("record_digests", "report"), _BOOL),
+        **dict.fromkeys(("record_digests", "report", "prometheus"), _BOOL),
         **dict.fromkeys(("balance_batch", "val_before_train", "val_only", "del_local_ckpt_after_load"), _BOOL),
         **dict.fromkeys(("project_name", "experiment_name", "default_local_dir"), _TEXT),
         **dict.fromkeys(("rollout_data_dir", "validation_data_dir", "default_hdfs_dir", "wandb_proxy"), _NULL_TEXT),

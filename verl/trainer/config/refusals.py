@@ -55,7 +55,6 @@ _FIXED: list[tuple[str, str, dict[str, Any]]] = [
             "custom_async_server.name": None,
         },
     ),
-    ("tracing is not supported yet", f"{ROLLOUT}.trace", {"backend": None, "token2text": False}),
     (
         "is read by SGLang, which is not supported yet",
         ROLLOUT,

@@ -13,6 +13,7 @@ from verl.trainer.ppo.metric_utils import (
 )
 from verl.trainer.ppo.profiling import dump_memory
 from verl.trainer.ppo.startup import CLOCK
+from verl.trainer.ppo.traces import trace_batch
 from verl.utils.checkpoint import should_save_ckpt_esi
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ def finish_step(
     sampler = trainer.train_dataloader.sampler
     if hasattr(sampler, "update"):
         sampler.update(batch=batch)
+    trace_batch(trainer, batch, batch.batch["token_level_scores"].sum(-1))
     details = trainer.trail.finish(trainer, batch, metrics)
     trainer.output.step(metrics, step, details)
     dump_memory(trainer)

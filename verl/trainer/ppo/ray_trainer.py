@@ -25,6 +25,7 @@ from verl.trainer.ppo.reward import PendingReward
 from verl.trainer.ppo.run import RunOutput
 from verl.trainer.ppo.startup import CLOCK
 from verl.trainer.ppo.steps import set_total_training_steps
+from verl.trainer.ppo.traces import start_traces
 from verl.trainer.ppo.trail import NO_TRAIL, Trail
 from verl.trainer.ppo.utils import (
     Role,
@@ -194,6 +195,7 @@ class RayPPOTrainer:
         resumed = self._load_checkpoint()
         check_steps(self.config, self.total_training_steps, resumed or 0)
         self.output = RunOutput(self.config, resumed, self.total_training_steps)
+        start_traces(self.config)
         self.trail = Trail(self.config.trainer.record_digests, self.config.trainer.record_samples)
         if self.config.actor_rollout_ref.rollout.skip_rollout:
             RolloutSkip(self.config, self.actor_rollout_wg).wrap_generate_sequences()

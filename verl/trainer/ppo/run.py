@@ -8,9 +8,11 @@ from omegaconf import OmegaConf
 
 from verl.trainer.ppo.checkpoint import run_folder
 from verl.trainer.ppo.progress import Progress
+from verl.trainer.ppo.prometheus import PrometheusMetrics
 from verl.utils.console import get_console
 from verl.utils.curves import draw_curves
 from verl.utils.report.page import write_report
+from verl.utils.rollout_trace import RolloutTraceConfig
 from verl.utils.run_record import RunRecord
 from verl.utils.tracking import Tracking, ValidationGenerationsLogger
 
@@ -34,6 +36,9 @@ class RunOutput:
         )
         self.generations = ValidationGenerationsLogger(trainer.project_name, trainer.experiment_name)
         self.progress = Progress(total_steps, resumed_step or 0)
+        self.prometheus = (
+            PrometheusMetrics(trainer.project_name, trainer.experiment_name) if trainer.prometheus else None
+        )
         if resumed_step is not None:
             get_console().info("resumed after step %d of %d", resumed_step, total_steps)
 
@@ -42,6 +47,8 @@ class RunOutput:
         self.record.log(metrics, step, details)
         self.tracking.log(metrics, step)
         self.progress.note(metrics)
+        if self.prometheus is not None:
+            self.prometheus.publish(metrics, details)
 
     def step(self, metrics: Mapping[str, Any], step: int, details: Mapping[str, Any] | None = None) -> None:
         """Publish the metrics of a finished step."""
@@ -55,6 +62,7 @@ class RunOutput:
     def close(self, finished: bool) -> None:
         """Close the outputs, write the report, and draw the curves of a run that was not broken off."""
         self.progress.close()
+        RolloutTraceConfig.finish()
         self.tracking.finish()
         if not self.record.steps:
             return

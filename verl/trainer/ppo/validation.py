@@ -12,6 +12,7 @@ from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.trainer.ppo.dumps import dump_generations, ground_truths
 from verl.trainer.ppo.metric_utils import failure_metrics, process_validation_metrics
 from verl.trainer.ppo.phases import check_rollout
+from verl.trainer.ppo.traces import trace_batch
 from verl.utils.seeding import prompt_uids, sampling_seeds
 
 if TYPE_CHECKING:
@@ -95,6 +96,7 @@ def _score(trainer: "RayPPOTrainer", batch: DataProto, samples: ValidationSample
     if trainer.val_reward_fn is None:
         raise ValueError("validation needs a reward function: val_reward_fn of the trainer is None")
     result = trainer.val_reward_fn(batch, return_dict=True)
+    trace_batch(trainer, batch, result["reward_tensor"].sum(-1), validate=True)
     scores = result["reward_tensor"].sum(-1).tolist()
     count = len(scores)
     decode = trainer.tokenizer.batch_decode

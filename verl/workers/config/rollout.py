@@ -1,11 +1,13 @@
 """Generation: engine, sampling, and the parts of multi-turn rollout."""
 
+import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from verl.base_config import BaseConfig, Violation
 from verl.utils.profiler.config import ProfilerConfig
+from verl.utils.rollout_trace import BACKENDS
 from verl.workers.config.actor import positive_rules
 
 ROLLOUTS = ("vllm", "sglang", "hf")
@@ -93,6 +95,14 @@ class TraceConfig(BaseConfig):
 
     backend: str | None = None
     token2text: bool = False
+
+    def rules(self) -> Iterator[Violation]:
+        """Yield a backend that is not known, or whose package is not installed."""
+        if self.backend not in (None, *BACKENDS):
+            yield Violation("backend", self.backend, f"must be null or one of {', '.join(BACKENDS)}")
+        elif self.backend is not None and importlib.util.find_spec(self.backend) is None:
+            expected = f"needs the package {self.backend}, which is not installed: install it, or write null"
+            yield Violation("backend", self.backend, expected)
 
 
 @dataclass

@@ -114,8 +114,8 @@ class EngineWorker(Worker, DistProfilerExtension):
         """Return what the record of the run keeps of this rank since the last report.
 
         ``seconds`` in each method that the driver has called (waiting for other ranks included, but in
-        ``generation``), ``memory`` of this process in GiB and, where asked for, ``digests`` of its weights and of its
-        random state.
+        ``generation``), ``memory`` of this process in GiB, what its engine has generated last (``generation``) and,
+        where asked for, ``digests`` of its weights and of its random state.
         """
         calls, self.seconds_by_call = self.seconds_by_call, {}
         seconds = {call: spent for call, spent in calls.items() if call[0] != "_" and call not in _NOT_OF_A_STEP}
@@ -123,6 +123,9 @@ class EngineWorker(Worker, DistProfilerExtension):
         if is_cuda_available or is_npu_available:
             memory["device_gb"] = get_torch_device().memory_allocated() / _GIB
         report = {"rank": self.rank, "seconds": seconds, "memory": memory}
+        generation = getattr(getattr(self, "rollout", None), "last_generation", None)
+        if generation:
+            report["generation"] = generation
         if digests:
             report["digests"] = {"random_state": random_state_digest()} | self._digest_of_weights()
         return report
