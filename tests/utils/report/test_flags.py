@@ -46,7 +46,11 @@ def broken(records, kind):
         ("stale weights", (12, 12), "step 12 sampled with weights that were up to 1 updates old"),
         ("rollout mismatch", (17, 17), "step 17 log-probabilities of rollout and trainer differ by up to 0.05"),
         ("length explosion", (18, 22), "of the responses are cut off"),
-        ("straggler", (1, 1), "rank 1 of actor_rollout takes 2.0 times as long as the others for generation, in 40"),
+        (
+            "straggler",
+            (1, 1),
+            "rank 1 of actor_rollout takes 2.0 times as long as the others for generation, and .* in 40 of 40",
+        ),
         ("memory growth", (14, 14), r"rank 0 of actor_rollout grew .* 5\d MiB a step|rank 0 .* 4\d MiB a step"),
         ("not finite", (9, 9), "actor/grad_norm is not a finite number in step 9"),
         ("failed scores", (5, 5), "in steps 5, 6 up to 25.0%"),

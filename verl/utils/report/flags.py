@@ -21,7 +21,7 @@ ENTROPY_LEFT, ENTROPY_LOW = 0.1, 0.1
 SOLVED = 0.95
 MISMATCH_FACTOR, MISMATCH_FLOOR = 20.0, 1e-3
 LENGTH_FACTOR, CUT_SHARE = 2.0, 0.2
-SLOW_FACTOR, SLOW_SHARE, SLOW_SECONDS = 1.5, 0.8, 0.05
+SLOW_FACTOR, SLOW_SHARE, SLOW_SECONDS = 1.33, 0.8, 0.05
 GROWTH_SHARE, GROWTH_GB, GROWTH_ORDER, STILL_GROWING = 0.1, 0.1, 0.9, 0.15
 
 
@@ -154,20 +154,21 @@ def _length_explosion(entries: Entries) -> Iterator[Flag]:
 
 
 def _straggler(entries: Entries) -> Iterator[Flag]:
-    """One and the same worker takes half as long again as the others, in most steps."""
+    """One and the same worker is the slowest in most steps, and a third slower than the others in half of them."""
     for (group, call), steps in seconds_of_workers(entries).items():
-        slow: dict[int, list[tuple[int, float]]] = {}
+        slowest: dict[int, list[tuple[int, float, float]]] = {}
         for step, seconds in steps:
             rank = max(range(len(seconds)), key=seconds.__getitem__)
             others = statistics.median(seconds[:rank] + seconds[rank + 1 :])
-            if seconds[rank] > SLOW_FACTOR * others and seconds[rank] - others > SLOW_SECONDS:
-                slow.setdefault(rank, []).append((step, seconds[rank] / max(others, 1e-9)))
-        for rank, times in slow.items():
-            if len(steps) >= MIN_STEPS and len(times) >= SLOW_SHARE * len(steps):
-                factor = statistics.median(ratio for _, ratio in times)
+            slowest.setdefault(rank, []).append((step, seconds[rank] / max(others, 1e-9), seconds[rank] - others))
+        for rank, times in slowest.items():
+            if len(steps) < MIN_STEPS or len(times) < SLOW_SHARE * len(steps):
+                continue
+            factor = statistics.median(ratio for _, ratio, _ in times)
+            if factor > SLOW_FACTOR and statistics.median(excess for _, _, excess in times) > SLOW_SECONDS:
                 reason = (
-                    f"rank {rank} of {group} takes {factor:.1f} times as long as the others for {call}, in "
-                    f"{len(times)} of {len(steps)} steps"
+                    f"rank {rank} of {group} takes {factor:.1f} times as long as the others for {call}, and is the "
+                    f"slowest in {len(times)} of {len(steps)} steps"
                 )
                 yield Flag("straggler", times[0][0], reason, "workers")
 
