@@ -21,19 +21,21 @@ SMOOTH = {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-3}
 LAYERS = {"num_hidden_layers": 4}
 TP, PP, CP = ({f"{axis}_parallel_size": 2} for axis in ("tensor_model", "pipeline_model", "context"))
 EP = {"expert_model_parallel_size": 2}
+OFFLOAD = dict.fromkeys(("param_offload", "grad_offload", "optimizer_offload"), True)
+PLAIN = {"use_distributed_optimizer": False}
 VPP = PP | {"virtual_pipeline_model_parallel_size": 2}
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
-    1: {"one": {}, "one, plain optimizer": {"use_distributed_optimizer": False}},
+    1: {"one, offloaded": OFFLOAD, "one, plain optimizer": PLAIN},
     2: {
         "tp 2, sequence parallel": TP,
-        "tp 2": TP | {"sequence_parallel": False, "use_distributed_optimizer": False},
+        "tp 2, plain optimizer, offloaded": TP | PLAIN | OFFLOAD | {"sequence_parallel": False},
         "pp 2": PP,
         "pp 2 x 2 virtual": VPP,
-        "cp 2": CP | {"use_distributed_optimizer": False},
-        "dp 2": {},
-        "dp 2, plain optimizer": {"use_distributed_optimizer": False},
+        "cp 2": CP | PLAIN,
+        "dp 2, offloaded": OFFLOAD,
+        "dp 2, plain optimizer": PLAIN,
         "ep 2": EP,
-        "ep 2, plain optimizer": EP | {"use_distributed_optimizer": False},
+        "ep 2, plain optimizer, offloaded": EP | PLAIN | OFFLOAD,
     },
     4: {
         "pp 2 ep 2": PP | EP,

@@ -72,9 +72,6 @@ class ModelBuilder:
         for name, wanted in (("lora_rank", 0), ("use_liger", False), ("enable_activation_offload", False)):
             if (value := getattr(self.model_config, name, wanted)) != wanted:
                 raise ValueError(f"model.{name}={as_yaml(value)} is not supported with strategy=megatron")
-        for key in ("param_offload", "grad_offload", "optimizer_offload"):
-            if getattr(self.engine_config, key) and self.layout.device.type != "cpu":
-                raise ValueError(f"megatron.{key}=true is not supported yet: write false")
         for name in ("num_attention_heads", "num_key_value_heads"):
             heads = getattr(self.hf_config, name)
             if heads % self.layout.tp_size:

@@ -22,6 +22,7 @@ from verl.workers.engine.megatron.checkpoint import MegatronCheckpointManager
 from verl.workers.engine.megatron.export import exported_weights
 from verl.workers.engine.megatron.forward import Forward, Round, check_positions
 from verl.workers.engine.megatron.layout import Layout, make_layout
+from verl.workers.engine.megatron.offload import Offload
 from verl.workers.engine.megatron.optim import build_optimizer, build_scheduler
 from verl.workers.engine.micro_batch import MicroBatch, check_rows, cut, response_mask_of
 
@@ -61,7 +62,9 @@ class MegatronEngine(BaseEngine):
         self.skipped_steps = 0
         self._version = 0
         self._checkpoint_manager: MegatronCheckpointManager | None = None
+        self._depth = 0
         self.layout: Layout
+        self.offload: Offload
 
     # ---- start
 
@@ -88,37 +91,66 @@ class MegatronEngine(BaseEngine):
             dtype = model_dtype(config, self.layout.device)
             self.optimizer = build_optimizer(self.module, self.optimizer_config, config, dtype)
             self.lr_scheduler = build_scheduler(self.optimizer, self.optimizer_config)
+        self.offload = Offload(self.module, self.optimizer, self.layout.device)
         self._set_training(False)
+        self._unload()
 
     # ---- modes
 
     @contextmanager
     def train_mode(self) -> Iterator[None]:
         """Hold parameters, gradients and optimizer state on the device, dropout on."""
-        self._set_training(True)
-        try:
-            yield
-        finally:
-            self.optimizer_zero_grad()
-            self._set_training(False)
+        with self._on_device("model", "grad", "optimizer"):
+            self._set_training(True)
+            try:
+                yield
+            finally:
+                self.optimizer_zero_grad()
+                self._set_training(False)
 
     @contextmanager
     def eval_mode(self) -> Iterator[None]:
         """Hold parameters on the device, dropout off."""
-        self._set_training(False)
-        yield
+        with self._on_device("model"):
+            self._set_training(False)
+            yield
 
     def _set_training(self, mode: bool) -> None:
         for module in self.module:
             module.train(mode)
 
-    def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
-        """Move parameters and optimizer state to ``device``: there is only one to be on.
+    # ---- offload
+
+    @contextmanager
+    def _on_device(self, *parts: str) -> Iterator[None]:
+        """Hold parts on the device until the outermost of these contexts ends."""
+        for part in parts:
+            self.offload.load(part)
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if not self._depth:
+                self._unload()
+
+    def _unload(self) -> None:
+        config = self.engine_config
+        self.to("cpu", model=config.param_offload, optimizer=config.optimizer_offload, grad=config.grad_offload)
+
+    def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+        """Move parts away to the host by ``cpu``, or back by ``device`` or the name of the device.
+
+        On a CPU worker ``cpu`` is away, too. A mode brings back what it needs.
 
         Raises: ValueError for another device.
         """
-        if torch.device(device).type != self.layout.device.type:
-            raise ValueError(f"the Megatron engine cannot move to {device!r}: offload is not supported yet")
+        away = torch.device(device).type == "cpu" if device != "device" else False
+        if not away and device != "device" and torch.device(device).type != self.layout.device.type:
+            raise ValueError(f"the Megatron engine cannot move to {device!r}: write cpu or {self.layout.device.type}")
+        for part, wanted in (("model", model), ("grad", grad), ("optimizer", optimizer)):
+            if wanted:
+                (self.offload.unload if away else self.offload.load)(part)
 
     # ---- forward and backward
 
@@ -175,6 +207,9 @@ class MegatronEngine(BaseEngine):
         forward_only: bool,
     ) -> None:
         """Drive the pipeline schedule over ``rounds`` micro-batches, those that this rank lacks being empty."""
+        needed = ("model",) if forward_only else ("model", "grad")
+        if away := [part for part in needed if self.offload.is_away(part)]:
+            raise RuntimeError(f"the engine's {' and '.join(away)} is offloaded: enter train_mode or eval_mode first")
         if self.layout.virtual_stages > 1:  # the interleaved schedule wants whole groups of micro-batches
             rounds = -(-rounds // self.layout.pp_size) * self.layout.pp_size
 
@@ -237,7 +272,7 @@ class MegatronEngine(BaseEngine):
 
     def optimizer_zero_grad(self) -> None:
         """Drop the accumulated gradient."""
-        if self.optimizer is None:
+        if self.optimizer is None or self.offload.is_away("grad"):
             return
         for module in self.module:
             module.zero_grad_buffer()
@@ -288,7 +323,8 @@ class MegatronEngine(BaseEngine):
         """
         if adapter_only:
             raise RuntimeError("the engine holds no adapter: model.lora_rank is 0")
-        yield from exported_weights(self.models, self.hf_config, self.is_value_model, self.layout)
+        value_of = self.offload.value_of  # of what is offloaded one tensor at a time moves to the device
+        yield from exported_weights(self.models, self.hf_config, self.is_value_model, self.layout, value_of)
 
     # ---- checkpoints
 
@@ -296,21 +332,23 @@ class MegatronEngine(BaseEngine):
         self, local_path: str, hdfs_path: str | None = None, global_step: int = 0, max_ckpt_to_keep: int | None = None
     ) -> None:
         """Write this rank's part of a checkpoint; collective."""
-        self.checkpoint_manager.save_checkpoint(
-            local_path=local_path,
-            hdfs_path=hdfs_path,
-            global_step=global_step,
-            max_ckpt_to_keep=max_ckpt_to_keep,
-            named_weights=self.named_weights(),
-        )
+        with self._on_device("model", "optimizer"):
+            self.checkpoint_manager.save_checkpoint(
+                local_path=local_path,
+                hdfs_path=hdfs_path,
+                global_step=global_step,
+                max_ckpt_to_keep=max_ckpt_to_keep,
+                named_weights=self.named_weights(),
+            )
 
     def load_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
     ) -> None:
         """Restore this rank's part of a checkpoint, whatever layout wrote it; collective."""
-        self.checkpoint_manager.load_checkpoint(
-            local_path=local_path, hdfs_path=hdfs_path, del_local_after_load=del_local_after_load
-        )
+        with self._on_device("model", "optimizer"):
+            self.checkpoint_manager.load_checkpoint(
+                local_path=local_path, hdfs_path=hdfs_path, del_local_after_load=del_local_after_load
+            )
         self._version += 1
 
     @property
