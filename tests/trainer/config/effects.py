@@ -264,7 +264,7 @@ MEGATRON = [
     Reader(LAYOUTS, "use_distributed_optimizer override_ddp_config", "workers/engine/megatron/build.py", "config", CONTRACT_MEGATRON + "test_three_steps_of_adamw"),
     Reader(LAYOUTS, "dtype", "workers/engine/megatron/build.py", "config", MEGATRON_ENGINE + "test_half_precision_keeps_an_fp32_copy"),
     Reader(LAYOUTS, "override_transformer_config", "workers/engine/megatron/build.py", "config", MEGATRON_ENGINE + "test_recompute_computes_layers_again"),
-    Reader(LAYOUTS, "param_offload grad_offload optimizer_offload", "workers/engine/megatron/build.py", LOOP),
+    Reader(LAYOUTS, "param_offload grad_offload optimizer_offload", "workers/engine/megatron/engine.py", "config", "tests/workers/engine/test_megatron_engine.py::test_offload_frees_each_part_by_its_own_switch"),
     Reader(OPTIMIZERS, "lr weight_decay betas clip_grad optimizer override_optimizer_config", "workers/engine/megatron/optim.py", "config", CONTRACT_MEGATRON + "test_three_steps_of_adamw"),
     Reader(OPTIMIZERS, "lr_warmup_steps_ratio lr_warmup_steps lr_warmup_init lr_decay_steps lr_decay_style min_lr lr_wsd_decay_style lr_wsd_decay_steps", "workers/engine/megatron/optim.py", "config", MEGATRON_ENGINE + "test_schedules"),
     Reader(OPTIMIZERS, "weight_decay_incr_style", "workers/engine/megatron/optim.py", "config", MEGATRON_ENGINE + "test_weight_decay_follows_its_group_and_style"),

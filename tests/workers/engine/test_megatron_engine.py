@@ -96,6 +96,43 @@ def test_half_precision_keeps_an_fp32_copy(folder: Path) -> None:
     assert any((p != p.bfloat16()).any() for p in main)
 
 
+def bytes_on_device(engine: Any) -> dict[str, int]:
+    """Count what the storages of each part hold."""
+    offload = engine.offload
+    found = {}
+    for part, tensors in (("model", offload._parameters), ("grad", offload._gradients), ("optimizer", offload._states)):
+        storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors()}
+        found[part] = sum(storages.values())
+    return found
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_offload_frees_each_part_by_its_own_switch(folder: Path, distributed: bool) -> None:
+    """Half precision has a copy in the optimizer besides. That no number changes is in the contract."""
+    settings = {"dtype": "bf16", "use_distributed_optimizer": distributed}
+    plain = megatron_cases.build(folder, settings)
+    whole, expected = bytes_on_device(plain), step(plain)
+    assert whole["grad"] >= 2 * whole["model"] > 0 and whole["optimizer"] >= 5 * whole["model"]
+    for part, key in (("model", "param_offload"), ("grad", "grad_offload"), ("optimizer", "optimizer_offload")):
+        engine: Any = megatron_cases.build(folder, settings | {key: True})
+        assert bytes_on_device(engine) == whole | {part: 0}
+        with engine.train_mode():
+            assert bytes_on_device(engine) == whole
+            with engine.eval_mode():
+                pass
+            assert bytes_on_device(engine) == whole  # an inner mode takes nothing away
+        assert step(engine) == expected
+        assert bytes_on_device(engine) == whole | {part: 0}
+        exported = dict(engine.named_weights())
+        assert all(torch.equal(tensor, exported[name]) for name, tensor in plain.named_weights())
+    engine.to("cpu")
+    with pytest.raises(RuntimeError, match="model is offloaded: enter train_mode or eval_mode"):
+        engine.infer_batch(cases.batch(**CUT))
+    engine.to("device")
+    assert bytes_on_device(engine) == whole
+    assert not engine.offload.is_away("grad")
+
+
 def test_a_reward_model_reads_tokens_where_they_stand(folder: Path, tmp_path: Path) -> None:
     """Its head comes from the checkpoint."""
     from transformers import Qwen2ForTokenClassification

@@ -309,7 +309,7 @@ class MegatronEngine(BaseEngine):
         """Yield (name, parameter) of this rank's part of the model, chunk by chunk."""
         for chunk, model in enumerate(self.models):
             for name, parameter in model.named_parameters():
-                yield f"{chunk}.{name}", parameter
+                yield f"{chunk}.{name}", self.offload.value_of(parameter)
 
     @property
     def weights_version(self) -> int:
