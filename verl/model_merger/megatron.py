@@ -81,7 +81,7 @@ class MegatronMerger(BaseMerger):
 
     def _layers(self, family: Any) -> Iterator[_Source]:
         for layer in range(self.config.num_hidden_layers):
-            for name, rule in family.layer(self.config).items():
+            for name, rule in family.rules_of(self.config, layer).items():
                 is_expert = name.startswith(EXPERT)
                 for expert in range(num_experts(self.config) or 0) if is_expert else (None,):
                     key, at = self._place(name, layer, expert)

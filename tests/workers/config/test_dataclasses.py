@@ -42,12 +42,7 @@ ACTOR = {"ppo_micro_batch_size_per_gpu": 1}
         (McoreEngineConfig, {"strategy": "fsdp"}, "must be megatron"),
         (McoreEngineConfig, {"context_parallel_size": 0}, "context_parallel_size=0: must be 1 or more"),
         (McoreEngineConfig, {"virtual_pipeline_model_parallel_size": 2}, "pipeline_model_parallel_size of 2 or more"),
-        (
-            McoreEngineConfig,
-            {"expert_model_parallel_size": 2, "tensor_model_parallel_size": 2},
-            "expert_model_parallel_size=2: is not supported yet with tensor_model_parallel_size above 1",
-        ),
-        (McoreEngineConfig, {"expert_tensor_parallel_size": 2}, "not supported yet: write null"),
+        (McoreEngineConfig, {"expert_tensor_parallel_size": 0}, "expert_tensor_parallel_size=0: must be 1 or more"),
         (McoreEngineConfig, {"use_mbridge": True}, "not supported yet: write false"),
         (McoreEngineConfig, {"dtype": "fp16"}, "null or one of fp32"),
         (

@@ -22,6 +22,7 @@ LAYERS = {"num_hidden_layers": 4}
 TP, PP, CP = ({f"{axis}_parallel_size": 2} for axis in ("tensor_model", "pipeline_model", "context"))
 EP = {"expert_model_parallel_size": 2}
 OFFLOAD = dict.fromkeys(("param_offload", "grad_offload", "optimizer_offload"), True)
+ETP1 = {"expert_tensor_parallel_size": 1}
 PLAIN = {"use_distributed_optimizer": False}
 VPP = PP | {"virtual_pipeline_model_parallel_size": 2}
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
@@ -35,10 +36,15 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "dp 2, offloaded": OFFLOAD,
         "dp 2, plain optimizer": PLAIN,
         "ep 2": EP,
+        "tp 2 ep 2": TP | EP | ETP1,
         "ep 2, plain optimizer, offloaded": EP | PLAIN | OFFLOAD,
     },
     4: {
         "pp 2 ep 2": PP | EP,
+        "tp 2 x ep 2": TP | EP,
+        "tp 2 ep 2 dp 2": TP | EP | ETP1,
+        "tp 2 pp 2 ep 2": TP | PP | EP | ETP1,
+        "tp 2 cp 2 ep 2": TP | CP | EP | ETP1,
         "cp 2 ep 2": CP | EP,
         "tp 2 pp 2": TP | PP,
         "tp 2 pp 2 x 2 virtual": TP | VPP,
@@ -62,11 +68,16 @@ CASES: dict[str, dict[str, Any]] = {
     "value": {"cut": cases.MICRO[3], "kind": "value_model"},
     "qwen3 moe": {"cut": cases.dynamic(20), "folder": "qwen3_moe", "uneven": True},
     "qwen2 moe": LONG | {"cut": cases.MICRO[3], "folder": "qwen2_moe"},
+    "deepseek": {"cut": cases.MICRO[3], "folder": "deepseek"},
+    "moonlight": LONG | {"cut": cases.dynamic(20), "folder": "moonlight"},
+    "qwen3 moe, first layer dense, biases": {"cut": cases.MICRO[3], "folder": "qwen3_moe_mixed"},
+    "llama, rope scaling, all biases": LONG | {"cut": cases.MICRO[3], "folder": "llama"},
+    "qwen3, attention bias": {"cut": cases.MICRO[4], "folder": "qwen3_bias"},
     "mixtral": LONG | {"cut": cases.MICRO[3], "folder": "mixtral"},
 }
 
 
-WITH_EXPERTS = ("qwen3_moe", "qwen2_moe", "mixtral")
+WITH_EXPERTS = ("qwen3_moe", "qwen2_moe", "mixtral", "deepseek", "moonlight", "qwen3_moe_mixed")
 
 
 def cases_of(world: int, layout: str) -> dict[str, dict[str, Any]]:
@@ -83,6 +94,20 @@ def cases_of(world: int, layout: str) -> dict[str, dict[str, Any]]:
 
 
 EXPERTS = {"num_experts_per_tok": 2, "head_dim": 16}
+LATENT = {
+    "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 4, "topk_group": 1, "moe_intermediate_size": 48,
+    "n_shared_experts": 2, "first_k_dense_replace": 1, "kv_lora_rank": 24, "qk_rope_head_dim": 8, "v_head_dim": 12,
+    "qk_nope_head_dim": 16, "num_key_value_heads": 4, "rms_norm_eps": 1e-5, "max_position_embeddings": 64,
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16,
+    "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 0.7,
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+BIASES = {"attention_bias": True}
 MOE = {"num_experts": 4, "moe_intermediate_size": 48}
 
 
@@ -96,13 +121,20 @@ def write_models(root: Path) -> None:
         ("qwen3_moe", "Qwen3Moe", EXPERTS | MOE | {"norm_topk_prob": True}),
         ("qwen2_moe", "Qwen2Moe", MOE | {"num_experts_per_tok": 2, "shared_expert_intermediate_size": 64}),
         ("mixtral", "Mixtral", EXPERTS | {"num_local_experts": 4}),
+        ("deepseek", "DeepseekV3", LATENT | {"q_lora_rank": 32, "rope_parameters": YARN}),
+        ("moonlight", "DeepseekV3", LATENT | {"q_lora_rank": None, "n_group": 1}),
+        ("qwen3_moe_mixed", "Qwen3Moe", EXPERTS | MOE | BIASES | {"norm_topk_prob": False, "mlp_only_layers": [0]}),
+        ("llama", "Llama", BIASES | {"mlp_bias": True, "rope_parameters": LLAMA3}),
+        ("qwen3_bias", "Qwen3", BIASES | {"head_dim": 24}),
     ):
         values = cases.tiny_config(**LAYERS).to_dict()
-        config = getattr(transformers, f"{kind}Config")(**{key: values[key] for key in SHARED}, **changes)
+        config = getattr(transformers, f"{kind}Config")(**({key: values[key] for key in SHARED} | changes))
         torch.manual_seed(8)
         model = getattr(transformers, f"{kind}ForCausalLM")(config)
         for parameter in model.parameters():
             parameter.data.normal_(0.0, 0.08)
+        for buffer in (b for key, b in model.named_buffers() if key.endswith("correction_bias")):
+            buffer.uniform_(-0.2, 0.2)
         model.save_pretrained(root / name)
 
 
@@ -122,6 +154,12 @@ def under_checkpoint_names(model: Any, tensors: dict[str, Tensor]) -> dict[str, 
     from verl.workers.engine.fsdp.weights import checkpoint_names
 
     return dict(checkpoint_names(model, iter(tensors.items())))
+
+
+def saved_buffers(model: Any) -> dict[str, Tensor]:
+    """Return what a checkpoint holds besides parameters, which no step changes."""
+    stored = model.state_dict()
+    return {name: buffer for name, buffer in model.named_buffers() if name in stored}
 
 
 def load(folder: Path) -> Any:
@@ -158,7 +196,11 @@ def gradients(engine: Any) -> dict[str, Tensor]:
     from verl.workers.engine.megatron.export import exported_weights
 
     stream = exported_weights(
-        engine.models, engine.hf_config, engine.is_value_model, engine.layout, of=lambda p: p.main_grad
+        engine.models,
+        engine.hf_config,
+        engine.is_value_model,
+        engine.layout,
+        of=lambda p: getattr(p, "main_grad", None),
     )
     return {name: tensor.clone() for name, tensor in stream}
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import verl.models.mcore.deepseek  # noqa: F401  enters itself
 from verl.models.mcore.families import Family, UnsupportedModelError, register_family, supported_architectures
 
 _NEED_MEGATRON = ("hf_to_mcore_config", "init_mcore_model")

@@ -18,6 +18,8 @@ EXPERT = "mlp.experts.local_experts.{expert}."
 FUSED_NORMS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+    "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
+    "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
 }
 """Norms that Transformer Engine joins with the projection behind them; checkpoints have them under these names."""
 HEAD_NAMES = ("score.weight", "score.bias")
@@ -32,12 +34,21 @@ class UnsupportedModelError(ValueError, NotImplementedError):
 class Family:
     """How one kind of Hugging Face model becomes a ``GPTModel``.
 
-    ``config`` gives arguments of ``TransformerConfig``, ``layer`` the rules for the parameters of one layer by their
-    names behind ``decoder.layers.<n>.``.
+    ``config`` gives arguments of ``TransformerConfig``, ``layer`` the rules for the parameters of all kinds of layer by
+    their names behind ``decoder.layers.<n>.``, ``rope`` the arguments of ``GPTModel`` for rotary positions.
     """
 
     config: Callable[["PretrainedConfig"], dict[str, Any]]
     layer: Callable[["PretrainedConfig"], dict[str, Rule]]
+    rope: Callable[["PretrainedConfig"], dict[str, Any]] = field(default_factory=lambda: rope_arguments)
+
+    def rules_of(self, hf: "PretrainedConfig", layer: int) -> dict[str, Rule]:
+        """Return those of ``layer`` that hold in one layer: some have experts, others an MLP."""
+        rules = self.layer(hf)
+        if num_experts(hf) is None:
+            return rules
+        with_experts = layer_has_experts(hf, layer)
+        return {name: rule for name, rule in rules.items() if _is_of(name, with_experts)}
 
 
 _FAMILIES: dict[str, Family] = {}
@@ -93,6 +104,20 @@ def num_experts(hf: "PretrainedConfig") -> int | None:
     return count
 
 
+def layer_has_experts(hf: "PretrainedConfig", layer: int) -> bool:
+    """Say whether a layer of a model with experts has them, counted from 0."""
+    if layer < (getattr(hf, "first_k_dense_replace", None) or 0):
+        return False
+    if layer in (getattr(hf, "mlp_only_layers", None) or ()):
+        return False
+    return bool((layer + 1) % (getattr(hf, "decoder_sparse_step", None) or 1) == 0)
+
+
+def _is_of(name: str, with_experts: bool) -> bool:
+    """Say whether a parameter is in a layer with experts, or in one with an MLP."""
+    return not name.startswith("mlp.") or name.startswith("mlp.linear_fc") != with_experts
+
+
 def rope_arguments(hf: "PretrainedConfig") -> dict[str, Any]:
     """Return the arguments of ``GPTModel`` for rotary positions.
 
@@ -127,9 +152,8 @@ def dense_config(hf: "PretrainedConfig", **changes: Any) -> dict[str, Any]:
 
     Raises: UnsupportedModelError for what such a model may have and Megatron-Core has not.
     """
-    for name, wanted in (("mlp_bias", False), ("use_sliding_window", False)):
-        if getattr(hf, name, wanted) != wanted:
-            raise UnsupportedModelError(f"{name}={getattr(hf, name)} is not supported with strategy=megatron")
+    if getattr(hf, "use_sliding_window", False):
+        raise UnsupportedModelError("use_sliding_window=True is not supported with strategy=megatron")
     if hf.hidden_act != "silu":
         raise UnsupportedModelError(
             f"hidden_act={hf.hidden_act} is not supported with strategy=megatron: it knows silu"
@@ -150,8 +174,8 @@ def dense_config(hf: "PretrainedConfig", **changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def attention_rules(hf: "PretrainedConfig", bias: bool, qk_norm: bool) -> dict[str, Rule]:
-    """Return the rules of self-attention and the norm before it."""
+def attention_rules(hf: "PretrainedConfig", bias: bool, qk_norm: bool, output_bias: bool = False) -> dict[str, Rule]:
+    """Return the rules of self-attention and the norms around it."""
     at, heads, groups, dim = "model.layers.{layer}.", hf.num_attention_heads, hf.num_key_value_heads, head_dim(hf)
     rules: dict[str, Rule] = {"input_layernorm.weight": Whole(f"{at}input_layernorm.weight")}
     for kind in ("weight", "bias") if bias else ("weight",):
@@ -161,13 +185,21 @@ def attention_rules(hf: "PretrainedConfig", bias: bool, qk_norm: bool) -> dict[s
         rules["self_attention.q_layernorm.weight"] = Whole(f"{at}self_attn.q_norm.weight")
         rules["self_attention.k_layernorm.weight"] = Whole(f"{at}self_attn.k_norm.weight")
     rules["self_attention.linear_proj.weight"] = Rows(f"{at}self_attn.o_proj.weight", heads * dim)
+    if output_bias:
+        rules["self_attention.linear_proj.bias"] = Whole(f"{at}self_attn.o_proj.bias")
     rules["pre_mlp_layernorm.weight"] = Whole(f"{at}post_attention_layernorm.weight")
     return rules
 
 
-def dense_mlp_rules(hf: "PretrainedConfig", at: str = "model.layers.{layer}.mlp.") -> dict[str, Rule]:
+def dense_mlp_rules(
+    hf: "PretrainedConfig", at: str = "model.layers.{layer}.mlp.", bias: bool = False
+) -> dict[str, Rule]:
     """Return the rules of a gated MLP."""
-    return {
+    biases: dict[str, Rule] = {
+        "mlp.linear_fc1.bias": Stacked((f"{at}gate_proj.bias", f"{at}up_proj.bias"), hf.intermediate_size),
+        "mlp.linear_fc2.bias": Whole(f"{at}down_proj.bias"),
+    }
+    return (biases if bias else {}) | {
         "mlp.linear_fc1.weight": Stacked((f"{at}gate_proj.weight", f"{at}up_proj.weight"), hf.intermediate_size),
         "mlp.linear_fc2.weight": Rows(f"{at}down_proj.weight", hf.intermediate_size),
     }
@@ -188,44 +220,81 @@ def outer_rules(hf: "PretrainedConfig", is_value_model: bool, tied: bool) -> dic
 # Families
 
 
+def _attention_bias(hf: "PretrainedConfig") -> bool:
+    return bool(getattr(hf, "attention_bias", False))
+
+
 @dataclass(frozen=True)
 class _Dense:
-    """A dense decoder with or without biases of query, key and value, and norms of query and key."""
+    """A dense decoder; ``qkv_bias`` says that query, key and value have biases whatever ``attention_bias`` says, which
+    stands for a bias of the output projection too."""
 
-    qkv_bias: Callable[["PretrainedConfig"], bool]
+    qkv_bias: bool = False
     qk_norm: bool = False
-    refuses: dict[str, Any] = field(default_factory=dict)
 
     def config(self, hf: "PretrainedConfig") -> dict[str, Any]:
-        for name, wrong in self.refuses.items():
-            if getattr(hf, name, None) == wrong:
-                raise UnsupportedModelError(f"{name}={wrong} is not supported with strategy=megatron")
-        return dense_config(hf, add_qkv_bias=self.qkv_bias(hf), qk_layernorm=self.qk_norm)
+        bias, mlp_bias = _attention_bias(hf), bool(getattr(hf, "mlp_bias", False))
+        if mlp_bias and not bias:
+            raise UnsupportedModelError("mlp_bias=True without attention_bias is not supported with strategy=megatron")
+        return dense_config(
+            hf,
+            add_qkv_bias=self.qkv_bias or bias,
+            add_bias_linear=mlp_bias,
+            attention_output_bias=bias and not mlp_bias,
+            qk_layernorm=self.qk_norm,
+        )
 
     def layer(self, hf: "PretrainedConfig") -> dict[str, Rule]:
-        return attention_rules(hf, self.qkv_bias(hf), self.qk_norm) | dense_mlp_rules(hf)
+        bias = _attention_bias(hf)
+        return attention_rules(hf, self.qkv_bias or bias, self.qk_norm, bias) | dense_mlp_rules(
+            hf, bias=bool(getattr(hf, "mlp_bias", False))
+        )
 
     def family(self) -> Family:
         return Family(self.config, self.layer)
 
 
-def _no_bias(hf: "PretrainedConfig") -> bool:
-    return False
+register_family("LlamaForCausalLM", _Dense().family())
+register_family("Qwen2ForCausalLM", _Dense(qkv_bias=True).family())
+register_family("Qwen3ForCausalLM", _Dense(qk_norm=True).family())
 
 
-def _always_bias(hf: "PretrainedConfig") -> bool:
-    return True
+def expert_config(hf: "PretrainedConfig", width: int) -> dict[str, Any]:
+    """Return the arguments of ``TransformerConfig`` that models with experts share."""
+    pattern = [int(layer_has_experts(hf, layer)) for layer in range(hf.num_hidden_layers)]
+    return {
+        "num_moe_experts": num_experts(hf),
+        "moe_router_topk": hf.num_experts_per_tok,
+        "moe_ffn_hidden_size": width,
+        "moe_layer_freq": 1 if all(pattern) else pattern,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_grouped_gemm": False,
+    }
 
 
-# attention_bias of Llama and Qwen3 also puts a bias on the output projection, which Megatron-Core ties to the MLP's.
-register_family("LlamaForCausalLM", _Dense(_no_bias, refuses={"attention_bias": True}).family())
-register_family("Qwen2ForCausalLM", _Dense(_always_bias).family())
-register_family("Qwen3ForCausalLM", _Dense(_no_bias, qk_norm=True, refuses={"attention_bias": True}).family())
+def expert_rules(at: str, parts: tuple[str, str, str], width: int) -> dict[str, Rule]:
+    """Return the rules of the router and the experts, whose gate, up and down are called ``parts``."""
+    gate, up, down = (f"{at}experts.{{expert}}.{part}.weight" for part in parts)
+    return {
+        "mlp.router.weight": Whole(f"{at}gate.weight"),
+        f"{EXPERT}linear_fc1.weight": Stacked((gate, up), width),
+        f"{EXPERT}linear_fc2.weight": Rows(down, width),
+    }
+
+
+def shared_expert_rules(at: str, width: int) -> dict[str, Rule]:
+    """Return the rules of the MLP that every token passes beside its experts."""
+    return {
+        "mlp.shared_experts.linear_fc1.weight": Stacked((f"{at}gate_proj.weight", f"{at}up_proj.weight"), width),
+        "mlp.shared_experts.linear_fc2.weight": Rows(f"{at}down_proj.weight", width),
+    }
 
 
 @dataclass(frozen=True)
 class _Experts:
-    """A decoder with experts in every layer. ``at`` and ``parts`` (gate, up, down) name them in a checkpoint."""
+    """A decoder with experts. ``at`` and ``parts`` (gate, up, down) name them in a checkpoint."""
 
     width: str
     qkv_bias: bool = False
@@ -235,43 +304,36 @@ class _Experts:
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
     def config(self, hf: "PretrainedConfig") -> dict[str, Any]:
-        for name, wanted in (("decoder_sparse_step", 1), ("attention_bias", False), ("sliding_window", 0)):
-            if (getattr(hf, name, None) or wanted) != wanted:
-                raise UnsupportedModelError(f"{name}={getattr(hf, name)} is not supported with strategy=megatron")
-        if getattr(hf, "mlp_only_layers", None):
-            raise UnsupportedModelError(f"mlp_only_layers={hf.mlp_only_layers} is not supported with strategy=megatron")
-        experts: dict[str, Any] = {
-            "num_moe_experts": num_experts(hf),
-            "moe_router_topk": hf.num_experts_per_tok,
-            "moe_ffn_hidden_size": getattr(hf, self.width),
+        if getattr(hf, "sliding_window", None):
+            raise UnsupportedModelError(f"sliding_window={hf.sliding_window} is not supported with strategy=megatron")
+        bias = _attention_bias(hf)
+        experts = expert_config(hf, getattr(hf, self.width)) | {
             "moe_router_pre_softmax": getattr(hf, "norm_topk_prob", None) is False,
-            "moe_router_dtype": "fp32",
-            "moe_router_load_balancing_type": "none",
-            "moe_aux_loss_coeff": 0.0,
-            "moe_grouped_gemm": False,
         }
         if self.shared:
             experts["moe_shared_expert_intermediate_size"] = hf.shared_expert_intermediate_size
             experts["moe_shared_expert_gate"] = True
-        return dense_config(hf, add_qkv_bias=self.qkv_bias, qk_layernorm=self.qk_norm, **experts)
+        return dense_config(
+            hf,
+            add_qkv_bias=self._qkv_bias(hf),
+            attention_output_bias=bias and not self.qkv_bias,
+            qk_layernorm=self.qk_norm,
+            **experts,
+        )
+
+    def _qkv_bias(self, hf: "PretrainedConfig") -> bool:
+        own: bool | None = getattr(hf, "qkv_bias", None) if self.qkv_bias else _attention_bias(hf)
+        return self.qkv_bias if own is None else own
 
     def layer(self, hf: "PretrainedConfig") -> dict[str, Rule]:
-        width, at = getattr(hf, self.width), f"{self.at}experts.{{expert}}."
-        gate, up, down = (f"{at}{part}.weight" for part in self.parts)
-        rules = attention_rules(hf, self.qkv_bias, self.qk_norm) | {
-            "mlp.router.weight": Whole(f"{self.at}gate.weight"),
-            f"{EXPERT}linear_fc1.weight": Stacked((gate, up), width),
-            f"{EXPERT}linear_fc2.weight": Rows(down, width),
-        }
+        output_bias = _attention_bias(hf) and not self.qkv_bias
+        rules = attention_rules(hf, self._qkv_bias(hf), self.qk_norm, output_bias)
+        rules |= expert_rules(self.at, self.parts, getattr(hf, self.width))
         if self.shared:
-            shared, width = f"{self.at}shared_expert.", hf.shared_expert_intermediate_size
-            rules |= {
-                "mlp.shared_experts.gate_weight": Whole(f"{self.at}shared_expert_gate.weight"),
-                "mlp.shared_experts.linear_fc1.weight": Stacked(
-                    (f"{shared}gate_proj.weight", f"{shared}up_proj.weight"), width
-                ),
-                "mlp.shared_experts.linear_fc2.weight": Rows(f"{shared}down_proj.weight", width),
-            }
+            rules["mlp.shared_experts.gate_weight"] = Whole(f"{self.at}shared_expert_gate.weight")
+            rules |= shared_expert_rules(f"{self.at}shared_expert.", hf.shared_expert_intermediate_size)
+        if not all(layer_has_experts(hf, layer) for layer in range(hf.num_hidden_layers)):
+            rules |= dense_mlp_rules(hf)
         return rules
 
     def family(self) -> Family:
@@ -295,6 +357,10 @@ __all__ = [
     "UnsupportedModelError",
     "architecture_of",
     "attention_rules",
+    "expert_config",
+    "expert_rules",
+    "layer_has_experts",
+    "shared_expert_rules",
     "dense_config",
     "dense_mlp_rules",
     "find_family",

@@ -5,13 +5,13 @@ from typing import Any, NamedTuple
 
 from verl.base_config import Violation, as_yaml
 from verl.trainer.config.refusals import select
-from verl.utils.megatron.ranks import model_parallel_size
+from verl.utils.megatron.ranks import expert_layout_problem, model_parallel_size
 from verl.workers.config.model import flat_overrides, path_problems, read_config_json
 
 Tree = Mapping[str, Any]
 
 SIZES = tuple(f"{axis}_parallel_size" for axis in ("tensor_model", "pipeline_model", "context", "expert_model"))
-SHARED = (*SIZES, "virtual_pipeline_model_parallel_size")
+SHARED = (*SIZES, "virtual_pipeline_model_parallel_size", "expert_tensor_parallel_size")
 """Keys of a ``megatron`` node that roles of one process have in common."""
 
 CUDA_ONLY = (
@@ -122,13 +122,13 @@ def _option_rules(tree: Tree, role: Role) -> Iterator[Violation]:
 def _world_rules(role: Role) -> Iterator[Violation]:
     """Yield sizes that do not divide the workers."""
     engine = role.node["megatron"]
-    tp, pp, cp, ep = (engine[name] for name in SIZES)
+    tp, pp, cp = (engine[name] for name in SIZES[:3])
     if role.world % (tp * pp * cp):
         expected = f"x pipeline_model_parallel_size={pp} x context_parallel_size={cp} must divide the {role.world}"
         yield Violation(f"{role.engine}.{SIZES[0]}", tp, f"{expected} workers (n_gpus_per_node x nnodes)")
-    elif role.world // (tp * pp) % ep:
-        expected = f"must divide the {role.world // (tp * pp)} workers that hold the same layers"
-        yield Violation(f"{role.engine}.{SIZES[3]}", ep, expected)
+    elif (found := expert_layout_problem(role.world, engine)) is not None:
+        key, value, expected = found
+        yield Violation(f"{role.engine}.{key}", value, expected)
 
 
 def _model_rules(tree: Tree, role: Role) -> Iterator[Violation]:

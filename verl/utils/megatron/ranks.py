@@ -31,6 +31,19 @@ def model_parallel_size(engine: Any) -> int:
     return size
 
 
+def expert_layout_problem(world_size: int, engine: Any) -> tuple[str, int, str] | None:
+    """Return the key, value and fault of a cut of the experts that the workers of a stage cannot have; None is none."""
+    tp, pp, ep = (engine[f"{axis}_parallel_size"] for axis in ("tensor_model", "pipeline_model", "expert_model"))
+    etp = engine["expert_tensor_parallel_size"]
+    if etp not in (None, 1, tp):
+        return "expert_tensor_parallel_size", etp, f"must be null, 1 or tensor_model_parallel_size={tp}"
+    stage, within = world_size // pp, tp if etp is None else etp
+    if stage % (ep * within):
+        times = f"x expert_tensor_parallel_size={within} " if within > 1 else ""
+        return "expert_model_parallel_size", ep, f"{times}must divide the {stage} workers that hold the same layers"
+    return None
+
+
 def place_of(rank: int, world_size: int, engine: Any) -> Place:
     """Return the place of a rank: tensor parallel ranks are neighbours, then context, data and pipeline parallel ones.
 

@@ -141,10 +141,3 @@ class McoreEngineConfig(BaseConfig):
         for key, default in held.items():
             if getattr(self, key) != default:
                 yield Violation(key, getattr(self, key), f"is not supported yet: write {as_yaml(default)}")
-        if self.expert_model_parallel_size > 1 and self.tensor_model_parallel_size > 1:
-            expected = "is not supported yet with tensor_model_parallel_size above 1: write 1"
-            yield Violation("expert_model_parallel_size", self.expert_model_parallel_size, expected)
-        if self.expert_tensor_parallel_size not in (None, 1):
-            yield Violation(
-                "expert_tensor_parallel_size", self.expert_tensor_parallel_size, "is not supported yet: write null"
-            )

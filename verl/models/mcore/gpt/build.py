@@ -3,6 +3,7 @@
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,11 +12,19 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from verl.models.mcore.families import EXPERT, FUSED_NORMS, LAYER, find_family, num_experts, outer_rules, rope_arguments
+from verl.models.mcore.families import (
+    EXPERT,
+    FUSED_NORMS,
+    LAYER,
+    UnsupportedModelError,
+    find_family,
+    num_experts,
+    outer_rules,
+)
 from verl.models.mcore.gpt.heads import PositionPicker, ValueHead
-from verl.models.mcore.gpt.layer_spec import torch_block_spec
+from verl.models.mcore.gpt.layer_spec import ATTENTION_OUTPUT_BIAS, LATENT_EPSILON, torch_block_spec
 from verl.models.mcore.weights import Rule
 from verl.utils.device import get_device_name
 from verl.utils.megatron.tensor_parallel import padded_vocab_size
@@ -56,13 +65,30 @@ def hf_to_mcore_config(hf_config: "PretrainedConfig", dtype: torch.dtype, **over
         "transformer_impl": default_implementation(),
     }
     values |= find_family(hf_config).config(hf_config) | overrides
-    unknown = sorted(values.keys() - TransformerConfig.__dataclass_fields__.keys())
+    output_bias = values.pop(ATTENTION_OUTPUT_BIAS, False)
+    kind = MLATransformerConfig if values.get("multi_latent_attention") else TransformerConfig
+    if values["transformer_impl"] == "transformer_engine":
+        _refuse_transformer_engine(hf_config, output_bias)
+    unknown = sorted(values.keys() - kind.__dataclass_fields__.keys())
     if unknown:
         raise ValueError(
             f"megatron.override_transformer_config has unknown keys {unknown}: write fields of megatron-core's "
             "TransformerConfig"
         )
-    return TransformerConfig(**values)
+    built = kind(**values)
+    setattr(built, ATTENTION_OUTPUT_BIAS, output_bias)
+    return built
+
+
+def _refuse_transformer_engine(hf_config: "PretrainedConfig", output_bias: bool) -> None:
+    """Raise UnsupportedModelError for what only our layers know."""
+    latent = getattr(hf_config, "kv_lora_rank", None) and hf_config.rms_norm_eps != LATENT_EPSILON
+    for unknown, why in ((output_bias, "attention_bias"), (latent, "norms of latents with an epsilon of their own")):
+        if unknown:
+            raise UnsupportedModelError(
+                f"{why}: the layers of Transformer Engine cannot hold this model, write "
+                "megatron.override_transformer_config.transformer_impl=local"
+            )
 
 
 def init_mcore_model(
@@ -86,7 +112,7 @@ def init_mcore_model(
         share_embeddings_and_output_weights=tied and not is_value_model,
         vp_stage=vp_stage,
         pg_collection=groups,
-        **rope_arguments(hf_config),
+        **find_family(hf_config).rope(hf_config),
     )
     if last:
         if is_value_model:
@@ -125,12 +151,13 @@ class NamedParameter:
     name: str
     rule: Rule
     checkpoint_names: tuple[str, ...]
-    parameter: torch.nn.Parameter
+    parameter: torch.Tensor
     is_expert: bool = False
 
 
 def named_parameters(model: GPTModel, hf_config: "PretrainedConfig", is_value_model: bool) -> Iterator[NamedParameter]:
-    """Yield the parameters of a chunk with what they are in a checkpoint; marks those that tensor parallelism cuts.
+    """Yield the parameters of a chunk, and the buffers that a checkpoint has, with what they are there; marks those
+    that tensor parallelism cuts.
 
     Raises: ValueError naming a parameter without a rule.
     """
@@ -139,9 +166,10 @@ def named_parameters(model: GPTModel, hf_config: "PretrainedConfig", is_value_mo
     layer_rules |= {te: layer_rules[name] for name, te in FUSED_NORMS.items() if name in layer_rules}
     prefix, expert_prefix = LAYER.split("{")[0], EXPERT.split("{")[0]
     first_expert = _first_expert(hf_config)
-    for name, parameter in model.named_parameters():
+    parameters = dict(model.named_parameters())
+    for name, parameter in chain(parameters.items(), model.named_buffers()):
         layer = expert = None
-        rule = outer.get(name)
+        rule, is_buffer = outer.get(name), name not in parameters
         if name.startswith(prefix):
             local, rest = name.removeprefix(prefix).split(".", 1)
             layer = model.decoder.layers[int(local)].layer_number - 1
@@ -153,6 +181,8 @@ def named_parameters(model: GPTModel, hf_config: "PretrainedConfig", is_value_mo
                 rule = layer_rules.get(rest)
             name = f"{prefix}{layer}.{rest}"
         if rule is None:
+            if is_buffer:  # positions and counts, which are no part of a checkpoint
+                continue
             raise ValueError(f"no rule says which checkpoint tensors make {name!r} of Megatron-Core")
         if rule.shard_dim is not None and not hasattr(parameter, "tensor_model_parallel"):
             # Only an initialization would mark it, and unmarked it would count once per rank in the gradient norm.

@@ -14,13 +14,24 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.layers import RowParallelLinear
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from verl.models.transformers.attention import PackedSequences, packed_attention
+
+if not isinstance(multi_latent_attention.TELinear, type):  # 0.16 counts a stand-in as Transformer Engine itself
+    multi_latent_attention.HAVE_TE = False
+
+LATENT_EPSILON = 1e-6
+ATTENTION_OUTPUT_BIAS = "attention_output_bias"
+"""What our layers read of a configuration besides its fields: whether the output projection has a bias of its own."""
 
 
 @dataclass
@@ -45,6 +56,48 @@ class RMSNorm(nn.Module):
         return normed.to(hidden.dtype) * self.weight
 
 
+class LatentNorm(RMSNorm):
+    """The norm of a latent of DeepSeek's attention, whose epsilon no configuration changes."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **kwargs: Any) -> None:
+        super().__init__(config, hidden_size, LATENT_EPSILON)
+
+
+class WholeLinear(nn.Module):
+    """A projection that every rank holds whole and applies to its part of the sequence."""
+
+    def __init__(self, config: Any, width: int) -> None:
+        super().__init__()
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        self.weight = nn.Parameter(torch.empty(width, config.hidden_size, dtype=config.params_dtype, device=device))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
+        """Return (..., width) and no bias, as Megatron-Core's projections do."""
+        return F.linear(hidden, self.weight), None
+
+
+class LatentAttention(MLASelfAttention):
+    """DeepSeek's attention with whole projections into the latents.
+
+    Megatron-Core's local layers cut them and gather the result without adding up, on the way back, what the heads of
+    each rank ask of the shared key. Needed from 0.12 to 0.16.
+    """
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        if config.q_lora_rank is not None:
+            self.linear_q_down_proj = WholeLinear(config, config.q_lora_rank)
+        self.linear_kv_down_proj = WholeLinear(config, config.kv_lora_rank + config.qk_pos_emb_head_dim)
+
+
+class RowParallelLinearWithBias(RowParallelLinear):
+    """The output projection of an attention that has biases while its MLP has none."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **(kwargs | {"bias": True}))
+
+
 class PackedCoreAttention(MegatronModule):
     """Causal attention within each sequence of a packed row of (T, H, D) heads."""
 
@@ -58,6 +111,7 @@ class PackedCoreAttention(MegatronModule):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: Any = None,
+        **channels: Any,
     ) -> None:
         super().__init__(config)
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
@@ -78,11 +132,14 @@ class PackedCoreAttention(MegatronModule):
         assert isinstance(packed_seq_params, PackedRowParams) and packed_seq_params.sequences is not None
         packed = packed_seq_params.sequences
         dropout = self.dropout if self.training else 0.0
+        width, missing = value.shape[-1], query.shape[-1] - value.shape[-1]
+        if missing and value.is_cuda:  # the kernels want one width
+            value = F.pad(value, (0, missing))
         if self.cp_group.size() > 1:
             out = _context_parallel(query, key, value, packed, self.scale, dropout, self.cp_group)
         else:
             out = packed_attention(query, key, value, packed, self.scale, dropout)
-        return out.reshape(out.shape[0], -1)
+        return out[..., :width].reshape(out.shape[0], -1)
 
 
 # Context parallelism: a sequence is cut into 2 x ranks chunks, of which a rank holds one from each end
@@ -136,26 +193,40 @@ def _context_parallel(
 # Specs
 
 
-def torch_layer_spec(config: Any) -> ModuleSpec:
-    """Return the spec of one layer in plain torch."""
+def torch_layer_spec(config: Any, has_experts: bool) -> ModuleSpec:
+    """Return the spec of one layer in plain torch, with experts or with one MLP."""
     spec = copy.deepcopy(
         get_gpt_layer_local_spec(
-            num_experts=config.num_moe_experts,
+            num_experts=config.num_moe_experts if has_experts else None,
             moe_grouped_gemm=config.moe_grouped_gemm,
             qk_layernorm=config.qk_layernorm,
+            multi_latent_attention=config.multi_latent_attention,
             normalization="RMSNorm",
         )
     )
     parts = spec.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
-    parts.self_attention.submodules.core_attention = PackedCoreAttention
-    if config.qk_layernorm:
-        parts.self_attention.submodules.q_layernorm = parts.self_attention.submodules.k_layernorm = RMSNorm
+    attention = parts.self_attention.submodules
+    attention.core_attention = PackedCoreAttention
+    if config.multi_latent_attention:
+        parts.self_attention.module = LatentAttention
+        attention.q_layernorm = attention.kv_layernorm = LatentNorm
+    elif config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if getattr(config, ATTENTION_OUTPUT_BIAS, False):
+        attention.linear_proj = RowParallelLinearWithBias
     return spec
 
 
 def torch_block_spec(config: Any, vp_stage: int | None) -> TransformerBlockSubmodules:
     """Return the spec of the layers of one stage with the norm behind the last."""
-    layer = torch_layer_spec(config)
+    kinds = [torch_layer_spec(config, has_experts) for has_experts in (False, True)]
+    frequency = config.moe_layer_freq
+    if config.num_moe_experts is None:
+        frequency = [0] * config.num_layers
+    elif isinstance(frequency, int):
+        frequency = [int(layer % frequency == 0) for layer in range(config.num_layers)]
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=RMSNorm)
+    layers = [kinds[has_experts] for has_experts in frequency[first : first + count]]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)

@@ -36,11 +36,11 @@ def exported_weights(
     hf_config: Any,
     is_value_model: bool,
     layout: Layout,
-    of: Callable[[torch.nn.Parameter], Tensor] = torch.Tensor.detach,
+    of: Callable[[Tensor], Tensor | None] = torch.Tensor.detach,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (checkpoint name, full tensor): the embedding, the layers by number, the last norm, the head; collective.
 
-    ``of`` says what of a parameter is exported: itself, or its gradient.
+    ``of`` says what of a parameter is exported: itself, or its gradient; where it is None, nothing.
 
     A tensor moves from the stage that holds it to the others as one part per tensor-parallel rank, an expert then from
     the rank that holds it to the others, and only then the parts are put together: what is alive at a time is this
@@ -71,11 +71,12 @@ def _one_by_one(names: Sequence[str], tensors: list[Tensor]) -> Iterator[tuple[s
         yield name, tensors.pop(0)
 
 
-def _plan(own: dict[str, NamedParameter], of: Callable[[torch.nn.Parameter], Tensor], layout: Layout) -> list[Entry]:
+def _plan(own: dict[str, NamedParameter], of: Callable[[Tensor], Tensor | None], layout: Layout) -> list[Entry]:
     """Agree on the parameters of the whole model and who sends them; collective."""
     mine = []
     for name, named in own.items():
-        value = of(named.parameter)
+        if (value := of(named.parameter)) is None:
+            continue
         names = (named.checkpoint_names,)
         mine.append(Entry(name, named.rule, layout.pp_rank, value.shape, value.dtype, names, named.is_expert))
     mine = _with_all_experts(mine, layout)

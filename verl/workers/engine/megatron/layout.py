@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 
 from verl.utils.device import get_device_id, get_device_name, get_process_group_backend
 from verl.utils.gloo import use_one_thread
+from verl.utils.megatron.ranks import expert_layout_problem
 from verl.workers.engine.accumulate import Shares
 
 if TYPE_CHECKING:
@@ -128,16 +129,15 @@ def make_layout(config: "McoreEngineConfig") -> Layout:
         "expert_model_parallel_size": config.expert_model_parallel_size,
     }
     tp, pp, cp, ep = sizes.values()
+    sizes["expert_tensor_parallel_size"] = config.expert_tensor_parallel_size or tp
     if world_size % (tp * pp * cp):
         raise ValueError(
             f"megatron.tensor_model_parallel_size={tp} x pipeline_model_parallel_size={pp} x "
             f"context_parallel_size={cp} must divide the {world_size} workers"
         )
-    if (world_size // (tp * pp)) % ep:
-        raise ValueError(
-            f"megatron.expert_model_parallel_size={ep} must divide the {world_size // (tp * pp)} workers that hold the "
-            "same layers"
-        )
+    if (found := expert_layout_problem(world_size, vars(config))) is not None:
+        key, value, fault = found
+        raise ValueError(f"megatron.{key}={value} {fault}")
     if parallel_state.model_parallel_is_initialized():
         _same_layout(sizes)
         parallel_state.set_virtual_pipeline_model_parallel_world_size(config.virtual_pipeline_model_parallel_size)
@@ -163,6 +163,7 @@ def _same_layout(sizes: dict[str, int]) -> None:
         "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
         "context_parallel_size": parallel_state.get_context_parallel_world_size(),
         "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+        "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
     }
     other = {key: size for key, size in sizes.items() if have[key] != size}
     if other:

@@ -1,0 +1,128 @@
+"""DeepSeek-V3 and Moonlight: latent attention, a sigmoid router with a bias and groups, dense first layers."""
+
+from typing import TYPE_CHECKING, Any
+
+from verl.models.mcore.families import (
+    Family,
+    UnsupportedModelError,
+    dense_config,
+    dense_mlp_rules,
+    expert_config,
+    expert_rules,
+    register_family,
+    shared_expert_rules,
+)
+from verl.models.mcore.weights import Columns, Rows, Rule, Whole
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+def latent_attention_config(hf: "PretrainedConfig") -> dict[str, Any]:
+    """Return the arguments of ``MLATransformerConfig``.
+
+    Raises: UnsupportedModelError for a scaling of positions that Megatron-Core computes differently.
+    """
+    rope = dict(hf.rope_parameters or {})
+    kind = rope.get("rope_type", "default")
+    if kind not in ("default", "yarn"):
+        raise UnsupportedModelError(
+            f"rope_scaling of type {kind} is not supported with strategy=megatron for this model, which knows default "
+            "and yarn"
+        )
+    values: dict[str, Any] = {
+        "multi_latent_attention": True,
+        "q_lora_rank": hf.q_lora_rank,
+        "kv_lora_rank": hf.kv_lora_rank,
+        "qk_head_dim": hf.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": hf.qk_rope_head_dim,
+        "v_head_dim": hf.v_head_dim,
+        "qk_layernorm": True,
+        "rope_type": "rope",
+        "rotary_base": rope.get("rope_theta", 10000.0),
+        "rotary_scaling_factor": 1.0,
+    }
+    if kind == "yarn":
+        if rope.get("truncate") is False or rope.get("attention_factor") is not None:
+            raise UnsupportedModelError(
+                "rope_scaling of type yarn with truncate=false or attention_factor is not supported on Megatron-Core"
+            )
+        values |= {
+            "rope_type": "yarn",
+            "rotary_scaling_factor": rope["factor"],
+            "original_max_position_embeddings": rope.get("original_max_position_embeddings")
+            or hf.max_position_embeddings,
+            "beta_fast": rope.get("beta_fast") or 32,
+            "beta_slow": rope.get("beta_slow") or 1,
+            "mscale": rope.get("mscale") or 1.0,
+            "mscale_all_dim": rope.get("mscale_all_dim") or 0.0,
+        }
+    return values
+
+
+def router_config(hf: "PretrainedConfig") -> dict[str, Any]:
+    """Return the arguments of ``TransformerConfig`` for the router.
+
+    Raises: UnsupportedModelError for a choice of experts that Megatron-Core makes differently.
+    """
+    groups, chosen = hf.n_group or 1, hf.topk_group or 1
+    limited = groups > 1 and chosen < groups
+    if limited and hf.num_experts_per_tok // chosen != 2:
+        raise UnsupportedModelError(
+            f"num_experts_per_tok={hf.num_experts_per_tok} with topk_group={chosen} is not supported with "
+            "strategy=megatron: a group is judged by its two best experts, so there must be two to a group"
+        )
+    if not hf.norm_topk_prob and hf.num_experts_per_tok > 1:
+        raise UnsupportedModelError("norm_topk_prob=False is not supported with strategy=megatron for this model")
+    return {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.0,  # it belongs to pretraining
+        "moe_router_topk_scaling_factor": hf.routed_scaling_factor,
+        "moe_router_num_groups": groups if limited else None,
+        "moe_router_group_topk": chosen if limited else None,
+        "moe_shared_expert_intermediate_size": hf.n_shared_experts * hf.moe_intermediate_size,
+    }
+
+
+def _config(hf: "PretrainedConfig") -> dict[str, Any]:
+    if hf.attention_bias or not getattr(hf, "rope_interleave", True):
+        raise UnsupportedModelError(
+            "attention_bias=True and rope_interleave=False are not supported with strategy=megatron for this model"
+        )
+    return (
+        dense_config(hf) | expert_config(hf, hf.moe_intermediate_size) | router_config(hf) | latent_attention_config(hf)
+    )
+
+
+def _layer(hf: "PretrainedConfig") -> dict[str, Rule]:
+    at, heads = "model.layers.{layer}.", hf.num_attention_heads
+    query, key_value = hf.qk_nope_head_dim + hf.qk_rope_head_dim, hf.qk_nope_head_dim + hf.v_head_dim
+    rules: dict[str, Rule] = {
+        "input_layernorm.weight": Whole(f"{at}input_layernorm.weight"),
+        "self_attention.linear_kv_down_proj.weight": Whole(f"{at}self_attn.kv_a_proj_with_mqa.weight"),
+        "self_attention.kv_layernorm.weight": Whole(f"{at}self_attn.kv_a_layernorm.weight"),
+        "self_attention.linear_kv_up_proj.weight": Columns(f"{at}self_attn.kv_b_proj.weight", heads * key_value),
+        "self_attention.linear_proj.weight": Rows(f"{at}self_attn.o_proj.weight", heads * hf.v_head_dim),
+        "pre_mlp_layernorm.weight": Whole(f"{at}post_attention_layernorm.weight"),
+    }
+    if hf.q_lora_rank is None:
+        rules["self_attention.linear_q_proj.weight"] = Columns(f"{at}self_attn.q_proj.weight", heads * query)
+    else:
+        rules |= {
+            "self_attention.linear_q_down_proj.weight": Whole(f"{at}self_attn.q_a_proj.weight"),
+            "self_attention.q_layernorm.weight": Whole(f"{at}self_attn.q_a_layernorm.weight"),
+            "self_attention.linear_q_up_proj.weight": Columns(f"{at}self_attn.q_b_proj.weight", heads * query),
+        }
+    mlp, width = f"{at}mlp.", hf.moe_intermediate_size
+    rules |= expert_rules(mlp, ("gate_proj", "up_proj", "down_proj"), width)
+    rules["mlp.router.expert_bias"] = Whole(f"{mlp}gate.e_score_correction_bias")
+    rules |= shared_expert_rules(f"{mlp}shared_experts.", hf.n_shared_experts * width)
+    return rules | (dense_mlp_rules(hf) if hf.first_k_dense_replace else {})
+
+
+def _rope(hf: "PretrainedConfig") -> dict[str, Any]:
+    return {"position_embedding_type": "rope"}  # attention has its own
+
+
+register_family("DeepseekV3ForCausalLM", Family(_config, _layer, _rope))
