@@ -22,6 +22,7 @@ LAYERS = {"num_hidden_layers": 4}
 TP, PP, CP = ({f"{axis}_parallel_size": 2} for axis in ("tensor_model", "pipeline_model", "context"))
 EP = {"expert_model_parallel_size": 2}
 OFFLOAD = dict.fromkeys(("param_offload", "grad_offload", "optimizer_offload"), True)
+UNEVEN = {"override_transformer_config": {"num_layers_in_first_pipeline_stage": 1}}
 ETP1 = {"expert_tensor_parallel_size": 1}
 PLAIN = {"use_distributed_optimizer": False}
 VPP = PP | {"virtual_pipeline_model_parallel_size": 2}
@@ -32,6 +33,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "tp 2, plain optimizer, offloaded": TP | PLAIN | OFFLOAD | {"sequence_parallel": False},
         "pp 2": PP,
         "pp 2 x 2 virtual": VPP,
+        "pp 2, uneven": PP | UNEVEN,
         "cp 2": CP | PLAIN,
         "dp 2, offloaded": OFFLOAD,
         "dp 2, plain optimizer": PLAIN,
@@ -68,16 +70,32 @@ CASES: dict[str, dict[str, Any]] = {
     "value": {"cut": cases.MICRO[3], "kind": "value_model"},
     "qwen3 moe": {"cut": cases.dynamic(20), "folder": "qwen3_moe", "uneven": True},
     "qwen2 moe": LONG | {"cut": cases.MICRO[3], "folder": "qwen2_moe"},
-    "deepseek": {"cut": cases.MICRO[3], "folder": "deepseek"},
+    "deepseek": {
+        "cut": cases.MICRO[3],
+        "folder": "deepseek",
+        "only": ("tp 2, sequence parallel", "tp 2 ep 2", "pp 2", "cp 2"),
+    },
     "moonlight": LONG | {"cut": cases.dynamic(20), "folder": "moonlight"},
-    "qwen3 moe, first layer dense, biases": {"cut": cases.MICRO[3], "folder": "qwen3_moe_mixed"},
+    "qwen3 moe, first layer dense, biases": {
+        "cut": cases.MICRO[3],
+        "folder": "qwen3_moe_mixed",
+        "only": ("tp 2 ep 2", "pp 2 x 2 virtual", "pp 2, uneven"),
+    },
     "llama, rope scaling, all biases": LONG | {"cut": cases.MICRO[3], "folder": "llama"},
-    "qwen3, attention bias": {"cut": cases.MICRO[4], "folder": "qwen3_bias"},
+    "qwen3, attention bias": {
+        "cut": cases.MICRO[4],
+        "folder": "qwen3_bias",
+        "only": ("tp 2, sequence parallel", "tp 2, plain optimizer, offloaded", "pp 2, uneven"),
+    },
     "mixtral": LONG | {"cut": cases.MICRO[3], "folder": "mixtral"},
 }
 
 
 WITH_EXPERTS = ("qwen3_moe", "qwen2_moe", "mixtral", "deepseek", "moonlight", "qwen3_moe_mixed")
+
+
+SHORT = ("pp 2, uneven",)
+"""Layouts that only the cases run which name them."""
 
 
 def cases_of(world: int, layout: str) -> dict[str, dict[str, Any]]:
@@ -88,7 +106,8 @@ def cases_of(world: int, layout: str) -> dict[str, dict[str, Any]]:
     found = {}
     for name, case in CASES.items():
         fits = whole if case.get("folder") in WITH_EXPERTS else not cuts_experts
-        if fits and world in case.get("worlds", LAYOUTS):
+        here = layout in case.get("only", () if layout in SHORT else (layout,)) or world != 2
+        if fits and here and world in case.get("worlds", LAYOUTS):
             found[name] = case
     return found
 
@@ -146,6 +165,8 @@ SHARED = (
 
 def runs_of(world: int, layout: str) -> list[str]:
     """Return what else runs on a layout."""
+    if layout in SHORT:
+        return []
     return ["continued"] if "expert_model_parallel_size" in LAYOUTS[world][layout] else ["continued", "three steps"]
 
 
@@ -264,7 +285,7 @@ def earlier(world: int, name: str) -> tuple[int, str] | None:
         return sizes.get("use_distributed_optimizer", True), "expert_model_parallel_size" in sizes
 
     before = ORDER[: ORDER.index((world, name))]
-    same = [place for place in before if kind(place) == kind((world, name))]
+    same = [place for place in before if kind(place) == kind((world, name)) and "continued" in runs_of(*place)]
     return next((place for place in reversed(same) if place[0] == world or max(place[0], world) < 4), None)
 
 

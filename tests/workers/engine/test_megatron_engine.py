@@ -61,13 +61,18 @@ def test_forward_only_metrics_and_no_optimizer(folder: Path) -> None:
         next(engine.named_weights(adapter_only=True))
 
 
-@pytest.mark.parametrize(("settings", "forwards"), [({}, 1), (FULL, 2)])
+def selective(*modules: str) -> dict[str, Any]:
+    recompute = {"recompute_granularity": "selective", "recompute_modules": list(modules)}
+    return {"override_transformer_config": recompute}
+
+
+@pytest.mark.parametrize(("settings", "forwards"), [({}, 1), (FULL, 2), (selective("mlp"), 2), (selective(), 1)])
 def test_recompute_computes_layers_again(folder: Path, settings: dict[str, Any], forwards: int) -> None:
-    """Its numbers are those without it (test_megatron_contract.py); this is what it does."""
+    """Its numbers are those without it (test_megatron_contract.py too); this is what it does."""
     engine = megatron_cases.build(folder, settings)
     calls: list[int] = []
     engine.models[0].decoder.layers[1].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
-    step(engine)
+    assert step(engine) == step(megatron_cases.build(folder, {}))
     assert len(calls) == forwards * 2  # micro-batches
 
 
@@ -81,6 +86,16 @@ def test_routers_can_be_kept(tmp_path: Path, folder: Path, frozen: bool) -> None
     moved = {name for name, tensor in engine.named_weights() if not torch.equal(tensor, before[name])}
     routers = {name for name in before if name.endswith("mlp.gate.weight")}
     assert len(routers) == 4 and moved == set(before) - (routers if frozen else set())
+
+
+def test_attention_is_computed_again_alone(folder: Path) -> None:
+    engine = megatron_cases.build(folder, selective("core_attn"))
+    calls: list[int] = []
+    for name in ("core_attention", "linear_qkv"):
+        module = getattr(engine.models[0].decoder.layers[1].self_attention, name)
+        module.register_forward_pre_hook(lambda *_, at=len(name): calls.append(at))
+    step(engine)
+    assert calls.count(len("core_attention")) == 2 * calls.count(len("linear_qkv")) == 4
 
 
 def test_half_precision_keeps_an_fp32_copy(folder: Path) -> None:
@@ -166,6 +181,8 @@ def test_bad_requests_are_named(folder: Path) -> None:
         ({"override_ddp_config": {"buckets": 1}}, r"override_ddp_config has unknown keys \['buckets'\]"),
         ({"override_ddp_config": {"overlap_grad_reduce": True}}, "overlap_grad_reduce=true is not supported"),
         ({"override_transformer_config": {"deallocate_pipeline_outputs": True}}, "must be false on CPU workers"),
+        (selective("layernorm"), r"recompute_modules names \['layernorm'\], which needs Transformer Engine"),
+        ({"expert_tensor_parallel_size": 2}, "expert_tensor_parallel_size=2 must be null, 1 or tensor_model_par"),
         ({"override_transformer_config": {"layers": 1}}, r"override_transformer_config has unknown keys \['layers'\]"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -1,6 +1,7 @@
 """From a Hugging Face configuration to the chunks of a ``GPTModel`` on this rank."""
 
 import importlib.util
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -31,6 +32,12 @@ from verl.utils.megatron.tensor_parallel import padded_vocab_size
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+
+_EXPERT = re.compile(
+    r"mlp\.experts\.(?:local_experts\.(?P<at>\d+)\.(?P<part>.+)|(?P<projection>linear_fc[12])\.weight(?P<grouped>\d+))"
+)
+"""One expert of this rank: a module of its own, or in the grouped projections of Transformer Engine."""
 
 
 def default_implementation() -> str:
@@ -173,9 +180,9 @@ def named_parameters(model: GPTModel, hf_config: "PretrainedConfig", is_value_mo
         if name.startswith(prefix):
             local, rest = name.removeprefix(prefix).split(".", 1)
             layer = model.decoder.layers[int(local)].layer_number - 1
-            if rest.startswith(expert_prefix):
-                local, part = rest.removeprefix(expert_prefix).split(".", 1)
-                expert = int(local) + first_expert
+            if (found := _EXPERT.fullmatch(rest)) is not None:
+                expert = int(found["at"] or found["grouped"]) + first_expert
+                part = found["part"] or f"{found['projection']}.weight"
                 rule, rest = layer_rules.get(f"{EXPERT}{part}"), f"{expert_prefix}{expert}.{part}"
             else:
                 rule = layer_rules.get(rest)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from verl.base_config import as_yaml
 from verl.models.mcore.families import HEAD_NAMES, num_experts
-from verl.models.mcore.gpt.build import hf_to_mcore_config, init_mcore_model, named_parameters
+from verl.models.mcore.gpt.build import default_implementation, hf_to_mcore_config, init_mcore_model, named_parameters
 from verl.models.mcore.weights import Shard
 from verl.workers.engine.megatron.layout import Layout
 from verl.workers.engine.weights import DTYPES, CheckpointError, SafetensorsReader, new_head
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from verl.workers.config import HFModelConfig, McoreEngineConfig
+
+_OF_TRANSFORMER_ENGINE = {"layernorm", "moe_act"}
+"""What can be computed again in the layers of Transformer Engine only."""
 
 logger = logging.getLogger(__name__)
 
@@ -115,6 +118,12 @@ class ModelBuilder:
         if overrides.get("recompute_granularity") != "selective":
             overrides.pop("recompute_modules", None)
         overrides.pop("attention_backend", None)  # names kernels of Transformer Engine
+        needing = sorted(_OF_TRANSFORMER_ENGINE & set(overrides.get("recompute_modules") or ()))
+        if needing and overrides.get("transformer_impl", default_implementation()) == "local":
+            raise ValueError(
+                f"megatron.override_transformer_config.recompute_modules names {needing}, which needs Transformer "
+                "Engine: leave it out"
+            )
         if overrides.get("deallocate_pipeline_outputs") and self.layout.device.type == "cpu":
             raise ValueError(
                 "megatron.override_transformer_config.deallocate_pipeline_outputs=true must be false on CPU workers: "
@@ -134,8 +143,9 @@ class ModelBuilder:
         """
         if not SafetensorsReader.serves(self.path):
             raise CheckpointError(
-                f"model.path={self.path} holds no model.safetensors, nor an index of several: strategy=megatron reads "
-                "safetensors only; save the model with save_pretrained first"
+                f"model.path={self.path} holds no model.safetensors, nor an index of several, on the node of rank "
+                f"{self.layout.rank}: strategy=megatron reads safetensors only, each worker its own parts; save the "
+                "model with save_pretrained, where every node can read it"
             )
         reader = SafetensorsReader(self.path)
         dense = Shard(self.layout.tp_rank, self.layout.tp_size)
