@@ -1,5 +1,7 @@
 """Rules between checkpoint and Megatron-Core tensors: what is cut comes back, in the layout that the model computes."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -69,8 +71,7 @@ def test_unknown_models_are_refused_by_name() -> None:
     config = Qwen2Config(architectures=["Qwen2ForTokenClassification"])
     assert families.architecture_of(config) == "Qwen2ForCausalLM"
     for change, message in (
-        ({"attention_bias": True}, "attention_bias=True"),
-        ({"mlp_bias": True}, "mlp_bias=True"),
+        ({"mlp_bias": True}, "mlp_bias=True without attention_bias"),
         ({"hidden_act": "gelu"}, "hidden_act=gelu"),
     ):
         config = LlamaConfig(architectures=["LlamaForCausalLM"], **change)
@@ -79,3 +80,37 @@ def test_unknown_models_are_refused_by_name() -> None:
     rope = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6, "original_max_position_embeddings": 4096}
     with pytest.raises(ValueError, match="type yarn"):
         families.rope_arguments(Qwen2Config(rope_parameters=rope))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"n_group": 4, "topk_group": 2, "num_experts_per_tok": 6}, "num_experts_per_tok=6 with topk_group=2"),
+        ({"norm_topk_prob": False}, "norm_topk_prob=False"),
+        ({"attention_bias": True}, "attention_bias=True"),
+        ({"rope_interleave": False}, "rope_interleave=False"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "type linear"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4, "truncate": False}}, "truncate"),
+    ],
+)
+def test_deepseek_models_that_would_compute_something_else_are_refused(changes: dict[str, Any], message: str) -> None:
+    from transformers import DeepseekV3Config
+
+    config = DeepseekV3Config(architectures=["DeepseekV3ForCausalLM"], **changes)
+    with pytest.raises(families.UnsupportedModelError, match=message):
+        families.find_family(config).config(config)
+
+
+def test_layers_have_experts_or_an_mlp() -> None:
+    from transformers import DeepseekV3Config, Qwen3MoeConfig
+
+    config = DeepseekV3Config(architectures=["DeepseekV3ForCausalLM"], num_hidden_layers=5, first_k_dense_replace=2)
+    family = families.find_family(config)
+    assert family.config(config)["moe_layer_freq"] == [0, 0, 1, 1, 1]
+    kinds = [("mlp.router.weight" in rules, "mlp.linear_fc1.weight" in rules)
+             for rules in (family.rules_of(config, layer) for layer in range(5))]  # fmt: skip
+    assert kinds == [(False, True)] * 2 + [(True, False)] * 3
+    config = Qwen3MoeConfig(
+        architectures=["Qwen3MoeForCausalLM"], num_hidden_layers=6, decoder_sparse_step=2, mlp_only_layers=[3]
+    )
+    assert families.find_family(config).config(config)["moe_layer_freq"] == [0, 1, 0, 0, 0, 1]
