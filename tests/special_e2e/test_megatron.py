@@ -1,5 +1,7 @@
 """Whole runs on Megatron-Core: layouts give the same numbers, resume, and end clearly when they cannot go on."""
 
+import time
+
 import pytest
 
 pytest.importorskip("megatron.core", reason="the extra mcore is not installed")
@@ -92,6 +94,24 @@ def test_a_layout_that_cannot_be_ends_before_ray(workspace):
     run = workspace.train("wrong", overrides, fails=True, timeout_s=120)
     assert run.returncode == 2 and f"{LAYOUT}.tensor_model_parallel_size=2" in run.output
     assert "must divide the 3 workers" in run.output and "Traceback" not in run.output
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["tp", "pp"])
+@pytest.mark.parametrize("fault", ["kill:weight_sync", "kill:generate", "hang:update_actor"])
+def test_faults_end_the_run(workspace, tmp_path, layout, fault):
+    """A dead worker ends the run at once, one that hangs after the timeout of its groups."""
+    timeout_s = 20
+    sizes = (TP2 if layout == "tp" else PP2) | {"actor_rollout_ref.nccl_timeout": timeout_s}
+    environment = {"VERL_FAULT": f"{fault}:rank=1:step=2", "VERL_FAULT_FILE": str(tmp_path / "fault")}
+    name = fault.replace(":", "-")
+    run = workspace.train(f"{name}-{layout}2", sizes, env=environment, fails=True)
+    happened_at, where = (tmp_path / "fault").read_text().split(maxsplit=1)
+    assert where.startswith(fault.split(":")[1])
+    assert time.time() - float(happened_at) < timeout_s + 60
+    message = run.output[run.output.rindex("\nError: ") :]
+    assert "rank 1" in message and "step 2" in message, message
+    assert ("WorkerTimeoutError" if fault.startswith("hang") else "WorkerDiedError") in message, message
 
 
 @pytest.fixture(scope="module")

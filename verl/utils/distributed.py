@@ -74,6 +74,17 @@ def initialize_global_process_group_ray(timeout_second: float | None = None) -> 
         ) from error
 
 
+def group_timeout(group: dist.ProcessGroup | None = None) -> datetime.timedelta:
+    """Return how long a collective of a group, by default that of all ranks, may take.
+
+    torch gives groups that are made later its own default, whatever the first was made with.
+    """
+    chosen = dist.distributed_c10d._get_default_group() if group is None else group
+    options: Any = chosen._get_backend(torch.device(get_device_name())).options
+    timeout: datetime.timedelta = options._timeout
+    return timeout
+
+
 def destroy_global_process_group() -> None:
     """Leave the process group, if there is one."""
     if dist.is_initialized():

@@ -12,6 +12,7 @@ from examples.tiny_model import make_tiny_model
 from tests.workers.engine import cases, real_losses
 from tests.workers.roles import reward_cases
 from verl.protocol import DataProto
+from verl.utils.distributed import group_timeout
 from verl.utils.megatron.ranks import place_of
 from verl.workers import config as nodes
 
@@ -45,6 +46,7 @@ ACTORS = {
     "kl_cov": {"policy_loss": nodes.PolicyLossConfig(loss_mode="kl_cov", **COV)},
     "shuffled": ORDER,
 }
+TIMEOUT_S = 77
 OPTIMIZER: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.0, "clip_grad": 1.0}
 CRITIC: dict[str, Any] = {
     "ppo_micro_batch_size_per_gpu": 3,
@@ -73,10 +75,10 @@ def actor(root: Path, layout: dict[str, Any] | None, name: str) -> Any:
 
     common = ACTOR | ACTORS[name] | {"model_config": cases.model_config(root / "policy")}
     if layout is None:
-        return ActorWorker(nodes.FSDPActorConfig(**common, optim=nodes.FSDPOptimizerConfig(**OPTIMIZER)))
+        return ActorWorker(nodes.FSDPActorConfig(**common, optim=nodes.FSDPOptimizerConfig(**OPTIMIZER)), TIMEOUT_S)
     cls = type("MegatronActorWorker", (MegatronWorker, ActorWorker), {})
     engine, optim = nodes.McoreEngineConfig(**layout), nodes.McoreOptimizerConfig(**OPTIMIZER)
-    return cls(nodes.McoreActorConfig(**common, optim=optim, megatron=engine))
+    return cls(nodes.McoreActorConfig(**common, optim=optim, megatron=engine), TIMEOUT_S)
 
 
 def critic(root: Path, layout: dict[str, Any] | None) -> Any:
@@ -139,6 +141,8 @@ def run_roles(root: Path, rank: int, world_size: int, layout: dict[str, Any] | N
         result[name] |= {key: log_probs[key] for key in ("old_log_probs", "entropy")}
         if layout is not None:
             sizes, own = worker.get_megatron_global_info(), worker.get_megatron_rank_info()
+            groups = (worker.engine.layout.tp_group, worker.engine.layout.pp_group, worker.engine.layout.dp_group)
+            result["timeouts"] = [group_timeout(group).total_seconds() for group in groups]
             result["info"] = dataclasses.asdict(sizes) | dataclasses.asdict(own)
         if layout is not None and name == "vanilla":
             result["bare actor"] = _bare_actor(root, layout, dp_size)

@@ -10,6 +10,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch.distributed import ProcessGroup
 
 from verl.utils.device import get_device_id, get_device_name, get_process_group_backend
+from verl.utils.distributed import group_timeout
 from verl.utils.gloo import use_one_thread
 from verl.utils.megatron.ranks import expert_layout_problem
 from verl.workers.engine.accumulate import Shares
@@ -150,6 +151,7 @@ def make_layout(config: "McoreEngineConfig") -> Layout:
             expert_model_parallel_size=ep,
             expert_tensor_parallel_size=config.expert_tensor_parallel_size,
             create_gloo_process_groups=False,
+            distributed_timeout_minutes=group_timeout().total_seconds() / 60,
         )
         model_parallel_cuda_manual_seed(config.seed)
     return Layout(
