@@ -301,9 +301,12 @@ def test_keys_without_effect_in_a_run_are_told_in_one_line(base, caplog):
 
 
 def test_the_defaults_of_keys_that_may_be_idle_are_those_of_the_yaml(composed):
-    config = composed(base=False, name="dapo_trainer", folder=ROOT / "recipe/dapo/config")  # with keys of recipes
-    tree = OmegaConf.to_container(config, resolve=True, throw_on_missing=False)
+    trees = [  # with keys of recipes
+        OmegaConf.to_container(composed(base=False, name=name, folder=ROOT / "recipe/dapo/config"), resolve=True)
+        for name in ("dapo_trainer", "dapo_megatron_trainer")
+    ]
     for idle in IDLE:
+        tree = trees[idle.node.endswith(".megatron")]
         assert select(tree, idle.switch, "absent") != "absent", idle.switch
         for name, default in idle.defaults.items():
             assert select(tree, f"{idle.node}.{name}", "absent") == default, f"{idle.node}.{name}"

@@ -25,6 +25,7 @@ _OF_OTHER_LOSSES = {
     **{"clip_cov_ratio": 0.0002, "clip_cov_lb": 1.0, "clip_cov_ub": 5.0, "kl_cov_ratio": 0.0002, "ppo_kl_coef": 0.1},
     **{"tau_pos": 1.0, "tau_neg": 1.05},
 }
+_OFFLOADS = ("param_offload", "grad_offload", "optimizer_offload")
 _ADAPTERS = {"lora_alpha": 16, "target_modules": "all-linear"}
 
 IDLE: list[Idle] = [
@@ -94,6 +95,10 @@ IDLE: list[Idle] = [
         for engine in ENGINES
     ),
     Idle("trainer.device", "cpu", f"{REWARD}.model.fsdp_config", {"param_offload": False}),
+    *(
+        Idle("trainer.device", "cpu", f"{role}.megatron", dict.fromkeys(_OFFLOADS, False))
+        for role in (ACTOR, "actor_rollout_ref.ref", "critic", REWARD)
+    ),
     *(Idle("trainer.device", "cpu", node, {"enable_activation_offload": False}) for node in (MODEL, "critic.model")),
     Idle(
         f"{ROLLOUT}.name",
