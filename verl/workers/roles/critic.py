@@ -39,7 +39,7 @@ class CriticWorker(EngineWorker):
             self.engine_config,
             config.optimizer(),
             config.checkpoint,
-            config.model.freeze_vision_tower,
+            config.model.get("freeze_vision_tower", False),
         )
         dp_size = self.engine.get_data_parallel_size()
         self.mini_batch_size = per_rank_mini_batch(
