@@ -208,6 +208,14 @@ class LayoutWorker(MegatronWorker):
         self._register_dispatch_collect_info("rollout", self.rank // tp_size, self.rank % tp_size == 0)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def ask_too_early(self) -> str:
+        """Return what the worker says of its place before there is a layout; raised, it would end the group."""
+        try:
+            return str(self.get_megatron_rank_info())
+        except RuntimeError as error:
+            return str(error)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def make_layout(self) -> None:
         """Make the groups of Megatron-Core."""
         import verl.workers.engine.megatron  # noqa: F401  (prepares Megatron-Core for the CPU)
