@@ -70,7 +70,9 @@ class Ranks:
         *_, last = f"\n{text}".split("\n-- ")
         doing, _, stack = last.partition("\n")
         lines = stack.splitlines()
-        return "\n".join([f"in {doing or 'its start'}:", *lines[:LINES], *(["..."] if len(lines) > LINES else [])])
+        if not doing:
+            return "in its start: its standard error says more"
+        return "\n".join([f"in {doing}:", *lines[:LINES], *(["..."] if len(lines) > LINES else [])])
 
 
 def spawn_ranks(fn: Callable[..., None], args: tuple[Any, ...] = (), nprocs: int = 2, timeout_s: float = 240.0) -> None:
