@@ -66,7 +66,7 @@ def test_a_scorer_of_ones_own_over_many_rows(ray_cluster, tmp_path, console):
     scorer += "    return {'score': int(solution_str) + extra_info['plus'], 'more': 1}\n"
     config = build(tmp_path, rows, scorer=scorer)
     path, read, function = main_eval.prepare(config)
-    assert main_eval.score_on_ray(path, read, function) == [i + i % 2 for i in range(100)]
+    assert [each.mean for each in main_eval.score_on_ray(path, read, function)] == [i + i % 2 for i in range(100)]
     main_eval.run_eval(config)
     assert said(console) == {"test_score/mine": 50.0}
 
@@ -81,6 +81,17 @@ def test_a_scorer_that_fails_is_told_with_row_and_file(ray_cluster, tmp_path, ca
     assert f"{tmp_path}/rows.parquet, row 3: " in message and "ZeroDivisionError" in message
 
 
+def test_a_response_that_takes_too_long_costs_its_own_score_alone(ray_cluster, tmp_path, console):
+    """Waiting and computing are ended alike; the rest of the row and the rows behind it are scored."""
+    scorer = "import time\ndef compute_score(data_source, solution_str, ground_truth):\n"
+    scorer += "    if solution_str == 'wait': time.sleep(600)\n"
+    scorer += "    while solution_str == 'compute': pass\n    return float(solution_str)\n"
+    rows = [row("mine", ["1", "wait"], None), row("mine", ["compute", "2", "3"], None), row("other", ["4"], None)]
+    main_eval.run_eval(build(tmp_path, rows, "scoring.timeout_s=1", "scoring.failure_score=-2", scorer=scorer))
+    # the first row -1/2, the second 1
+    assert said(console) == {"test_score/mine": 0.25, "test_score/other": 4.0, "timed_out/mine": 2}
+
+
 @pytest.mark.parametrize(
     ("rows", "more", "message"),
     [
@@ -93,6 +104,8 @@ def test_a_scorer_that_fails_is_told_with_row_and_file(ray_cluster, tmp_path, ca
         (ROWS, ["data.reward_model_key=data_source"], r"column 'data_source': must be a dict with ground_truth"),
         (ROWS, ["data.path=/nowhere.parquet"], r"data\.path=.*nowhere.*no such file"),
         (ROWS, ["custom_reward_function.path=/nowhere.py"], r"/nowhere\.py"),
+        (ROWS, ["scoring.timeout_s=0"], r"scoring\.timeout_s=0 must be a positive number of seconds"),
+        (ROWS, ["scoring.failure_score=none"], r"scoring\.failure_score='none' must be a finite number"),
     ],
 )
 def test_what_is_refused_before_ray(tmp_path, capsys, rows, more, message):

@@ -1,10 +1,13 @@
 """Score generated responses: ``python -m verl.trainer.main_eval data.path=responses.parquet``.
 
-Every row holds a list of responses; its score is their mean, and that of a data source the mean of its rows.
+Every row holds a list of responses; its score is their mean, and that of a data source the mean of its rows. A response
+that is not scored within its time gets a stated score and is counted.
 """
 
 import inspect
 import json
+import logging
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,6 +29,8 @@ BATCHES_PER_CORE = 4
 MIN_BATCH_ROWS, MAX_BATCH_ROWS = 8, 256  # a process takes seconds to import what it needs
 NO_PROGRESS_TIMEOUT_S = 7200
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Row:
@@ -38,13 +43,21 @@ class Row:
     extra_info: Any
 
 
+@dataclass(frozen=True)
+class RowScore:
+    """The mean score of the responses of a row, and how many of them were not scored in time."""
+
+    mean: float
+    timed_out: int = 0
+
+
 def run_eval(config: DictConfig) -> None:
     """Score all rows on Ray and log ``{"test_score/<source>": mean}`` to standard output."""
     from verl.trainer.offline import run_offline
     from verl.utils.console import get_console
 
     def evaluate(prepared: tuple[str, list[Row], Callable[..., Any]]) -> None:
-        scores = score_on_ray(*prepared)
+        scores = score_on_ray(*prepared, **config.scoring)
         get_console().info(json.dumps(summarise(prepared[1], scores)))
 
     run_offline(config, "cpu", lambda: prepare(config), evaluate)
@@ -59,7 +72,7 @@ def prepare(config: DictConfig) -> tuple[str, list[Row], Callable[..., Any]]:
     from verl.utils.reward_score import data_source_problem, default_compute_score
     from verl.workers.reward_manager.loading import get_custom_reward_fn
 
-    violations = list(data_file_rules("data.path", config.data.path, required=True))
+    violations = [*data_file_rules("data.path", config.data.path, required=True), *_scoring_rules(config.scoring)]
     if violations:
         raise ConfigError(violations)
     path, table = read_rows(config.data.path)
@@ -73,6 +86,14 @@ def prepare(config: DictConfig) -> tuple[str, list[Row], Callable[..., Any]]:
             if problem is not None:
                 raise DataError(f"{path}, row {row.number}, column {config.data.data_source_key!r}: {problem}")
     return path, rows, scorer or default_compute_score
+
+
+def _scoring_rules(scoring: DictConfig) -> Iterator[str]:
+    limit, score = scoring.timeout_s, scoring.failure_score
+    if not isinstance(limit, int | float) or isinstance(limit, bool) or not 0 < limit < math.inf:
+        yield f"scoring.timeout_s={limit!r} must be a positive number of seconds"
+    if not isinstance(score, int | float) or isinstance(score, bool) or not math.isfinite(score):
+        yield f"scoring.failure_score={score!r} must be a finite number"
 
 
 def _rows(check: ColumnCheck, data: DictConfig) -> Iterator[Row]:
@@ -98,7 +119,9 @@ def _rows(check: ColumnCheck, data: DictConfig) -> Iterator[Row]:
 # ---- scoring
 
 
-def score_on_ray(path: str, rows: Sequence[Row], scorer: Callable[..., Any]) -> list[float]:
+def score_on_ray(
+    path: str, rows: Sequence[Row], scorer: Callable[..., Any], timeout_s: float = 300, failure_score: float = 0.0
+) -> list[RowScore]:
     """Return the score of every row, in order.
 
     Raises: DataError naming file and row when the scorer fails; TimeoutError when no batch ends for a long time.
@@ -110,7 +133,7 @@ def score_on_ray(path: str, rows: Sequence[Row], scorer: Callable[..., Any]) -> 
     task = ray.remote(num_cpus=1, max_retries=1)(score_rows)
     shared = ray.put(scorer)
     batches = [rows[start : start + size] for start in range(0, len(rows), size)]
-    references = [task.remote(path, batch, shared) for batch in batches]
+    references = [task.remote(path, batch, shared, timeout_s, failure_score) for batch in batches]
     sizes = {reference: len(batch) for reference, batch in zip(references, batches, strict=True)}
     pending = list(references)
     with tqdm(total=len(rows), desc="scoring", unit="row") as bar:
@@ -123,26 +146,34 @@ def score_on_ray(path: str, rows: Sequence[Row], scorer: Callable[..., Any]) -> 
     return [score for part in ray.get(references) for score in part]
 
 
-def score_rows(path: str, rows: Sequence[Row], scorer: Callable[..., Any]) -> list[float]:
-    """Return the mean score of the responses of each row.
+def score_rows(
+    path: str, rows: Sequence[Row], scorer: Callable[..., Any], timeout_s: float, failure_score: float
+) -> list[RowScore]:
+    """Return the mean score of the responses of each row, each scored within its time.
 
     Raises: DataError naming file and row when the scorer raises or returns what is not a score.
     """
+    from verl.utils.time_limit import TimeLimitExceeded, time_limit
     from verl.workers.reward_manager.scoring import RewardError, Sample, call_scorer
 
     takes_extra = _takes_extra_info(scorer)
     means = []
     for row in rows:
         more = {"extra_info": row.extra_info} if takes_extra else {}
-        scores = []
+        scores, late = [], 0
         for index, text in enumerate(row.responses):
             sample = Sample(index, row.data_source, "", text, row.ground_truth, row.extra_info or {}, len(text))
             try:
                 call = partial(scorer, row.data_source, text, row.ground_truth, **more)
-                scores.append(call_scorer(call, sample).value)
+                with time_limit(timeout_s):
+                    scores.append(call_scorer(call, sample).value)
+            except TimeLimitExceeded:
+                logger.warning("%s, row %d: response %d took longer than %g s", path, row.number, index, timeout_s)
+                scores.append(failure_score)
+                late += 1
             except RewardError as error:
                 raise DataError(f"{path}, row {row.number}: {error}") from error
-        means.append(fmean(scores))
+        means.append(RowScore(fmean(scores), late))
     return means
 
 
@@ -154,12 +185,15 @@ def _takes_extra_info(scorer: Callable[..., Any]) -> bool:
     return any(each.name == "extra_info" or each.kind is each.VAR_KEYWORD for each in parameters)
 
 
-def summarise(rows: Sequence[Row], scores: Sequence[float]) -> dict[str, float]:
-    """Return the mean score of each data source."""
-    by_source: dict[str, list[float]] = defaultdict(list)
+def summarise(rows: Sequence[Row], scores: Sequence[RowScore]) -> dict[str, float]:
+    """Return the mean score of each data source, and of those with responses that took too long how many."""
+    by_source: dict[str, list[RowScore]] = defaultdict(list)
     for row, score in zip(rows, scores, strict=True):
         by_source[row.data_source].append(score)
-    return {f"test_score/{source}": fmean(values) for source, values in sorted(by_source.items())}
+    named = sorted(by_source.items())
+    means = {f"test_score/{source}": fmean(score.mean for score in of) for source, of in named}
+    late = {f"timed_out/{source}": sum(score.timed_out for score in of) for source, of in named}
+    return means | {name: count for name, count in late.items() if count}
 
 
 @hydra_main("evaluation")

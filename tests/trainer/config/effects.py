@@ -345,6 +345,7 @@ OFFLINE = {
     "evaluation": [
         Reader("data", "path", "trainer/main_eval.py", "config.data", SCORED + "test_what_is_refused_before_ray"),
         Reader("data", "response_key data_source_key reward_model_key", "trainer/main_eval.py", "data", SCORED + "test_what_is_refused_before_ray"),
+        Reader("scoring", "timeout_s failure_score", "trainer/main_eval.py", "scoring", SCORED + "test_a_response_that_takes_too_long_costs_its_own_score_alone"),
         Reader("custom_reward_function", "path name", "workers/reward_manager/loading.py", "node", SCORED + "test_a_scorer_of_ones_own_over_many_rows"),
         Reader("ray_kwargs", "timeline_json_file", "trainer/offline.py", "config.ray_kwargs"),
         Reader("ray_kwargs.ray_init", "num_cpus", "trainer/ppo/launch.py", LOOP, "tests/trainer/ppo/test_launch.py::test_ray_is_local_unless_an_address_is_given"),
