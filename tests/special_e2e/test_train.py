@@ -4,6 +4,8 @@ import math
 
 import pytest
 
+from tests import metrics_page
+
 TWO_WORKERS = {"trainer.n_gpus_per_node": 2, "actor_rollout_ref.rollout.tensor_model_parallel_size": 2}
 PPO = {
     "algorithm.adv_estimator": "gae",
@@ -55,6 +57,17 @@ def test_ppo_with_a_critic_on_two_workers_with_tensor_parallel_generation(ppo):
             assert abs(numbers[f"mismatch/rollout_is_{name}"] - 1) < 1e-4
         assert numbers["mismatch/rollout_is_std"] < 1e-4
     assert ppo.steps[4]["critic/vf_loss"] < ppo.steps[1]["critic/vf_loss"]
+
+
+def test_every_metric_of_a_run_is_on_the_page(grpo, ppo):
+    """``docs/metrics.md`` names all of them, and those that it promises are there."""
+    for run in (grpo, ppo):
+        for step, numbers in run.steps.items():
+            assert metrics_page.unknown(set(numbers)) == set(), (run.folder.name, step)
+    sampled = "`rollout.calculate_log_probs`"
+    assert metrics_page.promised("always", sampled) <= set(grpo.steps[1])
+    there = ("always", "always, with a critic", "with a critic", sampled, "`rollout_is_threshold`")
+    assert metrics_page.promised(*there) <= set(ppo.steps[1])
 
 
 @pytest.mark.parametrize("kind", ["grpo", "ppo"])
