@@ -66,7 +66,7 @@ def test_every_metric_of_a_run_is_on_the_page(grpo, ppo):
             assert metrics_page.unknown(set(numbers)) == set(), (run.folder.name, step)
     sampled = "`rollout.calculate_log_probs`"
     assert metrics_page.promised("always", sampled) <= set(grpo.steps[1])
-    there = ("always", "always, with a critic", "with a critic", sampled, "`rollout_is_threshold`")
+    there = ("always", "with a critic", sampled, "`rollout_is_threshold`")
     assert metrics_page.promised(*there) <= set(ppo.steps[1])
 
 
