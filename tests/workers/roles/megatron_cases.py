@@ -17,16 +17,12 @@ from verl.utils.megatron.ranks import place_of
 from verl.workers import config as nodes
 
 TP, PP, CP = ({f"{axis}_parallel_size": 2} for axis in ("tensor_model", "pipeline_model", "context"))
-LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
-    2: {
-        "tp 2": TP,
-        "pp 2": PP,
-        "pp 2 x 2 virtual": PP | {"virtual_pipeline_model_parallel_size": 2},
-        "cp 2": CP,
-        "dp 2": {},
-    },
-    4: {"tp 2 pp 2": TP | PP, "pp 2 dp 2": PP, "tp 2 dp 2": TP, "cp 2 dp 2": CP},
+LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
+    "two workers": {"tp 2": TP, "pp 2": PP},
+    "two workers, more": {"pp 2 x 2 virtual": PP | {"virtual_pipeline_model_parallel_size": 2}, "cp 2": CP, "dp 2": {}},
+    "four workers": {"tp 2 pp 2": TP | PP, "pp 2 dp 2": PP, "tp 2 dp 2": TP, "cp 2 dp 2": CP},
 }
+WORLDS = {"two workers": 2, "two workers, more": 2, "four workers": 4}
 ACTOR: dict[str, Any] = {
     "ppo_micro_batch_size_per_gpu": 3,
     "ppo_infer_micro_batch_size_per_gpu": 2,
@@ -196,11 +192,12 @@ def _critic(root: Path, layout: dict[str, Any] | None, dp_size: int) -> dict[str
     return found
 
 
-def run_layouts(rank: int, world_size: int, root: Path, store: str) -> None:
+def run_layouts(rank: int, world: str, root: Path, store: str) -> None:
     """Run every layout of a world on one rank; rank 0 runs the roles on FSDP before, alone."""
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    world_size = WORLDS[world]
     results: dict[str, Any] = {}
     if rank == 0:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", DIST_INIT_METHOD=f"file://{store}_alone")
@@ -210,7 +207,7 @@ def run_layouts(rank: int, world_size: int, root: Path, store: str) -> None:
     importlib.import_module("verl.workers.engine.megatron")  # which prepares Megatron-Core for the CPU
     from megatron.core import parallel_state
 
-    for name, layout in LAYOUTS[world_size].items():
+    for name, layout in LAYOUTS[world].items():
         results[name] = run_roles(root, rank, world_size, layout)
         parallel_state.destroy_model_parallel()
-    torch.save(results, root / f"world_{world_size}_rank_{rank}.pt")
+    torch.save(results, root / f"{world}, rank {rank}.pt")

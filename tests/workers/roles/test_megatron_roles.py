@@ -12,7 +12,7 @@ from tests.workers.roles import megatron_cases as cases
 pytest.importorskip("megatron.core", reason="the extra mcore is not installed")
 
 ALL = [
-    pytest.param(world, name, marks=[pytest.mark.full] if world == 4 else [])
+    pytest.param(world, name, marks=[] if world == "two workers" else [pytest.mark.full])
     for world, layouts in cases.LAYOUTS.items()
     for name in layouts
 ]
@@ -28,12 +28,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def results(folder: Path) -> Any:
     """What the ranks of a world found, run when first asked for: (world, layout) -> rank -> role."""
-    found: dict[int, list[Any]] = {}
+    found: dict[str, list[Any]] = {}
 
-    def of(world: int, layout: str) -> list[dict[str, Any]]:
+    def of(world: str, layout: str) -> list[dict[str, Any]]:
         if world not in found:
-            Ranks(cases.run_layouts, (world, folder, str(folder / f"store_{world}")), world).join()
-            found[world] = [torch.load(folder / f"world_{world}_rank_{rank}.pt") for rank in range(world)]
+            size = cases.WORLDS[world]
+            Ranks(cases.run_layouts, (world, folder, str(folder / f"store_{len(found)}")), size).join()
+            found[world] = [torch.load(folder / f"{world}, rank {rank}.pt") for rank in range(size)]
         return found[world][:1] if layout == "fsdp" else [rank[layout] for rank in found[world]]
 
     return of
@@ -45,7 +46,7 @@ def collected(parts: list[dict[str, Any]], role: str, key: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("world", "layout"), ALL)
-def test_roles_give_what_one_fsdp_process_gives(results: Any, world: int, layout: str) -> None:
+def test_roles_give_what_one_fsdp_process_gives(results: Any, world: str, layout: str) -> None:
     parts, plain = results(world, layout), results(world, "fsdp")[0]["fsdp"]
     for name in cases.ACTORS:
         if name not in parts[0]:
@@ -64,7 +65,7 @@ def test_roles_give_what_one_fsdp_process_gives(results: Any, world: int, layout
 
 
 @pytest.mark.parametrize(("world", "layout"), ALL)
-def test_modules_of_the_caller_give_the_same(results: Any, world: int, layout: str) -> None:
+def test_modules_of_the_caller_give_the_same(results: Any, world: str, layout: str) -> None:
     for part in results(world, layout):
         expected = metrics_of(part["vanilla"])
         found = {name: value for name, value in part["bare actor"].items() if name in expected}
@@ -80,13 +81,13 @@ def metrics_of(part: dict[str, Any]) -> dict[str, float]:
 
 def test_selections_of_tokens_count(results: Any) -> None:
     """What the layouts are compared with is not the plain loss under other names."""
-    plain = results(2, "fsdp")[0]["fsdp"]
+    plain = results("two workers", "fsdp")[0]["fsdp"]
     norms = [plain[name]["metrics"]["actor/grad_norm"] for name in cases.ACTORS]
     assert len({round(norm, 4) for norm in norms}) == len(norms), norms
 
 
 @pytest.mark.parametrize(("world", "layout"), ALL)
-def test_places_are_those_of_megatron_core(results: Any, world: int, layout: str) -> None:
+def test_places_are_those_of_megatron_core(results: Any, world: str, layout: str) -> None:
     for part in results(world, layout):
         assert part["info"] == part["place"]
         assert part["timeouts"] == [cases.TIMEOUT_S] * 3  # torch's own for later groups is half an hour
