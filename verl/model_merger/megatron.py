@@ -18,11 +18,16 @@ from verl.utils.checkpoint.files import (
     read_manifest,
     read_world_size,
 )
-from verl.utils.checkpoint.torch_dist import BACKEND_FILE, TENSORS_FOLDER, TorchDistReader
+from verl.utils.checkpoint.torch_dist import (
+    BACKEND_FILE,
+    HEAD,
+    OPTIMIZER_KEYS,
+    TENSORS_FOLDER,
+    TorchDistReader,
+    holds_value_head,
+)
 from verl.utils.model import get_value_model_class
 
-OPTIMIZER_KEYS = "optimizer."
-_HEAD = "output_layer.weight"
 _EXPERTS = "mlp.experts.experts."
 
 
@@ -48,16 +53,13 @@ class MegatronMerger(BaseMerger):
         if options.tie_word_embedding:
             self.config.tie_word_embeddings = True
         self.source_dtype = source_dtype(self.folder, MEGATRON_LAYOUT_NAME) or self.config.dtype
-        self.is_value_model = self._holds_value_head()
+        self.is_value_model = holds_value_head(self.reader)
         if options.is_value_model and not self.is_value_model:
             raise CheckpointError(f"--is-value-model: {self.folder} holds no value head, so it is no critic")
         self.sources = self._find_sources()
         if self.is_value_model:
             self.config.architectures = [get_value_model_class(self.config)._model_mapping[type(self.config)].__name__]
             self.config.num_labels = 1
-
-    def _holds_value_head(self) -> bool:
-        return _HEAD in self.reader.names() and self.reader.shape(_HEAD)[0] == 1
 
     # ---- what is where
 
@@ -104,7 +106,7 @@ class MegatronMerger(BaseMerger):
         used = {source.key for source in sources}
         names = {name for name in self.reader.names() if not name.startswith(OPTIMIZER_KEYS)}
         if self.config.tie_word_embeddings:
-            names.discard(_HEAD)
+            names.discard(HEAD)
         if used - names:
             raise CheckpointError(self._other_model(f"lacks {min(used - names)}"))
         if names - used:

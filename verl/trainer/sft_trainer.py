@@ -209,8 +209,10 @@ class SFTTrainer:
                 tracking.log(metrics, step)
             bar.set_postfix_str(" ".join(f"{k.split('/')[0]} {v:.4f}" for k, v in metrics.items() if "/loss" in k))
             bar.update(1)
+            self.checkpoints.finish_checkpoint(wait=False)
             if self._due(trainer.save_freq, step):
                 self.checkpoints.save_checkpoint(step)
+        self.checkpoints.finish_checkpoint()
         bar.close()
         if tracking is not None:
             tracking.finish()

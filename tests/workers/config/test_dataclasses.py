@@ -59,7 +59,7 @@ ACTOR = {"ppo_micro_batch_size_per_gpu": 1}
         (McoreOptimizerConfig, {"lr": 1e-6, "min_lr": 1e-5}, "min_lr=1e-05: must be from 0 to lr"),
         (McoreOptimizerConfig, {"lr_decay_style": "WSD"}, "must be given with lr_decay_style=WSD"),
         (CheckpointConfig, {"save_contents": ["model", "weights"]}, "unknown parts weights"),
-        (CheckpointConfig, {"async_save": True}, "async_save=true"),
+        (FSDPActorConfig, {**ACTOR, "checkpoint": CheckpointConfig(async_save=True)}, "checkpoint.async_save=true"),
         (ActorConfig, ACTOR, r"strategy=\?\?\?"),
         (FSDPActorConfig, {}, "set ppo_micro_batch_size_per_gpu, or use_dynamic_bsz=true"),
         (FSDPActorConfig, {**ACTOR, "ppo_micro_batch_size": 4}, "excludes ppo_micro_batch_size_per_gpu"),

@@ -11,6 +11,7 @@ from verl.trainer.config.files import NO_VISION_ON_MEGATRON, data_file_rules
 from verl.trainer.config.keys import dotted_keys
 from verl.trainer.config.nodes import build_nodes
 from verl.trainer.config.refusals import select
+from verl.workers.config.actor import async_save_rules
 from verl.workers.config.model import path_problems, read_config_json, tokenizer_problems
 
 # From the keys of ``sft_trainer`` to those of ``sft_trainer_engine``; ``data`` and ``trainer`` keep their keys.
@@ -156,6 +157,8 @@ def _choice_rules(tree: Mapping[str, Any]) -> Iterator[Violation]:
     for key, value in NOT_WITH_MEGATRON.items():
         if select(tree, "engine.strategy") == "megatron" and select(tree, key, value) != value:
             yield Violation(key, select(tree, key), f"must be {as_yaml(value)} with engine=megatron")
+    async_save, strategy = select(tree, "checkpoint.async_save", False), select(tree, "engine.strategy")
+    yield from async_save_rules("checkpoint.", async_save, strategy)
     for key, names in CHOICES.items():
         if select(tree, key) not in names:
             yield Violation(key, select(tree, key), f"must be one of {', '.join(names)}")

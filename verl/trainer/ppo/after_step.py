@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.single_controller.base.phase import phase
-from verl.trainer.ppo.checkpoint import FOLDER_PREFIX, run_folder
+from verl.trainer.ppo.checkpoint import FOLDER_PREFIX, finish_checkpoint, run_folder
 from verl.trainer.ppo.metric_utils import (
     compute_data_metrics,
     compute_throughout_metrics,
@@ -49,6 +49,7 @@ def save_after_step(trainer: "RayPPOTrainer", timing: dict[str, float]) -> None:
     options = trainer.config.trainer
     if options.save_freq <= 0:
         return
+    finish_checkpoint(trainer, wait=trainer.is_last_step)
     expiring = should_save_ckpt_esi(trainer.max_steps_duration, redundant_time=options.esi_redundant_time)
     if expiring:
         logger.warning("the rented capacity is about to expire: saving step %d early", trainer.global_steps)
@@ -98,4 +99,5 @@ def end_early(trainer: "RayPPOTrainer", reason: Exception) -> None:
         validate_after_step(trainer, metrics, timing)
     if not Path(run_folder(trainer.config), f"{FOLDER_PREFIX}{step}").exists():
         save_after_step(trainer, timing)
+    finish_checkpoint(trainer)
     trainer.output.log(metrics | {f"timing_s/{name}": seconds for name, seconds in timing.items()}, step)

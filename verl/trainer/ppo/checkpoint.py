@@ -15,7 +15,7 @@ from verl.utils.checkpoint import (
     verify_checkpoint,
     write_tracker_atomically,
 )
-from verl.utils.checkpoint.files import archive_problem, world_size_problem, write_file
+from verl.utils.checkpoint.files import archive_problem, backend_problem, world_size_problem, write_file
 
 if TYPE_CHECKING:
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
@@ -118,7 +118,7 @@ def _checked(folder: Path, root: Path, config: Any) -> Path:
 
 def _problems(folder: Path, config: Any) -> list[str]:
     roles = _roles(config)
-    return find_problems(folder, roles) or find_misfits(folder, roles, config.trainer)
+    return find_problems(folder, roles) or find_misfits(folder, roles, config)
 
 
 def _roles(config: Any) -> list[str]:
@@ -136,10 +136,14 @@ def find_problems(folder: Path, roles: list[str]) -> list[str]:
     return problems + ([f"{DATA_NAME} {damage}"] if damage else [])
 
 
-def find_misfits(folder: Path, roles: list[str], trainer: Any) -> list[str]:
+def find_misfits(folder: Path, roles: list[str], config: Any) -> list[str]:
     """Return why a checkpoint that is whole cannot be read by the workers of this run."""
-    workers = trainer.nnodes * trainer.n_gpus_per_node
-    problems = {role: world_size_problem(folder / role, workers) for role in roles}
+    workers = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    nodes = {"actor": config.actor_rollout_ref.actor, "critic": config.critic}
+    problems = {
+        role: backend_problem(folder / role, nodes[role].strategy) or world_size_problem(folder / role, workers)
+        for role in roles
+    }
     return [f"{role}: {problem}" for role, problem in problems.items() if problem is not None]
 
 
@@ -203,7 +207,11 @@ def remove_emptied_folders(root: str | Path) -> None:
 
 
 def save_checkpoint(trainer: "RayPPOTrainer") -> None:
-    """Write the parts of the workers, that of the driver, and last the tracker."""
+    """Write the parts of the workers, that of the driver, and last the tracker.
+
+    Where workers write beside training, the tracker waits for ``finish_checkpoint``.
+    """
+    finish_checkpoint(trainer)
     config, step = trainer.config.trainer, trainer.global_steps
     name = f"{FOLDER_PREFIX}{step}"
     root = run_folder(trainer.config)
@@ -213,17 +221,38 @@ def save_checkpoint(trainer: "RayPPOTrainer") -> None:
     if config.get("remove_previous_ckpt_in_save", False):
         logger.warning("trainer.remove_previous_ckpt_in_save is deprecated: set max_actor_ckpt_to_keep=1")
         keep = {"actor": 1, "critic": 1}
-    groups = {"actor": trainer.actor_rollout_wg, "critic": trainer.critic_wg}
-    for role, group in groups.items():
-        if group is None:
-            continue
+    for role, group in _groups(trainer).items():
         remote_part = None if remote is None else f"{remote}/{role}"
         group.save_checkpoint(f"{folder}/{role}", remote_part, step, max_ckpt_to_keep=keep[role])
     state = {"kl_ctrl_in_reward": trainer.kl_ctrl_in_reward.state_dict(), "seed": trainer.run_seed}
     state["epoch"] = trainer.epoch
     save_driver_state(folder, trainer.train_dataloader.state_dict(), state)
+    trainer.unfinished_checkpoint = step
+    finish_checkpoint(trainer, wait=not _is_async(trainer.config) or trainer.is_last_step)
+
+
+def finish_checkpoint(trainer: "RayPPOTrainer", wait: bool = True) -> None:
+    """Name the checkpoint that is being written as the latest, if all workers are done; or ``wait`` for them."""
+    step = trainer.unfinished_checkpoint
+    if step is None:
+        return
+    if _is_async(trainer.config):
+        done = [all(group.finish_checkpoint(wait)) for group in _groups(trainer).values()]
+        if not all(done):
+            return
+    trainer.unfinished_checkpoint = None
+    root = run_folder(trainer.config)
     write_tracker_atomically(root, step)
     remove_emptied_folders(root)
+
+
+def _groups(trainer: "RayPPOTrainer") -> dict[str, Any]:
+    groups = {"actor": trainer.actor_rollout_wg, "critic": trainer.critic_wg}
+    return {role: group for role, group in groups.items() if group is not None}
+
+
+def _is_async(config: Any) -> bool:
+    return bool(config.actor_rollout_ref.actor.checkpoint.async_save or config.critic.checkpoint.async_save)
 
 
 def load_checkpoint(trainer: "RayPPOTrainer") -> int | None:

@@ -102,6 +102,7 @@ class RayPPOTrainer:
         self.async_rollout_mode, self.async_rollout_manager = False, None
         self.single_turn = not config.actor_rollout_ref.rollout.multi_turn.enable
         self.global_steps, self.max_steps_duration = 0, 0.0
+        self.unfinished_checkpoint: int | None = None
         self.epoch, self.prompts_drawn = 0, 0
         self._reward: PendingReward | None = None
         self._extra_columns: list[str] = []

@@ -70,9 +70,14 @@ class CheckpointHandler:
         self.resume_mode = resume_mode
         self.resume_from_path = resume_from_path
         self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self._unfinished: int | None = None
 
     def save_checkpoint(self, step: int) -> str:
-        """Write a checkpoint and then name it as the latest; collective. Returns its folder."""
+        """Write a checkpoint and then name it as the latest; collective. Returns its folder.
+
+        Where the engine writes beside training, the name waits for ``finish_checkpoint``.
+        """
+        self.finish_checkpoint()
         folder = os.path.join(self.default_local_dir, f"{STEP_FOLDER}{step}")
         os.makedirs(folder, exist_ok=True)
         if self.engine.is_mp_src_rank_with_outputs():
@@ -82,6 +87,17 @@ class CheckpointHandler:
         self.engine.save_checkpoint(
             local_path=folder, hdfs_path=None, global_step=step, max_ckpt_to_keep=self.max_ckpt_to_keep
         )
+        self._unfinished = step
+        self.finish_checkpoint(wait=False)
+        return folder
+
+    def finish_checkpoint(self, wait: bool = True) -> None:
+        """Name the checkpoint that is being written as the latest, if it is whole; or ``wait`` for it. Collective."""
+        step = self._unfinished
+        if step is None or not self.engine.finish_checkpoint(wait):
+            return
+        self._unfinished = None
+        folder = os.path.join(self.default_local_dir, f"{STEP_FOLDER}{step}")
         self._barrier()
         if self.rank == 0:
             write_tracker_atomically(self.default_local_dir, step)
@@ -91,7 +107,6 @@ class CheckpointHandler:
                 tracker = get_checkpoint_tracker_filename(self.default_local_dir)
                 hdfs_io.copy(tracker, get_checkpoint_tracker_filename(self.default_hdfs_dir))
         self._barrier()
-        return folder
 
     def load_checkpoint(self) -> int:
         """Restore engine and loader; collective. Returns the step to go on from, 0 where there is no checkpoint.

@@ -192,13 +192,25 @@ def read_world_size(folder: StrPath) -> int:
     return int(world_size)
 
 
+def backend_problem(folder: StrPath, strategy: str) -> str | None:
+    """Return why engines of a strategy cannot read a checkpoint, None where they can or nothing tells who wrote it."""
+    written = {LAYOUT_NAME: "fsdp", MEGATRON_LAYOUT_NAME: "megatron"}.get(layout_file(folder).name)
+    if not layout_file(folder).exists() or strategy.startswith(str(written)):
+        return None
+    return (
+        f"strategy={written} wrote it: go on with that, or start anew from its weights, which "
+        f"`python -m verl.model_merger merge --backend {written} --local_dir {folder} --target_dir <folder>` writes to "
+        "a folder for model.path"
+    )
+
+
 def world_size_problem(folder: StrPath, world_size: int) -> str | None:
-    """Return why so many ranks cannot read a checkpoint, None where they can.
+    """Return why so many ranks cannot read a checkpoint, None where they can: those of Megatron any number reads.
 
     Raises: CheckpointError when ``fsdp_config.json`` is missing or cut short.
     """
     saved = read_world_size(folder)
-    if saved == world_size:
+    if saved == world_size or layout_file(folder).name == MEGATRON_LAYOUT_NAME:
         return None
     return (
         f"it was written by {saved} ranks and cannot be read by {world_size}: start with {saved} "
@@ -266,6 +278,8 @@ def remove_stale_files(folder: StrPath, world_size: int, rank: int) -> None:
     Path(folder, manifest_name(world_size, rank)).unlink(missing_ok=True)
     if rank != 0:
         return
+    for name in LAYOUT_NAMES:  # another engine may have written here
+        Path(folder, name).unlink(missing_ok=True)
     for path in Path(folder).iterdir():
         found = _RANK_FILE.search(path.name)
         if path.is_dir() and path.name.endswith(".tmp"):

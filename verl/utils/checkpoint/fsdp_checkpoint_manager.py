@@ -20,6 +20,7 @@ from verl.utils.checkpoint.files import (
     CheckpointError,
     FileRecord,
     Manifest,
+    backend_problem,
     file_problems,
     move_files,
     read_manifest,
@@ -191,7 +192,7 @@ class FSDPCheckpointManager(BaseCheckpointManager):
         if not folder.is_dir():
             return [f"the folder {folder} does not exist"]
         try:
-            problem = world_size_problem(folder, self.world_size)
+            problem = backend_problem(folder, "fsdp") or world_size_problem(folder, self.world_size)
             if problem is not None:
                 return [problem]
             manifest = read_manifest(folder, self.world_size, self.rank)

@@ -16,6 +16,13 @@ from verl.utils.checkpoint.files import CheckpointError
 TENSORS_FOLDER = "dist_ckpt"
 BACKEND_FILE = "metadata.json"
 INDEX_FILE = ".metadata"
+OPTIMIZER_KEYS = "optimizer."
+"""What the names of the optimizer's tensors start with."""
+
+
+HEAD = "output_layer.weight"
+VOCABULARY = {"embedding.word_embeddings.weight", HEAD}
+"""Tensors with a row per token, which ranks pad to equal parts."""
 
 
 class TorchDistReader:
@@ -96,6 +103,25 @@ class TorchDistReader:
         if tensor.shape != chunk.sizes:
             raise CheckpointError(f"{path} holds {name} as {tuple(tensor.shape)}, not {tuple(chunk.sizes)}")
         return tensor
+
+
+def holds_value_head(reader: TorchDistReader) -> bool:
+    """Whether the output layer is that of a critic or reward model."""
+    return HEAD in reader.names() and reader.shape(HEAD)[0] == 1
+
+
+def vocabulary_problem(reader: TorchDistReader, vocab_size: int, multiple: int | None = None) -> str | None:
+    """Return why tensors of the vocabulary are of another model; None where they may be of this one.
+
+    They are padded, to a ``multiple`` where that is known.
+    """
+    least = vocab_size if multiple is None else -(-vocab_size // multiple) * multiple
+    for name in VOCABULARY & reader.names():
+        rows = reader.shape(name)[0]
+        is_head = name == HEAD and rows == 1
+        if not is_head and (rows < least or (multiple is not None and rows != least)):
+            return f"it is of another model: it holds {name} of {rows} rows, and the vocabulary has {vocab_size}"
+    return None
 
 
 def check_format(folder: Path) -> None:

@@ -232,6 +232,12 @@ class FSDPActorConfig(ActorConfig):
         return merged
 
 
+def async_save_rules(prefix: str, async_save: bool, strategy: str) -> Iterator[Violation]:
+    """Yield a save beside training that the engine does not know; ``prefix`` is that of the key."""
+    if async_save and strategy != "megatron":
+        yield Violation(f"{prefix}async_save", True, f"is not supported with strategy={strategy}: write false")
+
+
 def fsdp_role_rules(config: Any) -> Iterator[Violation]:
     """Yield what is wrong with the keys that every role on FSDP has."""
     if config.strategy not in STRATEGIES:
@@ -239,4 +245,5 @@ def fsdp_role_rules(config: Any) -> Iterator[Violation]:
         yield Violation("strategy", config.strategy, expected)
     if config.grad_clip <= 0:
         yield Violation("grad_clip", config.grad_clip, "must be above 0; write a large number to clip nothing")
+    yield from async_save_rules("checkpoint.", config.checkpoint.async_save, config.strategy)
     yield from positive_rules(config, "ulysses_sequence_parallel_size")

@@ -23,5 +23,3 @@ class CheckpointConfig(BaseConfig):
             if unknown:
                 expected = f"has unknown parts {', '.join(unknown)}: write parts of [{','.join(CONTENTS)}]"
                 yield Violation(key, getattr(self, key), expected)
-        if self.async_save:
-            yield Violation("async_save", True, "is not supported by FSDP engines: write false")

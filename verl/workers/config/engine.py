@@ -114,6 +114,13 @@ class McoreEngineConfig(BaseConfig):
                 yield Violation(key, size, "must be 1 or more")
         if self.dtype not in (None, *MCORE_DTYPES):
             yield Violation("dtype", self.dtype, f"must be null or one of {', '.join(MCORE_DTYPES)}")
+        if self.use_dist_checkpointing != (self.dist_checkpointing_path is not None):
+            missing = self.dist_checkpointing_path is None
+            yield Violation(
+                "dist_checkpointing_path", self.dist_checkpointing_path,
+                "must name a folder with use_dist_checkpointing=true" if missing
+                else "is read with use_dist_checkpointing=true only: write that, or null here",
+            )  # fmt: skip
         yield from self._virtual_stages()
         yield from self._unsupported()
 
@@ -133,8 +140,6 @@ class McoreEngineConfig(BaseConfig):
 
     def _unsupported(self) -> Iterator[Violation]:
         held: dict[str, Any] = {
-            "use_dist_checkpointing": False,
-            "dist_checkpointing_path": None,
             "override_mcore_model_config": {},
             "use_mbridge": False,
         }

@@ -103,6 +103,13 @@ class BaseEngine(ABC):
     ) -> None:
         """Write this rank's part of a checkpoint; collective."""
 
+    def finish_checkpoint(self, wait: bool = True) -> bool:
+        """Complete a save that goes on beside training; returns whether none is left. Collective.
+
+        Without ``wait``, only if all ranks have written their files.
+        """
+        return True
+
     @abstractmethod
     def load_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False

@@ -147,6 +147,11 @@ class EngineWorker(Worker, DistProfilerExtension):
         self.engine.save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def finish_checkpoint(self, wait: bool = True) -> bool:
+        """Complete a save that goes on beside training; returns whether none is left."""
+        return self.engine.finish_checkpoint(wait)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
     ) -> None:

@@ -1,6 +1,7 @@
 """The chunks of the model on this rank, with their weights, and the wrapper that reduces their gradients."""
 
 import logging
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +12,15 @@ from verl.base_config import as_yaml
 from verl.models.mcore.families import HEAD_NAMES, num_experts
 from verl.models.mcore.gpt.build import default_implementation, hf_to_mcore_config, init_mcore_model, named_parameters
 from verl.models.mcore.weights import Shard
+from verl.utils.checkpoint.files import CheckpointError as TensorsError
+from verl.utils.checkpoint.torch_dist import TENSORS_FOLDER, TorchDistReader, holds_value_head, vocabulary_problem
+from verl.utils.fs import copy_to_local
+from verl.utils.megatron.dist_checkpointing import (
+    chunk_names,
+    load_dist_checkpointing,
+    sharded_weights,
+    tensor_names,
+)
 from verl.workers.engine.megatron.layout import Layout
 from verl.workers.engine.weights import DTYPES, CheckpointError, SafetensorsReader, new_head
 
@@ -64,7 +74,10 @@ class ModelBuilder:
         ]
         for chunk in chunks:
             chunk.to(self.layout.device)  # routers are constructed on the host
-        self.load(chunks)
+        if self.engine_config.use_dist_checkpointing:
+            self.load_distributed(chunks, str(self.engine_config.dist_checkpointing_path))
+        else:
+            self.load(chunks)
         options = getattr(self.model_config, "override_config", None) or {}
         if (options.get("moe_config") or {}).get("freeze_moe_router"):
             for name, parameter in (each for chunk in chunks for each in chunk.named_parameters()):
@@ -170,6 +183,45 @@ class ModelBuilder:
                     shard = in_expert if named.is_expert else dense
                     part = named.rule.load(read, shard, named.checkpoint_names, named.parameter.shape)
                     named.parameter.copy_(part)
+
+    def load_distributed(self, chunks: "Sequence[Any]", path: str) -> None:
+        """Fill the parameters from a folder in the torch_dist format, or a checkpoint with one, whatever its layout.
+
+        Each rank reads its own parts. A new value head is made where the folder holds a language model. Collective.
+
+        Raises: CheckpointError naming the folder, and the tensor that it lacks or that has another shape.
+        """
+        folder = Path(copy_to_local(path))
+        folder = folder / TENSORS_FOLDER if (folder / TENSORS_FOLDER).is_dir() else folder
+        state = sharded_weights(chunks)
+        try:
+            reader = TorchDistReader(folder)
+            if self.is_value_model and self.makes_head and not holds_value_head(reader):
+                for part in state.values():
+                    for key in [key for key in part if key.startswith("output_layer.")]:
+                        del part[key]
+                self._make_heads(chunks)
+            if lacking := tensor_names(state) - reader.names():
+                raise TensorsError(f"it lacks {min(lacking)}")
+            if problem := vocabulary_problem(reader, self.hf_config.vocab_size):
+                raise TensorsError(problem)
+            loaded = load_dist_checkpointing(state, folder)
+        except TensorsError as error:
+            raise CheckpointError(
+                f"megatron.dist_checkpointing_path={path}: {error}. It must hold the model of model.path, which "
+                "scripts/converter_hf_to_mcore.py writes"
+            ) from error
+        for name, chunk in zip(chunk_names(chunks), chunks, strict=True):
+            chunk.load_state_dict(loaded[name], strict=False)
+
+    def _make_heads(self, chunks: "Sequence[Any]") -> None:
+        with torch.no_grad():
+            for chunk in chunks:
+                for named in named_parameters(chunk, self.hf_config, self.is_value_model):
+                    name = named.checkpoint_names[0]
+                    if name in HEAD_NAMES:
+                        shape = named.parameter.shape
+                        named.parameter.copy_(new_head(name, shape, self.engine_config.seed, self.hf_config))
 
 
 # Gradients

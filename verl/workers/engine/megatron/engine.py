@@ -13,12 +13,12 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from verl.utils.checkpoint.megatron_checkpoint_manager import MegatronCheckpointManager
 from verl.utils.faults import fault_point
 from verl.utils.fsdp_utils import scale_to_norm
 from verl.workers.engine.accumulate import MetricSums, agree
 from verl.workers.engine.base import BaseEngine, EngineRegistry, LossFn, ModelOutput
 from verl.workers.engine.megatron.build import ModelBuilder, model_dtype, wrap
-from verl.workers.engine.megatron.checkpoint import MegatronCheckpointManager
 from verl.workers.engine.megatron.export import exported_weights
 from verl.workers.engine.megatron.forward import Forward, Round, check_positions
 from verl.workers.engine.megatron.layout import Layout, make_layout
@@ -351,6 +351,10 @@ class MegatronEngine(BaseEngine):
             )
         self._version += 1
 
+    def finish_checkpoint(self, wait: bool = True) -> bool:
+        """Complete an asynchronous save; returns whether none is left. Collective."""
+        return self._checkpoint_manager is None or self._checkpoint_manager.finish_checkpoint(wait)
+
     @property
     def checkpoint_manager(self) -> MegatronCheckpointManager:
         """Writes and reads what ``checkpoint_config`` names."""
@@ -358,7 +362,6 @@ class MegatronEngine(BaseEngine):
             config = self.model_config
             self._checkpoint_manager = MegatronCheckpointManager(
                 model=self.models,
-                layout=self.layout,
                 hf_config=self.hf_config,
                 optimizer=self.optimizer,
                 lr_scheduler=self.lr_scheduler,

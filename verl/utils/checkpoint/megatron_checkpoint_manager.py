@@ -1,0 +1,336 @@
+"""Checkpoints of Megatron-Core models: tensors under names that hold for every layout, in its torch_dist format."""
+
+import json
+import logging
+import os
+import pickle
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from verl.base_config import as_yaml
+from verl.utils import hdfs_io
+from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager, way_out
+from verl.utils.checkpoint.files import (
+    MEGATRON_LAYOUT_NAME,
+    CheckpointError,
+    FileRecord,
+    Manifest,
+    backend_problem,
+    file_problems,
+    move_files,
+    read_manifest,
+    read_world_size,
+    record_file,
+    remove_checkpoint,
+    remove_stale_files,
+    temporary_folder,
+    verify_checkpoint,
+    write_file,
+)
+from verl.utils.checkpoint.hf_export import export_weights, save_config_and_tokenizer
+from verl.utils.checkpoint.torch_dist import OPTIMIZER_KEYS, TENSORS_FOLDER, TorchDistReader, vocabulary_problem
+from verl.utils.faults import fault_point
+from verl.utils.fs import copy_to_local
+from verl.utils.megatron.dist_checkpointing import (
+    METADATA,
+    PendingSave,
+    chunk_names,
+    load_dist_checkpointing,
+    save_dist_checkpointing,
+    sharded_weights,
+    tensor_names,
+)
+
+from megatron.core import parallel_state  # isort: skip  # after what prepares it for the CPU
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # isort: skip
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker  # isort: skip
+
+logger = logging.getLogger(__name__)
+
+_HF_FOLDER = "huggingface"
+_CONFIG_NAME = "transformer_config.json"
+_OPTIMIZER_KEY = "use_distributed_optimizer"
+
+
+@dataclass
+class _Save:
+    """A checkpoint that is being written, and what is left to do with it."""
+
+    local_path: str
+    hdfs_path: str | None
+    global_step: int
+    max_ckpt_to_keep: int | None
+    records: list[FileRecord] = field(default_factory=list)
+    tensors: PendingSave | None = None
+
+
+class MegatronCheckpointManager(BaseCheckpointManager):
+    """Writes and reads the parts of this rank; every rank calls it, with the same arguments.
+
+    ``model`` are the chunks of this rank. Any layout reads what another has written, random states excepted: they
+    belong to ranks, and another layout keeps its own. With ``checkpoint.async_save`` a save returns when this rank's
+    tensors are copied to the host; the checkpoint is whole once ``finish_checkpoint`` has returned True.
+    """
+
+    def __init__(self, model: list[Any], hf_config: Any, **kwargs: Any) -> None:
+        super().__init__(model, **kwargs)
+        self.hf_config = hf_config
+        config = kwargs.get("checkpoint_config")
+        self.is_async = bool(config is not None and config.async_save)
+        self._running: _Save | None = None
+
+    # ---- what is saved
+
+    def _sharded(self, contents: list[str], is_loading: bool) -> dict[str, Any]:
+        """Describe the tensors of this rank as parts of global ones."""
+        if "model" not in contents and "optimizer" not in contents:
+            return {}
+        state = sharded_weights(self.model)
+        if "optimizer" not in contents:
+            return state
+        assert self.optimizer is not None
+        optimizer = self.optimizer.sharded_state_dict(  # type: ignore[attr-defined]
+            dict(state), is_loading=is_loading, metadata=dict(METADATA)
+        )
+        return ({} if "model" not in contents else state) | {"optimizer": optimizer}
+
+    def _place(self) -> dict[str, int]:
+        return {
+            "world_size": self.world_size,
+            "tp": parallel_state.get_tensor_model_parallel_world_size(),
+            "pp": parallel_state.get_pipeline_model_parallel_world_size(),
+            "cp": parallel_state.get_context_parallel_world_size(),
+            "ep": parallel_state.get_expert_model_parallel_world_size(),
+        }
+
+    # ---- saving
+
+    def save_checkpoint(
+        self,
+        local_path: str,
+        hdfs_path: str | None = None,
+        global_step: int = 0,
+        max_ckpt_to_keep: int | None = None,
+        named_weights: Iterator[tuple[str, Tensor]] | None = None,
+    ) -> None:
+        """Write this rank's files, then its manifest; older checkpoints go when all ranks have done so.
+
+        An earlier save that still runs is finished first.
+
+        Raises: ValueError when ``save_contents`` names a part that this manager was not given; CheckpointError on all
+        ranks when one of them could not write.
+        """
+        self._need_parts("save_contents")
+        self.finish_checkpoint()
+        folder = Path(local_path)
+        folder.mkdir(parents=True, exist_ok=True)
+        remove_stale_files(folder, self.world_size, self.rank)
+        if self.rank == 0:
+            shutil.rmtree(folder / TENSORS_FOLDER, ignore_errors=True)
+            (folder / TENSORS_FOLDER).mkdir()
+        self.barrier()
+        save = _Save(local_path, hdfs_path, global_step, max_ckpt_to_keep)
+        if self.should_save_extra:
+            save.records.append(self._write_random_state(folder))
+        save.records += self._write_shared_files(folder, named_weights)
+        state = self._sharded(self.save_contents, is_loading=False)
+        if self.should_save_extra and self.lr_scheduler is not None:
+            state["lr_scheduler"] = self.lr_scheduler.state_dict()
+
+        def behind_tensors() -> None:
+            fault_point("save_checkpoint", rank=self.rank, step=global_step)
+            save.records.extend(self._tensor_files(folder, f"__{self.rank}_"))
+
+        save.tensors = save_dist_checkpointing(state, folder / TENSORS_FOLDER, self.is_async, behind_tensors)
+        self._running = save
+        if not self.is_async:
+            self.finish_checkpoint()
+
+    def finish_checkpoint(self, wait: bool = True) -> bool:
+        """Complete the save that runs; returns whether none is left. Without ``wait`` only if all ranks have written.
+
+        Collective. Raises: CheckpointError on all ranks when one of them could not write.
+        """
+        save = self._running
+        if save is None:
+            return True
+        assert save.tensors is not None
+        if not wait and self.agree([] if save.tensors.is_written else ["writing"]):
+            return False
+        self._running = None
+        problem = save.tensors.wait()
+        found = self.agree([] if problem is None else [problem])
+        if found:
+            raise CheckpointError(f"checkpoint {save.local_path} could not be written: {'; '.join(found[:4])}")
+        save.tensors.finish()
+        folder = Path(save.local_path)
+        if self.rank == 0:
+            save.records += self._tensor_files(folder, "")
+        self.barrier()
+        Manifest(self.world_size, self.rank, save.global_step, save.records).write(folder)
+        self.barrier()
+        self.keep_latest(save.local_path, save.max_ckpt_to_keep)
+        if save.hdfs_path is not None and self.is_node_leader():
+            hdfs_io.makedirs(os.path.dirname(save.hdfs_path.rstrip("/")), exist_ok=True)
+            hdfs_io.copy(src=save.local_path, dst=save.hdfs_path)
+        self.barrier()
+        return True
+
+    def _need_parts(self, key: str) -> None:
+        parts: list[str] = getattr(self, key)
+        if "optimizer" in parts and self.optimizer is None:
+            raise ValueError(f"checkpoint.{key} names the optimizer, but this model has none: write [model]")
+
+    @staticmethod
+    def _tensor_files(folder: Path, prefix: str) -> list[FileRecord]:
+        """Describe the files of tensors of one rank or, without a prefix, those that stand there once."""
+        names = sorted(path.name for path in (folder / TENSORS_FOLDER).iterdir())
+        mine = [name for name in names if (name.startswith(prefix) if prefix else not name.startswith("__"))]
+        return [record_file(folder, f"{TENSORS_FOLDER}/{name}") for name in mine]
+
+    def _random_state_name(self) -> str:
+        return f"rng_world_size_{self.world_size}_rank_{self.rank}.pt"
+
+    def _write_random_state(self, folder: Path) -> FileRecord:
+        state = {"layout": self._place(), "rng": self.get_rng_state(), "tracker": get_cuda_rng_tracker().get_states()}
+        return write_file(folder, self._random_state_name(), lambda file: torch.save(state, file))
+
+    def _write_shared_files(self, folder: Path, named_weights: Iterator[tuple[str, Tensor]] | None) -> list[FileRecord]:
+        """Write what the checkpoint holds once, on rank 0; the weights are gathered by all."""
+        if self.rank != 0:
+            if self.should_save_hf_model and named_weights is not None:
+                export_weights(None, named_weights)
+            return []
+        layout = self._place() | self.layout_fields() | {_OPTIMIZER_KEY: self._is_sharded()}
+        records = [_write_json(folder, MEGATRON_LAYOUT_NAME, layout)]
+        if self.should_save_extra:
+            fields = {key: value for key, value in vars(self.model[0].config).items() if _is_plain(value)}
+            records.append(_write_json(folder, _CONFIG_NAME, fields))
+        with temporary_folder(folder, _HF_FOLDER) as unfinished:
+            save_config_and_tokenizer(unfinished, None, self.processing_class)
+            self.hf_config.save_pretrained(unfinished)
+            if self.should_save_hf_model and named_weights is not None:
+                export_weights(unfinished, named_weights)
+            records += move_files(unfinished, folder, _HF_FOLDER)
+        return records
+
+    # ---- loading
+
+    def load_checkpoint(
+        self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
+    ) -> None:
+        """Restore what ``load_contents`` names, whatever layout wrote it.
+
+        Raises: CheckpointError, a ValueError, naming the file, what is wrong with it, and what to do.
+        """
+        self._need_parts("load_contents")
+        self.finish_checkpoint()
+        path = self.checkpath(local_path, hdfs_path)
+        folder = Path(copy_to_local(path) if hdfs_io.is_hdfs(path) else path)
+        self._stop_on(local_path, self._problems(folder) if self.rank == 0 else [])
+        self._stop_on(local_path, self._changed_files(folder))
+        wanted = self._sharded(self.load_contents, is_loading=True)
+        self._stop_on(local_path, self._other_tensors(folder, wanted))
+        try:
+            state = load_dist_checkpointing(wanted, folder / TENSORS_FOLDER)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"checkpoint {local_path} cannot be loaded: {error}. {way_out(local_path)}"
+            ) from error
+        if self.should_load_model:
+            for key, chunk in zip(chunk_names(self.model), self.model, strict=True):
+                chunk.load_state_dict(state[key])
+        if self.should_load_optimizer:
+            self.optimizer.load_state_dict(state["optimizer"])  # type: ignore[union-attr]
+        elif self.optimizer is not None and self.should_load_model:
+            self.optimizer.reload_model_params()  # type: ignore[attr-defined]
+        if self.should_load_extra:
+            self._load_extra(folder, state.get("lr_scheduler"))
+        self.barrier()
+        if del_local_after_load and self.is_node_leader():
+            remove_checkpoint(folder)
+
+    def _problems(self, folder: Path) -> list[str]:
+        """Return what keeps this model from loading a checkpoint, whatever the rank."""
+        if (problem := backend_problem(folder, "megatron")) is not None:
+            return [problem]
+        if problems := verify_checkpoint(folder, checksums=False):
+            return problems
+        written = json.loads((folder / MEGATRON_LAYOUT_NAME).read_text())[_OPTIMIZER_KEY]
+        if self.should_load_optimizer and written != self._is_sharded():
+            return [f"it was written with megatron.{_OPTIMIZER_KEY}={as_yaml(written)}: write the same"]
+        if self.should_load_extra and not (folder / _CONFIG_NAME).is_file():
+            return ["extra was never saved: leave that part out of checkpoint.load_contents"]
+        return []
+
+    def _changed_files(self, folder: Path) -> list[str]:
+        """Check the content of this rank's share of the files."""
+        saved = read_world_size(folder)
+        manifests = [read_manifest(folder, saved, rank) for rank in range(self.rank, saved, self.world_size)]
+        return [problem for each in manifests for problem in file_problems(folder, each, checksums=True)]
+
+    def _other_tensors(self, folder: Path, wanted: dict[str, Any]) -> list[str]:
+        """Return which tensors of the model the checkpoint lacks, or holds and the model has not; collective."""
+        names: list[Any] = [tensor_names(wanted)]
+        if self.world_size > 1:
+            names = [None] * self.world_size
+            dist.all_gather_object(names, tensor_names(wanted))
+        if self.rank != 0:
+            return []
+        needed: set[str] = set().union(*names)
+        try:
+            reader = TorchDistReader(folder / TENSORS_FOLDER)
+        except CheckpointError as error:
+            return [str(error)]
+        found = reader.names()
+        if lacking := sorted(needed - found):
+            if all(name.startswith(OPTIMIZER_KEYS) for name in lacking) and not any(
+                name.startswith(OPTIMIZER_KEYS) for name in found
+            ):
+                return ["the optimizer was never saved: leave that part out of checkpoint.load_contents"]
+            return [f"it is of another model: it lacks {lacking[0]}"]
+        weights = {name for name in found if not name.startswith(OPTIMIZER_KEYS)}
+        if self.should_load_model and (other := sorted(weights - needed)):
+            return [f"it is of another model: it holds {other[0]}"]
+        padding = json.loads((folder / MEGATRON_LAYOUT_NAME).read_text())["tp"]
+        problem = vocabulary_problem(reader, self.hf_config.vocab_size, multiple=padding)
+        return [] if problem is None else [problem]
+
+    def _is_sharded(self) -> bool:
+        return any(isinstance(each, DistributedOptimizer) for each in getattr(self.optimizer, "chained_optimizers", []))
+
+    def _stop_on(self, path: str, problems: list[str]) -> None:
+        found = self.agree(problems)
+        if found:
+            raise CheckpointError(f"checkpoint {path} cannot be loaded: {'; '.join(found[:4])}. {way_out(path)}")
+
+    def _load_extra(self, folder: Path, schedule: dict[str, Any] | None) -> None:
+        if self.lr_scheduler is not None and schedule is not None:
+            self.lr_scheduler.num_steps = 0  # what is loaded is added
+            self.lr_scheduler.load_state_dict(schedule)
+        file = folder / self._random_state_name()
+        try:
+            state = torch.load(file, map_location="cpu", weights_only=True) if file.is_file() else {"layout": None}
+        except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
+            raise CheckpointError(f"{file} cannot be read ({error})") from error
+        if state["layout"] != self._place():
+            logger.warning("%s was written by another layout: this process keeps its random state", folder)
+            return
+        self.load_rng_state(state["rng"])
+        get_cuda_rng_tracker().set_states(state["tracker"])
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, str | int | float | bool | list | None)
+
+
+def _write_json(folder: Path, name: str, content: dict[str, Any]) -> FileRecord:
+    text = json.dumps(content, indent=4, sort_keys=True, default=str).encode()
+    return write_file(folder, name, lambda file: file.write(text))
