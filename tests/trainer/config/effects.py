@@ -263,6 +263,8 @@ MEGATRON = [
     Reader(LAYOUTS, "sequence_parallel", "workers/engine/megatron/build.py", "config", CONTRACT_MEGATRON + "test_equals_plain_transformers"),
     Reader(LAYOUTS, "use_distributed_optimizer override_ddp_config", "workers/engine/megatron/build.py", "config", CONTRACT_MEGATRON + "test_three_steps_of_adamw"),
     Reader(LAYOUTS, "dtype", "workers/engine/megatron/build.py", "config", MEGATRON_ENGINE + "test_half_precision_keeps_an_fp32_copy"),
+    Reader(LAYOUTS, "use_dist_checkpointing dist_checkpointing_path", "workers/engine/megatron/build.py", "self.engine_config", "tests/scripts/test_converter_hf_to_mcore.py::test_engines_start_from_what_was_converted"),
+    Reader(CHECKPOINTS, "async_save", "utils/checkpoint/megatron_checkpoint_manager.py", "config", "tests/utils/checkpoint/test_megatron_checkpoint_manager.py::test_training_goes_on_while_a_rank_writes"),
     Reader(LAYOUTS, "override_transformer_config", "workers/engine/megatron/build.py", "config", MEGATRON_ENGINE + "test_recompute_computes_layers_again"),
     Reader(LAYOUTS, "param_offload grad_offload optimizer_offload", "workers/engine/megatron/engine.py", "config", "tests/workers/engine/test_megatron_engine.py::test_offload_frees_each_part_by_its_own_switch"),
     Reader(OPTIMIZERS, "lr weight_decay betas clip_grad optimizer override_optimizer_config", "workers/engine/megatron/optim.py", "config", CONTRACT_MEGATRON + "test_three_steps_of_adamw"),
@@ -291,8 +293,6 @@ MEGATRON_WHOLE = (
 
 MEGATRON_REFUSED = {
     **{f"{node}.strategy": "fsdp" for node in (*LAYOUTS, ACTOR, REF, "critic")},
-    **{f"{node}.use_dist_checkpointing": True for node in LAYOUTS},
-    **{f"{node}.dist_checkpointing_path": "/there" for node in LAYOUTS},
     **{f"{node}.override_mcore_model_config": {"rotary_base": 1} for node in LAYOUTS},
     **{f"{node}.use_mbridge": True for node in LAYOUTS},
     **{f"{node}.load_weight": False for node in (ACTOR, REF, "critic", "reward_model")},

@@ -23,6 +23,7 @@ SAVED: dict[str, tuple[str, dict[str, Any]]] = {
     "pp 2 x 2": ("plain", VPP),
     "dp 2": ("plain", DP),
     "ep 2": ("qwen3_moe", EP),
+    "experts, dp 2": ("qwen3_moe", DP),
 }
 """Layouts that save: the model and the sizes."""
 
@@ -33,6 +34,7 @@ RESUMED: dict[str, tuple[str, dict[str, Any]]] = {
     "dp 2 in tp 2": ("dp 2", TP),
     "ep 2 in dp 2": ("ep 2", DP),
     "ep 2 in pp 2": ("ep 2", PP),
+    "experts, dp 2 in ep 2": ("experts, dp 2", EP),
 }
 """Layouts that go on from one of them."""
 

@@ -191,6 +191,15 @@ def test_parts_that_were_never_saved_are_named(root: Path, tmp_path: Path, saved
     partial.load_checkpoint(str(tmp_path / "actor"))
 
 
+def test_experts_without_the_distributed_optimizer_keep_their_layout(root: Path, tmp_path: Path) -> None:
+    plain = {"use_distributed_optimizer": False}
+    build(root, "qwen3_moe", plain).save_checkpoint(str(tmp_path / "actor"), global_step=1)
+    layout = tmp_path / "actor" / "megatron_config.json"
+    layout.write_text(layout.read_text().replace('"ep": 1', '"ep": 2'))
+    with pytest.raises(ValueError, match="with megatron.expert_model_parallel_size=2: without use_distributed_optim"):
+        build(root, "qwen3_moe", plain).load_checkpoint(str(tmp_path / "actor"))
+
+
 def test_names_and_numbers_of_layers_are_global(root: Path) -> None:
     """Names and shapes are the same whatever stage, virtual stage or part of a layer a rank holds."""
     from verl.utils.checkpoint.torch_dist import TorchDistReader

@@ -248,7 +248,8 @@ class MegatronCheckpointManager(BaseCheckpointManager):
             for key, chunk in zip(chunk_names(self.model), self.model, strict=True):
                 chunk.load_state_dict(state[key])
         if self.should_load_optimizer:
-            self.optimizer.load_state_dict(state["optimizer"])  # type: ignore[union-attr]
+            assert self.optimizer is not None
+            self.optimizer.load_state_dict(_as_chained(state["optimizer"], self.optimizer))
         elif self.optimizer is not None and self.should_load_model:
             self.optimizer.reload_model_params()  # type: ignore[attr-defined]
         if self.should_load_extra:
@@ -263,12 +264,23 @@ class MegatronCheckpointManager(BaseCheckpointManager):
             return [problem]
         if problems := verify_checkpoint(folder, checksums=False):
             return problems
-        written = json.loads((folder / MEGATRON_LAYOUT_NAME).read_text())[_OPTIMIZER_KEY]
-        if self.should_load_optimizer and written != self._is_sharded():
-            return [f"it was written with megatron.{_OPTIMIZER_KEY}={as_yaml(written)}: write the same"]
+        if self.should_load_optimizer and (problem := self._other_optimizer(folder)) is not None:
+            return [problem]
         if self.should_load_extra and not (folder / _CONFIG_NAME).is_file():
             return ["extra was never saved: leave that part out of checkpoint.load_contents"]
         return []
+
+    def _other_optimizer(self, folder: Path) -> str | None:
+        written = json.loads((folder / MEGATRON_LAYOUT_NAME).read_text())
+        if written[_OPTIMIZER_KEY] != self._is_sharded():
+            return f"it was written with megatron.{_OPTIMIZER_KEY}={as_yaml(written[_OPTIMIZER_KEY])}: write the same"
+        cut = [sizes["ep"] > 1 for sizes in (written, self._place())]
+        if cut[0] != cut[1] and not self._is_sharded():
+            return (
+                f"it was written with megatron.expert_model_parallel_size={written['ep']}: without "
+                f"{_OPTIMIZER_KEY} a state of experts that are cut cannot be read where they are not, nor the reverse"
+            )
+        return None
 
     def _changed_files(self, folder: Path) -> list[str]:
         """Check the content of this rank's share of the files."""
@@ -325,6 +337,34 @@ class MegatronCheckpointManager(BaseCheckpointManager):
             return
         self.load_rng_state(state["rng"])
         get_cuda_rng_tracker().set_states(state["tracker"])
+
+
+def _as_chained(state: dict[Any, Any], optimizer: Any) -> dict[Any, Any]:
+    """Return a loaded state in the form that this optimizer reads.
+
+    Where experts are cut, they have an optimizer of their own, which another layout may not have. Its tensors are read
+    as this layout wants them; the parameter groups are the same but for where they stand.
+    """
+    own = optimizer.chained_optimizers
+    places = [state] if len(own) == 1 else [state.get(at, {}) for at in range(len(own))]
+    if all("optimizer" in place for place in places) and (len(own) == 1 or "optimizer" not in state):
+        return state
+    saved = [
+        part
+        for part in (state, *(state[key] for key in sorted(k for k in state if isinstance(k, int))))
+        if "optimizer" in part
+    ]
+    names = ("wd_mult", "lr_mult", "is_decoupled_lr")
+    groups = {tuple(each[n] for n in names): each for part in saved for each in part["optimizer"]["param_groups"]}
+    general = {key: value for key, value in saved[0].items() if not isinstance(key, int) and key != "param_state"}
+    chained = []
+    for place, each in zip(places, own, strict=True):
+        ours = [
+            groups[tuple(group[n] for n in names)] | {"is_expert_parallel": group["is_expert_parallel"]}
+            for group in each.optimizer.param_groups
+        ]
+        chained.append(general | {"optimizer": {"param_groups": ours}, "param_state": place["param_state"]})
+    return chained[0] if len(own) == 1 else dict(enumerate(chained))
 
 
 def _is_plain(value: Any) -> bool:

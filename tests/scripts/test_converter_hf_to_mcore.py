@@ -1,0 +1,130 @@
+"""The converter from Hugging Face to Megatron-Core and back: every family, byte for byte, and what starts from it."""
+
+import importlib.util
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.workers.engine import cases, megatron_cases
+from verl.model_merger.__main__ import main as merge
+from verl.workers.config import McoreEngineConfig
+
+pytest.importorskip("megatron.core", reason="the extra mcore is not installed")
+
+MODELS = ("plain", "tied", "qwen3", "qwen3_moe", "qwen2_moe", "mixtral")
+
+
+@pytest.fixture(scope="module")
+def converter() -> ModuleType:
+    path = Path(__file__).resolve().parents[2] / "scripts" / "converter_hf_to_mcore.py"
+    spec = importlib.util.spec_from_file_location("converter_hf_to_mcore", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("converter")
+    megatron_cases.write_models(folder)
+    yield folder
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def in_dtype(source: Path, target: Path, dtype: torch.dtype) -> Path:
+    """Copy a model in another dtype."""
+    target.mkdir()
+    weights = {name: tensor.to(dtype) for name, tensor in load_file(source / "model.safetensors").items()}
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((source / "config.json").read_text()) | {"dtype": str(dtype).removeprefix("torch.")}
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+def convert(converter: ModuleType, model: Path, output: Path, *more: str) -> int:
+    code: int = converter.main(["--hf_model_path", str(model), "--output_path", str(output), *more])
+    return code
+
+
+CASES = [(name, torch.bfloat16) for name in MODELS] + [("plain", torch.float16), ("plain", torch.float32)]
+
+
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_there_and_back_every_byte_is_the_same(
+    converter: ModuleType, root: Path, tmp_path: Path, name: str, dtype: torch.dtype
+) -> None:
+    model = in_dtype(root / name, tmp_path / "model", dtype)
+    assert convert(converter, model, tmp_path / "mcore", "--test") == 0
+    back = ["merge", "--backend", "megatron", "--local_dir", str(tmp_path / "mcore")]
+    assert merge([*back, "--target_dir", str(tmp_path / "back")]) == 0
+    original, returned = (load_file(folder / "model.safetensors") for folder in (model, tmp_path / "back"))
+    assert original.keys() == returned.keys()
+    for key, tensor in original.items():
+        assert returned[key].dtype == dtype and torch.equal(returned[key].view(torch.uint8), tensor.view(torch.uint8))
+
+
+@pytest.mark.parametrize("kind", ["language_model", "value_model"])
+@pytest.mark.parametrize("inner", ["", "dist_ckpt"])
+def test_engines_start_from_what_was_converted(
+    converter: ModuleType, root: Path, tmp_path: Path, kind: str, inner: str
+) -> None:
+    assert convert(converter, root / "tied", tmp_path / "mcore") == 0
+    bare = tmp_path / "bare"  # configuration and tokenizer only
+    bare.mkdir()
+    (bare / "config.json").write_text((root / "tied" / "config.json").read_text())
+    path = {"use_dist_checkpointing": True, "dist_checkpointing_path": str(tmp_path / "mcore" / inner)}
+    ours = cases.export(megatron_cases.build(bare, path, kind))
+    theirs = cases.export(megatron_cases.build(root / "tied", {}, kind))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_critic_starts_from_the_head_of_a_critic(root: Path, tmp_path: Path) -> None:
+    critic = megatron_cases.build(root / "plain", {}, "value_model")
+    with critic.train_mode():
+        critic.train_batch(cases.batch(**cases.MICRO[4]), cases.loss_fn)
+    critic.save_checkpoint(str(tmp_path / "critic"))
+    path = {"use_dist_checkpointing": True, "dist_checkpointing_path": str(tmp_path / "critic")}
+    ours, theirs = cases.export(megatron_cases.build(root / "plain", path, "value_model")), cases.export(critic)
+    assert "score.weight" in ours and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_what_cannot_be_used_is_named(
+    converter: ModuleType, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert convert(converter, root / "plain", tmp_path / "mcore") == 0
+
+    def refusal(path: Path, model: str = "plain", kind: str = "language_model", **more: Any) -> str:
+        settings = {"use_dist_checkpointing": True, "dist_checkpointing_path": str(path)}
+        with pytest.raises(ValueError, match=f"dist_checkpointing_path={path}: ") as error:
+            megatron_cases.build(root / model, settings | more, kind)
+        return str(error.value)
+
+    assert "metadata.json is missing" in refusal(root / "plain")
+    assert "lacks decoder.layers.mlp.experts" in refusal(tmp_path / "mcore", "mixtral")
+    assert "lacks output_layer" in refusal(tmp_path / "mcore", kind="reward_model", forward_only=True)
+    cases.write_model(root / "larger", num_hidden_layers=4, vocab_size=120)
+    assert "of 97 rows, and the vocabulary has 120" in refusal(tmp_path / "mcore", "larger")
+    index = tmp_path / "mcore" / "dist_ckpt" / ".metadata"
+    index.write_bytes(index.read_bytes()[:100])
+    assert ".metadata cannot be read" in refusal(tmp_path / "mcore")
+    for settings, message in (
+        ({"use_dist_checkpointing": True}, "dist_checkpointing_path=null: must name a folder"),
+        ({"dist_checkpointing_path": "/there"}, "is read with use_dist_checkpointing=true only"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            McoreEngineConfig(**settings)
+    capsys.readouterr()
+    assert convert(converter, tmp_path / "mcore", tmp_path / "again") == 2
+    assert "model.path" in capsys.readouterr().err
+    assert not (tmp_path / "again").exists()
