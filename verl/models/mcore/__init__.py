@@ -3,6 +3,7 @@
 from typing import Any
 
 import verl.models.mcore.deepseek  # noqa: F401  enters itself
+from verl.models.mcore.converter import get_mcore_weight_converter
 from verl.models.mcore.families import Family, UnsupportedModelError, register_family, supported_architectures
 
 _NEED_MEGATRON = ("hf_to_mcore_config", "init_mcore_model")
@@ -10,6 +11,7 @@ _NEED_MEGATRON = ("hf_to_mcore_config", "init_mcore_model")
 __all__ = [
     "Family",
     "UnsupportedModelError",
+    "get_mcore_weight_converter",
     "hf_to_mcore_config",
     "init_mcore_model",
     "register_family",
