@@ -270,7 +270,7 @@ def verify_checkpoint(path: StrPath, checksums: bool | None = None) -> list[str]
     return problems
 
 
-def remove_stale_files(folder: StrPath, world_size: int, rank: int) -> None:
+def remove_stale_files(folder: StrPath, world_size: int, rank: int, layout_name: str = LAYOUT_NAME) -> None:
     """Take back the promise of an earlier save into the same folder, before its files are overwritten.
 
     Rank 0 also removes what an interrupted save or another world size has left: nobody may be writing yet.
@@ -278,8 +278,9 @@ def remove_stale_files(folder: StrPath, world_size: int, rank: int) -> None:
     Path(folder, manifest_name(world_size, rank)).unlink(missing_ok=True)
     if rank != 0:
         return
-    for name in LAYOUT_NAMES:  # another engine may have written here
-        Path(folder, name).unlink(missing_ok=True)
+    for name in LAYOUT_NAMES:
+        if name != layout_name:  # another engine has written here
+            Path(folder, name).unlink(missing_ok=True)
     for path in Path(folder).iterdir():
         found = _RANK_FILE.search(path.name)
         if path.is_dir() and path.name.endswith(".tmp"):

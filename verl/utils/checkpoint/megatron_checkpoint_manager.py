@@ -131,7 +131,7 @@ class MegatronCheckpointManager(BaseCheckpointManager):
         self.finish_checkpoint()
         folder = Path(local_path)
         folder.mkdir(parents=True, exist_ok=True)
-        remove_stale_files(folder, self.world_size, self.rank)
+        remove_stale_files(folder, self.world_size, self.rank, MEGATRON_LAYOUT_NAME)
         if self.rank == 0:
             shutil.rmtree(folder / TENSORS_FOLDER, ignore_errors=True)
             (folder / TENSORS_FOLDER).mkdir()
