@@ -56,6 +56,7 @@ def convert(model_path: str, output_path: str, trust_remote_code: bool = False) 
         processing_class=model_config.get_processor(),
         checkpoint_config=CheckpointConfig(save_contents=["model"]),
         source_dtype=source_dtype,
+        source_folder=model_config.local_path,
     ).save_checkpoint(output_path)
 
 

@@ -14,6 +14,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "plain": {"folder": "plain", "engine": {"strategy": "fsdp2"}},
     "tied": {"folder": "tied", "engine": {"fsdp_size": 1}},  # mesh (ddp, fsdp)
     "lora": {"folder": "plain", "model": {"lora_rank": 4, "lora_alpha": 8}},
+    "half": {"folder": "half", "trains": False},
     "value": {"folder": "plain", "kind": "value_model"},
     "value lora": {"folder": "plain", "kind": "value_model", "model": {"lora_rank": 4, "lora_alpha": 8}},
 }
@@ -27,8 +28,9 @@ def save(root: Path, name: str, rank: int) -> None:
     )
     engine.checkpoint_config = CheckpointConfig()
     rows = cases.rows_of(engine, uneven=False)
-    with engine.train_mode():
-        engine.train_batch(cases.batch(rows, **cases.MICRO[4]), cases.loss_fn)
+    if case.get("trains", True):
+        with engine.train_mode():
+            engine.train_batch(cases.batch(rows, **cases.MICRO[4]), cases.loss_fn)
     engine.save_checkpoint(str(root / name / "global_step_1" / "actor"), global_step=1)
     exported = {"weights": cases.export(engine)}
     if "model" in case:

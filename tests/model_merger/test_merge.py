@@ -22,6 +22,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("merge")
     cases.write_model(folder / "plain")
     cases.write_model(folder / "tied", tie_word_embeddings=True)
+    cases.write_model(folder / "half").bfloat16().save_pretrained(folder / "half")
     spawn_ranks(run_rank, (2, folder))
     return folder
 
@@ -40,7 +41,17 @@ def same(got: dict, expected: dict) -> None:
         assert got[name].dtype == tensor.dtype and torch.equal(got[name], tensor), name
 
 
-@pytest.mark.parametrize("name", KINDS)
+def test_untrained_weights_are_the_bytes_of_the_source(root, tmp_path):
+    exported = torch.load(root / "half.pt")["weights"]
+    assert all(tensor.dtype == torch.float32 for tensor in exported.values())  # which FSDP trains in
+    assert run("merge", root, "half", "--target_dir", tmp_path / "hf") == 0
+    merged, source = (load_file(folder / "model.safetensors") for folder in (tmp_path / "hf", root / "half"))
+    assert all(tensor.dtype == torch.bfloat16 for tensor in source.values())
+    same(dict(sorted(merged.items())), source)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto").dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", [name for name in KINDS if name != "half"])
 def test_equals_the_export_of_the_engine(root, tmp_path, name):
     adapted = ["--merge-lora"] if "lora" in name else []
     assert run("merge", root, name, "--target_dir", tmp_path / "hf", *adapted) == 0

@@ -17,7 +17,10 @@ from verl.workers.config import McoreEngineConfig
 
 pytest.importorskip("megatron.core", reason="the extra mcore is not installed")
 
-MODELS = ("plain", "tied", "qwen3", "qwen3_moe", "qwen2_moe", "mixtral")
+MODELS = (
+    "plain", "tied", "llama", "qwen3", "qwen3_bias", "qwen3_moe", "qwen3_moe_mixed", "qwen2_moe", "mixtral", "deepseek",
+    "moonlight",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +75,20 @@ def test_there_and_back_every_byte_is_the_same(
     assert original.keys() == returned.keys()
     for key, tensor in original.items():
         assert returned[key].dtype == dtype and torch.equal(returned[key].view(torch.uint8), tensor.view(torch.uint8))
+
+
+def test_tensors_of_another_dtype_keep_it(converter: ModuleType, root: Path, tmp_path: Path) -> None:
+    model, other = in_dtype(root / "deepseek", tmp_path / "model", torch.bfloat16), "e_score_correction_bias"
+    weights = load_file(model / "model.safetensors")
+    weights |= {name: torch.rand(len(tensor)) for name, tensor in weights.items() if name.endswith(other)}
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    assert convert(converter, model, tmp_path / "mcore", "--test") == 0
+    back = ["merge", "--backend", "megatron", "--local_dir", str(tmp_path / "mcore")]
+    assert merge([*back, "--target_dir", str(tmp_path / "back")]) == 0
+    returned = load_file(tmp_path / "back" / "model.safetensors")
+    assert {returned[name].dtype for name in weights if name.endswith(other)} == {torch.float32}
+    for name, tensor in weights.items():
+        assert returned[name].dtype == tensor.dtype and torch.equal(returned[name], tensor), name
 
 
 @pytest.mark.parametrize("kind", ["language_model", "value_model"])

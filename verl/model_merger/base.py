@@ -40,6 +40,7 @@ class BaseMerger(ABC):
         self.options = options
         self.folder = Path(options.local_dir).expanduser()
         self.source_dtype: torch.dtype | None = None
+        self.other_dtypes: dict[str, torch.dtype] = {}
 
     @abstractmethod
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -54,12 +55,19 @@ class BaseMerger(ABC):
     def num_tensors(self) -> int:
         """Return about how many tensors ``weights`` yields."""
 
-    def cast(self, tensor: Tensor) -> Tensor:
+    def read_dtypes(self, layout_name: str) -> None:
+        """Take note of the dtypes of the model that training started from, where the checkpoint tells them."""
+        fields = json.loads((self.folder / layout_name).read_text())
+        self.source_dtype = DTYPES.get(fields.get("source_dtype"))
+        self.other_dtypes = {name: DTYPES[dtype] for name, dtype in fields.get("other_dtypes", {}).items()}
+
+    def cast(self, name: str, tensor: Tensor) -> Tensor:
         """Return a tensor in the dtype that was asked for."""
         if not tensor.is_floating_point():
             return tensor
-        dtype = DTYPES[self.options.dtype] if self.options.dtype is not None else self.source_dtype
-        return tensor if dtype is None else tensor.to(dtype)
+        if self.options.dtype is not None:
+            return tensor.to(DTYPES[self.options.dtype])
+        return tensor.to(self.other_dtypes.get(name) or self.source_dtype or tensor.dtype)
 
 
 def right_folder(folder: Path, layout_name: str) -> str:
@@ -84,9 +92,3 @@ def load_config(folder: Path, trust_remote_code: bool) -> Any:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, StrictDataclassError) as error:
         raise CheckpointError(f"{path} does not hold the configuration of a model: {error}") from error
-
-
-def source_dtype(folder: Path, layout_name: str) -> torch.dtype | None:
-    """Return the dtype of the model that training started from; None where the checkpoint does not tell."""
-    name = json.loads((folder / layout_name).read_text()).get("source_dtype")
-    return DTYPES.get(name) if name is not None else None

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from verl.model_merger.base import HF_FOLDER, BaseMerger, MergeOptions, load_config, source_dtype
+from verl.model_merger.base import HF_FOLDER, BaseMerger, MergeOptions, load_config
 from verl.model_merger.shards import ShardedState, check_checkpoint
 from verl.utils.checkpoint.files import LAYOUT_NAME, CheckpointError
 from verl.utils.fsdp_utils import parameters_on_meta
@@ -24,7 +24,7 @@ class FSDPMerger(BaseMerger):
     def __init__(self, options: MergeOptions) -> None:
         super().__init__(options)
         self.state = ShardedState(self.folder, check_checkpoint(self.folder))
-        self.source_dtype = source_dtype(self.folder, LAYOUT_NAME)
+        self.read_dtypes(LAYOUT_NAME)
         self.places = {plain: key for key in self.state if (plain := base_name(key)) is not None}
         self.has_adapter = any(is_adapter(key) for key in self.state)
         self.adapter_config = self._adapter_config() if self.has_adapter else {}
@@ -73,7 +73,7 @@ class FSDPMerger(BaseMerger):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (checkpoint name, whole tensor), tied ones once."""
-        yield from ((name, self.cast(tensor)) for name, tensor in checkpoint_names(self.model, self._in_memory()))
+        yield from ((name, self.cast(name, tensor)) for name, tensor in checkpoint_names(self.model, self._in_memory()))
 
     def _in_memory(self) -> Iterator[tuple[str, Tensor]]:
         tied = dict(self.model.named_parameters(remove_duplicate=False))
@@ -103,7 +103,7 @@ class FSDPMerger(BaseMerger):
         whole = tuple(f"{_PEFT}{name}." for name in self.adapter_config.get("modules_to_save") or ())
         for key in self.state:
             if is_adapter(key) or key.startswith(whole):
-                yield key.replace(".default", ""), self.cast(self.state[key])
+                yield key.replace(".default", ""), self.cast(key, self.state[key])
 
     @property
     def num_tensors(self) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from verl.model_merger.base import HF_FOLDER, BaseMerger, MergeOptions, load_config, right_folder, source_dtype
+from verl.model_merger.base import HF_FOLDER, BaseMerger, MergeOptions, load_config, right_folder
 from verl.models.mcore.families import EXPERT, FUSED_NORMS, find_family, num_experts, outer_rules
 from verl.models.mcore.weights import Rule
 from verl.utils.checkpoint.files import (
@@ -52,7 +52,7 @@ class MegatronMerger(BaseMerger):
         self.config = load_config(self.folder, options.trust_remote_code)
         if options.tie_word_embedding:
             self.config.tie_word_embeddings = True
-        self.source_dtype = source_dtype(self.folder, MEGATRON_LAYOUT_NAME) or self.config.dtype
+        self.read_dtypes(MEGATRON_LAYOUT_NAME)
         self.is_value_model = holds_value_head(self.reader)
         if options.is_value_model and not self.is_value_model:
             raise CheckpointError(f"--is-value-model: {self.folder} holds no value head, so it is no critic")
@@ -130,7 +130,7 @@ class MegatronMerger(BaseMerger):
             except RuntimeError as error:
                 shape = tuple(tensor.shape)
                 raise CheckpointError(self._other_model(f"holds {source.key} as {shape} ({error})")) from error
-            yield from zip(source.names, map(self.cast, parts), strict=True)
+            yield from ((name, self.cast(name, part)) for name, part in zip(source.names, parts, strict=True))
 
     @property
     def num_tensors(self) -> int:

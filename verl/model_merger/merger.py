@@ -79,7 +79,7 @@ def compare(options: MergeOptions, reference_dir: str) -> list[str]:
     if not SafetensorsReader.serves(reference_dir):
         raise CheckpointError(f"--test_hf_dir={reference_dir} holds no model.safetensors")
     merger, reader, differences = open_checkpoint(options), SafetensorsReader(reference_dir), []
-    merger.source_dtype = None  # rounded once, to the dtype of the folder
+    merger.source_dtype, merger.other_dtypes = None, {}  # rounded once, to the dtype of the folder
     left = reader.names()
     for name, tensor in tqdm(merger.weights(), "comparing", merger.num_tensors):
         if name not in left:

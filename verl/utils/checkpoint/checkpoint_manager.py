@@ -24,6 +24,7 @@ from verl.utils.checkpoint.files import (
     verify_checkpoint,
     write_tracker_atomically,
 )
+from verl.utils.checkpoint.hf_export import other_dtypes
 from verl.utils.device import get_device_name, get_torch_device
 
 logger = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ _DEFAULT_CONTENTS = ("model", "optimizer", "extra")
 class BaseCheckpointManager(ABC):
     """Saves and loads the parts that ``checkpoint_config`` (``save_contents, load_contents``) names.
 
-    ``source_dtype`` is that of the model that training started from, which may not be what it trains in.
+    ``source_folder`` and ``source_dtype`` are of the model that training started from, whose dtype may be another.
     """
 
     def __init__(
@@ -46,12 +47,14 @@ class BaseCheckpointManager(ABC):
         processing_class: Any = None,
         checkpoint_config: Any = None,
         source_dtype: torch.dtype | None = None,
+        source_folder: str | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
         self.processing_class = processing_class
         self.source_dtype = source_dtype
+        self.source_folder = source_folder
         self.save_contents = _contents(checkpoint_config, "save_contents", _DEFAULT_CONTENTS)
         self.load_contents = _contents(checkpoint_config, "load_contents", self.save_contents)
         distributed = dist.is_available() and dist.is_initialized()
@@ -163,6 +166,8 @@ class BaseCheckpointManager(ABC):
         fields: dict[str, Any] = {"world_size": self.world_size}
         if self.source_dtype is not None:
             fields["source_dtype"] = str(self.source_dtype).removeprefix("torch.")
+            others = other_dtypes(self.source_folder or "", fields["source_dtype"]) if self.source_folder else {}
+            fields |= {"other_dtypes": others} if others else {}
         return fields
 
     def is_node_leader(self) -> bool:

@@ -22,6 +22,21 @@ def save_config_and_tokenizer(folder: Path, model: Any, processing_class: Any) -
         processing_class.save_pretrained(folder)
 
 
+_STORED = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+def other_dtypes(folder: str, dtype: str) -> dict[str, str]:
+    """Return the dtype of each floating-point tensor in the safetensors of a folder that has another than ``dtype``."""
+    from safetensors import safe_open
+
+    found = {}
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            stored = {name: _STORED.get(file.get_slice(name).get_dtype(), dtype) for name in file.keys()}
+        found |= {name: own for name, own in stored.items() if own != dtype}
+    return found
+
+
 def export_weights(
     folder: Path | None, weights: Iterator[tuple[str, Tensor]], max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> None:

@@ -1,5 +1,6 @@
 """Checkpoints of Megatron-Core models: tensors under names that hold for every layout, in its torch_dist format."""
 
+import copy
 import json
 import logging
 import os
@@ -215,9 +216,11 @@ class MegatronCheckpointManager(BaseCheckpointManager):
             records.append(_write_json(folder, _CONFIG_NAME, fields))
         with temporary_folder(folder, _HF_FOLDER) as unfinished:
             save_config_and_tokenizer(unfinished, None, self.processing_class)
-            self.hf_config.save_pretrained(unfinished)
+            config = copy.deepcopy(self.hf_config)
             if self.should_save_hf_model and named_weights is not None:
+                config.dtype = self.model[0].config.params_dtype
                 export_weights(unfinished, named_weights)
+            config.save_pretrained(unfinished)
             records += move_files(unfinished, folder, _HF_FOLDER)
         return records
 

@@ -391,6 +391,7 @@ class FSDPEngine(BaseEngine):
                 processing_class=processing_class,
                 checkpoint_config=self.checkpoint_config,
                 source_dtype=getattr(config.hf_config, "dtype", None),
+                source_folder=getattr(config, "local_path", None),
             )
         return self._checkpoint_manager
 

@@ -368,6 +368,7 @@ class MegatronEngine(BaseEngine):
                 processing_class=config.get_processor() if hasattr(config, "get_processor") else None,
                 checkpoint_config=self.checkpoint_config,
                 source_dtype=self.hf_config.dtype,
+                source_folder=getattr(config, "local_path", None),
             )
         return self._checkpoint_manager
 
