@@ -164,3 +164,20 @@ def test_rows_and_images_that_do_not_fit_are_named(root: Path) -> None:
     del data.non_tensor_batch["multi_modal_inputs"]
     with engine.eval_mode(), pytest.raises(ValueError, match="18 image tokens stand .* has no pixel_values"):
         engine.infer_batch(data)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_family_without_an_entry_runs_as_transformers_does(
+    root: Path, references: Any, monkeypatch: pytest.MonkeyPatch, packed: bool
+) -> None:
+    """In one process; several are refused, as a rank without an image would not take part."""
+    monkeypatch.setattr("verl.models.transformers.vision.FAMILIES", ())
+    engine = cases.build(root / "qwen2_5_vl", {"use_remove_padding": packed})
+    assert not engine.forward.options.takes_media
+    index = [0, 2, 3, 5]
+    with engine.eval_mode():
+        output = engine.infer_batch(vision.batch(root / "qwen2_5_vl", "qwen2_5_vl", index, micro_batch_size_per_gpu=2))
+    expected = references["qwen2_5_vl"]["output"]["log_probs"][index]
+    torch.testing.assert_close(output["log_probs"], expected, atol=vision.ATOL, rtol=1e-5)
+    with pytest.raises(ValueError, match="several ranks cannot share"):
+        cases.build(root / "qwen2_5_vl", None, {"offload_policy": True})

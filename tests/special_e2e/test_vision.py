@@ -1,0 +1,101 @@
+"""Vision-language models from rows with images to updated weights: two workers, vLLM, and proof that they look."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from . import shapes
+from .conftest import PYTHON, REPOSITORY, Run, Workspace
+from .features import GAP
+from .test_learning import call
+from .verification import record
+
+WORKERS = 2
+SEES, GUESSES = ("val-core/shapes/reward/mean@1", "val-core/shuffled_shapes/reward/mean@1")
+SUPERVISED_STEPS, STEPS = 80, 40
+
+
+def overrides(data: Path, model: Path | str, steps: int) -> dict[str, object]:
+    """Return what differs from a run with text."""
+    return {
+        "data.train_files": data / "train.parquet",
+        "data.val_files": f"[{data}/test.parquet,{data}/shuffled.parquet]",
+        "data.train_batch_size": 16,
+        "data.max_prompt_length": 32,
+        "data.max_response_length": 4,
+        "actor_rollout_ref.model.path": model,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 16,
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 32,
+        "actor_rollout_ref.rollout.n": 8,
+        "actor_rollout_ref.rollout.temperature": 1.0,
+        "actor_rollout_ref.rollout.limit_images": 1,
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 64,
+        "custom_reward_function.path": REPOSITORY / "tests/special_e2e/shapes.py",
+        "custom_reward_function.name": "score",
+        "trainer.n_gpus_per_node": WORKERS,
+        "trainer.total_training_steps": steps,
+        "trainer.test_freq": steps,
+        "trainer.val_before_train": True,
+    }
+
+
+def tiny(folder: Path, kind: str) -> str:
+    from examples.tiny_model import make_tiny_vl_model
+
+    return make_tiny_vl_model(str(folder / kind), kind, hidden_size=64, num_layers=2)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "qwen2_5_vl",
+        pytest.param("qwen2_vl", marks=pytest.mark.full),
+        pytest.param("qwen3_vl", marks=pytest.mark.full),
+    ],
+)
+def test_images_reach_training_and_generation_alike(workspace: Workspace, tmp_path: Path, kind: str) -> None:
+    """The engine's log-probabilities are the trainer's after updates of the tower, too."""
+    shapes.write(tmp_path, train=32, test=4, supervised=4)
+    run = workspace.train(f"vision_{kind}", overrides(tmp_path, tiny(tmp_path, kind), 2))
+    for step in (1, 2):
+        numbers = run.steps[step]
+        assert numbers[GAP] < 1e-4
+        assert numbers["actor/grad_norm"] > 0
+        assert numbers["weight_sync/checksum_ok"] == 1
+        assert all(map(math.isfinite, numbers.values()))
+
+
+@pytest.mark.full
+def test_it_learns_to_look(workspace: Workspace, verification_page: Path | None, tmp_path: Path) -> None:
+    """After a supervised warm-up the rewards rise, and are those of guessing where rows have the images of others."""
+    shapes.write(tmp_path)
+    warm_up = {
+        "data.train_files": tmp_path / "sft.parquet",
+        "data.train_batch_size": 32,
+        "data.max_token_len_per_gpu": 2048,
+        "data.max_length": 64,
+        "model.path": tiny(tmp_path, "qwen2_5_vl"),
+        "model.use_remove_padding": True,
+        "model.enable_gradient_checkpointing": False,
+        "engine.model_dtype": "fp32",
+        "optim.lr": 2e-3,
+        "optim.lr_warmup_steps_ratio": 0.05,
+        "checkpoint.save_contents": "[hf_model]",
+        "trainer.device": "cpu",
+        "trainer.logger": "[file]",
+        "trainer.total_epochs": 100,
+        "trainer.total_training_steps": SUPERVISED_STEPS,
+        "trainer.save_freq": SUPERVISED_STEPS,
+        "trainer.default_local_dir": tmp_path / "sft",
+    }
+    call([*PYTHON, "verl.trainer.sft_trainer", *(f"{key}={value}" for key, value in warm_up.items())])
+    model = tmp_path / "sft" / f"global_step_{SUPERVISED_STEPS}" / "huggingface"
+    run: Run = workspace.train("vision_learning", overrides(tmp_path, model, STEPS), timeout_s=880)
+    first, last = run.steps[0], run.steps[STEPS]
+    gap = max(run.steps[step][GAP] for step in range(1, STEPS + 1))
+    row = ["Qwen2.5-VL, two workers", str(STEPS), *(f"{x:.2f}" for x in (first[SEES], last[SEES], last[GUESSES]))]
+    record(verification_page, "## Learning to look", [*row, f"{gap:.1e}"])
+    assert first[SEES] < 0.65 and last[SEES] > 0.8 and last[SEES] > first[SEES] + 0.2
+    assert last[GUESSES] < 0.4
+    assert gap < 1e-4
