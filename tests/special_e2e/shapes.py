@@ -14,11 +14,11 @@ def draw(letter: str, rng: random.Random) -> bytes:
     """Return a PNG of one bright shape anywhere on a dark ground."""
     from PIL import Image, ImageDraw
 
-    ground, colour = (tuple(rng.randint(low, high) for _ in range(3)) for low, high in ((0, 80), (140, 255)))
+    ground, colour = (tuple(rng.randint(low, high) for _ in range(3)) for low, high in ((0, 40), (180, 255)))
     picture = Image.new("RGB", (SIZE, SIZE), ground)
     pen = ImageDraw.Draw(picture)
-    r = rng.randint(12, 20)
-    x, y = (rng.randint(r + 2, SIZE - r - 2) for _ in range(2))
+    r = rng.randint(14, 20)
+    x, y = (SIZE // 2 + rng.randint(-7, 7) for _ in range(2))
     if letter == "C":
         pen.ellipse([x - r, y - r, x + r, y + r], fill=colour)
     elif letter == "S":

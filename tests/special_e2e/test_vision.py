@@ -13,21 +13,21 @@ from .verification import record
 
 WORKERS = 2
 SEES, GUESSES = ("val-core/shapes/reward/mean@1", "val-core/shuffled_shapes/reward/mean@1")
-SUPERVISED_STEPS, STEPS = 80, 40
+SUPERVISED_STEPS, STEPS = 30, 60
 
 
-def overrides(data: Path, model: Path | str, steps: int) -> dict[str, object]:
+def overrides(data: Path, model: Path | str, steps: int, prompts: int = 16, samples: int = 8) -> dict[str, object]:
     """Return what differs from a run with text."""
     return {
         "data.train_files": data / "train.parquet",
         "data.val_files": f"[{data}/test.parquet,{data}/shuffled.parquet]",
-        "data.train_batch_size": 16,
+        "data.train_batch_size": prompts,
         "data.max_prompt_length": 32,
         "data.max_response_length": 4,
         "actor_rollout_ref.model.path": model,
-        "actor_rollout_ref.actor.ppo_mini_batch_size": 16,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": prompts,
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 32,
-        "actor_rollout_ref.rollout.n": 8,
+        "actor_rollout_ref.rollout.n": samples,
         "actor_rollout_ref.rollout.temperature": 1.0,
         "actor_rollout_ref.rollout.limit_images": 1,
         "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 64,
@@ -91,11 +91,12 @@ def test_it_learns_to_look(workspace: Workspace, verification_page: Path | None,
     }
     call([*PYTHON, "verl.trainer.sft_trainer", *(f"{key}={value}" for key, value in warm_up.items())])
     model = tmp_path / "sft" / f"global_step_{SUPERVISED_STEPS}" / "huggingface"
-    run: Run = workspace.train("vision_learning", overrides(tmp_path, model, STEPS), timeout_s=880)
+    learning = overrides(tmp_path, model, STEPS, prompts=32, samples=16)
+    run: Run = workspace.train("vision_learning", learning, timeout_s=880)
     first, last = run.steps[0], run.steps[STEPS]
     gap = max(run.steps[step][GAP] for step in range(1, STEPS + 1))
     row = ["Qwen2.5-VL, two workers", str(STEPS), *(f"{x:.2f}" for x in (first[SEES], last[SEES], last[GUESSES]))]
     record(verification_page, "## Learning to look", [*row, f"{gap:.1e}"])
-    assert first[SEES] < 0.65 and last[SEES] > 0.8 and last[SEES] > first[SEES] + 0.2
+    assert first[SEES] < 0.6 and last[SEES] > 0.75 and last[SEES] > first[SEES] + 0.2
     assert last[GUESSES] < 0.4
     assert gap < 1e-4
