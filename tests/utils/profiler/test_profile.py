@@ -141,6 +141,16 @@ def test_options_of_the_tool_are_found():
     assert tool_config_of(ProfilerConfig(tool="nsys")) == NsightToolConfig()
 
 
+def test_a_disabled_profiler_builds_no_tool_and_opens_no_range(calls):
+    worker = Worker(RoleProfilers({"actor": DistProfiler(0, ProfilerConfig(tool="torch"))}))
+    worker.start_profile(profile_step="1")
+    assert worker.update(1) == 2
+    assert worker.generate() is captured_range("another")  # one and the same context, which does nothing
+    worker.stop_profile()
+    assert calls == []
+
+
+@pytest.mark.full
 def test_a_disabled_profiler_costs_next_to_nothing():
     """The bound leaves room for a busy machine; ``docs/perf/profiling.md`` has what was measured."""
 
