@@ -81,7 +81,7 @@ def test_details_of_a_step(batch):
     assert sorted(phases["shape"]) == ["old_log_probs", "response_mask", "rollout_log_probs", "token_level_scores"]
     ranks = [f"{group}, rank {rank}" for group in ("actor_rollout", "critic") for rank in (0, 1)]
     assert sorted(phases["weights"]) == ranks
-    assert sorted(phases["random state"]) == sorted([*ranks, "driver", "rm, rank 0", "rm, rank 1"])
+    assert sorted(phases["random state"]) == sorted([*ranks, "rm, rank 0", "rm, rank 1"])
     assert details["workers"]["rm"][1] == {"rank": 1, "seconds": {"update_actor": 1.5}, "memory": {"host_gb": 2.0}}
     assert details["response_length"] == {"limit": 8, "counts": [1, 1, 1, 1, 0, 0, 0, 2]}
     kinds = [(sample["kind"], sample["uid"]) for sample in details["samples"]]

@@ -103,7 +103,7 @@ def test_a_run_ends_with_a_report(tmp_path, capsys, caplog, monkeypatch):
 
     def output(folder, report=True):
         trainer = {"project_name": "p", "experiment_name": "e", "logger": [], "default_local_dir": str(folder)}
-        return run.RunOutput(OmegaConf.create({"trainer": trainer | {"report": report}}), None, 2)
+        return run.RunOutput(OmegaConf.create({"trainer": trainer | {"report": report, "prometheus": False}}), None, 2)
 
     first = output(tmp_path / "a")
     first.step({"critic/score/mean": 0.5, "timing_s/step": 1.0}, 1, {"response_length": {"limit": 4, "counts": [1, 0]}})

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from verl.trainer.ppo.dumps import ground_truths
-from verl.utils.digest import random_state_digest, tensor_digest
+from verl.utils.digest import tensor_digest
 from verl.utils.tracking import plain
 
 if TYPE_CHECKING:
@@ -68,7 +68,8 @@ class Trail:
 
 def _digests_of_workers(workers: Mapping[str, list[dict[str, Any]]]) -> dict[str, dict[str, str]]:
     """Take the digests out of the reports of all ranks, as two more phases."""
-    weights, states = {}, {"driver": random_state_digest()}
+    weights: dict[str, str] = {}
+    states: dict[str, str] = {}
     for group, reports in workers.items():
         for report in reports:
             digests, name = report.pop("digests"), f"{group}, rank {report['rank']}"

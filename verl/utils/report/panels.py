@@ -191,7 +191,8 @@ def _distribution(ax: "Axes", entries: Entries) -> None:
     counts = np.array([np.sum([each["counts"] for _, each in part], axis=0) for part in parts], dtype=float)
     share = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     image = np.empty((share.shape[1], share.shape[0], 4))
-    image[..., :3], image[..., 3] = to_rgb("#3f8f6b"), np.sqrt(share.T)  # legible on a light and on a dark page
+    image[..., :3] = to_rgb("#3f9f73")  # legible on a light and on a dark page
+    image[..., 3] = np.sqrt(share.T / max(share.max(), 1e-9))
     limit = kept[0][1]["limit"]
     ax.imshow(
         image,
@@ -253,6 +254,16 @@ def _memory(ax: "Axes", entries: Entries) -> None:
     _from_zero(ax)
 
 
+def _memory_by_phase(ax: "Axes", entries: Entries) -> None:
+    """Draw the peaks of each phase on the device; where there is none, the memory of the process after the phase."""
+    keys = sorted({key for entry in entries.values() for key in entry["data"] if key.startswith("perf/memory/")})
+    of_device = [key for key in keys if key.endswith("/max_allocated_gb")]
+    chosen = of_device or [key for key in keys if key.endswith("/max_rss_gb")]
+    kind = "device, peak" if of_device else "host, process"
+    _lines(ax, entries, {key: f"{key.split('/')[2]} ({kind})" for key in chosen})
+    _from_zero(ax)
+
+
 _MEMORY = {"host_gb": "host memory of the process", "device_gb": "device memory allocated"}
 
 
@@ -294,6 +305,7 @@ PANELS = (
     Panel("throughput", "Throughput", "tokens per second and worker", _throughput),
     Panel("mfu", "Model FLOPs utilization", "share of the device's peak", _mfu),
     Panel("memory", "Memory", "GiB", _memory),
+    Panel("memory_phases", "Memory by phase, highest rank", "GiB", _memory_by_phase),
     Panel("workers", "Spread over the workers", "seconds", _workers),
 )
 """All pictures, in their order on the page."""
