@@ -60,7 +60,10 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
 }
 
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-LONG = {"worlds": (1, 4)}
+SOME = ("one, plain optimizer", "tp 2 pp 2", "tp 2 cp 2", "pp 2 ep 2", "tp 2 ep 2 dp 2")
+LONG = {"worlds": (1, 4), "only": SOME}
+FAMILY = {"only": (*SOME, "tp 2 ep 2")}
+"""Cases for some layouts of every number of ranks; others that name theirs do so for two."""
 CASES: dict[str, dict[str, Any]] = {
     "micro 1": LONG | {"cut": cases.MICRO[1]},
     "dynamic, uneven shards": {"cut": cases.dynamic(20), "uneven": True},
@@ -69,25 +72,26 @@ CASES: dict[str, dict[str, Any]] = {
     "tied": {"cut": cases.MICRO[4], "folder": "tied"},
     "value": {"cut": cases.MICRO[3], "kind": "value_model"},
     "qwen3 moe": {"cut": cases.dynamic(20), "folder": "qwen3_moe", "uneven": True},
-    "qwen2 moe": LONG | {"cut": cases.MICRO[3], "folder": "qwen2_moe"},
+    "qwen2 moe": FAMILY | {"cut": cases.MICRO[3], "folder": "qwen2_moe"},
     "deepseek": {
         "cut": cases.MICRO[3],
         "folder": "deepseek",
         "only": ("tp 2, sequence parallel", "tp 2 ep 2", "pp 2", "cp 2"),
     },
-    "moonlight": LONG | {"cut": cases.dynamic(20), "folder": "moonlight"},
+    "moonlight": FAMILY | {"cut": cases.dynamic(20), "folder": "moonlight"},
     "qwen3 moe, first layer dense, biases": {
         "cut": cases.MICRO[3],
         "folder": "qwen3_moe_mixed",
         "only": ("tp 2 ep 2", "pp 2 x 2 virtual", "pp 2, uneven"),
     },
-    "llama, rope scaling, all biases": LONG | {"cut": cases.MICRO[3], "folder": "llama"},
+    "llama, rope scaling, all biases": {"only": (*SOME, "tp 2, sequence parallel")}
+    | {"cut": cases.MICRO[3], "folder": "llama"},
     "qwen3, attention bias": {
         "cut": cases.MICRO[4],
         "folder": "qwen3_bias",
         "only": ("tp 2, sequence parallel", "tp 2, plain optimizer, offloaded", "pp 2, uneven"),
     },
-    "mixtral": LONG | {"cut": cases.MICRO[3], "folder": "mixtral"},
+    "mixtral": FAMILY | {"cut": cases.MICRO[3], "folder": "mixtral"},
 }
 
 
@@ -106,7 +110,8 @@ def cases_of(world: int, layout: str) -> dict[str, dict[str, Any]]:
     found = {}
     for name, case in CASES.items():
         fits = whole if case.get("folder") in WITH_EXPERTS else not cuts_experts
-        here = layout in case.get("only", () if layout in SHORT else (layout,)) or world != 2
+        named = world == 2 or case.get("only", ())[: len(SOME)] == SOME
+        here = layout in case.get("only", () if layout in SHORT else (layout,)) or not named
         if fits and here and world in case.get("worlds", LAYOUTS):
             found[name] = case
     return found
@@ -336,25 +341,33 @@ def reference_three_steps(folder: Path) -> dict[str, Any]:
     return {"metrics": metrics, "weights": {name: p.detach().clone() for name, p in parameters.items()}}
 
 
-def run_layouts(rank: int, world_size: int, folder: Path, store: str, alone: bool) -> None:
-    """Run every case of every layout on one rank and save what came out; ``alone`` has rank 0 run world 1 before."""
+def launch_of(world: int, layout: str) -> str:
+    """Return which launch runs a layout: those of four ranks that cut experts have their own."""
+    return "experts" if world == 4 and "expert_model_parallel_size" in LAYOUTS[world][layout] else "dense"
+
+
+def run_layouts(rank: int, world_size: int, folder: Path, launch: str) -> None:
+    """Run every case of every layout of a launch on one rank and save what came out; rank 0 of 2 runs world 1 too."""
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
-    if alone and rank == 0:
-        run_world(0, 1, folder)
+    if (rank, world_size) == (0, 2):
+        run_world(0, 1, folder, launch)
         dist.destroy_process_group()
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
-    run_world(rank, world_size, folder)
+    store = f"file://{folder}/store_{world_size}_{launch}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
+    run_world(rank, world_size, folder, launch)
 
 
-def run_world(rank: int, world_size: int, folder: Path) -> None:
+def run_world(rank: int, world_size: int, folder: Path, launch: str) -> None:
     importlib.import_module("verl.workers.engine.megatron")  # which prepares Megatron-Core for the CPU
     from megatron.core import parallel_state
 
     results: dict[str, dict[str, Any]] = {}
     for name, layout in LAYOUTS[world_size].items():
+        if launch_of(world_size, name) != launch:
+            continue
         chosen = cases_of(world_size, name)
         parts = {case: partial(run_case, folder, layout, settings) for case, settings in chosen.items()}
         runs = {
@@ -367,4 +380,4 @@ def run_world(rank: int, world_size: int, folder: Path) -> None:
             note(f"{name}, {case}")
             results[name][case] = run()
         parallel_state.destroy_model_parallel()
-    torch.save(results, folder / f"world_{world_size}_rank_{rank}.pt")
+    torch.save(results, folder / f"world_{world_size}_{launch}_rank_{rank}.pt")

@@ -37,23 +37,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Results:
-    """What the ranks of a world found, run when first asked for; rank 0 of world 2 runs world 1 as well."""
+    """What the ranks of a launch found, run when first asked for; rank 0 of world 2 runs world 1 as well."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._found: dict[int, list[Any]] = {}
+        self._found: dict[tuple[int, str], list[Any]] = {}
 
     def __call__(self, world: int, layout: str) -> list[dict[str, Any]]:
-        if world not in self._found:
-            self._run(max(world, 2))
-        return [rank[layout] for rank in self._found[world]]
+        launch = megatron_cases.launch_of(world, layout)
+        if (world, launch) not in self._found:
+            self._run(max(world, 2), launch)
+        return [rank[layout] for rank in self._found[world, launch]]
 
-    def _run(self, started: int) -> None:
-        store, alone = str(self.folder / f"store_{started}"), started == 2
-        Ranks(megatron_cases.run_layouts, (started, self.folder, store, alone), started).join()
-        for world in (1, 2) if alone else (started,):
-            files = [self.folder / f"world_{world}_rank_{rank}.pt" for rank in range(world)]
-            self._found[world] = [torch.load(file) for file in files]
+    def _run(self, started: int, launch: str) -> None:
+        ranks = Ranks(megatron_cases.run_layouts, (started, self.folder, launch), started)
+        ranks.join(timeout_s=400.0 if started == 2 else 840.0)
+        for world in (1, 2) if started == 2 else (started,):
+            files = [self.folder / f"world_{world}_{launch}_rank_{rank}.pt" for rank in range(world)]
+            self._found[world, launch] = [torch.load(file) for file in files]
 
 
 @pytest.fixture(scope="module")
