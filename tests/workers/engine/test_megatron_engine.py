@@ -175,6 +175,20 @@ def test_a_reward_model_reads_tokens_where_they_stand(folder: Path, tmp_path: Pa
         ).initialize()
 
 
+@pytest.mark.parametrize(
+    ("name", "expert", "part"),
+    [
+        ("mlp.experts.local_experts.3.linear_fc1.weight", 3, "linear_fc1.weight"),
+        ("mlp.experts.linear_fc2.weight11", 11, "linear_fc2.weight"),  # grouped, by Transformer Engine
+    ],
+)
+def test_an_expert_is_told_by_its_name(name: str, expert: int, part: str) -> None:
+    from verl.models.mcore.gpt.build import expert_of
+
+    assert expert_of(name) == (expert, part)
+    assert expert_of("mlp.shared_experts.linear_fc1.weight") is None and expert_of("mlp.linear_fc1.weight") is None
+
+
 def test_bad_requests_are_named(folder: Path) -> None:
     for settings, message in (
         ({"tensor_model_parallel_size": 2}, "tensor_model_parallel_size=2 x .* must divide the 1 workers"),

@@ -180,9 +180,8 @@ def named_parameters(model: GPTModel, hf_config: "PretrainedConfig", is_value_mo
         if name.startswith(prefix):
             local, rest = name.removeprefix(prefix).split(".", 1)
             layer = model.decoder.layers[int(local)].layer_number - 1
-            if (found := _EXPERT.fullmatch(rest)) is not None:
-                expert = int(found["at"] or found["grouped"]) + first_expert
-                part = found["part"] or f"{found['projection']}.weight"
+            if (found := expert_of(rest)) is not None:
+                expert, part = found[0] + first_expert, found[1]
                 rule, rest = layer_rules.get(f"{EXPERT}{part}"), f"{expert_prefix}{expert}.{part}"
             else:
                 rule = layer_rules.get(rest)
@@ -196,6 +195,14 @@ def named_parameters(model: GPTModel, hf_config: "PretrainedConfig", is_value_mo
             set_tensor_model_parallel_attributes(parameter, True, rule.shard_dim, 1)
         names = tuple(each.format(layer=layer, expert=expert) for each in rule.names)
         yield NamedParameter(name, rule, names, parameter, expert is not None)
+
+
+def expert_of(name: str) -> tuple[int, str] | None:
+    """Return which expert of this rank a parameter behind its layer belongs to, and its name there; None for others."""
+    found = _EXPERT.fullmatch(name)
+    if found is None:
+        return None
+    return int(found["at"] or found["grouped"]), found["part"] or f"{found['projection']}.weight"
 
 
 def _first_expert(hf_config: "PretrainedConfig") -> int:

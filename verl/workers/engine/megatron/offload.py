@@ -100,7 +100,7 @@ class Offload:
     def _states(self) -> Iterator[Tensor]:
         """Yield moments and copies; counts of steps are read on the host."""
         for each in getattr(self._optimizer, "chained_optimizers", ()):
-            if each.is_stub_optimizer:
+            if getattr(each, "is_stub_optimizer", False):
                 continue
             for group in each.param_groups:
                 yield from group["params"]
