@@ -83,8 +83,7 @@ CASES: dict[str, dict[str, Any]] = {
         "folder": "qwen3_moe_mixed",
         "only": ("tp 2 ep 2", "pp 2 x 2 virtual", "pp 2, uneven"),
     },
-    "llama, rope scaling, all biases": {"only": (*SOME, "tp 2, sequence parallel")}
-    | {"cut": cases.MICRO[3], "folder": "llama"},
+    "llama, rope scaling, all biases": LONG | {"cut": cases.MICRO[3], "folder": "llama"},
     "qwen3, attention bias": {
         "cut": cases.MICRO[4],
         "folder": "qwen3_bias",
