@@ -4,9 +4,13 @@ import json
 import sys
 
 import datasets
+import numpy as np
+import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
-from examples.data_preprocess import math_dataset
+from examples.data_preprocess import geo3k, math_dataset
+from verl.utils.dataset.vision_utils import process_image
 from verl.utils.reward_score import default_compute_score
 
 SOLUTION = r"First $\boxed{1}$, no: the answer is $\boxed{\frac{1}{2}}$."
@@ -30,3 +34,50 @@ def test_math(tmp_path, monkeypatch):
     assert truth == r"\frac{1}{2}" and default_compute_score(rows[1]["data_source"], r"\boxed{0.5}", truth) == 1.0
     with pytest.raises(ValueError, match="no boxed answer"):
         math_dataset.extract_solution("none")
+
+
+def test_geo3k(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    raw, out = tmp_path / "raw", tmp_path / "out"
+    raw.mkdir()
+    figure = Image.new("RGB", (60, 40), (200, 10, 10))
+    features = datasets.Features(
+        {
+            "images": datasets.List(datasets.Image()),
+            "problem": datasets.Value("string"),
+            "answer": datasets.Value("string"),
+        }
+    )
+    for split, count in (("train", 3), ("validation", 1), ("test", 2)):
+        rows = [{"images": [figure], "problem": f"<image>Find x{i}.", "answer": f"{i}"} for i in range(count)]
+        datasets.Dataset.from_list(rows, features=features).to_parquet(raw / f"{split}.parquet")
+    monkeypatch.setattr(sys, "argv", ["geo3k.py", "--local_dataset_path", str(raw), "--local_save_dir", str(out)])
+    geo3k.main()
+    table = pq.read_table(out / "train.parquet")
+    row = table.slice(1, 1).to_pylist()[0]
+    assert table.num_rows == 3 and pq.read_table(out / "test.parquet").num_rows == 2
+    assert row["prompt"] == [{"role": "user", "content": f"<image>Find x1. {geo3k.INSTRUCTION}"}]
+    assert process_image(row["images"][0]).size == (84, 56) and row["reward_model"]["ground_truth"] == "1"
+    assert row["extra_info"] == {"split": "train", "index": 1, "answer": "1", "question": "<image>Find x1."}
+
+
+def test_drawn_figures(tmp_path, monkeypatch):
+    pytest.importorskip("mathruler")
+    monkeypatch.setattr(geo3k, "NUM_TRAIN", 40)
+    monkeypatch.setattr(geo3k, "NUM_SFT", 4)
+    monkeypatch.setattr(geo3k, "NUM_TEST", 2)
+    monkeypatch.setattr(sys, "argv", ["geo3k.py", "--synthetic", "--local_save_dir", str(tmp_path)])
+    geo3k.main()
+    assert {file.name for file in tmp_path.iterdir()} == {
+        f"{n}.parquet" for n in ("train", "test", "sft_train", "sft_test")
+    }
+    for row in pq.read_table(tmp_path / "train.parquet").to_pylist():
+        truth = row["reward_model"]["ground_truth"]
+        pixels = np.asarray(process_image(row["images"][0])).astype(int)
+        bright = (pixels.min(axis=2) > 100).sum() / geo3k.CELL**2  # a drawn edge belongs to the figure: a bit too large
+        assert int(truth) * 0.9 < bright < int(truth) * 1.4 + 1
+        assert default_compute_score(row["data_source"], rf"<think>.</think>\boxed{{{truth}}}", truth) == 1.0
+    taught = pq.read_table(tmp_path / "sft_train.parquet").to_pylist()[0]
+    assert taught["messages"][0]["content"] == "<image>area?" and taught["messages"][1]["content"].startswith(
+        r"\boxed{"
+    )

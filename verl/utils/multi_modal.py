@@ -67,6 +67,12 @@ def shared_bytes(batch: "DataProto") -> int:
     return sum(handle.num_bytes for handle in handles)
 
 
+def count_shared_bytes(batch: "DataProto", metrics: dict[str, Any]) -> None:
+    """Add the bytes that a batch has put into the object store to ``multi_modal/bytes_put``."""
+    if put := shared_bytes(batch):
+        metrics["multi_modal/bytes_put"] = metrics.get("multi_modal/bytes_put", 0.0) + put
+
+
 class _Cache:
     """What this process fetched last, up to ``CACHE_BYTES``, and how many bytes came since they were asked for."""
 

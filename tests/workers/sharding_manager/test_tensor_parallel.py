@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import spawn_ranks
-from tests.workers.rollout import tiny
+from tests.workers.rollout import tiny, vision
 from verl.utils import envs
 
 pytest.importorskip("vllm")
@@ -71,4 +71,41 @@ def _run(rank: int, folder: str, key_value_heads: int) -> None:
 
 def test_two_ranks_share_an_engine(tmp_path: Path) -> None:
     spawn_ranks(_run, (str(tmp_path), 2), timeout_s=180)
+    assert (tmp_path / "samples.pt").exists()
+
+
+def _run_vision(rank: int, folder: str) -> None:
+    envs.write({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
+    store = f"file://{folder}/rendezvous"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(seconds=120))
+    model, model_config = vision.make_model(Path(folder) / str(rank), "qwen2_5_vl")
+    rollout = vision.start("vllm", model, model_config, tensor_model_parallel_size=2)
+    asked = vision.prompts(model_config, Path(folder) / str(rank))
+    samples = []
+    for version in (1, 2):
+        tiny.disturb(model, 0.1, seed=version)
+        tiny.load_all(rollout, model, version)
+        output = rollout.generate_sequences(asked)
+        expected = vision.reference_log_probs(model, asked, output, tiny.TEMPERATURE)
+        torch.testing.assert_close(output.batch["rollout_log_probs"], expected, atol=1e-4, rtol=0)
+        samples.append(tiny.sampled_tokens(output))
+    fused = rollout._weights.layout.pieces["visual.blocks.0.attn.qkv.weight"]
+    assert fused.read().shape == (96, 64)  # one of two heads
+    held = rollout.weights_checksum()
+    for name, value in model.named_parameters():
+        found = rollout.source_checksum(name, value)
+        assert found is not None and held[found[0]] == int(found[1]), name
+    everywhere: list[Any] = [None, None]
+    dist.all_gather_object(everywhere, samples)
+    assert everywhere[0] == everywhere[1]
+    if rank == 0:
+        torch.save(samples, Path(folder) / "samples.pt")
+    dist.barrier()
+    rollout.shutdown()
+
+
+@pytest.mark.full
+def test_two_ranks_share_an_engine_that_sees(tmp_path: Path) -> None:
+    pytest.importorskip("torchvision")
+    spawn_ranks(_run_vision, (str(tmp_path),), timeout_s=180)
     assert (tmp_path / "samples.pt").exists()

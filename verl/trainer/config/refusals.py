@@ -98,8 +98,7 @@ _FIXED: list[tuple[str, str, dict[str, Any]]] = [
     ),
     ("is not supported, name it in actor_rollout_ref.model.tokenizer_path", "data", {"tokenizer": None}),
     ("the flag is of an older dataset and not supported", "data", {"return_raw_input_ids": False}),
-    ("vision models are not supported yet", "data", {"return_multi_modal_inputs": True}),
-    ("vision models are not supported yet", ROLLOUT, {"limit_images": None}),
+    ("is not supported: training reads what they hold", "data", {"return_multi_modal_inputs": True}),
 ]
 
 REFUSALS: list[Refusal] = _CHOICES + [

@@ -39,6 +39,7 @@ from verl.trainer.ppo.validation import validate
 from verl.utils.debug.metrics import calculate_debug_metrics
 from verl.utils.flops_vision import image_lengths
 from verl.utils.metric import reduce_metrics
+from verl.utils.multi_modal import count_shared_bytes, share
 from verl.utils.profiler import marked_timer
 from verl.utils.rollout_skip import RolloutSkip
 from verl.utils.seeding import derive_seed, prompt_uids, sampling_seeds
@@ -252,6 +253,7 @@ class RayPPOTrainer:
         """Sample ``rollout.n`` responses per prompt; the rows become the responses."""
         num_samples = self.config.actor_rollout_ref.rollout.n
         prompts = self._get_gen_batch(batch)
+        count_shared_bytes(prompts, metrics)
         prompts.meta_info["first_prompt"] = batch.meta_info.get("first_prompt", 0)
         prompts.meta_info["global_steps"] = self.global_steps
         requests = prompts.repeat(repeat_times=num_samples, interleave=True)
@@ -330,9 +332,12 @@ class RayPPOTrainer:
 
     def _get_gen_batch(self, batch: DataProto) -> DataProto:
         """Move what the rollout reads out of ``batch``; ``uid`` goes along as the name of each row."""
+        share(batch)  # images and their tensors go to the workers once, however often a prompt is sampled
         columns = [name for name in batch.non_tensor_batch if name not in _SCORING_COLUMNS]
         prompts = batch.pop(batch_keys=list(_PROMPT_TENSORS), non_tensor_batch_keys=columns)
         prompts.non_tensor_batch["uid"] = batch.non_tensor_batch["uid"]
+        if "multi_modal_inputs" in columns:  # what the models read after the rollout
+            batch.non_tensor_batch["multi_modal_inputs"] = prompts.non_tensor_batch["multi_modal_inputs"]
         return prompts
 
     def _sampling_seeds(self, prompts: DataProto, num_samples: int) -> torch.Tensor:

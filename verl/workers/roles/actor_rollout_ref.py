@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.multi_modal import take_fetched_bytes
 from verl.utils.profiler import ProfilerConfig
 from verl.utils.profiler.performance import reduce_timing, simple_timer, topk_reduce_ratio_min_max
 from verl.utils.profiler.profile import DistProfiler
@@ -235,7 +236,16 @@ class ActorRolloutRefWorker(EngineWorker):
             )
             metrics["actor/lr"] = self.engine.lr_scheduler_step()
         step = finish_mismatch(average_metrics(steps, prefix="actor/"))
-        return DataProto(meta_info={"metrics": metrics | step | memory_metrics()})
+        return DataProto(meta_info={"metrics": metrics | step | memory_metrics() | self._transfer_metrics()})
+
+    def _transfer_metrics(self) -> dict[str, float]:
+        """Return the bytes of images and their tensors that came to the workers since the last update.
+
+        The driver averages over the ranks: each tells its share of the sum.
+        """
+        if getattr(self.model_config.hf_config, "vision_config", None) is None:
+            return {}
+        return {"multi_modal/bytes_fetched": float(take_fetched_bytes() * self.world_size)}
 
 
 def rollout_group_size(rollout: "DictConfig") -> int:

@@ -13,8 +13,8 @@ from verl.utils.vision_positions import continued
 if TYPE_CHECKING:
     from verl.workers.config import RolloutConfig
 
-DROPPED_KEYS = ("raw_prompt_ids", "multi_modal_data")
-"""Non-tensors that generation consumes."""
+DROPPED_KEYS = ("raw_prompt_ids", "multi_modal_data", "multi_modal_inputs")
+"""Non-tensors that generation consumes; the driver keeps what training reads of them."""
 
 
 def prompt_token_ids(prompts: DataProto) -> list[list[int]]:
@@ -26,21 +26,30 @@ def prompt_token_ids(prompts: DataProto) -> list[list[int]]:
     if raw is not None:
         rows = [ids.tolist() if isinstance(ids, np.ndarray | Tensor) else list(ids) for ids in raw]
     else:
-        ids, mask = prompts.batch["input_ids"].numpy(), prompts.batch["attention_mask"].numpy().astype(bool)
-        rows = [row[keep].tolist() for row, keep in zip(ids, mask, strict=True)]
+        rows = padded_token_ids(prompts)
     for index, row in enumerate(rows):
         if not row:
             raise ValueError(f"prompts[{index}] is empty: every prompt needs at least one token")
     return rows
 
 
-def check_prompt_lengths(token_ids: Sequence[Sequence[int]], context: int, response_length: int) -> None:
-    """Raise ValueError naming the first prompt that leaves no room for a whole response."""
+def padded_token_ids(prompts: DataProto) -> list[list[int]]:
+    """Return the token ids of every prompt as training sees them, without padding."""
+    ids, mask = prompts.batch["input_ids"].numpy(), prompts.batch["attention_mask"].numpy().astype(bool)
+    return [row[keep].tolist() for row, keep in zip(ids, mask, strict=True)]
+
+
+def check_prompt_lengths(
+    prompts: DataProto, token_ids: Sequence[Sequence[int]], context: int, response_length: int
+) -> None:
+    """Raise ValueError naming the first prompt that, with its images, leaves no room for a whole response."""
     room = context - response_length
-    for row, ids in enumerate(token_ids):
-        if len(ids) > room:
+    padded_lengths = prompts.batch["attention_mask"].sum(dim=1).tolist()  # an image is one token of ``token_ids``
+    for row, (ids, padded) in enumerate(zip(token_ids, padded_lengths, strict=True)):
+        length = max(len(ids), padded)
+        if length > room:
             raise ValueError(
-                f"prompts[{row}] has {len(ids)} tokens; the engine's context leaves {room}: lower "
+                f"prompts[{row}] has {length} tokens; the engine's context leaves {room}: lower "
                 "data.max_prompt_length or raise actor_rollout_ref.rollout.max_model_len"
             )
 

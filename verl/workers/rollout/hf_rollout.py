@@ -3,6 +3,7 @@
 import time
 from typing import TYPE_CHECKING, Any, Union
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -10,12 +11,15 @@ from verl.protocol import DataProto
 from verl.utils import envs
 from verl.utils.device import get_device_name
 from verl.utils.faults import fault_point
+from verl.utils.multi_modal import concat_multi_modal_inputs
+from verl.utils.vision_positions import continued
 from verl.workers.rollout.base import NO_WEIGHTS, BaseRollout, Bucket
 from verl.workers.rollout.batch import (
     build_output,
     check_prompt_lengths,
     eos_token_ids,
     is_greedy,
+    padded_token_ids,
     prompt_token_ids,
     sampling_seeds_of,
     sampling_values,
@@ -58,18 +62,19 @@ class HFRollout(BaseRollout):
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Continue every prompt; see ``BaseRollout``.
 
-        Raises: RuntimeError when there are no usable weights; ValueError for images, which this rollout cannot take.
+        Raises: RuntimeError when there are no usable weights; ValueError when a prompt is too long, or has images
+            without ``multi_modal_inputs``.
         """
         if not self._usable:
             raise RuntimeError(
                 "the rollout engine holds no usable weights: the last update failed, or none has been finished yet"
             )
-        if prompts.batch["position_ids"].dim() != 2 or "multi_modal_inputs" in prompts.non_tensor_batch:
-            raise ValueError("actor_rollout_ref.rollout.name=hf generates from text only: use rollout.name=vllm")
         started = time.perf_counter()
-        token_ids = prompt_token_ids(prompts)
+        media = _media_of(prompts)
+        token_ids = prompt_token_ids(prompts) if media is None else padded_token_ids(prompts)
+        positions = prompts.batch["position_ids"]
         context = self.config.max_model_len or self.config.prompt_length + self.config.response_length
-        check_prompt_lengths(token_ids, context, self.config.response_length)
+        check_prompt_lengths(prompts, token_ids, context, self.config.response_length)
         greedy = is_greedy(prompts, self.config)
         seeds = [0] * len(prompts) if greedy else sampling_seeds_of(prompts)
         values = sampling_values(prompts, self.config)
@@ -81,7 +86,8 @@ class HFRollout(BaseRollout):
         for start in range(0, len(prompts), self.config.max_num_seqs):
             rows = slice(start, start + self.config.max_num_seqs)
             sampler = Sampler(values, seeds[rows], self._device)
-            tokens, scores = self._generate(token_ids[rows], sampler, eos, prompts.meta_info.get("global_steps"))
+            inputs = self._inputs(token_ids[rows], positions[rows], None if media is None else media[rows])
+            tokens, scores = self._generate(inputs, sampler, eos, prompts.meta_info.get("global_steps"))
             responses += tokens
             log_probs += scores
         self.module.train(was_training)
@@ -99,16 +105,28 @@ class HFRollout(BaseRollout):
         result.meta_info["timing"] = {"generate_sequences": elapsed}
         return result
 
+    def _inputs(self, token_ids: list[list[int]], positions: Tensor, media: np.ndarray | None) -> dict[str, Any]:
+        """Return the model's inputs for the rows' prompts, padded to the longest of them."""
+        ids, mask = _left_pad(token_ids, self._device)
+        inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
+        if positions.dim() == 2:
+            inputs["position_ids"] = (mask.cumsum(dim=1) - 1).clamp(min=0)
+        else:  # (B, C, P) here, (C, B, P) in the model
+            inputs["position_ids"] = positions[..., -ids.shape[1] :].transpose(0, 1).to(self._device)
+        if media is not None:
+            joined = concat_multi_modal_inputs(media)
+            inputs |= {name: value.to(self._device) for name, value in joined.items()}
+        return inputs
+
     def _generate(
-        self, token_ids: list[list[int]], sampler: Sampler, eos: list[int], step: int | None
+        self, inputs: dict[str, Any], sampler: Sampler, eos: list[int], step: int | None
     ) -> tuple[list[list[int]], list[list[float]]]:
         """Return the sampled tokens of each row, and their log-probabilities."""
-        ids, mask = _left_pad(token_ids, self._device)
+        ids, mask = inputs["input_ids"], inputs.pop("attention_mask")
         ends = torch.tensor(eos, dtype=torch.long, device=self._device)
-        position = mask.sum(dim=1, keepdim=True)
-        inputs: dict[str, Any] = {"input_ids": ids, "position_ids": (mask.cumsum(dim=1) - 1).clamp(min=0)}
+        position = _next_positions(inputs["position_ids"])
         cache, seen = None, ids.masked_fill(mask == 0, -1)
-        running = torch.ones(len(token_ids), dtype=torch.bool, device=self._device)
+        running = torch.ones(len(ids), dtype=torch.bool, device=self._device)
         tokens, scores, alive = [], [], []
         for index in range(self.config.response_length):
             output = self.module(**inputs, attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=1)
@@ -210,22 +228,40 @@ NaiveRollout = HFRollout
 
 
 def _build_model(config: "RolloutConfig", model_config: Any) -> nn.Module:
-    from transformers import AutoModelForCausalLM
-
+    from verl.utils.model import get_hf_auto_model_class
     from verl.workers.rollout.random_state import preserved_random_state
 
     dtype = getattr(model_config.hf_config, "dtype", None) or torch.float32
     if config.dtype != "auto":
         dtype = getattr(torch, config.dtype)
     options = {"dtype": dtype, "attn_implementation": "sdpa", "trust_remote_code": model_config.trust_remote_code}
+    auto_class = get_hf_auto_model_class(model_config.hf_config)
     with preserved_random_state():
         if config.load_format == "dummy":
-            model = AutoModelForCausalLM.from_config(model_config.hf_config, **options)
+            model = auto_class.from_config(model_config.hf_config, **options)
         else:
-            model = AutoModelForCausalLM.from_pretrained(
-                model_config.local_path, config=model_config.hf_config, **options
-            )
+            model = auto_class.from_pretrained(model_config.local_path, config=model_config.hf_config, **options)
     return model.to(get_device_name()).eval().requires_grad_(False)  # type: ignore[no-any-return]
+
+
+def _media_of(prompts: DataProto) -> np.ndarray | None:
+    """Return the processor's tensors of each row, None where no row has images.
+
+    Raises: ValueError when only what another engine takes is there.
+    """
+    rows: np.ndarray | None = prompts.non_tensor_batch.get("multi_modal_inputs")
+    if rows is None and any(prompts.non_tensor_batch.get("multi_modal_data", [])):
+        raise ValueError(
+            "actor_rollout_ref.rollout.name=hf reads multi_modal_inputs: write data.return_multi_modal_inputs=true"
+        )
+    return rows
+
+
+def _next_positions(positions: Tensor) -> Tensor:
+    """Return the positions of the first generated tokens: (B, 1), or (C, B, 1) with several axes."""
+    if positions.dim() == 2:
+        return continued(positions, 1)
+    return continued(positions.transpose(0, 1), 1).transpose(0, 1)
 
 
 def _left_pad(rows: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:

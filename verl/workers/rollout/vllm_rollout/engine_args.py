@@ -7,6 +7,7 @@ import torch
 
 from verl.utils import envs
 from verl.utils.device import get_device_name
+from verl.workers.rollout.vllm_rollout.media import is_vision_model, media_arguments
 
 if TYPE_CHECKING:
     from verl.workers.config import HFModelConfig, RolloutConfig
@@ -64,6 +65,8 @@ def build_engine_args(config: "RolloutConfig", model_config: "HFModelConfig") ->
         args["enable_sleep_mode"] = config.free_cache_engine
         if config.cudagraph_capture_sizes and not config.enforce_eager:
             args["compilation_config"] = {"cudagraph_capture_sizes": list(config.cudagraph_capture_sizes)}
+    if is_vision_model(model_config.hf_config):
+        args |= media_arguments(config)
     args |= dict(config.engine_kwargs.get("vllm") or {})
     return {name: value for name, value in args.items() if value is not None}
 

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 Span = tuple[int, int]
@@ -14,20 +15,23 @@ class Piece:
     """The part of one checkpoint tensor that this rank's engine holds.
 
     ``held`` is where it lies in the parameter, ``source`` where in the checkpoint tensor: spans of rows and columns;
-    None is the whole axis.
+    None is the whole axis. ``stacked`` are the spans of rows where the checkpoint too holds several projections in one.
     """
 
     module: nn.Module
     parameter: str
     held: tuple[Span | None, Span | None] = (None, None)
     source: tuple[Span | None, Span | None] = (None, None)
+    stacked: tuple[Span, ...] = ()
 
     def read(self) -> Tensor:
         """Return the engine's values, as a view."""
         return _cut(getattr(self.module, self.parameter), self.held)
 
     def cut(self, full: Tensor) -> Tensor:
-        """Return what the engine should hold of the full checkpoint tensor, as a view."""
+        """Return what the engine should hold of the full checkpoint tensor, as a view where it is in one piece."""
+        if self.stacked:
+            return torch.cat([full[start:end] for start, end in self.stacked])
         return _cut(full, self.source)
 
 
@@ -49,7 +53,7 @@ class EngineLayout:
         self.pieces: dict[str, Piece] = {}
         self.opaque: set[str] = set()
         self._translate = _name_mapper(model)
-        packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+        packed = _packed_modules(model)
         seen: set[int] = set()
         for path, module in model.named_modules():
             for parameter, value in module.named_parameters(recurse=False):
@@ -66,11 +70,21 @@ class EngineLayout:
         parent, _, leaf = path.rpartition(".")
         pieces = _pieces_of(module, parameter, value)
         parts = packed.get(leaf, [leaf]) if len(pieces) > 1 else [leaf]
+        if len(pieces) == 3 and parts == [leaf] and hasattr(module, "total_num_heads"):
+            pieces = [Piece(module, parameter, stacked=_fused_qkv_spans(module))]
         if not pieces or len(parts) != len(pieces):
             self.opaque.add(f"{path}.{parameter}")
             return
         for part, piece in zip(parts, pieces, strict=True):
             self.pieces[".".join(filter(None, (parent, part, parameter)))] = piece
+
+
+def _packed_modules(model: nn.Module) -> dict[str, list[str]]:
+    """Return which projections vLLM stacks; a model of several parts may leave it to them to say so."""
+    packed: dict[str, list[str]] = {}
+    for module in model.modules():
+        packed = {**getattr(module, "packed_modules_mapping", {}), **packed}
+    return packed
 
 
 def _name_mapper(model: nn.Module) -> Callable[[str], str]:
@@ -115,6 +129,14 @@ def _qkv_spans(module: Any) -> list[Span]:
     query, key = module.num_heads * module.head_size, module.num_kv_heads * module.head_size
     value = module.num_kv_heads * getattr(module, "v_head_size", module.head_size)
     return [(module.tp_rank * query, query), (kv_rank * key, key), (kv_rank * value, value)]
+
+
+def _fused_qkv_spans(module: Any) -> tuple[Span, ...]:
+    """Return the spans of this rank's heads in a checkpoint tensor that holds query, key and value on each other."""
+    heads = (module.total_num_heads, module.total_num_kv_heads)
+    starts = (0, heads[0] * module.head_size, sum(heads) * module.head_size)
+    spans = zip(starts, _qkv_spans(module), strict=True)
+    return tuple((start + first, start + first + rows) for start, (first, rows) in spans)
 
 
 def _stacked(module: nn.Module, parameter: str, spans: list[Span]) -> Iterator[Piece]:

@@ -25,6 +25,7 @@ from verl.workers.rollout.batch import (
 )
 from verl.workers.rollout.random_state import preserved_random_state
 from verl.workers.rollout.vllm_rollout.engine_args import build_engine_args
+from verl.workers.rollout.vllm_rollout.media import check_expansion, requests_of, use_training_positions
 from verl.workers.rollout.vllm_rollout.weights import EngineWeights
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class vLLMRollout(BaseRollout):
         worker = self._llm.collective_rpc(lambda worker: worker)[0]
         runner = worker.model_runner
         self._weights = EngineWeights(runner.get_model(), runner.model_config, torch.device(runner.device))
+        use_training_positions(runner.get_model(), model_config.hf_config)
         logger.info("vLLM engine started in %.1f s", time.perf_counter() - started)
         if config.free_cache_engine and not self._can_sleep:
             logger.info("free_cache_engine has no effect: this device's engine cannot give memory back between steps")
@@ -78,21 +80,24 @@ class vLLMRollout(BaseRollout):
 
         A response depends on its prompt, its ``sampling_seed`` and the weights, not on what else is in the batch.
 
-        Raises: RuntimeError when the engine holds no usable weights; ValueError when a prompt is too long.
+        Raises: RuntimeError when the engine holds no usable weights, or makes other tokens of images than the data set;
+            ValueError when a prompt is too long.
         """
         if not self._usable:
             raise RuntimeError(
                 "the rollout engine holds no usable weights: the last update failed, or none has been finished yet"
             )
         token_ids = prompt_token_ids(prompts)
-        check_prompt_lengths(token_ids, self._llm.model_config.max_model_len, self.config.response_length)
+        check_prompt_lengths(prompts, token_ids, self._llm.model_config.max_model_len, self.config.response_length)
         eos = eos_token_ids(prompts.meta_info.get("eos_token_id"))
         params = self._sampling_params(prompts, eos)
-        requests = self._requests(prompts, token_ids)
+        requests = requests_of(prompts, token_ids)
         started = time.perf_counter()
         with preserved_random_state():
-            outputs = self._run(requests, params, prompts.meta_info.get("global_steps"))
+            finished = self._run(requests, params, prompts.meta_info.get("global_steps"))
         elapsed = time.perf_counter() - started
+        check_expansion(prompts, requests, [output.prompt_token_ids for output in finished])
+        outputs = [output.outputs[0] for output in finished]
         responses = [list(output.token_ids) for output in outputs]
         log_probs = [output.logprobs.logprobs for output in outputs] if self.config.calculate_log_probs else None
         result = build_output(
@@ -126,17 +131,8 @@ class vLLMRollout(BaseRollout):
         } | values
         return [SamplingParams(seed=seed, **common) for seed in seeds]
 
-    def _requests(self, prompts: DataProto, token_ids: Sequence[list[int]]) -> list[dict[str, Any]]:
-        requests: list[dict[str, Any]] = [{"prompt_token_ids": ids} for ids in token_ids]
-        media = prompts.non_tensor_batch.get("multi_modal_data")
-        if media is not None:
-            for request, data in zip(requests, media, strict=True):
-                if data:
-                    request["multi_modal_data"] = data
-        return requests
-
     def _run(self, requests: list[dict[str, Any]], params: list[Any], step: int | None) -> list[Any]:
-        """Return the completion of every request, in their order."""
+        """Return what vLLM answers to every request, in their order."""
         from tqdm import tqdm
 
         engine = self._llm.llm_engine
@@ -159,7 +155,7 @@ class vLLMRollout(BaseRollout):
         finally:
             bar.close()
         finished.sort(key=lambda output: int(output.request_id))  # vLLM numbers requests as they come
-        return [output.outputs[0] for output in finished]
+        return finished
 
     # ---- memory
 
@@ -194,12 +190,13 @@ class vLLMRollout(BaseRollout):
         self._weights.load(bucket)
 
     def finish_update(self, version: int) -> None:
-        """Complete the change, drop cached prefixes and record the version.
+        """Complete the change, drop cached prefixes and images, and record the version.
 
         Raises: RuntimeError naming the tensors that did not come; the engine then refuses to generate.
         """
         self._weights.finish()
         self._llm.reset_prefix_cache()
+        self._llm.llm_engine.engine_core.reset_encoder_cache()  # what the old vision tower saw
         self._version, self._usable = version, True
 
     def abort_update(self) -> None:

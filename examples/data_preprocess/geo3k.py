@@ -1,0 +1,153 @@
+"""Write Geometry3K, or figures that this script draws, as parquet files for reinforcement learning with images.
+
+From the hub, or from a folder that holds the same files:
+
+    python examples/data_preprocess/geo3k.py --local_save_dir ~/data/geo3k
+    python examples/data_preprocess/geo3k.py --local_dataset_path ~/raw/geometry3k
+
+Without a network, drawn figures whose area the answer is, with answers for a supervised warm-up beside them:
+
+    python examples/data_preprocess/geo3k.py --synthetic --local_save_dir ~/data/figures
+"""
+
+import argparse
+import io
+import os
+import random
+import sys
+from typing import Any
+
+import datasets
+from PIL import Image, ImageDraw
+
+HUB_NAME = "hiyouga/geometry3k"
+DATA_SOURCE = "hiyouga/geometry3k"
+INSTRUCTION = (
+    "You FIRST think about the reasoning process as an internal monologue and then provide the final answer. "
+    "The reasoning process MUST BE enclosed within <think> </think> tags. "
+    r"The final answer MUST BE put in \boxed{}."
+)
+
+NUM_TRAIN, NUM_TEST, NUM_SFT = 1024, 128, 2048
+SIDE = 56  # pixels of a figure
+CELL = 7  # pixels of a unit of length
+
+
+def rl_row(problem: str, answer: str, images: list[Any], split: str, index: int, instruction: str) -> dict[str, Any]:
+    """Return one prompt with what its scorer needs; ``problem`` holds ``<image>`` for each of its images."""
+    return {
+        "data_source": DATA_SOURCE,
+        "prompt": [{"role": "user", "content": f"{problem} {instruction}".strip()}],
+        "images": images,
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": answer},
+        "extra_info": {"split": split, "index": index, "answer": answer, "question": problem},
+    }
+
+
+def geo3k_tables(local_dataset_path: str | None) -> dict[str, datasets.Dataset]:
+    """Read the published splits from the hub or a local copy; images stay as they are encoded."""
+    raw = datasets.load_dataset(os.path.expanduser(local_dataset_path) if local_dataset_path else HUB_NAME)
+
+    def as_row(example: dict[str, Any], index: int, split: str) -> dict[str, Any]:
+        return rl_row(example["problem"], example["answer"], example["images"], split, index, INSTRUCTION)
+
+    return {
+        split: raw[split]
+        .cast_column("images", datasets.List(datasets.Image(decode=False)))
+        .map(
+            as_row,
+            with_indices=True,
+            fn_kwargs={"split": split},
+            remove_columns=[name for name in raw[split].column_names if name != "images"],
+        )
+        for split in ("train", "test")
+    }
+
+
+# ---- figures of our own
+
+Figure = tuple[str, int, int]
+"""Kind, width and height in units."""
+
+
+def area(figure: Figure) -> int:
+    """Return the area of a figure."""
+    kind, width, height = figure
+    return width * height // (2 if kind == "triangle" else 1)
+
+
+def draw(figure: Figure, rng: random.Random) -> bytes:
+    """Return a PNG of a bright figure somewhere on a dark ground with a grid of units."""
+    kind, width, height = figure
+    picture = Image.new("RGB", (SIDE, SIDE), tuple(rng.randint(0, 50) for _ in range(3)))
+    pen = ImageDraw.Draw(picture)
+    for at in range(0, SIDE, CELL):
+        pen.line([(at, 0), (at, SIDE)], fill=(70, 70, 70))
+        pen.line([(0, at), (SIDE, at)], fill=(70, 70, 70))
+    units = SIDE // CELL
+    left, top = (CELL * rng.randint(0, units - side) for side in (width, height))
+    right, bottom = left + CELL * width, top + CELL * height
+    colour = tuple(rng.randint(140, 255) for _ in range(3))
+    if kind == "triangle":
+        pen.polygon([(left, bottom), (right, bottom), (left, top)], fill=colour)
+    else:
+        pen.rectangle([left, top, right, bottom], fill=colour)
+    buffer = io.BytesIO()
+    picture.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def synthetic_tables(seed: int = 0) -> dict[str, datasets.Dataset]:
+    """Draw prompts (train, test) and conversations for a warm-up (sft_train, sft_test)."""
+    rng = random.Random(seed)
+    figures = [("square", n, n) for n in (1, 2, 3)] + [("triangle", 2 * n, n) for n in (1, 2)]
+    figures += [("rectangle", w, h) for w in (1, 2, 3, 4) for h in (1, 2, 3) if w != h and w * h < 10]
+
+    def row(split: str, index: int) -> dict[str, Any]:
+        figure = rng.choice(figures)
+        images = [{"bytes": draw(figure, rng), "path": None}]
+        return rl_row("<image>area?", str(area(figure)), images, split, index, instruction="")
+
+    def conversation(split: str, index: int) -> dict[str, Any]:
+        made = row(split, index)
+        answer = {"role": "assistant", "content": rf"\boxed{{{made['reward_model']['ground_truth']}}}"}
+        return {"messages": [*made["prompt"], answer], "images": made["images"]}
+
+    sizes = {"train": NUM_TRAIN, "test": NUM_TEST, "sft_train": NUM_SFT, "sft_test": NUM_TEST}
+    return {
+        split: datasets.Dataset.from_list(
+            [(conversation if split.startswith("sft") else row)(split, index) for index in range(size)]
+        )
+        for split, size in sizes.items()
+    }
+
+
+def main() -> None:
+    """Write what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--synthetic", action="store_true", help="draw figures instead of reading Geometry3K")
+    parser.add_argument("--local_dataset_path", help="folder with the raw data set, in place of the hub")
+    parser.add_argument("--local_save_dir", default="~/data/geo3k", help="default: ~/data/geo3k")
+    parser.add_argument("--local_dir", help="deprecated: write --local_save_dir")
+    parser.add_argument("--hdfs_dir", help="copy the files there too")
+    parser.add_argument("--seed", type=int, default=0, help="of the drawn figures (default: 0)")
+    args = parser.parse_args()
+    if args.local_dir is not None:
+        print("--local_dir is deprecated: write --local_save_dir", file=sys.stderr)
+    save_dir = os.path.expanduser(args.local_dir or args.local_save_dir)
+    os.makedirs(save_dir, exist_ok=True)
+    tables = synthetic_tables(args.seed) if args.synthetic else geo3k_tables(args.local_dataset_path)
+    for name, rows in tables.items():
+        path = os.path.join(save_dir, f"{name}.parquet")
+        rows.to_parquet(path)
+        print(f"wrote {len(rows)} rows to {path}")
+    if args.hdfs_dir is not None:
+        from verl.utils import hdfs_io
+
+        hdfs_io.makedirs(args.hdfs_dir)
+        hdfs_io.copy(save_dir, args.hdfs_dir)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Rollouts of prompts with images and videos score what they sample as transformers does, before and after a sync."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.workers.rollout import tiny, vision
+from verl.protocol import DataProto
+from verl.utils.batch_dicts import object_array
+from verl.workers.rollout.base import BaseRollout
+from verl.workers.rollout.vllm_rollout.engine_args import build_engine_args
+from verl.workers.rollout.vllm_rollout.media import ExpansionError, check_expansion, requests_of
+
+pytest.importorskip("torchvision")
+pytestmark = pytest.mark.timeout(280)
+
+CASES = [
+    ("hf", "qwen2_vl"),
+    ("hf", "qwen2_5_vl"),
+    ("hf", "qwen3_vl"),
+    ("vllm", "qwen2_5_vl"),
+    pytest.param("vllm", "qwen2_vl", marks=pytest.mark.full),
+    pytest.param("vllm", "qwen3_vl", marks=pytest.mark.full),
+]
+
+
+def check_log_probs(rollout: BaseRollout, model: Any, asked: DataProto) -> torch.Tensor:
+    """Generate, and hold the log-probabilities to transformers' forward pass; returns the latter."""
+    output = rollout.generate_sequences(asked)
+    expected = vision.reference_log_probs(model, asked, output, tiny.TEMPERATURE)
+    torch.testing.assert_close(output.batch["rollout_log_probs"], expected, atol=1e-4, rtol=0)
+    width = vision.PROMPT_LENGTH
+    positions = output.batch["position_ids"]
+    assert positions.shape == (len(asked), 4, width + tiny.RESPONSE_LENGTH)
+    assert torch.equal(positions[..., :width], asked.batch["position_ids"])
+    assert (positions[..., width - 1 :].diff(dim=-1) == 1).all()
+    assert not output.non_tensor_batch  # what generation reads does not travel back
+    return expected
+
+
+def check_rollout(rollout: BaseRollout, model: Any, asked: DataProto, other: DataProto) -> None:
+    """Generate with some weights, with those of the tower changed, and with other images in the same prompts."""
+    tiny.load_all(rollout, model)
+    first = check_log_probs(rollout, model, asked)
+
+    # a change of the vision tower alone: the rollout must not go on with what the old tower saw of the same images
+    tiny.disturb(model.model.visual, 0.1, seed=5)
+    tiny.load_all(rollout, model, version=2)
+    second = check_log_probs(rollout, model, asked)
+    assert (first[2:] - second[2:]).abs().amax(dim=1).min() > 0.05
+    assert torch.equal(first[:2], second[:2])  # text does not go through the tower
+    held = rollout.weights_checksum()
+    for parameter, value in model.named_parameters():
+        found = rollout.source_checksum(parameter, value)
+        assert found is not None and held[found[0]] == int(found[1]), parameter
+
+    # other images in the same prompts: the rows answer to what they show
+    mixed = asked[:4]
+    for column in ("multi_modal_data", "multi_modal_inputs"):
+        kept, shown = asked.non_tensor_batch[column][:2], other.non_tensor_batch[column][2:4]
+        mixed.non_tensor_batch[column] = np.concatenate([kept, shown])
+    third = check_log_probs(rollout, model, mixed)
+    assert (third[2:] - second[2:4]).abs().max() > 0.05
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_log_probs_of_images_and_videos(name: str, kind: str, tmp_path: Path) -> None:
+    if name == "vllm":
+        pytest.importorskip("vllm")
+    model, model_config = vision.make_model(tmp_path / "model", kind)
+    rollout = vision.start(name, model, model_config)
+    try:
+        asked, other = (vision.prompts(model_config, tmp_path, seed=seed) for seed in (0, 50))
+        check_rollout(rollout, model, asked, other)
+    finally:
+        if name == "vllm":
+            rollout.shutdown()
+
+
+def test_other_tokens_of_an_image_are_refused() -> None:
+    pixels = SimpleNamespace()
+    asked = DataProto.from_dict(
+        tensors={
+            "input_ids": torch.tensor([[0, 5, 6], [9, 9, 7]]),
+            "attention_mask": torch.tensor([[0, 1, 1], [1, 1, 1]]),
+        },
+        non_tensors={"multi_modal_data": object_array([{}, {"image": [pixels]}])},
+    )
+    requests = requests_of(asked, [[5, 6], [9, 7]])
+    assert requests == [
+        {"prompt_token_ids": [5, 6]},
+        {"prompt_token_ids": [9, 7], "multi_modal_data": {"image": [pixels]}},
+    ]
+    check_expansion(asked, requests, [[5, 6], [9, 9, 7]])
+    with pytest.raises(ExpansionError, match=r"prompts\[1\]: the rollout engine made 4 tokens .* the data set 3"):
+        check_expansion(asked, requests, [[5, 6], [9, 9, 9, 7]])
+    frames = ({"video": [(np.zeros((2, 3, 4, 4)), {"fps": 1.0})]},)
+    asked = DataProto.from_dict(
+        tensors={"input_ids": torch.ones(1, 1)}, non_tensors={"multi_modal_data": object_array(frames)}
+    )
+    assert requests_of(asked, [[1]])[0]["mm_processor_kwargs"] == {"do_sample_frames": False}
+
+
+def test_arguments_for_a_model_that_sees(tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    _, model_config = vision.make_model(tmp_path / "model", "qwen2_5_vl")
+    settings = {"engine_kwargs": {"vllm": {"mm_processor_kwargs": {"max_pixels": 12544}}}}
+    args = build_engine_args(tiny.rollout_config("vllm", limit_images=3, **settings), model_config)
+    assert args["limit_mm_per_prompt"] == {"image": 3}
+    assert args["mm_processor_kwargs"] == {"max_pixels": 12544}
+    assert args["skip_tokenizer_init"] is False
+    assert "limit_mm_per_prompt" not in build_engine_args(tiny.rollout_config("vllm"), model_config)
