@@ -5,10 +5,13 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.ranks import spawn_ranks
 from tests.utils.test_fsdp_utils import check_two_ranks, write
 from verl.utils import torch_functional as VF
+from verl.utils.fsdp_utils import full_tensor
 from verl.utils.seqlen_balancing import rearrange_micro_batches
 
 LENGTHS = [[4, 4, 4, 4], [9, 8, 7, 9]]
@@ -51,9 +54,21 @@ def check_micro_batches(rank):
     assert len(apart) == alone
 
 
+def check_whole_tensors(rank):
+    """What is gathered by rows equals what was shared out, on every layout of a mesh and for uneven rows."""
+    for shape in ((1, 2), (2, 1)):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("ddp", "fsdp"))
+        for size, dim in (((4, 3), 0), ((3, 2), 0), ((1, 2), 0), ((5,), 0), ((3, 4), 1), ((0, 2), 0)):
+            expected = torch.arange(float(torch.Size(size).numel())).view(size)
+            shared = distribute_tensor(expected, mesh, [Replicate(), Shard(dim)])
+            assert torch.equal(full_tensor(shared), expected), (shape, size, dim)
+            assert torch.equal(full_tensor(distribute_tensor(expected, mesh, [Replicate()] * 2)), expected)
+
+
 def run_rank(rank, root, checkpoint):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{Path(root) / 'store'}", rank=rank, world_size=2)
+    check_whole_tensors(rank)
     check_statistics(rank)
     check_dicts(rank)
     check_micro_batches(rank)

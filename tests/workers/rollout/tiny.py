@@ -1,6 +1,6 @@
 """A tiny real model, batches of prompts for it, and engines around it, shared by the tests of rollouts."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -57,10 +57,14 @@ class TrainerStandIn:
         self.weights_version = 0
         self.streamed = 0
 
-    def named_weights(self, adapter_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+    def named_weights(
+        self, adapter_only: bool = False, before: Callable[[int], None] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         self.streamed = 0
         for name, parameter in self.model.named_parameters():
             self.streamed += 1
+            if before is not None:
+                before(parameter.nbytes)
             yield name, parameter.detach().clone()  # as a gathered tensor: its memory is its own
 
 

@@ -81,11 +81,14 @@ class BaseEngine(ABC):
         """Advance the schedule; returns the learning rate that the last optimizer step used."""
 
     @abstractmethod
-    def named_weights(self, adapter_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+    def named_weights(
+        self, adapter_only: bool = False, before: Callable[[int], None] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yield (checkpoint name, full tensor) in a fixed order, one tensor alive at a time.
 
         Collective: every rank drains it. Adapters are merged into the weights that they adapt, unless
-        ``adapter_only`` asks for them alone.
+        ``adapter_only`` asks for them alone. ``before`` is told the bytes of each tensor before it is gathered, so that
+        room can be made; it may not wait for other ranks.
         """
 
     def local_parameters(self) -> Iterator[tuple[str, Tensor]]:

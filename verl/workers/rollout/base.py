@@ -57,7 +57,10 @@ class BaseRollout(ABC):
 
     @abstractmethod
     def load(self, bucket: Bucket) -> None:
-        """Take the next (checkpoint name, full tensor) pairs; the tensors may be reused when this returns."""
+        """Take the next (checkpoint name, full tensor) pairs; the list may be emptied.
+
+        The tensors must stay as they are until the update is finished: an engine may wait for the rest of a layer.
+        """
 
     @abstractmethod
     def finish_update(self, version: int) -> None:
@@ -92,6 +95,7 @@ class BaseRollout(ABC):
         try:
             for pair in weights:
                 self.load([pair])
+                del pair
         except BaseException:
             self.abort_update()
             raise

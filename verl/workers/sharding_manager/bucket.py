@@ -1,35 +1,45 @@
-"""Cut a stream of weights into buckets by bytes, and measure what of it is alive."""
+"""Collect a stream of weights into buckets by bytes, and measure what of it is alive."""
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable
 
 from torch import Tensor
 
 Bucket = list[tuple[str, Tensor]]
 
 
-def iter_buckets(stream: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[Bucket]:
-    """Group (name, tensor) pairs in their order into lists of at most ``max_bytes``; a larger tensor is alone.
+class Bucketer:
+    """Hands (name, tensor) pairs on in their order, in lists of at most ``max_bytes``; a larger tensor is alone.
 
-    One bucket is alive at a time: the list is emptied when the next one is asked for.
+    ``load`` may empty the list that it is given; it is emptied when it returns.
 
     Raises: ValueError when ``max_bytes`` is not positive.
     """
-    if max_bytes <= 0:
-        raise ValueError(f"a bucket of weights must hold at least one byte, got {max_bytes}")
-    bucket: Bucket = []
-    size = 0
-    for name, tensor in stream:
-        if bucket and size + tensor.nbytes > max_bytes:
-            yield bucket
-            bucket.clear()
-            size = 0
-        bucket.append((name, tensor))
-        size += tensor.nbytes
-        del tensor  # the list holds it; a name here would keep it alive while the next one is made
-    if bucket:
-        yield bucket
-        bucket.clear()
+
+    def __init__(self, max_bytes: int, load: Callable[[Bucket], None]) -> None:
+        if max_bytes <= 0:
+            raise ValueError(f"a bucket of weights must hold at least one byte, got {max_bytes}")
+        self._max_bytes, self._load = max_bytes, load
+        self._bucket: Bucket = []
+        self._size = 0
+
+    def make_room(self, nbytes: int) -> None:
+        """Hand on what a tensor of ``nbytes`` does not fit beside; called before that tensor is made."""
+        if self._size + nbytes > self._max_bytes:
+            self.flush()
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Take the next tensor."""
+        self.make_room(tensor.nbytes)
+        self._bucket.append((name, tensor))
+        self._size += tensor.nbytes
+
+    def flush(self) -> None:
+        """Hand on what is there."""
+        if self._bucket:
+            self._load(self._bucket)
+            self._bucket.clear()
+        self._size = 0
 
 
 class Meter:
@@ -39,16 +49,13 @@ class Meter:
         self.tensors = self.total_bytes = self.peak_bytes = 0
         self._alive = 0
 
-    def watch(self, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Pass a stream on."""
-        for name, tensor in stream:
-            self.tensors += 1
-            self.total_bytes += tensor.nbytes
-            self._alive += tensor.nbytes
-            self.peak_bytes = max(self.peak_bytes, self._alive)
-            weakref.finalize(tensor, self._gone, tensor.nbytes).atexit = False
-            yield name, tensor
-            del tensor
+    def watch(self, tensor: Tensor) -> None:
+        """Count a tensor until nothing refers to it."""
+        self.tensors += 1
+        self.total_bytes += tensor.nbytes
+        self._alive += tensor.nbytes
+        self.peak_bytes = max(self.peak_bytes, self._alive)
+        weakref.finalize(tensor, self._gone, tensor.nbytes).atexit = False
 
     def _gone(self, size: int) -> None:
         self._alive -= size

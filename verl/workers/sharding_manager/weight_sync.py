@@ -8,7 +8,7 @@ from torch import Tensor
 
 from verl.utils import envs
 from verl.utils.faults import fault_point
-from verl.workers.sharding_manager.bucket import Bucket, Meter, iter_buckets
+from verl.workers.sharding_manager.bucket import Bucket, Bucketer, Meter
 
 if TYPE_CHECKING:
     from verl.workers.engine.base import BaseEngine
@@ -28,11 +28,13 @@ class WeightSync:
 
     def __init__(self, engine: "BaseEngine", rollout: "BaseRollout", bucket_bytes: int, step: int | None) -> None:
         self._engine, self._rollout = engine, rollout
-        self._bucket_bytes, self._step = bucket_bytes, step
+        self._step = step
+        self._bucketer = Bucketer(bucket_bytes, self._take)
         self._meter = Meter()
         self._num_buckets = 0
         self._expected: dict[str, Tensor] = {}
         self._unverified = 0
+        self._failure: Exception | None = None
 
     def run(self) -> dict[str, float]:
         """Bring the rollout to the engine's version; returns what was moved.
@@ -41,19 +43,18 @@ class WeightSync:
         """
         started = time.perf_counter()
         version = self._engine.weights_version
-        failure: Exception | None = None
         try:
             self._rollout.begin_update()
         except Exception as error:  # told to the other ranks below; a rank that stops here would hang them
-            failure = error
-        failure = self._stream(failure)
-        self._agree(failure)
+            self._failure = error
+        self._stream()
+        self._agree(self._failure)
         try:
             self._rollout.finish_update(version)
             self._verify()
         except Exception as error:  # likewise
-            failure = error
-        self._agree(failure)
+            self._failure = error
+        self._agree(self._failure)
         return {
             "bytes": float(self._meter.total_bytes),
             "tensors": float(self._meter.tensors),
@@ -65,26 +66,32 @@ class WeightSync:
             "seconds": time.perf_counter() - started,
         }
 
-    def _stream(self, failure: Exception | None) -> Exception | None:
-        rank = envs.integer("RANK", 0)
-        for bucket in iter_buckets(self._meter.watch(self._engine.named_weights()), self._bucket_bytes):
-            self._num_buckets += 1
-            if failure is None:
-                try:
-                    self._load(bucket)
-                except Exception as error:  # likewise; the rest of the stream is drained
-                    failure = error
-            if self._num_buckets == 1:
-                fault_point("weight_sync", rank=rank, step=self._step)
-        return failure
+    def _stream(self) -> None:
+        """Drain the engine's weights into buckets; room for a tensor is made before the tensor."""
+        for name, tensor in self._engine.named_weights(before=self._bucketer.make_room):
+            self._meter.watch(tensor)
+            self._bucketer.add(name, tensor)
+            del tensor  # the bucket holds it; a name here would keep it alive while the next one is made
+        self._bucketer.flush()
+
+    def _take(self, bucket: Bucket) -> None:
+        self._num_buckets += 1
+        if self._failure is None:
+            try:
+                self._load(bucket)
+            except Exception as error:  # likewise; the rest of the stream is drained
+                self._failure = error
+        if self._num_buckets == 1:
+            fault_point("weight_sync", rank=envs.integer("RANK", 0), step=self._step)
 
     def _load(self, bucket: Bucket) -> None:
-        for name, tensor in bucket:
-            due = self._rollout.source_checksum(name, tensor)
+        for pair in bucket:
+            due = self._rollout.source_checksum(*pair)
             if due is None:
                 self._unverified += 1
             else:
                 self._expected[due[0]] = due[1]
+        del pair
         self._rollout.load(bucket)
 
     def _verify(self) -> None:

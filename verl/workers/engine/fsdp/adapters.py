@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,20 +80,23 @@ def _excluding(exclude: Any, patterns: list[str]) -> Any:
 # Export
 
 
-def merged_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def merged_weights(module: nn.Module, before: Callable[[int], None] | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yield (in-memory name of the base model, whole tensor) with adapters added in; collective.
 
-    The trained parameters stay as they are.
+    The trained parameters stay as they are. ``before`` is told the bytes of each tensor before it is gathered.
     """
     modules = dict(module.named_modules())
     for name, parameter in module.named_parameters():
         plain = base_name(name)
         if plain is None:
             continue
+        if before is not None:
+            before(parameter.numel() * parameter.element_size())
         whole = full_tensor(parameter)
         if name.endswith(f"{_BASE}weight"):
             whole = _merged(modules[name.removesuffix(f"{_BASE}weight")], whole)
         yield plain, whole
+        del whole
 
 
 def _merged(layer: Any, weight: Tensor) -> Tensor:

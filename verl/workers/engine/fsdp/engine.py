@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
@@ -307,20 +307,24 @@ class FSDPEngine(BaseEngine):
         """Count the changes of the weights: optimizer steps and loaded checkpoints."""
         return self._version
 
-    def named_weights(self, adapter_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+    def named_weights(
+        self, adapter_only: bool = False, before: Callable[[int], None] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yield (checkpoint name, full tensor) in a fixed order, one tensor alive at a time.
 
         Collective: every rank drains it. Adapters are merged into the weights that they adapt, unless
-        ``adapter_only`` asks for them alone.
+        ``adapter_only`` asks for them alone. ``before`` is told the bytes of each tensor before it is gathered.
         """
         if adapter_only:
             yield from adapters.adapter_weights(self.module)
             return
-        stream = adapters.merged_weights(self.module) if self._has_adapters else self._plain_weights()
+        stream = adapters.merged_weights(self.module, before) if self._has_adapters else self._plain_weights(before)
         yield from checkpoint_names(self.base_model, stream)
 
-    def _plain_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def _plain_weights(self, before: Callable[[int], None] | None) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.module.named_parameters():
+            if before is not None:
+                before(parameter.numel() * parameter.element_size())
             yield name, full_tensor(parameter)
 
     @property

@@ -316,15 +316,17 @@ class MegatronEngine(BaseEngine):
         """Count the changes of the weights: optimizer steps and loaded checkpoints."""
         return self._version
 
-    def named_weights(self, adapter_only: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Yield (checkpoint name, full tensor) in a fixed order, one tensor alive at a time.
+    def named_weights(
+        self, adapter_only: bool = False, before: Callable[[int], None] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield (checkpoint name, full tensor) in a fixed order, one parameter's tensors alive at a time.
 
-        Collective: every rank drains it.
+        Collective: every rank drains it. ``before`` is told the bytes of each parameter before it is gathered.
         """
         if adapter_only:
             raise RuntimeError("the engine holds no adapter: model.lora_rank is 0")
         value_of = self.offload.value_of  # of what is offloaded one tensor at a time moves to the device
-        yield from exported_weights(self.models, self.hf_config, self.is_value_model, self.layout, value_of)
+        yield from exported_weights(self.models, self.hf_config, self.is_value_model, self.layout, value_of, before)
 
     # ---- checkpoints
 

@@ -37,10 +37,12 @@ def exported_weights(
     is_value_model: bool,
     layout: Layout,
     of: Callable[[Tensor], Tensor | None] = torch.Tensor.detach,
+    before: Callable[[int], None] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (checkpoint name, full tensor): the embedding, the layers by number, the last norm, the head; collective.
 
-    ``of`` says what of a parameter is exported: itself, or its gradient; where it is None, nothing.
+    ``of`` says what of a parameter is exported: itself, or its gradient; where it is None, nothing. ``before`` is told
+    the bytes of each parameter before its parts are gathered.
 
     A tensor moves from the stage that holds it to the others as one part per tensor-parallel rank, an expert then from
     the rank that holds it to the others, and only then the parts are put together: what is alive at a time is this
@@ -49,6 +51,8 @@ def exported_weights(
     """
     own = {each.name: each for model in models for each in named_parameters(model, hf_config, is_value_model)}
     for entry in _plan(own, of, layout):
+        if before is not None:
+            before(entry.shape.numel() * entry.dtype.itemsize * layout.tp_group.size())
         part = of(own[entry.name].parameter) if layout.pp_rank == entry.stage else None
         yield from _tensors_of(entry, part, layout)
 

@@ -1,0 +1,168 @@
+"""Measure the memory that a weight sync from FSDP into vLLM takes, on CPU: what is alive and what is resident.
+
+Each line is one process that has run alone: workers, bucket, and the syncs in their order. ``VmHWM`` of the kernel,
+reset before each sync, is its highest resident memory, wherever it was allocated.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+MIB = 1 << 20
+
+
+def model_config() -> Any:
+    """Return a Qwen2 of 320 MiB in fp32 whose largest tensors have 16 MiB."""
+    from transformers import Qwen2Config
+
+    return Qwen2Config(
+        vocab_size=4096,
+        hidden_size=1024,
+        num_hidden_layers=5,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        intermediate_size=4096,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        architectures=["Qwen2ForCausalLM"],
+    )
+
+
+def resident() -> dict[str, int]:
+    """Return this process's memory by kind, in bytes, and the highest sum since the last reset."""
+    lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
+    return {
+        words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if words and words[0][:3] in ("VmR", "VmH", "Rss")
+    }
+
+
+def reset_peak() -> None:
+    """Let the kernel count the highest resident memory from here."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def start(folder: Path, world: int) -> tuple[Any, Any]:
+    """Build the training engine and the rollout around one model; returns engine and sharding manager."""
+    from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, RolloutConfig
+    from verl.workers.engine import EngineRegistry
+    from verl.workers.rollout import build_rollout
+    from verl.workers.sharding_manager import build_sharding_manager
+
+    model = HFModelConfig(path=str(folder), load_tokenizer=False, use_remove_padding=False)
+    engine = EngineRegistry.new(
+        "language_model",
+        "fsdp2",
+        model_config=model,
+        engine_config=FSDPEngineConfig(strategy="fsdp2", offload_policy=True),  # wrapped where there is one rank, too
+        optimizer_config=FSDPOptimizerConfig(lr=1e-5),
+        checkpoint_config=None,
+    )
+    engine.initialize()
+    settings = RolloutConfig(
+        name="vllm",
+        prompt_length=32,
+        response_length=16,
+        dtype="float32",
+        tensor_model_parallel_size=world,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        gpu_memory_utilization=0.1,
+    )
+    return engine, build_sharding_manager(engine, build_rollout(settings, model, engine))
+
+
+def run_rank(rank: int, world: int, folder: Path, bucket_mib: int, syncs: int) -> None:
+    """Sync a few times and write down what each took."""
+    import torch
+    import torch.distributed as dist
+
+    from verl.utils import envs
+    from verl.utils.gloo import use_one_thread
+
+    envs.write({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)})
+    torch.set_num_threads(1)
+    use_one_thread()
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=300)
+    )
+    engine, manager = start(folder, world)
+    manager.bucket_bytes = bucket_mib * MIB
+    lines = []
+    for _ in range(syncs):
+        engine._version += 1
+        dist.barrier()
+        before = resident()
+        reset_peak()
+        with manager:
+            pass
+        after = resident()
+        lines.append(
+            {
+                "buckets": int(manager.last_sync["buckets"]),
+                "alive": manager.last_sync["peak_bytes"] / MIB,
+                "peak": (after["VmHWM"] - before["VmRSS"]) / MIB,
+                "kept": (after["VmRSS"] - before["VmRSS"]) / MIB,
+                "kept_by_kind": {k: round((after[k] - before[k]) / MIB) for k in after if k.startswith("Rss")},
+                "seconds": round(manager.last_sync["seconds"], 2),
+            }
+        )
+    (folder / f"{rank}.json").write_text(json.dumps(lines))
+
+
+def measure(world: int, bucket_mib: int, syncs: int) -> list[list[dict[str, Any]]]:
+    """Start the ranks and return their lines."""
+    import torch
+    from transformers import Qwen2ForCausalLM
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        torch.manual_seed(0)
+        Qwen2ForCausalLM(model_config()).save_pretrained(folder)
+        words = [sys.executable, __file__, "--folder", name, "--workers", str(world), "--buckets", str(bucket_mib)]
+        ranks = [
+            subprocess.Popen([*words, "--syncs", str(syncs), "--rank", str(rank)], stdout=sys.stderr)
+            for rank in range(world)
+        ]
+        if any(process.wait(600) for process in ranks):
+            raise SystemExit("a rank has failed, see above")
+        return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
+
+
+def main() -> None:
+    """Measure every combination, or be one rank of one."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2], help="numbers of workers")
+    parser.add_argument("--buckets", type=int, nargs="+", default=[32, 16, 8], help="sizes of a bucket, MiB")
+    parser.add_argument("--syncs", type=int, default=3)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank is not None:
+        from verl.utils.distributed import leave_process
+
+        run_rank(options.rank, options.workers[0], options.folder, options.buckets[0], options.syncs)
+        leave_process(0)
+    for world in options.workers:
+        for bucket in options.buckets:
+            for rank, lines in enumerate(measure(world, bucket, options.syncs)):
+                print(f"workers {world}, bucket {bucket} MiB, rank {rank}")
+                for line in lines:
+                    print(
+                        "  "
+                        + ", ".join(
+                            f"{key} {value if isinstance(value, dict) else round(value, 1)}"
+                            for key, value in line.items()
+                        )
+                    )
+
+
+if __name__ == "__main__":
+    main()
