@@ -57,10 +57,7 @@ class BaseRollout(ABC):
 
     @abstractmethod
     def load(self, bucket: Bucket) -> None:
-        """Take the next (checkpoint name, full tensor) pairs; the list may be emptied.
-
-        The tensors must stay as they are until the update is finished: an engine may wait for the rest of a layer.
-        """
+        """Take the next (checkpoint name, full tensor) pairs; the tensors may be reused when this returns."""
 
     @abstractmethod
     def finish_update(self, version: int) -> None:
@@ -95,7 +92,6 @@ class BaseRollout(ABC):
         try:
             for pair in weights:
                 self.load([pair])
-                del pair
         except BaseException:
             self.abort_update()
             raise

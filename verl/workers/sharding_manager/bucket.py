@@ -11,7 +11,7 @@ Bucket = list[tuple[str, Tensor]]
 class Bucketer:
     """Hands (name, tensor) pairs on in their order, in lists of at most ``max_bytes``; a larger tensor is alone.
 
-    ``load`` may empty the list that it is given; it is emptied when it returns.
+    The list is emptied when ``load`` returns.
 
     Raises: ValueError when ``max_bytes`` is not positive.
     """

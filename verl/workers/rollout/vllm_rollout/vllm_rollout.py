@@ -183,7 +183,7 @@ class vLLMRollout(BaseRollout):
         self._weights.begin()
 
     def load(self, bucket: Bucket) -> None:
-        """Take the next tensors, in this engine's type and part of them; the list is emptied.
+        """Take the next tensors, in this engine's type and part of them.
 
         Raises: RuntimeError naming a tensor that the model does not have.
         """

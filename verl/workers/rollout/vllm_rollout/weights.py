@@ -1,7 +1,6 @@
 """Loading of streamed weights into a vLLM model, whole or not at all."""
 
 import logging
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,11 +44,10 @@ class EngineWeights:
             self._pack_experts_again()
         with self._device:
             initialize_layerwise_reload(self._model)
-        self._count_padding()
 
     @torch.no_grad()
     def load(self, bucket: Bucket) -> None:
-        """Take the next tensors out of the bucket. vLLM refers to them until all of their layer have come.
+        """Take the next tensors; none of them is referred to afterwards.
 
         Raises: RuntimeError naming a tensor that the model does not have, or that came twice.
         """
@@ -60,7 +58,8 @@ class EngineWeights:
             if key not in self.layout.pieces and not self.layout.opaque:
                 raise RuntimeError(f"weight sync: the rollout engine's model has no tensor {name!r}")
             self._arrived.add(key)
-        self._model.load_weights(_taken_out_of(bucket))  # type: ignore[operator]
+        self._model.load_weights(iter(bucket))  # type: ignore[operator]
+        self._own_pending()
 
     def finish(self) -> None:
         """Close all layers.
@@ -109,15 +108,14 @@ class EngineWeights:
         named = ((path, get_layerwise_info(module)) for path, module in self._model.named_modules())
         return [(path, info) for path, info in named if info.can_load()]
 
-    def _count_padding(self) -> None:
-        """Count the rows that no checkpoint holds as loaded; else vLLM keeps a padded vocabulary until the end."""
-        from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-
-        infos = dict(self._open_layers())
-        for path, module in self._model.named_modules():
-            if isinstance(module, VocabParallelEmbedding) and path in infos:
-                held = sum(piece.read().numel() for piece in self.layout.pieces.values() if piece.module is module)
-                infos[path].load_numel = infos[path].load_numel_total - held if held else 0
+    def _own_pending(self) -> None:
+        """Copy the tensors that vLLM holds back until their layer is complete: the sender may reuse their memory."""
+        for _, info in self._open_layers():
+            for _, bound in info.loaded_weights:
+                for argument, value in bound.arguments.items():
+                    if isinstance(value, Tensor) and not value.is_meta and not getattr(value, "_verl_owned", False):
+                        bound.arguments[argument] = value.clone()
+                        bound.arguments[argument]._verl_owned = True
 
     def _incomplete_opaque_layers(self) -> list[str]:
         if not self.layout.opaque:
@@ -129,10 +127,3 @@ class EngineWeights:
 
 def _as_ints(sums: dict[str, Tensor]) -> dict[str, int]:
     return dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True))
-
-
-def _taken_out_of(bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
-    """Yield the pairs, and let go of each when the next is asked for."""
-    bucket.reverse()
-    while bucket:
-        yield bucket.pop()
