@@ -353,7 +353,7 @@ def full_tensor(parameter: Tensor) -> Tensor:
 def _gather_rows(tensor: DTensor) -> Tensor | None:
     """Return the whole of a tensor on the CPU whose rows are shared out over one axis of its mesh; else None.
 
-    Every rank sends its rows to where they belong. Gloo's own gather makes two more copies of the whole tensor.
+    Every rank sends its rows to where they belong. Gloo's own gather makes one more copy of the whole tensor.
     """
     axes = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     if len(axes) != 1 or tensor.placements[axes[0]] != Shard(0):
