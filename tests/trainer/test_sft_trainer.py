@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from examples.data_preprocess.gsm8k import solve, synthetic_tables
 from examples.tiny_model import make_tiny_model
 from verl.trainer.config.cli import CONFIG_DIR
 from verl.trainer.sft_trainer import SFTTrainer, padded_batch
+from verl.utils.checkpoint import verify_checkpoint
 from verl.utils.dataset.dataset_utils import SFTTensorCollator
 from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
 from verl.utils.reward_score import default_compute_score
@@ -237,6 +239,32 @@ def test_two_processes_train_as_one(options, divisible, monkeypatch, tmp_path, l
             assert both[step][key] == pytest.approx(value, rel=1e-4), (step, key)
 
 
+@pytest.mark.full
+def test_a_death_while_a_checkpoint_is_written_beside_training_leaves_the_one_before(options, tmp_path):
+    pytest.importorskip("megatron.core", reason="the extra mcore is not installed")
+    more = ["checkpoint.async_save=true", "trainer.save_freq=2", "trainer.total_training_steps=6"]
+    overrides = [*options, *MEGATRON, *more, f"hydra.run.dir={tmp_path}/hydra"]
+    command = [sys.executable, "-m", "verl.trainer.sft_trainer", *overrides]
+    root, runs = tmp_path / "checkpoints", []
+    for name, fault in (("killed", "kill:save_checkpoint:step=4"), ("resumed", "")):
+        log = tmp_path / f"{name}.jsonl"
+        environment = {**os.environ, "VERL_FILE_LOGGER_PATH": str(log), "PYTHONPATH": os.getcwd(), "VERL_FAULT": fault}
+        done = subprocess.run(command, env=environment, timeout=240, capture_output=True, text=True)
+        runs.append(read(log))
+        if fault:
+            assert done.returncode == -signal.SIGKILL
+            assert (root / "latest_checkpointed_iteration.txt").read_text() == "2"
+            assert verify_checkpoint(root / "global_step_2") == [] != verify_checkpoint(root / "global_step_4")
+        else:
+            assert done.returncode == 0, done.stderr[-3000:]
+    killed, resumed = runs
+    assert list(resumed) == [3, 4, 5, 6]
+    for step in (3, 4):
+        assert all(killed[step][key] == resumed[step][key] for key in ("train/loss", "train/grad_norm", "train/lr"))
+    assert (root / "latest_checkpointed_iteration.txt").read_text() == "6"
+    assert all(verify_checkpoint(root / f"global_step_{step}") == [] for step in (2, 4, 6))
+
+
 def start_two(arguments, log):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -254,6 +282,10 @@ def start_two(arguments, log):
     ("change", "message"),
     [
         (["trainer.device=npu"], r"trainer\.device=.?npu.*write trainer\.device=cpu"),
+        (
+            ["checkpoint.async_save=true"],
+            r"checkpoint\.async_save=true: is not supported with strategy=fsdp: write false",
+        ),
         (["trainer.save_freq=sometimes"], r"trainer\.save_freq=.?sometimes.*after_each_epoch"),
         (["data.train_batch_size=21"], r"data\.train_batch_size=21.* more than the 20 training rows"),
         (["data.train_batch_size=0"], r"data\.train_batch_size=0.* 1 or more"),
