@@ -13,7 +13,7 @@ from verl.trainer.ppo.mismatch_helper import compute_rollout_importance_weights
 ROOT = Path(__file__).resolve().parents[2]
 LOGGED = re.compile(
     r"(actor|critic|reward|reward_model|response|response_length|training|train|mismatch|weight_sync|perf|timing_s|"
-    r"val|val-aux|global_seqlen)/[\w/().@-]*[\w)]"
+    r"val|val-aux|global_seqlen|multi_modal)/[\w/().@-]*[\w)]"
 )
 NO_METRICS = {"training/rollout_sums", "val/generations", "critic/score", "critic/rewards", "critic/advantages"} | {
     "critic/returns", "critic/values", "perf/mfu", "val-aux/reward",
