@@ -10,6 +10,7 @@ from PIL import Image
 from verl.protocol import DataProto
 from verl.utils import multi_modal
 from verl.utils.batch_dicts import object_array
+from verl.utils.flops_vision import image_lengths
 from verl.utils.multi_modal import SharedRow, concat_multi_modal_inputs, resolve, share, shared_bytes
 
 
@@ -76,6 +77,7 @@ def test_a_prompt_travels_once_however_often_it_is_sampled(ray_cluster: None) ->
     repeated = batch.repeat(repeat_times=4, interleave=True)
     assert shared_bytes(repeated) == pixels + tensors
     assert share(repeated) is repeated
+    assert image_lengths(repeated.non_tensor_batch["multi_modal_inputs"]) == [8] * 4 + [4, 12] * 4
     assert repeated.union(batch.repeat(4, interleave=True)) is repeated  # equal handles
 
     order = torch.randperm(12, generator=torch.Generator().manual_seed(0))

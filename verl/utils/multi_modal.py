@@ -8,7 +8,7 @@ sent instead.
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,10 +28,18 @@ CACHE_BYTES = 1 << 30  # of what a worker keeps between the phases of a step
 
 @dataclass(frozen=True)
 class SharedRow:
-    """A handle to a row's object in Ray's object store, which holds it as long as there is a handle."""
+    """A handle to a row's object in Ray's object store, which holds it as long as there is a handle.
+
+    The grids of images and videos stay in the handle, so that the driver can count patches.
+    """
 
     ref: Any
     num_bytes: int
+    grids: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return one of the grids, as the object itself would."""
+        return self.grids.get(name, default)
 
 
 def share(batch: "DataProto") -> "DataProto":
@@ -55,7 +63,10 @@ def _shared(rows: np.ndarray) -> np.ndarray:
     if not distinct:
         return rows
     refs = parallel_put([pack_objects(row) for row in distinct.values()], max_workers=4)
-    handles = {key: SharedRow(ref, num_bytes(row)) for (key, row), ref in zip(distinct.items(), refs, strict=True)}
+    handles = {
+        key: SharedRow(ref, num_bytes(row), {name: value for name, value in row.items() if name.endswith("_grid_thw")})
+        for (key, row), ref in zip(distinct.items(), refs, strict=True)
+    }
     return object_array([handles.get(id(row), row) for row in rows])
 
 
