@@ -57,7 +57,12 @@ def tiny(folder: Path, kind: str) -> str:
 def test_images_reach_training_and_generation_alike(workspace: Workspace, tmp_path: Path, kind: str) -> None:
     """The engine's log-probabilities are the trainer's after updates of the tower, too."""
     shapes.write(tmp_path, train=32, test=4, supervised=4)
-    run = workspace.train(f"vision_{kind}", overrides(tmp_path, tiny(tmp_path, kind), 2))
+    letters = {  # a reward that a random model earns some of
+        "custom_reward_function.path": REPOSITORY / "tests/special_e2e/rewards.py",
+        "custom_reward_function.name": "compute_score",
+        "data.max_response_length": 16,
+    }
+    run = workspace.train(f"vision_{kind}", overrides(tmp_path, tiny(tmp_path, kind), 2) | letters)
     for step in (1, 2):
         numbers = run.steps[step]
         assert numbers[GAP] < 1e-4
