@@ -11,6 +11,8 @@ from .features import GAP
 from .test_learning import call
 from .verification import record
 
+pytestmark = pytest.mark.full
+
 WORKERS = 2
 SEES, GUESSES = ("val-core/shapes/reward/mean@1", "val-core/shuffled_shapes/reward/mean@1")
 SUPERVISED_STEPS, STEPS = 30, 60
@@ -46,14 +48,7 @@ def tiny(folder: Path, kind: str) -> str:
     return make_tiny_vl_model(str(folder / kind), kind, hidden_size=64, num_layers=2)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "qwen2_5_vl",
-        pytest.param("qwen2_vl", marks=pytest.mark.full),
-        pytest.param("qwen3_vl", marks=pytest.mark.full),
-    ],
-)
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen2_vl", "qwen3_vl"])
 def test_images_reach_training_and_generation_alike(workspace: Workspace, tmp_path: Path, kind: str) -> None:
     """The engine's log-probabilities are the trainer's after updates of the tower, too."""
     shapes.write(tmp_path, train=32, test=4, supervised=4)
@@ -71,7 +66,6 @@ def test_images_reach_training_and_generation_alike(workspace: Workspace, tmp_pa
         assert all(map(math.isfinite, numbers.values()))
 
 
-@pytest.mark.full
 def test_it_learns_to_look(workspace: Workspace, verification_page: Path | None, tmp_path: Path) -> None:
     """After a supervised warm-up the rewards rise, and are those of guessing where rows have the images of others."""
     shapes.write(tmp_path)
