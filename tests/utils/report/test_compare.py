@@ -29,6 +29,23 @@ def test_the_first_difference_is_named(records, tmp_path, capsys):
     assert "over 4 common steps, 1 to 4: step 3, phase weights: actor_rollout, rank 0" in capsys.readouterr().out
 
 
+def test_a_random_state_that_nothing_has_seeded_is_no_difference(records, tmp_path):
+    entries = records.healthy(steps=3)
+    other = copy.deepcopy(entries)
+    for step in entries:
+        entries[step]["phases"]["random state"] = {"rank 0": "a", "rank 1": "b"}
+        other[step]["phases"]["random state"] = {"rank 0": "a", "rank 1": "c"}
+    other[3]["phases"]["random state"]["rank 0"] = "d"
+    records.write(tmp_path / "a", entries)
+    records.write(tmp_path / "b", other)
+    assert str(compare_runs(tmp_path / "a", tmp_path / "b").difference) == (
+        "step 3, phase random state: rank 0, rank 1 differ"
+    )
+    other[3]["phases"]["random state"]["rank 0"] = "a"
+    records.write(tmp_path / "b", other)
+    assert compare_runs(tmp_path / "a", tmp_path / "b").difference is None
+
+
 def test_records_without_digests_are_compared_by_metrics(records, tmp_path):
     entries = records.healthy(steps=3)
     records.write(tmp_path / "a", entries)

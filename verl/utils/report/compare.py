@@ -10,6 +10,7 @@ from verl.utils.run_record import Entry, read_entries
 
 VOLATILE = ("timing_s/", "timing_per_token_ms/", "perf/", "weight_sync/")
 """Metrics of time and memory: two equal runs may differ in them."""
+RANDOM_STATE = "random state"
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,12 @@ def compare_runs(run_a: str | Path, run_b: str | Path) -> Comparison:
     if not common:
         raise NothingToCompareError(f"{run_a} and {run_b} have recorded no step in common")
     by_digests = all("phases" in record[step] for record in records for step in common if step > 0)
+    begun = next((step for step in common if by_digests and "phases" in records[0][step]), None)
+    own = set() if begun is None else set(_unequal(*(r[begun]["phases"].get(RANDOM_STATE, {}) for r in records)))
     for step in common:
         for phase, parts in _differing(records[0][step], records[1][step], by_digests):
+            if phase == RANDOM_STATE and own >= set(parts):
+                continue  # of ranks whose generators began unlike: nothing has seeded them
             return Comparison(tuple(common), by_digests, Difference(step, phase, tuple(parts)))
     return Comparison(tuple(common), by_digests, None)
 
