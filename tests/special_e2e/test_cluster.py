@@ -5,6 +5,7 @@ import shutil
 import sys
 import tempfile
 import time
+from typing import Any
 
 import pytest
 import ray
@@ -48,10 +49,8 @@ def test_a_submitted_job_trains_as_a_run_of_its_own(workspace):
         client = JobSubmissionClient(f"http://{context.dashboard_url}")
         environment = yaml.safe_load((REPOSITORY / "verl/trainer/runtime_env.yaml").read_text())
         _, *words = workspace.command("submitted", STEPS)
-        job = client.submit_job(
-            entrypoint=shlex.join([sys.executable, *words]),
-            runtime_env=environment | {"working_dir": str(REPOSITORY)},
-        )
+        environment["working_dir"] = str(REPOSITORY)
+        job = submit(client, entrypoint=shlex.join([sys.executable, *words]), runtime_env=environment)
         deadline = time.monotonic() + 300
         while not client.get_job_status(job).is_terminal() and time.monotonic() < deadline:
             time.sleep(1)
@@ -63,3 +62,15 @@ def test_a_submitted_job_trains_as_a_run_of_its_own(workspace):
     launched = workspace.train("launched", STEPS)
     for step in (1, 2):
         assert submitted.numbers(step) == launched.numbers(step)
+
+
+def submit(client: Any, timeout_s: float = 60.0, **job: Any) -> str:
+    """Submit a job; where the node's agent, which starts after the dashboard, is not there yet, ask again."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return str(client.submit_job(**job))
+        except RuntimeError as error:
+            if "No available agent" not in str(error) or time.monotonic() > deadline:
+                raise
+            time.sleep(1)
