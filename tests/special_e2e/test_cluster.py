@@ -1,9 +1,7 @@
 """Runs on a Ray cluster: two nodes, which here share a machine, and a job that is submitted to one."""
 
 import shlex
-import shutil
 import sys
-import tempfile
 import time
 from typing import Any
 
@@ -13,6 +11,7 @@ import yaml
 from ray.cluster_utils import Cluster
 
 from tests.special_e2e.conftest import REPOSITORY, Run
+from verl.utils.net_utils import get_free_port
 
 STEPS = {"trainer.total_training_steps": 2, "trainer.test_freq": -1}
 
@@ -43,10 +42,10 @@ def test_a_submitted_job_trains_as_a_run_of_its_own(workspace):
     """``ray job submit`` with our runtime environment: the code travels, and the numbers are those of a launch."""
     from ray.job_submission import JobSubmissionClient
 
-    directory = tempfile.mkdtemp(prefix="vjob")  # sockets live below it: pytest's own paths are too long
-    context = ray.init(address="local", num_cpus=2, include_dashboard=True, _temp_dir=directory)
+    agent = {"dashboard_agent_listen_port": get_free_port()}  # its own port may be another cluster's
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": True} | agent)
     try:
-        client = JobSubmissionClient(f"http://{context.dashboard_url}")
+        client = JobSubmissionClient(f"http://{cluster.webui_url}")
         environment = yaml.safe_load((REPOSITORY / "verl/trainer/runtime_env.yaml").read_text())
         _, *words = workspace.command("submitted", STEPS)
         environment["working_dir"] = str(REPOSITORY)
@@ -56,8 +55,7 @@ def test_a_submitted_job_trains_as_a_run_of_its_own(workspace):
             time.sleep(1)
         assert client.get_job_status(job) == "SUCCEEDED", client.get_job_logs(job)[-4000:]
     finally:
-        ray.shutdown()
-        shutil.rmtree(directory, ignore_errors=True)
+        cluster.shutdown()
     submitted = Run(0, "", 0.0, workspace.folder / "submitted")
     launched = workspace.train("launched", STEPS)
     for step in (1, 2):
