@@ -9,6 +9,7 @@ from verl.models.mcore.gpt.build import attach_picker
 from verl.workers.engine.megatron.engine import MegatronEngine
 from verl.workers.engine.megatron.forward import Forward
 from verl.workers.engine.megatron.layout import make_layout
+from verl.workers.engine.megatron.offload import Offload
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -51,5 +52,6 @@ def engine_of_modules(
         engine.lead,
     )
     engine.optimizer = optimizer
+    engine.offload = Offload(engine.module, engine.optimizer, engine.layout.device)
     engine._set_training(False)
     return engine
