@@ -14,7 +14,14 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Let the tests that measure something write it down."""
-    parser.addoption("--verification", metavar="PAGE", help="page whose tables take what the end-to-end tests measure")
+    parser.addoption("--verification", metavar="PAGE", help="page whose tables take what tests measure")
+
+
+@pytest.fixture(scope="session")
+def verification_page(request: pytest.FixtureRequest) -> Path | None:
+    """The page whose tables take what is measured, where one was asked for."""
+    page = request.config.getoption("--verification")
+    return Path(page) if page else None
 
 
 @pytest.fixture(scope="session")

@@ -166,13 +166,6 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     return Workspace(tmp_path_factory.mktemp("e2e"))
 
 
-@pytest.fixture(scope="session")
-def verification_page(request: pytest.FixtureRequest) -> Path | None:
-    """The page whose tables take what is measured, where one was asked for."""
-    page = request.config.getoption("--verification")
-    return Path(page) if page else None
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Let a test of several runs take as long as each of them may."""
     for item in items:

@@ -1,8 +1,8 @@
-"""One mini-batch under every policy loss and aggregation, cut, laid out, packed, ordered and padded in several ways."""
+"""One mini-batch under every loss and aggregation, cut, laid out, packed, ordered and padded in several ways."""
 
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,18 @@ from verl.algos.policy_loss import POLICY_LOSS_REGISTRY, effective_loss_agg_mode
 from verl.protocol import DataProto
 from verl.utils.fsdp_utils import full_tensor
 from verl.utils.seeding import sampling_seeds
-from verl.workers.config import FSDPActorConfig, PolicyLossConfig
+from verl.workers.config import FSDPActorConfig, FSDPCriticConfig, PolicyLossConfig
 from verl.workers.engine import BaseEngine
-from verl.workers.roles.utils.losses import SELECTION, ppo_loss
+from verl.workers.roles.utils.losses import SELECTION, ppo_loss, value_loss
 from verl.workers.roles.utils.selection import select_tokens
 
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 LOSSES = tuple(POLICY_LOSS_REGISTRY)
 COMBINATIONS = [(loss, mode) for loss in LOSSES for mode in MODES if effective_loss_agg_mode(loss, mode) == mode]
 """A loss that aggregates in one way only is asked for that one."""
+VALUE = "value"
+VALUES = [(VALUE, mode) for mode in MODES]
+"""The loss of the critic, on an engine of its own."""
 
 OPTIONS = {"clip_cov_ratio": 0.2, "clip_cov_lb": 0.0, "clip_cov_ub": 100.0, "kl_cov_ratio": 0.3, "ppo_kl_coef": 0.7}
 
@@ -70,9 +73,28 @@ def pairwise() -> Plan:
     return plan | {BASE: COMBINATIONS}
 
 
-def full() -> Plan:
+def some_values() -> Plan:
+    """The loss of the critic by each aggregation that is no mean over tokens, each in another variant."""
+    chosen = ("dynamic", "unpacked, micro 1, longer padding", "two ranks, uneven, another order")
+    return {name: [each] for name, each in zip(chosen, VALUES[1:], strict=True)} | {BASE: VALUES}
+
+
+def full(combinations: list[tuple[str, str]]) -> Plan:
     """Everything with everything."""
-    return dict.fromkeys(itertools.chain(VARIANTS[1], VARIANTS[2]), COMBINATIONS)
+    return dict.fromkeys(itertools.chain(VARIANTS[1], VARIANTS[2]), combinations)
+
+
+def joined(policies: Plan, values: Plan) -> Plan:
+    return {name: policies[name] + values.get(name, []) for name in policies}
+
+
+def critic(mode: str) -> FSDPCriticConfig:
+    return FSDPCriticConfig(
+        ppo_micro_batch_size_per_gpu=1,
+        cliprange_value=real_losses.CLIP_VALUE,
+        loss_agg_mode=mode,
+        loss_scale_factor=cases.RESPONSE,
+    )
 
 
 def config(loss: str, mode: str) -> FSDPActorConfig:
@@ -93,7 +115,7 @@ def batch(variant: dict[str, Any], rows: list[int], **meta: Any) -> DataProto:
     generator = torch.Generator().manual_seed(11)
     weights = (0.2 * torch.randn(cases.ROWS, cases.RESPONSE, generator=generator)).exp()
     tensors = cases.tensors() | real_losses.columns() | {"rollout_is_weights": weights}
-    for name in ("advantages", "old_log_probs", "ref_log_prob", "rollout_is_weights"):
+    for name in ("advantages", "rollout_is_weights", *real_losses.columns()):
         tensors[name] = tensors[name].masked_fill(tensors["response_mask"] == 0, torch.nan)
     left, right = variant.get("padding", (0, 0))
     for name, value in tensors.items():
@@ -107,19 +129,37 @@ def batch(variant: dict[str, Any], rows: list[int], **meta: Any) -> DataProto:
     return data
 
 
-def gradient(engine: BaseEngine, data: DataProto, loss: str, mode: str) -> dict[str, Any]:
+def gradients(engine: BaseEngine) -> dict[str, Tensor]:
+    named = {name: p.grad for name, p in engine.module.named_parameters() if p.grad is not None}
+    return {name: full_tensor(grad) for name, grad in named.items()}
+
+
+def gradient(
+    engine: BaseEngine,
+    data: DataProto,
+    loss: str,
+    mode: str,
+    read: Callable[[Any], dict[str, Tensor]] = gradients,
+) -> dict[str, Any]:
     """Return metrics and the whole gradient of a mini-batch as one vector, and leave the weights as they are."""
-    actor = config(loss, mode)
     with engine.train_mode():
-        select_tokens(actor, engine, data)
-        metrics = engine.forward_backward_batch(data, partial(ppo_loss, actor))
-        named = sorted((name, p.grad) for name, p in engine.module.named_parameters() if p.grad is not None)
-        vector = torch.cat([full_tensor(grad).flatten().double() for _, grad in named])
-    return {"metrics": metrics, "gradient": vector}
+        engine.optimizer_zero_grad()
+        if loss == VALUE:
+            metrics = engine.forward_backward_batch(data, partial(value_loss, critic(mode)))
+        else:
+            actor = config(loss, mode)
+            select_tokens(actor, engine, data)
+            metrics = engine.forward_backward_batch(data, partial(ppo_loss, actor))
+        found = read(engine)
+    return {"metrics": metrics, "names": sorted(found), "gradient": as_vector(found)}
+
+
+def as_vector(named: dict[str, Tensor]) -> Tensor:
+    return torch.cat([named[name].flatten().double() for name in sorted(named)])
 
 
 def on_policy(engine: BaseEngine, data: DataProto) -> dict[str, Any]:
-    """Return the log-probabilities, whether training sees the same, and by loss its clip fractions and KL.
+    """Return the log-probabilities, whether each micro-batch of training sees the same, and by loss its clips and KL.
 
     The old log-probabilities stand in the batch: the loss does not put the new ones in their place.
     """
@@ -140,18 +180,23 @@ def on_policy(engine: BaseEngine, data: DataProto) -> dict[str, Any]:
         with engine.train_mode():
             metrics = engine.forward_backward_batch(data, watched)
         found[loss] = {name: metrics[f"actor/{name}"] for name in ("pg_clipfrac", "pg_clipfrac_lower", "ppo_kl")}
-    found["equal"] = all(equal)
+    found["equal"] = equal
     return found
 
 
-def engines(folder: Path, world_size: int) -> Iterator[tuple[str, dict[str, Any], BaseEngine]]:
-    """Yield each variant with its engine; the same one where layout and packing are."""
-    built: dict[str, BaseEngine] = {}
-    for name, variant in VARIANTS[world_size].items():
-        key = str((variant.get("model"), variant.get("engine")))
-        if key not in built:
-            built[key] = cases.build(folder, variant.get("model"), variant.get("engine"))
-        yield name, variant, built[key]
+class Engines:
+    """The engines of a world; the same one where model, layout and packing are."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._built: dict[str, BaseEngine] = {}
+
+    def __call__(self, variant: dict[str, Any], loss: str) -> BaseEngine:
+        kind = "value_model" if loss == VALUE else "language_model"
+        key = str((variant.get("model"), variant.get("engine"), kind))
+        if key not in self._built:
+            self._built[key] = cases.build(self.folder, variant.get("model"), variant.get("engine"), kind)
+        return self._built[key]
 
 
 def run_world(rank: int, world_size: int, folder: Path, store: str, plan: Plan) -> None:
@@ -163,12 +208,17 @@ def run_world(rank: int, world_size: int, folder: Path, store: str, plan: Plan) 
     if world_size > 1:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     results: dict[str, Any] = {}
-    for name, variant, engine in engines(folder, world_size):
+    engines = Engines(folder)
+    for name, variant in VARIANTS[world_size].items():
         note(name)
+        engine = engines(variant, LOSSES[0])
         rows = cases.rows_of(engine, variant.get("uneven", False))
-        results[name] = {each: gradient(engine, batch(variant, rows), *each) for each in plan[name]}
+        results[name] = {each: gradient(engines(variant, each[0]), batch(variant, rows), *each) for each in plan[name]}
         results[name]["on policy"] = on_policy(engine, batch(variant, rows))
         results[name]["rows"] = torch.tensor(variant.get("order", range(cases.ROWS)))[rows]
+        if name == BASE:
+            weights = cases.export(engines(variant, VALUE))
+            results[name]["head"] = {key: tensor for key, tensor in weights.items() if key.startswith("score")}
     torch.save(results, folder / f"losses_{world_size}_{rank}.pt")
     if world_size > 1:
         dist.destroy_process_group()

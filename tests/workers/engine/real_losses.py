@@ -65,7 +65,7 @@ def plain_logits(model: Any) -> Tensor:
     return output.logits[:, cases.PROMPT - 1 : -1]
 
 
-def reference(model: Any, kind: str) -> dict[str, Any]:
+def reference(model: Any, kind: str, loss_agg_mode: str = "token-mean") -> dict[str, Any]:
     """Run one padded forward of all rows, take the loss by its definition, and differentiate it."""
     data = cases.tensors() | columns()
     mask = data["response_mask"].float()
@@ -74,12 +74,21 @@ def reference(model: Any, kind: str) -> dict[str, Any]:
     def mean(matrix: Tensor) -> Tensor:
         return (matrix * mask).sum() / count
 
+    def aggregated(matrix: Tensor) -> Tensor:
+        sums = (matrix * mask).sum(-1)
+        return {
+            "token-mean": sums.sum() / count,
+            "seq-mean-token-sum": sums.mean(),
+            "seq-mean-token-mean": (sums / mask.sum(-1)).mean(),
+            "seq-mean-token-sum-norm": sums.sum() / cases.RESPONSE,
+        }[loss_agg_mode]
+
     logits = plain_logits(model)
     if kind == "value_model":
         values, old, returns = logits[..., 0], data["values"], data["returns"]
         stepped = torch.maximum(torch.minimum(values, old + CLIP_VALUE), old - CLIP_VALUE)
         plain, clipped = (values - returns) ** 2, (stepped - returns) ** 2
-        loss = 0.5 * mean(torch.maximum(plain, clipped))
+        loss = 0.5 * aggregated(torch.maximum(plain, clipped))
         metrics = {
             "critic/vf_loss": loss,
             "critic/vf_clipfrac": mean((clipped > plain).float()),
@@ -88,13 +97,13 @@ def reference(model: Any, kind: str) -> dict[str, Any]:
     else:
         distribution = torch.log_softmax(logits / cases.TEMPERATURE, dim=-1)
         log_probs = distribution.gather(-1, data["responses"].unsqueeze(-1)).squeeze(-1)
-        entropy = mean(-(distribution.exp() * distribution).sum(-1))
+        entropy = aggregated(-(distribution.exp() * distribution).sum(-1))
         advantages, log_ratio = data["advantages"], log_probs - data["old_log_probs"]
         plain = -advantages * log_ratio.exp()
         upper = torch.maximum(plain, -advantages * log_ratio.exp().clamp(1 - CLIP, 1 + CLIP))
         bounded = torch.where(advantages < 0, torch.minimum(upper, -DUAL * advantages), upper)
         inverse = data["ref_log_prob"] - log_probs
-        policy, kl = mean(bounded), mean(inverse.exp() - inverse - 1)
+        policy, kl = aggregated(bounded), aggregated(inverse.exp() - inverse - 1)
         loss = policy - ENTROPY * entropy + KL * kl
         metrics = {
             "actor/pg_loss": policy,
