@@ -5,6 +5,9 @@ Where both are in fp32 they agree: ``test_train.py`` holds its PPO run to that.
 
 import math
 
+from verl.utils.report.flags import find_flags
+from verl.utils.run_record import read_entries
+
 STALE = 2
 MISMATCH, WEIGHT = "mismatch/mismatch_", "mismatch/rollout_is_"
 
@@ -31,3 +34,5 @@ def test_an_engine_in_bf16_and_a_sync_left_out_are_seen(workspace, tmp_path):
     assert stale[MISMATCH + "k3_kl"] > 100 * max(numbers[MISMATCH + "k3_kl"] for numbers in current)
     assert stale[WEIGHT + "std"] > 10 * max(numbers[WEIGHT + "std"] for numbers in current)
     assert stale[WEIGHT + "eff_sample_size"] < 0.99
+    flags = find_flags(read_entries(run.folder / "metrics.jsonl"))
+    assert [(flag.name, flag.step) for flag in flags] == [("stale weights", STALE)]

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import metrics_page
+
 from . import shapes
 from .conftest import PYTHON, REPOSITORY, Run, Workspace
 from .features import GAP
@@ -50,7 +52,7 @@ def tiny(folder: Path, kind: str) -> str:
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen2_vl", "qwen3_vl"])
 def test_images_reach_training_and_generation_alike(workspace: Workspace, tmp_path: Path, kind: str) -> None:
-    """The engine's log-probabilities are the trainer's after updates of the tower, too."""
+    """The engine's log-probabilities are the trainer's after updates of the tower, too; an image travels once."""
     shapes.write(tmp_path, train=32, test=4, supervised=4)
     letters = {  # a reward that a random model earns some of
         "custom_reward_function.path": REPOSITORY / "tests/special_e2e/rewards.py",
@@ -58,12 +60,18 @@ def test_images_reach_training_and_generation_alike(workspace: Workspace, tmp_pa
         "data.max_response_length": 16,
     }
     run = workspace.train(f"vision_{kind}", overrides(tmp_path, tiny(tmp_path, kind), 2) | letters)
+    side = 64 if kind == "qwen3_vl" else shapes.SIZE  # a multiple of two patches of 16 or 14
+    pixels, grid = side**2 * 3, 3 * 8
+    put = 16 * (pixels + 4 * 2 * pixels + grid)  # as bytes, and as fp32 of two frames
     for step in (1, 2):
         numbers = run.steps[step]
+        assert metrics_page.unknown(set(numbers)) == set()
+        assert numbers["multi_modal/bytes_put"] == put
         assert numbers[GAP] < 1e-4
         assert numbers["actor/grad_norm"] > 0
         assert numbers["weight_sync/checksum_ok"] == 1
         assert all(map(math.isfinite, numbers.values()))
+    assert put <= run.steps[2]["multi_modal/bytes_fetched"] <= WORKERS * put
 
 
 def test_it_learns_to_look(workspace: Workspace, verification_page: Path | None, tmp_path: Path) -> None:

@@ -75,10 +75,10 @@ def test_two_ranks_share_an_engine(tmp_path: Path) -> None:
 
 
 def _run_vision(rank: int, folder: str) -> None:
+    model, model_config = vision.make_model(Path(folder) / str(rank), "qwen2_5_vl")  # in a group, rank 0 alone writes
     envs.write({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
     store = f"file://{folder}/rendezvous"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(seconds=120))
-    model, model_config = vision.make_model(Path(folder) / str(rank), "qwen2_5_vl")
     rollout = vision.start("vllm", model, model_config, tensor_model_parallel_size=2)
     asked = vision.prompts(model_config, Path(folder) / str(rank))
     samples = []
