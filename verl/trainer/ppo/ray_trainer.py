@@ -364,7 +364,7 @@ class RayPPOTrainer:
     def _greedy_baseline(self, batch: DataProto, prompts: DataProto, metrics: Metrics, timing: Timing) -> torch.Tensor:
         """Return the score of one greedy response per prompt, (num_prompts,), as ReMax subtracts it.
 
-        What its scoring reports, failures among it, goes to the metrics under ``greedy/``.
+        What its scoring reports, failures among it, time and memory not, goes to the metrics under ``greedy/``.
         """
         requests = prompts.repeat(repeat_times=1)
         requests.meta_info = {**prompts.meta_info, "do_sample": False}
@@ -379,7 +379,7 @@ class RayPPOTrainer:
             found: Metrics = {}
             scores, extras = PendingReward(self).start(greedy, found).take(greedy, found)
         found |= failure_metrics("reward", extras.get("reward_failure"))
-        metrics.update({f"greedy/{name}": value for name, value in found.items()})
+        metrics |= {f"greedy/{name}": value for name, value in found.items() if not name.startswith("perf/")}
         return scores.sum(dim=-1)
 
     def _balance_batch(self, batch: DataProto, metrics: Metrics, logging_prefix: str = "global_seqlen") -> None:
