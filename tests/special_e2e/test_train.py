@@ -1,10 +1,14 @@
 """Whole runs: they learn, they resume bit for bit, and their layouts agree."""
 
 import math
+import re
 
 import pytest
 
 from tests import metrics_page
+from verl.utils.report.compare import compare_runs
+from verl.utils.report.panels import PANELS
+from verl.utils.run_record import read_entries
 
 TWO_WORKERS = {"trainer.n_gpus_per_node": 2, "actor_rollout_ref.rollout.tensor_model_parallel_size": 2}
 PPO = {
@@ -24,7 +28,7 @@ PPO = {
 
 @pytest.fixture(scope="module")
 def grpo(workspace):
-    return workspace.train("grpo", {"trainer.save_freq": 2})
+    return workspace.train("grpo", {"trainer.save_freq": 2, "trainer.report": True})
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +48,19 @@ def test_grpo_runs_and_rollout_and_trainer_agree(grpo):
         assert all(map(math.isfinite, numbers.values()))
     assert (grpo.folder / "curves.png").stat().st_size > 10_000
     assert "val-core/letters/reward/mean@1" in grpo.steps[4]
+
+
+def test_a_run_leaves_a_report(grpo):
+    """Every picture that a run of one worker without a KL to a reference has data for, and samples of each step."""
+    page = (grpo.folder / "report.html").read_text()
+    figures = set(re.findall(r'<figure id="(\w+)"', page))
+    assert figures >= {panel.name for panel in PANELS} - {"kl", "workers", "mfu"}
+    entries = read_entries(grpo.folder / "metrics.jsonl")
+    for step in range(1, 5):
+        assert sum(entries[step]["response_length"]["counts"]) == 32
+        assert {sample["kind"] for sample in entries[step]["samples"]} == {"best", "worst"}
+        assert {"prepare", "generate", "shape", "weights", "random state"} <= entries[step]["phases"].keys()
+        assert {"generation", "update_actor"} <= entries[step]["workers"]["actor_rollout"][0]["seconds"].keys()
 
 
 def test_ppo_with_a_critic_on_two_workers_with_tensor_parallel_generation(ppo):
@@ -89,6 +106,8 @@ def test_a_killed_run_resumes_bit_for_bit(workspace, request, kind, tmp_path):
     resumed = workspace.train(name, overrides)
     for step in (3, 4):
         assert resumed.numbers(step) == whole.numbers(step)
+    result = compare_runs(whole.folder, resumed.folder)
+    assert result.by_digests and result.difference is None, result.difference
 
 
 def assert_names_the_death(output: str, rank: int, phase: str, step: int) -> None:
