@@ -357,6 +357,8 @@ def _as_chained(state: dict[Any, Any], optimizer: Any) -> dict[Any, Any]:
         for part in (state, *(state[key] for key in sorted(k for k in state if isinstance(k, int))))
         if "optimizer" in part
     ]
+    if not saved:  # the plain optimizer of fp32, whose state is that of torch itself
+        return state
     names = ("wd_mult", "lr_mult", "is_decoupled_lr")
     groups = {tuple(each[n] for n in names): each for part in saved for each in part["optimizer"]["param_groups"]}
     general = {key: value for key, value in saved[0].items() if not isinstance(key, int) and key != "param_state"}
