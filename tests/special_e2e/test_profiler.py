@@ -5,6 +5,8 @@ from collections import defaultdict
 
 import pytest
 
+from tests import metrics_page
+
 ACTOR, CRITIC = "actor_rollout_ref.actor", "critic"
 MARKS = {
     "actor": {"actor_compute_log_prob", "actor_update", "mini_batch 0", "mini_batch 1"},
@@ -64,3 +66,8 @@ def test_traces_of_the_steps_roles_and_ranks_that_were_asked_for(workspace):
         assert kinds["cpu_op"] > 100
     assert all("timing_s/start_profile" in run.steps[step] for step in (1, 3))
     assert "timing_s/start_profile" not in run.steps[2]
+    for numbers in run.steps.values():
+        assert metrics_page.unknown(set(numbers)) == set()
+        for phase in ("actor", "actor_infer", "critic", "critic_infer", "ref", "rollout"):
+            assert 0 < numbers[f"perf/mfu/{phase}"] < 1
+            assert numbers[f"perf/memory/{phase}/max_rss_gb"] > 0.1
