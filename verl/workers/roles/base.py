@@ -64,7 +64,7 @@ class EngineWorker(Worker, DistProfilerExtension):
 
         ``sp_size`` is the sequence parallelism of FSDP, which has no other axis that shares rows.
         """
-        if engine.strategy == "megatron":
+        if getattr(engine, "strategy", None) == "megatron":
             place = place_of(self.rank, self.world_size, engine)
             self._register_dispatch_collect_info(name, place.dp_rank, place.holds_outputs)
         else:
