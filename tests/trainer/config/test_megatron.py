@@ -115,6 +115,8 @@ def test_layouts_that_run(megatron, reward, overrides):
         ([f"{EP}=2"], EP, "must divide the 0 experts"),
         ([f"{PP}=2", f"{EP}=2"], EP, "must divide the 1 workers that hold the same layers"),
         (["trainer.n_gpus_per_node=4", f"{TP}=2", f"{EP}=4"], EP, "x expert_tensor_parallel_size=2 must divide the 4"),
+        (["trainer.n_gpus_per_node=4", f"{TP}=2", f"{EP}=2"],
+         f"{LAYOUT}.expert_tensor_parallel_size", "must be 1 with expert_model_parallel_size=2 on CPU workers"),
         ([f"{TP}=2", f"{LAYOUT}.expert_tensor_parallel_size=3"],
          f"{LAYOUT}.expert_tensor_parallel_size", "must be null, 1 or tensor_model_parallel_size=2"),
         ([f"{TP}=0"], TP, "must be 1 or more"),

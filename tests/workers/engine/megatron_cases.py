@@ -43,7 +43,6 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     },
     4: {
         "pp 2 ep 2": PP | EP,
-        "tp 2 x ep 2": TP | EP,
         "tp 2 ep 2 dp 2": TP | EP | ETP1,
         "tp 2 pp 2 ep 2": TP | PP | EP | ETP1,
         "tp 2 cp 2 ep 2": TP | CP | EP | ETP1,

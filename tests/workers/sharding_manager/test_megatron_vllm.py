@@ -86,6 +86,8 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         result = function(*args, **(kwargs or {}))
+        if function.overloadpacket is torch.ops.aten.set_:  # a view of what is offloaded
+            return result
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()

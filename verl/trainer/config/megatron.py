@@ -79,7 +79,7 @@ def megatron_rules(tree: Tree, use_reference: bool, use_critic: bool, broken: se
             yield Violation(f"{role.key}.strategy", "megatron", "needs --config-name=ppo_megatron_trainer")
         elif not any(key.startswith(role.engine) for key in broken):
             yield from _option_rules(tree, role)
-            yield from _world_rules(role)
+            yield from _world_rules(role, tree["trainer"]["device"] == "cpu")
             yield from _model_rules(tree, role)
             if role.shares and roles[0].is_megatron:
                 yield from _shared_rules(role, roles[0])
@@ -119,14 +119,14 @@ def _option_rules(tree: Tree, role: Role) -> Iterator[Violation]:
         yield Violation(key, "transformer_engine", "needs CUDA: write local with trainer.device=cpu")
 
 
-def _world_rules(role: Role) -> Iterator[Violation]:
+def _world_rules(role: Role, on_cpu: bool) -> Iterator[Violation]:
     """Yield sizes that do not divide the workers."""
     engine = role.node["megatron"]
     tp, pp, cp = (engine[name] for name in SIZES[:3])
     if role.world % (tp * pp * cp):
         expected = f"x pipeline_model_parallel_size={pp} x context_parallel_size={cp} must divide the {role.world}"
         yield Violation(f"{role.engine}.{SIZES[0]}", tp, f"{expected} workers (n_gpus_per_node x nnodes)")
-    elif (found := expert_layout_problem(role.world, engine)) is not None:
+    elif (found := expert_layout_problem(role.world, engine, on_cpu)) is not None:
         key, value, expected = found
         yield Violation(f"{role.engine}.{key}", value, expected)
 

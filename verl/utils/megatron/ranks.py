@@ -31,7 +31,7 @@ def model_parallel_size(engine: Any) -> int:
     return size
 
 
-def expert_layout_problem(world_size: int, engine: Any) -> tuple[str, int, str] | None:
+def expert_layout_problem(world_size: int, engine: Any, on_cpu: bool) -> tuple[str, int | None, str] | None:
     """Return the key, value and fault of a cut of the experts that the workers of a stage cannot have; None is none."""
     tp, pp, ep = (engine[f"{axis}_parallel_size"] for axis in ("tensor_model", "pipeline_model", "expert_model"))
     etp = engine["expert_tensor_parallel_size"]
@@ -41,6 +41,9 @@ def expert_layout_problem(world_size: int, engine: Any) -> tuple[str, int, str] 
     if stage % (ep * within):
         times = f"x expert_tensor_parallel_size={within} " if within > 1 else ""
         return "expert_model_parallel_size", ep, f"{times}must divide the {stage} workers that hold the same layers"
+    if on_cpu and ep > 1 and within > 1:
+        fault = f"must be 1 with expert_model_parallel_size={ep} on CPU workers: gloo gathers parts of one length only"
+        return "expert_tensor_parallel_size", etp, fault
     return None
 
 

@@ -9,6 +9,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch.distributed import ProcessGroup
 
+from verl.base_config import as_yaml
 from verl.utils.device import get_device_id, get_device_name, get_process_group_backend
 from verl.utils.distributed import group_timeout
 from verl.utils.gloo import use_one_thread
@@ -136,9 +137,9 @@ def make_layout(config: "McoreEngineConfig") -> Layout:
             f"megatron.tensor_model_parallel_size={tp} x pipeline_model_parallel_size={pp} x "
             f"context_parallel_size={cp} must divide the {world_size} workers"
         )
-    if (found := expert_layout_problem(world_size, vars(config))) is not None:
+    if (found := expert_layout_problem(world_size, vars(config), get_device_name() == "cpu")) is not None:
         key, value, fault = found
-        raise ValueError(f"megatron.{key}={value} {fault}")
+        raise ValueError(f"megatron.{key}={as_yaml(value)} {fault}")
     if parallel_state.model_parallel_is_initialized():
         _same_layout(sizes)
         parallel_state.set_virtual_pipeline_model_parallel_world_size(config.virtual_pipeline_model_parallel_size)
