@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ranks import Ranks
+from tests.ranks import RankError, Ranks
 from tests.workers.engine import cases, megatron_cases, real_losses
 from tests.workers.engine.test_engine_contract import assert_output, assert_step
 
@@ -42,11 +42,18 @@ class Results:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._found: dict[tuple[int, str], list[Any]] = {}
+        self._failed: dict[tuple[int, str], Exception] = {}
 
     def __call__(self, world: int, layout: str) -> list[dict[str, Any]]:
         launch = megatron_cases.launch_of(world, layout)
+        if (world, launch) in self._failed:
+            raise self._failed[world, launch]
         if (world, launch) not in self._found:
-            self._run(max(world, 2), launch)
+            try:
+                self._run(max(world, 2), launch)
+            except RankError as error:  # a launch that failed is not tried again for every test
+                self._failed[world, launch] = error
+                raise
         return [rank[layout] for rank in self._found[world, launch]]
 
     def _run(self, started: int, launch: str) -> None:
