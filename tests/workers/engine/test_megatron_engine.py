@@ -76,6 +76,24 @@ def test_recompute_computes_layers_again(folder: Path, settings: dict[str, Any],
     assert len(calls) == forwards * 2  # micro-batches
 
 
+def test_masks_of_heads_come_from_the_state_of_their_tensor_parallel_rank(folder: Path) -> None:
+    """The state that all ranks of a layer share stays; computing layers again draws the same masks again."""
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    from verl.workers.engine.megatron import layout
+
+    model = cases.model_config(folder, override_config={"attention_dropout": 0.2})
+    results = []
+    for settings in ({}, FULL):
+        engine = megatron_cases.build(folder, settings, model=model)
+        layout._seed(42)
+        shared, own = torch.get_rng_state(), get_cuda_rng_tracker().get_states()["model-parallel-rng"]
+        results.append(step(engine))
+        assert torch.equal(torch.get_rng_state(), shared)
+        assert not torch.equal(get_cuda_rng_tracker().get_states()["model-parallel-rng"], own)
+    assert results[0] == results[1] != step(megatron_cases.build(folder, {}))
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 def test_routers_can_be_kept(tmp_path: Path, folder: Path, frozen: bool) -> None:
     megatron_cases.write_models(tmp_path)

@@ -219,6 +219,8 @@ def _random_state_of_cpu(random: types.ModuleType) -> None:
     """Keep the CPU's generator where the GPU's is meant (dropout, recompute). From 0.9 on; can go with the proxy."""
     random._get_cuda_rng_state = _CudaOnCpu.get_rng_state  # type: ignore[attr-defined]
     random._set_cuda_rng_state = _CudaOnCpu.set_rng_state  # type: ignore[attr-defined]
+    # A fork warns where the CPU's generator has drawn, which it is there for here.
+    logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
 
 
 def _splits_on_host(dispatcher: types.ModuleType) -> None:

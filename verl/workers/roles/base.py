@@ -21,6 +21,7 @@ from verl.utils.metric import reduce_metrics
 from verl.utils.profiler.profile import DistProfiler, RoleProfilers
 from verl.utils.profiler.ranges import captured_range
 from verl.utils.py_functional import append_to_dict
+from verl.utils.seeding import seed_process
 from verl.workers.engine import BaseEngine, EngineRegistry
 from verl.workers.roles.utils.accounting import INFERENCE, accounted
 
@@ -93,7 +94,7 @@ class EngineWorker(Worker, DistProfilerExtension):
         checkpoint_config: "CheckpointConfig",
         freeze_vision_tower: bool = False,
     ) -> BaseEngine:
-        """Construct and initialize an engine for the strategy of its configuration."""
+        """Construct and initialize an engine for the strategy of its configuration, and seed this process for it."""
         engine = EngineRegistry.new(
             model_type,
             engine_config.strategy,
@@ -104,6 +105,9 @@ class EngineWorker(Worker, DistProfilerExtension):
         )
         engine.freeze_vision_tower = freeze_vision_tower
         engine.initialize()
+        drawing = optimizer_config is not None or not self.flops_counters  # a reference beside an actor draws nothing
+        if drawing and engine_config.strategy != "megatron":  # which has seeded it by the place in its layout
+            seed_process(engine_config.seed, model_type, self.rank)
         num_outputs = None if model_type == "language_model" else 1
         counter = FlopsCounter(model_config.hf_config, num_outputs, frozen_vision=freeze_vision_tower)
         self.flops_counters[id(engine)] = counter

@@ -6,6 +6,7 @@ parallelism. These know all three.
 
 import copy
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import RowParallelLinear
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
@@ -135,10 +137,13 @@ class PackedCoreAttention(MegatronModule):
         width, missing = value.shape[-1], query.shape[-1] - value.shape[-1]
         if missing and value.is_cuda:  # the kernels want one width
             value = F.pad(value, (0, missing))
-        if self.cp_group.size() > 1:
-            out = _context_parallel(query, key, value, packed, self.scale, dropout, self.cp_group)
-        else:
-            out = packed_attention(query, key, value, packed, self.scale, dropout)
+        # the masks of each tensor-parallel rank are its own; with sequence parallelism the whole block is forked
+        forks = dropout and not self.config.sequence_parallel
+        with get_cuda_rng_tracker().fork() if forks else nullcontext():
+            if self.cp_group.size() > 1:
+                out = _context_parallel(query, key, value, packed, self.scale, dropout, self.cp_group)
+            else:
+                out = packed_attention(query, key, value, packed, self.scale, dropout)
         return out[..., :width].reshape(out.shape[0], -1)
 
 

@@ -14,6 +14,7 @@ from verl.utils.device import get_device_id, get_device_name, get_process_group_
 from verl.utils.distributed import group_timeout
 from verl.utils.gloo import use_one_thread
 from verl.utils.megatron.ranks import expert_layout_problem
+from verl.utils.seeding import derive_seed, seed_process
 from verl.workers.engine.accumulate import Shares
 
 if TYPE_CHECKING:
@@ -154,10 +155,24 @@ def make_layout(config: "McoreEngineConfig") -> Layout:
             create_gloo_process_groups=False,
             distributed_timeout_minutes=group_timeout().total_seconds() / 60,
         )
-        model_parallel_cuda_manual_seed(config.seed)
+        _seed(config.seed)
     return Layout(
         dist.get_rank(), world_size, current_device(), tp, pp, cp, config.virtual_pipeline_model_parallel_size or 1
     )
+
+
+def _seed(seed: int) -> None:
+    """Seed this process by the rows, tokens and layers that it holds.
+
+    The ranks that cut a layer start alike; Megatron-Core's tracker tells them apart where they draw for their parts.
+    """
+    ranks = (
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_data_parallel_rank(),
+        parallel_state.get_context_parallel_rank(),
+    )
+    seed_process(seed, "megatron", *ranks)
+    model_parallel_cuda_manual_seed(derive_seed(seed, "megatron", *ranks))
 
 
 def _same_layout(sizes: dict[str, int]) -> None:
