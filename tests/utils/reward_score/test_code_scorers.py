@@ -53,8 +53,26 @@ def check(request):
             {"assert_case": ["assert add(1, 2) == 3", "assert add(1, 2) == 4"]},
             [True, -2],
         ),
+        ("exit()", {"assert_case": ["assert add(1, 2) == 3"]}, [RUNTIME_ERROR]),
+        (
+            "def add(a, b): return a + b\nexit()",
+            {"assert_case": ["assert add(1, 2) == 3", "assert add(1, 2) == 4"]},
+            [True, RUNTIME_ERROR],
+        ),
+        ("exit(3)", {"assert_case": "assert True"}, [RUNTIME_ERROR]),
     ],
-    ids=["right", "partly", "exit code", "syntax", "loop", "unpaired", "assertions"],
+    ids=[
+        "right",
+        "partly",
+        "exit code",
+        "syntax",
+        "loop",
+        "unpaired",
+        "assertions",
+        "leaves",
+        "adds and leaves",
+        "fails",
+    ],
 )
 def test_programs(check, code, cases, results):
     if code == "def f(:" and check is prime_code.check_correctness:
@@ -86,6 +104,17 @@ ADD = {"fn_name": "add", "inputs": ["1\n[2, 3]", "4\n[]"], "outputs": ["[1, 2, 3
 )  # fmt: skip
 def test_functions(check, code, cases, results):
     assert check(cases, code, timeout=5)[0] == results
+
+
+@pytest.mark.parametrize("code", ["import os; os._exit(0)", "import atexit, os; atexit.register(os._exit, 0)"])
+def test_a_program_that_ends_at_once_has_passed_no_assertion(code):
+    (result,), (said,) = prime_code.check_correctness({"assert_case": "assert add(1, 2) == 3"}, code)
+    assert result == RUNTIME_ERROR and "ended before" in said["stderr"] or "NameError" in said["stderr"]
+
+
+def test_a_value_that_no_parser_follows_is_wrong():
+    code = "import os\ndef f():\n    os.write(3, b'[' * 200000)\n    os._exit(0)"
+    assert prime_code.check_correctness(F | {"inputs": [""], "outputs": ["1"]}, code)[0] == [False]
 
 
 @pytest.mark.parametrize(

@@ -135,9 +135,10 @@ def test_a_folder_of_its_own_is_emptied_between_runs():
 )  # fmt: skip
 def test_limits(code, status):
     start = time.monotonic()
-    result = run(code, timeout_s=0.5, memory_limit_mb=256)
+    timeout_s = 0.5 if status == "timeout" else 10.0  # where other work slows the machine down, the limit still comes
+    result = run(code, timeout_s=timeout_s, memory_limit_mb=256)
     assert result.status in (status, "output limit" if status == "runtime error" else status), result
-    assert result.memory_mb < 300 and time.monotonic() - start < 10
+    assert result.memory_mb < 300 and time.monotonic() - start < 10 + 2 * timeout_s
 
 
 def test_a_limit_of_one_run_leaves_the_others_alone():

@@ -8,11 +8,14 @@ import re
 from fractions import Fraction
 
 BOXED = re.compile(r"\\(?:boxed|fbox)\s*")
+BARE = re.compile(r"[^\s$]+")
 BRACKETS = {"(": ")", "[": "]", r"\{": r"\}"}
+
+MOST_DIGITS = 1000
 
 _SPACING = re.compile(r"\\[!,;: ]|\\(?:quad|qquad|displaystyle|limits)(?![a-zA-Z])|~|\s+")
 _SIZING = re.compile(r"\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])\.?")
-_UNIT_OR_TEXT = re.compile(r"\\(?:text|mbox|textrm|mathrm|textbf|mathbf)\{\s*([^{}]*?)\s*\}")
+_UNIT_OR_TEXT = re.compile(r"\\(?:text|mbox|textrm|mathrm|textbf|mathbf)\{([^{}]*)\}")
 _DEGREES = re.compile(r"\^\{?\\circ\}?|\\degree|°")
 _ARGUMENT = r"(\{[^{}]*\}|\\[a-zA-Z]+|[0-9a-zA-Z])"
 _FRACTION_ARGUMENTS = re.compile(r"\\frac" + _ARGUMENT + _ARGUMENT)
@@ -32,14 +35,16 @@ def compute_score(solution_str: str, ground_truth: str) -> float:
 
 def last_boxed_only_string(string: str) -> str | None:
     r"""Return the last ``\boxed{...}`` (or ``\fbox``, or ``\boxed x``) with its braces balanced; None without one."""
+    closing: dict[int, int] | None = None
     for match in reversed(list(BOXED.finditer(string))):
         start = match.end()
         if start < len(string) and string[start] == "{":
-            end = _closing_brace(string, start)
+            closing = _closing_braces(string) if closing is None else closing
+            end = closing.get(start)
             if end is not None:
                 return string[match.start() : end + 1]
-        elif bare := re.match(r"[^\s$]+", string[start:]):
-            return string[match.start() : start + bare.end()]
+        elif bare := BARE.match(string, start):
+            return string[match.start() : bare.end()]
     return None
 
 
@@ -71,12 +76,13 @@ def normalize(string: str) -> str:
     text = text.replace("\\$", "").replace("$", "").replace("\\%", "").replace("%", "")
     if not text.lstrip().startswith("\\text"):
         text = re.sub(r"\\(?:text|mbox|mathrm|textrm)\{\s[^{}]*\}$", "", text)  # a unit behind the number
-    text = _UNIT_OR_TEXT.sub(r"\1", text)
+    text = _UNIT_OR_TEXT.sub(lambda match: match[1].strip(), text)
     text = _SPACING.sub("", text).rstrip(".")
     if "=" in text and len(text.split("=")) == 2 and len(text.split("=")[0]) <= 2:
         text = text.split("=")[1]
-    for _ in range(text.count("\\frac")):
-        text = _FRACTION_ARGUMENTS.sub(lambda m: f"\\frac{_braced(m[1])}{_braced(m[2])}", text)
+    before = ""
+    while text != before:  # braces once added stay as they are
+        before, text = text, _FRACTION_ARGUMENTS.sub(lambda m: f"\\frac{_braced(m[1])}{_braced(m[2])}", text)
     return _SQRT_ARGUMENT.sub(r"\\sqrt{\1}", text)
 
 
@@ -93,8 +99,10 @@ def _same(one: str, other: str) -> bool:
 
 
 def _rational(text: str) -> Fraction | None:
-    """Read an integer, a decimal or a ratio of integers, exactly."""
+    """Read an integer, a decimal or a ratio of integers, exactly; none that Python does not read for its length."""
     text = _THOUSANDS.sub("", text).replace("{,}", "")
+    if len(text) > MOST_DIGITS:
+        return None
     try:
         if _NUMBER.match(text):
             return Fraction(text.rstrip("."))
@@ -130,13 +138,16 @@ def _split(text: str) -> list[str]:
     return [*parts, text[start:]]
 
 
-def _closing_brace(string: str, start: int) -> int | None:
-    depth = 0
-    for i in range(start, len(string)):
-        depth += (string[i] == "{") - (string[i] == "}")
-        if depth == 0:
-            return i
-    return None
+def _closing_braces(string: str) -> dict[int, int]:
+    """Return where each brace is closed, by where it is opened; in one pass, since a response may repeat one."""
+    open_braces: list[int] = []
+    closing: dict[int, int] = {}
+    for i, character in enumerate(string):
+        if character == "{":
+            open_braces.append(i)
+        elif character == "}" and open_braces:
+            closing[open_braces.pop()] = i
+    return closing
 
 
 def _braced(argument: str) -> str:

@@ -44,6 +44,22 @@ def plain(value):
 sys.stdout.write("\\n" + mark + json.dumps(value, default=plain) + "\\n")
 """
 
+_ASSERT = """import json, sys
+source, after, name = json.loads({given!r})
+try:
+    code, code_after = (compile(each, name, "exec") for each in (source, after))
+except (SyntaxError, ValueError) as error:
+    sys.stderr.write(str(error))
+    sys.exit({does_not_compile})
+namespace = {{"__name__": "__main__"}}
+try:
+    exec(code, namespace)
+except SystemExit as end:  # by which a program could leave before its assertion
+    if end.code not in (None, 0):
+        raise
+exec(code_after, namespace)
+"""
+
 
 def compute_score(
     sandbox_fusion_url: str,
@@ -135,9 +151,12 @@ def _side_by_side(check: Callable[[int], Any], indices: range) -> list[Any]:
 def _request(cases: TestCases, index: int, code: str) -> tuple[str, str | None]:
     """Return the program that is sent and its standard input."""
     test = cases.test(index)
-    code += test.code_after
-    if cases.fn_name is None:
+    if cases.fn_name is None and not test.code_after:
         return code, test.stdin
+    if cases.fn_name is None:
+        given = json.dumps([code, test.code_after, "solution.py"])
+        return _ASSERT.format(given=given, does_not_compile=_DOES_NOT_COMPILE), test.stdin
+    code += test.code_after
     given = json.dumps([code, cases.fn_name, list(test.arguments), _MARK])
     return _CALL.format(given=given, does_not_compile=_DOES_NOT_COMPILE), None
 

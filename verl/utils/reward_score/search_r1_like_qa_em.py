@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 MOST_TAGS = 10  # a response with more of them is guessing
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_OPEN, _CLOSE = "<answer>", "</answer>"
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
@@ -40,14 +40,19 @@ def _score(solution_str: str, ground_truth: Any, check: Any, format_score: float
         return 0.0
     if not check(answer, targets(ground_truth)):
         return format_score
-    tags = max(solution_str.count("<answer>"), solution_str.count("</answer>"))
+    tags = max(solution_str.count(_OPEN), solution_str.count(_CLOSE))
     return score / 4 if tags > MOST_TAGS else score
 
 
 def extract_solution(solution_str: str) -> str | None:
     """Return what stands in the last pair of answer tags; None without one."""
-    answers = _ANSWER.findall(solution_str)
-    return answers[-1].strip() if answers else None
+    answer, at = None, 0
+    while (start := solution_str.find(_OPEN, at)) >= 0:
+        end = solution_str.find(_CLOSE, start)
+        if end < 0:  # no pattern: one of them looks for the end anew at every tag that is not closed
+            break
+        answer, at = solution_str[start + len(_OPEN) : end].strip(), end + len(_CLOSE)
+    return answer
 
 
 def targets(ground_truth: Any) -> list[str]:

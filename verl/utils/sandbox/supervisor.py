@@ -23,6 +23,7 @@ NOT_ISOLATED, COMPILING, RUNNING = range(3)  # how far a program has come, writt
 WALL_TIME_FACTOR = 2  # a program may wait for the processor as long as it may use it
 LOOK_EVERY_S = 0.1
 RESULT_FD = 3
+UNFINISHED = "the program ended before what was put behind it\n"
 
 
 def load_isolation() -> types.ModuleType:
@@ -42,8 +43,11 @@ class CompileError(Exception):
     """The program is not valid Python."""
 
 
-def run_program(request: dict[str, Any], test: dict[str, Any], progress: mmap.mmap) -> None:
-    """Run the program in this process, as its main module; with a function name, call that and report its value."""
+def run_program(request: dict[str, Any], test: dict[str, Any], progress: mmap.mmap, finished: mmap.mmap) -> None:
+    """Run the program in this process, as its main module; with a function name, call that and report its value.
+
+    What is put behind the program runs although it has left by ``exit()``: otherwise no assertion would be looked at.
+    """
     sys.stdin = open(0, encoding="utf-8", errors="replace", closefd=False)
     sys.stdout = open(1, "w", encoding="utf-8", errors="replace", closefd=False)
     sys.stderr = open(2, "w", encoding="utf-8", errors="replace", closefd=False)
@@ -51,8 +55,10 @@ def run_program(request: dict[str, Any], test: dict[str, Any], progress: mmap.mm
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
     source = request["code"] + test["code_after"]
+    behind = "\n" * request["code"].count("\n") + test["code_after"]  # with its own line numbers
     try:
-        code = compile(source, SOURCE_NAME, "exec", dont_inherit=True)
+        code = compile(request["code"], SOURCE_NAME, "exec", dont_inherit=True)
+        code_after = compile(behind, SOURCE_NAME, "exec", dont_inherit=True)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise CompileError("".join(traceback.format_exception_only(error))) from None
     progress[0] = RUNNING
@@ -60,7 +66,13 @@ def run_program(request: dict[str, Any], test: dict[str, Any], progress: mmap.mm
     linecache.cache[SOURCE_NAME] = (len(source), None, source.splitlines(True), SOURCE_NAME)
     if request["fn_name"]:
         main.__dict__["__name__"] = "solution"  # what stands under `if __name__ == "__main__"` is not asked for
-    exec(code, main.__dict__)
+    try:
+        exec(code, main.__dict__)
+    except SystemExit as end:
+        if not test["code_after"] or end.code not in (None, 0):
+            raise
+    exec(code_after, main.__dict__)
+    finished[0] = 1
     if request["fn_name"]:
         value = find_function(main, request["fn_name"])(*test["arguments"])
         reply = json.dumps(value, default=plain)
@@ -93,6 +105,7 @@ def enter(
     test: dict[str, Any],
     files: list[int],
     progress: mmap.mmap,
+    finished: mmap.mmap,
     isolation: types.ModuleType,
 ) -> None:
     """Turn this forked process into the program; returns when it has ended by itself."""
@@ -112,7 +125,7 @@ def enter(
         os._exit(1)
     progress[0] = COMPILING
     try:
-        run_program(request, test, progress)
+        run_program(request, test, progress, finished)
     except CompileError as error:
         os.write(2, str(error).encode())
         os._exit(1)
@@ -137,10 +150,10 @@ def supervise(request: dict[str, Any], test: dict[str, Any], isolation: types.Mo
     with open(files[0], "wb", closefd=False) as stdin:
         stdin.write(test["stdin"].encode("utf-8", errors="surrogatepass"))
     os.lseek(files[0], 0, os.SEEK_SET)
-    progress, start = mmap.mmap(-1, 1), time.monotonic()
+    progress, finished, start = mmap.mmap(-1, 1), mmap.mmap(-1, 1), time.monotonic()
     pid = os.fork()
     if pid == 0:
-        enter(request, test, files, progress, isolation)
+        enter(request, test, files, progress, finished, isolation)
         return None
     ended_by = wait_for(pid, start + WALL_TIME_FACTOR * request["timeout_s"], request)
     _, status, usage = os.wait4(pid, 0)
@@ -154,7 +167,10 @@ def supervise(request: dict[str, Any], test: dict[str, Any], isolation: types.Mo
     result |= {"code": code, "status": ended_by or status_of(code, usage.ru_utime + usage.ru_stime, request)}
     if code != 0 and progress[0] != RUNNING and ended_by is None:
         result["status"] = "not isolated" if progress[0] == NOT_ISOLATED else "compile error"
+    if result["status"] == "ok" and test["code_after"] and not finished[0]:
+        result |= {"status": "runtime error", "stderr": result["stderr"] + UNFINISHED}
     progress.close()
+    finished.close()
     if len(result["stdout"].encode()) >= request["output_limit_bytes"]:
         result["status"] = "output limit"
     return result
