@@ -255,6 +255,13 @@ def test_what_is_not_here_yet_is_refused(base):
         assert "not supported" in found[key] and "write" in found[key]
 
 
+def test_a_data_set_of_the_users_own_may_read_what_ours_does_not(base, tmp_path):
+    (tmp_path / "rows.py").write_text("class Rows: pass\n")
+    keys = {"data.tokenizer": "other", "data.return_raw_input_ids": True}
+    own = {"data.custom_cls.path": str(tmp_path / "rows.py"), "data.custom_cls.name": "Rows"}
+    assert violations(base, keys).keys() == keys.keys() and violations(base, keys | own) == {}
+
+
 def test_only_unsupported_is_a_not_implemented_error(base):
     with pytest.raises(UnsupportedConfigError):
         validate_config(changed(base, {f"{ROLLOUT}.mode": "async"}), True, True)

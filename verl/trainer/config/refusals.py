@@ -96,10 +96,17 @@ _FIXED: list[tuple[str, str, dict[str, Any]]] = [
         "",
         {"actor_rollout_ref.actor.megatron.forward_only": False, "critic.megatron.forward_only": False},
     ),
-    ("is not supported, name it in actor_rollout_ref.model.tokenizer_path", "data", {"tokenizer": None}),
-    ("the flag is of an older dataset and not supported", "data", {"return_raw_input_ids": False}),
+    (
+        "is not supported but by a data set of your own (data.custom_cls), name the tokenizer in "
+        "actor_rollout_ref.model.tokenizer_path",
+        "data",
+        {"tokenizer": None},
+    ),
+    ("is not supported but by a data set of your own (data.custom_cls)", "data", {"return_raw_input_ids": False}),
     ("is not supported: training reads what they hold", "data", {"return_multi_modal_inputs": True}),
 ]
+
+_READ_BY_CUSTOM_DATASETS = ("data.tokenizer", "data.return_raw_input_ids")
 
 REFUSALS: list[Refusal] = _CHOICES + [
     Refusal(f"{node}.{name}".removeprefix("."), default, f"{text}: write {as_yaml(default)}")
@@ -110,8 +117,9 @@ REFUSALS: list[Refusal] = _CHOICES + [
 
 def refused(tree: Mapping[str, Any], recipe_nodes: Collection[str] = ()) -> Iterator[Violation]:
     """Yield every key of a resolved tree that asks for something not supported yet, but for nodes of the recipe."""
+    custom = _READ_BY_CUSTOM_DATASETS if select(tree, "data.custom_cls.path") else ()
     for refusal in REFUSALS:
-        if is_under(refusal.key, recipe_nodes):
+        if is_under(refusal.key, recipe_nodes) or refusal.key in custom:
             continue
         value = select(tree, refusal.key, refusal.default)
         wrong = value in refusal.values if refusal.values is not None else value != refusal.default
