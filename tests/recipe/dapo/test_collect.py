@@ -7,7 +7,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from recipe.dapo.dapo_ray_trainer import RayDAPOTrainer
+from recipe.dapo.dapo_ray_trainer import RayDAPOTrainer, joined
 from verl.protocol import DataProto
 from verl.trainer.ppo import loaders
 from verl.utils.seeding import prompt_uids, sampling_seeds
@@ -153,6 +153,19 @@ def test_steps_are_full_of_varied_prompts_in_the_order_of_the_data(steps):
 def test_what_only_some_draws_know_is_none_in_the_others(steps):
     remarks = [batch.non_tensor_batch.get("remark", np.array([None])) for batch, _, _ in steps]
     assert any(None in column and (True in column or False in column) for column in remarks)
+
+
+def test_draws_with_other_images_are_joined():
+    """Prompts of two draws show images of other sizes, and the step counts the patches of all."""
+    trainer = make_trainer()
+    parts = []
+    for side in (2, 4):
+        batch = DataProto.from_dict({"attention_mask": torch.ones(2, 3, dtype=torch.long)})
+        grids = [{"image_grid_thw": torch.tensor([[1, side, side]])} for _ in range(2)]
+        batch.non_tensor_batch["multi_modal_inputs"] = np.array(grids, dtype=object)
+        parts.append(trainer._arrange(batch, {}))
+    assert [part.meta_info["images_seqlens"] for part in parts] == [[4, 4], [16, 16]]
+    assert sorted(trainer._arrange(joined(parts), {}).meta_info["images_seqlens"]) == [4, 4, 16, 16]
 
 
 def test_seconds_of_all_draws_add_up(steps):
