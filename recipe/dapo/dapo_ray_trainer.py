@@ -52,7 +52,7 @@ def joined(parts: list[DataProto]) -> DataProto:
     """Join draws; what the reward function said in some of them only is None in the others."""
     columns = dict.fromkeys(name for part in parts for name in part.non_tensor_batch)
     for part in parts:
-        for name in ("first_prompt", "global_token_num", "images_seqlens"):  # of one draw; the joined batch gets its own
+        for name in ("first_prompt", "global_token_num", "images_seqlens"):  # of one draw alone
             part.meta_info.pop(name, None)
         for name in columns:
             part.non_tensor_batch.setdefault(name, np.full(len(part), None, dtype=object))

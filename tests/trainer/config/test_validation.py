@@ -57,6 +57,21 @@ def test_the_small_run_is_right(base):
     assert violations(base, {f"{ACTOR}.use_dynamic_bsz": True, f"{ROLLOUT}.n": 5, "data.train_batch_size": 8}) == {}
 
 
+def test_a_batch_is_divided_by_every_engine_that_shares_it_out(base):
+    """Four workers, of which two share each shard in the actor and in generation, but not in the reference policy."""
+    shared = {"trainer.n_gpus_per_node": 4, f"{MODEL}.use_remove_padding": True, f"{ACTOR}.use_dynamic_bsz": True}
+    shared |= {
+        f"{ACTOR}.ulysses_sequence_parallel_size": 2,
+        f"{ROLLOUT}.tensor_model_parallel_size": 2,
+        f"{ROLLOUT}.n": 1,
+    }
+    shared |= {"data.train_batch_size": 6, f"{ACTOR}.ppo_mini_batch_size": 6}
+    assert violations(base, shared, use_critic=False) == {}
+    apart = shared | {"actor_rollout_ref.ref.ulysses_sequence_parallel_size": 1}
+    assert "a multiple of 4" in violations(base, apart, use_critic=False)["data.train_batch_size"]
+    assert violations(base, apart, use_reference_policy=False, use_critic=False) == {}
+
+
 @pytest.mark.parametrize(
     ("changes", "key", "message"),
     [

@@ -138,6 +138,11 @@ def test_balanced_rows_can_be_put_back():
     assert batch.batch["row"][trainer._row_order].tolist() == list(range(6))
     assert (metrics["global_seqlen/min"], metrics["global_seqlen/max"]) == (9, 12)  # 1+6+2 and 5+3+4 as they came
     assert (metrics["global_seqlen/balanced_min"], metrics["global_seqlen/balanced_max"]) == (10, 11)
+    # four workers of which two share each shard of the batch
+    trainer.actor_rollout_wg.world_size = 4
+    trainer._balance_batch(batch, metrics)
+    tokens = batch.batch["attention_mask"].sum(-1)
+    assert sorted((tokens[:3].sum().item(), tokens[3:].sum().item())) == [10, 11]
 
 
 # ---- kept rollouts

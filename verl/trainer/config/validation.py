@@ -109,7 +109,7 @@ def _size_rules(tree: Tree, use_reference: bool, use_critic: bool, broken: set[s
     layout |= {key for key in broken if key.startswith("actor_rollout_ref.actor.megatron")}
     batch = layout | {"data.train_batch_size", "data.gen_batch_size", f"{rollout}.n"}
     if not broken & batch:
-        yield from _train_batch_rules(tree)
+        yield from _train_batch_rules(tree, use_reference)
     for role in ["actor_rollout_ref.actor"] + ["critic"] * use_critic:
         if any(key.startswith(f"{role}.megatron") for key in broken):
             continue
@@ -256,14 +256,16 @@ def _engines(tree: Tree, use_reference: bool, use_critic: bool) -> list[tuple[st
     return [each for each in roles if select(tree, f"{each[0]}.{each[1]}") is not None]
 
 
-def _train_batch_rules(tree: Tree) -> Iterator[Violation]:
+def _train_batch_rules(tree: Tree, use_reference: bool) -> Iterator[Violation]:
     """Yield a training batch that the workers cannot share evenly."""
     world, data = world_size(tree), tree["data"]
     actor, n = tree["actor_rollout_ref"]["actor"], tree["actor_rollout_ref"]["rollout"]["n"]
-    sharers = workers_of_a_shard(actor, "fsdp_config")
     unit = world
     if actor["use_dynamic_bsz"] or actor["strategy"] == "megatron":
-        unit = math.lcm(max(1, world // sharers), max(1, world // rollout_group_size(tree)))
+        has_engine = use_reference and not select(tree, "actor_rollout_ref.model.lora_rank", 0)
+        scorers = [actor] + [tree["actor_rollout_ref"]["ref"]] * has_engine
+        shards = [world // workers_of_a_shard(node, "fsdp_config") for node in scorers]
+        unit = math.lcm(*(max(1, size) for size in (*shards, world // rollout_group_size(tree))))
     for key in ("train_batch_size", "gen_batch_size"):
         size = data.get(key)
         if isinstance(size, int) and size * n % unit:

@@ -1,5 +1,6 @@
 """The training loop: a driver that holds metadata and small tensors, and worker groups that hold the weights."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -385,8 +386,9 @@ class RayPPOTrainer:
     def _balance_batch(self, batch: DataProto, metrics: Metrics, logging_prefix: str = "global_seqlen") -> None:
         """Reorder the rows so that every rank gets as many tokens."""
         lengths = batch.batch["attention_mask"].sum(-1).tolist()
-        ranks = self.actor_rollout_wg.world_size
-        partitions = get_seqlen_balanced_partitions(lengths, k_partitions=ranks, equal_size=True)
+        # The workers that share rows may be more than divide them: a multiple of those that do not share is left.
+        parts = math.gcd(len(lengths), self.actor_rollout_wg.world_size)
+        partitions = get_seqlen_balanced_partitions(lengths, k_partitions=parts, equal_size=True)
         order = [row for part in partitions for row in part]
         batch.reorder(torch.tensor(order))
         self._row_order = np.argsort(order).tolist()
