@@ -1,7 +1,9 @@
 """What a resumed run continues from: the position in the data, the checkpoint folder; and the dumps of a step."""
 
 import json
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -210,6 +212,57 @@ def test_folders_that_the_workers_have_emptied_are_removed(tmp_path):
 
 
 # ---- dumps
+
+
+class WritingGroup:
+    """Workers that write a file for a checkpoint, or die of the one of a step, and remove those before it."""
+
+    def __init__(self, root, dies_at=None):
+        self.root, self.dies_at = root, dies_at
+
+    def save_checkpoint(self, path, remote, step, max_ckpt_to_keep=None):
+        assert not max_ckpt_to_keep  # nothing may be removed yet
+        if step == self.dies_at:
+            raise RuntimeError("killed")
+        Path(path).mkdir(parents=True)
+        Path(path, "model.pt").touch()
+
+    def keep_latest_checkpoints(self, path, max_ckpt_to_keep):
+        assert max_ckpt_to_keep == 1 and f"global_step_{read_tracker(self.root, None)}/" in path
+        for older in self.root.glob(f"global_step_*/{Path(path).name}"):
+            if str(older) != path:
+                shutil.rmtree(older)
+
+
+def saving_trainer(root, dies_at):
+    trainer = RayPPOTrainer.__new__(RayPPOTrainer)
+    options = {"default_local_dir": str(root), "default_hdfs_dir": None, "total_training_steps": 9}
+    role = {"checkpoint": {"async_save": False}}
+    trainer.config = OmegaConf.create(
+        {
+            "trainer": options | {"max_actor_ckpt_to_keep": 1, "max_critic_ckpt_to_keep": 1},
+            "actor_rollout_ref": {"actor": role},
+            "critic": role,
+        }
+    )
+    trainer.actor_rollout_wg, trainer.critic_wg = WritingGroup(root), WritingGroup(root, dies_at)
+    trainer.kl_ctrl_in_reward = SimpleNamespace(state_dict=dict)
+    trainer.train_dataloader = SimpleNamespace(state_dict=dict)
+    trainer.run_seed, trainer.epoch, trainer.unfinished_checkpoint, trainer.total_training_steps = 1, 0, None, 9
+    return trainer
+
+
+def test_a_checkpoint_is_removed_only_when_the_next_one_is_named(tmp_path):
+    """Where the critic dies in a save, the actor's part of the checkpoint before is still there."""
+    trainer = saving_trainer(tmp_path, dies_at=3)
+    for trainer.global_steps in (1, 2):
+        checkpoint.save_checkpoint(trainer)
+        assert [path.name for path in tmp_path.glob("global_step_*")] == [f"global_step_{trainer.global_steps}"]
+    trainer.global_steps = 3
+    with pytest.raises(RuntimeError, match="killed"):
+        checkpoint.save_checkpoint(trainer)
+    assert read_tracker(tmp_path, None) == 2
+    assert sorted(path.name for path in (tmp_path / "global_step_2").iterdir()) == ["actor", "critic", "data.pt"]
 
 
 def test_dumps_are_in_the_order_in_which_rows_were_asked_for(tmp_path):

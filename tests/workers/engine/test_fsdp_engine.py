@@ -46,6 +46,17 @@ def test_checkpoint_continues_bit_for_bit(folder: Path, tmp_path: Path) -> None:
     assert all(torch.equal(tensor, weights[name]) for name, tensor in other.named_weights())
 
 
+def test_older_checkpoints_are_removed_when_they_may_go(folder: Path, tmp_path: Path) -> None:
+    engine = cases.build(folder)
+    places = [tmp_path / f"global_step_{number}" / "actor" for number in (1, 2)]
+    for number, place in enumerate(places, start=1):
+        engine.save_checkpoint(str(place), global_step=number)
+    engine.keep_latest_checkpoints(str(places[1]), None)
+    assert all(place.is_dir() for place in places)
+    engine.keep_latest_checkpoints(str(places[1]), 1)
+    assert [place.is_dir() for place in places] == [False, True]
+
+
 def test_adapter_is_saved_as_peft_reads_it(folder: Path, tmp_path: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM

@@ -207,7 +207,7 @@ def remove_emptied_folders(root: str | Path) -> None:
 
 
 def save_checkpoint(trainer: "RayPPOTrainer") -> None:
-    """Write the parts of the workers, that of the driver, and last the tracker.
+    """Write the parts of the workers, that of the driver, and then the tracker; only after it, older ones are removed.
 
     Where workers write beside training, the tracker waits for ``finish_checkpoint``.
     """
@@ -217,13 +217,11 @@ def save_checkpoint(trainer: "RayPPOTrainer") -> None:
     root = run_folder(trainer.config)
     folder = f"{root}/{name}"
     remote = None if config.default_hdfs_dir is None else f"{config.default_hdfs_dir}/{name}"
-    keep = {"actor": config.max_actor_ckpt_to_keep, "critic": config.max_critic_ckpt_to_keep}
     if config.get("remove_previous_ckpt_in_save", False):
         logger.warning("trainer.remove_previous_ckpt_in_save is deprecated: set max_actor_ckpt_to_keep=1")
-        keep = {"actor": 1, "critic": 1}
     for role, group in _groups(trainer).items():
         remote_part = None if remote is None else f"{remote}/{role}"
-        group.save_checkpoint(f"{folder}/{role}", remote_part, step, max_ckpt_to_keep=keep[role])
+        group.save_checkpoint(f"{folder}/{role}", remote_part, step)
     state = {"kl_ctrl_in_reward": trainer.kl_ctrl_in_reward.state_dict(), "seed": trainer.run_seed}
     state["epoch"] = trainer.epoch
     save_driver_state(folder, trainer.train_dataloader.state_dict(), state)
@@ -243,12 +241,23 @@ def finish_checkpoint(trainer: "RayPPOTrainer", wait: bool = True) -> None:
     trainer.unfinished_checkpoint = None
     root = run_folder(trainer.config)
     write_tracker_atomically(root, step)
+    keep = _limits(trainer.config.trainer)
+    for role, group in _groups(trainer).items():
+        if keep[role]:
+            group.keep_latest_checkpoints(f"{root}/{FOLDER_PREFIX}{step}/{role}", keep[role])
     remove_emptied_folders(root)
 
 
 def _groups(trainer: "RayPPOTrainer") -> dict[str, Any]:
     groups = {"actor": trainer.actor_rollout_wg, "critic": trainer.critic_wg}
     return {role: group for role, group in groups.items() if group is not None}
+
+
+def _limits(config: Any) -> dict[str, int | None]:
+    """Return how many checkpoints of each role are kept."""
+    if config.get("remove_previous_ckpt_in_save", False):
+        return {"actor": 1, "critic": 1}
+    return {"actor": config.max_actor_ckpt_to_keep, "critic": config.max_critic_ckpt_to_keep}
 
 
 def _is_async(config: Any) -> bool:

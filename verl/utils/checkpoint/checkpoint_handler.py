@@ -84,9 +84,7 @@ class CheckpointHandler:
             state = self.train_dataloader.state_dict()
             write_file(folder, self._loader_file(), lambda file: torch.save(state, file))
         self._barrier()
-        self.engine.save_checkpoint(
-            local_path=folder, hdfs_path=None, global_step=step, max_ckpt_to_keep=self.max_ckpt_to_keep
-        )
+        self.engine.save_checkpoint(local_path=folder, hdfs_path=None, global_step=step)
         self._unfinished = step
         self.finish_checkpoint(wait=False)
         return folder
@@ -107,6 +105,7 @@ class CheckpointHandler:
                 tracker = get_checkpoint_tracker_filename(self.default_local_dir)
                 hdfs_io.copy(tracker, get_checkpoint_tracker_filename(self.default_hdfs_dir))
         self._barrier()
+        self.engine.keep_latest_checkpoints(folder, self.max_ckpt_to_keep)
 
     def load_checkpoint(self) -> int:
         """Restore engine and loader; collective. Returns the step to go on from, 0 where there is no checkpoint.

@@ -114,6 +114,13 @@ class BaseEngine(ABC):
         return True
 
     @abstractmethod
+    def keep_latest_checkpoints(self, local_path: str, max_ckpt_to_keep: int | None) -> None:
+        """Remove the oldest complete checkpoints, so that so many are left with the one at ``local_path``.
+
+        None or 0 keeps all. Not collective; for a caller that names the new one as the latest first.
+        """
+
+    @abstractmethod
     def load_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
     ) -> None:

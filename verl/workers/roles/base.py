@@ -156,6 +156,11 @@ class EngineWorker(Worker, DistProfilerExtension):
         return self.engine.finish_checkpoint(wait)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def keep_latest_checkpoints(self, local_path: str, max_ckpt_to_keep: int | None) -> None:
+        """Remove the oldest complete checkpoints of this node, so that so many are left with the one at a path."""
+        self.engine.keep_latest_checkpoints(local_path, max_ckpt_to_keep)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
     ) -> None:

@@ -343,6 +343,10 @@ class MegatronEngine(BaseEngine):
                 named_weights=self.named_weights(),
             )
 
+    def keep_latest_checkpoints(self, local_path: str, max_ckpt_to_keep: int | None) -> None:
+        """Remove the oldest complete checkpoints, so that so many are left with the one at ``local_path``."""
+        self.checkpoint_manager.keep_latest(local_path, max_ckpt_to_keep)
+
     def load_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
     ) -> None:
