@@ -89,12 +89,17 @@ class DeadlinePool:
             self._slots.append(self._start())
         end: float | None = None
         while waiting or any(slot.call not in (None, STARTING) for slot in self._slots):
-            for slot in self._slots:
+            for at, slot in enumerate(self._slots):
                 if slot.call is None and waiting:
+                    content = cloudpickle.dumps(arguments[waiting[-1]])
+                    try:
+                        slot.pipe.send_bytes(content)
+                    except OSError:  # it has died since its last call, for instance for want of memory
+                        slot.end()
+                        self._slots[at] = self._start()
+                        continue
                     end = end or time.monotonic() + batch_timeout_s
-                    call = waiting.pop()
-                    slot.call, slot.deadline = call, min(time.monotonic() + timeout_s, end)
-                    slot.pipe.send_bytes(cloudpickle.dumps(arguments[call]))
+                    slot.call, slot.deadline = waiting.pop(), min(time.monotonic() + timeout_s, end)
             busy = [slot for slot in self._slots if slot.call is not None]
             left = min(slot.deadline for slot in busy) - time.monotonic()
             ready = set(wait([slot.pipe for slot in busy], timeout=max(left, 0.0)))

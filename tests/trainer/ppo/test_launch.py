@@ -3,6 +3,7 @@ import logging
 import struct
 import subprocess
 import sys
+import threading
 from types import SimpleNamespace
 
 import pyarrow as pa
@@ -202,6 +203,24 @@ def test_what_the_trainer_sends_arrives_in_order(capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == ["one", "WARNING: two 2"] and lines[2].startswith("step 5/10 | reward 0.5 | 2.00 s")
     assert len(lines) == 3 and not store
+
+
+def test_lines_of_two_threads_do_not_overwrite_each_other(monkeypatch):
+    """The second line comes while the first is on its way to the store, and waits for it."""
+    store, second = {}, []
+
+    def put(key, value, namespace):
+        if not second:
+            second.append(threading.Thread(target=sender.write, args=("two",)))
+            second[0].start()
+            second[0].join(timeout=0.2)
+        store[key] = value
+
+    monkeypatch.setattr(terminal, "_internal_kv_put", put)
+    sender = terminal.RemoteDisplay("x")
+    sender.write("one")
+    second[0].join()
+    assert sorted(store) == [b"x:0", b"x:1"]
 
 
 def test_startup_parts_add_up(capsys):

@@ -7,6 +7,7 @@ through the key-value store of the cluster instead, in order and complete, on wh
 import json
 import logging
 import secrets
+import threading
 from typing import Any
 
 import ray
@@ -24,11 +25,13 @@ class RemoteDisplay:
     def __init__(self, name: str) -> None:
         """Send to the ``Terminal`` of that name."""
         self._name, self._count = name, 0
+        self._lock = threading.Lock()  # warnings come from any thread, and the terminal waits for every number
 
     def _send(self, method: str, **content: Any) -> None:
-        key = f"{self._name}:{self._count}".encode()
-        _internal_kv_put(key, json.dumps([method, content]).encode(), namespace=_NAMESPACE)
-        self._count += 1
+        with self._lock:
+            key = f"{self._name}:{self._count}".encode()
+            _internal_kv_put(key, json.dumps([method, content]).encode(), namespace=_NAMESPACE)
+            self._count += 1
 
     def write(self, text: str) -> None:
         """Show a line."""

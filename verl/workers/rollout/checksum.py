@@ -3,7 +3,9 @@
 import torch
 from torch import Tensor
 
-_CHUNK_ELEMENTS = 1 << 17
+_CHUNK_ELEMENTS = {"cpu": 1 << 17}
+_CHUNK_ELEMENTS_DEFAULT = 1 << 23
+"""Elements that are read at once: what a cache holds, what keeps an accelerator busy."""
 _FIRST_COLUMN = 1 << 40  # beyond any row: a transposed matrix must not have the same sum
 _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -25,7 +27,7 @@ def tensor_checksum(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     dtype = dtype or matrix.dtype
     of_row = _index_weights(rows, 1, matrix.device)
     of_column = _index_weights(columns, _FIRST_COLUMN, matrix.device)
-    step = max(1, _CHUNK_ELEMENTS // max(1, columns))
+    step = max(1, _CHUNK_ELEMENTS.get(matrix.device.type, _CHUNK_ELEMENTS_DEFAULT) // max(1, columns))
     total = torch.zeros((), dtype=torch.int64, device=matrix.device)
     for start in range(0, rows, step):
         bits = matrix[start : start + step].to(dtype).view(_INTEGER[dtype.itemsize]).to(torch.int64)
