@@ -11,7 +11,14 @@ from verl.protocol import DataProto
 from verl.utils import multi_modal
 from verl.utils.batch_dicts import object_array
 from verl.utils.flops_vision import image_lengths
-from verl.utils.multi_modal import SharedRow, concat_multi_modal_inputs, resolve, share, shared_bytes
+from verl.utils.multi_modal import (
+    SharedRow,
+    concat_distinct_inputs,
+    concat_multi_modal_inputs,
+    resolve,
+    share,
+    shared_bytes,
+)
 
 
 def _batch() -> DataProto:
@@ -54,6 +61,10 @@ def test_without_ray_rows_stay_and_are_joined_in_row_order(monkeypatch: pytest.M
     )
     assert joined["image_grid_thw"].tolist() == [[1, 2, 2], [1, 2, 6], [1, 2, 4]]
     assert concat_multi_modal_inputs([{}, None]) == {}
+    joined, shown = concat_distinct_inputs(batch.non_tensor_batch["multi_modal_inputs"][[2, 1, 0, 2, 0]])
+    assert joined["image_grid_thw"].tolist() == [[1, 2, 2], [1, 2, 6], [1, 2, 4]]
+    assert shown == {"image_grid_thw": [0, 1, 2, 0, 1, 2]}
+    assert concat_distinct_inputs([{}, None]) == ({}, {})
     assert resolve([None, {}, {"a": 1}]) == [{}, {}, {"a": 1}]
 
 
@@ -80,6 +91,9 @@ def test_a_prompt_travels_once_however_often_it_is_sampled(ray_cluster: None) ->
     assert image_lengths(repeated.non_tensor_batch["multi_modal_inputs"]) == [8] * 4 + [4, 12] * 4
     assert repeated.union(batch.repeat(4, interleave=True)) is repeated  # equal handles
 
+    joined, shown = concat_distinct_inputs(repeated.non_tensor_batch["multi_modal_inputs"])
+    assert joined["pixel_values"].shape == (6, 4)
+    assert shown["image_grid_thw"] == [0] * 4 + [1, 2] * 4
     order = torch.randperm(12, generator=torch.Generator().manual_seed(0))
     repeated.reorder(order)
     reader, fetched = Reader.remote(), 0

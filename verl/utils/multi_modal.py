@@ -139,6 +139,29 @@ def concat_multi_modal_inputs(rows: Iterable[Any]) -> dict[str, Any]:
     return extract_multi_modal_inputs(resolve(rows))
 
 
+def concat_distinct_inputs(rows: Iterable[Any]) -> tuple[dict[str, Any], dict[str, list[int]]]:
+    """Join the processor's tensors of the rows, those that several rows share only once; handles are resolved.
+
+    Returns: the tensors, and by the name of each grid which of its joined entries the rows show, in row order.
+    """
+    rows = list(rows)
+    keys = [row if isinstance(row, SharedRow) else id(row) for row in rows]
+    distinct = dict(zip(keys, rows, strict=True))
+    objects = dict(zip(distinct, resolve(distinct.values()), strict=True))
+    joined = extract_multi_modal_inputs(list(objects.values()))
+    return joined, {name: _entries(keys, objects, name) for name in joined if name.endswith("_grid_thw")}
+
+
+def _entries(keys: Sequence[Any], objects: Mapping[Any, Mapping[str, Any]], name: str) -> list[int]:
+    """Return for every row in turn the places of its entries in the joined tensor ``name``."""
+    places: dict[Any, range] = {}
+    start = 0
+    for key, row in objects.items():
+        stop = start + (0 if row.get(name) is None else len(row[name]))
+        places[key], start = range(start, stop), stop
+    return [place for key in keys for place in places[key]]
+
+
 def num_bytes(value: Any) -> int:
     """Return the size of the arrays, tensors and images in a nested object."""
     if isinstance(value, Tensor | np.ndarray):

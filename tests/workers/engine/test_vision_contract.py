@@ -134,6 +134,25 @@ def test_exports_what_save_pretrained_writes(results: Any, root: Path, name: str
             assert all(not torch.equal(part["weights"][key], stored[key]) for key in stored)
 
 
+@pytest.mark.parametrize("packed", [True, False])
+def test_the_tower_sees_once_what_rows_share(root: Path, packed: bool) -> None:
+    """Samples of a prompt have its images; with copies of them instead, the numbers are the same."""
+    engine = cases.build(root / "qwen3_vl", {"use_remove_padding": packed})
+    seen: list[int] = []
+    engine.base_model.model.visual.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+    outputs = []
+    for copied in (False, True):
+        data = vision.batch(root / "qwen3_vl", "qwen3_vl", [2, 2, 0, 4, 1, 2, 4, 0])
+        shown = data.non_tensor_batch["multi_modal_inputs"]
+        if copied:
+            shown[:] = [dict(row) if row else row for row in shown]
+        with engine.eval_mode():
+            outputs.append(engine.infer_batch(data)["log_probs"])
+    patches = [24, 0, 16 + 32, 0, 48 + 16]  # of the rows
+    assert seen == [sum(patches), 2 * patches[0] + 3 * patches[2] + 2 * patches[4]]
+    torch.testing.assert_close(*outputs, atol=vision.ATOL, rtol=1e-5)
+
+
 def test_an_image_token_that_the_model_wrote_is_text(root: Path) -> None:
     """A tower has nothing for it; an ordinary token with the same embedding gives the same log-probabilities."""
     folder, twin, index = root / "qwen2_5_vl", 85, [0, 2]

@@ -232,6 +232,14 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3_vl, no image on rank 1": TWO | {"cut": SIZES[1], "family": "qwen3_vl", "uneven": True},
     "qwen3_vl, ulysses": TWO | {"cut": SIZES[1], "family": "qwen3_vl", "engine": SP2},
 }
+SAMPLED: dict[str, dict[str, Any]] = {  # each row two or three times over, which changes no mean
+    "packed": {"cut": SIZES[8], "samples": 3},
+    "packed, dynamic": {"cut": cases.dynamic(140), "samples": 2},
+    "padded, checkpointing": {"cut": SIZES[8], "samples": 2, "model": PADDED | CHECKPOINTED},
+    "qwen3_vl, padded": {"cut": SIZES[8], "family": "qwen3_vl", "samples": 2, "model": PADDED},
+    "qwen3_vl, ulysses": TWO | {"cut": SIZES[8], "family": "qwen3_vl", "samples": 2, "engine": SP2},
+}
+CASES |= {f"samples of prompts: {name}": case for name, case in SAMPLED.items()}
 OTHERS: dict[str, dict[str, Any]] = {
     "frozen": {"cut": SIZES[3], "frozen": True, "uneven": True},
     "frozen, ulysses": TWO | {"cut": SIZES[3], "frozen": True, "engine": SP2},
@@ -256,6 +264,7 @@ def run_case(root: Path, case: dict[str, Any]) -> dict[str, Any]:
     engine.freeze_vision_tower = case.get("frozen", False)
     engine.initialize()
     index = cases.rows_of(engine, case.get("uneven", False))
+    index = [row for row in index for _ in range(case.get("samples", 1))]
     data = batch(folder, family, index, case.get("channels", 4), **case["cut"])
     result: dict[str, Any] = {"rows": index, "before": cases.export(engine)}
     if "model" in case and "lora_rank" in case["model"]:

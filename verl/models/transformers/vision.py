@@ -1,14 +1,15 @@
 """Images and videos in the forward pass of a vision-language model of transformers.
 
 The tower runs once in every pass, over images and videos together, or over a blank image where there is none: ranks
-that share its weights take part in as many collectives, and its weights have a gradient on every layout. Its features
-are merged into the embeddings before a sequence is sliced over ranks. Nothing of the model is replaced: two hooks
-stand before the inner model and its language model.
+that share its weights take part in as many collectives, and its weights have a gradient on every layout. What several
+rows show, such as the samples of one prompt, it sees once. Its features are merged into the embeddings before a
+sequence is sliced over ranks. Nothing of the model is replaced: two hooks stand before the inner model and its language
+model.
 
 Works with transformers 5.16 to 5.19: the families below keep ``visual`` and ``language_model`` in ``model``.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -34,12 +35,15 @@ class Media:
 
     Args:
         inputs: joined outputs of the processor, empty where no row shows anything.
+        shown: by the name of a grid in ``inputs``, which of its entries the rows show, in the order of their tokens;
+            without it, each once.
         sampled: (b, L) bool as ``input_ids``: tokens of the model, which stand for no image whatever their id.
         window: (start, width) of the slice of the sequence that this rank works on.
     """
 
     sampled: Tensor
     inputs: Mapping[str, Any] = field(default_factory=dict)
+    shown: Mapping[str, Sequence[int]] = field(default_factory=dict)
     window: tuple[int, int] | None = None
 
 
@@ -68,13 +72,15 @@ def _merge(model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str
     ids: Tensor = kwargs.pop("input_ids")
     embeddings: Tensor = model.get_input_embeddings()(ids)
     mask, deep = torch.zeros_like(ids, dtype=torch.bool), []
-    pixels, grid, places = _collect(model, media, ids)
+    pixels, grid, places, order = _collect(model, media, ids)
     if pixels is None:
         features, unread = _run_tower(model.visual, *blank_image(model, ids.device))
         nothing = torch.stack([part.sum() for part in (features, *unread)]).sum() * 0.0
         embeddings = embeddings + nothing.to(embeddings.dtype)
     else:
         features, deep = _run_tower(model.visual, pixels, grid)
+        sizes = (grid.prod(-1) // model.visual.spatial_merge_size**2).tolist()
+        features, *deep = (_as_shown(part, sizes, order) for part in (features, *deep))
         _check_count(places, features)
         flat = embeddings.flatten(0, 1).index_copy(0, places, features.to(embeddings.dtype))
         embeddings = flat.view_as(embeddings)
@@ -98,21 +104,35 @@ def _add_deep_features(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> t
     return args, kwargs
 
 
-def _collect(model: Any, media: Media, ids: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
-    """Return patches and grids of images, then of videos, and the flat places of their tokens in that order."""
+def _collect(model: Any, media: Media, ids: Tensor) -> tuple[Tensor | None, Tensor, Tensor, list[int]]:
+    """Return patches and grids of images, then of videos, the flat places of their tokens, and what these show.
+
+    Places and what they show, as indices of grids, are in the order of the rows, images before videos.
+    """
     pixels, grids, places = [], [], []
+    order: list[int] = []
     for values, grid, kind in _KINDS:
         stands_for = (ids == getattr(model.config, f"{kind}_token_id")) & ~media.sampled
         at = stands_for.flatten().nonzero().squeeze(1)
         places.append(at)
         if media.inputs.get(values) is not None:
+            first = sum(map(len, grids))
             pixels.append(media.inputs[values])
             grids.append(media.inputs[grid])
+            order += [first + index for index in media.shown.get(grid, range(len(grids[-1])))]
         elif len(at):
             raise MediaError(f"{len(at)} {kind} tokens stand in the prompts, but multi_modal_inputs has no {values}")
     if not pixels:
-        return None, ids, places[0]
-    return torch.cat(pixels), torch.cat(grids), torch.cat(places)
+        return None, ids, places[0], order
+    return torch.cat(pixels), torch.cat(grids), torch.cat(places), order
+
+
+def _as_shown(features: Tensor, sizes: list[int], order: list[int]) -> Tensor:
+    """Return the features of images, so many of each, in another order and as often as that names them."""
+    if order == list(range(len(sizes))):
+        return features
+    parts = features.split(sizes)
+    return torch.cat([parts[index] for index in order])
 
 
 def _run_tower(tower: Any, pixels: Tensor, grid: Tensor) -> tuple[Tensor, list[Tensor]]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from verl.models.transformers.attention import PackedSequences
 from verl.models.transformers.vision import MEDIA, Media
 from verl.utils.full_kl import full_kl
-from verl.utils.multi_modal import concat_multi_modal_inputs
+from verl.utils.multi_modal import concat_distinct_inputs, concat_multi_modal_inputs
 from verl.utils.torch_functional import log_probs_and_entropy
 from verl.utils.ulysses import all_gather_tensor, set_ulysses_sequence_parallel_group, ulysses_pad
 from verl.workers.engine.fsdp.layout import Layout
@@ -21,6 +21,8 @@ from verl.workers.engine.micro_batch import PackedRows, pack_rows, response_mask
 if TYPE_CHECKING:
     from verl.protocol import DataProto
     from verl.workers.engine.base import ModelOutput
+
+_SHOWN = "shown"  # among the inputs of a multi-modal model: ``Media.shown``
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class Forward:
         ids, attention, positions = (batch[name].to(device, non_blocking=True) for name in names)
         asked = response_mask_of(rows).to(device, non_blocking=True)
         packed = pack_rows(ids, attention, positions, asked, self.options.lead)
-        inputs = _multi_modal_inputs(rows, packed.row_order if self.options.remove_padding else None, device)
+        inputs = self._multi_modal_inputs(rows, packed.row_order if self.options.remove_padding else None)
         if not self.options.remove_padding:
             return packed, *self._padded(packed, ids, attention, positions, asked, inputs)
         if self.layout.sp_size > 1:
@@ -144,9 +146,29 @@ class Forward:
         """Mark the counted tokens among packed ones (1, T)."""
         return torch.zeros_like(ids, dtype=torch.bool).index_fill(1, packed.keep + self.options.lead, True)
 
+    def _multi_modal_inputs(self, rows: "DataProto", order: Tensor | None) -> dict[str, Any]:
+        """Join the processor's outputs of the rows, in the order in which they are packed.
+
+        A model that takes media is also told under ``_SHOWN`` which rows show what: rows may share their images.
+        """
+        column = rows.non_tensor_batch.get("multi_modal_inputs")
+        if column is None:
+            return {}
+        ordered = list(column) if order is None else [column[at] for at in order.tolist()]
+        if not self.options.takes_media:
+            return self._on_device(concat_multi_modal_inputs(ordered))
+        inputs, shown = concat_distinct_inputs(ordered)
+        return self._on_device(inputs) | {_SHOWN: shown}
+
+    def _on_device(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        device = self.layout.device
+        return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
+
     def _extra(self, inputs: dict[str, Any], sampled: Tensor, window: tuple[int, int] | None = None) -> dict[str, Any]:
         """Return what a multi-modal model is given besides tokens."""
-        return {MEDIA: Media(sampled, inputs, window)} if self.options.takes_media else inputs
+        if not self.options.takes_media:
+            return inputs
+        return {MEDIA: Media(sampled, inputs, inputs.get(_SHOWN, {}), window)}
 
     def _run(
         self,
@@ -246,13 +268,3 @@ def sequence_parallel(layout: Layout) -> Iterator[None]:
         yield
     finally:
         set_ulysses_sequence_parallel_group(previous)
-
-
-def _multi_modal_inputs(rows: "DataProto", order: Tensor | None, device: torch.device) -> dict[str, Any]:
-    """Join the processor's outputs of the rows, in the order in which they are packed."""
-    column = rows.non_tensor_batch.get("multi_modal_inputs")
-    if column is None:
-        return {}
-    ordered = list(column) if order is None else [column[at] for at in order.tolist()]
-    inputs = concat_multi_modal_inputs(ordered)
-    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
