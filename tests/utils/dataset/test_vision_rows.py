@@ -40,9 +40,9 @@ def picture(seed: int = 0, width: int = 84, height: int = 56) -> Image.Image:
     return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8))
 
 
-def encoded(image: Image.Image, kind: str = "PNG") -> bytes:
+def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
     buffer = io.BytesIO()
-    image.save(buffer, kind)
+    image.save(buffer, kind, **options)
     return buffer.getvalue()
 
 
@@ -193,9 +193,78 @@ def test_forms_of_an_image(kind: str, tmp_path: Path) -> None:
     assert process_image(clear).getpixel((3, 3)) == (255, 255, 255)
     with pytest.raises(MediaError, match="either bytes or image"):
         process_image({"bytes": data, "image": str(path)})
-    for wrong in (3, {}, {"height": 3}, "no/such.png", b"text", Image.new("RGB", (5000, 3))):
-        with pytest.raises(MediaError):
-            process_image(wrong)
+    assert process_image({"image_url": {"url": url}}).tobytes() == process_image(data).tobytes()
+
+
+def noise() -> Image.Image:
+    return picture(0, 100, 100)
+
+
+UNREADABLE = {
+    "a number": (3, "must be a PIL image, .* got int"),
+    "None": (None, "must be a PIL image, .* got NoneType"),
+    "an empty dict": ({}, "must have bytes, path, .* got {}"),
+    "a dict of nulls": ({"bytes": None, "path": None}, "must have bytes, path, "),
+    "no file": ("no/such.png", "cannot be read: .*no/such.png"),
+    "a folder": ("/", "cannot be read"),
+    "an empty path": ("", "cannot be read"),
+    "no byte": (b"", "cannot be read: it is of no format"),
+    "text": (b"text", "cannot be read: it is of no format"),
+    "wrong base64": ("data:image/png;base64,AAA", "'data:image/png;base64,AAA' cannot be fetched: Incorrect padding"),
+    "wrong host": ("http://exa mple/a.png", "cannot be fetched"),
+    "refused": ("http://127.0.0.1:9/a.png", "'http://127.0.0.1:9/a.png' cannot be fetched"),
+    "too long": (encoded(Image.new("RGB", (5000, 3))), "at most 200 times the other, got 3 x 5000"),
+    "limits crossed": ({"bytes": encoded(noise()), "min_pixels": 9000, "max_pixels": 5000}, "got 9000 and 5000"),
+    "negative limit": ({"bytes": encoded(noise()), "max_pixels": -5}, "got 3136 and -5"),
+    "no size": (
+        {"bytes": encoded(noise()), "resized_height": "a", "resized_width": 56},
+        "numbers of pixels, got .*'a'",
+    ),
+    "cut GIF": (encoded(noise(), "GIF")[:2000], "truncated"),
+    "cut BMP": (encoded(noise(), "BMP")[:2000], "truncated"),
+    "cut WebP": (encoded(noise(), "WEBP")[:2000], "cannot be read"),
+    "cut TIFF": (encoded(noise(), "TIFF")[:2000], "cannot be read"),
+    "floats": (encoded(Image.fromarray(np.ones((56, 56), np.float32)), "TIFF"), "floating-point"),
+}
+
+
+@pytest.mark.parametrize("case", UNREADABLE)
+def test_what_is_no_image_is_seen_without_decoding_too(case: str) -> None:
+    image, message = UNREADABLE[case]
+    for look in (check_image, process_image):
+        with pytest.raises(MediaError, match=message):
+            look(image)
+
+
+def test_kinds_of_pixels() -> None:
+    """What is transparent becomes white in every mode, and 16 bits are not cut off at 8."""
+
+    def corner(image: Image.Image, kind: str = "PNG", **options: Any) -> Any:
+        check_image(data := encoded(image, kind, **options))
+        loaded = process_image(data)
+        assert (loaded.mode, loaded.size) == ("RGB", (56, 56))
+        return loaded.getpixel((3, 3))
+
+    size = (56, 56)
+    palette = Image.new("P", size, 0)
+    palette.putpalette([10, 20, 30])
+    assert corner(palette) == (10, 20, 30)
+    white = (255, 255, 255)
+    clear = [
+        (Image.new("RGBA", size, (0, 0, 0, 0)), {}),
+        (Image.new("LA", size, (0, 0)), {}),
+        (palette, {"transparency": 0}),
+        (Image.new("RGB", size, (1, 2, 3)), {"transparency": (1, 2, 3)}),
+    ]
+    assert [corner(image, **options) for image, options in clear] == [white] * 4
+    assert corner(palette, "GIF", transparency=0) == white
+    assert corner(Image.new("RGBA", size, (200, 0, 0, 51))) == (244, 204, 204)  # a fifth of the colour on white
+    for kind, dtype in (("PNG", np.uint16), ("TIFF", np.int32)):
+        deep = Image.fromarray(np.full(size, 0x80FF, dtype))
+        assert corner(deep, kind) == (0x80, 0x80, 0x80)
+    assert corner(Image.new("1", size, 1)) == white
+    assert corner(Image.new("CMYK", size, (0, 0, 0, 0)), "JPEG") == white
+    assert corner(Image.new("RGB", (1, 1), (7, 8, 9))) == (7, 8, 9)
 
 
 def test_sizes_are_those_of_qwen_vl_utils() -> None:
@@ -244,6 +313,9 @@ def test_videos(tmp_path: Path) -> None:
         ({"video": "no/such.mp4"}, "cannot be read"),
         ({"video": []}, "no frame"),
         ({"video": path, "nframes": 40}, "has 12 frames"),
+        ({"video": [picture(), picture(0, 56, 56)]}, r"one size, got \[\(56, 56\), \(84, 56\)\]"),
+        ({"video": [picture()] * 2, "fps": 0.0}, "fps and sample_fps of a video must be positive, got 0.0"),
+        ({"video": [picture()] * 2, "min_pixels": 90000, "max_pixels": 5000}, "limits of pixels that cannot be"),
     ):
         with pytest.raises(MediaError, match=message):
             load_video(wrong)
@@ -262,6 +334,14 @@ BAD = {
         as_row("<image><image><image>", [{"bytes": encoded(picture())}] * 3),
         r"holds 3 images, actor_rollout_ref\.rollout\.limit_images=2 allows fewer",
     ),
+    "too long": (as_row("<image>", [{"bytes": encoded(Image.new("RGB", (900, 3)))}]), "entry 0: one side .* 3 x 900"),
+    "no entry": (as_row("<image>", [None]), "entry 0: .* got NoneType"),
+}
+BAD_VIDEOS = {
+    "no file": (as_row("<video>", [], [{"video": "no/such.mp4"}]), "entry 0: the video 'no/such.mp4' .* no such file"),
+    "a path": (as_row("<video>", [], ["no/such.mp4"]), r'entry 0: a video must be a dict such as \{"video": path'),
+    "a corrupt frame": (as_row("<video>", [], [{"video": [b"no image"]}]), "entry 0: the image cannot be read"),
+    "no place": (as_row("?", [], [clip()]), "holds 1 videos, and column 'prompt' has 0 places <video>"),
 }
 
 
@@ -273,10 +353,37 @@ def test_bad_rows_are_named_at_load(case: str, processors: Any, parquet: Any) ->
         build(processors["qwen2_5_vl"], files, limit_images=2)
 
 
+@pytest.mark.parametrize("case", BAD_VIDEOS)
+def test_bad_videos_are_named_at_load(case: str, processors: Any, parquet: Any) -> None:
+    row, message = BAD_VIDEOS[case]
+    with pytest.raises(DataError, match=rf"train\.parquet, row 0, column 'videos' \(data\.video_key\): {message}"):
+        build(processors["qwen2_5_vl"], parquet([row]))
+
+
+@pytest.mark.parametrize("column", ["images", None])
+def test_files_without_the_column_of_images(column: str | None, processors: Any, parquet: Any) -> None:
+    """Their rows are rows of text, in which a marker has no image, unless no file has the column."""
+    plain = {key: value for key, value in as_row("a <b>").items() if key not in ("images", "videos")}
+    literal = plain | {"prompt": [{"role": "user", "content": "an <image> tag"}]}
+    shown = GOOD if column else plain
+    files = [parquet([plain], "text.parquet"), parquet([shown], "images.parquet")]
+    for order in (files, files[::-1]):
+        kinds = [bool(item["multi_modal_inputs"]) for item in build(processors["qwen2_5_vl"], order)]
+        assert sorted(kinds) == [False, column is not None]
+    files[0] = parquet([literal], "text.parquet")
+    if column is None:
+        assert len(build(processors["qwen2_5_vl"], files)) == 2
+        return
+    with pytest.raises(
+        DataError, match=r"text\.parquet, row 0, column 'images' .* holds 0 images, and .* has 1 places"
+    ):
+        build(processors["qwen2_5_vl"], files)
+
+
 def test_rows_that_only_decoding_shows_to_be_bad(processors: Any, parquet: Any) -> None:
-    long = as_row("<image>", [{"bytes": encoded(Image.new("RGB", (900, 3)))}])  # whole, but not for these models
-    files = [parquet([GOOD], "first.parquet"), parquet([GOOD, long], "second.parquet")]
-    message = r"second\.parquet, row 1, column 'images': entry 0: one side .* 3 x 900"
+    odd = as_row("<video>", [], [{"video": [encoded(picture()), encoded(picture(0, 56, 56))]}])  # each frame is whole
+    files = [parquet([GOOD], "first.parquet"), parquet([GOOD, odd], "second.parquet")]
+    message = r"second\.parquet, row 1, column 'videos': entry 0: the frames of a video must have one size"
     with pytest.raises(DataError, match=message):
         build(processors["qwen2_5_vl"], files)[2]
     with pytest.raises(DataError, match=message):

@@ -72,6 +72,17 @@ def concat_tables(paths: list[str], tables: list[pa.Table]) -> pa.Table:
     return joined
 
 
+def with_columns(tables: list[pa.Table], names: Iterable[str]) -> list[pa.Table]:
+    """Give tables the columns among ``names`` that another of them has; they are null there."""
+    for name in names:
+        if any(name in table.column_names for table in tables):
+            tables = [
+                table if name in table.column_names else table.append_column(name, pa.nulls(table.num_rows))
+                for table in tables
+            ]
+    return tables
+
+
 class ColumnCheck:
     """Checks of one file's columns, made on many rows at once; an error names the first bad row."""
 

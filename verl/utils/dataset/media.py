@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from transformers import ProcessorMixin
 
-from verl.utils.dataset.vision_utils import MediaError, load_video, process_image
+from verl.utils.dataset.files import ColumnCheck
+from verl.utils.dataset.vision_utils import MediaError, check_image, check_video, load_video, process_image
 from verl.utils.vision_positions import PositionError, vision_rope
 from verl.utils.vision_positions import position_ids as vision_position_ids
 
@@ -100,7 +101,7 @@ class MediaEncoder:
             )
         except (ValueError, IndexError, RuntimeError, StopIteration) as error:
             raise MediaError(
-                f"the processor refuses its text, images and videos: {error or type(error).__name__}"
+                f"the processor refuses its text, images and videos: {str(error) or type(error).__name__}"
             ) from error
         return dict(encoded)
 
@@ -163,6 +164,24 @@ class TurnEncoder:
         attended = (torch.arange(len(input_ids)) < length).long()
         positions = self.media.position_ids(input_ids, attended, joined)
         return {"position_ids": positions, "multi_modal_inputs": model_inputs(joined)}
+
+
+def check_media(check: ColumnCheck, settings: Mapping[str, Any]) -> None:
+    """Refuse images and videos that cannot be read, as far as that is seen without decoding them.
+
+    Raises: DataError naming file, row and column.
+    """
+    for kind, look in (("image", check_image), ("video", check_video)):
+        key = f"{kind}_key"
+        name = settings.get(key, f"{kind}s")
+        if name not in check.table.column_names:
+            continue
+        for row, entries in enumerate(check.table[name]):
+            for index, entry in enumerate(entries.as_py() or []):
+                try:
+                    look(entry)
+                except MediaError as error:
+                    check.fail(name, row, f"entry {index}: {error}", f"data.{key}")
 
 
 def model_inputs(encoded: Mapping[str, Any]) -> dict[str, Any]:

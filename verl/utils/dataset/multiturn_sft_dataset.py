@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from verl.utils.dataset.dataset_utils import DatasetPadMode
 from verl.utils.dataset.files import ColumnCheck, DataError, as_file_list, localize, read_parquet
-from verl.utils.dataset.media import MediaEncoder, TurnEncoder
+from verl.utils.dataset.media import MediaEncoder, TurnEncoder, check_media
 from verl.utils.dataset.rl_dataset import TRUNCATIONS, truncate
 from verl.utils.dataset.rows import check_vision_rows
 from verl.utils.dataset.vision_utils import MediaError
@@ -96,6 +96,7 @@ class MultiTurnSFTDataset(Dataset):
                     check.messages(self.messages_key, "data.messages_key")
                 check.refuse(self.messages_key, pa.compute.is_null(values), "is null", "data.messages_key")
                 check_vision_rows(check, self.config, self.media is not None, self.messages_key)
+                check_media(check, self.config)
 
     def __len__(self) -> int:
         return int(self._ends[-1])

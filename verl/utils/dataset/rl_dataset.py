@@ -22,10 +22,11 @@ from verl.utils.dataset.files import (
     concat_tables,
     localize,
     read_parquet,
+    with_columns,
 )
-from verl.utils.dataset.media import Media, MediaEncoder, model_inputs
+from verl.utils.dataset.media import Media, MediaEncoder, check_media, model_inputs
 from verl.utils.dataset.rows import check_prompt_rows, check_vision_rows
-from verl.utils.dataset.vision_utils import MediaError, check_image
+from verl.utils.dataset.vision_utils import MediaError
 from verl.utils.vision_positions import position_ids
 
 logger = logging.getLogger(__name__)
@@ -140,7 +141,7 @@ class RLHFDataset(Dataset):
 
     def _read_files_and_tokenize(self) -> None:
         self.data_files = localize(self.original_data_files, self.cache_dir, self.use_shm)
-        tables = [read_parquet(path) for path in self.data_files]
+        tables = with_columns([read_parquet(path) for path in self.data_files], (self.image_key, self.video_key))
         for path, table in zip(self.data_files, tables, strict=True):
             for check in ColumnCheck.over(path, table):
                 self.check_rows(check)
@@ -160,20 +161,11 @@ class RLHFDataset(Dataset):
         """Refuse rows that no prompt can be made of, or that no reward can be computed for."""
         check_prompt_rows(check, self.config, text_only=self.processor is None)
         check_vision_rows(check, self.config, self.processor is not None, self.prompt_key)
-        if self.image_key in check.table.column_names:
-            self._check_images(check)
+        check_media(check, self.config)
         if "extra_info" in check.table.column_names:
             kind = check.column("extra_info").type
             if not (pa.types.is_struct(kind) or pa.types.is_map(kind) or pa.types.is_null(kind)):
                 check.fail("extra_info", 0, f"must be a dict, got {kind}")
-
-    def _check_images(self, check: ColumnCheck) -> None:
-        for row, images in enumerate(check.table[self.image_key]):
-            for index, image in enumerate(images.as_py() or []):
-                try:
-                    check_image(image)
-                except MediaError as error:
-                    check.fail(self.image_key, row, f"entry {index}: {error}", "data.image_key")
 
     def maybe_filter_out_long_prompts(self, dataframe: datasets.Dataset) -> datasets.Dataset:
         """Drop the prompts that are longer than ``max_prompt_length``, where the config asks for it."""

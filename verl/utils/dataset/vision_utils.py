@@ -4,6 +4,7 @@ Sizes and sampling of frames are those of qwen-vl-utils, which itself is needed 
 """
 
 import base64
+import http.client
 import io
 import math
 import os
@@ -13,10 +14,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 MERGE = 2  # patches that make one token, along each side
+USUAL_FACTOR = 14 * MERGE
 MIN_TOKENS, MAX_TOKENS = 4, 16384  # of an image
 MAX_RATIO = 200
 DOWNLOAD_TIMEOUT_S = 60.0
@@ -42,24 +44,32 @@ def process_image(image: ImageLike, image_patch_size: int = 14) -> Image.Image:
 
     Args:
         image: a PIL image, its encoded bytes, a path, a URL (``file://``, ``http(s)://``, ``data:``), or a dict with
-            one of these under ``bytes``, ``path``, ``image`` or ``image_url``, and optionally ``min_pixels``,
-            ``max_pixels``, or ``resized_height`` and ``resized_width``.
+            one of these under ``bytes``, ``path``, ``image``, ``image_url`` or ``url``, and optionally
+            ``min_pixels``, ``max_pixels``, or ``resized_height`` and ``resized_width``.
         image_patch_size: side of a patch of the model's vision tower, in pixels.
 
     Raises: MediaError when it cannot be read.
     """
     loaded = load_image(image)
-    factor, node = image_patch_size * MERGE, image if isinstance(image, Mapping) else {}
-    if node.get("resized_height") and node.get("resized_width"):
-        height, width = smart_resize(int(node["resized_height"]), int(node["resized_width"]), factor)
-    else:
-        limits = node.get("min_pixels"), node.get("max_pixels")
-        height, width = smart_resize(loaded.height, loaded.width, factor, *limits)
+    height, width = _target_size(image, loaded, image_patch_size * MERGE)
     return loaded.resize((width, height))
 
 
+def _target_size(image: ImageLike, loaded: Image.Image, factor: int) -> tuple[int, int]:
+    """Return height and width to which an image is to be brought, by its own wishes where it comes with some."""
+    names = ("resized_height", "resized_width", "min_pixels", "max_pixels")
+    node = {name: image.get(name) for name in names} if isinstance(image, Mapping) else dict.fromkeys(names)
+    try:
+        height, width, least, most = (None if value is None else int(value) for value in node.values())
+    except (TypeError, ValueError) as error:
+        raise MediaError(f"sizes of an image must be numbers of pixels, got {node}") from error
+    if height and width:
+        return smart_resize(height, width, factor)
+    return smart_resize(loaded.height, loaded.width, factor, least, most)
+
+
 def load_image(image: ImageLike) -> Image.Image:
-    """Decode an image wholly, as RGB; what is transparent becomes white.
+    """Decode an image wholly, as RGB; what is transparent becomes white, and 16 bits become 8.
 
     Raises: MediaError when it cannot be read.
     """
@@ -67,30 +77,52 @@ def load_image(image: ImageLike) -> Image.Image:
     try:
         opened = source if isinstance(source, Image.Image) else Image.open(source)
         opened.load()
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # as PIL's decoders raise
-        raise MediaError(f"the image cannot be read: {error}") from error
-    if opened.mode != "RGBA":
+    except _UNREADABLE as error:
+        raise _unreadable(error) from error
+    if opened.mode.startswith("I"):  # 16 bits, which a conversion would cut off at 255
+        opened = Image.fromarray((np.asarray(opened).clip(0, 65535) >> 8).astype(np.uint8))
+    if opened.mode == "F":
+        raise MediaError("the image has floating-point pixels: save it with 8 bits for each colour")
+    if not opened.has_transparency_data:
         return opened.convert("RGB")
+    opened = opened.convert("RGBA")
     white = Image.new("RGB", opened.size, (255, 255, 255))
     white.paste(opened, mask=opened.getchannel("A"))
     return white
 
 
 def check_image(image: ImageLike) -> None:
-    """Look at an image without decoding its pixels: header, checksums where the format has them, end of a JPEG.
+    """Look at an image, of the common formats without decoding its pixels.
 
-    Raises: MediaError when it is not whole.
+    That is its header, its sizes, checksums where the format has them, and the end of a JPEG.
+
+    Raises: MediaError when it is not whole, or not of a shape that models take.
     """
     source = _source(image)
     if isinstance(source, Image.Image):
+        _target_size(image, source, USUAL_FACTOR)
         return
     try:
         with Image.open(source) as opened:
+            _target_size(image, opened, USUAL_FACTOR)
             opened.verify()
         if opened.format == "JPEG" and not _ends_as_jpeg(source):
             raise MediaError("the image cannot be read: it is cut short")
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # as PIL's decoders raise
-        raise error if isinstance(error, MediaError) else MediaError(f"the image cannot be read: {error}") from error
+        if opened.format not in _VERIFIED:
+            load_image(image)
+    except MediaError:
+        raise
+    except _UNREADABLE as error:
+        raise _unreadable(error) from error
+
+
+_VERIFIED = ("PNG", "JPEG", "WEBP")  # what is seen of others without decoding them is the header
+_UNREADABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)  # as PIL's decoders raise
+
+
+def _unreadable(error: BaseException) -> MediaError:
+    reason = "it is of no format that Pillow knows" if isinstance(error, UnidentifiedImageError) else error
+    return MediaError(f"the image cannot be read: {reason}")
 
 
 def _ends_as_jpeg(source: str | io.BytesIO) -> bool:
@@ -107,12 +139,12 @@ def _tail(path: str, size: int = 4096) -> bytes:
 def _source(image: ImageLike) -> Image.Image | io.BytesIO | str:
     """Return an image in memory, its encoded bytes, or a path."""
     if isinstance(image, Mapping):
-        given = [name for name in ("bytes", "image", "image_url") if image.get(name) is not None]
+        given = [name for name in ("bytes", "image", "image_url", "url") if image.get(name) is not None]
         if "bytes" in given and len(given) > 1:
             raise MediaError(f"an image must have either bytes or image, got both: {given}")
         names = given or [name for name in ("path",) if image.get(name)]
         if not names:
-            raise MediaError(f"an image must have bytes, path, image or image_url, got the keys {sorted(image)}")
+            raise MediaError(f"an image must have bytes, path, image, image_url or url, got {_short(image)}")
         return _source(image[names[0]])
     if isinstance(image, Image.Image):
         return image
@@ -120,15 +152,25 @@ def _source(image: ImageLike) -> Image.Image | io.BytesIO | str:
         return io.BytesIO(image)
     if not isinstance(image, str):
         raise MediaError(f"an image must be a PIL image, bytes, a path, a URL or a dict, got {type(image).__name__}")
-    if image.startswith("data:"):
-        return io.BytesIO(base64.b64decode(image.partition("base64,")[2]))
-    if image.startswith(("http://", "https://")):
-        try:
-            with urllib.request.urlopen(image, timeout=DOWNLOAD_TIMEOUT_S) as response:
-                return io.BytesIO(response.read())
-        except OSError as error:
-            raise MediaError(f"the image {image!r} cannot be fetched: {error}") from error
-    return os.path.expanduser(image.removeprefix("file://"))
+    if image.startswith(("data:", "http://", "https://")):
+        return io.BytesIO(_download(image))
+    return _local(image)
+
+
+def _download(url: str) -> bytes:
+    try:
+        if url.startswith("data:"):
+            return base64.b64decode(url.partition("base64,")[2])
+        with urllib.request.urlopen(url, timeout=DOWNLOAD_TIMEOUT_S) as response:
+            data: bytes = response.read()
+            return data
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise MediaError(f"the image {_short(url)} cannot be fetched: {error}") from error
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:100]}..."
 
 
 def smart_resize(
@@ -140,6 +182,8 @@ def smart_resize(
     """
     least = MIN_TOKENS * factor**2 if min_pixels is None else min_pixels
     most = MAX_TOKENS * factor**2 if max_pixels is None else max_pixels
+    if not 0 < least <= most:
+        raise MediaError(f"min_pixels must be positive and at most max_pixels, got {least} and {most}")
     if max(height, width) > MAX_RATIO * min(height, width):
         raise MediaError(f"one side of an image may be at most {MAX_RATIO} times the other, got {height} x {width}")
     rows, columns = (max(factor, round(side / factor) * factor) for side in (height, width))
@@ -188,7 +232,7 @@ def load_video(
         without qwen-vl-utils, torchvision or, for files, PyAV.
     """
     if not isinstance(video, Mapping) or video.get("video") is None:
-        raise VideoFormError('a video must be a dict such as {"video": path or list of frames, "fps": 2.0}')
+        raise VideoFormError(_VIDEO_FORM)
     node = {name: value for name, value in video.items() if value is not None}
     given = {"nframes": nframes, "fps": fps, "min_frames": fps_min_frames, "max_frames": fps_max_frames}
     node |= {name: value for name, value in given.items() if value is not None}
@@ -199,11 +243,13 @@ def load_video(
         node |= _read_file(node)
     else:
         node["video"] = [load_image(frame) for frame in node["video"]]
-        node.setdefault("sample_fps", float(node.get("fps", FRAMES_PER_SECOND)))
-    if not node["video"]:
-        raise MediaError("a video has no frame")
+        node.setdefault("sample_fps", node.get("fps", FRAMES_PER_SECOND))
+    _check_frames(node)
     indices, raw_fps, total = node.pop("frames_indices", None), node.get("raw_fps"), node.pop("total_num_frames", None)
-    frames, metadata = fetch_video(node, image_patch_size=image_patch_size, return_video_metadata=True)
+    try:
+        frames, metadata = fetch_video(node, image_patch_size=image_patch_size, return_video_metadata=True)
+    except (ValueError, TypeError, AssertionError) as error:  # as it refuses sizes and limits
+        raise MediaError(f"the video has sizes or limits of pixels that cannot be: {error}") from error
     count = len(frames)
     return frames.round().clamp(0, 255).to(torch.uint8), {
         "fps": float(raw_fps or node["sample_fps"]),
@@ -212,6 +258,43 @@ def load_video(
         "duration": (total or count) / float(raw_fps or node["sample_fps"]),
         "video_backend": "pyav",
     }
+
+
+def _check_frames(node: Mapping[str, Any]) -> None:
+    """Refuse a decoded video that cannot be one.
+
+    Raises: MediaError saying why.
+    """
+    if not node["video"]:
+        raise MediaError("a video has no frame")
+    sizes = {frame.size for frame in node["video"]}
+    if len(sizes) > 1:
+        raise MediaError(f"the frames of a video must have one size, got {sorted(sizes)}")
+    rate = node["sample_fps"]
+    if not isinstance(rate, int | float) or not 0 < rate < math.inf:
+        raise MediaError(f"fps and sample_fps of a video must be positive, got {rate!r}")
+
+
+def check_video(video: Mapping[str, Any]) -> None:
+    """Look at a video without decoding it: its form, whether there is such a file, and its frames where it is a list.
+
+    Raises: MediaError when it cannot be read.
+    """
+    if not isinstance(video, Mapping) or video.get("video") is None:
+        raise VideoFormError(_VIDEO_FORM)
+    source = video["video"]
+    if not isinstance(source, str):
+        for frame in source:
+            check_image(frame)
+    elif "://" not in source.removeprefix("file://") and not os.path.exists(_local(source)):
+        raise MediaError(f"the video {_short(source)} cannot be read: no such file")
+
+
+_VIDEO_FORM = 'a video must be a dict such as {"video": path or list of frames, "fps": 2.0}'
+
+
+def _local(path: str) -> str:
+    return os.path.expanduser(path.removeprefix("file://"))
 
 
 def _qwen_vl_utils() -> Any:
@@ -230,7 +313,7 @@ def _read_file(node: Mapping[str, Any]) -> dict[str, Any]:
         import av
     except ImportError as error:
         raise MissingVideoSupportError(f"video files need PyAV: {error}; pip install 'verl[geo]'") from error
-    path = os.path.expanduser(node["video"].removeprefix("file://"))
+    path = _local(node["video"])
     try:
         with av.open(path) as container:
             stream = container.streams.video[0]
