@@ -117,10 +117,10 @@ class PendingReward:
 
 def _for_reward_model(batch: DataProto) -> DataProto:
     """Return what the reward model reads; its pool need not have as many workers as divide the batch."""
-    columns = batch.non_tensor_batch
+    columns, read = batch.non_tensor_batch, ("raw_prompt", "reward_model", "multi_modal_inputs")
     return DataProto.from_dict(
         tensors={name: batch.batch[name] for name in ("input_ids", "attention_mask", "position_ids", "responses")},
-        non_tensors={name: columns[name] for name in ("raw_prompt", "reward_model") if name in columns},
+        non_tensors={name: columns[name] for name in read if name in columns},
         meta_info={"global_steps": batch.meta_info.get("global_steps")},
         auto_padding=True,
     )

@@ -5,10 +5,12 @@ import logging
 import os
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from verl.models.transformers.vision import is_vision_config
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils.device import get_device_name
@@ -69,6 +71,7 @@ class RewardModelWorker(EngineWorker):
             config.forward_max_token_len_per_gpu,
         )
         self.vocab_size: int = text_config_of(model_config.hf_config).vocab_size
+        self.sees = is_vision_config(model_config.hf_config)
         self.switch = self._chat_switch(model_config)
 
     def _chat_switch(self, model_config: HFModelConfig) -> ChatSwitch | None:
@@ -115,13 +118,34 @@ class RewardModelWorker(EngineWorker):
     def _classify(self, data: DataProto) -> tuple[Tensor, dict[str, float]]:
         """Return the values (B,) at the last token of each row, and the share of rows that were cut."""
         metrics: dict[str, float] = {}
+        shown = None
         if self.switch is None:
             rows = {name: data.batch[name] for name in ("input_ids", "attention_mask", "position_ids")}
+            shown = self._shown(data, rows)
         else:
             rows, num_cut = self.switch(data)
             metrics["reward_model/truncated_ratio"] = num_cut / len(data)
         self._check_vocabulary(rows["input_ids"])
-        return last_values(self.engine, rows, self.cut), metrics
+        return last_values(self.engine, rows, self.cut, shown, data.batch["responses"].shape[1]), metrics
+
+    def _shown(self, data: DataProto, rows: dict[str, Tensor]) -> np.ndarray | None:
+        """Return the images of the rows, for a model that sees; one that reads text gets the positions of text.
+
+        Raises: ValueError naming the row whose images the model cannot see.
+        """
+        shown: np.ndarray | None = data.non_tensor_batch.get("multi_modal_inputs")
+        if self.sees:
+            return shown
+        if rows["position_ids"].dim() == 3:
+            rows["position_ids"] = rows["position_ids"][:, 0]
+        for index, row in enumerate(() if shown is None else shown):
+            if row:
+                raise ValueError(
+                    f"row {index} of the batch holds images or videos, and the model of reward_model.model.path sees "
+                    "none: name one that does, or the policy's tokenizer in reward_model.model.input_tokenizer, so "
+                    "that the text alone is judged"
+                )
+        return None
 
     def _check_vocabulary(self, ids: Tensor) -> None:
         largest = int(ids.max())
@@ -132,17 +156,32 @@ class RewardModelWorker(EngineWorker):
             )
 
 
-def last_values(engine: "BaseEngine", rows: dict[str, Tensor], cut: Cut) -> Tensor:
-    """Run a reward model; returns the (B,) values at the last valid token of each row."""
-    mask = rows["attention_mask"]
+def last_values(
+    engine: "BaseEngine",
+    rows: dict[str, Tensor],
+    cut: Cut,
+    shown: np.ndarray | None = None,
+    response_length: int = 0,
+) -> Tensor:
+    """Run a reward model; returns the (B,) values at the last valid token of each row.
+
+    Args:
+        shown: (B,) ``multi_modal_inputs`` of the rows.
+        response_length: columns of the response, in which no token stands for one of these.
+    """
+    mask = rows["attention_mask"].bool()
     columns = torch.arange(mask.shape[1])
     last = (mask * columns).argmax(-1)
-    asked = (columns == last.unsqueeze(1)) & mask.bool()  # none in a row of padding
-    data = DataProto.from_dict(tensors={**rows, "responses": rows["input_ids"], "response_mask": asked.long()})
+    read = (columns == last.unsqueeze(1)) & mask  # none in a row of padding
+    asked = read if shown is None else read | (mask & (columns >= mask.shape[1] - response_length))
+    data = DataProto.from_dict(
+        tensors={**rows, "responses": rows["input_ids"], "response_mask": asked.long()},
+        non_tensors={} if shown is None else {"multi_modal_inputs": shown},
+    )
     data.meta_info.update(cut.as_meta())
     with engine.eval_mode():
         values: Tensor = engine.infer_batch(data)["values"]
-    return values.sum(-1)
+    return (values * read).sum(-1)
 
 
 def at_last_token(scores: Tensor, responses: Tensor, attention_mask: Tensor) -> Tensor:

@@ -109,7 +109,7 @@ def right_padded(rows: Sequence[list[int]], pad_token_id: int) -> dict[str, Tens
 
 
 def raw_prompts(data: DataProto) -> Iterable[list[dict[str, Any]]]:
-    """Yield the messages of each row.
+    """Yield the messages of each row as text, in which markers stand for images and videos.
 
     Raises: MissingRawPromptError, or RawPromptTypeError naming the row.
     """
@@ -124,4 +124,12 @@ def raw_prompts(data: DataProto) -> Iterable[list[dict[str, Any]]]:
             raise RawPromptTypeError(
                 f"raw_prompt of row {index} must be a list or array of messages, got {type(prompt).__name__}"
             )
-        yield list(prompt)
+        yield [_as_text(message) for message in prompt]
+
+
+def _as_text(message: dict[str, Any]) -> dict[str, Any]:
+    """Join the typed parts of a content."""
+    if not isinstance(message, dict) or not isinstance(message.get("content"), list | np.ndarray):
+        return message
+    parts = [part.get("text", "") if part.get("type") == "text" else f"<{part['type']}>" for part in message["content"]]
+    return {**message, "content": "".join(parts)}
