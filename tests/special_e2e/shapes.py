@@ -50,6 +50,28 @@ def rows(count: int, seed: int) -> list[dict[str, Any]]:
     ]
 
 
+def mixed(count: int, seed: int) -> list[dict[str, Any]]:
+    """Return rows of text, of an image, of two images, and of an image and a video, in turn; columns of other names."""
+    rng = random.Random(seed)
+
+    def pictures(number: int) -> list[dict[str, Any]]:
+        return [{"bytes": draw(rng.choice(LETTERS), rng)} for _ in range(number)]
+
+    made = []
+    for index in range(count):
+        clip = {"video": pictures(4), "sample_fps": 2.0, "min_pixels": SIZE**2, "max_pixels": SIZE**2}
+        content, shown, clips = [
+            (f"say {index}", [], []),
+            (f"{index}<image>?", pictures(1), []),
+            (f"<image>, <image> {index}", pictures(2), []),
+            (f"<image> or <video> {index}?", pictures(1), [clip]),
+        ][index % 4]
+        made.append({**rows(1, index)[0], "prompt": [{"role": "user", "content": content}]})
+        del made[-1]["images"]
+        made[-1] |= {"pictures": shown, "clips": clips}
+    return made
+
+
 def shuffled(table: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Give each row the image of another; what it shows says nothing about the row's answer."""
     images = [row["images"] for row in table]

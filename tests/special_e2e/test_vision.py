@@ -1,9 +1,14 @@
 """Vision-language models from rows with images to updated weights: two workers, vLLM, and proof that they look."""
 
+import json
 import math
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import torch
+from transformers import AutoConfig
 
 from tests import metrics_page
 
@@ -13,8 +18,12 @@ from .features import GAP
 from .test_learning import call, mean
 from .verification import record
 
-pytestmark = pytest.mark.full
-
+FULL = [pytest.param(kind, marks=pytest.mark.full) for kind in ("qwen2_vl", "qwen3_vl")]
+LETTERS = {  # a reward that a random model earns some of
+    "custom_reward_function.path": REPOSITORY / "tests/special_e2e/rewards.py",
+    "custom_reward_function.name": "compute_score",
+    "data.max_response_length": 16,
+}
 WORKERS = 2
 SEES, GUESSES = ("val-core/shapes/reward/mean@1", "val-core/shuffled_shapes/reward/mean@1")
 SUPERVISED_STEPS, STEPS = 30, 60
@@ -50,16 +59,23 @@ def tiny(folder: Path, kind: str) -> str:
     return make_tiny_vl_model(str(folder / kind), kind, hidden_size=64, num_layers=2)
 
 
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen2_vl", "qwen3_vl"])
+def judge(policy: str, folder: Path) -> Path:
+    """Write a reward model that sees, with the tower of a policy."""
+    from verl.utils.model import get_value_model_class
+
+    config = AutoConfig.from_pretrained(policy, num_labels=1)
+    torch.manual_seed(0)
+    model = get_value_model_class(config).from_pretrained(policy, config=config)
+    model.score.weight.data.normal_(0.0, 0.5)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", *FULL])
 def test_images_reach_training_and_generation_alike(workspace: Workspace, tmp_path: Path, kind: str) -> None:
     """The engine's log-probabilities are the trainer's after updates of the tower, too; an image travels once."""
     shapes.write(tmp_path, train=32, test=4, supervised=4)
-    letters = {  # a reward that a random model earns some of
-        "custom_reward_function.path": REPOSITORY / "tests/special_e2e/rewards.py",
-        "custom_reward_function.name": "compute_score",
-        "data.max_response_length": 16,
-    }
-    run = workspace.train(f"vision_{kind}", overrides(tmp_path, tiny(tmp_path, kind), 2) | letters)
+    run = workspace.train(f"vision_{kind}", overrides(tmp_path, tiny(tmp_path, kind), 2) | LETTERS)
     side = 64 if kind == "qwen3_vl" else shapes.SIZE  # a multiple of two patches of 16 or 14
     pixels, grid = side**2 * 3, 3 * 8
     put = 16 * (pixels + 4 * 2 * pixels + grid)  # as bytes, and as fp32 of two frames
@@ -74,6 +90,50 @@ def test_images_reach_training_and_generation_alike(workspace: Workspace, tmp_pa
     assert put <= run.steps[2]["multi_modal/bytes_fetched"] <= WORKERS * put
 
 
+@pytest.mark.full
+def test_mixed_rows_are_trained_on_validated_dumped_and_resumed(workspace: Workspace, tmp_path: Path) -> None:
+    """Text, images and videos of other columns in one batch, scored by a reward model that sees.
+
+    A run that goes on from a checkpoint is the same run.
+    """
+    for name, count in (("train", 16), ("test", 5)):
+        pq.write_table(pa.Table.from_pylist(shapes.mixed(count, seed=count)), tmp_path / f"{name}.parquet")
+    policy = tiny(tmp_path, "qwen2_5_vl")
+    base = overrides(tmp_path, policy, 2, prompts=8, samples=4) | LETTERS
+    base |= {
+        "data.val_files": tmp_path / "test.parquet",
+        "data.image_key": "pictures",
+        "data.video_key": "clips",
+        "data.max_prompt_length": 64,
+        "actor_rollout_ref.rollout.limit_images": 2,
+        "actor_rollout_ref.actor.use_dynamic_bsz": True,
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 512,
+        "reward_model.enable": True,
+        "reward_model.model.path": judge(policy, tmp_path / "judge"),
+        "reward_model.model.input_tokenizer": None,
+        "reward_model.model.use_remove_padding": True,
+        "reward_model.micro_batch_size_per_gpu": 8,
+        "trainer.save_freq": 1,
+    }
+    folders = {name: tmp_path / name for name in ("rollouts", "validation")}
+    dumps = {"trainer.rollout_data_dir": folders["rollouts"], "trainer.validation_data_dir": folders["validation"]}
+    whole = workspace.train("vision_mixed", base | dumps)
+    rest = {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": whole.folder / "global_step_1"}
+    resumed = workspace.train("vision_resumed", base | rest)
+    for step in (1, 2):
+        assert whole.steps[step][GAP] < 1e-4
+        assert whole.steps[step]["actor/grad_norm"] > 0
+        lines = (folders["rollouts"] / f"{step}.jsonl").read_text().splitlines()
+        asked, scores = zip(*((row["input"], row["score"]) for row in map(json.loads, lines)), strict=True)
+        assert len(set(scores)) > 16
+        assert len(asked) == 8 * 4 and any("or" in text for text in asked) and any("say" in text for text in asked)
+    assert len((folders["validation"] / "2.jsonl").read_text().splitlines()) == 5
+    fetched = "multi_modal/bytes_fetched"  # depends on what a process has seen before
+    expected, found = ({k: v for k, v in run.numbers(2).items() if k != fetched} for run in (whole, resumed))
+    assert found == expected
+
+
+@pytest.mark.full
 def test_it_learns_to_look(workspace: Workspace, verification_page: Path | None, tmp_path: Path) -> None:
     """After a supervised warm-up the rewards rise, and are those of guessing where rows have the images of others."""
     shapes.write(tmp_path)

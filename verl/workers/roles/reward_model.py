@@ -73,6 +73,11 @@ class RewardModelWorker(EngineWorker):
         self.vocab_size: int = text_config_of(model_config.hf_config).vocab_size
         self.sees = is_vision_config(model_config.hf_config)
         self.switch = self._chat_switch(model_config)
+        if self.sees and self.switch is not None:
+            logger.warning(
+                "reward_model.model.input_tokenizer is set: chats are rendered anew, without their images; write null "
+                "where policy and reward model share the processor"
+            )
 
     def _chat_switch(self, model_config: HFModelConfig) -> ChatSwitch | None:
         config = self.config
