@@ -2,6 +2,9 @@
 
 import importlib.util
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -75,6 +78,33 @@ def test_there_and_back_every_byte_is_the_same(
     assert original.keys() == returned.keys()
     for key, tensor in original.items():
         assert returned[key].dtype == dtype and torch.equal(returned[key].view(torch.uint8), tensor.view(torch.uint8))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["tied", "qwen3_moe", "deepseek"])
+def test_two_processes_write_what_one_writes(root: Path, tmp_path: Path, name: str) -> None:
+    """Under torchrun each holds half of the layers; the merge gives back every byte."""
+    model = in_dtype(root / name, tmp_path / "model", torch.bfloat16)
+    repository = Path(__file__).resolve().parents[2]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    script = [str(repository / "scripts" / "converter_hf_to_mcore.py"), "--test"]
+    folders = ["--hf_model_path", str(model), "--output_path", str(tmp_path / "mcore")]
+    done = subprocess.run(
+        [*launch, *script, *folders],
+        env=os.environ | {"PYTHONPATH": str(repository)},
+        timeout=200,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert f"all tensors are those of {model}" in done.stdout + done.stderr
+    back = ["merge", "--backend", "megatron", "--local_dir", str(tmp_path / "mcore")]
+    assert merge([*back, "--target_dir", str(tmp_path / "back")]) == 0
+    original, returned = (load_file(folder / "model.safetensors") for folder in (model, tmp_path / "back"))
+    assert original.keys() == returned.keys()
+    for key, tensor in original.items():
+        assert returned[key].dtype == tensor.dtype
+        assert torch.equal(returned[key].view(torch.uint8), tensor.view(torch.uint8)), key
 
 
 def test_tensors_of_another_dtype_keep_it(converter: ModuleType, root: Path, tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""Whole runs on Megatron-Core: layouts give the same numbers, resume, and end clearly when they cannot go on."""
+"""Whole runs on Megatron-Core: layouts give the same numbers, resume, and end clearly when they cannot go on.
+
+``--verification docs/verification.md`` writes down how far rollout and trainer are apart, and what was compared.
+"""
 
 import time
 
@@ -6,7 +9,10 @@ import pytest
 
 pytest.importorskip("megatron.core", reason="the extra mcore is not installed")
 
+from tests.special_e2e.features import GAP
 from tests.special_e2e.test_train import PPO, assert_names_the_death
+from tests.special_e2e.verification import record
+from verl.utils.checkpoint import verify_checkpoint
 
 LAYOUT = "actor_rollout_ref.actor.megatron"
 ON_MEGATRON = {"--config-name": "ppo_megatron_trainer", "trainer.n_gpus_per_node": 2}
@@ -15,12 +21,37 @@ PP2 = ON_MEGATRON | {
     f"{LAYOUT}.pipeline_model_parallel_size": 2,
     "actor_rollout_ref.rollout.tensor_model_parallel_size": 2,
 }
+OFFLOAD = {
+    f"{node}.megatron.{part}_offload": True
+    for node in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")
+    for part in ("param", "grad", "optimizer")
+}
+COMPARED = ("critic/score/mean", "response_length/mean", "actor/grad_norm", "actor/entropy")
 PPO_ON_MEGATRON = {key: value for key, value in PPO.items() if key != "critic.model.use_remove_padding"}
 
 
 @pytest.fixture(scope="module")
-def tp2(workspace):
-    return workspace.train("tp2", TP2 | {"trainer.save_freq": 2})
+def tp2(workspace, verification_page):
+    run = workspace.train("tp2", TP2 | {"trainer.save_freq": 2})
+    write_down(verification_page, "GRPO, TP 2", run)
+    return run
+
+
+def write_down(page, name, run, base=None, of=""):
+    """Put a run into the table of the page: what it was compared with, how far they are apart, and the gap."""
+    apart = ""
+    if base is not None:
+        pairs = [(run.steps[step][key], base.steps[step][key]) for step in run.steps for key in COMPARED]
+        furthest = max(abs(found / expected - 1) for found, expected in pairs)
+        apart = f"{furthest:.1e}" if furthest else "none"
+    gap = max(numbers[GAP] for numbers in run.steps.values())
+    record(page, "## Megatron-Core", [name, of, apart, f"{gap:.1e}"])
+
+
+def assert_close(run, base, steps):
+    for step in steps:
+        for key in COMPARED:
+            assert run.steps[step][key] == pytest.approx(base.steps[step][key], rel=2e-3), (step, key)
 
 
 def assert_agrees(run):
@@ -39,29 +70,36 @@ def test_grpo_with_cut_layers(tp2):
 
 
 @pytest.mark.full
-def test_pipelines_give_the_numbers_of_cut_layers_and_of_fsdp(workspace, tp2):
+def test_pipelines_give_the_numbers_of_cut_layers_and_of_fsdp(workspace, tp2, verification_page):
     """Weights, rows and samples are the same, so that what each step finds is, up to rounding."""
-    runs = [workspace.train("pp2", PP2), workspace.train("fsdp", {"actor_rollout_ref.actor.optim.weight_decay": 0.01})]
-    for run in runs:
+    fsdp = {"actor_rollout_ref.actor.optim.weight_decay": 0.01}
+    runs = {"GRPO, PP 2": workspace.train("pp2", PP2), "GRPO, FSDP, one worker": workspace.train("fsdp", fsdp)}
+    for name, run in runs.items():
         assert_agrees(run)
-        for step in range(1, 5):
-            for key in ("critic/score/mean", "response_length/mean", "actor/grad_norm", "actor/entropy"):
-                assert run.steps[step][key] == pytest.approx(tp2.steps[step][key], rel=2e-3), (step, key)
+        write_down(verification_page, name, run, tp2, "GRPO, TP 2")
+        assert_close(run, tp2, range(1, 5))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", ["tp", "pp"])
-def test_ppo_with_critic_and_reference(workspace, layout):
-    sizes = TP2 if layout == "tp" else PP2
-    run = workspace.train(f"ppo-{layout}2", sizes | PPO_ON_MEGATRON | {"critic.model.path": workspace.model})
+def test_ppo_with_critic_and_reference(workspace, verification_page, layout):
+    """What all roles offload between their turns changes no bit."""
+    sizes = (TP2 if layout == "tp" else PP2) | PPO_ON_MEGATRON | {"critic.model.path": workspace.model}
+    run = workspace.train(f"ppo-{layout}2", sizes)
     assert_agrees(run)
+    write_down(verification_page, f"PPO, {layout.upper()} 2", run)
     assert run.steps[4]["critic/vf_loss"] < run.steps[1]["critic/vf_loss"]
     assert all(run.steps[step]["critic/grad_norm"] > 0 for step in range(1, 5))
+    offloaded = workspace.train(f"ppo-{layout}2-offloaded", sizes | OFFLOAD)
+    name = f"PPO, {layout.upper()} 2"
+    write_down(verification_page, f"{name}, all parts of all roles offloaded", offloaded, run, name)
+    for step in range(1, 5):
+        assert offloaded.numbers(step) == run.numbers(step)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", ["tp", "pp"])
-def test_a_killed_run_resumes(workspace, tp2, layout, tmp_path):
+def test_a_killed_run_resumes(workspace, tp2, verification_page, layout, tmp_path):
     """SIGKILL of a worker in the update of step 3; steps 3 and 4 afterwards are those of a whole run."""
     sizes = TP2 if layout == "tp" else PP2
     overrides = sizes | {"trainer.save_freq": 2}
@@ -71,12 +109,34 @@ def test_a_killed_run_resumes(workspace, tp2, layout, tmp_path):
     assert_names_the_death(killed.output, 1, "update_actor", 3)
     whole = tp2 if layout == "tp" else workspace.train("whole-pp2", overrides)
     resumed = workspace.train(f"killed-{layout}2", overrides)
+    name = f"GRPO, {layout.upper()} 2"
+    write_down(verification_page, f"{name}, killed in step 3 and resumed", resumed, whole, name)
     for step in (3, 4):
         assert resumed.numbers(step) == whole.numbers(step)
 
 
 @pytest.mark.full
-def test_a_run_continues_in_another_layout(workspace, tp2):
+def test_a_run_that_saves_beside_training_resumes(workspace, tp2, verification_page, tmp_path):
+    """A worker dies while it writes step 4, and the run goes on from step 2; no number of any step changes."""
+    overrides = TP2 | {"trainer.save_freq": 2, "actor_rollout_ref.actor.checkpoint.async_save": True}
+    fault = {"VERL_FAULT": "kill:save_checkpoint:rank=1:step=4", "VERL_FAULT_FILE": str(tmp_path / "fault")}
+    killed = workspace.train("async", overrides, env=fault, fails=True)
+    assert "save_checkpoint" in (tmp_path / "fault").read_text() and "rank 1" in killed.output
+    for step in killed.steps:
+        assert killed.numbers(step) == tp2.numbers(step)
+    tracker = killed.folder / "latest_checkpointed_iteration.txt"
+    parts = {step: verify_checkpoint(killed.folder / f"global_step_{step}" / "actor") for step in (2, 4)}
+    assert tracker.read_text() == "2" and parts[2] == [] != parts[4]
+    resumed = workspace.train("async", overrides)
+    name = "GRPO, TP 2, saved beside training, killed while it writes and resumed"
+    write_down(verification_page, name, resumed, tp2, "GRPO, TP 2")
+    for step in (3, 4):
+        assert resumed.numbers(step) == tp2.numbers(step)
+    assert tracker.read_text() == "4" and verify_checkpoint(killed.folder / "global_step_4" / "actor") == []
+
+
+@pytest.mark.full
+def test_a_run_continues_in_another_layout(workspace, tp2, verification_page):
     """What two workers with cut layers saved at step 2 goes on as a pipeline."""
     resumed = PP2 | {
         "trainer.resume_mode": "resume_path",
@@ -84,9 +144,8 @@ def test_a_run_continues_in_another_layout(workspace, tp2):
     }
     run = workspace.train("tp2-to-pp2", resumed)
     assert sorted(run.steps) == [3, 4]
-    for step in (3, 4):
-        for key in ("critic/score/mean", "actor/grad_norm"):
-            assert run.steps[step][key] == pytest.approx(tp2.steps[step][key], rel=2e-3)
+    write_down(verification_page, "GRPO, PP 2, from what TP 2 saved at step 2", run, tp2, "GRPO, TP 2")
+    assert_close(run, tp2, (3, 4))
 
 
 def test_a_layout_that_cannot_be_ends_before_ray(workspace):
@@ -152,13 +211,18 @@ def experts(workspace):
 
 
 @pytest.mark.full
-def test_experts_over_two_workers(workspace, experts):
-    sizes = {f"{LAYOUT}.expert_model_parallel_size": 2, "actor_rollout_ref.model.path": experts}
-    assert_agrees(workspace.train("ep2", ON_MEGATRON | sizes))
+def test_experts_over_two_workers(workspace, verification_page, experts):
+    """What they find is what two workers find that hold all experts each."""
+    model = ON_MEGATRON | {"actor_rollout_ref.model.path": experts}
+    run = workspace.train("ep2", model | {f"{LAYOUT}.expert_model_parallel_size": 2})
+    assert_agrees(run)
+    whole = workspace.train("dp2-experts", model)
+    write_down(verification_page, "GRPO, Qwen3 with experts, EP 2", run, whole, "the same, not cut")
+    assert_close(run, whole, range(1, 5))
 
 
 @pytest.mark.full
-def test_a_reward_model_scores_training(workspace, tmp_path):
+def test_a_reward_model_scores_training(workspace, verification_page, tmp_path):
     """Its scores are those that the same model gives on FSDP: the first step has the same weights and samples."""
     from tests.workers.roles.reward_cases import write_models
 
@@ -175,6 +239,8 @@ def test_a_reward_model_scores_training(workspace, tmp_path):
     plain = workspace.train("reward-fsdp", scored)
     for name, sizes in (("tp2", TP2), ("pp2", PP2)):
         run = workspace.train(f"reward-{name}", sizes | scored)
+        shown = f"GRPO with a reward model, {name[:2].upper()} 2"
+        write_down(verification_page, shown, run, plain, "the same, FSDP, one worker")
         for step in (1, 2):
             assert run.steps[step]["critic/score/mean"] == pytest.approx(
                 plain.steps[step]["critic/score/mean"], abs=1e-4

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.ranks import RankError, Ranks
+from tests.special_e2e.verification import record
 from tests.workers.engine import cases, megatron_cases, real_losses
 from tests.workers.engine.test_engine_contract import assert_output, assert_step
 
@@ -180,3 +181,46 @@ def test_another_layout_continues(results: Results, world: int, layout: str, nam
         expected = rank[name]["expected"]
         # Gradients near zero give steps of AdamW that another order of summation turns around.
         assert rank[name]["moved"] == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+def furthest(found: dict[str, Any], expected: dict[str, Any]) -> float:
+    """Return the largest difference of two sets of tensors, relative where an element is larger than 1."""
+    return max(
+        float((value - expected[key]).abs().div(expected[key].abs().clamp(min=1)).max()) for key, value in found.items()
+    )
+
+
+def deviations(part: dict[str, Any], expected: dict[str, Any], real: dict[str, Any]) -> dict[str, float]:
+    """Return how far a rank is from the reference: output, loss, and norm and elements of the gradient."""
+    ours, theirs = part["output"], {key: value[part["rows"]] for key, value in expected["output"].items()}
+    found = {key: furthest({key: ours[key]}, theirs) for key in ours}
+    loss = part["real loss"]
+    found["loss"] = abs(loss["metrics"]["actor/pg_loss"] - real["metrics"]["actor/pg_loss"])
+    found["norm"] = abs(loss["norm"] / real["norm"] - 1)
+    if loss["gradients"] is not None:
+        found["gradient"] = furthest(loss["gradients"], real["gradients"])
+    return found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("world", "layout"), [(world, layout) for world, layouts in megatron_cases.LAYOUTS.items() for layout in layouts]
+)
+def test_the_largest_deviation_of_a_layout(
+    results: Results, folder: Path, references: Any, real_references: Any,
+    verification_page: Path | None, world: int, layout: str,
+) -> None:  # fmt: skip
+    ranks, worst = results(world, layout), dict[str, float]()
+    names = [name for name in POLICIES if name in megatron_cases.cases_of(world, layout)]
+    for name in names:
+        model = megatron_cases.CASES[name].get("folder", "plain")
+        for rank in ranks:
+            found = deviations(rank[name], references[model], real_references[model])
+            worst = {key: max(found.get(key, 0.0), worst.get(key, 0.0)) for key in found | worst}
+    if "three steps" in ranks[0]:
+        expected = megatron_cases.reference_three_steps(folder)["weights"]
+        worst["steps"] = max(furthest(rank["three steps"]["weights"], expected) for rank in ranks)
+    columns = ("log_probs", "entropy", "loss", "norm", "gradient", "steps")
+    shown = [f"{worst[key]:.1e}" if key in worst else "" for key in columns]
+    record(verification_page, "## Deviations", [f"{world}: {layout}", str(len(names)), *shown])
+    assert max(worst.values()) < 1e-5, worst

@@ -10,6 +10,7 @@ import torch
 
 from examples.tiny_model import make_tiny_model
 from tests.workers.engine import cases, real_losses
+from tests.workers.engine.megatron_cases import OFFLOAD
 from tests.workers.roles import reward_cases
 from verl.protocol import DataProto
 from verl.utils.distributed import group_timeout
@@ -20,9 +21,17 @@ TP, PP, CP = ({f"{axis}_parallel_size": 2} for axis in ("tensor_model", "pipelin
 LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
     "two workers": {"tp 2": TP, "pp 2": PP},
     "two workers, more": {"pp 2 x 2 virtual": PP | {"virtual_pipeline_model_parallel_size": 2}, "cp 2": CP, "dp 2": {}},
+    "two workers, offloaded": {
+        "tp 2, offloaded": TP | OFFLOAD,
+        "pp 2, offloaded": PP | OFFLOAD,
+        "tp 2, optimizer offloaded": TP | {"optimizer_offload": True},
+        "pp 2, parameters offloaded": PP | {"param_offload": True},
+        "dp 2, gradients offloaded": {"grad_offload": True},
+    },
     "four workers": {"tp 2 pp 2": TP | PP, "pp 2 dp 2": PP, "tp 2 dp 2": TP, "cp 2 dp 2": CP},
 }
-WORLDS = {"two workers": 2, "two workers, more": 2, "four workers": 4}
+WORLDS = {"two workers": 2, "two workers, more": 2, "two workers, offloaded": 2, "four workers": 4}
+PARTS = {"model": "param_offload", "grad": "grad_offload", "optimizer": "optimizer_offload"}
 ACTOR: dict[str, Any] = {
     "ppo_micro_batch_size_per_gpu": 3,
     "ppo_infer_micro_batch_size_per_gpu": 2,
@@ -117,6 +126,12 @@ class Group:
         return data.chunk(dp_size)[self.rank]
 
 
+def away(worker: Any) -> list[str]:
+    """Return the parts of a worker's engine that are off the device now."""
+    offload = getattr(worker.engine, "offload", None)
+    return [part for part in PARTS if offload is not None and offload.is_away(part)]
+
+
 def run_roles(root: Path, rank: int, world_size: int, layout: dict[str, Any] | None) -> dict[str, Any]:
     """Run every role on one layout, or on FSDP alone."""
     result: dict[str, Any] = {}
@@ -134,7 +149,7 @@ def run_roles(root: Path, rank: int, world_size: int, layout: dict[str, Any] | N
         metrics = worker.update_actor(group.shard(batch(), dp_size)).meta_info["metrics"]
         after = worker.compute_log_prob(group.shard(batch(), dp_size)).batch["old_log_probs"]
         result[name] = {"rows": group.rank, "counts": group.counts, "metrics": metrics, "after": after}
-        result[name] |= {key: log_probs[key] for key in ("old_log_probs", "entropy")}
+        result[name] |= {key: log_probs[key] for key in ("old_log_probs", "entropy")} | {"away": away(worker)}
         if layout is not None:
             sizes, own = worker.get_megatron_global_info(), worker.get_megatron_rank_info()
             groups = (worker.engine.layout.tp_group, worker.engine.layout.pp_group, worker.engine.layout.dp_group)
@@ -146,7 +161,7 @@ def run_roles(root: Path, rank: int, world_size: int, layout: dict[str, Any] | N
     worker = reward(root, layout)
     group = Group(worker, "reward")
     scores = worker.compute_rm_score(group.shard(reward_cases.batch(), dp_size)).batch["rm_scores"]
-    result["reward"] = {"rows": group.rank, "counts": group.counts, "scores": scores}
+    result["reward"] = {"rows": group.rank, "counts": group.counts, "scores": scores, "away": away(worker)}
     if layout is not None:
         from verl.workers.reward_model.megatron import MegatronRewardModel
 
@@ -179,7 +194,7 @@ def _critic(root: Path, layout: dict[str, Any] | None, dp_size: int) -> dict[str
     group = Group(worker, "critic")
     values = worker.compute_values(group.shard(batch(), dp_size)).batch["values"]
     metrics = worker.update_critic(group.shard(batch(), dp_size)).meta_info["metrics"]
-    found = {"rows": group.rank, "counts": group.counts, "values": values, "metrics": metrics}
+    found = {"rows": group.rank, "counts": group.counts, "values": values, "metrics": metrics, "away": away(worker)}
     if layout is not None:
         from verl.workers.critic.megatron_critic import MegatronPPOCritic
 

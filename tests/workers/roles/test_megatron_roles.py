@@ -75,6 +75,17 @@ def test_modules_of_the_caller_give_the_same(results: Any, world: str, layout: s
         torch.testing.assert_close(part["bare reward"], part["reward"]["scores"])
 
 
+@pytest.mark.parametrize(("world", "layout"), ALL)
+def test_each_switch_frees_its_part_between_the_turns_of_a_role(results: Any, world: str, layout: str) -> None:
+    """Whoever only infers has nothing but parameters; that the numbers stay is shown above."""
+    settings = cases.LAYOUTS[world][layout]
+    offloaded = [part for part, switch in cases.PARTS.items() if settings.get(switch)]
+    for part in results(world, layout):
+        for name in ("vanilla", "critic"):
+            assert part[name]["away"] == offloaded
+        assert part["reward"]["away"] == [each for each in offloaded if each == "model"]
+
+
 def metrics_of(part: dict[str, Any]) -> dict[str, float]:
     return {name: value for name, value in part["metrics"].items() if not name.startswith("perf/")}
 
