@@ -19,10 +19,16 @@ from tests.workers.engine.test_engine_contract import assert_output, assert_step
 pytest.importorskip("megatron.core", reason="the extra mcore is not installed")
 
 
+LONGEST_S = {2: 400.0, 4: 1500.0}
+"""A launch may take so long on two cores."""
+
+FOUR = [pytest.mark.full, pytest.mark.timeout(LONGEST_S[4] + 60)]
+
+
 def of_every_layout(names: Iterable[str]) -> list[Any]:
     """Parameters ``world, layout, name`` of the cases that run there."""
     return [
-        pytest.param(world, layout, name, marks=[pytest.mark.full] if world == 4 else [])
+        pytest.param(world, layout, name, marks=FOUR if world == 4 else [])
         for world, layouts in megatron_cases.LAYOUTS.items()
         for layout in layouts
         for name in names
@@ -59,7 +65,7 @@ class Results:
 
     def _run(self, started: int, launch: str) -> None:
         ranks = Ranks(megatron_cases.run_layouts, (started, self.folder, launch), started)
-        ranks.join(timeout_s=400.0 if started == 2 else 840.0)
+        ranks.join(timeout_s=LONGEST_S[started])
         for world in (1, 2) if started == 2 else (started,):
             files = [self.folder / f"world_{world}_{launch}_rank_{rank}.pt" for rank in range(world)]
             self._found[world, launch] = [torch.load(file) for file in files]
@@ -203,6 +209,7 @@ def deviations(part: dict[str, Any], expected: dict[str, Any], real: dict[str, A
 
 
 @pytest.mark.full
+@pytest.mark.timeout(LONGEST_S[4] + 60)
 @pytest.mark.parametrize(
     ("world", "layout"), [(world, layout) for world, layouts in megatron_cases.LAYOUTS.items() for layout in layouts]
 )

@@ -11,8 +11,12 @@ from tests.workers.roles import megatron_cases as cases
 
 pytest.importorskip("megatron.core", reason="the extra mcore is not installed")
 
+LONGEST_S = 800.0
+"""A launch of the full matrix may take so long on two cores."""
+
+FULL = [pytest.mark.full, pytest.mark.timeout(LONGEST_S + 60)]
 ALL = [
-    pytest.param(world, name, marks=[] if world == "two workers" else [pytest.mark.full])
+    pytest.param(world, name, marks=[] if world == "two workers" else FULL)
     for world, layouts in cases.LAYOUTS.items()
     for name in layouts
 ]
@@ -33,7 +37,8 @@ def results(folder: Path) -> Any:
     def of(world: str, layout: str) -> list[dict[str, Any]]:
         if world not in found:
             size = cases.WORLDS[world]
-            Ranks(cases.run_layouts, (world, folder, str(folder / f"store_{len(found)}")), size).join()
+            ranks = Ranks(cases.run_layouts, (world, folder, str(folder / f"store_{len(found)}")), size)
+            ranks.join(timeout_s=240.0 if world == "two workers" else LONGEST_S)
             found[world] = [torch.load(folder / f"{world}, rank {rank}.pt") for rank in range(size)]
         return found[world][:1] if layout == "fsdp" else [rank[layout] for rank in found[world]]
 
