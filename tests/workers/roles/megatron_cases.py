@@ -22,11 +22,10 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
     "two workers": {"tp 2": TP, "pp 2": PP},
     "two workers, more": {"pp 2 x 2 virtual": PP | {"virtual_pipeline_model_parallel_size": 2}, "cp 2": CP, "dp 2": {}},
     "two workers, offloaded": {
-        "tp 2, offloaded": TP | OFFLOAD,
         "pp 2, offloaded": PP | OFFLOAD,
+        "tp 2, parameters offloaded": TP | {"param_offload": True},
+        "pp 2, gradients offloaded": PP | {"grad_offload": True},
         "tp 2, optimizer offloaded": TP | {"optimizer_offload": True},
-        "pp 2, parameters offloaded": PP | {"param_offload": True},
-        "dp 2, gradients offloaded": {"grad_offload": True},
     },
     "four workers": {"tp 2 pp 2": TP | PP, "pp 2 dp 2": PP, "tp 2 dp 2": TP, "cp 2 dp 2": CP},
 }
@@ -126,6 +125,11 @@ class Group:
         return data.chunk(dp_size)[self.rank]
 
 
+def is_offloaded(layout: dict[str, Any]) -> bool:
+    """Whether an engine takes something away between its turns, which no engine around its modules can bring back."""
+    return any(layout.get(switch) for switch in PARTS.values())
+
+
 def away(worker: Any) -> list[str]:
     """Return the parts of a worker's engine that are off the device now."""
     offload = getattr(worker.engine, "offload", None)
@@ -155,14 +159,14 @@ def run_roles(root: Path, rank: int, world_size: int, layout: dict[str, Any] | N
             groups = (worker.engine.layout.tp_group, worker.engine.layout.pp_group, worker.engine.layout.dp_group)
             result["timeouts"] = [group_timeout(group).total_seconds() for group in groups]
             result["info"] = dataclasses.asdict(sizes) | dataclasses.asdict(own)
-        if layout is not None and name == "vanilla":
+        if layout is not None and name == "vanilla" and not is_offloaded(layout):
             result["bare actor"] = _bare_actor(root, layout, dp_size)
     result["critic"] = _critic(root, layout, dp_size)
     worker = reward(root, layout)
     group = Group(worker, "reward")
     scores = worker.compute_rm_score(group.shard(reward_cases.batch(), dp_size)).batch["rm_scores"]
     result["reward"] = {"rows": group.rank, "counts": group.counts, "scores": scores, "away": away(worker)}
-    if layout is not None:
+    if layout is not None and not is_offloaded(layout):
         from verl.workers.reward_model.megatron import MegatronRewardModel
 
         engine = worker.engine
@@ -195,7 +199,7 @@ def _critic(root: Path, layout: dict[str, Any] | None, dp_size: int) -> dict[str
     values = worker.compute_values(group.shard(batch(), dp_size)).batch["values"]
     metrics = worker.update_critic(group.shard(batch(), dp_size)).meta_info["metrics"]
     found = {"rows": group.rank, "counts": group.counts, "values": values, "metrics": metrics, "away": away(worker)}
-    if layout is not None:
+    if layout is not None and not is_offloaded(layout):
         from verl.workers.critic.megatron_critic import MegatronPPOCritic
 
         engine = worker.engine
