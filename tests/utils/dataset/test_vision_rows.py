@@ -353,6 +353,16 @@ def test_bad_rows_are_named_at_load(case: str, processors: Any, parquet: Any) ->
         build(processors["qwen2_5_vl"], files, limit_images=2)
 
 
+@pytest.mark.parametrize(("kind", "limit"), [("image", 0), ("video", 0), ("video", {"count": 0, "num_frames": 4})])
+def test_limits_among_the_settings_of_the_engine(kind: str, limit: Any, processors: Any, parquet: Any) -> None:
+    """Its other name of the number of images, and the only one of videos, under which rows are named at load too."""
+    message = rf"row 3, .* holds 1 {kind}s, actor_rollout_ref\.rollout\.engine_kwargs\.vllm\.limit_mm_per_prompt"
+    rows = [MIXED[0], MIXED[0], MIXED[0], MIXED[3]]
+    with pytest.raises(DataError, match=message):
+        build(processors["qwen2_5_vl"], parquet(rows), limit_mm_per_prompt={kind: limit})
+    assert len(build(processors["qwen2_5_vl"], parquet(rows), limit_mm_per_prompt={"image": 1, "video": None})) == 4
+
+
 @pytest.mark.parametrize("case", BAD_VIDEOS)
 def test_bad_videos_are_named_at_load(case: str, processors: Any, parquet: Any) -> None:
     row, message = BAD_VIDEOS[case]

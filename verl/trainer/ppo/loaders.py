@@ -86,11 +86,11 @@ def follow_run_seed(config: Any) -> None:
 def follow_rollout(config: Any) -> None:
     """Let the data set know what the rollout engine takes: how many images, and how its processor is called."""
     rollout = config.actor_rollout_ref.rollout
+    engine = (rollout.get("engine_kwargs") or {}).get("vllm") or {}
     with open_dict(config):
         config.data.limit_images = rollout.get("limit_images")
-        config.data.mm_processor_kwargs = ((rollout.get("engine_kwargs") or {}).get("vllm") or {}).get(
-            "mm_processor_kwargs"
-        )
+        for name in ("limit_mm_per_prompt", "mm_processor_kwargs"):
+            config.data[name] = engine.get(name)
 
 
 def training_rows(trainer: "RayPPOTrainer") -> Iterator[Mapping[str, Any]]:

@@ -1,6 +1,6 @@
 """What every row of prompts must hold, checked without torch."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -8,6 +8,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from verl.utils.dataset.files import ColumnCheck, is_list
+
+ROLLOUT = "actor_rollout_ref.rollout"
 
 
 def check_prompt_rows(check: ColumnCheck, data: Mapping[str, Any], text_only: bool) -> None:
@@ -40,11 +42,11 @@ def check_vision_rows(check: ColumnCheck, data: Mapping[str, Any], has_processor
         if not has_processor:
             check.refuse(name, counts > 0, "holds images or videos, and the model has no processor", f"data.{key}")
             continue
-        most = data.get("limit_images") if kind == "image" else None
-        if most is not None and (counts > most).any():
-            row = int(np.argmax(counts > most))
-            limit = f"actor_rollout_ref.rollout.limit_images={most}"
-            check.fail(name, row, f"holds {counts[row]} images, {limit} allows fewer: raise it", f"data.{key}")
+        for limit, most in _limits(data, kind):
+            if (counts > most).any():
+                row = int(np.argmax(counts > most))
+                problem = f"holds {counts[row]} {kind}s, {ROLLOUT}.{limit}={most} allows fewer: raise it"
+                check.fail(name, row, problem, f"data.{key}")
         places = _count_places(check.column(prompt_key), kind)
         if (counts != places).any():
             row = int(np.argmax(counts != places))
@@ -52,6 +54,17 @@ def check_vision_rows(check: ColumnCheck, data: Mapping[str, Any], has_processor
                 f"holds {counts[row]} {kind}s, and column {prompt_key!r} has {places[row]} places <{kind}> for them"
             )
             check.fail(name, row, problem, f"data.{key}")
+
+
+def _limits(data: Mapping[str, Any], kind: str) -> Iterator[tuple[str, int]]:
+    """Yield the keys of the rollout that bound the images or videos of a prompt, and the bounds."""
+    if kind == "image" and data.get("limit_images") is not None:
+        yield "limit_images", data["limit_images"]
+    bound = (data.get("limit_mm_per_prompt") or {}).get(kind)
+    if isinstance(bound, Mapping):  # vLLM's longer form, which also says how large they are
+        bound = bound.get("count")
+    if bound is not None:
+        yield f"engine_kwargs.vllm.limit_mm_per_prompt.{kind}", bound
 
 
 def _count_places(messages: pa.Array, kind: str) -> np.ndarray:
