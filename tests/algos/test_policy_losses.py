@@ -182,7 +182,7 @@ def test_policy_loss_equals_slow_reference(name, mode, weighted, scale, monkeypa
     torch.testing.assert_close((outputs, gradient.double()), want, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", [name for name in LOSSES if name != "geo_mean"])
+@pytest.mark.parametrize("name", LOSSES)
 def test_half_precision_is_computed_in_single(name):
     batch, _ = make_batch()
     half = {key: value.bfloat16() if key != "response_mask" else value for key, value in batch.items()}
@@ -205,6 +205,19 @@ def test_nan_outside_the_mask_reaches_nothing(name):
         run(name, dirty, weights=weights.masked_fill(outside, torch.nan), **extra), clean, atol=0, rtol=0
     )
     assert not clean[1][outside].any()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_policy_that_is_far_off_and_no_policy_at_all(name):
+    """Ratios that no number holds are bounded; a rank without a row has a loss of zero."""
+    batch, _ = make_batch()
+    for shift in (-1000.0, 1000.0):
+        far = batch | {"log_prob": batch["log_prob"].float() + shift, "old_log_prob": batch["old_log_prob"].float()}
+        outputs, gradient = run(name, far, **selected(name, far))
+        assert outputs.isfinite().all() and gradient.isfinite().all()
+    none = {key: value[:0] for key, value in batch.items()}
+    outputs, gradient = run(name, none, **{key: value[:0] for key, value in selected(name, batch).items()})
+    assert outputs.tolist() == [0, 0, 0, 0] and gradient.shape == (0, WIDTH)
 
 
 @pytest.mark.parametrize("mask_dtype", [torch.bool, torch.int64, torch.float32])

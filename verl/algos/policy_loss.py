@@ -193,18 +193,20 @@ def compute_policy_loss_geo_mean(
     """
     low, high = clip_range(config, "geo_mean")
     lengths, tokens = response_mask.sum(-1).clamp(min=1), response_mask.sum().clamp(min=1)
-    keep = response_mask.bool()
-    log_ratio, advantages = torch.where(keep, log_prob - old_log_prob, 0.0), torch.where(keep, advantages, 0.0)
+    keep, dtype = response_mask.bool(), torch.promote_types(log_prob.dtype, torch.float32)
+    log_ratio, advantages = (
+        torch.where(keep, x.to(dtype), 0.0) for x in (log_prob.to(dtype) - old_log_prob, advantages)
+    )
     clamped = log_ratio.clamp(-low, high)
     sign = advantages.sign()
     pessimistic = sign * (sign * log_ratio).minimum(sign * clamped)
-    loss = -(advantages.sum(-1) / lengths) * (pessimistic.sum(-1) / lengths).exp()
+    loss = -(advantages.sum(-1) / lengths) * (pessimistic.sum(-1) / lengths).clamp(max=MAX_LOG_RATIO).exp()
     if rollout_is_weights is not None:
         log_weights = torch.where(keep, (rollout_is_weights + 1e-10).log(), 0.0)
         loss = loss * (log_weights.sum(-1) / lengths).exp()
     acted = clamped != log_ratio
     return (
-        loss.mean(),
+        loss.sum() / max(1, len(loss)),
         (acted & (advantages > 0)).sum(dtype=loss.dtype) / tokens,
         -log_ratio.detach().sum() / tokens,
         (acted & (advantages < 0)).sum(dtype=loss.dtype) / tokens,

@@ -428,3 +428,25 @@ def test_compute_reward_takes_functions_with_and_without_extras():
     assert compute_reward(data, lambda data: scores) == (scores, {})
     both = {"reward_tensor": scores, "reward_extra_info": {"a": [1, 2]}}
     assert compute_reward(data, lambda data, return_dict=False: both) == (scores, {"a": [1, 2]})
+
+
+def test_a_score_that_is_no_number_costs_its_sample(caplog):
+    """As a reward model or a manager of the user's may give one: of the managers here no such score comes."""
+    scores = torch.tensor([[0.0, 1.0, 0.0], [0.0, torch.nan, 0.0], [-torch.inf, 0.0, torch.inf], [0.0, 0.0, 2.0]])
+    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1]])
+    data = SimpleNamespace(batch={"attention_mask": mask}, non_tensor_batch={"data_source": ["a", "b", "c", "d"]})
+
+    class Manager:
+        limits = ScoringLimits(failure_score=-1.0, max_failed_ratio=0.5)
+
+        def __call__(self, data, return_dict=False):
+            return {"reward_tensor": scores, "reward_extra_info": {"reward_failure": [None, None, None, "raised"]}}
+
+    got, extras = compute_reward(data, Manager())
+    assert got.tolist() == [[0, 1, 0], [0, -1, 0], [-1, 0, 0], [0, 0, 2]]
+    assert extras == {"reward_failure": [None, "invalid", "invalid", "raised"]}
+    assert "2 of 4 responses have a score that is no finite number, the first in row 1" in caplog.text
+    assert compute_reward(data, lambda data: scores)[1] == {"reward_failure": [None, "invalid", "invalid", None]}
+    Manager.limits = ScoringLimits(max_failed_ratio=0.4)
+    with pytest.raises(RewardError, match=r"data_source 'b': more than reward_model.scoring.max_failed_ratio=0.4"):
+        compute_reward(data, Manager())

@@ -1,15 +1,18 @@
 """Rewards as the trainer computes them."""
 
 import inspect
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self
 
 import ray
+import torch
 from torch import Tensor
 
 from verl.protocol import DataProto, DataProtoFuture
 from verl.utils.metric import reduce_metrics
 from verl.workers.reward_manager.loading import get_custom_reward_fn, load_reward_manager
+from verl.workers.reward_manager.scoring import FAILURE_COLUMN, RewardError, ScoringLimits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -17,6 +20,10 @@ if TYPE_CHECKING:
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
 __all__ = ["PendingReward", "compute_reward", "compute_reward_async", "get_custom_reward_fn", "load_reward_manager"]
+
+logger = logging.getLogger(__name__)
+
+Reward = tuple[Tensor, dict[str, list[Any]]]
 
 
 def reward_kwargs(config: Any) -> dict[str, Any]:
@@ -35,6 +42,10 @@ def compute_reward(data: "DataProto", reward_fn: Callable[..., Any]) -> tuple[Te
     Returns: scores (B, R), and what else the scorers said, as lists of length B.
     Raises: RewardError where more scorers fail than may; a function without ``return_dict`` gives no extras.
     """
+    return settled(data, *_call(data, reward_fn), limits=getattr(reward_fn, "limits", ScoringLimits()))
+
+
+def _call(data: "DataProto", reward_fn: Callable[..., Any]) -> Reward:
     parameters = inspect.signature(reward_fn).parameters.values()
     if not any(p.name == "return_dict" or p.kind is p.VAR_KEYWORD for p in parameters):
         return reward_fn(data), {}
@@ -42,6 +53,33 @@ def compute_reward(data: "DataProto", reward_fn: Callable[..., Any]) -> tuple[Te
     if isinstance(result, dict):
         return result["reward_tensor"], result.get("reward_extra_info", {})
     return result, {}
+
+
+def settled(data: "DataProto", scores: Tensor, extras: dict[str, list[Any]], limits: ScoringLimits) -> Reward:
+    """Return the scores (B, R) with the failure score in rows that hold NaN or an infinity, which count as failures.
+
+    The managers do so with what a scorer returns; this is for the scores of reward models and of managers of the
+    user's, of which one such row would make all advantages of a whitened batch NaN.
+
+    Raises: RewardError where they are more of the batch than may fail.
+    """
+    bad = ~scores.isfinite().all(-1)
+    if not bad.any():
+        return scores, extras
+    rows, width = bad.nonzero().flatten().tolist(), scores.shape[-1]
+    text = (
+        f"{len(rows)} of {len(scores)} responses have a score that is no finite number, the first in row {rows[0]} of "
+        f"the batch, data_source {data.non_tensor_batch.get('data_source', ['unknown'] * len(scores))[rows[0]]!r}"
+    )
+    if len(rows) / len(scores) > limits.max_failed_ratio:
+        raise RewardError(f"{text}: more than reward_model.scoring.max_failed_ratio={limits.max_failed_ratio:g}")
+    logger.warning("%s: they get reward_model.scoring.failure_score=%g", text, limits.failure_score)
+    attended = data.batch["attention_mask"][:, -width:]
+    last = (attended * torch.arange(1, width + 1)).amax(-1).sub(1).clamp(min=0)
+    scores = scores.masked_fill(bad.unsqueeze(-1), 0.0)
+    scores[bad, last[bad]] = limits.failure_score
+    kinds = list(extras.get(FAILURE_COLUMN, [None] * len(scores)))
+    return scores, extras | {FAILURE_COLUMN: [kinds[i] or ("invalid" if bad[i] else None) for i in range(len(scores))]}
 
 
 @ray.remote(num_cpus=1)
@@ -60,9 +98,6 @@ def compute_reward_async(
             raise ValueError("compute_reward_async needs reward_fn, or config and tokenizer")
         reward_fn = load_reward_manager(config, tokenizer, num_examine=0, **reward_kwargs(config))
     return compute_reward(data, reward_fn)
-
-
-Reward = tuple[Tensor, dict[str, list[Any]]]
 
 
 class PendingReward:

@@ -12,6 +12,7 @@ from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.trainer.ppo.dumps import dump_generations, ground_truths
 from verl.trainer.ppo.metric_utils import failure_metrics, process_validation_metrics
 from verl.trainer.ppo.phases import check_rollout
+from verl.trainer.ppo.reward import compute_reward
 from verl.trainer.ppo.traces import trace_batch
 from verl.utils.seeding import prompt_uids, sampling_seeds
 
@@ -95,9 +96,9 @@ def generate_validation_batch(trainer: "RayPPOTrainer", batch: DataProto, first_
 def _score(trainer: "RayPPOTrainer", batch: DataProto, samples: ValidationSamples) -> None:
     if trainer.val_reward_fn is None:
         raise ValueError("validation needs a reward function: val_reward_fn of the trainer is None")
-    result = trainer.val_reward_fn(batch, return_dict=True)
-    trace_batch(trainer, batch, result["reward_tensor"].sum(-1), validate=True)
-    scores = result["reward_tensor"].sum(-1).tolist()
+    token_scores, said = compute_reward(batch, trainer.val_reward_fn)
+    trace_batch(trainer, batch, token_scores.sum(-1), validate=True)
+    scores = token_scores.sum(-1).tolist()
     count = len(scores)
     decode = trainer.tokenizer.batch_decode
     samples.inputs += decode(batch.batch["prompts"], skip_special_tokens=True)
@@ -107,7 +108,7 @@ def _score(trainer: "RayPPOTrainer", batch: DataProto, samples: ValidationSample
     samples.uids += list(batch.non_tensor_batch["uid"])
     samples.sources += list(batch.non_tensor_batch.get("data_source", ["unknown"] * count))
     samples.extras["reward"] += scores
-    add_extras(samples.extras, dict(result.get("reward_extra_info", {})), len(samples.scores) - count, count)
+    add_extras(samples.extras, dict(said), len(samples.scores) - count, count)
     if "__num_turns__" in batch.non_tensor_batch:
         samples.turns += [int(turns) for turns in batch.non_tensor_batch["__num_turns__"]]
 
