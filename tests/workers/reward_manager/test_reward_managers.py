@@ -450,3 +450,10 @@ def test_a_score_that_is_no_number_costs_its_sample(caplog):
     Manager.limits = ScoringLimits(max_failed_ratio=0.4)
     with pytest.raises(RewardError, match=r"data_source 'b': more than reward_model.scoring.max_failed_ratio=0.4"):
         compute_reward(data, Manager())
+
+
+def test_a_scorer_does_not_write_over_what_the_trainer_reads(caplog):
+    both = {"reward_tensor": torch.ones(2, 3), "reward_extra_info": {"uid": ["x", "x"], "acc": [1, 0]}}
+    for _ in range(2):
+        assert compute_reward(SimpleNamespace(), lambda data, return_dict=False: both)[1] == {"acc": [1, 0]}
+    assert caplog.text.count("returns 'uid', a name of the trainer's own") == 1

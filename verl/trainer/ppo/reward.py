@@ -3,6 +3,7 @@
 import inspect
 import logging
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING, Any, Self
 
 import ray
@@ -25,6 +26,11 @@ logger = logging.getLogger(__name__)
 
 Reward = tuple[Tensor, dict[str, list[Any]]]
 
+OWN_COLUMNS = frozenset(
+    {"uid", "raw_prompt", "reward_model", "multi_modal_inputs", "multi_modal_data", "__num_turns__", "tool_call_counts"}
+)
+"""Columns that later phases read: the groups of GRPO are told by ``uid``, which no scorer may write over."""
+
 
 def reward_kwargs(config: Any) -> dict[str, Any]:
     """Return the arguments of the reward manager that the configuration gives, an overlong buffer among them."""
@@ -42,7 +48,16 @@ def compute_reward(data: "DataProto", reward_fn: Callable[..., Any]) -> tuple[Te
     Returns: scores (B, R), and what else the scorers said, as lists of length B.
     Raises: RewardError where more scorers fail than may; a function without ``return_dict`` gives no extras.
     """
-    return settled(data, *_call(data, reward_fn), limits=getattr(reward_fn, "limits", ScoringLimits()))
+    scores, extras = _call(data, reward_fn)
+    for name in OWN_COLUMNS & extras.keys():
+        _tell_own_column(name)
+    extras = {name: values for name, values in extras.items() if name not in OWN_COLUMNS}
+    return settled(data, scores, extras, limits=getattr(reward_fn, "limits", ScoringLimits()))
+
+
+@cache
+def _tell_own_column(name: str) -> None:
+    logger.warning("the reward function returns %r, a name of the trainer's own, which keeps its values", name)
 
 
 def _call(data: "DataProto", reward_fn: Callable[..., Any]) -> Reward:
