@@ -1,8 +1,13 @@
 """Traces by the interfaces of MLflow and Weave: the real MLflow where it is installed, else modules that stand in."""
 
 import asyncio
+import gzip
+import json
+import re
 import sys
+import threading
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
@@ -63,9 +68,8 @@ def fake_mlflow(recorder):
 
 def fake_weave(recorder):
     module = ModuleType("weave")
-    attributes = {}
 
-    def create_call(op, inputs):
+    def create_call(op, inputs, attributes):
         span = recorder.begin(op)
         span["inputs"] = inputs
         span["tags"] = {key: str(value) for key, value in attributes.items()}
@@ -77,16 +81,9 @@ def fake_weave(recorder):
         if exception is not None:
             call["error"] = repr(exception)
 
-    @contextmanager
-    def attributes_of(values):
-        attributes.update(values)
-        yield
-        attributes.clear()
-
     flush = lambda: recorder.calls.append(("flush",))  # noqa: E731
     client = SimpleNamespace(create_call=create_call, finish_call=finish_call, flush=flush)
     module.init = lambda name: recorder.calls.append(("experiment", name)) or client
-    module.attributes = attributes_of
     return module
 
 
@@ -195,3 +192,63 @@ def test_mlflow_itself_reads_the_traces_back(tmp_path, monkeypatch):
     RolloutTraceConfig.finish()
     (trace,) = mlflow.search_traces(return_type="list")
     assert trace.info.tags["step"] == "3" and trace.data.spans[-1].outputs == "a"
+
+
+class WeaveServer(BaseHTTPRequestHandler):
+    """As much of Weave's service as its client asks for; keeps the calls that arrive."""
+
+    calls: list = []
+    answers = {
+        "server_info": {"min_required_weave_python_version": "0.0.1", "trace_server_version": "99.0.0"},
+        "graphql": {
+            "data": {"viewer": {"username": "me", "defaultEntity": {"name": "me"}}, "project": {"name": "project"}}
+        },
+        "create": {"digest": "d" * 43},
+        "complete": {"res": []},
+    }
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers.get("content-length") or 0))
+        body = gzip.decompress(body) if self.headers.get("content-encoding") == "gzip" else body
+        if self.path.endswith("calls/complete"):
+            self.calls.extend(json.loads(body)["batch"])
+        if self.path.endswith("file/create"):  # the server names a file by what it holds, and so does the client
+            expected = re.search(rb'name="expected_digest"\r\n\r\n([^\r]+)', body)
+            self.answers["create"] = {"digest": expected.group(1).decode() if expected else "d" * 43}
+        answer = json.dumps(self.answers.get(self.path.rsplit("/", 1)[-1], {})).encode()
+        self.send_response(200)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    do_GET = do_POST
+
+    def log_message(self, *args):
+        pass
+
+
+def test_weave_itself_sends_the_traces(tmp_path, monkeypatch):
+    """The real client, to a server of this process."""
+    pytest.importorskip("weave")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), WeaveServer)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}"
+    names = {"WANDB_BASE_URL": address, "WF_TRACE_SERVER_URL": address, "WANDB_ENTITY": "me", "WANDB_API_KEY": "0" * 40}
+    for name, value in names.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    RolloutTraceConfig.init("project", "run", "weave")
+    with rollout_trace_attr(sample_index="u1", step=3, name="turn"):
+        asyncio.run(Engine().generate([98]))
+        with pytest.raises(KeyError):
+            Engine().fail()
+    RolloutTraceConfig.finish()
+    server.shutdown()
+    calls = {call["op_name"].rsplit("/", 1)[1].partition(":")[0]: call for call in WeaveServer.calls}
+    turn, generate, decode, fail = (calls[name] for name in ("turn", "Engine.generate", "Engine.decode", "Engine.fail"))
+    for call in calls.values():
+        assert call["attributes"]["sample_index"] == "u1" and call["attributes"]["step"] == 3
+    assert generate["parent_id"] == fail["parent_id"] == turn["id"] and decode["parent_id"] == generate["id"]
+    assert decode["inputs"] == {"ids": [98], "upper": True} and decode["output"] == "B"
+    assert "KeyError" in fail["exception"] and generate["output"] == {"text": "B"}

@@ -102,7 +102,40 @@ def test_wandb_holds_the_last_step_and_the_table(tmp_path, monkeypatch):
     assert {key: wandb.run.summary[key] for key in METRICS[1]} == METRICS[1]
     assert wandb.run.summary["val/generations"]["nrows"] == 2
     log.finish()
-    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    lines = [line for line in wandb_history(file) if "actor/lr" in line]
+    assert [{key: line[key] for key in ("_step", *METRICS[0])} for line in lines] == [
+        {"_step": step, **metrics} for step, metrics in enumerate(METRICS, 1)
+    ]
+
+
+def wandb_history(path):
+    """Return the lines of metrics in the file of an offline run."""
+    from wandb.proto import wandb_internal_pb2
+
+    lines, record = [], wandb_internal_pb2.Record()
+    for data in leveldb_records(path.read_bytes()[7:]):  # behind the mark of the file's kind
+        record.ParseFromString(data)
+        if record.WhichOneof("record_type") == "history":
+            items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            lines.append({key: value for key, value in items.items() if key[0] != "_" or key == "_step"})
+    return lines
+
+
+def leveldb_records(data, block=32768, mark=7):
+    """Yield the records of a log in the format of LevelDB, whose first block lacks ``mark`` bytes."""
+    at, whole = 0, b""
+    while at + 7 <= len(data):
+        left = block - (at + mark) % block
+        if left < 7:  # the rest of a block holds nothing
+            at += left
+            continue
+        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        whole += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # a full record, or the last part of one
+            yield whole
+            whole = b""
 
 
 def test_swanlab_keeps_a_run_offline(tmp_path, monkeypatch):

@@ -167,27 +167,33 @@ class _Mlflow:
 
 
 class _Weave:
-    """Attributes are those of the calls."""
+    """Attributes of a trace are those of each of its calls, so that any of them is found by them."""
 
     name = "weave"
 
     def __init__(self, project_name: str, experiment_name: str) -> None:
         import weave
 
-        self._weave, self.experiment_name = weave, experiment_name
+        self.experiment_name = experiment_name
         self.client = weave.init(project_name)
+        self._attributes: ContextVar[dict[str, Any] | None] = ContextVar("attributes", default=None)
 
     @contextmanager
     def trace(self, name: str, attributes: dict[str, Any]) -> Iterator[None]:
         """Open a call that holds the others."""
-        with self._weave.attributes(attributes), self.span(name, attributes):
-            yield
+        token = self._attributes.set(attributes)
+        try:
+            with self.span(name, attributes):
+                yield
+        finally:
+            self._attributes.reset(token)
 
     @contextmanager
     def span(self, name: str, inputs: dict[str, Any]) -> Iterator[Callable[[Any], None]]:
         """Open a call below the one that is open."""
         results: list[Any] = []
-        call = self.client.create_call(op=name, inputs=inputs)
+        # given here: only functions that are decorated as Weave's own take what weave.attributes has set
+        call = self.client.create_call(op=name, inputs=inputs, attributes=dict(self._attributes.get() or {}))
         try:
             yield results.append
         except BaseException as error:

@@ -29,7 +29,12 @@ class Group:
     def report_step(self, digests):
         report = {"seconds": {"update_actor": 1.5}, "memory": {"host_gb": 2.0}}
         known = {"random_state": "r"} | ({"weights": self.weights} if self.weights else {})
-        return [{"rank": rank, **report, **({"digests": dict(known)} if digests else {})} for rank in range(2)]
+        self.asked = [{"rank": rank, **report, **({"digests": dict(known)} if digests else {})} for rank in range(2)]
+        return ["a reference"] * 2
+
+    def wait(self, references, method):
+        assert references == ["a reference"] * 2 and method == "report_step"
+        return self.asked
 
 
 @pytest.fixture

@@ -65,6 +65,17 @@ def test_each_fault_is_flagged_alone(records, kind, first, reason):
     assert re.search(reason, flags[0].reason), flags[0].reason
 
 
+@pytest.mark.parametrize("begin", [[0.43], [0.43, 0.41]])
+def test_a_score_that_is_lost_in_the_first_steps(records, begin):
+    """Before there is a level of which it could be told."""
+    entries = records.changed("critic/score/mean", lambda step: dict(enumerate(begin, 1)).get(step, 0.0))
+    (flag,) = find_flags(entries)
+    assert flag.name == "reward collapse" and flag.step in (3, 4) and "and is 0 at the end" in flag.reason
+    lucky = records.healthy()
+    lucky[1]["data"]["critic/score/mean"] = 0.45  # a batch of easy prompts
+    assert find_flags(lucky) == []
+
+
 def test_what_only_looks_like_a_fault(records):
     # a task that is solved needs no entropy
     solved = records.changed("actor/entropy", lambda step: 0.9 * math.exp(-step / 8))

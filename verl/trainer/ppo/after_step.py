@@ -63,6 +63,7 @@ def finish_step(
 ) -> None:
     """Compute and publish the metrics of the step, and let sampler and data set learn from it."""
     step = trainer.global_steps
+    trainer.trail.ask_workers(trainer)
     metrics["training/global_step"] = step
     metrics["training/epoch"] = trainer.epoch
     metrics.update(compute_data_metrics(batch=batch, use_critic=trainer.use_critic))

@@ -32,6 +32,7 @@ class Trail:
         self.seconds = 0.0
         self._phases: dict[str, dict[str, str]] = {}
         self._seen: dict[str, Tensor] = {}
+        self._asked: dict[str, tuple[Any, Any]] = {}
 
     def phase(self, name: str, batch: "DataProto") -> None:
         """Digest the tensors that a phase has added or replaced; a phase that is run again counts as another."""
@@ -45,21 +46,31 @@ class Trail:
         self._phases[label] = {key: tensor_digest(value) for key, value in sorted(new.items())}
         self.seconds += time.perf_counter() - started
 
+    def ask_workers(self, trainer: "RayPPOTrainer") -> None:
+        """Have the workers report while the driver goes on; ``finish`` takes what they say."""
+        started = time.perf_counter()
+        groups = _reporting_groups(trainer).items()
+        self._asked = {name: (group, group.report_step(self.digests)) for name, group in groups}
+        self.seconds += time.perf_counter() - started
+
     def finish(self, trainer: "RayPPOTrainer", batch: "DataProto", metrics: dict[str, Any]) -> dict[str, Any]:
         """Return the details of the step that ends, as JSON can hold them, and begin the next.
 
-        The seconds that all this takes join the metrics as ``timing_s/record``.
+        The seconds by which all this delays the step join the metrics as ``timing_s/record``.
         """
+        if not self._asked:
+            self.ask_workers(trainer)
         started = time.perf_counter()
-        workers = {name: group.report_step(self.digests) for name, group in _reporting_groups(trainer).items()}
         details: dict[str, Any] = {"response_length": length_histogram(batch)}
+        samples = sample_rows(trainer, batch, self.num_samples) if self.num_samples else []
+        workers = {name: group.wait(reports, "report_step") for name, (group, reports) in self._asked.items()}
         if self.digests:
             details["phases"] = self._phases | _digests_of_workers(workers)
         driver = {"rank": 0, "seconds": {}, "memory": {"host_gb": psutil.Process().memory_info().rss / 1024**3}}
         details["workers"] = workers | {"driver": [driver]}
         if self.num_samples:
-            details["samples"] = sample_rows(trainer, batch, self.num_samples)
-        self._phases, self._seen = {}, {}
+            details["samples"] = samples
+        self._phases, self._seen, self._asked = {}, {}, {}
         kept: dict[str, Any] = plain(details)
         metrics["timing_s/record"] = self.seconds + time.perf_counter() - started
         self.seconds = 0.0

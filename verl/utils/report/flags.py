@@ -74,23 +74,26 @@ def _first_for_good(points: Points, holds: Callable[[float], bool]) -> int | Non
 
 
 def _reward_collapse(entries: Entries) -> Iterator[Flag]:
-    """The mean score has lost half of what it had gained, and a tenth of its range, beyond the noise."""
+    """The mean score has lost half of what it had gained, or of what it began with, a tenth of its range and more
+    than its noise.
+    """
     points = points_of(entries, "critic/score/mean")
     if len(points) < MIN_STEPS:
         return
     level = smoothed(points)
-    peak_step, peak = max(level, key=lambda point: point[1])
-    last, start = level[-1][1], level[0][1]
     extremes = [value for key in ("max", "min") for _, value in points_of(entries, f"critic/score/{key}")]
-    scores_range = max(extremes) - min(extremes) if extremes else 0.0
     noise = statistics.median(abs(b - a) for (_, a), (_, b) in zip(points, points[1:], strict=False))
-    drop = max(COLLAPSED_SHARE * (peak - start), 0.1 * scores_range, NOISE_FACTOR * noise)
-    if drop <= 0 or peak - last <= drop:
-        return
-    step = _first_for_good([point for point in level if point[0] >= peak_step], lambda value: peak - value > drop)
-    assert step is not None
-    reason = f"the mean score was {peak:.3g} around step {peak_step} and is {last:.3g} at the end"
-    yield Flag("reward collapse", step, reason, "reward")
+    least = max(0.1 * (max(extremes) - min(extremes)) if extremes else 0.0, NOISE_FACTOR * noise)
+    for course, start in ((level, level[0][1]), ([points[0], *level], min(extremes, default=0.0))):
+        peak_step, peak = max(course, key=lambda point: point[1])
+        last, drop = course[-1][1], max(COLLAPSED_SHARE * (peak - start), least)
+        if 0 < drop < peak - last:
+            later = [point for point in course if point[0] >= peak_step]
+            step = _first_for_good(later, lambda value: peak - value > drop)
+            assert step is not None
+            reason = f"the mean score was {peak:.3g} around step {peak_step} and is {last:.3g} at the end"
+            yield Flag("reward collapse", step, reason, "reward")
+            return
 
 
 def _entropy_collapse(entries: Entries) -> Iterator[Flag]:

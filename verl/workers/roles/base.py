@@ -113,7 +113,7 @@ class EngineWorker(Worker, DistProfilerExtension):
         self.flops_counters[id(engine)] = counter
         return engine
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def report_step(self, digests: bool) -> dict[str, Any]:
         """Return what the record of the run keeps of this rank since the last report.
 
