@@ -88,8 +88,8 @@ def _reward_collapse(entries: Entries) -> Iterator[Flag]:
         peak_step, peak = max(course, key=lambda point: point[1])
         last, drop = course[-1][1], max(COLLAPSED_SHARE * (peak - start), least)
         if 0 < drop < peak - last:
-            later = [point for point in course if point[0] >= peak_step]
-            step = _first_for_good(later, lambda value: peak - value > drop)
+            lost = [(step, float(peak - value > drop)) for step, value in course if step >= peak_step]
+            step = _first_for_good(lost, bool)
             assert step is not None
             reason = f"the mean score was {peak:.3g} around step {peak_step} and is {last:.3g} at the end"
             yield Flag("reward collapse", step, reason, "reward")
