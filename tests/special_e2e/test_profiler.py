@@ -5,7 +5,7 @@ from collections import defaultdict
 
 import pytest
 
-from tests import metrics_page
+from tests import chrome_trace, metrics_page
 
 ACTOR, CRITIC = "actor_rollout_ref.actor", "critic"
 MARKS = {
@@ -54,7 +54,9 @@ def test_traces_of_the_steps_roles_and_ranks_that_were_asked_for(workspace):
     found = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
     assert found.keys() == wanted
     for name, path in found.items():
-        events = json.loads(path.read_text())["traceEvents"]
+        trace = json.loads(path.read_text())
+        assert chrome_trace.faults(trace) == []
+        events = trace["traceEvents"]
         marked = {event["name"] for event in events if event.get("cat") == "user_annotation"}
         role = name.split("/")[1]
         assert MARKS[role] <= marked

@@ -6,6 +6,7 @@ import logging
 import pytest
 import torch
 
+from tests import chrome_trace
 from verl.utils.profiler import DistProfiler, ProfilerConfig
 from verl.utils.profiler.config import TorchProfilerToolConfig
 from verl.utils.profiler.profile import RoleProfilers
@@ -103,6 +104,7 @@ def test_events_are_complete_and_on_one_clock(tmp_path):
     worker = worker_on(0, tmp_path, actor={"enable": True})
     step(worker, 1)
     (trace,) = traces(tmp_path).values()
+    assert chrome_trace.faults(trace) == []
     complete = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     assert len(complete) > 10
     assert all(event["dur"] >= 0 and {"name", "pid", "tid", "ts"} <= event.keys() for event in complete)
@@ -154,3 +156,19 @@ def test_a_step_without_a_task_and_one_that_fails(tmp_path):
     worker.profiler.stop()
     (trace,) = traces(tmp_path).values()
     assert ranges(trace) == ["actor_compute_log_prob", "actor_whole", "actor_compute_log_prob"]
+
+
+def test_what_a_viewer_would_not_load_is_found():
+    slices = [{"name": "a", "ph": "X", "pid": 1, "tid": 1, "ts": 5.0 * i, "dur": 4.0} for i in range(3)]
+    inner = {"name": "b", "ph": "X", "pid": 1, "tid": 1, "ts": 1.0, "dur": 2.0}
+    meta = {"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "x"}}
+    flow = [{"name": "f", "ph": kind, "id": 1, "cat": "c", "pid": 1, "tid": 1, "ts": 1.0} for kind in "sf"]
+    sound = [*slices, inner, meta, *flow]
+    assert chrome_trace.faults({"traceEvents": sound}) == []
+    assert chrome_trace.faults([]) and chrome_trace.faults({})
+    damaged = [
+        inner | {"dur": 4.5}, inner | {"dur": -1.0}, inner | {"ts": "1"}, inner | {"ph": "?"}, inner | {"name": None},
+        meta | {"args": None}, flow[0] | {"id": 2}, {"ph": "X", "name": "c", "ts": 1.0, "dur": 1.0},
+    ]  # fmt: skip
+    for event in damaged:
+        assert len(chrome_trace.faults({"traceEvents": [*slices, *flow, event]})) == 1, event
