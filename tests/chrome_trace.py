@@ -52,5 +52,6 @@ def _overlaps(pieces: list[tuple[float, float, str]]) -> list[str]:
             open_ends.pop()
         if open_ends and end > open_ends[-1] + SLACK_US:
             found.append(f"{where} ends behind the slice that it begins in")
-        open_ends.append(end)
+        else:
+            open_ends.append(end)
     return found

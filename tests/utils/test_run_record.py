@@ -36,6 +36,15 @@ def test_a_damaged_line_is_named(tmp_path):
         read_record(tmp_path / "metrics.jsonl")
 
 
+def test_a_line_that_is_cut_inside_a_character_is_left_out(tmp_path, caplog):
+    record = RunRecord(tmp_path, None)
+    record.log({"x": 1}, 1, {"samples": [{"response": "größer"}]})
+    whole = record.path.read_bytes()
+    record.path.write_bytes(whole + whole[: whole.index("ö".encode()) + 1])
+    assert read_record(record.path) == {1: {"x": 1}} and "cut short" in caplog.text
+    assert steps_in(RunRecord(tmp_path, 1).path) == [1]  # and a resumed run goes on behind it
+
+
 def test_curves_are_drawn_from_the_record(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     record = RunRecord(tmp_path, None)

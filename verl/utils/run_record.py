@@ -27,24 +27,30 @@ def read_entries(path: str | Path) -> dict[int, Entry]:
     Raises: ValueError naming file and line where a line other than the last is not a record.
     """
     entries: dict[int, Entry] = {}
-    lines = Path(path).read_text(encoding="utf-8").split("\n")
+    lines = Path(path).read_bytes().split(b"\n")
     lines = lines[:-1] if not lines[-1] else lines
     for number, line in enumerate(lines, 1):
         try:
             step, data, details = parse_line(line)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except ValueError as error:
             if number == len(lines):
                 logger.warning("%s: the last line is cut short and left out", path)
                 break
-            raise ValueError(f"{path}, line {number}: not a line of a run record ({error})") from None
+            raise ValueError(f"{path}, line {number}: {error}") from None
         merge_entry(entries, step, data, details)
     return entries
 
 
-def parse_line(line: str) -> tuple[int, dict[str, Any], dict[str, Any]]:
-    """Return step, metrics and details of one line of a record."""
-    read = json.loads(line)
-    return int(read.pop("step")), dict(read.pop("data")), read
+def parse_line(line: bytes) -> tuple[int, dict[str, Any], dict[str, Any]]:
+    """Return step, metrics and details of one line of a record.
+
+    Raises: ValueError where it is none.
+    """
+    try:
+        read = json.loads(line.decode("utf-8"))
+        return int(read.pop("step")), dict(read.pop("data")), read
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"not a line of a run record ({error})") from None
 
 
 def merge_entry(entries: dict[int, Entry], step: int, data: Mapping[str, Any], details: Mapping[str, Any]) -> None:

@@ -58,6 +58,13 @@ def test_records_without_digests_are_compared_by_metrics(records, tmp_path):
     assert str(result.difference) == "step 2, phase metrics: actor/grad_norm differ"
 
 
+def test_validations_alone_are_compared_by_metrics(records, tmp_path):
+    for name in "ab":
+        records.write(tmp_path / name, {0: {"data": {"val-core/x/acc/mean@1": 0.5}}})
+    result = compare_runs(tmp_path / "a", tmp_path / "b")
+    assert result.steps == (0,) and not result.by_digests and result.difference is None
+
+
 def test_what_cannot_be_compared(records, tmp_path, capsys):
     entries = records.healthy(steps=2)
     records.write(tmp_path / "a", {1: entries[1]})

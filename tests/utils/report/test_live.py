@@ -72,6 +72,20 @@ def test_what_a_terminal_shows(tmp_path, records, monkeypatch, capsys):
     assert LocalDisplay("table", tmp_path).mode == "lines"
 
 
+def test_what_a_pipe_gets_of_a_run_that_another_process_makes(tmp_path, records, monkeypatch, capsys):
+    from verl.utils.report.__main__ import main
+
+    monkeypatch.setattr("verl.utils.report.__main__.importlib.util.find_spec", lambda name: None)  # needs no rich
+    records.write(tmp_path, records.healthy(steps=3))
+    assert main(["live", str(tmp_path), "--steps", "3"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(" | ")[0] for line in lines] == ["step 1", "step 2", "step 3"]
+    assert "reward, mean 0." in lines[0] and "seconds per step 1.00" in lines[0]
+    (tmp_path / "metrics.jsonl").write_bytes(b"\xff\x00 nonsense\n")
+    assert main(["live", str(tmp_path), "--steps", "1"]) == 2
+    assert "metrics.jsonl: not a line of a run record" in capsys.readouterr().err
+
+
 def test_without_rich_there_is_a_line(tmp_path, monkeypatch):
     monkeypatch.delenv("VERL_PROGRESS", raising=False)
     monkeypatch.setattr("verl.trainer.ppo.progress.importlib.util.find_spec", lambda name: None)

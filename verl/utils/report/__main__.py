@@ -57,7 +57,7 @@ def _live(words: list[str]) -> int:
     parser.add_argument("run_dir")
     parser.add_argument("--steps", type=int, help="end when the run has made so many")
     given = parser.parse_args(words)
-    if importlib.util.find_spec("rich") is None:
+    if sys.stderr.isatty() and importlib.util.find_spec("rich") is None:
         raise ImportError("the live table needs the package rich: pip install rich")
     from verl.utils.report.live import watch
 

@@ -47,8 +47,9 @@ def compare_runs(run_a: str | Path, run_b: str | Path) -> Comparison:
     common = sorted(set(records[0]) & set(records[1]))
     if not common:
         raise NothingToCompareError(f"{run_a} and {run_b} have recorded no step in common")
-    by_digests = all("phases" in record[step] for record in records for step in common if step > 0)
-    begun = next((step for step in common if by_digests and "phases" in records[0][step]), None)
+    trained = [step for step in common if step > 0]
+    by_digests = bool(trained) and all("phases" in record[step] for record in records for step in trained)
+    begun = trained[0] if by_digests else None
     own = set() if begun is None else set(_unequal(*(r[begun]["phases"].get(RANDOM_STATE, {}) for r in records)))
     for step in common:
         for phase, parts in _differing(records[0][step], records[1][step], by_digests):

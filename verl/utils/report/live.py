@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from verl.utils.console import get_console
 from verl.utils.report.flags import find_flags, points_of
 from verl.utils.run_record import RECORD_NAME, Entry, merge_entry, parse_line
 
@@ -39,7 +40,10 @@ class RecordFollower:
         self._file, self._offset = -1, 0
 
     def read(self) -> dict[int, Entry]:
-        """Return all entries so far."""
+        """Return all entries so far.
+
+        Raises: ValueError naming the file where it holds something else.
+        """
         try:
             with self.path.open("rb") as file:
                 status = os.fstat(file.fileno())
@@ -51,8 +55,11 @@ class RecordFollower:
             return self.entries
         if whole:
             self._offset += len(whole) + 1
-            for line in whole.decode().split("\n"):
-                step, data, details = parse_line(line)
+            for line in whole.split(b"\n"):
+                try:
+                    step, data, details = parse_line(line)
+                except ValueError as error:
+                    raise ValueError(f"{self.path}: {error}") from None
                 merge_entry(self.entries, step, data, {"workers": details.get("workers")})
         return self.entries
 
@@ -136,12 +143,36 @@ class LiveTable:
 
 
 def watch(folder: str | Path, interval_s: float = 1.0, steps: int | None = None) -> None:
-    """Show the table of a run that another process makes, until Ctrl-C or the last of ``steps``."""
-    table = LiveTable(folder, steps)
+    """Show the table of a run that another process makes, until Ctrl-C or the last of ``steps``.
+
+    Where standard error is no terminal, each new step is a line.
+    """
+    view = LiveTable(folder, steps) if sys.stderr.isatty() else LiveLines(folder)
     try:
-        while table.update() < (steps or sys.maxsize):
+        while view.update() < (steps or sys.maxsize):
             time.sleep(interval_s)
     except KeyboardInterrupt:
         pass
     finally:
-        table.close()
+        view.close()
+
+
+class LiveLines:
+    """Writes a line for every step that is new."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self._follower, self._shown = RecordFollower(folder), -1
+
+    def update(self) -> int:
+        """Write what the record has gained; returns the last step."""
+        entries = self._follower.read()
+        for step in sorted(step for step in entries if step > self._shown):
+            rows = table_rows({step: entries[step]})
+            get_console().info(
+                "step %d | %s", step, " | ".join(f"{name.strip()} {value}" for name, value, _, _ in rows)
+            )
+        self._shown = max(entries, default=-1)
+        return max(self._shown, 0)
+
+    def close(self) -> None:
+        """Do nothing: every line is written at once."""
