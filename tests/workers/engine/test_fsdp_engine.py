@@ -57,6 +57,24 @@ def test_older_checkpoints_are_removed_when_they_may_go(folder: Path, tmp_path: 
     assert [place.is_dir() for place in places] == [False, True]
 
 
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_row_of_padding_alone_in_its_micro_batch_changes_nothing(folder: Path, packed: bool) -> None:
+    """As an aborted request comes back; the others have the outputs that they have without it."""
+    engine = cases.build(folder, {"use_remove_padding": packed})
+    data, others = cases.batch(micro_batch_size_per_gpu=1), [0, 1, 2, 4, 5, 6, 7]
+    for name in ("attention_mask", "response_mask"):
+        data.batch[name][3] = 0
+    with engine.eval_mode():
+        found = engine.infer_batch(data)["log_probs"]
+        expected = engine.infer_batch(cases.batch(others, micro_batch_size_per_gpu=1))["log_probs"]
+    assert not found[3].any() and torch.equal(found[others], expected)
+    with engine.train_mode():
+        apart = engine.train_batch(data, cases.loss_fn)
+    data.meta_info["micro_batch_size_per_gpu"], other = 8, cases.build(folder, {"use_remove_padding": packed})
+    with other.train_mode():
+        assert apart == pytest.approx(other.train_batch(data, cases.loss_fn), rel=1e-5)
+
+
 def test_adapter_is_saved_as_peft_reads_it(folder: Path, tmp_path: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM

@@ -108,6 +108,9 @@ def pack_rows(
     counts = attention_mask.sum(-1)
     order = counts.argsort(stable=True)
     attended = attention_mask.index_select(0, order).bool()
+    lengths = [length for length in counts.sort().values.tolist() if length]
+    if not lengths:  # rows of padding alone, of which nothing is asked: a forward pass wants a token
+        attended[0, 0], lengths = True, [1]
     ids, asked_rows = input_ids.index_select(0, order), asked.index_select(0, order).bool()
     positions = position_ids.index_select(0, order)
     rows, width = asked.shape
@@ -121,7 +124,7 @@ def pack_rows(
     return PackedRows(
         input_ids=ids[attended].unsqueeze(0),
         position_ids=packed_positions,
-        lengths=[length for length in counts.sort().values.tolist() if length],
+        lengths=lengths,
         row_order=order,
         keep=reader[asked_rows],
         labels=ids[:, -width:][asked_rows],
