@@ -16,6 +16,7 @@ from verl.base_config import ConfigError, UnsupportedConfigError
 from verl.trainer.config.files import model_rules
 from verl.trainer.config.idle import IDLE
 from verl.trainer.config.refusals import REFUSALS, select
+from verl.trainer.config.reward_models import reward_model_rules
 from verl.trainer.config.validation import ADV_ESTIMATORS, POLICY_LOSSES, REWARD_MANAGERS
 from verl.utils.config import validate_config
 from verl.workers.config.actor import KL_TYPES
@@ -231,6 +232,18 @@ def test_vision_models(base, tmp_path):
     found = {violation.key: violation.expected for violation in model_rules(tree, use_critic=True)}
     assert found.keys() == {f"{ACTOR}.strategy"} and "no vision tower" in found[f"{ACTOR}.strategy"]
     assert "write fsdp" in found[f"{ACTOR}.strategy"]
+
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text/config.json").write_text('{"model_type": "qwen2"}')
+    (tmp_path / "text/tokenizer.json").write_text("{}")
+    blind = seeing | {"critic.model.path": str(tmp_path / "text")}
+    assert "name a vision-language model" in violations(base, blind)["critic.model.path"]
+    assert violations(base, {f"{MODEL}.path": str(tmp_path / "text"), "critic.model.path": str(tmp_path)}) == {}
+    judge = {"reward_model.enable": True, "reward_model.model.path": str(tmp_path)}
+    judge |= {"reward_model.strategy": "megatron", "reward_model.model.input_tokenizer": None}
+    tree = OmegaConf.to_container(changed(base, judge), resolve=True)
+    found = {violation.key: violation.expected for violation in reward_model_rules(tree, set())}
+    assert found.keys() == {"reward_model.strategy"} and "no vision tower" in found["reward_model.strategy"]
 
 
 def test_everything_is_listed_once_under_its_dotted_key(base):

@@ -93,6 +93,7 @@ def model_rules(tree: Tree, use_critic: bool) -> Iterator[Violation]:
             yield from (Violation(f"{node}.tokenizer_path", tokenizer, text) for text in tokenizer_problems(tokenizer))
         if not problems:
             yield from _vision_rules(tree, node, read_config_json(path))
+            yield from _blind_rules(tree, node, path)
         if is_actor and not problems:
             yield from _size_rules(tree, read_config_json(path))
     yield from _adapter_rules(tree, use_critic)
@@ -118,6 +119,15 @@ def _vision_rules(tree: Tree, node: str, hf_config: dict[str, Any]) -> Iterator[
     if hf_config and not sees and frozen_key and select(tree, frozen_key) is True:
         expected = f"needs a vision-language model, {node}.path names one of text (no vision_config): write false"
         yield Violation(frozen_key, True, expected)
+
+
+def _blind_rules(tree: Tree, node: str, path: str) -> Iterator[Violation]:
+    """Yield a model of text beside a policy that sees: it would read the tokens of images, and not the images."""
+    policy, hf_config = select(tree, "actor_rollout_ref.model.path"), read_config_json(path)
+    if isinstance(policy, str) and hf_config and "vision_config" not in hf_config:
+        if not list(path_problems(policy)) and "vision_config" in read_config_json(policy):
+            expected = "must see images as the policy of actor_rollout_ref.model.path does, and this is a model of text"
+            yield Violation(f"{node}.path", path, f"{expected}: name a vision-language model")
 
 
 def _adapter_rules(tree: Tree, use_critic: bool) -> Iterator[Violation]:

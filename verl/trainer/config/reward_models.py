@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from verl.base_config import Violation
-from verl.trainer.config.files import python_file_rules
+from verl.trainer.config.files import NO_VISION_ON_MEGATRON, python_file_rules
 from verl.trainer.config.refusals import select
 from verl.workers.config.model import path_problems, read_config_json, tokenizer_problems
 
@@ -84,7 +84,10 @@ def _model_rules(tree: Tree, broken: set[str]) -> Iterator[Violation]:
         problems = [Violation(key, path, problem + without) for problem in tokenizer_problems(path)]
     yield from problems
     if not problems:
-        yield from _size_rules(tree, read_config_json(path), broken)
+        hf_config = read_config_json(path)
+        if "vision_config" in hf_config and tree[NODE].get("strategy") == "megatron":
+            yield Violation(f"{NODE}.strategy", "megatron", NO_VISION_ON_MEGATRON)
+        yield from _size_rules(tree, hf_config, broken)
 
 
 def _size_rules(tree: Tree, hf_config: dict[str, Any], broken: set[str]) -> Iterator[Violation]:
