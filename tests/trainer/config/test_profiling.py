@@ -69,7 +69,11 @@ def test_accepted(base, changes):
         (TORCH | {"global_profiler.tool": "nsys"}, f"{ACTOR}.ranks", "names no rank to profile by nsys"),
         (TORCH | {"global_profiler.tool": "nsys", f"{ACTOR}.all_ranks": True}, "global_profiler.tool", "device=cuda"),
         ({"global_profiler.tool": "torch_memory"}, "global_profiler.tool", "records the allocator of CUDA and needs"),
-        (TORCH | {"global_profiler.tool": "npu", f"{ACTOR}.ranks": [0]}, "global_profiler.tool", "trainer.device=npu"),
+        (
+            TORCH | {"global_profiler.tool": "npu", f"{ACTOR}.ranks": [0]},
+            "global_profiler.tool",
+            "profiles Ascend devices",
+        ),
         (TORCH | {f"{ACTOR}.tool_config.npu.level": "9"}, f"{ACTOR}.tool_config.npu.level", "level_none"),
         (TORCH | {f"{ACTOR}.tool_config.torch_memory.stacks": "x"}, f"{ACTOR}.tool_config.torch_memory.stacks", "cpp"),
     ],

@@ -90,11 +90,19 @@ def test_from_the_command_line(records, tmp_path, capsys):
     records.write(tmp_path, {1: {"data": {"critic/score/mean": 0.5}}})
     assert main([str(tmp_path)]) == 0
     assert str(tmp_path / "report.html") in capsys.readouterr().out
-    assert "holds no samples" in (tmp_path / "report.html").read_text()
+    page = (tmp_path / "report.html").read_text()
+    assert "holds no samples" in page and "judged by its course from 6 steps on" in page
     assert main([str(tmp_path / "none")]) == 2
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(ValueError, match="holds no step yet"):
         write_report(tmp_path)
+
+
+def test_a_run_that_only_validates(records, tmp_path):
+    records.write(tmp_path, {0: {"data": {"val-core/x/acc/mean@1": 0.25}}})
+    page = write_report(tmp_path).read_text()
+    assert "<dt>x/acc/mean@1</dt><dd>0.250</dd>" in page and '<figure id="validation">' in page
+    assert page.count("<figure") == 1 and "no training step" in page
 
 
 def test_a_run_ends_with_a_report(tmp_path, capsys, caplog, monkeypatch):

@@ -123,6 +123,8 @@ def _runs_here(tree: Tree) -> bool:
 def missing_part(tool: str, device: str, runs_here: bool) -> str | None:
     """Return what a tool lacks, and what to do; None where it lacks nothing."""
     needed = _DEVICES.get(tool)
+    if tool == "npu" and device in ("cuda", "cpu"):
+        return f"profiles Ascend devices, which trainer.device={device} has none of: profile with torch"
     if needed is not None and device != needed:
         instead = "" if device == "npu" else ", or profile with torch"
         what = {"torch_memory": "records the allocator of CUDA and "}.get(tool, "")

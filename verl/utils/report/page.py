@@ -8,7 +8,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from verl.utils.report.flags import Entries, Flag, find_flags, points_of
+from verl.utils.report.flags import MIN_STEPS, Entries, Flag, find_flags, points_of
 from verl.utils.report.folder import record_of
 from verl.utils.report.panels import PANELS, draw_panels
 from verl.utils.report.style import css_variables
@@ -48,7 +48,7 @@ def render(entries: Entries, name: str) -> str:
         light=css_variables(dark=False),
         dark=css_variables(dark=True),
         summary=_summary(entries),
-        flags=_flags(flags),
+        flags=_flags(flags, sum(step > 0 for step in entries)),
         panels=_panels(pictures),
         samples=_samples(entries),
         workers=_workers(entries),
@@ -77,7 +77,8 @@ def _summary(entries: Entries) -> str:
     for key in validation[:3]:
         points = points_of(entries, key)
         if points:
-            tiles.append((key.removeprefix("val-core/"), f"{points[0][1]:.3f} → {points[-1][1]:.3f}"))
+            first, last = f"{points[0][1]:.3f}", f"{points[-1][1]:.3f}"
+            tiles.append((key.removeprefix("val-core/"), f"{first} → {last}" if len(points) > 1 else last))
     cells = [f"<div><dt>{escape(label)}</dt><dd>{escape(value)}</dd></div>" for label, value in tiles]
     return f"<dl>{''.join(cells)}</dl>"
 
@@ -90,9 +91,10 @@ _TILES = (
 )
 
 
-def _flags(flags: Sequence[Flag]) -> str:
+def _flags(flags: Sequence[Flag], steps: int) -> str:
     if not flags:
-        return '<p class="calm">Nothing in the record stands out.</p>'
+        short = f" A run is judged by its course from {MIN_STEPS} steps on." if steps < MIN_STEPS else ""
+        return f'<p class="calm">Nothing in the record stands out.{short}</p>'
     rows = [
         f'<li><b>{escape(flag.name)}</b> <a href="#{flag.panel}">from step {flag.step}</a>: {escape(flag.reason)}.</li>'
         for flag in flags
@@ -116,7 +118,7 @@ def _samples(entries: Entries) -> str:
     """Return the table of sampled responses, the last step first."""
     steps = [step for step in sorted(entries, reverse=True) if entries[step].get("samples")]
     if not steps:
-        return '<p class="calm">The record holds no samples (trainer.record_samples=0).</p>'
+        return '<p class="calm">The record holds no samples: no training step, or trainer.record_samples=0.</p>'
     count = min(MAX_SAMPLE_STEPS, len(steps))
     chosen = sorted({round(i * (len(steps) - 1) / max(1, count - 1)) for i in range(count)})
     rows = "".join(_sample_row(steps[at], sample) for at in chosen for sample in entries[steps[at]]["samples"])
