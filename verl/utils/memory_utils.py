@@ -1,9 +1,12 @@
-"""Device memory: freeing it, measuring it, and recording who allocates it."""
+"""Memory of the device and of the host: freeing it, measuring it, and recording who allocates it."""
 
+import ctypes
 import gc
 import logging
 import os
 import time
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,25 @@ def aggressive_empty_cache(force_sync: bool = True, max_retries: int = 3) -> Non
             device.synchronize()
         if before - device.memory_reserved() < _GIB:
             return
+
+
+def return_freed_host_memory() -> None:
+    """Return to the system what this process has freed on the host; it does so itself only in part.
+
+    glibc keeps freed tensors of up to 32 MiB, and where a small one that lives lies between them no large one fits in.
+    """
+    if (trim := _malloc_trim()) is not None:
+        trim(0)
+
+
+@cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    """Return the function of glibc; other C libraries have none."""
+    try:
+        function: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    except (OSError, TypeError):
+        return None
+    return function
 
 
 def reset_memory_stats() -> None:

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from verl.utils import envs
+from verl.utils.device import get_device_name
 from verl.utils.faults import fault_point
+from verl.utils.memory_utils import return_freed_host_memory
 from verl.workers.sharding_manager.bucket import Bucket, Bucketer, Meter
 
 if TYPE_CHECKING:
@@ -55,6 +57,8 @@ class WeightSync:
         except Exception as error:  # likewise
             self._failure = error
         self._agree(self._failure)
+        if self._num_buckets > 1:
+            self._return_freed()
         return {
             "bytes": float(self._meter.total_bytes),
             "tensors": float(self._meter.tensors),
@@ -68,11 +72,23 @@ class WeightSync:
 
     def _stream(self) -> None:
         """Drain the engine's weights into buckets; room for a tensor is made before the tensor."""
-        for name, tensor in self._engine.named_weights(before=self._bucketer.make_room):
+        for name, tensor in self._engine.named_weights(before=self._make_room):
             self._meter.watch(tensor)
             self._bucketer.add(name, tensor)
             del tensor  # the bucket holds it; a name here would keep it alive while the next one is made
         self._bucketer.flush()
+
+    def _make_room(self, nbytes: int) -> None:
+        """Hand on a bucket that a tensor does not fit into, so that what it held is gone before the next begins."""
+        handed_on = self._num_buckets
+        self._bucketer.make_room(nbytes)
+        if self._num_buckets > handed_on:
+            self._return_freed()
+
+    @staticmethod
+    def _return_freed() -> None:
+        if get_device_name() == "cpu":  # elsewhere the stream is not in the memory of the host
+            return_freed_host_memory()
 
     def _take(self, bucket: Bucket) -> None:
         self._num_buckets += 1
