@@ -72,9 +72,16 @@ def hf_processor(name_or_path: str, **kwargs: Any) -> ProcessorMixin | None:
             return None
         return _image_processor(path, **kwargs)
     except Exception as error:  # a text model fails here in many ways, and none of them is an error
-        logger.debug("no processor in %s: %s", name_or_path, error)
+        level = logging.WARNING if _sees(path) else logging.DEBUG
+        logger.log(level, "no processor in %s: %s", name_or_path, error)
         return None
     return processor if isinstance(processor, ProcessorMixin) else None
+
+
+def _sees(path: str) -> bool:
+    """Whether a folder holds a vision-language model."""
+    file = Path(path, "config.json")
+    return file.is_file() and "vision_config" in file.read_text(encoding="utf-8")
 
 
 def _image_processor(path: str, **kwargs: Any) -> ProcessorMixin | None:

@@ -26,6 +26,7 @@ from verl.protocol import DataProto
 from verl.utils.dataset.files import DataError
 from verl.utils.dataset.rl_dataset import PromptTooLongError, RLHFDataset, collate_fn
 from verl.utils.dataset.vision_utils import MediaError, check_image, load_video, process_image, smart_resize
+from verl.utils.tokenizer import hf_processor
 
 pytest.importorskip("torchvision")
 
@@ -431,6 +432,17 @@ print(json.dumps({
     "pixels": item["multi_modal_inputs"]["pixel_values"].tolist(),
 }))
 """
+
+
+def test_why_a_model_that_sees_has_no_processor_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One of text never has one, and nothing is said."""
+    for config, count in (({"model_type": "qwen2"}, 0), ({"model_type": "qwen2_5_vl", "vision_config": {}}, 1)):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert hf_processor(str(tmp_path)) is None
+        told = [
+            record for record in caplog.records if record.levelname == "WARNING" and "no processor in" in record.msg
+        ]
+        assert len(told) == count
 
 
 def test_images_need_no_torchvision(processors: Any, parquet: Any, tmp_path: Path) -> None:
