@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from verl.utils import envs
 from verl.utils.device import get_device_name, get_process_group_backend, get_torch_device
@@ -83,6 +84,12 @@ def group_timeout(group: dist.ProcessGroup | None = None) -> datetime.timedelta:
     options: Any = chosen._get_backend(torch.device(get_device_name())).options
     timeout: datetime.timedelta = options._timeout
     return timeout
+
+
+def take_over_timeout(mesh: DeviceMesh) -> None:
+    """Let the groups of a mesh give up when that of all ranks does, which has the timeout that was configured."""
+    for dim in range(mesh.ndim):
+        dist.distributed_c10d._set_pg_timeout(group_timeout(), mesh.get_group(dim))
 
 
 def destroy_global_process_group() -> None:

@@ -1,6 +1,7 @@
 """One fixed batch, the ways to train on it, and what plain transformers and torch make of it."""
 
 import os
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,14 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForTokenClassificat
 from tests.ranks import note
 from verl.algos.aggregate import Extreme, Sum, agg_sum
 from verl.protocol import DataProto
+from verl.utils.distributed import group_timeout
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine import BaseEngine, EngineRegistry
 
 ROWS, PROMPT, RESPONSE, VOCAB = 8, 6, 9, 97
 TEMPERATURE = 0.7
 LR = 1e-2
+TIMEOUT_S = 280
 
 
 def tiny_config(**changes: Any) -> Qwen2Config:
@@ -250,6 +253,8 @@ def run_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
     )
     rows = rows_of(engine, case.get("uneven", False))
     result: dict[str, Any] = {"rows": rows, "before": export(engine)}
+    groups = (engine.layout.shard_group, engine.layout.sp_group, engine.layout.dp_group)
+    result["timeouts"] = [group_timeout(group).total_seconds() for group in groups if group is not None]
     if case.get("model", {}).get("lora_rank"):
         result["adapter before"] = export(engine, adapter_only=True)
     with engine.eval_mode():
@@ -278,7 +283,8 @@ def run_world(rank: int, world_size: int, folder: Path, store: str) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
     if world_size > 1:
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+        store, timeout = f"file://{store}", timedelta(seconds=TIMEOUT_S)
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size, timeout=timeout)
     chosen = {n: c for n, c in (CASES | OTHERS).items() if c.get("only_world", world_size) == world_size}
     results = {}
     for name, case in chosen.items():

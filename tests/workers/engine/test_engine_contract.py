@@ -107,6 +107,12 @@ def test_the_loss_of_a_role_equals_its_definition(results: Any, real_reference: 
             torch.testing.assert_close(gradient, expected["gradients"][parameter], atol=1e-5, rtol=1e-5, msg=parameter)
 
 
+@pytest.mark.parametrize("name", ["packed, micro 1", "hybrid", "ulysses, hybrid"])
+def test_every_group_has_the_timeout_of_the_first(results: Any, name: str) -> None:
+    for rank in results[2]:
+        assert rank[name]["timeouts"] and set(rank[name]["timeouts"]) == {cases.TIMEOUT_S}
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_tied_embeddings_stay_one_tensor(results: Any, reference: Any, world: int) -> None:
     parts = [rank["tied"] for rank in results[world]]

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from verl.utils.device import get_device_id, get_device_name, get_process_group_backend
+from verl.utils.distributed import take_over_timeout
 from verl.utils.gloo import use_one_thread
 from verl.workers.engine.accumulate import Shares
 
@@ -113,10 +114,12 @@ def make_layout(config: "FSDPEngineConfig", must_wrap: bool) -> Layout:
     if not ready:
         dist.init_process_group(get_process_group_backend(), store=dist.HashStore(), rank=0, world_size=1)
     fsdp_mesh = create_device_mesh(world_size, config.fsdp_size)
+    take_over_timeout(fsdp_mesh)
     sequence_mesh = None
     if sp_size > 1:
         shape = (world_size // sp_size, sp_size)
         sequence_mesh = init_device_mesh(get_device_name(), shape, mesh_dim_names=("dp", "sp"))
+        take_over_timeout(sequence_mesh)
     return Layout(rank, world_size, sp_size, device, fsdp_mesh, sequence_mesh)
 
 
