@@ -1,7 +1,8 @@
 """Helpers around transformers models: positions, auto classes, configurations and inputs."""
 
+import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -265,3 +266,67 @@ def tied_parameter_names(model: PreTrainedModel) -> dict[str, str]:
     by_name = dict(model.named_parameters(remove_duplicate=False))
     keys = getattr(model, "all_tied_weights_keys", None) or {}
     return {t: s for t, s in keys.items() if t in by_name and s in by_name and by_name[t] is by_name[s]}
+
+
+# Weights of Megatron-Core
+
+
+class _FolderTensors(Mapping[str, Tensor]):
+    """The tensors of a folder of safetensors, each read when it is asked for."""
+
+    def __init__(self, folder: str) -> None:
+        from safetensors import safe_open
+
+        files = [os.path.join(folder, name) for name in sorted(os.listdir(folder)) if name.endswith(".safetensors")]
+        opened = [safe_open(file, framework="pt") for file in files]
+        self._files = {name: file for file in opened for name in file.keys()}
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor: Tensor = self._files[name].get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+
+def load_megatron_gptmodel_weights(
+    config: Any,
+    model_config: PretrainedConfig,
+    parallel_model: Any,
+    params_dtype: torch.dtype,
+    is_value_model: bool = False,
+    local_cache_path: str = "~/.cache/verl/rlhf",
+) -> None:
+    """Fill the chunks of this rank with its parts of ``config.model.path``, read one tensor at a time.
+
+    Raises: ValueError naming a tensor that is missing or of another shape.
+    """
+    from verl.models.weight_loader_registry import get_weight_loader
+
+    folder = copy_to_local(os.path.expanduser(config.model.path), cache_dir=os.path.expanduser(local_cache_path))
+    load = get_weight_loader((model_config.architectures or ["none"])[0])
+    load(_FolderTensors(folder), parallel_model, model_config, params_dtype, is_value_model)
+
+
+def load_mcore_dist_weights(parallel_model: list[Any], dist_weight_path: str, is_value_model: bool = False) -> Any:
+    """Fill the chunks of this rank from a folder in the torch_dist format, whatever its layout; collective.
+
+    A value model keeps the head that it has. Returns: the chunks. Raises: CheckpointError naming what is wrong.
+    """
+    from verl.utils.megatron.dist_checkpointing import chunk_names, load_dist_checkpointing, sharded_weights
+    from verl.utils.megatron_utils import unwrap_model
+
+    chunks = unwrap_model(list(parallel_model))
+    state = sharded_weights(chunks)
+    if is_value_model:
+        state = {
+            chunk: {name: value for name, value in part.items() if not name.startswith("output_layer.")}
+            for chunk, part in state.items()
+        }
+    loaded = load_dist_checkpointing(state, dist_weight_path)
+    for name, chunk in zip(chunk_names(chunks), chunks, strict=True):
+        chunk.load_state_dict(loaded[name], strict=False)
+    return parallel_model

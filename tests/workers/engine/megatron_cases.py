@@ -216,7 +216,7 @@ def build(
 
 def gradients(engine: Any) -> dict[str, Tensor]:
     """Map the gradient of every parameter back to checkpoint names."""
-    from verl.workers.engine.megatron.export import exported_weights
+    from verl.models.mcore.gpt.export import exported_weights
 
     stream = exported_weights(
         engine.models,

@@ -289,11 +289,12 @@ def test_schedules(changes: dict[str, Any], expected: list[float]) -> None:
 
 
 def scheduler(**changes: Any) -> tuple[Any, dict[str, Any]]:
-    from verl.workers.engine.megatron.optim import build_scheduler
+    from verl.utils.megatron.optimizer import get_megatron_optimizer_param_scheduler
 
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
     optimizer.param_groups[0]["wd_mult"] = 0.5
-    return build_scheduler(optimizer, McoreOptimizerConfig(**({"lr": 1.0} | changes))), optimizer.param_groups[0]
+    config = McoreOptimizerConfig(**({"lr": 1.0} | changes))
+    return get_megatron_optimizer_param_scheduler(optimizer, config), optimizer.param_groups[0]
 
 
 def test_weight_decay_follows_its_group_and_style() -> None:

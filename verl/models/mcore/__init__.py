@@ -1,16 +1,32 @@
 """Hugging Face models on Megatron-Core: families, weights in both directions, and the model itself."""
 
-from typing import Any
+import importlib
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import verl.models.mcore.deepseek  # noqa: F401  enters itself
 from verl.models.mcore.converter import get_mcore_weight_converter
-from verl.models.mcore.families import Family, UnsupportedModelError, register_family, supported_architectures
+from verl.models.mcore.families import (
+    Family,
+    UnsupportedModelError,
+    find_family,
+    register_family,
+    supported_architectures,
+)
+from verl.utils.megatron import cpu_support
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 _NEED_MEGATRON = ("hf_to_mcore_config", "init_mcore_model")
 
 __all__ = [
     "Family",
     "UnsupportedModelError",
+    "get_mcore_forward_fn",
+    "get_mcore_forward_fused_fn",
+    "get_mcore_forward_no_padding_fn",
     "get_mcore_weight_converter",
     "hf_to_mcore_config",
     "init_mcore_model",
@@ -19,13 +35,37 @@ __all__ = [
 ]
 
 
+def get_mcore_forward_fn(hf_config: "PretrainedConfig") -> Callable[..., Any]:
+    """Return a forward pass over padded rows; see ``verl.models.mcore.gpt.forward.model_forward``.
+
+    Raises: UnsupportedModelError where the architecture is not known; so for the two below.
+    """
+    return _forward("model_forward", hf_config)
+
+
+def get_mcore_forward_fused_fn(hf_config: "PretrainedConfig") -> Callable[..., Any]:
+    """Return a forward pass that ends in log-probabilities and entropies; see ``fused_forward`` there."""
+    return _forward("fused_forward", hf_config)
+
+
+def get_mcore_forward_no_padding_fn(hf_config: "PretrainedConfig") -> Callable[..., Any]:
+    """Return a forward pass over jagged rows; see ``model_forward_no_padding`` there."""
+    return _forward("model_forward_no_padding", hf_config)
+
+
+def _forward(name: str, hf_config: "PretrainedConfig") -> Callable[..., Any]:
+    find_family(hf_config)
+    return partial(getattr(_with_megatron("forward"), name), vocab_size=hf_config.vocab_size)
+
+
+def _with_megatron(module: str) -> Any:
+    """Import a module that needs Megatron-Core."""
+    cpu_support.install()
+    return importlib.import_module(f"verl.models.mcore.gpt.{module}")
+
+
 def __getattr__(name: str) -> Any:
     """Import Megatron-Core only for those who ask for what needs it."""
     if name not in _NEED_MEGATRON:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from verl.utils.megatron import cpu_support
-
-    cpu_support.install()
-    from verl.models.mcore.gpt import build
-
-    return getattr(build, name)
+    return getattr(_with_megatron("build"), name)

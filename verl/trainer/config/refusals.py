@@ -87,11 +87,6 @@ _FIXED: list[tuple[str, str, dict[str, Any]]] = [
     ),
     ("fused kernels are not supported yet", "actor_rollout_ref.model.fused_kernel_options", {"impl_backend": "torch"}),
     (
-        "is not supported: write true, random weights learn nothing here",
-        "",
-        {f"{role}.load_weight": True for role in ("actor_rollout_ref.ref",)},
-    ),
-    (
         "is not supported for a role that trains",
         "",
         {"actor_rollout_ref.actor.megatron.forward_only": False, "critic.megatron.forward_only": False},

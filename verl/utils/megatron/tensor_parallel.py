@@ -171,6 +171,37 @@ def vocab_parallel_entropy(logits: Tensor, group: ProcessGroup | None = None) ->
     return found.view(logits.shape[:-1])
 
 
+def vocab_parallel_log_probs_from_logits_response_rmpad(
+    input_ids: Tensor, attention_mask: Tensor, logits_rmpad: Tensor, response_length: int
+) -> Tensor:
+    """Return the log-probability (B, response_length) of each response token, zero where there is none.
+
+    ``logits_rmpad`` (T, V / ranks) are those of all T tokens that ``attention_mask`` (B, L) keeps.
+    """
+    mask = attention_mask.bool()
+    labels = input_ids.roll(-1, dims=1)[mask]  # the last of a row predicts nothing that is read
+    packed = vocab_parallel_log_probs_from_logits(logits_rmpad.reshape(len(labels), -1), labels)
+    whole = packed.new_zeros(mask.shape).masked_scatter(mask, packed)
+    return whole[:, -response_length - 1 : -1] * mask[:, -response_length:]
+
+
+def is_tensor_parallel_param(param: Tensor) -> bool:
+    """Whether ranks hold different parts of a parameter."""
+    return bool(getattr(param, "tensor_model_parallel", False))
+
+
+def get_tensor_parallel_partition_dim(param: Tensor) -> int:
+    """Return the dim that is cut of a parameter that ranks share."""
+    dim: int = param.partition_dim  # type: ignore[attr-defined]
+    return dim
+
+
+def get_tensor_parallel_partition_stride(param: Tensor) -> int:
+    """Return how many pieces a part consists of."""
+    stride: int = param.partition_stride  # type: ignore[attr-defined]
+    return stride
+
+
 def _default(group: ProcessGroup | None) -> ProcessGroup | None:
     """Return the tensor-parallel group of this process where none is given and Megatron-Core has one."""
     import sys

@@ -91,6 +91,7 @@ class McoreEngineConfig(BaseConfig):
     override_transformer_config: dict[str, Any] = field(default_factory=_default_transformer_overrides)
     override_mcore_model_config: dict[str, Any] = field(default_factory=dict)
     use_mbridge: bool = False
+    share_model_files: bool = False
     forward_only: bool = False
     strategy: str = "megatron"
 

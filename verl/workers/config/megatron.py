@@ -28,7 +28,7 @@ class McoreActorConfig(ActorConfig):
         self.engine = self.megatron
 
     def rules(self) -> Iterator[Violation]:
-        """Yield what ``ActorConfig`` does, other strategies and weights that are not loaded."""
+        """Yield what ``ActorConfig`` does, other strategies."""
         yield from super().rules()
         yield from mcore_role_rules(self)
 
@@ -70,7 +70,7 @@ class McoreCriticConfig(CriticConfig):
         self.engine = self.megatron
 
     def rules(self) -> Iterator[Violation]:
-        """Yield what ``CriticConfig`` does, other strategies and weights that are not loaded."""
+        """Yield what ``CriticConfig`` does, other strategies."""
         yield from super().rules()
         yield from mcore_role_rules(self)
         yield from positive_rules(self, "forward_micro_batch_size", "forward_micro_batch_size_per_gpu")
@@ -86,5 +86,3 @@ def mcore_role_rules(config: Any) -> Iterator[Violation]:
     if config.strategy != "megatron":
         expected = "must be megatron with these keys; the others are of ppo_trainer"
         yield Violation("strategy", config.strategy, expected)
-    if not config.load_weight:
-        yield Violation("load_weight", False, "is not supported: write true, random weights learn nothing here")

@@ -110,8 +110,8 @@ class RewardModelConfig(BaseConfig):
         elif self.strategy == "megatron" and self.megatron is None:
             expected = "needs the keys of Megatron-Core: choose reward_model@reward_model=megatron_reward_model"
             yield Violation("strategy", self.strategy, expected)
-        if not self.load_weight:
-            yield Violation("load_weight", False, "is not supported: write true, random weights score nothing")
+        if not self.load_weight and self.strategy != "megatron":
+            yield Violation("load_weight", False, "is of strategy=megatron: write true")
         if self.model_type not in MODEL_TYPES:
             yield Violation("model_type", self.model_type, f"must be one of {', '.join(MODEL_TYPES)}")
         if self.truncation not in TRUNCATIONS:

@@ -37,6 +37,7 @@ class BaseEngine(ABC):
     """
 
     freeze_vision_tower = False
+    load_weight = True
     """Set before ``initialize``: whether the vision tower of the model keeps its weights."""
 
     @abstractmethod

@@ -19,6 +19,14 @@ class CheckpointError(ValueError, RuntimeError):
     """The weights of ``model.path`` cannot be used."""
 
 
+STORED_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+"""Types as safetensors spells them."""
+
+
 class SafetensorsReader:
     """The tensors of a checkpoint folder, read one slice at a time."""
 
@@ -40,6 +48,14 @@ class SafetensorsReader:
     def names(self) -> set[str]:
         """Return the names of all tensors."""
         return set(self.files)
+
+    def describe(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return shape and dtype of every tensor."""
+        described = {}
+        for name, file in self.files.items():
+            stored = self._open(file).get_slice(name)
+            described[name] = tuple(stored.get_shape()), STORED_DTYPES[stored.get_dtype()]
+        return described
 
     def read(self, name: str, shape: Sequence[int], part: slice | tuple[slice, ...]) -> Tensor:
         """Return rows, or a part of the leading dims, of a tensor whose whole shape must be ``shape``.

@@ -99,6 +99,7 @@ class ActorRolloutRefWorker(EngineWorker):
             config.optimizer(),
             config.checkpoint,
             config.freeze_vision_tower,
+            config.get("load_weight", True),
         )
         dp_size = self.engine.get_data_parallel_size()
         self.mini_batch_size = per_rank_mini_batch(
@@ -120,7 +121,14 @@ class ActorRolloutRefWorker(EngineWorker):
             OmegaConf.set_struct(node, False)  # as under the actor's model, free nodes take any key
             node.merge_with(config.model)
             model_config = omega_conf_to_dataclass(node)
-        self.ref_engine = self.build_engine("language_model", model_config, engine_config, None, CheckpointConfig())
+        self.ref_engine = self.build_engine(
+            "language_model",
+            model_config,
+            engine_config,
+            None,
+            CheckpointConfig(),
+            load_weight=config.get("load_weight", True),
+        )
         self.ref_cut = log_prob_cut(config, self.ref_engine.get_data_parallel_size())
         if not self._is_actor:
             self.engine = self.ref_engine

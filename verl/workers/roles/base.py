@@ -93,8 +93,12 @@ class EngineWorker(Worker, DistProfilerExtension):
         optimizer_config: "OptimizerConfig | None",
         checkpoint_config: "CheckpointConfig",
         freeze_vision_tower: bool = False,
+        load_weight: bool = True,
     ) -> BaseEngine:
-        """Construct and initialize an engine for the strategy of its configuration, and seed this process for it."""
+        """Construct and initialize an engine for the strategy of its configuration, and seed this process for it.
+
+        Without ``load_weight``, which is of Megatron-Core, its weights come from a seed.
+        """
         engine = EngineRegistry.new(
             model_type,
             engine_config.strategy,
@@ -103,7 +107,7 @@ class EngineWorker(Worker, DistProfilerExtension):
             optimizer_config=optimizer_config,
             checkpoint_config=checkpoint_config,
         )
-        engine.freeze_vision_tower = freeze_vision_tower
+        engine.freeze_vision_tower, engine.load_weight = freeze_vision_tower, load_weight
         engine.initialize()
         drawing = optimizer_config is not None or not self.flops_counters  # a reference beside an actor draws nothing
         if drawing and engine_config.strategy != "megatron":  # which has seeded it by the place in its layout

@@ -40,6 +40,7 @@ class CriticWorker(EngineWorker):
             config.optimizer(),
             config.checkpoint,
             config.model.get("freeze_vision_tower", False),
+            config.get("load_weight", True),
         )
         dp_size = self.engine.get_data_parallel_size()
         self.mini_batch_size = per_rank_mini_batch(

@@ -63,7 +63,14 @@ class RewardModelWorker(EngineWorker):
             rollout = build_rollout(config.as_rollout_config(), model_config)
             self.judge = Judge(config, model_config, rollout, *self._policy_tokenizer())
             return
-        self.engine = self.build_engine("reward_model", model_config, self.engine_config, None, CheckpointConfig())
+        self.engine = self.build_engine(
+            "reward_model",
+            model_config,
+            self.engine_config,
+            None,
+            CheckpointConfig(),
+            load_weight=config.load_weight,
+        )
         dp_size = self.engine.get_data_parallel_size()
         self.cut = Cut(
             config.use_dynamic_bsz,

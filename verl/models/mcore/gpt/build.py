@@ -47,7 +47,7 @@ def default_implementation() -> str:
 
 
 def hf_to_mcore_config(hf_config: "PretrainedConfig", dtype: torch.dtype, **overrides: Any) -> TransformerConfig:
-    """Return the configuration of Megatron-Core; ``overrides`` are its fields, and win.
+    """Return the configuration of Megatron-Core for the layout of the process; ``overrides`` are its fields, and win.
 
     Raises: UnsupportedModelError for a model that it cannot hold, ValueError for a field that it does not have.
     """
@@ -71,7 +71,7 @@ def hf_to_mcore_config(hf_config: "PretrainedConfig", dtype: torch.dtype, **over
         "apply_rope_fusion": False,
         "transformer_impl": default_implementation(),
     }
-    values |= find_family(hf_config).config(hf_config) | overrides
+    values |= _current_layout() | find_family(hf_config).config(hf_config) | overrides
     output_bias = values.pop(ATTENTION_OUTPUT_BIAS, False)
     kind = MLATransformerConfig if values.get("multi_latent_attention") else TransformerConfig
     if values["transformer_impl"] == "transformer_engine":
@@ -87,6 +87,25 @@ def hf_to_mcore_config(hf_config: "PretrainedConfig", dtype: torch.dtype, **over
     return built
 
 
+def _current_layout() -> dict[str, Any]:
+    """Return the fields that say how Megatron-Core has laid the ranks out, where it has."""
+    if not parallel_state.model_parallel_is_initialized():
+        return {}
+    stages = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    values: dict[str, Any] = {
+        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
+        "virtual_pipeline_model_parallel_size": stages,
+        "context_parallel_size": parallel_state.get_context_parallel_world_size(),
+        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+        "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
+        "sequence_parallel": parallel_state.get_tensor_model_parallel_world_size() > 1,
+    }
+    if stages is not None:  # the other way of exchange gives wrong numbers, see McoreEngineConfig
+        values |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
+    return values
+
+
 def _refuse_transformer_engine(hf_config: "PretrainedConfig", output_bias: bool) -> None:
     """Raise UnsupportedModelError for what only our layers know."""
     latent = getattr(hf_config, "kv_lora_rank", None) and hf_config.rms_norm_eps != LATENT_EPSILON
@@ -99,33 +118,54 @@ def _refuse_transformer_engine(hf_config: "PretrainedConfig", output_bias: bool)
 
 
 def init_mcore_model(
-    config: TransformerConfig, hf_config: "PretrainedConfig", is_value_model: bool, tied: bool, vp_stage: int | None
+    tf_config: TransformerConfig,
+    hf_config: "PretrainedConfig",
+    pre_process: bool | None = None,
+    post_process: bool | None = None,
+    *,
+    share_embeddings_and_output_weights: bool = False,
+    value: bool = False,
+    freeze_moe_router: bool = False,
+    vp_stage: int | None = None,
 ) -> GPTModel:
-    """Return one chunk of the model on this rank, whose weights are not loaded yet."""
+    """Return one chunk of the model on this rank, whose weights are not loaded yet.
+
+    ``pre_process`` and ``post_process`` say whether it has the embedding and the head; None leaves it to the layout.
+    ``value`` puts a value head in the place of the language model's.
+    """
     stage: dict[str, Any] = {} if vp_stage is None else {"ignore_virtual": False, "vp_stage": vp_stage}
-    first, last = (
-        parallel_state.is_pipeline_first_stage(**stage),
-        parallel_state.is_pipeline_last_stage(**stage),
-    )
+    if pre_process is None:
+        pre_process = parallel_state.is_pipeline_first_stage(**stage)
+    if post_process is None:
+        post_process = parallel_state.is_pipeline_last_stage(**stage)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     model = GPTModel(
-        config=config,
-        transformer_layer_spec=_block_spec(config, vp_stage),
-        vocab_size=padded_vocab_size(hf_config.vocab_size, config.tensor_model_parallel_size),
+        config=tf_config,
+        transformer_layer_spec=_block_spec(tf_config, vp_stage),
+        vocab_size=padded_vocab_size(hf_config.vocab_size, tf_config.tensor_model_parallel_size),
         max_sequence_length=hf_config.max_position_embeddings,
-        pre_process=first,
-        post_process=last,
+        pre_process=pre_process,
+        post_process=post_process,
         parallel_output=True,
-        share_embeddings_and_output_weights=tied and not is_value_model,
+        share_embeddings_and_output_weights=share_embeddings_and_output_weights and not value,
         vp_stage=vp_stage,
         pg_collection=groups,
         **find_family(hf_config).rope(hf_config),
     )
-    if last:
-        if is_value_model:
-            model.output_layer = ValueHead(config)
+    if post_process:
+        if value:
+            model.output_layer = ValueHead(tf_config)
         attach_picker(model, groups.tp)
+    if freeze_moe_router:
+        freeze_routers(model)
     return model
+
+
+def freeze_routers(model: GPTModel) -> None:
+    """Keep the routers of a chunk as they are."""
+    for name, parameter in model.named_parameters():
+        if ".router." in name:
+            parameter.requires_grad_(False)
 
 
 def attach_picker(model: GPTModel, tp_group: Any) -> None:

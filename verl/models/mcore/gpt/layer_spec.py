@@ -43,6 +43,22 @@ class PackedRowParams(PackedSeqParams):
     sequences: PackedSequences | None = None
 
 
+def packed_row_params(lengths: list[int], device: torch.device) -> PackedRowParams:
+    """Return the boundaries of sequences of these lengths, their padding counted in."""
+    sequences = PackedSequences(lengths, device)
+    bounds, longest = sequences.cu_seqlens, sequences.max_length
+    return PackedRowParams(
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        cu_seqlens_q_padded=bounds,
+        cu_seqlens_kv_padded=bounds,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        sequences=sequences,
+    )
+
+
 class RMSNorm(nn.Module):
     """Root-mean-square norm; under sequence parallelism the gradient of its weight is summed over the ranks."""
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from verl.base_config import as_yaml
 from verl.models.mcore.families import HEAD_NAMES, num_experts
 from verl.models.mcore.gpt.build import default_implementation, hf_to_mcore_config, init_mcore_model, named_parameters
-from verl.models.mcore.weights import Shard
+from verl.models.mcore.gpt.load import load_parts
 from verl.utils.checkpoint.files import CheckpointError as TensorsError
 from verl.utils.checkpoint.torch_dist import TENSORS_FOLDER, TorchDistReader, holds_value_head, vocabulary_problem
 from verl.utils.fs import copy_to_local
@@ -22,11 +22,13 @@ from verl.utils.megatron.dist_checkpointing import (
     tensor_names,
 )
 from verl.workers.engine.megatron.layout import Layout
+from verl.workers.engine.megatron.sources import SharedWeights, new_weights
 from verl.workers.engine.weights import DTYPES, CheckpointError, SafetensorsReader, new_head
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
+    from verl.models.mcore.weights import ReadPart
     from verl.workers.config import HFModelConfig, McoreEngineConfig
 
 _OF_TRANSFORMER_ENGINE = {"layernorm", "moe_act"}
@@ -50,8 +52,10 @@ class ModelBuilder:
         layout: Layout,
         is_value_model: bool,
         makes_head: bool,
+        load_weight: bool = True,
     ) -> None:
         self.makes_head = makes_head
+        self.load_weight = load_weight
         self.model_config = model_config
         self.engine_config = engine_config
         self.layout = layout
@@ -68,20 +72,26 @@ class ModelBuilder:
         config = self.transformer_config()
         count = self.layout.virtual_stages
         tied = self.model_config.share_embeddings_and_output_weights
+        options = (getattr(self.model_config, "override_config", None) or {}).get("moe_config") or {}
         chunks = [
-            init_mcore_model(config, self.hf_config, self.is_value_model, tied, stage if count > 1 else None)
+            init_mcore_model(
+                config,
+                self.hf_config,
+                share_embeddings_and_output_weights=tied,
+                value=self.is_value_model,
+                freeze_moe_router=bool(options.get("freeze_moe_router")),
+                vp_stage=stage if count > 1 else None,
+            )
             for stage in range(count)
         ]
         for chunk in chunks:
             chunk.to(self.layout.device)  # routers are constructed on the host
-        if self.engine_config.use_dist_checkpointing:
+        if not self.load_weight:
+            self._fill(chunks, new_weights(self.hf_config, self.engine_config.seed))
+        elif self.engine_config.use_dist_checkpointing:
             self.load_distributed(chunks, str(self.engine_config.dist_checkpointing_path))
         else:
             self.load(chunks)
-        options = getattr(self.model_config, "override_config", None) or {}
-        if (options.get("moe_config") or {}).get("freeze_moe_router"):
-            for name, parameter in (each for chunk in chunks for each in chunk.named_parameters()):
-                parameter.requires_grad_(".router." not in name)
         return chunks
 
     def _refuse(self) -> None:
@@ -152,37 +162,47 @@ class ModelBuilder:
     def load(self, chunks: "Sequence[Any]") -> None:
         """Fill the parameters of this rank with its parts of the checkpoint, and nothing but them.
 
+        With ``share_model_files`` they may come from another worker; collective then.
+
         Raises: CheckpointError naming the file, or the tensor that is missing or of the wrong shape.
         """
-        if not SafetensorsReader.serves(self.path):
+        reader = SafetensorsReader(self.path) if SafetensorsReader.serves(self.path) else None
+        shared = None
+        if self.engine_config.share_model_files and self.layout.world_size > 1:
+            shared = SharedWeights(reader, self.layout.device)
+        if shared is not None and shared.is_needed:
+            shared.exchange(lambda: self._fill(chunks, self._reading(shared.want, shared.names())))
+            if reader is None:
+                self._fill(chunks, self._reading(shared.receive, shared.names()))
+                return
+        if reader is None:
             raise CheckpointError(
                 f"model.path={self.path} holds no model.safetensors, nor an index of several, on the node of rank "
                 f"{self.layout.rank}: strategy=megatron reads safetensors only, each worker its own parts; save the "
-                "model with save_pretrained, where every node can read it"
+                "model with save_pretrained where every node can read it, or write megatron.share_model_files=true if "
+                "some nodes have it"
             )
-        reader = SafetensorsReader(self.path)
-        dense = Shard(self.layout.tp_rank, self.layout.tp_size)
-        group = self.layout.expert_tp_group
-        in_expert = Shard(group.rank(), group.size())
+        self._fill(chunks, self._reading(reader.read, reader.names()))
+
+    def _fill(self, chunks: "Sequence[Any]", read: "ReadPart") -> None:
+        load_parts(chunks, self.hf_config, self.is_value_model, read)
+
+    def _reading(self, read_stored: "ReadPart", names: "Collection[str]") -> "ReadPart":
+        """Return what reads a part of a tensor that is stored, of a new head, or of a head that is tied."""
 
         def read(name: str, shape: "Sequence[int]", part: tuple[slice, ...]) -> Tensor:
-            if name in reader.files:
-                return reader.read(name, shape, part)
+            if name in names:
+                return read_stored(name, shape, part)
             # Heads for sequence classification have no bias.
             if name in HEAD_NAMES and (self.makes_head or name.endswith("bias")):
                 return new_head(name, torch.Size(shape), self.engine_config.seed, self.hf_config)
-            if name == "lm_head.weight" and "model.embed_tokens.weight" in reader.files:
-                return reader.read("model.embed_tokens.weight", shape, part)
+            if name == "lm_head.weight" and "model.embed_tokens.weight" in names:
+                return read_stored("model.embed_tokens.weight", shape, part)
             raise CheckpointError(
                 f"the checkpoint lacks {name!r}: model.path must hold the whole model of its config.json"
             )
 
-        with torch.no_grad():
-            for chunk in chunks:
-                for named in named_parameters(chunk, self.hf_config, self.is_value_model):
-                    shard = in_expert if named.is_expert else dense
-                    part = named.rule.load(read, shard, named.checkpoint_names, named.parameter.shape)
-                    named.parameter.copy_(part)
+        return read
 
     def load_distributed(self, chunks: "Sequence[Any]", path: str) -> None:
         """Fill the parameters from a folder in the torch_dist format, or a checkpoint with one, whatever its layout.

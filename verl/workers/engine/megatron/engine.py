@@ -13,17 +13,22 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from verl.models.mcore.gpt.export import exported_weights
 from verl.utils.checkpoint.megatron_checkpoint_manager import MegatronCheckpointManager
 from verl.utils.faults import fault_point
 from verl.utils.fsdp_utils import scale_to_norm
+from verl.utils.megatron.offload import Offload
+from verl.utils.megatron.optimizer import (
+    get_megatron_optimizer,
+    get_megatron_optimizer_param_scheduler,
+    init_megatron_optim_config,
+)
 from verl.workers.engine.accumulate import MetricSums, agree
 from verl.workers.engine.base import BaseEngine, EngineRegistry, LossFn, ModelOutput
 from verl.workers.engine.megatron.build import ModelBuilder, model_dtype, wrap
-from verl.workers.engine.megatron.export import exported_weights
 from verl.workers.engine.megatron.forward import Forward, Round, check_positions
 from verl.workers.engine.megatron.layout import Layout, make_layout
-from verl.workers.engine.megatron.offload import Offload
-from verl.workers.engine.megatron.optim import build_optimizer, build_scheduler
+from verl.workers.engine.megatron.sources import share_folder
 from verl.workers.engine.micro_batch import MicroBatch, check_rows, cut, response_mask_of
 
 if TYPE_CHECKING:
@@ -45,6 +50,7 @@ class MegatronEngine(BaseEngine):
     is_value_model = False
     lead = 1  # a token is read where it is predicted
     makes_head = True
+    load_weight = True
 
     def __init__(
         self,
@@ -72,8 +78,12 @@ class MegatronEngine(BaseEngine):
         """Build the model, optimizer and schedule, and load the pretrained weights."""
         config = self.engine_config
         self.layout = make_layout(config)
+        if config.share_model_files and self.layout.world_size > 1:
+            share_folder(self.model_config)
         self.hf_config = self.model_config.hf_config
-        builder = ModelBuilder(self.model_config, config, self.layout, self.is_value_model, self.makes_head)
+        builder = ModelBuilder(
+            self.model_config, config, self.layout, self.is_value_model, self.makes_head, self.load_weight
+        )
         self.models = builder.build()
         self.module = self.models  # what runs: wrapped where it trains
         self.forward = Forward(
@@ -89,8 +99,9 @@ class MegatronEngine(BaseEngine):
         else:
             self.module = wrap(self.models, config)
             dtype = model_dtype(config, self.layout.device)
-            self.optimizer = build_optimizer(self.module, self.optimizer_config, config, dtype)
-            self.lr_scheduler = build_scheduler(self.optimizer, self.optimizer_config)
+            settings = init_megatron_optim_config(self.optimizer_config, dtype, config.use_distributed_optimizer)
+            self.optimizer = get_megatron_optimizer(self.module, settings)
+            self.lr_scheduler = get_megatron_optimizer_param_scheduler(self.optimizer, self.optimizer_config)
         self.offload = Offload(self.module, self.optimizer, self.layout.device)
         self._set_training(False)
         self._unload()

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from verl.models.mcore.gpt.layer_spec import PackedRowParams
-from verl.models.transformers.attention import PackedSequences
+from verl.models.mcore.gpt.layer_spec import PackedRowParams, packed_row_params
 from verl.utils.megatron.tensor_parallel import vocab_parallel_log_probs_and_entropy
 from verl.utils.ulysses import all_gather_tensor
 from verl.workers.engine.megatron.layout import Layout
@@ -73,18 +72,7 @@ class Forward:
                 batch["input_ids"], batch["attention_mask"], batch["position_ids"], response_mask_of(rows), self.lead
             )
         share = share_of(packed, self.layout.cp_size, self.layout.cp_rank, self.tp_multiple)
-        sequences = PackedSequences(share.lengths, device)
-        bounds, longest = sequences.cu_seqlens, sequences.max_length
-        params = PackedRowParams(
-            qkv_format="thd",
-            cu_seqlens_q=bounds,
-            cu_seqlens_kv=bounds,
-            cu_seqlens_q_padded=bounds,
-            cu_seqlens_kv_padded=bounds,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-            sequences=sequences,
-        )
+        params = packed_row_params(share.lengths, device)
         return Round(at, micro_batch, rows, share, params)
 
     def run(self, model: Any, head: Any, round_: Round) -> Tensor:

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from megatron.core.distributed import DistributedDataParallel
 
 from verl.models.mcore.gpt.build import attach_picker
+from verl.utils.megatron.offload import Offload
 from verl.workers.engine.megatron.engine import MegatronEngine
 from verl.workers.engine.megatron.forward import Forward
 from verl.workers.engine.megatron.layout import make_layout
-from verl.workers.engine.megatron.offload import Offload
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

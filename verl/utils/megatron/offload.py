@@ -5,12 +5,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
 from verl.utils.device import get_torch_device
+from verl.utils.megatron import cpu_support
 
-PARTS = ("model", "grad", "optimizer")
+cpu_support.install()
+
+from megatron.core.distributed import DistributedDataParallel  # noqa: E402
+from megatron.core.optimizer.optimizer import FP32Optimizer  # noqa: E402
+
+PARTS = ("model", "grad", "copies", "optimizer")
+"""``copies`` are what is updated in the place of parameters of half precision; ``optimizer`` is these and the moments."""
 
 
 @dataclass(frozen=True)
@@ -77,10 +83,10 @@ class Offload:
 
     def _storages(self, part: str) -> Iterator[torch.UntypedStorage]:
         """Yield the storages of a part on the device, each once."""
-        tensors = {"model": self._parameters, "grad": self._gradients, "optimizer": self._states}[part]()
-        seen: set[int] = set()
-        if part == "optimizer":  # it steps on views of parameters, and on copies where those are of half precision
-            seen.update(tensor.untyped_storage()._cdata for tensor in self._parameters())
+        kinds = {"model": self._parameters, "grad": self._gradients, "copies": self._copies, "optimizer": self._states}
+        tensors, seen = kinds[part](), set[int]()
+        if part in ("copies", "optimizer"):  # it steps on views of parameters, and on copies of those of half precision
+            seen.update(tensor.untyped_storage()._cdata for tensor in self._trained())
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if tensor.device.type == self._device.type and storage._cdata not in seen and storage.nbytes():
@@ -97,12 +103,30 @@ class Offload:
                 for buffer in (*module.buffers, *module.expert_parallel_buffers):
                     yield buffer.grad_data
 
-    def _states(self) -> Iterator[Tensor]:
-        """Yield moments and copies; counts of steps are read on the host."""
-        for each in getattr(self._optimizer, "chained_optimizers", ()):
-            if getattr(each, "is_stub_optimizer", False):
-                continue
+    def _trained(self) -> Iterator[Tensor]:
+        """Yield the parameters of the modules and of those that the optimizer knows."""
+        yield from self._parameters()
+        for each in self._optimizers():
+            for chunk in getattr(each, "model_chunks", ()):
+                yield from chunk.parameters()
+            for group in (*getattr(each, "float16_groups", ()), *getattr(each, "fp32_from_fp32_groups", ())):
+                yield from group
+            if isinstance(each, FP32Optimizer):
+                yield from each.get_parameters()
+
+    def _copies(self) -> Iterator[Tensor]:
+        for each in self._optimizers():
             for group in each.param_groups:
                 yield from group["params"]
+
+    def _states(self) -> Iterator[Tensor]:
+        """Yield moments and copies; counts of steps are read on the host."""
+        yield from self._copies()
+        for each in self._optimizers():
             for state in each.state.values():
                 yield from (value for value in state.values() if isinstance(value, Tensor) and value.dim())
+
+    def _optimizers(self) -> Iterator[Any]:
+        for each in getattr(self._optimizer, "chained_optimizers", ()):
+            if not getattr(each, "is_stub_optimizer", False):
+                yield each

@@ -4,43 +4,54 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from verl.utils.megatron import cpu_support
 
+cpu_support.install()
+
+from megatron.core import optimizer as mcore_optimizer  # noqa: E402
+from megatron.core.optimizer import OptimizerConfig  # noqa: E402
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # noqa: E402
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
+
 if TYPE_CHECKING:
-    from verl.workers.config import McoreEngineConfig, McoreOptimizerConfig
+    from verl.workers.config import McoreOptimizerConfig
 
 
-def build_optimizer(
-    chunks: list[Any], config: "McoreOptimizerConfig", engine_config: "McoreEngineConfig", dtype: torch.dtype
-) -> Any:
-    """Return AdamW over the parameters of all chunks. Biases and norms are not decayed.
+def init_megatron_optim_config(
+    optim_config: "McoreOptimizerConfig", dtype: torch.dtype = torch.bfloat16, use_distributed_optimizer: bool = True
+) -> OptimizerConfig:
+    """Return Megatron-Core's configuration for an ``optim`` node, of parameters in ``dtype``.
 
     Raises: ValueError for a key that Megatron-Core does not have.
     """
     values: dict[str, Any] = {
-        "optimizer": config.optimizer,
-        "lr": config.lr,
-        "min_lr": config.min_lr,
-        "weight_decay": config.weight_decay,
-        "adam_beta1": config.betas[0],
-        "adam_beta2": config.betas[1],
-        "clip_grad": config.clip_grad,
+        "optimizer": optim_config.optimizer,
+        "lr": optim_config.lr,
+        "min_lr": optim_config.min_lr,
+        "weight_decay": optim_config.weight_decay,
+        "adam_beta1": optim_config.betas[0],
+        "adam_beta2": optim_config.betas[1],
+        "clip_grad": optim_config.clip_grad,
         "bf16": dtype == torch.bfloat16,
         "params_dtype": dtype,
-        "use_distributed_optimizer": engine_config.use_distributed_optimizer,
-    } | dict(config.override_optimizer_config)
+        "use_distributed_optimizer": use_distributed_optimizer,
+    } | dict(optim_config.override_optimizer_config)
     unknown = sorted(values.keys() - OptimizerConfig.__dataclass_fields__.keys())
     if unknown:
         raise ValueError(
             f"optim.override_optimizer_config has unknown keys {unknown}: write fields of megatron-core's "
             "OptimizerConfig"
         )
+    return OptimizerConfig(**values)
+
+
+def get_megatron_optimizer(model: list[Any], config: OptimizerConfig) -> Any:
+    """Return AdamW over the parameters of all chunks, which are in ``DistributedDataParallel``. Biases and norms are
+    not decayed.
+    """
     with cpu_support.cuda_type_names():
-        optimizer = get_megatron_optimizer(OptimizerConfig(**values), chunks, use_gloo_process_groups=False)
+        optimizer = mcore_optimizer.get_megatron_optimizer(config, model, use_gloo_process_groups=False)
     for each in optimizer.chained_optimizers:
         if isinstance(each.optimizer, torch.optim.AdamW | torch.optim.Adam):
             _start_state(each.optimizer)
@@ -77,7 +88,13 @@ def _restore_steps(optimizer: DistributedOptimizer) -> None:
     optimizer._set_main_param_and_optimizer_states = restore
 
 
-def build_scheduler(optimizer: Any, config: "McoreOptimizerConfig") -> OptimizerParamScheduler:
+def get_megatron_last_lr(optimizer: Any) -> float:
+    """Return the learning rate of the next step."""
+    rate: float = optimizer.param_groups[0]["lr"]
+    return rate
+
+
+def get_megatron_optimizer_param_scheduler(optimizer: Any, config: "McoreOptimizerConfig") -> OptimizerParamScheduler:
     """Return the schedule, which also applies the weight decay of each group; ``lr_warmup_steps`` of 0 or less leaves
     the warm-up to the ratio.
 

@@ -2,16 +2,58 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from verl.models.mcore.gpt.build import NamedParameter, named_parameters
 from verl.models.mcore.weights import Rule
-from verl.workers.engine.megatron.layout import Layout
+from verl.utils.device import get_device_id, get_device_name
+
+Convert = Callable[[str, Sequence[Tensor]], tuple[Sequence[str], Sequence[Tensor]]]
+"""(name of a parameter, its parts of all tensor-parallel ranks) -> (checkpoint names, tensors)."""
+
+
+class Ranks(Protocol):
+    """Who holds the other parts of a model; an engine's layout is one."""
+
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def tp_group(self) -> ProcessGroup: ...
+    @property
+    def expert_tp_group(self) -> ProcessGroup: ...
+    @property
+    def ep_group(self) -> ProcessGroup: ...
+    @property
+    def pp_group(self) -> ProcessGroup: ...
+
+
+@dataclass(frozen=True)
+class CurrentRanks:
+    """The groups of the process."""
+
+    device: torch.device
+    tp_group: ProcessGroup
+    expert_tp_group: ProcessGroup
+    ep_group: ProcessGroup
+    pp_group: ProcessGroup
+
+    @classmethod
+    def of_process(cls) -> "CurrentRanks":
+        """Return those that Megatron-Core has initialized."""
+        name = get_device_name()
+        return cls(
+            torch.device(name) if name == "cpu" else torch.device(name, int(get_device_id())),
+            parallel_state.get_tensor_model_parallel_group(),
+            parallel_state.get_expert_tensor_parallel_group(),
+            parallel_state.get_expert_model_parallel_group(),
+            parallel_state.get_pipeline_model_parallel_group(),
+        )
 
 
 @dataclass(frozen=True)
@@ -19,7 +61,7 @@ class Entry:
     """One parameter in the order of the export, as every rank knows it.
 
     ``stage`` is the pipeline rank that sends it, ``names`` the checkpoint names of its tensors: of an expert one tuple
-    for each expert-parallel rank, of which each has another expert at this place.
+    for each expert-parallel rank, of which each has another expert at this place; ``mcore_names`` are its names there.
     """
 
     name: str
@@ -28,6 +70,7 @@ class Entry:
     shape: torch.Size
     dtype: torch.dtype
     names: tuple[tuple[str, ...], ...]
+    mcore_names: tuple[str, ...]
     is_expert: bool
 
 
@@ -35,14 +78,15 @@ def exported_weights(
     models: Sequence[Any],
     hf_config: Any,
     is_value_model: bool,
-    layout: Layout,
+    layout: Ranks,
     of: Callable[[Tensor], Tensor | None] = torch.Tensor.detach,
     before: Callable[[int], None] | None = None,
+    convert: Convert | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (checkpoint name, full tensor): the embedding, the layers by number, the last norm, the head; collective.
 
     ``of`` says what of a parameter is exported: itself, or its gradient; where it is None, nothing. ``before`` is told
-    the bytes of each parameter before its parts are gathered.
+    the bytes of each parameter before its parts are gathered. ``convert`` takes the place of the rules.
 
     A tensor moves from the stage that holds it to the others as one part per tensor-parallel rank, an expert then from
     the rank that holds it to the others, and only then the parts are put together: what is alive at a time is this
@@ -53,20 +97,32 @@ def exported_weights(
     for entry in _plan(own, of, layout):
         if before is not None:
             before(entry.shape.numel() * entry.dtype.itemsize * layout.tp_group.size())
-        part = of(own[entry.name].parameter) if layout.pp_rank == entry.stage else None
-        yield from _tensors_of(entry, part, layout)
+        part = of(own[entry.name].parameter) if layout.pp_group.rank() == entry.stage else None
+        yield from _tensors_of(entry, part, layout, convert)
 
 
-def _tensors_of(entry: Entry, part: Tensor | None, layout: Layout) -> Iterator[tuple[str, Tensor]]:
+def _tensors_of(
+    entry: Entry, part: Tensor | None, layout: Ranks, convert: Convert | None
+) -> Iterator[tuple[str, Tensor]]:
     """Yield the checkpoint tensors of one parameter, of which this rank may hold a part."""
     held = [_broadcast(part, entry, layout.pp_group, entry.stage, layout)]
     if len(entry.names) == 1:
-        yield from _one_by_one(entry.names[0], entry.rule.export(_gather(held.pop(), entry, layout)))
+        yield from _converted(entry, 0, _gather(held.pop(), entry, layout), convert)
         return
-    for owner, names in enumerate(entry.names):
-        mine = held[0] if layout.ep_rank == owner else None
-        tensors = entry.rule.export(_gather(_broadcast(mine, entry, layout.ep_group, owner, layout), entry, layout))
-        yield from _one_by_one(names, tensors)
+    for owner in range(len(entry.names)):
+        mine = held[0] if layout.ep_group.rank() == owner else None
+        parts = _gather(_broadcast(mine, entry, layout.ep_group, owner, layout), entry, layout)
+        yield from _converted(entry, owner, parts, convert)
+
+
+def _converted(
+    entry: Entry, owner: int, parts: Sequence[Tensor] | Tensor, convert: Convert | None
+) -> Iterator[tuple[str, Tensor]]:
+    if convert is None:
+        yield from _one_by_one(entry.names[owner], entry.rule.export(parts))
+    else:
+        names, tensors = convert(entry.mcore_names[owner], list(parts))
+        yield from _one_by_one(names, list(tensors))
 
 
 def _one_by_one(names: Sequence[str], tensors: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -75,18 +131,27 @@ def _one_by_one(names: Sequence[str], tensors: list[Tensor]) -> Iterator[tuple[s
         yield name, tensors.pop(0)
 
 
-def _plan(own: dict[str, NamedParameter], of: Callable[[Tensor], Tensor | None], layout: Layout) -> list[Entry]:
+def _plan(own: dict[str, NamedParameter], of: Callable[[Tensor], Tensor | None], layout: Ranks) -> list[Entry]:
     """Agree on the parameters of the whole model and who sends them; collective."""
     mine = []
     for name, named in own.items():
         if (value := of(named.parameter)) is None:
             continue
-        names = (named.checkpoint_names,)
-        mine.append(Entry(name, named.rule, layout.pp_rank, value.shape, value.dtype, names, named.is_expert))
+        entry = Entry(
+            name=name,
+            rule=named.rule,
+            stage=layout.pp_group.rank(),
+            shape=value.shape,
+            dtype=value.dtype,
+            names=(named.checkpoint_names,),
+            mcore_names=(name,),
+            is_expert=named.is_expert,
+        )
+        mine.append(entry)
     mine = _with_all_experts(mine, layout)
     stages: list[Any] = [mine]
-    if layout.pp_size > 1:
-        stages = [None] * layout.pp_size
+    if layout.pp_group.size() > 1:
+        stages = [None] * layout.pp_group.size()
         dist.all_gather_object(stages, mine, group=layout.pp_group)
     first: dict[tuple[tuple[str, ...], ...], Entry] = {}
     for entry in (entry for stage in stages for entry in stage):
@@ -94,15 +159,20 @@ def _plan(own: dict[str, NamedParameter], of: Callable[[Tensor], Tensor | None],
     return sorted(first.values(), key=lambda entry: _order(entry.name))
 
 
-def _with_all_experts(mine: list[Entry], layout: Layout) -> list[Entry]:
+def _with_all_experts(mine: list[Entry], layout: Ranks) -> list[Entry]:
     """Add to each expert the names of those that stand at its place on the other ranks which share the experts."""
     group = layout.ep_group
     if group.size() == 1 or not any(entry.is_expert for entry in mine):
         return mine
     everywhere: list[Any] = [None] * group.size()
-    dist.all_gather_object(everywhere, [entry.names[0] for entry in mine if entry.is_expert], group=group)
-    names = zip(*everywhere, strict=True)
-    return [replace(entry, names=next(names)) if entry.is_expert else entry for entry in mine]
+    dist.all_gather_object(everywhere, [(each.names[0], each.name) for each in mine if each.is_expert], group=group)
+    there = zip(*everywhere, strict=True)  # of each place the experts of all ranks
+
+    def with_all(entry: Entry) -> Entry:
+        names, mcore_names = zip(*next(there), strict=True)
+        return replace(entry, names=names, mcore_names=mcore_names)
+
+    return [with_all(entry) if entry.is_expert else entry for entry in mine]
 
 
 def _order(name: str) -> tuple[int, int, str]:
@@ -113,7 +183,7 @@ def _order(name: str) -> tuple[int, int, str]:
     return (2, 0, name)
 
 
-def _broadcast(own: Tensor | None, entry: Entry, group: ProcessGroup, owner: int, layout: Layout) -> Tensor:
+def _broadcast(own: Tensor | None, entry: Entry, group: ProcessGroup, owner: int, layout: Ranks) -> Tensor:
     """Send the part of the rank that is ``owner`` in a group to the others, on the device."""
     if own is None:
         part = torch.empty(entry.shape, dtype=entry.dtype, device=layout.device)
@@ -124,7 +194,7 @@ def _broadcast(own: Tensor | None, entry: Entry, group: ProcessGroup, owner: int
     return part
 
 
-def _gather(part: Tensor, entry: Entry, layout: Layout) -> Sequence[Tensor] | Tensor:
+def _gather(part: Tensor, entry: Entry, layout: Ranks) -> Sequence[Tensor] | Tensor:
     """Return the parts of all tensor-parallel ranks, in one tensor."""
     group = layout.expert_tp_group if entry.is_expert else layout.tp_group
     if entry.rule.shard_dim is None or group.size() == 1:

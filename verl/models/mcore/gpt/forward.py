@@ -1,0 +1,194 @@
+"""Forward passes through a chunk of a ``GPTModel`` for code that drives Megatron-Core's schedules itself."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+
+from verl.models.mcore.gpt.build import attach_picker
+from verl.models.mcore.gpt.layer_spec import packed_row_params
+from verl.utils.megatron.packing import aligned_lengths, held_places, places_of
+from verl.utils.megatron.tensor_parallel import vocab_parallel_log_probs_and_entropy, vocab_range
+from verl.utils.megatron_utils import unwrap_model
+from verl.utils.ulysses import all_gather_tensor
+
+if TYPE_CHECKING:
+    from verl.utils.model import CausalLMOutputForPPO
+
+LogitsProcessor = Callable[..., dict[str, Tensor]]
+"""Takes logits (1, t, V / ranks) and its keyword arguments, each (1, t); returns tensors (1, t)."""
+
+
+class _Row:
+    """Sequences packed into one row, of which this rank holds its part."""
+
+    def __init__(self, model: Any, lengths: list[int], device: torch.device) -> None:
+        inner = unwrap_model(model)
+        group = parallel_state.get_context_parallel_group()
+        config = inner.config
+        self.model, self.group, self.device = model, group, device
+        multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        aligned = aligned_lengths(lengths, group.size(), multiple)
+        self.total, self.params = sum(aligned), packed_row_params(aligned, device)
+        self.place = places_of(lengths, aligned).to(device)
+        self.held = held_places(aligned, group.size(), group.rank()).to(device)
+        attach_picker(inner, parallel_state.get_tensor_model_parallel_group())
+        self.head = getattr(inner, "picker", None)
+
+    def take(self, tokens: Tensor) -> Tensor:
+        """Return this rank's part (t, ...) of values of all tokens (T, ...)."""
+        whole = tokens.new_zeros(self.total, *tokens.shape[1:])
+        return whole.index_copy(0, self.place, tokens)[self.held]
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Return the values of all tokens (T, ...) from the parts (t, ...) of all ranks; differentiable."""
+        whole = values.new_zeros(self.total, *values.shape[1:]).index_copy(0, self.held, values)
+        if self.group.size() > 1:  # every place is held once
+            whole = all_gather_tensor(whole.unsqueeze(0), 0, self.group).sum(0)
+        return whole[self.place]
+
+    def run(self, tokens: Tensor, keep: Tensor | None = None) -> Tensor:
+        """Return hidden states, or at the head the output (1, t, ...) at the places ``keep`` of this rank's part."""
+        if self.head is not None:
+            self.head.keep = torch.arange(len(self.held), device=self.device) if keep is None else keep
+        output: Tensor = self.model(
+            self.take(tokens).unsqueeze(0), position_ids=None, attention_mask=None, packed_seq_params=self.params
+        )
+        return output
+
+    def outputs(
+        self,
+        output: Tensor,
+        process: LogitsProcessor | None,
+        arguments: dict[str, Tensor],
+        vocab_size: int | None,
+    ) -> Tensor | dict[str, Tensor]:
+        """Return what the head gave, or what ``process`` makes of it, of all tokens; None is a value model's size."""
+        if vocab_size is not None:
+            output = _without_padding(output, vocab_size)
+        if process is None:
+            rows = self.spread(output.squeeze(0))
+            return rows[:, 0] if vocab_size is None else rows
+        own = {name: self.take(value).unsqueeze(0) for name, value in arguments.items()}
+        return {name: self.spread(value.squeeze(0)) for name, value in process(output, **own).items()}
+
+
+def _without_padding(logits: Tensor, vocab_size: int) -> Tensor:
+    """Give tokens that only pad the vocabulary no probability."""
+    first, last = vocab_range(vocab_size, parallel_state.get_tensor_model_parallel_group())
+    width = last - first
+    if width == logits.shape[-1]:
+        return logits
+    return torch.cat([logits[..., :width], torch.full_like(logits[..., width:], -torch.inf)], dim=-1)
+
+
+def model_forward(
+    model: Any,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    position_ids: Tensor | None = None,
+    multi_modal_inputs: dict[str, Any] | None = None,
+    logits_processor: LogitsProcessor | None = None,
+    logits_processor_args: dict[str, Tensor] | None = None,
+    value_model: bool = False,
+    *,
+    vocab_size: int,
+) -> Tensor | dict[str, Tensor]:
+    """Run rows (B, L) without their padding; positions count the tokens of a row from 0.
+
+    Returns: on the last stage logits (B, L, V / ranks), values (B, L) or what ``logits_processor`` returns, each
+    (B, L), zero at padding; its arguments are (B, L). On other stages hidden states.
+    Raises: ValueError for images, which no model here takes.
+    """
+    _text_only(multi_modal_inputs)
+    mask = attention_mask.bool()
+    row = _Row(model, mask.sum(-1).tolist(), input_ids.device)
+    output = row.run(input_ids[mask])
+    if row.head is None:
+        return output
+    arguments = {name: value[mask] for name, value in (logits_processor_args or {}).items()}
+    found = row.outputs(output, logits_processor, arguments, None if value_model else vocab_size)
+
+    def padded(values: Tensor) -> Tensor:
+        rows = values.new_zeros(*mask.shape, *values.shape[1:])
+        return rows.masked_scatter(mask.view(*mask.shape, *[1] * (values.dim() - 1)), values)
+
+    return {name: padded(value) for name, value in found.items()} if isinstance(found, dict) else padded(found)
+
+
+def model_forward_no_padding(
+    model: Any,
+    input_ids: Tensor,
+    multi_modal_inputs: dict[str, Any] | None = None,
+    logits_processor: LogitsProcessor | None = None,
+    logits_processor_args: dict[str, Tensor] | None = None,
+    value_model: bool = False,
+    *,
+    vocab_size: int,
+) -> Tensor | dict[str, Tensor]:
+    """As ``model_forward``, with jagged nested tensors in and out."""
+    _text_only(multi_modal_inputs)
+    lengths: list[int] = input_ids.offsets().diff().tolist()
+    row = _Row(model, lengths, input_ids.device)
+    output = row.run(input_ids.values())
+    if row.head is None:
+        return output
+    arguments = {name: value.values() for name, value in (logits_processor_args or {}).items()}
+    found = row.outputs(output, logits_processor, arguments, None if value_model else vocab_size)
+
+    def nested(values: Tensor) -> Tensor:
+        return torch.nested.nested_tensor_from_jagged(values, input_ids.offsets())
+
+    return {name: nested(value) for name, value in found.items()} if isinstance(found, dict) else nested(found)
+
+
+def fused_forward(
+    model: Any,
+    input_ids: Tensor,
+    position_ids: Tensor | None,
+    attention_mask: Tensor,
+    labels: Tensor,
+    labels_mask: Tensor,
+    temperature: float = 1.0,
+    multi_modal_inputs: dict[str, Any] | None = None,
+    *,
+    vocab_size: int,
+) -> "CausalLMOutputForPPO | Tensor":
+    """Run rows (B, L); logits exist only where ``labels_mask`` (B, L) is set.
+
+    Returns: on the last stage an output with ``log_probs`` of ``labels`` (B, L), each predicted by the token at its
+    place, and ``entropy``, both (B, L) and zero where the mask is not set. On other stages hidden states.
+    Raises: ValueError for images, which no model here takes.
+    """
+    from verl.utils.model import CausalLMOutputForPPO
+
+    _text_only(multi_modal_inputs)
+    mask = attention_mask.bool()
+    row = _Row(model, mask.sum(-1).tolist(), input_ids.device)
+    asked = row.take(labels_mask.bool()[mask])
+    keep = asked.nonzero().squeeze(-1)
+    some = keep if len(keep) else keep.new_zeros(1)  # heads and collectives want at least one position
+    output = row.run(input_ids[mask], some)
+    if row.head is None:
+        return output
+    own = row.take(labels[mask])[some]
+    found = vocab_parallel_log_probs_and_entropy(
+        output.squeeze(0), own, temperature, entropy="grad", vocab_size=vocab_size,
+        group=parallel_state.get_tensor_model_parallel_group(),
+    )  # fmt: skip
+
+    def placed(values: Tensor | None) -> Tensor:
+        assert values is not None
+        part = values.new_zeros(len(row.held)).index_copy(0, keep, values[: len(keep)])
+        return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).masked_scatter(mask, row.spread(part))
+
+    return CausalLMOutputForPPO(log_probs=placed(found[0]), entropy=placed(found[1]))
+
+
+def _text_only(multi_modal_inputs: dict[str, Any] | None) -> None:
+    if multi_modal_inputs:
+        raise ValueError(
+            f"multi_modal_inputs has {sorted(multi_modal_inputs)}: models on Megatron-Core take text only here"
+        )
