@@ -265,7 +265,7 @@ MEGATRON = [
     Reader(LAYOUTS, "use_distributed_optimizer override_ddp_config", "workers/engine/megatron/build.py", "config", CONTRACT_MEGATRON + "test_three_steps_of_adamw"),
     Reader(LAYOUTS, "dtype", "workers/engine/megatron/build.py", "config", MEGATRON_ENGINE + "test_half_precision_keeps_an_fp32_copy"),
     Reader(LAYOUTS, "use_dist_checkpointing dist_checkpointing_path", "workers/engine/megatron/build.py", "self.engine_config", "tests/scripts/test_converter_hf_to_mcore.py::test_engines_start_from_what_was_converted"),
-    Reader(LAYOUTS, "share_model_files", "workers/engine/megatron/build.py", "self.engine_config", "tests/workers/engine/test_megatron_sources.py::test_a_worker_without_files_gets_its_parts_and_no_more"),
+    Reader(LAYOUTS, "share_model_files", "workers/engine/megatron/build.py", "self.engine_config", "tests/workers/engine/test_megatron_helpers.py::test_a_worker_without_files_gets_its_parts_and_no_more"),
     Reader((ACTOR, REF), "load_weight", "workers/roles/actor_rollout_ref.py", "config", "tests/workers/engine/test_megatron_engine.py::test_weights_come_from_the_seed_where_none_are_loaded"),
     Reader("critic", "load_weight", "workers/roles/critic.py", "config", "tests/workers/engine/test_megatron_engine.py::test_weights_come_from_the_seed_where_none_are_loaded"),
     Reader("reward_model", "load_weight", "workers/roles/reward_model.py", "config", "tests/workers/engine/test_megatron_engine.py::test_weights_come_from_the_seed_where_none_are_loaded"),

@@ -46,7 +46,7 @@ def test_modules_are_made_wrapped_and_unwrapped(root: Path) -> None:
 
     def provider(pre_process: bool, post_process: bool) -> Any:
         assert pre_process and post_process
-        return init_mcore_model(config, engine.hf_config, False, False, None)
+        return init_mcore_model(config, engine.hf_config, pre_process, post_process)
 
     (wrapped,) = megatron_utils.get_model(provider)
     (plain,) = megatron_utils.get_model(provider, wrap_with_ddp=False)

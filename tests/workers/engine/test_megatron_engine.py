@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.workers.engine import cases, megatron_cases
-from verl.workers.config import McoreOptimizerConfig
+from verl.workers.config import McoreEngineConfig, McoreOptimizerConfig
 from verl.workers.engine import BaseEngine, EngineRegistry
 
 pytest.importorskip("megatron.core", reason="the extra mcore is not installed")
@@ -114,6 +114,30 @@ def test_attention_is_computed_again_alone(folder: Path) -> None:
     attention.linear_qkv.register_forward_pre_hook(lambda *_: calls.append(100))
     assert step(engine) == step(megatron_cases.build(folder, {}))
     assert sum(calls) == 2 * 100 + 2 * 2  # micro-batches
+
+
+def test_weights_come_from_the_seed_where_none_are_loaded(folder: Path) -> None:
+    def fresh(seed: int) -> Any:
+        engine = EngineRegistry.new(
+            "language_model",
+            "megatron",
+            model_config=cases.model_config(folder),
+            engine_config=McoreEngineConfig(seed=seed, forward_only=True),
+            optimizer_config=None,
+            checkpoint_config=None,
+        )
+        engine.load_weight = False
+        engine.initialize()
+        return cases.export(engine)
+
+    weights, same, other = fresh(1), fresh(1), fresh(2)
+    assert weights.keys() == load_file(folder / "model.safetensors").keys()
+    for name, tensor in weights.items():
+        assert torch.equal(tensor, same[name])
+        if tensor.dim() == 1:
+            assert torch.equal(tensor, torch.full_like(tensor, 0.0 if name.endswith("bias") else 1.0))
+        else:
+            assert 0.018 < tensor.std() < 0.022 and not torch.equal(tensor, other[name])
 
 
 def test_half_precision_keeps_an_fp32_copy(folder: Path) -> None:

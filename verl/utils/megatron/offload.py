@@ -16,7 +16,7 @@ from megatron.core.distributed import DistributedDataParallel  # noqa: E402
 from megatron.core.optimizer.optimizer import FP32Optimizer  # noqa: E402
 
 PARTS = ("model", "grad", "copies", "optimizer")
-"""``copies`` are what is updated in the place of parameters of half precision; ``optimizer`` is these and the moments."""
+"""``copies`` are updated in the place of parameters of half precision; ``optimizer`` is these and the moments."""
 
 
 @dataclass(frozen=True)
