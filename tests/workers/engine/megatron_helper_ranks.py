@@ -118,13 +118,12 @@ def run_forward(chunks: list[Any], hf_config: Any, model: Any) -> None:
     close(forward(chunks[0], *inputs, **processed)["log_probs"], expected * mask)
     if parallel_state.get_tensor_model_parallel_world_size() == 1:
         close(forward(chunks[0], *inputs), logits * mask.unsqueeze(-1))
-    jagged = {name: torch.nested.nested_tensor([data[name][at][row] for at, row in enumerate(mask)], layout=torch.jagged)
-              for name in ("input_ids", "labels")}  # fmt: skip
+    ids, labels = (
+        torch.nested.nested_tensor([rows[row] for rows, row in zip(data[name], mask, strict=True)], layout=torch.jagged)
+        for name in ("input_ids", "labels")
+    )
     found = get_mcore_forward_no_padding_fn(hf_config)(
-        chunks[0],
-        jagged["input_ids"],
-        logits_processor=log_probs_of,
-        logits_processor_args={"labels": jagged["labels"]},
+        chunks[0], ids, logits_processor=log_probs_of, logits_processor_args={"labels": labels}
     )
     close(found["log_probs"].values(), expected[mask])
     asked = torch.zeros_like(mask)
