@@ -21,6 +21,8 @@ OPTIONAL_BACKENDS = {
         "verl/workers/engine/megatron/",
         "verl/models/mcore/gpt/",
         "verl/utils/megatron/dist_checkpointing.py",
+        "verl/utils/megatron/offload.py",
+        "verl/utils/megatron/optimizer.py",
         "verl/utils/checkpoint/megatron_checkpoint_manager.py",
     ),
     "flash_attn": None,

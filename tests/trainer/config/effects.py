@@ -272,7 +272,7 @@ MEGATRON = [
     Reader(CHECKPOINTS, "async_save", "utils/checkpoint/megatron_checkpoint_manager.py", "config", "tests/utils/checkpoint/test_megatron_checkpoint_manager.py::test_training_goes_on_while_a_rank_writes"),
     Reader(LAYOUTS, "override_transformer_config", "workers/engine/megatron/build.py", "config", MEGATRON_ENGINE + "test_recompute_computes_layers_again"),
     Reader(LAYOUTS, "param_offload grad_offload optimizer_offload", "workers/engine/megatron/engine.py", "config", "tests/workers/engine/test_megatron_engine.py::test_offload_frees_each_part_by_its_own_switch"),
-    Reader(OPTIMIZERS, "lr weight_decay betas clip_grad optimizer override_optimizer_config", "utils/megatron/optimizer.py", "config", CONTRACT_MEGATRON + "test_three_steps_of_adamw"),
+    Reader(OPTIMIZERS, "lr weight_decay betas clip_grad optimizer override_optimizer_config", "utils/megatron/optimizer.py", "optim_config", CONTRACT_MEGATRON + "test_three_steps_of_adamw"),
     Reader(OPTIMIZERS, "lr_warmup_steps_ratio lr_warmup_steps lr_warmup_init lr_decay_steps lr_decay_style min_lr lr_wsd_decay_style lr_wsd_decay_steps", "utils/megatron/optimizer.py", "config", MEGATRON_ENGINE + "test_schedules"),
     Reader(OPTIMIZERS, "weight_decay_incr_style", "utils/megatron/optimizer.py", "config", MEGATRON_ENGINE + "test_weight_decay_follows_its_group_and_style"),
     Reader(OPTIMIZERS, "use_checkpoint_opt_param_scheduler", "utils/megatron/optimizer.py", "config", CONTRACT_MEGATRON + "test_a_checkpoint_continues_bit_for_bit"),
