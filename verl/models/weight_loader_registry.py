@@ -48,6 +48,8 @@ def load_weights(
     from verl.utils.megatron_utils import unwrap_model
 
     def read(name: str, shape: Sequence[int], part: tuple[slice, ...]) -> Tensor:
+        if name == "lm_head.weight" and name not in state_dict:  # it is tied
+            name = "model.embed_tokens.weight"
         if name not in state_dict:
             if name in HEAD_NAMES:
                 std = 0.0 if name.endswith("bias") else config.initializer_range

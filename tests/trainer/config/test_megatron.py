@@ -1,12 +1,15 @@
 """``ppo_megatron_trainer``: its composition, and the layouts that are refused before anything starts."""
 
+import itertools
 import json
 
 import pytest
+import torch
 import yaml
 from omegaconf import OmegaConf
 
 from verl.base_config import ConfigError
+from verl.trainer.config.megatron_fields import stage_problem
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.workers.config import McoreActorConfig, McoreCriticConfig, McoreEngineConfig
 from verl.workers.config.reward_model import reward_model_config
@@ -124,6 +127,24 @@ def test_layouts_that_run(megatron, reward, overrides):
          f"{CRITIC}.tensor_model_parallel_size", "must be 2, as in actor_rollout_ref.actor.megatron"),
         ([REWARD, f"{TP}=2", "reward_model.megatron.tensor_model_parallel_size=1"],
          "reward_model.megatron.tensor_model_parallel_size", "must be 2, as in"),
+        ([f"{PP}=2", f"+{OVERRIDES}.num_layers_in_first_pipeline_stage=4"],
+         f"{OVERRIDES}.num_layers_in_first_pipeline_stage", "the other 1 stages share evenly, 0 are left"),
+        ([f"+{OVERRIDES}.num_layers_in_last_pipeline_stage=1"],
+         f"{OVERRIDES}.num_layers_in_last_pipeline_stage", "needs pipeline_model_parallel_size of 2"),
+        ([f"{PP}=2", f"+{OVERRIDES}.account_for_loss_in_pipeline_split=true"], PP, "5 with those that count as one"),
+        ([f"+{OVERRIDES}.recompute_granularty=full"], f"{OVERRIDES}.recompute_granularty", "recompute_granularity?"),
+        ([f"{OVERRIDES}.recompute_granularity=some"], f"{OVERRIDES}.recompute_granularity", "full, selective"),
+        ([f"{OVERRIDES}.attention_backend=fast"], f"{OVERRIDES}.attention_backend", "one of flash"),
+        ([f"+{OVERRIDES}.tensor_model_parallel_size=2"], f"{OVERRIDES}.tensor_model_parallel_size", f"write {TP}"),
+        ([f"+{OVERRIDES}.num_layers=2"], f"{OVERRIDES}.num_layers", "actor_rollout_ref.model.override_config"),
+        ([f"+{OVERRIDES}.bf16=true"], f"{OVERRIDES}.bf16", "set by the engine"),
+        ([f"+{LAYOUT}.override_ddp_config.bucket_sise=1"], f"{LAYOUT}.override_ddp_config.bucket_sise", "bucket_size?"),
+        ([f"+{LAYOUT}.override_ddp_config.overlap_param_gather=true"],
+         f"{LAYOUT}.override_ddp_config.overlap_param_gather", "must be false"),
+        ([f"+{LAYOUT}.override_ddp_config.use_distributed_optimizer=false"],
+         f"{LAYOUT}.override_ddp_config.use_distributed_optimizer", "one level higher"),
+        (["+actor_rollout_ref.actor.optim.override_optimizer_config.adam_epsilon=1"],
+         "actor_rollout_ref.actor.optim.override_optimizer_config.adam_epsilon", "adam_eps?"),
         ([f"+{OVERRIDES}.apply_rope_fusion=true"], f"{OVERRIDES}.apply_rope_fusion", "needs CUDA"),
         ([f"+{OVERRIDES}.transformer_impl=transformer_engine"], f"{OVERRIDES}.transformer_impl", "write local"),
         (["actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_type=full"],
@@ -152,11 +173,49 @@ def test_the_fsdp_tree_names_the_other(composed):
     assert "ppo_megatron_trainer" in found["actor_rollout_ref.actor.strategy"], found
 
 
+def test_architectures_that_it_cannot_hold(megatron, tmp_path):
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4}
+    config = {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]} | sizes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    found = violations(megatron(f"actor_rollout_ref.model.path={tmp_path}"))
+    assert "Gemma2ForCausalLM is not supported with strategy=megatron" in found["actor_rollout_ref.model.path"]
+
+
+def test_stages_are_cut_as_megatron_core_cuts_them():
+    """Against the check of Megatron-Core itself, over every small split."""
+    pytest.importorskip("megatron.core", reason="the extra mcore is not installed")
+    from verl.utils.megatron import cpu_support
+
+    cpu_support.install()
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    first, last = (f"num_layers_in_{end}_pipeline_stage" for end in ("first", "last"))
+    embedding = "account_for_embedding_in_pipeline_split"
+    for layers, pp, stages in itertools.product((4, 5, 6, 8), (2, 3, 4), (1, 2)):
+        for overrides in ({}, {first: 1}, {first: 2}, {last: 2}, {first: 2, last: 1}, {embedding: True}):
+            if pp == 2 and len(overrides) == 2:
+                continue  # it divides by zero
+            try:
+                TransformerConfig(
+                    num_layers=layers, hidden_size=8, num_attention_heads=2, pipeline_model_parallel_size=pp,
+                    virtual_pipeline_model_parallel_size=stages if stages > 1 else None, pipeline_dtype=torch.float32,
+                    **overrides,
+                )  # fmt: skip
+                runs = True
+            except (ValueError, AssertionError):
+                runs = False
+            runs = runs and (bool(overrides) or layers % (pp * stages) == 0)  # it looks at this later
+            assert runs == (stage_problem(layers, pp, stages, overrides) is None), (layers, pp, stages, overrides)
+
+
 def test_experts_of_the_model_count(megatron, tmp_path):
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4, "num_experts": 6}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", **sizes}))
     (tmp_path / "tokenizer.json").write_text("{}")
     paths = [f"{node}.path={tmp_path}" for node in ("actor_rollout_ref.model", "critic.model")]
     assert violations(megatron(*paths, f"{EP}=2")) == {}
+    cut = violations(megatron(*paths, f"{TP}=2", f"{LAYOUT}.sequence_parallel=false"))
+    assert "the model has experts" in cut[f"{LAYOUT}.sequence_parallel"]
     four = violations(megatron(*paths, "trainer.n_gpus_per_node=4", f"{EP}=4"))
     assert "must divide the 6 experts" in four[EP]

@@ -116,6 +116,19 @@ def test_attention_is_computed_again_alone(folder: Path) -> None:
     assert sum(calls) == 2 * 100 + 2 * 2  # micro-batches
 
 
+def test_gradients_can_be_reduced_while_the_backward_pass_runs(folder: Path) -> None:
+    """Over two micro-batches, of which only the last reduces, in buckets of about a layer."""
+    options = {"overlap_grad_reduce": True, "bucket_size": 30000}
+    plain, early = (
+        megatron_cases.build(folder, {"override_ddp_config": each, "use_distributed_optimizer": False})
+        for each in ({}, options)
+    )
+    assert len(early.module[0].buffers[0].buckets) > 1 and early.models[0].config.no_sync_func is not None
+    for _ in range(2):
+        assert step(early) == step(plain)
+    assert all(torch.equal(tensor, dict(plain.named_weights())[name]) for name, tensor in early.named_weights())
+
+
 def test_weights_come_from_the_seed_where_none_are_loaded(folder: Path) -> None:
     def fresh(seed: int) -> Any:
         engine = EngineRegistry.new(
@@ -235,7 +248,6 @@ def test_bad_requests_are_named(folder: Path) -> None:
     for settings, message in (
         ({"tensor_model_parallel_size": 2}, "tensor_model_parallel_size=2 x .* must divide the 1 workers"),
         ({"override_ddp_config": {"buckets": 1}}, r"override_ddp_config has unknown keys \['buckets'\]"),
-        ({"override_ddp_config": {"overlap_grad_reduce": True}}, "overlap_grad_reduce=true is not supported"),
         ({"override_transformer_config": {"deallocate_pipeline_outputs": True}}, "must be false on CPU workers"),
         (selective("layernorm"), r"recompute_modules names \['layernorm'\], which needs Transformer Engine"),
         ({"expert_tensor_parallel_size": 2}, "expert_tensor_parallel_size=2 must be null, 1 or tensor_model_par"),

@@ -1,9 +1,12 @@
 """Roles on Megatron-Core: layouts against the workers, the model and each other, and what cannot run."""
 
 from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from verl.base_config import Violation, as_yaml
+from verl.models.mcore.families import UnsupportedModelError, architecture_of
+from verl.trainer.config.megatron_fields import optimizer_rules, override_rules, stage_problem
 from verl.trainer.config.refusals import select
 from verl.utils.megatron.ranks import expert_layout_problem, model_parallel_size
 from verl.workers.config.model import flat_overrides, path_problems, read_config_json
@@ -105,6 +108,8 @@ def _option_rules(tree: Tree, role: Role) -> Iterator[Violation]:
             yield Violation(
                 f"{role.model}.{name}", value, f"is not supported with strategy=megatron: write {as_yaml(wanted)}"
             )
+    yield from override_rules(role.node["megatron"], role.engine, role.model)
+    yield from optimizer_rules(role.node.get("optim") or {}, f"{role.key}.optim")
     on_cpu = tree["trainer"]["device"] == "cpu"
     overrides = role.node["megatron"].get("override_transformer_config") or {}
     for name in CUDA_ONLY:
@@ -139,6 +144,11 @@ def _model_rules(tree: Tree, role: Role) -> Iterator[Violation]:
     if not isinstance(path, str) or list(path_problems(path)):
         return
     config = read_config_json(path) | flat_overrides(select(tree, f"{role.model}.override_config") or {})
+    if config.get("architectures"):
+        try:
+            architecture_of(SimpleNamespace(architectures=config["architectures"]))  # type: ignore[arg-type]
+        except UnsupportedModelError as error:
+            yield Violation(f"{role.model}.path", path, str(error))
     tp, pp, _, ep = (engine[name] for name in SIZES)
     for name in ("num_attention_heads", "num_key_value_heads"):
         count = config.get(name)
@@ -147,11 +157,17 @@ def _model_rules(tree: Tree, role: Role) -> Iterator[Violation]:
     experts = config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts") or 0
     if ep > 1 and config and (not experts or experts % ep):
         yield Violation(f"{role.engine}.{SIZES[3]}", ep, f"must divide the {experts} experts of the model")
-    layers, stages = config.get("num_hidden_layers"), pp * (engine["virtual_pipeline_model_parallel_size"] or 1)
-    uneven = any("pipeline" in name for name in engine.get("override_transformer_config") or {})
-    if isinstance(layers, int) and layers % stages and not uneven:
-        expected = f"with {stages // pp} virtual stages must divide the {layers} layers of the model"
-        yield Violation(f"{role.engine}.{SIZES[1]}", pp, expected)
+    if experts and tp > 1 and not engine["sequence_parallel"]:
+        expected = f"must be true with {SIZES[0]}={tp}: the model has experts, which Megatron-Core cuts no other way"
+        yield Violation(f"{role.engine}.sequence_parallel", False, expected)
+    layers, overrides = config.get("num_hidden_layers"), engine.get("override_transformer_config") or {}
+    stages = engine["virtual_pipeline_model_parallel_size"] or 1
+    if isinstance(layers, int) and (found := stage_problem(layers, pp, stages, overrides)) is not None:
+        name, expected = found
+        if name is None:
+            yield Violation(f"{role.engine}.{SIZES[1]}", pp, expected)
+        else:
+            yield Violation(f"{role.engine}.override_transformer_config.{name}", overrides[name], expected)
 
 
 def _shared_rules(role: Role, actor: Role) -> Iterator[Violation]:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl.base_config import BaseConfig, Violation, as_yaml
+from verl.base_config import BaseConfig, Violation
 
 STRATEGIES = ("fsdp", "fsdp2")
 DTYPES = ("fp32", "float32", "bf16", "bfloat16", "fp16", "float16")
@@ -59,6 +59,15 @@ class FSDPEngineConfig(BaseConfig):
                 yield Violation(f"mixed_precision.{key}", dtype, expected)
             elif dtype not in DTYPES:
                 yield Violation(f"mixed_precision.{key}", dtype, f"must be one of {', '.join(DTYPES)}")
+
+
+OVERRIDE_VALUES = {
+    "recompute_granularity": ("full", "selective"),
+    "recompute_method": ("uniform", "block"),
+    "attention_backend": ("flash", "fused", "unfused", "local", "auto"),
+    "transformer_impl": ("local", "transformer_engine"),
+}
+"""What some fields of Megatron-Core may be."""
 
 
 def _default_transformer_overrides() -> dict[str, Any]:
@@ -140,10 +149,27 @@ class McoreEngineConfig(BaseConfig):
             )  # fmt: skip
 
     def _unsupported(self) -> Iterator[Violation]:
-        held: dict[str, Any] = {
-            "override_mcore_model_config": {},
-            "use_mbridge": False,
-        }
-        for key, default in held.items():
-            if getattr(self, key) != default:
-                yield Violation(key, getattr(self, key), f"is not supported yet: write {as_yaml(default)}")
+        if self.override_mcore_model_config:
+            expected = (
+                "would change the model that trains and not the one that generates: write what config.json has in "
+            )
+            yield Violation(
+                "override_mcore_model_config", self.override_mcore_model_config, f"{expected}model.override_config"
+            )
+        if self.use_mbridge:
+            expected = "is not supported: write false, the tables of verl.models.mcore convert the weights"
+            yield Violation("use_mbridge", True, expected)
+        if self.override_ddp_config.get("overlap_param_gather"):
+            expected = (
+                "must be false: updated weights go to generation and checkpoints before a forward would gather them"
+            )
+            yield Violation("override_ddp_config.overlap_param_gather", True, expected)
+        own = self.override_ddp_config.get("use_distributed_optimizer", self.use_distributed_optimizer)
+        if own != self.use_distributed_optimizer:
+            expected = "stands one level higher: write megatron.use_distributed_optimizer"
+            yield Violation("override_ddp_config.use_distributed_optimizer", own, expected)
+        for key, values in OVERRIDE_VALUES.items():
+            value = self.override_transformer_config.get(key)
+            if value is not None and value not in values:
+                expected = f"must be null or one of {', '.join(values)}"
+                yield Violation(f"override_transformer_config.{key}", value, expected)

@@ -13,6 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from verl.models.mcore.families import (
@@ -73,6 +74,9 @@ def hf_to_mcore_config(hf_config: "PretrainedConfig", dtype: torch.dtype, **over
     }
     values |= _current_layout() | find_family(hf_config).config(hf_config) | overrides
     output_bias = values.pop(ATTENTION_OUTPUT_BIAS, False)
+    kernels = values.pop("attention_backend", None)  # of Transformer Engine
+    if kernels is not None and values["transformer_impl"] == "transformer_engine":
+        values["attention_backend"] = _attention_backend(kernels)
     kind = MLATransformerConfig if values.get("multi_latent_attention") else TransformerConfig
     if values["transformer_impl"] == "transformer_engine":
         _refuse_transformer_engine(hf_config, output_bias)
@@ -104,6 +108,13 @@ def _current_layout() -> dict[str, Any]:
     if stages is not None:  # the other way of exchange gives wrong numbers, see McoreEngineConfig
         values |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
     return values
+
+
+def _attention_backend(name: Any) -> AttnBackend:
+    """Return the kernels by name; ``flash`` are those of flash-attn, without which Transformer Engine chooses."""
+    if name == "flash" and importlib.util.find_spec("flash_attn") is None:
+        return AttnBackend.auto
+    return name if isinstance(name, AttnBackend) else AttnBackend[name]
 
 
 def _refuse_transformer_engine(hf_config: "PretrainedConfig", output_bias: bool) -> None:

@@ -138,9 +138,10 @@ class ModelBuilder:
         overrides = {key: value for key, value in config.override_transformer_config.items() if value is not None}
         if overrides.get("recompute_granularity") == "selective":
             values |= {"recompute_method": None, "recompute_num_layers": None}
+        elif overrides.get("recompute_granularity") == "full":
+            values |= {"recompute_method": "uniform", "recompute_num_layers": 1}
         if overrides.get("recompute_granularity") != "selective":
             overrides.pop("recompute_modules", None)
-        overrides.pop("attention_backend", None)  # names kernels of Transformer Engine
         needing = sorted(_OF_TRANSFORMER_ENGINE & set(overrides.get("recompute_modules") or ()))
         if needing and overrides.get("transformer_impl", default_implementation()) == "local":
             raise ValueError(
@@ -264,14 +265,15 @@ def wrap(chunks: list[Any], config: "McoreEngineConfig") -> list[Any]:
             f"megatron.override_ddp_config has unknown keys {unknown}: write fields of megatron-core's "
             "DistributedDataParallelConfig"
         )
-    for key in ("overlap_grad_reduce", "overlap_param_gather"):
-        if values.get(key):
-            raise ValueError(f"megatron.override_ddp_config.{key}=true is not supported yet: leave it out")
     settings = DistributedDataParallelConfig(**values)
-    return [
+    wrapped = [
         DistributedDataParallel(chunk.config, settings, chunk, disable_bucketing=at > 0)
         for at, chunk in enumerate(chunks)
     ]
+    if settings.overlap_grad_reduce:  # the schedules let all but the last micro-batch add up on each rank
+        waits = [chunk.no_sync for chunk in wrapped]
+        chunks[0].config.no_sync_func = waits if len(waits) > 1 else waits[0]
+    return wrapped
 
 
 def finish_gradients(chunks: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:
