@@ -219,11 +219,33 @@ def share(rank: int, folder: Path, layout: dict[str, Any]) -> dict[str, Any]:
             shared_engine(rank, folder, name, layout).initialize()
         except ValueError as error:
             result["wrong"][name] = str(error)
+    result["wrong"]["late"] = read_error(rank, folder, layout)
     unloaded = shared_engine(rank, folder, "plain", layout)
     unloaded.load_weight = False
     unloaded.initialize()
     result["new"] = cases.export(unloaded)
     return result
+
+
+def read_error(rank: int, folder: Path, layout: dict[str, Any]) -> str:
+    """Return what is said of a disk that fails in the middle."""
+    from verl.workers.engine.weights import CheckpointError, SafetensorsReader
+
+    original = SafetensorsReader.read
+
+    def failing(reader: Any, name: str, *args: Any) -> Tensor:
+        if name == "model.layers.3.mlp.up_proj.weight":
+            raise CheckpointError("cannot read the weights file")
+        return original(reader, name, *args)
+
+    SafetensorsReader.read = failing  # type: ignore[method-assign]
+    try:
+        shared_engine(rank, folder, "plain", layout).initialize()
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        SafetensorsReader.read = original  # type: ignore[method-assign]
+    return "nothing"
 
 
 def shared_engine(rank: int, folder: Path, name: str, layout: dict[str, Any], kind: str = "language_model") -> Any:

@@ -46,7 +46,7 @@ def test_files_that_are_wrong_end_both_workers(launch: tuple[Path, list[dict[str
     for result in launch[1]:
         wrong = result[layout]["wrong"]
         assert "model.layers.3.mlp.up_proj.weight" in wrong["lacking"]
-        assert "model.safetensors" in wrong["short"]
+        assert "model.safetensors" in wrong["short"] and "cannot read the weights file" in wrong["late"]
 
 
 def test_new_weights_do_not_depend_on_the_layout(launch: tuple[Path, list[dict[str, Any]]]) -> None:

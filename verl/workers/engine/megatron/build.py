@@ -167,14 +167,17 @@ class ModelBuilder:
 
         Raises: CheckpointError naming the file, or the tensor that is missing or of the wrong shape.
         """
-        reader = SafetensorsReader(self.path) if SafetensorsReader.serves(self.path) else None
-        shared = None
+        shared, reader = None, None
         if self.engine_config.share_model_files and self.layout.world_size > 1:
-            shared = SharedWeights(reader, self.layout.device)
+            shared = SharedWeights(self.path, self.layout.device)
+            reader = shared.reader
+        elif SafetensorsReader.serves(self.path):
+            reader = SafetensorsReader(self.path)
         if shared is not None and shared.is_needed:
             shared.exchange(lambda: self._fill(chunks, self._reading(shared.want, shared.names())))
             if reader is None:
                 self._fill(chunks, self._reading(shared.receive, shared.names()))
+                shared.finish()
                 return
         if reader is None:
             raise CheckpointError(

@@ -4,7 +4,7 @@ import hashlib
 import os
 import tempfile
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -107,6 +107,12 @@ def _gathered(value: Any) -> list[Any]:
     return values
 
 
+def _raise_first(problems: Iterable[str | None]) -> None:
+    for problem in problems:
+        if problem is not None:
+            raise CheckpointError(problem)
+
+
 class SharedWeights:
     """Parts of tensors for the workers that have no files, each from one that has them; collective.
 
@@ -114,18 +120,28 @@ class SharedWeights:
     alone, so that nobody holds more than its own weights and one part.
     """
 
-    def __init__(self, reader: SafetensorsReader | None, device: torch.device) -> None:
-        self._reader, self._device = reader, device
-        self._rank = dist.get_rank()
-        has_files = _gathered(reader is not None)
-        self._owners = [rank for rank, has in enumerate(has_files) if has]
-        self._wanting = [rank for rank, has in enumerate(has_files) if not has]
+    def __init__(self, folder: str, device: torch.device) -> None:
+        """Find out who has files. Raises: CheckpointError on all workers where one cannot read what it has."""
+        self._device, self._rank = device, dist.get_rank()
+        self.reader: SafetensorsReader | None = None
         self.stored: dict[str, Stored] = {}
+        problem = None
+        if SafetensorsReader.serves(folder):
+            try:
+                self.reader = SafetensorsReader(folder)
+                self.stored = {name: Stored(*each) for name, each in self.reader.describe().items()}
+            except CheckpointError as error:
+                problem = str(error)
+        found = _gathered((self.reader is not None, problem))
+        _raise_first(each for _, each in found)
+        self._owners = [rank for rank, (has, _) in enumerate(found) if has]
+        self._wanting = [rank for rank, (has, _) in enumerate(found) if not has]
         self._requests: deque[Request] = deque()
-        if self._wanting and self._owners:
-            box: list[Any] = [reader.describe() if reader and self._rank == self._owners[0] else None]
+        self._problems: list[str] = []
+        if self.is_needed:
+            box = [self.stored]
             dist.broadcast_object_list(box, src=self._owners[0])
-            self.stored = {name: Stored(*each) for name, each in box[0].items()}
+            self.stored = box[0]
 
     @property
     def is_needed(self) -> bool:
@@ -141,20 +157,18 @@ class SharedWeights:
 
         Raises: what ``plan`` raises on one worker, on all of them.
         """
-        error: str | None = None
-        if self._reader is None:
+        problem = None
+        if self.reader is None:
             try:
                 plan()
-            except ValueError as problem:
-                error = str(problem)
-        asked = _gathered(error if error else list(self._requests))
-        if found := [each for each in asked if isinstance(each, str)]:
-            raise CheckpointError(found[0])
-        if self._reader is not None:
-            for rank in self._wanting:
-                if self._source_of(rank) == self._rank:
-                    for request in asked[rank]:
-                        self._send(request, rank)
+            except ValueError as error:
+                problem = str(error)
+        asked = _gathered((list(self._requests), problem))
+        _raise_first(each for _, each in asked)
+        if self.reader is not None:
+            mine = [rank for rank in self._wanting if self._source_of(rank) == self._rank]
+            # What cannot be read is told to each that waits for it, and then raised here.
+            _raise_first([self._send(request, rank) for rank in mine for request in asked[rank][0]])
 
     def want(self, name: str, shape: Sequence[int], part: tuple[slice, ...]) -> Tensor:
         """Note a part, and return one of its shape that holds nothing. Raises: CheckpointError for another shape."""
@@ -167,7 +181,7 @@ class SharedWeights:
         return torch.empty(_shape_of(stored, part), dtype=stored.dtype, device="meta")
 
     def receive(self, name: str, shape: Sequence[int], part: tuple[slice, ...]) -> Tensor:
-        """Return the next part that was wanted. Raises: CheckpointError with the message of who could not read it."""
+        """Return the next part that was wanted; of one that could not be read, which ``finish`` raises, zeros."""
         request = self._requests.popleft()
         assert request == Request(name, part), f"{request} was wanted, not {name} {part}"
         stored, source = self.stored[name], self._source_of(self._rank)
@@ -177,25 +191,34 @@ class SharedWeights:
         if len(content):
             dist.recv(content, src=source)
         if length < 0:
-            raise CheckpointError(f"rank {source}, which has the files: {bytes(content.tolist()).decode()}")
+            self._problems.append(f"rank {source}, which has the files: {bytes(content.tolist()).decode()}")
+            return torch.zeros(_shape_of(stored, part), dtype=stored.dtype)
         return content.view(stored.dtype).view(_shape_of(stored, part))
+
+    def finish(self) -> None:
+        """End an exchange. Raises: CheckpointError with the message of who could not read a part."""
+        _raise_first(self._problems)
 
     def _source_of(self, rank: int) -> int:
         return self._owners[self._wanting.index(rank) % len(self._owners)]
 
-    def _send(self, request: Request, rank: int) -> None:
-        """Send a length and as many bytes: those of the part or, with the length below 0, of what went wrong."""
-        assert self._reader is not None
+    def _send(self, request: Request, rank: int) -> str | None:
+        """Send a length and as many bytes: those of the part or, with the length below 0, of what went wrong.
+
+        Returns: what went wrong.
+        """
+        assert self.reader is not None
+        problem = None
         try:
-            part = self._reader.read(request.name, self.stored[request.name].shape, request.part)
+            part = self.reader.read(request.name, self.stored[request.name].shape, request.part)
             content, sign = part.contiguous().view(-1).view(torch.uint8), 1
         except CheckpointError as error:
-            content, sign = torch.frombuffer(bytearray(str(error).encode()), dtype=torch.uint8), -1
+            problem = str(error)
+            content, sign = torch.frombuffer(bytearray(problem.encode()), dtype=torch.uint8), -1
         dist.send(torch.tensor([sign * len(content)], device=self._device), dst=rank)
         if len(content):
             dist.send(content.to(self._device), dst=rank)
-        if sign < 0:
-            raise CheckpointError(f"rank {rank} could not be sent {request.name!r}: {bytes(content.tolist()).decode()}")
+        return problem
 
 
 def _shape_of(stored: Stored, part: tuple[slice, ...]) -> tuple[int, ...]:
