@@ -143,6 +143,8 @@ def test_layouts_that_run(megatron, reward, overrides):
          f"{LAYOUT}.override_ddp_config.overlap_param_gather", "must be false"),
         ([f"+{LAYOUT}.override_ddp_config.use_distributed_optimizer=false"],
          f"{LAYOUT}.override_ddp_config.use_distributed_optimizer", "one level higher"),
+        (["+actor_rollout_ref.actor.optim.override_optimizer_config.optimizer_cpu_offload=true"],
+         "actor_rollout_ref.actor.optim.override_optimizer_config.optimizer_cpu_offload", "needs CUDA"),
         (["+actor_rollout_ref.actor.optim.override_optimizer_config.adam_epsilon=1"],
          "actor_rollout_ref.actor.optim.override_optimizer_config.adam_epsilon", "adam_eps?"),
         ([f"+{OVERRIDES}.apply_rope_fusion=true"], f"{OVERRIDES}.apply_rope_fusion", "needs CUDA"),

@@ -129,6 +129,23 @@ def test_gradients_can_be_reduced_while_the_backward_pass_runs(folder: Path) -> 
     assert all(torch.equal(tensor, dict(plain.named_weights())[name]) for name, tensor in early.named_weights())
 
 
+def test_gradients_that_an_optimizer_keeps_elsewhere_are_clipped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with ``use_precision_aware_optimizer``, whose kernels are of CUDA."""
+    engine: Any = megatron_cases.build(folder, {}, optimizer={"clip_grad": 1e-3})
+    prepare, seen = engine.optimizer.prepare_grads, list[torch.Tensor]()
+
+    def move() -> Any:
+        found = prepare()
+        for parameter in (p for each in engine.optimizer.chained_optimizers for p in each.get_parameters()):
+            parameter.decoupled_grad = parameter.grad.clone()
+            seen.append(parameter.decoupled_grad)
+        return found
+
+    monkeypatch.setattr(engine.optimizer, "prepare_grads", move)
+    norm = step(engine)["grad_norm"]
+    assert norm > 0.1 and torch.cat([grad.flatten() for grad in seen]).norm() == pytest.approx(1e-3, rel=1e-3)
+
+
 def test_weights_come_from_the_seed_where_none_are_loaded(folder: Path) -> None:
     def fresh(seed: int) -> Any:
         engine = EngineRegistry.new(

@@ -23,6 +23,9 @@ CUDA_ONLY = (
 )
 """Fields of TransformerConfig whose code runs on CUDA alone."""
 
+CUDA_OPTIMIZERS = ("use_precision_aware_optimizer", "optimizer_cpu_offload", "overlap_cpu_optimizer_d2h_h2d")
+"""Fields of OptimizerConfig of which the same is true."""
+
 
 class Role(NamedTuple):
     """A role that has a training engine; ``shares`` says whether it lives in the actor's processes."""
@@ -116,6 +119,10 @@ def _option_rules(tree: Tree, role: Role) -> Iterator[Violation]:
         if on_cpu and overrides.get(name):
             key = f"{role.engine}.override_transformer_config.{name}"
             yield Violation(key, overrides[name], "needs CUDA: leave it out with trainer.device=cpu")
+    of_optimizer = (role.node.get("optim") or {}).get("override_optimizer_config") or {}
+    for name in (each for each in CUDA_OPTIMIZERS if on_cpu and of_optimizer.get(each)):
+        key = f"{role.key}.optim.override_optimizer_config.{name}"
+        yield Violation(key, of_optimizer[name], "needs CUDA: leave it out with trainer.device=cpu")
     if on_cpu and overrides.get("deallocate_pipeline_outputs"):
         key = f"{role.engine}.override_transformer_config.deallocate_pipeline_outputs"
         yield Violation(key, True, "must be false with trainer.device=cpu: gloo still reads what would be freed")

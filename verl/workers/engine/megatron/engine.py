@@ -300,7 +300,8 @@ class MegatronEngine(BaseEngine):
             logger.warning("the gradient norm is not finite: optimizer step skipped, %d so far", self.skipped_steps)
         else:
             parameters = [p for each in self.optimizer.chained_optimizers for p in each.get_parameters()]
-            scale_to_norm([p.grad for p in parameters if p.grad is not None], norm, self.optimizer_config.clip_grad)
+            grads = [_grad_of(p) for p in parameters]
+            scale_to_norm([grad for grad in grads if grad is not None], norm, self.optimizer_config.clip_grad)
             self.optimizer.step_with_ready_grads()
             self._version += 1
         self.optimizer_zero_grad()
@@ -406,6 +407,12 @@ class MegatronEngine(BaseEngine):
     def is_mp_src_rank_with_outputs(self) -> bool:
         """Whether this rank's outputs are the ones collected."""
         return self.layout.is_last_stage and self.layout.tp_rank == 0 and self.layout.cp_rank == 0
+
+
+def _grad_of(parameter: Tensor) -> Tensor | None:
+    """Return the gradient that is applied: ``use_precision_aware_optimizer`` keeps it in a place of its own."""
+    own: Tensor | None = getattr(parameter, "decoupled_grad", None)
+    return parameter.grad if own is None else own
 
 
 @EngineRegistry.register("language_model", "megatron", ["cuda", "cpu"])
