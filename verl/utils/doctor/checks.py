@@ -1,5 +1,6 @@
 """The checks: each looks at an environment and says what is well, what is not, and what mends it."""
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
@@ -252,7 +253,8 @@ def _engines(env: Environment) -> Findings:
             yield Finding("engines", engine.name, OK, f"imports ({versions})" if versions else "imports")
         else:
             fix = f"reinstall: pip install --force-reinstall {installed[0]}" if installed else engine.install
-            yield Finding("engines", engine.name, BAD, f"cannot be imported: {error}", _FIXES.get(engine.name, fix))
+            fix = _missing_library(error) or _FIXES.get(engine.name, fix)
+            yield Finding("engines", engine.name, BAD, f"cannot be imported: {error}", fix)
     if not usable & set(_ROLLOUTS):
         yield Finding("engines", "rollout", BAD, "no engine can generate", "mend one of the rollouts above")
 
@@ -261,3 +263,22 @@ _FIXES = {
     "flash attention": "it was compiled for another torch: pip uninstall -y flash-attn && pip install "
     "--no-build-isolation --no-cache-dir flash-attn",
 }
+_PACKAGE_OF_LIBRARY = {
+    "libnuma.so": "libnuma1",
+    "libGL.so": "libgl1",
+    "libgomp.so": "libgomp1",
+    "libglib-2.0.so": "libglib2.0-0",
+    "libgthread-2.0.so": "libglib2.0-0",
+}
+"""The package of Debian and Ubuntu that holds a library of the system."""
+
+
+def _missing_library(error: str) -> str | None:
+    """Return how to get the library of the system that an import misses; None where that is not what is wrong."""
+    found = re.search(r"(lib[\w.+-]+\.so)[\d.]*: cannot open shared object file", error)
+    if found is None:
+        return None
+    if found.group(1) == "libcuda.so":
+        return "it is a build for GPUs, and this machine has no NVIDIA driver: install the driver, or " + _VLLM
+    package = _PACKAGE_OF_LIBRARY.get(found.group(1))
+    return None if package is None else f"install the library of the system: apt-get install {package}"
