@@ -1,6 +1,7 @@
 """Loading of tokenizers, and staging of files."""
 
 import os
+import shutil
 import stat
 
 import pytest
@@ -63,6 +64,8 @@ source=$(echo "$1" | sed "s|hdfs://|$HDFS_ROOT/|"); target=$(echo "$2" | sed "s|
 case $operation in
   -test) test -e "$source" ;;
   -mkdir) mkdir -p "$source" ;;
+  -rm) rm -rf "$source" ;;
+  -mv) mv "$source" "$target" ;;
   -get|-put|-cp) echo copied >> "$HDFS_ROOT/log"; cp -r "$source" "$target" ;;
 esac
 """
@@ -108,6 +111,18 @@ def test_remote_operations(hdfs, tmp_path):
     assert (hdfs / "new" / "b.txt").read_text() == "b"
     with pytest.raises(hdfs_io.HdfsError, match="failed with code"):
         hdfs_io.copy("hdfs://none", str(tmp_path / "c"))
+
+
+@pytest.mark.parametrize("place", ["hdfs://new/runs/actor", "{tmp_path}/new/runs/actor"])
+def test_a_folder_takes_the_place_of_the_one_before(hdfs, tmp_path, place):
+    place, source = place.format(tmp_path=tmp_path), tmp_path / "source"
+    target = hdfs / "new" / "runs" / "actor" if place.startswith("hdfs") else tmp_path / "new" / "runs" / "actor"
+    for name in ("first", "second"):
+        source.mkdir()
+        (source / name).touch()
+        hdfs_io.put_folder(str(source), place)
+        assert [path.name for path in target.iterdir()] == [name] and list(target.parent.iterdir()) == [target]
+        shutil.rmtree(source)
 
 
 def test_local_paths_stay_as_they_are(tmp_path):

@@ -50,6 +50,30 @@ def copy(src: str, dst: str, **kwargs: Any) -> bool:
     return True
 
 
+def put_folder(src: str, dst: str) -> None:
+    """Copy a local folder to ``dst``, in the place of what stands there; what stands there is whole or absent.
+
+    Raises: HdfsError when a command fails.
+    """
+    dst = dst.rstrip("/")
+    unfinished = f"{dst}.unfinished"
+    makedirs(os.path.dirname(dst), exist_ok=True)
+    _remove(unfinished)
+    copy(src, unfinished)
+    _remove(dst)
+    if is_hdfs(dst):
+        _run(["-mv", unfinished, dst])
+    else:
+        os.rename(unfinished, dst)
+
+
+def _remove(folder: str) -> None:
+    if is_hdfs(folder):
+        _run(["-rm", "-r", "-f", folder])
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def is_hdfs(path: str) -> bool:
     """Whether ``path`` names a remote file."""
     return str(path).startswith(HDFS_PREFIX)

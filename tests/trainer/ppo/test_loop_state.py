@@ -236,7 +236,7 @@ class WritingGroup:
 
 def saving_trainer(root, dies_at):
     trainer = RayPPOTrainer.__new__(RayPPOTrainer)
-    options = {"default_local_dir": str(root), "default_hdfs_dir": None, "total_training_steps": 9}
+    options = {"default_local_dir": str(root), "default_hdfs_dir": f"{root}/remote", "total_training_steps": 9}
     role = {"checkpoint": {"async_save": False}}
     trainer.config = OmegaConf.create(
         {
@@ -262,6 +262,10 @@ def test_a_checkpoint_is_removed_only_when_the_next_one_is_named(tmp_path):
     with pytest.raises(RuntimeError, match="killed"):
         checkpoint.save_checkpoint(trainer)
     assert read_tracker(tmp_path, None) == 2
+    assert load_driver_state(tmp_path / "remote" / "global_step_1") == (
+        {},
+        {"kl_ctrl_in_reward": {}, "seed": 1, "epoch": 0},
+    )
     assert sorted(path.name for path in (tmp_path / "global_step_2").iterdir()) == ["actor", "critic", "data.pt"]
 
 

@@ -375,7 +375,8 @@ def test_retention(tmp_path):
 
 def test_remote_copy(tmp_path):
     *_, manager = make(0)
-    manager.save_checkpoint(str(tmp_path / "here"), hdfs_path=str(tmp_path / "remote" / "there"))
+    for _ in range(2):  # as a run that starts anew beside an older one
+        manager.save_checkpoint(str(tmp_path / "here"), hdfs_path=str(tmp_path / "remote" / "there"))
     assert verify_checkpoint(tmp_path / "remote" / "there") == []
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verl.utils import hdfs_io
 from verl.utils.checkpoint import (
     find_complete_checkpoints,
     get_checkpoint_tracker_filename,
@@ -225,6 +226,9 @@ def save_checkpoint(trainer: "RayPPOTrainer") -> None:
     state = {"kl_ctrl_in_reward": trainer.kl_ctrl_in_reward.state_dict(), "seed": trainer.run_seed}
     state["epoch"] = trainer.epoch
     save_driver_state(folder, trainer.train_dataloader.state_dict(), state)
+    if remote is not None:
+        hdfs_io.makedirs(remote, exist_ok=True)
+        hdfs_io.copy(f"{folder}/{DATA_NAME}", f"{remote}/{DATA_NAME}")
     trainer.unfinished_checkpoint = step
     finish_checkpoint(trainer, wait=not _is_async(trainer.config) or trainer.is_last_step)
 

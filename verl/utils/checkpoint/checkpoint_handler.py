@@ -100,8 +100,7 @@ class CheckpointHandler:
         if self.rank == 0:
             write_tracker_atomically(self.default_local_dir, step)
             if self.default_hdfs_dir is not None:
-                hdfs_io.makedirs(self.default_hdfs_dir, exist_ok=True)
-                hdfs_io.copy(folder, os.path.join(self.default_hdfs_dir, os.path.basename(folder)))
+                hdfs_io.put_folder(folder, os.path.join(self.default_hdfs_dir, os.path.basename(folder)))
                 tracker = get_checkpoint_tracker_filename(self.default_local_dir)
                 hdfs_io.copy(tracker, get_checkpoint_tracker_filename(self.default_hdfs_dir))
         self._barrier()

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -94,9 +93,8 @@ class FSDPCheckpointManager(BaseCheckpointManager):
         Manifest(self.world_size, self.rank, global_step, records).write(folder)
         self.barrier()
         self.keep_latest(local_path, max_ckpt_to_keep)
-        if hdfs_path is not None and self.is_node_leader():
-            hdfs_io.makedirs(os.path.dirname(hdfs_path.rstrip("/")), exist_ok=True)
-            hdfs_io.copy(src=local_path, dst=hdfs_path)
+        if hdfs_path is not None and self.rank == 0:
+            hdfs_io.put_folder(local_path, hdfs_path)
         self.barrier()
 
     def _need_parts(self, key: str) -> None:

@@ -3,7 +3,6 @@
 import copy
 import json
 import logging
-import os
 import pickle
 import shutil
 from collections.abc import Iterator
@@ -178,9 +177,8 @@ class MegatronCheckpointManager(BaseCheckpointManager):
         Manifest(self.world_size, self.rank, save.global_step, save.records).write(folder)
         self.barrier()
         self.keep_latest(save.local_path, save.max_ckpt_to_keep)
-        if save.hdfs_path is not None and self.is_node_leader():
-            hdfs_io.makedirs(os.path.dirname(save.hdfs_path.rstrip("/")), exist_ok=True)
-            hdfs_io.copy(src=save.local_path, dst=save.hdfs_path)
+        if save.hdfs_path is not None and self.rank == 0:
+            hdfs_io.put_folder(save.local_path, save.hdfs_path)
         self.barrier()
         return True
 
