@@ -4,7 +4,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -214,19 +213,21 @@ def broadcast_str_from_megatron_pp(obj: Any) -> Any:
 # ---- memory
 
 
-_HELD: "WeakKeyDictionary[Any, Offload]" = WeakKeyDictionary()
-"""What is away from the device, by the first chunk or the optimizer that it belongs to."""
+_OFFLOAD = "_verl_offload"
+"""Where a chunk or an optimizer keeps what of it is away from the device."""
 
 
 def _offload_of(owner: Any, modules: Sequence[Any], optimizer: Any) -> "Offload":
     cpu_support.install()
     from verl.utils.megatron.offload import Offload
 
-    if owner not in _HELD:
+    found: Offload | None = getattr(owner, _OFFLOAD, None)
+    if found is None:
         name = get_device_name()
         device = torch.device(name) if name == "cpu" else torch.device(name, int(get_device_id()))
-        _HELD[owner] = Offload(modules, optimizer, device)
-    return _HELD[owner]
+        found = Offload(modules, optimizer, device)
+        setattr(owner, _OFFLOAD, found)
+    return found
 
 
 def offload_megatron_model_to_cpu(models: Sequence[Any]) -> None:

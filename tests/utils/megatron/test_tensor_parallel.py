@@ -67,3 +67,27 @@ def test_half_precision_and_infinite_logits() -> None:
 def test_wrong_requests_are_named(changes: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         vocab_parallel_log_probs_and_entropy(logits(), LABELS, **changes)
+
+
+def test_responses_of_packed_logits() -> None:
+    generator = torch.Generator().manual_seed(2)
+    mask = torch.tensor([[0, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 0, 0]])
+    ids = torch.randint(0, VOCAB, mask.shape, generator=generator)
+    whole = torch.randn(*mask.shape, VOCAB, generator=generator, dtype=torch.float64)
+    found = tensor_parallel.vocab_parallel_log_probs_from_logits_response_rmpad(ids, mask, whole[mask.bool()], 3)
+    log_p = torch.log_softmax(whole, -1)
+    for row, column in ((row, column) for row in range(3) for column in range(3)):
+        at = 3 + column
+        expected = log_p[row, at - 1, ids[row, at]] if mask[row, at] else 0.0
+        assert found[row, column] == pytest.approx(float(expected), abs=1e-12)
+
+
+def test_marks_of_parameters() -> None:
+    from verl.utils.megatron import sequence_parallel
+
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    assert not tensor_parallel.is_tensor_parallel_param(parameter)
+    assert not sequence_parallel.is_sequence_parallel_param(parameter)
+    sequence_parallel.mark_parameter_as_sequence_parallel(parameter)
+    assert sequence_parallel.is_sequence_parallel_param(parameter)
+    assert [sequence_parallel.padded_to_multiple(n, 4) for n in (0, 1, 4, 5)] == [0, 4, 4, 8]
