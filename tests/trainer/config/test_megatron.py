@@ -147,6 +147,8 @@ def test_layouts_that_run(megatron, reward, overrides):
          "actor_rollout_ref.actor.optim.override_optimizer_config.optimizer_cpu_offload", "needs CUDA"),
         (["+actor_rollout_ref.actor.optim.override_optimizer_config.adam_epsilon=1"],
          "actor_rollout_ref.actor.optim.override_optimizer_config.adam_epsilon", "adam_eps?"),
+        ([f"+{OVERRIDES}.moe_token_dispatcher_type=allgather"],
+         f"{OVERRIDES}.moe_token_dispatcher_type", "must be alltoall: the length"),
         ([f"+{OVERRIDES}.apply_rope_fusion=true"], f"{OVERRIDES}.apply_rope_fusion", "needs CUDA"),
         ([f"+{OVERRIDES}.transformer_impl=transformer_engine"], f"{OVERRIDES}.transformer_impl", "write local"),
         (["actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_type=full"],

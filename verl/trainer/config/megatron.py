@@ -119,6 +119,11 @@ def _option_rules(tree: Tree, role: Role) -> Iterator[Violation]:
         if on_cpu and overrides.get(name):
             key = f"{role.engine}.override_transformer_config.{name}"
             yield Violation(key, overrides[name], "needs CUDA: leave it out with trainer.device=cpu")
+    dispatcher = overrides.get("moe_token_dispatcher_type", "alltoall")
+    if dispatcher != "alltoall" and (on_cpu or dispatcher != "flex"):
+        key = f"{role.engine}.override_transformer_config.moe_token_dispatcher_type"
+        also = "" if on_cpu else " or flex"
+        yield Violation(key, dispatcher, f"must be alltoall{also}: the length of micro-batches varies")
     of_optimizer = (role.node.get("optim") or {}).get("override_optimizer_config") or {}
     for name in (each for each in CUDA_OPTIMIZERS if on_cpu and of_optimizer.get(each)):
         key = f"{role.key}.optim.override_optimizer_config.{name}"
