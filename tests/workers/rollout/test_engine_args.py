@@ -77,6 +77,17 @@ def test_cache_of_what_all_sequences_need(model_config: Any) -> None:
     assert build(model_config)["kv_cache_memory_bytes"] == 2 * 2 * 2 * 32 * 4 * 64 * 32
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the cache of the CPU engine")
+def test_the_workers_of_a_node_share_its_memory(model_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1 << 30))
+    found = []
+    for variables in ({"LOCAL_WORLD_SIZE": "2"}, {"LOCAL_WORLD_SIZE": "1", "RAY_LOCAL_WORLD_SIZE": "4"}):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        found.append(build(model_config, max_num_seqs=1 << 14, gpu_memory_utilization=0.5)["kv_cache_memory_bytes"])
+    assert found == [1 << 28, 1 << 27]
+
+
 @pytest.mark.parametrize(("name", "mode"), [("sglang", "sync"), ("vllm", "async"), ("other", "sync")])
 def test_unknown_rollouts(name: str, mode: str) -> None:
     with pytest.raises(ValueError, match=f"name='{name}' with mode='{mode}'"):

@@ -149,7 +149,8 @@ def cpu_kv_cache_bytes(config: "RolloutConfig", hf_config: Any, max_model_len: i
     block_tokens = (config.engine_kwargs.get("vllm") or {}).get("block_size") or _CPU_BLOCK_TOKENS
     tokens = (math.ceil(max_model_len / block_tokens) + 1) * block_tokens
     sequence_bytes = 2 * text_config.num_hidden_layers * kv_heads * head_dim * item_bytes * tokens
-    workers = envs.integer("LOCAL_WORLD_SIZE", 1)
+    # Ray's workers each count as the only one of their node there
+    workers = envs.integer("RAY_LOCAL_WORLD_SIZE", envs.integer("LOCAL_WORLD_SIZE", 1))
     available = int(psutil.virtual_memory().available * config.gpu_memory_utilization / workers)
     if sequence_bytes > available:
         raise ValueError(
