@@ -179,10 +179,11 @@ def test_a_checkpoint_continues_bit_for_bit(results: Results, folder: Path, worl
         assert all(torch.equal(tensor, found["saved"][key]) for key, tensor in written.items())
 
 
-@pytest.mark.parametrize(("world", "layout", "name"), of_every_layout(["continued"]))
+@pytest.mark.parametrize(
+    ("world", "layout", "name"),
+    [each for each in of_every_layout(["continued"]) if megatron_cases.earlier(*each.values[:2]) is not None],
+)
 def test_another_layout_continues(results: Results, world: int, layout: str, name: str) -> None:
-    if megatron_cases.earlier(world, layout) is None:
-        pytest.skip("the first of its kind")
     for rank in results(world, layout):
         expected = rank[name]["expected"]
         # Gradients near zero give steps of AdamW that another order of summation turns around.
