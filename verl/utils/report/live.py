@@ -81,18 +81,25 @@ def sparkline(values: list[float], width: int = _WIDTH) -> str:
 
 def table_rows(entries: dict[int, Entry]) -> list[tuple[str, str, str, str]]:
     """Return (name, value at the last step, change since the step before, course) of what the run has logged."""
-    keys = [*ROWS]
-    last = entries[max(entries)]["data"]
-    for key in sorted({key for entry in entries.values() for key in entry["data"] if key.startswith("val-core/")})[:3]:
+    keys, steps = [*ROWS], sorted(entries)
+    last = entries[steps[-1]]["data"]
+    recent = {step: entries[step] for step in steps[-2 * _WIDTH :]}  # all that a row of every step shows
+    validated = {step: entries[step] for step in steps if _is_validated(entries[step])}
+    found = {key for entry in validated.values() for key in entry["data"] if key.startswith("val-core/")}
+    for key in sorted(found)[:3]:
         keys.insert(1, (key, key.removeprefix("val-core/"), "{:.3f}"))
     rows = []
     for key, name, form in keys:
-        values = [value for _, value in points_of(entries, key)]
+        values = [value for _, value in points_of(validated if key in found else recent, key)]
         if not values or (key not in last and not key.startswith("val-core/")):
             continue
         change = values[-1] - values[-2] if len(values) > 1 else 0.0
         rows.append((name, form.format(values[-1]), f"{change:+.2g}" if len(values) > 1 else "", sparkline(values)))
     return rows
+
+
+def _is_validated(entry: Entry) -> bool:
+    return any(key.startswith("val-core/") for key in entry["data"])
 
 
 class LiveTable:
