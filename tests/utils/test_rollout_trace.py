@@ -194,6 +194,34 @@ def test_mlflow_itself_reads_the_traces_back(tmp_path, monkeypatch):
     assert trace.info.tags["step"] == "3" and trace.data.spans[-1].outputs == "a"
 
 
+def test_mlflow_loses_no_trace_of_a_batch_beyond_its_queue(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/runs.db")
+    monkeypatch.setenv("MLFLOW_ASYNC_TRACE_LOGGING_MAX_QUEUE_SIZE", "40")
+    monkeypatch.chdir(tmp_path)
+    RolloutTraceConfig.init("many", "run", "mlflow")
+    mlflow.tracing.reset()  # the queue of this process may be there already
+    for sample in range(60):
+        with rollout_trace_attr(sample_index="u1", step=1, rollout_n=sample):
+            Engine().decode([97])
+    RolloutTraceConfig.finish()
+    traces = mlflow.search_traces(return_type="list", max_results=100)
+    assert sorted(int(trace.info.tags["rollout_n"]) for trace in traces) == list(range(60))
+    assert all(trace.data.spans[-1].outputs == "a" for trace in traces)
+
+
+def test_a_batch_is_sent_before_the_queue_of_mlflow_is_full(monkeypatch):
+    made = Recorder()
+    monkeypatch.setitem(sys.modules, "mlflow", fake_mlflow(made))
+    monkeypatch.setenv("MLFLOW_ASYNC_TRACE_LOGGING_MAX_QUEUE_SIZE", "40")
+    RolloutTraceConfig.init("p", "e", "mlflow")
+    for _ in range(12):  # four entries each
+        with rollout_trace_attr(step=1):
+            Engine().decode([97])
+    assert made.calls.count(("flush",)) == 1
+    RolloutTraceConfig.finish()
+
+
 class WeaveServer(BaseHTTPRequestHandler):
     """As much of Weave's service as its client asks for; keeps the calls that arrive."""
 

@@ -136,20 +136,30 @@ class _Backend(Protocol):
 
 
 class _Mlflow:
-    """The project is an experiment of MLflow; attributes are tags of a trace."""
+    """The project is an experiment of MLflow; attributes are tags of a trace.
+
+    MLflow sends from a queue and drops what does not fit, so that this waits for it before the queue can be full.
+    """
 
     name = "mlflow"
+    TASKS_OF_SPAN = 2
+    """Entries of the queue that a span may make: its own export, and that of the trace which it ends."""
 
     def __init__(self, project_name: str, experiment_name: str) -> None:
         import mlflow
 
         self.client, self.experiment_name = mlflow, experiment_name
+        self._room = envs.integer("MLFLOW_ASYNC_TRACE_LOGGING_MAX_QUEUE_SIZE", 1000)  # the default of MLflow
+        self._waiting = 0
         mlflow.set_tracking_uri(envs.read("MLFLOW_TRACKING_URI", DEFAULT_MLFLOW_URI))
         mlflow.set_experiment(project_name)
 
     @contextmanager
     def trace(self, name: str, attributes: dict[str, Any]) -> Iterator[None]:
         """Open a root span and tag its trace."""
+        if self._waiting > self._room // 2:
+            self.flush()
+        self._waiting += self.TASKS_OF_SPAN
         with self.client.start_span(name=name):
             self.client.update_current_trace(tags={key: str(value) for key, value in attributes.items()})
             yield
@@ -157,6 +167,7 @@ class _Mlflow:
     @contextmanager
     def span(self, name: str, inputs: dict[str, Any]) -> Iterator[Callable[[Any], None]]:
         """Open a span below the one that is open."""
+        self._waiting += self.TASKS_OF_SPAN
         with self.client.start_span(name=name) as span:
             span.set_inputs(inputs)
             yield span.set_outputs
@@ -164,6 +175,7 @@ class _Mlflow:
     def flush(self) -> None:
         """Wait for the queue of traces."""
         self.client.flush_trace_async_logging()
+        self._waiting = 0
 
 
 class _Weave:

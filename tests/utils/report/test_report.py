@@ -93,6 +93,10 @@ def test_from_the_command_line(records, tmp_path, capsys):
     page = (tmp_path / "report.html").read_text()
     assert "holds no samples" in page and "judged by its course from 6 steps on" in page
     assert main([str(tmp_path / "none")]) == 2
+    assert main([str(tmp_path), "--output", str(tmp_path / "new" / "page.html")]) == 0
+    assert main([str(tmp_path), "--output", str(tmp_path / "new")]) == 0
+    assert {path.name for path in (tmp_path / "new").iterdir()} == {"page.html", "report.html"}
+    assert main([str(tmp_path), "--output", str(tmp_path / "metrics.jsonl" / "page.html")]) == 2  # below a file
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(ValueError, match="holds no step yet"):
         write_report(tmp_path)

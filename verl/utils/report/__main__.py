@@ -23,7 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
         if words[:1] == ["live"]:
             return _live(words[1:])
         return _report(words)
-    except (FileNotFoundError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError) as error:
         sys.stderr.write(f"{error}\n")
         return 2
 
@@ -31,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _report(words: list[str]) -> int:
     parser = argparse.ArgumentParser("python -m verl.utils.report", description=__doc__)
     parser.add_argument("run_dir", help="trainer.default_local_dir of the run, or a record")
-    parser.add_argument("--output", help=f"page to write; default RUN_DIR/{REPORT_NAME}")
+    parser.add_argument("--output", help=f"page to write, or its folder; default RUN_DIR/{REPORT_NAME}")
     given = parser.parse_args(words)
     get_console().info("report: %s", write_report(given.run_dir, given.output))
     return 0

@@ -24,7 +24,7 @@ _TEMPLATE = Path(__file__).with_name("page.html")
 
 
 def write_report(run: str | Path, output: str | Path | None = None) -> Path:
-    """Write the report of a run, given its folder or its record; returns the path of the page.
+    """Write the report of a run, given its folder or its record, to a file or into a folder; returns the page's path.
 
     Raises: FileNotFoundError where there is no record, ValueError where it is empty, ImportError without matplotlib.
     """
@@ -33,6 +33,8 @@ def write_report(run: str | Path, output: str | Path | None = None) -> Path:
     if not entries:
         raise ValueError(f"{source} holds no step yet")
     target = Path(output) if output else source.with_name(REPORT_NAME)
+    target = target / REPORT_NAME if target.is_dir() else target
+    target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = target.with_name(f"{target.name}.tmp")
     unfinished.write_text(render(entries, source.absolute().parent.name), encoding="utf-8", errors="replace")
     unfinished.replace(target)
