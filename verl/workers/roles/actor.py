@@ -48,7 +48,12 @@ class ActorWorker(EngineWorker):
         config = self.config
         model_config = omega_conf_to_dataclass(config.model_config)
         self.engine = self.build_engine(
-            "language_model", model_config, self.engine_config, config.optimizer(), config.checkpoint
+            "language_model",
+            model_config,
+            self.engine_config,
+            config.optimizer(),
+            config.checkpoint,
+            load_weight=config.get("load_weight", True),
         )
         self.prepare = partial(select_tokens, config, self.engine)
         if config.uses_full_kl:
