@@ -33,7 +33,8 @@ def test_a_worker_without_files_gets_its_parts_and_no_more(
     stored = load_file(folder / "plain" / "model.safetensors")
     for result in (first, second):
         ranks.equal(result["weights"], stored)
-    assert first["received"] == [] and sum(second["received"]) == sum(second["parameters"])
+    padding = 2 * 64 * 4 if layout == "tp 2" else 0  # a row of the embedding and of the head: half of 98 tokens
+    assert first["received"] == [] and sum(second["received"]) == sum(second["parameters"]) - padding
     assert max(second["received"]) <= max(second["parameters"])
     assert first["folder"] == str(folder / "plain")
     kept = Path(second["folder"])
