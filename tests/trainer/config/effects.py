@@ -84,6 +84,8 @@ READERS = [
     Reader(MODELS, "lora_rank lora_alpha target_modules", "workers/engine/fsdp/adapters.py", "config", ENGINE + "test_engine_contract.py::test_adapters_train_alone_and_merge"),
     Reader(MODEL, "exclude_modules", "workers/engine/fsdp/adapters.py", "config", ENGINE + "test_vision_contract.py::test_adapters_leave_out_what_is_excluded_or_frozen"),
     Reader(MODEL, "use_liger", "workers/engine/fsdp/build.py", "self.model_config", "tests/trainer/config/test_validation.py::test_refused"),
+    Reader(MODEL, "use_fused_kernels", "workers/engine/fsdp/build.py", "self.model_config", ENGINE + "test_engine_contract.py::test_equals_plain_transformers"),
+    Reader(f"{MODEL}.fused_kernel_options", "impl_backend", "workers/engine/fsdp/build.py", "self.model_config.fused_kernel_options", "tests/utils/kernel/test_linear_cross_entropy.py::test_fp32_equals_whole_logits"),
     # actor, reference, critic: engine
     Reader(tuple(f"{engine}.wrap_policy" for engine in ENGINES), "min_num_params", "utils/fsdp_utils.py", "policy", UNCHANGED),
     Reader(ENGINES, "forward_prefetch", "utils/fsdp_utils.py", "config"),
@@ -240,6 +242,7 @@ ONE_IMPLEMENTATION = {
 REFUSED = {
     "actor_rollout_ref.hybrid_engine": False,
     f"{ACTOR}.use_remove_padding": True,
+    f"{ACTOR}.use_fused_kernels": True,
     f"{ROLLOUT}.pipeline_model_parallel_size": 2,
     **{f"{node}.async_save": True for node in CHECKPOINTS},
     **{f"{node}.total_training_steps": 9 for node in OPTIMIZERS},
@@ -301,6 +304,7 @@ MEGATRON_REFUSED = {
     **{f"{node}.override_mcore_model_config": {"rotary_base": 1} for node in LAYOUTS},
     **{f"{node}.use_mbridge": True for node in LAYOUTS},
     **{f"{MODEL}.{name}": value for name, value in (("lora_rank", 8), ("use_liger", True))},
+    f"{MODEL}.use_fused_kernels": True,
     f"{MODEL}.enable_activation_offload": True,
 }
 """As ``REFUSED``."""

@@ -184,6 +184,7 @@ def rows_of(engine: BaseEngine, uneven: bool) -> list[int]:
 
 MICRO = {n: {"micro_batch_size_per_gpu": n} for n in (1, 2, 3, 4)}
 PADDED = {"use_remove_padding": False}
+FUSED = {"use_fused_kernels": True}
 TWO = {"only_world": 2}
 
 
@@ -201,6 +202,12 @@ CASES: dict[str, dict[str, Any]] = {
     "padded, micro 2": {"cut": MICRO[2], "model": PADDED},
     "padded, micro 4": {"cut": MICRO[4], "model": PADDED},
     "padded, dynamic, uneven": {"cut": dynamic(20), "model": PADDED, "uneven": True},
+    "fused, packed, checkpointing, uneven": {
+        "cut": MICRO[2],
+        "model": FUSED | {"enable_gradient_checkpointing": True},
+        "uneven": True,
+    },
+    "fused, padded, dynamic": {"cut": dynamic(20), "model": FUSED | PADDED},
     "checkpointing, entropy in chunks": {
         "cut": MICRO[4],
         "model": {"enable_gradient_checkpointing": True, "enable_activation_offload": True},
@@ -211,6 +218,8 @@ CASES: dict[str, dict[str, Any]] = {
         "engine": {"param_offload": True, "optimizer_offload": True, "reshard_after_forward": False},
     },
     "offload policy": TWO | {"cut": MICRO[4], "engine": {"offload_policy": True}},
+    "fused, offload policy": TWO | {"cut": MICRO[4], "model": FUSED, "engine": {"offload_policy": True}},
+    "fused, ulysses": TWO | {"cut": MICRO[3], "model": FUSED, "engine": {"ulysses_sequence_parallel_size": 2}},
     "hybrid": TWO | {"cut": MICRO[2], "engine": {"fsdp_size": 1}},
     "wrapped by size, prefetch": TWO
     | {"cut": MICRO[4], "engine": {"wrap_policy": {"min_num_params": 5000}, "forward_prefetch": True}},
@@ -226,13 +235,14 @@ CASES: dict[str, dict[str, Any]] = {
 
 OTHERS: dict[str, dict[str, Any]] = {
     "tied": {"cut": MICRO[4], "folder": "tied"},
+    "tied, fused": {"cut": MICRO[3], "folder": "tied", "model": FUSED},
     "value": {"cut": MICRO[3], "kind": "value_model"},
     "value, padded": {"cut": MICRO[3], "kind": "value_model", "model": PADDED},
     "value, ulysses": TWO | {"cut": MICRO[1], "kind": "value_model", "engine": {"ulysses_sequence_parallel_size": 2}},
     "lora": {"cut": MICRO[4], "model": {"lora_rank": 4, "lora_alpha": 8}},
-    "lora, offload, checkpointing": {
+    "lora, fused, offload, checkpointing": {
         "cut": MICRO[2],
-        "model": {"lora_rank": 4, "lora_alpha": 8, "enable_gradient_checkpointing": True},
+        "model": FUSED | {"lora_rank": 4, "lora_alpha": 8, "enable_gradient_checkpointing": True},
         "engine": {"param_offload": True, "optimizer_offload": True},
     },
     "lora, ulysses": TWO

@@ -113,9 +113,10 @@ def test_every_group_has_the_timeout_of_the_first(results: Any, name: str) -> No
         assert rank[name]["timeouts"] and set(rank[name]["timeouts"]) == {cases.TIMEOUT_S}
 
 
+@pytest.mark.parametrize("name", ["tied", "tied, fused"])
 @pytest.mark.parametrize("world", [1, 2])
-def test_tied_embeddings_stay_one_tensor(results: Any, reference: Any, world: int) -> None:
-    parts = [rank["tied"] for rank in results[world]]
+def test_tied_embeddings_stay_one_tensor(results: Any, reference: Any, name: str, world: int) -> None:
+    parts = [rank[name] for rank in results[world]]
     assert_output(parts, reference["tied"]["output"])
     assert_step(parts, reference["tied"])
     assert "lm_head.weight" not in parts[0]["weights"]

@@ -6,6 +6,7 @@ Works with transformers 5.16 to 5.19, whose models take their attention from a r
 from typing import TYPE_CHECKING
 
 from verl.models.transformers.attention import VARLEN_ATTENTION, register_varlen_attention
+from verl.models.transformers.dense_common import check_backend, has_fused_head, install_fused_head
 from verl.utils.ulysses import validate_ulysses_config
 
 if TYPE_CHECKING:
@@ -19,11 +20,13 @@ def apply_monkey_patch(
     use_fused_kernels: bool = False,
     fused_kernels_backend: str | None = None,
 ) -> None:
-    """Switch a model to packed attention, which knows sequence parallelism.
+    """Switch a model to packed attention, which knows sequence parallelism, and its head to a fused one.
 
-    The fused head is chosen by the engine and needs no patch: its options are accepted.
+    With ``use_fused_kernels`` a forward with ``temperature=`` returns ``log_probs`` and ``entropy`` of each next token
+    of ``input_ids``, (B, L); the backend is ``torch``, which is the default, or ``triton`` on CUDA.
 
-    Raises: ValueError when heads do not share out over ``ulysses_sp_size`` ranks, or padding stays in.
+    Raises: ValueError when heads do not share out over ``ulysses_sp_size`` ranks, padding stays in, or the head of the
+    model cannot be fused.
     """
     text = model.config.get_text_config()
     validate_ulysses_config(text.num_attention_heads, ulysses_sp_size, getattr(text, "num_key_value_heads", None))
@@ -32,3 +35,7 @@ def apply_monkey_patch(
     if use_remove_padding or ulysses_sp_size > 1:
         register_varlen_attention()
         model.set_attn_implementation(VARLEN_ATTENTION)
+    if use_fused_kernels and not has_fused_head(model):
+        backend = fused_kernels_backend or "torch"
+        check_backend(backend, model.device)
+        install_fused_head(model, backend)

@@ -106,7 +106,8 @@ def _strategy_rules(roles: list[Role]) -> Iterator[Violation]:
 
 def _option_rules(tree: Tree, role: Role) -> Iterator[Violation]:
     """Yield options of the model and the engine that do not exist on Megatron-Core, or not on these devices."""
-    for name, wanted in (("lora_rank", 0), ("use_liger", False), ("enable_activation_offload", False)):
+    options = ("use_liger", "use_fused_kernels", "enable_activation_offload")
+    for name, wanted in (("lora_rank", 0), *((option, False) for option in options)):
         if (value := select(tree, f"{role.model}.{name}", wanted)) != wanted:
             yield Violation(
                 f"{role.model}.{name}", value, f"is not supported with strategy=megatron: write {as_yaml(wanted)}"

@@ -81,12 +81,6 @@ _FIXED: list[tuple[str, str, dict[str, Any]]] = [
         {"enable": False},
     ),
     (
-        "fused kernels are not supported yet",
-        "actor_rollout_ref",
-        {"model.use_fused_kernels": False, "actor.use_fused_kernels": False},
-    ),
-    ("fused kernels are not supported yet", "actor_rollout_ref.model.fused_kernel_options", {"impl_backend": "torch"}),
-    (
         "is not supported for a role that trains",
         "",
         {"actor_rollout_ref.actor.megatron.forward_only": False, "critic.megatron.forward_only": False},

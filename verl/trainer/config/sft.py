@@ -8,6 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl.base_config import ConfigError, Violation, as_yaml
 from verl.trainer.config.files import NO_VISION_ON_MEGATRON, data_file_rules
+from verl.trainer.config.fused import fused_rules
 from verl.trainer.config.keys import dotted_keys
 from verl.trainer.config.nodes import build_nodes
 from verl.trainer.config.refusals import select
@@ -142,12 +143,14 @@ CHOICES = {
 
 FIXED = {
     "engine.forward_only": (False, "must be false: the model is trained"),
-    "model.use_fused_kernels": (False, "must be false: fused kernels are not supported yet"),
     "optim.total_training_steps": (-1, "is set by the trainer: leave it at -1, and write trainer.total_training_steps"),
 }
 
 
-NOT_WITH_MEGATRON = {"model.lora_rank": 0, "model.use_liger": False, "model.enable_activation_offload": False}
+NOT_WITH_MEGATRON = {
+    "model.lora_rank": 0,
+    **{f"model.{name}": False for name in ("use_liger", "use_fused_kernels", "enable_activation_offload")},
+}
 
 
 def _choice_rules(tree: Mapping[str, Any]) -> Iterator[Violation]:
@@ -157,6 +160,7 @@ def _choice_rules(tree: Mapping[str, Any]) -> Iterator[Violation]:
     for key, value in NOT_WITH_MEGATRON.items():
         if select(tree, "engine.strategy") == "megatron" and select(tree, key, value) != value:
             yield Violation(key, select(tree, key), f"must be {as_yaml(value)} with engine=megatron")
+    yield from fused_rules(tree, "model")
     async_save, strategy = select(tree, "checkpoint.async_save", False), select(tree, "engine.strategy")
     yield from async_save_rules("checkpoint.", async_save, strategy)
     for key, names in CHOICES.items():

@@ -12,6 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verl.base_config import ConfigError, UnsupportedConfigError, Violation
 from verl.trainer.config.dapo import dapo_rules
 from verl.trainer.config.files import file_rules, model_rules
+from verl.trainer.config.fused import fused_role_rules, fused_rules
 from verl.trainer.config.idle import idle_keys
 from verl.trainer.config.keys import dotted_keys, nearest
 from verl.trainer.config.megatron import megatron_rules, workers_of_a_shard
@@ -183,6 +184,8 @@ def _combination_rules(tree: Tree, use_critic: bool) -> Iterator[Violation]:
     if actor["use_kl_loss"] and actor["kl_loss_type"] == "full" and actor["strategy"] not in ("fsdp", "fsdp2"):
         expected = "needs the whole vocabulary in one worker, as fsdp has it: write low_var_kl, or strategy=fsdp"
         yield Violation("actor_rollout_ref.actor.kl_loss_type", "full", expected)
+    yield from fused_rules(tree, "actor_rollout_ref.model")
+    yield from fused_role_rules(shared)
     reference = select(shared, "ref.model.path")
     if reference is not None and select(shared, "model.lora_rank", 0):
         expected = "must be null with lora_rank above 0: the reference policy is the actor without its adapters"

@@ -1,62 +1,15 @@
 """The last linear layer fused with what a policy loss needs of its logits."""
 
-from typing import Any
-
-import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from verl.utils.log_probs import entropy_of, logits_gradient, scaled_log_softmax
-
-
-class _FusedLinear(torch.autograd.Function):
-    """Makes the logits of a chunk of rows, uses them and lets them go; makes them again for the backward pass."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, chunk_size: int
-    ) -> tuple[Tensor, Tensor]:
-        dtype = torch.promote_types(hidden.dtype, torch.float32)
-        log_probs = hidden.new_empty(len(hidden), dtype=dtype)
-        entropy = torch.empty_like(log_probs)
-        for at in range(0, len(hidden), chunk_size):
-            chunk = slice(at, at + chunk_size)
-            log_p = scaled_log_softmax(hidden[chunk] @ weight.t(), temperature)
-            log_probs[chunk] = log_p.gather(-1, labels[chunk].unsqueeze(-1)).squeeze(-1)
-            entropy[chunk] = entropy_of(log_p)
-        ctx.save_for_backward(hidden, weight, labels, entropy)
-        ctx.temperature, ctx.chunk_size = temperature, chunk_size
-        return log_probs, entropy
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, labels, entropy = ctx.saved_tensors
-        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        # The sum over chunks is kept in fp32: half precision would lose the small contributions.
-        grad_weight = torch.zeros_like(weight, dtype=grad_log_probs.dtype) if needs_weight else None
-        for at in range(0, len(hidden), ctx.chunk_size):
-            chunk = slice(at, at + ctx.chunk_size)
-            grad_logits = logits_gradient(
-                hidden[chunk] @ weight.t(),
-                labels[chunk],
-                ctx.temperature,
-                entropy[chunk],
-                grad_log_probs[chunk],
-                grad_entropy[chunk],
-            ).to(hidden.dtype)
-            if grad_hidden is not None:
-                grad_hidden[chunk] = grad_logits @ weight
-            if grad_weight is not None:
-                grad_weight += grad_logits.t() @ hidden[chunk]
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
+from verl.utils.kernel.linear_cross_entropy import CHUNK_ROWS, linear_log_probs_and_entropy
+from verl.utils.kernel.rows import HeadFormula
 
 
 class FusedLinearForPPO(nn.Module):
     """Log-probabilities and entropies straight from hidden states; holds at most a chunk of logits."""
 
-    def __init__(self, chunk_size: int = 512) -> None:
+    def __init__(self, chunk_size: int = CHUNK_ROWS) -> None:
         super().__init__()
         if chunk_size < 1:
             raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
@@ -76,11 +29,13 @@ class FusedLinearForPPO(nn.Module):
                 f"input_ids {tuple(input_ids.shape)} must have the shape of hidden_states "
                 f"{tuple(hidden_states.shape)} less the last"
             )
-        log_probs, entropy = _FusedLinear.apply(  # type: ignore[no-untyped-call]
+        log_probs, entropy = linear_log_probs_and_entropy(
             hidden_states.reshape(-1, hidden_states.shape[-1]),
             vocab_weights,
             input_ids.reshape(-1),
-            float(temperature),
-            self.chunk_size,
+            HeadFormula(temperature=float(temperature)),
+            entropy="grad",
+            chunk_rows=self.chunk_size,
         )
+        assert entropy is not None
         return log_probs.view(input_ids.shape), entropy.view(input_ids.shape)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from verl.models.transformers.dense_common import has_fused_head, install_fused_head
 from verl.protocol import DataProto
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.engine import BaseEngine, FSDPEngineWithLMHead
@@ -103,6 +104,8 @@ class DataParallelPPOActor(EngineActor):
     ) -> None:
         super().__init__(omega_conf_to_dataclass(config))
         self.actor_module, self.actor_optimizer = actor_module, actor_optimizer
+        if self.config.use_fused_kernels and not has_fused_head(actor_module):
+            install_fused_head(actor_module)  # type: ignore[arg-type]
         self.engine = FSDPEngineWithLMHead.from_module(
             actor_module,
             actor_optimizer,

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from transformers import PreTrainedModel
 
 from verl.models.transformers.attention import VARLEN_ATTENTION, register_varlen_attention
+from verl.models.transformers.dense_common import check_backend, install_fused_head
 from verl.models.transformers.vision import FAMILIES, is_vision_config, uses_media
 from verl.utils.fsdp_utils import apply_fsdp2, parameters_on_meta
 from verl.utils.model import get_hf_auto_model_class, get_value_model_class, get_vl_model_vision_tower, text_config_of
@@ -187,6 +188,10 @@ class ModelBuilder:
                     "model.use_liger=True needs the package liger-kernel: install it or write False"
                 ) from None
             _apply_liger_kernel_to_instance(model=model)
+        if self.model_config.use_fused_kernels and not self.is_value_model:
+            backend = self.model_config.fused_kernel_options["impl_backend"]
+            check_backend(backend, self.layout.device)
+            install_fused_head(model, backend)
         if self.model_config.enable_gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 

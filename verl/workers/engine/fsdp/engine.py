@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
+from verl.models.transformers.dense_common import has_fused_head
 from verl.models.transformers.vision import install_vision, uses_media
 from verl.utils.device import get_torch_device
 from verl.utils.faults import fault_point
@@ -119,6 +120,7 @@ class FSDPEngine(BaseEngine):
             is_value_model=self.is_value_model,
             lead=self.lead,
             takes_media=takes_media,
+            fused_head=has_fused_head(self.base_model) and not self.is_value_model,
             entropy_chunk_size=2048 if self.engine_config.entropy_from_logits_with_chunking else None,
             offload_activations=offload_activations,
         )

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from verl.models.transformers.attention import PackedSequences
+from verl.models.transformers.dense_common import HeadRequest
 from verl.models.transformers.vision import MEDIA, Media
 from verl.utils.full_kl import full_kl
 from verl.utils.multi_modal import concat_distinct_inputs, concat_multi_modal_inputs
@@ -29,15 +30,33 @@ _SHOWN = "shown"  # among the inputs of a multi-modal model: ``Media.shown``
 class ForwardOptions:
     """What does not change from batch to batch; a token is read ``lead`` positions before its own.
 
-    ``takes_media`` says that the model merges images itself (``verl.models.transformers.vision``).
+    ``takes_media`` says that the model merges images itself (``verl.models.transformers.vision``), ``fused_head`` that
+    it scores tokens without logits (``verl.models.transformers.dense_common``).
     """
 
     remove_padding: bool
     is_value_model: bool
     lead: int = 1
     takes_media: bool = False
+    fused_head: bool = False
     entropy_chunk_size: int | None = None
     offload_activations: bool = False
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """What is asked of the distribution at each position; ``entropy`` is ``none``, ``value`` or ``grad``."""
+
+    temperature: float
+    entropy: str
+
+    @classmethod
+    def of(cls, meta: dict[str, Any]) -> "Scoring":
+        """Read the meta data of a batch."""
+        entropy = "none"
+        if meta.get("calculate_entropy", False):
+            entropy = "grad" if meta.get("entropy_needs_grad", True) and torch.is_grad_enabled() else "value"
+        return cls(meta.get("temperature", 1.0), entropy)
 
 
 class Forward:
@@ -53,8 +72,10 @@ class Forward:
         """Return (b, R) outputs on the device, zero outside the response mask."""
         reference = self._reference_of(rows.meta_info)
         ref_logits = None if reference is None else reference.logits(rows)
+        # A divergence from the reference is one of logits, which a fused head does not make.
+        fused = Scoring.of(rows.meta_info) if self.options.fused_head and reference is None else None
         with self._activations():
-            return self._outputs(*self._logits(rows), rows.meta_info, ref_logits)
+            return self._outputs(*self._read(rows, fused), rows.meta_info, ref_logits, fused)
 
     def _reference_of(self, meta: dict[str, Any]) -> "Reference | None":
         if not meta.get("calculate_full_kl", False):
@@ -63,8 +84,11 @@ class Forward:
             raise ValueError("calculate_full_kl needs a reference in this engine: call set_reference")
         return self.reference
 
-    def _logits(self, rows: "DataProto") -> tuple[PackedRows, Tensor, Tensor, Tensor]:
-        """Return the packed rows, and of this rank's positions logits (k, V), labels (k,) and targets (k,)."""
+    def _read(self, rows: "DataProto", fused: Scoring | None) -> tuple[PackedRows, Tensor, Tensor, Tensor]:
+        """Return the packed rows, and of this rank's positions logits (k, V), labels (k,) and targets (k,).
+
+        With ``fused`` the columns of the logits are the log-probability of the label and, where asked, the entropy.
+        """
         device, batch = self.layout.device, tensors_of(rows)
         names = ("input_ids", "attention_mask", "position_ids")
         ids, attention, positions = (batch[name].to(device, non_blocking=True) for name in names)
@@ -72,10 +96,10 @@ class Forward:
         packed = pack_rows(ids, attention, positions, asked, self.options.lead)
         inputs = self._multi_modal_inputs(rows, packed.row_order if self.options.remove_padding else None)
         if not self.options.remove_padding:
-            return packed, *self._padded(packed, ids, attention, positions, asked, inputs)
+            return packed, *self._padded(packed, ids, attention, positions, asked, inputs, fused)
         if self.layout.sp_size > 1:
-            return packed, *self._sliced(packed, inputs)
-        return packed, *self._packed(packed, inputs)
+            return packed, *self._sliced(packed, inputs, fused)
+        return packed, *self._packed(packed, inputs, fused)
 
     def idle(self, meta: dict[str, Any] | None = None) -> Tensor:
         """Take part in the collectives of a forward pass without any row; returns a zero that has a gradient."""
@@ -98,13 +122,18 @@ class Forward:
 
     # ---- three ways to the logits: each returns (logits (k, V), labels (k,), targets (k,)) of this rank's positions
 
-    def _packed(self, packed: PackedRows, inputs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    def _packed(
+        self, packed: PackedRows, inputs: dict[str, Any], fused: Scoring | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         sequences = PackedSequences(packed.lengths, self.layout.device)
         extra = self._extra(inputs, self._sampled(packed, packed.input_ids))
-        logits = self._run(packed.input_ids, None, packed.position_ids, packed.keep, sequences, extra)
+        kept = self._kept(packed.keep, packed.labels, fused)
+        logits = self._run(packed.input_ids, None, packed.position_ids, kept, sequences, extra)
         return logits, packed.labels, packed.target
 
-    def _sliced(self, packed: PackedRows, inputs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    def _sliced(
+        self, packed: PackedRows, inputs: dict[str, Any], fused: Scoring | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         sp_size, sp_rank = self.layout.sp_size, self.layout.sp_rank
         ids, positions, padding = ulysses_pad(packed.input_ids, packed.position_ids, sp_size)
         assert positions is not None
@@ -116,7 +145,8 @@ class Forward:
         extra = self._extra(inputs, self._sampled(packed, ids), (start, width))
         if not self.options.takes_media:  # which slices after images have taken their places
             ids, positions = ids.narrow(-1, start, width), positions.narrow(-1, start, width)
-        logits = self._run(ids, None, positions, packed.keep[mine] - start, sequences, extra)
+        kept = self._kept(packed.keep[mine] - start, packed.labels[mine], fused)
+        logits = self._run(ids, None, positions, kept, sequences, extra)
         return logits, packed.labels[mine], packed.target[mine]
 
     def _padded(
@@ -127,8 +157,11 @@ class Forward:
         positions: Tensor,
         asked: Tensor,
         inputs: dict[str, Any],
+        fused: Scoring | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Run whole rows; the head sees only the response, whose counted positions are picked afterwards."""
+        """Run whole rows; a head sees only the response, whose counted positions are picked afterwards, a fused head
+        these alone.
+        """
         if positions.dim() == 3:
             positions = positions.transpose(0, 1)
         rows, width = packed.shape
@@ -137,8 +170,11 @@ class Forward:
         first = max(before, 0)
         columns = torch.arange(first, length, device=ids.device)
         extra = self._extra(inputs, F.pad(asked.bool(), (length - width, 0)))
-        hidden = self._run(ids, attention, positions, columns, None, extra)
         row, column = packed.target // width, packed.target % width
+        if fused is not None:
+            kept = self._kept(row * length + column + before, packed.labels, fused)
+            return self._run(ids, attention, positions, kept, None, extra), packed.labels, packed.target
+        hidden = self._run(ids, attention, positions, columns, None, extra)
         at = row * len(columns) + column + (before - first)
         return hidden.reshape(rows * len(columns), -1).index_select(0, at), packed.labels, packed.target
 
@@ -170,12 +206,16 @@ class Forward:
             return inputs
         return {MEDIA: Media(sampled, inputs, inputs.get(_SHOWN, {}), window)}
 
+    def _kept(self, at: Tensor, labels: Tensor, fused: Scoring | None) -> Tensor | HeadRequest:
+        """Return what the head is told of the positions."""
+        return at if fused is None else HeadRequest(at, labels, fused.temperature, fused.entropy)
+
     def _run(
         self,
         ids: Tensor,
         attention: Tensor | None,
         positions: Tensor,
-        keep: Tensor,
+        keep: Tensor | HeadRequest,
         sequences: PackedSequences | None,
         extra: dict[str, Any],
     ) -> Tensor:
@@ -184,9 +224,13 @@ class Forward:
             kwargs["packed_sequences"] = sequences
             kwargs["cu_seq_lens_q"] = kwargs["cu_seq_lens_k"] = sequences.cu_seqlens
             kwargs["max_length_q"] = kwargs["max_length_k"] = sequences.max_length
-        if not self.options.is_value_model:
+        if isinstance(keep, HeadRequest):
+            kwargs["head_request"] = keep
+        elif not self.options.is_value_model:
             kwargs["logits_to_keep"] = keep
         output = self.module(input_ids=ids, attention_mask=attention, position_ids=positions, use_cache=False, **kwargs)
+        if isinstance(keep, HeadRequest):
+            return torch.stack([output.log_probs] if output.entropy is None else [*output.values()], dim=1)
         logits: Tensor = output.logits
         if self.options.is_value_model:
             logits = logits.index_select(1, keep)
@@ -202,9 +246,12 @@ class Forward:
         target: Tensor,
         meta: dict[str, Any],
         ref_logits: Tensor | None,
+        fused: Scoring | None,
     ) -> "ModelOutput":
         if self.options.is_value_model:
             values = {"values": logits[:, 0].float()}
+        elif fused is not None:
+            values = dict(zip(("log_probs", "entropy"), logits.unbind(1), strict=False))
         else:
             values = self._log_probs(logits, labels, meta, shared=ref_logits is not None)
         if ref_logits is not None:
@@ -220,14 +267,12 @@ class Forward:
 
     def _log_probs(self, logits: Tensor, labels: Tensor, meta: dict[str, Any], shared: bool) -> dict[str, Tensor]:
         """Return log-probabilities and entropies; ``shared`` logits are left as they are in the backward pass."""
-        entropy = "none"
-        if meta.get("calculate_entropy", False):
-            entropy = "grad" if meta.get("entropy_needs_grad", True) and torch.is_grad_enabled() else "value"
+        asked = Scoring.of(meta)
         log_probs, entropies = log_probs_and_entropy(
             logits,
             labels,
-            meta.get("temperature", 1.0),
-            entropy=entropy,
+            asked.temperature,
+            entropy=asked.entropy,
             chunk_size=self.options.entropy_chunk_size,
             inplace_backward=not shared,
         )
@@ -252,7 +297,7 @@ class Reference:
     def logits(self, rows: "DataProto") -> Tensor:
         """Return the logits (k, V) at the positions that the policy is asked for, without gradient."""
         with torch.no_grad(), self.context():
-            return self.forward._logits(rows)[1]
+            return self.forward._read(rows, None)[1]
 
     def idle(self) -> None:
         """Take part in the collectives of ``logits``."""

@@ -1,0 +1,199 @@
+"""A fused head against log_softmax over logits that are made whole, by torch and by Triton's interpreter."""
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from verl.utils import envs
+from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy, linear_log_probs_and_entropy
+from verl.utils.kernel.rows import HeadFormula
+
+INTERPRETED = envs.flag("TRITON_INTERPRET")
+BACKENDS = ["torch", "triton"] if INTERPRETED else ["torch"]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="runs the others of this file in the interpreter")
+def test_all_of_this_in_the_interpreter_of_triton() -> None:
+    """It is chosen before Triton is imported, so it has a process of its own."""
+    command = [sys.executable, "-m", "pytest", "--import-mode=importlib", "-q", "-p", "no:cacheprovider"]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    run = subprocess.run(
+        [*command, "-k", "triton", __file__], env=environment, capture_output=True, text=True, timeout=200
+    )
+    assert run.returncode == 0 and "10 passed" in run.stdout, run.stdout[-3000:] + run.stderr[-1000:]
+
+
+def inputs(rows: int, columns: int, dim: int, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {
+        "hidden": torch.randn(rows, dim, generator=generator),
+        "weight": torch.randn(columns, dim, generator=generator),
+        "bias": torch.randn(columns, generator=generator),
+        "coefficients": torch.randn(2, rows, generator=generator),
+    }
+    labels = torch.randint(0, columns, (rows,), generator=generator)
+    return {name: tensor.to(dtype) for name, tensor in tensors.items()} | {"labels": labels}
+
+
+def plain(given: dict[str, Tensor], formula: HeadFormula, with_bias: bool) -> tuple[Tensor, Tensor]:
+    x = given["hidden"] @ given["weight"].t()
+    x = (x + given["bias"] if with_bias else x)[:, : formula.columns if formula.columns >= 0 else None] * formula.scale
+    x = x if formula.softcap is None else formula.softcap * torch.tanh(x / formula.softcap)
+    log_p = torch.log_softmax(x / formula.temperature, dim=-1)
+    return log_p.gather(-1, given["labels"].unsqueeze(-1)).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
+
+
+def both_ways(given: dict[str, Tensor], formula: HeadFormula, with_bias: bool, **options: Any) -> list[list[Tensor]]:
+    """Return outputs and gradients, fused and plain."""
+    results = []
+    for fused in (True, False):
+        own = {n: t.clone().requires_grad_() if n in ("hidden", "weight", "bias") else t for n, t in given.items()}
+        if fused:
+            bias = own["bias"] if with_bias else None
+            arguments = (own["hidden"], own["weight"], own["labels"], formula)
+            out = linear_log_probs_and_entropy(*arguments, bias=bias, entropy="grad", **options)
+        else:
+            out = plain(own, formula, with_bias)
+        (own["coefficients"][0] * out[0] + own["coefficients"][1] * out[1]).sum().backward()
+        wanted = ("hidden", "weight", *(["bias"] if with_bias else []))
+        results.append([*(x.detach() for x in out), *(own[name].grad for name in wanted)])
+    return results
+
+
+FORMULAS = {
+    "plain": HeadFormula(),
+    "temperature": HeadFormula(temperature=0.6),
+    "scaled": HeadFormula(scale=0.125, temperature=1.3),
+    "capped": HeadFormula(scale=1.5, softcap=5.0, temperature=0.7),
+    "padded vocabulary": HeadFormula(columns=149, temperature=0.7),
+}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+@pytest.mark.parametrize("chunk_rows", [1, 7, 512])
+def test_torch_equals_whole_logits(name: str, chunk_rows: int) -> None:
+    given = inputs(37, 151, 24, torch.float64)
+    given["labels"].clamp_(max=148)
+    fused, expected = both_ways(given, FORMULAS[name], with_bias=chunk_rows == 7, chunk_rows=chunk_rows)
+    torch.testing.assert_close(fused, expected, atol=1e-11, rtol=1e-9)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", FORMULAS)
+def test_fp32_equals_whole_logits(name: str, backend: str) -> None:
+    """Rows, columns and width are no multiples of a tile, and the vocabulary is split among programs."""
+    given = inputs(70, 300, 40, torch.float32)
+    given["labels"].clamp_(max=148)
+    for chunk_rows in (7, 512):
+        fused, expected = both_ways(given, FORMULAS[name], chunk_rows == 7, backend=backend, chunk_rows=chunk_rows)
+        torch.testing.assert_close(fused, expected, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_sums_are_fp32_under_half_precision(backend: str) -> None:
+    half = torch.bfloat16 if backend == "torch" else torch.float16  # the interpreter cannot multiply bf16
+    given = inputs(90, 200, 32, half)
+    fused, _ = both_ways(given, HeadFormula(), False, backend=backend, chunk_rows=8)
+    exact = both_ways({n: t.double() if n != "labels" else t for n, t in given.items()}, HeadFormula(), False)[1]
+    assert fused[0].dtype == fused[1].dtype == torch.float32
+    assert fused[2].dtype == fused[3].dtype == half
+    rounding = 0.06  # of logits of up to 20 in bf16
+    for found, expected in zip(fused[:2], exact[:2], strict=True):
+        assert (found.double() - expected).abs().max() < 2 * rounding
+    for found, expected in zip(fused[2:], exact[2:], strict=True):
+        assert (found.double() - expected).norm() < rounding / 2 * expected.norm()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_entropy_modes_and_frozen_weights(backend: str) -> None:
+    given = inputs(5, 33, 16, torch.float32)
+    hidden = given["hidden"].clone().requires_grad_()
+    arguments = (hidden, given["weight"], given["labels"])
+    log_probs, entropy = linear_log_probs_and_entropy(*arguments, entropy="value", backend=backend)
+    assert entropy is not None and log_probs.requires_grad and not entropy.requires_grad
+    expected = plain(given, HeadFormula(), False)
+    torch.testing.assert_close((log_probs.detach(), entropy), expected, atol=1e-5, rtol=1e-5)
+    log_probs.sum().backward()
+    own = given["hidden"].clone().requires_grad_()
+    plain(given | {"hidden": own}, HeadFormula(), False)[0].sum().backward()
+    torch.testing.assert_close(hidden.grad, own.grad, atol=1e-5, rtol=1e-5)
+    assert given["weight"].grad is None
+    assert linear_log_probs_and_entropy(*arguments, backend=backend)[1] is None
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_rows_have_a_gradient_of_zero(backend: str) -> None:
+    """As of a rank that has no row and takes part in the collectives of the others."""
+    weight = torch.randn(7, 16, requires_grad=True)
+    hidden = torch.zeros(0, 16, requires_grad=True)
+    out = linear_log_probs_and_entropy(
+        hidden, weight, torch.zeros(0, dtype=torch.long), entropy="grad", backend=backend
+    )
+    assert [len(x) for x in out if x is not None] == [0, 0]
+    (out[0].sum() * 0.0).backward()
+    assert weight.grad is not None and not weight.grad.any() and hidden.grad is not None
+
+
+class Largest(TorchDispatchMode):
+    """Notes the largest result of any operation."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for part in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(part, Tensor):
+                self.elements = max(self.elements, part.numel())
+        return result
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_logits_are_never_whole(backend: str) -> None:
+    rows, columns, chunk_rows = 256, 400, 16
+    hidden, weight = torch.randn(rows, 16, requires_grad=True), torch.randn(columns, 16, requires_grad=True)
+    labels = torch.zeros(rows, dtype=torch.long)
+    with Largest() as largest:
+        out = linear_log_probs_and_entropy(
+            hidden, weight, labels, entropy="grad", backend=backend, chunk_rows=chunk_rows
+        )
+        assert out[1] is not None
+        (out[0] + out[1]).sum().backward()
+    as_bytes = 4 if backend == "triton" else 1  # the interpreter copies what it stores
+    assert largest.elements <= as_bytes * chunk_rows * columns < rows * columns
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_linear_cross_entropy(reduction: str) -> None:
+    given = inputs(12, 33, 16, torch.float32)
+    log_probs, entropy = plain(given, HeadFormula(temperature=0.7), False)
+    hidden, labels = given["hidden"].view(3, 4, 16), given["labels"].view(3, 4)
+    found = linear_cross_entropy(hidden, given["weight"], labels, 0.7, reduction)
+    expected = {"none": log_probs.view(3, 4), "mean": log_probs.mean(), "sum": log_probs.sum()}[reduction]
+    torch.testing.assert_close(found, (expected, entropy.view(3, 4)), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_is_refused(backend: str) -> None:
+    hidden, weight, labels = torch.randn(4, 8), torch.randn(9, 8), torch.zeros(4, dtype=torch.long)
+    wrong: tuple[Any, ...] = (
+        ("backend of a fused head is one of torch, triton, got 'cuda'", (hidden, weight, labels), {"backend": "cuda"}),
+        ("entropy must be one of", (hidden, weight, labels), {"entropy": "yes"}),
+        ("chunk_rows must be at least 1", (hidden, weight, labels), {"chunk_rows": 0}),
+        (r"must be \(N, H\), \(V, H\) and \(N,\)", (hidden, weight, labels[:3]), {}),
+    )
+    for message, arguments, options in wrong:
+        with pytest.raises(ValueError, match=message):
+            linear_log_probs_and_entropy(*arguments, **options)
+    with pytest.raises(ValueError, match="temperature must be positive, got 0"):
+        HeadFormula(temperature=0.0)
+    with pytest.raises(ValueError, match="reduction must be"):
+        linear_cross_entropy(hidden, weight, labels, reduction="max")
+    message = "multiplies bf16, fp16 or fp32" if INTERPRETED else "needs a CUDA device, this one is cpu: write torch"
+    with pytest.raises(ValueError, match=message):
+        linear_log_probs_and_entropy(hidden.double(), weight.double(), labels, backend="triton")

@@ -1,0 +1,187 @@
+"""A transformers model whose head scores tokens instead of returning logits (``use_fused_kernels``).
+
+Any causal model that takes its logits from a plain linear head, whatever scale or soft cap follows: these are found by
+running the model's own forward with known hidden states and logits. Works with transformers 5.16 to 5.19.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPast, ModelOutput
+
+from verl.utils.kernel.linear_cross_entropy import backend_of, linear_log_probs_and_entropy
+from verl.utils.kernel.rows import HeadFormula
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_MARK = "_verl_fused_head"
+
+
+@dataclass
+class CausalLMOutputForPPO(ModelOutput):
+    """What a fused head returns in place of logits: scores of tokens, in fp32."""
+
+    log_probs: Tensor | None = None
+    entropy: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class HeadRequest:
+    """What a fused head is asked: the tokens (k,) read at the flat positions (k,) of the hidden states.
+
+    ``entropy`` is ``none``, ``value`` (without gradient) or ``grad``.
+    """
+
+    at: Tensor
+    labels: Tensor
+    temperature: float = 1.0
+    entropy: str = "none"
+
+
+class FusedHeadError(ValueError):
+    """A model takes its logits in a way that cannot be fused."""
+
+
+def has_fused_head(model: Any) -> bool:
+    """Whether ``install_fused_head`` has been here."""
+    return _MARK in getattr(model, "__dict__", {})
+
+
+def install_fused_head(model: "PreTrainedModel", backend: str = "torch") -> None:
+    """Let a model take ``head_request=HeadRequest(...)``, or ``temperature=`` for every next token of ``input_ids``.
+
+    It answers with a ``CausalLMOutputForPPO``; without either it works as before.
+
+    Raises: FusedHeadError when its logits are not those of a plain linear head with a scale or a soft cap.
+    """
+    head, name = _head_of(model)
+    formula = _formula_of(model, name)
+    model.__dict__[_MARK] = (model.forward, name)
+    head.__dict__[_MARK] = (head.forward, formula, backend)
+    model.forward = MethodType(_forward, model)  # type: ignore[method-assign]
+    head.forward = MethodType(_score, head)  # type: ignore[method-assign]
+
+
+def _forward(self: Any, *args: Any, head_request: HeadRequest | None = None, **kwargs: Any) -> Any:
+    plain, head_name = self.__dict__[_MARK]
+    if head_request is None and kwargs.get("temperature") is None:
+        return plain(*args, **kwargs)
+    temperature, ids = kwargs.pop("temperature", None), kwargs.get("input_ids")
+    kwargs = {key: value for key, value in kwargs.items() if value is not None and key not in ("labels", "return_dict")}
+    hidden = getattr(self, self.base_model_prefix)(*args, **kwargs)[0]
+    head = getattr(self, head_name)
+    if head_request is not None:
+        return CausalLMOutputForPPO(*head(hidden.flatten(0, 1).index_select(0, head_request.at), head_request))
+    ids = args[0] if ids is None else ids
+    everywhere = torch.arange(ids.numel(), device=ids.device)
+    request = HeadRequest(everywhere, ids.roll(-1, dims=-1).flatten(), float(temperature), "grad")
+    log_probs, entropy = head(hidden.flatten(0, 1), request)
+    return CausalLMOutputForPPO(log_probs.view(ids.shape), entropy.view(ids.shape))
+
+
+def _score(self: nn.Linear, hidden: Tensor, request: HeadRequest | None = None) -> Any:
+    """Stand for the head's forward, within which sharded weights are whole."""
+    plain, formula, backend = self.__dict__[_MARK]
+    if request is None:
+        return plain(hidden)
+    return linear_log_probs_and_entropy(
+        hidden,
+        self.weight,
+        request.labels,
+        replace(formula, temperature=request.temperature),
+        bias=self.bias,
+        entropy=request.entropy,
+        backend=backend,
+    )
+
+
+def check_backend(backend: str, device: torch.device) -> None:
+    """Raise a ValueError where a backend cannot run."""
+    backend_of(backend, device)
+
+
+# How a model makes its logits
+
+
+def _head_of(model: "PreTrainedModel") -> tuple[nn.Linear, str]:
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear) or not head.weight.is_floating_point():
+        adapted = "leave the head out of model.target_modules, or " if hasattr(head, "base_layer") else ""
+        raise FusedHeadError(
+            f"use_fused_kernels=True needs a plain linear head, {type(model).__name__} has a {type(head).__name__}: "
+            f"{adapted}write False"
+        )
+    names = [name for name, child in model.named_children() if child is head]
+    if not names or not hasattr(model, model.base_model_prefix):
+        raise FusedHeadError(
+            f"use_fused_kernels=True needs the head beside the model that it reads, which {type(model).__name__} has "
+            "not: write False"
+        )
+    return head, names[0]
+
+
+class _Outputs(BaseModelOutputWithPast):
+    """Hidden states, and None for whatever else is read."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+class _Inner(nn.Module):
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return _Outputs(last_hidden_state=self.hidden)
+
+
+class _Head(nn.Module):
+    def __init__(self, logits: Tensor) -> None:
+        super().__init__()
+        self.logits = logits
+        self.seen: Tensor | None = None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.seen = hidden
+        return self.logits.clone()
+
+
+_PROBES = (1e-3, 1.0, -7.0, 0.3, 20.0, 60.0, -1e3, 1e6, 1e7)
+
+
+def _formula_of(model: "PreTrainedModel", head_name: str) -> HeadFormula:
+    """Run the forward of a model around known hidden states and logits, and see what it does to both."""
+    hidden, logits = torch.arange(12.0).view(1, 3, 4), torch.tensor(_PROBES).view(1, 1, -1)
+    shell = object.__new__(type(model))
+    inner, head = _Inner(hidden), _Head(logits)
+    parts = dict(model._modules) | {model.base_model_prefix: inner, head_name: head}
+    shell.__dict__.update(model.__dict__ | {"_modules": parts})
+    ids = torch.zeros(1, 3, dtype=torch.long)
+    try:
+        found = type(model).forward(shell, input_ids=ids, use_cache=False, logits_to_keep=torch.tensor([1])).logits
+    except Exception as error:  # code of any model
+        raise FusedHeadError(f"{_unknown(model)} ({type(error).__name__}: {error})") from error
+    found = found.flatten().tolist()
+    if head.seen is None or not torch.equal(head.seen, hidden[:, 1:2]) or len(found) != len(_PROBES):
+        raise FusedHeadError(_unknown(model))
+    cap = found[-1] if math.isclose(found[-1], found[-2], rel_tol=1e-4) else None
+    scale = found[1] / _PROBES[1] if cap is None else found[0] / _PROBES[0]
+    scale = 1.0 if math.isclose(scale, 1.0, rel_tol=1e-5) else scale
+    formula = HeadFormula(scale=scale, softcap=cap)
+    expected = formula.logits(torch.tensor(_PROBES, dtype=torch.float64)).tolist()
+    if not all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(found, expected, strict=True)):
+        raise FusedHeadError(_unknown(model))
+    return formula
+
+
+def _unknown(model: Any) -> str:
+    return (
+        f"use_fused_kernels=True: {type(model).__name__} makes its logits by more than a linear head, a scale and a "
+        "soft cap: write False"
+    )

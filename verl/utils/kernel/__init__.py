@@ -1,0 +1,1 @@
+"""Kernels that spare a large intermediate result."""

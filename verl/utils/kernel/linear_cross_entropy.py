@@ -1,0 +1,211 @@
+"""Log-probabilities and entropies straight from hidden states and the weight of the head: the logits are never whole.
+
+The forward pass makes the logits of a chunk of rows, keeps four numbers of each row and lets them go. The backward
+pass makes them again, a block of the vocabulary at a time: so each part of the weight's gradient is one product, and
+only that of the hidden states, which is small, is summed over blocks, in fp32 or better.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from verl.utils.kernel.rows import Backend, HeadFormula, Rows, RowSums, TorchBackend, rebase
+
+CHUNK_ROWS = 512
+BACKENDS = ("torch", "triton")
+ENTROPY_MODES = ("none", "value", "grad")
+
+
+def backend_of(name: str, device: torch.device) -> Backend:
+    """Return what makes the logits.
+
+    Raises: ValueError for an unknown name, and for ``triton`` where it cannot run.
+    """
+    if name == "torch":
+        return TorchBackend()
+    if name != "triton":
+        raise ValueError(f"the backend of a fused head is one of {', '.join(BACKENDS)}, got {name!r}")
+    try:
+        from verl.utils.kernel.kernels import TritonBackend, is_interpreted
+    except ImportError:
+        raise ValueError("impl_backend=triton needs the package triton: install it or write torch") from None
+    if device.type != "cuda" and not is_interpreted():
+        raise ValueError(f"impl_backend=triton needs a CUDA device, this one is {device.type}: write torch")
+    return TritonBackend()
+
+
+def _over_ranks(sums: RowSums, group: ProcessGroup | None) -> RowSums:
+    """Return the sums over the parts of the vocabulary of all ranks."""
+    if group is None or dist.get_world_size(group) == 1:
+        return sums
+    largest = sums.largest.clone()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    parts = torch.stack(rebase(sums, largest))
+    dist.all_reduce(parts, group=group)
+    return RowSums(largest, *parts.unbind())
+
+
+class _LinearLogProbs(torch.autograd.Function):
+    """Keeps its inputs and two numbers of each row for the backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        formula: HeadFormula,
+        entropy_mode: str,
+        backend: Backend,
+        chunk_rows: int,
+        group: ProcessGroup | None,
+    ) -> tuple[Tensor, Tensor]:
+        rows = Rows(hidden, weight, bias, labels)
+        sums = _over_ranks(backend.row_sums(rows, formula, entropy_mode != "none", chunk_rows), group)
+        log_total = sums.total.log()
+        log_probs = sums.label - sums.largest - log_total
+        entropy = log_total - sums.weighted / sums.total if entropy_mode != "none" else log_total.new_empty(0)
+        ctx.save_for_backward(hidden, weight, bias, labels, sums.largest + log_total, entropy)
+        ctx.formula, ctx.backend, ctx.chunk_rows = formula, backend, chunk_rows
+        ctx.with_entropy = entropy_mode == "grad"
+        if not ctx.with_entropy:
+            ctx.mark_non_differentiable(entropy)
+        return log_probs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, labels, log_sum, entropy = ctx.saved_tensors
+        rows, formula, entropy = Rows(hidden, weight, bias, labels), ctx.formula, entropy if ctx.with_entropy else None
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grads = (grad_log_probs.contiguous(), grad_entropy.contiguous())
+        grad_hidden = torch.zeros_like(hidden, dtype=log_sum.dtype) if needs_hidden else None
+        grad_weight = torch.zeros_like(weight) if needs_weight else None
+        grad_bias = torch.zeros_like(bias) if needs_bias else None
+        for block in _blocks(len(hidden), formula.columns, ctx.chunk_rows):
+            grad = ctx.backend.logits_gradient(rows, formula, block, log_sum, entropy, *grads)
+            if grad_hidden is not None:
+                _add_product(grad_hidden, grad, weight[block])
+            if grad_weight is not None:
+                torch.mm(grad.t(), hidden, out=grad_weight[block])
+            if grad_bias is not None:
+                grad_bias[block] = grad.sum(0)
+        grad_hidden = grad_hidden.to(hidden.dtype) if grad_hidden is not None else None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None
+
+
+def _blocks(rows: int, columns: int, chunk_rows: int) -> list[slice]:
+    """Cut the vocabulary so that a block of all rows has the elements of a chunk of rows with all columns."""
+    if not rows:
+        return []
+    width = max(1, chunk_rows * columns // rows)
+    width = width if width < 64 else width // 64 * 64
+    return [slice(at, min(at + width, columns)) for at in range(0, columns, width)]
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total.add_(left @ right)
+
+
+def linear_log_probs_and_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    formula: HeadFormula | None = None,
+    *,
+    bias: Tensor | None = None,
+    entropy: str = "none",
+    backend: str = "torch",
+    chunk_rows: int = CHUNK_ROWS,
+    group: ProcessGroup | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the log-probability of each label and, where asked for, the entropy of its distribution.
+
+    At most ``chunk_rows`` x V logits exist at a time. Half precision is multiplied as it is and summed in fp32.
+
+    Args:
+        hidden: (N, H).
+        weight: (V, H); with a ``group`` this rank's part of the vocabulary. The gradient of ``hidden`` is then that
+            of this part: the caller adds up those of the ranks.
+        labels: (N,) int64, rows of ``weight``; -1 where another rank has it.
+        entropy: ``none``, ``value`` (without gradient) or ``grad``.
+        backend: ``torch``, or ``triton`` on CUDA.
+        group: the ranks that hold the other parts.
+    Returns: (log_probs, entropy or None), each (N,) in fp32, float64 for float64 inputs.
+    Raises: ValueError for shapes that do not match, an unknown name, or a temperature that is not positive.
+    """
+    formula = (formula or HeadFormula()).of(weight)
+    if entropy not in ENTROPY_MODES:
+        raise ValueError(f"entropy must be one of {', '.join(ENTROPY_MODES)}, got {entropy!r}")
+    if chunk_rows < 1:
+        raise ValueError(f"chunk_rows must be at least 1, got {chunk_rows}")
+    if hidden.dim() != 2 or labels.shape != hidden.shape[:1] or weight.shape[-1] != hidden.shape[-1]:
+        raise ValueError(
+            f"hidden states {tuple(hidden.shape)}, weight {tuple(weight.shape)} and labels {tuple(labels.shape)} must "
+            "be (N, H), (V, H) and (N,)"
+        )
+    log_probs, entropies = _LinearLogProbs.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, bias, labels, formula, entropy, backend_of(backend, hidden.device), chunk_rows, group
+    )
+    return log_probs, None if entropy == "none" else entropies
+
+
+class _SumGradients(torch.autograd.Function):
+    """The identity, whose gradient is that of all ranks together."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        total = grad.clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperature: float = 1.0,
+    reduction: str = "none",
+    dist_process_group: ProcessGroup | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return (log_probs, entropy) of labels (...) from hidden states (..., H), by Triton on CUDA and torch elsewhere.
+
+    With a group each rank holds equal parts (V / ranks, H) of the weight, in order, all have the same hidden states
+    and whole labels, and the gradient of the hidden states is summed over them. ``reduction``: ``none``, ``mean`` or
+    ``sum`` of the log-probabilities.
+
+    Raises: ValueError for another reduction, or shapes that do not match.
+    """
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"reduction must be none, mean or sum, got {reduction!r}")
+    rows, flat = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    if dist_process_group is not None:
+        rows = _SumGradients.apply(rows, dist_process_group)  # type: ignore[no-untyped-call]
+        column = flat - dist.get_rank(dist_process_group) * len(weight)
+        flat = torch.where((column >= 0) & (column < len(weight)), column, -1)
+    log_probs, entropy = linear_log_probs_and_entropy(
+        rows,
+        weight,
+        flat,
+        HeadFormula(temperature=temperature),
+        entropy="grad",
+        backend="triton" if hidden.device.type == "cuda" else "torch",
+        group=dist_process_group,
+    )
+    assert entropy is not None
+    log_probs = log_probs.view(labels.shape)
+    return {"none": log_probs, "mean": log_probs.mean(), "sum": log_probs.sum()}[reduction], entropy.view(labels.shape)

@@ -1,0 +1,153 @@
+"""What a fused head keeps of each row, and the two computations that make logits, by torch."""
+
+from dataclasses import dataclass, replace
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor
+
+_LOG_ZERO = -1e4
+"""Stands for a log-probability of minus infinity; its exponential is zero in every dtype."""
+
+LOWEST = -1e30
+"""The largest logit of no column."""
+
+
+@dataclass(frozen=True)
+class HeadFormula:
+    """What becomes of ``x``, the product with the weight plus bias: ``softcap * tanh(scale * x / softcap)``, divided by
+    the temperature. The rows of the weight behind ``columns`` pad it and are no tokens.
+    """
+
+    scale: float = 1.0
+    softcap: float | None = None
+    temperature: float = 1.0
+    columns: int = -1
+
+    def __post_init__(self) -> None:
+        if not self.temperature > 0:
+            raise ValueError(f"temperature must be positive, got {self.temperature}")
+
+    def of(self, weight: Tensor) -> Self:
+        """Return the formula with the number of columns; all rows of the weight by default."""
+        return self if self.columns >= 0 else replace(self, columns=len(weight))
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Return the logits over the temperature, made in place of ``x``."""
+        if self.softcap is None:
+            factor = self.scale / self.temperature
+            return x if factor == 1.0 else x.mul_(factor)
+        return x.mul_(self.scale / self.softcap).tanh_().mul_(self.softcap / self.temperature)
+
+    def gradient(self, grad: Tensor, logits: Tensor) -> Tensor:
+        """Return the gradient in ``x``, made in place of that in the logits, which are overwritten too."""
+        if self.softcap is not None:
+            grad.mul_(logits.mul_(self.temperature / self.softcap).square_().neg_().add_(1.0))
+        factor = self.scale / self.temperature
+        return grad if factor == 1.0 else grad.mul_(factor)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Inputs of a head: hidden states (N, H), weight (V, H), bias (V,), and the column (N,) of each label, or -1."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    labels: Tensor
+
+
+@dataclass(frozen=True)
+class RowSums:
+    """Of each row over a part of the vocabulary, (N,): the largest logit; of z, the logits less that one, the sums of
+    exp(z) and of z exp(z); and the logit of the label, zero where it lies in another part.
+    """
+
+    largest: Tensor
+    total: Tensor
+    weighted: Tensor
+    label: Tensor
+
+
+def rebase(sums: RowSums, largest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return total, weighted and label with z the logits less ``largest``; such triples add up over parts."""
+    shift = sums.largest - largest
+    factor = shift.exp()
+    return sums.total * factor, (sums.weighted + shift * sums.total) * factor, sums.label
+
+
+class Backend(Protocol):
+    """Makes logits, uses them and lets them go."""
+
+    def row_sums(self, rows: Rows, formula: HeadFormula, with_entropy: bool, chunk_rows: int) -> RowSums:
+        """Return the sums over all columns; ``weighted`` is zero unless ``with_entropy``."""
+        ...
+
+    def logits_gradient(
+        self,
+        rows: Rows,
+        formula: HeadFormula,
+        block: slice,
+        log_sum: Tensor,
+        entropy: Tensor | None,
+        grad_log_probs: Tensor,
+        grad_entropy: Tensor,
+    ) -> Tensor:
+        """Return the gradient (N, block) in the product with the weight, in the dtype of the hidden states.
+
+        Args: ``log_sum`` (N,) is the logarithm of the sum of all exponentials; without ``entropy`` it has no gradient.
+        """
+        ...
+
+
+class TorchBackend:
+    """Runs on every device."""
+
+    def row_sums(self, rows: Rows, formula: HeadFormula, with_entropy: bool, chunk_rows: int) -> RowSums:
+        """Make the logits of a chunk of rows at a time."""
+        dtype = torch.promote_types(rows.hidden.dtype, torch.float32)
+        count = len(rows.hidden) if formula.columns else 0
+        zeros = rows.hidden.new_zeros(4, len(rows.hidden), dtype=dtype)
+        sums = RowSums(zeros[0].fill_(LOWEST), *zeros[1:])
+        for at in range(0, count, chunk_rows):
+            chunk = slice(at, at + chunk_rows)
+            labels = rows.labels[chunk]
+            z = formula.logits(_product(rows, chunk, slice(0, formula.columns)).to(dtype))
+            sums.label[chunk] = z.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1) * (labels >= 0)
+            sums.largest[chunk] = z.amax(-1)
+            z.sub_(sums.largest[chunk].unsqueeze(-1))
+            if not with_entropy:
+                sums.total[chunk] = z.exp_().sum(-1)
+                continue
+            exponential = z.exp()
+            sums.total[chunk] = exponential.sum(-1)
+            sums.weighted[chunk] = torch.einsum("nv,nv->n", exponential, z.clamp_(min=_LOG_ZERO))
+        return sums
+
+    def logits_gradient(
+        self,
+        rows: Rows,
+        formula: HeadFormula,
+        block: slice,
+        log_sum: Tensor,
+        entropy: Tensor | None,
+        grad_log_probs: Tensor,
+        grad_entropy: Tensor,
+    ) -> Tensor:
+        """Make the logits of a block of the vocabulary."""
+        logits = formula.logits(_product(rows, slice(None), block).to(log_sum.dtype))
+        log_p = logits - log_sum.unsqueeze(-1)
+        grad = log_p.exp()
+        pull = grad_log_probs.unsqueeze(-1)
+        if entropy is not None:
+            pull = log_p.clamp_(min=_LOG_ZERO).add_(entropy.unsqueeze(-1)).mul_(grad_entropy.unsqueeze(-1)).add_(pull)
+        grad.mul_(pull).neg_()
+        column = rows.labels - block.start
+        here = (column >= 0) & (column < grad.shape[1])
+        grad.scatter_add_(-1, torch.where(here, column, 0).unsqueeze(-1), (grad_log_probs * here).unsqueeze(-1))
+        return formula.gradient(grad, logits).to(rows.hidden.dtype)
+
+
+def _product(rows: Rows, chunk: slice, columns: slice) -> Tensor:
+    hidden, weight = rows.hidden[chunk], rows.weight[columns].t()
+    return hidden @ weight if rows.bias is None else torch.addmm(rows.bias[columns], hidden, weight)
