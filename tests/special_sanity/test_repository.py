@@ -43,6 +43,7 @@ OPTIONAL |= {
     "tensorboard",
     "torch_npu",
     "trackio",
+    "triton",
     "trl",
     "vllm",
 }

@@ -73,6 +73,22 @@ def test_the_older_tree_is_moved(trees):
             "model.lora_rank",
             "must be 0 with engine=megatron",
         ),
+        (
+            "sft_trainer_engine",
+            {"engine.strategy": "megatron", "model.use_fused_kernels": True},
+            "model.use_fused_kernels",
+            "must be false with engine=megatron",
+        ),
+        (
+            "sft_trainer_engine",
+            {
+                "trainer.device": "cpu",
+                "model.use_fused_kernels": True,
+                "model.fused_kernel_options.impl_backend": "triton",
+            },
+            "model.fused_kernel_options.impl_backend",
+            "needs CUDA: write torch with trainer.device=cpu",
+        ),
     ],
 )
 def test_refused(trees, name, changes, key, message):

@@ -152,6 +152,22 @@ def test_a_batch_is_divided_by_every_engine_that_shares_it_out(base):
         ),
         ({"actor_rollout_ref.ref.model": {"paht": "m"}}, "actor_rollout_ref.ref.model.paht", "path"),
         ({f"{MODEL}.use_liger": True}, f"{MODEL}.use_liger", "needs a GPU"),
+        ({f"{ACTOR}.use_fused_kernels": True}, f"{ACTOR}.use_fused_kernels", "follows actor_rollout_ref.model"),
+        (
+            {f"{MODEL}.use_fused_kernels": True, f"{MODEL}.fused_kernel_options.impl_backend": "triton"},
+            f"{MODEL}.fused_kernel_options.impl_backend",
+            "needs CUDA: write torch with trainer.device=cpu",
+        ),
+        (
+            {f"{MODEL}.use_fused_kernels": True, f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.kl_loss_type": "full"},
+            f"{ACTOR}.kl_loss_type",
+            "needs logits, which a fused head does not make",
+        ),
+        (
+            {f"{MODEL}.use_fused_kernels": True, f"{MODEL}.lora_rank": 8, f"{MODEL}.target_modules": ["lm_head"]},
+            f"{MODEL}.target_modules",
+            "leave lm_head out",
+        ),
         ({f"{MODEL}.use_liger": True, "trainer.device": "cuda"}, f"{MODEL}.use_liger", "liger-kernel"),
         ({"algorithm.kl_penalty": "full"}, "algorithm.kl_penalty", "needs the distributions of both policies"),
         (

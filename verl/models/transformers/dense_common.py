@@ -11,23 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_outputs import BaseModelOutputWithPast, ModelOutput
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from verl.utils.kernel.linear_cross_entropy import backend_of, linear_log_probs_and_entropy
 from verl.utils.kernel.rows import HeadFormula
+from verl.utils.model import CausalLMOutputForPPO
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _MARK = "_verl_fused_head"
-
-
-@dataclass
-class CausalLMOutputForPPO(ModelOutput):
-    """What a fused head returns in place of logits: scores of tokens, in fp32."""
-
-    log_probs: Tensor | None = None
-    entropy: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -76,12 +69,13 @@ def _forward(self: Any, *args: Any, head_request: HeadRequest | None = None, **k
     hidden = getattr(self, self.base_model_prefix)(*args, **kwargs)[0]
     head = getattr(self, head_name)
     if head_request is not None:
-        return CausalLMOutputForPPO(*head(hidden.flatten(0, 1).index_select(0, head_request.at), head_request))
+        log_probs, entropy = head(hidden.flatten(0, 1).index_select(0, head_request.at), head_request)
+        return CausalLMOutputForPPO(log_probs=log_probs, entropy=entropy)
     ids = args[0] if ids is None else ids
     everywhere = torch.arange(ids.numel(), device=ids.device)
     request = HeadRequest(everywhere, ids.roll(-1, dims=-1).flatten(), float(temperature), "grad")
     log_probs, entropy = head(hidden.flatten(0, 1), request)
-    return CausalLMOutputForPPO(log_probs.view(ids.shape), entropy.view(ids.shape))
+    return CausalLMOutputForPPO(log_probs=log_probs.view(ids.shape), entropy=entropy.view(ids.shape))
 
 
 def _score(self: nn.Linear, hidden: Tensor, request: HeadRequest | None = None) -> Any:

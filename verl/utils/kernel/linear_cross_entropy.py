@@ -16,6 +16,9 @@ from torch.distributed import ProcessGroup
 from verl.utils.kernel.rows import Backend, HeadFormula, Rows, RowSums, TorchBackend, rebase
 
 CHUNK_ROWS = 512
+CHUNK_ELEMENTS = {"cpu": 1 << 22}
+CHUNK_ELEMENTS_DEFAULT = 1 << 26
+"""Logits that are made at once where no number of rows is given, in at most ``CHUNK_ROWS`` rows."""
 BACKENDS = ("torch", "triton")
 ENTROPY_MODES = ("none", "value", "grad")
 
@@ -124,12 +127,13 @@ def linear_log_probs_and_entropy(
     bias: Tensor | None = None,
     entropy: str = "none",
     backend: str = "torch",
-    chunk_rows: int = CHUNK_ROWS,
+    chunk_rows: int | None = None,
     group: ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the log-probability of each label and, where asked for, the entropy of its distribution.
 
-    At most ``chunk_rows`` x V logits exist at a time. Half precision is multiplied as it is and summed in fp32.
+    At most ``chunk_rows`` x V logits exist at a time, by default what suits the device. Half precision is multiplied
+    as it is and summed in fp32.
 
     Args:
         hidden: (N, H).
@@ -145,6 +149,9 @@ def linear_log_probs_and_entropy(
     formula = (formula or HeadFormula()).of(weight)
     if entropy not in ENTROPY_MODES:
         raise ValueError(f"entropy must be one of {', '.join(ENTROPY_MODES)}, got {entropy!r}")
+    if chunk_rows is None:
+        limit = CHUNK_ELEMENTS.get(hidden.device.type, CHUNK_ELEMENTS_DEFAULT)
+        chunk_rows = max(1, min(CHUNK_ROWS, limit // max(1, formula.columns)))
     if chunk_rows < 1:
         raise ValueError(f"chunk_rows must be at least 1, got {chunk_rows}")
     if hidden.dim() != 2 or labels.shape != hidden.shape[:1] or weight.shape[-1] != hidden.shape[-1]:

@@ -136,16 +136,18 @@ class TorchBackend:
     ) -> Tensor:
         """Make the logits of a block of the vocabulary."""
         logits = formula.logits(_product(rows, slice(None), block).to(log_sum.dtype))
-        log_p = logits - log_sum.unsqueeze(-1)
-        grad = log_p.exp()
-        pull = grad_log_probs.unsqueeze(-1)
-        if entropy is not None:
-            pull = log_p.clamp_(min=_LOG_ZERO).add_(entropy.unsqueeze(-1)).mul_(grad_entropy.unsqueeze(-1)).add_(pull)
-        grad.mul_(pull).neg_()
+        kept = logits if formula.softcap is None else logits.clone()  # needed again only behind a cap
+        log_p = logits.sub_(log_sum.unsqueeze(-1))
+        if entropy is None:
+            grad = log_p.exp_().mul_(-grad_log_probs.unsqueeze(-1))
+        else:
+            grad = log_p.exp()
+            pull = log_p.clamp_(min=_LOG_ZERO).add_(entropy.unsqueeze(-1)).mul_(grad_entropy.unsqueeze(-1))
+            grad.mul_(pull.add_(grad_log_probs.unsqueeze(-1))).neg_()
         column = rows.labels - block.start
         here = (column >= 0) & (column < grad.shape[1])
         grad.scatter_add_(-1, torch.where(here, column, 0).unsqueeze(-1), (grad_log_probs * here).unsqueeze(-1))
-        return formula.gradient(grad, logits).to(rows.hidden.dtype)
+        return formula.gradient(grad, kept).to(rows.hidden.dtype)
 
 
 def _product(rows: Rows, chunk: slice, columns: slice) -> Tensor:

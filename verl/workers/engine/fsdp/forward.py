@@ -230,7 +230,8 @@ class Forward:
             kwargs["logits_to_keep"] = keep
         output = self.module(input_ids=ids, attention_mask=attention, position_ids=positions, use_cache=False, **kwargs)
         if isinstance(keep, HeadRequest):
-            return torch.stack([output.log_probs] if output.entropy is None else [*output.values()], dim=1)
+            scores = (output.log_probs, output.entropy)
+            return torch.stack([each for each in scores if each is not None], dim=1)
         logits: Tensor = output.logits
         if self.options.is_value_model:
             logits = logits.index_select(1, keep)
