@@ -25,6 +25,7 @@ OPTIONAL_BACKENDS = {
         "verl/utils/megatron/optimizer.py",
         "verl/utils/checkpoint/megatron_checkpoint_manager.py",
     ),
+    "triton": "verl/utils/kernel/kernels.py",
     "flash_attn": None,
     "peft": None,
     "liger_kernel": None,
