@@ -132,7 +132,7 @@ class _Inner(nn.Module):
         self.hidden = hidden
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return _Outputs(last_hidden_state=self.hidden)
+        return _Outputs(last_hidden_state=self.hidden)  # type: ignore[arg-type]
 
 
 class _Head(nn.Module):
