@@ -12,7 +12,6 @@ from tests.ranks import spawn_ranks
 from tests.workers.engine import megatron_helper_ranks as ranks
 
 pytest.importorskip("megatron.core", reason="the extra mcore is not installed")
-pytestmark = pytest.mark.full
 
 
 @pytest.fixture(scope="module")
