@@ -28,6 +28,7 @@ CUTS = {
     "packed, by rows": {"ppo_micro_batch_size_per_gpu": 3, "use_remove_padding": True},
     "packed, by tokens": {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 20, "use_remove_padding": True},
     "padded": {"ppo_micro_batch_size_per_gpu": 3},
+    "fused head": {"ppo_micro_batch_size_per_gpu": 3, "use_fused_kernels": True},
 }
 
 
