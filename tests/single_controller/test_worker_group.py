@@ -1,5 +1,6 @@
 """Groups of real Ray actors: dispatch, colocation, detaching, nesting and placement."""
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -220,3 +221,16 @@ def test_exception_keeps_its_type_and_ends_all_groups_of_the_pool(
         for ref in refs:
             with pytest.raises(ray.exceptions.ActorDiedError):
                 ray.get(ref, timeout=20)
+
+
+def test_an_error_of_a_rank_that_is_not_collected_ends_what_waits(ray_cluster: None) -> None:
+    pool = RayResourcePool([2], max_colocate_count=1, name_prefix="tower")
+    group = RayWorkerGroup(pool, _class(EchoWorker), device_name="cpu", call_timeout_s=60)
+    with phase("reward", step=2):
+        future = group.fail_pair(_batch())
+    started = time.monotonic()
+    with pytest.raises(WorkerTaskError, match="rank 0.*method fail_pair.*phase reward, step 2.*no such image"):
+        future.get()
+    assert time.monotonic() - started < 30, "the peer's sleep or the deadline was waited for"
+    for placement in pool.pgs or []:
+        remove_placement_group(placement)

@@ -104,6 +104,14 @@ class EchoWorker(Worker):
         assert torch.equal(data.batch["x"], before + 100 * (self.rank + 1))
         return data
 
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("pair"), blocking=False)
+    def fail_pair(self, data: DataProto) -> DataProto:
+        """Raise on the rank whose output nobody takes, while its peer goes on."""
+        if self.rank == 0:
+            raise KeyError("no such image")
+        time.sleep(120)
+        return data
+
     @register(dispatch_mode=Dispatch.DIRECT_ROLLOUT_METHOD)
     def direct(self, value: int) -> int:
         """Be called on the actor itself."""

@@ -197,3 +197,11 @@ def test_debug_metrics():
     assert calculate_debug_metrics(data) == {"training/rollout_probs_diff_valid": 0}
     data.batch["attention_mask"][0, 4] = 1
     assert "training/rollout_actor_probs_pearson_corr" not in calculate_debug_metrics(data)
+
+
+def test_answers_that_cannot_be_hashed_are_counted_by_what_they_say() -> None:
+    scores = [1.0, 1.0, 0.0, 1.0]
+    lists = {"reward": scores, "pred": [[1, 2], [1, 2], (3, [4]), [1, 2]]}
+    texts = {"reward": scores, "pred": ["a", "a", "b", "a"]}
+    got, expected = (metric_utils.process_validation_metrics(["d"] * 4, ["p"] * 4, infos) for infos in (lists, texts))
+    assert got == expected and "maj@4/mean" in got["d"]["reward"]

@@ -188,9 +188,10 @@ def dispatch_nd_compute_dataproto(
 def dispatch_lazy_compute_data_proto(
     mesh_name: str, worker_group: "WorkerGroup", *args: Any, **kwargs: Any
 ) -> tuple[Args, Kwargs]:
-    """Dispatch over a mesh that the workers have registered; they are asked once."""
+    """Dispatch over a mesh that the workers have registered; they are asked once, and before they are busy."""
     if mesh_name not in worker_group._dispatch_info:
         worker_group._dispatch_info[mesh_name] = worker_group._query_dispatch_info(mesh_name)
+        worker_group._collect_info[mesh_name] = worker_group._query_collect_info(mesh_name)
     mapping = worker_group._dispatch_info[mesh_name]
     return dispatch_nd_compute_dataproto(mapping, max(mapping) + 1, worker_group, *args, **kwargs)
 

@@ -58,12 +58,11 @@ class _Call:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self.dispatch_fn(self.group, *args, **kwargs)
         padding = kwargs.pop(_padding_size_key, 0)
-        output = self.execute_fn(self.method_name, *args, **kwargs)
-        if self.blocking:
-            output = self.group.wait(output, self.method_name)
+        started = self.execute_fn(self.method_name, *args, **kwargs)
+        output = self.group.wait(started, self.method_name) if self.blocking else started
         output = self.collect_fn(self.group, output)
         if isinstance(output, DataProtoFuture):
-            output.wait_fn = self.group.waiter(self.method_name)
+            output.wait_fn = self.group.waiter(self.method_name, started)
             output.timeout_s = self.group.call_timeout_s
         return strip_padding(output, padding) if padding else output
 
@@ -361,10 +360,20 @@ class RayWorkerGroup(WorkerGroup):
             self._fail(explain_timeout(where, seats, starting, self._start_timeout_s))
         self._starting = []
 
-    def waiter(self, method_name: str) -> Callable[[list[Any]], list[Any]]:
-        """Return a function that waits for results of a call made now, whatever phase the driver is in then."""
+    def waiter(self, method_name: str, started: Any) -> Callable[[list[Any]], list[Any]]:
+        """Return a function that waits for a call made now, whatever phase the driver is in then.
+
+        It waits for every rank that was ``started``, so that an error of one whose output is not collected is told at
+        once, and gives back the results that it is asked for.
+        """
         site = self._site(method_name)
-        return lambda refs: self.wait(refs, method_name, site)
+        every = list(started) if isinstance(started, list | tuple) else [started]
+
+        def wait(refs: list[Any]) -> list[Any]:
+            values = dict(zip(every, self.wait(every, method_name, site), strict=True))
+            return [values[ref] for ref in refs]
+
+        return wait
 
     def _site(self, method_name: str) -> CallSite:
         pool = self._pools[0].name_prefix if self._pools else ""

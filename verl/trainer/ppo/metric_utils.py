@@ -217,8 +217,17 @@ def _codes(answers: list[list[Any]]) -> np.ndarray:
     rows = []
     for row in answers:
         number: dict[Any, int] = {}
-        rows.append([number.setdefault(answer, len(number)) for answer in row])
+        rows.append([number.setdefault(_hashable(answer), len(number)) for answer in row])
     return _small(np.array(rows).T)
+
+
+def _hashable(answer: Any) -> Any:
+    """Return an answer, or the text of one that cannot be hashed: a list, a dict, an array."""
+    try:
+        hash(answer)
+    except TypeError:
+        return repr(answer)
+    return answer
 
 
 def _prompt_metrics(
