@@ -10,11 +10,12 @@ import torch
 from tests.ranks import note
 from tests.workers.engine import cases, loss_cases, megatron_cases
 from tests.workers.engine.loss_cases import COMBINATIONS, ORDER, VALUE, VALUES
-from tests.workers.engine.megatron_cases import PLAIN, PP, TP
+from tests.workers.engine.megatron_cases import CP, PLAIN, PP, TP, VPP
 
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     1: {"one": PLAIN},
-    2: {"tp 2": TP | PLAIN, "pp 2": PP | PLAIN, "dp 2": PLAIN},
+    2: {"tp 2": TP | PLAIN, "pp 2": PP | PLAIN, "dp 2": PLAIN, "cp 2": CP | PLAIN, "pp 2 x 2 virtual": VPP | PLAIN},
+    4: {"tp 2 pp 2": TP | PP | PLAIN, "tp 2 dp 2": TP | PLAIN},
 }
 CUTS: dict[str, dict[str, Any]] = {
     "micro 3, longer padding": {"cut": cases.MICRO[3], "padding": (2, 5)},
@@ -33,7 +34,7 @@ ALL: Plan = {(layout, cut): COMBINATIONS + VALUES for layout in LAYOUT_OF for cu
 
 
 def run_layouts(rank: int, world_size: int, folder: Path, plan: Plan) -> None:
-    """Run the layouts of two ranks, and on rank 0 before them those of one."""
+    """Run the layouts of so many ranks, and on rank 0 of two before them those of one."""
     import torch.distributed as dist
 
     torch.set_num_threads(1)

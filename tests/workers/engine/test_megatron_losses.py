@@ -27,6 +27,8 @@ def run(folder: Path, plan: megatron_loss_cases.Plan) -> Found:
     ranks = Ranks(megatron_loss_cases.run_layouts, (2, folder, plan), nprocs=2)
     found: Found = {"folder": folder, "reference": megatron_loss_cases.run_reference(folder, plan)}
     ranks.join(timeout_s=600.0)
+    if any(LAYOUT_OF[layout][0] == 4 for layout, _ in plan):
+        Ranks(megatron_loss_cases.run_layouts, (4, folder, plan), nprocs=4).join(timeout_s=600.0)
     for layout, cut in plan:
         world = LAYOUT_OF[layout][0]
         files = [folder / f"megatron_losses_{world}_{rank}.pt" for rank in range(world)]
