@@ -25,8 +25,6 @@ DR_GRPO = {
     f"{ACTOR}.loss_agg_mode": "seq-mean-token-sum-norm",
 }
 RUNS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "grpo_passk, gspo": ("grpo_passk", "gspo", {}),
-    "grpo_vectorized, geo_mean": ("grpo_vectorized", "geo_mean", {}),
     "reinforce_plus_plus, cispo": ("reinforce_plus_plus", "cispo", {}),
     "reinforce_plus_plus_baseline, sapo": ("reinforce_plus_plus_baseline", "sapo", {}),
     "gpg, gpg": ("gpg", "gpg", {}),
@@ -34,6 +32,8 @@ RUNS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "rloo, vanilla": ("rloo", "vanilla", {}),
     "rloo_vectorized, vanilla": ("rloo_vectorized", "vanilla", {}),
     "Dr. GRPO, vanilla": ("grpo", "vanilla", DR_GRPO),
+    "grpo_passk, gspo": ("grpo_passk", "gspo", {}),
+    "grpo_vectorized, geo_mean": ("grpo_vectorized", "geo_mean", {}),
 }
 """Estimator, loss and what else differs, by name."""
 
