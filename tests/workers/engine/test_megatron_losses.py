@@ -19,6 +19,12 @@ from tests.workers.engine.test_loss_invariance import TOLERANCE, distance_to
 pytest.importorskip("megatron.core", reason="the extra mcore is not installed")
 
 Found = dict[Any, Any]
+LONGEST_S = 1200.0  # of the ranks of one world, on two cores
+
+
+def full(test: Any) -> Any:
+    """Mark what needs the whole matrix, which the first test waits for."""
+    return pytest.mark.full(pytest.mark.timeout(2 * LONGEST_S + 60)(test))
 
 
 def run(folder: Path, plan: megatron_loss_cases.Plan) -> Found:
@@ -26,9 +32,9 @@ def run(folder: Path, plan: megatron_loss_cases.Plan) -> Found:
     cases.write_model(folder, **megatron_cases.LAYERS)
     ranks = Ranks(megatron_loss_cases.run_layouts, (2, folder, plan), nprocs=2)
     found: Found = {"folder": folder, "reference": megatron_loss_cases.run_reference(folder, plan)}
-    ranks.join(timeout_s=600.0)
+    ranks.join(timeout_s=LONGEST_S)
     if any(LAYOUT_OF[layout][0] == 4 for layout, _ in plan):
-        Ranks(megatron_loss_cases.run_layouts, (4, folder, plan), nprocs=4).join(timeout_s=600.0)
+        Ranks(megatron_loss_cases.run_layouts, (4, folder, plan), nprocs=4).join(timeout_s=LONGEST_S)
     for layout, cut in plan:
         world = LAYOUT_OF[layout][0]
         files = [folder / f"megatron_losses_{world}_{rank}.pt" for rank in range(world)]
@@ -93,7 +99,7 @@ def test_the_ratio_is_one_on_policy(two: Found, layout: str, cut: str) -> None:
     assert_ratio_is_one(two, (layout, cut))
 
 
-@pytest.mark.full
+@full
 @pytest.mark.parametrize(("loss", "mode"), COMBINATIONS + VALUES)
 def test_every_loss_on_every_layout(every: Found, verification_page: Path | None, loss: str, mode: str) -> None:
     found = {place: assert_same(every, place, (loss, mode)) for place in ALL}
@@ -105,7 +111,7 @@ def test_every_loss_on_every_layout(every: Found, verification_page: Path | None
     )
 
 
-@pytest.mark.full
+@full
 def test_the_ratio_is_one_on_policy_on_every_layout(every: Found, verification_page: Path | None) -> None:
     found = {place: assert_ratio_is_one(every, place) for place in ALL}
     worst = max(found, key=lambda place: found[place])
