@@ -90,6 +90,7 @@ FEATURES: dict[str, Overrides] = {
     "two workers": workers(2),
     "two workers, TP 2": workers(2, 2),
     "two workers, Ulysses 2": workers(2) | ULYSSES,
+    "two workers, fused head": workers(2) | {"actor_rollout_ref.model.use_fused_kernels": True},
     "two workers, hybrid sharding 2 x 1": workers(2) | both(ENGINES, fsdp_size=1),
     "two workers, both offloads, padded, micro-batch size 2": workers(2)
     | OFFLOAD
