@@ -48,10 +48,10 @@ def write_down(page, name, run, base=None, of=""):
     record(page, "## Megatron-Core", [name, of, apart, f"{gap:.1e}"])
 
 
-def assert_close(run, base, steps):
+def assert_close(run, base, steps, rel=2e-3):
     for step in steps:
         for key in COMPARED:
-            assert run.steps[step][key] == pytest.approx(base.steps[step][key], rel=2e-3), (step, key)
+            assert run.steps[step][key] == pytest.approx(base.steps[step][key], rel=rel), (step, key)
 
 
 def assert_agrees(run):
@@ -80,12 +80,15 @@ def test_pipelines_give_the_numbers_of_cut_layers(workspace, tp2, verification_p
 
 @pytest.mark.full
 def test_fsdp_gives_the_numbers_of_cut_layers(workspace, verification_page):
-    """Without decay, which FSDP applies to norms and biases as well."""
+    """Without decay, which FSDP applies to norms and biases as well.
+
+    Gradients agree to 1e-7, but AdamW turns one that is nearly zero into a step of any size up to the learning rate.
+    """
     undecayed = {"actor_rollout_ref.actor.optim.weight_decay": 0.0}
     cut, run = workspace.train("tp2-undecayed", TP2 | undecayed), workspace.train("fsdp", undecayed)
     assert_agrees(run)
     write_down(verification_page, "GRPO, FSDP, one worker, no weight decay", run, cut, "GRPO, TP 2, no weight decay")
-    assert_close(run, cut, range(1, 5))
+    assert_close(run, cut, range(1, 5), rel=1e-5)
 
 
 @pytest.mark.full

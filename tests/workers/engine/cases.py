@@ -59,6 +59,7 @@ def tensors() -> dict[str, Tensor]:
     mask = attention[:, PROMPT:].clone()
     mask[4, 2:4] = 0  # tokens of a tool inside a response
     ids = ids * attention
+    ids[0, PROMPT + 3] = ids[6, PROMPT + 1] = 0  # a policy may sample the token of the padding
     return {
         "input_ids": ids,
         "attention_mask": attention,

@@ -25,7 +25,7 @@ from verl.models.mcore.families import (
     num_experts,
     outer_rules,
 )
-from verl.models.mcore.gpt.heads import PositionPicker, ValueHead
+from verl.models.mcore.gpt.heads import PaddingRow, PositionPicker, ValueHead
 from verl.models.mcore.gpt.layer_spec import ATTENTION_OUTPUT_BIAS, LATENT_EPSILON, torch_block_spec
 from verl.models.mcore.weights import Rule
 from verl.utils.device import get_device_name
@@ -163,6 +163,9 @@ def init_mcore_model(
         pg_collection=groups,
         **find_family(hf_config).rope(hf_config),
     )
+    padding = getattr(hf_config, "pad_token_id", None)
+    if pre_process and padding is not None:
+        PaddingRow(model.embedding.word_embeddings, padding % hf_config.vocab_size, groups.tp)
     if post_process:
         if value:
             model.output_layer = ValueHead(tf_config)

@@ -1,4 +1,4 @@
-"""What stands behind the last layer of a ``GPTModel``."""
+"""What stands before the first and behind the last layer of a ``GPTModel``."""
 
 from typing import Any
 
@@ -28,6 +28,25 @@ class PositionPicker:
                 hidden, tensor_parallel_output_grad=False, group=self._tp_group
             )
         return (hidden.index_select(0, self.keep), *args[1:])
+
+
+class PaddingRow:
+    """A hook behind the word embedding: the row of the padding token does not learn from where it is read.
+
+    So it is in transformers (``padding_idx``), and a policy may sample that token. A head that is tied to the embedding
+    goes on teaching it.
+    """
+
+    def __init__(self, embedding: nn.Module, token: int, tp_group: Any) -> None:
+        self._token, self._tp_group = token, tp_group
+        embedding.register_forward_hook(self)
+
+    def __call__(self, embedding: Any, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        """Detach where the ids (1, t) are padding; sequence parallelism leaves (t / tp, 1, h), else it is (1, t, h)."""
+        is_padding = args[0] == self._token
+        if embedding.reduce_scatter_embeddings:
+            is_padding = is_padding.T.chunk(self._tp_group.size())[self._tp_group.rank()]
+        return torch.where(is_padding.unsqueeze(-1), output.detach(), output)
 
 
 class ValueHead(nn.Module):
