@@ -171,3 +171,9 @@ def test_every_module_imports_where_no_optional_backend_is_installed() -> None:
     code = f"ABSENT = {set(OPTIONAL_BACKENDS)!r}\nBACKEND_PLACES = {places!r}\n{IMPORT_ALL}"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_the_launching_process_checks_without_torch() -> None:
+    """It would take seconds more before a wrong key is answered."""
+    code = "import sys, verl.trainer.main_ppo, verl.trainer.config.validation; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -9,6 +9,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from verl.base_config import ConfigError
+from verl.trainer.config.megatron import ARCHITECTURES
 from verl.trainer.config.megatron_fields import stage_problem
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.workers.config import McoreActorConfig, McoreCriticConfig, McoreEngineConfig
@@ -175,6 +176,12 @@ def test_roles_of_one_process_have_one_engine(composed):
 def test_the_fsdp_tree_names_the_other(composed):
     found = violations(composed("actor_rollout_ref.actor.strategy=megatron"))
     assert "ppo_megatron_trainer" in found["actor_rollout_ref.actor.strategy"], found
+
+
+def test_architectures_are_those_of_the_engine():
+    from verl.models.mcore import families
+
+    assert sorted(ARCHITECTURES) == families.supported_architectures()
 
 
 def test_architectures_that_it_cannot_hold(megatron, tmp_path):

@@ -1,11 +1,9 @@
 """Roles on Megatron-Core: layouts against the workers, the model and each other, and what cannot run."""
 
 from collections.abc import Iterator, Mapping
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from verl.base_config import Violation, as_yaml
-from verl.models.mcore.families import UnsupportedModelError, architecture_of
 from verl.trainer.config.megatron_fields import optimizer_rules, override_rules, stage_problem
 from verl.trainer.config.refusals import select
 from verl.utils.megatron.ranks import expert_layout_problem, model_parallel_size
@@ -16,6 +14,12 @@ Tree = Mapping[str, Any]
 SIZES = tuple(f"{axis}_parallel_size" for axis in ("tensor_model", "pipeline_model", "context", "expert_model"))
 SHARED = (*SIZES, "virtual_pipeline_model_parallel_size", "expert_tensor_parallel_size")
 """Keys of a ``megatron`` node that roles of one process have in common."""
+
+ARCHITECTURES = (
+    *("DeepseekV3ForCausalLM", "LlamaForCausalLM", "MixtralForCausalLM", "Qwen2ForCausalLM", "Qwen2MoeForCausalLM"),
+    *("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
+)
+"""Those of ``verl.models.mcore``, which the launching process does not import: it would import torch."""
 
 CUDA_ONLY = (
     *("apply_rope_fusion", "gradient_accumulation_fusion", "moe_permute_fusion", "moe_grouped_gemm"),
@@ -157,11 +161,10 @@ def _model_rules(tree: Tree, role: Role) -> Iterator[Violation]:
     if not isinstance(path, str) or list(path_problems(path)):
         return
     config = read_config_json(path) | flat_overrides(select(tree, f"{role.model}.override_config") or {})
-    if config.get("architectures"):
-        try:
-            architecture_of(SimpleNamespace(architectures=config["architectures"]))  # type: ignore[arg-type]
-        except UnsupportedModelError as error:
-            yield Violation(f"{role.model}.path", path, str(error))
+    named = config.get("architectures") or []
+    if named and [name.replace("ForTokenClassification", "ForCausalLM") in ARCHITECTURES for name in named] != [True]:
+        expected = f"architecture {', '.join(named)} is not supported with strategy=megatron: it knows "
+        yield Violation(f"{role.model}.path", path, f"{expected}{', '.join(ARCHITECTURES)}; write strategy=fsdp")
     tp, pp, _, ep = (engine[name] for name in SIZES)
     for name in ("num_attention_heads", "num_key_value_heads"):
         count = config.get(name)
