@@ -43,7 +43,7 @@ ACTOR = {"ppo_micro_batch_size_per_gpu": 1}
         (McoreEngineConfig, {"context_parallel_size": 0}, "context_parallel_size=0: must be 1 or more"),
         (McoreEngineConfig, {"virtual_pipeline_model_parallel_size": 2}, "pipeline_model_parallel_size of 2 or more"),
         (McoreEngineConfig, {"expert_tensor_parallel_size": 0}, "expert_tensor_parallel_size=0: must be 1 or more"),
-        (McoreEngineConfig, {"use_mbridge": True}, "not supported yet: write false"),
+        (McoreEngineConfig, {"use_mbridge": True}, "not supported: write false"),
         (McoreEngineConfig, {"dtype": "fp16"}, "null or one of fp32"),
         (
             McoreEngineConfig,

@@ -29,8 +29,9 @@ def test_a_reference_of_its_own_differs_in_the_keys_that_it_names():
     OmegaConf.update(config, "model.override_config", {"a": 1}, force_add=True)
     built = []
 
-    def build_engine(kind, model, engine, optimizer, checkpoint):
+    def build_engine(kind, model, engine, optimizer, checkpoint, load_weight):
         built.append((kind, model, engine, optimizer))
+        assert load_weight
         return SimpleNamespace(get_data_parallel_size=lambda: 1)
 
     actor_model = omega_conf_to_dataclass(config.model)
