@@ -1,5 +1,6 @@
 """DataProto: errors, sharing of memory, meta_info and serialization."""
 
+import copy
 import pickle
 import warnings
 from pathlib import Path
@@ -59,6 +60,11 @@ def test_growing_allocates_the_result_only(grow: Any) -> None:
         (lambda: DataProto.from_dict({"a": torch.zeros(2)}, num_batch_dims=0), "num_batch_dims"),
         (lambda: DataProto.from_dict({"a": torch.zeros(2, 2)}, {"b": [1, 2]}, num_batch_dims=2), "num_batch_dims"),
         (lambda: DataProto.from_dict({"a": torch.zeros(2)}, {"b": [1]}), "'b'"),
+        (lambda: DataProto.from_dict({"a": torch.tensor(1)}), r"tensors\['a'\] .* got shape \(\)"),
+        (lambda: DataProto.from_dict({"a": [1, 2]}), r"tensors\['a'\] .* got a list"),
+        (lambda: DataProto.from_dict({"a": torch.zeros(2)}, {"b": "xy"}), r"non_tensors\['b'\] .* got a str"),
+        (lambda: DataProto.from_dict({"a": torch.zeros(2)}, {"b": {1: 2, 3: 4}}), r"non_tensors\['b'\] .* got a dict"),
+        (lambda: DataProto(batch={"a": torch.zeros(2)}), "must be a TensorDict .* got dict"),
         (lambda: DataProto.from_single_dict({"a": [1]}), "'a'"),
         (lambda: DataProto(TensorDict({}, batch_size=[2, 2])), "exactly one batch dim"),
         (lambda: DataProto(non_tensor_batch={"a": [1]}), "must be an array"),
@@ -76,7 +82,11 @@ def test_growing_allocates_the_result_only(grow: Any) -> None:
         (lambda: DataProto.concat([_batch(), _batch().select(["x"])]), "part 1 differs"),
         (lambda: DataProto.concat([DataProto(meta_info={"k": 1}), DataProto(meta_info={"k": 2})]), "'k'"),
         (lambda: _batch().sample_level_repeat([1]), "one count per row"),
+        (lambda: _batch(2).sample_level_repeat([1.5, 1]), "whole and not negative"),
+        (lambda: _batch(2).sample_level_repeat([1, -1]), "whole and not negative"),
+        (lambda: _batch().padding(-1), "padding_size"),
         (lambda: _batch().unfold_column_chunks(3, ["x"]), "'x'"),
+        (lambda: _batch().unfold_column_chunks(0, ["x"]), "n_split"),
         (lambda: setattr(DataProtoConfig, "auto_padding", "yes"), "auto_padding"),
     ],
 )
@@ -109,6 +119,17 @@ def test_union_compares_in_depth() -> None:
     data.union(DataProto.from_dict({"x": torch.tensor([1.0, float("nan")])}, {"o": same}))
     with pytest.raises(AssertionError):
         data.union(DataProto.from_dict(non_tensors={"o": np.array([1, 2], dtype=object)}))
+
+
+def test_copies_in_one_process_hold_values() -> None:
+    data = _batch()
+    data.meta_info["lengths"] = np.arange(3)
+    shallow, deep = copy.copy(data), copy.deepcopy(data)
+    assert _pointer(shallow) == _pointer(data) and shallow.non_tensor_batch["id"] is data.non_tensor_batch["id"]
+    assert shallow.meta_info["lengths"] is data.meta_info["lengths"] and shallow.meta_info is not data.meta_info
+    assert _pointer(deep) != _pointer(data)
+    deep.non_tensor_batch["id"][0] = 7
+    assert data.non_tensor_batch["id"][0] == 0 and deep.meta_info["lengths"].tolist() == [0, 1, 2]
 
 
 def test_rename_swaps() -> None:

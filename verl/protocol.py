@@ -149,12 +149,16 @@ class DataProto:
             raise BatchError(f"num_batch_dims must be positive, got {num_batch_dims}")
         if num_batch_dims > 1 and non_tensors:
             raise BatchError(f"num_batch_dims must be 1 with non-tensors, got {num_batch_dims}")
+        for key, value in (tensors or {}).items():
+            if not isinstance(value, Tensor) or value.dim() < num_batch_dims:
+                found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+                raise BatchError(f"tensors[{key!r}] must be a tensor with {num_batch_dims} batch dims, got {found}")
         shapes = {key: tuple(value.shape[:num_batch_dims]) for key, value in (tensors or {}).items()}
         if len(set(shapes.values())) > 1:
             raise BatchError(f"tensors must agree in their first {num_batch_dims} dims, got {shapes}")
         batch = TensorDict(dict(tensors), batch_size=[next(iter(shapes.values()))[0]]) if tensors else None
         arrays = {
-            key: value if isinstance(value, np.ndarray) else object_array(value)
+            key: value if isinstance(value, np.ndarray) else _array_of_rows(key, value)
             for key, value in (non_tensors or {}).items()
         }
         meta = {} if meta_info is None else meta_info
@@ -207,6 +211,10 @@ class DataProto:
         if not isinstance(data, DataProto):
             raise BatchError(f"{os.fspath(filepath)!r} holds a {type(data).__name__}, not a DataProto")
         return data
+
+    def __copy__(self) -> Self:
+        """Return an object that shares all values: its state is for another process, not for a copy in this one."""
+        return self.select()
 
     # ---- serialization
 
@@ -270,6 +278,8 @@ class DataProto:
 
         Raises: ValueError, which is also an AssertionError.
         """
+        if self.batch is not None and not isinstance(self.batch, TensorDict):
+            raise BatchError(f"batch must be a TensorDict (see from_dict), got {type(self.batch).__name__}")
         if self.batch is not None and len(self.batch.batch_size) != 1:
             raise BatchError(f"batch must have exactly one batch dim, got batch size {tuple(self.batch.batch_size)}")
         for key, value in self.non_tensor_batch.items():
@@ -363,15 +373,19 @@ class DataProto:
     def sample_level_repeat(self, repeat_times: Sequence[int] | Tensor | np.ndarray) -> Self:
         """Repeat every row by its own count, interleaved.
 
-        Raises: ValueError, which is also an AssertionError, when there is not one count per row.
+        Raises: ValueError, which is also an AssertionError, when there is not one whole, non-negative count per row.
         """
         counts = torch.as_tensor(repeat_times)
         if counts.shape != (len(self),):
             raise BatchError(f"repeat_times must hold one count per row ({len(self)}), got shape {tuple(counts.shape)}")
+        if not torch.equal(counts, counts.long()) or bool((counts < 0).any()):
+            raise BatchError(f"repeat_times must be whole and not negative, got {counts.tolist()}")
         return self._gather(torch.arange(len(self)).repeat_interleave(counts.long().cpu()))
 
     def padding(self, padding_size: int, padding_candidate: str = "") -> None:
         """Append copies of the first row (candidate ``first``), else of the last, in place."""
+        if padding_size < 0:
+            raise BatchError(f"padding_size must not be negative, got {padding_size}")
         if padding_size == 0:
             return
         if len(self) == 0:
@@ -443,6 +457,8 @@ class DataProto:
 
         Raises: ValueError, which is also an AssertionError, when C does not divide evenly.
         """
+        if n_split <= 0:
+            raise BatchError(f"n_split must be positive, got {n_split}")
         keys = set(split_keys or ())
         num_rows = len(self) * n_split
 
@@ -556,6 +572,12 @@ class DataProto:
             self.batch = other.batch.copy()
         self.non_tensor_batch, self.meta_info = arrays, meta_info
         return self
+
+
+def _array_of_rows(key: str, values: Any) -> np.ndarray:
+    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Sequence | Tensor):
+        raise BatchError(f"non_tensors[{key!r}] must hold one value per row, got a {type(values).__name__}")
+    return object_array(cast(Sequence[Any], values))
 
 
 def _unpacked(value: Any) -> Any:
