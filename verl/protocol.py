@@ -29,6 +29,7 @@ from verl.utils.batch_dicts import (
     merge_meta_info,
     object_array,
     pick,
+    rows_as_objects,
     union_numpy_dict,
 )
 from verl.utils.device import get_device_id
@@ -50,7 +51,9 @@ from verl.utils.tensordict_utils import (
     index_select_tensor_dict,
     mini_batch_indices,
     pad_indices,
+    repeat_counts,
     resolve_indices,
+    shared_rows,
     union_tensor_dict,
 )
 
@@ -149,16 +152,9 @@ class DataProto:
             raise BatchError(f"num_batch_dims must be positive, got {num_batch_dims}")
         if num_batch_dims > 1 and non_tensors:
             raise BatchError(f"num_batch_dims must be 1 with non-tensors, got {num_batch_dims}")
-        for key, value in (tensors or {}).items():
-            if not isinstance(value, Tensor) or value.dim() < num_batch_dims:
-                found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-                raise BatchError(f"tensors[{key!r}] must be a tensor with {num_batch_dims} batch dims, got {found}")
-        shapes = {key: tuple(value.shape[:num_batch_dims]) for key, value in (tensors or {}).items()}
-        if len(set(shapes.values())) > 1:
-            raise BatchError(f"tensors must agree in their first {num_batch_dims} dims, got {shapes}")
-        batch = TensorDict(dict(tensors), batch_size=[next(iter(shapes.values()))[0]]) if tensors else None
+        batch = TensorDict(dict(tensors), batch_size=[shared_rows(tensors, num_batch_dims)]) if tensors else None
         arrays = {
-            key: value if isinstance(value, np.ndarray) else _array_of_rows(key, value)
+            key: value if isinstance(value, np.ndarray) else rows_as_objects(key, value)
             for key, value in (non_tensors or {}).items()
         }
         meta = {} if meta_info is None else meta_info
@@ -375,12 +371,8 @@ class DataProto:
 
         Raises: ValueError, which is also an AssertionError, when there is not one whole, non-negative count per row.
         """
-        counts = torch.as_tensor(repeat_times)
-        if counts.shape != (len(self),):
-            raise BatchError(f"repeat_times must hold one count per row ({len(self)}), got shape {tuple(counts.shape)}")
-        if not torch.equal(counts, counts.long()) or bool((counts < 0).any()):
-            raise BatchError(f"repeat_times must be whole and not negative, got {counts.tolist()}")
-        return self._gather(torch.arange(len(self)).repeat_interleave(counts.long().cpu()))
+        counts = repeat_counts(repeat_times, len(self))
+        return self._gather(torch.arange(len(self)).repeat_interleave(counts))
 
     def padding(self, padding_size: int, padding_candidate: str = "") -> None:
         """Append copies of the first row (candidate ``first``), else of the last, in place."""
@@ -572,12 +564,6 @@ class DataProto:
             self.batch = other.batch.copy()
         self.non_tensor_batch, self.meta_info = arrays, meta_info
         return self
-
-
-def _array_of_rows(key: str, values: Any) -> np.ndarray:
-    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Sequence | Tensor):
-        raise BatchError(f"non_tensors[{key!r}] must hold one value per row, got a {type(values).__name__}")
-    return object_array(cast(Sequence[Any], values))
 
 
 def _unpacked(value: Any) -> Any:

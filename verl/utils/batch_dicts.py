@@ -40,6 +40,16 @@ def object_array(values: Sequence[Any]) -> np.ndarray:
     return np.fromiter(values, dtype=object, count=len(values))
 
 
+def rows_as_objects(key: str, values: Any) -> np.ndarray:
+    """Make an array of objects of what must hold one value per row.
+
+    Raises: ValueError, which is also an AssertionError, for a string, a mapping or what has no rows.
+    """
+    if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__"):
+        raise BatchError(f"non_tensors[{key!r}] must hold one value per row, got a {type(values).__name__}")
+    return object_array(values)
+
+
 def pick(kind: str, entries: dict[str, Any], keys: Sequence[str] | None) -> dict[str, Any]:
     """Return the entries of the given keys, all for None.
 

@@ -76,6 +76,35 @@ def get_tensordict(
     return assign_non_tensor_dict(TensorDict(entries, batch_size=batch_size), shared)
 
 
+def shared_rows(tensors: Mapping[str, Tensor], num_batch_dims: int) -> int:
+    """Return the number of rows of tensors that agree in their first ``num_batch_dims`` dims.
+
+    Raises: ValueError, which is also an AssertionError, where they do not, or one has fewer dims.
+    """
+    for key, value in tensors.items():
+        if not isinstance(value, Tensor) or value.dim() < num_batch_dims:
+            found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            raise BatchError(f"tensors[{key!r}] must be a tensor with {num_batch_dims} batch dims, got {found}")
+    shapes = {key: tuple(value.shape[:num_batch_dims]) for key, value in tensors.items()}
+    if len(set(shapes.values())) > 1:
+        raise BatchError(f"tensors must agree in their first {num_batch_dims} dims, got {shapes}")
+    return next(iter(shapes.values()))[0]
+
+
+def repeat_counts(counts: Any, num_rows: int) -> Tensor:
+    """Return how often each row is repeated, as int64.
+
+    Raises: ValueError, which is also an AssertionError, unless there is one whole, non-negative count per row.
+    """
+    given = torch.as_tensor(counts)
+    if given.shape != (num_rows,):
+        raise BatchError(f"repeat_times must hold one count per row ({num_rows}), got shape {tuple(given.shape)}")
+    whole = given.long().cpu()
+    if bool((whole != given.cpu()).any() or (whole < 0).any()):
+        raise BatchError(f"repeat_times must be whole and not negative, got {given.tolist()}")
+    return whole
+
+
 def resolve_indices(indices: Any, num_rows: int) -> Tensor:
     """Turn integers or a boolean mask, as list, array or tensor, into int64 row numbers from 0 to ``num_rows`` - 1.
 
