@@ -91,10 +91,11 @@ def test_addresses_and_ports() -> None:
             server.bind(("", port))
 
 
-def test_load_extern_type(tmp_path: Path) -> None:
+def test_load_extern_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
     file = tmp_path / "mine.py"
     file.write_text("count = 0\ncount += 1\ndef score():\n    return 7\n")
-    for path in (str(file), f"file://{file}"):
+    for path in (str(file), f"file://{file}", "~/mine.py"):
         assert load_extern_type(path, "score")() == 7
     assert load_extern_type(None, "score") is None
     assert load_extern_type("pkg://json", "loads")("1") == 1

@@ -68,6 +68,11 @@ def import_external_libs(external_libs: str | list[str] | None = None) -> None:
             raise ImportError(f"cannot import the external module {name!r}: {error}") from error
 
 
+def python_file(path: str) -> Path | None:
+    """Return the file that a path, ``~/...`` or ``file://`` names; None for an installed module (``pkg://``)."""
+    return None if path.startswith("pkg://") else Path(path.removeprefix("file://")).expanduser()
+
+
 def _load_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise FileNotFoundError(f"no Python file at {str(path)!r}")
@@ -89,7 +94,7 @@ def _load_file(path: Path) -> ModuleType:
 
 
 def load_extern_type(file_path: str | None, type_name: str | None) -> Any:
-    """Load a name from a file (plain path or ``file://``) or from an installed module (``pkg://module``).
+    """Load a name from a file (plain path, with ``~`` or ``file://``) or from an installed module (``pkg://module``).
 
     Returns: the object; None where no path is given.
     Raises: FileNotFoundError, RuntimeError when the module cannot be executed, AttributeError when the name is missing.
@@ -98,13 +103,14 @@ def load_extern_type(file_path: str | None, type_name: str | None) -> Any:
         return None
     if not type_name:
         raise ValueError(f"a name to load from {file_path!r} must be given, got {type_name!r}")
-    if file_path.startswith("pkg://"):
+    file = python_file(file_path)
+    if file is None:
         try:
             module = importlib.import_module(file_path.removeprefix("pkg://").replace("/", "."))
         except ImportError as error:
             raise RuntimeError(f"cannot import {file_path!r}: {error}") from error
     else:
-        module = _load_file(Path(file_path.removeprefix("file://")))
+        module = _load_file(file)
     if not hasattr(module, type_name):
         names = sorted(name for name in vars(module) if not name.startswith("_"))
         raise AttributeError(f"{file_path!r} has no {type_name!r}; it has {names}")

@@ -58,6 +58,15 @@ def test_the_small_run_is_right(base):
     assert violations(base, {f"{ACTOR}.use_dynamic_bsz": True, f"{ROLLOUT}.n": 5, "data.train_batch_size": 8}) == {}
 
 
+@pytest.mark.parametrize("path", ["{}", "file://{}", "~/reward.py"])
+def test_a_python_file_is_looked_for_where_it_is_loaded_from(base, path, tmp_path, monkeypatch):
+    (tmp_path / "reward.py").write_text("def score(**_): ...")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    node = {"custom_reward_function.path": path.format(tmp_path / "reward.py")}
+    assert list(violations(base, node)) == ["custom_reward_function.name"]
+    assert violations(base, node | {"custom_reward_function.name": "score"}) == {}
+
+
 def test_a_batch_is_divided_by_every_engine_that_shares_it_out(base):
     """Four workers, of which two share each shard in the actor and in generation, but not in the reference policy."""
     shared = {"trainer.n_gpus_per_node": 4, f"{MODEL}.use_remove_padding": True, f"{ACTOR}.use_dynamic_bsz": True}
@@ -206,6 +215,7 @@ def test_a_batch_is_divided_by_every_engine_that_shares_it_out(base):
         ({"data.val_files": "/"}, "data.val_files", "is a folder"),
         ({f"{MODEL}.path": "/no/model"}, f"{MODEL}.path", "no such folder"),
         ({"custom_reward_function.path": "/no/reward.py"}, "custom_reward_function.path", "no such file"),
+        ({"custom_reward_function.path": "reward"}, "custom_reward_function.path", "or pkg:// and the name"),
     ],
 )  # fmt: skip
 def test_refused(base, changes, key, message):

@@ -392,6 +392,10 @@ def test_custom_manager_registered_by_the_file(tokenizer, batch, scorer_file):
         ("x = 1\n", AttributeError, r"custom_reward_function\.name='f'.*has no 'f'"),
         ("f = 1\n", TypeError, r"custom_reward_function\.name='f'.*must be a function, it is a int"),
         ("async def f(**_):\n    return 1\n", TypeError, "is asynchronous"),
+        ("class C:\n    async def __call__(self, **_): return 1\nf = C()\n", TypeError, "is asynchronous"),
+        ("class f:\n    def __init__(self, **_): ...\n", TypeError, r"is a class.*`scorer = f\(\)`"),
+        ("def f(**_):\n    yield 1\n", TypeError, "yields instead of returning"),
+        ("class C:\n    def __call__(self, **_): return 1\nf = C()\n", None, ""),
         (
             "def f(answer):\n    return 1\n",
             TypeError,

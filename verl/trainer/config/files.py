@@ -8,6 +8,7 @@ from typing import Any
 from verl.base_config import Violation
 from verl.trainer.config.refusals import select
 from verl.trainer.config.scorers import scorer_rules
+from verl.utils.import_utils import python_file
 from verl.workers.config.model import flat_overrides, path_problems, read_config_json, tokenizer_problems
 
 Tree = Mapping[str, Any]
@@ -51,15 +52,15 @@ def data_file_rules(key: str, value: Any, required: bool) -> Iterator[Violation]
 
 def python_file_rules(tree: Tree, path_key: str, path: str, name_key: str, name: Any) -> Iterator[Violation]:
     """Yield a Python file that is not there or cannot be parsed, and a name that it does not define."""
-    if path.startswith("pkg://") or (os.sep not in path and not path.endswith(".py")):
-        return  # an installed module: importing it is for the workers
-    expanded = os.path.expanduser(path)
-    if not os.path.isfile(expanded):
-        yield Violation(path_key, path, "no such file: write the path of a Python file")
+    file = python_file(path)
+    if file is None:
+        return  # importing an installed module is for the workers
+    if not file.is_file():
+        expected = "no such file: write the path of a Python file, or pkg:// and the name of an installed module"
+        yield Violation(path_key, path, expected)
         return
     try:
-        with open(expanded, encoding="utf-8") as file:
-            module = ast.parse(file.read(), os.path.basename(expanded))
+        module = ast.parse(file.read_text(encoding="utf-8"), file.name)
     except (SyntaxError, UnicodeDecodeError, ValueError) as error:
         yield Violation(path_key, path, f"is not valid Python: {error}")
         return

@@ -53,20 +53,30 @@ def get_custom_reward_fn(config: Mapping[str, Any]) -> Callable[..., Any] | None
         raise RewardFunctionImportError(f"custom_reward_function.path={path!r}: {error}") from error
     except AttributeError as error:
         raise RewardFunctionNameError(f"custom_reward_function.name={name!r}: {error}") from error
-    if not callable(function):
-        raise RewardFunctionTypeError(
-            f"custom_reward_function.name={name!r} in {path!r} must be a function, it is a {type(function).__name__}"
-        )
-    if inspect.iscoroutinefunction(function):
-        raise RewardFunctionTypeError(
-            f"custom_reward_function.name={name!r} in {path!r} is asynchronous: define it with `def`"
-        )
+    problem = _why_not_called(function)
+    if problem:
+        raise RewardFunctionTypeError(f"custom_reward_function.name={name!r} in {path!r} {problem}")
     module = sys.modules.get(getattr(function, "__module__", None) or "")
     if "ray" in sys.modules and module is not None and not path.startswith("pkg://"):
         # other processes cannot import this module: its functions travel with their code
         sys.modules["ray"].cloudpickle.register_pickle_by_value(module)
     kwargs = dict(node.get("reward_kwargs") or {})
     return functools.partial(function, **kwargs) if kwargs else function
+
+
+def _why_not_called(function: Any) -> str | None:
+    """Return why an object cannot be a scorer; None where it can, as functions and instances with ``__call__`` can."""
+    if isinstance(function, type):
+        return f"is a class: give the file an instance of it, such as `scorer = {function.__name__}()`, and name that"
+    if not callable(function):
+        return f"must be a function, it is a {type(function).__name__}"
+    inner = function.func if isinstance(function, functools.partial) else function
+    code = inner if inspect.isroutine(inner) else type(inner).__call__
+    if inspect.iscoroutinefunction(code):
+        return "is asynchronous: define it with `def`"
+    if inspect.isgeneratorfunction(code) or inspect.isasyncgenfunction(code):
+        return "yields instead of returning: write `return`"
+    return None
 
 
 def check_scorer_signature(scorer: Callable[..., Any], manager: type[AbstractRewardManager]) -> None:
