@@ -1,9 +1,15 @@
 import json
+import math
 
+import numpy as np
 import pytest
+import torch
 
+from verl.trainer.ppo.dumps import dump_generations
 from verl.utils.curves import draw_curves, main, series
-from verl.utils.run_record import RunRecord, read_record
+from verl.utils.report.flags import find_flags
+from verl.utils.run_record import RunRecord, read_entries, read_record
+from verl.utils.tracking import Tracking
 
 
 def steps_in(path):
@@ -28,6 +34,61 @@ def test_a_fresh_start_keeps_the_record_that_it_replaces(tmp_path):
     RunRecord(tmp_path, None).log({"x": 1}, 1)
     fresh = RunRecord(tmp_path, None)
     assert not fresh.path.exists() and steps_in(tmp_path / "metrics.previous.jsonl") == [1]
+
+
+def strict(text):
+    """Parse JSON as a reader does that knows no bare NaN."""
+
+    def refuse(name):
+        raise ValueError(f"{name} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+ODD = {"nan": float("nan"), "up": float("inf"), "down": -float("inf"), "array": np.array([1.0, np.nan]), "text": "none"}
+
+
+def test_numbers_that_are_not_finite_are_written_as_json_and_read_back(tmp_path):
+    record = RunRecord(tmp_path, None)
+    record.log({**ODD, "actor/grad_norm": np.float32("nan")}, 1, {"samples": [{"score": -np.inf, "response": "NaN"}]})
+    record.log({"x": torch.tensor(float("inf"))}, 2)
+    record.log({"val": np.nan}, 1)  # the line is read and written again
+    lines = record.path.read_text().splitlines()
+    first = strict(lines[0])
+    assert first["data"]["nan"] == "NaN" and first["data"]["up"] == "Infinity" and first["data"]["down"] == "-Infinity"
+    assert first["samples"] == [{"score": "-Infinity", "response": "NaN"}]
+    assert strict(lines[1])["data"] == {"x": "Infinity"}
+    entries = read_entries(record.path)
+    read = entries[1]["data"]
+    assert math.isnan(read["nan"]) and math.isnan(read["val"]) and math.isnan(read["actor/grad_norm"])
+    assert (read["up"], read["down"], read["text"]) == (math.inf, -math.inf, "none")
+    assert read["array"][0] == 1.0 and math.isnan(read["array"][1])
+    assert entries[1]["samples"][0]["response"] == "NaN"  # what a model writes stays text
+    assert "not finite" in [flag.name for flag in find_flags(entries)]
+    again = RunRecord(tmp_path, 2)  # a resume writes what it keeps
+    assert again.path.read_text().splitlines() == lines
+
+
+def test_a_record_with_bare_nan_is_read(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "data": {"x": NaN, "y": -Infinity, "z": 1}}\n')
+    read = read_record(path)[1]
+    assert math.isnan(read["x"]) and read["y"] == -math.inf and read["z"] == 1
+    RunRecord(tmp_path, 1)
+    assert strict(path.read_text())["data"] == {"x": "NaN", "y": "-Infinity", "z": 1}
+
+
+def test_every_writer_of_lines_writes_json(tmp_path, monkeypatch):
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "log.jsonl"))
+    tracking = Tracking("project", "run", ["file"])
+    tracking.log(ODD, step=1)
+    tracking.finish()
+    strict((tmp_path / "log.jsonl").read_text())
+    read = read_record(tmp_path / "log.jsonl")[1]
+    assert math.isnan(read["nan"]) and (read["up"], read["down"]) == (math.inf, -math.inf)
+    path = dump_generations(str(tmp_path), 3, ["a"], ["NaN"], [np.nan], [np.inf], {"acc": np.array([np.nan])})
+    row = strict(path.read_text())
+    assert row == {"input": "a", "output": "NaN", "gts": "NaN", "score": "Infinity", "step": 3, "acc": "NaN"}
 
 
 def test_a_damaged_line_is_named(tmp_path):

@@ -196,7 +196,7 @@ class SFTTrainer:
             resolved: Any = OmegaConf.to_container(self.config, resolve=True)
             tracking = Tracking(trainer.project_name, trainer.experiment_name, list(trainer.logger), resolved)
         bar = tqdm(total=self.total_steps, initial=step, desc="supervised training", disable=self.rank != 0)
-        total_tokens = 0
+        total_tokens = int(self.checkpoints.run_state.get("total_tokens", 0))
         batches = self._batches()
         while step < self.total_steps:
             step += 1
@@ -211,7 +211,7 @@ class SFTTrainer:
             bar.update(1)
             self.checkpoints.finish_checkpoint(wait=False)
             if self._due(trainer.save_freq, step):
-                self.checkpoints.save_checkpoint(step)
+                self.checkpoints.save_checkpoint(step, {"total_tokens": total_tokens})
         self.checkpoints.finish_checkpoint()
         bar.close()
         if tracking is not None:

@@ -62,7 +62,7 @@ class ValidationGenerationsLogger:
         rows = [{"input": given, "output": output, "score": score} for given, output, score in samples]
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, f"val_step{step}.json")
-            file.write_text(json.dumps(rows, ensure_ascii=False), encoding="utf-8")
+            file.write_text(json.dumps(rows, ensure_ascii=False, allow_nan=False), encoding="utf-8")
             mlflow.log_artifact(str(file))
 
     def _log_clearml(self, backend: Any, samples: Sequence[Sample], step: int) -> None:

@@ -2,6 +2,8 @@
 
 A line is ``{"step": ..., "data": {metric: value}}`` and, for a step of the PPO trainer, its details beside ``data``:
 ``response_length`` (a histogram), ``workers`` (seconds and memory of every rank), ``phases`` (digests) and ``samples``.
+Every line is JSON for strict readers too: a number that is not finite is the text ``"NaN"``, ``"Infinity"`` or
+``"-Infinity"``, which is read back as the number where it is a metric. Records with bare ``NaN`` are read as well.
 """
 
 import json
@@ -11,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from verl.utils.tracking import plain
+from verl.utils.tracking import numbers_of, plain
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +50,7 @@ def parse_line(line: bytes) -> tuple[int, dict[str, Any], dict[str, Any]]:
     """
     try:
         read = json.loads(line.decode("utf-8"))
-        return int(read.pop("step")), dict(read.pop("data")), read
+        return int(read.pop("step")), numbers_of(dict(read.pop("data"))), read
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"not a line of a run record ({error})") from None
 
@@ -87,16 +89,14 @@ class RunRecord:
 
     def log(self, data: Mapping[str, Any], step: int, details: Mapping[str, Any] | None = None) -> None:
         """Write metrics and details of a step, merged with what the step has already."""
-        values = {key: plain(value) for key, value in data.items()}
-        entry = {"data": values, **plain(details or {})}
         if step in self.steps:
             entries = read_entries(self.path)
-            merge_entry(entries, step, values, plain(details or {}))
+            merge_entry(entries, step, data, details or {})
             self._rewrite(entries)
             return
         self.steps.add(step)
         with self.path.open("a", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(_line(step, entry))
+            file.write(_line(step, {"data": data, **(details or {})}))
 
     def _rewrite(self, entries: Mapping[int, Entry]) -> None:
         unfinished = self.path.with_suffix(".jsonl.tmp")
@@ -110,6 +110,7 @@ class RunRecord:
 _OTHER_LINE_ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
 
 
-def _line(step: int, entry: Entry) -> str:
+def _line(step: int, entry: Mapping[str, Any]) -> str:
     """Return one line, also for readers that end a line at more characters than JSON escapes."""
-    return json.dumps({"step": step, **entry}, ensure_ascii=False).translate(_OTHER_LINE_ENDS) + "\n"
+    text = json.dumps(plain({"step": step, **entry}), ensure_ascii=False, allow_nan=False)
+    return text.translate(_OTHER_LINE_ENDS) + "\n"

@@ -6,6 +6,7 @@ Importing this module imports no tracker: each backend imports its own library w
 import importlib.util
 import json
 import logging
+import math
 import numbers
 import re
 from collections.abc import Iterable, Mapping
@@ -142,7 +143,8 @@ def _shown(value: Any) -> str:
 class FileLogger:
     """Append one JSON object per step to a file, flushed at once.
 
-    The file is ``VERL_FILE_LOGGER_PATH``, or ``<VERL_FILE_LOGGER_ROOT or .>/<project>/<experiment>.jsonl``.
+    The file is ``VERL_FILE_LOGGER_PATH``, or ``<VERL_FILE_LOGGER_ROOT or .>/<project>/<experiment>.jsonl``. Its lines
+    are those of a run's record without details: ``verl.utils.run_record.read_record`` reads it.
     """
 
     def __init__(
@@ -161,7 +163,7 @@ class FileLogger:
     def log(self, data: Mapping[str, Any], step: int) -> None:
         """Write ``{"step": ..., "data": {...}}``."""
         values = {key: plain(value) for key, value in data.items()}
-        self.file.write(json.dumps({"step": step, "data": values}, ensure_ascii=False) + "\n")
+        self.file.write(json.dumps({"step": step, "data": values}, ensure_ascii=False, allow_nan=False) + "\n")
         self.file.flush()
 
     def finish(self) -> None:
@@ -169,8 +171,17 @@ class FileLogger:
         self.file.close()
 
 
+_NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+"""Text -> the number for which JSON has no other name; protocol buffers write them in JSON in the same way."""
+
+
 def plain(value: Any) -> Any:
-    """Return a value as JSON can hold it: arrays and tensors as lists and numbers, what else there is as text."""
+    """Return a value as JSON can hold it: arrays and tensors as lists and numbers, what else there is as text.
+
+    A number that is not finite becomes ``"NaN"``, ``"Infinity"`` or ``"-Infinity"``; ``numbers_of`` turns it back.
+    """
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if hasattr(value, "tolist"):
@@ -180,6 +191,15 @@ def plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [plain(part) for part in value]
     return str(value)
+
+
+def numbers_of(value: Any) -> Any:
+    """Return metrics as they were before ``plain``, numbers that are not finite among them."""
+    if isinstance(value, str):
+        return _NOT_FINITE.get(value, value)
+    if isinstance(value, Mapping):
+        return {key: numbers_of(part) for key, part in value.items()}
+    return [numbers_of(part) for part in value] if isinstance(value, list) else value
 
 
 class _WandbLogger:

@@ -7,35 +7,41 @@ import pytest
 from omegaconf import OmegaConf
 
 from verl.base_config import ConfigError
+from verl.trainer.ppo import ray_trainer
+from verl.trainer.ppo.loaders import EndOfDataError
 from verl.trainer.ppo.profiling import absolute_save_paths, check_steps, dump_memory, start_profiling, stop_profiling
 
 
 class Group:
-    def __init__(self, name, calls):
-        self.name, self.calls = name, calls
+    def __init__(self, name, calls, ended=False, fails=False):
+        self.name, self.calls, self.ended, self.fails = name, calls, ended, fails
+        self.call_timeout_s = 7200.0
 
     def start_profile(self, **kwargs):
         self.calls.append((self.name, "start", kwargs))
 
     def stop_profile(self):
         self.calls.append((self.name, "stop"))
+        if self.fails:
+            raise OSError("no room on the disk")
 
     def dump_memory_snapshot(self, **kwargs):
         self.calls.append((self.name, "dump", kwargs))
 
 
-def run(steps, continuous=False, total=5, **groups):
-    """Return the calls of a run by step."""
+def run(steps, continuous=False, total=5, first=1, **groups):
+    """Return the calls of a run by step; it begins, or goes on, with step ``first``."""
     calls = []
     node = {"steps": steps, "profile_continuous_steps": continuous, "tool": "torch"}
     trainer = SimpleNamespace(
         config=OmegaConf.create({"global_profiler": node}),
+        profiled_groups=(),
         ref_in_actor=groups.pop("ref_in_actor", False),
         actor_rollout_wg=Group("actor_rollout", calls),
         **{f"{name}_wg": Group(name, calls) if there else None for name, there in groups.items()},
     )
     by_step = {}
-    for step in range(1, total + 1):
+    for step in range(first, total + 1):
         trainer.global_steps, trainer.is_last_step = step, step == total
         start_profiling(trainer, {})
         begun = len(calls)
@@ -62,6 +68,92 @@ def test_which_steps_start_and_stop(steps, continuous, started, stopped):
     by_step = run(steps, continuous, **ALONE)
     assert [step for step, (begun, _) in by_step.items() if begun] == started
     assert [step for step, (_, ended) in by_step.items() if ended] == stopped
+
+
+def test_a_run_that_resumes_inside_of_continuous_steps_profiles_the_rest():
+    by_step = run([2, 3, 4], continuous=True, first=3, **ALONE)
+    assert [step for step, (begun, _) in by_step.items() if begun] == [3]
+    assert [step for step, (_, ended) in by_step.items() if ended] == [4]
+
+
+class BrokenTrainer(ray_trainer.RayPPOTrainer):
+    """A trainer whose third step does not come to its end."""
+
+    def __init__(self, error, **groups):
+        self.calls, self.error = [], error
+        profiler = {"steps": [2, 3, 4], "profile_continuous_steps": True, "tool": "torch"}
+        trainer = {"test_freq": -1, "save_freq": -1, "val_before_train": False, "val_only": False}
+        node = {"global_profiler": profiler, "trainer": {**trainer, "record_digests": False, "record_samples": 0}}
+        node["actor_rollout_ref"] = {"rollout": {"skip_rollout": False}}
+        self.config = OmegaConf.create(node)
+        self.global_steps, self.total_training_steps, self.max_steps_duration = 0, 5, 0.0
+        self.ref_in_actor, self.profiled_groups = False, ()
+        groups = {"ref_policy": {}, "critic": {}, "rm": {}, **groups}
+        self.actor_rollout_wg = Group("actor_rollout", self.calls, **groups.pop("actor_rollout", {}))
+        for name, options in groups.items():
+            setattr(self, f"{name}_wg", Group(name, self.calls, **options))
+
+    def _load_checkpoint(self):
+        return None
+
+    def collect(self, rows, metrics, timing):
+        if self.global_steps == 3:
+            raise self.error
+        return None
+
+    def _checked(self, name, batch, method, *args):
+        return batch
+
+    def _dump(self, batch, timing):
+        pass
+
+
+@pytest.fixture
+def outputs(monkeypatch):
+    """The trainer writes nothing; returns what has been stopped when the outputs are closed."""
+    closed = []
+
+    class Output:
+        def __init__(self, config, resumed, total):
+            pass
+
+        def close(self, finished):
+            closed.append(finished)
+
+    monkeypatch.setattr(ray_trainer, "RunOutput", Output)
+    monkeypatch.setattr(ray_trainer, "start_traces", lambda config: None)
+    monkeypatch.setattr(ray_trainer.loaders, "training_rows", lambda trainer: iter(()))
+    monkeypatch.setattr(ray_trainer.after_step, "end_early", lambda trainer, end: None)
+    monkeypatch.setattr(ray_trainer.after_step, "finish_step", lambda *parts: None)
+    return closed
+
+
+GROUPS = ["actor_rollout", "ref_policy", "critic", "rm"]
+
+
+def stopped(trainer):
+    return [name for name, call, *_ in trainer.calls if call == "stop"]
+
+
+@pytest.mark.parametrize("error", [EndOfDataError("gone through"), KeyError("a scorer's"), KeyboardInterrupt()])
+def test_a_capture_that_is_open_when_the_run_ends_is_stopped(error, outputs):
+    trainer = BrokenTrainer(error)
+    if isinstance(error, EndOfDataError):
+        trainer.fit()
+    else:
+        with pytest.raises(type(error)):
+            trainer.fit()
+    assert [name for name, call, *_ in trainer.calls if call == "start"] == GROUPS == stopped(trainer)
+    assert outputs == [isinstance(error, EndOfDataError)]
+    assert trainer.actor_rollout_wg.call_timeout_s == 600.0  # workers that hang do not keep the run
+
+
+def test_the_end_of_a_run_asks_no_dead_workers_and_tells_its_own_error(outputs, caplog):
+    dead, full = {"ended": True}, {"fails": True}
+    trainer = BrokenTrainer(KeyError("the first"), actor_rollout=dead, ref_policy=dead, critic=full)
+    with pytest.raises(KeyError, match="the first"):
+        trainer.fit()
+    assert stopped(trainer) == ["critic", "rm"] and "could not be written" in caplog.text
 
 
 def test_every_group_is_started_and_stopped():

@@ -97,8 +97,6 @@ def test_a_task_is_captured_between_start_and_stop_only(calls):
     worker.start_profile(role="e2e", profile_step="3")
     worker.start_profile(role="e2e", profile_step="3")  # a second start changes nothing
     assert worker.update(2) == 3
-    with pytest.raises(KeyError, match="wrong"):
-        worker.update(2, fails=True)
     assert asyncio.run(worker.greet("you")) == "hello you"
     worker.stop_profile()
     assert worker.update(3) == 4
@@ -106,11 +104,41 @@ def test_a_task_is_captured_between_start_and_stop_only(calls):
     assert calls == [
         ("start", {"role": "e2e", "profile_step": "3"}),
         *update,
-        *update,
         ("task", "greeting", "greet", False),
         ("end", "greeting"),
         ("stop",),
     ]
+
+
+def test_a_task_that_fails_ends_the_step_in_all_roles_of_its_process(calls, caplog):
+    on = ProfilerConfig(tool="torch", enable=True)
+    worker = Worker(RoleProfilers({role: DistProfiler(0, on, role=role) for role in ("actor", "rollout")}))
+    other, late = Worker(DistProfiler(0, on, role="critic")), Worker(DistProfiler(0, on, role="ref"))
+    for each in (worker, other, late):
+        each.start_profile(profile_step="1")
+    late.stop_profile()
+    calls.clear()
+    with pytest.raises(KeyError, match="wrong"):
+        worker.update(2, fails=True)
+    ends = [("task", "actor_update", "actor_update", True), ("range", "part"), ("step",), ("end", "actor_update")]
+    assert calls == [*ends, ("stop",), ("stop",), ("stop",)]
+    calls.clear()
+    assert worker.update(1) == 2 and other.update(1) == 2
+    worker.stop_profile(), other.stop_profile()
+    assert calls == []
+
+
+def test_an_error_of_a_task_is_told_where_its_capture_cannot_be_written(monkeypatch, caplog):
+    class FullDisk(RecordingTool):
+        def stop(self):
+            raise OSError("no room")
+
+    monkeypatch.setattr(profile, "build_tool", lambda rank, config, options, role: FullDisk([]))
+    worker = Worker(DistProfiler(0, ProfilerConfig(tool="torch", enable=True), role="actor"))
+    worker.start_profile(profile_step="1")
+    with pytest.raises(KeyError, match="wrong"):
+        worker.update(2, fails=True)
+    assert "what actor captured before the error is not written" in caplog.text
 
 
 def test_a_task_belongs_to_the_role_that_its_name_begins_with(calls):

@@ -76,7 +76,8 @@ class RayWorkerGroup(WorkerGroup):
     """Actors of one class in the bundles of a resource pool, or actors that exist already.
 
     Every wait has a deadline: ``call_timeout_s`` for a call, ``ray_wait_register_center_timeout`` for placement and
-    for the construction of the workers. The first failure ends all actors of the group and of the groups of its pool.
+    for the construction of the workers. The first failure ends all actors of the group and of the groups of its pool;
+    ``ended`` is true then.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class RayWorkerGroup(WorkerGroup):
         self.customized_worker_env = _checked_worker_env(kwargs.get("worker_env") or {})
         self._start_timeout_s = float(ray_wait_register_center_timeout)
         self._kwargs = {**kwargs, "ray_wait_register_center_timeout": ray_wait_register_center_timeout}
+        self.ended = False
         self._starting: list[Any] = []
         self._pools: list[RayResourcePool] = []
         self.fused_worker_used = ray_cls_with_init is not None and ray_cls_with_init.fused_worker_used
@@ -389,6 +391,8 @@ class RayWorkerGroup(WorkerGroup):
     def kill(self) -> None:
         """End every actor of this group and of the groups in its resource pools, and wait until they are gone."""
         groups = {self, *(group for pool in self._pools for group in pool.groups)}
+        for group in groups:
+            group.ended = True
         kill_all([worker for group in groups for worker in group._workers])
 
     def _is_worker_alive(self, worker: Any) -> bool:

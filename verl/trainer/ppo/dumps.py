@@ -25,6 +25,7 @@ def dump_generations(
     """Write ``<folder>/<step>.jsonl``: one object per sample with input, output, gts, score, step and the extras.
 
     An extra whose length is not the number of samples is left out, and so is one with the name of another column.
+    A number that is not finite is written as text, for instance ``"NaN"``.
     """
     count = len(inputs)
     columns: dict[str, Sequence[Any]] = {"input": inputs, "output": outputs, "gts": gts, "score": scores}
@@ -36,7 +37,7 @@ def dump_generations(
     with unfinished.open("w", encoding="utf-8") as file:
         for row in range(count):
             sample = {name: plain(values[row]) for name, values in columns.items()}
-            file.write(json.dumps(sample, ensure_ascii=False) + "\n")
+            file.write(json.dumps(sample, ensure_ascii=False, allow_nan=False) + "\n")
     unfinished.replace(path)
     return path
 

@@ -22,6 +22,8 @@ NODES = {
     "rm": ("reward_model.profiler",),
 }
 """Worker group -> the nodes of its roles."""
+STOP_TIMEOUT_S = 600.0
+"""How long workers may take to write what they have captured, where the run is over."""
 
 
 # ---- before the workers start
@@ -85,7 +87,8 @@ def nsys_group_options(config: Any, groups: Iterable[str]) -> dict[str, Any]:
 def start_profiling(trainer: "RayPPOTrainer", timing: dict[str, float]) -> None:
     """Start, unless the step is not listed or the profilers run on from the one before."""
     step = trainer.global_steps
-    if is_profiled(trainer, step) and not (continuous(trainer) and is_profiled(trainer, step - 1)):
+    if is_profiled(trainer, step) and not trainer.profiled_groups:
+        trainer.profiled_groups = [trainer.actor_rollout_wg, *other_groups(trainer)]
         with marked_timer("start_profile", timing):
             trainer.actor_rollout_wg.start_profile(role="e2e", profile_step=str(step))
             for group in other_groups(trainer):
@@ -94,12 +97,29 @@ def start_profiling(trainer: "RayPPOTrainer", timing: dict[str, float]) -> None:
 
 def stop_profiling(trainer: "RayPPOTrainer", timing: dict[str, float]) -> None:
     """Stop, unless the step is not listed or the profilers run on into the next one."""
-    step = trainer.global_steps
-    runs_on = continuous(trainer) and is_profiled(trainer, step + 1) and not trainer.is_last_step
-    if is_profiled(trainer, step) and not runs_on:
+    runs_on = continuous(trainer) and is_profiled(trainer, trainer.global_steps + 1) and not trainer.is_last_step
+    if trainer.profiled_groups and not runs_on:
         with marked_timer("stop_profile", timing):
-            for group in [trainer.actor_rollout_wg, *other_groups(trainer)]:
+            for group in trainer.profiled_groups:
                 group.stop_profile()
+        trainer.profiled_groups = ()
+
+
+def end_profiling(trainer: "RayPPOTrainer") -> None:
+    """Stop what still runs at the end of a run, so that a capture that was to go on is written as far as it came.
+
+    Workers that an error has ended have written theirs. What fails here is only told: it is no reason to fail for a
+    run that is over, and where an error ends it, that is the one to show.
+    """
+    groups, trainer.profiled_groups = trainer.profiled_groups, ()
+    for group in groups:
+        if group.ended:
+            continue
+        group.call_timeout_s = min(group.call_timeout_s, STOP_TIMEOUT_S)
+        try:
+            group.stop_profile()
+        except Exception:
+            logger.warning("the profile of a worker group could not be written", exc_info=True)
 
 
 def is_profiled(trainer: "RayPPOTrainer", step: int) -> bool:

@@ -1,7 +1,7 @@
 """The training loop: a driver that holds metadata and small tensors, and worker groups that hold the weights."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +20,7 @@ from verl.trainer.ppo.dumps import dump_training_batch
 from verl.trainer.ppo.metric_utils import failure_metrics
 from verl.trainer.ppo.mismatch_helper import compute_rollout_importance_weights
 from verl.trainer.ppo.phases import check_rollout, checked_phase, needs_old_log_probs
-from verl.trainer.ppo.profiling import check_steps, start_profiling, stop_profiling
+from verl.trainer.ppo.profiling import check_steps, end_profiling, start_profiling, stop_profiling
 from verl.trainer.ppo.resources import ResourcePoolManager, create_worker_groups
 from verl.trainer.ppo.reward import PendingReward
 from verl.trainer.ppo.run import RunOutput
@@ -106,6 +106,7 @@ class RayPPOTrainer:
         self.global_steps, self.max_steps_duration = 0, 0.0
         self.unfinished_checkpoint: int | None = None
         self.epoch, self.prompts_drawn = 0, 0
+        self.profiled_groups: Sequence[Any] = ()
         self._reward: PendingReward | None = None
         self._extra_columns: list[str] = []
         self._row_order: list[int] = []
@@ -214,6 +215,7 @@ class RayPPOTrainer:
             error.add_note(f"in training step {self.global_steps} of {self.total_training_steps}")
             raise
         finally:
+            end_profiling(self)
             self.output.close(finished)
 
     def _checked(self, name: str, batch: DataProto | None, method: Callable[..., DataProto], *args: Any) -> DataProto:

@@ -1,7 +1,9 @@
 """Checkpoints of a supervised run: what the engine writes, and where the loader is."""
 
+import json
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 RESUME_MODES = ("auto", "disable", "resume_path")
 STEP_FOLDER = "global_step_"
+RUN_STATE_NAME = "run_state.json"
 
 
 class ResumeError(ValueError, AssertionError):
@@ -41,6 +44,8 @@ class CheckpointHandler:
         default_hdfs_dir: where finished checkpoints are copied to.
         resume_mode: ``auto`` takes ``resume_from_path`` where it is given, else the latest, ``disable`` none.
         resume_from_path: a folder ``global_step_<N>``.
+
+    Attributes: ``run_state`` is what the run had counted up to the checkpoint that was loaded.
     """
 
     def __init__(
@@ -70,11 +75,13 @@ class CheckpointHandler:
         self.resume_mode = resume_mode
         self.resume_from_path = resume_from_path
         self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.run_state: dict[str, Any] = {}
         self._unfinished: int | None = None
 
-    def save_checkpoint(self, step: int) -> str:
+    def save_checkpoint(self, step: int, run_state: Mapping[str, Any] | None = None) -> str:
         """Write a checkpoint and then name it as the latest; collective. Returns its folder.
 
+        ``run_state`` is what the run has counted so far, as JSON can hold it.
         Where the engine writes beside training, the name waits for ``finish_checkpoint``.
         """
         self.finish_checkpoint()
@@ -83,6 +90,9 @@ class CheckpointHandler:
         if self.engine.is_mp_src_rank_with_outputs():
             state = self.train_dataloader.state_dict()
             write_file(folder, self._loader_file(), lambda file: torch.save(state, file))
+        if self.rank == 0:
+            text = json.dumps(dict(run_state or {}))
+            write_file(folder, RUN_STATE_NAME, lambda file: file.write(text.encode()))
         self._barrier()
         self.engine.save_checkpoint(local_path=folder, hdfs_path=None, global_step=step)
         self._unfinished = step
@@ -122,6 +132,11 @@ class CheckpointHandler:
             self.train_dataloader.load_state_dict(torch.load(loader, weights_only=False))
         else:
             logger.warning("%s is missing: the loader starts from its first batch", loader)
+        counted = Path(folder, RUN_STATE_NAME)
+        if counted.exists():
+            self.run_state = json.loads(counted.read_text())
+        else:
+            logger.warning("%s is missing: what the run counts, for instance tokens, begins at 0", counted)
         return step
 
     def _folder(self) -> str | None:

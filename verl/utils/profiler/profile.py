@@ -3,8 +3,8 @@
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
 
 from verl.utils.profiler.config import (
@@ -14,7 +14,7 @@ from verl.utils.profiler.config import (
     TorchMemoryToolConfig,
     TorchProfilerToolConfig,
 )
-from verl.utils.profiler.ranges import capturing
+from verl.utils.profiler.ranges import capturing, is_capturing
 
 logger = logging.getLogger(__name__)
 
@@ -67,11 +67,13 @@ class DistProfiler:
         if self._impl is not None and not self.running:
             self._impl.start(**kwargs)
             self.running = True
+            _of_this_process.append(self)
 
     def stop(self) -> None:
         """End the step, and write what was captured."""
         if self._impl is not None and self.running:
             self.running = False
+            _of_this_process.remove(self)
             self._impl.stop()
 
     def step(self) -> None:
@@ -110,7 +112,8 @@ class DistProfiler:
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Make a method of a worker a task of the worker's ``profiler``; without one the call is a plain call.
 
-        ``role=`` names the task, by default as the method; ``mini_batches=True`` says that it calls ``step``.
+        ``role=`` names the task, by default as the method; ``mini_batches=True`` says that it calls ``step``. A task
+        that fails ends the step: the driver ends the workers of a failed call, and what they had captured with them.
         """
         outer_role = kwargs_outer.pop("role", None)
 
@@ -125,12 +128,22 @@ class DistProfiler:
                 own: DistProfiler = profiler.of_task(role)
                 return own if own.running else None
 
+            @contextmanager
+            def captured(profiler: DistProfiler) -> Iterator[None]:
+                try:
+                    with profiler.task(message or role, role, **options):
+                        yield
+                except Exception:
+                    if not is_capturing():  # in a task inside of another, the outer one comes by here too
+                        stop_after_error()
+                    raise
+
             @functools.wraps(func)
             def call(self: Any, *args: Any, **kwargs: Any) -> Any:
                 profiler = running(self)
                 if profiler is None:
                     return func(self, *args, **kwargs)
-                with profiler.task(message or role, role, **options):
+                with captured(profiler):
                     return func(self, *args, **kwargs)
 
             @functools.wraps(func)
@@ -138,12 +151,25 @@ class DistProfiler:
                 profiler = running(self)
                 if profiler is None:
                     return await func(self, *args, **kwargs)
-                with profiler.task(message or role, role, **options):
+                with captured(profiler):
                     return await func(self, *args, **kwargs)
 
             return call_async if inspect.iscoroutinefunction(func) else call
 
         return decorate
+
+
+_of_this_process: list[DistProfiler] = []
+"""Those that run, of all workers that share the process."""
+
+
+def stop_after_error() -> None:
+    """End the step in all roles of this process, and write what was captured, where an error ends the process."""
+    for profiler in list(_of_this_process):
+        try:
+            profiler.stop()
+        except Exception:  # the error that came first is the one to show
+            logger.warning("what %s captured before the error is not written", profiler.role, exc_info=True)
 
 
 class RoleProfilers:
