@@ -118,7 +118,7 @@ def end_profiling(trainer: "RayPPOTrainer") -> None:
         group.call_timeout_s = min(group.call_timeout_s, STOP_TIMEOUT_S)
         try:
             group.stop_profile()
-        except Exception:
+        except Exception:  # see above
             logger.warning("the profile of a worker group could not be written", exc_info=True)
 
 
