@@ -72,6 +72,11 @@ check_settings() {
     [ "$before" = "$settings" ] ||
         fail "$OUT holds a run with $before; now it is $settings. Give another --out, or remove it: rm -r $OUT"
     echo "$settings" >"$OUT/settings"
+    settings="${OVERRIDES[*]+${OVERRIDES[*]}}"
+    before="$(cat "$RUN.overrides" 2>/dev/null || echo "$settings")"
+    [ "$before" = "$settings" ] || [ "$(latest "$RUN")" = 0 ] ||
+        fail "$RUN holds a run with the overrides '$before'; now they are '$settings'. To train anew from the same base model: rm -r $RUN"
+    echo "$settings" >"$RUN.overrides"
 }
 
 train() {
@@ -81,7 +86,8 @@ train() {
     fi
     say "GRPO, $STEPS steps on $WORKERS worker(s)"
     run env DATA_DIR="$DATA" MODEL_PATH="$SFT/global_step_$(latest "$SFT")/huggingface" OUT_DIR="$RUN" WORKERS="$WORKERS" \
-        bash examples/grpo_trainer/run_tiny_cpu.sh trainer.total_training_steps="$STEPS" trainer.seed="$SEED" "${OVERRIDES[@]}"
+        bash examples/grpo_trainer/run_tiny_cpu.sh trainer.total_training_steps="$STEPS" trainer.seed="$SEED" \
+        ${OVERRIDES[@]+"${OVERRIDES[@]}"}
 }
 
 report() {
@@ -92,17 +98,24 @@ from pathlib import Path
 from verl.utils.run_record import read_record
 
 run = Path(sys.argv[1])
+metrics = run / "metrics.jsonl"
+if not metrics.is_file():
+    sys.exit(f"{run} holds no metrics.jsonl: look in the trainer.default_local_dir that you gave")
 scores = {}
-for step, metrics in read_record(run / "metrics.jsonl").items():
-    found = [value for key, value in metrics.items() if key.startswith("val-core/")]
+for step, values in read_record(metrics).items():
+    found = [value for key, value in values.items() if key.startswith("val-core/")]
     if found:
         scores[step] = sum(found) / len(found)
-first, last = min(scores), max(scores)
-print(f"Greedy validation accuracy: {scores[first]:.3f} before, {scores[last]:.3f} after {last} steps")
+if scores:
+    first, last = min(scores), max(scores)
+    print(f"Greedy validation accuracy: {scores[first]:.3f} after {first} steps, {scores[last]:.3f} after {last}")
+else:
+    print("There was no validation.")
+checkpoints = sorted(run.glob("global_step_*"), key=lambda path: int(path.name.rpartition("_")[2]))
 print(f"  picture of the curves  {run}/curves.png")
 print(f"  report                 {run}/report.html")
-print(f"  metrics of each step   {run}/metrics.jsonl")
-print(f"  checkpoint             {run}/global_step_{last}")
+print(f"  metrics of each step   {metrics}")
+print(f"  checkpoint             {checkpoints[-1] if checkpoints else 'none'}")
 PYTHON
 }
 

@@ -16,6 +16,7 @@ CONSTRAINTS="requirements/constraints-cpu.txt"
 TORCH_VERSION="$(sed -n 's/^torch==//p' "$CONSTRAINTS")"
 TORCH_CPU_INDEX="https://download.pytorch.org/whl/cpu"
 STAMP="$VENV/.verl-setup"
+OURS="$VENV/.verl-made-here" # only an environment that this script has made may it make anew
 LOG="$VENV/setup.log"
 NEEDED_DISK_GB=8
 NEEDED_MEMORY_GB=6
@@ -32,7 +33,9 @@ fits() { "$1" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.versi
 
 choose_python() {
     local candidate found=""
-    for candidate in ${VERL_PYTHON:-python3.11 python3.12 python3}; do
+    local -a candidates=(python3.11 python3.12 python3)
+    [ -z "${VERL_PYTHON:-}" ] || candidates=("$VERL_PYTHON")
+    for candidate in "${candidates[@]}"; do
         if command -v "$candidate" >/dev/null && fits "$candidate"; then
             echo "$candidate"
             return
@@ -73,8 +76,28 @@ fingerprint() {
     } | cksum
 }
 
+has_pip() { "$VENV/bin/python" -m pip --version >/dev/null 2>&1; }
+
+is_usable() { [ -x "$VENV/bin/python" ] && fits "$VENV/bin/python"; }
+
+# Make the environment, in the place of one that this script has made and that does not serve; nothing else is removed.
+make_environment() {
+    local python
+    if [ -e "$VENV" ] && [ ! -f "$OURS" ] && [ -n "$(ls -A "$VENV")" ]; then
+        fail "$VENV is there, this script has not made it, and it is no environment of Python 3.11 or 3.12 (it has Python $("$VENV/bin/python" -V 2>/dev/null | cut -d' ' -f2 || echo none))." \
+            "Name another folder for the environment: VERL_VENV=/path/to/venv, or remove that one."
+    fi
+    [ "${VERL_SKIP_CHECKS:-0}" = 1 ] || check_disk
+    python="$(choose_python)"
+    say "making $VENV with $("$python" -V)"
+    mkdir -p "$VENV"
+    touch "$OURS"
+    find "$VENV" -mindepth 1 -maxdepth 1 ! -name "${OURS##*/}" -exec rm -rf {} +
+    "$python" -m venv "$VENV"
+}
+
 pip_install() {
-    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --no-input -c "$CONSTRAINTS" "$@" >>"$LOG" 2>&1
+    PIP_USER=0 "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --no-input -c "$CONSTRAINTS" "$@" >>"$LOG" 2>&1
 }
 
 pip_failed() {
@@ -104,12 +127,10 @@ if [ -x "$VENV/bin/python" ] && [ -f "$STAMP" ] && [ "$(cat "$STAMP")" = "$(fing
     exit 0
 fi
 
-if ! { [ -x "$VENV/bin/python" ] && fits "$VENV/bin/python"; }; then
-    [ "${VERL_SKIP_CHECKS:-0}" = 1 ] || check_disk
-    python="$(choose_python)"
-    say "making $VENV with $("$python" -V)"
-    "$python" -m venv --clear "$VENV"
+if ! is_usable || { [ -f "$OURS" ] && ! has_pip; }; then # without pip: it was interrupted while it was made
+    make_environment
 fi
+has_pip || "$VENV/bin/python" -m ensurepip >/dev/null || fail "$VENV has no pip, and ensurepip cannot install it"
 
 rm -f "$STAMP"
 : >"$LOG"
