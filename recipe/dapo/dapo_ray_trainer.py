@@ -24,13 +24,13 @@ class RayDAPOTrainer(RayPPOTrainer):
 
         What is kept beyond that number is dropped, so that nothing but the place in the data goes from step to step.
 
-        Raises: NoVariedPromptsError when the limit on draws is reached.
+        Raises: NoVariedPromptsError when the limit on draws is reached, or the whole data set gives nothing to keep.
         """
         groups = self.config.algorithm.get("filter_groups")
         if not groups or not groups.enable:
             metrics["train/num_gen_batches"] = 1
             return super().collect(rows, metrics, timing)
-        draws = Draws(self.config, self.global_steps)
+        draws = Draws(self.config, self.global_steps, len(self.train_dataloader))
         parts: list[DataProto] = []
         extras: dict[str, None] = {}  # in the order in which they were met
         while not draws.are_enough:

@@ -13,8 +13,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-HOPELESS = 100
-"""Draws after which a step that has kept nothing is given up, whatever the limit."""
+FEWEST_FRUITLESS, MOST_FRUITLESS = 10, 100
+"""A step is given up, whatever the limit, when the draws of the whole data set kept nothing, within these bounds: a
+small data set is drawn more than once, for samples differ by chance; of a large one a part tells enough.
+"""
 SUMS = {"seq_reward": "token_level_scores", "seq_final_reward": "token_level_rewards"}
 
 
@@ -76,13 +78,17 @@ def varied_groups(values: np.ndarray, uids: np.ndarray) -> np.ndarray:
 
 
 class Draws:
-    """Counts what a step has drawn and kept, and gives up where it cannot be filled."""
+    """Counts what a step has drawn and kept, and gives up where it cannot be filled.
 
-    def __init__(self, config: Any, step: int) -> None:
+    Args: ``data_batches`` are the draws that the whole data set is enough for.
+    """
+
+    def __init__(self, config: Any, step: int, data_batches: int) -> None:
         groups = config.algorithm.filter_groups
         self.step, self.metric, self.limit = step, groups.metric, groups.max_num_gen_batches
         self.wanted = config.data.train_batch_size
-        self.batches = self.kept = self.dropped = self.responses = self.unknown = 0
+        self.patience = min(max(data_batches, FEWEST_FRUITLESS), MOST_FRUITLESS)
+        self.batches = self.kept = self.dropped = self.responses = self.unknown = self.fruitless = 0
         self.total = 0.0
 
     @property
@@ -93,24 +99,26 @@ class Draws:
     def add(self, uids: np.ndarray, values: np.ndarray, keep: np.ndarray) -> None:
         """Count a draw: the prompt of each row, its metric, and whether it is kept, all (B,).
 
-        Raises: NoVariedPromptsError when the step is not full and the limit is reached, or HOPELESS draws have kept
-            nothing.
+        Raises: NoVariedPromptsError when the step is not full and the limit is reached, or so many draws in a row have
+            kept nothing that no other would.
         """
         known = values[~np.isnan(values)]
         num_prompts, num_kept = len(set(uids)), len(set(uids[keep]))
         self.batches += 1
         self.kept += num_kept
+        self.fruitless = 0 if num_kept else self.fruitless + 1
         self.dropped += num_prompts - num_kept
         self.responses += len(known)
         self.unknown += len(values) - len(known)
         self.total += float(known.sum())
         logger.info("step %d: %d of %d prompts kept in %d draws", self.step, self.kept, self.wanted, self.batches)
         at_limit = self.limit > 0 and self.batches >= self.limit
-        if not self.are_enough and (at_limit or (self.kept == 0 and self.batches >= HOPELESS)):
+        if not self.are_enough and (at_limit or self.fruitless >= self.patience):
             raise NoVariedPromptsError(self._advice(at_limit))
 
     def _advice(self, at_limit: bool) -> str:
-        limit = f"algorithm.filter_groups.max_num_gen_batches={self.limit}" if at_limit else "dynamic sampling"
+        limit = f"algorithm.filter_groups.max_num_gen_batches={self.limit}"
+        limit += "" if at_limit else f": nothing was kept in {self.fruitless} draws in a row"
         found = f"{self.batches} draws kept {self.kept} prompts of {self.kept + self.dropped}"
         unknown = f", {self.unknown} responses have none" if self.unknown else ""
         mean = f"mean of all: {self.total / max(self.responses, 1):.4g}{unknown}"

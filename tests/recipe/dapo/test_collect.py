@@ -200,3 +200,15 @@ def test_without_the_filter_a_step_is_one_draw():
 def test_a_limit_that_is_reached_ends_the_run():
     with pytest.raises(ValueError, match="max_num_gen_batches=1: 1 draws kept"):
         collect_steps(make_trainer(max_num_gen_batches=1))
+
+
+def test_data_that_give_nothing_end_the_run():
+    """12 rows are 3 draws; the least that is looked at are 10, in as many passes as that takes."""
+    trainer = make_trainer(max_num_gen_batches=0)
+    trainer.reward_fn = lambda data, return_dict: {
+        "reward_tensor": torch.zeros(data.batch["responses"].shape),
+        "reward_extra_info": {"acc": [False] * len(data)},
+    }
+    with pytest.raises(ValueError, match="nothing was kept in 10 draws in a row: 10 draws kept 0 prompts of 40"):
+        collect_steps(trainer)
+    assert trainer.epoch == 3

@@ -6,7 +6,6 @@ import torch
 from omegaconf import OmegaConf
 
 from recipe.dapo.dynamic_sampling import (
-    HOPELESS,
     Draws,
     FilterMetricError,
     NoVariedPromptsError,
@@ -90,9 +89,10 @@ def test_metrics_that_cannot_be_used_are_named():
 # ---- draws
 
 
-def draws(wanted: int, limit: int = 0) -> Draws:
+def draws(wanted: int, limit: int = 0, data_batches: int = 1) -> Draws:
     node = {"enable": True, "metric": "acc", "max_num_gen_batches": limit}
-    return Draws(OmegaConf.create({"data": {"train_batch_size": wanted}, "algorithm": {"filter_groups": node}}), 3)
+    config = OmegaConf.create({"data": {"train_batch_size": wanted}, "algorithm": {"filter_groups": node}})
+    return Draws(config, 3, data_batches)
 
 
 def add(counter: Draws, values: list[float], uids: str) -> None:
@@ -132,13 +132,15 @@ def test_the_limit_is_told_with_what_to_change():
     assert "'acc' (mean of all: 0.875)" in message and "write 0 for no limit, raise data.gen_batch_size" in message
 
 
-def test_without_limit_a_step_goes_on_while_anything_is_kept():
-    counter = draws(wanted=3, limit=0)
-    add(counter, [0, 1], "aa")
-    for _ in range(HOPELESS):
+@pytest.mark.parametrize(("data_batches", "patience"), [(1, 10), (10, 10), (13, 13), (100, 100), (5000, 100)])
+@pytest.mark.parametrize("limit", [0, -1, 500])
+def test_a_step_goes_on_while_anything_is_kept_and_ends_with_data_that_give_nothing(data_batches, patience, limit):
+    counter = draws(wanted=3, limit=limit, data_batches=data_batches)
+    for _ in range(patience - 1):
         add(counter, [1, 1], "bb")
-    counter = draws(wanted=3, limit=-1)
-    for _ in range(HOPELESS - 1):
+    add(counter, [0, 1, 1, 1], "aabb")  # something is kept: all is open again
+    for _ in range(patience - 1):
         add(counter, [1, 1], "bb")
-    with pytest.raises(NoVariedPromptsError, match=f"dynamic sampling: {HOPELESS} draws kept 0 prompts"):
+    told = f"{limit}: nothing was kept in {patience} draws in a row: {2 * patience} draws kept 1 prompts of "
+    with pytest.raises(NoVariedPromptsError, match=f"max_num_gen_batches={told}{2 * patience + 1}, .* too difficult"):
         add(counter, [1, 1], "bb")
