@@ -102,3 +102,14 @@ def test_workers_of_megatron_share_rows(composed):
     assert parallel_sizes(config.engine) == dict.fromkeys(
         ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"), 1
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "key"), [("sft_trainer", "model.partial_pretrain"), ("sft_trainer_engine", "model.path")]
+)
+def test_a_vision_tower_that_several_workers_cannot_share(trees, tmp_path, name, key):
+    (tmp_path / "config.json").write_text('{"model_type": "gemma3", "vision_config": {}}')
+    (tmp_path / "tokenizer.json").write_text("{}")
+    changes = {key: str(tmp_path)}
+    assert violations(trees[name], changes, 1) == {}
+    assert "whose vision tower 2 workers cannot share" in violations(trees[name], changes, 2)[key]

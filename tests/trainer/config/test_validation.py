@@ -13,7 +13,7 @@ from verl.algos.config import KL_PENALTIES
 from verl.algos.kl import KL_ESTIMATORS
 from verl.algos.policy_loss import POLICY_LOSS_REGISTRY
 from verl.base_config import ConfigError, UnsupportedConfigError
-from verl.trainer.config.files import model_rules
+from verl.trainer.config.files import VISION_FAMILIES, model_rules
 from verl.trainer.config.idle import IDLE
 from verl.trainer.config.refusals import REFUSALS, select
 from verl.trainer.config.reward_models import reward_model_rules
@@ -270,6 +270,28 @@ def test_vision_models(base, tmp_path):
     tree = OmegaConf.to_container(changed(base, judge), resolve=True)
     found = {violation.key: violation.expected for violation in reward_model_rules(tree, set())}
     assert found.keys() == {"reward_model.strategy"} and "no vision tower" in found["reward_model.strategy"]
+
+
+def test_vision_towers_that_several_workers_cannot_share(base, tmp_path):
+    """The engine refuses them as well, but only after Ray has started."""
+    from verl.models.transformers.vision import FAMILIES
+
+    assert VISION_FAMILIES == FAMILIES
+    (tmp_path / "config.json").write_text('{"model_type": "gemma3", "vision_config": {}}')
+    (tmp_path / "tokenizer.json").write_text("{}")
+    paths = [f"{MODEL}.path", "critic.model.path", "reward_model.model.path"]
+    one = dict.fromkeys(paths, str(tmp_path)) | {"reward_model.enable": True, "trainer.n_gpus_per_node": 1}
+    one |= {"reward_model.model.input_tokenizer": None, "reward_model.micro_batch_size_per_gpu": 1}
+    assert violations(base, one) == {}
+    found = violations(base, one | {"trainer.n_gpus_per_node": 2})
+    assert found.keys() == set(paths)
+    for key in paths:
+        assert found[key].startswith(
+            f"{key}={tmp_path}: is of model_type 'gemma3', whose vision tower 2 workers cannot"
+        )
+        assert "name a model of qwen2_vl, qwen2_5_vl, " in found[key]
+    own = {"reward_model.enable_resource_pool": True, "reward_model.n_gpus_per_node": 2, "reward_model.nnodes": 1}
+    assert violations(base, one | own).keys() == {"reward_model.model.path"}
 
 
 def test_everything_is_listed_once_under_its_dotted_key(base):

@@ -3,6 +3,8 @@
 Each case runs on batches that mix rows of text alone, one image, several images, a video and both.
 """
 
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch import Tensor
 from tests.ranks import Ranks
 from tests.workers.engine import cases
 from tests.workers.engine import vision_cases as vision
+from verl.workers.engine.fsdp.build import ModelBuilder
 
 FAMILIES = ("qwen2_5_vl", "qwen2_vl", "qwen3_vl")
 
@@ -185,18 +188,28 @@ def test_rows_and_images_that_do_not_fit_are_named(root: Path) -> None:
         engine.infer_batch(data)
 
 
+@pytest.fixture
+def no_group_left() -> Iterator[None]:
+    """End the group of one process that a wrapped engine starts."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
 @pytest.mark.parametrize("packed", [True, False])
 def test_a_family_without_an_entry_runs_as_transformers_does(
-    root: Path, references: Any, monkeypatch: pytest.MonkeyPatch, packed: bool
+    root: Path, references: Any, monkeypatch: pytest.MonkeyPatch, no_group_left: None, packed: bool, wrapped: bool
 ) -> None:
     """In one process; several are refused, as a rank without an image would not take part."""
     monkeypatch.setattr("verl.models.transformers.vision.FAMILIES", ())
-    engine = cases.build(root / "qwen2_5_vl", {"use_remove_padding": packed})
+    engine = cases.build(root / "qwen2_5_vl", {"use_remove_padding": packed}, {"offload_policy": wrapped})
     assert not engine.forward.options.takes_media
     index = [0, 2, 3, 5]
     with engine.eval_mode():
         output = engine.infer_batch(vision.batch(root / "qwen2_5_vl", "qwen2_5_vl", index, micro_batch_size_per_gpu=2))
     expected = references["qwen2_5_vl"]["output"]["log_probs"][index]
     torch.testing.assert_close(output["log_probs"], expected, atol=vision.ATOL, rtol=1e-5)
+    builder = ModelBuilder(engine.model_config, engine.engine_config, replace(engine.layout, world_size=2), False)
     with pytest.raises(ValueError, match="several ranks cannot share"):
-        cases.build(root / "qwen2_5_vl", None, {"offload_policy": True})
+        builder.build()

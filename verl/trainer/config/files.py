@@ -1,6 +1,7 @@
 """Files and models that a configuration names: are they there, and do their sizes fit?"""
 
 import ast
+import math
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -93,7 +94,7 @@ def model_rules(tree: Tree, use_critic: bool) -> Iterator[Violation]:
         if not problems and isinstance(tokenizer, str) and not node.startswith("actor_rollout_ref.ref"):
             yield from (Violation(f"{node}.tokenizer_path", tokenizer, text) for text in tokenizer_problems(tokenizer))
         if not problems:
-            yield from _vision_rules(tree, node, read_config_json(path))
+            yield from _role_vision_rules(tree, node, read_config_json(path))
             yield from _blind_rules(tree, node, path)
         if is_actor and not problems:
             yield from _size_rules(tree, read_config_json(path))
@@ -109,15 +110,40 @@ NO_VISION_ON_MEGATRON = (
     "trains language models only, its GPT model has no vision tower, and model.path names a vision-language model: "
     "write fsdp"
 )
+VISION_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+"""Those of ``verl.models.transformers.vision``, which the launching process does not import: it would import torch."""
 
 
-def _vision_rules(tree: Tree, node: str, hf_config: dict[str, Any]) -> Iterator[Violation]:
-    """Yield a frozen vision tower of a model that has none, and vision-language models where none are trained."""
+def vision_rules(
+    hf_config: Mapping[str, Any], strategy: tuple[str, Any], path: tuple[str, str], workers: Any
+) -> Iterator[Violation]:
+    """Yield a vision-language model where none is trained, and one of a family that several workers cannot share.
+
+    Args: ``strategy`` and ``path`` are a key and its value.
+    """
+    if "vision_config" not in hf_config:
+        return
+    if strategy[1] == "megatron":
+        yield Violation(*strategy, NO_VISION_ON_MEGATRON)
+    elif hf_config.get("model_type") not in VISION_FAMILIES and isinstance(workers, int) and workers > 1:
+        expected = (
+            f"is of model_type {hf_config.get('model_type')!r}, whose vision tower {workers} workers cannot share, as "
+            f"those without an image would not take part: name a model of {', '.join(VISION_FAMILIES)}, use one "
+            "worker, or add the family (docs/advance/multi_modal.md)"
+        )
+        yield Violation(*path, expected)
+
+
+def _role_vision_rules(tree: Tree, node: str, hf_config: dict[str, Any]) -> Iterator[Violation]:
+    """Yield what ``vision_rules`` says of a role, and a frozen vision tower of a model that has none."""
     strategy_key, frozen_key = _VISION_KEYS[node]
-    sees = "vision_config" in hf_config
-    if sees and select(tree, strategy_key) == "megatron":
-        yield Violation(strategy_key, "megatron", NO_VISION_ON_MEGATRON)
-    if hf_config and not sees and frozen_key and select(tree, frozen_key) is True:
+    sizes = [select(tree, f"trainer.{name}") for name in ("n_gpus_per_node", "nnodes")]
+    workers = math.prod(sizes) if all(isinstance(size, int) for size in sizes) else None
+    path_key = f"{node}.path"
+    yield from vision_rules(
+        hf_config, (strategy_key, select(tree, strategy_key)), (path_key, select(tree, path_key)), workers
+    )
+    if hf_config and "vision_config" not in hf_config and frozen_key and select(tree, frozen_key) is True:
         expected = f"needs a vision-language model, {node}.path names one of text (no vision_config): write false"
         yield Violation(frozen_key, True, expected)
 

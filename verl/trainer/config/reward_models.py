@@ -4,13 +4,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from verl.base_config import Violation
-from verl.trainer.config.files import NO_VISION_ON_MEGATRON, python_file_rules
+from verl.trainer.config.files import python_file_rules, vision_rules
 from verl.trainer.config.refusals import select
 from verl.workers.config.model import path_problems, read_config_json, tokenizer_problems
 
 Tree = Mapping[str, Any]
 
 NODE = "reward_model"
+_SIZES = {f"{NODE}.n_gpus_per_node", f"{NODE}.nnodes", "trainer.n_gpus_per_node", "trainer.nnodes"}
 
 
 def reward_model_rules(tree: Tree, broken: set[str]) -> Iterator[Violation]:
@@ -20,9 +21,8 @@ def reward_model_rules(tree: Tree, broken: set[str]) -> Iterator[Violation]:
         return
     yield from _pool_rules(node)
     yield from _row_rules(tree)
-    sizes = (f"{NODE}.n_gpus_per_node", f"{NODE}.nnodes", "trainer.n_gpus_per_node", "trainer.nnodes")
-    pool = [f"{NODE}.model.fsdp_config.fsdp_size", f"{NODE}.ulysses_sequence_parallel_size"]
-    if not broken & {*sizes, *pool} and not list(_pool_rules(node)):
+    sharing = {f"{NODE}.model.fsdp_config.fsdp_size", f"{NODE}.ulysses_sequence_parallel_size"}
+    if not broken & (_SIZES | sharing) and not list(_pool_rules(node)):
         yield from _layout_rules(tree)
     yield from _model_rules(tree, broken)
     yield from _judge_rules(tree, broken)
@@ -85,8 +85,10 @@ def _model_rules(tree: Tree, broken: set[str]) -> Iterator[Violation]:
     yield from problems
     if not problems:
         hf_config = read_config_json(path)
-        if "vision_config" in hf_config and tree[NODE].get("strategy") == "megatron":
-            yield Violation(f"{NODE}.strategy", "megatron", NO_VISION_ON_MEGATRON)
+        on_rollout_engine = tree[NODE].get("model_type") == "generative"
+        unknown = on_rollout_engine or broken & _SIZES or list(_pool_rules(tree[NODE]))
+        workers = None if unknown else reward_world_size(tree)
+        yield from vision_rules(hf_config, (f"{NODE}.strategy", tree[NODE].get("strategy")), (key, path), workers)
         yield from _size_rules(tree, hf_config, broken)
 
 

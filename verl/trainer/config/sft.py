@@ -7,7 +7,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl.base_config import ConfigError, Violation, as_yaml
-from verl.trainer.config.files import NO_VISION_ON_MEGATRON, data_file_rules
+from verl.trainer.config.files import data_file_rules, vision_rules
 from verl.trainer.config.fused import fused_rules
 from verl.trainer.config.keys import dotted_keys
 from verl.trainer.config.nodes import build_nodes
@@ -86,8 +86,9 @@ def _violations(config: DictConfig, world_size: int) -> Iterator[Violation]:
     if isinstance(path, str):
         problems = [*path_problems(path)] or [*tokenizer_problems(select(tree, "model.tokenizer_path") or path)]
         yield from (Violation(key, path, problem) for problem in problems)
-        if select(tree, "engine.strategy") == "megatron" and not problems and "vision_config" in read_config_json(path):
-            yield Violation("engine.strategy", "megatron", NO_VISION_ON_MEGATRON)
+        if not problems:
+            strategy = ("engine.strategy", select(tree, "engine.strategy"))
+            yield from vision_rules(read_config_json(path), strategy, (key, path), world_size)
     yield from _batch_rules(tree, world_size)
     yield from _choice_rules(tree)
 

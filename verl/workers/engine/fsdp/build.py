@@ -147,7 +147,7 @@ class ModelBuilder:
         return hf_config
 
     def _check_family(self, hf_config: Any) -> None:
-        if is_vision_config(hf_config) and not uses_media(hf_config) and self.layout.fsdp_mesh is not None:
+        if is_vision_config(hf_config) and not uses_media(hf_config) and self.layout.world_size > 1:
             raise ValueError(
                 f"model_type={hf_config.model_type!r} has a vision tower that several ranks cannot share, as those "
                 f"without an image would not take part: train one of {', '.join(FAMILIES)}, use one worker, or add the "
