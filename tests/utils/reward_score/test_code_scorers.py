@@ -106,10 +106,42 @@ def test_functions(check, code, cases, results):
     assert check(cases, code, timeout=5)[0] == results
 
 
-@pytest.mark.parametrize("code", ["import os; os._exit(0)", "import atexit, os; atexit.register(os._exit, 0)"])
-def test_a_program_that_ends_at_once_has_passed_no_assertion(code):
-    (result,), (said,) = prime_code.check_correctness({"assert_case": "assert add(1, 2) == 3"}, code)
-    assert result == RUNTIME_ERROR and "ended before" in said["stderr"] or "NameError" in said["stderr"]
+LEAVES_WITH_A_MARK = """import os, sys, __main__
+marks = [value for value in vars(__main__).values() if isinstance(value, str) and value.startswith("verl-")]
+os.write(1, f"verl-{marks}null".encode())
+os._exit(0)"""
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["import os; os._exit(0)", "import atexit, os; atexit.register(os._exit, 0)", LEAVES_WITH_A_MARK],
+    ids=["at once", "at the end", "with a mark"],
+)
+@pytest.mark.parametrize("function", [{}, {"fn_name": "add", "inputs": ["1\n2"], "outputs": [None]}])
+def test_a_program_that_ends_at_once_has_passed_no_assertion(check, code, function):
+    (result,), (said,) = check({"assert_case": ["assert add(1, 2) == 3"]} | function, code, timeout=2)
+    assert result == RUNTIME_ERROR and said["status"] == "runtime error"
+    assert "ended before what was put behind it" in said["stderr"] or "NameError" in said["stderr"]
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        "import io, sys; sys.stdout = io.StringIO()",
+        "import sys; sys.stdout.close()",
+        "import os; os.write(1, b'no line')",
+        "import atexit; atexit.register(print, 'bye')",
+    ],
+)
+def test_a_program_may_do_what_it_likes_to_its_output(check, around):
+    cases = {"assert_case": ["assert add(1, 2) == 3", "assert add(1, 2) == 4"]}
+    assert check(cases, f"{around}\ndef add(a, b): return a + b", timeout=2)[0] == [True, RUNTIME_ERROR]
+
+
+def test_what_is_put_behind_a_program_does_not_show_in_its_output(check):
+    code, cases = "print(input())", {"assert_case": ["assert True"] * 2, "inputs": ["a", "a"], "outputs": ["a", "b"]}
+    results, metadata = check(cases, code, timeout=2)
+    assert results == [True, False] and [each["stdout"] for each in metadata] == ["a\n", "a\n"]
 
 
 def test_a_value_that_no_parser_follows_is_wrong():

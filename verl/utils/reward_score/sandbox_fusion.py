@@ -1,6 +1,7 @@
 """Programs, run by a remote sandbox: the share of test cases that they pass."""
 
 import json
+import secrets
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -23,41 +24,39 @@ from verl.utils.reward_score.code_tests import (
 from verl.utils.sandbox.remote import RemoteSandboxError, run_remotely
 
 SHOWN_CHARS = 500
-_MARK = "verl-value-7c1f0e:"
 _DOES_NOT_COMPILE = 86  # none of Python's own exit codes
 _TOO_LONG = "TimeLimitExceeded"
-_CALL = """import json, sys
-source, name, arguments, mark = json.loads({given!r})
-try:
-    code = compile(source, "solution.py", "exec")
-except (SyntaxError, ValueError) as error:
-    sys.stderr.write(str(error))
-    sys.exit({does_not_compile})
-namespace = {{"__name__": "solution"}}
-exec(code, namespace)
-function = namespace.get(name) or getattr(namespace["Solution"](), name)
-value = function(*arguments)
+_UNFINISHED = "the program ended before what was put behind it"
+
+# The program runs inside a function: it finds neither the mark nor the answer among the globals of its main module.
+# What it does to its standard output does not keep the answer back.
+_AROUND = """import json, os, sys
+def run():
+    source, after, name, arguments, mark = json.loads({given!r})
+    answer = open(os.dup(1), "w")
+    try:
+        code, code_after = (compile(each, "solution.py", "exec") for each in (source, after))
+    except (SyntaxError, ValueError) as error:
+        sys.stderr.write(str(error))
+        sys.exit({does_not_compile})
+    namespace = {{"__name__": "solution" if name else "__main__"}}
+    try:
+        exec(code, namespace)
+    except SystemExit as end:  # by which a program could leave before its assertion
+        if not after or end.code not in (None, 0):
+            raise
+    exec(code_after, namespace)
+    value = None
+    if name:
+        function = namespace.get(name) or getattr(namespace["Solution"](), name)
+        value = function(*arguments)
+    answer.write(mark + json.dumps(value, default=plain) + mark)
+    answer.close()
 def plain(value):
     if isinstance(value, (set, frozenset)):
         return sorted(value)
     return value.tolist() if hasattr(value, "tolist") else list(value)
-sys.stdout.write("\\n" + mark + json.dumps(value, default=plain) + "\\n")
-"""
-
-_ASSERT = """import json, sys
-source, after, name = json.loads({given!r})
-try:
-    code, code_after = (compile(each, name, "exec") for each in (source, after))
-except (SyntaxError, ValueError) as error:
-    sys.stderr.write(str(error))
-    sys.exit({does_not_compile})
-namespace = {{"__name__": "__main__"}}
-try:
-    exec(code, namespace)
-except SystemExit as end:  # by which a program could leave before its assertion
-    if end.code not in (None, 0):
-        raise
-exec(code_after, namespace)
+run()
 """
 
 
@@ -119,14 +118,15 @@ def check_correctness(
         return [], []
 
     def check(index: int) -> tuple[Result, Metadata]:
-        code, stdin = _request(cases, index, generation)
+        mark = f"verl-{secrets.token_hex(8)}:"
+        code, stdin = _request(cases, index, generation, mark)
         try:
             reply = run_remotely(
                 sandbox_fusion_url, code, stdin, timeout, memory_limit_mb, language, concurrent_semaphore
             )
         except RemoteSandboxError as error:
             return UNKNOWN, {"case_index": index, "status": "api error", "error": str(error)}
-        return judge(cases, index, reply)
+        return judge(cases, index, reply, mark)
 
     judged = [check(0)]
     if judged[0][0] != COMPILE_ERROR:
@@ -148,23 +148,24 @@ def _side_by_side(check: Callable[[int], Any], indices: range) -> list[Any]:
         pool.shutdown(wait=False, cancel_futures=True)  # an interruption does not wait for answers
 
 
-def _request(cases: TestCases, index: int, code: str) -> tuple[str, str | None]:
-    """Return the program that is sent and its standard input."""
+def _request(cases: TestCases, index: int, code: str, mark: str) -> tuple[str, str | None]:
+    """Return the program that is sent and its standard input; ``mark`` stands around what a function returns."""
     test = cases.test(index)
     if cases.fn_name is None and not test.code_after:
         return code, test.stdin
-    if cases.fn_name is None:
-        given = json.dumps([code, test.code_after, "solution.py"])
-        return _ASSERT.format(given=given, does_not_compile=_DOES_NOT_COMPILE), test.stdin
-    code += test.code_after
-    given = json.dumps([code, cases.fn_name, list(test.arguments), _MARK])
-    return _CALL.format(given=given, does_not_compile=_DOES_NOT_COMPILE), None
+    given = json.dumps([code, test.code_after, cases.fn_name, list(test.arguments), mark])
+    around = _AROUND.format(given=given, does_not_compile=_DOES_NOT_COMPILE)
+    return around, test.stdin if cases.fn_name is None else None
 
 
-def judge(cases: TestCases, index: int, reply: dict[str, Any]) -> tuple[Result, Metadata]:
-    """Return the result of a case by the reply of the service."""
+def judge(cases: TestCases, index: int, reply: dict[str, Any], mark: str | None = None) -> tuple[Result, Metadata]:
+    """Return the result of a case by the reply of the service; an assertion was looked at if the mark is there."""
     compilation, execution = reply.get("compile_result") or {}, reply.get("run_result") or {}
     stdout, stderr = execution.get("stdout") or "", execution.get("stderr") or compilation.get("stderr") or ""
+    value = None
+    if mark is not None and stdout.count(mark) == 2:
+        before, value, behind = stdout.split(mark)
+        stdout = before + behind
     metadata = {
         "case_index": index,
         "stdout": stdout[:SHOWN_CHARS],
@@ -183,8 +184,7 @@ def judge(cases: TestCases, index: int, reply: dict[str, Any]) -> tuple[Result, 
     if reply["status"] != "Success" or execution.get("status") != "Finished":
         text = str(reply.get("message") or f"status {reply['status']!r}")
         return UNKNOWN, metadata | {"status": "sandbox error", "error": text}
-    value = None
-    if cases.fn_name is not None:
-        stdout, _, value = stdout.rpartition(_MARK)
+    if cases.assertions is not None and value is None:
+        return RUNTIME_ERROR, metadata | {"status": "runtime error", "stderr": (stderr + _UNFINISHED)[-SHOWN_CHARS:]}
     right = is_expected(cases, index, stdout, value)
     return right, metadata | {"status": "success" if right else "wrong answer"}
