@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from verl.protocol import DataProto
+from verl.utils import activation_offload
 from verl.utils import logger as lines
-from verl.utils.activation_offload import enable_activation_offloading
+from verl.utils.activation_offload import enable_activation_offloading, offloaded_activations
 from verl.utils.attention_utils import index_first_axis, pad_input, rearrange, unpad_input
 from verl.utils.torch_dtypes import PrecisionType
 from verl.utils.transformers_compat import is_transformers_version_in_range
@@ -102,26 +103,51 @@ def test_jagged_batches_and_back():
         left_right_2_no_padding(data)
 
 
-def test_offloaded_activations_give_the_same_gradient():
+@pytest.fixture
+def moved(monkeypatch):
+    """Tensors that go to the host, which they really do here: a copy comes back."""
+    tensors = []
+
+    def to_host(tensor, pin_memory):
+        tensors.append(tensor)
+        return tensor.clone()
+
+    monkeypatch.setattr(activation_offload, "_to_host", to_host)
+    return tensors
+
+
+def test_offloaded_activations_give_the_same_gradient(moved):
+    """What is small stays, and so do weights, however they are looked at: here (64, 64), activations (32, 64)."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
-    x = torch.randn(5, 3)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Linear(64, 1))
+    model[2].requires_grad_(False)
+    x = torch.randn(32, 64, requires_grad=True)
+
+    def loss():
+        frozen = model[2].weight.view(-1)[: 32 * 64].view(32, 64)
+        return ((model(x) + x[:, :1]) * frozen * model[0].weight.T[:32]).square().sum()
+
+    leaves = [x, *(p for p in model.parameters() if p.requires_grad)]
+    expected = torch.autograd.grad(loss(), leaves)
+    with offloaded_activations(model, pin_memory=False):
+        value = loss()
+    assert {tuple(tensor.shape) for tensor in moved} == {(32, 64)}
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    assert not weights & {tensor.untyped_storage().data_ptr() for tensor in moved}
+    assert all(torch.equal(a, b) for a, b in zip(torch.autograd.grad(value, leaves), expected, strict=True))
+
+
+def test_a_forward_pass_may_offload_its_activations(moved):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+    x = torch.randn(32, 64)
     expected = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
-    moved = []
-    keep = torch.autograd.graph.save_on_cpu
-
-    class Watched(keep):
-        def __init__(self, **options):
-            moved.append(options)
-            super().__init__(**options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.autograd.graph, "save_on_cpu", Watched)
-        enable_activation_offloading(model, "fsdp2")
-        got = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
-        with torch.no_grad():
-            model(x)
-    assert len(moved) == 1
+    enable_activation_offloading(model, "fsdp2")
+    with torch.no_grad():
+        model(x)
+    assert not moved
+    got = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    assert len(moved) == 3  # of both products their input, of the tangent its output
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
     with pytest.raises(ValueError, match="strategy='megatron' must be one of fsdp, fsdp2"):
         enable_activation_offloading(model, "megatron")

@@ -1,12 +1,51 @@
 """What the backward pass needs, kept in host memory until then."""
 
 import functools
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 _STRATEGIES = ("fsdp", "fsdp2")
+MIN_BYTES = 4096
+"""Moving less takes longer than it is worth."""
+
+_Moved = tuple[torch.device, Tensor]
+
+
+def offloaded_activations(model: nn.Module, pin_memory: bool) -> AbstractContextManager[None]:
+    """Return a context in which autograd keeps in host memory what it saves for the backward pass.
+
+    Weights of the model stay where they are, views of them and gathered ones too: the device holds them anyway, or
+    FSDP frees and gathers them again.
+    """
+    shards = {_address(p.to_local() if isinstance(p, DTensor) else p) for p in model.parameters()}
+
+    def moves(tensor: Tensor) -> bool:
+        if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.nbytes < MIN_BYTES:
+            return False  # parameters are of another type
+        return not isinstance(tensor._base, nn.Parameter) and _address(tensor) not in shards
+
+    def pack(tensor: Tensor) -> Tensor | _Moved:
+        return (tensor.device, _to_host(tensor, pin_memory)) if moves(tensor) else tensor
+
+    def unpack(packed: Tensor | _Moved) -> Tensor:
+        return packed if isinstance(packed, Tensor) else packed[1].to(packed[0], non_blocking=pin_memory)
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _to_host(tensor: Tensor, pin_memory: bool) -> Tensor:
+    if not pin_memory:
+        return tensor.cpu()
+    host = torch.empty(tensor.size(), dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor)
 
 
 def enable_activation_offloading(model: nn.Module, strategy: str, enable_ckpt: bool = False) -> None:
@@ -25,7 +64,7 @@ def enable_activation_offloading(model: nn.Module, strategy: str, enable_ckpt: b
     def offloading(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
+        with offloaded_activations(model, pin_memory=torch.cuda.is_available()):
             return forward(*args, **kwargs)
 
     model.forward = offloading  # type: ignore[method-assign]

@@ -8,8 +8,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from tests.workers.engine import cases
+from verl.utils import activation_offload
 from verl.utils.checkpoint import verify_checkpoint
 from verl.workers.config import FSDPOptimizerConfig
 from verl.workers.engine import BaseEngine
@@ -204,6 +208,32 @@ def test_one_process_is_wrapped_where_fsdp_does_the_work(folder: Path, own_group
     assert all(tensor.dtype == torch.float32 for _, tensor in mixed.named_weights())
     with pytest.raises(ValueError, match="transformer_layer_cls_to_wrap"):
         cases.build(folder, engine={"wrap_policy": {"transformer_layer_cls_to_wrap": ["No"]}, "offload_policy": True})
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_no_gathered_weight_goes_to_the_host_with_the_activations(
+    folder: Path, own_group: None, monkeypatch: pytest.MonkeyPatch, checkpointing: bool, lora_rank: int
+) -> None:
+    """Moved tensors come back as copies, and the numbers are those of the same engine without."""
+    moved: list[bool] = []
+
+    def to_host(tensor: Tensor, pin_memory: bool) -> Tensor:
+        here = [p for p in engine.module.parameters() if not isinstance(p, DTensor)]  # gathered at this moment
+        memory = {p.untyped_storage().data_ptr() for p in here}
+        moved.append(tensor.untyped_storage().data_ptr() in memory)
+        return tensor.clone()
+
+    monkeypatch.setattr(activation_offload, "_to_host", to_host)
+    monkeypatch.setattr(activation_offload, "MIN_BYTES", 0)
+    model = {"enable_gradient_checkpointing": checkpointing, "lora_rank": lora_rank, "lora_alpha": 8}
+    wrapped = {"offload_policy": True}
+    expected = step(cases.build(folder, model, wrapped))
+    assert not moved
+    engine = cases.build(folder, model | {"enable_activation_offload": True}, wrapped)
+    assert isinstance(engine.module, FSDPModule)
+    assert step(engine) == expected
+    assert len(moved) > 20 and not any(moved)
 
 
 @pytest.mark.parametrize(

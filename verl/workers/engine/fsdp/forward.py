@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from verl.models.transformers.attention import PackedSequences
 from verl.models.transformers.dense_common import HeadRequest
 from verl.models.transformers.vision import MEDIA, Media
+from verl.utils.activation_offload import offloaded_activations
 from verl.utils.full_kl import full_kl
 from verl.utils.multi_modal import concat_distinct_inputs, concat_multi_modal_inputs
 from verl.utils.torch_functional import log_probs_and_entropy
@@ -281,7 +282,7 @@ class Forward:
 
     def _activations(self) -> AbstractContextManager[Any]:
         if self.options.offload_activations and torch.is_grad_enabled():
-            return torch.autograd.graph.save_on_cpu(pin_memory=self.layout.device.type == "cuda")
+            return offloaded_activations(self.module, pin_memory=self.layout.device.type == "cuda")
         return nullcontext()
 
 
