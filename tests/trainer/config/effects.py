@@ -278,7 +278,7 @@ MEGATRON = [
     Reader(OPTIMIZERS, "lr weight_decay betas clip_grad optimizer override_optimizer_config", "utils/megatron/optimizer.py", "optim_config", CONTRACT_MEGATRON + "test_three_steps_of_adamw"),
     Reader(OPTIMIZERS, "lr_warmup_steps_ratio lr_warmup_steps lr_warmup_init lr_decay_steps lr_decay_style min_lr lr_wsd_decay_style lr_wsd_decay_steps", "utils/megatron/optimizer.py", "config", MEGATRON_ENGINE + "test_schedules"),
     Reader(OPTIMIZERS, "weight_decay_incr_style", "utils/megatron/optimizer.py", "config", MEGATRON_ENGINE + "test_weight_decay_follows_its_group_and_style"),
-    Reader(OPTIMIZERS, "use_checkpoint_opt_param_scheduler", "utils/megatron/optimizer.py", "config", CONTRACT_MEGATRON + "test_a_checkpoint_continues_bit_for_bit"),
+    Reader(OPTIMIZERS, "use_checkpoint_opt_param_scheduler", "utils/megatron/optimizer.py", "config", MEGATRON_ENGINE + "test_a_resumed_run_has_the_schedule_that_it_names"),
     Reader(ACTOR, "data_loader_seed", "workers/roles/actor_rollout_ref.py", "config", "tests/workers/roles/test_megatron_roles.py::test_roles_give_what_one_fsdp_process_gives"),
     Reader("critic", "data_loader_seed", "workers/roles/critic.py", "self.config", "tests/workers/roles/test_megatron_roles.py::test_roles_give_what_one_fsdp_process_gives"),
     Reader(tuple(f"{node}.override_config.moe_config" for node in MODELS), "freeze_moe_router", "workers/engine/megatron/build.py", "options", MEGATRON_ENGINE + "test_routers_can_be_kept"),

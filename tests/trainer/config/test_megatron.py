@@ -9,6 +9,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from verl.base_config import ConfigError
+from verl.trainer.config import megatron_fields
 from verl.trainer.config.megatron import ARCHITECTURES
 from verl.trainer.config.megatron_fields import stage_problem
 from verl.utils.config import omega_conf_to_dataclass, validate_config
@@ -20,6 +21,8 @@ TP, PP, CP, EP = (
     f"{LAYOUT}.{axis}_parallel_size" for axis in ("tensor_model", "pipeline_model", "context", "expert_model")
 )
 OVERRIDES = f"{LAYOUT}.override_transformer_config"
+DDP = f"{LAYOUT}.override_ddp_config"
+OPTIM = "actor_rollout_ref.actor.optim.override_optimizer_config"
 REWARD = "with a reward model"
 
 
@@ -139,6 +142,20 @@ def test_layouts_that_run(megatron, reward, overrides):
         ([f"+{OVERRIDES}.tensor_model_parallel_size=2"], f"{OVERRIDES}.tensor_model_parallel_size", f"write {TP}"),
         ([f"+{OVERRIDES}.num_layers=2"], f"{OVERRIDES}.num_layers", "actor_rollout_ref.model.override_config"),
         ([f"+{OVERRIDES}.bf16=true"], f"{OVERRIDES}.bf16", "set by the engine"),
+        ([f"+{OVERRIDES}.mamba_num_heads=2"], f"{OVERRIDES}.mamba_num_heads", "is of the model"),
+        ([f"+{OVERRIDES}.moe_aux_loss_coeff=0.01"], f"{OVERRIDES}.moe_aux_loss_coeff", "is of pretraining"),
+        ([f"+{OVERRIDES}.cross_entropy_loss_fusion=true"], f"{OVERRIDES}.cross_entropy_loss_fusion", "has no effect"),
+        ([f"+{DDP}.use_megatron_fsdp=true"], f"{DDP}.use_megatron_fsdp", "read by Megatron-FSDP"),
+        ([f"+{DDP}.average_in_collective=true"], f"{DDP}.average_in_collective", "gradients add up"),
+        ([f"+{DDP}.num_distributed_optimizer_instances=2"], f"{DDP}.num_distributed_optimizer_instances", "must be 1"),
+        ([f"+{DDP}.align_param_gather=true"], f"{DDP}.align_param_gather", "not supported"),
+        ([f"+{OPTIM}.clip_grad=0.5"], f"{OPTIM}.clip_grad", "write actor_rollout_ref.actor.optim.clip_grad"),
+        ([f"+{OPTIM}.adam_beta2=0.5"], f"{OPTIM}.adam_beta2", "write actor_rollout_ref.actor.optim.betas"),
+        ([f"+{OPTIM}.loss_scale=8"], f"{OPTIM}.loss_scale", "set by the engine"),
+        ([f"+{OPTIM}.sgd_momentum=0.5"], f"{OPTIM}.sgd_momentum", "has no effect"),
+        ([f"+{OPTIM}.decoupled_lr=0.5"], f"{OPTIM}.decoupled_lr", "one learning rate"),
+        ([f"+{OPTIM}.overlap_param_gather=true"], f"{OPTIM}.overlap_param_gather", "must be false"),
+        ([f"+{OPTIM}.use_distributed_optimizer=false"], f"{OPTIM}.use_distributed_optimizer", "of the layout"),
         ([f"+{LAYOUT}.override_ddp_config.bucket_sise=1"], f"{LAYOUT}.override_ddp_config.bucket_sise", "bucket_size?"),
         ([f"+{LAYOUT}.override_ddp_config.overlap_param_gather=true"],
          f"{LAYOUT}.override_ddp_config.overlap_param_gather", "must be false"),
@@ -218,6 +235,17 @@ def test_stages_are_cut_as_megatron_core_cuts_them():
                 runs = False
             runs = runs and (bool(overrides) or layers % (pp * stages) == 0)  # it looks at this later
             assert runs == (stage_problem(layers, pp, stages, overrides) is None), (layers, pp, stages, overrides)
+
+
+def test_what_is_refused_exists():
+    """Lists of fields have no effect once Megatron-Core spells one otherwise."""
+    pytest.importorskip("megatron.core", reason="the extra mcore is not installed")
+    fields = megatron_fields.mcore_fields(megatron_fields.TRANSFORMER)
+    listed = {*megatron_fields.OF_LAYOUT, *megatron_fields.OF_MODEL, *megatron_fields.OF_ENGINE}
+    assert {*listed, *megatron_fields.OF_PRETRAINING, *megatron_fields.UNREAD} <= fields
+    assert set(megatron_fields.OF_MEGATRON_FSDP) <= megatron_fields.mcore_fields(megatron_fields.DDP)
+    of_optimizer = {*megatron_fields.OF_OPTIM, *megatron_fields.OPTIMIZER_OF_ENGINE, *megatron_fields.UNREAD_BY_ADAM}
+    assert of_optimizer <= megatron_fields.mcore_fields(megatron_fields.OPTIMIZER)
 
 
 def test_experts_of_the_model_count(megatron, tmp_path):

@@ -81,6 +81,12 @@ def test_the_older_tree_is_moved(trees):
         ),
         (
             "sft_trainer_engine",
+            {"engine.strategy": "megatron", "optim.override_optimizer_config": {"clip_grad": 1.0}},
+            "optim.override_optimizer_config.clip_grad",
+            "write optim.clip_grad",
+        ),
+        (
+            "sft_trainer_engine",
             {
                 "trainer.device": "cpu",
                 "model.use_fused_kernels": True,

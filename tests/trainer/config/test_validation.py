@@ -241,6 +241,8 @@ def test_model_folders(base, tmp_path):
     assert "no tokenizer" in violations(base, {f"{MODEL}.path": str(tmp_path)})[f"{MODEL}.tokenizer_path"]
     elsewhere = {f"{MODEL}.path": str(tmp_path), f"{MODEL}.tokenizer_path": "Qwen/Qwen2.5-0.5B"}
     assert violations(base, elsewhere | {"critic.model.tokenizer_path": None}) == {}
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2", "quantization_config": {"quant_method": "fp8"}}')
+    assert "quant_method=fp8" in violations(base, elsewhere)[f"{MODEL}.path"]
 
 
 def test_vision_models(base, tmp_path):

@@ -293,6 +293,11 @@ def _spoil(folder: Path, how: str) -> str:
     if how == "lacks a tensor":
         del tensors["model.norm.weight"]
         expected = "model.norm.weight"
+    elif how == "quantized":  # its values mean nothing without the scales beside it
+        tensors["model.layers.0.mlp.up_proj.weight"] = tensors["model.layers.0.mlp.up_proj.weight"].to(
+            torch.float8_e4m3fn
+        )
+        expected = r"up_proj.weight.* is quantized \(F8_E4M3\)"
     else:
         tensors["lm_head.weight"] = tensors["lm_head.weight"][:-1].clone()
         expected = r"lm_head.weight.*\(96, 64\).*\(97, 64\)"
@@ -300,7 +305,7 @@ def _spoil(folder: Path, how: str) -> str:
     return expected
 
 
-@pytest.mark.parametrize("how", ["missing", "lacks a tensor", "wrong shape"])
+@pytest.mark.parametrize("how", ["missing", "lacks a tensor", "quantized", "wrong shape"])
 def test_bad_weights_are_named(folder: Path, tmp_path: Path, how: str) -> None:
     cases.write_model(tmp_path)
     expected = _spoil(tmp_path, how)
@@ -318,6 +323,32 @@ def test_checkpoints_that_cannot_be_loaded_say_why(folder: Path, tmp_path: Path)
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(ValueError, match=r"__0_0.distcp has \d+ bytes instead of"):
         engine.load_checkpoint(str(tmp_path / "actor"))
+
+
+@pytest.mark.parametrize(("from_checkpoint", "distributed"), [(False, True), (True, False)])
+def test_a_resumed_run_has_the_schedule_that_it_names(
+    folder: Path, tmp_path: Path, from_checkpoint: bool, distributed: bool
+) -> None:
+    """What steps is what is reported: the one of its configuration or, where that is asked for, of the checkpoint."""
+    settings = {"use_distributed_optimizer": distributed}
+    saved = {"lr_decay_style": "linear", "total_training_steps": 10, "lr": 1e-2, "min_lr": 1e-3, "weight_decay": 0.1}
+    engine = megatron_cases.build(folder, settings, optimizer=saved)
+    for _ in range(2):
+        step(engine)
+        engine.lr_scheduler_step()
+    engine.save_checkpoint(str(tmp_path), global_step=2)
+    changed = {"total_training_steps": 20, "lr": 1e-4, "min_lr": 1e-5, "weight_decay": 0.3}
+    options = {"use_checkpoint_opt_param_scheduler": from_checkpoint}
+    resumed: Any = megatron_cases.build(folder, settings, optimizer=saved | changed | options)
+    resumed.load_checkpoint(str(tmp_path))
+    chosen = saved if from_checkpoint else saved | changed
+    for done in (2, 3):
+        rate = chosen["lr"] - (chosen["lr"] - chosen["min_lr"]) * done / chosen["total_training_steps"]
+        groups = resumed.optimizer.param_groups
+        assert [group["lr"] for group in groups] == pytest.approx([rate] * len(groups))
+        assert sorted({group["weight_decay"] for group in groups}) == [0.0, chosen["weight_decay"]]
+        step(resumed)
+        assert resumed.lr_scheduler_step() == pytest.approx(rate)
 
 
 @pytest.mark.parametrize(

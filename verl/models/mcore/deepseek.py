@@ -47,6 +47,12 @@ def latent_attention_config(hf: "PretrainedConfig") -> dict[str, Any]:
             raise UnsupportedModelError(
                 "rope_scaling of type yarn with truncate=false or attention_factor is not supported on Megatron-Core"
             )
+        scale, scale_all = rope.get("mscale"), rope.get("mscale_all_dim")
+        if scale_all and not scale:
+            raise UnsupportedModelError(
+                f"rope_scaling of type yarn with mscale_all_dim={scale_all} and no mscale is not supported with "
+                "strategy=megatron"
+            )
         values |= {
             "rope_type": "yarn",
             "rotary_scaling_factor": rope["factor"],
@@ -54,8 +60,8 @@ def latent_attention_config(hf: "PretrainedConfig") -> dict[str, Any]:
             or hf.max_position_embeddings,
             "beta_fast": rope.get("beta_fast") or 32,
             "beta_slow": rope.get("beta_slow") or 1,
-            "mscale": rope.get("mscale") or 1.0,
-            "mscale_all_dim": rope.get("mscale_all_dim") or 0.0,
+            "mscale": scale if scale_all else 1.0,  # one alone counts for nothing
+            "mscale_all_dim": scale_all or 0.0,
         }
     return values
 

@@ -10,7 +10,13 @@ from verl.base_config import Violation
 from verl.trainer.config.refusals import select
 from verl.trainer.config.scorers import scorer_rules
 from verl.utils.import_utils import python_file
-from verl.workers.config.model import flat_overrides, path_problems, read_config_json, tokenizer_problems
+from verl.workers.config.model import (
+    flat_overrides,
+    path_problems,
+    quantized_problem,
+    read_config_json,
+    tokenizer_problems,
+)
 
 Tree = Mapping[str, Any]
 
@@ -89,6 +95,9 @@ def model_rules(tree: Tree, use_critic: bool) -> Iterator[Violation]:
             yield Violation(f"{node}.path", path, "must be a folder that save_pretrained wrote, or a hub id")
             continue
         problems = [Violation(f"{node}.path", path, problem) for problem in path_problems(path)]
+        problems = problems or [
+            Violation(f"{node}.path", path, problem) for problem in quantized_problem(read_config_json(path))
+        ]
         yield from problems
         tokenizer = select(tree, f"{node}.tokenizer_path") or path
         if not problems and isinstance(tokenizer, str) and not node.startswith("actor_rollout_ref.ref"):

@@ -26,12 +26,64 @@ OF_MODEL = (
     *("activation_func", "gated_linear_unit", "normalization", "layernorm_epsilon", "add_bias_linear", "add_qkv_bias"),
     *("qk_layernorm", "multi_latent_attention", "num_moe_experts", "moe_ffn_hidden_size", "moe_layer_freq"),
     *("moe_router_topk", "moe_router_score_function", "moe_shared_expert_intermediate_size"),
+    *("moe_shared_expert_gate", "moe_router_pre_softmax", "moe_router_num_groups", "moe_router_group_topk"),
+    *("moe_router_topk_limited_devices", "moe_router_topk_scaling_factor", "moe_router_enable_expert_bias"),
+    *("moe_apply_probs_on_input", "moe_latent_size", "softmax_scale", "softmax_type", "window_size"),
+    *("window_attn_skip_freq", "qk_l2_norm", "attention_output_gate", "no_rope_freq", "rotary_interleaved"),
+    *("layernorm_zero_centered_gamma", "apply_residual_connection_post_layernorm", "activation_func_clamp_value"),
+    *("glu_linear_offset", "heterogeneous_block_specs", "experimental_attention_variant", "is_hybrid_model"),
+    *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rope_type", "rotary_base"),
+    *("rotary_percent", "rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
+    *("mscale", "mscale_all_dim", "mrope_section", "init_method_std", "embedding_init_method_std"),
 )
+OF_OTHER_MODELS = ("dsa_", "linear_", "mamba_")
+"""How fields of models begin that no family here is."""
 OF_ENGINE = (
     *("params_dtype", "pipeline_dtype", "bf16", "fp16", "calculate_per_token_loss", "variable_seq_lengths"),
     *("finalize_model_grads_func", "grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func"),
-    *("perform_initialization", "use_cpu_initialization", "init_model_with_meta_device"),
+    *("perform_initialization", "use_cpu_initialization", "init_model_with_meta_device", "enable_autocast"),
+    *("autocast_dtype", "init_method", "output_layer_init_method", "embedding_init_method", "timers"),
 )
+OF_PRETRAINING: dict[str, Any] = {
+    "moe_router_load_balancing_type": "none",
+    "moe_aux_loss_coeff": 0.0,
+    "moe_z_loss_coeff": 0.0,
+    "moe_router_bias_update_rate": 0.0,
+    "moe_router_force_load_balancing": False,
+    "mtp_num_layers": 0,
+    "qk_clip": False,
+}
+"""What Megatron-Core adds to a step of pretraining, and the value that adds nothing. Its losses come multiplied by the
+tokens of a micro-batch, by all of which it would divide the gradient; here the loss is divided before."""
+UNREAD = (
+    *("cross_entropy_loss_fusion", "cross_entropy_fusion_impl", "mtp_loss_scaling_factor", "moe_per_layer_logging"),
+    *("test_mode", "flash_decode", "inference_rng_tracker", "inference_sampling_seed", "mlp_chunks_for_prefill"),
+    *("use_inference_optimized_layers", "inference_fuse_tp_communication", "moe_extended_tp", "moe_token_dropping"),
+    *("hierarchical_context_parallel_sizes", "hybrid_context_parallel", "max_seqlen_per_dp_cp_rank"),
+    *("qk_clip_alpha", "qk_clip_threshold", "log_max_attention_logit", "config_logger_dir", "mtp_standalone"),
+)
+"""Fields of TransformerConfig that nothing reads here."""
+
+OF_OPTIM = {
+    **{name: name for name in ("lr", "min_lr", "weight_decay", "clip_grad", "optimizer")},
+    **dict.fromkeys(("adam_beta1", "adam_beta2"), "betas"),
+}
+"""Fields of OptimizerConfig that are keys of ``optim``."""
+OPTIMIZER_OF_ENGINE = (
+    *("bf16", "fp16", "params_dtype", "loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window"),
+    *("hysteresis", "timers"),
+)
+UNREAD_BY_ADAM = (
+    *("sgd_momentum", "log_num_zeros_in_grad", "barrier_with_L1_time", "config_logger_dir", "fp8_recipe"),
+    *("reuse_grad_buf_for_mxfp8_param_ag",),
+)
+
+OF_MEGATRON_FSDP = (
+    *("use_megatron_fsdp", "use_custom_fsdp", "data_parallel_sharding_strategy", "outer_dp_sharding_strategy"),
+    *("suggested_communication_unit_size", "preserve_fp32_weights", "keep_fp8_transpose_cache", "fsdp_double_buffer"),
+    *("disable_symmetric_registration", "fsdp_manual_registration", "gradient_reduce_div_fusion"),
+)
+"""Fields of DistributedDataParallelConfig that another wrapper reads."""
 
 
 @cache
@@ -65,20 +117,49 @@ def override_rules(node: Mapping[str, Any], key: str, model: str) -> Iterator[Vi
     for name, value in overrides.items():
         if name in OF_LAYOUT:
             yield Violation(f"{at}.{name}", value, f"stands one level higher: write {key}.{name}")
-        elif name in OF_MODEL:
+        elif name in OF_MODEL or name.startswith(OF_OTHER_MODELS):
             expected = f"is of the model, which generates too: write what config.json has in {model}.override_config"
             yield Violation(f"{at}.{name}", value, expected)
         elif name in OF_ENGINE and value is not None:
             yield Violation(f"{at}.{name}", value, "is set by the engine: leave it out")
-    yield from _unknown(
-        node.get("override_ddp_config") or {}, f"{key}.override_ddp_config", DDP, "DistributedDataParallelConfig"
-    )
+        elif name in OF_PRETRAINING and value not in (None, OF_PRETRAINING[name]):
+            yield Violation(f"{at}.{name}", value, "is of pretraining, and not supported: leave it out")
+        elif name in UNREAD:
+            yield Violation(f"{at}.{name}", value, "has no effect: leave it out")
+    yield from _ddp_rules(node.get("override_ddp_config") or {}, f"{key}.override_ddp_config")
+
+
+def _ddp_rules(overrides: Mapping[str, Any], at: str) -> Iterator[Violation]:
+    """Yield what the wrapper of the modules does not read, or cannot do beside a loss that is divided already."""
+    yield from _unknown(overrides, at, DDP, "DistributedDataParallelConfig")
+    for name, value in overrides.items():
+        if name in OF_MEGATRON_FSDP:
+            yield Violation(f"{at}.{name}", value, "is read by Megatron-FSDP, which is not used: leave it out")
+        elif name == "average_in_collective" and value:
+            yield Violation(f"{at}.{name}", value, "must be false: the loss is divided already, gradients add up")
+        elif name == "num_distributed_optimizer_instances" and value != 1:
+            yield Violation(f"{at}.{name}", value, "must be 1: the optimizer is cut over all data-parallel workers")
+        elif name == "align_param_gather":
+            yield Violation(f"{at}.{name}", value, "is read with overlap_param_gather only, which is not supported")
 
 
 def optimizer_rules(node: Mapping[str, Any], key: str) -> Iterator[Violation]:
-    """Yield keys of an ``optim`` node's overrides that Megatron-Core does not have."""
-    overrides = node.get("override_optimizer_config") or {}
-    yield from _unknown(overrides, f"{key}.override_optimizer_config", OPTIMIZER, "OptimizerConfig")
+    """Yield keys of an ``optim`` node's overrides that Megatron-Core does not have, or that are not read there."""
+    overrides, at = node.get("override_optimizer_config") or {}, f"{key}.override_optimizer_config"
+    yield from _unknown(overrides, at, OPTIMIZER, "OptimizerConfig")
+    for name, value in overrides.items():
+        if name in OF_OPTIM:
+            yield Violation(f"{at}.{name}", value, f"stands one level higher: write {key}.{OF_OPTIM[name]}")
+        elif name == "use_distributed_optimizer":
+            yield Violation(f"{at}.{name}", value, "is of the layout: write megatron.use_distributed_optimizer")
+        elif name in OPTIMIZER_OF_ENGINE:
+            yield Violation(f"{at}.{name}", value, "is set by the engine: leave it out")
+        elif name in UNREAD_BY_ADAM or name.startswith("muon_"):
+            yield Violation(f"{at}.{name}", value, "has no effect: leave it out")
+        elif name.startswith("decoupled_") and name.endswith("lr") and value is not None:
+            yield Violation(f"{at}.{name}", value, "is not supported, all parameters have one learning rate: leave it out")
+        elif name.startswith("overlap_param_gather") and value:
+            yield Violation(f"{at}.{name}", value, "must be false, as in override_ddp_config")
 
 
 def _unknown(overrides: Mapping[str, Any], key: str, files: tuple[str, ...], kind: str) -> Iterator[Violation]:

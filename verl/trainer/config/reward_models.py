@@ -6,7 +6,7 @@ from typing import Any
 from verl.base_config import Violation
 from verl.trainer.config.files import python_file_rules, vision_rules
 from verl.trainer.config.refusals import select
-from verl.workers.config.model import path_problems, read_config_json, tokenizer_problems
+from verl.workers.config.model import path_problems, quantized_problem, read_config_json, tokenizer_problems
 
 Tree = Mapping[str, Any]
 
@@ -82,6 +82,8 @@ def _model_rules(tree: Tree, broken: set[str]) -> Iterator[Violation]:
     if not problems and tokenizer is not None:
         without = f"; or write {tokenizer_key}=null, where the policy's tokens are the reward model's"
         problems = [Violation(key, path, problem + without) for problem in tokenizer_problems(path)]
+    if not problems and tree[NODE].get("model_type") != "generative":
+        problems = [Violation(key, path, problem) for problem in quantized_problem(read_config_json(path))]
     yield from problems
     if not problems:
         hf_config = read_config_json(path)

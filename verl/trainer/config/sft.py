@@ -10,10 +10,11 @@ from verl.base_config import ConfigError, Violation, as_yaml
 from verl.trainer.config.files import data_file_rules, vision_rules
 from verl.trainer.config.fused import fused_rules
 from verl.trainer.config.keys import dotted_keys
+from verl.trainer.config.megatron_fields import optimizer_rules, override_rules
 from verl.trainer.config.nodes import build_nodes
 from verl.trainer.config.refusals import select
 from verl.workers.config.actor import async_save_rules
-from verl.workers.config.model import path_problems, read_config_json, tokenizer_problems
+from verl.workers.config.model import path_problems, quantized_problem, read_config_json, tokenizer_problems
 
 # From the keys of ``sft_trainer`` to those of ``sft_trainer_engine``; ``data`` and ``trainer`` keep their keys.
 MOVED = {
@@ -85,6 +86,7 @@ def _violations(config: DictConfig, world_size: int) -> Iterator[Violation]:
     path, key = select(tree, "model.path"), backwards.get("model.path", "model.path")
     if isinstance(path, str):
         problems = [*path_problems(path)] or [*tokenizer_problems(select(tree, "model.tokenizer_path") or path)]
+        problems = problems or [*quantized_problem(read_config_json(path))]
         yield from (Violation(key, path, problem) for problem in problems)
         if not problems:
             strategy = ("engine.strategy", select(tree, "engine.strategy"))
@@ -158,6 +160,9 @@ def _choice_rules(tree: Mapping[str, Any]) -> Iterator[Violation]:
     for key, (value, expected) in FIXED.items():
         if select(tree, key, value) != value:
             yield Violation(key, select(tree, key), expected)
+    if select(tree, "engine.strategy") == "megatron":
+        yield from override_rules(tree["engine"], "engine", "model")
+        yield from optimizer_rules(tree["optim"], "optim")
     for key, value in NOT_WITH_MEGATRON.items():
         if select(tree, "engine.strategy") == "megatron" and select(tree, key, value) != value:
             yield Violation(key, select(tree, key), f"must be {as_yaml(value)} with engine=megatron")

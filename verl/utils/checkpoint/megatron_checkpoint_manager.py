@@ -248,6 +248,7 @@ class MegatronCheckpointManager(BaseCheckpointManager):
         if self.should_load_model:
             for key, chunk in zip(chunk_names(self.model), self.model, strict=True):
                 chunk.load_state_dict(state[key])
+        rates = _own_rates(self.optimizer)
         if self.should_load_optimizer:
             assert self.optimizer is not None
             self.optimizer.load_state_dict(_as_chained(state["optimizer"], self.optimizer))
@@ -255,6 +256,7 @@ class MegatronCheckpointManager(BaseCheckpointManager):
             self.optimizer.reload_model_params()  # type: ignore[attr-defined]
         if self.should_load_extra:
             self._load_extra(folder, state.get("lr_scheduler"))
+        self._follow_schedule(rates)
         self.barrier()
         if del_local_after_load and self.is_node_leader():
             remove_checkpoint(folder)
@@ -338,6 +340,25 @@ class MegatronCheckpointManager(BaseCheckpointManager):
             return
         self.load_rng_state(state["rng"])
         get_cuda_rng_tracker().set_states(state["tracker"])
+
+    def _follow_schedule(self, rates: list[dict[str, Any]]) -> None:
+        """Give the parameter groups, which the checkpoint brought with its rates, those of the schedule.
+
+        ``rates`` are their own from before. Megatron-Core would go on with the checkpoint's and report the schedule's.
+        """
+        if self.optimizer is None or self.lr_scheduler is None:
+            return
+        schedule: Any = self.lr_scheduler
+        of_schedule = {"max_lr": schedule.max_lr, "min_lr": schedule.min_lr}
+        for group, own in zip(self.optimizer.param_groups, rates, strict=True):
+            group.update(of_schedule if schedule.use_checkpoint_opt_param_scheduler else own)
+        schedule.step(0)
+
+
+def _own_rates(optimizer: Any) -> list[dict[str, Any]]:
+    """Return the highest and lowest learning rate of each parameter group."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    return [{key: group[key] for key in ("max_lr", "min_lr") if key in group} for group in groups]
 
 
 def _as_chained(state: dict[Any, Any], optimizer: Any) -> dict[Any, Any]:

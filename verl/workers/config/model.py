@@ -312,6 +312,18 @@ def read_config_json(path: str) -> dict[str, Any]:
     return content
 
 
+def quantized_problem(hf_config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield why a model cannot be trained whose weights are quantized, by the content of its ``config.json``."""
+    text = hf_config.get("text_config")
+    how = hf_config.get("quantization_config") or (isinstance(text, Mapping) and text.get("quantization_config"))
+    if how:
+        method = how.get("quant_method", "?") if isinstance(how, Mapping) else how
+        yield (
+            f"its weights are quantized (quantization_config.quant_method={method}), and quantized weights are not "
+            "trained: name a folder with its weights in bfloat16, and without quantization_config"
+        )
+
+
 def flat_overrides(override_config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the attributes to set; ``model_config`` is the nesting that Megatron compositions use."""
     flat = {k: v for k, v in override_config.items() if k not in ("model_config", "moe_config", "attn_implementation")}

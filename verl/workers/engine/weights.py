@@ -25,6 +25,8 @@ STORED_DTYPES = {
     "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
 """Types as safetensors spells them."""
+QUANTIZED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8)
+"""Types of values that mean nothing without the scales beside them."""
 
 
 class SafetensorsReader:
@@ -67,6 +69,11 @@ class SafetensorsReader:
             raise CheckpointError(
                 f"tensor {name!r} in {os.path.join(self.folder, self.files[name])} has shape "
                 f"{tuple(stored.get_shape())}, the model of its config.json needs {tuple(shape)}"
+            )
+        if STORED_DTYPES.get(stored.get_dtype()) in QUANTIZED:
+            raise CheckpointError(
+                f"tensor {name!r} in {os.path.join(self.folder, self.files[name])} is quantized "
+                f"({stored.get_dtype()}), which is not read: write the weights in bfloat16 to a folder of their own"
             )
         tensor: Tensor = stored[part] if shape and part != () else self._open(self.files[name]).get_tensor(name)
         return tensor
