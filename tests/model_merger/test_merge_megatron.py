@@ -164,3 +164,10 @@ def test_the_wrong_folder_or_backend_is_named(root: Path, tmp_path: Path, capsys
         assert message in capsys.readouterr().err
     assert main(["merge", "--backend", "fsdp", "--local_dir", str(folder), "--target_dir", str(tmp_path / "hf")]) == 2
     assert "write --backend megatron" in capsys.readouterr().err
+
+
+def test_of_several_processes_the_first_merges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Established commands launch it by torchrun."""
+    monkeypatch.setenv("RANK", "1")
+    arguments = ["merge", "--backend", "megatron", "--local_dir", str(tmp_path / "absent"), "--target_dir"]
+    assert main([*arguments, str(tmp_path / "merged")]) == 0 and not list(tmp_path.iterdir())

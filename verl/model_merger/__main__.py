@@ -3,6 +3,7 @@
 import argparse
 import sys
 
+from verl.utils import envs
 from verl.utils.console import get_console
 
 BACKENDS = ("fsdp", "megatron")
@@ -39,6 +40,8 @@ def build_parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """Merge or compare; returns the exit code: 1 when weights differ, 2 when something is wrong."""
     args = build_parser().parse_args(arguments)
+    if envs.integer("RANK", 0) > 0:  # of torchrun, under which the first process does it all
+        return 0
     # imports take seconds: only when the arguments are right
     from verl.model_merger.merger import MergeOptions, adapter_note, compare, merge, upload
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from verl.models.mcore.families import HEAD_NAMES, UnsupportedModelError, supported_architectures
+from verl.models.mcore.families import HEAD_NAMES, UnsupportedModelError, causal_name, supported_architectures
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -26,7 +26,7 @@ def get_weight_saver(arch: str) -> Callable[..., dict[str, Tensor]]:
 
 def _known(arch: str) -> None:
     known = supported_architectures()
-    if arch.replace("ForTokenClassification", "ForCausalLM") not in known:
+    if causal_name(arch) not in known:
         raise UnsupportedModelError(f"architecture {arch} is not known: there are {', '.join(known)}")
 
 

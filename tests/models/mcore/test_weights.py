@@ -65,11 +65,12 @@ def test_padding_of_the_vocabulary_is_zero_and_stays() -> None:
 def test_unknown_models_are_refused_by_name() -> None:
     from transformers import LlamaConfig, Qwen2Config
 
-    config = Qwen2Config(architectures=["Qwen2ForSequenceClassification"])
-    with pytest.raises(ValueError, match="Qwen2ForSequenceClassification.*LlamaForCausalLM"):
+    config = Qwen2Config(architectures=["Qwen2ForQuestionAnswering"])
+    with pytest.raises(ValueError, match="Qwen2ForQuestionAnswering.*LlamaForCausalLM"):
         families.find_family(config)
-    config = Qwen2Config(architectures=["Qwen2ForTokenClassification"])
-    assert families.architecture_of(config) == "Qwen2ForCausalLM"
+    for kind in ("Token", "Sequence"):
+        config = Qwen2Config(architectures=[f"Qwen2For{kind}Classification"])
+        assert families.architecture_of(config) == "Qwen2ForCausalLM"
     for change, message in (
         ({"mlp_bias": True}, "mlp_bias=True without attention_bias"),
         ({"hidden_act": "gelu"}, "hidden_act=gelu"),

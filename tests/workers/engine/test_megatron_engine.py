@@ -220,31 +220,38 @@ def test_offload_frees_each_part_by_its_own_switch(folder: Path, distributed: bo
     assert not engine.offload.is_away("grad")
 
 
-def test_a_reward_model_reads_tokens_where_they_stand(folder: Path, tmp_path: Path) -> None:
-    """Its head comes from the checkpoint."""
-    from transformers import Qwen2ForTokenClassification
+@pytest.mark.parametrize("kind", ["Token", "Sequence"])
+def test_a_reward_model_reads_tokens_where_they_stand(folder: Path, tmp_path: Path, kind: str) -> None:
+    """Its head comes from the checkpoint; one for sequences reads the last token, and has no bias."""
+    import transformers
 
     torch.manual_seed(5)
-    model = Qwen2ForTokenClassification(cases.tiny_config(num_labels=1, classifier_dropout=0.0)).eval()
+    config = cases.tiny_config(num_labels=1, classifier_dropout=0.0)
+    model = getattr(transformers, f"Qwen2For{kind}Classification")(config).eval()
     model.save_pretrained(tmp_path)
-    engine: Any = EngineRegistry.new(
-        "reward_model",
-        "megatron",
-        model_config=cases.model_config(tmp_path),
-        engine_config=megatron_cases.McoreEngineConfig(forward_only=True),
-    )
+    engine = reward_engine(tmp_path)
     engine.initialize()
     with engine.eval_mode():
         found = engine.infer_batch(cases.batch(**CUT))["values"]
     data = cases.tensors()
     inputs = {name: data[name] for name in ("input_ids", "attention_mask", "position_ids")}
-    expected = model(**inputs).logits[:, -cases.RESPONSE :, 0] * data["response_mask"]
-    torch.testing.assert_close(found, expected.detach(), atol=1e-5, rtol=1e-5)
-    headless = cases.model_config(folder)
+    with torch.no_grad():
+        hidden = model.model(**inputs).last_hidden_state[:, -cases.RESPONSE :]
+        expected = model.score(hidden)[..., 0] * data["response_mask"]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     with pytest.raises(ValueError, match="lacks 'score.weight'"):
-        EngineRegistry.new(
-            "reward_model", "megatron", model_config=headless, engine_config=megatron_cases.McoreEngineConfig()
-        ).initialize()
+        reward_engine(folder).initialize()
+    with pytest.raises(ValueError, match="lacks 'lm_head.weight'"):  # nor is the embedding taken for one
+        megatron_cases.build(tmp_path, {})
+
+
+def reward_engine(folder: Path) -> Any:
+    return EngineRegistry.new(
+        "reward_model",
+        "megatron",
+        model_config=cases.model_config(folder),
+        engine_config=megatron_cases.McoreEngineConfig(forward_only=True),
+    )
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ To add a family, describe it by a ``Family`` and enter it with ``register_family
 ``config.json`` names. Nothing here imports Megatron-Core.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -64,15 +65,23 @@ def supported_architectures() -> list[str]:
     return sorted(_FAMILIES)
 
 
+_CLASSIFIERS = re.compile("For(Token|Sequence)Classification$")
+
+
+def causal_name(architecture: str) -> str:
+    """Return the architecture of the language model below a classifier; others are their own."""
+    return _CLASSIFIERS.sub("ForCausalLM", architecture)
+
+
 def architecture_of(hf_config: "PretrainedConfig") -> str:
-    """Return the architecture of a configuration; a token classifier counts as its causal model.
+    """Return the architecture of a configuration; a classifier counts as its causal model.
 
     Raises: UnsupportedModelError when it does not name exactly one that is known.
     """
     named = list(hf_config.architectures or [])
     if len(named) != 1:
         raise UnsupportedModelError(f"config.json must name one architecture, it names {named}")
-    name: str = named[0].replace("ForTokenClassification", "ForCausalLM")
+    name = causal_name(named[0])
     if name not in _FAMILIES:
         raise UnsupportedModelError(
             f"architecture {named[0]} is not supported with strategy=megatron: it knows "

@@ -1,5 +1,6 @@
 """Roles on Megatron-Core: layouts against the workers, the model and each other, and what cannot run."""
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -20,6 +21,8 @@ ARCHITECTURES = (
     *("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
 )
 """Those of ``verl.models.mcore``, which the launching process does not import: it would import torch."""
+CLASSIFIER = re.compile("For(Token|Sequence)Classification$")
+"""How the name of a classifier ends, which counts as its language model there."""
 
 CUDA_ONLY = (
     *("apply_rope_fusion", "gradient_accumulation_fusion", "moe_permute_fusion", "moe_grouped_gemm"),
@@ -162,7 +165,7 @@ def _model_rules(tree: Tree, role: Role) -> Iterator[Violation]:
         return
     config = read_config_json(path) | flat_overrides(select(tree, f"{role.model}.override_config") or {})
     named = config.get("architectures") or []
-    if named and [name.replace("ForTokenClassification", "ForCausalLM") in ARCHITECTURES for name in named] != [True]:
+    if named and [CLASSIFIER.sub("ForCausalLM", name) in ARCHITECTURES for name in named] != [True]:
         expected = f"architecture {', '.join(named)} is not supported with strategy=megatron: it knows "
         yield Violation(f"{role.model}.path", path, f"{expected}{', '.join(ARCHITECTURES)}; write strategy=fsdp")
     tp, pp, _, ep = (engine[name] for name in SIZES)

@@ -157,7 +157,9 @@ def optimizer_rules(node: Mapping[str, Any], key: str) -> Iterator[Violation]:
         elif name in UNREAD_BY_ADAM or name.startswith("muon_"):
             yield Violation(f"{at}.{name}", value, "has no effect: leave it out")
         elif name.startswith("decoupled_") and name.endswith("lr") and value is not None:
-            yield Violation(f"{at}.{name}", value, "is not supported, all parameters have one learning rate: leave it out")
+            yield Violation(
+                f"{at}.{name}", value, "is not supported, all parameters have one learning rate: leave it out"
+            )
         elif name.startswith("overlap_param_gather") and value:
             yield Violation(f"{at}.{name}", value, "must be false, as in override_ddp_config")
 

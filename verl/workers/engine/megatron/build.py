@@ -192,7 +192,7 @@ class ModelBuilder:
         load_parts(chunks, self.hf_config, self.is_value_model, read)
 
     def _reading(self, read_stored: "ReadPart", names: "Collection[str]") -> "ReadPart":
-        """Return what reads a part of a tensor that is stored, of a new head, or of a head that is tied."""
+        """Return what reads a part of a tensor that is stored, or of a new head."""
 
         def read(name: str, shape: "Sequence[int]", part: tuple[slice, ...]) -> Tensor:
             if name in names:
@@ -200,8 +200,6 @@ class ModelBuilder:
             # Heads for sequence classification have no bias.
             if name in HEAD_NAMES and (self.makes_head or name.endswith("bias")):
                 return new_head(name, torch.Size(shape), self.engine_config.seed, self.hf_config)
-            if name == "lm_head.weight" and "model.embed_tokens.weight" in names:
-                return read_stored("model.embed_tokens.weight", shape, part)
             raise CheckpointError(
                 f"the checkpoint lacks {name!r}: model.path must hold the whole model of its config.json"
             )
