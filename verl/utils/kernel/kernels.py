@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from verl.utils.kernel.rows import LOWEST, HeadFormula, Rows, RowSums, rebase
+from verl.utils.kernel.rows import LOWEST, HeadFormula, RowGrads, Rows, RowSums, rebase
 
 PROGRAMS = 512
 """So many programs fill a GPU; where rows alone do not make as many, the vocabulary is split among more."""
@@ -142,16 +142,7 @@ class TritonBackend:
         sums = [part.sum(0) for part in rebase(RowSums(*parts), largest)]
         return RowSums(largest, *sums)
 
-    def logits_gradient(
-        self,
-        rows: Rows,
-        formula: HeadFormula,
-        block: slice,
-        log_sum: Tensor,
-        entropy: Tensor | None,
-        grad_log_probs: Tensor,
-        grad_entropy: Tensor,
-    ) -> Tensor:
+    def logits_gradient(self, rows: Rows, formula: HeadFormula, block: slice, grads: RowGrads) -> Tensor:
         """Return the gradient of a block of the vocabulary, its logits made in registers."""
         hidden, tiles = rows.hidden, _tiles(rows)
         count, width = len(hidden), block.stop - block.start
@@ -159,9 +150,10 @@ class TritonBackend:
         inverse = 0.0 if formula.softcap is None else formula.temperature / formula.softcap
         grid = (triton.cdiv(count, tiles["BLOCK_N"]), triton.cdiv(width, tiles["BLOCK_V"]))
         _gradient_kernel[grid](
-            *_operands(rows), log_sum, log_sum if entropy is None else entropy, grad_log_probs, grad_entropy, grad,
-            count, block.start, block.stop, hidden.shape[1], *_strides(rows), *_factors(formula), inverse,
-            WITH_ENTROPY=entropy is not None, **_switches(rows, formula), **tiles,
+            *_operands(rows), grads.log_sum, grads.log_sum if grads.entropy is None else grads.entropy,
+            grads.grad_log_probs, grads.grad_entropy, grad, count, block.start, block.stop, hidden.shape[1],
+            *_strides(rows), *_factors(formula), inverse, WITH_ENTROPY=grads.entropy is not None,
+            **_switches(rows, formula), **tiles,
         )  # fmt: skip
         return grad
 

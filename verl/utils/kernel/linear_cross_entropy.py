@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from verl.utils.kernel.rows import Backend, HeadFormula, Rows, RowSums, TorchBackend, rebase
+from verl.utils.kernel.rows import Backend, HeadFormula, RowGrads, Rows, RowSums, TorchBackend, rebase
 
 CHUNK_ROWS = 512
 CHUNK_ELEMENTS = {"cpu": 1 << 22}
@@ -84,14 +84,15 @@ class _LinearLogProbs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, log_sum, entropy = ctx.saved_tensors
-        rows, formula, entropy = Rows(hidden, weight, bias, labels), ctx.formula, entropy if ctx.with_entropy else None
+        rows, formula = Rows(hidden, weight, bias, labels), ctx.formula
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grads = (grad_log_probs.contiguous(), grad_entropy.contiguous())
+        entropy = entropy if ctx.with_entropy else None
+        grads = RowGrads(log_sum, entropy, grad_log_probs.contiguous(), grad_entropy.contiguous())
         grad_hidden = torch.zeros_like(hidden, dtype=log_sum.dtype) if needs_hidden else None
         grad_weight = torch.zeros_like(weight) if needs_weight else None
         grad_bias = torch.zeros_like(bias) if needs_bias else None
         for block in _blocks(len(hidden), formula.columns, ctx.chunk_rows):
-            grad = ctx.backend.logits_gradient(rows, formula, block, log_sum, entropy, *grads)
+            grad = ctx.backend.logits_gradient(rows, formula, block, grads)
             if grad_hidden is not None:
                 _add_product(grad_hidden, grad, weight[block])
             if grad_weight is not None:

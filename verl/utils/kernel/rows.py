@@ -69,6 +69,18 @@ class RowSums:
     label: Tensor
 
 
+@dataclass(frozen=True)
+class RowGrads:
+    """What the backward pass knows of each row, (N,): the logarithm of the sum of all exponentials; the entropy, None
+    where it has no gradient; and the gradients in the log-probability and in the entropy.
+    """
+
+    log_sum: Tensor
+    entropy: Tensor | None
+    grad_log_probs: Tensor
+    grad_entropy: Tensor
+
+
 def rebase(sums: RowSums, largest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return total, weighted and label with z the logits less ``largest``; such triples add up over parts."""
     shift = sums.largest - largest
@@ -83,20 +95,8 @@ class Backend(Protocol):
         """Return the sums over all columns; ``weighted`` is zero unless ``with_entropy``."""
         ...
 
-    def logits_gradient(
-        self,
-        rows: Rows,
-        formula: HeadFormula,
-        block: slice,
-        log_sum: Tensor,
-        entropy: Tensor | None,
-        grad_log_probs: Tensor,
-        grad_entropy: Tensor,
-    ) -> Tensor:
-        """Return the gradient (N, block) in the product with the weight, in the dtype of the hidden states.
-
-        Args: ``log_sum`` (N,) is the logarithm of the sum of all exponentials; without ``entropy`` it has no gradient.
-        """
+    def logits_gradient(self, rows: Rows, formula: HeadFormula, block: slice, grads: RowGrads) -> Tensor:
+        """Return the gradient (N, block) in the product with the weight, in the dtype of the hidden states."""
         ...
 
 
@@ -124,29 +124,20 @@ class TorchBackend:
             sums.weighted[chunk] = torch.einsum("nv,nv->n", exponential, z.clamp_(min=_LOG_ZERO))
         return sums
 
-    def logits_gradient(
-        self,
-        rows: Rows,
-        formula: HeadFormula,
-        block: slice,
-        log_sum: Tensor,
-        entropy: Tensor | None,
-        grad_log_probs: Tensor,
-        grad_entropy: Tensor,
-    ) -> Tensor:
+    def logits_gradient(self, rows: Rows, formula: HeadFormula, block: slice, grads: RowGrads) -> Tensor:
         """Make the logits of a block of the vocabulary."""
-        logits = formula.logits(_product(rows, slice(None), block).to(log_sum.dtype))
+        logits = formula.logits(_product(rows, slice(None), block).to(grads.log_sum.dtype))
         kept = logits if formula.softcap is None else logits.clone()  # needed again only behind a cap
-        log_p = logits.sub_(log_sum.unsqueeze(-1))
-        if entropy is None:
-            grad = log_p.exp_().mul_(-grad_log_probs.unsqueeze(-1))
+        log_p = logits.sub_(grads.log_sum.unsqueeze(-1))
+        if grads.entropy is None:
+            grad = log_p.exp_().mul_(-grads.grad_log_probs.unsqueeze(-1))
         else:
             grad = log_p.exp()
-            pull = log_p.clamp_(min=_LOG_ZERO).add_(entropy.unsqueeze(-1)).mul_(grad_entropy.unsqueeze(-1))
-            grad.mul_(pull.add_(grad_log_probs.unsqueeze(-1))).neg_()
+            pull = log_p.clamp_(min=_LOG_ZERO).add_(grads.entropy.unsqueeze(-1)).mul_(grads.grad_entropy.unsqueeze(-1))
+            grad.mul_(pull.add_(grads.grad_log_probs.unsqueeze(-1))).neg_()
         column = rows.labels - block.start
         here = (column >= 0) & (column < grad.shape[1])
-        grad.scatter_add_(-1, torch.where(here, column, 0).unsqueeze(-1), (grad_log_probs * here).unsqueeze(-1))
+        grad.scatter_add_(-1, torch.where(here, column, 0).unsqueeze(-1), (grads.grad_log_probs * here).unsqueeze(-1))
         return formula.gradient(grad, kept).to(rows.hidden.dtype)
 
 
