@@ -112,7 +112,7 @@ def _type_violations(config: BaseConfig) -> Iterator[Violation]:
 
 
 def _matches(value: Any, hint: Any) -> bool:
-    """Whether ``value`` is what the annotation says, where an integer is a float and a tuple is a list."""
+    """Whether ``value`` is what the annotation says, where integers are floats, NaN is none, and a tuple is a list."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return True
@@ -124,7 +124,7 @@ def _matches(value: Any, hint: Any) -> bool:
     if origin is dict or hint is dict:
         return isinstance(value, Mapping)
     if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
+        return isinstance(value, int | float) and not isinstance(value, bool) and value == value
     if hint is int:
         return isinstance(value, int) and not isinstance(value, bool)
     if hint is type(None):

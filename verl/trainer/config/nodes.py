@@ -64,7 +64,9 @@ def _target_class(target: Any, path: str, violations: list[Violation]) -> Any:
 
 
 def _external_lib_violations(path: str, external_lib: Any) -> list[Violation]:
-    names = [external_lib] if isinstance(external_lib, str) else external_lib or []
+    names = [external_lib] if isinstance(external_lib, str) else [] if external_lib is None else external_lib
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) and name for name in names):
+        return [Violation(f"{path}.external_lib", external_lib, "must be the name of a module, or a list of names")]
     missing = [name for name in names if importlib.util.find_spec(name.split(".")[0]) is None]
     expected = f"cannot find {', '.join(missing)}: write modules that are installed or on PYTHONPATH"
     return [Violation(f"{path}.external_lib", external_lib, expected)] if missing else []

@@ -87,6 +87,10 @@ CHECKS: dict[str, dict[str, Check]] = {
         **dict.fromkeys(("ulysses_sequence_parallel_size", "log_prob_max_token_len_per_gpu"), _SIZE),
         **dict.fromkeys(("log_prob_use_dynamic_bsz", "use_torch_compile"), _BOOL),
         "strategy": _choice("fsdp", "fsdp2", "megatron"),
+        "model": (
+            lambda value: value is None or isinstance(value, Mapping),
+            "must be null or a mapping: name a model by actor_rollout_ref.ref.model.path",
+        ),
     },
     "reward_model": {
         "reward_kwargs": _MAPPING,

@@ -104,6 +104,7 @@ def _used(tree: Tree, use_critic: bool) -> Tree:
 def _size_rules(tree: Tree, use_reference: bool, use_critic: bool, broken: set[str]) -> Iterator[Violation]:
     """Yield sizes that do not fit each other; a rule is left out where a size that it needs is wrong in itself."""
     rollout, layout = "actor_rollout_ref.rollout", {"trainer.n_gpus_per_node", "trainer.nnodes"}
+    layout |= {key for key in broken if key.endswith((".fsdp_size", ".ulysses_sequence_parallel_size"))}
     layout |= {f"{rollout}.{name}" for name in ("tensor_model_parallel_size", "data_parallel_size")}
     if not broken & layout:
         yield from _layout_rules(tree, use_reference, use_critic)

@@ -1,7 +1,7 @@
 """Sharding, offload and precision of a training engine."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,10 +9,25 @@ from verl.base_config import BaseConfig, Violation
 
 STRATEGIES = ("fsdp", "fsdp2")
 DTYPES = ("fp32", "float32", "bf16", "bfloat16", "fp16", "float16")
-WRAP_KEYS = ("min_num_params", "disable", "transformer_layer_cls_to_wrap")
 MCORE_DTYPES = ("fp32", "float32", "bf16", "bfloat16")
 PRECISION_KEYS = ("param_dtype", "reduce_dtype", "buffer_dtype")
 
+
+def _is_count_or_null(value: Any) -> bool:
+    return value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0)
+
+
+def _is_name_or_names(value: Any) -> bool:
+    names = [value] if value is None or isinstance(value, str) else value
+    return isinstance(names, list | tuple) and all(name is None or isinstance(name, str) for name in names)
+
+
+_WRAP_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "min_num_params": (_is_count_or_null, "must be an integer of 0 or more"),
+    "disable": (lambda value: value is None or isinstance(value, bool), "must be true or false"),
+    "transformer_layer_cls_to_wrap": (_is_name_or_names, "must be the name of a class, or a list of names"),
+}
+WRAP_KEYS = tuple(_WRAP_CHECKS)
 
 NCCL_TIMEOUT_S = 600
 """How long a collective may take where no configuration says it."""
@@ -53,6 +68,8 @@ class FSDPEngineConfig(BaseConfig):
         for key, value in self.wrap_policy.items():
             if key not in WRAP_KEYS:
                 yield Violation(f"wrap_policy.{key}", value, f"unknown key: write one of {', '.join(WRAP_KEYS)}")
+            elif not _WRAP_CHECKS[key][0](value):
+                yield Violation(f"wrap_policy.{key}", value, _WRAP_CHECKS[key][1])
         for key, dtype in (self.mixed_precision or {}).items():
             if key not in PRECISION_KEYS:
                 expected = f"unknown key: write one of {', '.join(PRECISION_KEYS)}"
