@@ -53,6 +53,12 @@ def test_yarn_scales_as_in_transformers(scales: dict[str, float]) -> None:
     assert scale == pytest.approx(yarn_apply_mscale(hf.rope_parameters, 1.0))
 
 
+def test_noise_of_a_router_is_refused() -> None:
+    hf = config_of("MixtralForCausalLM", router_jitter_noise=0.1)
+    with pytest.raises(UnsupportedModelError, match="router_jitter_noise=0.1 is not supported"):
+        find_family(hf).config(hf)
+
+
 def test_positions_that_differ_are_refused() -> None:
     rope = {"factor": 8.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
     lone = config_of("DeepseekV3ForCausalLM", rope_parameters=rope | {"rope_type": "yarn", "mscale_all_dim": 1.0})

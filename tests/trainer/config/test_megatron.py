@@ -138,6 +138,10 @@ def test_layouts_that_run(megatron, reward, overrides):
         ([f"{PP}=2", f"+{OVERRIDES}.account_for_loss_in_pipeline_split=true"], PP, "5 with those that count as one"),
         ([f"+{OVERRIDES}.recompute_granularty=full"], f"{OVERRIDES}.recompute_granularty", "recompute_granularity?"),
         ([f"{OVERRIDES}.recompute_granularity=some"], f"{OVERRIDES}.recompute_granularity", "full, selective"),
+        ([f"{OVERRIDES}.recompute_modules=[core_att]"], f"{OVERRIDES}.recompute_modules", "names core_att: it may"),
+        ([f"+{OVERRIDES}.moe_router_dtype=bf16"], f"{OVERRIDES}.moe_router_dtype", "one of fp32, fp64"),
+        ([f"{PP}=2", f"{LAYOUT}.virtual_pipeline_model_parallel_size=2", f"+{OVERRIDES}.overlap_p2p_comm=false"],
+         f"{OVERRIDES}.overlap_p2p_comm", "must be true with virtual stages"),
         ([f"{OVERRIDES}.attention_backend=fast"], f"{OVERRIDES}.attention_backend", "one of flash"),
         ([f"+{OVERRIDES}.tensor_model_parallel_size=2"], f"{OVERRIDES}.tensor_model_parallel_size", f"write {TP}"),
         ([f"+{OVERRIDES}.num_layers=2"], f"{OVERRIDES}.num_layers", "actor_rollout_ref.model.override_config"),
@@ -256,5 +260,8 @@ def test_experts_of_the_model_count(megatron, tmp_path):
     assert violations(megatron(*paths, f"{EP}=2")) == {}
     cut = violations(megatron(*paths, f"{TP}=2", f"{LAYOUT}.sequence_parallel=false"))
     assert "the model has experts" in cut[f"{LAYOUT}.sequence_parallel"]
+    whole = violations(megatron(*paths, f"{TP}=2", f"{LAYOUT}.expert_tensor_parallel_size=1"))
+    assert "must be null with expert_model_parallel_size=1" in whole[f"{LAYOUT}.expert_tensor_parallel_size"]
+    assert violations(megatron(*paths, f"{TP}=2", f"{EP}=2", f"{LAYOUT}.expert_tensor_parallel_size=1")) == {}
     four = violations(megatron(*paths, "trainer.n_gpus_per_node=4", f"{EP}=4"))
     assert "must divide the 6 experts" in four[EP]

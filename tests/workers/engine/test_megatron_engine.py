@@ -268,6 +268,17 @@ def test_an_expert_is_told_by_its_name(name: str, expert: int, part: str) -> Non
     assert expert_of("mlp.shared_experts.linear_fc1.weight") is None and expert_of("mlp.linear_fc1.weight") is None
 
 
+def test_kernels_of_flash_attn_serve_where_they_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.transformer.enums import AttnBackend
+
+    from verl.models.mcore.gpt import build
+
+    for installed, latent, expected in ((True, False, "flash"), (True, True, "auto"), (False, False, "auto")):
+        monkeypatch.setattr(build.importlib.util, "find_spec", lambda name, found=installed: found or None)
+        assert build._attention_backend("flash", latent) == AttnBackend[expected]
+        assert build._attention_backend("fused", latent) == AttnBackend.fused
+
+
 def test_bad_requests_are_named(folder: Path) -> None:
     for settings, message in (
         ({"tensor_model_parallel_size": 2}, "tensor_model_parallel_size=2 x .* must divide the 1 workers"),
@@ -405,6 +416,10 @@ def test_weight_decay_follows_its_group_and_style() -> None:
         (
             {"lr_decay_style": "linear", "total_training_steps": 2, "lr_warmup_steps": 2},
             "shorter than the schedule of 2",
+        ),
+        (
+            {"lr_decay_style": "WSD", "total_training_steps": 4, "lr_warmup_steps": 1, "lr_wsd_decay_steps": 4},
+            "lr_wsd_decay_steps=4 must be at most 3, the steps",
         ),
     ],
 )

@@ -315,6 +315,11 @@ class _Experts:
     def config(self, hf: "PretrainedConfig") -> dict[str, Any]:
         if getattr(hf, "sliding_window", None):
             raise UnsupportedModelError(f"sliding_window={hf.sliding_window} is not supported with strategy=megatron")
+        if noise := getattr(hf, "router_jitter_noise", 0.0):
+            raise UnsupportedModelError(
+                f"router_jitter_noise={noise} is not supported with strategy=megatron: write 0.0 in "
+                "model.override_config"
+            )
         bias = _attention_bias(hf)
         experts = expert_config(hf, getattr(hf, self.width)) | {
             "moe_router_pre_softmax": getattr(hf, "norm_topk_prob", None) is False,

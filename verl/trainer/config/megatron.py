@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from verl.base_config import Violation, as_yaml
 from verl.trainer.config.megatron_fields import optimizer_rules, override_rules, stage_problem
 from verl.trainer.config.refusals import select
-from verl.utils.megatron.ranks import expert_layout_problem, model_parallel_size
+from verl.utils.megatron.ranks import LONE_EXPERTS, expert_layout_problem, model_parallel_size
 from verl.workers.config.model import flat_overrides, path_problems, read_config_json
 
 Tree = Mapping[str, Any]
@@ -27,6 +27,7 @@ CLASSIFIER = re.compile("For(Token|Sequence)Classification$")
 CUDA_ONLY = (
     *("apply_rope_fusion", "gradient_accumulation_fusion", "moe_permute_fusion", "moe_grouped_gemm"),
     *("moe_enable_deepep", "moe_router_fusion", "tp_comm_overlap", "cpu_offloading", "enable_cuda_graph", "fp8"),
+    *("fp4", "use_kitchen", "fine_grained_activation_offloading", "symmetric_ar_type", "batch_invariant_mode"),
 )
 """Fields of TransformerConfig whose code runs on CUDA alone."""
 
@@ -179,6 +180,8 @@ def _model_rules(tree: Tree, role: Role) -> Iterator[Violation]:
     if experts and tp > 1 and not engine["sequence_parallel"]:
         expected = f"must be true with {SIZES[0]}={tp}: the model has experts, which Megatron-Core cuts no other way"
         yield Violation(f"{role.engine}.sequence_parallel", False, expected)
+    if experts and tp > 1 and ep == 1 and engine["expert_tensor_parallel_size"] == 1:
+        yield Violation(f"{role.engine}.expert_tensor_parallel_size", 1, LONE_EXPERTS.format(tp=tp))
     layers, overrides = config.get("num_hidden_layers"), engine.get("override_transformer_config") or {}
     stages = engine["virtual_pipeline_model_parallel_size"] or 1
     if isinstance(layers, int) and (found := stage_problem(layers, pp, stages, overrides)) is not None:

@@ -43,6 +43,7 @@ OF_ENGINE = (
     *("finalize_model_grads_func", "grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func"),
     *("perform_initialization", "use_cpu_initialization", "init_model_with_meta_device", "enable_autocast"),
     *("autocast_dtype", "init_method", "output_layer_init_method", "embedding_init_method", "timers"),
+    *("use_ring_exchange_p2p",),
 )
 OF_PRETRAINING: dict[str, Any] = {
     "moe_router_load_balancing_type": "none",

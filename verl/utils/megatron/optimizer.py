@@ -115,6 +115,11 @@ def get_megatron_optimizer_param_scheduler(optimizer: Any, config: "McoreOptimiz
             )
         if warmup >= length:
             raise ValueError(f"the warm-up of {warmup} steps must be shorter than the schedule of {length}")
+        if config.lr_decay_style == "WSD" and (config.lr_wsd_decay_steps or 0) > length - warmup:
+            raise ValueError(
+                f"optim.lr_wsd_decay_steps={config.lr_wsd_decay_steps} must be at most {length - warmup}, the steps "
+                "that the schedule has behind its warm-up"
+            )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return OptimizerParamScheduler(

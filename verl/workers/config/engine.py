@@ -83,8 +83,11 @@ OVERRIDE_VALUES = {
     "recompute_method": ("uniform", "block"),
     "attention_backend": ("flash", "fused", "unfused", "local", "auto"),
     "transformer_impl": ("local", "transformer_engine"),
+    "moe_router_dtype": ("fp32", "fp64"),
 }
 """What some fields of Megatron-Core may be."""
+RECOMPUTED = ("core_attn", "mlp", "moe", "shared_experts", "moe_act", "layernorm", "mla_up_proj")
+"""What ``recompute_modules`` may name."""
 
 
 def _default_transformer_overrides() -> dict[str, Any]:
@@ -164,6 +167,9 @@ class McoreEngineConfig(BaseConfig):
                 "override_transformer_config.batch_p2p_comm", True,
                 "must be false with virtual stages: Megatron-Core exchanges the wrong activations, silently",
             )  # fmt: skip
+        if self.override_transformer_config.get("overlap_p2p_comm") is False:
+            expected = "must be true with virtual stages, whose exchange is not tested otherwise: leave it out"
+            yield Violation("override_transformer_config.overlap_p2p_comm", False, expected)
 
     def _unsupported(self) -> Iterator[Violation]:
         if self.override_mcore_model_config:
@@ -185,6 +191,10 @@ class McoreEngineConfig(BaseConfig):
         if own != self.use_distributed_optimizer:
             expected = "stands one level higher: write megatron.use_distributed_optimizer"
             yield Violation("override_ddp_config.use_distributed_optimizer", own, expected)
+        modules = self.override_transformer_config.get("recompute_modules") or ()
+        if unknown := [name for name in modules if name not in RECOMPUTED]:
+            expected = f"names {', '.join(map(str, unknown))}: it may name {', '.join(RECOMPUTED)}"
+            yield Violation("override_transformer_config.recompute_modules", modules, expected)
         for key, values in OVERRIDE_VALUES.items():
             value = self.override_transformer_config.get(key)
             if value is not None and value not in values:

@@ -76,7 +76,7 @@ def hf_to_mcore_config(hf_config: "PretrainedConfig", dtype: torch.dtype, **over
     output_bias = values.pop(ATTENTION_OUTPUT_BIAS, False)
     kernels = values.pop("attention_backend", None)  # of Transformer Engine
     if kernels is not None and values["transformer_impl"] == "transformer_engine":
-        values["attention_backend"] = _attention_backend(kernels)
+        values["attention_backend"] = _attention_backend(kernels, bool(values.get("multi_latent_attention")))
     kind = MLATransformerConfig if values.get("multi_latent_attention") else TransformerConfig
     if values["transformer_impl"] == "transformer_engine":
         _refuse_transformer_engine(hf_config, output_bias)
@@ -110,9 +110,11 @@ def _current_layout() -> dict[str, Any]:
     return values
 
 
-def _attention_backend(name: Any) -> AttnBackend:
-    """Return the kernels by name; ``flash`` are those of flash-attn, without which Transformer Engine chooses."""
-    if name == "flash" and importlib.util.find_spec("flash_attn") is None:
+def _attention_backend(name: Any, is_latent: bool) -> AttnBackend:
+    """Return the kernels by name; ``flash`` are those of flash-attn. Transformer Engine chooses without it, and for
+    latent attention, whose keys and values differ in width, which flash-attn 2 does not take.
+    """
+    if name == "flash" and (is_latent or importlib.util.find_spec("flash_attn") is None):
         return AttnBackend.auto
     return name if isinstance(name, AttnBackend) else AttnBackend[name]
 
