@@ -39,7 +39,7 @@ def dump_files(path: Path) -> list[Path]:
 
 def read(file: Path) -> Iterator[dict[str, Any]]:
     """Yield the samples of a file, each with its place as ``sample``."""
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines()):
+    for number, line in enumerate(file.read_text(encoding="utf-8").removesuffix("\n").split("\n")):
         try:
             yield {"sample": number, **json.loads(line)}
         except (ValueError, TypeError) as error:
@@ -50,7 +50,7 @@ def select(samples: Iterator[dict[str, Any]], args: argparse.Namespace) -> list[
     """Return the samples that the command line asks for."""
     found = []
     for each in samples:
-        score = each.get("score")
+        score = None if each.get("score") is None else float(each["score"])  # what is not finite is text
         above = args.min_score is None or (score is not None and score >= args.min_score)
         below = args.max_score is None or (score is not None and score <= args.max_score)
         if above and below and (args.find is None or args.find in f"{each.get('input')}\n{each.get('output')}"):

@@ -43,7 +43,7 @@ def broken(records, kind):
     [
         ("reward collapse", (26, 28), "is 0.15 at the end"),
         ("entropy collapse", (22, 22), r"0\.\d+ nats"),
-        ("stale weights", (12, 12), "step 12 sampled with weights that were up to 1 updates old"),
+        ("stale weights", (12, 12), "step 12 sampled with weights that were one update old"),
         ("rollout mismatch", (17, 17), "step 17 log-probabilities of rollout and trainer differ by up to 0.05"),
         ("length explosion", (18, 22), "of the responses are cut off"),
         (

@@ -120,8 +120,9 @@ def _stale_weights(entries: Entries) -> Iterator[Flag]:
     behind = [point for point in points_of(entries, "weight_sync/versions_behind") if point[1] > 0]
     if behind:
         steps = _listed([step for step, _ in behind])
-        most = max(value for _, value in behind)
-        reason = f"{steps} sampled with weights that were up to {most:.0f} updates old: the weight sync was left out"
+        most = round(max(value for _, value in behind))
+        old = "one update" if most == 1 else f"up to {most} updates"
+        reason = f"{steps} sampled with weights that were {old} old: the weight sync was left out"
         yield Flag("stale weights", behind[0][0], reason, "mismatch")
         return
     points = points_of(entries, "training/rollout_log_prob_diff_mean")

@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 MAX_POINTS = 400
 """Points that a line has at most; of a longer run each is the mean over some steps, within its bounds."""
 WARNING = COLORS[4]
-PLOT_INCHES, LEGEND_ROW_INCHES = 3.0, 0.21
+WIDTH_INCHES, PLOT_INCHES, LEGEND_ROW_INCHES = 5.2, 2.7, 0.22
+"""Near the width that a panel has on a page, so that letters keep their size."""
+TWO_COLUMNS, THREE_COLUMNS = 26, 12
+"""The longest label, in characters, of which so many columns fit."""
 
 
 class Panel(NamedTuple):
@@ -40,7 +43,7 @@ def draw_panels(entries: Entries, flags: Sequence[Flag]) -> dict[str, str]:
     drawn = {}
     with plt.rc_context(RC):  # type: ignore[arg-type]
         for panel in PANELS:
-            figure, ax = plt.subplots(figsize=(6.4, PLOT_INCHES), constrained_layout=True)
+            figure, ax = plt.subplots(figsize=(WIDTH_INCHES, PLOT_INCHES), constrained_layout=True)
             panel.draw(ax, entries)
             if ax.has_data():
                 _finish(ax, panel, [flag for flag in flags if flag.panel == panel.name], entries)
@@ -64,7 +67,9 @@ def _finish(ax: "Axes", panel: Panel, flags: Sequence[Flag], entries: Entries) -
         )
     handles, labels = ax.get_legend_handles_labels()
     if handles:
-        columns = 1 if len(handles) < 3 or max(map(len, labels)) > 40 else 2 if len(handles) < 7 else 3
+        longest = max(map(len, labels))
+        fitting = 1 if longest > TWO_COLUMNS else 2 if longest > THREE_COLUMNS else 3
+        columns = 1 if len(handles) < 3 else min(fitting, 2 if len(handles) < 5 else 3)
         rows = -(-len(handles) // columns)
         figure = ax.get_figure(root=True)
         assert figure is not None
@@ -192,7 +197,8 @@ def _distribution(ax: "Axes", entries: Entries) -> None:
     share = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     image = np.empty((share.shape[1], share.shape[0], 4))
     image[..., :3] = to_rgb("#3f9f73")  # legible on a light and on a dark page
-    image[..., 3] = np.sqrt(share.T / max(share.max(), 1e-9))
+    # the fewest are still seen on a dark page
+    image[..., 3] = np.where(share.T > 0, 0.15 + 0.85 * np.sqrt(share.T / max(share.max(), 1e-9)), 0.0)
     limit = kept[0][1]["limit"]
     ax.imshow(
         image,

@@ -54,7 +54,7 @@ RC = {
     "xtick.labelcolor": INK,
     "ytick.labelcolor": INK,
     "legend.frameon": False,
-    "legend.fontsize": 8.5,
+    "legend.fontsize": 9,
     "lines.linewidth": 1.7,
     "figure.facecolor": "none",
     "savefig.facecolor": "none",
