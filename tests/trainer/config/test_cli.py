@@ -61,6 +61,17 @@ def test_refused_with_what_was_meant():
         assert violation.key.split(".")[0] in override and meant in violation.expected, str(violation)
 
 
+def test_several_values_are_a_list_or_several_runs():
+    values = ["trainer.logger=console,wandb", "data.train_files=a.parquet,b.parquet"]
+    with pytest.raises(ConfigError) as info:
+        fit(*values)
+    assert [str(violation) for violation in info.value.violations] == [
+        f"{value}: are several values: write a list as [a,b], or quote a text that holds a comma" for value in values
+    ]
+    assert prepare_arguments(["--multirun", values[0]], "ppo_trainer", CONFIG_DIR) == ["--multirun", values[0]]
+    assert fit("data.train_files='a,b.parquet'") == ["data.train_files='a,b.parquet'"]
+
+
 @pytest.mark.parametrize("override", ["data.train_files=[a", "actor@actor_rollout_ref.actor=nonesuch"])
 def test_what_hydra_cannot_read(override):
     with pytest.raises(HydraException):

@@ -87,16 +87,19 @@ def prepare_arguments(arguments: list[str], config_name: str, folder: str) -> li
         if not os.path.isdir(folder):
             folder = os.path.abspath(parsed.config_path)
     extra = [f"hydra.searchpath=[file://{os.path.abspath(parsed.config_dir)}]"] if parsed.config_dir else []
-    overrides = fitted_overrides(parsed.overrides, parsed.config_name or config_name, folder, extra)
+    name = parsed.config_name or config_name
+    overrides = fitted_overrides(parsed.overrides, name, folder, extra, multirun=bool(parsed.multirun))
     kept = [argument for argument in arguments if argument not in parsed.overrides]
     moved = ["--config-path", folder] if parsed.config_path is not None else []
     return kept + moved + overrides
 
 
-def fitted_overrides(overrides: list[str], config_name: str, folder: str, extra: Iterable[str] = ()) -> list[str]:
+def fitted_overrides(
+    overrides: list[str], config_name: str, folder: str, extra: Iterable[str] = (), multirun: bool = False
+) -> list[str]:
     """Return the overrides, each spelled so that it fits whether its key is in the YAML or not.
 
-    Raises: ConfigError listing every key that does not exist.
+    Raises: ConfigError listing every key that does not exist, and, but for ``multirun``, those with several values.
     """
     parsed = OverridesParser.create().parse_overrides([_short_group(override) for override in overrides])
     with hydra.initialize_config_dir(folder, version_base=None):
@@ -117,6 +120,9 @@ def fitted_overrides(overrides: list[str], config_name: str, folder: str, extra:
             fitted.append(_with_prefix(line, override, known))
             keys_of_line = _keys_of(override)
         violations += [violation for key in keys_of_line for violation in _key_violations(key, override, known)]
+        if override.is_sweep_override() and not multirun:
+            expected = "are several values: write a list as [a,b], or quote a text that holds a comma"
+            violations.append(Violation(override.key_or_group, _value_text(override), expected))
     if violations:
         raise ConfigError(violations)
     return fitted
@@ -150,8 +156,17 @@ def _keys_of(override: Override) -> Iterator[str]:
         yield override.key_or_group
 
 
+def _value_text(override: Override) -> str:
+    """Return the value as it was written."""
+    if override.is_delete():
+        return ""
+    if override.is_sweep_override():
+        return str(override.input_line).partition("=")[2]
+    return str(override.get_value_element_as_str())
+
+
 def _key_violations(key: str, override: Override, known: set[str]) -> Iterator[Violation]:
-    value = "" if override.is_delete() else override.get_value_element_as_str()
+    value = _value_text(override)
     text = renamed(key)
     if text is not None:
         yield Violation(key, value, text)

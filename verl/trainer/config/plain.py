@@ -107,6 +107,7 @@ CHECKS: dict[str, dict[str, Check]] = {
         **dict.fromkeys(("max_concurrent", "memory_limit_mb"), _SIZE),
     },
     "reward_model.local_sandbox": {"timeout_s": _SECONDS, "allow_unisolated": _BOOL},
+    "ray_kwargs": {"timeline_json_file": _NULL_TEXT},
     "custom_reward_function": {"path": _NULL_TEXT, "name": _TEXT, "reward_kwargs": _MAPPING},
 }
 

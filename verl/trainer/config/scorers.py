@@ -47,7 +47,7 @@ def scorer_rules(tree: Mapping[str, Any], module: ast.Module) -> Iterator[Violat
 def manager_rules(tree: Mapping[str, Any]) -> Iterator[Violation]:
     """Yield arguments that the reward manager does not take, or that do not fit each other."""
     manager, given = select(tree, "reward_model.reward_manager"), select(tree, _KWARGS)
-    if manager not in MANAGER_KWARGS or not isinstance(given, Mapping):
+    if not isinstance(manager, str) or manager not in MANAGER_KWARGS or not isinstance(given, Mapping):
         return
     known = MANAGER_KWARGS[manager]
     for key in given.keys() - set(known):
