@@ -39,7 +39,9 @@ def dump_files(path: Path) -> list[Path]:
 
 def read(file: Path) -> Iterator[dict[str, Any]]:
     """Yield the samples of a file, each with its place as ``sample``."""
-    for number, line in enumerate(file.read_text(encoding="utf-8").removesuffix("\n").split("\n")):
+    for number, line in enumerate(file.read_text(encoding="utf-8").split("\n")):  # text may hold other ends of lines
+        if not line:
+            continue
         try:
             yield {"sample": number, **json.loads(line)}
         except (ValueError, TypeError) as error:
