@@ -9,13 +9,13 @@ WORKERS="${WORKERS:-1}"
 
 python3 -m verl.trainer.main_ppo \
     algorithm.adv_estimator=grpo \
-    data.train_files="$DATA_DIR/train.parquet" \
-    data.val_files="$DATA_DIR/test.parquet" \
+    "data.train_files='$DATA_DIR/train.parquet'" \
+    "data.val_files='$DATA_DIR/test.parquet'" \
     data.train_batch_size=16 \
     data.max_prompt_length=16 \
     data.max_response_length=32 \
     data.dataloader_num_workers=0 \
-    actor_rollout_ref.model.path="$MODEL_PATH" \
+    "actor_rollout_ref.model.path='$MODEL_PATH'" \
     actor_rollout_ref.model.use_remove_padding=true \
     actor_rollout_ref.model.enable_gradient_checkpointing=false \
     actor_rollout_ref.actor.optim.lr=1e-4 \
@@ -34,7 +34,7 @@ python3 -m verl.trainer.main_ppo \
     trainer.logger='[]' \
     trainer.project_name=quickstart \
     trainer.experiment_name=grpo \
-    trainer.default_local_dir="$OUT_DIR" \
+    "trainer.default_local_dir='$OUT_DIR'" \
     trainer.total_training_steps=40 \
     trainer.total_epochs=1000 \
     trainer.test_freq=5 \

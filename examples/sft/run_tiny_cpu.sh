@@ -7,13 +7,13 @@ MODEL_PATH="${MODEL_PATH:-outputs/quickstart/base}"
 OUT_DIR="${OUT_DIR:-outputs/sft_tiny_cpu}"
 
 python3 -m verl.trainer.sft_trainer \
-    data.train_files="$DATA_DIR/sft_train.parquet" \
-    data.val_files="$DATA_DIR/sft_test.parquet" \
+    "data.train_files='$DATA_DIR/sft_train.parquet'" \
+    "data.val_files='$DATA_DIR/sft_test.parquet'" \
     data.train_batch_size=64 \
     data.use_dynamic_bsz=true \
     data.max_token_len_per_gpu=8192 \
     data.max_length=96 \
-    model.path="$MODEL_PATH" \
+    "model.path='$MODEL_PATH'" \
     model.use_remove_padding=true \
     model.enable_gradient_checkpointing=false \
     engine.model_dtype=fp32 \
@@ -25,7 +25,7 @@ python3 -m verl.trainer.sft_trainer \
     trainer.logger='[]' \
     trainer.project_name=quickstart \
     trainer.experiment_name=sft \
-    trainer.default_local_dir="$OUT_DIR" \
+    "trainer.default_local_dir='$OUT_DIR'" \
     trainer.total_epochs=2 \
     trainer.total_training_steps=200 \
     trainer.save_freq=1000 \

@@ -10,7 +10,7 @@ from hydra.errors import HydraException
 
 from verl.base_config import ConfigError
 from verl.trainer import main_ppo
-from verl.trainer.config.cli import CONFIG_DIR, fitted_overrides, prepare_arguments
+from verl.trainer.config.cli import CONFIG_DIR, fitted_overrides, prepare_arguments, unreadable
 from verl.trainer.config.help import help_text
 from verl.trainer.config.keys import nearest
 
@@ -76,6 +76,15 @@ def test_several_values_are_a_list_or_several_runs():
 def test_what_hydra_cannot_read(override):
     with pytest.raises(HydraException):
         fit(override)
+
+
+def test_quotes_are_offered_where_hydra_cannot_read():
+    key, folder = "trainer.default_local_dir", "/runs/mine (2)/out"
+    with pytest.raises(HydraException):
+        fit(f"{key}={folder}")
+    assert unreadable(f"{key}={folder}").endswith(f"for instance \"{key}='{folder}'\"")
+    assert fit(f"{key}='{folder}'") == [f"{key}='{folder}'"]
+    assert unreadable("trainer.total_epochs").endswith("with quotes around special characters")
 
 
 def test_flags_are_kept_and_paths_made_absolute(tmp_path):

@@ -57,7 +57,7 @@ def hydra_main(
             try:
                 arguments = prepare_arguments(sys.argv[1:], config_name, folder)
             except OverrideParseException as error:
-                _exit(f"{error.override!r} cannot be read: write key=value, with quotes around special characters")
+                _exit(unreadable(str(error.override)))
             except (ConfigError, HydraException, OmegaConfBaseException) as error:
                 _exit(str(error))
             sys.argv[1:] = arguments
@@ -66,6 +66,13 @@ def hydra_main(
         return command
 
     return decorate
+
+
+def unreadable(override: str) -> str:
+    """Say how to write an override that Hydra's grammar does not take."""
+    key, equals, value = override.partition("=")
+    quoted = f", for instance \"{key}='{value}'\"" if equals and " " not in key and "'" not in value else ""
+    return f"{override!r} cannot be read: write key=value, with quotes around special characters{quoted}"
 
 
 def _exit(message: str) -> None:
