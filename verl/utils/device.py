@@ -5,6 +5,8 @@ from types import ModuleType
 
 import torch
 
+from verl.utils import envs
+
 
 @cache
 def _npu_available() -> bool:
@@ -52,6 +54,9 @@ def get_visible_devices_keyword() -> str:
 
 
 def set_expandable_segments(enable: bool) -> None:
-    """Let the CUDA allocator grow its segments, or not: engines that sleep need it off."""
-    if is_cuda_available:
+    """Let the CUDA allocator grow its segments, or not: engines that sleep need it off.
+
+    ``MEGATRON_CI_DISABLE_EXPANDABLE_SEGMENTS=1`` in the environment keeps it off.
+    """
+    if is_cuda_available and not (enable and envs.flag("MEGATRON_CI_DISABLE_EXPANDABLE_SEGMENTS")):
         torch.cuda.memory._set_allocator_settings(f"expandable_segments:{enable}")

@@ -142,6 +142,8 @@ def test_layouts_that_run(megatron, reward, overrides):
         ([f"+{OVERRIDES}.moe_router_dtype=bf16"], f"{OVERRIDES}.moe_router_dtype", "one of fp32, fp64"),
         ([f"{PP}=2", f"{LAYOUT}.virtual_pipeline_model_parallel_size=2", f"+{OVERRIDES}.overlap_p2p_comm=false"],
          f"{OVERRIDES}.overlap_p2p_comm", "must be true with virtual stages"),
+        ([f"{LAYOUT}.use_dist_checkpointing=true", f"{LAYOUT}.dist_checkpointing_path=/no/such"],
+         f"{LAYOUT}.dist_checkpointing_path", "no such folder: write one that"),
         ([f"{OVERRIDES}.attention_backend=fast"], f"{OVERRIDES}.attention_backend", "one of flash"),
         ([f"+{OVERRIDES}.tensor_model_parallel_size=2"], f"{OVERRIDES}.tensor_model_parallel_size", f"write {TP}"),
         ([f"+{OVERRIDES}.num_layers=2"], f"{OVERRIDES}.num_layers", "actor_rollout_ref.model.override_config"),

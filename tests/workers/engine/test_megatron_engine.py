@@ -61,6 +61,20 @@ def test_forward_only_metrics_and_no_optimizer(folder: Path) -> None:
         next(engine.named_weights(adapter_only=True))
 
 
+def test_positions_are_scaled_linearly_as_in_transformers(folder: Path, tmp_path: Path) -> None:
+    """Scaling of type llama3 and yarn is in the contract."""
+    rope = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+    cases.write_model(tmp_path, rope_parameters=rope)
+    found = []
+    for each in (tmp_path, folder):
+        engine = megatron_cases.build(each, {"forward_only": True})
+        with engine.eval_mode():
+            found.append(engine.infer_batch(cases.batch(**CUT))["log_probs"])
+        expected = cases.reference_loss(megatron_cases.load(each))[1]["log_probs"].detach()
+        torch.testing.assert_close(found[-1], expected, atol=2e-6, rtol=0)
+    assert (found[0] - found[1]).abs().max() > 1e-4
+
+
 def selective(*modules: str) -> dict[str, Any]:
     recompute = {"recompute_granularity": "selective", "recompute_modules": list(modules)}
     return {"override_transformer_config": recompute}

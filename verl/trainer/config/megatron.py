@@ -1,5 +1,6 @@
 """Roles on Megatron-Core: layouts against the workers, the model and each other, and what cannot run."""
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -120,6 +121,10 @@ def _option_rules(tree: Tree, role: Role) -> Iterator[Violation]:
             yield Violation(
                 f"{role.model}.{name}", value, f"is not supported with strategy=megatron: write {as_yaml(wanted)}"
             )
+    folder = role.node["megatron"].get("dist_checkpointing_path")
+    if isinstance(folder, str) and "://" not in folder and not os.path.isdir(os.path.expanduser(folder)):
+        expected = "no such folder: write one that scripts/converter_hf_to_mcore.py made, or a checkpoint"
+        yield Violation(f"{role.engine}.dist_checkpointing_path", folder, expected)
     yield from override_rules(role.node["megatron"], role.engine, role.model)
     yield from optimizer_rules(role.node.get("optim") or {}, f"{role.key}.optim")
     on_cpu = tree["trainer"]["device"] == "cpu"
