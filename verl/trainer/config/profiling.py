@@ -25,9 +25,10 @@ def profiler_rules(tree: Tree, use_reference: bool, use_critic: bool) -> Iterato
         yield Violation(_GLOBAL, profiler, "must be a mapping: set keys below it")
         return
     enabled = dict(_enabled(tree, use_reference, use_critic))
-    tools = {profiler.get("tool")} | {node.get("tool") for node in enabled.values()}
-    if not tools <= {None, *TOOLS}:
+    chosen = [profiler.get("tool"), *(node.get("tool") for node in enabled.values())]
+    if any(tool not in (None, *TOOLS) for tool in chosen):
         return  # said by the dataclass
+    tools = set(chosen)
     yield from _step_rules(tree, enabled)
     for role, node in enabled.items():
         yield from _role_rules(tree, role, node)
