@@ -53,6 +53,8 @@ def test_file_holds_one_object_per_step(tmp_path, monkeypatch):
     assert lines == [{"step": 1, "data": {"x": 1.5, "y": [0, 1], "text": "ä"}}, {"step": 3, "data": {"x": 3}}]
     monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "chosen.jsonl"))
     assert FileLogger("project", "run").path == tmp_path / "chosen.jsonl"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert FileLogger("project", "run", path="~/mine.jsonl").path == tmp_path / "mine.jsonl"
 
 
 def test_tensorboard_is_read_back(tmp_path, monkeypatch):

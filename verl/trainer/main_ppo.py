@@ -6,6 +6,7 @@ trainer runs. It imports neither torch nor transformers.
 
 import importlib
 import logging
+import os
 import sys
 from typing import Any
 
@@ -99,7 +100,7 @@ def _run_in_actor(config: DictConfig, task_runner_class: Any, display: Any) -> N
         display.close()
         timeline = config.ray_kwargs.get("timeline_json_file", None)
         if timeline:
-            ray.timeline(filename=timeline)
+            ray.timeline(filename=os.path.expanduser(timeline))
 
 
 def _controller_options(config: DictConfig) -> dict[str, Any]:

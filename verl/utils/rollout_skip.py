@@ -26,7 +26,7 @@ class RolloutSkip:
         experiment = data.get("experiment_name", config.trainer.experiment_name)
         project = data.get("project_name", config.trainer.project_name)
         name = f"{experiment}_{project}_GBS{prompts}__N{rollout.n}"
-        self.path = Path(rollout.skip_dump_dir, name)
+        self.path = Path(rollout.skip_dump_dir).expanduser() / name
         self.rows = prompts * rollout.n
         self.rollout_wg = rollout_wg
 

@@ -156,7 +156,7 @@ class FileLogger:
     ) -> None:
         chosen = path or envs.read("VERL_FILE_LOGGER_PATH")
         root = envs.read("VERL_FILE_LOGGER_ROOT", ".") or "."
-        self.path = Path(chosen) if chosen else Path(root, project_name, f"{experiment_name}.jsonl")
+        self.path = (Path(chosen) if chosen else Path(root, project_name, f"{experiment_name}.jsonl")).expanduser()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.file = self.path.open("a", encoding="utf-8")
 

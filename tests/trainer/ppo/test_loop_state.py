@@ -269,7 +269,7 @@ def test_a_checkpoint_is_removed_only_when_the_next_one_is_named(tmp_path):
     assert sorted(path.name for path in (tmp_path / "global_step_2").iterdir()) == ["actor", "critic", "data.pt"]
 
 
-def test_dumps_are_in_the_order_in_which_rows_were_asked_for(tmp_path):
+def test_dumps_are_in_the_order_in_which_rows_were_asked_for(tmp_path, monkeypatch):
     import numpy as np
 
     from verl.protocol import DataProto
@@ -286,8 +286,9 @@ def test_dumps_are_in_the_order_in_which_rows_were_asked_for(tmp_path):
     )
     tokenizer = SimpleNamespace(batch_decode=lambda ids, skip_special_tokens: [f"t{row.tolist()}" for row in ids])
     extras = {"acc": [True, False], "short": [1]}
-    path = dump_training_batch(str(tmp_path), 3, batch, tokenizer, extras, order=[1, 0])
-    assert path.name == "3.jsonl"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    path = dump_training_batch("~/dumps", 3, batch, tokenizer, extras, order=[1, 0])
+    assert path == tmp_path / "dumps" / "3.jsonl"
     assert [json.loads(line) for line in path.read_text().splitlines()] == [
         {"input": "t[2]", "output": "t[5, 6]", "gts": None, "score": 0.5, "step": 3, "acc": False},
         {"input": "t[1]", "output": "t[3, 4]", "gts": "5", "score": 1.0, "step": 3, "acc": True},

@@ -31,7 +31,7 @@ def dump_generations(
     columns: dict[str, Sequence[Any]] = {"input": inputs, "output": outputs, "gts": gts, "score": scores}
     columns["step"] = [step] * count
     columns |= {name: values for name, values in extras.items() if len(values) == count and name not in columns}
-    path = Path(folder, f"{step}.jsonl")
+    path = Path(folder).expanduser() / f"{step}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".jsonl.tmp")
     with unfinished.open("w", encoding="utf-8") as file:
