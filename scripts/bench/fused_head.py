@@ -1,12 +1,15 @@
 """Measure what a fused head saves, on this machine: peak memory and time of one update, beside the plain head.
 
 Each line is one process that has run alone: a Qwen2 of two layers with a large vocabulary takes updates on the same
-rows with ``use_fused_kernels`` off or on. On CPU the peak is ``VmHWM`` of the kernel, reset before the updates; on
-CUDA that of the allocator. What was resident before (weights, optimizer state) is taken off.
+rows with ``use_fused_kernels`` off or on. With ``--tp`` above 1 so many processes share it, on Megatron-Core with
+sequence parallelism; the line is that of the one that took most memory. On CPU the peak is ``VmHWM`` of the kernel,
+reset before the updates; on CUDA that of the allocator. What was resident before (weights, optimizer state) is taken
+off.
 """
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -59,21 +62,40 @@ def status(name: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
+def engine_of(tp: int) -> tuple[str, Any, Any]:
+    """Return the strategy and its configurations, once this process is in the group of those that share the model."""
+    import torch
+    import torch.distributed as dist
+
+    from verl.utils.gloo import use_one_thread
+    from verl.workers import config
+
+    if tp == 1:
+        return "fsdp2", config.FSDPEngineConfig(strategy="fsdp2"), config.FSDPOptimizerConfig(lr=1e-6)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    use_one_thread()
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    engine_config = config.McoreEngineConfig(tensor_model_parallel_size=tp, dtype="fp32")
+    return "megatron", engine_config, config.McoreOptimizerConfig(lr=1e-6)
+
+
 def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Take updates; return the highest memory above that before them, and the median seconds."""
     import torch
 
-    from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+    from verl.workers.config import HFModelConfig
     from verl.workers.engine import EngineRegistry
 
     kernels = {"use_fused_kernels": options.head != "plain", "use_remove_padding": True, "load_tokenizer": False}
     backend = options.head if options.head != "plain" else "torch"
+    strategy, engine_config, optimizer_config = engine_of(options.tp)
     engine = EngineRegistry.new(
         "language_model",
-        "fsdp2",
+        strategy,
         model_config=HFModelConfig(path=str(folder), fused_kernel_options={"impl_backend": backend}, **kernels),
-        engine_config=FSDPEngineConfig(strategy="fsdp2"),
-        optimizer_config=FSDPOptimizerConfig(lr=1e-6),
+        engine_config=engine_config,
+        optimizer_config=optimizer_config,
         checkpoint_config=None,
     )
     engine.initialize()
@@ -104,18 +126,32 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--entropy", action="store_true", help="with a loss of entropy")
     parser.add_argument("--heads", default="plain,torch", help="of plain, torch, triton (CUDA)")
+    parser.add_argument("--tp", type=int, default=1, help="processes that share the model, on Megatron-Core")
     parser.add_argument("--head", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.head:
-        print(json.dumps({"head": options.head} | measure(options.folder, options)))
+        print(json.dumps({"head": options.head} | measure(options.folder, options)), flush=True)
+        if options.tp > 1:
+            from verl.utils.distributed import leave_process
+
+            leave_process(0)
         return
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), options.vocabulary, options.hidden)
         for head in options.heads.split(","):
-            command = [sys.executable, __file__, *sys.argv[1:], "--head", head, "--folder", folder]
+            ranks = (
+                ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.tp}"]
+                if options.tp > 1
+                else []
+            )
+            command = [sys.executable, *ranks, __file__, *sys.argv[1:], "--head", head, "--folder", folder]
             done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
-            print(done.stdout.splitlines()[-1] if done.returncode == 0 else done.stderr[-2000:], flush=True)
+            if done.returncode:
+                print(done.stderr[-2000:], flush=True)
+                continue
+            found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+            print(json.dumps(max(found, key=lambda each: each["peak_mib"])), flush=True)
 
 
 if __name__ == "__main__":

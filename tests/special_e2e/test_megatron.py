@@ -79,6 +79,15 @@ def test_pipelines_give_the_numbers_of_cut_layers(workspace, tp2, verification_p
 
 
 @pytest.mark.full
+def test_a_fused_head_gives_the_numbers_of_the_plain_one(workspace, tp2, verification_page):
+    """With half of the vocabulary on each worker."""
+    run = workspace.train("tp2-fused", TP2 | {"actor_rollout_ref.model.use_fused_kernels": True})
+    assert_agrees(run)
+    write_down(verification_page, "GRPO, TP 2, fused head", run, tp2, "GRPO, TP 2")
+    assert_close(run, tp2, range(1, 5), rel=1e-4)
+
+
+@pytest.mark.full
 def test_fsdp_gives_the_numbers_of_cut_layers(workspace, verification_page):
     """Without decay, which FSDP applies to norms and biases as well.
 

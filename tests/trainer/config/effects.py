@@ -261,6 +261,7 @@ PASSED_ON = [
 
 LAYOUTS = tuple(f"{node}.megatron" for node in (ACTOR, REF, "critic", "reward_model"))
 CONTRACT_MEGATRON, MEGATRON_ENGINE = ENGINE + "test_megatron_contract.py::", ENGINE + "test_megatron_engine.py::"
+MEGATRON_FUSED = ENGINE + "test_megatron_fused.py::"
 # fmt: off
 MEGATRON = [
     Reader(LAYOUTS, "tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size context_parallel_size expert_model_parallel_size expert_tensor_parallel_size seed", "workers/engine/megatron/layout.py", "config", CONTRACT_MEGATRON + "test_equals_plain_transformers"),
@@ -274,6 +275,8 @@ MEGATRON = [
     Reader("reward_model", "load_weight", "workers/roles/reward_model.py", "config", "tests/workers/engine/test_megatron_engine.py::test_weights_come_from_the_seed_where_none_are_loaded"),
     Reader(CHECKPOINTS, "async_save", "utils/checkpoint/megatron_checkpoint_manager.py", "config", "tests/utils/checkpoint/test_megatron_checkpoint_manager.py::test_training_goes_on_while_a_rank_writes"),
     Reader(LAYOUTS, "override_transformer_config", "workers/engine/megatron/build.py", "config", MEGATRON_ENGINE + "test_recompute_computes_layers_again"),
+    Reader(MODEL, "use_fused_kernels", "workers/engine/megatron/build.py", "self.model_config", MEGATRON_FUSED + "test_equals_plain_transformers"),
+    Reader(f"{MODEL}.fused_kernel_options", "impl_backend", "workers/engine/megatron/build.py", "self.model_config.fused_kernel_options", MEGATRON_FUSED + "test_triton_is_refused_where_it_cannot_run"),
     Reader(LAYOUTS, "param_offload grad_offload optimizer_offload", "workers/engine/megatron/engine.py", "config", "tests/workers/engine/test_megatron_engine.py::test_offload_frees_each_part_by_its_own_switch"),
     Reader(OPTIMIZERS, "lr weight_decay betas clip_grad optimizer override_optimizer_config", "utils/megatron/optimizer.py", "optim_config", CONTRACT_MEGATRON + "test_three_steps_of_adamw"),
     Reader(OPTIMIZERS, "lr_warmup_steps_ratio lr_warmup_steps lr_warmup_init lr_decay_steps lr_decay_style min_lr lr_wsd_decay_style lr_wsd_decay_steps", "utils/megatron/optimizer.py", "config", MEGATRON_ENGINE + "test_schedules"),
@@ -304,7 +307,6 @@ MEGATRON_REFUSED = {
     **{f"{node}.override_mcore_model_config": {"rotary_base": 1} for node in LAYOUTS},
     **{f"{node}.use_mbridge": True for node in LAYOUTS},
     **{f"{MODEL}.{name}": value for name, value in (("lora_rank", 8), ("use_liger", True))},
-    f"{MODEL}.use_fused_kernels": True,
     f"{MODEL}.enable_activation_offload": True,
 }
 """As ``REFUSED``."""

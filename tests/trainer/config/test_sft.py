@@ -75,8 +75,8 @@ def test_the_older_tree_is_moved(trees):
         ),
         (
             "sft_trainer_engine",
-            {"engine.strategy": "megatron", "model.use_fused_kernels": True},
-            "model.use_fused_kernels",
+            {"engine.strategy": "megatron", "model.use_liger": True},
+            "model.use_liger",
             "must be false with engine=megatron",
         ),
         (

@@ -242,8 +242,8 @@ def real_loss(engine: Any, kind: str, rows: list[int], cut: dict[str, Any]) -> d
 
 def run_case(folder: Path, layout: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
     """Infer, differentiate the loss of the role, take one step, and export the weights before and after."""
-    kind = case.get("kind", "language_model")
-    engine = build(folder / case.get("folder", "plain"), layout | case.get("engine", {}), kind)
+    kind, path = case.get("kind", "language_model"), folder / case.get("folder", "plain")
+    engine = build(path, layout | case.get("engine", {}), kind, model=cases.model_config(path, **case.get("model", {})))
     rows = cases.rows_of(engine, case.get("uneven", False))
     result: dict[str, Any] = {"rows": rows, "before": cases.export(engine)}
     with engine.eval_mode():
@@ -257,14 +257,17 @@ def run_case(folder: Path, layout: dict[str, Any], case: dict[str, Any]) -> dict
     return result
 
 
-def three_steps(folder: Path, layout: dict[str, Any]) -> dict[str, Any]:
+def three_steps(
+    folder: Path, layout: dict[str, Any], name: str = "plain", model: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """Take steps that a decay of norms and biases, or a lost moment, would show."""
     overrides = {"adam_eps": SMOOTH["eps"]}
     engine = build(
-        folder / "plain",
+        folder / name,
         layout,
-        optimizer={name: SMOOTH[name] for name in ("lr", "weight_decay", "betas")}
+        optimizer={key: SMOOTH[key] for key in ("lr", "weight_decay", "betas")}
         | {"override_optimizer_config": overrides},
+        model=cases.model_config(folder / name, **(model or {})),
     )
     rows = cases.rows_of(engine, False)
     with engine.train_mode():
@@ -319,9 +322,9 @@ def continued(folder: Path, world: int, name: str) -> dict[str, Any]:
     return result
 
 
-def reference_three_steps(folder: Path) -> dict[str, Any]:
+def reference_three_steps(folder: Path, name: str = "plain") -> dict[str, Any]:
     """The same by torch: matrices are decayed, norms and biases are not."""
-    model = load(folder / "plain")
+    model = load(folder / name)
     parameters = dict(model.named_parameters())
     matrices = [p for p in parameters.values() if p.dim() > 1]
     vectors = [p for p in parameters.values() if p.dim() == 1]

@@ -36,6 +36,10 @@ CUDA_OPTIMIZERS = ("use_precision_aware_optimizer", "optimizer_cpu_offload", "ov
 """Fields of OptimizerConfig of which the same is true."""
 
 
+ACTOR_MODEL = "actor_rollout_ref.model"
+"""The key of the model that actor and reference have."""
+
+
 class Role(NamedTuple):
     """A role that has a training engine; ``shares`` says whether it lives in the actor's processes."""
 
@@ -69,9 +73,9 @@ def roles_of(tree: Tree, use_reference: bool, use_critic: bool) -> list[Role]:
     """Return the roles that have a training engine, the actor first."""
     shared, trainer, reward = tree["actor_rollout_ref"], tree["trainer"], tree["reward_model"]
     world = trainer["n_gpus_per_node"] * trainer["nnodes"]
-    roles = [Role("actor_rollout_ref.actor", shared["actor"], "actor_rollout_ref.model", world, True)]
+    roles = [Role("actor_rollout_ref.actor", shared["actor"], ACTOR_MODEL, world, True)]
     if use_reference and not shared["model"].get("lora_rank", 0):
-        roles.append(Role("actor_rollout_ref.ref", shared["ref"], "actor_rollout_ref.model", world, True))
+        roles.append(Role("actor_rollout_ref.ref", shared["ref"], ACTOR_MODEL, world, True))
     if use_critic:
         roles.append(Role("critic", tree["critic"], "critic.model", world, True))
     if reward.get("enable") is True and reward.get("model_type") != "generative":
@@ -115,8 +119,7 @@ def _strategy_rules(roles: list[Role]) -> Iterator[Violation]:
 
 def _option_rules(tree: Tree, role: Role) -> Iterator[Violation]:
     """Yield options of the model and the engine that do not exist on Megatron-Core, or not on these devices."""
-    options = ("use_liger", "use_fused_kernels", "enable_activation_offload")
-    for name, wanted in (("lora_rank", 0), *((option, False) for option in options)):
+    for name, wanted in (("lora_rank", 0), ("use_liger", False), ("enable_activation_offload", False)):
         if (value := select(tree, f"{role.model}.{name}", wanted)) != wanted:
             yield Violation(
                 f"{role.model}.{name}", value, f"is not supported with strategy=megatron: write {as_yaml(wanted)}"
@@ -133,6 +136,10 @@ def _option_rules(tree: Tree, role: Role) -> Iterator[Violation]:
         if on_cpu and overrides.get(name):
             key = f"{role.engine}.override_transformer_config.{name}"
             yield Violation(key, overrides[name], "needs CUDA: leave it out with trainer.device=cpu")
+    fused = f"{ACTOR_MODEL}.use_fused_kernels"
+    if overrides.get("defer_embedding_wgrad_compute") and role.model == ACTOR_MODEL and select(tree, fused, False):
+        key = f"{role.engine}.override_transformer_config.defer_embedding_wgrad_compute"
+        yield Violation(key, True, f"needs logits: leave it out, or write {fused}=false")
     dispatcher = overrides.get("moe_token_dispatcher_type", "alltoall")
     if dispatcher != "alltoall" and (on_cpu or dispatcher != "flex"):
         key = f"{role.engine}.override_transformer_config.moe_token_dispatcher_type"

@@ -152,7 +152,7 @@ FIXED = {
 
 NOT_WITH_MEGATRON = {
     "model.lora_rank": 0,
-    **{f"model.{name}": False for name in ("use_liger", "use_fused_kernels", "enable_activation_offload")},
+    **{f"model.{name}": False for name in ("use_liger", "enable_activation_offload")},
 }
 
 

@@ -139,7 +139,7 @@ def linear_log_probs_and_entropy(
     Args:
         hidden: (N, H).
         weight: (V, H); with a ``group`` this rank's part of the vocabulary. The gradient of ``hidden`` is then that
-            of this part: the caller adds up those of the ranks.
+            of this part: ``sum_gradients`` adds up those of the ranks.
         labels: (N,) int64, rows of ``weight``; -1 where another rank has it.
         entropy: ``none``, ``value`` (without gradient) or ``grad``.
         backend: ``torch``, or ``triton`` on CUDA.
@@ -177,9 +177,17 @@ class _SumGradients(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        total = grad.clone()
+        total = grad.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.group)
         return total, None
+
+
+def sum_gradients(hidden: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Return ``hidden``, which all ranks of a group have, so that its gradient is the sum of theirs."""
+    if group is None or dist.get_world_size(group) == 1:
+        return hidden
+    summed: Tensor = _SumGradients.apply(hidden, group)  # type: ignore[no-untyped-call]
+    return summed
 
 
 def linear_cross_entropy(
@@ -202,7 +210,7 @@ def linear_cross_entropy(
         raise ValueError(f"reduction must be none, mean or sum, got {reduction!r}")
     rows, flat = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     if dist_process_group is not None:
-        rows = _SumGradients.apply(rows, dist_process_group)  # type: ignore[no-untyped-call]
+        rows = sum_gradients(rows, dist_process_group)
         column = flat - dist.get_rank(dist_process_group) * len(weight)
         flat = torch.where((column >= 0) & (column < len(weight)), column, -1)
     log_probs, entropy = linear_log_probs_and_entropy(

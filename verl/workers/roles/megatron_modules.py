@@ -40,7 +40,8 @@ class MegatronPPOActor(EngineActor):
     ) -> None:
         super().__init__(omega_conf_to_dataclass(config))
         self.actor_module, self.actor_optimizer = actor_module, actor_optimizer
-        self.engine = _engine("language_model", actor_module, actor_optimizer, hf_config, self.config)
+        fuses_head = self.config.use_fused_kernels
+        self.engine = _engine("language_model", actor_module, actor_optimizer, hf_config, self.config, fuses_head)
 
 
 class MegatronPPOCritic(EngineCritic):
@@ -111,16 +112,26 @@ class MegatronRewardModel(BasePPORewardModel):
         return DataProto.from_dict(tensors={"rm_scores": placed})
 
 
-def _engine(kind: str, modules: Sequence[Any], optimizer: Any, hf_config: Any, config: Any) -> BaseEngine:
-    return _of_modules(kind, modules, optimizer, hf_config, config.megatron, config.optimizer())
+def _engine(
+    kind: str, modules: Sequence[Any], optimizer: Any, hf_config: Any, config: Any, fuses_head: bool = False
+) -> BaseEngine:
+    return _of_modules(kind, modules, optimizer, hf_config, config.megatron, config.optimizer(), fuses_head)
 
 
 def _of_modules(
-    kind: str, modules: Iterable[Any], optimizer: Any, hf_config: Any, engine_config: Any, optimizer_config: Any
+    kind: str,
+    modules: Iterable[Any],
+    optimizer: Any,
+    hf_config: Any,
+    engine_config: Any,
+    optimizer_config: Any,
+    fuses_head: bool = False,
 ) -> BaseEngine:
     """Build the engine; importing it imports Megatron-Core."""
     cls: Any = EngineRegistry.get_engine_cls(kind, "megatron")
     from verl.workers.engine.megatron.given import engine_of_modules
 
-    engine: BaseEngine = engine_of_modules(cls, list(modules), optimizer, hf_config, engine_config, optimizer_config)
+    engine: BaseEngine = engine_of_modules(
+        cls, list(modules), optimizer, hf_config, engine_config, optimizer_config, fuses_head
+    )
     return engine

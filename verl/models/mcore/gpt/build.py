@@ -25,7 +25,7 @@ from verl.models.mcore.families import (
     num_experts,
     outer_rules,
 )
-from verl.models.mcore.gpt.heads import PaddingRow, PositionPicker, ValueHead
+from verl.models.mcore.gpt.heads import FusedHead, PaddingRow, PositionPicker, ValueHead
 from verl.models.mcore.gpt.layer_spec import ATTENTION_OUTPUT_BIAS, LATENT_EPSILON, torch_block_spec
 from verl.models.mcore.weights import Rule
 from verl.utils.device import get_device_name
@@ -193,6 +193,22 @@ def attach_picker(model: GPTModel, tp_group: Any) -> None:
         model.output_layer.sequence_parallel = False
         model.output_layer.allreduce_dgrad = config.tensor_model_parallel_size > 1
     model.picker = PositionPicker(model.output_layer, config.sequence_parallel, tp_group)
+
+
+def attach_fused_head(model: GPTModel, vocab_size: int, tp_group: Any, backend: str = "torch") -> None:
+    """Let the head of a chunk, where it has one, score tokens without making their logits.
+
+    Raises: ValueError where Megatron-Core would take the gradient of its weight from elsewhere.
+    """
+    if not model.post_process or hasattr(model, "fused_head"):
+        return
+    if model.config.defer_embedding_wgrad_compute:
+        raise ValueError(
+            "megatron.override_transformer_config.defer_embedding_wgrad_compute=true needs the logits of the plain "
+            "head: leave it out with use_fused_kernels=true"
+        )
+    attach_picker(model, tp_group)
+    model.fused_head = FusedHead(model.output_layer, vocab_size, tp_group, backend)
 
 
 def _block_spec(config: TransformerConfig, vp_stage: int | None) -> Any:

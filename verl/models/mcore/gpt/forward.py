@@ -7,10 +7,11 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from verl.models.mcore.gpt.build import attach_picker
+from verl.models.mcore.gpt.build import attach_fused_head, attach_picker
+from verl.models.mcore.gpt.heads import HeadRequest
 from verl.models.mcore.gpt.layer_spec import packed_row_params
 from verl.utils.megatron.packing import aligned_lengths, held_places, places_of
-from verl.utils.megatron.tensor_parallel import vocab_parallel_log_probs_and_entropy, vocab_range
+from verl.utils.megatron.tensor_parallel import vocab_range
 from verl.utils.megatron_utils import unwrap_model
 from verl.utils.ulysses import all_gather_tensor
 
@@ -34,7 +35,8 @@ class _Row:
         self.total, self.params = sum(aligned), packed_row_params(aligned, device)
         self.place = places_of(lengths, aligned).to(device)
         self.held = held_places(aligned, group.size(), group.rank()).to(device)
-        attach_picker(inner, parallel_state.get_tensor_model_parallel_group())
+        self.inner, self.tp_group = inner, parallel_state.get_tensor_model_parallel_group()
+        attach_picker(inner, self.tp_group)
         self.head = getattr(inner, "picker", None)
 
     def take(self, tokens: Tensor) -> Tensor:
@@ -48,6 +50,12 @@ class _Row:
         if self.group.size() > 1:  # every place is held once
             whole = all_gather_tensor(whole.unsqueeze(0), 0, self.group).sum(0)
         return whole[self.place]
+
+    def fuse(self, request: HeadRequest, vocab_size: int) -> None:
+        """Let the head, where this chunk has it, score tokens in the next pass instead of making logits."""
+        if self.head is not None:
+            attach_fused_head(self.inner, vocab_size, self.tp_group)
+            self.inner.fused_head.request = request
 
     def run(self, tokens: Tensor, keep: Tensor | None = None) -> Tensor:
         """Return hidden states, or at the head the output (1, t, ...) at the places ``keep`` of this rank's part."""
@@ -156,7 +164,7 @@ def fused_forward(
     *,
     vocab_size: int,
 ) -> "CausalLMOutputForPPO | Tensor":
-    """Run rows (B, L); logits exist only where ``labels_mask`` (B, L) is set.
+    """Run rows (B, L) and score ``labels`` where ``labels_mask`` (B, L) is set; logits exist of a few rows at a time.
 
     Returns: on the last stage an output with ``log_probs`` of ``labels`` (B, L), each predicted by the token at its
     place, and ``entropy``, both (B, L) and zero where the mask is not set. On other stages hidden states.
@@ -170,21 +178,16 @@ def fused_forward(
     asked = row.take(labels_mask.bool()[mask])
     keep = asked.nonzero().squeeze(-1)
     some = keep if len(keep) else keep.new_zeros(1)  # heads and collectives want at least one position
+    row.fuse(HeadRequest(row.take(labels[mask])[some], temperature, "grad"), vocab_size)
     output = row.run(input_ids[mask], some)
     if row.head is None:
         return output
-    own = row.take(labels[mask])[some]
-    found = vocab_parallel_log_probs_and_entropy(
-        output.squeeze(0), own, temperature, entropy="grad", vocab_size=vocab_size,
-        group=parallel_state.get_tensor_model_parallel_group(),
-    )  # fmt: skip
 
-    def placed(values: Tensor | None) -> Tensor:
-        assert values is not None
+    def placed(values: Tensor) -> Tensor:
         part = values.new_zeros(len(row.held)).index_copy(0, keep, values[: len(keep)])
         return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).masked_scatter(mask, row.spread(part))
 
-    return CausalLMOutputForPPO(log_probs=placed(found[0]), entropy=placed(found[1]))
+    return CausalLMOutputForPPO(log_probs=placed(output[0, :, 0]), entropy=placed(output[0, :, 1]))
 
 
 def _text_only(multi_modal_inputs: dict[str, Any] | None) -> None:

@@ -1,10 +1,15 @@
 """What stands before the first and behind the last layer of a ``GPTModel``."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor, nn
+
+from verl.utils.kernel.linear_cross_entropy import linear_log_probs_and_entropy, sum_gradients
+from verl.utils.kernel.rows import HeadFormula
+from verl.utils.megatron.tensor_parallel import vocab_range
 
 
 class PositionPicker:
@@ -28,6 +33,51 @@ class PositionPicker:
                 hidden, tensor_parallel_output_grad=False, group=self._tp_group
             )
         return (hidden.index_select(0, self.keep), *args[1:])
+
+
+@dataclass(frozen=True)
+class HeadRequest:
+    """What a fused head is asked: the tokens (k,) read at the kept positions, the same on all tensor-parallel ranks.
+
+    ``entropy`` is ``none``, ``value`` (without gradient) or ``grad``.
+    """
+
+    labels: Tensor
+    temperature: float
+    entropy: str
+
+
+class FusedHead:
+    """Stands for the forward of a language model's head: it scores tokens without making their logits.
+
+    A request serves the next forward pass; without one there are logits, as before.
+    """
+
+    def __init__(self, head: Any, vocab_size: int, tp_group: Any, backend: str) -> None:
+        self.request: HeadRequest | None = None
+        self._head, self._plain = head, head.forward
+        self._vocab_size, self._tp_group, self._backend = vocab_size, tp_group, backend
+        head.forward = self
+
+    def __call__(self, hidden: Tensor, weight: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """Return ((k, 1, 1 or 2), no bias) in fp32 of hidden states (k, 1, h): log-probability, entropy where asked."""
+        request, self.request = self.request, None
+        if request is None:
+            found: tuple[Tensor, Tensor | None] = self._plain(hidden, weight=weight, **kwargs)
+            return found
+        first, last = vocab_range(self._vocab_size, self._tp_group)
+        mine = (request.labels >= first) & (request.labels < last)
+        log_probs, entropy = linear_log_probs_and_entropy(
+            sum_gradients(hidden.squeeze(1), self._tp_group),
+            self._head.weight if weight is None else weight,
+            torch.where(mine, request.labels - first, -1),
+            HeadFormula(temperature=request.temperature, columns=last - first),
+            entropy=request.entropy,
+            backend=self._backend,
+            group=self._tp_group,
+        )
+        columns = [log_probs] if entropy is None else [log_probs, entropy]
+        return torch.stack(columns, dim=-1).unsqueeze(1), None
 
 
 class PaddingRow:

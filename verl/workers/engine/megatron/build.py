@@ -10,11 +10,18 @@ from torch import Tensor
 
 from verl.base_config import as_yaml
 from verl.models.mcore.families import HEAD_NAMES, num_experts
-from verl.models.mcore.gpt.build import default_implementation, hf_to_mcore_config, init_mcore_model, named_parameters
+from verl.models.mcore.gpt.build import (
+    attach_fused_head,
+    default_implementation,
+    hf_to_mcore_config,
+    init_mcore_model,
+    named_parameters,
+)
 from verl.models.mcore.gpt.load import load_parts
 from verl.utils.checkpoint.files import CheckpointError as TensorsError
 from verl.utils.checkpoint.torch_dist import TENSORS_FOLDER, TorchDistReader, holds_value_head, vocabulary_problem
 from verl.utils.fs import copy_to_local
+from verl.utils.kernel.linear_cross_entropy import backend_of
 from verl.utils.megatron.dist_checkpointing import (
     chunk_names,
     load_dist_checkpointing,
@@ -87,6 +94,9 @@ class ModelBuilder:
         ]
         for chunk in chunks:
             chunk.to(self.layout.device)  # routers are constructed on the host
+            if self.fuses_head:
+                backend = self.model_config.fused_kernel_options["impl_backend"]
+                attach_fused_head(chunk, self.hf_config.vocab_size, self.layout.tp_group, backend)
         if not self.load_weight:
             self._fill(chunks, new_weights(self.hf_config, self.engine_config.seed))
         elif self.engine_config.use_dist_checkpointing:
@@ -95,7 +105,14 @@ class ModelBuilder:
             self.load(chunks)
         return chunks
 
+    @property
+    def fuses_head(self) -> bool:
+        """Whether the head scores tokens without making logits; that of a value model makes none."""
+        return not self.is_value_model and bool(self.model_config.use_fused_kernels)
+
     def _refuse(self) -> None:
+        if self.fuses_head:
+            backend_of(self.model_config.fused_kernel_options["impl_backend"], self.layout.device)
         for name, wanted in (("lora_rank", 0), ("use_liger", False), ("enable_activation_offload", False)):
             if (value := getattr(self.model_config, name, wanted)) != wanted:
                 raise ValueError(f"model.{name}={as_yaml(value)} is not supported with strategy=megatron")

@@ -92,6 +92,7 @@ class MegatronEngine(BaseEngine):
             self.hf_config.vocab_size,
             self.models[0].config.sequence_parallel,
             self.lead,
+            builder.fuses_head,
         )
         if self.optimizer_config is None:
             for model in self.models:
@@ -231,10 +232,10 @@ class MegatronEngine(BaseEngine):
         def step(iterator: Iterator[Round], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
             round_ = next(iterator)
             chunk = model.module if model not in self.models else model
-            logits = self.forward.run(model, getattr(chunk, "picker", None), round_)
+            output = self.forward.run(model, chunk, round_, meta)
             if round_.at == 0 and meta.get("fault_point"):
                 fault_point(meta["fault_point"], rank=self.layout.rank, step=meta.get("global_steps"))
-            return logits, partial(self._finish, round_=round_, meta=meta, use=use)
+            return output, partial(self._finish, round_=round_, meta=meta, use=use)
 
         chunks = len(self.module)
         with torch.set_grad_enabled(not forward_only):
@@ -249,13 +250,13 @@ class MegatronEngine(BaseEngine):
             )
 
     def _finish(
-        self, logits: Tensor, round_: Round, meta: dict[str, Any], use: OutputFn
+        self, found: Tensor, round_: Round, meta: dict[str, Any], use: OutputFn
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """Turn the logits of the last stage into what is differentiated; a count of tokens that nothing reads."""
+        """Turn what the head gave into what is differentiated; a count of tokens that nothing reads."""
         if round_.micro_batch is None:
-            result = logits.sum() * 0.0
+            result = found.sum() * 0.0
         else:
-            result = use(self.forward.outputs(logits, round_, meta), round_)
+            result = use(self.forward.outputs(found, round_, meta), round_)
         return result, torch.zeros((), dtype=torch.int, device=self.layout.device), {}
 
     def _from_last_stage(self, value: Any) -> Any:

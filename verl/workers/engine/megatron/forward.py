@@ -1,4 +1,4 @@
-"""One micro-batch through this rank's chunk of the model, and from the logits of the last stage to the outputs."""
+"""One micro-batch through this rank's chunk of the model, and from the head of the last stage to the outputs."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from verl.models.mcore.gpt.heads import HeadRequest
 from verl.models.mcore.gpt.layer_spec import PackedRowParams, packed_row_params
 from verl.utils.megatron.tensor_parallel import vocab_parallel_log_probs_and_entropy
 from verl.utils.ulysses import all_gather_tensor
@@ -47,13 +48,23 @@ def check_positions(data: "DataProto") -> None:
 
 
 class Forward:
-    """Packs micro-batches and runs them so that logits exist only where a counted token is read."""
+    """Packs micro-batches and runs them so that logits exist only where a counted token is read.
+
+    ``fuses_head`` says that the head scores tokens without making logits (``verl.models.mcore.gpt.heads.FusedHead``).
+    """
 
     def __init__(
-        self, layout: Layout, is_value_model: bool, vocab_size: int, sequence_parallel: bool, lead: int = 1
+        self,
+        layout: Layout,
+        is_value_model: bool,
+        vocab_size: int,
+        sequence_parallel: bool,
+        lead: int = 1,
+        fuses_head: bool = False,
     ) -> None:
         self.layout = layout
         self.lead = lead
+        self.fuses_head = fuses_head
         self.is_value_model = is_value_model
         self.vocab_size = vocab_size
         self.tp_multiple = layout.tp_size if sequence_parallel else 1
@@ -75,22 +86,30 @@ class Forward:
         params = packed_row_params(share.lengths, device)
         return Round(at, micro_batch, rows, share, params)
 
-    def run(self, model: Any, head: Any, round_: Round) -> Tensor:
-        """Return what this chunk hands on: hidden states, or at the head (k, V / ranks) logits or (k, 1) values."""
-        if head is not None:
-            head.keep = round_.share.keep
+    def run(self, model: Any, chunk: Any, round_: Round, meta: dict[str, Any]) -> Tensor:
+        """Return what this chunk hands on: hidden states, or of its head logits (1, k, V / ranks) or values (1, k, 1).
+
+        A fused head gives (1, k, 1 or 2): log-probabilities and, where asked for, entropies. ``model`` is the
+        ``GPTModel`` ``chunk``, wrapped where it trains.
+        """
+        if hasattr(chunk, "picker"):
+            chunk.picker.keep = round_.share.keep
+        if self.fuses_head and hasattr(chunk, "fused_head"):
+            chunk.fused_head.request = _request_of(round_.share, meta)
         # Rotary positions come from the boundaries of the sequences; position_ids only have to be there.
         output: Tensor = model(
             round_.share.input_ids, position_ids=None, attention_mask=None, packed_seq_params=round_.params
         )
         return output
 
-    def outputs(self, logits: Tensor, round_: Round, meta: dict[str, Any]) -> "ModelOutput":
+    def outputs(self, found: Tensor, round_: Round, meta: dict[str, Any]) -> "ModelOutput":
         """Return (b, R) outputs on the device, zero outside the response mask, whole on every rank of the stage."""
         share = round_.share
-        rows = logits.squeeze(0)[: len(share.labels)]
+        rows = found.squeeze(0)[: len(share.labels)]
         if self.is_value_model:
             values = {"values": rows[:, 0].float()}
+        elif self.fuses_head:
+            values = dict(zip(("log_probs", "entropy"), rows.unbind(-1), strict=False))
         else:
             values = self._log_probs(rows, share.labels, meta)
         output = {name: unpack(value, share.target, share.shape) for name, value in values.items()}
@@ -102,15 +121,27 @@ class Forward:
         return output
 
     def _log_probs(self, logits: Tensor, labels: Tensor, meta: dict[str, Any]) -> dict[str, Tensor]:
-        entropy = "none"
-        if meta.get("calculate_entropy", False):
-            entropy = "grad" if meta.get("entropy_needs_grad", True) and torch.is_grad_enabled() else "value"
         log_probs, entropies = vocab_parallel_log_probs_and_entropy(
             logits,
             labels,
-            float(meta.get("temperature", 1.0)),
-            entropy=entropy,
+            _temperature(meta),
+            entropy=_entropy_mode(meta),
             vocab_size=self.vocab_size,
             group=self.layout.tp_group,
         )
         return {"log_probs": log_probs} if entropies is None else {"log_probs": log_probs, "entropy": entropies}
+
+
+def _request_of(share: PackedShare, meta: dict[str, Any]) -> HeadRequest:
+    labels = share.labels if len(share.labels) else share.keep.new_zeros(len(share.keep))
+    return HeadRequest(labels, _temperature(meta), _entropy_mode(meta))
+
+
+def _temperature(meta: dict[str, Any]) -> float:
+    return float(meta.get("temperature", 1.0))
+
+
+def _entropy_mode(meta: dict[str, Any]) -> str:
+    if not meta.get("calculate_entropy", False):
+        return "none"
+    return "grad" if meta.get("entropy_needs_grad", True) and torch.is_grad_enabled() else "value"
