@@ -140,12 +140,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), options.vocabulary, options.hidden)
         for head in options.heads.split(","):
-            ranks = (
-                ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.tp}"]
-                if options.tp > 1
-                else []
-            )
-            command = [sys.executable, *ranks, __file__, *sys.argv[1:], "--head", head, "--folder", folder]
+            several = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.tp}"]
+            start = several if options.tp > 1 else []
+            command = [sys.executable, *start, __file__, *sys.argv[1:], "--head", head, "--folder", folder]
             done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
             if done.returncode:
                 print(done.stderr[-2000:], flush=True)
