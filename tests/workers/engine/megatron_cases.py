@@ -228,13 +228,26 @@ def gradients(engine: Any) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in stream}
 
 
+def gather_gradients(engine: Any) -> None:
+    """Give each rank the gradients of all, of which the distributed optimizer has left it its part."""
+    import torch.distributed as dist
+
+    for module in engine.module:
+        for buffer in (*module.buffers, *module.expert_parallel_buffers):
+            group = buffer.data_parallel_group
+            for bucket in buffer.buckets if group.size() > 1 else ():
+                parts = list(bucket.grad_data.chunk(group.size()))
+                dist.all_gather(parts, parts[group.rank()].clone(), group=group)
+
+
 def real_loss(engine: Any, kind: str, rows: list[int], cut: dict[str, Any]) -> dict[str, Any]:
-    """Return metrics, norm and whole gradient of the loss of a role; the gradient where each rank holds all of it."""
+    """Return metrics, norm and whole gradient of the loss of a role."""
     with engine.train_mode():
         engine.optimizer_zero_grad()
         metrics = engine.forward_backward_batch(real_losses.batch(rows, **cut), real_losses.LOSSES[kind])
-        whole = engine.layout.shares.size == 1 or not engine.engine_config.use_distributed_optimizer
-        found = gradients(engine) if whole else None
+        if engine.engine_config.use_distributed_optimizer:
+            gather_gradients(engine)
+        found = gradients(engine)
         engine.optimizer.prepare_grads()
         norm = float(engine.optimizer.get_grad_norm())
     return {"metrics": metrics, "gradients": found, "norm": norm}

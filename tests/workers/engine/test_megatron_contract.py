@@ -105,10 +105,9 @@ def assert_real_loss(parts: list[dict[str, Any]], expected: dict[str, Any]) -> N
         found = part["real loss"]
         assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-5, abs=1e-6)
         assert found["norm"] == pytest.approx(expected["norm"], rel=1e-5)
-        if found["gradients"] is not None:
-            assert found["gradients"].keys() == expected["gradients"].keys()
-            for name, gradient in found["gradients"].items():
-                torch.testing.assert_close(gradient, expected["gradients"][name], atol=1e-5, rtol=1e-5, msg=name)
+        assert found["gradients"].keys() == expected["gradients"].keys()
+        for name, gradient in found["gradients"].items():
+            torch.testing.assert_close(gradient, expected["gradients"][name], atol=1e-5, rtol=1e-5, msg=name)
 
 
 POLICIES = [name for name, case in megatron_cases.CASES.items() if "kind" not in case]
@@ -204,8 +203,7 @@ def deviations(part: dict[str, Any], expected: dict[str, Any], real: dict[str, A
     loss = part["real loss"]
     found["loss"] = abs(loss["metrics"]["actor/pg_loss"] - real["metrics"]["actor/pg_loss"])
     found["norm"] = abs(loss["norm"] / real["norm"] - 1)
-    if loss["gradients"] is not None:
-        found["gradient"] = furthest(loss["gradients"], real["gradients"])
+    found["gradient"] = furthest(loss["gradients"], real["gradients"])
     return found
 
 
