@@ -187,12 +187,7 @@ def _bare_actor(root: Path, layout: dict[str, Any], dp_size: int) -> dict[str, f
     rows = Group(worker, "actor").shard(batch(), dp_size)
     rows.meta_info |= {"micro_batch_size": 2, "use_dynamic_bsz": False}
     old = bare.compute_log_prob(rows)[0]
-    whole = bare.compute_log_prob(rows, calculate_entropy=True)
-    torch.testing.assert_close(old, whole[0])
-    fusing = dataclasses.replace(config, use_fused_kernels=True)
-    fused = MegatronPPOActor(fusing, None, engine.hf_config, None, engine.module)
-    for found, expected in zip(fused.compute_log_prob(rows, calculate_entropy=True), whole, strict=True):
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(old, bare.compute_log_prob(rows, calculate_entropy=True)[0])
     steps = bare.update_policy(bare.make_minibatch_iterator(rows))
     return {name: sum(values) / len(values) for name, values in steps.items()}
 
