@@ -5,6 +5,7 @@ reset before each sync, is its highest resident memory, wherever it was allocate
 """
 
 import argparse
+import itertools
 import json
 import subprocess
 import sys
@@ -16,23 +17,27 @@ from typing import Any
 MIB = 1 << 20
 
 
-def model_config() -> Any:
-    """Return a Qwen2 of 320 MiB in fp32 whose largest tensors have 16 MiB."""
+MODELS = {
+    "wide": {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 5, "num_attention_heads": 16},
+    "deep": {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 21, "num_attention_heads": 8},
+}
+"""Two of 320 MiB in fp32. The largest tensors have 16 and 8 MiB, the largest layers of vLLM (gate and up) 32 and 8."""
+
+
+def model_config(name: str) -> Any:
+    """Return the configuration of a Qwen2."""
     from transformers import Qwen2Config
 
     return Qwen2Config(
         vocab_size=4096,
-        hidden_size=1024,
-        num_hidden_layers=5,
-        num_attention_heads=16,
         num_key_value_heads=4,
-        intermediate_size=4096,
         max_position_embeddings=64,
         tie_word_embeddings=False,
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=0,
         architectures=["Qwen2ForCausalLM"],
+        **MODELS[name],
     )
 
 
@@ -49,7 +54,7 @@ def reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def start(folder: Path, world: int) -> tuple[Any, Any]:
+def start(folder: Path, tensor_parallel: int) -> tuple[Any, Any]:
     """Build the training engine and the rollout around one model; returns engine and sharding manager."""
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, RolloutConfig
     from verl.workers.engine import EngineRegistry
@@ -71,7 +76,7 @@ def start(folder: Path, world: int) -> tuple[Any, Any]:
         prompt_length=32,
         response_length=16,
         dtype="float32",
-        tensor_model_parallel_size=world,
+        tensor_model_parallel_size=tensor_parallel,
         max_num_seqs=8,
         max_num_batched_tokens=64,
         gpu_memory_utilization=0.1,
@@ -79,7 +84,7 @@ def start(folder: Path, world: int) -> tuple[Any, Any]:
     return engine, build_sharding_manager(engine, build_rollout(settings, model, engine))
 
 
-def run_rank(rank: int, world: int, folder: Path, bucket_mib: int, syncs: int) -> None:
+def run_rank(rank: int, world: int, tensor_parallel: int, folder: Path, bucket_mib: int, syncs: int) -> None:
     """Sync a few times and write down what each took."""
     import torch
     import torch.distributed as dist
@@ -93,7 +98,7 @@ def run_rank(rank: int, world: int, folder: Path, bucket_mib: int, syncs: int) -
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=300)
     )
-    engine, manager = start(folder, world)
+    engine, manager = start(folder, tensor_parallel)
     manager.bucket_bytes = bucket_mib * MIB
     lines = []
     for _ in range(syncs):
@@ -117,7 +122,7 @@ def run_rank(rank: int, world: int, folder: Path, bucket_mib: int, syncs: int) -
     (folder / f"{rank}.json").write_text(json.dumps(lines))
 
 
-def measure(world: int, bucket_mib: int, syncs: int) -> list[list[dict[str, Any]]]:
+def measure(model: str, world: int, tensor_parallel: int, bucket_mib: int, syncs: int) -> list[list[dict[str, Any]]]:
     """Start the ranks and return their lines."""
     import torch
     from transformers import Qwen2ForCausalLM
@@ -125,12 +130,10 @@ def measure(world: int, bucket_mib: int, syncs: int) -> list[list[dict[str, Any]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         torch.manual_seed(0)
-        Qwen2ForCausalLM(model_config()).save_pretrained(folder)
+        Qwen2ForCausalLM(model_config(model)).save_pretrained(folder)
         words = [sys.executable, __file__, "--folder", name, "--workers", str(world), "--buckets", str(bucket_mib)]
-        ranks = [
-            subprocess.Popen([*words, "--syncs", str(syncs), "--rank", str(rank)], stdout=sys.stderr)
-            for rank in range(world)
-        ]
+        words += ["--tensor-parallel", str(tensor_parallel), "--syncs", str(syncs)]
+        ranks = [subprocess.Popen([*words, "--rank", str(rank)], stdout=sys.stderr) for rank in range(world)]
         if any(process.wait(600) for process in ranks):
             raise SystemExit("a rank has failed, see above")
         return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
@@ -139,7 +142,9 @@ def measure(world: int, bucket_mib: int, syncs: int) -> list[list[dict[str, Any]
 def main() -> None:
     """Measure every combination, or be one rank of one."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", choices=sorted(MODELS), default=list(MODELS))
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2], help="numbers of workers")
+    parser.add_argument("--tensor-parallel", type=int, nargs="+", help="sizes; by default that of all workers")
     parser.add_argument("--buckets", type=int, nargs="+", default=[32, 16, 8], help="sizes of a bucket, MiB")
     parser.add_argument("--syncs", type=int, default=3)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
@@ -148,20 +153,22 @@ def main() -> None:
     if options.rank is not None:
         from verl.utils.distributed import leave_process
 
-        run_rank(options.rank, options.workers[0], options.folder, options.buckets[0], options.syncs)
+        layout = (options.workers[0], options.tensor_parallel[0])
+        run_rank(options.rank, *layout, options.folder, options.buckets[0], options.syncs)
         leave_process(0)
-    for world in options.workers:
-        for bucket in options.buckets:
-            for rank, lines in enumerate(measure(world, bucket, options.syncs)):
-                print(f"workers {world}, bucket {bucket} MiB, rank {rank}")
+    for model, world, bucket in itertools.product(options.models, options.workers, options.buckets):
+        for size in options.tensor_parallel or [world]:
+            if world % size:
+                continue
+            for rank, lines in enumerate(measure(model, world, size, bucket, options.syncs)):
+                print(f"{model}, workers {world}, tensor parallel {size}, bucket {bucket} MiB, rank {rank}")
                 for line in lines:
-                    print(
-                        "  "
-                        + ", ".join(
-                            f"{key} {value if isinstance(value, dict) else round(value, 1)}"
-                            for key, value in line.items()
-                        )
-                    )
+                    print("  " + ", ".join(f"{key} {shown(value)}" for key, value in line.items()), flush=True)
+
+
+def shown(value: Any) -> str:
+    """Return a figure with one digit behind the point."""
+    return str(value if isinstance(value, dict) else round(value, 1))
 
 
 if __name__ == "__main__":
