@@ -57,7 +57,15 @@ class BaseRollout(ABC):
 
     @abstractmethod
     def load(self, bucket: Bucket) -> None:
-        """Take the next (checkpoint name, full tensor) pairs; the tensors may be reused when this returns."""
+        """Take the next (checkpoint name, full tensor) pairs; the tensors may be reused when this returns.
+
+        Pairs may be taken out of the list, so that their memory is free before the others are loaded.
+        """
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes that the engine holds back of what it was given, until the rest of a layer comes."""
+        return 0
 
     @abstractmethod
     def finish_update(self, version: int) -> None:

@@ -31,7 +31,7 @@ class WeightSync:
     def __init__(self, engine: "BaseEngine", rollout: "BaseRollout", bucket_bytes: int, step: int | None) -> None:
         self._engine, self._rollout = engine, rollout
         self._step = step
-        self._bucketer = Bucketer(bucket_bytes, self._take)
+        self._bucketer = Bucketer(bucket_bytes, self._take, lambda: rollout.pending_bytes)
         self._meter = Meter()
         self._num_buckets = 0
         self._expected: dict[str, Tensor] = {}

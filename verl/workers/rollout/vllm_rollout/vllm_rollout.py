@@ -189,6 +189,11 @@ class vLLMRollout(BaseRollout):
         """
         self._weights.load(bucket)
 
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes that vLLM holds back until the rest of a layer comes."""
+        return self._weights.pending_bytes
+
     def finish_update(self, version: int) -> None:
         """Complete the change, drop cached prefixes and images, and record the version.
 

@@ -28,6 +28,7 @@ class EngineWeights:
         self._device = device
         self.layout = EngineLayout(model)
         self._arrived: set[str] = set()
+        self.pending_bytes = 0
         if self.layout.opaque:
             logger.warning(
                 "no checksum is read back of %d parameters in layers of unknown layout, for instance %s",
@@ -40,6 +41,7 @@ class EngineWeights:
         from vllm.model_executor.model_loader.reload.layerwise import initialize_layerwise_reload
 
         self._arrived.clear()
+        self.pending_bytes = 0
         if self._device.type == "cpu":
             self._pack_experts_again()
         with self._device:
@@ -47,7 +49,7 @@ class EngineWeights:
 
     @torch.no_grad()
     def load(self, bucket: Bucket) -> None:
-        """Take the next tensors; none of them is referred to afterwards.
+        """Take the next tensors out of the list; none of them is referred to afterwards.
 
         Raises: RuntimeError naming a tensor that the model does not have, or that came twice.
         """
@@ -58,7 +60,8 @@ class EngineWeights:
             if key not in self.layout.pieces and not self.layout.opaque:
                 raise RuntimeError(f"weight sync: the rollout engine's model has no tensor {name!r}")
             self._arrived.add(key)
-        self._model.load_weights(iter(bucket))  # type: ignore[operator]
+        bucket.reverse()
+        self._model.load_weights(bucket.pop() for _ in range(len(bucket)))  # type: ignore[operator]
         self._own_pending()
 
     def finish(self) -> None:
@@ -79,6 +82,7 @@ class EngineWeights:
         for _, info in self._open_layers():
             info.loaded_weights.clear()
             info.load_numel = 0
+        self.pending_bytes = 0
 
     def checksums(self) -> dict[str, int]:
         """Read back from the engine's parameters the checksum of every tensor whose place is known."""
@@ -110,10 +114,14 @@ class EngineWeights:
 
     def _own_pending(self) -> None:
         """Copy the tensors that vLLM holds back until their layer is complete: the sender may reuse their memory."""
+        self.pending_bytes = 0
         for _, info in self._open_layers():
             for _, bound in info.loaded_weights:
                 for argument, value in bound.arguments.items():
-                    if isinstance(value, Tensor) and not value.is_meta and not getattr(value, "_verl_owned", False):
+                    if not isinstance(value, Tensor) or value.is_meta:
+                        continue
+                    self.pending_bytes += value.nbytes
+                    if not getattr(value, "_verl_owned", False):
                         bound.arguments[argument] = value.clone()
                         bound.arguments[argument]._verl_owned = True
 
