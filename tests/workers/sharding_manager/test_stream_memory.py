@@ -1,4 +1,4 @@
-"""What a weight sync allocates, by the events of torch's own allocator: FSDP's shards into a rollout that keeps none."""
+"""What a weight sync allocates, by the events of torch's allocator: FSDP's shards into a rollout that keeps none."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
