@@ -1,7 +1,8 @@
 """Measure the memory that a weight sync from FSDP into vLLM takes, on CPU: what is alive and what is resident.
 
 Each line is one process that has run alone: workers, bucket, and the syncs in their order. ``VmHWM`` of the kernel,
-reset before each sync, is its highest resident memory, wherever it was allocated.
+reset before each sync, is its highest resident memory, wherever it was allocated. The last line counts what torch's
+allocator has given out in one sync more.
 """
 
 import argparse
@@ -10,6 +11,8 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -52,6 +55,19 @@ def resident() -> dict[str, int]:
 def reset_peak() -> None:
     """Let the kernel count the highest resident memory from here."""
     Path("/proc/self/clear_refs").write_text("5")
+
+
+@contextmanager
+def allocations() -> Iterator[dict[str, float]]:
+    """Fill in the most MiB that torch's allocator has given out since the begin: of the stream and of the engine."""
+    from torch.profiler import ProfilerActivity, profile
+
+    found: dict[str, float] = {}
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        yield found
+    events: Any = recorded.profiler.kineto_results.events()  # type: ignore[union-attr]
+    memory = sorted((each for each in events if each.name() == "[memory]"), key=lambda each: each.start_ns())
+    found["allocated"] = max(itertools.accumulate(each.nbytes() for each in memory)) / MIB
 
 
 def start(folder: Path, tensor_parallel: int) -> tuple[Any, Any]:
@@ -119,6 +135,10 @@ def run_rank(rank: int, world: int, tensor_parallel: int, folder: Path, bucket_m
                 "seconds": round(manager.last_sync["seconds"], 2),
             }
         )
+    engine._version += 1
+    with allocations() as found, manager:
+        pass
+    lines.append(found)
     (folder / f"{rank}.json").write_text(json.dumps(lines))
 
 
