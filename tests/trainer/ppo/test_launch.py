@@ -1,5 +1,6 @@
 import json
 import logging
+import os
 import struct
 import subprocess
 import sys
@@ -255,3 +256,17 @@ def test_who_needs_a_critic(enable, estimator, needed, caplog):
     with caplog.at_level(logging.INFO):
         assert need_critic(config) is needed
     assert ("no critic" in caplog.text) is (not needed)
+
+
+def test_without_a_home_the_token_of_ray_is_in_the_environment(tmp_path, monkeypatch):
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    launch.give_token_without_home()
+    assert "RAY_AUTH_TOKEN" not in os.environ  # Ray makes and keeps its own
+    monkeypatch.setenv("HOME", "/dev/null/none")
+    monkeypatch.setattr(launch.envs, "write", lambda values: [monkeypatch.setenv(*pair) for pair in values.items()])
+    launch.give_token_without_home()
+    token = os.environ["RAY_AUTH_TOKEN"]
+    launch.give_token_without_home()
+    assert len(token) == 64 and os.environ["RAY_AUTH_TOKEN"] == token

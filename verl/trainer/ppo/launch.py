@@ -2,11 +2,14 @@
 
 import itertools
 import logging
+import os
+import secrets
 import signal
 import threading
 import time
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -56,6 +59,7 @@ def start_ray(config: Any) -> bool:
     if not options.get("address"):
         options["address"] = None if envs.read("RAY_ADDRESS") else "local"
     if options["address"] == "local":
+        give_token_without_home()
         options.setdefault("include_dashboard", False)
         options["_system_config"] = LOCAL_SYSTEM_CONFIG | dict(options.get("_system_config") or {})
         # A cluster of one run on one machine: that it asks for a token is as it should be.
@@ -67,6 +71,15 @@ def start_ray(config: Any) -> bool:
     options.setdefault("logging_level", "WARNING")
     ray.init(**options)
     return True
+
+
+def give_token_without_home() -> None:
+    """Give the cluster of this run its token by the environment where Ray cannot keep one in the home folder."""
+    folder = Path.home() / ".ray"
+    if envs.read("RAY_AUTH_TOKEN") or envs.read("RAY_AUTH_TOKEN_PATH") or (folder / "auth_token").exists():
+        return
+    if not os.access(folder if folder.exists() else Path.home(), os.W_OK):
+        envs.write({"RAY_AUTH_TOKEN": secrets.token_hex(32)})
 
 
 def runtime_env(config: Any, chosen: dict[str, Any]) -> dict[str, Any]:
