@@ -36,6 +36,8 @@ def test_what_is_shown(folder, capsys, arguments, there, absent):
 def test_a_file_alone_and_errors(folder, tmp_path_factory, capsys):
     assert main([str(folder / "2.jsonl")]) == 0
     assert main([str(folder), "--step", "3"]) == 1
+    dump_generations(str(folder), 9, ["a"], ["one\u2028line"], ["truth"], [float("nan")], {})
+    assert main([str(folder), "--step", "9"]) == 0 and main([str(folder), "--step", "9", "--min-score", "0"]) == 1
     assert main([str(tmp_path_factory.mktemp("empty"))]) == 2
     assert "no <step>.jsonl" in capsys.readouterr().err
     (folder / "11.jsonl").write_text('{"input": "a"}\n{"inp')
