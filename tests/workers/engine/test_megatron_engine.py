@@ -357,6 +357,23 @@ def test_checkpoints_that_cannot_be_loaded_say_why(folder: Path, tmp_path: Path)
         engine.load_checkpoint(str(tmp_path / "actor"))
 
 
+def test_what_several_buckets_hold_is_saved_from_where_it_stands(folder: Path, tmp_path: Path) -> None:
+    """Some buckets are padded, so that they can be cut."""
+    options = {"override_ddp_config": {"overlap_grad_reduce": True, "bucket_size": 30000}}
+    engine: Any = megatron_cases.build(folder, options)
+    step(engine)
+    (buffer,) = engine.module[0].buffers
+    assert len(buffer.buckets) > 1 and buffer.numel > buffer.numel_unpadded
+    engine.save_checkpoint(str(tmp_path), global_step=1)
+    saved, expected = cases.export(engine), [step(engine) for _ in range(2)]
+    for settings in (options, {}):
+        resumed = megatron_cases.build(folder, settings)
+        resumed.load_checkpoint(str(tmp_path))
+        assert all(torch.equal(tensor, saved[name]) for name, tensor in resumed.named_weights())
+        for metrics in expected:
+            assert step(resumed) == pytest.approx(metrics, rel=1e-6, abs=1e-6)
+
+
 @pytest.mark.parametrize(("from_checkpoint", "distributed"), [(False, True), (True, False)])
 def test_a_resumed_run_has_the_schedule_that_it_names(
     folder: Path, tmp_path: Path, from_checkpoint: bool, distributed: bool

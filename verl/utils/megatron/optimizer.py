@@ -57,6 +57,8 @@ def get_megatron_optimizer(model: list[Any], config: OptimizerConfig) -> Any:
             _start_state(each.optimizer)
             if isinstance(each, DistributedOptimizer):
                 _restore_steps(each)
+        if isinstance(each, DistributedOptimizer):
+            _save_without_gaps(each)
     return optimizer
 
 
@@ -86,6 +88,40 @@ def _restore_steps(optimizer: DistributedOptimizer) -> None:
         original(parameter, {**tensors, "step": state["step"]})
 
     optimizer._set_main_param_and_optimizer_states = restore
+
+
+def _save_without_gaps(optimizer: DistributedOptimizer) -> None:
+    """Save the state of each parameter from where it stands.
+
+    Megatron-Core gathers it without the padding between the buckets of a buffer, and then cuts it by places that count
+    the padding: behind a padded bucket the states of parameters, and their values, are those of neighbours, and the
+    last end in zeros. A buffer has several buckets with ``overlap_grad_reduce``, and with a tied head over pipeline
+    stages. In 0.16; can go when ``sharded_param_state_fully_reshardable`` counts as ``get_parameter_state_dp_zero``.
+    """
+    original = optimizer.sharded_param_state_fully_reshardable
+
+    def sharded(*args: Any, **kwargs: Any) -> Any:
+        buffers = list(optimizer.buffers)
+        counted = [buffer.param_index_map for buffer in buffers]
+        try:
+            for buffer in buffers:
+                buffer.param_index_map = _places_without_padding(buffer)
+            return original(*args, **kwargs)
+        finally:
+            for buffer, places in zip(buffers, counted, strict=True):
+                buffer.param_index_map = places
+
+    optimizer.sharded_param_state_fully_reshardable = sharded
+
+
+def _places_without_padding(buffer: Any) -> dict[Any, tuple[int, int, int]]:
+    """Return where each parameter of a buffer starts and ends, and its bucket, the padding between buckets left out."""
+    gaps, unpadded = {}, 0
+    for bucket in buffer.buckets:
+        gaps[bucket.bucket_id] = bucket.offset - unpadded
+        unpadded += bucket.numel_unpadded
+    places = buffer.param_index_map.items()
+    return {parameter: (start - gaps[at], end - gaps[at], at) for parameter, (start, end, at) in places}
 
 
 def get_megatron_last_lr(optimizer: Any) -> float:
