@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.workers.engine import cases, megatron_cases
-from verl.workers.config import McoreEngineConfig, McoreOptimizerConfig
+from verl.workers.config import McoreActorConfig, McoreEngineConfig, McoreOptimizerConfig
 from verl.workers.engine import BaseEngine, EngineRegistry
 
 pytest.importorskip("megatron.core", reason="the extra mcore is not installed")
@@ -59,6 +59,23 @@ def test_forward_only_metrics_and_no_optimizer(folder: Path) -> None:
         engine.optimizer_step()
     with pytest.raises(RuntimeError, match="lora_rank"):
         next(engine.named_weights(adapter_only=True))
+
+
+def test_an_actor_around_modules_fuses_their_head(folder: Path) -> None:
+    """The engine that built them goes on with the plain head."""
+    from verl.workers.actor.megatron_actor import MegatronPPOActor
+
+    engine: Any = megatron_cases.build(folder, {})
+    config = McoreActorConfig(ppo_micro_batch_size_per_gpu=1, use_fused_kernels=True)
+    actor = MegatronPPOActor(config, None, engine.hf_config, None, engine.module)
+    expected = cases.reference_loss(megatron_cases.load(folder))[1]
+    found = actor.compute_log_prob(cases.batch(micro_batch_size=3), calculate_entropy=True)
+    assert actor.engine.forward.fuses_head and not engine.forward.fuses_head
+    with engine.eval_mode():
+        plain = engine.infer_batch(cases.batch(**CUT))
+    for each, name in zip(found, ("log_probs", "entropy"), strict=True):
+        torch.testing.assert_close(each, expected[name].detach(), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(plain[name], expected[name].detach(), atol=1e-5, rtol=1e-5)
 
 
 def test_positions_are_scaled_linearly_as_in_transformers(folder: Path, tmp_path: Path) -> None:
