@@ -102,6 +102,7 @@ def test_composition(megatron):
         # Workers of its own, and a layout of its own.
         [REWARD, f"{TP}=2", "reward_model.enable_resource_pool=true", "reward_model.n_gpus_per_node=1",
          "reward_model.nnodes=1", "reward_model.megatron.tensor_model_parallel_size=1"],
+        [f"+{DDP}.overlap_param_gather=true", f"+{DDP}.overlap_grad_reduce=true"],
     ],
 )  # fmt: skip
 def test_layouts_that_run(megatron, reward, overrides):
@@ -163,11 +164,13 @@ def test_layouts_that_run(megatron, reward, overrides):
         ([f"+{OPTIM}.decoupled_lr=0.5"], f"{OPTIM}.decoupled_lr", "one learning rate"),
         ([f"+{OPTIM}.overlap_param_gather=true"], f"{OPTIM}.overlap_param_gather", "must be false"),
         ([f"+{OPTIM}.use_distributed_optimizer=false"], f"{OPTIM}.use_distributed_optimizer", "of the layout"),
-        ([f"+{LAYOUT}.override_ddp_config.bucket_sise=1"], f"{LAYOUT}.override_ddp_config.bucket_sise", "bucket_size?"),
-        ([f"+{LAYOUT}.override_ddp_config.overlap_param_gather=true"],
-         f"{LAYOUT}.override_ddp_config.overlap_param_gather", "must be false"),
-        ([f"+{LAYOUT}.override_ddp_config.use_distributed_optimizer=false"],
-         f"{LAYOUT}.override_ddp_config.use_distributed_optimizer", "one level higher"),
+        ([f"+{DDP}.bucket_sise=1"], f"{DDP}.bucket_sise", "bucket_size?"),
+        ([f"+{DDP}.overlap_param_gather=true"], f"{DDP}.overlap_param_gather", "needs overlap_grad_reduce=true"),
+        ([f"+{DDP}.overlap_param_gather=true", f"+{DDP}.overlap_grad_reduce=true",
+          f"{LAYOUT}.use_distributed_optimizer=false"],
+         f"{DDP}.overlap_param_gather", "needs megatron.use_distributed_optimizer=true"),
+        ([f"+{DDP}.use_distributed_optimizer=false"],
+         f"{DDP}.use_distributed_optimizer", "one level higher"),
         (["+actor_rollout_ref.actor.optim.override_optimizer_config.optimizer_cpu_offload=true"],
          "actor_rollout_ref.actor.optim.override_optimizer_config.optimizer_cpu_offload", "needs CUDA"),
         (["+actor_rollout_ref.actor.optim.override_optimizer_config.adam_epsilon=1"],

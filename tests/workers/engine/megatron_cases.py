@@ -3,6 +3,7 @@
 import importlib
 import os
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ OFFLOAD = dict.fromkeys(("param_offload", "grad_offload", "optimizer_offload"), 
 UNEVEN = {"override_transformer_config": {"num_layers_in_first_pipeline_stage": 1}}
 ETP1 = {"expert_tensor_parallel_size": 1}
 PLAIN = {"use_distributed_optimizer": False}
+OVERLAP = {"override_ddp_config": {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 30000}}
+"""In buckets of about a layer."""
 VPP = PP | {"virtual_pipeline_model_parallel_size": 2}
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     1: {"one, offloaded": OFFLOAD, "one, plain optimizer": PLAIN},
@@ -37,6 +40,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "cp 2": CP | PLAIN,
         "dp 2, offloaded": OFFLOAD,
         "dp 2, plain optimizer": PLAIN,
+        "dp 2, overlapped, offloaded": OVERLAP | OFFLOAD,
         "ep 2": EP,
         "tp 2 ep 2": TP | EP | ETP1,
         "ep 2, plain optimizer, offloaded": EP | PLAIN | OFFLOAD,
@@ -47,6 +51,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "tp 2 pp 2 ep 2": TP | PP | EP | ETP1,
         "tp 2 cp 2 ep 2": TP | CP | EP | ETP1,
         "cp 2 ep 2": CP | EP,
+        "tp 2 ep 2 dp 2, overlapped": TP | EP | ETP1 | OVERLAP,
         "tp 2 pp 2": TP | PP,
         "tp 2 pp 2 x 2 virtual": TP | VPP,
         "tp 2 dp 2": TP,
@@ -55,6 +60,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "tp 2 cp 2": TP | CP,
         "pp 2 cp 2": PP | CP,
         "dp 4": {},
+        "pp 2 x 2 virtual dp 2, overlapped": VPP | OVERLAP,
     },
 }
 
@@ -165,11 +171,14 @@ SHARED = (
 )  # fmt: skip
 
 
-def runs_of(world: int, layout: str) -> list[str]:
+def runs_of(layout: str) -> list[str]:
     """Return what else runs on a layout."""
-    if layout in SHORT:
-        return []
-    return ["continued"] if "expert_model_parallel_size" in LAYOUTS[world][layout] else ["continued", "three steps"]
+    return ["three steps"] if layout in SHORT else ["continued", "three steps"]
+
+
+def model_of(world: int, layout: str) -> str:
+    """Return the model of these runs."""
+    return "qwen3_moe" if "expert_model_parallel_size" in LAYOUTS[world][layout] else "plain"
 
 
 def under_checkpoint_names(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -215,29 +224,44 @@ def build(
 
 
 def gradients(engine: Any) -> dict[str, Tensor]:
-    """Map the gradient of every parameter back to checkpoint names."""
+    """Map the gradient of every parameter back to checkpoint names; collective."""
     from verl.models.mcore.gpt.export import exported_weights
 
+    shared = engine.engine_config.use_distributed_optimizer
+    whole = from_shards(engine.optimizer) if shared else {}
     stream = exported_weights(
         engine.models,
         engine.hf_config,
         engine.is_value_model,
         engine.layout,
-        of=lambda p: getattr(p, "main_grad", None),
+        of=whole.get if shared else lambda p: getattr(p, "main_grad", None),
     )
     return {name: tensor.clone() for name, tensor in stream}
 
 
-def gather_gradients(engine: Any) -> None:
-    """Give each rank the gradients of all, of which the distributed optimizer has left it its part."""
+def from_shards(optimizer: Any) -> dict[Tensor, Tensor]:
+    """Put together what distributed optimizers step with, of which each rank has its shards; collective."""
     import torch.distributed as dist
 
-    for module in engine.module:
-        for buffer in (*module.buffers, *module.expert_parallel_buffers):
-            group = buffer.data_parallel_group
-            for bucket in buffer.buckets if group.size() > 1 else ():
-                parts = list(bucket.grad_data.chunk(group.size()))
-                dist.all_gather(parts, parts[group.rank()].clone(), group=group)
+    optimizer.prepare_grads()
+    whole = {}
+    for each in optimizer.chained_optimizers:  # one of them has the experts, over the ranks that share those
+        models = chain(*each.model_float16_groups, *each.model_fp32_groups)
+        pairs = zip(models, chain(*each.shard_fp32_from_float16_groups, *each.shard_fp32_groups), strict=True)
+        owned = {parameter: shard.grad for parameter, shard in pairs}
+        for buffer in each.buffers:
+            values, owners = torch.zeros(2, buffer.grad_data.numel())
+            for parameter in buffer.param_index_map:
+                if parameter in owned:
+                    place = each._get_model_param_range_map(parameter)["gbuf_world"]
+                    values[place.start : place.end] = owned[parameter]
+                    owners[place.start : place.end] = 1
+            for tensor in (values, owners):
+                dist.all_reduce(tensor, group=each.data_parallel_group)
+            for parameter, (start, end, _) in buffer.param_index_map.items():
+                assert (owners[start:end] == 1).all(), "each element has one owner"
+                whole[parameter] = values[start:end].view(parameter.shape)
+    return whole
 
 
 def real_loss(engine: Any, kind: str, rows: list[int], cut: dict[str, Any]) -> dict[str, Any]:
@@ -245,10 +269,8 @@ def real_loss(engine: Any, kind: str, rows: list[int], cut: dict[str, Any]) -> d
     with engine.train_mode():
         engine.optimizer_zero_grad()
         metrics = engine.forward_backward_batch(real_losses.batch(rows, **cut), real_losses.LOSSES[kind])
-        if engine.engine_config.use_distributed_optimizer:
-            gather_gradients(engine)
-        found = gradients(engine)
         engine.optimizer.prepare_grads()
+        found = gradients(engine)
         norm = float(engine.optimizer.get_grad_norm())
     return {"metrics": metrics, "gradients": found, "norm": norm}
 
@@ -285,7 +307,8 @@ def three_steps(
     rows = cases.rows_of(engine, False)
     with engine.train_mode():
         metrics = [engine.train_batch(cases.batch(rows, **cases.MICRO[2]), cases.loss_fn) for _ in range(STEPS)]
-    return {"metrics": metrics, "weights": cases.export(engine)}
+        weights = cases.export(engine)  # no forward pass has followed the last step
+    return {"metrics": metrics, "weights": weights}
 
 
 ORDER = [(world, name) for world, layouts in LAYOUTS.items() for name in layouts]
@@ -303,14 +326,14 @@ def earlier(world: int, name: str) -> tuple[int, str] | None:
         return sizes.get("use_distributed_optimizer", True), "expert_model_parallel_size" in sizes
 
     before = ORDER[: ORDER.index((world, name))]
-    same = [place for place in before if kind(place) == kind((world, name)) and "continued" in runs_of(*place)]
+    same = [place for place in before if kind(place) == kind((world, name)) and "continued" in runs_of(place[1])]
     return next((place for place in reversed(same) if place[0] == world or max(place[0], world) < 4), None)
 
 
 def continued(folder: Path, world: int, name: str) -> dict[str, Any]:
     """Save after one step and take another: here, restored into a new engine, and restored from another layout."""
     layout, path = LAYOUTS[world][name], checkpoint_of(folder, world, name)
-    model = folder / ("qwen3_moe" if "expert_model_parallel_size" in layout else "plain")
+    model = folder / model_of(world, name)
 
     def step(engine: BaseEngine) -> dict[str, float]:
         rows = cases.rows_of(engine, False)
@@ -331,7 +354,7 @@ def continued(folder: Path, world: int, name: str) -> dict[str, Any]:
     result["weights"] = [cases.export(each) for each in (engine, restored)]
     if before := earlier(world, name):
         moved.load_checkpoint(str(checkpoint_of(folder, *before)))
-        result["moved"] = step(moved)
+        result["moved"] = step(moved), cases.export(moved)
     return result
 
 
@@ -351,7 +374,8 @@ def reference_three_steps(folder: Path, name: str = "plain") -> dict[str, Any]:
         norm = torch.nn.utils.clip_grad_norm_(list(parameters.values()), 1.0)
         optimizer.step()
         metrics.append({name: value.item() for name, value in values.items()} | {"grad_norm": norm.item()})
-    return {"metrics": metrics, "weights": {name: p.detach().clone() for name, p in parameters.items()}}
+    weights = {name: p.detach().clone() for name, p in parameters.items()}
+    return {"metrics": metrics, "weights": under_checkpoint_names(model, weights)}
 
 
 def launch_of(world: int, layout: str) -> str:
@@ -385,9 +409,9 @@ def run_world(rank: int, world_size: int, folder: Path, launch: str) -> None:
         parts = {case: partial(run_case, folder, layout, settings) for case, settings in chosen.items()}
         runs = {
             "continued": partial(continued, folder, world_size, name),
-            "three steps": partial(three_steps, folder, layout),
+            "three steps": partial(three_steps, folder, layout, model_of(world_size, name)),
         }
-        parts |= {run: runs[run] for run in runs_of(world_size, name)}
+        parts |= {run: runs[run] for run in runs_of(name)}
         results[name] = {}
         for case, run in parts.items():
             note(f"{name}, {case}")

@@ -141,7 +141,7 @@ def _ddp_rules(overrides: Mapping[str, Any], at: str) -> Iterator[Violation]:
         elif name == "num_distributed_optimizer_instances" and value != 1:
             yield Violation(f"{at}.{name}", value, "must be 1: the optimizer is cut over all data-parallel workers")
         elif name == "align_param_gather":
-            yield Violation(f"{at}.{name}", value, "is read with overlap_param_gather only, which is not supported")
+            yield Violation(f"{at}.{name}", value, "is not supported: stages gather one by one, leave it out")
 
 
 def optimizer_rules(node: Mapping[str, Any], key: str) -> Iterator[Violation]:
@@ -162,7 +162,7 @@ def optimizer_rules(node: Mapping[str, Any], key: str) -> Iterator[Violation]:
                 f"{at}.{name}", value, "is not supported, all parameters have one learning rate: leave it out"
             )
         elif name.startswith("overlap_param_gather") and value:
-            yield Violation(f"{at}.{name}", value, "must be false, as in override_ddp_config")
+            yield Violation(f"{at}.{name}", value, "must be false: write it in megatron.override_ddp_config")
 
 
 def _unknown(overrides: Mapping[str, Any], key: str, files: tuple[str, ...], kind: str) -> Iterator[Violation]:

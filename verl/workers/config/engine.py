@@ -171,6 +171,16 @@ class McoreEngineConfig(BaseConfig):
             expected = "must be true with virtual stages, whose exchange is not tested otherwise: leave it out"
             yield Violation("override_transformer_config.overlap_p2p_comm", False, expected)
 
+    def _gather_in_forward(self) -> Iterator[Violation]:
+        key, options = "override_ddp_config.overlap_param_gather", self.override_ddp_config
+        if not options.get("overlap_param_gather"):
+            return
+        if not self.use_distributed_optimizer:
+            expected = "needs megatron.use_distributed_optimizer=true: without it no step leaves weights to gather"
+            yield Violation(key, True, expected)
+        if not options.get("overlap_grad_reduce"):
+            yield Violation(key, True, "needs overlap_grad_reduce=true beside it, which cuts the weights into buckets")
+
     def _unsupported(self) -> Iterator[Violation]:
         if self.override_mcore_model_config:
             expected = (
@@ -182,11 +192,7 @@ class McoreEngineConfig(BaseConfig):
         if self.use_mbridge:
             expected = "is not supported: write false, the tables of verl.models.mcore convert the weights"
             yield Violation("use_mbridge", True, expected)
-        if self.override_ddp_config.get("overlap_param_gather"):
-            expected = (
-                "must be false: updated weights go to generation and checkpoints before a forward would gather them"
-            )
-            yield Violation("override_ddp_config.overlap_param_gather", True, expected)
+        yield from self._gather_in_forward()
         own = self.override_ddp_config.get("use_distributed_optimizer", self.use_distributed_optimizer)
         if own != self.use_distributed_optimizer:
             expected = "stands one level higher: write megatron.use_distributed_optimizer"

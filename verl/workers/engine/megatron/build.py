@@ -297,6 +297,16 @@ def wrap(chunks: list[Any], config: "McoreEngineConfig") -> list[Any]:
     return wrapped
 
 
+def gather_weights(chunks: "Sequence[Any]") -> None:
+    """Gather what an optimizer step left to the next forward pass (``overlap_param_gather``); collective if any is."""
+    for chunk in chunks:
+        if not getattr(chunk, "use_forward_hook", False):
+            continue
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            if group.param_gather_handle is not None or not group.param_gather_dispatched:
+                group.start_param_sync(force_sync=True)
+
+
 def finish_gradients(chunks: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:
     """Add the gradients up over all ranks that hold a parameter; the loss is divided already."""
     finalize_model_grads(chunks, None, **kwargs)

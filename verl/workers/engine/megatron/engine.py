@@ -25,7 +25,7 @@ from verl.utils.megatron.optimizer import (
 )
 from verl.workers.engine.accumulate import MetricSums, agree
 from verl.workers.engine.base import BaseEngine, EngineRegistry, LossFn, ModelOutput
-from verl.workers.engine.megatron.build import ModelBuilder, model_dtype, wrap
+from verl.workers.engine.megatron.build import ModelBuilder, gather_weights, model_dtype, wrap
 from verl.workers.engine.megatron.forward import Forward, Round, check_positions
 from verl.workers.engine.megatron.layout import Layout, make_layout
 from verl.workers.engine.megatron.sources import share_folder
@@ -69,6 +69,7 @@ class MegatronEngine(BaseEngine):
         self._version = 0
         self._checkpoint_manager: MegatronCheckpointManager | None = None
         self._depth = 0
+        self._weights_are_shards = False
         self.layout: Layout
         self.offload: Offload
 
@@ -116,6 +117,7 @@ class MegatronEngine(BaseEngine):
             self._set_training(True)
             try:
                 yield
+                self._gather_weights()  # not after an error, when other ranks may not come
             finally:
                 self.optimizer_zero_grad()
                 self._set_training(False)
@@ -305,6 +307,7 @@ class MegatronEngine(BaseEngine):
             scale_to_norm([grad for grad in grads if grad is not None], norm, self.optimizer_config.clip_grad)
             self.optimizer.step_with_ready_grads()
             self._version += 1
+            self._weights_are_shards = True
         self.optimizer_zero_grad()
         return norm
 
@@ -317,6 +320,13 @@ class MegatronEngine(BaseEngine):
         return used
 
     # ---- weights
+
+    def _gather_weights(self) -> None:
+        """Finish the last step where ``overlap_param_gather`` leaves that to a forward pass; collective."""
+        if self._weights_are_shards:
+            with self._on_device("model"):
+                gather_weights(self.module)
+            self._weights_are_shards = False
 
     def local_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, parameter) of this rank's part of the model, chunk by chunk."""
@@ -338,6 +348,7 @@ class MegatronEngine(BaseEngine):
         """
         if adapter_only:
             raise RuntimeError("the engine holds no adapter: model.lora_rank is 0")
+        self._gather_weights()
         value_of = self.offload.value_of  # of what is offloaded one tensor at a time moves to the device
         yield from exported_weights(self.models, self.hf_config, self.is_value_model, self.layout, value_of, before)
 
@@ -348,6 +359,7 @@ class MegatronEngine(BaseEngine):
     ) -> None:
         """Write this rank's part of a checkpoint; collective."""
         with self._on_device("model", "optimizer"):
+            self._gather_weights()
             self.checkpoint_manager.save_checkpoint(
                 local_path=local_path,
                 hdfs_path=hdfs_path,
