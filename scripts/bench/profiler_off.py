@@ -130,8 +130,10 @@ def _median(seconds: Sequence[float], others: Sequence[float]) -> str:
 def switched_worker(base: type) -> type:
     """Return a worker class whose tasks can be had with and without their annotation."""
 
+    on_all_ranks = register(dispatch_mode=Dispatch.ONE_TO_ALL)  # here, since Ray copies a class without its globals
+
     class SwitchedWorker(base):  # type: ignore[misc]
-        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+        @on_all_ranks
         def annotate(self, on: bool) -> None:
             """Give all tasks their annotation, or take it away."""
             from verl.workers.roles import base as roles
