@@ -123,8 +123,9 @@ def test_layouts_that_run(megatron, reward, overrides):
          f"{OVERRIDES}.batch_p2p_comm", "the wrong activations, silently"),
         ([f"{EP}=2"], EP, "must divide the 0 experts"),
         ([f"{PP}=2", f"{EP}=2"], EP, "must divide the 1 workers that hold the same layers"),
-        (["trainer.n_gpus_per_node=4", f"{TP}=2", f"{EP}=4"], EP, "x expert_tensor_parallel_size=2 must divide the 4"),
-        (["trainer.n_gpus_per_node=4", f"{TP}=2", f"{EP}=2"],
+        (["trainer.n_gpus_per_node=4", f"{TP}=2", f"{EP}=4", f"{LAYOUT}.expert_tensor_parallel_size=null"],
+         EP, "x expert_tensor_parallel_size=2 must divide the 4"),
+        (["trainer.n_gpus_per_node=4", f"{TP}=2", f"{EP}=2", f"{LAYOUT}.expert_tensor_parallel_size=2"],
          f"{LAYOUT}.expert_tensor_parallel_size", "must be 1 with expert_model_parallel_size=2 on CPU workers"),
         ([f"{TP}=2", f"{LAYOUT}.expert_tensor_parallel_size=3"],
          f"{LAYOUT}.expert_tensor_parallel_size", "must be null, 1 or tensor_model_parallel_size=2"),
@@ -271,8 +272,7 @@ def test_experts_of_the_model_count(megatron, tmp_path):
     assert violations(megatron(*paths, f"{EP}=2")) == {}
     cut = violations(megatron(*paths, f"{TP}=2", f"{LAYOUT}.sequence_parallel=false"))
     assert "the model has experts" in cut[f"{LAYOUT}.sequence_parallel"]
-    whole = violations(megatron(*paths, f"{TP}=2", f"{LAYOUT}.expert_tensor_parallel_size=1"))
-    assert "must be null with expert_model_parallel_size=1" in whole[f"{LAYOUT}.expert_tensor_parallel_size"]
-    assert violations(megatron(*paths, f"{TP}=2", f"{EP}=2", f"{LAYOUT}.expert_tensor_parallel_size=1")) == {}
+    assert violations(megatron(*paths, f"{TP}=2")) == {}
+    assert violations(megatron(*paths, f"{TP}=2", f"{EP}=2")) == {}
     four = violations(megatron(*paths, "trainer.n_gpus_per_node=4", f"{EP}=4"))
     assert "must divide the 6 experts" in four[EP]

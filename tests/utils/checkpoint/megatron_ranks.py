@@ -24,6 +24,10 @@ SAVED: dict[str, tuple[str, dict[str, Any]]] = {
     "dp 2": ("plain", DP),
     "ep 2": ("qwen3_moe", EP),
     "experts, dp 2": ("qwen3_moe", DP),
+    "tied, tp 2": ("tied", TP),
+    "tied, pp 2": ("tied", PP),
+    "critic, pp 2": ("critic", PP),
+    "latent attention, tp 2": ("deepseek", TP),
 }
 """Layouts that save: the model and the sizes."""
 
@@ -35,6 +39,10 @@ RESUMED: dict[str, tuple[str, dict[str, Any]]] = {
     "ep 2 in dp 2": ("ep 2", DP),
     "ep 2 in pp 2": ("ep 2", PP),
     "experts, dp 2 in ep 2": ("experts, dp 2", EP),
+    "tied, tp 2 in pp 2": ("tied, tp 2", PP),
+    "tied, pp 2 in tp 2": ("tied, pp 2", TP),
+    "critic, pp 2 in tp 2": ("critic, pp 2", TP),
+    "latent attention, tp 2 in pp 2": ("latent attention, tp 2", PP),
 }
 """Layouts that go on from one of them."""
 
@@ -48,7 +56,8 @@ SMOOTH = {name: megatron_cases.SMOOTH[name] for name in ("lr", "weight_decay", "
 
 
 def build(root: Path, model: str, layout: dict[str, Any], asynchronous: bool = False) -> Any:
-    engine: Any = megatron_cases.build(root / model, layout, optimizer=SMOOTH)
+    folder, kind = ("plain", "value_model") if model == "critic" else (model, "language_model")
+    engine: Any = megatron_cases.build(root / folder, layout, kind, optimizer=SMOOTH)
     engine.checkpoint_config = CheckpointConfig(async_save=asynchronous)
     return engine
 

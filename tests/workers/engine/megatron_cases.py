@@ -43,6 +43,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "dp 2, overlapped, offloaded": OVERLAP | OFFLOAD,
         "ep 2": EP,
         "tp 2 ep 2": TP | EP | ETP1,
+        "tp 2, whole experts": TP | ETP1,
         "ep 2, plain optimizer, offloaded": EP | PLAIN | OFFLOAD,
     },
     4: {
@@ -59,6 +60,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "cp 2 dp 2": CP,
         "tp 2 cp 2": TP | CP,
         "pp 2 cp 2": PP | CP,
+        "tp 2 dp 2, whole experts": TP | ETP1 | OVERLAP,
         "dp 4": {},
         "pp 2 x 2 virtual dp 2, overlapped": VPP | OVERLAP,
     },
@@ -80,7 +82,7 @@ CASES: dict[str, dict[str, Any]] = {
     "deepseek": {
         "cut": cases.MICRO[3],
         "folder": "deepseek",
-        "only": ("tp 2, sequence parallel", "tp 2 ep 2", "pp 2", "cp 2"),
+        "only": ("tp 2, sequence parallel", "tp 2 ep 2", "tp 2, whole experts", "pp 2", "cp 2"),
     },
     "moonlight": LONG | {"cut": cases.dynamic(20), "folder": "moonlight"},
     "qwen3 moe, first layer dense, biases": {
@@ -108,7 +110,7 @@ SHORT = ("pp 2, uneven",)
 def cases_of(world: int, layout: str) -> dict[str, dict[str, Any]]:
     """Return the cases that run on a layout: models with experts where it can cut them, and only them with EP."""
     sizes = LAYOUTS[world][layout]
-    cuts_experts = "expert_model_parallel_size" in sizes
+    cuts_experts = not {"expert_model_parallel_size", "expert_tensor_parallel_size"}.isdisjoint(sizes)
     whole = sizes.get("sequence_parallel", True) or "tensor_model_parallel_size" not in sizes
     found = {}
     for name, case in CASES.items():

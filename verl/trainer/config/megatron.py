@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from verl.base_config import Violation, as_yaml
 from verl.trainer.config.megatron_fields import optimizer_rules, override_rules, stage_problem
 from verl.trainer.config.refusals import select
-from verl.utils.megatron.ranks import LONE_EXPERTS, expert_layout_problem, model_parallel_size
+from verl.utils.megatron.ranks import expert_layout_problem, model_parallel_size
 from verl.workers.config.model import flat_overrides, path_problems, read_config_json
 
 Tree = Mapping[str, Any]
@@ -192,8 +192,6 @@ def _model_rules(tree: Tree, role: Role) -> Iterator[Violation]:
     if experts and tp > 1 and not engine["sequence_parallel"]:
         expected = f"must be true with {SIZES[0]}={tp}: the model has experts, which Megatron-Core cuts no other way"
         yield Violation(f"{role.engine}.sequence_parallel", False, expected)
-    if experts and tp > 1 and ep == 1 and engine["expert_tensor_parallel_size"] == 1:
-        yield Violation(f"{role.engine}.expert_tensor_parallel_size", 1, LONE_EXPERTS.format(tp=tp))
     layers, overrides = config.get("num_hidden_layers"), engine.get("override_transformer_config") or {}
     stages = engine["virtual_pipeline_model_parallel_size"] or 1
     if isinstance(layers, int) and (found := stage_problem(layers, pp, stages, overrides)) is not None:

@@ -110,6 +110,9 @@ class MegatronCheckpointManager(BaseCheckpointManager):
             "ep": parallel_state.get_expert_model_parallel_world_size(),
         }
 
+    def _sizes(self) -> dict[str, int]:
+        return self._place() | {"etp": parallel_state.get_expert_tensor_parallel_world_size()}
+
     # ---- saving
 
     def save_checkpoint(
@@ -207,7 +210,7 @@ class MegatronCheckpointManager(BaseCheckpointManager):
             if self.should_save_hf_model and named_weights is not None:
                 export_weights(None, named_weights)
             return []
-        layout = self._place() | self.layout_fields() | {_OPTIMIZER_KEY: self._is_sharded()}
+        layout = self._sizes() | self.layout_fields() | {_OPTIMIZER_KEY: self._is_sharded()}
         records = [_write_json(folder, MEGATRON_LAYOUT_NAME, layout)]
         if self.should_save_extra:
             fields = {key: value for key, value in vars(self.model[0].config).items() if _is_plain(value)}
@@ -277,11 +280,12 @@ class MegatronCheckpointManager(BaseCheckpointManager):
         written = json.loads((folder / MEGATRON_LAYOUT_NAME).read_text())
         if written[_OPTIMIZER_KEY] != self._is_sharded():
             return f"it was written with megatron.{_OPTIMIZER_KEY}={as_yaml(written[_OPTIMIZER_KEY])}: write the same"
-        cut = [sizes["ep"] > 1 for sizes in (written, self._place())]
+        cut = [sizes["ep"] > 1 or sizes.get("etp", sizes["tp"]) != sizes["tp"] for sizes in (written, self._sizes())]
         if cut[0] != cut[1] and not self._is_sharded():
             return (
-                f"it was written with megatron.expert_model_parallel_size={written['ep']}: without "
-                f"{_OPTIMIZER_KEY} a state of experts that are cut cannot be read where they are not, nor the reverse"
+                f"it was written with megatron.expert_model_parallel_size={written['ep']} and "
+                f"expert_tensor_parallel_size={written.get('etp', written['tp'])}: without {_OPTIMIZER_KEY} a state of "
+                "experts that are cut cannot be read where they are not, nor the reverse"
             )
         return None
 

@@ -3,13 +3,6 @@
 from dataclasses import dataclass
 from typing import Any
 
-LONE_EXPERTS = (
-    "must be null with expert_model_parallel_size=1: Megatron-Core would not add up the gradients of experts that each "
-    "of the {tp} tensor-parallel workers holds whole"
-)
-"""Why a model with experts cannot have ``expert_tensor_parallel_size=1`` there. In 0.16.1 experts count as shared by
-other workers than the layers around them by ``expert_model_parallel_size`` alone."""
-
 
 @dataclass(frozen=True)
 class Place:

@@ -174,6 +174,7 @@ def init_mcore_model(
         attach_picker(model, groups.tp)
     if freeze_moe_router:
         freeze_routers(model)
+    mark_experts(model)
     return model
 
 
@@ -182,6 +183,17 @@ def freeze_routers(model: GPTModel) -> None:
     for name, parameter in model.named_parameters():
         if ".router." in name:
             parameter.requires_grad_(False)
+
+
+def mark_experts(model: GPTModel) -> None:
+    """Tell the optimizer that experts which are cut in another way than the layers around them are shared by other
+    workers. Megatron-Core 0.16.1 does so for expert parallelism alone, and would not add up the gradients of experts
+    that each tensor-parallel worker holds whole.
+    """
+    if model.config.expert_tensor_parallel_size != model.config.tensor_model_parallel_size:
+        for name, parameter in model.named_parameters():
+            if ".experts." in name:
+                parameter.allreduce = False
 
 
 def attach_picker(model: GPTModel, tp_group: Any) -> None:

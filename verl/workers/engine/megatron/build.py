@@ -28,7 +28,6 @@ from verl.utils.megatron.dist_checkpointing import (
     sharded_weights,
     tensor_names,
 )
-from verl.utils.megatron.ranks import LONE_EXPERTS
 from verl.workers.engine.megatron.layout import Layout
 from verl.workers.engine.megatron.sources import SharedWeights, new_weights
 from verl.workers.engine.weights import DTYPES, CheckpointError, SafetensorsReader, new_head
@@ -127,8 +126,6 @@ class ModelBuilder:
             raise ValueError(
                 f"megatron.expert_model_parallel_size={ep_size} must divide the {experts or 0} experts of the model"
             )
-        if experts and self.layout.tp_size > 1 and ep_size == 1 and self.engine_config.expert_tensor_parallel_size == 1:
-            raise ValueError(f"megatron.expert_tensor_parallel_size=1: {LONE_EXPERTS.format(tp=self.layout.tp_size)}")
         if experts and self.layout.tp_size > 1 and not self.engine_config.sequence_parallel:
             raise ValueError("megatron.sequence_parallel=false: models with experts need true where layers are cut")
         stages = self.layout.pp_size * self.layout.virtual_stages
