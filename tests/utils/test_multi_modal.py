@@ -110,8 +110,24 @@ def test_the_cache_is_bounded(ray_cluster: None, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(multi_modal, "_CACHE", cache)
     monkeypatch.setattr(multi_modal, "CACHE_BYTES", 250)
     rows = [{"x": torch.full((25,), float(i))} for i in range(3)]
-    handles = multi_modal._shared(object_array(rows))
+    handles = multi_modal._shared(object_array(rows), 1)
     for i in (0, 1, 0, 2, 0):
         assert resolve(handles[i : i + 1])[0]["x"][0] == i
     assert [handles[i] in cache.rows for i in range(3)] == [True, False, True]
     assert (cache.size, multi_modal.take_fetched_bytes()) == (200, 300)
+
+
+def test_a_newer_batch_takes_the_place_of_what_was_kept(ray_cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that a worker keeps stay in the object store of a run, which would fill up."""
+    cache = multi_modal._Cache()
+    monkeypatch.setattr(multi_modal, "_CACHE", cache)
+    first, second = (share(_batch()).non_tensor_batch["multi_modal_inputs"] for _ in range(2))
+    of_first = resolve(first)
+    assert resolve(first)[0] is of_first[0]
+    taken = multi_modal.take_fetched_bytes()
+    of_second = resolve(second[:1])
+    assert list(cache.rows) == [second[0]] and cache.size == second[0].num_bytes
+    assert resolve(second[:1])[0] is of_second[0] and multi_modal.take_fetched_bytes() == second[0].num_bytes
+    resolve([*first, *second])  # draws of several batches that one update joins
+    assert set(cache.rows) == {row for row in (*first, *second) if isinstance(row, SharedRow)}
+    assert multi_modal.take_fetched_bytes() == 2 * taken - second[0].num_bytes

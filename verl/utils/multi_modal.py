@@ -6,6 +6,7 @@ processor). The driver puts each once into Ray's object store; batches carry a h
 sent instead.
 """
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,12 +31,14 @@ CACHE_BYTES = 1 << 30  # of what a worker keeps between the phases of a step
 class SharedRow:
     """A handle to a row's object in Ray's object store, which holds it as long as there is a handle.
 
-    The grids of images and videos stay in the handle, so that the driver can count patches.
+    The grids of images and videos stay in the handle, so that the driver can count patches; ``batch`` counts the
+    batches whose rows were put, so that workers know which are past.
     """
 
     ref: Any
     num_bytes: int
     grids: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    batch: int = field(default=0, compare=False)
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return one of the grids, as the object itself would."""
@@ -51,23 +54,31 @@ def share(batch: "DataProto") -> "DataProto":
 
     if not ray.is_initialized():
         return batch
+    number = next(_BATCHES)
     for key in MULTI_MODAL_KEYS:
         if key in batch.non_tensor_batch:
-            batch.non_tensor_batch[key] = _shared(batch.non_tensor_batch[key])
+            batch.non_tensor_batch[key] = _shared(batch.non_tensor_batch[key], number)
     return batch
 
 
-def _shared(rows: np.ndarray) -> np.ndarray:
+_BATCHES = itertools.count(1)
+
+
+def _shared(rows: np.ndarray, number: int) -> np.ndarray:
     """Return handles in the place of the rows that hold something; those that are empty stay what they are."""
     distinct = {id(row): row for row in rows if row and not isinstance(row, SharedRow)}
     if not distinct:
         return rows
     refs = parallel_put([pack_objects(row) for row in distinct.values()], max_workers=4)
     handles = {
-        key: SharedRow(ref, num_bytes(row), {name: value for name, value in row.items() if name.endswith("_grid_thw")})
+        key: SharedRow(ref, num_bytes(row), _grids(row), number)
         for (key, row), ref in zip(distinct.items(), refs, strict=True)
     }
     return object_array([handles.get(id(row), row) for row in rows])
+
+
+def _grids(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name.endswith("_grid_thw")}
 
 
 def shared_bytes(batch: "DataProto") -> int:
@@ -85,17 +96,24 @@ def count_shared_bytes(batch: "DataProto", metrics: dict[str, Any]) -> None:
 
 
 class _Cache:
-    """What this process fetched last, up to ``CACHE_BYTES``, and how many bytes came since they were asked for."""
+    """What this process fetched of the newest batch, up to ``CACHE_BYTES``, and how many bytes came since they were
+    asked for. A row that it keeps is kept in the object store as well, so a newer batch takes the place of all others.
+    """
 
     def __init__(self) -> None:
         self.rows: OrderedDict[SharedRow, Any] = OrderedDict()
         self.size = 0
         self.fetched = 0
+        self.newest = 0
 
     def get(self, handles: Sequence[SharedRow]) -> dict[SharedRow, Any]:
         """Return the objects of distinct handles; those that are not here are fetched together."""
         import ray
 
+        newest = max((handle.batch for handle in handles), default=0)
+        if newest > self.newest:
+            self.rows.clear()
+            self.newest, self.size = newest, 0
         found = {handle: self.rows[handle] for handle in handles if handle in self.rows}
         absent = [handle for handle in handles if handle not in found]
         if absent:

@@ -202,6 +202,7 @@ class vLLMRollout(BaseRollout):
         self._weights.finish()
         self._llm.reset_prefix_cache()
         self._llm.llm_engine.engine_core.reset_encoder_cache()  # what the old vision tower saw
+        self._llm.reset_mm_cache()  # images of the last batch, which a run seldom shows again
         self._version, self._usable = version, True
 
     def abort_update(self) -> None:
