@@ -135,6 +135,7 @@ MODEL_CASES = [
     Case("model", "a corrupt tokenizer.json", model(cut="tokenizer.json"), (f"{MODEL}.tokenizer_path={{at}}/model", "tokenizer.json is not readable JSON")),
     Case("model", "an unknown model type", model(config={"model_type": "qwen99", "architectures": ["Qwen99ForCausalLM"]}), (f"{MODEL_PATH}={{at}}/model", "qwen99")),
     Case("model", "a vision tower that several workers cannot share", model(config={"model_type": "gemma3", "vision_config": {}}, extra=TWO), (f"{MODEL_PATH}={{at}}/model: is of model_type 'gemma3', whose vision tower 2 workers cannot share", "use one worker")),
+    Case("model", "an activation that Megatron-Core does not have", model(config={"hidden_act": "gelu"}, extra={"--config-name": "ppo_megatron_trainer"}), (f"{MODEL_PATH}={{at}}/model: hidden_act=gelu is not supported with strategy=megatron: it knows silu", "write --config-name=ppo_trainer")),
     Case("model", "a context that is too short", {"data.max_response_length": 2000}, ("data.max_response_length=2000: with prompts of 48 exceeds the model's 1024 positions: write at most 976",)),
     Case("model", "heads that the engine does not have", odd_heads, ("vLLM's CPU attention has no kernel for head size 16 of actor_rollout_ref.model.path; it has [32,", "actor_rollout_ref.rollout.name=hf"), late="alone"),
     Case("model", "no chat template", model(gone=("chat_template.jinja",)), ("has no chat template", f"{MODEL}.custom_chat_template")),

@@ -69,7 +69,8 @@ def words(case: Case, place: Place) -> list[str]:
     place.folder.mkdir(parents=True, exist_ok=True)
     chosen = case.make(place) if callable(case.make) else case.make
     merged = place.workspace.overrides("none") | {"trainer.default_local_dir": place.folder / "run"} | dict(chosen)
-    return [f"{key}={_word(value)}" for key, value in merged.items() if value is not ABSENT]
+    found = [f"{key}={_word(value)}" for key, value in merged.items() if value is not ABSENT]
+    return sorted(found, key=lambda word: not word.startswith("--"))  # flags come before keys
 
 
 def _word(value: Any) -> str:

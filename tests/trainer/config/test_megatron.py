@@ -10,8 +10,8 @@ from omegaconf import OmegaConf
 
 from verl.base_config import ConfigError
 from verl.trainer.config import megatron_fields
-from verl.trainer.config.megatron import ARCHITECTURES
 from verl.trainer.config.megatron_fields import stage_problem
+from verl.trainer.config.megatron_models import ARCHITECTURES
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.workers.config import McoreActorConfig, McoreCriticConfig, McoreEngineConfig
 from verl.workers.config.reward_model import reward_model_config
@@ -224,6 +224,73 @@ def test_architectures_that_it_cannot_hold(megatron, tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     found = violations(megatron(f"actor_rollout_ref.model.path={tmp_path}"))
     assert "Gemma2ForCausalLM is not supported with strategy=megatron" in found["actor_rollout_ref.model.path"]
+
+
+MODEL = "actor_rollout_ref.model"
+
+
+@pytest.fixture
+def qwen3_moe(tmp_path):
+    """Write the file of a model, and return overrides that name it."""
+
+    def make(*overrides, folder="model", **changes):
+        sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4, "num_experts": 4}
+        content = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "sliding_window": 4096}
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_text(json.dumps(content | sizes | changes))
+        (tmp_path / folder / "tokenizer.json").write_text("{}")
+        return [f"{MODEL}.path={tmp_path / folder}", *overrides]
+
+    return make
+
+
+YARN = {"type": "yarn", "factor": 4.0}
+GELU = "hidden_act=gelu is not supported with strategy=megatron: it knows silu"
+
+
+@pytest.mark.parametrize(
+    ("changes", "overrides", "key", "message"),
+    [
+        ({"hidden_act": "gelu"}, [], "path", f"{GELU}; name another model, or write --config-name=ppo_trainer"),
+        ({"hidden_act": "gelu", "rope_scaling": YARN}, [], "path", f"{GELU}; rope_scaling of type yarn is not"),
+        ({}, [f"{MODEL}.override_config.hidden_act=gelu"], "override_config.hidden_act",
+         "=gelu: is not supported with strategy=megatron: it knows silu; leave it out, or write --config-name"),
+        ({}, [f"{MODEL}.override_config.model_config.sliding_window=8"], "override_config.model_config.sliding_window",
+         "=8: is not supported with strategy=megatron; leave it out"),
+        ({}, [f"{MODEL}.override_config.rope_parameters={{rope_type: dynamic, factor: 2.0}}"],
+         "override_config.rope_parameters", "of type dynamic is not supported with strategy=megatron: it knows"),
+    ],
+)  # fmt: skip
+def test_models_that_it_would_compute_differently(megatron, qwen3_moe, changes, overrides, key, message):
+    found = violations(megatron(*qwen3_moe(*overrides, **changes)))
+    assert message in found.pop(f"{MODEL}.{key}", "") and found == {}, found
+
+
+def test_what_the_workers_may_take_is_not_refused(megatron, qwen3_moe, monkeypatch):
+    """Fields that override a fault, code beside the model, and families of the user's."""
+    wrong = qwen3_moe(hidden_act="gelu", auto_map={"AutoConfig": "configuration.Mine"})
+    assert violations(megatron(*wrong, f"{MODEL}.override_config.hidden_act=silu")) == {}
+    assert violations(megatron(*wrong, f"{MODEL}.trust_remote_code=true")) == {}
+    other = qwen3_moe(folder="other", architectures=["MineForCausalLM"])
+    assert "MineForCausalLM is not supported" in violations(megatron(*other))[f"{MODEL}.path"]
+    for model in (wrong, other):
+        assert violations(megatron(*model, f"{MODEL}.external_lib=json")) == {}
+    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "json")
+    assert violations(megatron(*other)) == {}
+
+
+def test_models_of_other_roles(megatron, qwen3_moe):
+    """The reference may have its own, with the overrides of both; the configuration may come from another folder."""
+    plain, gelu = (qwen3_moe(folder=act, hidden_act=act)[0].split("=")[1] for act in ("silu", "gelu"))
+    reference = "actor_rollout_ref.ref.model"
+    of_file = violations(megatron(f"{MODEL}.path={plain}", f"{reference}.path={gelu}", f"critic.model.path={gelu}"))
+    assert set(of_file) == {f"{reference}.path", "critic.model.path"} and all(GELU in text for text in of_file.values())
+    taken = violations(megatron(f"{MODEL}.path={plain}", f"{reference}.path={gelu}",
+                                f"{reference}.override_config.hidden_act=silu"))  # fmt: skip
+    assert taken == {}
+    elsewhere = violations(megatron(f"{MODEL}.path={plain}", f"{MODEL}.hf_config_path={gelu}"))
+    assert list(elsewhere) == [f"{MODEL}.hf_config_path"]
+    assert violations(megatron(f"{MODEL}.path={gelu}", f"{MODEL}.hf_config_path={plain}")) == {}
 
 
 def test_stages_are_cut_as_megatron_core_cuts_them():

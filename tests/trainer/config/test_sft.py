@@ -1,5 +1,7 @@
 """Both trees of supervised fine-tuning lead to one, and are checked before anything starts."""
 
+import json
+
 import pytest
 from omegaconf import OmegaConf
 
@@ -108,6 +110,25 @@ def test_workers_of_megatron_share_rows(composed):
     assert parallel_sizes(config.engine) == dict.fromkeys(
         ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"), 1
     )
+
+
+def test_models_that_megatron_core_does_not_have(composed, trees, tmp_path):
+    files = {key: trees["sft_trainer_engine"].data[key] for key in ("train_files", "val_files")}
+    config = composed("engine=megatron", "optim=megatron", name="sft_trainer_engine", base=False)
+    config.data.update(files)
+    content = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "mlp_bias": True}
+    for architecture, name in (("LlamaForCausalLM", "llama"), ("Gemma2ForCausalLM", "gemma")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(content | {"architectures": [architecture]}))
+        (tmp_path / name / "tokenizer.json").write_text("{}")
+    path, biases = {"model.path": str(tmp_path / "llama")}, {"model.override_config": {"attention_bias": True}}
+    assert violations(config, path | biases) == {} == violations(trees["sft_trainer_engine"], path)
+    found = violations(config, path)["model.path"]
+    assert "mlp_bias=True without attention_bias is not supported" in found and "write engine=fsdp" in found
+    found = violations(config, path | {"model.override_config": {"attention_bias": True, "hidden_act": "gelu"}})
+    assert list(found) == ["model.override_config.hidden_act"]
+    found = violations(config, {"model.path": str(tmp_path / "gemma")})
+    assert "architecture Gemma2ForCausalLM is not supported" in found["model.path"]
 
 
 @pytest.mark.parametrize(

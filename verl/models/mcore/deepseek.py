@@ -4,15 +4,16 @@ from typing import TYPE_CHECKING, Any
 
 from verl.models.mcore.families import (
     Family,
-    UnsupportedModelError,
     dense_config,
     dense_mlp_rules,
     expert_config,
     expert_rules,
+    refuse,
     register_family,
     shared_expert_rules,
 )
 from verl.models.mcore.weights import Columns, Rows, Rule, Whole
+from verl.utils.megatron.model_limits import expert_groups, latent_limits, rope_of, router_limits
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -21,15 +22,10 @@ if TYPE_CHECKING:
 def latent_attention_config(hf: "PretrainedConfig") -> dict[str, Any]:
     """Return the arguments of ``MLATransformerConfig``.
 
-    Raises: UnsupportedModelError for a scaling of positions that Megatron-Core computes differently.
+    Raises: UnsupportedModelError for an attention that Megatron-Core computes differently.
     """
-    rope = dict(hf.rope_parameters or {})
-    kind = rope.get("rope_type", "default")
-    if kind not in ("default", "yarn"):
-        raise UnsupportedModelError(
-            f"rope_scaling of type {kind} is not supported with strategy=megatron for this model, which knows default "
-            "and yarn"
-        )
+    refuse(latent_limits(hf))
+    rope = rope_of(hf)
     values: dict[str, Any] = {
         "multi_latent_attention": True,
         "q_lora_rank": hf.q_lora_rank,
@@ -42,17 +38,8 @@ def latent_attention_config(hf: "PretrainedConfig") -> dict[str, Any]:
         "rotary_base": rope.get("rope_theta", 10000.0),
         "rotary_scaling_factor": 1.0,
     }
-    if kind == "yarn":
-        if rope.get("truncate") is False or rope.get("attention_factor") is not None:
-            raise UnsupportedModelError(
-                "rope_scaling of type yarn with truncate=false or attention_factor is not supported on Megatron-Core"
-            )
+    if rope.get("rope_type") == "yarn":
         scale, scale_all = rope.get("mscale"), rope.get("mscale_all_dim")
-        if scale_all and not scale:
-            raise UnsupportedModelError(
-                f"rope_scaling of type yarn with mscale_all_dim={scale_all} and no mscale is not supported with "
-                "strategy=megatron"
-            )
         values |= {
             "rope_type": "yarn",
             "rotary_scaling_factor": rope["factor"],
@@ -71,31 +58,20 @@ def router_config(hf: "PretrainedConfig") -> dict[str, Any]:
 
     Raises: UnsupportedModelError for a choice of experts that Megatron-Core makes differently.
     """
-    groups, chosen = hf.n_group or 1, hf.topk_group or 1
-    limited = groups > 1 and chosen < groups
-    if limited and hf.num_experts_per_tok // chosen != 2:
-        raise UnsupportedModelError(
-            f"num_experts_per_tok={hf.num_experts_per_tok} with topk_group={chosen} is not supported with "
-            "strategy=megatron: a group is judged by its two best experts, so there must be two to a group"
-        )
-    if not hf.norm_topk_prob and hf.num_experts_per_tok > 1:
-        raise UnsupportedModelError("norm_topk_prob=False is not supported with strategy=megatron for this model")
+    refuse(router_limits(hf))
+    groups, chosen = expert_groups(hf) or (None, None)
     return {
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
         "moe_router_bias_update_rate": 0.0,  # it belongs to pretraining
         "moe_router_topk_scaling_factor": hf.routed_scaling_factor,
-        "moe_router_num_groups": groups if limited else None,
-        "moe_router_group_topk": chosen if limited else None,
+        "moe_router_num_groups": groups,
+        "moe_router_group_topk": chosen,
         "moe_shared_expert_intermediate_size": hf.n_shared_experts * hf.moe_intermediate_size,
     }
 
 
 def _config(hf: "PretrainedConfig") -> dict[str, Any]:
-    if hf.attention_bias or not getattr(hf, "rope_interleave", True):
-        raise UnsupportedModelError(
-            "attention_bias=True and rope_interleave=False are not supported with strategy=megatron for this model"
-        )
     return (
         dense_config(hf) | expert_config(hf, hf.moe_intermediate_size) | router_config(hf) | latent_attention_config(hf)
     )

@@ -4,12 +4,20 @@ To add a family, describe it by a ``Family`` and enter it with ``register_family
 ``config.json`` names. Nothing here imports Megatron-Core.
 """
 
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from verl.models.mcore.weights import Columns, QueryKeyValue, Rows, Rule, Stacked, Vocabulary, Whole
+from verl.utils.megatron.model_limits import (
+    Limit,
+    bias_limits,
+    causal_name,
+    dense_limits,
+    expert_limits,
+    rope_limits,
+    rope_of,
+)
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -29,6 +37,12 @@ HEAD_NAMES = ("score.weight", "score.bias")
 
 class UnsupportedModelError(ValueError, NotImplementedError):
     """Megatron-Core, or this code around it, cannot hold the model."""
+
+
+def refuse(limits: Iterable[Limit]) -> None:
+    """Raise UnsupportedModelError for the first of the limits, where there is one."""
+    for limit in limits:
+        raise UnsupportedModelError(str(limit))
 
 
 @dataclass(frozen=True)
@@ -63,14 +77,6 @@ def register_family(architecture: str, family: Family) -> None:
 def supported_architectures() -> list[str]:
     """Return the names that ``find_family`` knows."""
     return sorted(_FAMILIES)
-
-
-_CLASSIFIERS = re.compile("For(Token|Sequence)Classification$")
-
-
-def causal_name(architecture: str) -> str:
-    """Return the architecture of the language model below a classifier; others are their own."""
-    return _CLASSIFIERS.sub("ForCausalLM", architecture)
 
 
 def architecture_of(hf_config: "PretrainedConfig") -> str:
@@ -132,7 +138,8 @@ def rope_arguments(hf: "PretrainedConfig") -> dict[str, Any]:
 
     Raises: UnsupportedModelError for a scaling that Megatron-Core computes differently.
     """
-    rope = dict(getattr(hf, "rope_parameters", None) or {})
+    refuse(rope_limits(hf))
+    rope = rope_of(hf)
     arguments: dict[str, Any] = {
         "position_embedding_type": "rope",
         "rotary_base": rope.get("rope_theta", 10000.0),
@@ -142,17 +149,7 @@ def rope_arguments(hf: "PretrainedConfig") -> dict[str, Any]:
     if kind == "linear":
         arguments["seq_len_interpolation_factor"] = rope["factor"]
     elif kind == "llama3":
-        fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-        other = {name: rope.get(name) for name, value in fixed.items() if rope.get(name) != value}
-        if other:
-            raise UnsupportedModelError(
-                f"rope_scaling of type llama3 with {other} is not supported with strategy=megatron, which has {fixed}"
-            )
         arguments |= {"rope_scaling": True, "rope_scaling_factor": rope["factor"]}
-    elif kind != "default":
-        raise UnsupportedModelError(
-            f"rope_scaling of type {kind} is not supported with strategy=megatron: it knows default, linear and llama3"
-        )
     return arguments
 
 
@@ -161,12 +158,7 @@ def dense_config(hf: "PretrainedConfig", **changes: Any) -> dict[str, Any]:
 
     Raises: UnsupportedModelError for what such a model may have and Megatron-Core has not.
     """
-    if getattr(hf, "use_sliding_window", False):
-        raise UnsupportedModelError("use_sliding_window=True is not supported with strategy=megatron")
-    if hf.hidden_act != "silu":
-        raise UnsupportedModelError(
-            f"hidden_act={hf.hidden_act} is not supported with strategy=megatron: it knows silu"
-        )
+    refuse(dense_limits(hf))
     return {
         "num_layers": hf.num_hidden_layers,
         "hidden_size": hf.hidden_size,
@@ -242,9 +234,8 @@ class _Dense:
     qk_norm: bool = False
 
     def config(self, hf: "PretrainedConfig") -> dict[str, Any]:
+        refuse(bias_limits(hf))
         bias, mlp_bias = _attention_bias(hf), bool(getattr(hf, "mlp_bias", False))
-        if mlp_bias and not bias:
-            raise UnsupportedModelError("mlp_bias=True without attention_bias is not supported with strategy=megatron")
         return dense_config(
             hf,
             add_qkv_bias=self.qkv_bias or bias,
@@ -313,13 +304,7 @@ class _Experts:
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
     def config(self, hf: "PretrainedConfig") -> dict[str, Any]:
-        if getattr(hf, "sliding_window", None):
-            raise UnsupportedModelError(f"sliding_window={hf.sliding_window} is not supported with strategy=megatron")
-        if noise := getattr(hf, "router_jitter_noise", 0.0):
-            raise UnsupportedModelError(
-                f"router_jitter_noise={noise} is not supported with strategy=megatron: write 0.0 in "
-                "model.override_config"
-            )
+        refuse(expert_limits(hf))
         bias = _attention_bias(hf)
         experts = expert_config(hf, getattr(hf, self.width)) | {
             "moe_router_pre_softmax": getattr(hf, "norm_topk_prob", None) is False,
@@ -371,6 +356,7 @@ __all__ = [
     "UnsupportedModelError",
     "architecture_of",
     "attention_rules",
+    "causal_name",
     "expert_config",
     "expert_rules",
     "layer_has_experts",
@@ -381,6 +367,7 @@ __all__ = [
     "head_dim",
     "num_experts",
     "outer_rules",
+    "refuse",
     "register_family",
     "rope_arguments",
     "supported_architectures",

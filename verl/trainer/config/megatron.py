@@ -1,29 +1,20 @@
 """Roles on Megatron-Core: layouts against the workers, the model and each other, and what cannot run."""
 
 import os
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from verl.base_config import Violation, as_yaml
 from verl.trainer.config.megatron_fields import optimizer_rules, override_rules, stage_problem
+from verl.trainer.config.megatron_models import config_fields, family_rules, reference_node
 from verl.trainer.config.refusals import select
 from verl.utils.megatron.ranks import expert_layout_problem, model_parallel_size
-from verl.workers.config.model import flat_overrides, path_problems, read_config_json
 
 Tree = Mapping[str, Any]
 
 SIZES = tuple(f"{axis}_parallel_size" for axis in ("tensor_model", "pipeline_model", "context", "expert_model"))
 SHARED = (*SIZES, "virtual_pipeline_model_parallel_size", "expert_tensor_parallel_size")
 """Keys of a ``megatron`` node that roles of one process have in common."""
-
-ARCHITECTURES = (
-    *("DeepseekV3ForCausalLM", "LlamaForCausalLM", "MixtralForCausalLM", "Qwen2ForCausalLM", "Qwen2MoeForCausalLM"),
-    *("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
-)
-"""Those of ``verl.models.mcore``, which the launching process does not import: it would import torch."""
-CLASSIFIER = re.compile("For(Token|Sequence)Classification$")
-"""How the name of a classifier ends, which counts as its language model there."""
 
 CUDA_ONLY = (
     *("apply_rope_fusion", "gradient_accumulation_fusion", "moe_permute_fusion", "moe_grouped_gemm"),
@@ -170,17 +161,15 @@ def _world_rules(role: Role, on_cpu: bool) -> Iterator[Violation]:
 
 
 def _model_rules(tree: Tree, role: Role) -> Iterator[Violation]:
-    """Yield sizes that do not divide the heads, experts or layers of a model whose files are here."""
-    path, engine = select(tree, f"{role.model}.path"), role.node["megatron"]
+    """Yield a model whose files are here that is not supported, and sizes that do not divide its heads, experts or
+    layers."""
+    key, node, engine = role.model, select(tree, role.model), role.node["megatron"]
     if role.key.endswith(".ref"):
-        path = select(role.node, "model.path") or path
-    if not isinstance(path, str) or list(path_problems(path)):
+        key, node = reference_node(tree["actor_rollout_ref"])
+    if (fields := config_fields(node)) is None:
         return
-    config = read_config_json(path) | flat_overrides(select(tree, f"{role.model}.override_config") or {})
-    named = config.get("architectures") or []
-    if named and [CLASSIFIER.sub("ForCausalLM", name) in ARCHITECTURES for name in named] != [True]:
-        expected = f"architecture {', '.join(named)} is not supported with strategy=megatron: it knows "
-        yield Violation(f"{role.model}.path", path, f"{expected}{', '.join(ARCHITECTURES)}; write strategy=fsdp")
+    yield from family_rules(node, fields, key, "--config-name=ppo_trainer")
+    config = vars(fields)
     tp, pp, _, ep = (engine[name] for name in SIZES)
     for name in ("num_attention_heads", "num_key_value_heads"):
         count = config.get(name)

@@ -11,6 +11,7 @@ from verl.trainer.config.files import data_file_rules, vision_rules
 from verl.trainer.config.fused import fused_rules
 from verl.trainer.config.keys import dotted_keys
 from verl.trainer.config.megatron_fields import optimizer_rules, override_rules
+from verl.trainer.config.megatron_models import config_fields, family_rules
 from verl.trainer.config.nodes import build_nodes
 from verl.trainer.config.refusals import select
 from verl.workers.config.actor import async_save_rules
@@ -91,6 +92,9 @@ def _violations(config: DictConfig, world_size: int) -> Iterator[Violation]:
         if not problems:
             strategy = ("engine.strategy", select(tree, "engine.strategy"))
             yield from vision_rules(read_config_json(path), strategy, (key, path), world_size)
+            if strategy[1] == "megatron":
+                node = tree["model"]
+                yield from family_rules(node, config_fields(node), "model", "engine=fsdp", key)
     yield from _batch_rules(tree, world_size)
     yield from _choice_rules(tree)
 

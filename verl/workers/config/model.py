@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from verl.base_config import BaseConfig, ConfigError, Violation
@@ -330,7 +331,7 @@ def flat_overrides(override_config: Mapping[str, Any]) -> dict[str, Any]:
     return flat | dict(override_config.get("model_config") or {})
 
 
-def apply_overrides(hf_config: "PretrainedConfig", override_config: Mapping[str, Any]) -> None:
+def apply_overrides(hf_config: "PretrainedConfig | ConfigFields", override_config: Mapping[str, Any]) -> None:
     """Set attributes on a Hugging Face config; a mapping is merged into the one that is there."""
     overrides = flat_overrides(override_config)
     for name, value in overrides.items():
@@ -348,3 +349,43 @@ def apply_overrides(hf_config: "PretrainedConfig", override_config: Mapping[str,
     if any(name in overrides for name in ROPE_KEYS) and hasattr(hf_config, "standardize_rope_params"):
         rope: Any = hf_config
         rope.standardize_rope_params()
+
+
+class ConfigFields(SimpleNamespace):
+    """The fields of a ``config.json`` as attributes, read as transformers reads those of decoders, without importing
+    it; what the file leaves out is absent but for ``hidden_act``. ``apply_overrides`` changes it.
+    """
+
+    hidden_act = "silu"
+
+    def __init__(self, content: Mapping[str, Any]) -> None:
+        fields = {name: value for name, value in content.items() if name != "original_max_position_embeddings"}
+        rope = fields.pop("rope_scaling", None) or fields.get("rope_parameters")
+        if fields.get("model_type") != "mixtral" and not fields.get("use_sliding_window"):
+            fields["sliding_window"] = None  # the others have a switch beside the width
+        super().__init__(**fields | {"rope_parameters": dict(rope) if isinstance(rope, Mapping) else {}})
+        self.standardize_rope_params()
+        if "original_max_position_embeddings" in content:  # transformers sets it after that
+            self.original_max_position_embeddings = content["original_max_position_embeddings"]
+
+    @property
+    def rope_scaling(self) -> Any:
+        """The older name of ``rope_parameters``."""
+        return self.rope_parameters
+
+    @rope_scaling.setter
+    def rope_scaling(self, value: Any) -> None:
+        self.rope_parameters = value
+
+    def standardize_rope_params(self) -> None:
+        """Name the type, and the positions of pretraining where the type needs them."""
+        rope = self.rope_parameters
+        if not isinstance(rope, dict) or not rope:
+            return
+        kind = rope.setdefault("rope_type", rope.get("type", "default"))
+        if kind in ("llama3", "yarn", "longrope"):
+            length = getattr(self, "original_max_position_embeddings", None)
+            if length is not None:  # beside the parameters it goes first
+                rope["original_max_position_embeddings"] = length
+            elif hasattr(self, "max_position_embeddings"):
+                rope.setdefault("original_max_position_embeddings", self.max_position_embeddings)
