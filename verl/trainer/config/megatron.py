@@ -176,7 +176,7 @@ def _model_rules(tree: Tree, role: Role) -> Iterator[Violation]:
         if isinstance(count, int) and count % tp:
             yield Violation(f"{role.engine}.{SIZES[0]}", tp, f"must divide {name}={count} of the model")
     experts = config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts") or 0
-    if ep > 1 and config and (not experts or experts % ep):
+    if ep > 1 and "model_type" in config and (not experts or experts % ep):
         yield Violation(f"{role.engine}.{SIZES[3]}", ep, f"must divide the {experts} experts of the model")
     if experts and tp > 1 and not engine["sequence_parallel"]:
         expected = f"must be true with {SIZES[0]}={tp}: the model has experts, which Megatron-Core cuts no other way"
