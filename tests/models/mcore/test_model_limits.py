@@ -74,6 +74,8 @@ CHANGES: list[dict[str, Any]] = [
     {"rope_scaling": {"type": "linear", "factor": 2.0}},
     {"rope_parameters": {"rope_type": "linear", "factor": 2.0}, "rope_theta": 1e5},
     {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+    {"partial_rotary_factor": 0.5},
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5}},
     {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
     {"rope_scaling": llama3()},
     {"rope_scaling": llama3(), "original_max_position_embeddings": 4096},

@@ -143,7 +143,6 @@ def rope_arguments(hf: "PretrainedConfig") -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "position_embedding_type": "rope",
         "rotary_base": rope.get("rope_theta", 10000.0),
-        "rotary_percent": rope.get("partial_rotary_factor", 1.0),
     }
     kind = rope.get("rope_type", "default")
     if kind == "linear":

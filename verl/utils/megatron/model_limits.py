@@ -60,8 +60,10 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
 
 
 def rope_limits(hf: Any) -> Iterator[Limit]:
-    """Yield a scaling of positions that is computed differently."""
+    """Yield positions that are computed differently."""
     rope = rope_of(hf)
+    if (part := rope.get("partial_rotary_factor")) not in (None, 1):  # transformers ignores it where nothing is scaled
+        yield Limit("partial_rotary_factor", part, NOT_SUPPORTED)
     kind = rope.get("rope_type", "default")
     other = {name: rope.get(name) for name, value in LLAMA3.items() if rope.get(name) != value}
     if kind == "llama3" and other:

@@ -365,6 +365,8 @@ class ConfigFields(SimpleNamespace):
             fields["sliding_window"] = None  # the others have a switch beside the width
         super().__init__(**fields | {"rope_parameters": dict(rope) if isinstance(rope, Mapping) else {}})
         self.standardize_rope_params()
+        if content.get("partial_rotary_factor") is not None:
+            self.rope_parameters.setdefault("partial_rotary_factor", content["partial_rotary_factor"])
         if "original_max_position_embeddings" in content:  # transformers sets it after that
             self.original_max_position_embeddings = content["original_max_position_embeddings"]
 
