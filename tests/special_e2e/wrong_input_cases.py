@@ -41,6 +41,8 @@ CONFIG = [
     Case("config", "an unknown tracker", {"trainer.logger": "[console,wandbb]"}, ("trainer.logger=[console,wandbb]: must be a list of trackers",)),
     Case("config", "a tracker that is not installed", {"trainer.logger": "[console,clearml]"}, ("trainer.logger", "clearml", "not installed", "[console]")),
     Case("config", "training on GPUs without one", {"trainer.device": "cuda"}, ("trainer.device=cuda", "no GPU", "write cpu")),
+    Case("config", "training on Ascend devices without their package", {"trainer.device": "npu"}, ("trainer.device=npu: needs the package torch_npu", "write cuda or cpu")),
+    Case("config", "Megatron-Core on Ascend devices", {"--config-name": "ppo_megatron_trainer", "trainer.device": "npu"}, (f"{ACTOR}.strategy=megatron: is not supported with trainer.device=npu", "--config-name=ppo_trainer")),
     Case("config", "more workers than cores", {"trainer.n_gpus_per_node": 512, "data.train_batch_size": 512, f"{ACTOR}.ppo_mini_batch_size": 512, f"{ACTOR}.ppo_micro_batch_size_per_gpu": 4}, ("trainer.n_gpus_per_node=512", "cores", "ray_kwargs.ray_init.num_cpus")),
     Case("config", "several mistakes at once", {"data.truncation": "cut", "trainer.resume_mode": "always"}, ("2 problems:", "data.truncation=cut: must be one of error, left, right, middle", "trainer.resume_mode=always: must be one of auto")),
 ]

@@ -1,5 +1,6 @@
 """Supervised training: ``python -m verl.trainer.sft_trainer key=value ...``, or the same under ``torchrun``."""
 
+import importlib.util
 import logging
 import math
 import time
@@ -123,6 +124,8 @@ class SFTTrainer:
         device = config.trainer.device
         if device != get_device_name():
             expected = f"this machine has {get_device_name()}: write trainer.device={get_device_name()}"
+            if device == "npu" and importlib.util.find_spec("torch_npu") is None:
+                expected = f"needs the package torch_npu, which is not installed: install it; {expected}"
             raise ConfigError([Violation("trainer.device", device, expected)])
         validate_sft_config(config, envs.integer("WORLD_SIZE", 1))
         check_backends(config.trainer.logger)
@@ -277,10 +280,12 @@ class SFTTrainer:
 
     def _sum_over_ranks(self, value: Tensor) -> float:
         group = self.engine.get_data_parallel_group()
-        if group is not None:
-            value = value.to("cpu" if get_device_name() == "cpu" else get_device_name())
-            torch.distributed.all_reduce(value, group=group)
-        return float(value)
+        if group is None:
+            return float(value)
+        value = value.to(get_device_name())
+        parts = [torch.empty_like(value) for _ in range(torch.distributed.get_world_size(group))]
+        torch.distributed.all_gather(parts, value, group=group)  # HCCL moves float64, and adds none up
+        return float(torch.stack(parts).cpu().sum())
 
 
 def run_sft(config: DictConfig) -> None:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from verl.utils.device import get_device_name
+
 _STRATEGIES = ("fsdp", "fsdp2")
 MIN_BYTES = 4096
 """Moving less takes longer than it is worth."""
@@ -64,7 +66,7 @@ def enable_activation_offloading(model: nn.Module, strategy: str, enable_ckpt: b
     def offloading(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        with offloaded_activations(model, pin_memory=torch.cuda.is_available()):
+        with offloaded_activations(model, pin_memory=get_device_name() != "cpu"):
             return forward(*args, **kwargs)
 
     model.forward = offloading  # type: ignore[method-assign]

@@ -54,9 +54,13 @@ def get_visible_devices_keyword() -> str:
 
 
 def set_expandable_segments(enable: bool) -> None:
-    """Let the CUDA allocator grow its segments, or not: engines that sleep need it off.
+    """Let the allocator of the device grow its segments, or not: engines that sleep need it off.
 
-    ``MEGATRON_CI_DISABLE_EXPANDABLE_SEGMENTS=1`` in the environment keeps it off.
+    ``MEGATRON_CI_DISABLE_EXPANDABLE_SEGMENTS=1`` in the environment keeps it off. A torch_npu whose allocator cannot be
+    told so while it runs keeps what ``PYTORCH_NPU_ALLOC_CONF`` says.
     """
-    if is_cuda_available and not (enable and envs.flag("MEGATRON_CI_DISABLE_EXPANDABLE_SEGMENTS")):
-        torch.cuda.memory._set_allocator_settings(f"expandable_segments:{enable}")
+    if get_device_name() == "cpu" or (enable and envs.flag("MEGATRON_CI_DISABLE_EXPANDABLE_SEGMENTS")):
+        return
+    tell = getattr(get_torch_device().memory, "_set_allocator_settings", None)
+    if tell is not None:
+        tell(f"expandable_segments:{enable}")

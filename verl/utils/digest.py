@@ -7,6 +7,8 @@ import torch
 import xxhash
 from torch import Tensor
 
+from verl.utils.device import get_device_name, get_torch_device
+
 _COLUMNS = 512
 
 
@@ -59,6 +61,6 @@ def random_state_digest() -> str:
     Those of Python and NumPy start from the entropy of the machine, and libraries draw from them: equal runs differ.
     """
     parts = [torch.get_rng_state().numpy().tobytes()]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        parts.append(torch.cuda.get_rng_state().numpy().tobytes())
+    if get_device_name() != "cpu" and (device := get_torch_device()).is_initialized():
+        parts.append(device.get_rng_state().numpy().tobytes())
     return bytes_digest(*parts)

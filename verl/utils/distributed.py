@@ -81,7 +81,8 @@ def group_timeout(group: dist.ProcessGroup | None = None) -> datetime.timedelta:
     torch gives groups that are made later its own default, whatever the first was made with.
     """
     chosen = dist.distributed_c10d._get_default_group() if group is None else group
-    options: Any = chosen._get_backend(torch.device(get_device_name())).options
+    device = "cpu" if get_device_name() == "npu" else get_device_name()  # HCCL does not tell; gloo is made alike
+    options: Any = chosen._get_backend(torch.device(device)).options
     timeout: datetime.timedelta = options._timeout
     return timeout
 

@@ -90,6 +90,7 @@ def test_parts_that_are_missing(monkeypatch):
     monkeypatch.setattr(profiling.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(profiling.shutil, "which", lambda name: None)
     assert re.match("needs the program nsys", missing_part("nsys", "cuda", True))
+    assert missing_part("torch_memory", "npu", True).endswith("needs trainer.device=cuda, not npu, or profile with npu")
     assert missing_part("nsys", "cuda", False) is None  # another machine may have it
     for tool, device in (("torch", "cpu"), ("torch", "cuda"), ("torch_memory", "cuda"), ("npu", "npu")):
         assert missing_part(tool, device, True) is None

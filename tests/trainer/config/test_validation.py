@@ -315,7 +315,7 @@ def test_everything_is_listed_once_under_its_dotted_key(base):
         f"{ACTOR}.optim.lr": -1.0,
         "critic.cliprange_value": 0.0,
         "data.train_batch_size": 9,
-        "trainer.device": "npu",
+        "trainer.device": "tpu",
         f"{ROLLOUT}.temperature": 0,
     }
     expected = {*changes} - {"data.train_batch_size"} | {f"{ACTOR}.ppo_mini_batch_size", "critic.ppo_mini_batch_size"}

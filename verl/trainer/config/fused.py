@@ -17,8 +17,9 @@ def fused_rules(tree: Mapping[str, Any], model: str) -> Iterator[Violation]:
         return
     key = f"{model}.fused_kernel_options.impl_backend"
     if select(tree, key) == "triton":
-        if select(tree, "trainer.device") == "cpu":
-            yield Violation(key, "triton", "needs CUDA: write torch with trainer.device=cpu")
+        device = select(tree, "trainer.device")
+        if device in ("cpu", "npu"):
+            yield Violation(key, "triton", f"needs CUDA: write torch with trainer.device={device}")
         elif importlib.util.find_spec("triton") is None:
             yield Violation(
                 key, "triton", "needs the package triton, which is not installed: install it or write torch"

@@ -90,6 +90,7 @@ IDLE: list[Idle] = [
     Idle("trainer.resume_mode", "auto", "trainer", {"resume_from_path": None}),
     Idle("trainer.resume_mode", "disable", "trainer", {"resume_from_path": None}),
     Idle("trainer.device", "cpu", ROLLOUT, {"cudagraph_capture_sizes": None, "layered_summon": False}),
+    Idle("trainer.device", "npu", ROLLOUT, {"layered_summon": False}),
     *(
         Idle("trainer.device", "cpu", engine, {"param_offload": False, "optimizer_offload": False})
         for engine in ENGINES

@@ -27,6 +27,8 @@ CUDA_OPTIMIZERS = ("use_precision_aware_optimizer", "optimizer_cpu_offload", "ov
 """Fields of OptimizerConfig of which the same is true."""
 
 
+ASCEND = "is not supported with trainer.device=npu: Megatron-Core runs on CUDA and CPU. Write "
+
 ACTOR_MODEL = "actor_rollout_ref.model"
 """The key of the model that actor and reference have."""
 
@@ -82,10 +84,13 @@ def megatron_rules(tree: Tree, use_reference: bool, use_critic: bool, broken: se
         return
     roles = roles_of(tree, use_reference, use_critic)
     yield from _strategy_rules(roles)
+    on_ascend = tree["trainer"]["device"] == "npu"
     for role in roles:
         if not role.is_megatron:
             continue
-        if not isinstance(role.node.get("megatron"), Mapping):
+        if on_ascend:
+            yield Violation(f"{role.key}.strategy", "megatron", f"{ASCEND}--config-name=ppo_trainer, which is of FSDP")
+        elif not isinstance(role.node.get("megatron"), Mapping):
             yield Violation(f"{role.key}.strategy", "megatron", "needs --config-name=ppo_megatron_trainer")
         elif not any(key.startswith(role.engine) for key in broken):
             yield from _option_rules(tree, role)

@@ -127,7 +127,7 @@ def missing_part(tool: str, device: str, runs_here: bool) -> str | None:
     if tool == "npu" and device in ("cuda", "cpu"):
         return f"profiles Ascend devices, which trainer.device={device} has none of: profile with torch"
     if needed is not None and device != needed:
-        instead = "" if device == "npu" else ", or profile with torch"
+        instead = f", or profile with {'npu' if device == 'npu' else 'torch'}"
         what = {"torch_memory": "records the allocator of CUDA and "}.get(tool, "")
         return f"{what}needs trainer.device={needed}, not {device}{instead}"
     package = _PACKAGES.get(tool)

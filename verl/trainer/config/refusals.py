@@ -22,7 +22,6 @@ ROLES = ("actor_rollout_ref.actor", "actor_rollout_ref.ref", ROLLOUT, "critic", 
 _CHOICES = [
     Refusal(f"{ROLLOUT}.mode", "sync", "is not supported yet: write sync", ("async",)),
     Refusal(f"{ROLLOUT}.name", "vllm", "is not supported yet: write vllm or hf", ("sglang",)),
-    Refusal("trainer.device", "cuda", "is not supported yet: write cuda or cpu", ("npu",)),
 ]
 
 _FIXED: list[tuple[str, str, dict[str, Any]]] = [

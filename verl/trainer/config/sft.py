@@ -10,6 +10,7 @@ from verl.base_config import ConfigError, Violation, as_yaml
 from verl.trainer.config.files import data_file_rules, vision_rules
 from verl.trainer.config.fused import fused_rules
 from verl.trainer.config.keys import dotted_keys
+from verl.trainer.config.megatron import ASCEND
 from verl.trainer.config.megatron_fields import optimizer_rules, override_rules
 from verl.trainer.config.megatron_models import config_fields, family_rules
 from verl.trainer.config.nodes import build_nodes
@@ -144,7 +145,7 @@ CHOICES = {
     "data.truncation": ("error", "left", "right", "middle"),
     "data.pad_mode": ("no_padding", "right"),
     "trainer.resume_mode": ("auto", "disable", "resume_path"),
-    "trainer.device": ("cuda", "cpu"),
+    "trainer.device": ("cuda", "npu", "cpu"),
 }
 
 
@@ -165,6 +166,8 @@ def _choice_rules(tree: Mapping[str, Any]) -> Iterator[Violation]:
         if select(tree, key, value) != value:
             yield Violation(key, select(tree, key), expected)
     if select(tree, "engine.strategy") == "megatron":
+        if select(tree, "trainer.device") == "npu":
+            yield Violation("engine.strategy", "megatron", f"{ASCEND}engine=fsdp")
         yield from override_rules(tree["engine"], "engine", "model")
         yield from optimizer_rules(tree["optim"], "optim")
     for key, value in NOT_WITH_MEGATRON.items():

@@ -1,6 +1,7 @@
 """What can be known to be wrong with a run before Ray, torch or a model is started."""
 
 import glob
+import importlib.util
 import json
 import os
 import struct
@@ -8,6 +9,8 @@ from collections.abc import Collection, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from omegaconf import OmegaConf
 
 from verl.trainer.ppo.checkpoint import find_resume_folder
 from verl.trainer.ppo.steps import loader_batch_size
@@ -21,6 +24,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 _AGAIN = "copy or download the model again"
 _GPU_DEVICES = ("/dev/nvidia[0-9]*", "/dev/nvgpu*", "/dev/nvhost-gpu", "/dev/dxg", "/dev/kfd")
+_ASCEND_DEVICES = "/dev/davinci[0-9]*"  # what Ray looks for too
 _SCORE_HEAD = "score.weight"
 _CHECKED_ROWS = 1 << 18  # of each file here; the data set checks all of them
 
@@ -83,6 +87,31 @@ def check_machine(config: Any) -> None:
         raise InputError(
             "trainer.device=cuda: this machine has no GPU: write cpu, or name a cluster in ray_kwargs.ray_init.address"
         )
+    if trainer.device == "npu":
+        _check_ascend(config, bool((ray_init.get("resources") or {}).get("NPU")))
+
+
+def _check_ascend(config: Any, counted: bool) -> None:
+    """Check what a machine with Ascend devices needs; with ``counted`` the configuration says how many there are."""
+    cluster = "or name a cluster in ray_kwargs.ray_init.address"
+    if importlib.util.find_spec("torch_npu") is None:
+        raise InputError(
+            "trainer.device=npu: needs the package torch_npu, which is not installed: install the one for this torch "
+            f"and CANN, write cuda or cpu, {cluster}"
+        )
+    if not counted and not glob.glob(_ASCEND_DEVICES):
+        raise InputError(
+            f"trainer.device=npu: this machine has no Ascend device, no {_ASCEND_DEVICES}: write cpu, {cluster}"
+        )
+    engines = ["actor_rollout_ref.rollout.name", "rollout.name"]
+    if OmegaConf.select(config, "reward_model.enable") and config.reward_model.get("model_type") == "generative":
+        engines.append("reward_model.name")
+    for key in engines:
+        if OmegaConf.select(config, key) == "vllm" and importlib.util.find_spec("vllm_ascend") is None:
+            raise InputError(
+                f"{key}=vllm: with trainer.device=npu needs the package vllm_ascend, which is not installed: install "
+                f"vllm-ascend, or write hf"
+            )
 
 
 def _is_local(config: Any) -> bool:

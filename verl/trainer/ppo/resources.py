@@ -74,8 +74,8 @@ class ResourcePoolManager:
         demand = sorted((count for counts in self.resource_pool_spec.values() for count in counts), reverse=True)
         where = f"the pools ask for {self.resource_pool_spec} worker processes per node, one {kind} each"
         keys = "lower trainer.n_gpus_per_node or trainer.nnodes, or start more nodes"
-        if kind == "GPU" and not sum(supply):
-            keys = "write trainer.device=cpu to train on CPU cores, or start Ray where it sees the GPUs"
+        if kind != "CPU" and not sum(supply):
+            keys = f"write trainer.device=cpu to train on CPU cores, or start Ray where it sees the {kind}s"
         if sum(supply) < sum(demand):
             raise PlacementError(
                 f"{where}: {sum(demand)} in all, and the cluster has {sum(supply)} (missing "

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from packaging.markers import default_environment
 from packaging.version import Version
@@ -76,6 +77,9 @@ def _device(env: Environment) -> Findings:
         yield Finding("device", "torch", BAD, f"import torch fails: {device['error']}", fix)
         return
     built, hidden = device["built_for"], env.variables.get("CUDA_VISIBLE_DEVICES")
+    npu = device.get("npu") or {}
+    if npu:
+        yield from _ascend(npu, env.variables.get("ASCEND_RT_VISIBLE_DEVICES"))
     if device["cuda"]:
         rows = zip(device["names"], device["memory_gb"], device["capability"], strict=True)
         for number, (name, memory, capability) in enumerate(rows):
@@ -90,12 +94,25 @@ def _device(env: Environment) -> Findings:
     elif env.driver is not None:
         fix = f"update the driver to one that supports {built}, or install a torch that is built for an older CUDA"
         yield Finding("device", "GPU", BAD, f"driver {env.driver}; torch, built for {built}, sees no GPU", fix)
-    else:
+    elif not npu.get("names"):
         detail = f"none: runs use CPU cores (torch is its {built} build)"
         yield Finding("device", "GPU", NOTE, detail, "write trainer.device=cpu, or use a machine with GPUs")
     if not device["gloo"]:
         fix = "install a torch with torch.distributed and gloo: the wheels of pytorch.org have both"
         yield Finding("device", "gloo", BAD, "torch has no gloo backend: workers could not form a group", fix)
+
+
+def _ascend(npu: dict[str, Any], visible: str | None) -> Findings:
+    if "error" in npu:
+        fix = "install CANN and source its set_env.sh, and a torch_npu for this torch; or pip uninstall -y torch_npu"
+        yield Finding("device", "torch_npu", BAD, f"cannot be imported: {npu['error']}", fix)
+    elif npu["names"]:
+        for number, name in enumerate(npu["names"]):
+            yield Finding("device", f"NPU {number}", OK, f"{name}; torch_npu {npu['version']}")
+    else:
+        told = "" if visible is None else f" (ASCEND_RT_VISIBLE_DEVICES={visible!r})"
+        fix = "check npu-smi info and ASCEND_RT_VISIBLE_DEVICES, or write trainer.device=cpu"
+        yield Finding("device", "torch_npu", NOTE, f"{npu['version']} sees no Ascend device{told}", fix)
 
 
 # ---- packages
@@ -162,9 +179,20 @@ COMBINATIONS: tuple[Combination, ...] = (
     ),
     Combination(
         "vllm with the CPU build of torch",
-        lambda env: _has("vllm")(env) and (env.device.get("built_for") == "cpu" or _local_build(env) == "cpu"),
+        lambda env: (
+            _has("vllm")(env)
+            and not env.device.get("npu")  # there vllm is built for no device, and a plug-in drives it
+            and (env.device.get("built_for") == "cpu" or _local_build(env) == "cpu")
+        ),
         "vllm is built for CUDA and cannot load its operators beside this torch",
         "pip uninstall -y vllm torch, then pip install -e '.[cpu]' (no GPU) or pip install -e '.[vllm]'",
+    ),
+    Combination(
+        "vllm without vllm-ascend",
+        lambda env: bool(env.device.get("npu")) and _has("vllm")(env) and not _has("vllm-ascend")(env),
+        "vLLM drives Ascend devices by its plug-in vllm-ascend, which is not installed",
+        "pip install vllm-ascend, in the version for this vllm, or write actor_rollout_ref.rollout.name=hf",
+        NOTE,
     ),
     Combination(
         "hydra-core with a newer antlr4",

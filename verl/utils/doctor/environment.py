@@ -24,15 +24,23 @@ GIB = 1024**3
 IMPORT_TIMEOUT_S = 120
 
 _DEVICE_PROBE = """
-import json, sys, torch
+import importlib.util, json, sys, torch
 cuda = torch.cuda.is_available()
 devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())] if cuda else []
+npu = {}
+if importlib.util.find_spec("torch_npu"):
+    try:
+        import torch_npu
+        here = range(torch.npu.device_count() if torch.npu.is_available() else 0)
+        npu = {"version": torch_npu.__version__, "names": [torch.npu.get_device_name(i) for i in here]}
+    except Exception as error:
+        npu = {"error": f"{type(error).__name__}: {error}"}
 sys.stdout.write("\\n" + json.dumps({
     "built_for": "cuda " + torch.version.cuda if torch.version.cuda else "rocm " + torch.version.hip
         if torch.version.hip else "cpu",
     "cuda": cuda, "gloo": torch.distributed.is_available() and torch.distributed.is_gloo_available(),
     "names": [d.name for d in devices], "memory_gb": [d.total_memory / 2**30 for d in devices],
-    "capability": [f"{d.major}.{d.minor}" for d in devices],
+    "capability": [f"{d.major}.{d.minor}" for d in devices], "npu": npu,
 }))
 """
 
@@ -56,7 +64,9 @@ class Environment:
     driver: str | None
     """What nvidia-smi says of the driver; None without it."""
     device: dict[str, Any] = field(default_factory=dict)
-    """What torch says of the device: built_for, cuda, gloo, names, memory_gb, capability; or the ``error``."""
+    """What torch says of the device: built_for, cuda, gloo, names, memory_gb, capability, npu (version and names, or
+    the error; empty without torch_npu); or the ``error``.
+    """
 
     def version(self, package: str) -> str | None:
         """Return the version of an installed distribution."""

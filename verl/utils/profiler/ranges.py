@@ -1,4 +1,4 @@
-"""Named ranges of time: NVTX where it is installed, MSTX on an Ascend device, else nothing but the time."""
+"""Named ranges of time: MSTX on an Ascend device, else NVTX where it is installed, else nothing but the time."""
 
 import functools
 from collections.abc import Callable, Iterator, MutableMapping
@@ -60,11 +60,11 @@ class _NoMarks:
 @cache
 def marks() -> Marks:
     """Return the library that marks ranges in this process."""
-    if is_nvtx_available():
-        return _Nvtx()
     from verl.utils.device import is_npu_available
 
-    return _Mstx() if is_npu_available else _NoMarks()
+    if is_npu_available:  # whose tools read no NVTX, and nvtx may be installed all the same
+        return _Mstx()
+    return _Nvtx() if is_nvtx_available() else _NoMarks()
 
 
 def mark_start_range(

@@ -49,10 +49,11 @@ def import_vllm() -> ModuleType:
         vllm = importlib.import_module("vllm")
         vllm.LLM  # noqa: B018 (vLLM imports its parts when they are first named)
     except ImportError as error:
-        extra = "cpu" if on_cpu else "vllm"
+        device = get_device_name()
+        install = "vllm and vllm-ascend" if device == "npu" else f"'verl[{'cpu' if on_cpu else 'vllm'}]'"
         raise ImportError(
             f"actor_rollout_ref.rollout.name=vllm needs vLLM, which cannot be imported ({error}): "
-            f"pip install 'verl[{extra}]', or write rollout.name=hf"
+            f"pip install {install}, or write rollout.name=hf"
         ) from error
     from verl.utils.vllm import patch
 

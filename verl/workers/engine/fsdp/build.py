@@ -247,7 +247,7 @@ def shard(
     if policy is not None:
         kwargs["mp_policy"] = policy
     if config.offload_policy:
-        kwargs["offload_policy"] = CPUOffloadPolicy(pin_memory=layout.device.type == "cuda")
+        kwargs["offload_policy"] = CPUOffloadPolicy(pin_memory=layout.device.type != "cpu")
     # the logits of a value head are a view; nothing here changes an output in place
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     apply_fsdp2(module, kwargs, config, model)

@@ -282,7 +282,7 @@ class Forward:
 
     def _activations(self) -> AbstractContextManager[Any]:
         if self.options.offload_activations and torch.is_grad_enabled():
-            return offloaded_activations(self.module, pin_memory=self.layout.device.type == "cuda")
+            return offloaded_activations(self.module, pin_memory=self.layout.device.type != "cpu")
         return nullcontext()
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from verl.protocol import DataProto
 from verl.utils import envs
+from verl.utils.device import get_device_name
 from verl.utils.faults import fault_point
 from verl.utils.vllm import import_vllm
 from verl.workers.rollout.base import NO_WEIGHTS, BaseRollout, Bucket
@@ -59,8 +60,7 @@ class vLLMRollout(BaseRollout):
             self._llm = vllm.LLM(**args)
             _forget_shared_memory_name(token)
         self._can_sleep = bool(args.get("enable_sleep_mode", False))
-        # Level 2 drops the weights, which the next sync brings anyway; level 1 keeps a copy in host memory.
-        self._sleep_level = 1 if config.layered_summon or config.load_format != "dummy" else 2
+        self._sleep_level = sleep_level(config)
         worker = self._llm.collective_rpc(lambda worker: worker)[0]
         runner = worker.model_runner
         self._weights = EngineWeights(runner.get_model(), runner.model_config, torch.device(runner.device))
@@ -222,6 +222,15 @@ class vLLMRollout(BaseRollout):
     def source_checksum(self, name: str, tensor: Tensor) -> tuple[str, Tensor] | None:
         """Return the name in ``weights_checksum`` and the value that it must have for a full checkpoint tensor."""
         return self._weights.checksum_of_source(name, tensor)
+
+
+def sleep_level(config: "RolloutConfig") -> int:
+    """Return 2, which drops the weights where the next sync brings them, or 1, which keeps a copy in host memory.
+
+    vLLM Ascend is put to sleep at level 1 alone.
+    """
+    keeps = config.layered_summon or config.load_format != "dummy" or get_device_name() == "npu"
+    return 1 if keeps else 2
 
 
 def _agree_on_shared_memory_name() -> int | None:
