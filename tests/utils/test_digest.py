@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from verl.utils.digest import random_state_digest, tensor_digest, weights_digest
+from verl.utils.digest import column_digest, random_state_digest, tensor_digest, weights_digest
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
@@ -63,3 +63,31 @@ def test_random_state():
     after = random_state_digest()
     torch.set_rng_state(state)
     assert after != before == random_state_digest()
+
+
+def test_a_column_of_a_data_set():
+    from PIL import Image
+
+    def column():
+        turns = np.array([{"role": "user", "content": "1+1"}], dtype=object)
+        return [
+            turns,
+            {"n": np.int64(3), "x": np.arange(4.0), "t": torch.ones(2)},
+            Image.new("RGB", (2, 3)),
+            b"ab",
+            None,
+        ]
+
+    known = column_digest(column())
+    assert column_digest(np.array(column(), dtype=object)) == known
+    others = [column() for _ in range(6)]
+    others[0][0][0]["content"] = "1+2"
+    others[1][1]["x"][3] = -1
+    others[2][1]["t"][1] = 0
+    others[3][2].putpixel((1, 1), (0, 0, 1))
+    others[4][3] = b"ac"
+    others[5].append({"a set", "of texts"})
+    assert len({known, *map(column_digest, others)}) == 7
+    holds_itself: list = []
+    holds_itself.append(holds_itself)
+    assert column_digest([holds_itself, object()]) == column_digest([holds_itself, object()])

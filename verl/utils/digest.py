@@ -1,6 +1,8 @@
 """Short digests of tensors, weights and random state: equal ones stand for equal bits, at the price of one read."""
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +27,34 @@ def tensor_digest(tensor: Tensor) -> str:
     plain = tensor.detach().contiguous()
     bits = plain.reshape(-1).view(torch.uint8).numpy() if plain.numel() else np.empty(0, dtype=np.uint8)
     return bytes_digest(f"{plain.dtype} {tuple(plain.shape)}".encode(), memoryview(bits))
+
+
+def column_digest(values: Iterable[Any]) -> str:
+    """Return the digest of a column of a data set: texts, numbers, arrays, tensors, images, and what holds them.
+
+    Of anything else only the type counts.
+    """
+    try:
+        text = json.dumps(list(values), default=_in_json, skipkeys=True)
+    except (ValueError, RecursionError):  # something that holds itself
+        text = "no tree"
+    return bytes_digest(text.encode())
+
+
+def _in_json(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return tensor_digest(value.cpu())
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, set | frozenset):
+        return sorted(map(repr, value))
+    if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.dtype == object):
+        return value.tolist()
+    if isinstance(value, bytes | bytearray):
+        return bytes_digest(bytes(value))
+    if hasattr(value, "tobytes"):  # an array or an image
+        return [str(getattr(value, "shape", None) or getattr(value, "size", None)), bytes_digest(value.tobytes())]
+    return type(value).__name__
 
 
 def weights_digest(parameters: Iterable[tuple[str, Tensor]]) -> str:

@@ -102,6 +102,52 @@ def test_details_of_a_step(batch):
     assert "generate#2" not in trail.finish(trainer(), batch, {})["phases"]
 
 
+def phases_of(*steps):
+    trail = Trail(digests=True, num_samples=0)
+    for name, batch, *row_order in steps:
+        trail.phase(name, batch, *row_order)
+    last = steps[-1][1]
+    shown = last.select(batch_keys=["prompts", "responses", "attention_mask", "token_level_scores"])
+    return trail.finish(trainer(), shown, {})["phases"]
+
+
+def test_a_row_of_the_data_that_differs_is_seen_where_it_enters(batch):
+    def prepared(**columns):
+        other = batch.select(batch_keys=["prompts"], deepcopy=True)
+        other.non_tensor_batch |= {name: np.array(values, dtype=object) for name, values in columns.items()}
+        return [("prepare", other), ("shape", batch)]
+
+    truths = [{"ground_truth": str(row)} for row in range(ROWS)]
+    known = phases_of(*prepared())["prepare"]
+    assert known.keys() == {"prompts", "uid", "reward_model", "reward_failure"}
+    assert phases_of(*prepared(reward_model=truths))["prepare"] == known
+    truths[3] = {"ground_truth": "other"}
+    other = phases_of(*prepared(reward_model=truths))["prepare"]
+    assert [name for name in known if other[name] != known[name]] == ["reward_model"]
+    images = [{"pixel_values": torch.full((2, 3), float(row)), "grid": np.array([row])} for row in range(ROWS)]
+    first = phases_of(*prepared(multi_modal_inputs=images))["prepare"]
+    images[5]["pixel_values"][1, 2] = 0
+    second = phases_of(*prepared(multi_modal_inputs=images))["prepare"]
+    assert [name for name in first if second[name] != first[name]] == ["multi_modal_inputs"]
+
+
+def test_scores_are_those_of_the_phase_that_began_them(batch):
+    before = batch.select(batch_keys=["prompts", "responses"])
+    phases = phases_of(("generate", before), ("score", before), ("infer", before), ("shape", batch))
+    assert list(phases)[:4] == ["generate", "score", "infer", "shape"]
+    assert list(phases["score"]) == ["token_level_scores"] and "token_level_scores" not in phases["shape"]
+
+
+def test_rows_count_in_the_order_of_the_data(batch):
+    """However the workers share them."""
+    arranged = batch.select(batch_keys=list(batch.batch.keys()), deepcopy=True)
+    order = [4, 0, 5, 2, 1, 3]
+    arranged.reorder(torch.tensor(order))
+    back = np.argsort(order).tolist()
+    assert phases_of(("shape", arranged, back))["shape"] == phases_of(("shape", batch, list(range(ROWS))))["shape"]
+    assert phases_of(("shape", arranged))["shape"] != phases_of(("shape", batch))["shape"]
+
+
 def test_what_is_switched_off(batch):
     trail = Trail(digests=False, num_samples=0)
     trail.phase("generate", batch)

@@ -221,7 +221,7 @@ class RayPPOTrainer:
     def _checked(self, name: str, batch: DataProto | None, method: Callable[..., DataProto], *args: Any) -> DataProto:
         with checked_phase(name, batch) as result:
             result.append(method(*args) if batch is None else method(batch, *args))
-        self.trail.phase(name, result[0])
+        self.trail.phase(name, result[0], None if name == "prepare" else self._row_order)
         return result[0]
 
     @contextmanager

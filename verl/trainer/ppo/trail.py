@@ -3,7 +3,7 @@
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from verl.trainer.ppo.dumps import ground_truths
-from verl.utils.digest import tensor_digest
+from verl.utils.digest import column_digest, tensor_digest
 from verl.utils.tracking import plain
 
 if TYPE_CHECKING:
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 MAX_TEXT = 1200
 """Characters of a prompt or response that a sample keeps; of a longer one its beginning and its end."""
 LENGTH_BINS = 24
+_OF_SCORE = ("rm_scores", "token_level_scores")
+"""What the phase ``score`` begins and a later one waits for."""
+_COPY_OF = {"multi_modal_data": "multi_modal_inputs", "raw_prompt_ids": "input_ids"}
+"""Columns of the data set, and where what they hold is in the batch once more."""
 
 
 class Trail:
@@ -34,16 +38,29 @@ class Trail:
         self._seen: dict[str, Tensor] = {}
         self._asked: dict[str, tuple[Any, Any]] = {}
 
-    def phase(self, name: str, batch: "DataProto") -> None:
-        """Digest the tensors that a phase has added or replaced; a phase that is run again counts as another."""
+    def phase(self, name: str, batch: "DataProto", row_order: Sequence[int] | None = None) -> None:
+        """Digest what a phase has added or replaced; a phase that is run again counts as another.
+
+        ``row_order`` puts the rows back in the order of the data, whatever workers they were arranged for. The columns
+        of the data set are those of the first phase, ``prepare``.
+        """
         if not self.digests or batch.batch is None:
             return
         started = time.perf_counter()
-        new = {key: value for key, value in batch.batch.items() if self._seen.get(key) is not value}
+        new = {key: value for key, value in sorted(batch.batch.items()) if self._seen.get(key) is not value}
         self._seen.update(new)
+        rows = None if row_order is None or list(row_order) == sorted(row_order) else torch.as_tensor(row_order)
+        found = {key: tensor_digest(value if rows is None else value[rows]) for key, value in new.items()}
+        if name == "prepare":
+            columns = batch.non_tensor_batch
+            chosen = [key for key in sorted(columns) if _COPY_OF.get(key) not in {*columns, *new}]
+            found |= {key: column_digest(columns[key]) for key in chosen}
         times = sum(known.partition("#")[0] == name for known in self._phases)
         label = f"{name}#{times + 1}" if times else name
-        self._phases[label] = {key: tensor_digest(value) for key, value in sorted(new.items())}
+        self._phases[label] = {}
+        scored = next((known for known in reversed(self._phases) if known.partition("#")[0] == "score"), label)
+        for key, digest in found.items():
+            self._phases[scored if key in _OF_SCORE else label][key] = digest
         self.seconds += time.perf_counter() - started
 
     def ask_workers(self, trainer: "RayPPOTrainer") -> None:

@@ -43,8 +43,10 @@ def _compare(words: list[str]) -> int:
     parser.add_argument("run_b")
     given = parser.parse_args(words)
     result = compare_runs(given.run_a, given.run_b)
-    what = "digests and metrics" if result.by_digests else "metrics (a record without digests)"
+    what = "digests and metrics" if result.by_digests else "metrics (steps without digests)"
     steps = f"{len(result.steps)} common steps, {result.steps[0]} to {result.steps[-1]}"
+    for run, count in zip((given.run_a, given.run_b), result.alone, strict=True):
+        steps += f"; {count} more only in {run}" if count else ""
     if result.difference is None:
         get_console().info("equal in %s over %s", what, steps)
         return 0

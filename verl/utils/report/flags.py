@@ -4,9 +4,11 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from verl.utils.run_record import Entry
+
+T = TypeVar("T")
 
 Entries = Mapping[int, Entry]
 Points = list[tuple[int, float]]
@@ -15,13 +17,14 @@ Points = list[tuple[int, float]]
 MIN_STEPS = 6
 """A run of fewer steps is not judged by its course."""
 
-COLLAPSED_SHARE = 0.5
-NOISE_FACTOR = 4.0
+COLLAPSED_SHARE, HEIGHT_SHARE = 0.5, 0.25
+NOISE_FACTOR, DRIFT_FACTOR = 2.5, 2.0
 ENTROPY_LEFT, ENTROPY_LOW = 0.1, 0.1
 SOLVED = 0.95
 MISMATCH_FACTOR, MISMATCH_FLOOR = 20.0, 1e-3
 LENGTH_FACTOR, CUT_SHARE = 2.0, 0.2
-SLOW_FACTOR, SLOW_SHARE, SLOW_SECONDS = 1.33, 0.8, 0.05
+CUT_MORE, CUT_MOST = 0.3, 0.5
+SLOW_FACTOR, SLOW_SHARE, SLOW_SECONDS, SLOW_ERRORS = 1.33, 0.8, 0.05, 6.0
 GROWTH_SHARE, GROWTH_GB, GROWTH_ORDER, STILL_GROWING = 0.1, 0.1, 0.9, 0.15
 
 
@@ -35,9 +38,13 @@ class Flag:
     panel: str
 
 
-def find_flags(entries: Entries) -> list[Flag]:
-    """Return everything that deserves a look, in the order of its first step."""
-    found = [flag for rule in RULES for flag in rule(entries)]
+def find_flags(entries: Entries, course: Entries | None = None) -> list[Flag]:
+    """Return everything that deserves a look, in the order of its first step.
+
+    ``course`` holds some of the entries of a long run, where all of them would take too long to judge its course by.
+    """
+    found = [flag for rule in RULES_OF_COURSE for flag in rule(entries if course is None else course)]
+    found += [flag for rule in RULES_OF_STEPS for flag in rule(entries)]
     return sorted(found, key=lambda flag: flag.step)
 
 
@@ -82,11 +89,13 @@ def _reward_collapse(entries: Entries) -> Iterator[Flag]:
         return
     level = smoothed(points)
     extremes = [value for key in ("max", "min") for _, value in points_of(entries, f"critic/score/{key}")]
-    noise = statistics.median(abs(b - a) for (_, a), (_, b) in zip(points, points[1:], strict=False))
-    least = max(0.1 * (max(extremes) - min(extremes)) if extremes else 0.0, NOISE_FACTOR * noise)
+    values = [value for _, value in points]
+    noise = max(NOISE_FACTOR * _usual_change(values, 1), DRIFT_FACTOR * _usual_change(values, len(values) // 10))
+    least = max(0.1 * (max(extremes) - min(extremes)) if extremes else 0.0, noise)
     for course, start in ((level, level[0][1]), ([points[0], *level], min(extremes, default=0.0))):
         peak_step, peak = max(course, key=lambda point: point[1])
-        last, drop = course[-1][1], max(COLLAPSED_SHARE * (peak - start), least)
+        height = peak - min(extremes, default=peak)
+        last, drop = course[-1][1], max(COLLAPSED_SHARE * (peak - start), HEIGHT_SHARE * height, least)
         if 0 < drop < peak - last:
             lost = [(step, float(peak - value > drop)) for step, value in course if step >= peak_step]
             step = _first_for_good(lost, bool)
@@ -96,13 +105,19 @@ def _reward_collapse(entries: Entries) -> Iterator[Flag]:
             return
 
 
+def _usual_change(values: Sequence[float], steps: int) -> float:
+    """Return what three of four changes over so many steps stay below."""
+    changes = [abs(b - a) for a, b in zip(values, values[max(steps, 1) :], strict=False)]
+    return sorted(changes)[len(changes) * 3 // 4]
+
+
 def _entropy_collapse(entries: Entries) -> Iterator[Flag]:
     """Entropy below a tenth of its start and below 0.1 nats, while the task is not solved."""
     points = points_of(entries, "actor/entropy")
     if len(points) < MIN_STEPS:
         return
     level = smoothed(points)
-    start, last = level[0][1], level[-1][1]
+    start, last = max(points[0][1], level[0][1]), level[-1][1]
     limit = min(ENTROPY_LEFT * start, ENTROPY_LOW)
     if last >= limit:
         return
@@ -140,41 +155,69 @@ def _stale_weights(entries: Entries) -> Iterator[Flag]:
 
 
 def _length_explosion(entries: Entries) -> Iterator[Flag]:
-    """Responses at least twice as long as at the start, a fifth of them cut off."""
+    """Responses at least twice as long as at the start, a fifth of them cut off; or most cut off, and more than then.
+
+    The second is what is left to see where the limit is not twice the length of the start.
+    """
     points, cut = points_of(entries, "response_length/mean"), points_of(entries, "response_length/clip_ratio")
     if len(points) < MIN_STEPS or len(cut) != len(points):
         return
     level, cut_level = smoothed(points), smoothed(cut)
-    start = max(level[0][1], 1.0)
-    both = [(step, float(length >= LENGTH_FACTOR * start and share >= CUT_SHARE))
+    start = max(min(points[0][1], level[0][1]), 1.0)
+    cut_at_start = min(cut[0][1], cut_level[0][1])
+    most = max(CUT_MOST, cut_at_start + CUT_MORE)
+    both = [(step, float(length >= LENGTH_FACTOR * start and share >= CUT_SHARE or length > start and share >= most))
             for (step, length), (_, share) in zip(level, cut_level, strict=True)]  # fmt: skip
     step = _first_for_good(both, bool)
     if step is not None:
         reason = (
             f"the mean length rose from {start:.0f} to {level[-1][1]:.0f} tokens, and {cut_level[-1][1]:.0%} of the "
-            "responses are cut off at data.max_response_length"
+            f"responses are cut off at data.max_response_length, {cut_at_start:.0%} at the start"
         )
         yield Flag("length explosion", step, reason, "lengths")
 
 
 def _straggler(entries: Entries) -> Iterator[Flag]:
-    """One and the same worker is the slowest in most steps, and a third slower than the others in half of them."""
+    """The same workers take a third longer than the others, in most steps and not by chance."""
     for (group, call), steps in seconds_of_workers(entries).items():
-        slowest: dict[int, list[tuple[int, float, float]]] = {}
-        for step, seconds in steps:
-            rank = max(range(len(seconds)), key=seconds.__getitem__)
-            others = statistics.median(seconds[:rank] + seconds[rank + 1 :])
-            slowest.setdefault(rank, []).append((step, seconds[rank] / max(others, 1e-9), seconds[rank] - others))
-        for rank, times in slowest.items():
-            if len(steps) < MIN_STEPS or len(times) < SLOW_SHARE * len(steps):
+        behind = [(step, [_behind(seconds, rank) for rank in range(len(seconds))]) for step, seconds in steps]
+        ranks = range(min(len(each) for _, each in behind))
+        for part in _ends_of(behind):
+            slow = [rank for rank in ranks if _is_slow([each[rank] for _, each in part])]
+            if not slow:
                 continue
-            factor = statistics.median(ratio for _, ratio, _ in times)
-            if factor > SLOW_FACTOR and statistics.median(excess for _, _, excess in times) > SLOW_SECONDS:
-                reason = (
-                    f"rank {rank} of {group} takes {factor:.1f} times as long as the others for {call}, and is the "
-                    f"slowest in {len(times)} of {len(steps)} steps"
-                )
-                yield Flag("straggler", times[0][0], reason, "workers")
+            ratios = [[each[rank][0] for rank in slow] for _, each in part]
+            factor = math.exp(statistics.median(ratio for each in ratios for ratio in each))
+            when = [step for (step, _), each in zip(part, ratios, strict=True) if max(each) > math.log(SLOW_FACTOR)]
+            names = f"rank {slow[0]} of {group} takes" if len(slow) == 1 else f"ranks {_some(slow)} of {group} take"
+            among = str(len(part)) if len(part) == len(steps) else f"the last {len(part)}"
+            reason = f"{names} {factor:.1f} times as long as the others for {call}, in {len(when)} of {among} steps"
+            yield Flag("straggler", when[0], reason, "workers")
+            break
+
+
+def _behind(seconds: Sequence[float], rank: int) -> tuple[float, float]:
+    """Return the logarithm of how many times as long as the others a rank takes, and how many seconds longer."""
+    others = statistics.median([*seconds[:rank], *seconds[rank + 1 :]])
+    return math.log(max(seconds[rank], 1e-9) / max(others, 1e-9)), seconds[rank] - others
+
+
+def _ends_of(spread: Sequence[T]) -> Iterator[Sequence[T]]:
+    """Yield the whole run, its last half, quarter and so on, down to a tenth."""
+    length = len(spread)
+    while length >= max(MIN_STEPS, len(spread) // 10):
+        yield spread[-length:]
+        length //= 2
+
+
+def _is_slow(of_rank: Sequence[tuple[float, float]]) -> bool:
+    ratios, excess = [ratio for ratio, _ in of_rank], [seconds for _, seconds in of_rank]
+    if sum(seconds > 0 for seconds in excess) < SLOW_SHARE * len(excess):
+        return False
+    if statistics.median(ratios) <= math.log(SLOW_FACTOR) or statistics.median(excess) <= SLOW_SECONDS:
+        return False
+    error = statistics.stdev(ratios) / math.sqrt(len(ratios))
+    return statistics.mean(ratios) > SLOW_ERRORS * error
 
 
 def seconds_of_workers(entries: Entries) -> dict[tuple[str, str], list[tuple[int, list[float]]]]:
@@ -231,11 +274,26 @@ def _order(values: Sequence[float]) -> float:
 
 
 def _not_finite(entries: Entries) -> Iterator[Flag]:
-    """Losses and gradients that are no number."""
-    for key, panel in (("actor/grad_norm", "gradient"), ("critic/grad_norm", "gradient"), ("actor/pg_loss", "clip")):
+    """Losses, gradients, scores and entropies that are no number."""
+    for key, panel in _FINITE:
         steps = [step for step, entry in sorted(entries.items()) if _is_number_but_not_finite(entry["data"].get(key))]
         if steps:
             yield Flag("not finite", steps[0], f"{key} is not a finite number in {_listed(steps)}", panel)
+
+
+_FINITE = (
+    ("actor/grad_norm", "gradient"),
+    ("critic/grad_norm", "gradient"),
+    ("train/grad_norm", "gradient"),
+    ("actor/pg_loss", "clip"),
+    ("critic/vf_loss", "clip"),
+    ("train/loss", "loss"),
+    ("val/loss", "loss"),
+    ("actor/kl_loss", "kl"),
+    ("actor/entropy", "entropy"),
+    ("critic/score/mean", "reward"),
+)
+"""Metrics that are numbers in a sound run, and the panel that shows each."""
 
 
 def _is_number_but_not_finite(value: Any) -> bool:
@@ -244,26 +302,32 @@ def _is_number_but_not_finite(value: Any) -> bool:
 
 def _unscored(entries: Entries) -> Iterator[Flag]:
     """Responses that could not be scored."""
-    failed = [(step, share) for step, share in points_of(entries, "reward/failed_ratio") if share > 0]
-    if failed:
-        most = max(share for _, share in failed)
-        steps = _listed([step for step, _ in failed])
-        reason = f"in {steps} up to {most:.1%} of the responses could not be scored"
-        yield Flag("failed scores", failed[0][0], reason, "reward")
+    for key, what, panel in (
+        ("reward", "responses", "reward"),
+        ("val-aux/reward", "validation responses", "validation"),
+    ):
+        failed = [(step, share) for step, share in points_of(entries, f"{key}/failed_ratio") if share > 0]
+        if failed:
+            most = max(share for _, share in failed)
+            steps = _listed([step for step, _ in failed])
+            yield Flag(
+                "failed scores", failed[0][0], f"in {steps} up to {most:.1%} of the {what} could not be scored", panel
+            )
 
 
 def _listed(steps: Sequence[int]) -> str:
-    shown = ", ".join(map(str, steps[:5])) + (f" and {len(steps) - 5} more" if len(steps) > 5 else "")
-    return f"step {shown}" if len(steps) == 1 else f"steps {shown}"
+    return f"step {steps[0]}" if len(steps) == 1 else f"steps {_some(steps)}"
 
 
-RULES: tuple[Callable[[Entries], Iterator[Flag]], ...] = (
+def _some(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:5])) + (f" and {len(numbers) - 5} more" if len(numbers) > 5 else "")
+
+
+RULES_OF_COURSE: tuple[Callable[[Entries], Iterator[Flag]], ...] = (
     _reward_collapse,
     _entropy_collapse,
-    _stale_weights,
     _length_explosion,
     _straggler,
     _memory_growth,
-    _not_finite,
-    _unscored,
 )
+RULES_OF_STEPS: tuple[Callable[[Entries], Iterator[Flag]], ...] = (_stale_weights, _not_finite, _unscored)

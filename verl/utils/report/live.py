@@ -136,7 +136,7 @@ class LiveTable:
             table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
         for row in table_rows(entries):
             table.add_row(*map(Text, row))
-        found = find_flags(self._follower.thinned())
+        found = find_flags(entries, course=self._follower.thinned())
         flags = [Text(f"! {flag.name} (step {flag.step}): {flag.reason}", "yellow") for flag in found]
         return Group(table, *flags)
 
