@@ -27,7 +27,7 @@ CONFIG_OF_MODULE = {
     "verl.trainer.main_eval": "evaluation",
 }
 RECIPE_NODES = {"recipe.dapo.main_dapo": DAPOTaskRunner.recipe_nodes, "verl.trainer.main_ppo": ()}
-SCRIPTS = sorted(path for root in ("examples", "recipe") for path in (ROOT / root).glob("*/*.sh"))
+SCRIPTS = sorted(path for root in ("examples", "recipe") for path in (ROOT / root).glob("*/**/*.sh"))
 LAUNCHERS = [path for path in SCRIPTS if not path.name.startswith("prepare_")]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "recipe").rglob("README.md"))]
 
