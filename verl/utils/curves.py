@@ -1,7 +1,7 @@
 """The picture of a run, drawn from its record: ``python -m verl.utils.curves RUN_DIR``."""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -122,9 +122,15 @@ def _draw_times(ax: "Axes", record: Record) -> None:
         inside = [sum(stack[i] for name, stack in zip(names, stacks, strict=True) if name not in _OUTSIDE_STEP)
                   for i in range(len(steps))]  # fmt: skip
         rest = [max(0.0, float(record[step]["timing_s/step"]) - part) for step, part in zip(steps, inside, strict=True)]
-        ax.stackplot(steps, *stacks, rest, labels=[*names, "other"], alpha=0.85, step="mid")
-        ax.set_xlim(min(steps), max(max(steps), min(steps) + 1))
+        edges, heights = as_bars(steps, [*stacks, rest])
+        ax.stackplot(edges, *heights, labels=[*names, "other"], alpha=0.85, step="post")
+        ax.set_xlim(edges[0], edges[-1])
     _finish(ax, "Time of a step by phase", "seconds per step")
+
+
+def as_bars(steps: Sequence[float], heights: Sequence[Sequence[float]]) -> tuple[list[float], list[list[float]]]:
+    """Return the edges of bars, from half a step before each to half a step after the last, and heights for them."""
+    return [*(step - 0.5 for step in steps), steps[-1] + 0.5], [[*each, each[-1]] for each in heights]
 
 
 _OUTSIDE_STEP = ("testing", "save_checkpoint")

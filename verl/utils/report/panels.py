@@ -3,9 +3,9 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from verl.utils.curves import KL_METRICS, MISMATCH_METRICS, STEP_PHASES
+from verl.utils.curves import KL_METRICS, MISMATCH_METRICS, STEP_PHASES, as_bars
 from verl.utils.report.flags import Entries, Flag, Points, memory_of_workers, points_of, seconds_of_workers
-from verl.utils.report.style import COLORS, RC, as_svg
+from verl.utils.report.style import COLORS, HEAT, RC, as_svg
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -195,10 +195,15 @@ def _distribution(ax: "Axes", entries: Entries) -> None:
     parts = [kept[i : i + size] for i in range(0, len(kept), size)]
     counts = np.array([np.sum([each["counts"] for _, each in part], axis=0) for part in parts], dtype=float)
     share = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    most = max(float(share.max()), 1e-9)
+
+    def strength(part: Any) -> Any:  # the fewest are still seen on a dark page
+        return 0.15 + 0.85 * np.sqrt(part / most)
+
+    color = to_rgb(HEAT)
     image = np.empty((share.shape[1], share.shape[0], 4))
-    image[..., :3] = to_rgb("#3f9f73")  # legible on a light and on a dark page
-    # the fewest are still seen on a dark page
-    image[..., 3] = np.where(share.T > 0, 0.15 + 0.85 * np.sqrt(share.T / max(share.max(), 1e-9)), 0.0)
+    image[..., :3] = color
+    image[..., 3] = np.where(share.T > 0, strength(share.T), 0.0)
     limit = kept[0][1]["limit"]
     ax.imshow(
         image,
@@ -208,6 +213,9 @@ def _distribution(ax: "Axes", entries: Entries) -> None:
         extent=(kept[0][0] - 0.5, kept[-1][0] + 0.5, 0, limit),
     )
     ax.grid(False)
+    for part in (most, most / 4, most / 100):
+        label = f"{100 * part:.2g} %"
+        ax.fill_between([], [], facecolor=(*color, float(strength(part))), linewidth=0, label=label)
 
 
 def _cut(ax: "Axes", entries: Entries) -> None:
@@ -227,11 +235,11 @@ def _times(ax: "Axes", entries: Entries) -> None:
         max(0.0, float(entries[step]["data"]["timing_s/step"]) - part) for step, part in zip(steps, inside, strict=True)
     ]
     thinned = [thin(list(zip(steps, course, strict=True))) for course in courses.values()]
-    at = thinned[0][0]
-    heights = [means for _, means, _, _ in thinned]
-    if len(at) == 1:  # a band needs two edges
-        at, heights = [at[0] - 0.5, at[0] + 0.5], [[*each, *each] for each in heights]
-    ax.stackplot(at, *heights, labels=list(courses), colors=COLORS, alpha=0.9, step="mid" if len(at) < 60 else None)
+    at, heights = thinned[0][0], [means for _, means, _, _ in thinned]
+    bars = len(at) < 60
+    if bars:
+        at, heights = as_bars(at, heights)
+    ax.stackplot(at, *heights, labels=list(courses), colors=COLORS, alpha=0.9, step="post" if bars else None)
 
 
 def _throughput(ax: "Axes", entries: Entries) -> None:
@@ -292,7 +300,7 @@ def _workers(ax: "Axes", entries: Entries) -> None:
 _NOTES = {
     "kl": "of the policy, to the reference and to the policy before the update",
     "mismatch": "of the same tokens; only rounding where both have the same weights",
-    "distribution": "the stronger the colour, the more responses of that length",
+    "distribution": "share of the responses of a step that have such a length",
     "workers": "fastest to slowest rank; calls with collectives wait for the slowest, generation is each rank's own",
 }
 
@@ -300,7 +308,7 @@ PANELS = (
     Panel("reward", "Reward of the training responses", "score per response", _reward),
     Panel("validation", "Validation", "mean over the prompts", _validation),
     Panel("kl", "KL divergence", "nats per token", _kl),
-    Panel("mismatch", "Rollout and trainer", "difference, nats", _mismatch),
+    Panel("mismatch", "Rollout and trainer", "difference (nats, or probability)", _mismatch),
     Panel("clip", "Clipped updates", "share of tokens", _clip),
     Panel("entropy", "Entropy", "nats per token", _entropy),
     Panel("gradient", "Gradient norm", "L2 norm", _gradient),

@@ -26,6 +26,8 @@ SERIES = {
     "#3d405b": "#c3c6e0",
 }
 """Light colour -> the same one for a dark page."""
+HEAT = "#3f9f73"
+"""Colour of the picture of lengths, which is an image: legible on a light and on a dark page."""
 INK, GRID, MUTED = "#1c2430", "#d5dae1", "#66707d"
 _DARK = {INK: "#e6e9ee", GRID: "#3a424e", MUTED: "#9aa5b3"}
 COLORS = list(SERIES)
