@@ -166,6 +166,38 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     return Workspace(tmp_path_factory.mktemp("e2e"))
 
 
+def call(command: list[str], **env: str | Path) -> None:
+    """Run a documented command with the Python of the tests."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path, "PYTHONPATH": str(REPOSITORY)} | {k: str(v) for k, v in env.items()}
+    done = subprocess.run(
+        command,
+        cwd=REPOSITORY,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=800,
+    )
+    assert done.returncode == 0, f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-3000:]}"
+
+
+@pytest.fixture(scope="session")
+def warmed_up(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Data and a supervised model, as the quick start makes them, or those of DATA_DIR and MODEL_PATH."""
+    given = {name: Path(os.environ[name]) for name in ("DATA_DIR", "MODEL_PATH") if name in os.environ}
+    if len(given) == 2:
+        return given
+    root = tmp_path_factory.mktemp("learning")
+    prepare = [sys.executable, "examples/data_preprocess/gsm8k.py", "--source", "synthetic", "--seed", "1"]
+    call([*prepare, "--local_save_dir", str(root / "data")])
+    call([sys.executable, "examples/tiny_model.py", "--save-dir", str(root / "base"), "--seed", "1"])
+    data = {"DATA_DIR": root / "data"}
+    call(["bash", "examples/sft/run_tiny_cpu.sh"], MODEL_PATH=root / "base", OUT_DIR=root / "sft", **data)
+    step = (root / "sft" / "latest_checkpointed_iteration.txt").read_text().strip()
+    return data | {"MODEL_PATH": root / "sft" / f"global_step_{step}" / "huggingface"}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Let a test of several runs take as long as each of them may."""
     for item in items:

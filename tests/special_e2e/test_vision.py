@@ -13,9 +13,9 @@ from transformers import AutoConfig
 from tests import metrics_page
 
 from . import shapes
-from .conftest import PYTHON, REPOSITORY, Run, Workspace
+from .conftest import PYTHON, REPOSITORY, Run, Workspace, call
 from .features import GAP
-from .test_learning import call, mean
+from .test_learning import mean
 from .verification import record
 
 FULL = [pytest.param(kind, marks=pytest.mark.full) for kind in ("qwen2_vl", "qwen3_vl")]
