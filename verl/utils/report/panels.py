@@ -214,7 +214,7 @@ def _distribution(ax: "Axes", entries: Entries) -> None:
     )
     ax.grid(False)
     for part in (most, most / 4, most / 100):
-        label = f"{100 * part:.2g} %"
+        label = f"{100 * part:.{0 if part > 0.1 else 2}f} %"
         ax.fill_between([], [], facecolor=(*color, float(strength(part))), linewidth=0, label=label)
 
 
