@@ -35,6 +35,7 @@ def run(entry, monkeypatch, tmp_path, name, options):
         "optim.lr=1e-3",
         "trainer.device=cpu",
         "trainer.logger=[file]",
+        "trainer.report=false",
         "trainer.total_epochs=2",
         "trainer.test_freq=2",
         f"trainer.default_local_dir={tmp_path}/{name}",

@@ -20,7 +20,9 @@ from verl.trainer.sft_trainer import SFTTrainer, padded_batch
 from verl.utils.checkpoint import verify_checkpoint
 from verl.utils.dataset.dataset_utils import SFTTensorCollator
 from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
+from verl.utils.report.compare import compare_runs
 from verl.utils.reward_score import default_compute_score
+from verl.utils.run_record import read_entries
 
 pytestmark = [pytest.mark.filterwarnings("ignore:'set_vital'")]
 
@@ -61,6 +63,7 @@ def options(model, files, tmp_path):
         "trainer.device=cpu",
         "trainer.total_epochs=2",
         "trainer.logger=[file]",
+        "trainer.report=false",
         f"trainer.default_local_dir={tmp_path}/checkpoints",
     ]
 
@@ -192,15 +195,36 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(options, monkeypatch, tm
     folder = f"trainer.default_local_dir={tmp_path}/stopped"
     run(options, monkeypatch, tmp_path / "first.jsonl", folder, "trainer.save_freq=3", "trainer.total_training_steps=7")
     assert (tmp_path / "stopped" / "latest_checkpointed_iteration.txt").read_text() == "7"
-    resumed = run(options, monkeypatch, tmp_path / "rest.jsonl", folder)[1]
+    resumed = run(options, monkeypatch, tmp_path / "rest.jsonl", folder, "trainer.report=true")[1]
     assert list(resumed) == [8, 9, 10]
+    records = compare_runs(tmp_path / "checkpoints", tmp_path / "stopped")
+    assert records.steps == tuple(range(1, 11)) and records.by_digests and records.difference is None
+    check_record(tmp_path / "stopped", saved=(3, 6, 7))
     from_path = f"trainer.resume_from_path={tmp_path}/stopped/global_step_3"
     middle = run(options, monkeypatch, tmp_path / "middle.jsonl", from_path, "trainer.resume_mode=resume_path")[1]
     assert list(middle) == [4, 5, 6, 7, 8, 9, 10]
+    assert compare_runs(tmp_path / "checkpoints", tmp_path / "stopped").difference is None
+    other = run(options, monkeypatch, tmp_path / "other.jsonl", "optim.lr=2e-2", "trainer.total_training_steps=1")[1]
+    assert list(other) == [1]
+    difference = compare_runs(tmp_path / "checkpoints", tmp_path / "stopped").difference
+    assert (difference.step, difference.phase) == (1, "weights")
     for part in (resumed, middle):
         for step, values in part.items():
             for key in ("train/loss", "train/grad_norm", "train/lr", "train/global_tokens", "train/total_tokens(B)"):
                 assert values[key] == whole[step][key], (step, key)
+
+
+def check_record(folder, saved):
+    """Hold the record of a run to what its metrics say, and its report to the pictures of supervised training."""
+    entries = read_entries(folder / "metrics.jsonl")
+    assert [step for step, entry in entries.items() if "timing_s/save_checkpoint" in entry["data"]] == list(saved)
+    for entry in entries.values():
+        data, (worker,) = entry["data"], entry["workers"]["trainer"]
+        assert data["perf/throughput"] == pytest.approx(data["train/global_tokens"] / data["timing_s/step"])
+        assert worker["seconds"]["train_batch"] == data["timing_s/step"] and worker["memory"]["host_gb"] > 0.1
+        assert list(entry["phases"]) == ["batch", "weights", "random state"]
+    page = (folder / "report.html").read_text()
+    assert all(f'<figure id="{name}">' in page for name in ("loss", "gradient", "times", "throughput", "memory"))
 
 
 MEGATRON = ["engine=megatron", "optim=megatron"]
@@ -232,6 +256,7 @@ def test_two_processes_train_as_one(options, divisible, monkeypatch, tmp_path, l
         both |= read(log)
         log.unlink()
     assert list(both) == list(alone)
+    assert [each["rank"] for each in read_entries(tmp_path / "two/metrics.jsonl")[10]["workers"]["trainer"]] == [0, 1]
     for step, values in alone.items():
         for key, value in values.items():
             assert both[step][key] == pytest.approx(value, rel=1e-4), (step, key)

@@ -1,5 +1,6 @@
 import json
 import math
+import resource
 
 import numpy as np
 import pytest
@@ -89,6 +90,28 @@ def test_every_writer_of_lines_writes_json(tmp_path, monkeypatch):
     path = dump_generations(str(tmp_path), 3, ["a"], ["NaN"], [np.nan], [np.inf], {"acc": np.array([np.nan])})
     row = strict(path.read_text())
     assert row == {"input": "a", "output": "NaN", "gts": "NaN", "score": "Infinity", "step": 3, "acc": "NaN"}
+
+
+def test_a_disk_that_is_full_for_a_while_costs_the_steps_of_that_time(tmp_path, caplog):
+    record = RunRecord(tmp_path, None)
+    record.log({"x": 1}, 1)
+    before = record.path.read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 7, limits[1]))  # room for a part of a line
+    try:
+        record.log({"x": 2}, 2)
+        record.log({"late": 1}, 1)  # which writes the file anew
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert record.path.read_bytes() == before
+    assert "step 2 is missing in the record" in caplog.text
+    record.log({"x": 3}, 3)
+    assert read_record(record.path) == {1: {"x": 1}, 3: {"x": 3}}
+
+
+def test_a_run_resumes_beside_a_record_with_a_damaged_line(tmp_path, caplog):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "data": {}}\nnonsense\n{"step": 2, "data": {}}\n')
+    assert steps_in(RunRecord(tmp_path, 2).path) == [1, 2] and "line 2 is left out" in caplog.text
 
 
 def test_a_damaged_line_is_named(tmp_path):

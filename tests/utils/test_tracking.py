@@ -158,3 +158,44 @@ def test_names_and_parameters_for_mlflow():
 def test_the_console_follows_a_replaced_stdout(capsys):
     get_console().info("first")
     assert capsys.readouterr().out == "first\n"
+
+
+def test_a_backend_that_fails_does_not_end_the_run(tmp_path, monkeypatch, caplog):
+    class Service:
+        """A service that is away from the second step to the thirtieth."""
+
+        def __init__(self, *_):
+            self.taken = []
+
+        def log(self, data, step):
+            if 2 <= step <= 30:
+                raise ConnectionError("no answer")
+            self.taken.append(step)
+
+        def finish(self):
+            raise ConnectionError("no end")
+
+    service = Service()
+    monkeypatch.setitem(tracking.PACKAGE_OF_BACKEND, "wandb", None)
+    monkeypatch.setitem(tracking._BACKENDS, "wandb", lambda *_: service)
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "log.jsonl"))
+    log = Tracking("project", "run", ["wandb", "file"])
+    for step in range(1, 32):
+        log.log({"x": step}, step)
+    log.finish()
+    assert service.taken == [1, 31]
+    assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 31
+    assert caplog.text.count("has not taken the metrics of step") == 2  # of the first, and of the tenth
+    assert "'wandb' has not taken the metrics of step 2, and the run goes on: ConnectionError: no answer" in caplog.text
+    assert "'wandb' has missed the metrics of 29 steps" in caplog.text and "no end" in caplog.text
+
+
+def test_a_backend_that_cannot_start_is_named(monkeypatch):
+    def refuse(*_):
+        raise ConnectionError("no answer")
+
+    monkeypatch.setitem(tracking.PACKAGE_OF_BACKEND, "wandb", None)
+    monkeypatch.setitem(tracking._BACKENDS, "wandb", refuse)
+    with pytest.raises(ConnectionError) as error:
+        Tracking("project", "run", ["wandb"])
+    assert error.value.__notes__ == ["trainer.logger: 'wandb' could not be started"]

@@ -20,6 +20,7 @@ from verl.base_config import ConfigError, Violation
 from verl.protocol import DataProto
 from verl.trainer.config.cli import hydra_main
 from verl.trainer.config.sft import as_engine_tree, parallel_sizes, validate_sft_config
+from verl.trainer.sft_record import SupervisedOutput
 from verl.utils import envs
 from verl.utils.batch_dicts import object_array
 from verl.utils.checkpoint.checkpoint_handler import CheckpointHandler
@@ -33,9 +34,12 @@ from verl.utils.dataset.sft_dataset import SFTDataset
 from verl.utils.device import get_device_name
 from verl.utils.distributed import initialize_global_process_group, run_and_leave
 from verl.utils.flops_counter import FlopsCounter
+from verl.utils.flops_vision import image_lengths
+from verl.utils.profiler.ranges import marked_timer
 from verl.utils.seeding import seed_process
-from verl.utils.tracking import Tracking, check_backends
+from verl.utils.tracking import check_backends
 from verl.workers.engine import EngineRegistry
+from verl.workers.roles.utils.accounting import mfu
 from verl.workers.roles.utils.losses import sft_loss
 
 logger = logging.getLogger(__name__)
@@ -186,39 +190,51 @@ class SFTTrainer:
             drop_last=train,
             num_workers=0 if get_device_name() == "cpu" else LOADER_WORKERS,
             collate_fn=SFTTensorCollator(self.config.data.pad_mode),
+            # An iterator draws the seed of its workers when it is made: not from the state that a resumed run restores.
+            generator=torch.Generator().manual_seed(self.config.trainer.seed),
         )
 
     # ---- the loop
 
     def fit(self) -> None:
         """Train to the last step, with validation and checkpoints on the way; resumes where there is a checkpoint."""
-        trainer = self.config.trainer
         step = self.checkpoints.load_checkpoint()
-        tracking = None
-        if self.rank == 0:
-            resolved: Any = OmegaConf.to_container(self.config, resolve=True)
-            tracking = Tracking(trainer.project_name, trainer.experiment_name, list(trainer.logger), resolved)
+        output = SupervisedOutput(self.config, self.engine, self.rank, step)
         bar = tqdm(total=self.total_steps, initial=step, desc="supervised training", disable=self.rank != 0)
-        total_tokens = int(self.checkpoints.run_state.get("total_tokens", 0))
+        self.total_tokens = int(self.checkpoints.run_state.get("total_tokens", 0))
         batches = self._batches()
-        while step < self.total_steps:
-            step += 1
-            metrics = self._train_step(next(batches), step)
-            total_tokens += int(metrics["train/global_tokens"])
-            metrics["train/total_tokens(B)"] = total_tokens / 1e9
-            if self.val_loader is not None and self._due(trainer.test_freq, step):
+        try:
+            while step < self.total_steps:
+                step += 1
+                metrics = self._step(next(batches), step, output)
+                bar.set_postfix_str(" ".join(f"{k.split('/')[0]} {v:.4f}" for k, v in metrics.items() if "/loss" in k))
+                bar.update(1)
+                self._save(step, output)
+            self.checkpoints.finish_checkpoint()
+        finally:
+            bar.close()
+            output.close()
+
+    def _step(self, batch: DataProto, step: int, output: SupervisedOutput) -> dict[str, float]:
+        """Train on a batch, validate where it is time, and publish what was measured."""
+        timing: dict[str, float] = {}
+        with marked_timer("step", timing):
+            metrics = self._train_step(batch, step)
+        self.total_tokens += int(metrics["train/global_tokens"])
+        metrics["train/total_tokens(B)"] = self.total_tokens / 1e9
+        if self.val_loader is not None and self._due(self.config.trainer.test_freq, step):
+            with marked_timer("testing", timing):
                 metrics["val/loss"] = self.validate()
-            if tracking is not None:
-                tracking.log(metrics, step)
-            bar.set_postfix_str(" ".join(f"{k.split('/')[0]} {v:.4f}" for k, v in metrics.items() if "/loss" in k))
-            bar.update(1)
-            self.checkpoints.finish_checkpoint(wait=False)
-            if self._due(trainer.save_freq, step):
-                self.checkpoints.save_checkpoint(step, {"total_tokens": total_tokens})
-        self.checkpoints.finish_checkpoint()
-        bar.close()
-        if tracking is not None:
-            tracking.finish()
+        output.step(metrics, timing, batch, step)
+        return metrics
+
+    def _save(self, step: int, output: SupervisedOutput) -> None:
+        self.checkpoints.finish_checkpoint(wait=False)
+        if self._due(self.config.trainer.save_freq, step):
+            timing: dict[str, float] = {}
+            with marked_timer("save_checkpoint", timing):
+                self.checkpoints.save_checkpoint(step, {"total_tokens": self.total_tokens})
+            output.add(timing, step)
 
     def _batches(self) -> Iterator[DataProto]:
         while True:
@@ -241,13 +257,16 @@ class SFTTrainer:
         learning_rate = self.engine.lr_scheduler_step()
         lengths = batch.batch["attention_mask"].sum(-1)
         tokens = self._sum_over_ranks(lengths.sum().double())
-        flops, promised = self.flops.estimate_flops(lengths.tolist(), time.perf_counter() - start)
+        images = image_lengths(batch.non_tensor_batch.get("multi_modal_inputs", ()))
+        sharing = (torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1) // (
+            self.engine.get_data_parallel_size()
+        )
         return {
             "train/loss": metrics["loss"],
             "train/grad_norm": metrics["grad_norm"],
             "train/lr": learning_rate,
             "train/global_tokens": tokens,
-            "train/mfu": flops / promised,
+            "train/mfu": mfu(self.flops, lengths.tolist(), time.perf_counter() - start, sharing, images),
         }
 
     def _meta(self, step: int) -> dict[str, Any]:

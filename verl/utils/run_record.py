@@ -23,10 +23,11 @@ Entry = dict[str, Any]
 """What is known of a step: ``data``, its metrics, and the details by name."""
 
 
-def read_entries(path: str | Path) -> dict[int, Entry]:
+def read_entries(path: str | Path, strict: bool = True) -> dict[int, Entry]:
     """Return metrics and details of every step of a record, in order; a line cut short by a kill is left out.
 
-    Raises: ValueError naming file and line where a line other than the last is not a record.
+    Raises: ValueError naming file and line where a line other than the last is not a record; unless ``strict``, which
+    is left out with a warning.
     """
     entries: dict[int, Entry] = {}
     lines = Path(path).read_bytes().split(b"\n")
@@ -38,7 +39,10 @@ def read_entries(path: str | Path) -> dict[int, Entry]:
             if number == len(lines):
                 logger.warning("%s: the last line is cut short and left out", path)
                 break
-            raise ValueError(f"{path}, line {number}: {error}") from None
+            if strict:
+                raise ValueError(f"{path}, line {number}: {error}") from None
+            logger.warning("%s, line %d is left out: %s", path, number, error)
+            continue
         merge_entry(entries, step, data, details)
     return entries
 
@@ -83,20 +87,38 @@ class RunRecord:
             if resumed_step is None:
                 self.path.replace(self.path.with_name("metrics.previous.jsonl"))
             else:
-                kept = {step: entry for step, entry in read_entries(self.path).items() if step <= resumed_step}
+                known = read_entries(self.path, strict=False)  # a run does not stay down for its record
+                kept = {step: entry for step, entry in known.items() if step <= resumed_step}
                 self.steps = set(kept)
                 self._rewrite(kept)
 
     def log(self, data: Mapping[str, Any], step: int, details: Mapping[str, Any] | None = None) -> None:
-        """Write metrics and details of a step, merged with what the step has already."""
-        if step in self.steps:
-            entries = read_entries(self.path)
-            merge_entry(entries, step, data, details or {})
-            self._rewrite(entries)
-            return
-        self.steps.add(step)
-        with self.path.open("a", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(_line(step, {"data": data, **(details or {})}))
+        """Write metrics and details of a step, merged with what the step has already.
+
+        What cannot be written, for instance to a full disk, is lost with a warning: the run does not end by it.
+        """
+        try:
+            if step in self.steps:
+                entries = read_entries(self.path)
+                merge_entry(entries, step, data, details or {})
+                self._rewrite(entries)
+            else:
+                self._append(_line(step, {"data": data, **(details or {})}).encode("utf-8", errors="backslashreplace"))
+                self.steps.add(step)
+        except OSError as error:
+            logger.warning("step %d is missing in the record %s, and the run goes on: %s", step, self.path, error)
+
+    def _append(self, line: bytes) -> None:
+        """Write a whole line or, where that fails, none: the next one begins where it would have."""
+        with self.path.open("ab", buffering=0) as file:
+            begin = file.seek(0, os.SEEK_END)
+            try:
+                rest = memoryview(line)
+                while rest:
+                    rest = rest[file.write(rest) :]
+            except OSError:
+                file.truncate(begin)
+                raise
 
     def _rewrite(self, entries: Mapping[int, Entry]) -> None:
         unfinished = self.path.with_suffix(".jsonl.tmp")

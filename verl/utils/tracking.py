@@ -9,6 +9,7 @@ import logging
 import math
 import numbers
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -94,22 +95,47 @@ class Tracking:
         config: Mapping[str, Any] | None = None,
     ) -> None:
         config = config or {}
-        self.logger: dict[str, Any] = {
-            name: _BACKENDS[name](project_name, experiment_name, config) for name in check_backends(default_backend)
-        }
+        self.failures: Counter[str] = Counter()
+        self.logger: dict[str, Any] = {}
+        for name in check_backends(default_backend):
+            try:
+                self.logger[name] = _BACKENDS[name](project_name, experiment_name, config)
+            except Exception as error:  # each library raises what it likes
+                error.add_note(f"trainer.logger: {name!r} could not be started")
+                raise
 
     def log(self, data: Mapping[str, Any], step: int, backend: str | list[str] | None = None) -> None:
-        """Send the metrics of a step to all backends, or to those that ``backend`` names."""
+        """Send the metrics of a step to all backends, or to those that ``backend`` names.
+
+        A backend that fails does not end the run, which has a record of its own: a warning says so.
+        """
         wanted = self.logger if backend is None else [backend] if isinstance(backend, str) else backend
         for name, instance in self.logger.items():
             if name in wanted:
-                instance.log(data=data, step=step)
+                try:
+                    instance.log(data=data, step=step)
+                except Exception as error:  # each library raises what it likes
+                    self._warn(name, f"step {step}", error)
 
     def finish(self) -> None:
         """Flush and close every backend."""
-        for instance in self.logger.values():
-            instance.finish()
-        self.logger = {}
+        backends, self.logger = self.logger, {}
+        for name, instance in backends.items():
+            try:
+                instance.finish()
+            except Exception as error:  # as above; and the other backends are closed as well
+                logger.warning("trainer.logger: %r could not be closed: %s: %s", name, type(error).__name__, error)
+            if self.failures[name]:
+                logger.warning("trainer.logger: %r has missed the metrics of %d steps", name, self.failures[name])
+
+    def _warn(self, name: str, what: str, error: Exception) -> None:
+        """Warn of the first failure of a backend, and of each tenth time as many."""
+        self.failures[name] += 1
+        if str(self.failures[name]).rstrip("0") == "1":
+            logger.warning(
+                "trainer.logger: %r has not taken the metrics of %s, and the run goes on: %s: %s",
+                *(name, what, type(error).__name__, error),
+            )
 
     def __del__(self) -> None:
         if hasattr(self, "logger"):

@@ -342,6 +342,7 @@ OFFLINE = {
         Reader("trainer", "default_local_dir default_hdfs_dir max_ckpt_to_keep resume_mode resume_from_path", "trainer/sft_trainer.py", "config.trainer", SFT + "test_a_resumed_run_goes_on_as_if_it_had_not_stopped"),
         Reader("trainer", "project_name experiment_name logger save_freq test_freq", "trainer/sft_trainer.py", "trainer", SFT + "test_loss_equals_transformers_and_the_export_holds_what_was_learnt"),
         Reader("trainer", "total_epochs total_training_steps", "trainer/sft_trainer.py", "trainer", SFT + "test_a_resumed_run_goes_on_as_if_it_had_not_stopped"),
+        Reader("trainer", "record_digests report", "trainer/sft_record.py", "trainer", SFT + "test_a_resumed_run_goes_on_as_if_it_had_not_stopped"),
         Reader("trainer", "seed device", "trainer/sft_trainer.py", "config.trainer", SFT + "test_what_is_refused"),
     ],
     "sft_trainer": [

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from verl.utils.report.__main__ import main
 from verl.utils.report.page import MAX_SAMPLE_STEPS, render, write_report
-from verl.utils.report.panels import MAX_POINTS, PANELS, thin
+from verl.utils.report.panels import MAX_POINTS, expected_panels, thin
 from verl.utils.report.style import HEAT
 
 pytest.importorskip("matplotlib")
@@ -42,8 +42,8 @@ def page(records):
     return render(entries, "a <run>")
 
 
-def test_every_picture_is_there_with_axes_and_units(page):
-    for panel in PANELS:
+def test_every_picture_is_there_with_axes_and_units(page, records):
+    for panel in expected_panels(records.healthy()):
         figure = re.search(rf'<figure id="{panel.name}">.*?</figure>', page, re.DOTALL)
         assert figure, panel.name
         texts = re.findall(r"<text[^>]*>([^<]*)</text>", figure.group())
@@ -110,6 +110,30 @@ def test_a_run_that_only_validates(records, tmp_path):
     assert page.count("<figure") == 1 and "no training step" in page
 
 
+def test_a_supervised_run_has_pictures_of_its_own(records, tmp_path):
+    memory = [{"rank": 0, "seconds": {"train_batch": 0.5}, "memory": {"host_gb": 1.0}}]
+    steps = {
+        step: {
+            "data": {
+                "train/loss": 2.0 / step,
+                "val/loss": 2.5 / step,
+                "train/grad_norm": 1.0,
+                "train/mfu": 0.3,
+                "perf/throughput": 900.0,
+                "timing_s/step": 0.5,
+            },
+            "workers": {"trainer": memory},
+        }
+        for step in range(1, 9)
+    }
+    records.write(tmp_path, steps)
+    page = write_report(tmp_path).read_text()
+    drawn = set(re.findall(r'<figure id="(\w+)"', page))
+    assert drawn == {"loss", "gradient", "times", "throughput", "mfu", "memory"}
+    assert "Nothing to draw of: Spread over the workers." in page and "Supervised training samples nothing" in page
+    assert "<dt>loss, training</dt><dd>2.000 → 0.250</dd>" in page and "Nothing in the record stands out" in page
+
+
 def test_a_run_ends_with_a_report(tmp_path, capsys, caplog, monkeypatch):
     """Also one that is broken off, and never one that hides why."""
     from verl.trainer.ppo import run
@@ -126,8 +150,9 @@ def test_a_run_ends_with_a_report(tmp_path, capsys, caplog, monkeypatch):
     second.log({"val-core/x/acc/mean@1": 0.5}, 0)
     second.close(finished=True)
     assert not (tmp_path / "b" / "report.html").exists() and (tmp_path / "b" / "curves.png").exists()
+    monkeypatch.setattr(run.RolloutTraceConfig, "finish", lambda: SimpleNamespace().missing)
     monkeypatch.setattr(run, "write_report", lambda folder: SimpleNamespace().missing)
     third = output(tmp_path / "c")
     third.log({"x": 1.0}, 0)
     third.close(finished=False)
-    assert "the report could not be made" in caplog.text
+    assert "the report could not be made" in caplog.text and "not all traces were sent" in caplog.text

@@ -62,7 +62,7 @@ class RunOutput:
     def close(self, finished: bool) -> None:
         """Close the outputs, write the report, and draw the curves of a run that was not broken off."""
         self.progress.close()
-        RolloutTraceConfig.finish()
+        self._finish_traces()
         self.tracking.finish()
         if not self.record.steps:
             return
@@ -75,3 +75,12 @@ class RunOutput:
             logger.warning("no picture of the curves and no report: %s; pip install matplotlib", error)
         except Exception:  # what the run has learned is saved; and where it failed, that error is the one to show
             logger.warning("the report could not be made", exc_info=True)
+
+    @staticmethod
+    def _finish_traces() -> None:
+        try:
+            RolloutTraceConfig.finish()
+        except (
+            Exception
+        ) as error:  # each library raises what it likes, and the report is still to come
+            logger.warning("rollout.trace: not all traces were sent: %s: %s", type(error).__name__, error)

@@ -1,5 +1,6 @@
 """The trajectories of a batch as traces, where ``rollout.trace.backend`` names where they go."""
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from verl.utils.rollout_trace import RolloutTraceConfig, rollout_trace_attr, rollout_trace_op
@@ -7,6 +8,8 @@ from verl.utils.rollout_trace import RolloutTraceConfig, rollout_trace_attr, rol
 if TYPE_CHECKING:
     from verl.protocol import DataProto
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+logger = logging.getLogger(__name__)
 
 
 def start_traces(config: Any) -> None:
@@ -16,9 +19,22 @@ def start_traces(config: Any) -> None:
 
 
 def trace_batch(trainer: "RayPPOTrainer", batch: "DataProto", scores: Any, validate: bool = False) -> None:
-    """Make a trace of every response of a scored batch, (B,) scores."""
+    """Make a trace of every response of a scored batch, (B,) scores.
+
+    A backend that fails does not end the run: the rest of the batch is left out, with a warning.
+    """
     if RolloutTraceConfig.get_backend() is None:
         return
+    try:
+        _trace_rows(trainer, batch, scores, validate)
+    except Exception as error:  # each library raises what it likes
+        logger.warning(
+            "rollout.trace.backend=%s has not taken all traces of step %d, and the run goes on: %s: %s",
+            *(RolloutTraceConfig.get_backend(), trainer.global_steps, type(error).__name__, error),
+        )
+
+
+def _trace_rows(trainer: "RayPPOTrainer", batch: "DataProto", scores: Any, validate: bool) -> None:
     times: dict[Any, int] = {}
     for row, (uid, score) in enumerate(zip(batch.non_tensor_batch["uid"], scores.tolist(), strict=True)):
         sample = times.get(uid, 0)  # which of the responses to its prompt

@@ -9,8 +9,9 @@ from typing import Any
 from verl.utils.report.folder import record_of
 from verl.utils.run_record import Entry, read_entries
 
-VOLATILE = ("timing_s/", "timing_per_token_ms/", "perf/", "weight_sync/")
+VOLATILE = ("timing_s/", "timing_per_token_ms/", "perf/", "weight_sync/", "train/mfu", "train/time")
 """Metrics of time and memory: two equal runs may differ in them."""
+VALIDATION = ("val-", "val/")
 RANDOM_STATE = "random state"
 SHOWN = 8
 """Parts of a phase that a message lists."""
@@ -75,7 +76,7 @@ def _steps(entries: Mapping[int, Entry]) -> str:
 
 def _is_trained(entry: Entry) -> bool:
     """Whether a step was trained: an entry may hold only the validation of the weights that a run began with."""
-    return "phases" in entry or any(not key.startswith("val-") for key in entry["data"])
+    return "phases" in entry or any(not key.startswith(VALIDATION) for key in entry["data"])
 
 
 def _differing(a: Entry, b: Entry) -> Iterator[tuple[str, list[str]]]:
@@ -91,7 +92,7 @@ def _differing(a: Entry, b: Entry) -> Iterator[tuple[str, list[str]]]:
     # when a run validates is no part of its training, and the weights that it began with have no other metrics
     both = metrics[0].keys() & metrics[1].keys()
     metrics = [
-        {key: value for key, value in each.items() if key in both or (trained and not key.startswith("val-"))}
+        {key: value for key, value in each.items() if key in both or (trained and not key.startswith(VALIDATION))}
         for each in metrics
     ]
     parts = _unequal(*metrics)

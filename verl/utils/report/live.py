@@ -11,6 +11,9 @@ from verl.utils.report.flags import find_flags, points_of
 from verl.utils.run_record import RECORD_NAME, Entry, merge_entry, parse_line
 
 ROWS: tuple[tuple[str, str, str], ...] = (
+    ("train/loss", "loss", "{:.4f}"),
+    ("val/loss", "loss, validation", "{:.4f}"),
+    ("train/grad_norm", "gradient norm", "{:.3g}"),
     ("critic/score/mean", "reward, mean", "{:.3f}"),
     ("actor/entropy", "entropy (nats)", "{:.3f}"),
     ("actor/kl_loss", "KL to the reference", "{:.2e}"),
@@ -25,6 +28,7 @@ ROWS: tuple[tuple[str, str, str], ...] = (
     ("timing_s/update_actor", "  of it actor update", "{:.2f}"),
     ("perf/throughput", "tokens/s per worker", "{:,.0f}"),
     ("perf/mfu/actor", "MFU of the actor", "{:.1%}"),
+    ("train/mfu", "MFU", "{:.1%}"),
 )
 _BARS = "▁▂▃▄▅▆▇█"
 _WIDTH = 32
@@ -86,8 +90,9 @@ def table_rows(entries: dict[int, Entry]) -> list[tuple[str, str, str, str]]:
     recent = {step: entries[step] for step in steps[-2 * _WIDTH :]}  # all that a row of every step shows
     validated = {step: entries[step] for step in steps if _is_validated(entries[step])}
     found = {key for entry in validated.values() for key in entry["data"] if key.startswith("val-core/")}
+    below = 1 + [key for key, _, _ in ROWS].index("critic/score/mean")
     for key in sorted(found)[:3]:
-        keys.insert(1, (key, key.removeprefix("val-core/"), "{:.3f}"))
+        keys.insert(below, (key, key.removeprefix("val-core/"), "{:.3f}"))
     rows = []
     for key, name, form in keys:
         values = [value for _, value in points_of(validated if key in found else recent, key)]

@@ -10,7 +10,7 @@ from typing import Any
 
 from verl.utils.report.flags import MIN_STEPS, Entries, Flag, find_flags, points_of
 from verl.utils.report.folder import record_of
-from verl.utils.report.panels import PANELS, draw_panels
+from verl.utils.report.panels import PANELS, draw_panels, expected_panels
 from verl.utils.report.style import css_variables
 from verl.utils.run_record import read_entries
 
@@ -51,7 +51,7 @@ def render(entries: Entries, name: str) -> str:
         dark=css_variables(dark=True),
         summary=_summary(entries),
         flags=_flags(flags, sum(step > 0 for step in entries)),
-        panels=_panels(pictures),
+        panels=_panels(pictures, entries),
         samples=_samples(entries),
         workers=_workers(entries),
         metrics=_metrics(entries),
@@ -86,6 +86,8 @@ def _summary(entries: Entries) -> str:
 
 
 _TILES = (
+    ("loss, training", "train/loss", "{:.3f}"),
+    ("loss, validation", "val/loss", "{:.3f}"),
     ("score, mean", "critic/score/mean", "{:.3f}"),
     ("response length", "response_length/mean", "{:.0f}"),
     ("seconds per step", "timing_s/step", "{:.2f}"),
@@ -104,11 +106,10 @@ def _flags(flags: Sequence[Flag], steps: int) -> str:
     return f"<ul>{''.join(rows)}</ul>"
 
 
-def _panels(pictures: Mapping[str, str]) -> str:
-    figures, absent = [], []
+def _panels(pictures: Mapping[str, str], entries: Entries) -> str:
+    figures, absent = [], [panel.title for panel in expected_panels(entries) if panel.name not in pictures]
     for panel in PANELS:
         if panel.name not in pictures:
-            absent.append(panel.title)
             continue
         caption = f"<figcaption>{escape(panel.note)}</figcaption>" if panel.note else ""
         figures.append(f'<figure id="{panel.name}">{pictures[panel.name]}{caption}</figure>')
@@ -119,6 +120,8 @@ def _panels(pictures: Mapping[str, str]) -> str:
 def _samples(entries: Entries) -> str:
     """Return the table of sampled responses, the last step first."""
     steps = [step for step in sorted(entries, reverse=True) if entries[step].get("samples")]
+    if not steps and any("train/loss" in entry["data"] for entry in entries.values()):
+        return '<p class="calm">Supervised training samples nothing.</p>'
     if not steps:
         return '<p class="calm">The record holds no samples: no training step, or trainer.record_samples=0.</p>'
     count = min(MAX_SAMPLE_STEPS, len(steps))

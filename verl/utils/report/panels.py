@@ -128,6 +128,10 @@ def _from_zero(ax: "Axes") -> None:
 # ---- what is drawn
 
 
+def _loss(ax: "Axes", entries: Entries) -> None:
+    _lines(ax, entries, {"train/loss": "training batch", "val/loss": "validation"})
+
+
 def _reward(ax: "Axes", entries: Entries) -> None:
     mean, low, high = (points_of(entries, f"critic/score/{name}") for name in ("mean", "min", "max"))
     if mean and len(mean) == len(low) == len(high):
@@ -170,8 +174,15 @@ def _entropy(ax: "Axes", entries: Entries) -> None:
 
 
 def _gradient(ax: "Axes", entries: Entries) -> None:
-    _lines(ax, entries, {"actor/grad_norm": "actor, before clipping", "critic/grad_norm": "critic, before clipping"})
+    _lines(ax, entries, _GRADIENTS)
     _logarithmic(ax)
+
+
+_GRADIENTS = {
+    "actor/grad_norm": "actor, before clipping",
+    "critic/grad_norm": "critic, before clipping",
+    "train/grad_norm": "before clipping",
+}
 
 
 def _lengths(ax: "Axes", entries: Entries) -> None:
@@ -249,7 +260,7 @@ def _throughput(ax: "Axes", entries: Entries) -> None:
 
 def _mfu(ax: "Axes", entries: Entries) -> None:
     keys = sorted({key for entry in entries.values() for key in entry["data"] if key.startswith("perf/mfu/")})
-    _lines(ax, entries, {key: key.removeprefix("perf/mfu/") for key in keys})
+    _lines(ax, entries, {key: key.removeprefix("perf/mfu/") for key in keys} | {"train/mfu": "training"})
     _from_zero(ax)
 
 
@@ -305,6 +316,7 @@ _NOTES = {
 }
 
 PANELS = (
+    Panel("loss", "Loss", "nats per trained token", _loss),
     Panel("reward", "Reward of the training responses", "score per response", _reward),
     Panel("validation", "Validation", "mean over the prompts", _validation),
     Panel("kl", "KL divergence", "nats per token", _kl),
@@ -323,3 +335,12 @@ PANELS = (
     Panel("workers", "Spread over the workers", "seconds", _workers),
 )
 """All pictures, in their order on the page."""
+OF_BOTH = frozenset({"gradient", "times", "throughput", "mfu", "memory", "workers"})
+"""What supervised training has in common with the others; its own is the loss."""
+
+
+def expected_panels(entries: Entries) -> list[Panel]:
+    """Return the pictures that a run of its kind can have."""
+    if any("train/loss" in entry["data"] for entry in entries.values()):
+        return [panel for panel in PANELS if panel.name in OF_BOTH | {"loss"}]
+    return [panel for panel in PANELS if panel.name != "loss"]
