@@ -80,7 +80,5 @@ class RunOutput:
     def _finish_traces() -> None:
         try:
             RolloutTraceConfig.finish()
-        except (
-            Exception
-        ) as error:  # each library raises what it likes, and the report is still to come
+        except Exception as error:  # each library raises what it likes, and the report is still to come
             logger.warning("rollout.trace: not all traces were sent: %s: %s", type(error).__name__, error)
