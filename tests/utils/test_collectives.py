@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -12,6 +13,7 @@ from tests.ranks import spawn_ranks
 from tests.utils.test_fsdp_utils import check_two_ranks, write
 from verl.utils import torch_functional as VF
 from verl.utils.fsdp_utils import full_tensor
+from verl.utils.profiler import reduce_timing, topk_reduce_ratio_min_max
 from verl.utils.seqlen_balancing import rearrange_micro_batches
 
 LENGTHS = [[4, 4, 4, 4], [9, 8, 7, 9]]
@@ -65,12 +67,24 @@ def check_whole_tensors(rank):
             assert torch.equal(full_tensor(distribute_tensor(expected, mesh, [Replicate()] * 2)), expected)
 
 
+def check_timers(rank):
+    timing, ops = {"gen": [1.0, 4.0][rank], "sync": [3.0, 1.0][rank]}, dist.ReduceOp
+    assert reduce_timing(timing) == reduce_timing(timing, ops.AVG) == {"gen": 2.5, "sync": 2.0}
+    assert reduce_timing(timing, reduce_op=ops.SUM) == {"gen": 5.0, "sync": 4.0}
+    assert reduce_timing(timing, ops.MIN) == {"gen": 1.0, "sync": 1.0}
+    assert reduce_timing(timing, ops.MAX) == {"gen": 4.0, "sync": 3.0}
+    assert topk_reduce_ratio_min_max(timing["gen"]) == (0.5, 1.0, 4.0)
+    with pytest.raises(ValueError, match="must be AVG, SUM, MIN or MAX"):
+        reduce_timing(timing, ops.PRODUCT)
+
+
 def run_rank(rank, root, checkpoint):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{Path(root) / 'store'}", rank=rank, world_size=2)
     check_whole_tensors(rank)
     check_statistics(rank)
     check_dicts(rank)
+    check_timers(rank)
     check_micro_batches(rank)
     check_two_ranks(rank, Path(root), checkpoint)
     dist.destroy_process_group()

@@ -112,7 +112,7 @@ def _controller_options(config: DictConfig) -> dict[str, Any]:
     from verl.utils.profiler.nsys_options import nsight_options
 
     assert importlib.util.find_spec("nvtx"), "global_profiler.tool=nsys needs the package nvtx"
-    options: Any = OmegaConf.to_container(profiler.global_tool_config.nsys.controller_nsight_options)
+    options: Any = OmegaConf.to_container(profiler.global_tool_config.nsys.controller_nsight_options, resolve=True)
     save_folder(profiler.save_path).mkdir(parents=True, exist_ok=True)  # nsys makes none
     return {"runtime_env": {"nsight": nsight_options(options, profiler.save_path, "controller")}}
 

@@ -167,8 +167,13 @@ def _cut_stacks(snapshot: dict[str, Any], depth: int | None) -> None:
 def _write_pickle(snapshot: dict[str, Any], path: Path) -> None:
     import pickle
 
-    with path.open("wb") as file:
-        pickle.dump(snapshot, file)
+    part = path.with_name(f"{path.name}.part")
+    try:
+        with part.open("wb") as file:
+            pickle.dump(snapshot, file)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _need_cuda() -> None:

@@ -11,7 +11,7 @@ from verl.trainer.config.profiling import missing_part
 from verl.utils.config import validate_config
 
 ACTOR, REF, ROLLOUT = (f"actor_rollout_ref.{role}.profiler" for role in ("actor", "ref", "rollout"))
-OPTIONS = f"{ACTOR}.tool_config"
+OPTIONS, OF_RUN = f"{ACTOR}.tool_config", "global_profiler.global_tool_config"
 TORCH = {"global_profiler.tool": "torch", "global_profiler.steps": [1, 2], f"{ACTOR}.enable": True}
 
 
@@ -40,6 +40,8 @@ def violations(base, changes):
         TORCH | {"trainer.total_training_steps": 2, "global_profiler.profile_continuous_steps": True},
         {"global_profiler.tool": "torch"},  # with nothing that asks for it
         TORCH | {f"{ACTOR}.tool_config.torch.step_start": 1, "actor_rollout_ref.actor.ppo_epochs": 2},
+        {f"{ACTOR}": None, "critic.profiler": None, "reward_model.profiler": None, "global_profiler.tool": "torch"},
+        TORCH | {f"{REF}": None, f"{ROLLOUT}": None, "global_profiler.save_path": None},
     ],
 )  # fmt: skip
 def test_accepted(base, changes):
@@ -74,6 +76,31 @@ def test_accepted(base, changes):
             "global_profiler.tool",
             "profiles Ascend devices",
         ),
+        *(
+            (TORCH | {f"global_profiler.{key}": value}, f"global_profiler.{key}", f"write {ACTOR}.{key}")
+            for key, value in (("enable", True), ("all_ranks", True), ("ranks", [1]))
+        ),
+        *(
+            (TORCH | {f"critic.profiler.{key}": value}, f"critic.profiler.{key}", f"write global_profiler.{key}")
+            for key, value in (("steps", [1]), ("profile_continuous_steps", True), ("global_tool_config", {}))
+        ),
+        (TORCH | {f"{OPTIONS}.torhc.step_start": 1}, f"{OPTIONS}.torhc", "there is no such tool: nsys, npu, torch"),
+        (TORCH | {f"{OPTIONS}.torch": 3}, f"{OPTIONS}.torch", "must be a mapping"),
+        (TORCH | {OPTIONS: 3}, OPTIONS, "must be null or a mapping of nsys, npu, torch, torch_memory"),
+        (TORCH | {f"{OF_RUN}.torch.step_start": 1}, f"{OF_RUN}.torch", f"write {OPTIONS}.torch"),
+        (
+            {"global_profiler.tool": "nsys", f"{OF_RUN}.nsys.worker_nsight_options": None},
+            f"{OF_RUN}.nsys.worker_nsight_options",
+            "of options of nsys",
+        ),
+        ({"global_profiler": None}, "global_profiler", "must be a mapping"),
+        (TORCH | {"global_profiler.save_path": f"{__file__}/x"}, "global_profiler.save_path", f"{__file__} is a file"),
+        (
+            TORCH | {"critic.profiler.enable": True, "critic.profiler.save_path": __file__},
+            "critic.profiler.save_path",
+            "is a file",
+        ),
+        (TORCH | {f"{ACTOR}.save_path": "hdfs://host/x"}, f"{ACTOR}.save_path", "must be a folder"),
         (TORCH | {f"{ACTOR}.tool_config.npu.level": "9"}, f"{ACTOR}.tool_config.npu.level", "level_none"),
         (TORCH | {f"{ACTOR}.tool_config.torch_memory.stacks": "x"}, f"{ACTOR}.tool_config.torch_memory.stacks", "cpp"),
     ],

@@ -5,6 +5,7 @@ import struct
 import subprocess
 import sys
 import threading
+import traceback
 from types import SimpleNamespace
 
 import pyarrow as pa
@@ -12,6 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 from omegaconf import OmegaConf
 
+from verl.base_config import ConfigError, Violation
+from verl.single_controller.base.errors import CallSite
+from verl.single_controller.ray.waiting import Failure, Seat, explain
 from verl.trainer.ppo import inputs, launch, terminal
 from verl.trainer.ppo.progress import LocalDisplay, Progress
 from verl.trainer.ppo.startup import StartupClock
@@ -142,6 +146,27 @@ def test_a_failure_is_told_by_its_cause(tmp_path):
         f"The whole trace is in {log}",
     ]
     assert "outer trace" in log.read_text()
+
+
+def test_what_the_constructor_of_a_worker_raised_is_told():
+    """Ray's text begins with the stack, and the exception at hand stands behind those that came before it."""
+    try:
+        try:
+            open("/nowhere/model")
+        except OSError as error:
+            raise ConfigError([Violation("a", 1, "wrong"), Violation("b", 2, "wrong")]) from error
+    except ConfigError as error:
+        cause = launch.ray.exceptions.RayTaskError("Worker.__init__", traceback.format_exc(), error)
+    error = explain(
+        CallSite("pool", "actor", "init_model"),
+        [Seat(0, "worker_0", None)],
+        [None],
+        Failure(0, launch.ray.exceptions.ActorDiedError(cause)),
+    )
+    lines = launch.describe(error).splitlines()
+    assert "rank 0" in lines[0] and lines[0].endswith("ConfigError: 2 problems:")
+    assert lines[1:] == ["  - a=1: wrong", "  - b=2: wrong"]
+    assert "/nowhere/model" in str(error)  # of the log
 
 
 def test_stack_traces_of_other_processes_are_left_to_the_log():

@@ -195,3 +195,6 @@ def test_workers_write_where_the_driver_would(tmp_path, monkeypatch):
     assert config.actor_rollout_ref.actor.profiler.save_path == str(tmp_path / "out")
     assert config.actor_rollout_ref.rollout.profiler.save_path == "/abs"
     assert config.global_profiler.save_path.startswith("/")
+    config.global_profiler.save_path = None
+    absolute_save_paths(config)
+    assert config.global_profiler.save_path == str(tmp_path / "outputs" / "profile")

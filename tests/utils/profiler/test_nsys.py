@@ -168,8 +168,21 @@ def test_options_are_those_that_ray_makes_a_command_of(tmp_path, monkeypatch):
     assert _controller_options(config_of("global_profiler.tool=torch")) == {}
 
 
+def test_values_are_written_as_nsys_reads_them():
+    """Hydra makes of ``true``, ``[a,b]`` and ``5`` no texts, and Ray would write Python's for them."""
+    prefix = "global_profiler.global_tool_config.nsys.worker_nsight_options"
+    changes = ["cuda-memory-usage=false", "trace=[cuda,nvtx]", "kill=null"]
+    config = config_of(*(f"{prefix}.{change}" for change in changes), f"+{prefix}.duration=5", f"+{prefix}.w=true")
+    options = OmegaConf.to_container(config.global_profiler.global_tool_config.nsys.worker_nsight_options)
+    assert shell_words(nsight_options(options, "/profiles", "worker")) == [
+        *("nsys", "profile", "--trace=cuda,nvtx", "--cuda-memory-usage=false", "--cuda-graph-trace=graph"),
+        *("--capture-range=cudaProfilerApi", "--duration=5", "-w", "true", "-o", "/profiles/worker_%p"),
+    ]
+
+
 def test_a_name_among_the_options_stays():
-    assert nsight_options({"o": "mine"}, "/profiles", "worker") == {"o": "mine"}
+    for key in ("o", "output"):  # Ray adds -o to what it does not know as such, and nsys takes one of both
+        assert nsight_options({key: "mine"}, "/profiles", "worker") == {"o": "mine"}
     assert nsight_options({"t": "cuda"}, None, "worker") == {"t": "cuda"}
 
 

@@ -63,6 +63,20 @@ def test_options_reach_the_recorder_and_snapshots_their_place(recorder, tmp_path
     assert not other_rank.dump_memory_snapshot("x", None)
 
 
+def test_a_full_disk_costs_a_snapshot_and_no_more(recorder, tmp_path, caplog):
+    profiler = profiler_on(0, tmp_path)
+    folder = tmp_path / "step1"
+    folder.mkdir()
+    for tag in ("torch_memory", "after"):
+        (folder / f"{tag}_rank0_pid{os.getpid()}.pickle.part").symlink_to("/dev/full")
+    profiler.start(profile_step="1")
+    profiler.stop()
+    assert profiler.dump_memory_snapshot("after", "step1")
+    assert "what e2e captured is not written: [Errno 28]" in caplog.text
+    assert "the snapshot after is not written: [Errno 28]" in caplog.text
+    assert list(folder.iterdir()) == []
+
+
 def test_a_snapshot_without_a_place_is_named_by_the_time(recorder, tmp_path):
     path = memory_utils.MemorySnapshotSampler(str(tmp_path), "mine").dump_memory_snapshot()
     assert path.startswith(f"{tmp_path}/2") and path.endswith(f"/mine_rank0_pid{os.getpid()}.pickle")

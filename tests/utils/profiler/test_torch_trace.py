@@ -1,5 +1,6 @@
 """Chrome traces of ``torch.profiler``: which there are, and what is in them."""
 
+import gc
 import json
 import logging
 
@@ -128,9 +129,9 @@ def test_only_some_mini_batches(tmp_path, limits, file, seen):
     step(worker, 1, mini_batches=4)
     found = traces(tmp_path)
     assert list(found) == [f"step1/actor/{file}"]
-    marked = ranges(found[f"step1/actor/{file}"])
-    assert [name for name in marked if name.startswith("mini_batch")] == [f"mini_batch {number}" for number in seen]
-    assert marked[0] == "actor_compute_log_prob"
+    trace = found[f"step1/actor/{file}"]
+    assert ranges(trace) == ["actor_compute_log_prob", "actor_update", *(f"mini_batch {number}" for number in seen)]
+    assert chrome_trace.faults(trace) == []  # among them ranges that overlap and do not nest
 
 
 def test_mini_batches_that_never_come_are_told(tmp_path, caplog):
@@ -140,6 +141,38 @@ def test_mini_batches_that_never_come_are_told(tmp_path, caplog):
     assert "step_start=5: actor_update had 3 mini-batches" in caplog.text
     (trace,) = traces(tmp_path).values()
     assert ranges(trace) == ["actor_compute_log_prob"]
+
+
+def test_a_full_disk_costs_a_trace_and_no_more(tmp_path, caplog):
+    """The writer of torch tells nothing of it: here it finds the file that it writes to led to ``/dev/full``."""
+    worker = worker_on(0, tmp_path, actor={"enable": True})
+    folder = tmp_path / "step1" / "actor"
+    folder.mkdir(parents=True)
+    (folder / "prof_start_0_end_last_rank_0.json.part1.tmp").symlink_to("/dev/full")
+    step(worker, 1)
+    assert "what actor captured is not written" in caplog.text and "room on the disk" in caplog.text
+    assert list(folder.iterdir()) == []
+    step(worker, 2)
+    assert list(traces(tmp_path)) == ["step2/actor/prof_start_0_end_last_rank_0.json"]
+
+
+def test_a_folder_that_cannot_be_made_is_told_at_once(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"profiler\.save_path=.*/file/x: cannot be made: Not a directory"):
+        worker_on(0, tmp_path / "file" / "x", actor={"enable": True})
+    worker_on(1, tmp_path / "file" / "x", actor={"enable": True})  # of a rank that is not profiled
+
+
+def test_a_step_leaves_no_recorder_behind(tmp_path):
+    """Each holds itself, and many times the size of its trace."""
+    worker = worker_on(0, tmp_path, actor={"enable": True})
+    gc.collect()
+    gc.disable()
+    try:
+        step(worker, 1)
+        assert [each for each in gc.get_objects() if type(each) is torch.profiler.profile] == []
+    finally:
+        gc.enable()
 
 
 def test_a_step_without_a_task_and_one_that_fails(tmp_path):

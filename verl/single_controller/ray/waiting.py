@@ -1,5 +1,6 @@
 """How the driver waits for actors: with a deadline, and with the cause of a failure found."""
 
+import itertools
 import logging
 import time
 import traceback
@@ -15,6 +16,7 @@ from ray.exceptions import (
     LocalRayletDiedError,
     NodeDiedError,
     OwnerDiedError,
+    RayActorError,
     RayError,
     RayTaskError,
     WorkerCrashedError,
@@ -124,7 +126,9 @@ def _is_death(error: RayError) -> bool:
 
 
 def _text(error: RayError) -> str:
-    """Return the type and message of an error; of a task's error, those of the original exception first."""
+    """Return the type and message of an error; of what a task or constructor raised, those of that exception first."""
+    if isinstance(error, RayActorError) and error.actor_init_failed:
+        return f"{_last_raised(str(error))}\n--- in the worker\n{error}"
     if not isinstance(error, RayTaskError):
         return f"{type(error).__name__}: {error}"
     # Ray keeps the exception, or only its class where the exception could not be pickled.
@@ -134,6 +138,14 @@ def _text(error: RayError) -> str:
         "".join(traceback.format_exception_only(cause)).strip() if isinstance(cause, BaseException) else kind.__name__
     )
     return f"{message}\n--- in the worker\n{error}"
+
+
+def _last_raised(trace: str) -> str:
+    """Return what stands behind the last frame of a stack trace."""
+    lines = trace.splitlines()
+    last_frame = max((at for at, line in enumerate(lines) if line.startswith("  File ")), default=-1)
+    message = itertools.dropwhile(lambda line: line.startswith(" "), lines[last_frame + 1 :])
+    return "\n".join(message).strip() or lines[0]
 
 
 def explain(site: CallSite, seats: Sequence[Seat], refs: Sequence[Any], failure: Failure) -> WorkerError:

@@ -1,8 +1,10 @@
 """Rules of ``global_profiler`` and of the ``profiler`` node of each role: what would be profiled, and can be."""
 
 import importlib.util
+import os
 import shutil
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from verl.base_config import Violation
@@ -16,14 +18,16 @@ Tree = Mapping[str, Any]
 _DEVICES = {"nsys": "cuda", "npu": "npu", "torch_memory": "cuda"}
 _PACKAGES = {"nsys": "nvtx", "npu": "torch_npu"}
 _GLOBAL = "global_profiler"
+_ROLES = ("actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref", "critic", "reward_model")
+_OF_A_ROLE = ("enable", "all_ranks", "ranks")
+_OF_THE_RUN = ("steps", "profile_continuous_steps", "global_tool_config")
+_OPTIONS_OF_THE_RUN = ("nsys", "torch_memory")
 
 
 def profiler_rules(tree: Tree, use_reference: bool, use_critic: bool) -> Iterator[Violation]:
     """Yield profilers that cannot run, and switches that profile nothing."""
     profiler = tree[_GLOBAL]
-    if not isinstance(profiler, Mapping):
-        yield Violation(_GLOBAL, profiler, "must be a mapping: set keys below it")
-        return
+    yield from _place_rules(tree)
     enabled = dict(_enabled(tree, use_reference, use_critic))
     chosen = [profiler.get("tool"), *(node.get("tool") for node in enabled.values())]
     if any(tool not in (None, *TOOLS) for tool in chosen):
@@ -32,12 +36,86 @@ def profiler_rules(tree: Tree, use_reference: bool, use_critic: bool) -> Iterato
     yield from _step_rules(tree, enabled)
     for role, node in enabled.items():
         yield from _role_rules(tree, role, node)
+    yield from _folder_rules(tree, enabled)
     for tool in sorted(tools - {None}):
         where = next((f"{role}.profiler" for role, node in enabled.items() if node.get("tool") == tool), _GLOBAL)
         key = f"{_GLOBAL if profiler.get('tool') == tool else where}.tool"
+        if tool == "nsys":
+            yield from _nsys_rules(tree)
         reason = missing_part(tool, str(select(tree, "trainer.device")), _runs_here(tree))
         if reason is not None:
             yield Violation(key, tool, reason)
+
+
+def _place_rules(tree: Tree) -> Iterator[Violation]:
+    """Yield keys of a role at the run and of the run at a role, which nothing reads, and tools that there are not."""
+    for key in _OF_A_ROLE:
+        if key in tree[_GLOBAL]:
+            expected = f"is said by each role: write actor_rollout_ref.actor.profiler.{key}"
+            yield Violation(f"{_GLOBAL}.{key}", tree[_GLOBAL][key], expected)
+    seen = []
+    for role in _ROLES:
+        node = select(tree, f"{role}.profiler")
+        if not isinstance(node, Mapping):
+            continue
+        for key in _OF_THE_RUN:
+            if key in node:
+                yield Violation(f"{role}.profiler.{key}", node[key], f"is said for the run: write {_GLOBAL}.{key}")
+        if node.get("tool_config") not in seen:  # it may be that of the actor
+            yield from _tool_config_rules(f"{role}.profiler.tool_config", node.get("tool_config"), TOOLS)
+        seen.append(node.get("tool_config"))
+    options = tree[_GLOBAL].get("global_tool_config")
+    yield from _tool_config_rules(f"{_GLOBAL}.global_tool_config", options, _OPTIONS_OF_THE_RUN)
+
+
+def _tool_config_rules(key: str, options: Any, tools: tuple[str, ...]) -> Iterator[Violation]:
+    """Yield options that are none, and those of a tool that are not read there."""
+    if options is not None and not isinstance(options, Mapping):
+        yield Violation(key, options, f"must be null or a mapping of {', '.join(tools)}")
+        return
+    for tool, node in (options or {}).items():
+        if tool not in tools and tool in TOOLS:
+            yield Violation(f"{key}.{tool}", node, f"write actor_rollout_ref.actor.profiler.tool_config.{tool}")
+        elif tool not in tools:
+            yield Violation(f"{key}.{tool}", node, f"there is no such tool: {', '.join(tools)}")
+        elif node is not None and not isinstance(node, Mapping):
+            yield Violation(f"{key}.{tool}", node, "must be a mapping: set keys below it")
+
+
+def _nsys_rules(tree: Tree) -> Iterator[Violation]:
+    """Yield command lines of nsys that are none."""
+    for name in ("controller_nsight_options", "worker_nsight_options"):
+        key = f"{_GLOBAL}.global_tool_config.nsys.{name}"
+        if not isinstance(select(tree, key), Mapping):
+            yield Violation(key, select(tree, key), "must be a mapping of options of nsys profile")
+
+
+def _folder_rules(tree: Tree, enabled: Mapping[str, Tree]) -> Iterator[Violation]:
+    """Yield folders that cannot be made on this machine, where it is the one that writes to them."""
+    folders: dict[str, str] = {}
+    paths = [(f"{role}.profiler.save_path", node.get("save_path")) for role, node in enabled.items()]
+    run_path = tree[_GLOBAL].get("save_path")
+    if run_path in [path for _, path in paths] or tree[_GLOBAL].get("tool") in _OPTIONS_OF_THE_RUN:
+        paths.insert(0, (f"{_GLOBAL}.save_path", run_path))
+    for key, path in paths:
+        if isinstance(path, str):
+            folders.setdefault(path, key)
+    for path, key in folders.items():
+        problem = _folder_problem(path, _runs_here(tree))
+        if problem is not None:
+            yield Violation(key, path, problem)
+
+
+def _folder_problem(path: str, runs_here: bool) -> str | None:
+    if "://" in path:
+        return "must be a folder: a profiler writes to no other storage"
+    if not runs_here:
+        return None
+    folder = Path(path).expanduser().absolute()
+    there = next(each for each in (folder, *folder.parents) if os.path.exists(each))
+    if not there.is_dir():
+        return f"cannot be a folder: {there} is a file"
+    return None if os.access(there, os.W_OK | os.X_OK) else f"cannot be written: {there} allows it to others only"
 
 
 def _enabled(tree: Tree, use_reference: bool, use_critic: bool) -> Iterator[tuple[str, Tree]]:

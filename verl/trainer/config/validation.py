@@ -130,7 +130,7 @@ def _size_rules(tree: Tree, use_reference: bool, use_critic: bool, broken: set[s
 _NODES = (
     *("data", "actor_rollout_ref", "critic", "reward_model", "custom_reward_function", "algorithm", "trainer"),
     *("actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout", "actor_rollout_ref.model"),
-    "ray_kwargs",
+    *("global_profiler", "ray_kwargs"),
 )
 
 _MISSING = {

@@ -1,7 +1,6 @@
 """Start and stop of the role profilers around the steps that ``global_profiler.steps`` lists, and where they write."""
 
 import logging
-import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +8,7 @@ from omegaconf import OmegaConf, open_dict
 
 from verl.base_config import ConfigError, Violation
 from verl.utils.profiler import marked_timer
+from verl.utils.profiler.captures import save_folder
 
 if TYPE_CHECKING:
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
@@ -33,9 +33,9 @@ def absolute_save_paths(config: Any) -> None:
     """Write out in full where profilers write: a worker may have another working folder than the driver."""
     for key in ("global_profiler", *(node for nodes in NODES.values() for node in nodes)):
         node = OmegaConf.select(config, key)
-        if node is not None and node.get("save_path"):
+        if node is not None:
             with open_dict(node):
-                node.save_path = os.path.abspath(os.path.expanduser(node.save_path))
+                node.save_path = str(save_folder(node.get("save_path")))
 
 
 def check_steps(config: Any, total_steps: int, resumed_step: int = 0) -> None:

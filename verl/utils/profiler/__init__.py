@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import Any
 
 from verl.utils.profiler.config import ProfilerConfig
-from verl.utils.profiler.performance import simple_timer
+from verl.utils.profiler.performance import reduce_timing, simple_timer, topk_reduce_ratio_min_max
 
 _LAZY = {
     "DistProfiler": "verl.utils.profiler.profile",
@@ -18,7 +18,7 @@ _LAZY = {
     "marked_timer": "verl.utils.profiler.ranges",
 }
 
-__all__ = ["ProfilerConfig", "simple_timer", *sorted(_LAZY)]
+__all__ = ["ProfilerConfig", "reduce_timing", "simple_timer", "topk_reduce_ratio_min_max", *sorted(_LAZY)]
 
 
 def __getattr__(name: str) -> Any:

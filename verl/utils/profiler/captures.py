@@ -28,6 +28,19 @@ def save_folder(save_path: str | None) -> Path:
     return Path(save_path or "outputs/profile").expanduser().absolute()
 
 
+def make_save_folder(save_path: str | None) -> Path:
+    """Make the folder of all files, before there is anything to lose.
+
+    Raises: ValueError naming the folder.
+    """
+    folder = save_folder(save_path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"profiler.save_path={folder}: cannot be made: {error.strerror}, write another") from error
+    return folder
+
+
 def step_folder(save_path: str | None, step: object) -> Path:
     """Return where the files of a step go."""
     return save_folder(save_path) / f"step{step}"

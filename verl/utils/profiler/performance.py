@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,9 +31,21 @@ def gather_seconds(timing: Mapping[str, float]) -> "np.ndarray":
     return torch.stack(every).numpy()
 
 
-def reduce_timing(timing_raw: Mapping[str, float]) -> dict[str, float]:
-    """Average every timer over the ranks, so that all of them report the same; collective."""
-    return dict(zip(timing_raw, gather_seconds(timing_raw).mean(axis=0).tolist(), strict=True))
+def reduce_timing(timing_raw: Mapping[str, float], reduce_op: Any = None) -> dict[str, float]:
+    """Reduce every timer over the ranks, so that all of them report the same; collective.
+
+    ``reduce_op`` is ``AVG``, which is the default, ``SUM``, ``MIN`` or ``MAX`` of ``torch.distributed.ReduceOp``.
+
+    Raises: ValueError for another one.
+    """
+    from torch.distributed import ReduceOp
+
+    op = ReduceOp.AVG if reduce_op is None else reduce_op
+    ways = ((ReduceOp.AVG, "mean"), (ReduceOp.SUM, "sum"), (ReduceOp.MIN, "min"), (ReduceOp.MAX, "max"))
+    way = next((name for known, name in ways if known == op), None)
+    if way is None:
+        raise ValueError(f"reduce_op={reduce_op}: must be AVG, SUM, MIN or MAX of torch.distributed.ReduceOp")
+    return dict(zip(timing_raw, getattr(gather_seconds(timing_raw), way)(axis=0).tolist(), strict=True))
 
 
 def topk_reduce_ratio_min_max(timing: float, k: int = 10) -> tuple[float, float, float]:

@@ -70,11 +70,14 @@ class DistProfiler:
             _of_this_process.append(self)
 
     def stop(self) -> None:
-        """End the step, and write what was captured."""
+        """End the step, and write what was captured; a file that cannot be written is told, and the run goes on."""
         if self._impl is not None and self.running:
             self.running = False
             _of_this_process.remove(self)
-            self._impl.stop()
+            try:
+                self._impl.stop()
+            except OSError as error:
+                logger.error("what %s captured is not written: %s", self.role, error)
 
     def step(self) -> None:
         """Say that a mini-batch has ended."""
@@ -86,7 +89,10 @@ class DistProfiler:
         sampler = getattr(self._impl, "sampler", None)
         if sampler is None:
             return False
-        sampler.dump_memory_snapshot(tag=tag, sub_dir=sub_dir)
+        try:
+            sampler.dump_memory_snapshot(tag=tag, sub_dir=sub_dir)
+        except OSError as error:  # as in stop
+            logger.error("the snapshot %s is not written: %s", tag, error)
         return True
 
     def of_task(self, role: str) -> "DistProfiler":

@@ -4,7 +4,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from verl.utils.memory_utils import MemorySnapshotSampler, enable_memory_visualize
-from verl.utils.profiler.captures import save_folder
+from verl.utils.profiler.captures import make_save_folder
 from verl.utils.profiler.config import TorchMemoryToolConfig
 
 _NOTHING = nullcontext()
@@ -16,7 +16,7 @@ class TorchMemoryProfiler:
     """Records from its construction on, and writes a snapshot at the end of each step."""
 
     def __init__(self, options: TorchMemoryToolConfig, save_path: str | None, rank: int) -> None:
-        self.sampler = MemorySnapshotSampler(str(save_folder(save_path)), rank=rank)
+        self.sampler = MemorySnapshotSampler(str(make_save_folder(save_path)), rank=rank)
         self._step = ""
         if not _recording:  # one history per process, whatever the number of its roles
             enable_memory_visualize(

@@ -48,7 +48,7 @@ class CriticConfig(BaseConfig):
     loss_agg_mode: str = "token-mean"
     loss_scale_factor: int | None = None
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
+    profiler: ProfilerConfig | None = field(default_factory=ProfilerConfig)
     engine: BaseConfig = field(default_factory=BaseConfig)
     model_config: Any = None
     nccl_timeout: int = NCCL_TIMEOUT_S

@@ -101,7 +101,7 @@ class RewardModelConfig(BaseConfig):
     launch_reward_fn_async: bool = False
     scoring: dict[str, Any] = field(default_factory=dict)
     sandbox_fusion: dict[str, Any] = field(default_factory=dict)
-    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
+    profiler: ProfilerConfig | None = field(default_factory=ProfilerConfig)
 
     def rules(self) -> Iterator[Violation]:
         """Yield unknown names, batch sizes that exclude each other, and values outside their range."""
