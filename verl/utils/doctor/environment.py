@@ -2,21 +2,22 @@
 
 import importlib.metadata
 import json
+import os
 import platform
 import re
 import resource
 import shutil
 import subprocess
 import sys
+import tempfile
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import psutil
-from packaging.requirements import Requirement
+from packaging.requirements import InvalidRequirement, Requirement
 
 from verl.utils import envs
 
@@ -45,6 +46,16 @@ sys.stdout.write("\\n" + json.dumps({
 """
 
 
+@dataclass(frozen=True)
+class Folder:
+    """Where runs write: what for, how much room there is, and why nothing can be written (None where it can)."""
+
+    purpose: str
+    path: str
+    free_gb: float = 0.0
+    error: str | None = None
+
+
 @dataclass
 class Environment:
     """A machine and its Python environment."""
@@ -67,6 +78,10 @@ class Environment:
     """What torch says of the device: built_for, cuda, gloo, names, memory_gb, capability, npu (version and names, or
     the error; empty without torch_npu); or the ``error``.
     """
+
+    folders: tuple[Folder, ...] = ()
+    needs: Mapping[str, Sequence[Requirement]] = field(default_factory=dict)
+    """What the installed distributions ask of others, by distribution."""
 
     def version(self, package: str) -> str | None:
         """Return the version of an installed distribution."""
@@ -104,20 +119,72 @@ def run_python(code: str) -> tuple[str, str | None]:
 def read_environment() -> Environment:
     """Look at this machine."""
     shared = Path("/dev/shm")
+    distributions = [found for found in importlib.metadata.distributions() if found.name]
     return Environment(
         python=sys.version_info[:2],
         platform=f"{platform.system()} {platform.machine()}",
-        packages={normalised(found.name): found.version for found in importlib.metadata.distributions() if found.name},
+        packages={normalised(found.name): found.version for found in distributions},
         requirements=declared_requirements(),
         variables=envs.mapping(),
-        cores=len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else psutil.cpu_count(),
-        memory_gb=psutil.virtual_memory().total / GIB,
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        memory_gb=_memory() / GIB,
         shared_memory_gb=shutil.disk_usage(shared).total / GIB if shared.exists() else None,
         free_disk_gb=shutil.disk_usage(Path.cwd()).free / GIB,
+        folders=tuple(_folder(purpose, path) for purpose, path in _places().items()),
+        needs={normalised(found.name): requirements_of(found) for found in distributions},
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         driver=_driver(),
         device=_device(),
     )
+
+
+def requirements_of(distribution: importlib.metadata.Distribution) -> list[Requirement]:
+    """Return what a distribution asks of others here, its extras aside."""
+    found = []
+    for text in distribution.requires or ():
+        try:
+            requirement = Requirement(text)
+        except InvalidRequirement:  # of an old package
+            continue
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+            found.append(requirement)
+    return found
+
+
+def _memory() -> int:
+    """Return the bytes of memory that this process may use, those of its container where that has fewer."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            limits.append(int(Path(path).read_text()))
+        except (OSError, ValueError):  # not there, or without a limit: "max"
+            continue
+    return min(limits)
+
+
+def _places() -> dict[str, Path]:
+    """Return the folders that a run writes to, by what for."""
+    home = Path(os.path.expanduser("~"))
+    caches = Path(envs.read("XDG_CACHE_HOME") or home / ".cache")
+    temporary = envs.read("RAY_TMPDIR") or envs.read("TMPDIR") or "/tmp"
+    return {
+        "this folder": Path.cwd(),
+        "temporary files": Path(temporary),
+        "model cache": Path(envs.read("HF_HOME") or caches / "huggingface"),
+        "engine cache": Path(envs.read("VLLM_CACHE_ROOT") or caches / "vllm"),
+    }
+
+
+def _folder(purpose: str, path: Path) -> Folder:
+    """Try to write where a folder is, or would be made."""
+    there = next(each for each in (path, *path.absolute().parents) if each.is_dir())
+    try:
+        with tempfile.TemporaryFile(dir=there) as file:
+            file.write(b"verl")
+            file.flush()
+        return Folder(purpose, str(path), shutil.disk_usage(there).free / GIB)
+    except OSError as error:
+        return Folder(purpose, str(path), error=error.strerror or str(error))
 
 
 def declared_requirements() -> list[Requirement]:
