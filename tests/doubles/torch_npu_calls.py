@@ -27,7 +27,9 @@ DEVICE: dict[str, list[Any]] = {
     "set_device": [call(_)],
     "get_rng_state": [call()],
     "set_rng_state": [call(_)],
-    # by torch itself: its seed of all devices, and the streams of FSDP2
+    # by torch itself: its seed of all devices, checkpointed activations, and the streams of FSDP2
+    "get_amp_supported_dtype": [call()],
+    "device": [call(_)],
     **dict.fromkeys(("manual_seed", "manual_seed_all", "stream"), [call(_)]),
     "_is_in_bad_fork": [call()],
     "current_stream": [call()],

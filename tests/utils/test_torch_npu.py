@@ -65,7 +65,7 @@ said["timeout"] = distributed.group_timeout().total_seconds()
 
 # random state
 def draw():
-    return torch.rand(2, generator=torch_npu.npu.device.generator).tolist()
+    return torch.rand(2, generator=torch_npu.npu._state.generator).tolist()
 
 seeding.seed_process(5, "actor", 0)
 state, before = BaseCheckpointManager.get_rng_state(), digest.random_state_digest()

@@ -9,7 +9,7 @@ import torch
 import torch.distributed
 
 from torch_npu import npu, profiler
-from torch_npu.npu.device import library
+from torch_npu.npu._state import library
 
 __all__ = ["npu", "npu_fusion_attention", "profiler"]
 __version__ = "0+double"

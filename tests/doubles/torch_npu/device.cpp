@@ -235,6 +235,24 @@ struct Hccl final : c10d::Backend {
     auto output = own(to), input = own(from);
     return gloo_->_allgather_base(output, input, options);
   }
+  Work allgather_into_tensor_coalesced(Tensors& to, Tensors& from, const c10d::AllgatherOptions& options) override {
+    auto outputs = all<own>(to), inputs = all<own>(from);
+    return gloo_->allgather_into_tensor_coalesced(outputs, inputs, options);
+  }
+  Work allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override {
+    auto at = all<added>(tensors);
+    return gloo_->allreduce_coalesced(at, options);
+  }
+  Work reduce_scatter_tensor_coalesced(
+      Tensors& to, Tensors& from, const c10d::ReduceScatterOptions& options) override {
+    auto outputs = all<added>(to), inputs = all<added>(from);
+    return gloo_->reduce_scatter_tensor_coalesced(outputs, inputs, options);
+  }
+  Work scatter(Tensors& to, std::vector<Tensors>& from, const c10d::ScatterOptions& options) override {
+    auto outputs = all<own>(to);
+    auto inputs = lists(from);
+    return gloo_->scatter(outputs, inputs, options);
+  }
   Work _reduce_scatter_base(Tensor& to, Tensor& from, const c10d::ReduceScatterOptions& options) override {
     auto output = added(to), input = added(from);
     return gloo_->_reduce_scatter_base(output, input, options);

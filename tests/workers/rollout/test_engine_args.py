@@ -9,7 +9,7 @@ import torch
 from tests.workers.rollout import tiny
 from verl.workers.rollout import build_rollout, get_rollout_class
 from verl.workers.rollout.batch import eos_token_ids, pad_rows, prompt_token_ids, sampling_values
-from verl.workers.rollout.vllm_rollout import engine_args
+from verl.workers.rollout.vllm_rollout import engine_args, vllm_rollout
 
 MODEL = SimpleNamespace(
     local_path="/models/tiny",
@@ -116,3 +116,20 @@ def test_prompts_and_values() -> None:
     assert eos_token_ids(3) == [3]
     assert eos_token_ids((3, 4)) == [3, 4]
     assert pad_rows([[1], [], [2, 3]], 2, 9, int).tolist() == [[1, 9], [9, 9], [2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("device", "changes", "level"),
+    [
+        ("cuda", {"load_format": "dummy"}, 2),
+        ("cuda", {"load_format": "auto"}, 1),
+        ("cuda", {"load_format": "dummy", "layered_summon": True}, 1),
+        ("npu", {"load_format": "dummy"}, 1),
+    ],
+)
+def test_how_deep_an_engine_sleeps(
+    monkeypatch: pytest.MonkeyPatch, device: str, changes: dict[str, Any], level: int
+) -> None:
+    """Level 2 drops the weights, which the next sync brings; vLLM Ascend knows level 1 alone."""
+    monkeypatch.setattr(vllm_rollout, "get_device_name", lambda: device)
+    assert vllm_rollout.sleep_level(tiny.rollout_config("vllm", **changes)) == level

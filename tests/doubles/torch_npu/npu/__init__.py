@@ -3,9 +3,10 @@
 from contextlib import nullcontext
 
 import psutil
+import torch
 
 from torch_npu.npu import memory, mstx
-from torch_npu.npu.device import generator, library, visible
+from torch_npu.npu._state import generator, library, visible
 
 __all__ = ["memory", "mstx"]
 
@@ -47,6 +48,22 @@ def set_device(device):
 
 def synchronize(device=None):
     pass
+
+
+class device:  # the name of torch_npu
+    def __init__(self, device):
+        self.chosen = device
+
+    def __enter__(self):
+        self.before = current_device()
+        set_device(self.chosen)
+
+    def __exit__(self, *error):
+        set_device(self.before)
+
+
+def get_amp_supported_dtype():
+    return [torch.float16, torch.bfloat16, torch.float32]
 
 
 # ---- streams, on which everything is done when a call returns

@@ -1,6 +1,6 @@
 """Counts of memory; without the library of tensors a test says what there is."""
 
-from torch_npu.npu.device import library
+from torch_npu.npu._state import library
 
 settings = []
 _said = {"allocated": 0, "peak": 0}
