@@ -10,7 +10,7 @@ from typing import Any
 
 from verl.utils.report.flags import MIN_STEPS, Entries, Flag, find_flags, points_of
 from verl.utils.report.folder import record_of
-from verl.utils.report.panels import PANELS, draw_panels, expected_panels
+from verl.utils.report.panels import PANELS, WHY_ABSENT, draw_panels, expected_panels
 from verl.utils.report.style import css_variables
 from verl.utils.run_record import read_entries
 
@@ -107,14 +107,15 @@ def _flags(flags: Sequence[Flag], steps: int) -> str:
 
 
 def _panels(pictures: Mapping[str, str], entries: Entries) -> str:
-    figures, absent = [], [panel.title for panel in expected_panels(entries) if panel.name not in pictures]
+    figures, missing = [], [panel for panel in expected_panels(entries) if panel.name not in pictures]
+    absent = [panel.title + (f" ({WHY_ABSENT[panel.name]})" if panel.name in WHY_ABSENT else "") for panel in missing]
     for panel in PANELS:
         if panel.name not in pictures:
             continue
         caption = f"<figcaption>{escape(panel.note)}</figcaption>" if panel.note else ""
         figures.append(f'<figure id="{panel.name}">{pictures[panel.name]}{caption}</figure>')
-    missing = f'<p class="calm">Nothing to draw of: {escape(", ".join(absent))}.</p>' if absent else ""
-    return f'<div class="panels">{"".join(figures)}</div>{missing}'
+    note = f'<p class="calm">Nothing to draw of: {escape(", ".join(absent))}.</p>' if absent else ""
+    return f'<div class="panels">{"".join(figures)}</div>{note}'
 
 
 def _samples(entries: Entries) -> str:

@@ -315,6 +315,13 @@ _NOTES = {
     "workers": "fastest to slowest rank; calls with collectives wait for the slowest, generation is each rank's own",
 }
 
+WHY_ABSENT = {
+    "validation": "trainer.test_freq makes none, or the data name no truth",
+    "kl": "no reference policy, and one update of each batch",
+    "mismatch": "the rollout gives no log-probabilities: actor_rollout_ref.rollout.calculate_log_probs=true",
+    "workers": "one worker",
+}
+
 PANELS = (
     Panel("loss", "Loss", "nats per trained token", _loss),
     Panel("reward", "Reward of the training responses", "score per response", _reward),
