@@ -1,5 +1,7 @@
 """FLOPs against what torch counts in a pass forward and backward of the model that transformers builds."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -7,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from verl.utils import flops_counter
 from verl.utils.flops_counter import FlopsCounter, get_device_flops
+from verl.workers.engine.fsdp.adapters import adapter_sizes, add_adapters
 
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
          "num_key_value_heads": 2, "vocab_size": 256, "tie_word_embeddings": False}  # fmt: skip
@@ -14,6 +17,14 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 DEEPSEEK = {"num_key_value_heads": 4, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
             "v_head_dim": 7, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 2,
             "moe_intermediate_size": 20, "first_k_dense_replace": 1, "topk_group": 2}  # fmt: skip
+
+
+class LoraSettings(SimpleNamespace):
+    """What adapters are made of."""
+
+    path, lora_alpha, target_modules, exclude_modules = "", 16, "all-linear", None
+
+
 LENGTH, ROWS, TOLERANCE = 12, 2, 0.02
 WINDOW = {"sliding_window": LENGTH, "head_dim": 16}  # no token is further back: eager attention computes all pairs
 FAMILIES = {
@@ -48,9 +59,15 @@ def counted(model, **inputs):
     return counter.get_total_flops()
 
 
-def estimated(config, lengths, images=(), **options):
+def counted_forward(model, **inputs):
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(**inputs, use_cache=False)
+    return counter.get_total_flops()
+
+
+def estimated(config, lengths, images=(), forward_only=False, **options):
     seconds = 2.0
-    achieved, promised = FlopsCounter(config, **options).estimate_flops(lengths, seconds, images)
+    achieved, promised = FlopsCounter(config, **options).estimate_flops(lengths, seconds, images, forward_only)
     assert promised > 0
     return achieved * seconds * 1e12
 
@@ -63,6 +80,37 @@ def test_text_models_are_counted_as_torch_counts_them(name):
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
     want = counted(model, input_ids=torch.randint(0, 256, (ROWS, LENGTH)))
     assert estimated(config, [LENGTH] * ROWS) == pytest.approx(want, rel=TOLERANCE)
+    assert estimated(config, [LENGTH] * ROWS, forward_only=True) == pytest.approx(want / 3, rel=TOLERANCE)
+
+
+def test_packed_rows_count_as_padded_ones():
+    """What is between rows, or behind them, is no work of the model."""
+    config = AutoConfig.for_model("qwen2", **SMALL)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    alone = sum(counted(model, input_ids=torch.zeros(1, length, dtype=torch.long)) for length in (3, 12, 7))
+    assert estimated(config, [3, 12, 7]) == pytest.approx(alone, rel=TOLERANCE)
+
+
+def reach_first_layer(model):
+    """Let gradients pass through the first layer as through the others, which a deep model does not notice."""
+    visual = getattr(model.model, "visual", None)
+    learns = visual is not None and any(parameter.requires_grad for parameter in visual.parameters())
+    for module in [model.get_input_embeddings(), *([visual.patch_embed] if learns else [])]:
+        module.register_forward_hook(lambda module, given, output: output.requires_grad_(True))
+
+
+@pytest.mark.parametrize("rank", [2, 16])
+def test_adapters_learn_and_the_others_only_pass_gradients_on(rank):
+    config = AutoConfig.for_model("qwen2", **SMALL)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    wrapped = add_adapters(model, LoraSettings(lora_rank=rank))
+    reach_first_layer(model)
+    adapters, rows = adapter_sizes(wrapped), torch.randint(0, 256, (ROWS, LENGTH))
+    assert adapters == (3 * rank * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 96)), 0, 0)
+    want = counted(wrapped, input_ids=rows)
+    assert estimated(config, [LENGTH] * ROWS, adapters=adapters) == pytest.approx(want, rel=TOLERANCE)
+    want = counted_forward(wrapped, input_ids=rows)
+    assert estimated(config, [LENGTH] * ROWS, forward_only=True, adapters=adapters) == pytest.approx(want, rel=0.02)
 
 
 def test_a_value_model_has_one_output():
@@ -111,6 +159,35 @@ def test_vision_models_are_counted_as_torch_counts_them(family):
     assert estimated(config, [ids.shape[1]], images) == pytest.approx(want, rel=TOLERANCE)
     text_only = counted(model, input_ids=ids[:, -3:].contiguous())
     assert estimated(config, [3]) == pytest.approx(text_only, rel=TOLERANCE)
+    for parameter in model.model.visual.parameters():
+        parameter.requires_grad_(False)
+    given, rows = {"pixel_values": pixels, "image_grid_thw": grid, **kinds}, [ids.shape[1]]
+    for frozen in (True, False):
+        want = counted_forward(model, input_ids=ids, **given)
+        found = estimated(config, rows, images, forward_only=True, frozen_vision=frozen)
+        assert found == pytest.approx(want, rel=TOLERANCE)
+    want = counted(model, input_ids=ids, **given)
+    assert estimated(config, rows, images, frozen_vision=True) == pytest.approx(want, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("tower", [True, False])
+def test_adapters_beside_images(tower):
+    config = AutoConfig.for_model(
+        "qwen2_5_vl",
+        text_config={**SMALL, "rope_parameters": ROPE, "head_dim": 16},
+        vision_config=TOWERS["qwen2_5_vl"],
+        **TOKENS,
+    )
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    wrapped = add_adapters(model, LoraSettings(lora_rank=4), freeze_vision_tower=not tower)
+    reach_first_layer(model)
+    ids, pixels, grid = torch.tensor([[252, *[250] * 16, 253, 7, 8]]), torch.randn(64, 96), torch.tensor([[1, 8, 8]])
+    adapters = adapter_sizes(wrapped)
+    assert bool(adapters.tower) == bool(adapters.mergers) == tower
+    kinds = {"mm_token_type_ids": (ids == 250).long()}
+    want = counted(wrapped, input_ids=ids, pixel_values=pixels, image_grid_thw=grid, **kinds)
+    found = estimated(config, [ids.shape[1]], [64], adapters=adapters)
+    assert found == pytest.approx(want, rel=TOLERANCE)
 
 
 def test_unknown_families_count_nothing(caplog):

@@ -118,7 +118,7 @@ class SFTTrainer:
             resume_mode=config.trainer.resume_mode,
             resume_from_path=config.trainer.resume_from_path,
         )
-        self.flops = FlopsCounter(self.model_config.hf_config)
+        self.flops = FlopsCounter(self.model_config.hf_config, adapters=self.engine.adapter_sizes)
         self.loss_fn = partial(sft_loss, None)
 
     # ---- start

@@ -7,7 +7,7 @@ counts all pairs of a sequence, also those that a causal mask leaves out; nothin
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from verl.utils.device import get_device_name, get_torch_device
 from verl.utils.flops_vision import vision_flops
@@ -130,12 +130,13 @@ class _Text:
     ) -> None:
         self.mlp, self.attention, self.channels = mlp, attention, channels
 
-    def __call__(self, config: Any, lengths: Sequence[int], num_outputs: int) -> float:
+    def __call__(self, config: Any, lengths: Sequence[int], num_outputs: int) -> tuple[float, float]:
+        """Return the products of weights and tokens, and of channels and pairs of positions."""
         layers = range(config.num_hidden_layers)
         weights = sum(self.attention(config) + self.mlp(config, layer) for layer in layers)
         weights += config.hidden_size * num_outputs
         pairs = sum(_pairs(config, layer, lengths) for layer in layers)
-        return 6.0 * (weights * sum(lengths) + pairs * config.num_attention_heads * self.channels(config))
+        return float(weights * sum(lengths)), float(pairs * config.num_attention_heads * self.channels(config))
 
 
 _DENSE = _Text(_gated)
@@ -158,14 +159,29 @@ _FAMILIES: dict[str, _Text] = {
 }
 
 
+class AdapterSizes(NamedTuple):
+    """The weights of low-rank adapters, by what they multiply: tokens, patches, and patches that are merged."""
+
+    text: int
+    tower: int = 0
+    mergers: int = 0
+
+
 class FlopsCounter:
     """Estimates the work of forward and backward passes of a model by its HF config.
 
     Args: ``num_outputs`` is the width of the head, by default that of the vocabulary; a value model has 1. A tower
-    that does not learn, ``frozen_vision``, goes forward only.
+    that does not learn, ``frozen_vision``, goes forward only. ``adapters`` says that only these learn: the
+    others need no gradients of their own then, and cost 4 operations where they cost 6.
     """
 
-    def __init__(self, config: Any, num_outputs: int | None = None, frozen_vision: bool = False) -> None:
+    def __init__(
+        self,
+        config: Any,
+        num_outputs: int | None = None,
+        frozen_vision: bool = False,
+        adapters: AdapterSizes | None = None,
+    ) -> None:
         kind = config.model_type
         self._text = _FAMILIES.get(kind) or _FAMILIES.get(kind.removesuffix("_text"))
         if self._text is None:
@@ -173,21 +189,45 @@ class FlopsCounter:
         self.config = getattr(config, "text_config", None) or config
         self.vision_config = getattr(config, "vision_config", None)
         self.num_outputs = num_outputs
-        self.vision_passes = 1 / 3 if frozen_vision else 1.0
+        self.adapters = adapters
+        self.frozen_vision = frozen_vision or (adapters is not None and not adapters.tower + adapters.mergers)
 
     def estimate_flops(
-        self, batch_seqlens: Sequence[int], delta_time: float, images_seqlens: Sequence[int] = ()
+        self,
+        batch_seqlens: Sequence[int],
+        delta_time: float,
+        images_seqlens: Sequence[int] = (),
+        forward_only: bool = False,
     ) -> tuple[float, float]:
         """Return (achieved, promised) TFLOP/s for sequences of these lengths trained on in ``delta_time`` seconds.
 
         Args: ``images_seqlens`` are the patches of each image and each frame of a video, before they are merged.
-
-        A pass without gradient does a third of that work.
+        ``forward_only`` says that nothing was learned from them.
         """
         promised = get_device_flops()
         if self._text is None or delta_time <= 0:
             return 0.0, promised
-        flops = self._text(self.config, batch_seqlens, self.num_outputs or self.config.vocab_size)
+        forward, backward = self._of_text(self._text, batch_seqlens)
         if images_seqlens:
-            flops += vision_flops(self.vision_config, images_seqlens) * self.vision_passes
-        return flops / delta_time / 1e12, promised
+            of_tower = self._of_tower(images_seqlens)
+            forward, backward = forward + of_tower[0], backward + of_tower[1]
+        return (forward if forward_only else forward + backward) / delta_time / 1e12, promised
+
+    def _of_text(self, text: _Text, lengths: Sequence[int]) -> tuple[float, float]:
+        """Return the operations of the text model, forward and backward."""
+        weights, pairs = text(self.config, lengths, self.num_outputs or self.config.vocab_size)
+        if self.adapters is None:
+            return 2 * (weights + pairs), 4 * (weights + pairs)
+        own = float(self.adapters.text * sum(lengths))
+        return 2 * (weights + pairs + own), 2 * weights + 4 * (pairs + own)
+
+    def _of_tower(self, images: Sequence[int]) -> tuple[float, float]:
+        """Return the operations of the vision tower, forward and backward."""
+        forward, through, gradients = vision_flops(self.vision_config, images)
+        if self.frozen_vision:
+            return forward, 0.0
+        if self.adapters is None:
+            return forward, through + gradients
+        merged = self.adapters.mergers / self.vision_config.spatial_merge_size**2
+        own = (self.adapters.tower + merged) * sum(images)
+        return forward + 2 * own, through + 4 * own

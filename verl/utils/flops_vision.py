@@ -15,14 +15,15 @@ def image_lengths(inputs: Iterable[Any]) -> list[int]:
     return lengths
 
 
-def vision_flops(config: Any, images: Sequence[int]) -> float:
-    """Count a pass over images of so many patches each; 0 for a tower that is not known.
+def vision_flops(config: Any, images: Sequence[int]) -> tuple[float, float, float]:
+    """Count a pass over images of so many patches each; zeros for a tower that is not known.
 
-    Pixels have no gradient, so the projection of the patches costs 4 operations a weight where others cost 6.
+    Returns: operations forward; backward of what weights multiply, without those of their gradients; and the latter.
+    Pixels have no gradient. The pairs of attention count with the second, for which it does not matter what learns.
     """
     kind = getattr(config, "model_type", "").removesuffix("_vision")
     if kind not in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"):
-        return 0.0
+        return 0.0, 0.0, 0.0
     patches = sum(images)
     hidden = config.embed_dim if kind == "qwen2_vl" else config.hidden_size
     out = config.hidden_size if kind == "qwen2_vl" else config.out_hidden_size
@@ -35,7 +36,9 @@ def vision_flops(config: Any, images: Sequence[int]) -> float:
     mergers = 1 + len(getattr(config, "deepstack_visual_indexes", None) or ())
     merger = mergers * merged * (merged + out) / config.spatial_merge_size**2  # weights for each patch
     weights = config.depth * (4 * hidden**2 + mlp) + merger
-    return 4.0 * pixels * hidden * patches + 6.0 * weights * patches + 12.0 * hidden * _pairs(config, images)
+    matrices, pixel_matrix, attention = weights * patches, pixels * hidden * patches, hidden * _pairs(config, images)
+    forward = 2.0 * (matrices + pixel_matrix) + 4.0 * attention
+    return forward, 2.0 * matrices + 8.0 * attention, 2.0 * (matrices + pixel_matrix)
 
 
 def _pairs(config: Any, images: Sequence[int]) -> int:

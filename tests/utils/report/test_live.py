@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from verl.trainer.ppo.progress import LocalDisplay, Progress
-from verl.utils.report.live import RecordFollower, sparkline, table_rows
+from verl.utils.report.live import LiveTable, RecordFollower, sparkline, table_rows
 
 
 def append(folder, step, data, **details):
@@ -38,6 +38,26 @@ def test_rows_of_the_table(records):
     rows = {row[0]: row for row in table_rows(records.healthy(steps=3))}
     assert rows["seconds per step"] == ("seconds per step", "1.00", "+0", "▁▁▁")
     assert rows["sums/acc/mean@1"][1] == "0.800" and "tokens/s per worker" in rows
+
+
+@pytest.mark.parametrize("width", [120, 80, 60, 44, 30])
+def test_a_narrow_terminal_shows_the_latest_figures_in_full(records, width):
+    console = pytest.importorskip("rich.console")
+    terminal = io.StringIO()
+    table = LiveTable.__new__(LiveTable)
+    table._console, table._total = console.Console(file=terminal, width=width), None
+    table._follower = RecordFollower(".")
+    table._follower.entries = entries = records.healthy()
+    table._console.print(table._drawn(entries))
+    lines = terminal.getvalue().splitlines()
+    rows = {row[0]: row for row in table_rows(entries)}
+    for name in ("gradient norm", "tokens/s per worker"):
+        (line,) = [line for line in lines if line.strip().startswith(name[:6])]
+        assert f" {rows[name][1]} " in line and len(line) <= width
+        if width >= 44:
+            assert f" {rows[name][2]} " in line
+        if width >= 60:
+            assert line.strip().endswith(rows[name][3][-8:])
 
 
 class Terminal(io.StringIO):

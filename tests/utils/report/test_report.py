@@ -130,7 +130,10 @@ def test_a_supervised_run_has_pictures_of_its_own(records, tmp_path):
     page = write_report(tmp_path).read_text()
     drawn = set(re.findall(r'<figure id="(\w+)"', page))
     assert drawn == {"loss", "gradient", "times", "throughput", "mfu", "memory"}
-    assert "Nothing to draw of: Spread over the workers (one worker)." in page and "Supervised training samples nothing" in page
+    assert (
+        "Nothing to draw of: Spread over the workers (one worker)." in page
+        and "Supervised training samples nothing" in page
+    )
     assert "<dt>loss, training</dt><dd>2.000 → 0.250</dd>" in page and "Nothing in the record stands out" in page
 
 

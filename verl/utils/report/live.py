@@ -31,7 +31,7 @@ ROWS: tuple[tuple[str, str, str], ...] = (
     ("train/mfu", "MFU", "{:.1%}"),
 )
 _BARS = "▁▂▃▄▅▆▇█"
-_WIDTH = 32
+_WIDTH, _LEAST_BARS, _LEAST_NAME = 32, 8, 12
 _MAX_JUDGED = 300
 
 
@@ -107,6 +107,21 @@ def _is_validated(entry: Entry) -> bool:
     return any(key.startswith("val-core/") for key in entry["data"])
 
 
+def fitted(rows: list[tuple[str, str, str, str]], width: int) -> tuple[list[str], list[tuple[str, ...]]]:
+    """Return the columns and rows that a terminal of so many characters can show: the latest part of the course, and
+    where there is no room for one, figures only.
+    """
+    heads = ["metric", "last", "change", "course"]
+    widths = [max(len(cell) for cell in column) for column in zip(heads, *rows, strict=True)]
+    margins = 3  # of a column and what divides it from the next; the table has one less
+    left = width - sum(widths[:3]) - margins * len(heads) + 1
+    if left >= _LEAST_BARS:
+        return heads, [(*row[:3], row[3][-left:]) for row in rows]
+    count = 3 if left + widths[0] + margins >= _LEAST_NAME else 2
+    room = max(width - sum(widths[1:count]) - margins * count + 1, 1)
+    return heads[:count], [(row[0] if len(row[0]) <= room else f"{row[0][: room - 1]}…", *row[1:count]) for row in rows]
+
+
 class LiveTable:
     """Draws the table on standard error, below the lines of the run. Needs the package rich."""
 
@@ -137,9 +152,10 @@ class LiveTable:
         step = max(entries)
         title = f"step {step}" + (f" of {self._total}" if self._total else "")
         table = Table(box=box.SIMPLE, title=title, title_justify="left", pad_edge=False)
-        for name, justify in (("metric", "left"), ("last", "right"), ("change", "right"), ("course", "left")):
-            table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
-        for row in table_rows(entries):
+        heads, rows = fitted(table_rows(entries), self._console.width)
+        for name in heads:
+            table.add_column(name, justify="right" if name in ("last", "change") else "left", no_wrap=True)
+        for row in rows:
             table.add_row(*map(Text, row))
         found = find_flags(entries, course=self._follower.thinned())
         flags = [Text(f"! {flag.name} (step {flag.step}): {flag.reason}", "yellow") for flag in found]

@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 
 from verl.algos.aggregate import Metric, Sum
 from verl.utils.device import get_device_name
+from verl.utils.flops_counter import AdapterSizes
 
 if TYPE_CHECKING:
     from verl.protocol import DataProto
@@ -39,6 +40,8 @@ class BaseEngine(ABC):
     freeze_vision_tower = False
     load_weight = True
     """Set before ``initialize``: whether the vision tower of the model keeps its weights."""
+    adapter_sizes: AdapterSizes | None = None
+    """Set by ``initialize``: how large adapters are, where only these learn."""
 
     @abstractmethod
     def initialize(self) -> None:

@@ -17,7 +17,7 @@ from verl.utils.profiler.profile import DistProfiler
 from verl.workers.config import CheckpointConfig
 from verl.workers.engine import BaseEngine
 from verl.workers.roles.base import EngineWorker, average_metrics, effective_engine_config
-from verl.workers.roles.utils.accounting import INFERENCE, begin_peak, memory_metrics, memory_of, mfu
+from verl.workers.roles.utils.accounting import begin_peak, memory_metrics, memory_of, mfu
 from verl.workers.roles.utils.batching import Cut, per_rank_micro_batch, per_rank_mini_batch, policy_update_meta
 from verl.workers.roles.utils.losses import ppo_loss
 from verl.workers.roles.utils.mismatch import finish_mismatch
@@ -171,7 +171,7 @@ class ActorRolloutRefWorker(EngineWorker):
         if counter is not None and "attention_mask" in output.batch.keys():
             lengths = output.batch["attention_mask"].sum(-1).tolist()
             group = rollout_group_size(self.config.rollout)
-            used["perf/mfu/rollout"] = mfu(counter, lengths, seconds / INFERENCE, group)
+            used["perf/mfu/rollout"] = mfu(counter, lengths, seconds, group, forward_only=True)
         return used
 
     def _versions_behind(self) -> dict[str, float]:

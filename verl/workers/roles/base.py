@@ -113,7 +113,7 @@ class EngineWorker(Worker, DistProfilerExtension):
         if drawing and engine_config.strategy != "megatron":  # which has seeded it by the place in its layout
             seed_process(engine_config.seed, model_type, self.rank)
         num_outputs = None if model_type == "language_model" else 1
-        counter = FlopsCounter(model_config.hf_config, num_outputs, frozen_vision=freeze_vision_tower)
+        counter = FlopsCounter(model_config.hf_config, num_outputs, freeze_vision_tower, engine.adapter_sizes)
         self.flops_counters[id(engine)] = counter
         return engine
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from verl.utils.flops_counter import AdapterSizes
 from verl.utils.fsdp_utils import ADAPTER_MARK, full_tensor
 
 if TYPE_CHECKING:
@@ -29,6 +30,16 @@ def is_adapter(name: str) -> bool:
 def base_name(name: str) -> str | None:
     """Return the checkpoint name of a parameter under its peft wrappers; None for an adapter's own."""
     return None if is_adapter(name) else name.removeprefix(_PREFIX).replace(_BASE, ".")
+
+
+def adapter_sizes(module: nn.Module) -> AdapterSizes:
+    """Return how many weights the adapters have, by what they multiply."""
+    sizes = {"text": 0, "tower": 0, "mergers": 0}
+    for name, parameter in module.named_parameters():
+        if is_adapter(name):
+            part = "text" if "visual." not in name else "mergers" if "merger" in name else "tower"
+            sizes[part] += parameter.numel()
+    return AdapterSizes(**sizes)
 
 
 def add_adapters(

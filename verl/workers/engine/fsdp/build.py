@@ -13,10 +13,11 @@ from transformers import PreTrainedModel
 from verl.models.transformers.attention import VARLEN_ATTENTION, register_varlen_attention
 from verl.models.transformers.dense_common import check_backend, install_fused_head
 from verl.models.transformers.vision import FAMILIES, is_vision_config, uses_media
+from verl.utils.flops_counter import AdapterSizes
 from verl.utils.fsdp_utils import apply_fsdp2, parameters_on_meta
 from verl.utils.model import get_hf_auto_model_class, get_value_model_class, get_vl_model_vision_tower, text_config_of
 from verl.utils.ulysses import validate_ulysses_config
-from verl.workers.engine.fsdp.adapters import add_adapters, base_name, is_adapter
+from verl.workers.engine.fsdp.adapters import adapter_sizes, add_adapters, base_name, is_adapter
 from verl.workers.engine.fsdp.layout import Layout
 from verl.workers.engine.fsdp.weights import LocalReader, checkpoint_reader, materialize, remember_conversions
 from verl.workers.engine.weights import DTYPES, HEAD, CheckpointError, new_head, tensor_seed
@@ -99,6 +100,7 @@ class ModelBuilder:
         self.is_value_model = is_value_model
         self.makes_head = makes_head
         self.freeze_vision_tower = False
+        self.adapter_sizes: AdapterSizes | None = None
         self.policy = precision_policy(engine_config, layout.device)
         self.attention = attention_implementation(model_config, layout.sp_size)
         self.path: str = getattr(model_config, "local_path", None) or model_config.path
@@ -165,7 +167,9 @@ class ModelBuilder:
         if not self.model_config.lora_rank:
             return model
         trained = ("score",) if self.is_value_model else ()
-        return add_adapters(model, self.model_config, trained, self.freeze_vision_tower)
+        wrapped = add_adapters(model, self.model_config, trained, self.freeze_vision_tower)
+        self.adapter_sizes = adapter_sizes(wrapped)
+        return wrapped
 
     def _freeze(self, model: PreTrainedModel) -> None:
         """Keep the weights of the vision tower.

@@ -73,6 +73,7 @@ class FSDPEngine(BaseEngine):
         builder = ModelBuilder(self.model_config, config, self.layout, self.is_value_model, self.makes_head)
         builder.freeze_vision_tower = self.freeze_vision_tower
         self.module = builder.build()
+        self.adapter_sizes = builder.adapter_sizes
         model = self.model_config
         self._adopt(model.use_remove_padding, offload_activations=getattr(model, "enable_activation_offload", False))
         if self.optimizer_config is not None:

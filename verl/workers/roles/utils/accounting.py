@@ -35,15 +35,17 @@ def accounted(
     seconds = time.perf_counter() - start
     lengths = data.meta_info.get("global_token_num")
     if lengths and counter is not None:
-        metrics[f"perf/mfu/{phase}"] = mfu(
-            counter, lengths, seconds / passes, ranks, data.meta_info.get("images_seqlens", ())
-        )
+        images, forward_only = data.meta_info.get("images_seqlens", ()), passes == INFERENCE
+        seconds = seconds if forward_only else seconds / passes
+        metrics[f"perf/mfu/{phase}"] = mfu(counter, lengths, seconds, ranks, images, forward_only)
     metrics.update(memory_of(phase))
 
 
-def mfu(counter: FlopsCounter, lengths: Any, seconds: float, ranks: int, images: Any = ()) -> float:
+def mfu(
+    counter: FlopsCounter, lengths: Any, seconds: float, ranks: int, images: Any = (), forward_only: bool = False
+) -> float:
     """Return the share of what ``ranks`` devices promise that one pass over sequences of these lengths reaches."""
-    achieved, promised = counter.estimate_flops(lengths, seconds, images)
+    achieved, promised = counter.estimate_flops(lengths, seconds, images, forward_only)
     return achieved / promised / ranks
 
 
