@@ -62,6 +62,7 @@ def test_the_older_tree_is_moved(trees):
         ("sft_trainer_engine", {"optim.lr": -1.0}, "optim.lr", "0 or more"),
         ("sft_trainer_engine", {"optim.total_training_steps": 9}, "optim.total_training_steps", "set by the trainer"),
         ("sft_trainer_engine", {"engine.forward_only": True}, "engine.forward_only", "the model is trained"),
+        ("sft_trainer_engine", {"trainer.default_local_dir": "/dev/null"}, "trainer.default_local_dir", "is a file"),
         ("sft_trainer_engine", {"data.train_files": "/no/rows"}, "data.train_files", "no such file"),
         (
             "sft_trainer_engine",

@@ -67,6 +67,17 @@ def test_a_python_file_is_looked_for_where_it_is_loaded_from(base, path, tmp_pat
     assert violations(base, node | {"custom_reward_function.name": "score"}) == {}
 
 
+def test_the_folder_of_a_run_can_be_written_where_it_is_here(base, tmp_path, monkeypatch):
+    key, dumps = "trainer.default_local_dir", "trainer.rollout_data_dir"
+    (tmp_path / "file").write_text("")
+    assert "is a file" in violations(base, {key: f"{tmp_path}/file"})[key]
+    assert "is a file" in violations(base, {dumps: f"{tmp_path}/file/dumps"})[dumps]
+    assert violations(base, {key: f"{tmp_path}/made", dumps: "/of/another/machine"}) == {}
+    access = lambda path, mode: path != str(tmp_path)  # noqa: E731  # root may write wherever a test can be
+    monkeypatch.setattr("verl.trainer.config.files.os.access", access)
+    assert f"{tmp_path} cannot be written" in violations(base, {key: f"{tmp_path}/made"})[key]
+
+
 def test_a_batch_is_divided_by_every_engine_that_shares_it_out(base):
     """Four workers, of which two share each shard in the actor and in generation, but not in the reference policy."""
     shared = {"trainer.n_gpus_per_node": 4, f"{MODEL}.use_remove_padding": True, f"{ACTOR}.use_dynamic_bsz": True}

@@ -22,7 +22,10 @@ Tree = Mapping[str, Any]
 
 
 def file_rules(tree: Tree) -> Iterator[Violation]:
-    """Yield data files and Python files that do not exist, and functions that their file does not define."""
+    """Yield data files and Python files that do not exist, functions that their file does not define, and folders
+    that cannot be written.
+    """
+    yield from folder_rules(tree)
     for key in ("data.train_files", "data.val_files"):
         yield from data_file_rules(key, select(tree, key), required=key == "data.train_files")
     for node, path_key, name_key in (
@@ -34,6 +37,26 @@ def file_rules(tree: Tree) -> Iterator[Violation]:
         path, name = select(tree, f"{node}.{path_key}"), select(tree, f"{node}.{name_key}")
         if isinstance(path, str):
             yield from python_file_rules(tree, f"{node}.{path_key}", path, f"{node}.{name_key}", name)
+
+
+WRITTEN = ("default_local_dir", "rollout_data_dir", "validation_data_dir")
+"""Keys of ``trainer`` that name folders of a run."""
+
+
+def folder_rules(tree: Tree) -> Iterator[Violation]:
+    """Yield folders of the run that are here, or would be made in one that is here, and cannot be written."""
+    for name in WRITTEN:
+        path = select(tree, f"trainer.{name}")
+        if not isinstance(path, str) or not path or "://" in path:
+            continue
+        folder = os.path.abspath(os.path.expanduser(path))
+        there = folder if os.path.exists(folder) else os.path.dirname(folder)
+        if not os.path.exists(there):
+            continue  # on a cluster the driver may run where it does
+        if not os.path.isdir(there):
+            yield Violation(f"trainer.{name}", path, f"must be a folder: {there} is a file")
+        elif not os.access(there, os.W_OK | os.X_OK):
+            yield Violation(f"trainer.{name}", path, f"{there} cannot be written: write a folder that can")
 
 
 def data_file_rules(key: str, value: Any, required: bool) -> Iterator[Violation]:

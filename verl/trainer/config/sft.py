@@ -7,7 +7,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl.base_config import ConfigError, Violation, as_yaml
-from verl.trainer.config.files import data_file_rules, vision_rules
+from verl.trainer.config.files import data_file_rules, folder_rules, vision_rules
 from verl.trainer.config.fused import fused_rules
 from verl.trainer.config.keys import dotted_keys
 from verl.trainer.config.megatron import ASCEND
@@ -83,6 +83,7 @@ def _violations(config: DictConfig, world_size: int) -> Iterator[Violation]:
     backwards = {} if "engine" in config else {new: old for old, new in MOVED.items()}
     wrong = build_nodes(tree)[1]
     yield from (violation._replace(key=backwards.get(violation.key, violation.key)) for violation in wrong)
+    yield from folder_rules(tree)
     for key in ("data.train_files", "data.val_files"):
         yield from data_file_rules(key, select(tree, key), required=key == "data.train_files")
     path, key = select(tree, "model.path"), backwards.get("model.path", "model.path")
