@@ -191,6 +191,21 @@ def test_stragglers_of_a_node_and_late_ones():
     assert flag.reason.endswith("in 60 of the last 100 steps")
 
 
+@pytest.mark.parametrize("steps", [20, 40, 200, 1000])
+def test_memory_that_leaks_under_noise_and_memory_that_levels_off(steps):
+    noise, names = random.Random(0), []
+    leak = lambda at: 1 + 0.4 * at  # noqa: E731
+    sawtooth = lambda at: 1 + at + 0.1 * (round(at * steps) % 7) / 7 if steps >= 40 else leak(at)  # noqa: E731
+    levels_off = lambda at: 1.6 - 0.6 * math.exp(-5 * at)  # noqa: E731
+    for course in (leak, sawtooth, levels_off):
+        entries = timed(steps, 1, lambda *_: 1.0)
+        for step, entry in entries.items():
+            gigabytes = course(step / steps) + noise.gauss(0, 0.01)
+            entry["workers"]["actor_rollout"][0]["memory"] = {"host_gb": gigabytes}
+        names.append([flag.name for flag in find_flags(entries)])
+    assert names == [["memory growth"], ["memory growth"], []]
+
+
 @pytest.mark.parametrize(
     ("key", "value", "name", "panel"),
     [

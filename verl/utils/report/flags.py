@@ -25,7 +25,7 @@ MISMATCH_FACTOR, MISMATCH_FLOOR = 20.0, 1e-3
 LENGTH_FACTOR, CUT_SHARE = 2.0, 0.2
 CUT_MORE, CUT_MOST = 0.3, 0.5
 SLOW_FACTOR, SLOW_SHARE, SLOW_SECONDS, SLOW_ERRORS = 1.33, 0.8, 0.05, 6.0
-GROWTH_SHARE, GROWTH_GB, GROWTH_ORDER, STILL_GROWING = 0.1, 0.1, 0.9, 0.15
+GROWTH_SHARE, GROWTH_GB, GROWTH_ORDER, STILL_GROWING, STRETCHES = 0.1, 0.1, 0.9, 0.2, 12
 
 
 @dataclass(frozen=True)
@@ -250,25 +250,30 @@ def _memory_growth(entries: Entries) -> Iterator[Flag]:
         course = points[len(points) // 3 :]
         if len(course) < MIN_STEPS:
             continue
-        values = [value for _, value in course]
+        values = _medians([value for _, value in course])
         growth = values[-1] - values[0]
         late = values[-1] - values[len(values) * 2 // 3]
         grows = growth > max(GROWTH_SHARE * values[0], GROWTH_GB) and late > STILL_GROWING * growth
         if grows and _order(values) > GROWTH_ORDER and (worst is None or growth > worst[0]):
             where = {"host_gb": "the host memory", "device_gb": "the device memory"}.get(kind, kind)
-            steps = course[-1][0] - course[0][0]
+            (start, first), (end, last) = course[0], course[-1]
             reason = (
-                f"{where} of rank {rank} of {group} grew from {values[0]:.2f} to {values[-1]:.2f} GiB in {steps} "
-                f"steps, {growth * 1024 / steps:.0f} MiB a step, and goes on"
+                f"{where} of rank {rank} of {group} grew from {first:.2f} to {last:.2f} GiB in {end - start} steps, "
+                f"{(last - first) * 1024 / (end - start):.0f} MiB a step, and goes on"
             )
             worst = growth, Flag("memory growth", course[0][0], reason, "memory")
     if worst is not None:
         yield worst[1]
 
 
+def _medians(values: Sequence[float]) -> list[float]:
+    """Return the medians of a few stretches: what memory does within them, up and down, says nothing of the run."""
+    bounds = [len(values) * i // STRETCHES for i in range(STRETCHES + 1)]
+    return [statistics.median(values[a:b]) for a, b in zip(bounds, bounds[1:], strict=False) if b > a]
+
+
 def _order(values: Sequence[float]) -> float:
     """Return how far values rise from first to last: the share of pairs in order less that of pairs out of order."""
-    values = values[:: -(-len(values) // 100)]
     pairs = [(b > a) - (b < a) for i, a in enumerate(values) for b in values[i + 1 :]]
     return sum(pairs) / len(pairs)
 
