@@ -156,6 +156,28 @@ Tensor copy_from_and_resize(const Tensor& self, const Tensor& to) {
   return copy_from(self, to, false);
 }
 
+Tensor convolution(
+    const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias, at::IntArrayRef stride,
+    at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed, at::IntArrayRef output_padding,
+    int64_t groups) {
+  const auto offset = bias && bias->defined() ? std::optional<Tensor>(host(*bias)) : std::nullopt;
+  return at::convolution(
+             host(input), host(weight), offset, stride, padding, dilation, transposed, output_padding, groups)
+      .to(input.device());
+}
+
+std::tuple<Tensor, Tensor, Tensor> convolution_backward(
+    const Tensor& grad, const Tensor& input, const Tensor& weight, at::IntArrayRef stride, at::IntArrayRef padding,
+    at::IntArrayRef dilation, bool transposed, at::IntArrayRef output_padding, int64_t groups,
+    std::array<bool, 3> wanted) {
+  const std::vector<int64_t> bias{grad.size(1)};
+  auto [first, second, third] = at::convolution_backward(
+      host(grad), host(input), host(weight), bias, stride, padding, dilation, transposed, output_padding, groups,
+      wanted);
+  const auto back = [&](const Tensor& found) { return found.defined() ? found.to(input.device()) : found; };
+  return {back(first), back(second), back(third)};
+}
+
 void on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& arguments = op.schema().arguments();
   const auto first = stack->size() - arguments.size();
@@ -182,6 +204,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Tensor", &at::native::set_tensor_);
   m.impl("set_.source_Storage", static_cast<Tensor& (*)(Tensor&, at::Storage)>(&at::native::set_));
   m.impl("set_.source_Storage_storage_offset", &at::native::set_storage_cpu_);
+  m.impl("convolution_overrideable", &convolution);
+  m.impl("convolution_backward_overrideable", &convolution_backward);
   m.impl("_has_compatible_shallow_copy_type", [](const Tensor&, const Tensor&) { return true; });
   m.impl("record_stream", [](Tensor&, c10::Stream) {});
 }
