@@ -165,6 +165,19 @@ def test_every_response_becomes_a_trace(recorder):
     ]
 
 
+def test_a_backend_that_fails_does_not_end_the_run(monkeypatch, caplog):
+    class Away:
+        name, experiment_name = "mlflow", "run"
+
+        def trace(self, name, attributes):
+            raise ConnectionError("no answer")
+
+    monkeypatch.setattr(RolloutTraceConfig, "_backend", Away())
+    batch = SimpleNamespace(non_tensor_batch={"uid": ["a"]})
+    trace_batch(SimpleNamespace(global_steps=4), batch, torch.tensor([0.5]))
+    assert "mlflow has not taken all traces of step 4, and the run goes on: ConnectionError: no answer" in caplog.text
+
+
 def test_nothing_is_traced_without_a_backend():
     RolloutTraceConfig.init("p", "e", None)
     with rollout_trace_attr(step=1):

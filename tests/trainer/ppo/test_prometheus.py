@@ -1,5 +1,6 @@
 """Gauges by name and tags, and as Ray serves them."""
 
+import math
 import re
 import time
 import urllib.request
@@ -39,6 +40,7 @@ def test_gauges_by_name_and_tags(monkeypatch):
     monkeypatch.setattr(prometheus, "endpoints", lambda: [])
     PrometheusMetrics("p", "e").publish(METRICS, DETAILS)
     worker = ("actor_rollout", "1")
+    assert math.isnan(values.pop(("verl_bad", ())))
     assert values == {
         ("verl_actor_lr", ()): 1e-6,
         ("verl_val_core_x_acc_mean_4", ()): 1.0,
@@ -78,5 +80,6 @@ def test_what_ray_serves(tmp_path):
         line = next(line for line in text.splitlines() if line.startswith("ray_verl_engine_tokens{"))
         assert 'rank="1"' in line and 'experiment="e"' in line and line.endswith(" 500.0")
         assert re.search(r"^ray_verl_actor_lr\{.*\} 1e-06$", text, re.MULTILINE)
+        assert "ray_verl_bad{" not in text
     finally:
         ray.shutdown()

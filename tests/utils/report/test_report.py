@@ -153,6 +153,11 @@ def test_a_run_ends_with_a_report(tmp_path, capsys, caplog, monkeypatch):
     second.log({"val-core/x/acc/mean@1": 0.5}, 0)
     second.close(finished=True)
     assert not (tmp_path / "b" / "report.html").exists() and (tmp_path / "b" / "curves.png").exists()
+    third_party = SimpleNamespace(finish=lambda: None)  # has no table, where samples would go
+    first.tracking.logger = {"wandb": third_party}
+    monkeypatch.setattr(type(first.generations), "_log_wandb", lambda *given: third_party.log)
+    first.log_generations([("a", "b", 1.0)], 3)
+    assert "'wandb' has not taken the validation samples of step 3" in caplog.text
     monkeypatch.setattr(run.RolloutTraceConfig, "finish", lambda: SimpleNamespace().missing)
     monkeypatch.setattr(run, "write_report", lambda folder: SimpleNamespace().missing)
     third = output(tmp_path / "c")

@@ -1,6 +1,5 @@
 """Metrics of a run for Prometheus, exported by Ray beside its own (``trainer.prometheus``)."""
 
-import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -40,8 +39,8 @@ class PrometheusMetrics:
     def _set(self, name: str, value: Any, tags: Mapping[str, str] | None = None) -> None:
         from ray.util.metrics import Gauge
 
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            return
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return  # of a number that is not finite Ray serves nothing, and no longer the last finite one
         tags = {**self._tags, **(tags or {})}
         if name not in self._gauges:
             self._gauges[name] = Gauge(name, description=f"{name}, last value", tag_keys=tuple(tags))

@@ -56,8 +56,15 @@ class RunOutput:
         self.progress.update(step, metrics)
 
     def log_generations(self, rows: list[tuple[str, str, float]], step: int) -> None:
-        """Show validation samples in the trackers that can."""
-        self.generations.log(self.tracking.logger, rows, step)
+        """Show validation samples in the trackers that can; one that fails does not end the run."""
+        for name, backend in self.tracking.logger.items():
+            try:
+                self.generations.log({name: backend}, rows, step)
+            except Exception as error:  # each library raises its own
+                logger.warning(
+                    "trainer.logger: %r has not taken the validation samples of step %d, and the run goes on: %s: %s",
+                    *(name, step, type(error).__name__, error),
+                )
 
     def close(self, finished: bool) -> None:
         """Close the outputs, write the report, and draw the curves of a run that was not broken off."""
