@@ -14,6 +14,8 @@ from typing import Any
 
 import pandas as pd
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.doubles import torch_npu_device
 
@@ -91,12 +93,28 @@ def test_a_run_gives_the_numbers_of_the_cpu_and_resumes(workspace: Workspace, on
             assert numbers[f"perf/memory/{phase}/max_allocated_gb"] > 1e-3
             assert 0 < numbers[f"perf/mfu/{phase}"] < 1e-3  # of what an Ascend910B promises
     assert_traces(traces)
+    saved = {name: merged_weights(each) for name, each in (("cpu", on_cpu), ("npu", run))}
+    assert saved["npu"].keys() == saved["cpu"].keys()
+    for name, weight in saved["npu"].items():
+        torch.testing.assert_close(weight, saved["cpu"][name], rtol=1e-3, atol=1e-3)
     again = {"trainer.resume_mode": "resume_path", "trainer.save_freq": -1, "global_profiler.steps": "[3]"}
     again["trainer.resume_from_path"] = run.folder / f"global_step_{TWO_STEPS}"
     resumed = workspace.train("npu_resumed", npu | again, on_npu)
     assert resumed.steps.keys() == {THREE_STEPS}
     assert resumed.numbers(THREE_STEPS) == run.numbers(THREE_STEPS)
     assert digests_of(resumed) == digests_of(run)
+
+
+def merged_weights(run: Run) -> dict[str, torch.Tensor]:
+    """Merge the checkpoint of a run in a process without torch_npu."""
+    folder, merged = run.folder / f"global_step_{TWO_STEPS}" / "actor", run.folder / "merged"
+    words = ["merge", "--backend", "fsdp", "--local_dir", str(folder), "--target_dir", str(merged)]
+    done = subprocess.run(
+        [sys.executable, "-m", "verl.model_merger", *words],
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return {name: weight for file in merged.glob("*.safetensors") for name, weight in load_file(file).items()}
 
 
 def digests_of(run: Run) -> Any:

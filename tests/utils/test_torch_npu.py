@@ -59,6 +59,8 @@ device.set_expandable_segments(True)
 device.set_expandable_segments(False)
 said["segments"] = torch.npu.memory.settings
 
+torch.save({"at": torch.device("npu", 1)}, folder / "device.pt")
+
 # a process group
 distributed.initialize_global_process_group_ray(timeout_second=77)
 backend = torch.distributed.get_backend_config()
@@ -165,6 +167,13 @@ def test_names_of_the_device(found: tuple[dict[str, Any], Path]) -> None:
     assert said["visible"] == ["1", 1]
     assert said["tflops"] == 354.0
     assert said["segments"] == ["expandable_segments:True", "expandable_segments:False"]
+
+
+def test_a_merge_reads_the_names_of_the_device_where_there_is_no_torch_npu(found: tuple[dict[str, Any], Path]) -> None:
+    """A checkpoint names the device of its tensors, which torch must know to read them onto another."""
+    script = "import json, sys; from pathlib import Path; from verl.model_merger.shards import _read\n"
+    script += "print(json.dumps(_read(Path(sys.argv[1]))['at'].type))"
+    assert run("-c", script, str(found[1] / "device.pt"), PYTHONPATH=str(ROOT)) == "npu"
 
 
 def test_a_group_of_both_kinds_of_tensors(found: tuple[dict[str, Any], Path]) -> None:

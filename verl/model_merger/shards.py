@@ -99,6 +99,18 @@ class ShardedState(Mapping[str, Tensor]):
         return len(self.first)
 
 
+def _read(path: Path) -> dict[str, Any]:
+    """Read a file of tensors, also those that were on Ascend devices, where there is no torch_npu to name them."""
+    try:
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (pickle.UnpicklingError, RuntimeError) as error:
+        if not str(error).rstrip().endswith("device string: npu"):
+            raise
+        torch.utils.rename_privateuse1_backend("npu")  # for good: this process cannot join a process group any more
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    return state
+
+
 def _load(folder: Path, world_size: int, rank: int) -> dict[str, Any]:
     """Map a file into memory; only tensors and plain containers are unpickled."""
     name = part_name("model", world_size, rank)
@@ -106,7 +118,7 @@ def _load(folder: Path, world_size: int, rank: int) -> dict[str, Any]:
     level = mesh_logger.level
     mesh_logger.setLevel(logging.ERROR)  # the mesh has no process groups here, and needs none
     try:
-        state: dict[str, Any] = torch.load(folder / name, map_location="cpu", weights_only=True, mmap=True)
+        state = _read(folder / name)
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
         raise CheckpointError(f"{folder / name} cannot be read ({error})") from error
     finally:
