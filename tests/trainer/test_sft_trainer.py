@@ -304,7 +304,7 @@ def start_two(arguments, log):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (["trainer.device=npu"], r"trainer\.device=.?npu.*write trainer\.device=cpu"),
+        (["trainer.device=npu"], r"trainer\.device=.?npu.*needs the package torch_npu.*write trainer\.device=cpu"),
         (
             ["checkpoint.async_save=true"],
             r"checkpoint\.async_save=true: is not supported with strategy=fsdp: write false",

@@ -90,6 +90,12 @@ def test_the_older_tree_is_moved(trees):
         ),
         (
             "sft_trainer_engine",
+            {"engine.strategy": "megatron", "trainer.device": "npu"},
+            "engine.strategy",
+            "is not supported with trainer.device=npu: Megatron-Core runs on CUDA and CPU. Write engine=fsdp",
+        ),
+        (
+            "sft_trainer_engine",
             {
                 "trainer.device": "cpu",
                 "model.use_fused_kernels": True,
