@@ -43,3 +43,16 @@ def parallel_put(data_list: list[Any], max_workers: int | None = None) -> "list[
         return [ray.put(item) for item in data_list]
     with ThreadPoolExecutor(max_workers=workers) as pool:
         return list(pool.map(ray.put, data_list))
+
+
+def without_nsight() -> dict[str, Any]:
+    """Return the options of an actor or task that is not to run under nsys; nothing where this process does not.
+
+    Ray hands the runtime environment of a process on to what it starts, key by key; None is the value that ends that.
+    A timeout, here Ray's own, stands beside it, for Ray takes an environment of nothing but None for none at all.
+    """
+    import ray
+
+    if not ray.is_initialized() or not ray.get_runtime_context().runtime_env.get("_nsight"):
+        return {}
+    return {"runtime_env": {"_nsight": None, "config": {"setup_timeout_seconds": 600}}}

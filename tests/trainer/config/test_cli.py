@@ -46,6 +46,9 @@ REFUSED = {
     "actor_rollout_ref.actor.tis_imp_ratio_cap=2": "algorithm.rollout_is_threshold",
     "+actor_rollout_ref.actor.tis_imp_ratio_cap=3": "algorithm.rollout_is_mode",
     "global_profiler.tool_config.nsys.discrete=true": "global_profiler.global_tool_config",
+    "trainer.profile_steps=[1]": "global_profiler.steps",
+    "actor_rollout_ref.profiler.ranks=[0]": "write actor_rollout_ref.actor.profiler",
+    "+actor_rollout_ref.actor.profile.step_start=1": "actor_rollout_ref.actor.profiler.enable",
 }
 
 

@@ -1,16 +1,23 @@
 """Nsight Systems, whose program and package are not here: the calls that they are given, by their own interfaces."""
 
 import importlib.machinery
+import json
+import os
 import shlex
+import shutil
+import subprocess
 import sys
+import tempfile
 import types
 from pathlib import Path
 
 import pytest
+import ray
 import torch
 from omegaconf import OmegaConf
 from ray._private.runtime_env.nsight import NSIGHT_DEFAULT_CONFIG, parse_nsight_config
 from ray.runtime_env import RuntimeEnv
+from ray.runtime_env.runtime_env import _merge_runtime_env
 
 from verl.single_controller.ray import RayResourcePool, RayWorkerGroup
 from verl.single_controller.ray.resource_pool import RayClassWithInitArgs
@@ -27,6 +34,7 @@ from verl.utils.profiler import (
 )
 from verl.utils.profiler.config import NsightToolConfig
 from verl.utils.profiler.nsys_options import nsight_options
+from verl.utils.ray_utils import without_nsight
 
 
 @pytest.fixture
@@ -207,12 +215,13 @@ def test_only_profiled_ranks_are_wrapped(changes, ranks):
     group = object.__new__(RayWorkerGroup)
     group._kwargs, group.device_name, group.name_prefix = options, "cuda", "ab12"
     pool, cia = RayResourcePool([2], name_prefix="global_pool"), RayClassWithInitArgs(cls=object)
-    wrapped = {}
+    wrapped, of_driver = {}, RuntimeEnv(nsight={"o": "controller_%p"})
     for rank in (0, 1):
         runtime_env = group._actor_options(cia, pool, "name", {"RANK": str(rank)}, False)["runtime_env"]
         cia.update_options({"runtime_env": runtime_env})
-        if "nsight" in runtime_env:
-            wrapped[rank] = shell_words(runtime_env["nsight"])
+        taken = _merge_runtime_env(of_driver, RuntimeEnv(**runtime_env), override=True)["_nsight"]
+        if taken is not None:
+            wrapped[rank] = shell_words(taken)
     assert sorted(wrapped) == (ranks or [0, 1])
     for rank, words in wrapped.items():
         assert words == [
@@ -221,3 +230,87 @@ def test_only_profiled_ranks_are_wrapped(changes, ranks):
             *("--capture-range-end=repeat-shutdown:12", "--kill=none"),
             *("-o", f"/profiles/worker_global_pool_rank{rank}_%p"),
         ]
+
+
+def test_what_the_driver_starts_beside_workers_is_not_wrapped(monkeypatch):
+    assert without_nsight() == {}  # where Ray does not run
+    of_driver = RuntimeEnv(nsight={"o": "controller_%p"})
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: types.SimpleNamespace(runtime_env=of_driver))
+    child = RuntimeEnv(**without_nsight()["runtime_env"])
+    assert child, "Ray takes an empty environment for that of the parent"
+    assert _merge_runtime_env(of_driver, child, override=True)["_nsight"] is None
+
+
+# ---- Ray itself, with a program in place of nsys
+
+NSYS = """#!{python}
+import json, os, sys
+arguments = sys.argv[1:]
+with open("{folder}/calls", "a") as file:
+    print(json.dumps(arguments), file=file)
+assert arguments.pop(0) == "profile"
+while arguments[0].startswith("-"):
+    arguments = arguments[1:] if arguments[0].startswith("--") else arguments[2:]
+os.environ["UNDER_NSYS"] = "1"
+os.execvp(arguments[0], arguments)
+"""
+
+DRIVER = """
+import json, os, ray
+from verl.single_controller.base import Worker
+from verl.single_controller.base.decorator import Dispatch, register
+from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from verl.utils.profiler.nsys_options import nsight_options
+from verl.utils.ray_utils import without_nsight
+
+class Wrapped(Worker):
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def command(self):
+        return os.environ.pop("UNDER_NSYS", None)
+
+@ray.remote(num_cpus=0)
+def helper():
+    return os.environ.get("UNDER_NSYS")
+
+class Runner:
+    def run(self, kwargs):
+        pool = RayResourcePool([2], max_colocate_count=1, name_prefix="pool")
+        group = RayWorkerGroup(pool, RayClassWithInitArgs(ray.remote(Wrapped)), **kwargs)
+        return os.environ.get("UNDER_NSYS"), group.command(), ray.get(helper.options(**without_nsight()).remote())
+
+folder = "{folder}"
+ray.init(num_cpus=4, num_gpus=2, include_dashboard=False, _temp_dir=folder, log_to_driver=False)
+options = nsight_options({{"w": True, "kill": None}}, folder + "/a b", "controller")
+runner = ray.remote(num_cpus=0)(Runner).options(runtime_env={{"nsight": options}}).remote()
+kwargs = dict(device_name="cuda", profile_steps=[1, 2], profile_ranks=[1], profile_save_path=folder + "/a b")
+kwargs["worker_nsight_options"] = {{"capture-range": "cudaProfilerApi"}}
+print(json.dumps(ray.get(runner.run.remote(kwargs), timeout=120)))
+"""
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_ray_wraps_the_driver_and_the_profiled_ranks_and_nothing_else():
+    folder = tempfile.mkdtemp(prefix="nsys")  # sockets live below it, and paths of them must be short
+    try:
+        program = Path(folder, "nsys")
+        program.write_text(NSYS.format(python=sys.executable, folder=folder))
+        program.chmod(0o755)
+        search = os.pathsep.join([folder, str(Path(sys.executable).parent), os.environ["PATH"]])
+        environment = os.environ | {"PATH": search, "PYTHONPATH": str(Path(__file__).resolve().parents[3])}
+        command = [sys.executable, "-c", DRIVER.format(folder=folder)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert json.loads(done.stdout.splitlines()[-1]) == ["1", [None, "1"], None]
+        calls = [json.loads(line) for line in Path(folder, "calls").read_text().splitlines()]
+        started = [call[: call.index("python")] for call in calls if "python" in call]  # the others are Ray's trials
+        assert started == [
+            ["profile", "-o", f"{folder}/a b/controller_%p", "-w", "true"],
+            [
+                *("profile", "--capture-range=cudaProfilerApi", "--capture-range-end=repeat-shutdown:12"),
+                *("-o", f"{folder}/a b/worker_pool_rank1_%p"),
+            ],
+        ]
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -25,6 +25,7 @@ from verl.single_controller.ray.resource_pool import (
 )
 from verl.single_controller.ray.waiting import Failure, Seat, explain, explain_timeout, kill_all, wait_all
 from verl.utils.profiler.nsys_options import nsight_options
+from verl.utils.ray_utils import without_nsight
 
 logger = logging.getLogger(__name__)
 
@@ -165,7 +166,7 @@ class RayWorkerGroup(WorkerGroup):
         if bundle_nodes(group)[0] == ray.get_runtime_context().get_node_id():
             return WorkerHelper.get_available_master_addr_port()
         strategy = PlacementGroupSchedulingStrategy(group, 0)
-        ref = _master_addr_port_there.options(scheduling_strategy=strategy).remote()
+        ref = _master_addr_port_there.options(scheduling_strategy=strategy, **without_nsight()).remote()
         address, port = ray.get(ref, timeout=self._start_timeout_s)
         return address, port
 
@@ -188,11 +189,14 @@ class RayWorkerGroup(WorkerGroup):
         runtime_env: dict[str, Any] = {**user_env, "env_vars": {**user_env.get("env_vars", {}), **env}}
         if self._kwargs.get("profile_steps") and self.device_name == "cuda":
             runtime_env.pop("nsight", None)  # of the rank before
+            runtime_env["_nsight"] = None  # not that of this process, which Ray would hand on
             options, ranks = self._kwargs.get("worker_nsight_options"), self._kwargs.get("profile_ranks")
             nsight = _nsight_options(options, len(self._kwargs["profile_steps"]))
             if ranks is None or int(env["RANK"]) in ranks:
                 file = f"worker_{pool.name_prefix or self.name_prefix}_rank{env['RANK']}"
                 runtime_env["nsight"] = nsight_options(nsight, self._kwargs.get("profile_save_path"), file)
+        else:
+            runtime_env |= without_nsight().get("runtime_env", {})
         actor: dict[str, Any] = {"runtime_env": runtime_env, "name": name}
         # Actors that share a bundle of one core divide it; a bundle on an accelerator's node has a core for each.
         actor.setdefault("num_cpus", _share(pool.max_colocate_count) if self.device_name == "cpu" else 1)

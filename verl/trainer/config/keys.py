@@ -78,7 +78,15 @@ NO_READER = ("trainer.log_freq", "trainer.rl_logging_board_dir", "trainer.tensor
 RENAMED = {
     "actor_rollout_ref.actor.tis_imp_ratio_cap": "was replaced: write algorithm.rollout_is_threshold=<cap>, "
     "algorithm.rollout_is=true and algorithm.rollout_is_mode=truncate",
+    "actor_rollout_ref.actor.profile": "was replaced: write actor_rollout_ref.actor.profiler.enable=true, "
+    "global_profiler.tool=torch and global_profiler.steps=[...]",
+    "actor_rollout_ref.profiler": "was divided: write actor_rollout_ref.actor.profiler, actor_rollout_ref.ref.profiler",
     "global_profiler.tool_config": "was renamed: write global_profiler.global_tool_config",
+    "trainer.controller_nsight_options": "moved: write global_profiler.global_tool_config.nsys."
+    "controller_nsight_options",
+    "trainer.profile_continuous_steps": "moved: write global_profiler.profile_continuous_steps",
+    "trainer.profile_steps": "moved: write global_profiler.steps, and global_profiler.tool",
+    "trainer.worker_nsight_options": "moved: write global_profiler.global_tool_config.nsys.worker_nsight_options",
 }
 """Older spellings, refused with what replaces them."""
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from verl.protocol import DataProto, DataProtoFuture
 from verl.utils.metric import reduce_metrics
+from verl.utils.ray_utils import without_nsight
 from verl.workers.reward_manager.loading import get_custom_reward_fn, load_reward_manager
 from verl.workers.reward_manager.scoring import FAILURE_COLUMN, RewardError, ScoringLimits
 
@@ -161,7 +162,8 @@ class PendingReward:
             self._rule = compute_reward(batch, trainer.reward_fn)
             return
         # On CPU every core may belong to a worker: a task that asks for one would never start.
-        task = compute_reward_async.options(num_cpus=0) if trainer.device_name == "cpu" else compute_reward_async
+        cores = {"num_cpus": 0} if trainer.device_name == "cpu" else {}
+        task = compute_reward_async.options(**cores, **without_nsight())
         self._rule = task.remote(data=batch, reward_fn=trainer.reward_fn)
 
 
