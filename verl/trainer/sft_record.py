@@ -9,6 +9,7 @@ import torch
 from omegaconf import OmegaConf
 
 from verl.protocol import DataProto
+from verl.utils.console import get_console
 from verl.utils.device import get_device_name, get_torch_device
 from verl.utils.digest import random_state_digest, tensor_digest, weights_digest
 from verl.utils.report.page import write_report
@@ -63,7 +64,7 @@ class SupervisedOutput:
         if not self.record.steps or not self._makes_report:
             return
         try:
-            logger.info("report: %s", write_report(self._folder))
+            get_console().info("report: %s", write_report(self._folder))
         except ImportError as error:
             logger.warning("no report: %s; pip install matplotlib", error)
         except Exception:  # where the run has failed, its error is the one to show
