@@ -44,7 +44,8 @@ class SupervisedOutput:
             return
         self.tracking.log(metrics, step)
         throughput = metrics["train/global_tokens"] / max(timing["step"], 1e-9) / len(reports)
-        own = {f"timing_s/{name}": seconds for name, seconds in timing.items()} | {"perf/throughput": throughput}
+        own = {f"timing_s/{name}": seconds for name, seconds in timing.items()}
+        own |= {"timing_s/train_batch": timing["step"], "perf/throughput": throughput}
         details: dict[str, Any] = {"workers": {GROUP: reports}}
         found = [(report["rank"], report.pop("digests", None)) for report in reports]
         if self._digests:

@@ -39,6 +39,7 @@ STEP_PHASES = (
     "update_critic",
     "update_actor",
     "dump_rollout_generations",
+    "train_batch",
     "testing",
     "save_checkpoint",
 )
