@@ -103,15 +103,17 @@ class Stream:
         pass
 
 
-_stream = Stream()
+if library:  # torch itself makes streams and events for such a device, and takes no others
+    Event, Stream = torch.Event, torch.Stream
+_stream = None if library else Stream()
 
 
 def current_stream(device=None):
-    return _stream
+    return torch.accelerator.current_stream() if library else _stream
 
 
 def default_stream(device=None):
-    return _stream
+    return current_stream()
 
 
 def stream(stream):
