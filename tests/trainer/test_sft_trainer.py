@@ -221,6 +221,7 @@ def check_record(folder, saved):
     for entry in entries.values():
         data, (worker,) = entry["data"], entry["workers"]["trainer"]
         assert data["perf/throughput"] == pytest.approx(data["train/global_tokens"] / data["timing_s/step"])
+        assert data["timing_s/train_batch"] == data["timing_s/step"] and data["timing_s/record"] > 0
         assert worker["seconds"]["train_batch"] == data["timing_s/step"] and worker["memory"]["host_gb"] > 0.1
         assert list(entry["phases"]) == ["batch", "weights", "random state"]
     page = (folder / "report.html").read_text()

@@ -1,6 +1,7 @@
 """What a supervised run leaves behind: its record, what the trackers were sent, and the report."""
 
 import logging
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,13 +40,15 @@ class SupervisedOutput:
 
     def step(self, metrics: Mapping[str, float], timing: Mapping[str, float], batch: DataProto, step: int) -> None:
         """Publish a step; collective. ``timing`` holds seconds by name, ``step`` those of the training step itself."""
+        started = time.perf_counter()
         reports = self._gather(self._report(timing["step"], batch))
+        seconds = time.perf_counter() - started
         if self.record is None or self.tracking is None:
             return
         self.tracking.log(metrics, step)
         throughput = metrics["train/global_tokens"] / max(timing["step"], 1e-9) / len(reports)
         own = {f"timing_s/{name}": seconds for name, seconds in timing.items()}
-        own |= {"timing_s/train_batch": timing["step"], "perf/throughput": throughput}
+        own |= {"timing_s/train_batch": timing["step"], "timing_s/record": seconds, "perf/throughput": throughput}
         details: dict[str, Any] = {"workers": {GROUP: reports}}
         found = [(report["rank"], report.pop("digests", None)) for report in reports]
         if self._digests:
