@@ -31,6 +31,7 @@ class SupervisedOutput:
         trainer = config.trainer
         self._engine, self._rank, self._digests = engine, rank, trainer.record_digests
         self._folder, self._makes_report = trainer.default_local_dir, trainer.report
+        self._process = psutil.Process()
         self.record: RunRecord | None = None
         self.tracking: Tracking | None = None
         if rank == 0:
@@ -76,7 +77,7 @@ class SupervisedOutput:
 
     def _report(self, seconds: float, batch: DataProto) -> dict[str, Any]:
         """Return what this rank has to say of the step."""
-        memory = {"host_gb": psutil.Process().memory_info().rss / _GIB}
+        memory = {"host_gb": self._process.memory_info().rss / _GIB}
         if get_device_name() != "cpu":
             memory["device_gb"] = get_torch_device().memory_allocated() / _GIB
         report: dict[str, Any] = {"rank": self._rank, "seconds": {"train_batch": seconds}, "memory": memory}
