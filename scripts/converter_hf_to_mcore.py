@@ -64,8 +64,8 @@ def run(args: argparse.Namespace) -> int:
     """Convert and test; returns the exit code: 1 when a tensor differs, 2 when something is wrong."""
     from verl.model_merger import MergeOptions, compare
     from verl.utils import envs
-    from verl.utils.console import get_console
     from verl.utils.distributed import initialize_global_process_group
+    from verl.utils.observe.console import get_console
 
     rank = initialize_global_process_group()[1] if envs.integer("WORLD_SIZE", 1) > 1 else 0
     try:

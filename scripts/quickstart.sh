@@ -95,7 +95,7 @@ report() {
 import sys
 from pathlib import Path
 
-from verl.utils.run_record import read_record
+from verl.utils.observe.record import read_record
 
 run = Path(sys.argv[1])
 metrics = run / "metrics.jsonl"

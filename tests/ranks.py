@@ -13,8 +13,8 @@ from typing import Any, TextIO
 
 import torch.multiprocessing as mp
 
+from verl.utils.device.gloo import use_one_thread
 from verl.utils.distributed import leave_process
-from verl.utils.gloo import use_one_thread
 
 LINES = 60
 """So much of a stack is shown."""

@@ -19,7 +19,7 @@ from verl.protocol import (
     deserialize_tensordict,
     serialize_tensordict,
 )
-from verl.utils.gloo import use_one_thread
+from verl.utils.device.gloo import use_one_thread
 
 
 def _batch(rows: int = 6) -> DataProto:

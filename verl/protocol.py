@@ -21,7 +21,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, set_lazy_legac
 from torch import Tensor
 
 from verl.utils import envs
-from verl.utils.batch_dicts import (
+from verl.utils.batch.dicts import (
     as_key_list,
     concat_arrays,
     concat_entries,
@@ -32,9 +32,7 @@ from verl.utils.batch_dicts import (
     rows_as_objects,
     union_numpy_dict,
 )
-from verl.utils.device import get_device_id
-from verl.utils.py_functional import ConflictError, union_two_dict
-from verl.utils.serialization import (
+from verl.utils.batch.serialization import (
     available_device,
     deserialize_single_tensor,
     deserialize_tensordict,
@@ -43,6 +41,8 @@ from verl.utils.serialization import (
     serialize_tensordict,
     writable,
 )
+from verl.utils.device import get_device_id
+from verl.utils.py_functional import ConflictError, union_two_dict
 from verl.utils.tensordict_utils import (
     BatchError,
     all_gather_rows,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from verl.workers.reward_manager.scoring import FAILURE_COLUMN
+from verl.workers.rewards.scoring import FAILURE_COLUMN
 
 if TYPE_CHECKING:
     from verl.protocol import DataProto

@@ -67,7 +67,7 @@ def engine_of(tp: int) -> tuple[str, Any, Any]:
     import torch
     import torch.distributed as dist
 
-    from verl.utils.gloo import use_one_thread
+    from verl.utils.device.gloo import use_one_thread
     from verl.workers import config
 
     if tp == 1:

@@ -20,7 +20,7 @@ import torch
 from verl.single_controller.base.decorator import MAGIC_ATTR, Dispatch, register
 from verl.single_controller.base.worker_group import registered_methods
 from verl.trainer.main_ppo import TaskRunner, run_ppo, worker_class
-from verl.utils.console import get_console
+from verl.utils.observe.console import get_console
 from verl.utils.profiler import DistProfiler, ProfilerConfig, marked_timer
 from verl.utils.profiler import profile as profile_module
 from verl.utils.profiler.performance import simple_timer
@@ -202,7 +202,7 @@ def measure_run(model: str, data: str, steps: int, folder: str, more: Sequence[s
     """Train, and return the figures of the steps with and without annotations."""
     from hydra import compose, initialize_config_module
 
-    from verl.utils.run_record import read_entries
+    from verl.utils.observe.record import read_entries
 
     files = {"data.train_files": f"{data}/train.parquet", "data.val_files": f"{data}/test.parquet"}
     own = {"actor_rollout_ref.model.path": model, "trainer.total_training_steps": steps}

@@ -49,8 +49,8 @@ def model_config() -> Any:
 def batch(prompts: int, samples: int, side: int, response: int) -> Any:
     """Return samples of prompts, each of which shows one image of ``side`` x ``side`` pixels."""
     from verl.protocol import DataProto
-    from verl.utils.batch_dicts import object_array
-    from verl.utils.vision_positions import VisionRope
+    from verl.utils.batch.dicts import object_array
+    from verl.utils.vision.positions import VisionRope
 
     patches = side // 14
     grid = torch.tensor([[1, patches, patches]])

@@ -106,7 +106,7 @@ def run_rank(rank: int, world: int, tensor_parallel: int, folder: Path, bucket_m
     import torch.distributed as dist
 
     from verl.utils import envs
-    from verl.utils.gloo import use_one_thread
+    from verl.utils.device.gloo import use_one_thread
 
     envs.write({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)})
     torch.set_num_threads(1)

@@ -8,7 +8,7 @@ import torch
 from verl.algos.advantage import estimate_advantages
 from verl.protocol import DataProto
 from verl.workers.config import FSDPActorConfig
-from verl.workers.roles.utils.losses import ppo_loss
+from verl.workers.roles.losses import ppo_loss
 
 LIMIT = 6  # the configured response length, which no response of the batch reaches
 LENGTHS, SCORES, INDEX = [1, 4, 2, 3], [1.0, 0.0, 1.0, 1.0], list("aabb")

@@ -10,7 +10,7 @@ from verl.algos import token_loss as blocks
 from verl.algos.policy_loss_cov import select_clip_cov, select_kl_cov, token_keys
 from verl.algos.policy_loss_registry import Whole
 from verl.trainer.ppo import core_algos
-from verl.utils.seeding import sampling_seeds
+from verl.utils.numerics.seeding import sampling_seeds
 
 MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 LOSSES = ["vanilla", "gspo", "gpg", "geo_mean", "clip_cov", "kl_cov", "cispo", "sapo"]

@@ -19,8 +19,8 @@ def main() -> None:
     import ray
 
     import verl.trainer.main_ppo
-    import verl.trainer.ppo.inputs
-    import verl.trainer.ppo.launch  # noqa: F401  # as the command does, in time that all forks share
+    import verl.trainer.run.inputs
+    import verl.trainer.run.launch  # noqa: F401  # as the command does, in time that all forks share
 
     ray.init = _no_ray
     for line in sys.stdin:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from verl.utils.observe.record import read_entries
 from verl.utils.report.flags import find_flags
-from verl.utils.run_record import read_entries
 
 from .conftest import REPOSITORY, call
 from .verification import record

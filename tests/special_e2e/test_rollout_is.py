@@ -5,8 +5,8 @@ Where both are in fp32 they agree: ``test_train.py`` holds its PPO run to that.
 
 import math
 
+from verl.utils.observe.record import read_entries
 from verl.utils.report.flags import find_flags
-from verl.utils.run_record import read_entries
 
 STALE = 2
 MISMATCH, WEIGHT = "mismatch/mismatch_", "mismatch/rollout_is_"

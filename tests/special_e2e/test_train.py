@@ -6,9 +6,9 @@ import re
 import pytest
 
 from tests import metrics_page
+from verl.utils.observe.record import read_entries
 from verl.utils.report.compare import compare_runs
 from verl.utils.report.panels import expected_panels
-from verl.utils.run_record import read_entries
 
 TWO_WORKERS = {"trainer.n_gpus_per_node": 2, "actor_rollout_ref.rollout.tensor_model_parallel_size": 2}
 PPO = {

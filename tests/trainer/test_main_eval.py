@@ -46,7 +46,7 @@ def said(caplog) -> dict:
 
 @pytest.fixture
 def console(caplog, monkeypatch):
-    from verl.utils.console import get_console
+    from verl.utils.observe.console import get_console
 
     monkeypatch.setattr(get_console(), "propagate", True)
     caplog.set_level(logging.INFO)

@@ -20,9 +20,9 @@ from verl.trainer.sft_trainer import SFTTrainer, padded_batch
 from verl.utils.checkpoint import verify_checkpoint
 from verl.utils.dataset.dataset_utils import SFTTensorCollator
 from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
+from verl.utils.observe.record import read_entries
 from verl.utils.report.compare import compare_runs
 from verl.utils.reward_score import default_compute_score
-from verl.utils.run_record import read_entries
 
 pytestmark = [pytest.mark.filterwarnings("ignore:'set_vital'")]
 

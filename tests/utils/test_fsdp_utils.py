@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, ShardingStrategy, fully_shard
 
 from verl.utils import fsdp_utils as F
-from verl.utils.gloo import use_one_thread
+from verl.utils.device.gloo import use_one_thread
 
 
 class Tied(nn.Module):

@@ -14,7 +14,7 @@ from verl.utils.attention_utils import index_first_axis, pad_input, rearrange, u
 from verl.utils.torch_dtypes import PrecisionType
 from verl.utils.transformers_compat import is_transformers_version_in_range
 from verl.utils.vllm import is_version_ge
-from verl.workers.roles.utils.padding import left_right_2_no_padding, no_padding_2_padding
+from verl.workers.roles.padding import left_right_2_no_padding, no_padding_2_padding
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import argparse
 import sys
 
 from verl.utils import envs
-from verl.utils.console import get_console
+from verl.utils.observe.console import get_console
 
 BACKENDS = ("fsdp", "megatron")
 SHOWN_DIFFERENCES = 5

@@ -23,10 +23,10 @@ from verl.single_controller.base.phase import phase
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.trainer.offline import read_rows
 from verl.utils.config import omega_conf_to_dataclass
-from verl.utils.console import get_console
 from verl.utils.dataset.files import ColumnCheck, DataError
 from verl.utils.dataset.rl_dataset import truncate
-from verl.utils.seeding import sampling_seeds
+from verl.utils.numerics.seeding import sampling_seeds
+from verl.utils.observe.console import get_console
 from verl.workers.roles import ActorRolloutRefWorker
 from verl.workers.roles.actor_rollout_ref import rollout_group_size
 

@@ -54,7 +54,7 @@ class RowScore:
 def run_eval(config: DictConfig) -> None:
     """Score all rows on Ray and log ``{"test_score/<source>": mean}`` to standard output."""
     from verl.trainer.offline import run_offline
-    from verl.utils.console import get_console
+    from verl.utils.observe.console import get_console
 
     def evaluate(prepared: tuple[str, list[Row], Callable[..., Any]]) -> None:
         scores = score_on_ray(*prepared, **config.scoring)
@@ -70,7 +70,7 @@ def prepare(config: DictConfig) -> tuple[str, list[Row], Callable[..., Any]]:
     """
     from verl.trainer.offline import read_rows
     from verl.utils.reward_score import data_source_problem, default_compute_score
-    from verl.workers.reward_manager.loading import get_custom_reward_fn
+    from verl.workers.rewards.loading import get_custom_reward_fn
 
     violations = [*data_file_rules("data.path", config.data.path, required=True), *_scoring_rules(config.scoring)]
     if violations:
@@ -154,7 +154,7 @@ def score_rows(
     Raises: DataError naming file and row when the scorer raises or returns what is not a score.
     """
     from verl.utils.time_limit import TimeLimitExceeded, time_limit
-    from verl.workers.reward_manager.scoring import RewardError, Sample, call_scorer
+    from verl.workers.rewards.scoring import RewardError, Sample, call_scorer
 
     takes_extra = _takes_extra_info(scorer)
     means = []

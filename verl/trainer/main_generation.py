@@ -42,7 +42,7 @@ def prepare(config: DictConfig) -> "Generation":
     violations = list(generation_violations(config))
     if violations:
         raise ConfigError(violations)
-    from verl.trainer.ppo.inputs import check_machine, check_model
+    from verl.trainer.run.inputs import check_machine, check_model
 
     check_machine(config)
     check_model("model.path", config.model.path)

@@ -14,7 +14,7 @@ import psutil
 from omegaconf import DictConfig, OmegaConf
 
 from verl.trainer.config.cli import hydra_main
-from verl.trainer.ppo.startup import CLOCK, receive_moments
+from verl.trainer.run.clock import CLOCK, receive_moments
 
 logger = logging.getLogger(__name__)
 
@@ -49,9 +49,9 @@ def run_ppo(config: DictConfig, task_runner_class: Any = None) -> None:
     before Ray was started, else with 1 and the whole trace in ``error.log`` of ``trainer.default_local_dir``.
     """
     from verl.trainer.ppo.checkpoint import run_folder
-    from verl.trainer.ppo.inputs import check_inputs
-    from verl.trainer.ppo.launch import catch_sigterm, interruption, report_failure, start_ray, stop_ray
-    from verl.trainer.ppo.progress import LocalDisplay
+    from verl.trainer.run.display import LocalDisplay
+    from verl.trainer.run.inputs import check_inputs
+    from verl.trainer.run.launch import catch_sigterm, interruption, report_failure, start_ray, stop_ray
 
     CLOCK.moments = []
     CLOCK.mark("launch", at=float(psutil.Process().create_time()))
@@ -83,7 +83,7 @@ def run_ppo(config: DictConfig, task_runner_class: Any = None) -> None:
 def _run_in_actor(config: DictConfig, task_runner_class: Any, display: Any) -> None:
     import ray
 
-    from verl.trainer.ppo.terminal import Terminal, attach_display
+    from verl.trainer.run.terminal import Terminal, attach_display
 
     if not isinstance(task_runner_class, ray.actor.ActorClass):
         task_runner_class = ray.remote(num_cpus=0 if config.trainer.device == "cpu" else 1)(task_runner_class)

@@ -11,7 +11,7 @@ import pyarrow as pa
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from verl.trainer.ppo.launch import catch_sigterm, describe, interruption, root_cause, start_ray, stop_ray
+from verl.trainer.run.launch import catch_sigterm, describe, interruption, root_cause, start_ray, stop_ray
 from verl.utils.dataset.files import localize, read_parquet
 
 ERROR_LOG = "error.log"

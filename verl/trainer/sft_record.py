@@ -10,12 +10,12 @@ import torch
 from omegaconf import OmegaConf
 
 from verl.protocol import DataProto
-from verl.utils.console import get_console
 from verl.utils.device import get_device_name, get_torch_device
-from verl.utils.digest import random_state_digest, tensor_digest, weights_digest
+from verl.utils.observe.console import get_console
+from verl.utils.observe.digest import random_state_digest, tensor_digest, weights_digest
+from verl.utils.observe.record import RunRecord
+from verl.utils.observe.tracking import Tracking
 from verl.utils.report.page import write_report
-from verl.utils.run_record import RunRecord
-from verl.utils.tracking import Tracking
 
 logger = logging.getLogger(__name__)
 

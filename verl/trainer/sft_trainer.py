@@ -22,7 +22,7 @@ from verl.trainer.config.cli import hydra_main
 from verl.trainer.config.sft import as_engine_tree, parallel_sizes, validate_sft_config
 from verl.trainer.sft_record import SupervisedOutput
 from verl.utils import envs
-from verl.utils.batch_dicts import object_array
+from verl.utils.batch.dicts import object_array
 from verl.utils.checkpoint.checkpoint_handler import CheckpointHandler
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.dataset.dataset_utils import SFTTensorCollator
@@ -34,13 +34,13 @@ from verl.utils.dataset.sft_dataset import SFTDataset
 from verl.utils.device import get_device_name
 from verl.utils.distributed import initialize_global_process_group, run_and_leave
 from verl.utils.flops_counter import FlopsCounter
-from verl.utils.flops_vision import image_lengths
+from verl.utils.numerics.seeding import seed_process
+from verl.utils.observe.tracking import check_backends
 from verl.utils.profiler.ranges import marked_timer
-from verl.utils.seeding import seed_process
-from verl.utils.tracking import check_backends
+from verl.utils.vision.flops import image_lengths
 from verl.workers.engine import EngineRegistry
-from verl.workers.roles.utils.accounting import mfu
-from verl.workers.roles.utils.losses import sft_loss
+from verl.workers.roles.accounting import mfu
+from verl.workers.roles.losses import sft_loss
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from verl.utils import envs
 from verl.utils.device import get_device_name, get_process_group_backend, get_torch_device
-from verl.utils.gloo import use_one_thread
+from verl.utils.device.gloo import use_one_thread
 
 logger = logging.getLogger(__name__)
 

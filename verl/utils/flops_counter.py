@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from verl.utils.device import get_device_name, get_torch_device
-from verl.utils.flops_vision import vision_flops
+from verl.utils.vision.flops import vision_flops
 
 logger = logging.getLogger(__name__)
 

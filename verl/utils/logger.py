@@ -5,8 +5,8 @@ import time
 
 import torch.distributed as dist
 
-from verl.utils.console import get_console
-from verl.utils.tracking import LocalLogger
+from verl.utils.observe.console import get_console
+from verl.utils.observe.tracking import LocalLogger
 
 __all__ = [
     "DecoratorLoggerBase",

@@ -143,7 +143,7 @@ def get_value_model_class(hf_config: PretrainedConfig) -> Any:
     """
     if type(hf_config) not in AutoModelForTokenClassification._model_mapping:
         if type(hf_config) in AutoModelForImageTextToText._model_mapping:
-            from verl.utils.vision_value import VisionValueModel
+            from verl.utils.vision.value_model import VisionValueModel
 
             return VisionValueModel(hf_config)
         raise ValueError(

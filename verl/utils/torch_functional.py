@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from verl.utils.device import get_device_name, get_torch_device
-from verl.utils.log_probs import log_probs_and_entropy
-from verl.utils.lr_schedules import (
+from verl.utils.numerics.log_probs import log_probs_and_entropy
+from verl.utils.numerics.lr_schedules import (
     get_constant_schedule_with_warmup,
     get_cosine_schedule_with_warmup,
     get_wsd_schedule_with_warmup,

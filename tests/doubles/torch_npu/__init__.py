@@ -1,8 +1,8 @@
 """Stands in for torch_npu in tests: its registrations with torch, and the calls of it that are used here.
 
-``tests/utils/test_torch_npu.py`` lists these calls and holds whichever torch_npu is installed to the list. There are
-two devices, or those that ``ASCEND_RT_VISIBLE_DEVICES`` leaves. Tensors can be on them where ``TORCH_NPU_DEVICE`` names
-the library that is built of ``device.cpp``.
+``tests/utils/device/test_torch_npu.py`` lists these calls and holds whichever torch_npu is installed to the list.
+There are two devices, or those that ``ASCEND_RT_VISIBLE_DEVICES`` leaves. Tensors can be on them where
+``TORCH_NPU_DEVICE`` names the library that is built of ``device.cpp``.
 """
 
 import torch

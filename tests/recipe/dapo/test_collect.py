@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from recipe.dapo.dapo_ray_trainer import RayDAPOTrainer, joined
 from verl.protocol import DataProto
 from verl.trainer.ppo import loaders
-from verl.utils.seeding import prompt_uids, sampling_seeds
+from verl.utils.numerics.seeding import prompt_uids, sampling_seeds
 
 ROWS, DRAWN, PROMPTS, SAMPLES, STEPS = 12, 4, 3, 2, 4
 

@@ -38,7 +38,7 @@ LOSSES, POLICY_LOSSES, ROLE_LOSSES = (
 )
 MANAGER, REWARDS = (
     "tests/utils/checkpoint/test_fsdp_checkpoint_manager.py::",
-    "tests/workers/reward_manager/test_reward_managers.py::",
+    "tests/workers/rewards/test_reward_managers.py::",
 )
 SCORES = "tests/workers/roles/test_reward_model.py::test_scores_are_those_of_transformers"
 SANDBOX = "tests/utils/reward_score/test_code_scorers.py::"
@@ -94,7 +94,7 @@ READERS = [
     Reader(ENGINES, "model_dtype seed", "workers/engine/fsdp/build.py", "self.engine_config", ENGINE + "test_engine_contract.py::test_value_head"),
     Reader(ENGINES[:2], "seed", "workers/roles/base.py", "engine_config", "tests/workers/roles/test_random_state.py::test_dropout_repeats_and_a_resumed_run_takes_it_up"),
     Reader(ENGINES, "param_offload optimizer_offload", "workers/engine/fsdp/engine.py", "self.engine_config", UNCHANGED),
-    Reader(ENGINES[:2], "entropy_from_logits_with_chunking", "workers/engine/fsdp/engine.py", "self.engine_config", "tests/utils/test_log_probs.py::test_value_and_gradient_equal_plain_log_softmax"),
+    Reader(ENGINES[:2], "entropy_from_logits_with_chunking", "workers/engine/fsdp/engine.py", "self.engine_config", "tests/utils/numerics/test_log_probs.py::test_value_and_gradient_equal_plain_log_softmax"),
     Reader(ENGINES, "fsdp_size ulysses_sequence_parallel_size", "workers/engine/fsdp/layout.py", "config", UNCHANGED),
     Reader((ACTOR, REF), "entropy_from_logits_with_chunking", "workers/roles/base.py", LOOP, UNCHANGED),
     Reader((ACTOR, REF, "critic"), "ulysses_sequence_parallel_size", "workers/roles/base.py", LOOP, UNCHANGED),
@@ -108,18 +108,18 @@ READERS = [
     Reader(CHECKPOINTS, "save_contents load_contents", "utils/checkpoint/checkpoint_manager.py", LOOP, MANAGER + "test_contents_are_respected"),
     # actor
     Reader(ACTOR, "ppo_mini_batch_size", "workers/roles/actor_rollout_ref.py", "config", "tests/workers/roles/test_batching.py::test_a_mini_batch_is_in_prompts_and_shared_by_the_ranks"),
-    Reader((ACTOR, "critic"), "ppo_micro_batch_size ppo_micro_batch_size_per_gpu", "workers/roles/utils/batching.py", "config", "tests/workers/roles/test_batching.py::test_a_micro_batch_of_one_device"),
-    Reader((ACTOR, "critic"), "use_dynamic_bsz ppo_max_token_len_per_gpu", "workers/roles/utils/batching.py", "config", UNCHANGED),
+    Reader((ACTOR, "critic"), "ppo_micro_batch_size ppo_micro_batch_size_per_gpu", "workers/roles/batching.py", "config", "tests/workers/roles/test_batching.py::test_a_micro_batch_of_one_device"),
+    Reader((ACTOR, "critic"), "use_dynamic_bsz ppo_max_token_len_per_gpu", "workers/roles/batching.py", "config", UNCHANGED),
     Reader(ACTOR, "ppo_epochs shuffle", "workers/roles/actor_rollout_ref.py", "config", FEATURES),
     Reader(ACTOR, "freeze_vision_tower", "workers/roles/actor_rollout_ref.py", "config", ENGINE + "test_vision_contract.py::test_a_frozen_tower_keeps_its_weights"),
     Reader(ACTOR, "clip_ratio clip_ratio_low clip_ratio_high", "algos/policy_loss_registry.py", "config", POLICY_LOSSES + "test_policy_loss_equals_slow_reference"),
     Reader(ACTOR, "clip_ratio_c", "algos/policy_loss.py", "need(config, 'vanilla')", POLICY_LOSSES + "test_vanilla_by_hand"),
-    Reader(f"{ACTOR}.policy_loss", "loss_mode", "workers/roles/utils/losses.py", "config.policy_loss", ROLE_LOSSES + "test_no_split_changes_a_policy_loss"),
+    Reader(f"{ACTOR}.policy_loss", "loss_mode", "workers/roles/losses.py", "config.policy_loss", ROLE_LOSSES + "test_no_split_changes_a_policy_loss"),
     Reader(f"{ACTOR}.policy_loss", "clip_cov_ratio clip_cov_lb clip_cov_ub", "algos/policy_loss_cov.py", "options", POLICY_LOSSES + "test_selection_equals_slow_reference"),
     Reader(f"{ACTOR}.policy_loss", "kl_cov_ratio ppo_kl_coef", "algos/policy_loss_cov.py", "config.policy_loss", POLICY_LOSSES + "test_policy_loss_equals_slow_reference"),
     Reader(f"{ACTOR}.policy_loss", "tau_pos tau_neg", "algos/policy_loss.py", "options", POLICY_LOSSES + "test_policy_loss_equals_slow_reference"),
-    Reader((ACTOR, "critic"), "loss_scale_factor", "workers/roles/utils/losses.py", "config", ROLE_LOSSES + "test_the_configured_length_divides"),
-    Reader(ACTOR, "loss_agg_mode entropy_coeff use_kl_loss kl_loss_coef kl_loss_type", "workers/roles/utils/losses.py", "config", ROLE_LOSSES + "test_ppo_loss_is_policy_minus_entropy_plus_kl"),
+    Reader((ACTOR, "critic"), "loss_scale_factor", "workers/roles/losses.py", "config", ROLE_LOSSES + "test_the_configured_length_divides"),
+    Reader(ACTOR, "loss_agg_mode entropy_coeff use_kl_loss kl_loss_coef kl_loss_type", "workers/roles/losses.py", "config", ROLE_LOSSES + "test_ppo_loss_is_policy_minus_entropy_plus_kl"),
     # reference
     Reader((REF, ROLLOUT), "log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu log_prob_use_dynamic_bsz log_prob_max_token_len_per_gpu", "workers/roles/actor_rollout_ref.py", "node", "tests/workers/roles/test_batching.py::test_a_micro_batch_of_one_device"),
     Reader(REF, "model", "workers/roles/actor_rollout_ref.py", "config", "tests/workers/roles/test_models_of_roles.py::test_a_reference_of_its_own_differs_in_the_keys_that_it_names"),
@@ -130,8 +130,8 @@ READERS = [
     Reader("critic", "rollout_n ppo_mini_batch_size", "workers/roles/critic.py", "config", "tests/workers/roles/test_batching.py::test_a_mini_batch_is_in_prompts_and_shared_by_the_ranks"),
     Reader("critic", "forward_max_token_len_per_gpu forward_micro_batch_size forward_micro_batch_size_per_gpu", "workers/roles/critic.py", "config", "tests/workers/roles/test_batching.py::test_a_micro_batch_of_one_device"),
     Reader("critic", "ppo_epochs shuffle", "workers/roles/critic.py", "self.config", E2E + "test_train.py::test_ppo_with_a_critic_on_two_workers_with_tensor_parallel_generation"),
-    Reader("critic", "cliprange_value loss_agg_mode", "workers/roles/utils/losses.py", "config", ROLE_LOSSES + "test_value_loss_by_its_definition"),
-    Reader("critic", "enable", "trainer/ppo/utils.py", "config.critic", "tests/trainer/ppo/test_launch.py::test_who_needs_a_critic"),
+    Reader("critic", "cliprange_value loss_agg_mode", "workers/roles/losses.py", "config", ROLE_LOSSES + "test_value_loss_by_its_definition"),
+    Reader("critic", "enable", "trainer/ppo/utils.py", "config.critic", "tests/trainer/run/test_launch.py::test_who_needs_a_critic"),
     # rollout
     Reader(ROLLOUT, "name mode", "workers/rollout/__init__.py", "config", "tests/workers/rollout/test_engine_args.py::test_unknown_rollouts"),
     Reader(ROLLOUT, "n skip_rollout", "trainer/ppo/ray_trainer.py", "self.config.actor_rollout_ref.rollout", BATCHES + "test_rollouts_are_kept_per_step_and_prompts"),
@@ -160,12 +160,12 @@ READERS = [
     Reader("reward_model.model.fsdp_config", "forward_prefetch", "utils/fsdp_utils.py", "config"),
     Reader("reward_model.model.fsdp_config.wrap_policy", "min_num_params", "utils/fsdp_utils.py", "policy"),
     Reader("reward_model", "launch_reward_fn_async", "trainer/ppo/reward.py", "trainer.config.reward_model"),
-    Reader("reward_model", "reward_manager", "workers/reward_manager/loading.py", "node", REWARDS + "test_custom_manager_registered_by_the_file"),
+    Reader("reward_model", "reward_manager", "workers/rewards/loading.py", "node", REWARDS + "test_custom_manager_registered_by_the_file"),
     Reader("reward_model", "reward_kwargs", "trainer/ppo/reward.py", "node", REWARDS + "test_dapo_punishes_long_responses"),
-    Reader("reward_model.scoring", "failure_score timeout_s batch_timeout_s max_failed_ratio", "workers/reward_manager/loading.py", "scoring", REWARDS + "test_limits_come_from_the_configuration"),
-    Reader("reward_model.sandbox_fusion", "url max_concurrent memory_limit_mb", "workers/reward_manager/loading.py", "remote", SANDBOX + "test_the_configuration_reaches_the_service"),
-    Reader("reward_model.local_sandbox", "timeout_s allow_unisolated", "workers/reward_manager/loading.py", "local", SANDBOX + "test_the_configuration_reaches_the_local_sandbox"),
-    Reader("custom_reward_function", "path name reward_kwargs", "workers/reward_manager/loading.py", "node", REWARDS + "test_custom_function_with_kwargs"),
+    Reader("reward_model.scoring", "failure_score timeout_s batch_timeout_s max_failed_ratio", "workers/rewards/loading.py", "scoring", REWARDS + "test_limits_come_from_the_configuration"),
+    Reader("reward_model.sandbox_fusion", "url max_concurrent memory_limit_mb", "workers/rewards/loading.py", "remote", SANDBOX + "test_the_configuration_reaches_the_service"),
+    Reader("reward_model.local_sandbox", "timeout_s allow_unisolated", "workers/rewards/loading.py", "local", SANDBOX + "test_the_configuration_reaches_the_local_sandbox"),
+    Reader("custom_reward_function", "path name reward_kwargs", "workers/rewards/loading.py", "node", REWARDS + "test_custom_function_with_kwargs"),
     # algorithm
     Reader("algorithm", "gamma lam adv_estimator", "trainer/ppo/ray_trainer.py", "algorithm", BATCHES + "test_gae_gets_values_and_discounts"),
     Reader("algorithm", "norm_adv_by_std_in_grpo", "trainer/ppo/ray_trainer.py", "algorithm", BATCHES + "test_group_advantages_by_hand"),
@@ -189,11 +189,11 @@ READERS = [
     Reader("trainer", "del_local_ckpt_after_load", "trainer/ppo/checkpoint.py", "trainer.config.trainer"),
     Reader("trainer", "max_actor_ckpt_to_keep max_critic_ckpt_to_keep", "trainer/ppo/checkpoint.py", "config", MANAGER + "test_retention"),
     Reader("trainer", "log_val_generations validation_data_dir", "trainer/ppo/validation.py", "config", STATE + "test_dumps_are_in_the_order_in_which_rows_were_asked_for"),
-    Reader("trainer", "project_name experiment_name logger", "trainer/ppo/run.py", "trainer", "tests/utils/test_tracking.py::test_file_holds_one_object_per_step"),
+    Reader("trainer", "project_name experiment_name logger", "trainer/run/output.py", "trainer", "tests/utils/observe/test_tracking.py::test_file_holds_one_object_per_step"),
     Reader("trainer", "record_samples record_digests", "trainer/ppo/ray_trainer.py", "self.config.trainer", "tests/trainer/ppo/test_trail.py::test_details_of_a_step"),
-    Reader("trainer", "prometheus", "trainer/ppo/run.py", "trainer", "tests/trainer/ppo/test_prometheus.py::test_gauges_by_name_and_tags"),
-    Reader(f"{ROLLOUT}.trace", "backend token2text", "trainer/ppo/traces.py", "trace", "tests/utils/test_rollout_trace.py::test_every_response_becomes_a_trace"),
-    Reader("trainer", "report", "trainer/ppo/run.py", "trainer", "tests/utils/report/test_report.py::test_a_run_ends_with_a_report"),
+    Reader("trainer", "prometheus", "trainer/run/output.py", "trainer", "tests/trainer/run/test_prometheus.py::test_gauges_by_name_and_tags"),
+    Reader(f"{ROLLOUT}.trace", "backend token2text", "trainer/ppo/traces.py", "trace", "tests/utils/observe/test_rollout_trace.py::test_every_response_becomes_a_trace"),
+    Reader("trainer", "report", "trainer/run/output.py", "trainer", "tests/utils/report/test_report.py::test_a_run_ends_with_a_report"),
     Reader("trainer", "live_view", "trainer/main_ppo.py", "config.trainer", "tests/utils/report/test_live.py::test_what_a_terminal_shows"),
     Reader("trainer", "nnodes n_gpus_per_node device", "trainer/main_ppo.py", "config.trainer", BATCHES + "test_pools_count_worker_processes"),
     Reader("trainer", "ray_wait_register_center_timeout", "trainer/ppo/resources.py", "config.trainer", "tests/single_controller/test_worker_group.py::test_placement_that_cannot_be_met_is_refused"),
@@ -209,7 +209,7 @@ READERS = [
     Reader(TOOLS_OF["torch"], "step_start step_end", "utils/profiler/torch_trace.py", "self.options", PROFILERS + "test_torch_trace.py::test_only_some_mini_batches"),
     Reader(TOOLS_OF["torch_memory"], "trace_alloc_max_entries stack_depth context stacks kw_args", "utils/profiler/torch_memory.py", "options", PROFILERS + "test_torch_memory.py::test_options_reach_the_recorder_and_snapshots_their_place"),
     # Ray
-    Reader("ray_kwargs.ray_init", "num_cpus", "trainer/ppo/launch.py", LOOP, "tests/trainer/ppo/test_launch.py::test_ray_is_local_unless_an_address_is_given"),
+    Reader("ray_kwargs.ray_init", "num_cpus", "trainer/run/launch.py", LOOP, "tests/trainer/run/test_launch.py::test_ray_is_local_unless_an_address_is_given"),
     Reader("ray_kwargs", "timeline_json_file", "trainer/main_ppo.py", "config.ray_kwargs"),
 ]
 # fmt: on
@@ -329,7 +329,7 @@ OFFLINE = {
         Reader("rollout", "response_length max_model_len max_num_batched_tokens dtype max_num_seqs enable_chunked_prefill gpu_memory_utilization enforce_eager free_cache_engine disable_log_stats", "workers/rollout/vllm_rollout/engine_args.py", "config", ARGS),
         Reader("rollout", "ignore_eos", "workers/rollout/vllm_rollout/vllm_rollout.py", "self.config", CONTRACT + "test_mask_follows_what_was_sampled"),
         Reader("ray_kwargs", "timeline_json_file", "trainer/offline.py", "config.ray_kwargs"),
-        Reader("ray_kwargs.ray_init", "num_cpus", "trainer/ppo/launch.py", LOOP, "tests/trainer/ppo/test_launch.py::test_ray_is_local_unless_an_address_is_given"),
+        Reader("ray_kwargs.ray_init", "num_cpus", "trainer/run/launch.py", LOOP, "tests/trainer/run/test_launch.py::test_ray_is_local_unless_an_address_is_given"),
     ],
     "sft_trainer_engine": [
         Reader("data", "train_files val_files", "trainer/sft_trainer.py", "config.data", SFT + "test_what_is_refused"),
@@ -358,9 +358,9 @@ OFFLINE = {
         Reader("data", "path", "trainer/main_eval.py", "config.data", SCORED + "test_what_is_refused_before_ray"),
         Reader("data", "response_key data_source_key reward_model_key", "trainer/main_eval.py", "data", SCORED + "test_what_is_refused_before_ray"),
         Reader("scoring", "timeout_s failure_score", "trainer/main_eval.py", "scoring", SCORED + "test_a_response_that_takes_too_long_costs_its_own_score_alone"),
-        Reader("custom_reward_function", "path name", "workers/reward_manager/loading.py", "node", SCORED + "test_a_scorer_of_ones_own_over_many_rows"),
+        Reader("custom_reward_function", "path name", "workers/rewards/loading.py", "node", SCORED + "test_a_scorer_of_ones_own_over_many_rows"),
         Reader("ray_kwargs", "timeline_json_file", "trainer/offline.py", "config.ray_kwargs"),
-        Reader("ray_kwargs.ray_init", "num_cpus", "trainer/ppo/launch.py", LOOP, "tests/trainer/ppo/test_launch.py::test_ray_is_local_unless_an_address_is_given"),
+        Reader("ray_kwargs.ray_init", "num_cpus", "trainer/run/launch.py", LOOP, "tests/trainer/run/test_launch.py::test_ray_is_local_unless_an_address_is_given"),
     ],
 }
 # fmt: on

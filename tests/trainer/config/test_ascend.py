@@ -8,8 +8,8 @@ from omegaconf import OmegaConf
 from verl.base_config import ConfigError
 from verl.trainer.config.idle import idle_keys
 from verl.trainer.main_generation import prepare
-from verl.trainer.ppo import inputs
-from verl.trainer.ppo.inputs import InputError, check_machine
+from verl.trainer.run import inputs
+from verl.trainer.run.inputs import InputError, check_machine
 from verl.utils.config import validate_config
 
 MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from safetensors.torch import save_file
 
 from verl.base_config import ConfigError
-from verl.trainer.ppo.inputs import InputError, check_machine, check_reward_model
+from verl.trainer.run.inputs import InputError, check_machine, check_reward_model
 from verl.utils.config import validate_config
 
 MODEL, PATH = "reward_model.model", "reward_model.model.path"

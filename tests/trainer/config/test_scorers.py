@@ -6,7 +6,7 @@ import inspect
 import pytest
 
 from verl.trainer.config.scorers import KEYWORDS, MANAGER_KWARGS, POSITIONS, manager_rules, scorer_rules
-from verl.workers.reward_manager.registry import get_reward_manager_cls
+from verl.workers.rewards.registry import get_reward_manager_cls
 
 ONE = "data_source, solution_str, ground_truth, extra_info"
 MANY = "data_sources, solution_strs, ground_truths, extra_infos"

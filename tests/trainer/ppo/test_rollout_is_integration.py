@@ -17,7 +17,7 @@ from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.utils.fsdp_utils import full_tensor
 from verl.workers.config import FSDPActorConfig, PolicyLossConfig
 from verl.workers.engine import BaseEngine
-from verl.workers.roles.utils.losses import ppo_loss
+from verl.workers.roles.losses import ppo_loss
 
 OFF = {
     "rollout_is_threshold": None,

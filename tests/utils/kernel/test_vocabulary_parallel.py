@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import note, spawn_ranks
-from verl.utils.gloo import use_one_thread
+from verl.utils.device.gloo import use_one_thread
 from verl.utils.kernel.linear_cross_entropy import linear_log_probs_and_entropy, sum_gradients
 from verl.utils.kernel.rows import HeadFormula
 

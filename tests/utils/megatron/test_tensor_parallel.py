@@ -6,9 +6,9 @@ Several ranks are covered by the engine's contract suite; here one rank holds al
 import pytest
 import torch
 
-from verl.utils.log_probs import log_probs_and_entropy
 from verl.utils.megatron import tensor_parallel
 from verl.utils.megatron.tensor_parallel import vocab_parallel_entropy, vocab_parallel_log_probs_and_entropy
+from verl.utils.numerics.log_probs import log_probs_and_entropy
 
 ROWS, VOCAB = 7, 11
 

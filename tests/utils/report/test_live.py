@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from verl.trainer.ppo.progress import LocalDisplay, Progress
+from verl.trainer.run.display import LocalDisplay, Progress
 from verl.utils.report.live import LiveTable, RecordFollower, sparkline, table_rows
 
 
@@ -77,7 +77,7 @@ def test_what_a_terminal_shows(tmp_path, records, monkeypatch, capsys):
     assert LocalDisplay("auto").mode == "bar"  # no folder, no record to draw from
     display = LocalDisplay("auto", tmp_path)
     assert display.mode == "table"
-    monkeypatch.setattr("verl.trainer.ppo.progress._display", display)
+    monkeypatch.setattr("verl.trainer.run.display._display", display)
     progress = Progress(total_steps=50, start_step=0)
     records.write(tmp_path, records.slow_rank())
     display.write("a line above [not markup]")
@@ -108,7 +108,7 @@ def test_what_a_pipe_gets_of_a_run_that_another_process_makes(tmp_path, records,
 
 def test_without_rich_there_is_a_line(tmp_path, monkeypatch):
     monkeypatch.delenv("VERL_PROGRESS", raising=False)
-    monkeypatch.setattr("verl.trainer.ppo.progress.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("verl.trainer.run.display.importlib.util.find_spec", lambda name: None)
     assert LocalDisplay("table", tmp_path).mode == "lines"
     monkeypatch.setattr(sys, "stderr", Terminal())
     assert LocalDisplay("auto", tmp_path).mode == "bar"

@@ -139,7 +139,7 @@ def test_a_supervised_run_has_pictures_of_its_own(records, tmp_path):
 
 def test_a_run_ends_with_a_report(tmp_path, capsys, caplog, monkeypatch):
     """Also one that is broken off, and never one that hides why."""
-    from verl.trainer.ppo import run
+    from verl.trainer.run import output as run
 
     def output(folder, report=True):
         trainer = {"project_name": "p", "experiment_name": "e", "logger": [], "default_local_dir": str(folder)}

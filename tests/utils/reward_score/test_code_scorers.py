@@ -21,7 +21,7 @@ from verl.utils.reward_score.code_tests import COMPILE_ERROR, RUNTIME_ERROR, TIM
 from verl.utils.sandbox import SandboxError, local, remote
 from verl.utils.sandbox.permits import FilePermits
 from verl.utils.sandbox.remote import RemoteSandboxError
-from verl.workers.reward_manager.loading import resolve_reward
+from verl.workers.rewards.loading import resolve_reward
 
 SUM = "print(sum(map(int, input().split())))"
 PAIRS = {"inputs": ["1 2\n", "3 4\n", "5 6\n"], "outputs": ["3\n", "7\n", "11\n"]}

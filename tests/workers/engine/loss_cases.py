@@ -15,11 +15,11 @@ from tests.workers.engine import cases, real_losses
 from verl.algos.policy_loss import POLICY_LOSS_REGISTRY, effective_loss_agg_mode, get_token_selector
 from verl.protocol import DataProto
 from verl.utils.fsdp_utils import full_tensor
-from verl.utils.seeding import sampling_seeds
+from verl.utils.numerics.seeding import sampling_seeds
 from verl.workers.config import FSDPActorConfig, FSDPCriticConfig, PolicyLossConfig
 from verl.workers.engine import BaseEngine
-from verl.workers.roles.utils.losses import SELECTION, ppo_loss, value_loss
-from verl.workers.roles.utils.selection import select_tokens
+from verl.workers.roles.losses import SELECTION, ppo_loss, value_loss
+from verl.workers.roles.selection import select_tokens
 
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 LOSSES = tuple(POLICY_LOSS_REGISTRY)

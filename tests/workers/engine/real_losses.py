@@ -12,7 +12,7 @@ from verl.protocol import DataProto
 from verl.utils.fsdp_utils import full_tensor
 from verl.workers.config import FSDPActorConfig, FSDPCriticConfig
 from verl.workers.engine import BaseEngine
-from verl.workers.roles.utils.losses import ppo_loss, value_loss
+from verl.workers.roles.losses import ppo_loss, value_loss
 
 ENTROPY, KL, CLIP, DUAL, CLIP_VALUE = 0.1, 0.2, 0.2, 3.0, 0.5
 ACTOR = FSDPActorConfig(

@@ -15,7 +15,7 @@ from verl.protocol import DataProto
 from verl.utils.fsdp_utils import full_tensor
 from verl.workers.config import FSDPActorConfig, PolicyLossConfig
 from verl.workers.engine import BaseEngine
-from verl.workers.roles.utils.losses import ppo_loss
+from verl.workers.roles.losses import ppo_loss
 
 LORA = {"model": {"lora_rank": 4, "lora_alpha": 8}}
 CASES: dict[int, dict[str, dict[str, Any]]] = {

@@ -9,9 +9,9 @@ from transformers import AutoConfig
 from verl.protocol import DataProto
 from verl.utils import flops_counter
 from verl.utils.flops_counter import FlopsCounter
-from verl.utils.flops_vision import image_lengths
-from verl.workers.roles.utils import accounting
-from verl.workers.roles.utils.accounting import INFERENCE, accounted, memory_metrics
+from verl.utils.vision.flops import image_lengths
+from verl.workers.roles import accounting
+from verl.workers.roles.accounting import INFERENCE, accounted, memory_metrics
 
 COUNTER = FlopsCounter(
     AutoConfig.for_model(

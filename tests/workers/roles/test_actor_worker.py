@@ -21,7 +21,7 @@ from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, Ra
 from verl.utils.metric import reduce_metrics
 from verl.workers.config import FSDPActorConfig, FSDPCriticConfig, FSDPCriticModelCfg, FSDPOptimizerConfig
 from verl.workers.roles import ActorWorker, CriticWorker
-from verl.workers.roles.utils.losses import ppo_loss
+from verl.workers.roles.losses import ppo_loss
 
 OPTIMIZER = FSDPOptimizerConfig(lr=cases.LR, weight_decay=0.01)
 ACTOR: dict[str, Any] = {

@@ -2,7 +2,7 @@
 
 import pytest
 
-from verl.workers.roles.utils.batching import Cut, per_rank_micro_batch, per_rank_mini_batch
+from verl.workers.roles.batching import Cut, per_rank_micro_batch, per_rank_mini_batch
 
 
 @pytest.mark.parametrize(

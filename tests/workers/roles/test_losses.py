@@ -12,7 +12,7 @@ from verl.algos.aggregate import UNITS, Extreme, agg_loss, count_units
 from verl.algos.policy_loss import POLICY_LOSS_REGISTRY
 from verl.protocol import DataProto
 from verl.workers.config import FSDPActorConfig, FSDPCriticConfig, PolicyLossConfig
-from verl.workers.roles.utils.losses import ppo_loss, sft_loss, value_loss
+from verl.workers.roles.losses import ppo_loss, sft_loss, value_loss
 
 ROWS, WIDTH = 6, 5
 LENGTHS = [5, 1, 3, 0, 4, 2]

@@ -8,7 +8,7 @@ import torch
 from verl.algos.aggregate import UNITS, Extreme, count_units
 from verl.protocol import DataProto
 from verl.utils.debug.metrics import calculate_debug_metrics
-from verl.workers.roles.utils.mismatch import finish_mismatch, mismatch_metrics
+from verl.workers.roles.mismatch import finish_mismatch, mismatch_metrics
 
 ROWS, WIDTH = 6, 8
 SPLITS = [[[0, 1, 2, 3, 4, 5]], [[0], [1], [2], [3], [4], [5]], [[2], [5, 0, 3], [4, 1]]]

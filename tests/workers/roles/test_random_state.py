@@ -10,7 +10,7 @@ import torch
 from tests.workers.engine import cases
 from tests.workers.roles import megatron_cases
 from verl.protocol import DataProto
-from verl.utils.seeding import seed_process
+from verl.utils.numerics.seeding import seed_process
 from verl.workers import config as nodes
 from verl.workers.roles import ActorWorker
 from verl.workers.rollout.random_state import preserved_random_state

@@ -19,8 +19,8 @@ from tests.workers.roles import reward_cases as cases
 from verl.base_config import ConfigError
 from verl.protocol import DataProto
 from verl.workers.config.reward_model import reward_model_config
+from verl.workers.rewards.chats import ChatSwitch
 from verl.workers.roles.reward_model import RewardModelWorker, at_last_token
-from verl.workers.roles.utils.retemplate import ChatSwitch
 
 ATOL = 1e-5
 COUNT = len(cases.QUESTIONS)

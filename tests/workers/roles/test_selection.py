@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from verl.protocol import DataProto
-from verl.utils.seeding import _mix, sampling_seeds
+from verl.utils.numerics.seeding import _mix, sampling_seeds
 from verl.workers.config import FSDPActorConfig, PolicyLossConfig
-from verl.workers.roles.utils.losses import SELECTION
-from verl.workers.roles.utils.selection import LOG_PROBS_VERSION, row_seeds, select_tokens
+from verl.workers.roles.losses import SELECTION
+from verl.workers.roles.selection import LOG_PROBS_VERSION, row_seeds, select_tokens
 
 ROWS, WIDTH = 4, 6
 

@@ -15,7 +15,7 @@ from examples.tiny_model import make_tiny_vl_model
 from tests.workers.rollout import tiny
 from verl.protocol import DataProto
 from verl.utils.dataset.rl_dataset import RLHFDataset, collate_fn
-from verl.utils.multi_modal import concat_multi_modal_inputs
+from verl.utils.vision.multi_modal import concat_multi_modal_inputs
 from verl.workers.config import HFModelConfig
 from verl.workers.rollout import build_rollout
 from verl.workers.rollout.base import BaseRollout

@@ -1,4 +1,4 @@
-"""Established name of the positions of GLM-4V; see ``verl.utils.vision_positions``."""
+"""Established name of the positions of GLM-4V; see ``verl.utils.vision.positions``."""
 
 from verl.models.transformers.qwen2_vl import get_rope_index
 

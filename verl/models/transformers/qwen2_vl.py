@@ -1,10 +1,10 @@
-"""Established name of the positions of Qwen2-VL and Qwen2.5-VL; see ``verl.utils.vision_positions``."""
+"""Established name of the positions of Qwen2-VL and Qwen2.5-VL; see ``verl.utils.vision.positions``."""
 
 from typing import Any
 
 from torch import Tensor
 
-from verl.utils.vision_positions import rope_of
+from verl.utils.vision.positions import rope_of
 
 
 def get_rope_index(

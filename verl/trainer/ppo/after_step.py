@@ -12,8 +12,8 @@ from verl.trainer.ppo.metric_utils import (
     compute_timing_metrics,
 )
 from verl.trainer.ppo.profiling import dump_memory
-from verl.trainer.ppo.startup import CLOCK
 from verl.trainer.ppo.traces import trace_batch
+from verl.trainer.run.clock import CLOCK
 from verl.utils.checkpoint import should_save_ckpt_esi
 
 if TYPE_CHECKING:

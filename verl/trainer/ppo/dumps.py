@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from verl.utils.tracking import plain
+from verl.utils.observe.tracking import plain
 
 if TYPE_CHECKING:
     from verl.protocol import DataProto

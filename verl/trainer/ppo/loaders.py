@@ -12,7 +12,7 @@ from verl.trainer.ppo.steps import loader_batch_size
 from verl.utils.dataset.factory import create_rl_dataset, create_rl_sampler
 from verl.utils.dataset.loader import stateful_loader
 from verl.utils.dataset.rl_dataset import collate_fn as default_collate_fn
-from verl.utils.seeding import seed_process
+from verl.utils.numerics.seeding import seed_process
 
 if TYPE_CHECKING:
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer

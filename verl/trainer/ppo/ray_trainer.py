@@ -23,8 +23,6 @@ from verl.trainer.ppo.phases import check_rollout, checked_phase, needs_old_log_
 from verl.trainer.ppo.profiling import check_steps, end_profiling, start_profiling, stop_profiling
 from verl.trainer.ppo.resources import ResourcePoolManager, create_worker_groups
 from verl.trainer.ppo.reward import PendingReward
-from verl.trainer.ppo.run import RunOutput
-from verl.trainer.ppo.startup import CLOCK
 from verl.trainer.ppo.steps import set_total_training_steps
 from verl.trainer.ppo.traces import start_traces
 from verl.trainer.ppo.trail import NO_TRAIL, Trail
@@ -37,14 +35,16 @@ from verl.trainer.ppo.utils import (
     reference_is_in_actor,
 )
 from verl.trainer.ppo.validation import validate
+from verl.trainer.run.clock import CLOCK
+from verl.trainer.run.output import RunOutput
 from verl.utils.debug.metrics import calculate_debug_metrics
-from verl.utils.flops_vision import image_lengths
 from verl.utils.metric import reduce_metrics
-from verl.utils.multi_modal import count_shared_bytes, share
+from verl.utils.numerics.seeding import derive_seed, prompt_uids, sampling_seeds
 from verl.utils.profiler import marked_timer
 from verl.utils.rollout_skip import RolloutSkip
-from verl.utils.seeding import derive_seed, prompt_uids, sampling_seeds
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions, log_seqlen_unbalance
+from verl.utils.vision.flops import image_lengths
+from verl.utils.vision.multi_modal import count_shared_bytes, share
 
 __all__ = [
     "RayPPOTrainer",

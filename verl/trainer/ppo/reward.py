@@ -13,8 +13,8 @@ from torch import Tensor
 from verl.protocol import DataProto, DataProtoFuture
 from verl.utils.metric import reduce_metrics
 from verl.utils.ray_utils import without_nsight
-from verl.workers.reward_manager.loading import get_custom_reward_fn, load_reward_manager
-from verl.workers.reward_manager.scoring import FAILURE_COLUMN, RewardError, ScoringLimits
+from verl.workers.rewards.loading import get_custom_reward_fn, load_reward_manager
+from verl.workers.rewards.scoring import FAILURE_COLUMN, RewardError, ScoringLimits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

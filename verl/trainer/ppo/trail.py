@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from verl.trainer.ppo.dumps import ground_truths
-from verl.utils.digest import column_digest, tensor_digest
-from verl.utils.tracking import plain
+from verl.utils.observe.digest import column_digest, tensor_digest
+from verl.utils.observe.tracking import plain
 
 if TYPE_CHECKING:
     from verl.protocol import DataProto

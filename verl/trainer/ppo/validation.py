@@ -14,7 +14,7 @@ from verl.trainer.ppo.metric_utils import failure_metrics, process_validation_me
 from verl.trainer.ppo.phases import check_rollout
 from verl.trainer.ppo.reward import compute_reward
 from verl.trainer.ppo.traces import trace_batch
-from verl.utils.seeding import prompt_uids, sampling_seeds
+from verl.utils.numerics.seeding import prompt_uids, sampling_seeds
 
 if TYPE_CHECKING:
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer

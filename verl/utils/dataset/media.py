@@ -11,8 +11,8 @@ from transformers import ProcessorMixin
 
 from verl.utils.dataset.files import ColumnCheck
 from verl.utils.dataset.vision_utils import MediaError, check_image, check_video, load_video, process_image
-from verl.utils.vision_positions import PositionError, vision_rope
-from verl.utils.vision_positions import position_ids as vision_position_ids
+from verl.utils.vision.positions import PositionError, vision_rope
+from verl.utils.vision.positions import position_ids as vision_position_ids
 
 MARKERS = {"image": "<image>", "video": "<video>"}
 TEXT_KEYS = frozenset(

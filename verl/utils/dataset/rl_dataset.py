@@ -27,7 +27,7 @@ from verl.utils.dataset.files import (
 from verl.utils.dataset.media import Media, MediaEncoder, check_media, model_inputs
 from verl.utils.dataset.rows import check_prompt_rows, check_vision_rows
 from verl.utils.dataset.vision_utils import MediaError
-from verl.utils.vision_positions import position_ids
+from verl.utils.vision.positions import position_ids
 
 logger = logging.getLogger(__name__)
 

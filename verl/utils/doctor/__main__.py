@@ -5,7 +5,7 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
-from verl.utils.console import get_console
+from verl.utils.observe.console import get_console
 
 if TYPE_CHECKING:
     from verl.utils.doctor.checks import Finding

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from verl.utils.log_probs import CHUNK_ELEMENTS, CHUNK_ELEMENTS_DEFAULT
+from verl.utils.numerics.log_probs import CHUNK_ELEMENTS, CHUNK_ELEMENTS_DEFAULT
 
 
 def vocab_range(vocab_size: int, group: ProcessGroup | None) -> tuple[int, int]:

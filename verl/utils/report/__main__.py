@@ -8,7 +8,7 @@ import argparse
 import importlib.util
 import sys
 
-from verl.utils.console import get_console
+from verl.utils.observe.console import get_console
 from verl.utils.report.compare import compare_runs
 from verl.utils.report.folder import record_of
 from verl.utils.report.page import REPORT_NAME, write_report

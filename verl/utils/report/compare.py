@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verl.utils.observe.record import Entry, read_entries
 from verl.utils.report.folder import record_of
-from verl.utils.run_record import Entry, read_entries
 
 VOLATILE = ("timing_s/", "timing_per_token_ms/", "perf/", "weight_sync/", "train/mfu", "train/time")
 """Metrics of time and memory: two equal runs may differ in them."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from verl.utils.run_record import Entry
+from verl.utils.observe.record import Entry
 
 T = TypeVar("T")
 

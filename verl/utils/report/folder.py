@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from verl.utils.run_record import RECORD_NAME
+from verl.utils.observe.record import RECORD_NAME
 
 
 def record_of(run: str | Path) -> Path:

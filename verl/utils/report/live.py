@@ -6,9 +6,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from verl.utils.console import get_console
+from verl.utils.observe.console import get_console
+from verl.utils.observe.record import RECORD_NAME, Entry, merge_entry, parse_line
 from verl.utils.report.flags import find_flags, points_of
-from verl.utils.run_record import RECORD_NAME, Entry, merge_entry, parse_line
 
 ROWS: tuple[tuple[str, str, str], ...] = (
     ("train/loss", "loss", "{:.4f}"),

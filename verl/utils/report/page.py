@@ -8,11 +8,11 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from verl.utils.observe.record import read_entries
 from verl.utils.report.flags import MIN_STEPS, Entries, Flag, find_flags, points_of
 from verl.utils.report.folder import record_of
 from verl.utils.report.panels import PANELS, WHY_ABSENT, draw_panels, expected_panels
 from verl.utils.report.style import css_variables
-from verl.utils.run_record import read_entries
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from verl.utils.curves import KL_METRICS, MISMATCH_METRICS, STEP_PHASES, as_bars
+from verl.utils.observe.curves import KL_METRICS, MISMATCH_METRICS, STEP_PHASES, as_bars
 from verl.utils.report.flags import Entries, Flag, Points, memory_of_workers, points_of, seconds_of_workers
 from verl.utils.report.style import COLORS, HEAT, RC, as_svg
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.base_config import BaseConfig, Violation
+from verl.utils.observe.rollout_trace import BACKENDS
 from verl.utils.profiler.config import ProfilerConfig
-from verl.utils.rollout_trace import BACKENDS
 from verl.workers.config.actor import positive_rules
 
 ROLLOUTS = ("vllm", "sglang", "hf")

@@ -1,11 +1,14 @@
-"""Reward managers: they turn a batch of responses into token-level scores."""
+"""Established path of the reward managers."""
 
-from verl.workers.reward_manager.abstract import AbstractRewardManager
-from verl.workers.reward_manager.batch import BatchRewardManager
-from verl.workers.reward_manager.dapo import DAPORewardManager
-from verl.workers.reward_manager.naive import NaiveRewardManager
-from verl.workers.reward_manager.prime import PrimeRewardManager
-from verl.workers.reward_manager.registry import get_reward_manager_cls, register
+from verl.workers.rewards import (
+    AbstractRewardManager,
+    BatchRewardManager,
+    DAPORewardManager,
+    NaiveRewardManager,
+    PrimeRewardManager,
+    get_reward_manager_cls,
+    register,
+)
 
 __all__ = [
     "AbstractRewardManager",

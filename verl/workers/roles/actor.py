@@ -8,12 +8,12 @@ from verl.single_controller.base.decorator import Dispatch, make_nd_compute_data
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.profiler.profile import DistProfiler
 from verl.workers.config.engine import NCCL_TIMEOUT_S
+from verl.workers.roles.accounting import memory_metrics
 from verl.workers.roles.base import EngineWorker, average_metrics, effective_engine_config
-from verl.workers.roles.utils.accounting import memory_metrics
-from verl.workers.roles.utils.batching import Cut, per_rank_mini_batch, policy_update_meta, temperature_of
-from verl.workers.roles.utils.losses import as_engine_loss, ppo_loss
-from verl.workers.roles.utils.mismatch import finish_mismatch
-from verl.workers.roles.utils.selection import select_tokens
+from verl.workers.roles.batching import Cut, per_rank_mini_batch, policy_update_meta, temperature_of
+from verl.workers.roles.losses import as_engine_loss, ppo_loss
+from verl.workers.roles.mismatch import finish_mismatch
+from verl.workers.roles.selection import select_tokens
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

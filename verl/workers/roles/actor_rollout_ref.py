@@ -10,18 +10,18 @@ from omegaconf import OmegaConf
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils.config import omega_conf_to_dataclass
-from verl.utils.multi_modal import take_fetched_bytes
 from verl.utils.profiler import ProfilerConfig
 from verl.utils.profiler.performance import reduce_timing, simple_timer, topk_reduce_ratio_min_max
 from verl.utils.profiler.profile import DistProfiler
+from verl.utils.vision.multi_modal import take_fetched_bytes
 from verl.workers.config import CheckpointConfig
 from verl.workers.engine import BaseEngine
+from verl.workers.roles.accounting import begin_peak, memory_metrics, memory_of, mfu
 from verl.workers.roles.base import EngineWorker, average_metrics, effective_engine_config
-from verl.workers.roles.utils.accounting import begin_peak, memory_metrics, memory_of, mfu
-from verl.workers.roles.utils.batching import Cut, per_rank_micro_batch, per_rank_mini_batch, policy_update_meta
-from verl.workers.roles.utils.losses import ppo_loss
-from verl.workers.roles.utils.mismatch import finish_mismatch
-from verl.workers.roles.utils.selection import LOG_PROBS_VERSION, select_tokens
+from verl.workers.roles.batching import Cut, per_rank_micro_batch, per_rank_mini_batch, policy_update_meta
+from verl.workers.roles.losses import ppo_loss
+from verl.workers.roles.mismatch import finish_mismatch
+from verl.workers.roles.selection import LOG_PROBS_VERSION, select_tokens
 from verl.workers.rollout import build_rollout
 from verl.workers.sharding_manager import build_sharding_manager
 

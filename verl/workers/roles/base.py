@@ -13,17 +13,17 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.base.profiling import DistProfilerExtension
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.device import get_torch_device, is_cuda_available, is_npu_available
-from verl.utils.digest import random_state_digest, weights_digest
 from verl.utils.distributed import initialize_global_process_group_ray
 from verl.utils.flops_counter import FlopsCounter
 from verl.utils.megatron.ranks import place_of
 from verl.utils.metric import reduce_metrics
+from verl.utils.numerics.seeding import seed_process
+from verl.utils.observe.digest import random_state_digest, weights_digest
 from verl.utils.profiler.profile import DistProfiler, RoleProfilers
 from verl.utils.profiler.ranges import captured_range
 from verl.utils.py_functional import append_to_dict
-from verl.utils.seeding import seed_process
 from verl.workers.engine import BaseEngine, EngineRegistry
-from verl.workers.roles.utils.accounting import INFERENCE, accounted
+from verl.workers.roles.accounting import INFERENCE, accounted
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

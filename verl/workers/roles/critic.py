@@ -8,8 +8,8 @@ from verl.single_controller.base.decorator import Dispatch, make_nd_compute_data
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.profiler.profile import DistProfiler
 from verl.workers.roles.base import EngineWorker, average_metrics, effective_engine_config
-from verl.workers.roles.utils.batching import Cut, per_rank_micro_batch, per_rank_mini_batch
-from verl.workers.roles.utils.losses import as_engine_loss, value_loss
+from verl.workers.roles.batching import Cut, per_rank_micro_batch, per_rank_mini_batch
+from verl.workers.roles.losses import as_engine_loss, value_loss
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

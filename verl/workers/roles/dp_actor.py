@@ -13,10 +13,10 @@ from verl.protocol import DataProto
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.engine import BaseEngine, FSDPEngineWithLMHead
 from verl.workers.roles.base import effective_engine_config, list_metrics
-from verl.workers.roles.utils.batching import Cut, given_cut, policy_update_meta, temperature_of, with_meta
-from verl.workers.roles.utils.losses import ppo_loss
-from verl.workers.roles.utils.mismatch import finish_mismatch
-from verl.workers.roles.utils.selection import select_tokens
+from verl.workers.roles.batching import Cut, given_cut, policy_update_meta, temperature_of, with_meta
+from verl.workers.roles.losses import ppo_loss
+from verl.workers.roles.mismatch import finish_mismatch
+from verl.workers.roles.selection import select_tokens
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

@@ -11,8 +11,8 @@ from verl.protocol import DataProto
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.engine import BaseEngine, FSDPEngineWithValueHead
 from verl.workers.roles.base import effective_engine_config, list_metrics
-from verl.workers.roles.utils.batching import Cut, given_cut, with_meta
-from verl.workers.roles.utils.losses import value_loss
+from verl.workers.roles.batching import Cut, given_cut, with_meta
+from verl.workers.roles.losses import value_loss
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

@@ -8,11 +8,11 @@ from verl.protocol import DataProto
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config.reward_model import reward_model_config
 from verl.workers.engine import BaseEngine, EngineRegistry
+from verl.workers.rewards.chats import ChatSwitch
+from verl.workers.roles.batching import Cut
 from verl.workers.roles.dp_actor import EngineActor
 from verl.workers.roles.dp_critic import EngineCritic
 from verl.workers.roles.reward_model import at_last_token, inference_engine_config, last_values
-from verl.workers.roles.utils.batching import Cut
-from verl.workers.roles.utils.retemplate import ChatSwitch
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

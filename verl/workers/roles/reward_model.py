@@ -21,10 +21,10 @@ from verl.utils.profiler.profile import DistProfiler
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.config import CheckpointConfig, FSDPEngineConfig, HFModelConfig, McoreEngineConfig
 from verl.workers.config.reward_model import reward_model_config
+from verl.workers.rewards.chats import ChatSwitch
+from verl.workers.rewards.judge import Judge
 from verl.workers.roles.base import EngineWorker, effective_engine_config
-from verl.workers.roles.utils.batching import Cut, per_rank_micro_batch
-from verl.workers.roles.utils.judge import Judge
-from verl.workers.roles.utils.retemplate import ChatSwitch
+from verl.workers.roles.batching import Cut, per_rank_micro_batch
 from verl.workers.rollout import build_rollout
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from verl.protocol import DataProto
-from verl.utils.vision_positions import continued
+from verl.utils.vision.positions import continued
 
 if TYPE_CHECKING:
     from verl.workers.config import RolloutConfig
@@ -78,7 +78,8 @@ def sampling_seeds_of(prompts: DataProto) -> list[int]:
     """
     if "sampling_seed" not in prompts.batch:
         raise ValueError(
-            "the batch has no sampling_seed (B,): make it with verl.utils.seeding.sampling_seeds(run_seed, step, ...)"
+            "the batch has no sampling_seed (B,): make it with "
+            "verl.utils.numerics.seeding.sampling_seeds(run_seed, step, ...)"
         )
     seeds: list[int] = prompts.batch["sampling_seed"].tolist()
     return seeds

@@ -11,8 +11,8 @@ from verl.protocol import DataProto
 from verl.utils import envs
 from verl.utils.device import get_device_name
 from verl.utils.faults import fault_point
-from verl.utils.multi_modal import concat_multi_modal_inputs
-from verl.utils.vision_positions import continued
+from verl.utils.vision.multi_modal import concat_multi_modal_inputs
+from verl.utils.vision.positions import continued
 from verl.workers.rollout.base import NO_WEIGHTS, BaseRollout, Bucket
 from verl.workers.rollout.batch import (
     build_output,

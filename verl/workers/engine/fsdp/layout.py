@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from verl.utils.device import get_device_id, get_device_name, get_process_group_backend
+from verl.utils.device.gloo import use_one_thread
 from verl.utils.distributed import take_over_timeout
-from verl.utils.gloo import use_one_thread
 from verl.workers.engine.accumulate import Shares
 
 if TYPE_CHECKING:

@@ -11,10 +11,10 @@ from torch.distributed import ProcessGroup
 
 from verl.base_config import as_yaml
 from verl.utils.device import get_device_id, get_device_name, get_process_group_backend
+from verl.utils.device.gloo import use_one_thread
 from verl.utils.distributed import group_timeout
-from verl.utils.gloo import use_one_thread
 from verl.utils.megatron.ranks import expert_layout_problem
-from verl.utils.seeding import derive_seed, seed_process
+from verl.utils.numerics.seeding import derive_seed, seed_process
 from verl.workers.engine.accumulate import Shares
 
 if TYPE_CHECKING:

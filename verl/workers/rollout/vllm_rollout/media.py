@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from verl.protocol import DataProto
-from verl.utils.multi_modal import resolve
-from verl.utils.vision_positions import VisionRope
+from verl.utils.vision.multi_modal import resolve
+from verl.utils.vision.positions import VisionRope
 
 if TYPE_CHECKING:
     from verl.workers.config import RolloutConfig

@@ -1,0 +1,297 @@
+import json
+import logging
+import os
+import struct
+import subprocess
+import sys
+import threading
+import traceback
+from types import SimpleNamespace
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from omegaconf import OmegaConf
+
+from verl.base_config import ConfigError, Violation
+from verl.single_controller.base.errors import CallSite
+from verl.single_controller.ray.waiting import Failure, Seat, explain
+from verl.trainer.ppo.utils import Role, _tell_no_critic, need_critic
+from verl.trainer.run import inputs, launch, terminal
+from verl.trainer.run.clock import StartupClock
+from verl.trainer.run.display import LocalDisplay, Progress
+
+
+def test_the_launching_process_needs_neither_torch_nor_transformers():
+    code = (
+        "import sys, verl.trainer.main_ppo, verl.trainer.run.inputs, verl.trainer.run.launch\n"
+        "print([name for name in ('torch', 'transformers', 'tensordict', 'vllm') if name in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert out.stdout.strip() == "[]"
+
+
+# ---- files
+
+
+def write_rows(path, **columns):
+    pq.write_table(pa.table(columns), path)
+    return str(path)
+
+
+def data_config(train, val, **data):
+    keys = {"train_files": train, "val_files": val, "prompt_key": "prompt", "train_batch_size": 2}
+    return OmegaConf.create({"data": keys | data})
+
+
+def test_data_files_are_read_to_their_footer(tmp_path):
+    good = write_rows(tmp_path / "good.parquet", prompt=["a", "b", "c"])
+    inputs.check_data(data_config(good, [good]))
+    inputs.check_data(data_config([good, good], None, train_batch_size=6))
+    inputs.check_data(data_config("hdfs://x/y.parquet", good))
+    inputs.check_data(data_config("nowhere", None, custom_cls={"path": "my.py"}))
+    (tmp_path / "text.parquet").write_text("no parquet")
+    cases = [
+        (str(tmp_path / "text.parquet"), "data.train_files=.*text.parquet: cannot be read as parquet"),
+        (write_rows(tmp_path / "other.parquet", question=["a"]), r"no column 'prompt'.*\['question'\]"),
+        (write_rows(tmp_path / "empty.parquet", prompt=pa.array([], pa.string())), "has no row"),
+        (write_rows(tmp_path / "one.parquet", prompt=["a"]), "1 rows in all, fewer than data.train_batch_size=2"),
+    ]
+    for path, text in cases:
+        with pytest.raises(inputs.InputError, match=text):
+            inputs.check_data(data_config(path, good))
+
+
+def write_safetensors(path, cut=0):
+    header = json.dumps({"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}).encode()
+    content = struct.pack("<Q", len(header)) + header + bytes(16)
+    path.write_bytes(content[: len(content) - cut])
+
+
+def test_model_folders_must_hold_whole_weights_and_a_tokenizer(tmp_path):
+    key, weights = "actor_rollout_ref.model.path", tmp_path / "model.safetensors"
+    inputs.check_model(key, "Qwen/Qwen2.5-0.5B")  # the hub is not asked
+    with pytest.raises(inputs.InputNotFoundError, match="holds no weights"):
+        inputs.check_model(key, str(tmp_path))
+    for cut, text in ((1, "is cut short: "), (30, "cut short in its header"), (1000, "not a safetensors file")):
+        write_safetensors(weights, cut)
+        with pytest.raises(inputs.InputError, match=text):
+            inputs.check_model(key, str(tmp_path))
+    write_safetensors(weights)
+    inputs.check_model(key, str(tmp_path), tokenizer=False)
+    with pytest.raises(FileNotFoundError, match="has no tokenizer"):
+        inputs.check_model(key, str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    inputs.check_model(key, str(tmp_path))
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "gone.safetensors"}}))
+    with pytest.raises(inputs.InputNotFoundError, match=r"missing: \['gone.safetensors'\]"):
+        inputs.check_model(key, str(tmp_path))
+
+
+# ---- Ray
+
+
+def run_config(tmp_path, **ray_init):
+    return OmegaConf.create(
+        {
+            "trainer": {"device": "cpu", "default_local_dir": str(tmp_path)},
+            "ray_kwargs": {"ray_init": ray_init, "timeline_json_file": None},
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    "options, environment, expected",
+    [
+        ({}, None, {"address": "local", "include_dashboard": False}),
+        ({"num_cpus": 3, "include_dashboard": True}, None, {"num_cpus": 3, "include_dashboard": True}),
+        ({"address": "10.0.0.1:6379", "num_cpus": None}, None, {"address": "10.0.0.1:6379"}),
+        ({}, "10.0.0.1:6379", {"address": None}),
+    ],
+)
+def test_ray_is_local_unless_an_address_is_given(tmp_path, monkeypatch, options, environment, expected):
+    seen = {}
+    monkeypatch.setattr(launch.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(launch.ray, "init", lambda **kwargs: seen.update(kwargs))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if environment:
+        monkeypatch.setenv("RAY_ADDRESS", environment)
+    assert launch.start_ray(run_config(tmp_path, **options))
+    assert {name: seen[name] for name in expected} == expected
+    assert ("num_cpus" in seen) == (options.get("num_cpus") is not None)
+
+
+def test_the_runtime_environment_yields_to_the_process_and_to_the_user(tmp_path, monkeypatch):
+    config = run_config(tmp_path)
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    env = launch.runtime_env(config, {"env_vars": {"VLLM_LOGGING_LEVEL": "INFO"}, "pip": []})
+    assert "NCCL_DEBUG" not in env["env_vars"] and env["pip"] == [] and env["working_dir"] is None
+    assert env["env_vars"]["VLLM_LOGGING_LEVEL"] == "INFO" and env["env_vars"]["OMP_NUM_THREADS"] == "1"
+    config.trainer.device = "cuda"
+    assert "OMP_NUM_THREADS" not in launch.runtime_env(config, {})["env_vars"]
+
+
+def test_a_failure_is_told_by_its_cause(tmp_path):
+    cause = ValueError("data.train_files: no such file")
+    cause.add_note("in training step 3 of 7")
+    cause.add_note("--- in the worker\n  File x")
+    inner = launch.ray.exceptions.RayTaskError("work", "inner trace", cause)
+    outer = launch.ray.exceptions.RayTaskError("run", "Traceback\nouter trace", inner)
+    message = launch.report_failure(outer, run_config(tmp_path))
+    log = tmp_path / "error.log"
+    assert message.splitlines() == [
+        "Error: ValueError: data.train_files: no such file",
+        "in training step 3 of 7",
+        f"The whole trace is in {log}",
+    ]
+    assert "outer trace" in log.read_text()
+
+
+def test_what_the_constructor_of_a_worker_raised_is_told():
+    """Ray's text begins with the stack, and the exception at hand stands behind those that came before it."""
+    try:
+        try:
+            open("/nowhere/model")
+        except OSError as error:
+            raise ConfigError([Violation("a", 1, "wrong"), Violation("b", 2, "wrong")]) from error
+    except ConfigError as error:
+        cause = launch.ray.exceptions.RayTaskError("Worker.__init__", traceback.format_exc(), error)
+    error = explain(
+        CallSite("pool", "actor", "init_model"),
+        [Seat(0, "worker_0", None)],
+        [None],
+        Failure(0, launch.ray.exceptions.ActorDiedError(cause)),
+    )
+    lines = launch.describe(error).splitlines()
+    assert "rank 0" in lines[0] and lines[0].endswith("ConfigError: 2 problems:")
+    assert lines[1:] == ["  - a=1: wrong", "  - b=2: wrong"]
+    assert "/nowhere/model" in str(error)  # of the log
+
+
+def test_stack_traces_of_other_processes_are_left_to_the_log():
+    error = RuntimeError("worker rank 1 raised: RuntimeError: no\nTraceback (most recent call last):\n  File x\nlast")
+    assert launch.describe(error) == "RuntimeError: worker rank 1 raised: RuntimeError: no"
+    assert launch.describe(ValueError("2 problems:\n  - a\n  - b")) == "ValueError: 2 problems:\n  - a\n  - b"
+
+
+# ---- what a person sees
+
+
+STEP = {"critic/score/mean": 0.5, "perf/total_num_tokens": 3000, "perf/time_per_step": 2.0, "timing_s/step": 2.0}
+
+
+def test_progress_lines(capsys, monkeypatch):
+    monkeypatch.setenv("VERL_PROGRESS", "lines")
+    clock = iter([0.0, 10.0, 13.0])
+    monkeypatch.setattr("verl.trainer.run.display.time.monotonic", lambda: next(clock))
+    progress = Progress(total_steps=10, start_step=4)
+    progress.note({"val-core/gsm8k/acc/mean@1": 0.25})
+    progress.update(5, STEP)
+    assert capsys.readouterr().out == (
+        "step 5/10 | reward 0.500 | validation 0.250 | 1,500 tokens/s | 2.00 s | 0:00:15 left\n"
+    )
+    monkeypatch.setenv("VERL_PROGRESS", "loud")
+    with pytest.raises(ValueError, match="VERL_PROGRESS='loud'"):
+        LocalDisplay()
+
+
+def test_a_bar_moves_below_the_lines(capsys, monkeypatch):
+    monkeypatch.setenv("VERL_PROGRESS", "bar")
+    display = LocalDisplay()
+    monkeypatch.setattr("verl.trainer.run.display._display", display)
+    progress = Progress(total_steps=10, start_step=4)
+    display.write("a line")
+    progress.update(5, STEP)
+    progress.close()
+    display.write("another")
+    out, err = capsys.readouterr()
+    assert "a line" in out and out.endswith("another\n")
+    last = err.split("\r")[-1]
+    assert "training  50% |" in last and "5/10" in last and "left, reward 0.500 | 1,500 tokens/s" in last
+
+
+def test_what_the_trainer_sends_arrives_in_order(capsys, monkeypatch):
+    store = {}
+    monkeypatch.setenv("VERL_PROGRESS", "lines")
+    monkeypatch.setattr(terminal, "_internal_kv_put", lambda key, value, namespace: store.update({key: value}))
+    monkeypatch.setattr(terminal, "_internal_kv_get", lambda key, namespace: store.get(key))
+    monkeypatch.setattr(terminal, "_internal_kv_del", lambda key, namespace: store.pop(key))
+    receiver = terminal.Terminal(LocalDisplay())
+    sender = terminal.RemoteDisplay(receiver.name)
+    handler = terminal._Warnings(sender)
+    sender.write("one")
+    handler.handle(logging.LogRecord("verl.x", logging.WARNING, "x.py", 1, "two %d", (2,), None))
+    handler.handle(logging.LogRecord("verl.x", logging.ERROR, "x.py", 1, "the end", (), None))
+    receiver.show()
+    sender.progress(5, 10, 4, "reward 0.5", 2.0)
+    receiver.show()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["one", "WARNING: two 2"] and lines[2].startswith("step 5/10 | reward 0.5 | 2.00 s")
+    assert len(lines) == 3 and not store
+
+
+def test_lines_of_two_threads_do_not_overwrite_each_other(monkeypatch):
+    """The second line comes while the first is on its way to the store, and waits for it."""
+    store, second = {}, []
+
+    def put(key, value, namespace):
+        if not second:
+            second.append(threading.Thread(target=sender.write, args=("two",)))
+            second[0].start()
+            second[0].join(timeout=0.2)
+        store[key] = value
+
+    monkeypatch.setattr(terminal, "_internal_kv_put", put)
+    sender = terminal.RemoteDisplay("x")
+    sender.write("one")
+    second[0].join()
+    assert sorted(store) == [b"x:0", b"x:1"]
+
+
+def test_startup_parts_add_up(capsys):
+    clock = StartupClock()
+    for name, at in (("launch", 10.0), ("imports", 11.5), ("workers", 15.0), ("first_step", 18.0)):
+        clock.mark(name, at)
+    spans = clock.report()
+    assert spans == {f"timing_s/startup/{n}": s for n, s in zip(("imports", "workers", "first_step", "total"),
+                                                               (1.5, 3.5, 3.0, 8.0), strict=True)}  # fmt: skip
+    assert "8.0 s (imports 1.5, workers 3.5, first_step 3.0)" in capsys.readouterr().out
+    clock.mark("first_step")
+    assert clock.report() == {}
+
+
+# ---- roles
+
+
+def test_roles_and_their_names():
+    assert [str(role) for role in Role] == "actor rollout actor_rollout critic ref rm actor_rollout_ref".split()
+    assert [role.value for role in Role] == list(range(7))
+    assert Role.from_string("Actor_Rollout") is Role.ActorRollout
+    with pytest.raises(ValueError, match="no role 'judge'"):
+        Role.from_string("judge")
+
+
+@pytest.mark.parametrize(
+    "enable, estimator, needed", [(None, "gae", True), (None, "grpo", False), (True, "grpo", True)]
+)
+def test_who_needs_a_critic(enable, estimator, needed, caplog):
+    config = SimpleNamespace(critic=SimpleNamespace(enable=enable), algorithm=SimpleNamespace(adv_estimator=estimator))
+    _tell_no_critic.cache_clear()
+    with caplog.at_level(logging.INFO):
+        assert need_critic(config) is needed
+    assert ("no critic" in caplog.text) is (not needed)
+
+
+def test_without_a_home_the_token_of_ray_is_in_the_environment(tmp_path, monkeypatch):
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    launch.give_token_without_home()
+    assert "RAY_AUTH_TOKEN" not in os.environ  # Ray makes and keeps its own
+    monkeypatch.setenv("HOME", "/dev/null/none")
+    monkeypatch.setattr(launch.envs, "write", lambda values: [monkeypatch.setenv(*pair) for pair in values.items()])
+    launch.give_token_without_home()
+    token = os.environ["RAY_AUTH_TOKEN"]
+    launch.give_token_without_home()
+    assert len(token) == 64 and os.environ["RAY_AUTH_TOKEN"] == token

@@ -1,0 +1,1 @@
+"""What every run has, whatever the algorithm: checks, launch, display, output, clock."""

@@ -1,0 +1,55 @@
+"""Where the time from launch to the end of the first step goes."""
+
+import time
+from typing import Any
+
+from verl.utils.observe.console import get_console
+
+
+class StartupClock:
+    """Seconds between named moments, over the launching process and the trainer's.
+
+    Moments are wall-clock times, since two processes share them; a moment's name is that of what ended there.
+    """
+
+    def __init__(self) -> None:
+        self.moments: list[tuple[str, float]] = []
+        self.reported = False
+
+    @property
+    def last(self) -> str:
+        """The name of the last moment."""
+        return self.moments[-1][0] if self.moments else ""
+
+    def mark(self, name: str, at: float | None = None) -> None:
+        """Say that ``name`` has just ended, or did at a unix time; nothing counts any more after the report."""
+        if not self.reported:
+            self.moments.append((name, time.time() if at is None else at))
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds of each part after the first moment, and ``total``."""
+        if not self.moments:
+            return {}
+        spans: dict[str, float] = {}
+        for (_, start), (name, end) in zip(self.moments, self.moments[1:], strict=False):
+            spans[name] = spans.get(name, 0.0) + end - start
+        spans["total"] = self.moments[-1][1] - self.moments[0][1]
+        return spans
+
+    def report(self) -> dict[str, float]:
+        """Show the parts and return them as ``timing_s/startup/<part>``, once."""
+        spans = {} if self.reported else self.seconds()
+        if spans:
+            parts = ", ".join(f"{name} {value:.1f}" for name, value in spans.items() if name != "total")
+            get_console().info("launch to the end of the first step: %.1f s (%s)", spans["total"], parts)
+        self.reported = True
+        return {f"timing_s/startup/{name}": value for name, value in spans.items()}
+
+
+CLOCK = StartupClock()
+"""The clock of this process."""
+
+
+def receive_moments(actor: Any, moments: list[tuple[str, float]]) -> None:
+    """Take over the moments of the launching process, in the process of ``actor``."""
+    CLOCK.moments = [*moments, *CLOCK.moments]

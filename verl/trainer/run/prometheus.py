@@ -1,0 +1,63 @@
+"""Metrics of a run for Prometheus, exported by Ray beside its own (``trainer.prometheus``)."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from verl.utils.observe.console import get_console
+
+PREFIX = "verl_"
+_RUN_TAGS = ("project", "experiment")
+
+
+class PrometheusMetrics:
+    """Gauges with the last value of every metric; what is of a worker has the tags ``group`` and ``rank``.
+
+    Every process of Ray hands them to the agent of its node, which serves them at ``/metrics``; Ray puts ``ray_``
+    before each name.
+    """
+
+    def __init__(self, project: str, experiment: str) -> None:
+        self._tags = {"project": project, "experiment": experiment}
+        self._gauges: dict[str, Any] = {}
+        get_console().info("metrics for Prometheus: %s", ", ".join(endpoints()) or "Ray exports none")
+
+    def publish(self, metrics: Mapping[str, Any], details: Mapping[str, Any] | None = None) -> None:
+        """Set the gauges of the metrics, and of what the workers have reported."""
+        for name, value in metrics.items():
+            self._set(metric_name(name), value)
+        for group, reports in ((details or {}).get("workers") or {}).items():
+            for report in reports:
+                tags = {"group": group, "rank": str(report["rank"])}
+                for call, seconds in report["seconds"].items():
+                    self._set(f"{PREFIX}worker_seconds", seconds, tags | {"call": call})
+                for kind, gigabytes in report["memory"].items():
+                    self._set(f"{PREFIX}worker_memory_gb", gigabytes, tags | {"kind": kind.removesuffix("_gb")})
+                for name, value in report.get("generation", {}).items():
+                    self._set(f"{PREFIX}engine_{name}", value, tags)
+
+    def _set(self, name: str, value: Any, tags: Mapping[str, str] | None = None) -> None:
+        from ray.util.metrics import Gauge
+
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return  # of a number that is not finite Ray serves nothing, and no longer the last finite one
+        tags = {**self._tags, **(tags or {})}
+        if name not in self._gauges:
+            self._gauges[name] = Gauge(name, description=f"{name}, last value", tag_keys=tuple(tags))
+        self._gauges[name].set(float(value), tags=tags)
+
+
+def metric_name(metric: str) -> str:
+    """Return the name of a metric in the characters that Prometheus allows: ``actor/lr`` is ``verl_actor_lr``."""
+    return PREFIX + re.sub(r"\W+", "_", metric, flags=re.ASCII).strip("_")
+
+
+def endpoints() -> list[str]:
+    """Return the address at which each node of the cluster serves its metrics."""
+    import ray
+
+    return [
+        f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+        for node in ray.nodes()
+        if node["Alive"] and node.get("MetricsExportPort")
+    ]

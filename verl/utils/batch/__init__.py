@@ -1,0 +1,1 @@
+"""Operations on the columns that a batch is made of."""

@@ -1,0 +1,50 @@
+"""Gloo process groups whose collectives run in one thread, because torch's two corrupt the heap of the process.
+
+The fault, in ``c10d::ProcessGroupGloo::runLoop`` of torch 2.13: each thread of a group that has run a collective
+assigns its name to one ``std::string`` of the group (``lastCompletedWorkName``) after it has given up the lock. Names
+of more than 15 characters live on the heap: ``ALLGATHER_COALESCED``, by which ``DTensor.full_tensor`` gathers. Where
+both threads assign at once both free the old name, and the process dies later, by SIGSEGV or SIGABRT, wherever it next
+allocates memory. ``tests/utils/device/test_gloo.py`` shows it. Collectives of a group are enqueued in one order on all
+ranks, so a single thread changes nothing else.
+"""
+
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from verl.utils import envs
+
+
+def use_one_thread() -> None:
+    """Give every gloo group that this process makes from now on, whoever makes it, one thread; idempotent."""
+    if not dist.is_gloo_available():
+        return
+    group_class: Any = dist.ProcessGroupGloo
+    make = group_class.__init__
+    if getattr(make, "one_thread", False):
+        return
+
+    def __init__(
+        self: Any, store: Any, rank: int, size: int, options: Any = None, *, timeout: timedelta | None = None
+    ) -> None:
+        if not isinstance(options, group_class._Options):
+            timeout = options if timeout is None else timeout  # torch takes either as the fourth
+            options = _options(group_class, timeout)
+        options._threads = 1
+        make(self, store, rank, size, options)
+
+    __init__.one_thread = True  # type: ignore[attr-defined]
+    group_class.__init__ = __init__
+
+
+def _options(group_class: Any, timeout: timedelta | None) -> Any:
+    """Return the options that torch chooses for a gloo group."""
+    options = group_class._Options()
+    if timeout is not None:
+        options._timeout = timeout
+    names = [name for name in (envs.read("GLOO_SOCKET_IFNAME") or "").split(",") if name]
+    options._devices = [group_class.create_device(interface=name) for name in names] or [
+        group_class.create_default_device()
+    ]
+    return options

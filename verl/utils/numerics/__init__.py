@@ -1,0 +1,1 @@
+"""Numerical building blocks: log-probabilities, KL, schedules, seeds."""

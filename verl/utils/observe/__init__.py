@@ -1,0 +1,1 @@
+"""What a run records of itself: metrics, digests, traces, curves."""

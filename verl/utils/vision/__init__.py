@@ -1,0 +1,1 @@
+"""Images and videos: positions, FLOPs, batches, value models."""

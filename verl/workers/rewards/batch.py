@@ -1,0 +1,79 @@
+"""One call of the scorer for the whole batch."""
+
+import traceback
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from verl.utils.time_limit import TimeLimitExceeded, time_limit
+from verl.workers.rewards.abstract import AbstractRewardManager, RawScorer
+from verl.workers.rewards.registry import register
+from verl.workers.rewards.scoring import Sample, Score, batch_timeout_text, failed, settle
+
+if TYPE_CHECKING:
+    from verl.protocol import DataProto
+
+
+@register("batch")
+class BatchRewardManager(AbstractRewardManager):
+    """Calls ``compute_score(data_sources=, solution_strs=, ground_truths=, extra_infos=, **reward_kwargs)`` once.
+
+    The scores are written to ``batch["acc"]`` too.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        num_examine: int,
+        compute_score: RawScorer | None = None,
+        reward_fn_key: str = "data_source",
+        **reward_kwargs: Any,
+    ) -> None:
+        if compute_score is None:
+            raise ValueError(
+                "reward_model.reward_manager=batch scores whole batches, which no built-in scorer does: set "
+                "custom_reward_function.path to a file with compute_score(data_sources, solution_strs, ground_truths, "
+                "extra_infos)"
+            )
+        super().__init__(tokenizer, num_examine, compute_score, reward_fn_key)
+        self.reward_kwargs = reward_kwargs
+
+    def __call__(self, data: "DataProto", return_dict: bool = False) -> Tensor | dict[str, Any]:
+        """Score ``data``; see ``AbstractRewardManager``."""
+        return self.score_batch(data, return_dict, self._score_all, writes_acc=True)
+
+    def verify(self, data: "DataProto") -> list[float]:
+        """Return the score of each response."""
+        return [score.value for score in self.score_samples(data, self._score_all)[1]]
+
+    def _score_all(self, samples: list[Sample]) -> list[Score]:
+        """Score all samples; where the one call fails, all of them have failed."""
+
+        def all_failed(kind: str, text: str, trace: str = "") -> list[Score]:
+            return [failed(sample, kind, text, self.limits, trace) for sample in samples]
+
+        try:
+            with time_limit(self.limits.batch_timeout_s):
+                results = self.compute_score(
+                    data_sources=[sample.data_source for sample in samples],
+                    solution_strs=[sample.response for sample in samples],
+                    ground_truths=[sample.ground_truth for sample in samples],
+                    extra_infos=[sample.extra_info for sample in samples],
+                    **self.reward_kwargs,
+                )
+        except TimeLimitExceeded:
+            return all_failed("timed out", batch_timeout_text(self.limits), traceback.format_exc())
+        except (Exception, SystemExit) as error:  # user code raises anything; it goes on with the data named
+            text = f"the scorer raised {type(error).__name__}: {error}"
+            return all_failed("raised", text, traceback.format_exc())
+        count = len(results) if hasattr(results, "__len__") and not isinstance(results, str | dict) else None
+        if count != len(samples):
+            got = type(results).__name__ if count is None else f"{count} scores"
+            return all_failed("invalid", f"the scorer must return {len(samples)} scores, it returned {got}")
+        return [settle(result, sample, self.limits) for result, sample in zip(results, samples, strict=True)]
+
+    @classmethod
+    def call_scorer_example(cls, scorer: RawScorer) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return arguments as this manager passes them."""
+        return (), {"data_sources": [], "solution_strs": [], "ground_truths": [], "extra_infos": []}

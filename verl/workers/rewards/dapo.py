@@ -1,0 +1,88 @@
+"""One call per response, and a penalty for responses that come near the length limit."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from verl.workers.rewards.abstract import AbstractRewardManager, RawScorer
+from verl.workers.rewards.registry import register
+from verl.workers.rewards.scoring import Sample, Score, score_each
+
+if TYPE_CHECKING:
+    from verl.protocol import DataProto
+
+
+class OverlongBufferError(ValueError, AssertionError):
+    """The overlong buffer does not fit the response length."""
+
+
+@register("dapo")
+class DAPORewardManager(AbstractRewardManager):
+    """Scores as ``naive`` does, records the score as ``acc``, and adds the soft overlong punishment.
+
+    Source: DAPO (arXiv:2503.14476) section 3.4.
+
+    Args:
+        max_resp_len: tokens that a response may have.
+        overlong_buffer_cfg: ``enable``, ``len`` (tokens before the limit over which the penalty grows), and
+            ``penalty_factor`` (its size at the limit), ``log`` (whether it is returned as an extra).
+
+    Raises: OverlongBufferError without ``max_resp_len``, or where an enabled buffer does not fit into it.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        num_examine: int,
+        compute_score: RawScorer | None = None,
+        reward_fn_key: str = "data_source",
+        max_resp_len: int | None = None,
+        overlong_buffer_cfg: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(tokenizer, num_examine, compute_score, reward_fn_key)
+        self.overlong_buffer_cfg = overlong_buffer_cfg
+        self.max_resp_len = max_resp_len
+        self._punishes = overlong_buffer_cfg is not None and bool(overlong_buffer_cfg["enable"])
+        if overlong_buffer_cfg is not None:
+            if max_resp_len is None:
+                raise OverlongBufferError("max_resp_len must be given with overlong_buffer_cfg, got None")
+            if self._punishes and not 0 < overlong_buffer_cfg["len"] <= max_resp_len:
+                raise OverlongBufferError(
+                    f"overlong_buffer_cfg.len must be in [1, max_resp_len={max_resp_len}], "
+                    f"got {overlong_buffer_cfg['len']}"
+                )
+
+    def __call__(self, data: "DataProto", return_dict: bool = False) -> Tensor | dict[str, Any]:
+        """Score ``data``; see ``AbstractRewardManager``."""
+        return self.score_batch(data, return_dict, self._score_each, self._punish)
+
+    def _score_each(self, samples: list[Sample]) -> list[Score]:
+        scores = score_each(samples, self._score, self.limits)
+        for score in scores:
+            score.extras.setdefault("acc", score.value if score.failure is None else 0.0)
+        return scores
+
+    def _score(self, sample: Sample) -> Any:
+        eos = self.tokenizer.eos_token
+        return self.compute_score(
+            data_source=sample.data_source,
+            solution_str=sample.response.removesuffix(eos) if eos else sample.response,
+            ground_truth=sample.ground_truth,
+            extra_info=sample.extra_info,
+        )
+
+    def _punish(self, samples: Sequence[Sample], scores: Sequence[Score]) -> list[float]:
+        if not self._punishes:
+            return [score.value for score in scores]
+        assert self.overlong_buffer_cfg is not None and self.max_resp_len is not None
+        buffer, rewards = self.overlong_buffer_cfg["len"], []
+        for sample, score in zip(samples, scores, strict=True):
+            exceeded = sample.length - (self.max_resp_len - buffer)
+            penalty = min(-exceeded / buffer * self.overlong_buffer_cfg["penalty_factor"], 0.0)
+            score.extras.setdefault("score", score.value)  # what the filter of DAPO may read: without the penalty
+            if self.overlong_buffer_cfg.get("log", False):
+                score.extras |= {"overlong_reward": penalty, "overlong": penalty < 0}
+            rewards.append(score.value + penalty)
+        return rewards

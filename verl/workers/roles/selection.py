@@ -1,0 +1,88 @@
+"""The tokens that a policy loss treats differently, chosen over the whole mini-batch before its update."""
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from verl.algos.policy_loss import get_token_selector
+from verl.algos.policy_loss_cov import token_keys
+from verl.algos.policy_loss_registry import Whole
+from verl.utils.device import get_device_name
+from verl.workers.roles.losses import SELECTION
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from verl.protocol import DataProto
+    from verl.workers.config import ActorConfig
+    from verl.workers.engine import BaseEngine
+
+LOG_PROBS_VERSION = "old_log_probs_version"
+"""The key in ``meta_info`` of the weights that computed ``old_log_probs``."""
+
+
+class Shards(Whole):
+    """The shards of the data-parallel ranks."""
+
+    def __init__(self, group: "ProcessGroup") -> None:
+        self.group = group
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Add up (n,) values over the ranks, in their order: the result is the same on all."""
+        return self._rows(values).sum(0)
+
+    def gather(self, values: Tensor) -> Tensor:
+        """Join the (n,) values of the ranks, equally many each."""
+        return self._rows(values).flatten()
+
+    def _rows(self, values: Tensor) -> Tensor:
+        sent = values.to(get_device_name())
+        rows = [torch.empty_like(sent) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(rows, sent, group=self.group)
+        return torch.stack(rows).to(values.device)
+
+
+def select_tokens(config: "ActorConfig", engine: "BaseEngine", data: "DataProto", draw: int = 0) -> None:
+    """Add the selection (B, R) of the configured loss to a mini-batch; nothing where the loss has no selector.
+
+    Collective over the data-parallel ranks, whose shards make the mini-batch. It depends neither on how they are cut
+    nor on the order of the rows. The log-probabilities are those of the present weights: ``old_log_probs`` where the
+    weights have not changed since (``LOG_PROBS_VERSION`` in ``meta_info``), else those of a forward pass. ``draw``
+    tells passes over the same rows apart.
+    """
+    selector = get_token_selector(config.policy_loss.loss_mode)
+    if selector is None:
+        return
+    batch, mask = data.batch, data.batch["response_mask"]
+    unchanged = data.meta_info.get(LOG_PROBS_VERSION) == engine.weights_version
+    if unchanged and "old_log_probs" in batch.keys():
+        current = batch["old_log_probs"]
+    else:
+        asked = data.select()
+        asked.meta_info = data.meta_info | {"calculate_entropy": False, "calculate_full_kl": False}
+        current = engine.infer_batch(asked)["log_probs"].to(mask.device)
+    group = engine.get_data_parallel_group()
+    batch[SELECTION] = selector(
+        batch.get("old_log_probs", current),
+        current,
+        batch["advantages"],
+        mask,
+        config,
+        token_keys(row_seeds(data), mask.shape[1], draw),
+        Whole() if group is None else Shards(group),
+    )
+
+
+def row_seeds(data: "DataProto") -> Tensor:
+    """Return a seed for each row, (B,) int64, that says nothing of where the row is.
+
+    It is the seed that the response was sampled with, and without one a hash of its tokens.
+    """
+    batch = data.batch
+    if "sampling_seed" in batch.keys():
+        return batch["sampling_seed"]
+    mask = batch["response_mask"]
+    places = token_keys(torch.zeros(1, dtype=torch.int64, device=mask.device), mask.shape[1])
+    return ((batch["responses"].to(torch.int64) + 1) * places * mask).sum(-1)
