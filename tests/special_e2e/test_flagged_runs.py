@@ -22,15 +22,15 @@ LR, STEPS, LOSS = (
     "actor_rollout_ref.actor.policy_loss.loss_mode",
 )
 RUNS: dict[str, tuple[str, list[str], dict[str, str]]] = {
-    "none": ("as it is", [f"{STEPS}=20"], {}),
+    "none": ("none", [f"{STEPS}=20"], {}),
     "reward collapse": ("a learning rate of 2e-2", [f"{STEPS}=12", f"{LR}=2e-2"], {}),
     "entropy collapse": (
-        "from the base model, half of a score for a 7",
+        "starts from the base model; a 7 gives half a score",
         [f"{STEPS}=40", f"{LR}=2e-3", REWARDS, "custom_reward_function.name=sevens"],
         {"MODEL_PATH": "base"},
     ),
     "stale weights": (
-        "the weight sync of step 7 is left out",
+        "the weight sync of step 7 is skipped",
         [f"{STEPS}=12"],
         {"VERL_FAULT": "skip:weight_sync:step=7"},
     ),
@@ -51,7 +51,7 @@ RUNS: dict[str, tuple[str, list[str], dict[str, str]]] = {
         {},
     ),
     "straggler": (
-        "two workers, of which the second sleeps half a second in each generation",
+        "two workers; the second sleeps half a second in each generation",
         [f"{STEPS}=10"],
         {"WORKERS": "2", "VERL_FAULT": "slow:generate:rank=1"},
     ),
@@ -60,7 +60,7 @@ RUNS: dict[str, tuple[str, list[str], dict[str, str]]] = {
         [f"{STEPS}=14", PLUGIN, f"{LOSS}=leaky"],
         {},
     ),
-    "not finite": ("a policy loss that is once no number", [f"{STEPS}=8", PLUGIN, f"{LOSS}=not_finite"], {}),
+    "not finite": ("a policy loss that is NaN once", [f"{STEPS}=8", PLUGIN, f"{LOSS}=not_finite"], {}),
     "failed scores": (
         "a reward function that raises for every seventh prompt",
         [f"{STEPS}=8", REWARDS, "custom_reward_function.name=fails_for_some"],

@@ -148,7 +148,7 @@ def test_a_run_that_saves_beside_training_resumes(workspace, tp2, verification_p
     parts = {step: verify_checkpoint(killed.folder / f"global_step_{step}" / "actor") for step in (2, 4)}
     assert tracker.read_text() == "2" and parts[2] == [] != parts[4]
     resumed = workspace.train("async", overrides)
-    name = "GRPO, TP 2, saved beside training, killed while it writes and resumed"
+    name = "GRPO, TP 2, asynchronous save, killed during the write and resumed"
     write_down(verification_page, name, resumed, tp2, "GRPO, TP 2")
     for step in (3, 4):
         assert resumed.numbers(step) == tp2.numbers(step)
@@ -237,7 +237,7 @@ def test_experts_over_two_workers(workspace, verification_page, experts):
     run = workspace.train("ep2", model | {f"{LAYOUT}.expert_model_parallel_size": 2})
     assert_agrees(run)
     whole = workspace.train("dp2-experts", model)
-    write_down(verification_page, "GRPO, Qwen3 with experts, EP 2", run, whole, "the same, not cut")
+    write_down(verification_page, "GRPO, Qwen3 with experts, EP 2", run, whole, "the same without EP")
     assert_close(run, whole, range(1, 5))
 
 
