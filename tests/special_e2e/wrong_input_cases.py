@@ -73,7 +73,7 @@ DATA = [
     Case("data", "a custom data set without a name", written("mine.py", b"class Mine: pass\n", "data.custom_cls.path"), ("data.custom_cls.name=null: is missing: name the class in data.custom_cls.path={at}/mine.py",)),
     Case("data", "a custom data set that is not in its file", written("mine.py", b"class Mine: pass\n", "data.custom_cls.path", {"data.custom_cls.name": "Yours"}), ("data.custom_cls.name=Yours: {at}/mine.py does not define it; it defines Mine",)),
     Case("data", "a custom data set that is none", written("mine.py", b"class Mine: pass\n", "data.custom_cls.path", {"data.custom_cls.name": "Mine", **NO_WORKERS}), ("data.custom_cls.name='Mine' in '{at}/mine.py' must be a class derived from Dataset",), late="alone"),
-    Case("data", "no prompt that fits", {"data.max_prompt_length": 8, **NO_WORKERS}, ("train.parquet", "none of the 64 prompts fits into data.max_prompt_length=8: raise it"), late="alone"),
+    Case("data", "no prompt that fits", {"data.max_prompt_length": 8, **NO_WORKERS}, ("train.parquet", "all 64 prompts are longer than data.max_prompt_length=8: raise it"), late="alone"),
     Case("data", "a prompt that is too long", rows({4: row(4, "very " * 20)}, extra={"data.shuffle": False}), ("{at}/train.parquet, row 4, column 'prompt': the prompt has 103 tokens, data.max_prompt_length is 48: raise it, or set data.truncation to left, right or middle",), late="together"),
 ]
 

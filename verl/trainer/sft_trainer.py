@@ -26,10 +26,8 @@ from verl.utils.batch.dicts import object_array
 from verl.utils.checkpoint.checkpoint_handler import CheckpointHandler
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.dataset.dataset_utils import SFTTensorCollator
-from verl.utils.dataset.factory import load_class
-from verl.utils.dataset.loader import stateful_loader
+from verl.utils.dataset.factory import SeededRandomSampler, load_class, stateful_loader
 from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
-from verl.utils.dataset.sampler import SeededRandomSampler
 from verl.utils.dataset.sft_dataset import SFTDataset
 from verl.utils.device import get_device_name
 from verl.utils.distributed import initialize_global_process_group, run_and_leave

@@ -9,8 +9,7 @@ from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from verl.trainer.ppo.steps import loader_batch_size
-from verl.utils.dataset.factory import create_rl_dataset, create_rl_sampler
-from verl.utils.dataset.loader import stateful_loader
+from verl.utils.dataset.factory import create_rl_dataset, create_rl_sampler, stateful_loader
 from verl.utils.dataset.rl_dataset import collate_fn as default_collate_fn
 from verl.utils.numerics.seeding import seed_process
 
