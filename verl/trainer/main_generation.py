@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl.base_config import ConfigError, Violation
 from verl.trainer.config.cli import hydra_main
 from verl.trainer.config.files import data_file_rules
-from verl.trainer.config.nodes import build_nodes
+from verl.trainer.config.run_config import parse_node
 
 if TYPE_CHECKING:
     from verl.trainer.generation import Generation
@@ -67,7 +67,7 @@ def generation_violations(config: DictConfig) -> Iterator[Violation]:
 
     data, rollout, trainer = config.data, config.rollout, config.trainer
     tree: Any = OmegaConf.to_container(worker_config(config), resolve=True)
-    yield from build_nodes({"rollout": tree["rollout"], "model": tree["model"]})[1]
+    yield from parse_node({"rollout": tree["rollout"], "model": tree["model"]})[1]
     yield from data_file_rules("data.path", data.path, required=True)
     if isinstance(config.model.path, str):
         problems = [*path_problems(config.model.path)] or [*tokenizer_problems(config.model.path)]

@@ -13,6 +13,7 @@ from verl.algos.kl import get_kl_controller
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.single_controller.base.phase import phase
 from verl.single_controller.ray import RayWorkerGroup
+from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo import after_step, checkpoint, loaders
 from verl.trainer.ppo.advantages import apply_kl_penalty, compute_advantage, compute_response_mask
 from verl.trainer.ppo.core_algos import AdvantageEstimator, agg_loss
@@ -89,6 +90,7 @@ class RayPPOTrainer:
         device_name: str | None = None,
     ) -> None:
         self.config, self.tokenizer, self.processor = config, tokenizer, processor
+        self.run_config = RunConfig.parse(config)
         self.reward_fn, self.val_reward_fn = reward_fn, val_reward_fn
         self.hybrid_engine = config.actor_rollout_ref.hybrid_engine
         assert self.hybrid_engine, "actor_rollout_ref.hybrid_engine must be true: actor and rollout share processes"
@@ -136,6 +138,7 @@ class RayPPOTrainer:
         steps = trainer.total_training_steps
         self.total_training_steps = len(self.train_dataloader) * trainer.total_epochs if steps is None else steps
         set_total_training_steps(self.config, self.total_training_steps)
+        self.run_config.set_total_training_steps(self.total_training_steps)
         check_steps(self.config, self.total_training_steps)
 
     # ---- workers

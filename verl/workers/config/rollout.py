@@ -230,6 +230,6 @@ class RolloutConfig(BaseConfig):
             yield Violation("expert_parallel_size", self.expert_parallel_size, expected)
         if self.pipeline_model_parallel_size > 1:
             expected = f"is not supported by {self.name}: write 1, and use tensor_model_parallel_size"
-            yield Violation("pipeline_model_parallel_size", self.pipeline_model_parallel_size, expected)
+            yield Violation.unsupported("pipeline_model_parallel_size", self.pipeline_model_parallel_size, expected)
         if not 0 <= self.over_sample_rate < 1:
             yield Violation("over_sample_rate", self.over_sample_rate, "must be in [0, 1)")
