@@ -9,6 +9,7 @@ ranks, so a single thread changes nothing else.
 """
 
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch.distributed as dist
@@ -43,8 +44,16 @@ def _options(group_class: Any, timeout: timedelta | None) -> Any:
     options = group_class._Options()
     if timeout is not None:
         options._timeout = timeout
-    names = [name for name in (envs.read("GLOO_SOCKET_IFNAME") or "").split(",") if name]
-    options._devices = [group_class.create_device(interface=name) for name in names] or [
-        group_class.create_default_device()
-    ]
+    options._devices = _devices(group_class, envs.read("GLOO_SOCKET_IFNAME") or "")
     return options
+
+
+@cache
+def _devices(group_class: Any, interfaces: str) -> list[Any]:
+    """Return the network devices of this process, shared by all its groups.
+
+    torch makes a device for each group, and each device has a thread that wakes up a hundred times a second. A worker
+    of Megatron-Core has a hundred groups or more: on CPU their idle threads take a good part of a core.
+    """
+    names = [name for name in interfaces.split(",") if name]
+    return [group_class.create_device(interface=name) for name in names] or [group_class.create_default_device()]
