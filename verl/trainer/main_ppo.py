@@ -48,10 +48,10 @@ def run_ppo(config: DictConfig, task_runner_class: Any = None) -> None:
     Raises: SystemExit after a short message on standard error when anything fails: with 2 for what was found wrong
     before Ray was started, else with 1 and the whole trace in ``error.log`` of ``trainer.default_local_dir``.
     """
-    from verl.trainer.ppo.checkpoint import run_folder
     from verl.trainer.run.display import LocalDisplay
     from verl.trainer.run.inputs import check_inputs
     from verl.trainer.run.launch import catch_sigterm, interruption, report_failure, start_ray, stop_ray
+    from verl.trainer.run.resume import run_folder
 
     CLOCK.moments = []
     CLOCK.mark("launch", at=float(psutil.Process().create_time()))

@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 
 from verl.protocol import DataProto
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.trainer.ppo.state import RunState
 
 WORKERS, SAMPLES, PROMPTS, WIDTH = 2, 2, 3, 4
 
@@ -60,12 +61,16 @@ def make_trainer() -> RayPPOTrainer:
         {
             "algorithm": algorithm,
             "actor_rollout_ref": {"rollout": {"n": SAMPLES, "tensor_model_parallel_size": 1}},
-            "reward_model": {"launch_reward_fn_async": False},
-            "trainer": {"balance_batch": True},
+            "reward_model": {"launch_reward_fn_async": False, "enable_resource_pool": False},
+            "trainer": {"balance_batch": True, "worker_call_timeout_s": None},
         }
     )
-    trainer.actor_rollout_wg, trainer.reward_fn, trainer.use_rm = Rollout(), reward, False
-    trainer.run_seed, trainer.global_steps, trainer.prompts_drawn, trainer.single_turn = 1, 3, 0, True
+    trainer.actor_rollout_wg = Rollout()
+    trainer.reward_fn = reward
+    trainer.use_rm = False
+    trainer.device_name = "cpu"
+    trainer.single_turn = True
+    trainer.state = RunState(seed=1, step=3)
     return trainer
 
 

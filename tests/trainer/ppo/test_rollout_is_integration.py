@@ -14,6 +14,7 @@ from verl.protocol import DataProto
 from verl.trainer.ppo.mismatch_helper import compute_rollout_importance_weights
 from verl.trainer.ppo.phases import PHASES, checked_phase
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.trainer.ppo.state import RunState
 from verl.utils.fsdp_utils import full_tensor
 from verl.workers.config import FSDPActorConfig, PolicyLossConfig
 from verl.workers.engine import BaseEngine
@@ -42,7 +43,7 @@ def trainer(**algorithm: Any) -> RayPPOTrainer:
     made.config = OmegaConf.create(
         {"algorithm": base | OFF | algorithm, "actor_rollout_ref": {"rollout": {"n": 2}}, "reward_model": {}}
     )
-    made.run_seed, made.global_steps, made._reward = 1, 3, None
+    made.state = RunState(seed=1, step=3)
     return made
 
 

@@ -147,7 +147,7 @@ def test_a_checkpoint_of_another_model_is_refused(root: Path, model: str, messag
 
 
 def test_another_backend_is_refused_on_both_sides(root: Path, tmp_path: Path) -> None:
-    from verl.trainer.ppo.checkpoint import find_misfits
+    from verl.trainer.run.resume import find_misfits
 
     sharded: Any = cases.build(root / "plain")
     sharded.checkpoint_config = CheckpointConfig()

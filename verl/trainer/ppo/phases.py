@@ -15,6 +15,8 @@ from verl.trainer.ppo.steps import prompts_per_step
 from verl.utils import envs
 
 if TYPE_CHECKING:
+    from tensordict import TensorDict
+
     from verl.protocol import DataProto
 
 
@@ -88,6 +90,12 @@ def batch_keys(batch: "DataProto | None") -> frozenset[str]:
         return frozenset()
     tensors = batch.batch.keys() if batch.batch is not None else ()
     return frozenset(tensors) | frozenset(batch.non_tensor_batch)
+
+
+def tensors_of(batch: "DataProto") -> "TensorDict":
+    """Return the tensors of a batch that has some."""
+    assert batch.batch is not None
+    return batch.batch
 
 
 # ---- rollout invariants

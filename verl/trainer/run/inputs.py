@@ -12,9 +12,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from verl.trainer.ppo.checkpoint import find_resume_folder
 from verl.trainer.ppo.steps import loader_batch_size
 from verl.trainer.ppo.utils import config_needs_reference, need_critic
+from verl.trainer.run.resume import find_resume_folder
 from verl.utils import envs
 from verl.utils.config import validate_config
 from verl.utils.observe.tracking import check_backends

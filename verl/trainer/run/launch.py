@@ -15,7 +15,7 @@ from typing import Any
 import ray
 from omegaconf import OmegaConf
 
-from verl.trainer.ppo.checkpoint import run_folder
+from verl.trainer.run.resume import run_folder
 from verl.utils import envs
 
 logger = logging.getLogger(__name__)

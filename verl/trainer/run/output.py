@@ -6,9 +6,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from verl.trainer.ppo.checkpoint import run_folder
 from verl.trainer.run.display import Progress
 from verl.trainer.run.prometheus import PrometheusMetrics
+from verl.trainer.run.resume import run_folder
 from verl.utils.observe.console import get_console
 from verl.utils.observe.curves import draw_curves
 from verl.utils.observe.record import RunRecord

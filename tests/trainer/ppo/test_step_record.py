@@ -1,17 +1,17 @@
 """What a step leaves in the record beside its metrics."""
 
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from verl.protocol import DataProto
-from verl.trainer.ppo.trail import NO_TRAIL, Trail, choose_rows, length_histogram, shortened, vetoed_rows
+from verl.trainer.ppo.samples import choose_rows, shortened, vetoed_rows
+from verl.trainer.ppo.step_record import StepRecord, length_histogram
 
 ROWS, WIDTH = 6, 8
-ALGORITHM = {"rollout_is_threshold": 2.0, "rollout_is_veto_threshold": 1e-4}
+VETO_THRESHOLD = 1e-4
 
 
 class Tokenizer:
@@ -64,19 +64,21 @@ def batch():
     return DataProto.from_dict(tensors=tensors, non_tensors=columns)
 
 
-def trainer(**groups):
-    known = {"actor_rollout_wg": Group("w"), "critic_wg": Group("c"), "ref_policy_wg": None, "rm_wg": Group(None)}
-    config = SimpleNamespace(algorithm=ALGORITHM)
-    return SimpleNamespace(**(known | groups), ref_in_actor=True, config=config, tokenizer=Tokenizer())
+GROUPS = {"actor_rollout": Group("w"), "critic": Group("c"), "rm": Group(None)}
+
+
+def finished(record, batch, metrics=None):
+    record.ask_workers(GROUPS)
+    return record.finish(batch, {} if metrics is None else metrics)
 
 
 def test_details_of_a_step(batch):
-    trail = Trail(digests=True, num_samples=4)
-    trail.phase("generate", batch.select(batch_keys=["prompts", "responses"]))
-    trail.phase("generate", batch.select(batch_keys=["prompts", "attention_mask"]))  # a recipe draws once more
-    trail.phase("shape", batch)
+    record = StepRecord(digests=True, num_samples=4, tokenizer=Tokenizer(), veto_threshold=VETO_THRESHOLD)
+    record.phase("generate", batch.select(batch_keys=["prompts", "responses"]))
+    record.phase("generate", batch.select(batch_keys=["prompts", "attention_mask"]))  # a recipe draws once more
+    record.phase("shape", batch)
     metrics = {}
-    details = trail.finish(trainer(), batch, metrics)
+    details = finished(record, batch, metrics)
     assert 0 < metrics["timing_s/record"] < 10 and details["workers"]["driver"][0]["memory"]["host_gb"] > 0.05
     phases = details["phases"]
     assert [sorted(phases[name]) for name in ("generate", "generate#2")] == [
@@ -95,20 +97,20 @@ def test_details_of_a_step(batch):
         "kind": "worst", "prompt": "5", "response": "40 41 42 43 44 45 46 47", "score": 0.0, "tokens": 0, "truth": "5",
         "uid": "u5", "reward_failure": "timed out",
     }  # fmt: skip
-    again = Trail(digests=True, num_samples=0)
+    again = StepRecord(digests=True, num_samples=0)
     again.phase("generate", batch.select(batch_keys=["prompts", "responses"]))
-    assert again.finish(trainer(), batch, {})["phases"]["generate"] == phases["generate"]
-    trail.phase("generate", batch)  # the next step begins anew
-    assert "generate#2" not in trail.finish(trainer(), batch, {})["phases"]
+    assert finished(again, batch)["phases"]["generate"] == phases["generate"]
+    record.phase("generate", batch)  # the next step begins anew
+    assert "generate#2" not in finished(record, batch)["phases"]
 
 
 def phases_of(*steps):
-    trail = Trail(digests=True, num_samples=0)
+    record = StepRecord(digests=True, num_samples=0)
     for name, batch, *row_order in steps:
-        trail.phase(name, batch, *row_order)
+        record.phase(name, batch, *row_order)
     last = steps[-1][1]
     shown = last.select(batch_keys=["prompts", "responses", "attention_mask", "token_level_scores"])
-    return trail.finish(trainer(), shown, {})["phases"]
+    return finished(record, shown)["phases"]
 
 
 def test_a_row_of_the_data_that_differs_is_seen_where_it_enters(batch):
@@ -149,17 +151,16 @@ def test_rows_count_in_the_order_of_the_data(batch):
 
 
 def test_what_is_switched_off(batch):
-    trail = Trail(digests=False, num_samples=0)
-    trail.phase("generate", batch)
-    details = trail.finish(trainer(), batch, {})
+    record = StepRecord(digests=False, num_samples=0)
+    record.phase("generate", batch)
+    details = finished(record, batch)
     assert sorted(details) == ["response_length", "workers"] and "digests" not in details["workers"]["critic"][0]
-    NO_TRAIL.phase("generate", batch)
 
 
 def test_who_is_vetoed(batch):
-    assert vetoed_rows(batch, ALGORITHM).tolist() == [False, False, True, False, False, False]
-    assert not vetoed_rows(batch, ALGORITHM | {"rollout_is_threshold": None}).any()
-    assert not vetoed_rows(batch.select(batch_keys=["old_log_probs", "response_mask"]), ALGORITHM).any()
+    assert vetoed_rows(batch, VETO_THRESHOLD).tolist() == [False, False, True, False, False, False]
+    assert not vetoed_rows(batch, None).any()
+    assert not vetoed_rows(batch.select(batch_keys=["old_log_probs", "response_mask"]), VETO_THRESHOLD).any()
 
 
 def test_choice_of_rows():
