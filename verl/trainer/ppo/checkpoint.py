@@ -191,6 +191,7 @@ def load_checkpoint(
     with phase("load_checkpoint", step=state.step):
         for role, group in groups.items():
             group.load_checkpoint(str(folder / role), del_local_after_load=delete_after_load)
+    state.weights_version += 1
     loader_state, driver = load_driver_state(folder)
     if loader_state is not None:
         loader.load_state_dict(loader_state)

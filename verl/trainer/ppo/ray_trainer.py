@@ -247,9 +247,24 @@ class RayPPOTrainer:
         return self.actor_rollout_wg.world_size
 
     def rollout_wg_generate(self, requests: DataProto) -> DataProto:
-        """Generate on the worker group."""
+        """Generate on the worker group, which syncs the weights first if the engine is behind."""
         output: DataProto = self.actor_rollout_wg.generate_sequences(requests)
+        self.state.engine_version = self.state.weights_version
         return output
+
+    def sync_weights(self) -> None:
+        """Bring the weights of the rollout engine up to date; do nothing when the versions agree.
+
+        The engine then stays awake until it has generated. So ``fit`` calls this only before it generates, and after
+        validation and checkpoint, which need the memory. A loop without this call is right too: the workers sync by
+        themselves when they generate with an engine that is behind.
+        """
+        state = self.state
+        if state.engine_version == state.weights_version or self.config.actor_rollout_ref.rollout.skip_rollout:
+            return
+        if hasattr(self.actor_rollout_wg, "sync_weights"):  # a fork's worker class need not have it
+            self.actor_rollout_wg.sync_weights(state.step)
+            state.engine_version = state.weights_version
 
     # ---- the loop
 
@@ -265,7 +280,10 @@ class RayPPOTrainer:
                 timing: Timing = {}
                 self._start_profiling(timing)
                 with marked_timer("step", timing):
-                    batch = self.collect(rows, metrics, timing)
+                    drawn = loaders.draw_ahead(rows)  # the data may end here, before anything is synced
+                    with self._timed("gen", timing):
+                        self.sync_weights()
+                    batch = self.collect(drawn, metrics, timing)
                     batch = self._checked("infer", batch, self.infer, metrics, timing)
                     batch = self._checked("shape", batch, self.shape, metrics, timing)
                     batch = self._checked("update", batch, self.update, metrics, timing)
@@ -427,6 +445,7 @@ class RayPPOTrainer:
             with self._timed("update_actor", timing):
                 batch.meta_info["multi_turn"] = self.config.actor_rollout_ref.rollout.multi_turn.enable
                 output = self.actor_rollout_wg.update_actor(_for_model(batch))
+            self.state.weights_version += 1
             metrics.update(reduce_metrics(output.meta_info["metrics"]))
         return batch
 

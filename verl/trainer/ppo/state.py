@@ -25,8 +25,8 @@ class RunState:
         row_order: the rows of the batch in the order in which they were asked for, whatever ranks they went to.
         extra_columns: columns that the reward function added to the batch.
         pending_reward: reward that ``score`` started and ``shape`` takes.
-        weights_version: version of the actor's weights; each update raises it by one.
-        engine_version: version that the rollout engine last generated with; None before its first sync.
+        weights_version: version of the actor's weights; each update and each load raises it.
+        engine_version: version of the rollout engine's weights; None before its first sync.
         max_step_s: seconds of the longest step.
         unfinished_checkpoint: step of the checkpoint that workers still write in the background.
         profiled_groups: worker groups whose profilers run.

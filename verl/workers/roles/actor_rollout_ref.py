@@ -46,6 +46,7 @@ class ActorRolloutRefWorker(EngineWorker):
         self._is_ref = role == "ref" or role.endswith("_ref")
         self._is_lora = config.model.get("lora_rank", 0) > 0
         self._weight_sync: dict[str, float] = {}
+        self._sync_timing: dict[str, float] = {}
         node = config.actor if self._is_actor or not self._is_ref else config.ref
         self.register_engine_mesh("actor", engine_node(node), effective_sequence_parallel_size(node))
         if self._is_rollout:
@@ -135,15 +136,29 @@ class ActorRolloutRefWorker(EngineWorker):
 
     # ---- rollout
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def sync_weights(self, step: int | None = None) -> None:
+        """Bring the rollout engine to the trainer's weights and keep it awake for the generation that follows.
+
+        Nothing happens if it has them. ``generate_sequences`` does the same, so a caller may leave this out.
+        """
+        if self.sharding_manager.is_behind:
+            self.sharding_manager.step = step
+            begin_peak()
+            with simple_timer("wake_and_sync", self._sync_timing):
+                self.sharding_manager.sync()
+
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="rollout"))
     @DistProfiler.annotate(color="red", role="rollout_generate")
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Bring the engine's weights up to date if they are not, and continue every prompt."""
         prompts.meta_info.setdefault("eos_token_id", self.model_config.eos_token_id)
         prompts.meta_info.setdefault("pad_token_id", self.model_config.pad_token_id)
-        timing: dict[str, float] = {}
+        timing = self._sync_timing
+        self._sync_timing = {}
         self.sharding_manager.step = prompts.meta_info.get("global_steps")
-        begin_peak()
+        if not timing:  # else the peak and the seconds began with the sync
+            begin_peak()
         with simple_timer("wake_and_sync", timing):
             self.sharding_manager.__enter__()
         behind = self._versions_behind()

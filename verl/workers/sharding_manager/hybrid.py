@@ -47,6 +47,7 @@ class HybridShardingManager(BaseShardingManager):
         self.bucket_bytes = bucket_bytes
         self.step: int | None = None
         self.last_sync: dict[str, float] = {}
+        self._prepared_for: int | None = None
         self._infer_group = None
         if device_mesh is not None and "infer_tp" in (device_mesh.mesh_dim_names or ()):
             group = device_mesh["infer_tp"].get_group()
@@ -54,8 +55,15 @@ class HybridShardingManager(BaseShardingManager):
         if rollout.config.free_cache_engine:
             _complete(rollout.release())
 
-    def __enter__(self) -> "HybridShardingManager":
-        """Resume the rollout's weights, sync them if they are not current, then resume its cache.
+    @property
+    def is_behind(self) -> bool:
+        """Whether the trainer has other weights than the rollout."""
+        return self.engine is not None and self.engine.weights_version != self.rollout.weights_version
+
+    def sync(self) -> None:
+        """Resume the rollout's weights, and sync them if they are not current.
+
+        The rollout stays awake for the generation that follows.
 
         Raises: WeightSyncError on all ranks when the sync failed on any.
         """
@@ -63,10 +71,22 @@ class HybridShardingManager(BaseShardingManager):
         set_expandable_segments(False)
         _complete(self.rollout.resume(["weights"]))
         self.last_sync = {}
-        due = self.engine is not None and self.engine.weights_version != self.rollout.weights_version
-        if due and not is_skipped("weight_sync", rank=envs.integer("RANK", 0), step=self.step):
+        if self.is_behind and not is_skipped("weight_sync", rank=envs.integer("RANK", 0), step=self.step):
+            assert self.engine is not None
             self.last_sync = WeightSync(self.engine, self.rollout, self.bucket_bytes, self.step).run()
             logger.debug("weight sync: %s", self.last_sync)
+        self._prepared_for = self._trained_version()
+
+    def _trained_version(self) -> int:
+        return 0 if self.engine is None else self.engine.weights_version
+
+    def __enter__(self) -> "HybridShardingManager":
+        """Sync, unless that was done for these weights, and resume the rollout's cache.
+
+        Raises: WeightSyncError on all ranks when the sync failed on any.
+        """
+        if self._prepared_for != self._trained_version():
+            self.sync()
         _empty_cache()
         _complete(self.rollout.resume(["kv_cache"]))
         return self
@@ -74,7 +94,8 @@ class HybridShardingManager(BaseShardingManager):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Release the rollout's memory where ``free_cache_engine`` asks for it."""
+        """Release the rollout's memory if ``free_cache_engine`` asks for it."""
+        self._prepared_for = None
         if self.rollout.config.free_cache_engine:
             _complete(self.rollout.release())
         _empty_cache()
