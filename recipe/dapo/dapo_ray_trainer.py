@@ -26,12 +26,12 @@ class RayDAPOTrainer(RayPPOTrainer):
 
         Raises: NoVariedPromptsError when the limit on draws is reached, or when a whole pass over the data kept none.
         """
-        groups = self.config.algorithm.get("filter_groups")
-        if not groups or not groups.enable:
+        groups = self.run_config.algorithm.filter_groups
+        if groups is None or not groups.enable:
             metrics["train/num_gen_batches"] = 1
             return super().collect(rows, metrics, timing)
         state = self.state
-        draws = Draws(self.config, state.step, len(self.train_dataloader))
+        draws = Draws(groups, state.step, self.run_config.data.train_batch_size, len(self.train_dataloader))
         parts: list[DataProto] = []
         extras: dict[str, None] = {}  # keeps the order in which the draws brought them
         while not draws.are_enough:
@@ -46,7 +46,7 @@ class RayDAPOTrainer(RayPPOTrainer):
             parts.append(batch.select_idxs(keep))
         state.extra_columns = list(extras)
         metrics.update(draws.metrics())
-        num_rows = draws.wanted * self.config.actor_rollout_ref.rollout.n
+        num_rows = draws.wanted * self.run_config.actor_rollout_ref.rollout.n
         return self._arrange(joined(parts).slice(0, num_rows), metrics)
 
 

@@ -2,13 +2,14 @@
 
 import logging
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from verl.workers.rewards.scoring import FAILURE_COLUMN
 
 if TYPE_CHECKING:
+    from verl.algos.config import FilterGroupsConfig
     from verl.protocol import DataProto
 
 logger = logging.getLogger(__name__)
@@ -83,12 +84,18 @@ class Draws:
     Args: ``data_batches`` are the draws that the whole data set is enough for.
     """
 
-    def __init__(self, config: Any, step: int, data_batches: int) -> None:
-        groups = config.algorithm.filter_groups
-        self.step, self.metric, self.limit = step, groups.metric, groups.max_num_gen_batches
-        self.wanted = config.data.train_batch_size
+    def __init__(self, groups: "FilterGroupsConfig", step: int, wanted: int, data_batches: int) -> None:
+        self.step = step
+        self.metric = groups.metric
+        self.limit = groups.max_num_gen_batches
+        self.wanted = wanted
         self.patience = min(max(data_batches, FEWEST_FRUITLESS), MOST_FRUITLESS)
-        self.batches = self.kept = self.dropped = self.responses = self.unknown = self.fruitless = 0
+        self.batches = 0
+        self.kept = 0
+        self.dropped = 0
+        self.responses = 0
+        self.unknown = 0
+        self.fruitless = 0
         self.total = 0.0
 
     @property

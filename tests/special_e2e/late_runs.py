@@ -77,9 +77,12 @@ def compose(words: list[str]) -> DictConfig:
 
 def refit(trainer: Any, config: DictConfig) -> None:
     """Train by another configuration on workers that are there already."""
+    from verl.trainer.config.run_config import RunConfig
     from verl.trainer.ppo.reward import load_reward_manager
 
-    trainer.config, trainer.global_steps = config, 0
+    trainer.config = config
+    trainer.run_config = RunConfig.parse(config)
+    trainer.global_steps = 0
     trainer._create_dataloader(None, None, None, None)
     trainer.reward_fn = load_reward_manager(config, trainer.tokenizer, num_examine=0)
     trainer.fit()

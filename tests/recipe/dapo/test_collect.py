@@ -9,9 +9,11 @@ from omegaconf import OmegaConf
 
 from recipe.dapo.dapo_ray_trainer import RayDAPOTrainer, joined
 from verl.protocol import DataProto
+from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo import loaders
 from verl.trainer.ppo.state import RunState
 from verl.trainer.ppo.step_record import StepRecord
+from verl.utils.dataset.factory import SeededRandomSampler
 from verl.utils.numerics.seeding import prompt_uids, sampling_seeds
 
 ROWS, DRAWN, PROMPTS, SAMPLES, STEPS = 12, 4, 3, 2, 4
@@ -76,18 +78,12 @@ def make_trainer(world_size: int = 1, **groups) -> RayDAPOTrainer:
     trainer.config = OmegaConf.create(
         {
             "data": data,
-            "trainer": {
-                "total_epochs": 1,
-                "total_training_steps": STEPS,
-                "balance_batch": True,
-                "worker_call_timeout_s": None,
-            },
+            "trainer": {"total_epochs": 1, "total_training_steps": STEPS},
             "actor_rollout_ref": {"rollout": {"n": SAMPLES}},
             "algorithm": {
                 "adv_estimator": "grpo",
                 "filter_groups": {"enable": True, "metric": "acc", "max_num_gen_batches": 0} | groups,
             },
-            "reward_model": {"launch_reward_fn_async": False, "enable_resource_pool": False},
         }
     )
     trainer.state = RunState(seed=1, total_steps=STEPS)
@@ -97,7 +93,9 @@ def make_trainer(world_size: int = 1, **groups) -> RayDAPOTrainer:
     trainer.device_name = "cpu"
     trainer.reward_fn = reward
     trainer.actor_rollout_wg = SimpleNamespace(world_size=world_size, generate_sequences=answer)
-    trainer.train_dataloader = loaders.train_loader(trainer.config, 1, Prompts(), None, None)
+    trainer.run_config = RunConfig.parse(trainer.config)
+    sampler = SeededRandomSampler(Prompts(), seed=5)
+    trainer.train_dataloader = loaders.train_loader(trainer.run_config.data, 1, Prompts(), None, sampler)
     return trainer
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo import loaders
 from verl.trainer.ppo.checkpoint import (
     CheckpointPlan,
@@ -32,6 +33,7 @@ from verl.trainer.run.resume import (
     read_tracker,
 )
 from verl.utils.checkpoint import write_tracker_atomically
+from verl.utils.dataset.factory import create_rl_sampler
 
 ROWS, BATCH = 11, 4  # two batches per epoch, three rows left over
 
@@ -44,13 +46,14 @@ class Numbers(torch.utils.data.Dataset):
         return {"x": torch.tensor(index)}
 
 
-def trainer_at_start(total_steps: int, workers: int = 0, shuffle: bool = True) -> RayPPOTrainer:
-    data = {"train_batch_size": BATCH, "dataloader_num_workers": workers, "shuffle": shuffle, "seed": 5}
-    options = {"total_epochs": 1, "total_training_steps": total_steps}
+def trainer_at_start(total_steps: int, workers: int = 0, epochs: int | None = None) -> RayPPOTrainer:
+    data = {"train_batch_size": BATCH, "dataloader_num_workers": workers, "shuffle": True, "seed": 5}
+    options = {"total_epochs": epochs or 1, "total_training_steps": None if epochs else total_steps}
     trainer = RayPPOTrainer.__new__(RayPPOTrainer)
-    trainer.config = OmegaConf.create({"data": data, "trainer": options})
+    trainer.run_config = RunConfig.parse(OmegaConf.create({"data": data, "trainer": options}))
     trainer.state = RunState(seed=1, total_steps=total_steps)
-    trainer.train_dataloader = loaders.train_loader(trainer.config, 1, Numbers(), None, None)
+    sampler = create_rl_sampler(data, Numbers())
+    trainer.train_dataloader = loaders.train_loader(trainer.run_config.data, 1, Numbers(), None, sampler)
     return trainer
 
 
@@ -95,8 +98,7 @@ def test_a_resumed_run_sees_the_rows_that_an_uninterrupted_one_sees(tmp_path, wo
 
 def test_the_data_end_after_the_last_epoch_where_no_number_of_steps_is_given():
     """Steps of three batches of five epochs of two: the third is full with the ninth batch, the fourth has only one."""
-    trainer = trainer_at_start(99)
-    trainer.config.trainer.total_training_steps, trainer.config.trainer.total_epochs = None, 5
+    trainer = trainer_at_start(99, epochs=5)
     steps = []
     with pytest.raises(loaders.EndOfDataError, match="were read 5 times"):
         for step in draw(trainer, 3):

@@ -8,6 +8,7 @@ import torch
 from omegaconf import OmegaConf
 
 from verl.protocol import DataProto
+from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.state import RunState
 
@@ -53,18 +54,17 @@ def reward(data: DataProto, return_dict: bool = False) -> dict[str, Any]:
     return {"reward_tensor": scores, "reward_extra_info": {"reward_failure": reasons}}
 
 
-def make_trainer() -> RayPPOTrainer:
+def make_trainer(adv_estimator: str = "remax") -> RayPPOTrainer:
     trainer = RayPPOTrainer.__new__(RayPPOTrainer)
-    algorithm = {"adv_estimator": "remax", "gamma": 1.0, "lam": 1.0, "norm_adv_by_std_in_grpo": True}
+    algorithm = {"adv_estimator": adv_estimator, "gamma": 1.0, "lam": 1.0, "norm_adv_by_std_in_grpo": True}
     algorithm |= {"use_kl_in_reward": False, "rollout_is_threshold": None, "rollout_is": False}
     trainer.config = OmegaConf.create(
         {
             "algorithm": algorithm,
             "actor_rollout_ref": {"rollout": {"n": SAMPLES, "tensor_model_parallel_size": 1}},
-            "reward_model": {"launch_reward_fn_async": False, "enable_resource_pool": False},
-            "trainer": {"balance_batch": True, "worker_call_timeout_s": None},
         }
     )
+    trainer.run_config = RunConfig.parse(trainer.config)
     trainer.actor_rollout_wg = Rollout()
     trainer.reward_fn = reward
     trainer.use_rm = False
@@ -96,8 +96,7 @@ def test_the_greedy_score_is_the_baseline_of_each_prompt() -> None:
 def test_the_greedy_pass_does_not_change_what_is_sampled() -> None:
     responses = []
     for name in ("remax", "grpo"):
-        trainer = make_trainer()
-        trainer.config.algorithm.adv_estimator = name
+        trainer = make_trainer(name)
         prompts = torch.tensor([[7, 1], [7, 2], [7, 3]])
         ones = torch.ones_like(prompts)
         rows = {"input_ids": prompts, "attention_mask": ones, "position_ids": ones}

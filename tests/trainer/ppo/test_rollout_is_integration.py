@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 
 from tests.workers.engine import cases
 from verl.protocol import DataProto
+from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo.mismatch_helper import compute_rollout_importance_weights
 from verl.trainer.ppo.phases import PHASES, checked_phase
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
@@ -43,6 +44,7 @@ def trainer(**algorithm: Any) -> RayPPOTrainer:
     made.config = OmegaConf.create(
         {"algorithm": base | OFF | algorithm, "actor_rollout_ref": {"rollout": {"n": 2}}, "reward_model": {}}
     )
+    made.run_config = RunConfig.parse(made.config)
     made.state = RunState(seed=1, step=3)
     return made
 

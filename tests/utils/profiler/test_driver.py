@@ -7,6 +7,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from verl.base_config import ConfigError
+from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo import ray_trainer
 from verl.trainer.ppo.loaders import EndOfDataError
 from verl.trainer.ppo.profiling import (
@@ -94,6 +95,7 @@ class BrokenTrainer(ray_trainer.RayPPOTrainer):
         node["actor_rollout_ref"] = {"rollout": {"skip_rollout": False, "trace": trace}}
         node["algorithm"] = {"rollout_is_threshold": None}
         self.config = OmegaConf.create(node)
+        self.run_config = RunConfig.parse(self.config)
         self.state = RunState(seed=1, total_steps=5)
         self.tokenizer = None
         self.train_dataloader = None
@@ -193,13 +195,12 @@ def test_snapshots_after_a_step(tool, steps, dumped):
 
 
 def test_steps_that_never_come(caplog):
-    config = OmegaConf.create({"global_profiler": {"steps": [2, 9]}})
     with pytest.raises(ConfigError, match=r"global_profiler\.steps=\[2,9\]: steps \[9\] never come, the run has 8"):
-        check_steps(config, total_steps=8)
+        check_steps([2, 9], total_steps=8)
     with caplog.at_level(logging.WARNING):
-        check_steps(config, total_steps=9, resumed_step=2)
+        check_steps([2, 9], total_steps=9, resumed_step=2)
     assert "[2] are not profiled, the run resumes after step 2" in caplog.text
-    check_steps(OmegaConf.create({"global_profiler": {"steps": None}}), total_steps=1)
+    check_steps(None, total_steps=1)
 
 
 def test_workers_write_where_the_driver_would(tmp_path, monkeypatch):

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from omegaconf import DictConfig
 
 from verl.single_controller.base.phase import phase
+from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo.state import RunState
 from verl.trainer.run.resume import DATA_NAME, FOLDER_PREFIX, IncompleteCheckpointError, run_folder, step_of
 from verl.utils import hdfs_io
@@ -47,22 +47,21 @@ class CheckpointPlan:
     in_background: bool
 
     @classmethod
-    def of(cls, config: DictConfig) -> Self:
+    def of(cls, run: RunConfig) -> Self:
         """Read the plan from the configuration of a run."""
-        options = config.trainer
+        options = run.trainer
         keep = {"actor": options.max_actor_ckpt_to_keep, "critic": options.max_critic_ckpt_to_keep}
-        if options.get("remove_previous_ckpt_in_save", False):
+        if options.remove_previous_ckpt_in_save:
             keep = {"actor": 1, "critic": 1}
             _warn_of_deprecated_key()
         return cls(
-            root=run_folder(config),
+            root=run_folder(run),
             remote=options.default_hdfs_dir,
             frequency=options.save_freq,
             redundant_s=options.esi_redundant_time,
             keep=keep,
-            in_background=bool(
-                config.actor_rollout_ref.actor.checkpoint.async_save or config.critic.checkpoint.async_save
-            ),
+            in_background=run.actor_rollout_ref.actor.checkpoint.async_save
+            or (run.critic is not None and run.critic.checkpoint.async_save),
         )
 
     def folder(self, step: int) -> Path:

@@ -10,8 +10,8 @@ from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from verl.trainer.ppo.state import RunState
-from verl.trainer.ppo.steps import loader_batch_size
-from verl.utils.dataset.factory import create_rl_sampler, stateful_loader
+from verl.utils.dataset.config import DataConfig
+from verl.utils.dataset.factory import stateful_loader
 from verl.utils.dataset.rl_dataset import collate_fn as default_collate_fn
 from verl.utils.numerics.seeding import seed_process
 
@@ -29,19 +29,17 @@ class EndOfDataError(RuntimeError):
 
 
 def train_loader(
-    config: DictConfig, seed: int, dataset: Dataset[Any], collate_fn: CollateFn | None, sampler: Sampler[int] | None
+    data: DataConfig, seed: int, dataset: Dataset[Any], collate_fn: CollateFn | None, sampler: Sampler[int]
 ) -> StatefulDataLoader:
     """Return the loader of full training batches, in the order of the sampler.
 
     Raises: EmptyLoaderError when the data do not fill one batch.
     """
-    data = config.data
-    batch_size = loader_batch_size(config)
     loader = stateful_loader(
         dataset,
-        batch_size=batch_size,
+        batch_size=data.loader_batch_size,
         drop_last=True,
-        sampler=sampler or create_rl_sampler(data, dataset),
+        sampler=sampler,
         num_workers=data.dataloader_num_workers,
         collate_fn=collate_fn or default_collate_fn,
         generator=torch.Generator().manual_seed(seed),
@@ -49,13 +47,13 @@ def train_loader(
     if not len(loader):
         raise EmptyLoaderError(
             f"data.train_files has {len(dataset)} usable rows, fewer than one batch of "
-            f"data.train_batch_size={batch_size}"
+            f"data.train_batch_size={data.loader_batch_size}"
         )
     return loader
 
 
 def validation_loader(
-    data: DictConfig, seed: int, dataset: Dataset[Any], collate_fn: CollateFn | None
+    data: DataConfig, seed: int, dataset: Dataset[Any], collate_fn: CollateFn | None
 ) -> StatefulDataLoader:
     """Return the loader of the validation set, by default in one batch.
 

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from verl.trainer.ppo.steps import prompts_per_step
+from verl.algos.config import AlgoConfig
 from verl.utils import envs
+from verl.workers.config import ActorConfig, FSDPActorConfig
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -180,18 +181,17 @@ def _differ(left: Tensor, right: Tensor) -> Tensor:
 # ---- which passes a configuration needs
 
 
-def needs_old_log_probs(config: Any) -> bool:
+def needs_old_log_probs(actor: ActorConfig, algorithm: AlgoConfig, prompts_per_step: int) -> bool:
     """Whether anything reads the log-probabilities of the policy before the update.
 
     Nothing does where a single on-policy update follows: the actor's own log-probabilities, detached, are the old
     ones. The KL in the reward, rollout importance sampling, several mini-batches or epochs do, and so does
     ``actor.use_rollout_log_probs``, which insists on those of the batch.
     """
-    actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
-    single_update = actor.ppo_mini_batch_size == prompts_per_step(config) and actor.ppo_epochs == 1
-    return bool(
-        not single_update
+    is_single_update = actor.ppo_mini_batch_size == prompts_per_step and actor.ppo_epochs == 1
+    return (
+        not is_single_update
         or algorithm.use_kl_in_reward
         or algorithm.rollout_is_threshold is not None
-        or actor.get("use_rollout_log_probs", False)
+        or (isinstance(actor, FSDPActorConfig) and actor.use_rollout_log_probs)
     )

@@ -41,12 +41,12 @@ def absolute_save_paths(config: DictConfig) -> None:
                 node.save_path = str(save_folder(node.get("save_path")))
 
 
-def check_steps(config: DictConfig, total_steps: int, resumed_step: int = 0) -> None:
-    """Check that the run reaches the listed steps; warn of those before a resume.
+def check_steps(steps: Collection[int] | None, total_steps: int, resumed_step: int = 0) -> None:
+    """Check that the run reaches the steps of ``global_profiler.steps``; warn of those before a resume.
 
     Raises: ConfigError when a step lies beyond the last one.
     """
-    steps = list(OmegaConf.select(config, "global_profiler.steps") or ())
+    steps = list(steps or ())
     beyond = [step for step in steps if step > total_steps]
     if beyond:
         expected = f"steps {beyond} never come, the run has {total_steps}: lower them, or raise trainer.total_epochs"

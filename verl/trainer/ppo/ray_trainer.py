@@ -43,19 +43,12 @@ from verl.trainer.ppo.shaping import apply_kl_penalty, compute_advantage, comput
 from verl.trainer.ppo.state import Metrics, RunState, Timing
 from verl.trainer.ppo.step_record import StepRecord
 from verl.trainer.ppo.steps import set_total_training_steps
-from verl.trainer.ppo.utils import (
-    Role,
-    need_critic,
-    need_reference_policy,
-    need_reward_model,
-    needs_full_kl,
-    reference_is_in_actor,
-)
+from verl.trainer.ppo.utils import Role, need_critic, need_reference_policy, need_reward_model
 from verl.trainer.ppo.validation import collect_samples, repeat_prompts, summarise
 from verl.trainer.run.clock import CLOCK
 from verl.trainer.run.output import RunOutput
 from verl.trainer.run.resume import find_resume_folder
-from verl.utils.dataset.factory import create_rl_dataset
+from verl.utils.dataset.factory import create_rl_dataset, create_rl_sampler
 from verl.utils.debug.metrics import calculate_debug_metrics
 from verl.utils.metric import reduce_metrics
 from verl.utils.numerics.seeding import derive_seed, prompt_uids, sampling_seeds
@@ -93,7 +86,8 @@ class RayPPOTrainer:
     ``fit`` is the loop. Each phase of a step is a method that takes and returns the batch, adds metrics and seconds
     to the given dictionaries, and can be overridden alone; ``phases.py`` says what each reads and writes.
 
-    Attributes: ``state`` says where the run stands; the established names ``global_steps``, ``total_training_steps``
+    Attributes: ``run_config`` is the typed configuration, parsed once; ``config`` is the tree that forks read and
+        write. ``state`` says where the run stands; the established names ``global_steps``, ``total_training_steps``
         and ``max_steps_duration`` read and write it.
     """
 
@@ -119,21 +113,22 @@ class RayPPOTrainer:
         self.processor = processor
         self.reward_fn = reward_fn
         self.val_reward_fn = val_reward_fn
-        self.hybrid_engine = config.actor_rollout_ref.hybrid_engine
+        run = self.run_config
+        self.hybrid_engine = run.actor_rollout_ref.hybrid_engine
         assert self.hybrid_engine, "actor_rollout_ref.hybrid_engine must be true: actor and rollout share processes"
         self.role_worker_mapping = role_worker_mapping
         self.resource_pool_manager = resource_pool_manager
         self.ray_worker_group_cls = ray_worker_group_cls
-        self.device_name = device_name or config.trainer.device
+        self.device_name = device_name or run.trainer.device
         self.use_reference_policy = need_reference_policy(role_worker_mapping)
         self.use_rm = need_reward_model(role_worker_mapping)
         self.use_critic = need_critic(config)
-        self.ref_in_actor = reference_is_in_actor(config)
-        self.kl_ctrl_in_reward = get_kl_controller(config.algorithm.kl_ctrl)
+        self.ref_in_actor = run.actor_rollout_ref.reference_is_in_actor
+        self.kl_ctrl_in_reward = get_kl_controller(run.algorithm.kl_ctrl)
         self.async_rollout_mode = False
         self.async_rollout_manager = None
-        self.single_turn = not config.actor_rollout_ref.rollout.multi_turn.enable
-        self.state = RunState(seed=config.trainer.seed)
+        self.single_turn = not run.actor_rollout_ref.rollout.multi_turn.enable
+        self.state = RunState(seed=run.trainer.seed)
         self.step_record = StepRecord(digests=False, num_samples=0)
         self._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
 
@@ -183,25 +178,28 @@ class RayPPOTrainer:
         """Make the loaders, build the data sets and the sampler that were not given, and count the steps."""
         loaders.follow_run_seed(self.config)
         loaders.follow_rollout(self.config)
-        data = self.config.data
+        node = self.config.data  # data sets and samplers of a fork may read keys that DataConfig does not have
         if train_dataset is None:
-            train_dataset = create_rl_dataset(data.train_files, data, self.tokenizer, self.processor)
-        if val_dataset is None and data.val_files is not None:
-            val_dataset = create_rl_dataset(data.val_files, data, self.tokenizer, self.processor, is_train=False)
+            train_dataset = create_rl_dataset(node.train_files, node, self.tokenizer, self.processor)
+        if val_dataset is None and node.val_files is not None:
+            val_dataset = create_rl_dataset(node.val_files, node, self.tokenizer, self.processor, is_train=False)
+        if train_sampler is None:
+            train_sampler = create_rl_sampler(node, train_dataset)
         self.train_dataset = train_dataset
         self.val_dataset = val_dataset
+        data = self.run_config.data
         seed = self.state.seed
-        self.train_dataloader = loaders.train_loader(self.config, seed, train_dataset, collate_fn, train_sampler)
+        self.train_dataloader = loaders.train_loader(data, seed, train_dataset, collate_fn, train_sampler)
         self.val_dataloader = None
         if val_dataset is not None:
             self.val_dataloader = loaders.validation_loader(data, seed, val_dataset, collate_fn)
-        steps = self.config.trainer.total_training_steps
+        steps = self.run_config.trainer.total_training_steps
         if steps is None:
-            steps = len(self.train_dataloader) * self.config.trainer.total_epochs
+            steps = len(self.train_dataloader) * self.run_config.trainer.total_epochs
         self.state.total_steps = steps
         set_total_training_steps(self.config, steps)
         self.run_config.set_total_training_steps(steps)
-        check_steps(self.config, steps)
+        check_steps(self.run_config.global_profiler.steps, steps)
 
     # ---- workers
 
@@ -260,7 +258,7 @@ class RayPPOTrainer:
         themselves when they generate with an engine that is behind.
         """
         state = self.state
-        if state.engine_version == state.weights_version or self.config.actor_rollout_ref.rollout.skip_rollout:
+        if state.engine_version == state.weights_version or self.run_config.actor_rollout_ref.rollout.skip_rollout:
             return
         if hasattr(self.actor_rollout_wg, "sync_weights"):  # a fork's worker class need not have it
             self.actor_rollout_wg.sync_weights(state.step)
@@ -297,10 +295,10 @@ class RayPPOTrainer:
     @contextmanager
     def _run(self) -> Iterator[None]:
         """Resume, keep the records of the run, and close them in every case."""
-        options = self.config.trainer
-        rollout = self.config.actor_rollout_ref.rollout
+        options = self.run_config.trainer
+        rollout = self.run_config.actor_rollout_ref.rollout
         resumed = self._load_checkpoint()
-        check_steps(self.config, self.state.total_steps, resumed or 0)
+        check_steps(self.run_config.global_profiler.steps, self.state.total_steps, resumed or 0)
         self.output = RunOutput(self.config, resumed, self.state.total_steps)
         trace = rollout.trace
         RolloutTraceConfig.init(options.project_name, options.experiment_name, trace.backend, trace.token2text)
@@ -323,13 +321,13 @@ class RayPPOTrainer:
             self.output.close(finished)
 
     def _training_rows(self) -> Iterator[Rows]:
-        options = self.config.trainer
+        options = self.run_config.trainer
         total_epochs = options.total_epochs if options.total_training_steps is None else None
         return loaders.training_rows(self.train_dataloader, self.state, total_epochs)
 
     def _new_step_record(self) -> StepRecord:
-        options = self.config.trainer
-        algorithm = self.config.algorithm
+        options = self.run_config.trainer
+        algorithm = self.run_config.algorithm
         weighs = algorithm.rollout_is_threshold is not None
         veto = algorithm.rollout_is_veto_threshold if weighs else None
         return StepRecord(options.record_digests, options.record_samples, self.tokenizer, veto)
@@ -366,7 +364,7 @@ class RayPPOTrainer:
 
     def generate(self, batch: DataProto, metrics: Metrics, timing: Timing) -> DataProto:
         """Sample ``rollout.n`` responses per prompt; the rows become the responses."""
-        num_samples = self.config.actor_rollout_ref.rollout.n
+        num_samples = self.run_config.actor_rollout_ref.rollout.n
         prompts = self._get_gen_batch(batch)
         count_shared_bytes(prompts, metrics)
         prompts.meta_info["first_prompt"] = batch.meta_info.get("first_prompt", 0)
@@ -378,7 +376,7 @@ class RayPPOTrainer:
             output = self.rollout_wg_generate(requests)
         check_rollout(requests, output, self.state.step, self.single_turn)
         self._take_timing(output, metrics, timing)
-        if self.config.algorithm.adv_estimator == AdvantageEstimator.REMAX:
+        if self.run_config.algorithm.adv_estimator == AdvantageEstimator.REMAX:
             tensors_of(batch)["reward_baselines"] = self._greedy_baseline(batch, prompts, metrics, timing)
         batch = batch.repeat(repeat_times=num_samples, interleave=True).union(output)
         tensors = tensors_of(batch)
@@ -395,10 +393,12 @@ class RayPPOTrainer:
 
     def infer(self, batch: DataProto, metrics: Metrics, timing: Timing) -> DataProto:
         """Compute only the log-probabilities and values that the rest of the step reads."""
-        if needs_old_log_probs(self.config):
+        run = self.run_config
+        actor = run.actor_rollout_ref.actor
+        if needs_old_log_probs(actor, run.algorithm, run.prompts_per_step):
             with self._timed("old_log_prob", timing):
                 batch = self._add_old_log_probs(batch, metrics)
-        if self.use_reference_policy and (not needs_full_kl(self.config) or self.config.algorithm.use_kl_in_reward):
+        if self.use_reference_policy and (not actor.uses_full_kl or run.algorithm.use_kl_in_reward):
             with self._timed("ref", timing):
                 group = self.actor_rollout_wg if self.ref_in_actor else self.ref_policy_wg
                 assert group is not None
@@ -411,7 +411,7 @@ class RayPPOTrainer:
 
     def shape(self, batch: DataProto, metrics: Metrics, timing: Timing) -> DataProto:
         """Turn scores into rewards, advantages and returns."""
-        algorithm = self.config.algorithm
+        algorithm = self.run_config.algorithm
         with self._timed("reward", timing):
             self._add_scores(batch, metrics)
         with self._timed("adv", timing):
@@ -427,9 +427,9 @@ class RayPPOTrainer:
                 adv_estimator=algorithm.adv_estimator,
                 gamma=algorithm.gamma,
                 lam=algorithm.lam,
-                num_repeat=self.config.actor_rollout_ref.rollout.n,
+                num_repeat=self.run_config.actor_rollout_ref.rollout.n,
                 norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
-                config=algorithm,
+                config=self.config.algorithm,  # an estimator of a fork may read keys that AlgoConfig does not have
                 generator=torch.Generator().manual_seed(derive_seed(self.state.seed, "pf_ppo", self.state.step)),
             )
         return batch
@@ -441,9 +441,9 @@ class RayPPOTrainer:
             with self._timed("update_critic", timing):
                 output = self.critic_wg.update_critic(_for_model(batch))
             metrics.update(reduce_metrics(output.meta_info["metrics"]))
-        if self.config.trainer.critic_warmup <= self.state.step:
+        if self.run_config.trainer.critic_warmup <= self.state.step:
             with self._timed("update_actor", timing):
-                batch.meta_info["multi_turn"] = self.config.actor_rollout_ref.rollout.multi_turn.enable
+                batch.meta_info["multi_turn"] = self.run_config.actor_rollout_ref.rollout.multi_turn.enable
                 output = self.actor_rollout_wg.update_actor(_for_model(batch))
             self.state.weights_version += 1
             metrics.update(reduce_metrics(output.meta_info["metrics"]))
@@ -469,7 +469,7 @@ class RayPPOTrainer:
     def _arrange(self, batch: DataProto, metrics: Metrics) -> DataProto:
         """Order the rows of a batch for the ranks; ``state.row_order`` says how to put them back."""
         self.state.row_order = list(range(len(batch)))
-        if self.config.trainer.balance_batch:
+        if self.run_config.trainer.balance_batch:
             self._balance_batch(batch, metrics)
         batch.meta_info["global_steps"] = self.state.step
         batch.meta_info["global_token_num"] = tensors_of(batch)["attention_mask"].sum(-1).tolist()
@@ -509,7 +509,7 @@ class RayPPOTrainer:
 
     def _new_reward(self) -> PendingReward:
         assert self.reward_fn is not None, "training needs reward_fn"
-        options = self.config.reward_model
+        options = self.run_config.reward_model
         return PendingReward(
             self.reward_fn,
             self.rm_wg if self.use_rm else None,
@@ -517,7 +517,7 @@ class RayPPOTrainer:
             in_task=options.launch_reward_fn_async,
             # On CPU every core may belong to a worker: a task that asks for one would never start.
             num_cpus=0 if self.device_name == "cpu" else 1,
-            timeout_s=self.config.trainer.worker_call_timeout_s,
+            timeout_s=self.run_config.trainer.worker_call_timeout_s,
         )
 
     def _balance_batch(self, batch: DataProto, metrics: Metrics, logging_prefix: str = "global_seqlen") -> None:
@@ -533,13 +533,13 @@ class RayPPOTrainer:
         metrics.update(log_seqlen_unbalance(lengths, partitions, prefix=logging_prefix))
 
     def _add_old_log_probs(self, batch: DataProto, metrics: Metrics) -> DataProto:
-        actor = self.config.actor_rollout_ref.actor
+        actor = self.run_config.actor_rollout_ref.actor
         output = _without_metrics(self.actor_rollout_wg.compute_log_prob(_for_model(batch)), metrics)
         entropy = agg_loss(
             loss_mat=tensors_of(output).pop("entropys"),
             loss_mask=tensors_of(batch)["response_mask"],
             loss_agg_mode=actor.loss_agg_mode,
-            length=actor.get("loss_scale_factor"),
+            length=actor.loss_scale_factor,
         )
         metrics["actor/entropy"] = entropy.item()
         batch = batch.union(output)
@@ -552,7 +552,7 @@ class RayPPOTrainer:
 
         Raises: ValueError when the loss is to use them and the rollout has given no log-probabilities.
         """
-        algorithm = self.config.algorithm
+        algorithm = self.run_config.algorithm
         if algorithm.rollout_is_threshold is None:
             return batch, {}
         if "rollout_log_probs" not in batch.batch.keys():
@@ -588,7 +588,7 @@ class RayPPOTrainer:
     # ---- after the phases of a step
 
     def _dump(self, batch: DataProto, timing: Timing) -> None:
-        folder = self.config.trainer.rollout_data_dir
+        folder = self.run_config.trainer.rollout_data_dir
         if folder:
             extras = {name: list(batch.non_tensor_batch[name]) for name in self.state.extra_columns}
             with marked_timer("dump_rollout_generations", timing):
@@ -611,7 +611,7 @@ class RayPPOTrainer:
         trace_batch(batch, tensors_of(batch)["token_level_scores"].sum(-1), state.step, self.tokenizer)
         details = self.step_record.finish(batch, metrics)
         self.output.step(metrics, state.step, details)
-        profiler = self.config.global_profiler
+        profiler = self.run_config.global_profiler
         dump_memory(profiler.tool, profiler.steps, state.step, self.actor_rollout_wg)
         if not state.is_last_step and hasattr(self.train_dataset, "on_batch_end"):
             self.train_dataset.on_batch_end(batch=batch)
@@ -622,7 +622,7 @@ class RayPPOTrainer:
         Raises: ``reason`` if there is no full step.
         """
         state = self.state
-        options = self.config.trainer
+        options = self.run_config.trainer
         state.step -= 1  # the step that could not be filled
         if not state.step:
             raise reason
@@ -633,7 +633,7 @@ class RayPPOTrainer:
         timing: Timing = {}
         if options.test_freq > 0 and state.step % options.test_freq:
             self._validate_after_step(metrics, timing)
-        plan = CheckpointPlan.of(self.config)
+        plan = CheckpointPlan.of(self.run_config)
         if not plan.folder(state.step).exists():
             self._save_after_step(timing)
         checkpoint.finish_checkpoint(plan, state, self.trained_groups())
@@ -644,7 +644,7 @@ class RayPPOTrainer:
 
     def _validate_before_training(self) -> bool:
         """Validate the starting weights if the configuration asks for it; return whether the run ends there."""
-        options = self.config.trainer
+        options = self.run_config.trainer
         if not (options.val_before_train or options.val_only):
             return False
         with phase("validate", step=self.state.step):
@@ -656,14 +656,14 @@ class RayPPOTrainer:
 
     def _validate_after_step(self, metrics: Metrics, timing: Timing) -> None:
         """Validate every ``trainer.test_freq`` steps and after the last one."""
-        frequency = self.config.trainer.test_freq
+        frequency = self.run_config.trainer.test_freq
         if frequency > 0 and (self.is_last_step or self.state.step % frequency == 0):
             with self._timed("testing", timing):
                 metrics.update(self._validate())
 
     def _validate(self) -> Metrics:
         """Return the metrics of the current weights on the validation set."""
-        options = self.config.trainer
+        options = self.run_config.trainer
         if self.val_dataloader is None:
             raise ValueError(
                 "data.val_files=null: validation needs a file, or trainer.val_before_train=false and test_freq=-1"
@@ -686,7 +686,7 @@ class RayPPOTrainer:
 
     def _generate_for_validation(self, prompts: DataProto, first_prompt: int) -> DataProto:
         """Return ``val_kwargs.n`` responses to each prompt."""
-        sampling = self.config.actor_rollout_ref.rollout.val_kwargs
+        sampling = self.run_config.actor_rollout_ref.rollout.val_kwargs
         batch, seeds = repeat_prompts(prompts, sampling.n, self.state.seed, self.state.step, first_prompt)
         requests = self._get_gen_batch(batch)
         tensors_of(requests)["sampling_seed"] = seeds
@@ -708,7 +708,7 @@ class RayPPOTrainer:
 
     def _save_after_step(self, timing: Timing) -> None:
         """Write a checkpoint every ``trainer.save_freq`` steps, after the last one, and before capacity expires."""
-        plan = CheckpointPlan.of(self.config)
+        plan = CheckpointPlan.of(self.run_config)
         if plan.frequency <= 0:
             return
         checkpoint.finish_checkpoint(plan, self.state, self.trained_groups(), wait=self.is_last_step)
@@ -718,7 +718,7 @@ class RayPPOTrainer:
 
     def _save_checkpoint(self) -> None:
         """Write all parts of a checkpoint, and last the file that names it."""
-        plan = CheckpointPlan.of(self.config)
+        plan = CheckpointPlan.of(self.run_config)
         groups = self.trained_groups()
         checkpoint.save_checkpoint(plan, self.state, groups, self.train_dataloader, self.kl_ctrl_in_reward)
 
@@ -733,12 +733,12 @@ class RayPPOTrainer:
             self.trained_groups(),
             self.train_dataloader,
             self.kl_ctrl_in_reward,
-            delete_after_load=self.config.trainer.del_local_ckpt_after_load,
+            delete_after_load=self.run_config.trainer.del_local_ckpt_after_load,
         )
         return self.state.step
 
     def _profiled_steps(self) -> ProfiledSteps:
-        profiler = self.config.global_profiler
+        profiler = self.run_config.global_profiler
         return ProfiledSteps(profiler.steps or (), profiler.profile_continuous_steps)
 
     def _start_profiling(self, timing: Timing) -> None:

@@ -6,11 +6,15 @@ The launching process does this, so nothing here imports torch.
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
 from verl.utils.checkpoint import find_complete_checkpoints, get_checkpoint_tracker_filename, verify_checkpoint
 from verl.utils.checkpoint.files import archive_problem, backend_problem, world_size_problem
+
+if TYPE_CHECKING:
+    from verl.trainer.config.run_config import RunConfig
 
 FOLDER_PREFIX = "global_step_"
 DATA_NAME = "data.pt"
@@ -28,7 +32,7 @@ class IncompleteCheckpointError(ValueError):
     """The checkpoint to resume from is incomplete or damaged."""
 
 
-def run_folder(config: DictConfig) -> Path:
+def run_folder(config: "DictConfig | RunConfig") -> Path:
     """Return the folder of the record and the checkpoints of a run."""
     return Path(os.path.expanduser(config.trainer.default_local_dir)).absolute()
 
