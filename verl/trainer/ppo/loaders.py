@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -72,21 +72,19 @@ def validation_loader(
     )
 
 
-def follow_run_seed(config: DictConfig) -> None:
-    """Set ``data.seed`` to ``trainer.seed`` if it is null."""
-    if config.data.get("seed") is None:
-        with open_dict(config):
-            config.data.seed = config.trainer.seed
+def complete_data_node(config: DictConfig) -> None:
+    """Fill in the keys of ``data`` that data sets read and other nodes decide.
 
-
-def follow_rollout(config: DictConfig) -> None:
-    """Copy settings of the rollout engine that the data set needs to ``data``: image limits, processor arguments."""
-    rollout = config.actor_rollout_ref.rollout
-    engine = (rollout.get("engine_kwargs") or {}).get("vllm") or {}
+    These are the seed, which follows ``trainer.seed`` if it is null, and the image limits and processor arguments of
+    the rollout engine.
+    """
+    rollout = "actor_rollout_ref.rollout"
     with open_dict(config):
-        config.data.limit_images = rollout.get("limit_images")
+        if OmegaConf.select(config, "data.seed") is None:
+            config.data.seed = config.trainer.seed
+        config.data.limit_images = OmegaConf.select(config, f"{rollout}.limit_images")
         for name in ("limit_mm_per_prompt", "mm_processor_kwargs"):
-            config.data[name] = engine.get(name)
+            config.data[name] = OmegaConf.select(config, f"{rollout}.engine_kwargs.vllm.{name}")
 
 
 def training_rows(loader: Iterable[Rows], state: RunState, total_epochs: int | None) -> Iterator[Rows]:

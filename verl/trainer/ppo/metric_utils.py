@@ -1,4 +1,4 @@
-"""What the driver reports of a step: the batch, its times, its throughput; and summaries of a validation."""
+"""Metrics that the driver computes: of the batch of a step, its times and throughput, and of a validation."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from verl.trainer.ppo.phases import tensors_of
 from verl.utils.metric import reduce_metrics
 
 if TYPE_CHECKING:
@@ -26,9 +27,9 @@ _PROMPTS_AT_ONCE = 256
 
 def _lengths(batch: "DataProto") -> tuple[Tensor, Tensor]:
     """Return the tokens of each prompt and each response: two (B,) float tensors."""
-    assert batch.batch is not None
-    width = batch.batch["responses"].shape[-1]
-    mask = batch.batch["attention_mask"]
+    tensors = tensors_of(batch)
+    width = tensors["responses"].shape[-1]
+    mask = tensors["attention_mask"]
     return mask[:, :-width].sum(-1).float(), mask[:, -width:].sum(-1).float()
 
 
@@ -47,12 +48,11 @@ def _length_summary(name: str, lengths: Tensor, limit: int) -> dict[str, float]:
 def compute_data_metrics(batch: "DataProto", use_critic: bool = True) -> dict[str, float]:
     """Summarise scores, rewards, advantages, returns, values and lengths of a training batch.
 
-    Scores and rewards are those of the responses that have a token at all; the others were aborted.
+    Scores and rewards leave out aborted responses, which have no token.
 
     Raises: ValueError when all responses were aborted, or the response mask is empty.
     """
-    tensors = batch.batch
-    assert tensors is not None
+    tensors = tensors_of(batch)
     prompt_length, response_length = _lengths(batch)
     response_limit = tensors["responses"].shape[-1]
     finished = response_length > 0
@@ -126,7 +126,8 @@ compute_throughout_metrics = compute_throughput_metrics  # the established spell
 
 def subset_sizes(num_responses: int) -> list[int]:
     """Return 2, 4, 8 and so on below the number of responses, and that number; nothing for a single response."""
-    sizes, size = [], 2
+    sizes = []
+    size = 2
     while size < num_responses:
         sizes.append(size)
         size *= 2
@@ -139,9 +140,9 @@ def _draws(num_responses: int, size: int, seed: int) -> np.ndarray:
 
 
 def _ranks(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rank of each of (P, k) values within its prompt, equal ones alike, and the value of each rank.
+    """Return the rank of each of (P, k) values within its prompt, and the value of each rank; equal values tie.
 
-    Returns: two (k, P) arrays; small integers are compared several times faster than what they stand for.
+    Returns: two (k, P) arrays. Ranks replace values because small integers compare several times faster.
     """
     order = np.argsort(values, axis=1, kind="stable")
     ascending = np.take_along_axis(values, order, axis=1)
@@ -171,9 +172,9 @@ def _extremes(ranks: np.ndarray, draws: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 def _majority(codes: np.ndarray, draws: np.ndarray) -> np.ndarray:
-    """Return which response stands for the most frequent answer of each draw: (1000, P) numbers, of (k, P) codes.
+    """Return the response with the most frequent answer of each draw: (1000, P) numbers, of (k, P) codes.
 
-    Among equally frequent answers the one drawn first counts.
+    Among equally frequent answers, the one drawn first wins.
     """
     size = draws.shape[1]
     answers = [codes[column] for column in draws.T]
@@ -191,7 +192,7 @@ def _majority(codes: np.ndarray, draws: np.ndarray) -> np.ndarray:
 
 
 def _times(chosen: np.ndarray, num_levels: int) -> np.ndarray:
-    """Count how often each number below ``num_levels`` stands in each column of (1000, P) numbers: (num_levels, P)."""
+    """Count each number below ``num_levels`` in each column of (1000, P) numbers: (num_levels, P)."""
     num_draws, width = chosen.shape
     reached = np.zeros((num_draws, -(-width // 8) * 8), dtype=bool)
     at_least = np.zeros((num_levels + 1, reached.shape[1]), dtype=np.int64)

@@ -162,6 +162,11 @@ class RayPPOTrainer:
         self.state.max_step_s = seconds
 
     @property
+    def run_seed(self) -> int:
+        """Seed of the run."""
+        return self.state.seed
+
+    @property
     def is_last_step(self) -> bool:
         """Whether the current step is the last one."""
         return self.state.is_last_step
@@ -176,8 +181,7 @@ class RayPPOTrainer:
         train_sampler: Sampler[int] | None,
     ) -> None:
         """Make the loaders, build the data sets and the sampler that were not given, and count the steps."""
-        loaders.follow_run_seed(self.config)
-        loaders.follow_rollout(self.config)
+        loaders.complete_data_node(self.config)
         node = self.config.data  # data sets and samplers of a fork may read keys that DataConfig does not have
         if train_dataset is None:
             train_dataset = create_rl_dataset(node.train_files, node, self.tokenizer, self.processor)

@@ -1,35 +1,46 @@
-"""From token-level scores to rewards and advantages, on the driver's batch."""
+"""Turn token-level scores into rewards and advantages, on the batch of the driver."""
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
+from verl.algos.kl import KLController
 from verl.algos.kl import kl_penalty as compute_kl
 from verl.protocol import DataProto
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.core_algos import AdvantageEstimator
+from verl.trainer.ppo.phases import tensors_of
 from verl.utils.torch_functional import masked_mean
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from verl.algos.config import AlgoConfig
 
 
 def compute_response_mask(data: DataProto) -> torch.Tensor:
     """Return the (B, R) columns of the attention mask that belong to the response."""
-    width = data.batch["responses"].size(1)
-    mask: torch.Tensor = data.batch["attention_mask"][:, -width:]
+    tensors = tensors_of(data)
+    width = tensors["responses"].shape[1]
+    mask: torch.Tensor = tensors["attention_mask"][:, -width:]
     return mask
 
 
-def apply_kl_penalty(data: DataProto, kl_ctrl: Any, kl_penalty: str = "kl") -> tuple[DataProto, dict[str, float]]:
+def apply_kl_penalty(
+    data: DataProto, kl_ctrl: KLController, kl_penalty: str = "kl"
+) -> tuple[DataProto, dict[str, float]]:
     """Subtract the KL to the reference policy from the scores and adapt its coefficient.
 
-    Adds ``token_level_rewards`` (B, R). Returns: the batch, and the penalty and the coefficient that was used.
+    Adds ``token_level_rewards`` (B, R). Returns: the batch, and metrics of the penalty and of the coefficient used.
 
     Source: Ziegler et al. (arXiv:1909.08593), section 2.2.
     """
-    mask = data.batch["response_mask"]
-    kl = compute_kl(data.batch["old_log_probs"], data.batch["ref_log_prob"], kl_penalty)
-    kl = torch.where(mask.bool(), kl, 0.0)  # what lies outside may be anything, infinite too
+    tensors = tensors_of(data)
+    mask = tensors["response_mask"]
+    kl = compute_kl(tensors["old_log_probs"], tensors["ref_log_prob"], kl_penalty)
+    kl = torch.where(mask.bool(), kl, 0.0)  # padding may hold any number, also infinity
     beta = kl_ctrl.value
-    data.batch["token_level_rewards"] = data.batch["token_level_scores"] - beta * kl
+    tensors["token_level_rewards"] = tensors["token_level_scores"] - beta * kl
     current = masked_mean(kl, mask=mask, axis=-1).mean().item()
     kl_ctrl.update(current_kl=current, n_steps=len(data))
     return data, {"actor/reward_kl_penalty": current, "actor/reward_kl_penalty_coeff": beta}
@@ -42,19 +53,21 @@ def compute_advantage(
     lam: float | None = None,
     num_repeat: int = 1,
     norm_adv_by_std_in_grpo: bool = True,
-    config: Any = None,
+    config: "AlgoConfig | DictConfig | None" = None,
     generator: torch.Generator | None = None,
 ) -> DataProto:
-    """Add ``advantages`` and ``returns`` (B, R) by the registered estimator of a name.
+    """Add ``advantages`` and ``returns`` (B, R) by a registered estimator.
 
-    The estimator gets what it has parameters for: see ``verl.algos.advantage``. ``gamma`` and ``lam`` default to the
-    config's, else to 1; the deviation of a group divides unless the argument or the config says no. ``num_repeat`` is
-    accepted for callers that pass the samples per prompt; groups are told by ``uid``. The generator is that of
-    PF-PPO's draw of rows.
+    The estimator gets the values that it has parameters for, see ``verl.algos.advantage``.
 
-    Raises: ValueError for an unknown estimator, and for one that needs what the batch does not have.
+    Args:
+        gamma: discount; None takes the config's, else 1. ``lam`` likewise.
+        num_repeat: samples per prompt; accepted and not read, because ``uid`` tells the groups apart.
+        norm_adv_by_std_in_grpo: divide by the deviation of the group, unless the config says no.
+        generator: source of PF-PPO's draw of rows.
+    Raises: ValueError for an unknown estimator, and when the batch lacks a column that the estimator needs.
     """
-    batch = data.batch
+    batch = tensors_of(data)
     if "response_mask" not in batch.keys():
         batch["response_mask"] = compute_response_mask(data)
     columns = {name: batch[name] for name in ("values", "reward_baselines") if name in batch.keys()}
