@@ -71,7 +71,8 @@ def compute_data_metrics(batch: "DataProto", use_critic: bool = True) -> dict[st
         **_length_summary("prompt_length", prompt_length, tensors["attention_mask"].shape[-1] - response_limit),
     }
     if use_critic:
-        values, returns = tensors["values"][mask], tensors["returns"][mask]
+        values = tensors["values"][mask]
+        returns = tensors["returns"][mask]
         unexplained = (returns - values).var() / (returns.var() + 1e-5) if len(returns) > 1 else torch.tensor(0.0)
         metrics |= _summary("critic/values", values)
         metrics["critic/vf_explained_var"] = 1.0 - unexplained.item()
@@ -149,7 +150,8 @@ def _ranks(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     steps = np.zeros(values.shape, dtype=np.int64)
     steps[:, 1:] = ascending[:, 1:] != ascending[:, :-1]
     dense = steps.cumsum(axis=1)
-    ranks, levels = np.zeros_like(dense), np.zeros_like(values)
+    ranks = np.zeros_like(dense)
+    levels = np.zeros_like(values)
     np.put_along_axis(ranks, order, dense, axis=1)
     np.put_along_axis(levels, dense, ascending, axis=1)
     return _small(ranks.T), levels[:, : dense.max() + 1].T
@@ -163,7 +165,8 @@ def _small(numbers: np.ndarray) -> np.ndarray:
 def _extremes(ranks: np.ndarray, draws: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the largest and smallest rank in each draw of (k, P) ranks: two (1000, P) arrays."""
     best = ranks[draws[:, 0]]
-    worst, drawn = best.copy(), np.empty_like(best)
+    worst = best.copy()
+    drawn = np.empty_like(best)
     for column in draws.T[1:]:
         np.take(ranks, column, axis=0, out=drawn)
         np.maximum(best, drawn, out=best)

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from verl.algos.config import AlgoConfig
 from verl.algos.kl import KLController
 from verl.algos.kl import kl_penalty as compute_kl
 from verl.protocol import DataProto
@@ -14,8 +15,6 @@ from verl.utils.torch_functional import masked_mean
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
-
-    from verl.algos.config import AlgoConfig
 
 
 def compute_response_mask(data: DataProto) -> torch.Tensor:
@@ -83,9 +82,9 @@ def compute_advantage(
         **columns,
         **discounts,
     )
-    if adv_estimator == AdvantageEstimator.GAE and config is not None and config.get("use_pf_ppo", False):
-        options = config.get("pf_ppo") or {}
+    if adv_estimator == AdvantageEstimator.GAE and config is not None and "use_pf_ppo" in config and config.use_pf_ppo:
+        options = AlgoConfig().pf_ppo | dict(config.pf_ppo)
         data = core_algos.compute_pf_ppo_reweight_data(
-            data, options.get("reweight_method", "pow"), options.get("weight_pow", 2.0), generator
+            data, options["reweight_method"], options["weight_pow"], generator
         )
     return data
