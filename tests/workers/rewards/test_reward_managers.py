@@ -449,7 +449,7 @@ def test_a_score_that_is_no_number_costs_its_sample(caplog):
     got, extras = compute_reward(data, Manager())
     assert got.tolist() == [[0, 1, 0], [0, -1, 0], [-1, 0, 0], [0, 0, 2]]
     assert extras == {"reward_failure": [None, "invalid", "invalid", "raised"]}
-    assert "2 of 4 responses have a score that is no finite number, the first in row 1" in caplog.text
+    assert "2 of 4 responses have a score that is not a finite number, the first in row 1" in caplog.text
     assert compute_reward(data, lambda data: scores)[1] == {"reward_failure": [None, "invalid", "invalid", None]}
     Manager.limits = ScoringLimits(max_failed_ratio=0.4)
     with pytest.raises(RewardError, match=r"data_source 'b': more than reward_model.scoring.max_failed_ratio=0.4"):
@@ -460,4 +460,4 @@ def test_a_scorer_does_not_write_over_what_the_trainer_reads(caplog):
     both = {"reward_tensor": torch.ones(2, 3), "reward_extra_info": {"uid": ["x", "x"], "acc": [1, 0]}}
     for _ in range(2):
         assert compute_reward(SimpleNamespace(), lambda data, return_dict=False: both)[1] == {"acc": [1, 0]}
-    assert caplog.text.count("returns 'uid', a name of the trainer's own") == 1
+    assert caplog.text.count("returns 'uid', a column of the trainer") == 1
