@@ -109,7 +109,7 @@ def _controller_options(config: DictConfig) -> dict[str, Any]:
     if config.trainer.device != "cuda" or profiler.tool != "nsys" or not profiler.get("steps"):
         return {}
     from verl.utils.profiler.captures import save_folder
-    from verl.utils.profiler.nsys_options import nsight_options
+    from verl.utils.profiler.nsys import nsight_options
 
     assert importlib.util.find_spec("nvtx"), "global_profiler.tool=nsys needs the package nvtx"
     options: Any = OmegaConf.to_container(profiler.global_tool_config.nsys.controller_nsight_options, resolve=True)

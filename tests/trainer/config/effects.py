@@ -207,7 +207,7 @@ READERS = [
     Reader(TOOLS_OF["nsys"], "discrete", "utils/profiler/nsys.py", "options", PROFILERS + "test_nsys.py::test_captures_of_a_step_and_of_a_task"),
     Reader(TOOLS_OF["npu"], "contents level analysis discrete", "utils/profiler/npu.py", "options", PROFILERS + "test_npu.py::test_options_reach_the_profiler_of_torch_npu"),
     Reader(TOOLS_OF["torch"], "step_start step_end", "utils/profiler/torch_trace.py", "self.options", PROFILERS + "test_torch_trace.py::test_only_some_mini_batches"),
-    Reader(TOOLS_OF["torch_memory"], "trace_alloc_max_entries stack_depth context stacks kw_args", "utils/profiler/torch_memory.py", "options", PROFILERS + "test_torch_memory.py::test_options_reach_the_recorder_and_snapshots_their_place"),
+    Reader(TOOLS_OF["torch_memory"], "trace_alloc_max_entries stack_depth context stacks kw_args", "utils/profiler/memory.py", "options", PROFILERS + "test_torch_memory.py::test_options_reach_the_recorder_and_snapshots_their_place"),
     # Ray
     Reader("ray_kwargs.ray_init", "num_cpus", "trainer/run/launch.py", LOOP, "tests/trainer/run/test_launch.py::test_ray_is_local_unless_an_address_is_given"),
     Reader("ray_kwargs", "timeline_json_file", "trainer/main_ppo.py", "config.ray_kwargs"),

@@ -33,7 +33,7 @@ from verl.utils.profiler import (
     ranges,
 )
 from verl.utils.profiler.config import NsightToolConfig
-from verl.utils.profiler.nsys_options import nsight_options
+from verl.utils.profiler.nsys import nsight_options
 from verl.utils.ray_utils import without_nsight
 
 
@@ -261,7 +261,7 @@ import json, os, ray
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-from verl.utils.profiler.nsys_options import nsight_options
+from verl.utils.profiler.nsys import nsight_options
 from verl.utils.ray_utils import without_nsight
 
 class Wrapped(Worker):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from verl.utils import memory_utils
-from verl.utils.profiler import DistProfiler, GPUMemoryLogger, ProfilerConfig, log_gpu_memory_usage, torch_memory
+from verl.utils.profiler import DistProfiler, GPUMemoryLogger, ProfilerConfig, log_gpu_memory_usage, memory
 from verl.utils.profiler.config import TorchMemoryToolConfig
 
 
@@ -24,8 +24,8 @@ def recorder(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **options: calls.append(options))
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: snapshot)
-    monkeypatch.setattr(torch_memory, "_recording", [])
-    monkeypatch.setattr(torch_memory, "_written", set())
+    monkeypatch.setattr(memory, "_recording", [])
+    monkeypatch.setattr(memory, "_written", set())
     monkeypatch.setattr(memory_utils.MemorySnapshotSampler, "stack_depth", None)
     return calls
 

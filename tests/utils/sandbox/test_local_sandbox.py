@@ -192,5 +192,5 @@ def test_many_at_once():
 
 def test_a_supervisor_that_fails_is_named(monkeypatch):
     monkeypatch.setattr(local, "SUPERVISOR", Path("/nowhere/supervisor.py"))
-    with pytest.raises(SandboxError, match=r"supervisor of a program failed: .*nowhere"):
+    with pytest.raises(SandboxError, match=r"sandbox supervisor failed: .*nowhere"):
         run("print(1)")

@@ -25,7 +25,7 @@ from verl.single_controller.ray.resource_pool import (
     sort_placement_group_by_node_ip,
 )
 from verl.single_controller.ray.waiting import Failure, Seat, explain, explain_timeout, kill_all, wait_all
-from verl.utils.profiler.nsys_options import nsight_options
+from verl.utils.profiler.nsys import nsight_options
 from verl.utils.ray_utils import without_nsight
 
 if TYPE_CHECKING:
