@@ -155,15 +155,15 @@ def test_what_is_damaged_or_of_another_model_is_named(
 def test_the_wrong_folder_or_backend_is_named(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = checkpoint_of(root, "plain tp 2")
     for local_dir, more, message in (
-        (folder.parent, (), f"write one of {folder}"),
-        (tmp_path / "nowhere", (), "is no folder"),
-        (folder, ("--is-value-model",), "is no critic"),
+        (folder.parent, (), f"use one of {folder}"),
+        (tmp_path / "nowhere", (), "is not a folder"),
+        (folder, ("--is-value-model",), "is not a critic"),
         (folder, ("--merge-lora",), "hold no adapters"),
     ):
         assert run("merge", local_dir, "--target_dir", tmp_path / "hf", *more) == 2
         assert message in capsys.readouterr().err
     assert main(["merge", "--backend", "fsdp", "--local_dir", str(folder), "--target_dir", str(tmp_path / "hf")]) == 2
-    assert "write --backend megatron" in capsys.readouterr().err
+    assert "use --backend megatron" in capsys.readouterr().err
 
 
 def test_of_several_processes_the_first_merges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,7 +174,7 @@ def test_single_weights_are_converted_as_the_export_does(root: Path, folder: str
         "decoder.final_layernorm.weight", [engine.models[0].decoder.final_layernorm.weight]
     )
     assert name == "model.norm.weight" and tensor.dtype == torch.bfloat16
-    with pytest.raises(ValueError, match="no rule says"):
+    with pytest.raises(ValueError, match="no rule maps"):
         converter.convert_param("decoder.layers.0.mlp.linear_fc3.weight", [])
 
 

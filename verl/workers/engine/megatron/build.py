@@ -15,9 +15,9 @@ from verl.models.mcore.gpt.build import (
     default_implementation,
     hf_to_mcore_config,
     init_mcore_model,
+    load_parts,
     named_parameters,
 )
-from verl.models.mcore.gpt.load import load_parts
 from verl.utils.checkpoint.files import CheckpointError as TensorsError
 from verl.utils.checkpoint.torch_dist import TENSORS_FOLDER, TorchDistReader, holds_value_head, vocabulary_problem
 from verl.utils.fs import copy_to_local
