@@ -1,4 +1,4 @@
-"""Counts of memory; without the library of tensors a test says what there is."""
+"""Memory statistics; without the library a test sets them."""
 
 from torch_npu.npu._state import library
 
@@ -11,7 +11,7 @@ def _set_allocator_settings(env):
 
 
 def say(nbytes):
-    """Let so many bytes be allocated from now on."""
+    """Set the number of allocated bytes."""
     _said.update(allocated=nbytes, peak=max(nbytes, _said["peak"]))
 
 

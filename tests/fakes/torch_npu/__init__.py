@@ -1,8 +1,8 @@
-"""Stands in for torch_npu in tests: its registrations with torch, and the calls of it that are used here.
+"""A fake torch_npu for tests: its registrations with torch, and the part of its interface that verl uses.
 
-``tests/utils/device/test_torch_npu.py`` lists these calls and holds whichever torch_npu is installed to the list.
-There are two devices, or those that ``ASCEND_RT_VISIBLE_DEVICES`` leaves. Tensors can be on them where
-``TORCH_NPU_DEVICE`` names the library that is built of ``device.cpp``.
+``tests/fakes/torch_npu_calls.py`` lists this part, and ``tests/utils/device/test_torch_npu.py`` checks the installed
+torch_npu against the list. There are two devices, or those in ``ASCEND_RT_VISIBLE_DEVICES``. They can hold tensors if
+``TORCH_NPU_DEVICE`` names the library built from ``device.cpp``.
 """
 
 import torch
@@ -12,12 +12,12 @@ from torch_npu import npu, profiler
 from torch_npu.npu._state import library
 
 __all__ = ["npu", "npu_fusion_attention", "profiler"]
-__version__ = "0+double"
+__version__ = "0+fake"
 
 
 def npu_fusion_attention(query, key, value, head_num, input_layout, **options):
-    """Is imported by transformers wherever torch_npu is; nothing here calls it."""
-    raise RuntimeError("the double of torch_npu has no fused attention")
+    """Exist for transformers, which imports it; nothing calls it."""
+    raise RuntimeError("the fake torch_npu has no fused attention")
 
 
 def _hccl(store, rank, size, timeout):

@@ -1,4 +1,4 @@
-"""A profiler whose trace is one file: how it was started, and the ranges in it."""
+"""A profiler that writes its options and the ranges as one JSON file."""
 
 import enum
 import itertools
@@ -20,7 +20,8 @@ class _ExperimentalConfig:
     def __init__(
         self, profiler_level=ProfilerLevel.Level0, export_type=None, data_simplification=True, msprof_tx=False
     ):
-        self.level, self.msprof_tx = profiler_level, msprof_tx
+        self.level = profiler_level
+        self.msprof_tx = msprof_tx
 
 
 def tensorboard_trace_handler(dir_name=None, worker_name=None, analyse_flag=True, async_mode=False):
@@ -33,7 +34,9 @@ class profile:  # the name of torch_npu
         self, *, activities=None, schedule=None, on_trace_ready=None, record_shapes=False, profile_memory=False,
         with_stack=False, with_modules=False, with_flops=False, experimental_config=None,
     ):  # fmt: skip
-        self.folder, self.config, self.steps = on_trace_ready, experimental_config, 0
+        self.folder = on_trace_ready
+        self.config = experimental_config
+        self.steps = 0
         self.activities = [activity.name for activity in activities]
 
     def start(self):

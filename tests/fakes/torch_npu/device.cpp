@@ -1,5 +1,5 @@
-// A device npu that is no CPU and has its memory: tensors of its own, kernels of the CPU, generator and counts of memory
-// of its own. What reaches it with a tensor of the CPU fails, as on a device.
+// A fake device npu with separate tensors, generator and memory statistics that uses the kernels of the CPU. Mixing its
+// tensors with CPU tensors fails, as on a real device.
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>

@@ -1,4 +1,4 @@
-"""The devices of the double: how many this process sees, and the library that puts tensors on them."""
+"""The devices of the fake: the ones that this process sees, and the library with their tensors."""
 
 import importlib.machinery
 import importlib.util
@@ -8,7 +8,7 @@ import torch
 
 
 def visible():
-    """Return the devices that the environment leaves to this process."""
+    """Return the devices that are visible to this process."""
     names = os.environ.get("ASCEND_RT_VISIBLE_DEVICES", "0,1")
     return [name for name in names.split(",") if name]
 

@@ -1,6 +1,6 @@
-"""The part of torch_npu that is used, and what of it the one that is installed lacks.
+"""List the part of torch_npu that verl uses, and find what the installed torch_npu (real or fake) lacks of it.
 
-``python -m tests.doubles.torch_npu_calls`` prints the latter as a JSON list, for the double or the real one.
+``python -m tests.fakes.torch_npu_calls`` prints the missing parts as a JSON list.
 """
 
 import inspect
@@ -15,7 +15,7 @@ _ = object()
 
 
 def call(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return how something is called."""
+    """Return the arguments of a call."""
     return args, kwargs
 
 
@@ -27,7 +27,7 @@ DEVICE: dict[str, list[Any]] = {
     "set_device": [call(_)],
     "get_rng_state": [call()],
     "set_rng_state": [call(_)],
-    # by torch itself: its seed of all devices, checkpointed activations, and the streams of FSDP2
+    # torch itself calls these: to seed all devices, for checkpointed activations, and for the streams of FSDP2
     "get_amp_supported_dtype": [call()],
     "device": [call(_)],
     **dict.fromkeys(("manual_seed", "manual_seed_all", "stream"), [call(_)]),
@@ -41,7 +41,7 @@ DEVICE: dict[str, list[Any]] = {
     "Event.record": [call(_), call(_, _)],
     "memory": [],
 }
-"""What of ``torch.npu`` is called, and how."""
+"""Name in ``torch.npu`` -> the calls that are made."""
 
 PROFILER: dict[str, list[Any]] = {
     **{f"ProfilerLevel.{name}": [] for name in ("Level_none", "Level0", "Level1", "Level2")},
@@ -63,13 +63,13 @@ MSTX: dict[str, list[Any]] = {"range_start": [call("message")], "range_end": [ca
 
 
 def missing(where: str, module: ModuleType | type, calls: dict[str, list[Any]]) -> Iterator[str]:
-    """Yield each name that a module lacks, and each call that it would not take."""
+    """Yield each name that a module lacks, and each call that it does not accept."""
     for name, ways in calls.items():
         found: Any = module
         for part in name.split("."):
             found = getattr(found, part, None)
         if found is None:
-            yield f"{where}.{name} is not there"
+            yield f"{where}.{name} is missing"
             continue
         for args, kwargs in ways:
             if (problem := _refused(found, args, kwargs)) is not None:
@@ -80,7 +80,7 @@ def _refused(found: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     try:
         signature = inspect.signature(found)
     except (TypeError, ValueError):
-        return None  # compiled, and does not tell
+        return None  # compiled functions have no signature
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
@@ -89,7 +89,7 @@ def _refused(found: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 
 def all_missing() -> list[str]:
-    """Return what the installed torch_npu lacks."""
+    """Return everything that the installed torch_npu lacks."""
     import torch
     import torch_npu
     from torch_npu.npu import mstx
@@ -97,9 +97,9 @@ def all_missing() -> list[str]:
     found = [*missing("torch.npu", torch.npu, DEVICE), *missing("torch_npu.npu.mstx", mstx, MSTX)]
     found += missing("torch_npu.profiler", torch_npu.profiler, PROFILER)
     if torch._C._get_privateuse1_backend_name() != "npu":
-        found.append("the device of torch is not renamed to npu")
+        found.append("torch's private device is not renamed to npu")
     if "hccl" not in torch.distributed.Backend.backend_list:
-        found.append("torch.distributed knows no hccl")
+        found.append("torch.distributed has no backend hccl")
     return found
 
 

@@ -1,4 +1,4 @@
-"""Build the library that puts tensors on the double of torch_npu: ``python -m tests.doubles.torch_npu_device FILE``."""
+"""Build the library that gives the fake torch_npu its tensors: ``python -m tests.fakes.torch_npu_device FILE``."""
 
 import shutil
 import subprocess
@@ -13,7 +13,7 @@ COMPILER = shutil.which("c++") or shutil.which("g++")
 
 
 def build(library: Path) -> None:
-    """Compile ``device.cpp``, in half a minute, and load nothing of it."""
+    """Compile ``device.cpp`` without loading it; this takes half a minute."""
     assert COMPILER is not None, "a C++ compiler is needed"
     includes = [f"-I{path}" for path in (*include_paths(), sysconfig.get_paths()["include"])]
     links = [f"-L{path}" for path in library_paths()] + ["-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]

@@ -1,4 +1,4 @@
-"""Ranges that the profiler reads."""
+"""Ranges, as a list of events that the fake profiler reads."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""What is known as ``torch.npu``."""
+"""The module ``torch.npu``."""
 
 from contextlib import nullcontext
 
@@ -66,7 +66,7 @@ def get_amp_supported_dtype():
     return [torch.float16, torch.bfloat16, torch.float32]
 
 
-# ---- streams, on which everything is done when a call returns
+# ---- streams; every call is synchronous
 
 
 class Event:
@@ -103,8 +103,9 @@ class Stream:
         pass
 
 
-if library:  # torch itself makes streams and events for such a device, and takes no others
-    Event, Stream = torch.Event, torch.Stream
+if library:  # torch creates the streams and events of such a device and accepts no others
+    Event = torch.Event
+    Stream = torch.Stream
 _stream = None if library else Stream()
 
 
