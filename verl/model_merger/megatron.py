@@ -1,20 +1,18 @@
 """Read a Megatron-Core checkpoint layer by layer, independent of the parallel layout that wrote it."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import Tensor
 
-from verl.model_merger.base import HF_FOLDER, BaseMerger, MergeOptions, load_config, right_folder
+from verl.model_merger.base import HF_FOLDER, BaseMerger, MergeOptions, load_config, read_manifests, right_folder
 from verl.models.mcore.families import EXPERT, FUSED_NORMS, Family, find_family, num_experts, outer_rules
 from verl.models.mcore.weights import Rule
 from verl.utils.checkpoint.files import (
     MEGATRON_LAYOUT_NAME,
     CheckpointError,
-    Manifest,
     file_problems,
-    read_manifest,
     read_world_size,
 )
 from verl.utils.checkpoint.torch_dist import (
@@ -145,16 +143,10 @@ def check_megatron_checkpoint(folder: Path) -> Path:
     tensors = next((each for each in (folder / TENSORS_FOLDER, folder) if (each / BACKEND_FILE).is_file()), None)
     if not Path(folder, MEGATRON_LAYOUT_NAME).is_file():
         raise CheckpointError(f"{folder} holds no {MEGATRON_LAYOUT_NAME}: {right_folder(folder, MEGATRON_LAYOUT_NAME)}")
-    world_size = read_world_size(folder)
-    problems: list[str] = []
-    for rank in range(world_size):
-        try:
-            manifest = read_manifest(folder, world_size, rank)
-        except CheckpointError as error:
-            problems.append(str(error))
-            continue
+    manifests, problems = read_manifests(folder, read_world_size(folder))
+    for manifest in manifests:
         needed = [each for each in manifest.files if not each.name.startswith("rng_")]
-        problems += file_problems(folder, Manifest(world_size, rank, manifest.global_step, needed), checksums=True)
+        problems += file_problems(folder, replace(manifest, files=needed), checksums=True)
     if problems:
         raise CheckpointError(f"checkpoint {folder} cannot be merged: {'; '.join(problems)}")
     if tensors is None:

@@ -3,19 +3,18 @@
 import logging
 import pickle
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from verl.model_merger.base import right_folder
+from verl.model_merger.base import read_manifests, right_folder
 from verl.utils.checkpoint.files import (
     LAYOUT_NAME,
     CheckpointError,
-    Manifest,
     file_problems,
-    read_manifest,
     read_world_size,
 )
 from verl.utils.checkpoint.fsdp_checkpoint_manager import part_name
@@ -33,19 +32,14 @@ def check_checkpoint(folder: Path) -> int:
     if not Path(folder, LAYOUT_NAME).is_file():
         raise CheckpointError(f"{folder} holds no {LAYOUT_NAME}: {right_folder(folder, LAYOUT_NAME)}")
     world_size = read_world_size(folder)
-    problems: list[str] = []
-    for rank in range(world_size):
-        try:
-            manifest = read_manifest(folder, world_size, rank)
-        except CheckpointError as error:
-            problems.append(str(error))
-            continue
-        name = part_name("model", world_size, rank)
+    manifests, problems = read_manifests(folder, world_size)
+    for manifest in manifests:
+        name = part_name("model", world_size, manifest.rank)
         if name not in {record.name for record in manifest.files}:
             problems.append(f"{name} was never saved: checkpoint.save_contents must name the model")
         # users may delete files that a merge does not need, such as the optimizer's, to free space
         needed = [each for each in manifest.files if each.name == name or each.name.startswith("huggingface/")]
-        problems += file_problems(folder, Manifest(world_size, rank, manifest.global_step, needed), checksums=True)
+        problems += file_problems(folder, replace(manifest, files=needed), checksums=True)
     if problems:
         raise CheckpointError(f"checkpoint {folder} cannot be merged: {'; '.join(problems)}")
     return world_size

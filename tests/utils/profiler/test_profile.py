@@ -138,7 +138,7 @@ def test_an_error_of_a_task_is_told_where_its_capture_cannot_be_written(monkeypa
     worker.start_profile(profile_step="1")
     with pytest.raises(KeyError, match="wrong"):
         worker.update(2, fails=True)
-    assert "what actor captured is not written: no room" in caplog.text
+    assert "the profile of actor could not be written: no room" in caplog.text
 
 
 def test_a_task_belongs_to_the_role_that_its_name_begins_with(calls):

@@ -72,8 +72,8 @@ def test_a_full_disk_costs_a_snapshot_and_no_more(recorder, tmp_path, caplog):
     profiler.start(profile_step="1")
     profiler.stop()
     assert profiler.dump_memory_snapshot("after", "step1")
-    assert "what e2e captured is not written: [Errno 28]" in caplog.text
-    assert "the snapshot after is not written: [Errno 28]" in caplog.text
+    assert "the profile of e2e could not be written: [Errno 28]" in caplog.text
+    assert "the memory snapshot after could not be written: [Errno 28]" in caplog.text
     assert list(folder.iterdir()) == []
 
 

@@ -150,7 +150,7 @@ def test_a_full_disk_costs_a_trace_and_no_more(tmp_path, caplog):
     folder.mkdir(parents=True)
     (folder / "prof_start_0_end_last_rank_0.json.part1.tmp").symlink_to("/dev/full")
     step(worker, 1)
-    assert "what actor captured is not written" in caplog.text and "room on the disk" in caplog.text
+    assert "the profile of actor could not be written" in caplog.text and "free space on the disk" in caplog.text
     assert list(folder.iterdir()) == []
     step(worker, 2)
     assert list(traces(tmp_path)) == ["step2/actor/prof_start_0_end_last_rank_0.json"]
@@ -158,7 +158,7 @@ def test_a_full_disk_costs_a_trace_and_no_more(tmp_path, caplog):
 
 def test_a_folder_that_cannot_be_made_is_told_at_once(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"profiler\.save_path=.*/file/x: cannot be made: Not a directory"):
+    with pytest.raises(ValueError, match=r"profiler\.save_path=.*/file/x cannot be created: Not a directory"):
         worker_on(0, tmp_path / "file" / "x", actor={"enable": True})
     worker_on(1, tmp_path / "file" / "x", actor={"enable": True})  # of a rank that is not profiled
 

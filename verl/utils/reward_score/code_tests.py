@@ -40,10 +40,13 @@ class TestCases:
     fn_name: str | None = None
     assertions: list[str] | None = None
 
-    @property
-    def are_paired(self) -> bool:
-        """Return whether every input has an output."""
-        return len(self.inputs) == len(self.outputs)
+    def unpaired(self) -> "tuple[list[Result], list[Metadata]] | None":
+        """Return the results of malformed cases with unequal numbers of inputs and outputs; None if they are equal."""
+        count = len(self.inputs)
+        if count == len(self.outputs):
+            return None
+        text = f"{count} inputs and {len(self.outputs)} outputs"
+        return [UNKNOWN] * count, [{"status": "error", "error": text}] * count
 
     def first(self, count: int) -> "TestCases":
         """Return the first ``count`` cases."""
@@ -59,8 +62,10 @@ class TestCases:
         return Test(stdin="", arguments=_arguments(given), code_after=after)
 
 
-def read_test_cases(test_cases: RawTestCases) -> TestCases:
+def read_test_cases(test_cases: RawTestCases, most_tests: int | None = None) -> TestCases:
     """Read test cases: ``inputs`` and ``outputs``, and optionally ``fn_name`` or ``assert_case``; a dict or JSON.
+
+    Args: ``most_tests`` keeps only the first cases.
 
     Raises: ValueError for anything else.
     """
@@ -78,7 +83,8 @@ def read_test_cases(test_cases: RawTestCases) -> TestCases:
     outputs = cases.get("outputs", [None] * len(assertions) if assertions is not None else None)
     if inputs is None or outputs is None:
         raise ValueError(f"test cases must have inputs and outputs, or assert_case, got {sorted(cases)}")
-    return TestCases(list(inputs), list(outputs), cases.get("fn_name"), assertions)
+    found = TestCases(list(inputs), list(outputs), cases.get("fn_name"), assertions)
+    return found.first(most_tests) if most_tests else found
 
 
 def find_code(completion: str) -> str | None:

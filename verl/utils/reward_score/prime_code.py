@@ -62,11 +62,10 @@ def check_correctness(
     stop_at_failure: bool = False,
 ) -> tuple[list[Result], list[Metadata]]:
     """Run a program on its test cases and return the result and details of each."""
-    cases = read_test_cases(in_outs).first(most_tests) if most_tests else read_test_cases(in_outs)
+    cases = read_test_cases(in_outs, most_tests)
+    if (unpaired := cases.unpaired()) is not None:
+        return unpaired
     count = len(cases.inputs)
-    if not cases.are_paired:
-        text = f"{count} inputs and {len(cases.outputs)} outputs"
-        return [UNKNOWN] * count, [{"status": "error", "error": text}] * count
     runs = run_tests(
         generation,
         [cases.test(i) for i in range(count)],

@@ -110,11 +110,10 @@ def check_correctness(
 
     The first case runs alone, so that a program that does not compile is sent only once.
     """
-    cases = read_test_cases(in_outs).first(most_tests) if most_tests else read_test_cases(in_outs)
+    cases = read_test_cases(in_outs, most_tests)
+    if (unpaired := cases.unpaired()) is not None:
+        return unpaired
     count = len(cases.inputs)
-    if not cases.are_paired:
-        text = f"{count} inputs and {len(cases.outputs)} outputs"
-        return [UNKNOWN] * count, [{"status": "error", "error": text}] * count
     if not count:
         return [], []
 
