@@ -134,15 +134,17 @@ class DistProfiler:
         def decorate(func: Callable[P, T]) -> Callable[P, T]:
             task = role or func.__name__
 
-            @contextmanager
-            def captured(worker: Any, *args: P.args, **kwargs: P.kwargs) -> Iterator[None]:
+            def running(worker: Any, *args: P.args, **kwargs: P.kwargs) -> DistProfiler | None:
                 profiler = getattr(worker, "profiler", None)
-                own = profiler.of_task(task) if profiler is not None and profiler.running else None
-                if own is None or not own.running:
-                    yield
-                    return
+                if profiler is None or not profiler.running:
+                    return None
+                own: DistProfiler = profiler.of_task(task)
+                return own if own.running else None
+
+            @contextmanager
+            def captured(profiler: DistProfiler) -> Iterator[None]:
                 try:
-                    with own.task(message or task, task, mini_batches, **marks):
+                    with profiler.task(message or task, task, mini_batches, **marks):
                         yield
                 except Exception:
                     if not is_capturing():  # of nested tasks, only the outermost ends the step
@@ -151,13 +153,19 @@ class DistProfiler:
 
             @functools.wraps(func)
             def call(*args: P.args, **kwargs: P.kwargs) -> T:
-                with captured(*args, **kwargs):
+                profiler = running(*args, **kwargs)
+                if profiler is None:
+                    return func(*args, **kwargs)
+                with captured(profiler):
                     return func(*args, **kwargs)
 
             @functools.wraps(func)
             async def call_async(*args: P.args, **kwargs: P.kwargs) -> Any:
-                with captured(*args, **kwargs):
+                profiler = running(*args, **kwargs)
+                if profiler is None:
                     return await func(*args, **kwargs)  # type: ignore[misc]  # a coroutine function
+                with captured(profiler):
+                    return await func(*args, **kwargs)  # type: ignore[misc]
 
             return cast(Callable[P, T], call_async if inspect.iscoroutinefunction(func) else call)
 
