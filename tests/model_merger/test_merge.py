@@ -1,4 +1,4 @@
-"""Shards that two processes wrote, merged: equal to what the engine itself exports, and read by transformers."""
+"""Merged shards of two processes equal the engine's own export, and transformers loads them."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Megatron checkpoints of every layout, merged without ranks: the bytes of the source, read by plain transformers."""
+"""Megatron checkpoints of every layout, merged in one process, equal the source bytes and load in transformers."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""A fused head gives what the model's own logits give, whatever the model does to them, and refuses what it cannot."""
+"""A fused head equals the model's own logits with scale and soft cap, and rejects models it cannot fuse."""
 
 from typing import Any
 

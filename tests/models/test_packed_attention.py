@@ -1,4 +1,4 @@
-"""Packed attention against a softmax written out, one sequence at a time."""
+"""Packed attention equals an explicit softmax over one sequence at a time."""
 
 import math
 from types import SimpleNamespace

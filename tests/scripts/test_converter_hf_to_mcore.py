@@ -1,4 +1,4 @@
-"""The converter from Hugging Face to Megatron-Core and back: every family, byte for byte, and what starts from it."""
+"""The converter from Hugging Face to Megatron-Core and back is exact for every family; runs start from its files."""
 
 import importlib.util
 import json
@@ -83,7 +83,7 @@ def test_there_and_back_every_byte_is_the_same(
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["tied", "qwen3_moe", "deepseek"])
 def test_two_processes_write_what_one_writes(root: Path, tmp_path: Path, name: str) -> None:
-    """Under torchrun each holds half of the layers; the merge gives back every byte."""
+    """Under torchrun each process holds half of the layers, and merging restores every byte."""
     model = in_dtype(root / name, tmp_path / "model", torch.bfloat16)
     repository = Path(__file__).resolve().parents[2]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

@@ -1,4 +1,4 @@
-"""The viewer of dumps, on files that the trainer's own writer has made."""
+"""The viewer shows dumps that the trainer's writer wrote."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What the launching process tells from ``config.json`` is what the engine says of the model that is loaded."""
+"""The launching process, which reads ``config.json``, reports the same limits as the engine for the loaded model."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What is wrong with an environment is found, and the fix is named."""
+"""The doctor finds problems of an environment and names the fix."""
 
 import dataclasses
 import json
@@ -20,7 +20,7 @@ GPU = {"built_for": "cuda 12.9", "cuda": True, "gloo": True, "names": ["H"], "me
 
 
 class Made(Environment):
-    """An environment in which the imports of the test's choice fail."""
+    """An environment in which chosen imports fail."""
 
     broken: dict = {}
 
@@ -107,7 +107,7 @@ def test_a_sound_environment():
         (
             {"variables": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}},
             "expandable segments",
-            "memory pool",
+            "sleep mode",
             "unset PYTORCH_CUDA_ALLOC_CONF",
         ),
         ({"variables": {"VLLM_USE_V1": "0"}}, "the old engine of vLLM", "no longer has", "unset VLLM_USE_V1"),
@@ -183,7 +183,7 @@ def test_every_entry_can_be_read():
 
 
 def test_a_package_that_cannot_be_imported():
-    """In a process of its own: an exception, a death, an exit; the real environment is not touched."""
+    """A subprocess raises, dies or exits without touching the real environment."""
     assert run_python("print('first'); print('last')") == ("last", None)
     assert run_python("import no_such_package")[1] == "ModuleNotFoundError: No module named 'no_such_package'"
     assert run_python("import os; os.kill(os.getpid(), 11)")[1] == "signal 11 killed the process"

@@ -38,7 +38,7 @@ def test_a_fresh_start_keeps_the_record_that_it_replaces(tmp_path):
 
 
 def strict(text):
-    """Parse JSON as a reader does that knows no bare NaN."""
+    """Parse JSON like a strict reader, which rejects bare NaN."""
 
     def refuse(name):
         raise ValueError(f"{name} is not JSON")

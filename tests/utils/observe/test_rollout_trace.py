@@ -1,4 +1,4 @@
-"""Traces by the interfaces of MLflow and Weave: the real MLflow where it is installed, else modules that stand in."""
+"""Traces through the interfaces of MLflow and Weave: the real MLflow if it is installed, else fake modules."""
 
 import asyncio
 import gzip
@@ -231,7 +231,7 @@ def test_a_batch_is_sent_before_the_queue_of_mlflow_is_full(monkeypatch):
 
 
 class WeaveServer(BaseHTTPRequestHandler):
-    """As much of Weave's service as its client asks for; keeps the calls that arrive."""
+    """A fake Weave service with the endpoints that the client uses; it keeps the received calls."""
 
     calls: list = []
     answers = {
@@ -265,7 +265,7 @@ class WeaveServer(BaseHTTPRequestHandler):
 
 
 def test_weave_itself_sends_the_traces(tmp_path, monkeypatch):
-    """The real client, to a server of this process."""
+    """The real client, connected to a server in this process."""
     pytest.importorskip("weave")
     server = ThreadingHTTPServer(("127.0.0.1", 0), WeaveServer)
     threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -73,7 +73,7 @@ METRICS = [{"val-core/x/acc/mean@4": 0.5 * step, "actor/lr": 1e-6} for step in (
 
 
 def log_offline(name, config=None):
-    """Log two steps and a table of samples; returns the tracker, not finished."""
+    """Log two steps and a table of samples; return the open tracker."""
     log, generations = Tracking("project", "run", [name], config), ValidationGenerationsLogger("project", "run")
     for step, metrics in enumerate(METRICS, 1):
         log.log(metrics, step=step)
@@ -162,7 +162,7 @@ def test_the_console_follows_a_replaced_stdout(capsys):
 
 def test_a_backend_that_fails_does_not_end_the_run(tmp_path, monkeypatch, caplog):
     class Service:
-        """A service that is away from the second step to the thirtieth."""
+        """A service that is down from the second step to the thirtieth."""
 
         def __init__(self, *_):
             self.taken = []

@@ -1,4 +1,4 @@
-"""Who is profiled and when; what a call costs where nothing is."""
+"""Which ranks are profiled and when, and the cost of a call without profiling."""
 
 import asyncio
 import time
@@ -15,7 +15,7 @@ from verl.utils.profiler.ranges import captured_range
 
 
 class RecordingTool:
-    """A tool that writes down what it is asked for."""
+    """A tool that records its calls."""
 
     def __init__(self, calls):
         self.calls = calls

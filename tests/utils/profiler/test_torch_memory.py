@@ -1,4 +1,4 @@
-"""Snapshots of the allocator: the calls of torch.cuda, where there is no device, and the files."""
+"""Snapshots of the allocator: the calls to a fake torch.cuda, and the files."""
 
 import logging
 import os
@@ -14,7 +14,7 @@ from verl.utils.profiler.config import TorchMemoryToolConfig
 
 @pytest.fixture
 def recorder(monkeypatch):
-    """Stand in for the recorder of torch, which needs a device."""
+    """Replace torch's recorder, which needs a device, by a fake."""
     calls = []
     frames = [{"name": f"frame{number}"} for number in range(40)]
     snapshot = {

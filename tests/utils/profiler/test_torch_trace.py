@@ -1,4 +1,4 @@
-"""Chrome traces of ``torch.profiler``: which there are, and what is in them."""
+"""Chrome traces of ``torch.profiler``: the files and their content."""
 
 import gc
 import json
@@ -144,7 +144,7 @@ def test_mini_batches_that_never_come_are_told(tmp_path, caplog):
 
 
 def test_a_full_disk_costs_a_trace_and_no_more(tmp_path, caplog):
-    """The writer of torch tells nothing of it: here it finds the file that it writes to led to ``/dev/full``."""
+    """torch's writer reports no error; here its file is a link to ``/dev/full``."""
     worker = worker_on(0, tmp_path, actor={"enable": True})
     folder = tmp_path / "step1" / "actor"
     folder.mkdir(parents=True)
@@ -164,7 +164,7 @@ def test_a_folder_that_cannot_be_made_is_told_at_once(tmp_path):
 
 
 def test_a_step_leaves_no_recorder_behind(tmp_path):
-    """Each holds itself, and many times the size of its trace."""
+    """Each is a reference cycle and holds many times the size of its trace."""
     worker = worker_on(0, tmp_path, actor={"enable": True})
     gc.collect()
     gc.disable()

@@ -1,4 +1,4 @@
-"""The table in the terminal, and which kind of display a terminal gets."""
+"""The live table, and the choice of a display for a terminal."""
 
 import io
 import json

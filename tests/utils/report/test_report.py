@@ -17,7 +17,7 @@ HOSTILE = "</pre><script>alert('x')</script><img src=http://example.org/a.png>"
 
 
 class Page(HTMLParser):
-    """Collects what a test asks of a page."""
+    """Collects the tags, ids, links and rows of a page."""
 
     def __init__(self, text):
         super().__init__()

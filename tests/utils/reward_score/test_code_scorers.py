@@ -1,4 +1,4 @@
-"""Code scorers: what counts as passed, the share, and the same verdicts on this machine and by the service."""
+"""Code scorers: passed cases, their share, and equal verdicts of the local sandbox and the service."""
 
 import json
 import pickle
@@ -33,7 +33,7 @@ def response(code):
 
 @pytest.fixture(params=["local", "service"])
 def check(request):
-    """The verdicts of a program, by each of the two sandboxes."""
+    """The verdicts of a program in both sandboxes."""
     if request.param == "local":
         return prime_code.check_correctness
     return partial(sandbox_fusion.check_correctness, request.getfixturevalue("service").url)
@@ -293,7 +293,7 @@ def test_permits_bound_threads_and_come_back(tmp_path, monkeypatch):
 
 
 def test_code_is_refused_where_it_cannot_be_kept_apart(monkeypatch):
-    """As on a kernel without Landlock: the rules of a folder that does not exist cannot be made either."""
+    """Simulate a kernel without Landlock: rules for a missing folder fail the same way."""
     real = local._supervise
 
     def on_another_kernel(request, timeout_s):
