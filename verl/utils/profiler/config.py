@@ -84,7 +84,7 @@ class ProfilerConfig(BaseConfig):
     tool: str | None = None
     enable: bool = False
     all_ranks: bool = False
-    ranks: list[int] = field(default_factory=list)
+    ranks: Any = field(default_factory=list)
     save_path: str | None = None
     tool_config: Any = None
     steps: list[int] | None = None
