@@ -108,7 +108,7 @@ class DistProfiler:
     def task(self, name: str, role: str, mini_batches: bool = False, **marks: str | None) -> Iterator[None]:
         """Capture the enclosed code as a task of the running step; ``role`` names the task's files."""
         assert self._impl is not None, "a task is captured between start and stop"
-        with self._impl.task(name, role, mini_batches, **marks), capturing(self._impl.range):
+        with self._impl.task(name, role, mini_batches=mini_batches, **marks), capturing(self._impl.range):
             yield
 
     @classmethod
