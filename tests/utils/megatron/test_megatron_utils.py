@@ -150,7 +150,7 @@ def test_weights_are_filled_by_the_established_loaders(root: Path, tmp_path: Pat
     del stored["model.norm.weight"]
     with pytest.raises(ValueError, match="lacks 'model.norm.weight'"):
         get_weight_loader("Qwen2ForCausalLM")(stored, of_folder, hf_config, torch.float32)
-    with pytest.raises(ValueError, match="GPT2LMHeadModel is not known"):
+    with pytest.raises(ValueError, match="GPT2LMHeadModel is not supported; supported are"):
         get_weight_loader("GPT2LMHeadModel")
 
 
