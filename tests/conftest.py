@@ -54,9 +54,8 @@ SLOWEST_FIRST = ("special_e2e", "workers", "scripts", "trainer", "single_control
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the slow tests, order them, and group those that share something for one test process."""
     for item in items:
-        if "ray_cluster" in getattr(item, "fixturenames", ()) or {"special_e2e", "special_distributed"} & _folders(
-            item
-        ):
+        uses_ray = "ray_cluster" in getattr(item, "fixturenames", ())
+        if uses_ray or _folders(item) & {"special_e2e", "special_distributed"}:
             item.add_marker(pytest.mark.slow)
     if not config.pluginmanager.hasplugin("xdist"):
         return
