@@ -28,7 +28,6 @@ from verl.utils.dataset.rl_dataset import truncate
 from verl.utils.numerics.seeding import sampling_seeds
 from verl.utils.observe.console import get_console
 from verl.workers.roles import ActorRolloutRefWorker
-from verl.workers.roles.actor_rollout_ref import rollout_group_size
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +129,7 @@ class Generation:
         samples = self.config.data.n_samples
         batch = self._batch(rows)
         trainer = self.config.trainer
-        engines = trainer.nnodes * trainer.n_gpus_per_node // rollout_group_size(self.worker_config.rollout)
+        engines = trainer.nnodes * trainer.n_gpus_per_node // self.rollout.workers_per_engine
         padded, added = pad_dataproto_to_divisor(batch, engines)
         output = unpad_dataproto(workers.generate_sequences(padded), added)
         answers, mask = output.batch["responses"], output.batch["response_mask"].bool()

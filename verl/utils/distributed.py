@@ -41,6 +41,11 @@ def initialize_global_process_group(timeout_second: float = 36000) -> tuple[int,
     return local_rank, dist.get_rank(), dist.get_world_size()
 
 
+def initialize_lone_process_group() -> None:
+    """Start a group of this process alone, which needs no address."""
+    dist.init_process_group(get_process_group_backend(), store=dist.HashStore(), rank=0, world_size=1)
+
+
 def initialize_global_process_group_ray(timeout_second: float | None = None) -> None:
     """Join the group that the environment of a worker describes; do nothing where it is joined already.
 

@@ -1,10 +1,13 @@
 """The reference policy: how its log-probs are computed, and the engine that computes them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from verl.base_config import BaseConfig, setting
+from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.profiler.config import ProfilerConfig
 from verl.workers.config.engine import FSDPEngineConfig, McoreEngineConfig
 
@@ -39,6 +42,11 @@ class FSDPRefConfig(RefConfig):
     entropy_from_logits_with_chunking: bool = setting(False, "compute log-probs 2048 rows at a time")
     entropy_checkpointing: bool = setting(False, "every value means the one implementation")
 
+    @property
+    def engine(self) -> FSDPEngineConfig:
+        """The node of the engine."""
+        return self.fsdp_config
+
 
 @dataclass
 class McoreRefConfig(RefConfig):
@@ -48,7 +56,26 @@ class McoreRefConfig(RefConfig):
     megatron: McoreEngineConfig = field(default_factory=McoreEngineConfig)
     load_weight: bool = setting(True, "load the weights of model.path; false starts from random ones")
 
+    @property
+    def engine(self) -> McoreEngineConfig:
+        """The node of the engine."""
+        return self.megatron
+
 
 def ref_class(node: Mapping[str, Any]) -> type[RefConfig]:
     """Return the dataclass of a ``ref`` node, which names none: by the layout that it holds."""
     return McoreRefConfig if isinstance(node.get("megatron"), Mapping) else FSDPRefConfig
+
+
+def ref_config(node: Any) -> FSDPRefConfig | McoreRefConfig | None:
+    """Build the dataclass of a ``ref`` node; a dataclass, or None, comes back as it is. Unknown keys are left out."""
+    if node is None or isinstance(node, FSDPRefConfig | McoreRefConfig):
+        return node
+    cls = ref_class(node)
+    known = {each.name for each in fields(cls)}
+    plain: Any = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
+    own = {name: value for name, value in plain.items() if name in known}
+    config: FSDPRefConfig | McoreRefConfig = omega_conf_to_dataclass(
+        own | {"_target_": f"{cls.__module__}.{cls.__qualname__}"}
+    )
+    return config

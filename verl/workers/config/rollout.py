@@ -173,6 +173,11 @@ class RolloutConfig(BaseConfig):
     sglang_engine_mode: str = "local"
     layer_name_map: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def workers_per_engine(self) -> int:
+        """How many workers hold one generation engine; with transformers each worker has one."""
+        return 1 if self.name == "hf" else self.tensor_model_parallel_size * self.data_parallel_size
+
     def rules(self) -> Iterator[Violation]:
         """Yield unknown names, layouts that the engines do not have, and values outside their range."""
         if self.name == "???":

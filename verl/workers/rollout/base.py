@@ -32,6 +32,7 @@ class BaseRollout(ABC):
         self.config = config
         self.model_config = model_config
         self.device_mesh = device_mesh
+        self.last_generation: dict[str, float] = {}
 
     @abstractmethod
     def generate_sequences(self, prompts: "DataProto") -> "DataProto":
