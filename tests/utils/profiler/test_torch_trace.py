@@ -138,7 +138,7 @@ def test_mini_batches_that_never_come_are_told(tmp_path, caplog):
     worker = worker_on(0, tmp_path, actor={"enable": True}, step_start=5)
     with caplog.at_level(logging.WARNING):
         step(worker, 1)
-    assert "step_start=5: actor_update had 3 mini-batches" in caplog.text
+    assert "step_start=5: no trace, because actor_update had only 3 mini-batches" in caplog.text
     (trace,) = traces(tmp_path).values()
     assert ranges(trace) == ["actor_compute_log_prob"]
 
