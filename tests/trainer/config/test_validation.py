@@ -20,7 +20,7 @@ from verl.trainer.config.reward_models import reward_model_rules
 from verl.trainer.config.validation import ADV_ESTIMATORS, POLICY_LOSSES, REWARD_MANAGERS
 from verl.utils.config import validate_config
 from verl.workers.config.actor import KL_TYPES
-from verl.workers.rewards.registry import REWARD_MANAGER_REGISTRY
+from verl.workers.rewards.abstract import REWARD_MANAGER_REGISTRY
 
 ROOT = Path(__file__).resolve().parents[3]
 

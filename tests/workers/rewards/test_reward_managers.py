@@ -16,8 +16,8 @@ from verl.protocol import DataProto
 from verl.trainer.ppo.reward import compute_reward
 from verl.utils.time_limit import TimeLimitExceeded, time_limit
 from verl.workers.reward_manager import AbstractRewardManager, get_reward_manager_cls, register
+from verl.workers.rewards.abstract import REWARD_MANAGER_REGISTRY
 from verl.workers.rewards.loading import load_reward_manager, resolve_reward
-from verl.workers.rewards.registry import REWARD_MANAGER_REGISTRY
 from verl.workers.rewards.scoring import RewardError, ScoringLimits
 
 PROMPT_WIDTH, RESPONSE_WIDTH = 6, 8
@@ -336,7 +336,9 @@ def test_prime(tokenizer, batch, scorer_file, caplog):
 def test_limits_come_from_the_configuration(tokenizer):
     scoring = {"failure_score": -1, "timeout_s": 2, "batch_timeout_s": 3, "max_failed_ratio": 0.5}
     node = config(reward_model={"reward_manager": "naive", "scoring": scoring})
-    assert load_reward_manager(node, tokenizer, 0).limits == ScoringLimits(-1.0, 2.0, 3.0, 0.5)
+    assert load_reward_manager(node, tokenizer, 0).limits == ScoringLimits(
+        failure_score=-1.0, timeout_s=2.0, batch_timeout_s=3.0, max_failed_ratio=0.5
+    )
 
 
 def test_registry():

@@ -112,7 +112,7 @@ def test_a_row_without_seed_is_named_by_its_tokens() -> None:
 
 
 def test_the_hash_is_that_of_the_sampling_seeds() -> None:
-    from verl.algos.policy_loss_cov import _mix as of_tensors
+    from verl.algos.policy_loss import _mix as of_tensors
 
     values = sampling_seeds(3, 4, 100, 1)
     with_numpy = torch.from_numpy(_mix(values.numpy().astype("uint64")).astype("int64"))

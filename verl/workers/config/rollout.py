@@ -178,6 +178,11 @@ class RolloutConfig(BaseConfig):
         """How many workers hold one generation engine; with transformers each worker has one."""
         return 1 if self.name == "hf" else self.tensor_model_parallel_size * self.data_parallel_size
 
+    @property
+    def context_length(self) -> int:
+        """Tokens of the longest sequence that an engine takes."""
+        return self.max_model_len or self.prompt_length + self.response_length
+
     def rules(self) -> Iterator[Violation]:
         """Yield unknown names, layouts that the engines do not have, and values outside their range."""
         if self.name == "???":

@@ -4,6 +4,7 @@ import dataclasses
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from verl.algos.mismatch import finish_gap_metrics
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils.config import omega_conf_to_dataclass
@@ -21,7 +22,6 @@ from verl.workers.roles.base import (
 )
 from verl.workers.roles.batching import per_rank_mini_batch, policy_update_spec, temperature_of, training_spec
 from verl.workers.roles.losses import as_engine_loss, ppo_loss
-from verl.workers.roles.mismatch import finish_mismatch
 from verl.workers.roles.selection import select_tokens
 
 if TYPE_CHECKING:
@@ -101,5 +101,5 @@ class ActorWorker(EngineWorker):
         with self.accounted(metrics, "actor", data, self.config.ppo_epochs), self.engine.train_mode():
             steps = self.train_mini_batches(data, self.mini_batches, self.loss_fn, spec, self.prepare)
             metrics["actor/lr"] = self.engine.lr_scheduler_step()
-        step = finish_mismatch(average_metrics(steps, prefix="actor/"))
+        step = finish_gap_metrics(average_metrics(steps, prefix="actor/"))
         return DataProto(meta_info={"metrics": metrics | step | memory_metrics()})

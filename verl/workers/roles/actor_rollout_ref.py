@@ -5,6 +5,7 @@ from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from verl.algos.mismatch import finish_gap_metrics
 from verl.models.transformers.vision import is_vision_config
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
@@ -38,7 +39,6 @@ from verl.workers.roles.batching import (
     training_spec,
 )
 from verl.workers.roles.losses import ppo_loss
-from verl.workers.roles.mismatch import finish_mismatch
 from verl.workers.roles.selection import select_tokens
 from verl.workers.rollout import BaseRollout, build_rollout
 from verl.workers.sharding_manager import HybridShardingManager, build_sharding_manager
@@ -305,7 +305,7 @@ class ActorRolloutRefWorker(EngineWorker):
             prepare = partial(select_tokens, config, self.engine)
             steps = self.train_mini_batches(data, self.mini_batches, partial(ppo_loss, config), spec, prepare)
             metrics["actor/lr"] = self.engine.lr_scheduler_step()
-        step = finish_mismatch(average_metrics(steps, prefix="actor/"))
+        step = finish_gap_metrics(average_metrics(steps, prefix="actor/"))
         return DataProto(meta_info={"metrics": metrics | step | memory_metrics() | self._transfer_metrics()})
 
     def _transfer_metrics(self) -> dict[str, float]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
+from verl.algos.mismatch import finish_gap_metrics
 from verl.models.transformers.dense_common import has_fused_head, install_fused_head
 from verl.protocol import DataProto
 from verl.utils.config import omega_conf_to_dataclass
@@ -21,11 +22,10 @@ from verl.workers.config.reward_model import reward_model_config
 from verl.workers.engine import BaseEngine, EngineRegistry, FSDPEngineWithLMHead, FSDPEngineWithValueHead
 from verl.workers.engine.micro_batch import tensors_of
 from verl.workers.engine.pass_spec import PassSpec
-from verl.workers.rewards.chats import ChatSwitch
+from verl.workers.rewards.chat_rendering import ChatRenderer
 from verl.workers.roles.base import effective_engine_config, list_metrics
 from verl.workers.roles.batching import caller_spec, policy_update_spec, temperature_of, training_spec
 from verl.workers.roles.losses import ppo_loss, value_loss
-from verl.workers.roles.mismatch import finish_mismatch
 from verl.workers.roles.reward_model import at_last_token, inference_engine_config, last_values
 from verl.workers.roles.selection import select_tokens
 
@@ -97,7 +97,7 @@ class EngineActor(BasePPOActor[ActorConfigT]):
             for at, each in enumerate(mini_batches):
                 spec = policy_update_spec(training_spec(config), config, each, temperature_of(each))
                 select_tokens(config, self.engine, each, at // per_pass, spec)
-                steps.append(finish_mismatch(self.engine.train_batch(each, loss_fn, spec)))
+                steps.append(finish_gap_metrics(self.engine.train_batch(each, loss_fn, spec)))
         return list_metrics(steps, prefix="actor/")
 
     def make_minibatch_iterator(self, data: DataProto) -> Iterator[DataProto]:
@@ -315,12 +315,14 @@ class MegatronRewardModel(BasePPORewardModel):
         engine_config = inference_engine_config(self.config)
         assert isinstance(engine_config, McoreEngineConfig)
         self.engine = _engine_of_modules("reward_model", reward_model_module, None, hf_config, engine_config, None)
-        self.switch: ChatSwitch | None = None
+        self.switch: ChatRenderer | None = None
         if rm_tokenizer is not None:
             if sft_tokenizer is None:
                 raise ValueError("rm_tokenizer needs sft_tokenizer, which decodes the responses: pass the policy's")
             ends = {sft_tokenizer.eos_token_id}
-            self.switch = ChatSwitch(sft_tokenizer, rm_tokenizer, self.config.max_length, self.config.truncation, ends)
+            self.switch = ChatRenderer(
+                sft_tokenizer, rm_tokenizer, self.config.max_length, self.config.truncation, ends
+            )
 
     def compute_reward(self, data: DataProto) -> DataProto:
         """Return ``rm_scores`` (B, R): the score of each response at its last valid token, zero elsewhere."""

@@ -23,7 +23,7 @@ from verl.workers.config import CheckpointConfig, FSDPEngineConfig, HFModelConfi
 from verl.workers.config.reward_model import reward_model_config
 from verl.workers.engine.micro_batch import tensors_of
 from verl.workers.engine.pass_spec import PassSpec
-from verl.workers.rewards.chats import ChatSwitch
+from verl.workers.rewards.chat_rendering import ChatRenderer
 from verl.workers.rewards.judge import Judge
 from verl.workers.roles.base import EngineWorker, effective_engine_config, engine_node
 from verl.workers.roles.batching import BatchInfo, per_rank_micro_batch
@@ -87,12 +87,12 @@ class RewardModelWorker(EngineWorker):
                 "if policy and reward model share the processor"
             )
 
-    def _chat_switch(self, model_config: HFModelConfig) -> ChatSwitch | None:
+    def _chat_switch(self, model_config: HFModelConfig) -> ChatRenderer | None:
         config = self.config
         if config.model.input_tokenizer is None:
             return None
         source, ends = self._policy_tokenizer()
-        return ChatSwitch(source, model_config.tokenizer, config.max_length, config.truncation, ends)
+        return ChatRenderer(source, model_config.tokenizer, config.max_length, config.truncation, ends)
 
     def _policy_tokenizer(self) -> tuple[PreTrainedTokenizerBase, set[int]]:
         """Return the policy's tokenizer, and the tokens at which its responses end."""

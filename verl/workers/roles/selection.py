@@ -7,9 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl.algos.policy_loss import get_token_selector
-from verl.algos.policy_loss_cov import token_keys
-from verl.algos.policy_loss_registry import Whole
+from verl.algos.policy_loss import Whole, get_token_selector, token_keys
 from verl.utils.device import get_device_name
 from verl.workers.engine.pass_spec import PassSpec
 from verl.workers.roles.batching import BatchInfo

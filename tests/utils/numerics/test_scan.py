@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.algos.scan import reverse_scan
+from verl.utils.numerics.scan import reverse_scan
 
 
 def loop(x, keep, decay, outside):

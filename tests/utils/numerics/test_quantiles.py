@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from verl.algos.quantiles import StreamedQuantiles, weighted_quantiles
+from verl.utils.numerics.quantiles import StreamedQuantiles, weighted_quantiles
 
 LEVELS = (0.0, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
 

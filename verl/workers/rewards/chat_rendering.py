@@ -1,4 +1,4 @@
-"""From the policy's prompts and responses to the chats, and the tokens, that a reward model was trained on."""
+"""Render the policy's prompts and responses by the chat template of a reward model, and tokenize them again."""
 
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
@@ -12,23 +12,26 @@ from transformers import PreTrainedTokenizerBase
 from verl.protocol import DataProto
 from verl.utils.torch_functional import SequenceTooLongError
 
+Message = dict[str, Any]
+"""A message of a chat: ``role`` and ``content``, a text or a list of typed parts."""
+
 
 class MissingRawPromptError(ValueError, KeyError):
-    """The batch holds no messages, from which the chat would be rendered anew."""
+    """The batch holds no messages to render the chat from."""
 
 
 class RawPromptTypeError(ValueError, TypeError):
-    """A row of ``raw_prompt`` is no list of messages."""
+    """A row of ``raw_prompt`` is not a list of messages."""
 
 
-class ChatSwitch:
-    """Renders each conversation by the chat template of ``target`` and tokenizes it anew.
+class ChatRenderer:
+    """Render each conversation by the chat template of ``target`` and tokenize it again.
 
     Args:
         source: tokenizer of the policy, which decodes its responses.
         target: tokenizer of the reward model.
-        max_length: tokens of the longest row; None means the width of the batch.
-        truncation: what of a longer row is cut off: ``right``, ``left``, ``middle``, or ``error``.
+        max_length: the most tokens of a row; None means the width of the batch.
+        truncation: the part of a longer row to cut: ``right``, ``left`` or ``middle``; ``error`` raises instead.
         ends: tokens that end a response of the policy.
     """
 
@@ -40,37 +43,41 @@ class ChatSwitch:
         truncation: str,
         ends: Collection[int],
     ) -> None:
-        self.source, self.target = source, target
+        self.source = source
+        self.target = target
         self.ends = ends
-        self.max_length, self.truncation = max_length, truncation
+        self.max_length = max_length
+        self.truncation = truncation
 
     def __call__(self, data: DataProto) -> tuple[dict[str, Tensor], int]:
-        """Return ``input_ids``, ``attention_mask``, ``position_ids`` (B, L), right-padded, and how many rows were cut.
+        """Return ``input_ids``, ``attention_mask``, ``position_ids`` (B, L), right-padded, and the number of cut rows.
 
         Raises: MissingRawPromptError without ``raw_prompt``, RawPromptTypeError for a row of another type, ValueError
-        where the template refuses a chat, SequenceTooLongError for ``truncation=error``; each names the row.
+            if the template rejects a chat, SequenceTooLongError for ``truncation=error``; each names the row.
         """
         chats = [
             [*prompt, {"role": "assistant", "content": text}]
             for prompt, text in zip(raw_prompts(data), response_texts(data, self.source, self.ends), strict=True)
         ]
         rows: list[list[int]] = self.target(self._render(chats), add_special_tokens=False)["input_ids"]
+        assert data.batch is not None
         limit = self.max_length or data.batch["attention_mask"].shape[-1]
         cut = [self._cut(index, row, limit) for index, row in enumerate(rows)]
         pad: Any = self.target.pad_token_id
         return right_padded(cut, pad), sum(len(row) > limit for row in rows)
 
-    def _render(self, chats: list[list[dict[str, Any]]]) -> list[str]:
-        options: dict[str, Any] = {"add_generation_prompt": False, "tokenize": False}
+    def _render(self, chats: list[list[Message]]) -> list[str]:
         texts: list[str] = []
         for index, chat in enumerate(chats):
             try:
-                texts.append(self.target.apply_chat_template(chat, **options))
-            except (jinja2.TemplateError, ValueError) as error:  # the latter where the tokenizer has no template
+                text = self.target.apply_chat_template(chat, add_generation_prompt=False, tokenize=False)
+            except (jinja2.TemplateError, ValueError) as error:  # ValueError: the tokenizer has no template
                 raise ValueError(
                     f"row {index} of the batch, roles {[message.get('role') for message in chat]}: the chat template "
-                    f"of reward_model.model.path refuses it: {error}"
+                    f"of reward_model.model.path rejects it: {error}"
                 ) from error
+            assert isinstance(text, str)
+            texts.append(text)
         return texts
 
     def _cut(self, index: int, row: list[int], limit: int) -> list[int]:
@@ -86,7 +93,8 @@ class ChatSwitch:
 
 
 def response_texts(data: DataProto, tokenizer: PreTrainedTokenizerBase, ends: Collection[int]) -> list[str]:
-    """Decode the responses, without the end-of-sequence tokens that they stop at."""
+    """Decode the responses without the end-of-sequence tokens at their ends."""
+    assert data.batch is not None
     responses = data.batch["responses"].cpu()
     mask = data.batch["attention_mask"][:, -responses.shape[1] :].bool().cpu()
     rows = [ids[kept].tolist() for ids, kept in zip(responses, mask, strict=True)]
@@ -108,8 +116,8 @@ def right_padded(rows: Sequence[list[int]], pad_token_id: int) -> dict[str, Tens
     return {"input_ids": ids, "attention_mask": mask.long(), "position_ids": columns * mask}
 
 
-def raw_prompts(data: DataProto) -> Iterable[list[dict[str, Any]]]:
-    """Yield the messages of each row as text, in which markers stand for images and videos.
+def raw_prompts(data: DataProto) -> Iterable[list[Message]]:
+    """Yield the messages of each row as text, with markers in place of images and videos.
 
     Raises: MissingRawPromptError, or RawPromptTypeError naming the row.
     """
@@ -127,8 +135,8 @@ def raw_prompts(data: DataProto) -> Iterable[list[dict[str, Any]]]:
         yield [_as_text(message) for message in prompt]
 
 
-def _as_text(message: dict[str, Any]) -> dict[str, Any]:
-    """Join the typed parts of a content."""
+def _as_text(message: Message) -> Message:
+    """Join the typed parts of a message into one text."""
     if not isinstance(message, dict) or not isinstance(message.get("content"), list | np.ndarray):
         return message
     parts = [part.get("text", "") if part.get("type") == "text" else f"<{part['type']}>" for part in message["content"]]

@@ -1,26 +1,28 @@
-"""Exact quantiles of what comes in blocks, without a copy of it and without a limit on its size."""
+"""Exact quantiles of a stream of blocks, without a copy of the data and without a limit on its size."""
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-Floats = NDArray[Any]
+Floats = NDArray[np.floating]
 
 _MARGIN = 3.5
-"""Standard deviations of a sampled rank by which a bracket is wider than its quantile; of 2000 one misses."""
+"""Width of a bracket in standard deviations of a sampled rank; about one bracket in 2000 misses its quantile."""
 
 
 class StreamedQuantiles:
-    """Exact quantiles of a stream of blocks, in the memory of what lies near them.
+    """Exact quantiles of a stream of blocks; it stores only the elements near them.
 
-    A small sample brackets each quantile beforehand. Every block is counted against the brackets, and what lies inside
-    one is kept: the quantile is the element of a known rank among those. An empty sample brackets nothing, and so
-    keeps all. By numpy: on a CPU its comparisons, counts and sorts of 32-bit numbers are several times as fast.
+    Plain form: ``numpy.quantile(transform(all elements), probabilities)``.
 
-    Args: ``probabilities`` rise; ``sample`` is (m,).
+    A small sample gives a bracket around each quantile. For each block, the elements below each bracket are counted and
+    the elements inside are kept; the quantile is then the element of a known rank among the kept ones. With an empty
+    sample the bracket is the whole line, so all elements are kept. This uses numpy, whose comparisons, counts and sorts
+    of 32-bit numbers are several times as fast as torch's on a CPU.
+
+    Args: ``probabilities`` in ascending order; ``sample`` is (m,).
     """
 
     def __init__(self, probabilities: Sequence[float], sample: Floats) -> None:
@@ -28,10 +30,12 @@ class StreamedQuantiles:
         self._brackets = _brackets(self._probabilities, np.sort(sample))
         self._below = [0] * len(self._brackets)
         self._kept: list[Floats] = []
-        self._flags = np.empty((3, 0), dtype=bool)  # used again, lest each leave a hole between what is kept
+        self._flags = np.empty(
+            (3, 0), dtype=bool
+        )  # reused: one allocation per block would fragment the memory of the kept elements
 
     def add(self, block: Floats) -> None:
-        """Take in a block of any shape, in which plus infinity stands for what is no element."""
+        """Add a block of any shape; `+inf` marks padding."""
         if self._flags.shape[1] < block.size:
             self._flags = np.empty((3, block.size), dtype=bool)
         values = block.ravel()
@@ -46,9 +50,9 @@ class StreamedQuantiles:
         self._kept.append(np.compress(kept, values))
 
     def result(self, count: int, transform: Callable[[Floats], Floats]) -> list[float] | None:
-        """Return the quantiles of ``transform``, which must not fall, over the ``count`` elements that were added.
+        """Return the quantiles of ``transform``, which must be monotonic, over the ``count`` elements that were added.
 
-        Linear between the two elements next to it, as ``torch.quantile``; None when the sample has misled.
+        Interpolates linearly, as ``torch.quantile`` does. None when a quantile lies outside its bracket.
         """
         kept = np.sort(np.concatenate(self._kept))
         starts = [int(np.searchsorted(kept, kept.dtype.type(low))) for low, _ in self._brackets] + [len(kept)]
@@ -63,21 +67,23 @@ class StreamedQuantiles:
         return found
 
     def _place(self, rank: int, starts: list[int]) -> int | None:
-        """Return where the element of a rank of all stands among the kept ones."""
+        """Return the position of the element with the given rank among the kept ones; None if it was not kept."""
         for below, start, end in zip(self._below, starts[:-1], starts[1:], strict=True):
             if below <= rank < below + end - start:
                 return start + rank - below
         return None
 
 
-def _brackets(probabilities: Sequence[float], ordered: Floats) -> list[tuple[Any, Any]]:
+def _brackets(probabilities: Sequence[float], ordered: Floats) -> list[tuple[np.floating, np.floating]]:
     """Return disjoint half-open intervals, each around one or several quantiles of a sorted sample."""
-    size, number = len(ordered), ordered.dtype.type
-    found: list[tuple[Any, Any]] = []
+    size = len(ordered)
+    number = ordered.dtype.type
+    found: list[tuple[np.floating, np.floating]] = []
     for probability in probabilities:
         rank = probability * (size - 1)
         margin = _MARGIN * math.sqrt(size * probability * (1 - probability)) + 2
-        first, last = math.floor(rank - margin), math.ceil(rank + margin)
+        first = math.floor(rank - margin)
+        last = math.ceil(rank + margin)
         low = ordered[first] if first >= 0 else number(-math.inf)
         high = np.nextafter(ordered[last], number(math.inf)) if last < size else number(math.inf)
         if found and low < found[-1][1]:
@@ -88,9 +94,13 @@ def _brackets(probabilities: Sequence[float], ordered: Floats) -> list[tuple[Any
 
 
 def weighted_quantiles(values: Floats, counts: NDArray[np.int64], probabilities: Sequence[float]) -> list[float]:
-    """Return the quantiles of (N,) values that stand for ``counts`` (N,) equal elements each, at least one in all."""
+    """Return the quantiles of (N,) values, each repeated ``counts`` (N,) times: ``quantile(repeat(values, counts))``.
+
+    At least one count is positive.
+    """
     order = np.argsort(values)
-    ordered, ends = values[order], np.cumsum(counts[order])
+    ordered = values[order]
+    ends = np.cumsum(counts[order])
     found = []
     for probability in probabilities:
         position = probability * (int(ends[-1]) - 1)

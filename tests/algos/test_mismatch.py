@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from verl.algos.aggregate import UNITS, Extreme, count_units
+from verl.algos.mismatch import calculate_debug_metrics, finish_gap_metrics, gap_sum_metrics
 from verl.protocol import DataProto
-from verl.utils.debug.metrics import calculate_debug_metrics
-from verl.workers.roles.mismatch import finish_mismatch, mismatch_metrics
 
 ROWS, WIDTH = 6, 8
 SPLITS = [[[0, 1, 2, 3, 4, 5]], [[0], [1], [2], [3], [4], [5]], [[2], [5, 0, 3], [4, 1]]]
@@ -21,7 +20,7 @@ def batch(noise: float, lengths: list[int]) -> dict[str, torch.Tensor]:
     rollout = old + noise * torch.randn(ROWS, WIDTH, generator=generator)
     return {
         "old_log_probs": old,
-        "rollout_log_probs": torch.where(mask.bool(), rollout, 99.0),  # what is outside counts for nothing
+        "rollout_log_probs": torch.where(mask.bool(), rollout, 99.0),  # values outside the mask do not count
         "response_mask": mask,
         "responses": torch.zeros(ROWS, WIDTH, dtype=torch.long),
     }
@@ -31,14 +30,14 @@ def summed(data: dict[str, torch.Tensor], split: list[list[int]]) -> dict[str, f
     units = dict(zip(UNITS, count_units(data["response_mask"]).clamp(min=1).tolist(), strict=True))
     metrics: dict[str, Any] = {}
     for rows in split:
-        part = mismatch_metrics(*(data[n][rows] for n in ("old_log_probs", "rollout_log_probs", "response_mask")))
+        part = gap_sum_metrics(*(data[n][rows] for n in ("old_log_probs", "rollout_log_probs", "response_mask")))
         for name, value in part.items():
             if isinstance(value, Extreme):
                 assert value.kind == "max"
                 metrics[name] = max(metrics.get(name, 0.0), value.value.item())
             else:
                 metrics[name] = metrics.get(name, 0.0) + value.total.item() / units[value.unit]
-    return finish_mismatch(metrics | {"other": 7.0})
+    return finish_gap_metrics(metrics | {"other": 7.0})
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -64,4 +63,4 @@ def test_no_token_at_all() -> None:
 
 
 def test_steps_without_the_sums_pass_through() -> None:
-    assert finish_mismatch({"actor/pg_loss": 0.5}) == {"actor/pg_loss": 0.5}
+    assert finish_gap_metrics({"actor/pg_loss": 0.5}) == {"actor/pg_loss": 0.5}
