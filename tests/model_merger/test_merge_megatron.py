@@ -112,7 +112,7 @@ CONFIG = "huggingface/config.json"
 DAMAGES = {
     "missing shard": ("dist_ckpt/__1_0.distcp", Path.unlink, "dist_ckpt/__1_0.distcp is missing"),
     "cut shard": ("dist_ckpt/__0_0.distcp", _cut, "__0_0.distcp has .* bytes instead of"),
-    "changed shard": ("dist_ckpt/__1_0.distcp", _flip, "__1_0.distcp has the right size but not the content"),
+    "changed shard": ("dist_ckpt/__1_0.distcp", _flip, "__1_0.distcp has the right size but the wrong content"),
     "cut index": ("dist_ckpt/.metadata", _cut, "dist_ckpt/.metadata has .* bytes instead of"),
     "no manifest": ("manifest_world_size_2_rank_1.json", Path.unlink, "rank 1 did not finish writing"),
     "no layout": ("megatron_config.json", Path.unlink, "holds no megatron_config.json"),

@@ -161,7 +161,7 @@ def test_what_cannot_be_used_is_named(
     assert "lacks decoder.layers.mlp.experts" in refusal(tmp_path / "mcore", "mixtral")
     assert "lacks output_layer" in refusal(tmp_path / "mcore", kind="reward_model", forward_only=True)
     cases.write_model(root / "larger", num_hidden_layers=4, vocab_size=120)
-    assert "of 97 rows, and the vocabulary has 120" in refusal(tmp_path / "mcore", "larger")
+    assert "has 97 rows, but the vocabulary has 120 tokens" in refusal(tmp_path / "mcore", "larger")
     index = tmp_path / "mcore" / "dist_ckpt" / ".metadata"
     index.write_bytes(index.read_bytes()[:100])
     assert ".metadata cannot be read" in refusal(tmp_path / "mcore")

@@ -95,7 +95,7 @@ def test_what_one_rank_cannot_write_all_ranks_raise(found: list[dict[str, Any]],
 
 def test_all_ranks_refuse_what_one_finds_changed(found: list[dict[str, Any]]) -> None:
     for rank in found:
-        assert "rank 1: dist_ckpt/__1_0.distcp has the right size but not the content" in rank["damaged"]
+        assert "rank 1: dist_ckpt/__1_0.distcp has the right size but the wrong content" in rank["damaged"]
 
 
 def _cut(path: Path) -> None:
@@ -110,8 +110,8 @@ def _flip(path: Path) -> None:
 
 DAMAGES = {
     "dist_ckpt/__0_0.distcp": (Path.unlink, "dist_ckpt/__0_0.distcp is missing"),
-    "dist_ckpt/__1_0.distcp": (_cut, "__1_0.distcp has .* bytes instead of .*: it was cut short"),
-    "dist_ckpt/.metadata": (_flip, "dist_ckpt/.metadata has the right size but not the content"),
+    "dist_ckpt/__1_0.distcp": (_cut, "__1_0.distcp has .* bytes instead of .*: it was truncated"),
+    "dist_ckpt/.metadata": (_flip, "dist_ckpt/.metadata has the right size but the wrong content"),
     "dist_ckpt/common.pt": (_cut, "dist_ckpt/common.pt has .* bytes"),
     "dist_ckpt/metadata.json": (Path.unlink, "dist_ckpt/metadata.json is missing"),
     "manifest_world_size_2_rank_1.json": (Path.unlink, "rank 1 did not finish writing"),

@@ -137,7 +137,7 @@ def load_dist_checkpointing(sharded_state_dict: dict[str, Any], ckpt_dir: str | 
         state: dict[str, Any] = dist_checkpointing.load(sharded_state_dict, str(ckpt_dir))
     except CheckpointException as error:  # of torch, not an Exception: one for every rank
         reasons = {str(reason[0]) for reason in error.failures.values()}
-        hint = "it is of another model: " if any("shape mismatch" in reason for reason in reasons) else ""
+        hint = "it belongs to another model: " if any("shape mismatch" in reason for reason in reasons) else ""
         raise CheckpointError(hint + "; ".join(sorted(reasons))) from error
     except (CheckpointingException, KeyError, RuntimeError, ValueError, EOFError, OSError) as error:
         raise CheckpointError(f"{type(error).__name__}: {error}") from error
