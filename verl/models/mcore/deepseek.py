@@ -13,7 +13,7 @@ from verl.models.mcore.families import (
     shared_expert_rules,
 )
 from verl.models.mcore.weights import Columns, Rows, Rule, Whole
-from verl.utils.megatron.model_limits import expert_groups, latent_limits, rope_of, router_limits
+from verl.models.mcore_limits import expert_groups, latent_limits, rope_of, router_limits
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

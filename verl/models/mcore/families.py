@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from verl.models.mcore.weights import Columns, QueryKeyValue, Rows, Rule, Stacked, Vocabulary, Whole
-from verl.utils.megatron.model_limits import (
+from verl.models.mcore_limits import (
     Limit,
     bias_limits,
     causal_name,

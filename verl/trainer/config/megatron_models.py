@@ -7,9 +7,9 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from verl.base_config import Violation
+from verl.models.mcore_limits import LIMITS, Limit, causal_name, model_limits
 from verl.trainer.config.refusals import select
 from verl.utils import envs
-from verl.utils.megatron.model_limits import LIMITS, Limit, causal_name, model_limits
 from verl.workers.config.model import ROPE_KEYS, ConfigFields, apply_overrides, path_problems, read_config_json
 
 Tree = Mapping[str, Any]

@@ -6,16 +6,18 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-CHUNK_ELEMENTS = {"cpu": 1 << 20}
-CHUNK_ELEMENTS_DEFAULT = 1 << 25
-"""Logits that are worked on at once where no chunk size is given: what a cache holds, what fills an accelerator."""
-
 _LOG_ZERO = -1e4
 """Stands for a log-probability of minus infinity; its exponential is zero in every dtype."""
 
 
+def chunk_elements(logits: Tensor) -> int:
+    """Return the default number of logits in a chunk: on a CPU those that fit its cache, else enough work for a GPU."""
+    return 1 << 20 if logits.device.type == "cpu" else 1 << 25
+
+
 def rows_per_chunk(logits: Tensor, chunk_size: int | None) -> int:
-    return max(1, chunk_size or CHUNK_ELEMENTS.get(logits.device.type, CHUNK_ELEMENTS_DEFAULT) // logits.shape[-1])
+    """Return the number of rows in a chunk."""
+    return max(1, chunk_size or chunk_elements(logits) // logits.shape[-1])
 
 
 def _accumulate_dtype(dtype: torch.dtype) -> torch.dtype:

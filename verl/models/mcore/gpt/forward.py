@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from verl.models.mcore.gpt.build import attach_fused_head, attach_picker
 from verl.models.mcore.gpt.heads import HeadRequest
 from verl.models.mcore.gpt.layer_spec import packed_row_params
-from verl.utils.megatron.packing import aligned_lengths, held_places, places_of
+from verl.models.mcore.packing import aligned_lengths, held_places, places_of
 from verl.utils.megatron.tensor_parallel import vocab_range
 from verl.utils.megatron_utils import unwrap_model
 from verl.utils.ulysses import all_gather_tensor

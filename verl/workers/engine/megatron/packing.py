@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from verl.utils.megatron.packing import aligned_lengths, held_places, places_of
+from verl.models.mcore.packing import aligned_lengths, held_places, places_of
 from verl.workers.engine.micro_batch import PackedRows
 
 

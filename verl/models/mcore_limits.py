@@ -1,7 +1,7 @@
-"""What the ``config.json`` of a model may ask for and Megatron-Core would compute differently.
+"""Settings of ``config.json`` that Megatron-Core cannot compute, by model family.
 
-The families judge a ``PretrainedConfig`` by these rules, and the launching process what it read from the file: nothing
-here imports torch or Megatron-Core.
+The families apply these rules to a ``PretrainedConfig``, the launching process to the fields that it has read from the
+file, so nothing here imports torch or Megatron-Core.
 """
 
 import re
@@ -12,7 +12,7 @@ NOT_SUPPORTED = "is not supported with strategy=megatron"
 
 
 class Limit(NamedTuple):
-    """A field of ``config.json``, its value, and why it cannot be."""
+    """A field of ``config.json``, its value, and why it is not supported."""
 
     field: str
     value: Any
@@ -24,11 +24,11 @@ class Limit(NamedTuple):
 
 
 Rule = Callable[[Any], Iterator[Limit]]
-"""Yields the limits of a model by the attributes of its configuration; one that is absent is as it should be."""
+"""Yields the violated limits of a configuration; absent attributes violate none."""
 
 
 def dense_limits(hf: Any) -> Iterator[Limit]:
-    """Yield what no layer has."""
+    """Yield the limits of every layer."""
     if window := getattr(hf, "use_sliding_window", False):
         yield Limit("use_sliding_window", window, NOT_SUPPORTED)
     if hf.hidden_act != "silu":
@@ -36,33 +36,33 @@ def dense_limits(hf: Any) -> Iterator[Limit]:
 
 
 def bias_limits(hf: Any) -> Iterator[Limit]:
-    """Yield biases of an MLP beside an attention that has none."""
+    """Yield MLP biases in a model without attention biases."""
     if getattr(hf, "mlp_bias", False) and not getattr(hf, "attention_bias", False):
         yield Limit("mlp_bias", True, f"without attention_bias {NOT_SUPPORTED}")
 
 
 def expert_limits(hf: Any) -> Iterator[Limit]:
-    """Yield what layers with experts have not."""
+    """Yield the limits of expert layers."""
     if window := getattr(hf, "sliding_window", None):
         yield Limit("sliding_window", window, NOT_SUPPORTED)
     if noise := getattr(hf, "router_jitter_noise", 0.0):
-        yield Limit("router_jitter_noise", noise, f"{NOT_SUPPORTED}: write 0.0 in model.override_config")
+        yield Limit("router_jitter_noise", noise, f"{NOT_SUPPORTED}: set it to 0.0 in model.override_config")
 
 
 def rope_of(hf: Any) -> dict[str, Any]:
-    """Return the parameters of rotary positions."""
+    """Return the rotary position parameters."""
     rope = getattr(hf, "rope_parameters", None)
     return dict(rope) if isinstance(rope, Mapping) else {}
 
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""What Megatron-Core has fixed of this scaling."""
+"""Constants of this scaling in Megatron-Core."""
 
 
 def rope_limits(hf: Any) -> Iterator[Limit]:
-    """Yield positions that are computed differently."""
+    """Yield the limits of rotary positions."""
     rope = rope_of(hf)
-    if (part := rope.get("partial_rotary_factor")) not in (None, 1):  # transformers ignores it where nothing is scaled
+    if (part := rope.get("partial_rotary_factor")) not in (None, 1):  # transformers ignores it for unscaled positions
         yield Limit("partial_rotary_factor", part, NOT_SUPPORTED)
     kind = rope.get("rope_type", "default")
     other = {name: rope.get(name) for name, value in LLAMA3.items() if rope.get(name) != value}
@@ -73,13 +73,14 @@ def rope_limits(hf: Any) -> Iterator[Limit]:
 
 
 def latent_limits(hf: Any) -> Iterator[Limit]:
-    """Yield what latent attention has not, and scalings of its positions that are computed differently."""
+    """Yield the limits of latent attention and of its rotary positions."""
     if getattr(hf, "attention_bias", False):
         yield Limit("attention_bias", True, f"{NOT_SUPPORTED} for this model")
     if not getattr(hf, "rope_interleave", True):
         yield Limit("rope_interleave", False, f"{NOT_SUPPORTED} for this model")
     rope = rope_of(hf)
-    kind, scale_all = rope.get("rope_type", "default"), rope.get("mscale_all_dim")
+    kind = rope.get("rope_type", "default")
+    scale_all = rope.get("mscale_all_dim")
     if kind not in ("default", "yarn"):
         fault = f"of type {kind} {NOT_SUPPORTED} for this model, which knows default and yarn"
         yield Limit("rope_scaling", rope, fault)
@@ -90,19 +91,20 @@ def latent_limits(hf: Any) -> Iterator[Limit]:
 
 
 def expert_groups(hf: Any) -> tuple[int, int] | None:
-    """Return how many groups of experts there are and how many a token chooses; None where it may choose all."""
+    """Return the number of expert groups and how many of them a token chooses; None if it may choose all."""
     groups = getattr(hf, "n_group", None) or 1
     chosen = getattr(hf, "topk_group", groups) or 1
     return (groups, chosen) if groups > 1 and chosen < groups else None
 
 
 def router_limits(hf: Any) -> Iterator[Limit]:
-    """Yield a choice of experts that is made differently."""
-    groups, each = expert_groups(hf), getattr(hf, "num_experts_per_tok", None)
+    """Yield the limits of the router."""
+    groups = expert_groups(hf)
+    each = getattr(hf, "num_experts_per_tok", None)
     if groups and each is not None and each // groups[1] != 2:
         fault = (
-            f"with topk_group={groups[1]} {NOT_SUPPORTED}: a group is judged by its two best experts, so there must "
-            "be two to a group"
+            f"with topk_group={groups[1]} {NOT_SUPPORTED}: Megatron-Core ranks a group by its two best experts, so a "
+            "token must choose two experts per group"
         )
         yield Limit("num_experts_per_tok", each, fault)
     if not getattr(hf, "norm_topk_prob", True) and (each or 1) > 1:
@@ -116,17 +118,17 @@ LIMITS: dict[str, tuple[Rule, ...]] = {
     **dict.fromkeys(("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"), _EXPERTS),
     "DeepseekV3ForCausalLM": (dense_limits, router_limits, latent_limits),
 }
-"""The rules that the family of each architecture keeps, in its order."""
+"""The rules of each architecture, in order."""
 
 _CLASSIFIERS = re.compile("For(Token|Sequence)Classification$")
 
 
 def causal_name(architecture: str) -> str:
-    """Return the architecture of the language model below a classifier; others are their own."""
+    """Return the causal architecture of a classifier; other names are returned unchanged."""
     return _CLASSIFIERS.sub("ForCausalLM", architecture)
 
 
 def model_limits(architecture: str, hf: Any) -> Iterator[Limit]:
-    """Yield the limits of a model of an architecture; none of one that is not in ``LIMITS``."""
+    """Yield the violated limits of a model; unknown architectures have none."""
     for rule in LIMITS.get(causal_name(architecture), ()):
         yield from rule(hf)

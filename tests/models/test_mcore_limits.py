@@ -11,7 +11,7 @@ from transformers import AutoConfig
 from verl.base_config import ConfigError
 from verl.models.mcore import UnsupportedModelError, supported_architectures
 from verl.models.mcore.families import find_family
-from verl.utils.megatron.model_limits import LIMITS, model_limits
+from verl.models.mcore_limits import LIMITS, model_limits
 from verl.workers.config import HFModelConfig
 from verl.workers.config.model import ConfigFields, apply_overrides, read_config_json
 
