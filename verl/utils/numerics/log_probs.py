@@ -61,7 +61,11 @@ def logits_gradient(
 
 
 class _LogProbsAndEntropy(torch.autograd.Function):
-    """Keeps the logits themselves for the backward pass, and turns them into their gradient there."""
+    """Keep the logits for the backward pass, and overwrite them with their gradient there.
+
+    Per row with probabilities p and entropy H: d log p(label) / dz = onehot - p, and dH / dz = -p (log p + H).
+    Keeping p as well would double the memory of the largest tensor of a training step.
+    """
 
     @staticmethod
     def forward(
@@ -73,7 +77,8 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         chunk_size: int | None,
         inplace: bool,
     ) -> tuple[Tensor, Tensor]:
-        rows, step = len(logits), rows_per_chunk(logits, chunk_size)
+        rows = len(logits)
+        step = rows_per_chunk(logits, chunk_size)
         dtype = _accumulate_dtype(logits.dtype)
         log_probs = logits.new_empty(rows, dtype=dtype)
         entropy = logits.new_empty(rows if entropy_mode != "none" else 0, dtype=dtype)
@@ -84,7 +89,10 @@ class _LogProbsAndEntropy(torch.autograd.Function):
             if entropy_mode != "none":
                 entropy[chunk] = entropy_of(log_p)
         ctx.save_for_backward(logits, labels, entropy)
-        ctx.temperature, ctx.entropy_mode, ctx.step, ctx.inplace = temperature, entropy_mode, step, inplace
+        ctx.temperature = temperature
+        ctx.entropy_mode = entropy_mode
+        ctx.step = step
+        ctx.inplace = inplace
         if entropy_mode != "grad":
             ctx.mark_non_differentiable(entropy)
         return log_probs, entropy
@@ -131,27 +139,27 @@ def log_probs_and_entropy(
     chunk_size: int | None = None,
     inplace_backward: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the log-probability of each label and, where asked for, the entropy of its distribution.
+    """Return the log-probability of each label and, on request, the entropy of its distribution.
 
-    Rows are worked on in chunks. Nothing of the size of the logits is allocated: the backward pass recomputes the
-    probabilities of a chunk and writes the gradient over the logits. Logits that something else still needs for its
-    own backward pass want ``inplace_backward=False`` (autograd raises otherwise). Leaves are never written to.
+    Rows are processed in chunks, and no second tensor of the size of the logits is allocated: the backward pass
+    recomputes the probabilities of a chunk and overwrites the logits with the gradient. Use ``inplace_backward=False``
+    if another backward pass needs the logits (autograd raises otherwise). Leaves are never overwritten.
 
     Args:
         logits: (..., V), any floating dtype; half precision is computed in fp32.
         labels: (...), int64.
         temperature: a number, or a tensor that broadcasts to the shape of the labels.
         entropy: ``none``, ``value`` (without gradient) or ``grad``; True is ``value``.
-        chunk_size: rows at once; by default what suits the device.
+        chunk_size: rows per chunk; the default depends on the device.
     Returns: (log_probs, entropy or None), each (...) in fp32, float64 for float64 logits.
-    Raises: ValueError for shapes that do not match, an unknown ``entropy`` or a temperature that is not positive.
+    Raises: ValueError for mismatched shapes, an unknown ``entropy`` or a temperature that is not positive.
     """
     mode = {True: "value", False: "none"}.get(entropy, entropy) if isinstance(entropy, bool) else entropy
     if mode not in ("none", "value", "grad"):
         raise ValueError(f"entropy must be 'none', 'value' or 'grad', got {entropy!r}")
     if logits.shape[:-1] != labels.shape:
         raise ValueError(
-            f"labels {tuple(labels.shape)} must have the shape of logits {tuple(logits.shape)} less the last"
+            f"labels {tuple(labels.shape)} must have the shape of logits {tuple(logits.shape)} without the last dim"
         )
     rows = logits.reshape(-1, logits.shape[-1])
     inplace = inplace_backward and not logits.is_leaf
