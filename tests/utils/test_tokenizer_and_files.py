@@ -155,5 +155,5 @@ def test_staging_in_shared_memory(tmp_path, monkeypatch, caplog):
 
 def test_without_the_command_the_path_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(hdfs_io.HdfsError, match="hdfs://x: paths on HDFS need the `hdfs` command"):
+    with pytest.raises(hdfs_io.HdfsError, match="hdfs://x: HDFS paths need the `hdfs` command"):
         hdfs_io.exists("hdfs://x")
