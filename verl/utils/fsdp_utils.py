@@ -341,7 +341,7 @@ def get_fsdp_state_ctx(
     state_type: StateDictType,
     state_cfg: StateDictConfig | None = None,
     optim_cfg: OptimStateDictConfig | None = None,
-) -> AbstractContextManager[object]:
+) -> AbstractContextManager[None]:
     """Return the context that selects FSDP1's kind of state dict; FSDP2 and plain modules have one kind."""
     if fsdp_version(model) == 1:
         return FullyShardedDataParallel.state_dict_type(model, state_type, state_cfg, optim_cfg)

@@ -269,13 +269,6 @@ def text_config_of(config: PretrainedConfig) -> PretrainedConfig:
     return text
 
 
-def tied_parameter_names(model: PreTrainedModel) -> dict[str, str]:
-    """Return target -> source of the tied parameters of a model."""
-    by_name = dict(model.named_parameters(remove_duplicate=False))
-    keys = getattr(model, "all_tied_weights_keys", None) or {}
-    return {t: s for t, s in keys.items() if t in by_name and s in by_name and by_name[t] is by_name[s]}
-
-
 # ---- Megatron-Core weights
 
 

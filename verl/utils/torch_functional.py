@@ -12,11 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 from verl.utils.device import get_device_name, get_torch_device
 from verl.utils.numerics.log_probs import log_probs_and_entropy
-from verl.utils.numerics.lr_schedules import (
-    get_constant_schedule_with_warmup,
-    get_cosine_schedule_with_warmup,
-    get_wsd_schedule_with_warmup,
-)
+from verl.utils.numerics.lr_schedules import get_constant_schedule_with_warmup as get_constant_schedule_with_warmup
+from verl.utils.numerics.lr_schedules import get_cosine_schedule_with_warmup as get_cosine_schedule_with_warmup
+from verl.utils.numerics.lr_schedules import get_wsd_schedule_with_warmup as get_wsd_schedule_with_warmup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -318,41 +316,3 @@ def distributed_masked_mean(local_tensor: Tensor, local_mask: Tensor) -> Tensor:
     total = torch.stack([kept, local_mask.sum().to(kept.dtype)])
     dist.all_reduce(total)
     return total[0] / total[1]
-
-
-__all__ = [
-    "SequenceTooLongError",
-    "allgather_dict_tensors",
-    "broadcast_dict_tensor",
-    "check_device_is_available",
-    "clip_by_value",
-    "compute_grad_norm",
-    "distributed_masked_mean",
-    "distributed_mean_max_min_std",
-    "entropy_from_logits",
-    "entropy_from_logits_with_chunking",
-    "get_constant_schedule_with_warmup",
-    "get_cosine_schedule_with_warmup",
-    "get_response_mask",
-    "get_wsd_schedule_with_warmup",
-    "log_probs_and_entropy",
-    "log_probs_from_logits_all_rmpad",
-    "log_probs_from_logits_response",
-    "log_probs_from_logits_response_rmpad",
-    "logprobs_from_logits",
-    "logprobs_from_logits_flash_attn",
-    "logprobs_from_logits_naive",
-    "logprobs_from_logits_torch_npu",
-    "logprobs_from_logits_v2",
-    "masked_mean",
-    "masked_sum",
-    "masked_var",
-    "masked_whiten",
-    "pad_2d_list_to_length",
-    "pad_sequence_to_length",
-    "post_process_logits",
-    "postprocess_data",
-    "remove_pad_token",
-    "split_dict_tensor_into_batches",
-    "tokenize_and_postprocess_data",
-]

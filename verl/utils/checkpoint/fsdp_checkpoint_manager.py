@@ -297,6 +297,3 @@ def _quiet_device_mesh() -> Iterator[None]:
         yield
     finally:
         mesh_logger.setLevel(level)
-
-
-__all__ = ["FSDPCheckpointManager", "part_name"]

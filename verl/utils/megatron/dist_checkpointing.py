@@ -177,14 +177,3 @@ def tensor_names(sharded_state_dict: State) -> set[str]:
     """Return the global names of the tensors that a state describes."""
     kinds = (ShardedTensor, ShardedTensorFactory)
     return {value.key for value in nested_values(sharded_state_dict) if isinstance(value, kinds)}
-
-
-__all__ = [
-    "METADATA",
-    "PendingSave",
-    "chunk_names",
-    "load_dist_checkpointing",
-    "save_dist_checkpointing",
-    "sharded_weights",
-    "tensor_names",
-]

@@ -206,12 +206,6 @@ def get_tensor_parallel_partition_dim(param: Tensor) -> int:
     return dim
 
 
-def get_tensor_parallel_partition_stride(param: Tensor) -> int:
-    """Return the number of pieces in a rank's part of a parameter."""
-    stride: int = param.partition_stride  # type: ignore[attr-defined]
-    return stride
-
-
 def _default(group: ProcessGroup | None) -> ProcessGroup | None:
     """Return the given group, else Megatron-Core's tensor-parallel group if there is one."""
     state = sys.modules.get("megatron.core.parallel_state")
