@@ -77,7 +77,7 @@ def save_weights(
     """
     import torch.distributed as dist
 
-    from verl.utils.megatron_utils import per_tensor_generator
+    from verl.models.mcore.modules import per_tensor_generator
 
     models = wrapped_models if isinstance(wrapped_models, list | tuple) else [wrapped_models]
     keeps = not dist.is_initialized() or dist.get_rank() == 0

@@ -1,9 +1,9 @@
 """Helpers for Megatron-Core modules under their established names; each imports Megatron-Core when it is called."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,17 +18,25 @@ if TYPE_CHECKING:
     from megatron.core import ModelParallelConfig
     from megatron.core.optimizer import MegatronOptimizer
     from megatron.core.transformer import TransformerConfig
-    from transformers import PretrainedConfig
 
     from verl.utils.megatron.offload import Offload
 
 Given = TypeVar("Given")
 
+_ABOVE = (
+    "McoreModuleWrapperConfig",
+    "convert_config",
+    "default_tp_concat_fn",
+    "make_megatron_module",
+    "per_tensor_generator",
+)
+"""Established names whose code needs the model families; it lives in the layer above."""
 
-class WeightConverter(Protocol):
-    """Converts a Megatron-Core parameter to checkpoint tensors."""
 
-    def convert_param(self, name: str, params: list[Tensor]) -> tuple[list[str], list[Tensor]]: ...
+def __getattr__(name: str) -> Any:
+    if name not in _ABOVE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module("verl.models.mcore.modules"), name)
 
 
 # ---- checkpoint folders, created if missing
@@ -106,49 +114,6 @@ def get_model(
     ]
 
 
-@dataclass
-class McoreModuleWrapperConfig:
-    """The head and the wrappers of the model that ``make_megatron_module`` builds."""
-
-    is_value_model: bool = False
-    share_embeddings_and_output_weights: bool = False
-    wrap_with_ddp: bool = True
-    use_distributed_optimizer: bool = True
-
-
-def make_megatron_module(
-    wrap_config: McoreModuleWrapperConfig,
-    tf_config: "TransformerConfig",
-    hf_config: "PretrainedConfig",
-    bridge: None = None,
-    override_model_config: Mapping[str, Any] | None = None,
-    override_ddp_config: dict[str, Any] | None = None,
-) -> list[nn.Module]:
-    """Build the chunks of a model on this rank, without loading weights.
-
-    It reads ``moe_config.freeze_moe_router`` from ``override_model_config``. Raises: ValueError for a ``bridge``.
-    """
-    if bridge is not None:
-        raise ValueError("bridge is not supported: pass None, verl.models.mcore converts the weights")
-    from verl.models.mcore import init_mcore_model
-
-    moe = (override_model_config or {}).get("moe_config") or {}
-
-    def provider(pre_process: bool, post_process: bool, vp_stage: int | None = None) -> nn.Module:
-        return init_mcore_model(
-            tf_config,
-            hf_config,
-            pre_process,
-            post_process,
-            share_embeddings_and_output_weights=wrap_config.share_embeddings_and_output_weights,
-            value=wrap_config.is_value_model,
-            freeze_moe_router=bool(moe.get("freeze_moe_router")),
-            vp_stage=vp_stage,
-        )
-
-    return get_model(provider, wrap_config.wrap_with_ddp, wrap_config.use_distributed_optimizer, override_ddp_config)
-
-
 def mcore_model_parallel_config(sequence_parallel: bool, params_dtype: torch.dtype) -> "ModelParallelConfig":
     """Return the configuration of the parallel layout of this process."""
     cpu_support.install()
@@ -165,17 +130,6 @@ def mcore_model_parallel_config(sequence_parallel: bool, params_dtype: torch.dty
         params_dtype=params_dtype,
         pipeline_dtype=params_dtype,
         bf16=params_dtype == torch.bfloat16,
-    )
-
-
-def convert_config(hf_config: "PretrainedConfig", megatron_config: "ModelParallelConfig") -> "TransformerConfig":
-    """Return the ``TransformerConfig`` of a model in the layout and dtype of ``megatron_config``."""
-    from verl.models.mcore import hf_to_mcore_config
-
-    axes = ("tensor_model", "pipeline_model", "virtual_pipeline_model", "context", "expert_model", "expert_tensor")
-    sizes = {f"{axis}_parallel_size": getattr(megatron_config, f"{axis}_parallel_size") for axis in axes}
-    return hf_to_mcore_config(
-        hf_config, megatron_config.params_dtype, sequence_parallel=megatron_config.sequence_parallel, **sizes
     )
 
 
@@ -282,61 +236,3 @@ def load_megatron_optimizer(optimizers: "MegatronOptimizer") -> None:
     """Move the state of an optimizer back to the device, including the copies of parameters."""
     for part in ("copies", "optimizer"):
         _offload_of(optimizers, (), optimizers).load(part)
-
-
-# ---- weights
-
-
-def per_tensor_generator(
-    actor_module: Sequence[nn.Module],
-    model_config: "PretrainedConfig",
-    weight_converter: WeightConverter | None,
-    transformer_config: "TransformerConfig | None" = None,
-    layer_name_mapping: Mapping[str, str] | None = None,
-    convert_qkv_gate_up_by_simple_split: bool = True,
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield (checkpoint name, full tensor) of a model in any layout, one parameter at a time; collective.
-
-    ``model_config`` is the Hugging Face configuration. Without a ``weight_converter`` the tables of the model's family
-    convert the tensors. The remaining arguments are accepted and not used.
-    """
-    cpu_support.install()
-    from verl.models.mcore.gpt.export import CurrentRanks, exported_weights
-    from verl.models.mcore.gpt.heads import ValueHead
-
-    chunks = unwrap_model(list(actor_module))
-    has_values = any(isinstance(getattr(chunk, "output_layer", None), ValueHead) for chunk in chunks)
-    convert = None if weight_converter is None else weight_converter.convert_param
-    yield from exported_weights(chunks, model_config, has_values, CurrentRanks.of_process(), convert=convert)
-
-
-def default_tp_concat_fn(
-    layer_name_mapping: Mapping[str, str],
-    name: str,
-    train_params: Tensor,
-    infer_params: Sequence[Tensor],
-    model_config: "PretrainedConfig",
-    hf_config: "PretrainedConfig | None" = None,
-    convert_qkv_gate_up_by_simple_split: bool = False,
-) -> Tensor | list[Tensor]:
-    """Join one parameter from the parts ``infer_params`` of all tensor-parallel ranks.
-
-    The entries ``qkv_layer_name`` and ``gate_proj_layer_name`` of ``layer_name_mapping`` name the parameters that
-    hold several projections. Their projections are returned as a list with ``convert_qkv_gate_up_by_simple_split``,
-    else concatenated. ``train_params``, the part of this rank, holds the sharded dim. The sizes come from
-    ``hf_config``, else from ``model_config``.
-    """
-    from verl.models.mcore.families import head_dim
-    from verl.models.mcore.weights import QueryKeyValue, Stacked
-
-    config = hf_config or model_config
-    if layer_name_mapping["qkv_layer_name"] in name and "layer_norm" not in name:
-        joint = QueryKeyValue("q", "k", "v", config.num_attention_heads, config.num_key_value_heads, head_dim(config))
-        tensors = joint.export(infer_params)
-    elif layer_name_mapping["gate_proj_layer_name"] in name and "layer_norm" not in name:
-        tensors = Stacked(("gate", "up"), 0).export(infer_params)
-    elif getattr(train_params, "tensor_model_parallel", False):
-        return torch.cat(list(infer_params), dim=train_params.partition_dim)  # type: ignore[attr-defined]
-    else:
-        return infer_params[0]
-    return tensors if convert_qkv_gate_up_by_simple_split else torch.cat(tensors)

@@ -1,10 +1,10 @@
 """Helpers for transformers models: position ids, auto classes, configurations and inputs."""
 
 import logging
-import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +29,15 @@ if TYPE_CHECKING:
     from verl.utils.vision.value_model import VisionValueModel
 
 logger = logging.getLogger(__name__)
+
+_ABOVE = ("load_mcore_dist_weights", "load_megatron_gptmodel_weights")
+"""Established names whose code needs the model families; it lives in the layer above."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ABOVE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module("verl.models.mcore.modules"), name)
 
 
 @dataclass
@@ -267,69 +276,3 @@ def text_config_of(config: PretrainedConfig) -> PretrainedConfig:
     """Return the configuration of the language model."""
     text: PretrainedConfig = config.get_text_config()
     return text
-
-
-# ---- Megatron-Core weights
-
-
-class _FolderTensors(Mapping[str, Tensor]):
-    """The tensors of a folder of safetensors, read on access."""
-
-    def __init__(self, folder: str) -> None:
-        from safetensors import safe_open
-
-        files = [os.path.join(folder, name) for name in sorted(os.listdir(folder)) if name.endswith(".safetensors")]
-        opened = [safe_open(file, framework="pt") for file in files]
-        self._files = {name: file for file in opened for name in file.keys()}
-
-    def __getitem__(self, name: str) -> Tensor:
-        tensor: Tensor = self._files[name].get_tensor(name)
-        return tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
-
-    def __len__(self) -> int:
-        return len(self._files)
-
-
-def load_megatron_gptmodel_weights(
-    config: Any,
-    model_config: PretrainedConfig,
-    parallel_model: list[nn.Module],
-    params_dtype: torch.dtype,
-    is_value_model: bool = False,
-    local_cache_path: str = "~/.cache/verl/rlhf",
-) -> None:
-    """Load this rank's parts of ``config.model.path`` into its chunks, one tensor at a time.
-
-    Raises: ValueError naming a tensor that is missing or has another shape.
-    """
-    from verl.models.weight_loader_registry import get_weight_loader
-
-    folder = copy_to_local(os.path.expanduser(config.model.path), cache_dir=os.path.expanduser(local_cache_path))
-    load = get_weight_loader((model_config.architectures or ["none"])[0])
-    load(_FolderTensors(folder), parallel_model, model_config, params_dtype, is_value_model)
-
-
-def load_mcore_dist_weights(
-    parallel_model: list[nn.Module], dist_weight_path: str, is_value_model: bool = False
-) -> list[nn.Module]:
-    """Load a folder in the torch_dist format into the chunks of this rank, in any layout; collective.
-
-    A value model keeps its head. Returns: the chunks. Raises: CheckpointError naming the problem.
-    """
-    from verl.utils.megatron.dist_checkpointing import chunk_names, load_dist_checkpointing, sharded_weights
-    from verl.utils.megatron_utils import unwrap_model
-
-    chunks = unwrap_model(list(parallel_model))
-    state = sharded_weights(chunks)
-    if is_value_model:
-        state = {
-            chunk: {name: value for name, value in part.items() if not name.startswith("output_layer.")}
-            for chunk, part in state.items()
-        }
-    loaded = load_dist_checkpointing(state, dist_weight_path)
-    for name, chunk in zip(chunk_names(chunks), chunks, strict=True):
-        chunk.load_state_dict(loaded[name], strict=False)
-    return parallel_model

@@ -62,11 +62,11 @@ def process_image(image: ImageLike, image_patch_size: int = 14) -> Image.Image:
 def _target_size(image: ImageLike, loaded: Image.Image, factor: int) -> tuple[int, int]:
     """Return the height and width for an image; the sizes in its dict take precedence."""
     names = ("resized_height", "resized_width", "min_pixels", "max_pixels")
-    node = {name: image.get(name) for name in names} if isinstance(image, Mapping) else dict.fromkeys(names)
+    spec = {name: image.get(name) for name in names} if isinstance(image, Mapping) else dict.fromkeys(names)
     try:
-        height, width, least, most = (None if value is None else int(value) for value in node.values())
+        height, width, least, most = (None if value is None else int(value) for value in spec.values())
     except (TypeError, ValueError) as error:
-        raise MediaError(f"the sizes of an image must be numbers of pixels, got {node}") from error
+        raise MediaError(f"the sizes of an image must be numbers of pixels, got {spec}") from error
     if height and width:
         return smart_resize(height, width, factor)
     return smart_resize(loaded.height, loaded.width, factor, least, most)
@@ -237,23 +237,23 @@ def load_video(
     """
     if not isinstance(video, Mapping) or video.get("video") is None:
         raise VideoFormError(_VIDEO_FORM)
-    node = {name: value for name, value in video.items() if value is not None}
+    spec = {name: value for name, value in video.items() if value is not None}
     given = {"nframes": nframes, "fps": fps, "min_frames": fps_min_frames, "max_frames": fps_max_frames}
-    node |= {name: value for name, value in given.items() if value is not None}
-    if "nframes" in node and "fps" in node:
-        raise MediaError(f"a video takes nframes or fps, not both: got nframes={node['nframes']}, fps={node['fps']}")
+    spec |= {name: value for name, value in given.items() if value is not None}
+    if "nframes" in spec and "fps" in spec:
+        raise MediaError(f"a video takes nframes or fps, not both: got nframes={spec['nframes']}, fps={spec['fps']}")
     fetch_video = _qwen_vl_utils().fetch_video
-    if isinstance(node["video"], str):
-        node |= _read_file(node)
+    if isinstance(spec["video"], str):
+        spec |= _read_file(spec)
     else:
-        node["video"] = [load_image(frame) for frame in node["video"]]
-        node.setdefault("sample_fps", node.get("fps", FRAMES_PER_SECOND))
-    _check_frames(node)
-    indices = node.pop("frames_indices", None)
-    total = node.pop("total_num_frames", None)
-    fps = float(node.get("raw_fps") or node["sample_fps"])
+        spec["video"] = [load_image(frame) for frame in spec["video"]]
+        spec.setdefault("sample_fps", spec.get("fps", FRAMES_PER_SECOND))
+    _check_frames(spec)
+    indices = spec.pop("frames_indices", None)
+    total = spec.pop("total_num_frames", None)
+    fps = float(spec.get("raw_fps") or spec["sample_fps"])
     try:
-        frames, _ = fetch_video(node, image_patch_size=image_patch_size, return_video_metadata=True)
+        frames, _ = fetch_video(spec, image_patch_size=image_patch_size, return_video_metadata=True)
     except (ValueError, TypeError, AssertionError) as error:  # raised for bad sizes and limits
         raise MediaError(f"the video has impossible sizes or pixel limits: {error}") from error
     count = len(frames)
@@ -266,17 +266,17 @@ def load_video(
     }
 
 
-def _check_frames(node: Described) -> None:
+def _check_frames(spec: Described) -> None:
     """Reject a decoded video without frames, with frames of several sizes, or with a bad rate.
 
     Raises: MediaError.
     """
-    if not node["video"]:
+    if not spec["video"]:
         raise MediaError("a video has no frame")
-    sizes = {frame.size for frame in node["video"]}
+    sizes = {frame.size for frame in spec["video"]}
     if len(sizes) > 1:
         raise MediaError(f"the frames of a video must have one size, got {sorted(sizes)}")
-    rate = node["sample_fps"]
+    rate = spec["sample_fps"]
     if not isinstance(rate, int | float) or not 0 < rate < math.inf:
         raise MediaError(f"fps and sample_fps of a video must be positive, got {rate!r}")
 
@@ -313,13 +313,13 @@ def _qwen_vl_utils() -> ModuleType:
     return vision_process
 
 
-def _read_file(node: Described) -> dict[str, Any]:
+def _read_file(spec: Described) -> dict[str, Any]:
     """Decode a video file and pick frames at the requested rate."""
     try:
         import av
     except ImportError as error:
         raise MissingVideoSupportError(f"video files need PyAV: {error}; pip install 'verl[geo]'") from error
-    path = _local(node["video"])
+    path = _local(spec["video"])
     try:
         with av.open(path) as container:
             stream = container.streams.video[0]
@@ -328,7 +328,7 @@ def _read_file(node: Described) -> dict[str, Any]:
     except (OSError, IndexError, av.error.FFmpegError) as error:
         raise MediaError(f"the video {path!r} cannot be read: {error}") from error
     try:
-        count = _qwen_vl_utils().smart_nframes(dict(node), total_frames=len(images), video_fps=rate)
+        count = _qwen_vl_utils().smart_nframes(dict(spec), total_frames=len(images), video_fps=rate)
     except ValueError as error:
         raise MediaError(f"the video {path!r} has {len(images)} frames: {error}") from error
     indices = np.linspace(0, len(images) - 1, count).round().astype(int).tolist()
