@@ -3,7 +3,7 @@
 import heapq
 from bisect import insort
 from collections.abc import Sequence
-from typing import Protocol, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
@@ -269,11 +269,11 @@ def _micro_batch_partition(
     lengths: list[int],
     width: int,
     max_token_len: int,
-    dp_group: dist.ProcessGroup | None,
-    num_batches_divided_by: int | None,
-    same_micro_num_in_dp: bool,
-    min_num_micro_batch: int | None,
-    use_dynamic_bsz_balance: bool,
+    dp_group: dist.ProcessGroup | None = None,
+    num_batches_divided_by: int | None = None,
+    same_micro_num_in_dp: bool = True,
+    min_num_micro_batch: int | None = None,
+    use_dynamic_bsz_balance: bool = True,
 ) -> Partition:
     """Choose the rows of each micro-batch; see ``rearrange_micro_batches``."""
     if max_token_len < width:
@@ -330,26 +330,10 @@ def rearrange_micro_batches(
     return [batch[torch.tensor(part)] for part in parts], parts
 
 
-def prepare_dynamic_batch(
-    data: R,
-    max_token_len: int,
-    dp_group: dist.ProcessGroup | None = None,
-    num_batches_divided_by: int | None = None,
-    same_micro_num_in_dp: bool = True,
-    min_num_micro_batch: int | None = None,
-    use_dynamic_bsz_balance: bool = True,
-) -> tuple[list[R], Partition]:
+def prepare_dynamic_batch(data: R, max_token_len: int, **options: Any) -> tuple[list[R], Partition]:
     """Split a batch with its non-tensors; options as in ``rearrange_micro_batches``."""
     assert data.batch is not None
-    parts = _micro_batch_partition(
-        *_sequence_lengths(data.batch),
-        max_token_len,
-        dp_group,
-        num_batches_divided_by,
-        same_micro_num_in_dp,
-        min_num_micro_batch,
-        use_dynamic_bsz_balance,
-    )
+    parts = _micro_batch_partition(*_sequence_lengths(data.batch), max_token_len, **options)
     return [data.select_idxs(part) for part in parts], parts
 
 

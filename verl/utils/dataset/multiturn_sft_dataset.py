@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
+from verl.utils.dataset.config import TRUNCATIONS
 from verl.utils.dataset.dataset_utils import DatasetPadMode
 from verl.utils.dataset.files import (
     ColumnCheck,
@@ -24,7 +25,7 @@ from verl.utils.dataset.files import (
     read_parquet,
 )
 from verl.utils.dataset.media import MediaEncoder, Templater, TurnEncoder, check_media, templater_of
-from verl.utils.dataset.rl_dataset import TRUNCATIONS, truncate
+from verl.utils.dataset.rl_dataset import truncate
 from verl.utils.dataset.settings import ConversationColumns, DataSettings, Node
 from verl.utils.dataset.vision_utils import MediaError
 

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
+from verl.utils.dataset.config import TRUNCATIONS
 from verl.utils.dataset.files import (
     ColumnCheck,
     DataError,
@@ -32,7 +33,6 @@ from verl.utils.vision.positions import position_ids
 
 logger = logging.getLogger(__name__)
 
-TRUNCATIONS = ("error", "left", "right", "middle")
 FILTER_BATCH_ROWS = 1000
 UNREADABLE = -1  # stands for the length of a row whose images or videos cannot be read
 

@@ -28,7 +28,11 @@ class ConversationColumns(_FromNode):
 
 @dataclass(frozen=True)
 class DataSettings(_FromNode):
-    """What a data set reads from the ``data`` node; a key that the caller leaves out has the default given here."""
+    """The keys of the ``data`` node that data sets and samplers read.
+
+    The defaults apply to a data set that a caller constructs with a partial node. The node of a run holds every key;
+    ``DataConfig`` gives its defaults.
+    """
 
     prompt_key: str = "prompt"
     response_key: str = "response"
