@@ -168,7 +168,7 @@ def run_rank(rank, world_size, root):
     check_resume_is_bitwise(root / "hsdp", hybrid, rank)
     if world_size > 1:  # the hybrid checkpoint holds whole tensors on each rank, this model half of them
         *_, manager = make(0, mesh)
-        with pytest.raises(CheckpointError, match="fsdp_size as it was at the save"):
+        with pytest.raises(CheckpointError, match="fsdp_size to its value at the save"):
             manager.load_checkpoint(str(root / "hsdp" / "global_step_3" / "actor"))
     dist.destroy_process_group()
 
@@ -261,7 +261,7 @@ def test_what_else_cannot_be_loaded(saved, tmp_path):
     with pytest.raises(CheckpointError, match="the folder .*nowhere does not exist.*resume_mode=disable"):
         make(0)[-1].load_checkpoint(str(tmp_path / "nowhere"))
     with pytest.raises(
-        CheckpointError, match=r"of another model: parts\.embed\.weight has shape \(7, 6\) there and \(7, 8\)"
+        CheckpointError, match=r"another model: parts\.embed\.weight has shape \(7, 6\) there and \(7, 8\)"
     ):
         make(0, width=8)[-1].load_checkpoint(folder)
     model, optimizer, schedule, _ = make(0)

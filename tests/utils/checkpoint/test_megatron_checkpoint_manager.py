@@ -135,10 +135,10 @@ def test_what_is_damaged_is_named_and_another_checkpoint_offered(root: Path, tmp
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("qwen3", "of another model: it lacks decoder.layers.self_attention.k_layernorm"),
-        ("tied", "of another model: it holds output_layer.weight"),
-        ("fewer layers", r"of another model: .*\(\[4, 64\]\).*\(2, 64\).*decoder.layers"),
-        ("wider", r"of another model: .*192.*256.*decoder.layers.mlp.linear_fc1"),
+        ("qwen3", "another model: it lacks decoder.layers.self_attention.k_layernorm"),
+        ("tied", "another model: it holds output_layer.weight"),
+        ("fewer layers", r"another model: .*\(\[4, 64\]\).*\(2, 64\).*decoder.layers"),
+        ("wider", r"another model: .*192.*256.*decoder.layers.mlp.linear_fc1"),
     ],
 )
 def test_a_checkpoint_of_another_model_is_refused(root: Path, model: str, message: str) -> None:
