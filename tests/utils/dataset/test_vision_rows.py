@@ -460,4 +460,4 @@ def test_images_need_no_torchvision(processors: Any, parquet: Any, tmp_path: Pat
     assert (found["ids"], found["positions"]) == (item["input_ids"].tolist(), item["position_ids"].tolist())
     pixels = torch.tensor(found["pixels"])
     torch.testing.assert_close(pixels, item["multi_modal_inputs"]["pixel_values"], atol=1e-5, rtol=0)
-    assert "takes images, and no videos" in done.stderr
+    assert "takes images but no videos" in done.stderr

@@ -84,7 +84,7 @@ def test_a_snapshot_without_a_place_is_named_by_the_time(recorder, tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
 def test_without_a_device_the_message_says_what_to_do(tmp_path):
-    with pytest.raises(RuntimeError, match=r"no CUDA device: profile with global_profiler\.tool=torch instead"):
+    with pytest.raises(RuntimeError, match=r"no CUDA device: use global_profiler\.tool=torch instead"):
         profiler_on(0, tmp_path)
 
 
