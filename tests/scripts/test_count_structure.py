@@ -1,6 +1,5 @@
 """The figures of a small package, and the contract against import circles."""
 
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -103,8 +102,7 @@ def test_circles(imports: dict[str, set[str]], expected: list[list[str]]) -> Non
 
 
 def test_the_contract_names_the_imports_of_a_circle_of_types(package: Path) -> None:
-    contract = (ROOT / ".importlinter-types.toml").read_text()
-    (package / ".importlinter-types.toml").write_text(re.sub(r"ignore_imports = \[.*?\]\n", "", contract, flags=re.S))
+    (package / ".importlinter-types.toml").write_text((ROOT / ".importlinter-types.toml").read_text())
     lint = (
         f"import sys; sys.path[:0] = [{str(package)!r}, {str(ROOT)!r}]; "
         "from importlinter.cli import lint_imports_command as run; run()"

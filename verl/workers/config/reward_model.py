@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from verl.base_config import BaseConfig, Violation, setting
-from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.profiler.config import ProfilerConfig
+from verl.utils.structured import omega_conf_to_dataclass
 from verl.workers.config.actor import micro_batch_rules, positive_rules
 from verl.workers.config.engine import NCCL_TIMEOUT_S, STRATEGIES, FSDPEngineConfig, McoreEngineConfig
 from verl.workers.config.model import HFModelConfig
