@@ -102,7 +102,8 @@ def test_circles(imports: dict[str, set[str]], expected: list[list[str]]) -> Non
 
 
 def test_the_contract_names_the_imports_of_a_circle_of_types(package: Path) -> None:
-    (package / ".importlinter-types.toml").write_text((ROOT / ".importlinter-types.toml").read_text())
+    contract = (ROOT / ".importlinter-types.toml").read_text().partition("ignore_imports")[0]
+    (package / ".importlinter-types.toml").write_text(contract)
     lint = (
         f"import sys; sys.path[:0] = [{str(package)!r}, {str(ROOT)!r}]; "
         "from importlinter.cli import lint_imports_command as run; run()"

@@ -7,8 +7,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from verl.base_config import BaseConfig, setting
-from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.profiler.config import ProfilerConfig
+from verl.utils.structured import omega_conf_to_dataclass
 from verl.workers.config.engine import FSDPEngineConfig, McoreEngineConfig
 
 
