@@ -45,6 +45,7 @@ class ManyRuns(TaskRunner):
 
     def attempt(self, name: str, config: DictConfig, act: Callable[[], None]) -> None:
         """Note how an attempt fails, as the terminal would say it."""
+        from verl.trainer.ppo.checkpoint import run_folder
         from verl.trainer.run.inputs import check_inputs
         from verl.trainer.run.launch import report_failure
 
@@ -53,7 +54,7 @@ class ManyRuns(TaskRunner):
             act()
             self.said[name] = "did not fail"
         except Exception as error:  # what it is, is the question
-            self.said[name] = report_failure(error, config)
+            self.said[name] = report_failure(error, run_folder(config))
         self.messages.write_text(json.dumps(self.said, indent=1))
 
 

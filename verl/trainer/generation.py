@@ -21,7 +21,7 @@ from tqdm import tqdm
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.single_controller.base.phase import phase
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-from verl.trainer.offline import read_rows
+from verl.trainer.run.offline import read_rows
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.dataset.files import ColumnCheck, DataError
 from verl.utils.dataset.rl_dataset import truncate

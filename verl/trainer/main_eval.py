@@ -53,14 +53,14 @@ class RowScore:
 
 def run_eval(config: DictConfig) -> None:
     """Score all rows on Ray and log ``{"test_score/<source>": mean}`` to standard output."""
-    from verl.trainer.offline import run_offline
+    from verl.trainer.run.offline import RayOptions, run_offline
     from verl.utils.observe.console import get_console
 
     def evaluate(prepared: tuple[str, list[Row], Callable[..., Any]]) -> None:
         scores = score_on_ray(*prepared, **config.scoring)
         get_console().info(json.dumps(summarise(prepared[1], scores)))
 
-    run_offline(config, "cpu", lambda: prepare(config), evaluate)
+    run_offline(RayOptions.parse(config.ray_kwargs, "cpu"), lambda: prepare(config), evaluate)
 
 
 def prepare(config: DictConfig) -> tuple[str, list[Row], Callable[..., Any]]:
@@ -68,7 +68,7 @@ def prepare(config: DictConfig) -> tuple[str, list[Row], Callable[..., Any]]:
 
     Raises: ValueError naming the key, or file, row and column.
     """
-    from verl.trainer.offline import read_rows
+    from verl.trainer.run.offline import read_rows
     from verl.utils.reward_score import data_source_problem, default_compute_score
     from verl.workers.rewards.loading import get_custom_reward_fn
 

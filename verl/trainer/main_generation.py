@@ -26,12 +26,12 @@ DEVICES = ("cuda", "npu", "cpu")
 
 def run_generation(config: DictConfig) -> None:
     """Check the configuration, start Ray, generate and write ``data.output_path``."""
-    from verl.trainer.offline import run_offline
+    from verl.trainer.run.offline import RayOptions, run_offline
 
     def generate(generation: "Generation") -> None:
         generation.run()
 
-    run_offline(config, config.trainer.device, lambda: prepare(config), generate)
+    run_offline(RayOptions.parse(config.ray_kwargs, config.trainer.device), lambda: prepare(config), generate)
 
 
 def prepare(config: DictConfig) -> "Generation":

@@ -62,7 +62,8 @@ def run_ppo(config: DictConfig, task_runner_class: Any = None) -> None:
         display = LocalDisplay(config.trainer.live_view, run_folder(config))
         CLOCK.mark("checks")
         catch_sigterm()
-        owns_ray = start_ray(config)
+        ray_init: Any = OmegaConf.to_container(OmegaConf.create(config.ray_kwargs.ray_init or {}), resolve=True)
+        owns_ray = start_ray(config.trainer.device, ray_init)
         CLOCK.mark("ray_init")
         catch_sigterm()  # Ray has set a handler of its own
         _run_in_actor(config, task_runner_class or TaskRunner, display)
@@ -72,7 +73,7 @@ def run_ppo(config: DictConfig, task_runner_class: Any = None) -> None:
         if CLOCK.last == "imports":
             failure = f"error in the configuration: {error}", 2
         else:
-            failure = report_failure(error, config), 1
+            failure = report_failure(error, run_folder(config)), 1
     finally:
         stop_ray(owns_ray or CLOCK.last == "checks")  # the start itself may have been interrupted
     if failure is not None:

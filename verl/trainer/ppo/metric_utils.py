@@ -309,3 +309,17 @@ __all__ = [
     "reduce_metrics",
     "subset_sizes",
 ]
+
+
+# Progress
+
+
+def describe_step(metrics: Mapping[str, Any]) -> list[str | None]:
+    """Return reward, validation and speed as the display shows them; None keeps the value of an earlier step."""
+    validation = [value for key, value in metrics.items() if key.startswith("val-core/")]
+    seconds = metrics.get("perf/time_per_step")
+    return [
+        f"reward {metrics['critic/score/mean']:.3f}" if "critic/score/mean" in metrics else None,
+        f"validation {sum(validation) / len(validation):.3f}" if validation else None,
+        f"{metrics['perf/total_num_tokens'] / seconds:,.0f} tokens/s" if seconds else None,
+    ]

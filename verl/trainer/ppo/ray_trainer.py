@@ -24,6 +24,7 @@ from verl.trainer.ppo.metric_utils import (
     compute_data_metrics,
     compute_throughput_metrics,
     compute_timing_metrics,
+    describe_step,
     failure_metrics,
 )
 from verl.trainer.ppo.mismatch_helper import compute_rollout_importance_weights
@@ -303,7 +304,7 @@ class RayPPOTrainer:
         rollout = self.run_config.actor_rollout_ref.rollout
         resumed = self._load_checkpoint()
         check_steps(self.run_config.global_profiler.steps, self.state.total_steps, resumed or 0)
-        self.output = RunOutput(self.config, resumed, self.state.total_steps)
+        self.output = RunOutput(options, self.config, resumed, self.state.total_steps, describe_step)
         trace = rollout.trace
         RolloutTraceConfig.init(options.project_name, options.experiment_name, trace.backend, trace.token2text)
         self.step_record = self._new_step_record()
