@@ -1,7 +1,7 @@
 """Generate responses for a file of prompts: ``python -m verl.trainer.main_generation data.path=... model.path=...``.
 
-The result is the file with one more column, ``responses``. What is done is kept next to it, so that the same command
-goes on after an interruption; every response has a seed of its own, so that the result is the same.
+The output is the file with one more column, ``responses``. Finished rows are kept next to it, so that the same command
+continues after an interruption. Each response has its own seed, so the result is the same.
 """
 
 import logging
@@ -46,13 +46,13 @@ def prepare(config: DictConfig) -> "Generation":
 
     check_machine(config)
     check_model("model.path", config.model.path)
-    from verl.trainer.generation import Generation
+    from verl.trainer.generation import Generation, GenerationConfig
 
-    return Generation(worker_config(config), config)
+    return Generation(GenerationConfig.parse(config, worker_config(config)))
 
 
 def worker_config(config: DictConfig) -> DictConfig:
-    """Return the tree as the rollout worker takes it: with a whole model node."""
+    """Return the tree of a rollout worker, with a whole model node."""
     tree: Any = OmegaConf.to_container(config, resolve=True)
     tree["model"] = {"_target_": "verl.workers.config.HFModelConfig", **tree["model"]}
     from verl.workers.config.engine import NCCL_TIMEOUT_S
@@ -62,7 +62,7 @@ def worker_config(config: DictConfig) -> DictConfig:
 
 
 def generation_violations(config: DictConfig) -> Iterator[Violation]:
-    """Yield what is wrong with a ``generation`` tree, without torch and without Ray."""
+    """Yield the errors of a ``generation`` tree, without torch and Ray."""
     from verl.workers.config.model import path_problems, tokenizer_problems
 
     data, rollout, trainer = config.data, config.rollout, config.trainer
@@ -78,7 +78,7 @@ def generation_violations(config: DictConfig) -> Iterator[Violation]:
             yield Violation(key, value, "must be an integer of 1 or more")
             return
     if data.n_samples > 1 and (rollout.temperature == 0 or not rollout.do_sample):
-        expected = "must be 1 without sampling (rollout.temperature=0 or do_sample=false): all would be the same"
+        expected = "must be 1 without sampling (rollout.temperature=0 or do_sample=false): all samples would be equal"
         yield Violation("data.n_samples", data.n_samples, expected)
     if rollout.mode != "sync":
         yield Violation("rollout.mode", rollout.mode, "must be sync: this command starts no server")
@@ -104,7 +104,7 @@ def _output_violations(data: DictConfig) -> Iterator[Violation]:
     while not os.path.exists(parent):
         parent = os.path.dirname(parent)
     if not os.access(parent, os.W_OK) or not os.path.isdir(parent):
-        yield Violation("data.output_path", data.output_path, f"cannot be made: {parent} is no folder to write to")
+        yield Violation("data.output_path", data.output_path, f"cannot be made: {parent} is not a writable folder")
 
 
 @hydra_main("generation")

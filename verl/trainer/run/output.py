@@ -11,7 +11,7 @@ from verl.trainer.run.display import DescribeStep, Progress
 from verl.trainer.run.prometheus import PrometheusMetrics
 from verl.utils.observe.console import get_console
 from verl.utils.observe.curves import draw_curves
-from verl.utils.observe.record import RunRecord
+from verl.utils.observe.record import Details, RunRecord
 from verl.utils.observe.rollout_trace import RolloutTraceConfig
 from verl.utils.observe.tracking import Tracking, ValidationGenerationsLogger
 from verl.utils.report.page import write_report
@@ -79,7 +79,7 @@ class RunOutput:
         self,
         metrics: Mapping[str, Any],
         step: int,
-        details: Mapping[str, Any] | None = None,
+        details: Details | None = None,
         record_only: Mapping[str, float] | None = None,
     ) -> None:
         """Publish metrics of a part of a step; ``details`` and the metrics in ``record_only`` go to the record only."""
@@ -93,7 +93,7 @@ class RunOutput:
         self,
         metrics: Mapping[str, Any],
         step: int,
-        details: Mapping[str, Any] | None = None,
+        details: Details | None = None,
         record_only: Mapping[str, float] | None = None,
     ) -> None:
         """Publish the metrics of a finished step, as ``log`` does."""

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from verl.utils.observe.console import get_console
+from verl.utils.observe.record import Details
 
 if TYPE_CHECKING:
     from ray.util.metrics import Gauge
@@ -25,11 +26,12 @@ class PrometheusMetrics:
         self._gauges: dict[str, Gauge] = {}
         get_console().info("metrics for Prometheus: %s", ", ".join(endpoints()) or "Ray exports none")
 
-    def publish(self, metrics: Mapping[str, Any], details: Mapping[str, Any] | None = None) -> None:
+    def publish(self, metrics: Mapping[str, Any], details: Details | None = None) -> None:
         """Set the gauges of the metrics and of the workers' reports."""
         for name, value in metrics.items():
             self._set(metric_name(name), value)
-        for group, reports in ((details or {}).get("workers") or {}).items():
+        workers = details["workers"] if details and "workers" in details else {}
+        for group, reports in workers.items():
             for report in reports:
                 tags = {"group": group, "rank": str(report["rank"])}
                 for call, seconds in report["seconds"].items():

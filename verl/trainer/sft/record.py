@@ -2,16 +2,16 @@
 
 import time
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from omegaconf import DictConfig
 
 from verl.protocol import DataProto
 from verl.trainer.run.output import RunOutput
-from verl.trainer.run.reports import memory_in_use, take_digests
+from verl.trainer.run.reports import RankReport, memory_in_use, take_digests
 from verl.trainer.sft.config import TrainerOptions
 from verl.utils.observe.digest import random_state_digest, tensor_digest, weights_digest
+from verl.utils.observe.record import Details
 from verl.workers.engine.base import BaseEngine
 
 GROUP = "trainer"
@@ -39,14 +39,14 @@ class SupervisedOutput:
         throughput = metrics["train/global_tokens"] / max(timing["step"], 1e-9) / len(reports)
         times = {f"timing_s/{name}": spent for name, spent in timing.items()}
         times |= {"timing_s/train_batch": timing["step"], "timing_s/record": seconds, "perf/throughput": throughput}
-        details: dict[str, Any] = {}
+        details: Details = {}
         if self._digests:
             batches: dict[str, str] = {}
             for report in reports:
                 found = report["digests"].pop("batch")
                 batches |= {f"{name}, rank {report['rank']}": digest for name, digest in found.items()}
             details["phases"] = {"batch": batches} | take_digests({GROUP: reports})
-        details["workers"] = {GROUP: reports}
+        details["workers"] = {GROUP: [*reports]}
         self._output.step(metrics, step, details, times)
 
     def add(self, timing: Mapping[str, float], step: int) -> None:
@@ -59,9 +59,9 @@ class SupervisedOutput:
         if self._output is not None:
             self._output.close()
 
-    def _report(self, seconds: float, batch: DataProto) -> dict[str, Any]:
+    def _report(self, seconds: float, batch: DataProto) -> RankReport:
         """Return this rank's part of the record of a step."""
-        report: dict[str, Any] = {"rank": self._rank, "seconds": {"train_batch": seconds}, "memory": memory_in_use()}
+        report: RankReport = {"rank": self._rank, "seconds": {"train_batch": seconds}, "memory": memory_in_use()}
         if self._digests:
             assert batch.batch is not None
             report["digests"] = {
@@ -71,7 +71,7 @@ class SupervisedOutput:
             }
         return report
 
-    def _gather(self, report: dict[str, Any]) -> list[dict[str, Any]]:
+    def _gather(self, report: RankReport) -> list[RankReport]:
         """Return the reports of all ranks."""
         if not torch.distributed.is_initialized():
             return [report]

@@ -29,11 +29,12 @@ class LengthHistogram(TypedDict):
 
 
 class WorkerReport(TypedDict):
-    """What one rank reports of a step: seconds by call, GiB by kind of memory."""
+    """What one rank reports of a step: seconds by call, GiB by kind of memory, figures of its inference engine."""
 
     rank: int
     seconds: dict[str, float]
     memory: dict[str, float]
+    generation: NotRequired[dict[str, float]]
 
 
 class Sample(TypedDict):
