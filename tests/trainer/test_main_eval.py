@@ -104,8 +104,8 @@ def test_a_response_that_takes_too_long_costs_its_own_score_alone(ray_cluster, t
         (ROWS, ["data.reward_model_key=data_source"], r"column 'data_source': must be a dict with ground_truth"),
         (ROWS, ["data.path=/nowhere.parquet"], r"data\.path=.*nowhere.*no such file"),
         (ROWS, ["custom_reward_function.path=/nowhere.py"], r"/nowhere\.py"),
-        (ROWS, ["scoring.timeout_s=0"], r"scoring\.timeout_s=0 must be a positive number of seconds"),
-        (ROWS, ["scoring.failure_score=none"], r"scoring\.failure_score='none' must be a finite number"),
+        (ROWS, ["scoring.timeout_s=0"], r"scoring\.timeout_s=0: must be a positive number of seconds"),
+        (ROWS, ["scoring.failure_score=none"], r"scoring\.failure_score=none: must be a finite number"),
     ],
 )
 def test_what_is_refused_before_ray(tmp_path, capsys, rows, more, message):
