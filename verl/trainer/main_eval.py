@@ -1,7 +1,7 @@
 """Score generated responses: ``python -m verl.trainer.main_eval data.path=responses.parquet``.
 
-Every row holds a list of responses. The score of a row is the mean over its responses, the score of a data source the
-mean over its rows. A response that takes longer than ``scoring.timeout_s`` gets ``scoring.failure_score`` and is counted.
+Every row holds a list of responses. The score of a row is the mean over its responses, that of a data source the mean
+over its rows. A response that takes longer than ``scoring.timeout_s`` gets ``scoring.failure_score`` and is counted.
 """
 
 import inspect
