@@ -8,8 +8,9 @@ import datasets
 import pytest
 from hydra import compose, initialize_config_dir
 
-from verl.trainer import main_eval, offline
+from verl.trainer import main_eval
 from verl.trainer.config.cli import CONFIG_DIR
+from verl.trainer.run import offline
 
 GSM8K = "openai/gsm8k"
 

@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl.trainer.config.sft import as_engine_tree
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import HFModelConfig
-from verl.workers.config.engine import EngineConfig
+from verl.workers.config.engine import FSDPEngineConfig, McoreEngineConfig
 from verl.workers.config.optimizer import OptimizerConfig
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class SFTConfig:
     data: DataOptions
     trainer: TrainerOptions
     model: HFModelConfig
-    engine: EngineConfig
+    engine: FSDPEngineConfig | McoreEngineConfig
     checkpoint: "CheckpointConfig"
 
     @classmethod
