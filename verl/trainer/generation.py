@@ -6,9 +6,9 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import jinja2
 import pyarrow as pa
@@ -23,7 +23,7 @@ from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.single_controller.base.phase import phase
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.trainer.run.offline import read_rows
-from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.structured import omega_conf_to_dataclass, read_fields
 from verl.utils.dataset.files import ColumnCheck, DataError
 from verl.utils.dataset.rl_dataset import truncate
 from verl.utils.numerics.seeding import sampling_seeds
@@ -34,8 +34,6 @@ from verl.workers.roles import ActorRolloutRefWorker
 logger = logging.getLogger(__name__)
 
 COLUMN = "responses"
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -73,15 +71,11 @@ class GenerationConfig:
         """Parse the whole tree, and that of a worker."""
         return cls(
             worker=worker,
-            data=_read(DataOptions, config.data),
-            trainer=_read(WorkerOptions, config.trainer),
+            data=read_fields(DataOptions, config.data),
+            trainer=read_fields(WorkerOptions, config.trainer),
             rollout=omega_conf_to_dataclass(worker.rollout),
             model=omega_conf_to_dataclass(worker.model),
         )
-
-
-def _read(cls: type[T], node: DictConfig) -> T:
-    return cls(**{each.name: node[each.name] for each in fields(cls)})  # type: ignore[arg-type]
 
 
 class Generation:

@@ -65,7 +65,9 @@ def generation_violations(config: DictConfig) -> Iterator[Violation]:
     """Yield the errors of a ``generation`` tree, without torch and Ray."""
     from verl.workers.config.model import path_problems, tokenizer_problems
 
-    data, rollout, trainer = config.data, config.rollout, config.trainer
+    data = config.data
+    rollout = config.rollout
+    trainer = config.trainer
     tree: Any = OmegaConf.to_container(worker_config(config), resolve=True)
     yield from parse_node({"rollout": tree["rollout"], "model": tree["model"]})[1]
     yield from data_file_rules("data.path", data.path, required=True)

@@ -2,11 +2,16 @@
 
 from collections.abc import Mapping
 from dataclasses import is_dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from verl.base_config import ConfigError, Violation
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
 
 
 def omega_conf_to_dataclass(config: DictConfig | dict[str, Any] | Any, dataclass_type: type | None = None) -> Any:
@@ -43,3 +48,9 @@ def _unwrapped(instantiate: Any, config: Any) -> Any:
         while cause is not None and not isinstance(cause, ConfigError):
             cause = cause.__cause__
         raise (cause or error) from None
+
+
+def read_fields(cls: type[T], node: DictConfig) -> T:
+    """Build a plain dataclass from a node, which may hold more keys than the dataclass has fields."""
+    values: Any = OmegaConf.to_container(node, resolve=True)
+    return cls(**{name: values[name] for name in cls.__dataclass_fields__})

@@ -1,21 +1,18 @@
 """The typed configuration of a supervised run."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Self, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
 
 from omegaconf import DictConfig, OmegaConf
 
 from verl.trainer.config.sft import as_engine_tree
-from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.structured import omega_conf_to_dataclass, read_fields
 from verl.workers.config import HFModelConfig
 from verl.workers.config.engine import FSDPEngineConfig, McoreEngineConfig
 from verl.workers.config.optimizer import OptimizerConfig
 
 if TYPE_CHECKING:
     from verl.trainer.config import CheckpointConfig
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -83,8 +80,8 @@ class SFTConfig:
         tree = as_engine_tree(config)
         return cls(
             tree=tree,
-            data=_read(DataOptions, tree.data),
-            trainer=_read(TrainerOptions, tree.trainer),
+            data=read_fields(DataOptions, tree.data),
+            trainer=read_fields(TrainerOptions, tree.trainer),
             model=omega_conf_to_dataclass(tree.model),
             engine=omega_conf_to_dataclass(tree.engine),
             checkpoint=omega_conf_to_dataclass(tree.checkpoint),
@@ -96,10 +93,3 @@ class SFTConfig:
         OmegaConf.update(node, "total_training_steps", total_steps, force_add=True)
         optimizer: OptimizerConfig = omega_conf_to_dataclass(node)
         return optimizer
-
-
-def _read(cls: type[T], node: DictConfig) -> T:
-    """Return the fields of a dataclass that a node holds; the YAML has a default for each."""
-    values = OmegaConf.to_container(node, resolve=True)
-    assert isinstance(values, Mapping)
-    return cls(**{each.name: values[each.name] for each in fields(cls)})  # type: ignore[arg-type]
