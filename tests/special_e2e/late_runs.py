@@ -45,9 +45,9 @@ class ManyRuns(TaskRunner):
 
     def attempt(self, name: str, config: DictConfig, act: Callable[[], None]) -> None:
         """Note how an attempt fails, as the terminal would say it."""
-        from verl.trainer.ppo.checkpoint import run_folder
         from verl.trainer.run.inputs import check_inputs
         from verl.trainer.run.launch import report_failure
+        from verl.trainer.run.resume import run_folder
 
         check_inputs(config)  # what could have been found before Ray started would be no late case
         try:

@@ -12,6 +12,7 @@ from torch import Tensor
 from verl.trainer.ppo.phases import tensors_of
 from verl.trainer.ppo.samples import sample_rows
 from verl.trainer.ppo.state import Metrics
+from verl.trainer.run.reports import take_digests
 from verl.utils.observe.digest import column_digest, tensor_digest
 from verl.utils.observe.tracking import plain
 
@@ -103,7 +104,7 @@ class StepRecord:
             samples = sample_rows(batch, self._tokenizer, self.num_samples, self._veto_threshold)
         workers = {name: group.wait(reports, "report_step") for name, (group, reports) in self._asked.items()}
         if self.digests:
-            details["phases"] = self._phases | _digests_of_workers(workers)
+            details["phases"] = self._phases | take_digests(workers)
         driver = {"rank": 0, "seconds": {}, "memory": {"host_gb": psutil.Process().memory_info().rss / 1024**3}}
         details["workers"] = workers | {"driver": [driver]}
         if self.num_samples:
@@ -115,20 +116,6 @@ class StepRecord:
         metrics["timing_s/record"] = self.seconds + time.perf_counter() - started
         self.seconds = 0.0
         return kept
-
-
-def _digests_of_workers(workers: Mapping[str, list[dict[str, Any]]]) -> dict[str, dict[str, str]]:
-    """Move the digests out of the reports of all ranks, into two more phases."""
-    weights: dict[str, str] = {}
-    states: dict[str, str] = {}
-    for group, reports in workers.items():
-        for report in reports:
-            digests = report.pop("digests")
-            name = f"{group}, rank {report['rank']}"
-            states[name] = digests["random_state"]
-            if "weights" in digests:
-                weights[name] = digests["weights"]
-    return {"weights": weights, "random state": states}
 
 
 def length_histogram(batch: "DataProto") -> dict[str, Any]:
