@@ -23,11 +23,11 @@ from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.single_controller.base.phase import phase
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.trainer.run.offline import read_rows
-from verl.utils.structured import omega_conf_to_dataclass, read_fields
 from verl.utils.dataset.files import ColumnCheck, DataError
 from verl.utils.dataset.rl_dataset import truncate
 from verl.utils.numerics.seeding import sampling_seeds
 from verl.utils.observe.console import get_console
+from verl.utils.structured import omega_conf_to_dataclass, read_fields
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.roles import ActorRolloutRefWorker
 
