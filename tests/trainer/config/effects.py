@@ -172,7 +172,7 @@ READERS = [
     Reader("algorithm", "norm_adv_by_std_in_grpo", "trainer/ppo/ray_trainer.py", "algorithm", BATCHES + "test_group_advantages_by_hand"),
     Reader("algorithm", "use_kl_in_reward kl_penalty", "trainer/ppo/ray_trainer.py", "algorithm", BATCHES + "test_kl_in_the_reward_by_hand"),
     Reader("algorithm.kl_ctrl", "type kl_coef horizon target_kl", "algos/kl.py", "kl_ctrl", LOSSES + "test_kl_controllers"),
-    Reader("algorithm", "rollout_is_threshold rollout_is_threshold_lower rollout_is_level rollout_is_mode rollout_is_veto_threshold rollout_is", "trainer/ppo/ray_trainer.py", "algorithm", "tests/trainer/ppo/test_rollout_is_integration.py::test_every_key_reaches_the_weights"),
+    Reader("algorithm", "rollout_is_threshold rollout_is_threshold_lower rollout_is_level rollout_is_mode rollout_is_veto_threshold rollout_is", "trainer/ppo/shaping.py", "algorithm", "tests/trainer/ppo/test_rollout_is_integration.py::test_every_key_reaches_the_weights"),
     Reader("algorithm", "use_pf_ppo", "trainer/ppo/shaping.py", "config"),
     Reader("algorithm.pf_ppo", "reweight_method weight_pow", "trainer/ppo/shaping.py", "options", "tests/algos/test_pf_ppo.py::test_weights"),
     # trainer

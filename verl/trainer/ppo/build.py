@@ -1,7 +1,7 @@
 """Builds the trainer from a configuration, in the process of the task runner."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from typing import Any
 
 from omegaconf import DictConfig
@@ -34,6 +34,7 @@ def build_trainer(
     tokenizer, processor = load_tokenizer(config)
     data = config.data
     train_dataset = create_rl_dataset(data.train_files, data, tokenizer, processor)
+    assert isinstance(train_dataset, Sized), "a training set needs a length"
     val_dataset = None
     if data.val_files:
         val_dataset = create_rl_dataset(data.val_files, data, tokenizer, processor, is_train=False)

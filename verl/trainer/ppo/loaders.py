@@ -1,7 +1,7 @@
 """Data loaders of the trainer, and the batches that they yield."""
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ def train_loader(
 
     Raises: EmptyLoaderError when the data do not fill one batch.
     """
+    assert isinstance(dataset, Sized), "a training set needs a length"
     loader = stateful_loader(
         dataset,
         batch_size=data.loader_batch_size,
@@ -59,6 +60,7 @@ def validation_loader(
 
     Raises: EmptyLoaderError when the set has no row.
     """
+    assert isinstance(dataset, Sized), "a validation set needs a length"
     if not len(dataset):
         raise EmptyLoaderError("data.val_files has no usable row")
     return stateful_loader(

@@ -84,8 +84,8 @@ def compute_data_metrics(batch: "DataProto", use_critic: bool = True) -> dict[st
     return metrics
 
 
-def failure_metrics(name: str, reasons: Sequence[Any] | None) -> dict[str, float]:
-    """Count the responses that could not be scored, by the extra ``reward_failure`` of the reward managers."""
+def failure_metrics(name: str, reasons: Sequence[str | None] | np.ndarray | None) -> dict[str, float]:
+    """Count the responses that could not be scored, from the extra ``reward_failure`` of the reward managers."""
     if reasons is None or not len(reasons):
         return {}
     failed = sum(reason is not None for reason in reasons)

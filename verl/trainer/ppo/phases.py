@@ -91,7 +91,7 @@ def batch_keys(batch: "DataProto | None") -> frozenset[str]:
     if batch is None:
         return frozenset()
     tensors = batch.batch.keys() if batch.batch is not None else ()
-    return frozenset(tensors) | frozenset(batch.non_tensor_batch)
+    return frozenset(map(str, tensors)) | frozenset(batch.non_tensor_batch)
 
 
 def tensors_of(batch: "DataProto") -> "TensorDict":

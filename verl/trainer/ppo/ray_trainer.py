@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,6 @@ from verl.trainer.ppo.metric_utils import (
     describe_step,
     failure_metrics,
 )
-from verl.trainer.ppo.mismatch_helper import compute_rollout_importance_weights
 from verl.trainer.ppo.phases import check_rollout, checked_phase, needs_old_log_probs, tensors_of
 from verl.trainer.ppo.profiling import (
     ProfiledSteps,
@@ -40,7 +39,12 @@ from verl.trainer.ppo.profiling import (
 from verl.trainer.ppo.resources import ResourcePoolManager, create_worker_groups
 from verl.trainer.ppo.reward import PendingReward, RewardFn
 from verl.trainer.ppo.samples import dump_training_batch, trace_batch
-from verl.trainer.ppo.shaping import apply_kl_penalty, compute_advantage, compute_response_mask
+from verl.trainer.ppo.shaping import (
+    add_rollout_weights,
+    apply_kl_penalty,
+    compute_advantage,
+    compute_response_mask,
+)
 from verl.trainer.ppo.state import Metrics, RunState, Timing
 from verl.trainer.ppo.step_record import StepRecord
 from verl.trainer.ppo.steps import set_total_training_steps
@@ -189,6 +193,7 @@ class RayPPOTrainer:
         if val_dataset is None and node.val_files is not None:
             val_dataset = create_rl_dataset(node.val_files, node, self.tokenizer, self.processor, is_train=False)
         if train_sampler is None:
+            assert isinstance(train_dataset, Sized), "a training set needs a length"
             train_sampler = create_rl_sampler(node, train_dataset)
         self.train_dataset = train_dataset
         self.val_dataset = val_dataset
@@ -540,8 +545,10 @@ class RayPPOTrainer:
     def _add_old_log_probs(self, batch: DataProto, metrics: Metrics) -> DataProto:
         actor = self.run_config.actor_rollout_ref.actor
         output = _without_metrics(self.actor_rollout_wg.compute_log_prob(_for_model(batch)), metrics)
+        entropies = tensors_of(output).pop("entropys")
+        assert isinstance(entropies, torch.Tensor)
         entropy = agg_loss(
-            loss_mat=tensors_of(output).pop("entropys"),
+            loss_mat=entropies,
             loss_mask=tensors_of(batch)["response_mask"],
             loss_agg_mode=actor.loss_agg_mode,
             length=actor.loss_scale_factor,
@@ -553,31 +560,11 @@ class RayPPOTrainer:
         return batch
 
     def compute_rollout_importance_weights_and_add_to_batch(self, batch: DataProto) -> tuple[DataProto, Metrics]:
-        """Return how far the rollout is from training, and the batch, with weights where the loss is to use them.
+        """Return the batch, with importance weights if the loss uses them, and metrics of the mismatch of the rollout.
 
-        Raises: ValueError when the loss is to use them and the rollout has given no log-probabilities.
+        Raises: ValueError when the loss uses them and the rollout returned no log-probabilities.
         """
-        algorithm = self.run_config.algorithm
-        if algorithm.rollout_is_threshold is None:
-            return batch, {}
-        if "rollout_log_probs" not in batch.batch.keys():
-            if algorithm.rollout_is:
-                raise ValueError(
-                    "algorithm.rollout_is=true: the rollout returned no rollout_log_probs to make importance weights "
-                    "of; set actor_rollout_ref.rollout.calculate_log_probs=true, or algorithm.rollout_is=false"
-                )
-            return batch, {}
-        weights, metrics = compute_rollout_importance_weights(
-            old_log_prob=batch.batch["old_log_probs"],
-            rollout_log_prob=batch.batch["rollout_log_probs"],
-            response_mask=batch.batch["response_mask"],
-            rollout_is_level=algorithm.rollout_is_level,
-            rollout_is_mode=algorithm.rollout_is_mode,
-            rollout_is_threshold=algorithm.rollout_is_threshold,
-            rollout_is_threshold_lower=algorithm.rollout_is_threshold_lower,
-            rollout_is_veto_threshold=algorithm.rollout_is_veto_threshold,
-        )
-        return batch.union(weights) if algorithm.rollout_is else batch, metrics
+        return add_rollout_weights(batch, self.run_config.algorithm)
 
     def _add_scores(self, batch: DataProto, metrics: Metrics | None = None) -> None:
         """Wait for the reward that ``score`` started, and add scores and extras to the batch; once per batch."""

@@ -152,7 +152,7 @@ class PendingReward:
         self._num_cpus = num_cpus
         self._timeout_s = timeout_s
         self._model_scores: DataProtoFuture | None = None
-        self._rule: Reward | ray.ObjectRef | None = None
+        self._rule: Reward | ray.ObjectRef[Reward] | None = None
 
     def start(self, batch: DataProto, metrics: dict[str, float]) -> Self:
         """Start scoring; defer what must wait to ``take``."""
@@ -190,7 +190,7 @@ class PendingReward:
             self._rule = compute_reward(batch, self._reward_fn)
             return
         task = compute_reward_async.options(num_cpus=self._num_cpus, **without_nsight())
-        self._rule = task.remote(data=batch, reward_fn=self._reward_fn)
+        self._rule = task.remote(batch, None, None, self._reward_fn)
 
 
 def _for_reward_model(batch: DataProto) -> DataProto:

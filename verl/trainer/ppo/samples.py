@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+Sample = dict[str, str | int | float]
+"""A response with its prompt, score, length and label, as the record keeps it."""
 MAX_TEXT = 1200
 """Longest prompt or response in a sample, in characters; a longer one loses its middle."""
 
@@ -145,7 +147,7 @@ class _Row:
         return {"response_ids": ids, "score": score, **self._text("response_text", ids)}
 
     def _text(self, name: str, ids: list[int]) -> dict[str, str]:
-        return {name: self._tokenizer.decode(ids)} if RolloutTraceConfig.enable_token2text() else {}
+        return {name: str(self._tokenizer.decode(ids))} if RolloutTraceConfig.enable_token2text() else {}
 
 
 # ---- samples in the record
@@ -153,7 +155,7 @@ class _Row:
 
 def sample_rows(
     batch: "DataProto", tokenizer: "PreTrainedTokenizerBase", count: int, veto_threshold: float | None
-) -> list[dict[str, Any]]:
+) -> list[Sample]:
     """Return texts and scores of at most ``count`` responses: the best, the worst, and some that were vetoed."""
     tensors = tensors_of(batch)
     scores = tensors["token_level_scores"].sum(-1)
@@ -167,8 +169,14 @@ def sample_rows(
     extras = batch.non_tensor_batch
     samples = []
     for row, prompt, response in zip(rows, prompts, responses, strict=True):
-        sample = {"kind": chosen[row], "prompt": shortened(prompt), "response": shortened(response)}
-        sample |= {"score": scores[row].item(), "tokens": lengths[row], "truth": _short(truths[row])}
+        sample: Sample = {
+            "kind": chosen[row],
+            "prompt": shortened(prompt),
+            "response": shortened(response),
+            "score": scores[row].item(),
+            "tokens": lengths[row],
+            "truth": _short(truths[row]),
+        }
         for column in ("uid", "data_source", "reward_failure"):
             if column in extras and extras[column][row] is not None:
                 sample[column] = _short(extras[column][row])
@@ -176,7 +184,9 @@ def sample_rows(
     return samples
 
 
-def choose_rows(scores: Tensor, vetoed: Tensor, count: int, uids: Sequence[Hashable] | None = None) -> dict[int, str]:
+def choose_rows(
+    scores: Tensor, vetoed: Tensor, count: int, uids: Sequence[Hashable] | np.ndarray | None = None
+) -> dict[int, str]:
     """Choose sample rows and their labels: a quarter ``vetoed``, the rest half ``best`` and half ``worst``.
 
     Among equal scores, rows of different prompts come first. Args: ``scores`` and ``vetoed`` are (B,).
@@ -190,7 +200,7 @@ def choose_rows(scores: Tensor, vetoed: Tensor, count: int, uids: Sequence[Hasha
     return chosen | dict.fromkeys([row for row in worst if row not in chosen][: left // 2], "worst")
 
 
-def _spread(order: Iterable[int], scores: Tensor, uids: Sequence[Hashable] | None) -> list[int]:
+def _spread(order: Iterable[int], scores: Tensor, uids: Sequence[Hashable] | np.ndarray | None) -> list[int]:
     """Keep the order of the scores; among equal ones, put the first row of each prompt before the second."""
     rows = list(order)
     values = scores.tolist()

@@ -10,6 +10,7 @@ from verl.algos.kl import kl_penalty as compute_kl
 from verl.protocol import DataProto
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.core_algos import AdvantageEstimator
+from verl.trainer.ppo.mismatch_helper import compute_rollout_importance_weights
 from verl.trainer.ppo.phases import tensors_of
 from verl.utils.torch_functional import masked_mean
 
@@ -43,6 +44,39 @@ def apply_kl_penalty(
     current = masked_mean(kl, mask=mask, axis=-1).mean().item()
     kl_ctrl.update(current_kl=current, n_steps=len(data))
     return data, {"actor/reward_kl_penalty": current, "actor/reward_kl_penalty_coeff": beta}
+
+
+def add_rollout_weights(batch: DataProto, algorithm: AlgoConfig) -> tuple[DataProto, dict[str, float]]:
+    """Return the batch, with importance weights if the loss uses them, and metrics of the mismatch of the rollout.
+
+    Both need ``algorithm.rollout_is_threshold``.
+
+    Raises: ValueError when the loss uses them and the rollout returned no log-probabilities.
+    """
+    if algorithm.rollout_is_threshold is None:
+        return batch, {}
+    tensors = tensors_of(batch)
+    if "rollout_log_probs" not in tensors.keys():
+        if algorithm.rollout_is:
+            raise ValueError(
+                "algorithm.rollout_is=true: the rollout returned no rollout_log_probs, which importance weights need; "
+                "set actor_rollout_ref.rollout.calculate_log_probs=true, or algorithm.rollout_is=false"
+            )
+        return batch, {}
+    weights, metrics = compute_rollout_importance_weights(
+        old_log_prob=tensors["old_log_probs"],
+        rollout_log_prob=tensors["rollout_log_probs"],
+        response_mask=tensors["response_mask"],
+        rollout_is_level=algorithm.rollout_is_level,
+        rollout_is_mode=algorithm.rollout_is_mode,
+        rollout_is_threshold=algorithm.rollout_is_threshold,
+        rollout_is_threshold_lower=algorithm.rollout_is_threshold_lower,
+        rollout_is_veto_threshold=algorithm.rollout_is_veto_threshold,
+    )
+    if not algorithm.rollout_is:
+        return batch, metrics
+    assert weights is not None
+    return batch.union(weights), metrics
 
 
 def compute_advantage(

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from verl.protocol import DataProto
     from verl.single_controller.ray import RayWorkerGroup
 
+Report = dict[str, Any]
+"""The report of a worker on a step: rank, seconds by call, memory, and digests if asked for."""
 LENGTH_BINS = 24
 _OF_SCORE = ("rm_scores", "token_level_scores")
 """Columns that the phase ``score`` begins, although a later phase may add them."""
@@ -54,7 +56,7 @@ class StepRecord:
         self._veto_threshold = veto_threshold
         self._phases: dict[str, dict[str, str]] = {}
         self._seen: dict[str, Tensor] = {}
-        self._asked: dict[str, tuple[RayWorkerGroup, list[ObjectRef]]] = {}
+        self._asked: dict[str, tuple[RayWorkerGroup, list[ObjectRef[Report]]]] = {}
 
     def phase(self, name: str, batch: "DataProto", row_order: Sequence[int] | None = None) -> None:
         """Digest the columns that a phase has added or replaced; a second run of a phase gets its own number.
@@ -65,7 +67,11 @@ class StepRecord:
         if not self.digests or batch.batch is None:
             return
         started = time.perf_counter()
-        new = {key: value for key, value in sorted(batch.batch.items()) if self._seen.get(key) is not value}
+        new = {
+            key: value
+            for key, value in sorted(batch.batch.items())
+            if isinstance(value, Tensor) and self._seen.get(key) is not value
+        }
         self._seen.update(new)
         rows = None if row_order is None or list(row_order) == sorted(row_order) else torch.as_tensor(row_order)
         found = {key: tensor_digest(value if rows is None else value[rows]) for key, value in new.items()}
