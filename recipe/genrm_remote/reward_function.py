@@ -87,7 +87,7 @@ def endpoint(
     retry_delay_s: float = 2.0,
     max_concurrency: int = 32,
 ) -> ChatEndpoint:
-    """Return the server of the judge; its key, where it wants one, stands in ``GENRM_API_KEY``."""
+    """Return the server of the judge; ``GENRM_API_KEY`` holds its key if it needs one."""
     return ChatEndpoint(
         base_url=base_url,
         model=model,

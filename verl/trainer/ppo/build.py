@@ -1,8 +1,7 @@
 """Builds the trainer from a configuration, in the process of the task runner."""
 
 import os
-from collections.abc import Mapping, Sized
-from typing import Any
+from collections.abc import Sized
 
 from omegaconf import DictConfig
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
@@ -10,9 +9,8 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.ppo.loaders import complete_data_node
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
-from verl.trainer.ppo.resources import ResourcePoolManager
+from verl.trainer.ppo.resources import ResourcePoolManager, WorkerClasses
 from verl.trainer.ppo.reward import load_reward_manager, reward_kwargs
-from verl.trainer.ppo.utils import Role
 from verl.utils import hf_processor, hf_tokenizer
 from verl.utils.dataset.factory import create_rl_dataset, create_rl_sampler
 from verl.utils.dataset.rl_dataset import collate_fn
@@ -22,7 +20,7 @@ from verl.utils.import_utils import import_external_libs
 
 def build_trainer(
     config: DictConfig,
-    role_worker_mapping: Mapping[Role, Any],
+    role_worker_mapping: WorkerClasses,
     pools: ResourcePoolManager,
     group_cls: type[RayWorkerGroup],
     trainer_cls: type[RayPPOTrainer] = RayPPOTrainer,

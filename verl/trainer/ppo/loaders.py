@@ -29,7 +29,7 @@ class EndOfDataError(RuntimeError):
 
 
 def train_loader(
-    data: DataConfig, seed: int, dataset: Dataset[Any], collate_fn: CollateFn | None, sampler: Sampler[int]
+    data: DataConfig, seed: int, dataset: Dataset[Rows], collate_fn: CollateFn | None, sampler: Sampler[int]
 ) -> StatefulDataLoader:
     """Return the loader of full training batches, in the order of the sampler.
 
@@ -54,7 +54,7 @@ def train_loader(
 
 
 def validation_loader(
-    data: DataConfig, seed: int, dataset: Dataset[Any], collate_fn: CollateFn | None
+    data: DataConfig, seed: int, dataset: Dataset[Rows], collate_fn: CollateFn | None
 ) -> StatefulDataLoader:
     """Return the loader of the validation set, by default in one batch.
 

@@ -265,7 +265,7 @@ def process_validation_metrics(
 
     For k responses: ``mean@k``, ``std@k`` and, for m of 2, 4, 8, ... and k, the mean and deviation over 1000 draws of
     m responses with replacement of the best (``best@m``), the worst (``worst@m``), and the value of the most frequent
-    ``pred`` (``maj@m``, where that variable exists). Variables that are not numbers are left out.
+    ``pred`` (``maj@m``, if that variable exists). Variables that are not numbers are left out.
 
     Returns: data source -> variable -> metric -> value.
     """

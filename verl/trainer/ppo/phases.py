@@ -175,7 +175,7 @@ class _RowCheck:
 
 
 def _differ(left: Tensor, right: Tensor) -> Tensor:
-    """Say for each row of two (B, T) tensors whether they differ; a different width differs everywhere."""
+    """Return for each row of two (B, T) tensors whether they differ; tensors of different widths differ everywhere."""
     if left.shape != right.shape:
         return torch.ones(left.shape[0], dtype=torch.bool)
     return (left != right).any(-1)

@@ -36,7 +36,7 @@ from verl.trainer.ppo.profiling import (
     start_profiling,
     stop_profiling,
 )
-from verl.trainer.ppo.resources import ResourcePoolManager, create_worker_groups
+from verl.trainer.ppo.resources import ResourcePoolManager, WorkerClasses, create_worker_groups
 from verl.trainer.ppo.reward import PendingReward, RewardFn
 from verl.trainer.ppo.samples import dump_training_batch, trace_batch
 from verl.trainer.ppo.shaping import (
@@ -100,14 +100,14 @@ class RayPPOTrainer:
         self,
         config: DictConfig,
         tokenizer: "PreTrainedTokenizerBase",
-        role_worker_mapping: Mapping[Role, Any],
+        role_worker_mapping: WorkerClasses,
         resource_pool_manager: ResourcePoolManager,
         ray_worker_group_cls: type[RayWorkerGroup] = RayWorkerGroup,
         processor: "ProcessorMixin | None" = None,
         reward_fn: RewardFn | None = None,
         val_reward_fn: RewardFn | None = None,
-        train_dataset: Dataset[Any] | None = None,
-        val_dataset: Dataset[Any] | None = None,
+        train_dataset: Dataset[Rows] | None = None,
+        val_dataset: Dataset[Rows] | None = None,
         collate_fn: CollateFn | None = None,
         train_sampler: Sampler[int] | None = None,
         device_name: str | None = None,
@@ -180,8 +180,8 @@ class RayPPOTrainer:
 
     def _create_dataloader(
         self,
-        train_dataset: Dataset[Any] | None,
-        val_dataset: Dataset[Any] | None,
+        train_dataset: Dataset[Rows] | None,
+        val_dataset: Dataset[Rows] | None,
         collate_fn: CollateFn | None,
         train_sampler: Sampler[int] | None,
     ) -> None:

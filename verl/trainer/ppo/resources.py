@@ -21,6 +21,8 @@ from verl.trainer.ppo.steps import set_total_training_steps, steps_known_early
 from verl.trainer.ppo.utils import Role, needs_full_kl
 from verl.utils.config import omega_conf_to_dataclass
 
+WorkerClasses = Mapping[Role, Any]
+"""Role -> Ray actor class of its worker."""
 GROUP_OF_ROLE = {
     Role.ActorRollout: "actor_rollout",
     Role.Critic: "critic",
@@ -77,7 +79,7 @@ class ResourcePoolManager:
         where = f"the pools ask for {self.resource_pool_spec} worker processes per node, one {kind} each"
         keys = "lower trainer.n_gpus_per_node or trainer.nnodes, or start more nodes"
         if kind != "CPU" and not sum(supply):
-            keys = f"write trainer.device=cpu to train on CPU cores, or start Ray where it sees the {kind}s"
+            keys = f"write trainer.device=cpu to train on CPU cores, or start Ray on nodes that have {kind}s"
         if sum(supply) < sum(demand):
             raise PlacementError(
                 f"{where}: {sum(demand)} in all, and the cluster has {sum(supply)} (missing "
@@ -105,7 +107,7 @@ def worker_arguments(config: DictConfig, role: Role, actor_cls: Any) -> RayClass
 
 def create_worker_groups(
     config: DictConfig,
-    role_worker_mapping: Mapping[Role, Any],
+    role_worker_mapping: WorkerClasses,
     pools: ResourcePoolManager,
     group_cls: type[RayWorkerGroup],
     device_name: str,
@@ -159,7 +161,7 @@ class WorkerStart:
             raise self._error
         if total_training_steps != self._total_training_steps:
             raise RuntimeError(
-                f"the data set gives {total_training_steps} steps where its files gave {self._total_training_steps}: "
+                f"the data set gives {total_training_steps} steps, but its files gave {self._total_training_steps}: "
                 "set trainer.total_training_steps"
             )
         return self._groups
@@ -167,7 +169,7 @@ class WorkerStart:
 
 def start_workers_early(
     config: DictConfig,
-    role_worker_mapping: Mapping[Role, Any],
+    role_worker_mapping: WorkerClasses,
     pools: ResourcePoolManager,
     group_cls: type[RayWorkerGroup],
 ) -> WorkerStart | None:

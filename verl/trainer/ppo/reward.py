@@ -27,8 +27,10 @@ __all__ = ["PendingReward", "compute_reward", "compute_reward_async", "get_custo
 
 logger = logging.getLogger(__name__)
 
-Reward = tuple[Tensor, dict[str, list[Any]]]
-"""Token-level scores (B, R), and the extras of the scorers as lists of length B."""
+Extras = dict[str, list[Any]]
+"""Extra values that scorers return, as lists of length B."""
+Reward = tuple[Tensor, Extras]
+"""Token-level scores (B, R), and the extras of the scorers."""
 RewardFn = Callable[..., Any]
 """Scores a DataProto: returns scores (B, R), or with ``return_dict=True`` a dict with ``reward_tensor``."""
 
@@ -75,7 +77,7 @@ def _call(data: DataProto, reward_fn: RewardFn) -> Reward:
     return result, {}
 
 
-def settled(data: DataProto, scores: Tensor, extras: dict[str, list[Any]], limits: ScoringLimits) -> Reward:
+def settled(data: DataProto, scores: Tensor, extras: Extras, limits: ScoringLimits) -> Reward:
     """Give the failure score to rows of (B, R) scores that hold NaN or an infinity, and count them as failures.
 
     Our reward managers do this for each scorer. Reward models and custom managers need it here: one such row would

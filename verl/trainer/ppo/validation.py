@@ -1,7 +1,7 @@
 """Validation: generate, score and summarise the whole validation set with the current weights."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from numbers import Number
 from typing import TYPE_CHECKING, Any
@@ -10,9 +10,10 @@ import numpy as np
 from torch import Tensor
 
 from verl.protocol import DataProto
+from verl.trainer.ppo.loaders import Rows
 from verl.trainer.ppo.metric_utils import failure_metrics, process_validation_metrics
 from verl.trainer.ppo.phases import tensors_of
-from verl.trainer.ppo.reward import RewardFn, compute_reward
+from verl.trainer.ppo.reward import Extras, RewardFn, compute_reward
 from verl.trainer.ppo.samples import dump_generations, ground_truths, trace_batch
 from verl.utils.numerics.seeding import prompt_uids, sampling_seeds
 
@@ -34,13 +35,13 @@ class ValidationSamples:
     uids: list[str] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
     turns: list[int] = field(default_factory=list)
-    extras: dict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
+    extras: Extras = field(default_factory=lambda: defaultdict(list))
 
     def add(
         self,
         batch: DataProto,
         scores: Sequence[float],
-        extras: dict[str, list[Any]],
+        extras: Extras,
         tokenizer: "PreTrainedTokenizerBase",
     ) -> None:
         """Add the responses of a batch with their scores and the extras of the reward function."""
@@ -69,7 +70,7 @@ class ValidationSamples:
 
 
 def collect_samples(
-    loader: Iterable[Mapping[str, Any]],
+    loader: Iterable[Rows],
     generate: Callable[[DataProto, int], DataProto],
     reward_fn: RewardFn | None,
     tokenizer: "PreTrainedTokenizerBase",
@@ -118,7 +119,7 @@ def repeat_prompts(
     return batch.repeat(repeat_times=num_samples, interleave=True), seeds
 
 
-def add_extras(known: dict[str, list[Any]], extras: dict[str, list[Any]], before: int, count: int) -> None:
+def add_extras(known: Extras, extras: Extras, before: int, count: int) -> None:
     """Append the extras of ``count`` responses to those of the ``before`` responses that came earlier.
 
     If the scorers failed for all of either, their extras are unknown there: None.
@@ -136,7 +137,7 @@ def _has_failed_only(reasons: Sequence[str | None], count: int) -> bool:
     return len(reasons) == count and None not in reasons
 
 
-def _without_gaps(extras: dict[str, list[Any]]) -> dict[str, list[Any]]:
+def _without_gaps(extras: Extras) -> Extras:
     """Count unknown extras of responses that could not be scored as 0, if the other responses have numbers."""
     reasons = extras.get(_FAILURE)
     if reasons is None:
