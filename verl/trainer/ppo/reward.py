@@ -191,8 +191,9 @@ class PendingReward:
         if not self._in_task:
             self._rule = compute_reward(batch, self._reward_fn)
             return
-        task = compute_reward_async.options(num_cpus=self._num_cpus, **without_nsight())
-        self._rule = task.remote(batch, None, None, self._reward_fn)
+        # Ray's types know no arguments with a default.
+        task: Any = compute_reward_async.options(num_cpus=self._num_cpus, **without_nsight())
+        self._rule = task.remote(data=batch, reward_fn=self._reward_fn)
 
 
 def _for_reward_model(batch: DataProto) -> DataProto:
