@@ -1,4 +1,4 @@
-"""Make a small model with random weights and a byte-level tokenizer, for machines without a GPU and without a network.
+"""Create a small model with random weights and a byte-level tokenizer, for machines without GPU and network.
 
 python examples/tiny_model.py --save-dir ~/models/tiny-qwen2
 python examples/tiny_model.py --save-dir ~/models/tiny-qwen2.5-vl --kind qwen2_5_vl
@@ -11,7 +11,15 @@ from typing import Any
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    ProcessorMixin,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>"]
 CHAT_TEMPLATE = (
@@ -34,7 +42,7 @@ VL_KINDS = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen
 def byte_tokenizer(
     chat_template: str = CHAT_TEMPLATE, special_tokens: list[str] = SPECIAL_TOKENS
 ) -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token per byte, so that every text round-trips; turns end with ``<|end|>``."""
+    """Return a tokenizer with one token per byte, so that every text round-trips; ``<|end|>`` ends a turn."""
     bytes_ = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate([*bytes_, *special_tokens])}
     backend = Tokenizer(models.BPE(vocab, []))
@@ -53,7 +61,7 @@ def byte_tokenizer(
 
 
 def tiny_config(tokenizer: PreTrainedTokenizerFast, hidden_size: int = 128, num_layers: int = 2) -> Qwen2Config:
-    """Return a Qwen2 configuration with heads of 32."""
+    """Return a Qwen2 configuration with 32-dimensional heads."""
     heads = hidden_size // 32
     return Qwen2Config(
         vocab_size=-(-len(tokenizer) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE,
@@ -72,7 +80,7 @@ def tiny_config(tokenizer: PreTrainedTokenizerFast, hidden_size: int = 128, num_
 
 
 def make_tiny_model(save_dir: str, hidden_size: int = 128, num_layers: int = 2, seed: int = 0) -> str:
-    """Write model and tokenizer into a folder that ``from_pretrained`` reads; returns the folder."""
+    """Write model and tokenizer to a folder that ``from_pretrained`` loads; return the folder."""
     save_dir = os.path.expanduser(save_dir)
     tokenizer = byte_tokenizer()
     torch.manual_seed(seed)
@@ -84,9 +92,9 @@ def make_tiny_model(save_dir: str, hidden_size: int = 128, num_layers: int = 2, 
 def make_tiny_vl_model(
     save_dir: str, kind: str = "qwen2_5_vl", hidden_size: int = 128, num_layers: int = 2, seed: int = 0
 ) -> str:
-    """Write a vision-language model and its processor into a folder that ``from_pretrained`` reads; returns it.
+    """Write a vision-language model and its processor to a folder that ``from_pretrained`` loads; return the folder.
 
-    ``kind`` is one of ``VL_KINDS``.
+    Args: ``kind`` is one of ``VL_KINDS``.
     """
     save_dir = os.path.expanduser(save_dir)
     tokenizer = byte_tokenizer(VISION_CHAT_TEMPLATE, SPECIAL_TOKENS + VISION_TOKENS)
@@ -98,8 +106,10 @@ def make_tiny_vl_model(
     return save_dir
 
 
-def tiny_vl_config(kind: str, tokenizer: PreTrainedTokenizerFast, hidden_size: int = 128, num_layers: int = 2) -> Any:
-    """Return a Qwen2-VL, Qwen2.5-VL or Qwen3-VL configuration with heads of 32 and a tower of two blocks."""
+def tiny_vl_config(
+    kind: str, tokenizer: PreTrainedTokenizerFast, hidden_size: int = 128, num_layers: int = 2
+) -> PretrainedConfig:
+    """Return a Qwen2-VL, Qwen2.5-VL or Qwen3-VL configuration with 32-dimensional heads and a tower of two blocks."""
     text = tiny_config(tokenizer, hidden_size, num_layers).to_dict()
     for name in ("model_type", "architectures", "layer_types"):
         text.pop(name, None)
@@ -112,7 +122,8 @@ def tiny_vl_config(kind: str, tokenizer: PreTrainedTokenizerFast, hidden_size: i
     if kind == "qwen2_5_vl":
         vision |= {"window_size": 112, "fullatt_block_indexes": [1], "tokens_per_second": 2}
     if kind == "qwen3_vl":
-        text["head_dim"], rope["mrope_interleaved"] = 32, True
+        text["head_dim"] = 32
+        rope["mrope_interleaved"] = True
         vision |= {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16}
     image, video, start, end = (
         tokenizer.convert_tokens_to_ids(f"<|{name}|>")
@@ -129,8 +140,8 @@ def tiny_vl_config(kind: str, tokenizer: PreTrainedTokenizerFast, hidden_size: i
     )
 
 
-def vl_processor(kind: str, tokenizer: PreTrainedTokenizerFast, max_pixels: int = 128 * 128) -> Any:
-    """Return a processor that makes at most a few tokens of an image."""
+def vl_processor(kind: str, tokenizer: PreTrainedTokenizerFast, max_pixels: int = 128 * 128) -> ProcessorMixin:
+    """Return a processor that turns an image into a few tokens at most."""
     patch_size, family = (16, "Qwen3VL") if kind == "qwen3_vl" else (14, "Qwen2VL")
     least = (2 * patch_size) ** 2
     images = transformers.Qwen2VLImageProcessor(patch_size=patch_size, min_pixels=least, max_pixels=max_pixels)
@@ -141,32 +152,32 @@ def vl_processor(kind: str, tokenizer: PreTrainedTokenizerFast, max_pixels: int 
     return cls(images, tokenizer, videos, chat_template=tokenizer.chat_template)
 
 
-def _save(model: Any, tokenizer: PreTrainedTokenizerFast, save_dir: str) -> None:
+def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, save_dir: str) -> None:
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.save_pretrained(save_dir)
     tokenizer.save_pretrained(save_dir)
-    # AutoTokenizer takes the class of some model types over the saved one: see that text still round-trips
+    # for some model types AutoTokenizer ignores the saved class; check that text still round-trips
     probe = "1 + 1 =\n\té"
     reloaded = AutoTokenizer.from_pretrained(save_dir)
     assert reloaded.decode(reloaded(probe)["input_ids"]) == probe, "the saved tokenizer loses text"
 
 
 def main() -> None:
-    """Make the model that the command line asks for."""
+    """Create the model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--save-dir", required=True, help="folder to write")
-    parser.add_argument("--kind", choices=["qwen2", *VL_KINDS], default="qwen2", help="default: qwen2")
+    parser.add_argument("--save-dir", required=True, help="output folder")
+    parser.add_argument("--kind", choices=["qwen2", *VL_KINDS], default="qwen2", help="architecture (default: qwen2)")
     parser.add_argument("--hidden-size", type=int, default=128, help="a multiple of 32 (default: 128)")
-    parser.add_argument("--num-layers", type=int, default=2, help="default: 2")
-    parser.add_argument("--seed", type=int, default=0, help="of the random weights (default: 0)")
+    parser.add_argument("--num-layers", type=int, default=2, help="number of layers (default: 2)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random weights (default: 0)")
     args = parser.parse_args()
     sizes = (args.hidden_size, args.num_layers, args.seed)
     if args.kind == "qwen2":
         path = make_tiny_model(args.save_dir, *sizes)
     else:
         path = make_tiny_vl_model(args.save_dir, args.kind, *sizes)
-    print(f"wrote a {args.kind} of hidden size {args.hidden_size} and {args.num_layers} layers to {path}")
+    print(f"wrote a {args.kind} model with hidden size {args.hidden_size} and {args.num_layers} layers to {path}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Check the style of the configuration: a comment above each key, a blank line between keys, no inline comments.
+"""Check the YAML style: a comment above each key, a blank line between keys, no inline comments.
 
 python scripts/check_yaml_style.py [files or folders]     # default: verl/trainer/config and recipe
 """
@@ -14,14 +14,14 @@ QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
 
 
 def problems(text: str) -> Iterator[tuple[int, str]]:
-    """Yield (line number, what is wrong) for one file."""
+    """Yield (line number, problem) for one file."""
     lines = text.splitlines()
     first_key = True
     for number, line in enumerate(lines, start=1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         if INLINE_COMMENT.search(QUOTED.sub("", line)):
-            yield number, "inline comment: write it on a line of its own above the key"
+            yield number, "inline comment: move it to the line above the key"
         match = KEY.match(line)
         if match is None:
             continue
@@ -36,7 +36,7 @@ def problems(text: str) -> Iterator[tuple[int, str]]:
 
 
 def yaml_files(paths: list[Path]) -> Iterator[Path]:
-    """Yield the YAML files under the given paths; generated copies follow no style."""
+    """Yield the YAML files under the given paths, except generated ones."""
     for path in paths:
         found = sorted(path.rglob("*.yaml")) if path.is_dir() else [path]
         yield from (
@@ -45,7 +45,7 @@ def yaml_files(paths: list[Path]) -> Iterator[Path]:
 
 
 def main(arguments: list[str]) -> int:
-    """Report every problem and return how many there are, at most 1."""
+    """Print every problem and return the exit code."""
     roots = [Path(argument) for argument in arguments] or [Path("verl/trainer/config"), Path("recipe")]
     files = list(yaml_files([root for root in roots if root.exists()]))
     found = [

@@ -1,10 +1,10 @@
-"""Convert a Hugging Face model to a distributed checkpoint of Megatron-Core, which any layout reads.
+"""Convert a Hugging Face model to a distributed Megatron-Core checkpoint, which any parallel layout can load.
 
     python scripts/converter_hf_to_mcore.py --hf_model_path MODEL --output_path FOLDER [--test]
-    torchrun --nproc-per-node 4 scripts/converter_hf_to_mcore.py ...    for models that one process cannot hold
+    torchrun --nproc-per-node 4 scripts/converter_hf_to_mcore.py ...    for models too large for one process
 
-Each process holds an equal share of the layers. FOLDER is what ``megatron.dist_checkpointing_path`` takes, and
-``python -m verl.model_merger merge --backend megatron --local_dir FOLDER`` turns back.
+Each process holds an equal share of the layers. Set ``megatron.dist_checkpointing_path`` to FOLDER to use it. To
+convert back, run ``python -m verl.model_merger merge --backend megatron --local_dir FOLDER``.
 """
 
 import argparse
@@ -17,18 +17,18 @@ SHOWN_DIFFERENCES = 5
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hf_model_path", required=True, help="folder that save_pretrained wrote, with safetensors")
-    parser.add_argument("--output_path", required=True, help="folder to write")
-    parser.add_argument("--use_cpu_initialization", action="store_true", help="hold the model on the CPU")
+    parser.add_argument("--hf_model_path", required=True, help="model folder with safetensors, see save_pretrained")
+    parser.add_argument("--output_path", required=True, help="output folder")
+    parser.add_argument("--use_cpu_initialization", action="store_true", help="keep the model on the CPU")
     parser.add_argument("--test", action="store_true", help="read the result back and compare every tensor")
-    parser.add_argument("--trust_remote_code", action="store_true", help="run the code of the model's folder")
+    parser.add_argument("--trust_remote_code", action="store_true", help="run code from the model's folder")
     return parser
 
 
 def convert(model_path: str, output_path: str, trust_remote_code: bool = False) -> None:
-    """Write a model in the dtype that it has; collective where there are several processes.
+    """Convert a model in its own dtype; collective over the processes.
 
-    Raises: ValueError naming the file, tensor or key that is wrong.
+    Raises: ValueError naming the wrong file, tensor or key.
     """
     import torch
     import torch.distributed as dist
@@ -44,7 +44,7 @@ def convert(model_path: str, output_path: str, trust_remote_code: bool = False) 
     source_dtype = model_config.hf_config.dtype
     engine_config = McoreEngineConfig(
         pipeline_model_parallel_size=dist.get_world_size() if dist.is_initialized() else 1,
-        dtype="bf16" if source_dtype == torch.bfloat16 else "fp32",  # which holds every value of fp16
+        dtype="bf16" if source_dtype == torch.bfloat16 else "fp32",  # fp32 represents every fp16 value exactly
         sequence_parallel=False,
         forward_only=True,
     )
@@ -61,7 +61,7 @@ def convert(model_path: str, output_path: str, trust_remote_code: bool = False) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Convert and test; returns the exit code: 1 when a tensor differs, 2 when something is wrong."""
+    """Convert and test; return the exit code: 1 if a tensor differs, 2 for errors."""
     from verl.model_merger import MergeOptions, compare
     from verl.utils import envs
     from verl.utils.distributed import initialize_global_process_group
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         get_console().info("%d tensors differ; the first:\n  %s", len(differences), shown)
         return 1
     if args.test:
-        get_console().info("all tensors are those of %s", args.hf_model_path)
+        get_console().info("all tensors equal those of %s", args.hf_model_path)
     return 0
 
 
@@ -91,7 +91,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run from the command line, alone or under torchrun."""
     args = build_parser().parse_args(arguments)
     if args.use_cpu_initialization:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch initialises CUDA
     return run(args)
 
 

@@ -1,4 +1,4 @@
-"""Show a composed configuration.
+"""Print a composed configuration.
 
 python scripts/print_cfg.py --cfg job [--config-name=sft_trainer_engine] [overrides]
 """
@@ -12,7 +12,7 @@ from verl.trainer.config.cli import hydra_main
 
 @hydra_main("ppo_trainer")
 def main(config: DictConfig) -> None:
-    """Write the configuration as YAML, interpolations resolved."""
+    """Print the configuration as YAML with interpolations resolved."""
     sys.stdout.write(OmegaConf.to_yaml(config, resolve=True))
 
 

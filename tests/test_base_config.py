@@ -32,7 +32,7 @@ class Node(BaseConfig):
         if not 0 <= self.rate <= 1:
             yield Violation("rate", self.rate, "must be in [0, 1]")
         if self.count == 13:
-            yield Violation("count", 13, "is not supported: write 12")
+            yield Violation.unsupported("count", 13, "is not supported: write 12")
 
 
 def test_it_is_a_read_only_mapping():

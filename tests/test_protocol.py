@@ -1,5 +1,6 @@
 """DataProto: errors, sharing of memory, meta_info and serialization."""
 
+import base64
 import copy
 import pickle
 import warnings
@@ -233,3 +234,25 @@ def test_future_applies_dispatch_after_collect() -> None:
     nested = future.chunk(3)[1].chunk(2)[1]
     assert nested.get().non_tensor_batch["id"].tolist() == [3]
     assert pickle.loads(pickle.dumps(DataProtoFuture(DataProto.concat, [], wait_fn=print))).wait_fn is None
+
+
+# A batch as `save_to_disk` wrote it when `verl.protocol` and `verl.utils.serialization` were single modules.
+_EARLIER_PICKLE = (
+    b"fCZJB0ssI20001t4R&R6Y%XweZ**^CZ)}VSL}7GcP;zf{Z<8s3O9F*XeT)Hkj0I_KbT%|g0!sphj1z8kZE$%mUt@1_WiD=YZDn$4"
+    b"V~h)5W^!+BVs&O_Wpb00D3%}q000000000000000000310000000062000000009300000004{yZgp*Nd6bL=WOR9OWs{VQ0(CKo"
+    b"h=)>?C`$v30eqBBPEJby|Ns9=|NsC0O8|6YOCW`e0Yj8@QipSgeJG3pZj2aqWpZpTb#!TLb1rjba%o{~X?kIFX>V?nj0ksfX>?&?"
+    b"Y-N*_XaFdd5C8xG0000000000000000RR9100000XabA^X*h|9hf*j@1B?MYluk}gO8@`=|4RS=|Nlz>bYe>ag=htIQiW2C0dI^J"
+    b"Zgp*Nc`jdLZ*pZWZFOvPX<>45VR?)UUvgz*Z*FsRa&=>LlV|~q2X16xa&lpLlS=@FLjhukQYcFSO9F*x0*nGrIEjddQYcFUXar79"
+    b"PD=m(|Nlz=|Ns9>KXhV=T_}Bw0d$mT28<bGWpib6X<=+>dSzd8X>Mn1WnXk<ZgX#Pla!1HW^8X^bTcwb0)=P*D3%BS0000000000"
+    b"fIk2LfInyhO9+K%1$0t}g;H~UXbETvj0a|HZ((#ZGD`x5XaFdd2mk;8000000000000000Xah?Kg=htIQip|7b7gd5b$uv|0c&Un"
+    b"XaFdd5C8xG0000000000008hm00000008hmXabA^W;lt6hf*j@184|NPEJby|Ns9=|NsC0O8|6YO9F*x1$0t{QfLWi3XBJ4Y;R$7"
+    b"Gcrp7g=hdMmIMF*000000001hKWGC>1chh?bW(?fQgw%7E&"
+)
+
+
+def test_loads_pickles_of_earlier_versions() -> None:
+    data = pickle.loads(base64.b85decode(_EARLIER_PICKLE))
+    assert data.batch["x"].tolist() == [[0, 1], [2, 3]]
+    assert data.non_tensor_batch["n"].tolist() == [0, 1]
+    assert [item["t"].tolist() for item in data.non_tensor_batch["o"]] == [[1, 1], [0, 0]]
+    assert data.meta_info["k"].tolist() == [1, 1] and data.meta_info["t"].tolist() == [1]

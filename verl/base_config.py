@@ -1,19 +1,39 @@
 """The base of every configuration node: a dataclass that is also a read-only mapping and checks itself."""
 
+import enum
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import FrozenInstanceError, dataclass, fields
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import FrozenInstanceError, dataclass, field, fields, is_dataclass
 from functools import cache
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
+
+T = TypeVar("T")
+
+
+class Kind(enum.Enum):
+    """Why a value is refused: it is wrong, this version does not support it, or nothing would read it."""
+
+    WRONG = "wrong"
+    UNSUPPORTED = "unsupported"
+    IDLE = "idle"
 
 
 class Violation(NamedTuple):
-    """One thing that is wrong: the dotted key, its value, and what would be right."""
+    """One thing that is wrong: the dotted key, its value, what would be right, and the other keys involved."""
 
     key: str
     value: Any
     expected: str
+    kind: Kind = Kind.WRONG
+    others: tuple[str, ...] = ()
+
+    @classmethod
+    def unsupported(cls, key: str, value: Any, expected: str) -> "Violation":
+        """Return a value that this version does not support."""
+        return cls(key, value, expected, Kind.UNSUPPORTED)
 
     def under(self, prefix: str) -> "Violation":
         """Return the same with ``prefix`` before the key."""
@@ -36,7 +56,69 @@ class ConfigError(ValueError, AssertionError):
 
 
 class UnsupportedConfigError(ConfigError, NotImplementedError):
-    """The configuration asks for something that does not exist."""
+    """The configuration asks for something that this version does not support."""
+
+
+def config_error(violations: Iterable[Violation]) -> ConfigError:
+    """Return the error for what is wrong: an ``UnsupportedConfigError`` if nothing but support is missing."""
+    found = list(violations)
+    unsupported = all(violation.kind is Kind.UNSUPPORTED for violation in found)
+    return (UnsupportedConfigError if unsupported else ConfigError)(found)
+
+
+class Range(NamedTuple):
+    """The values that a setting may have, beyond its type. A limit of None does not limit."""
+
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+    one_of: tuple[Any, ...] = ()
+    empty: bool = True
+
+    def holds(self, value: Any) -> bool:
+        """Whether ``value``, which has the right type, lies in the range; null always does."""
+        if value is None:
+            return True
+        if self.one_of:
+            return value in self.one_of
+        if not self.empty and not value:
+            return False
+        return not (
+            (self.at_least is not None and value < self.at_least)
+            or (self.above is not None and value <= self.above)
+            or (self.at_most is not None and value > self.at_most)
+            or (self.below is not None and value >= self.below)
+        )
+
+    def __str__(self) -> str:
+        if self.at_most is None and self.below is None:
+            if self.above is not None:
+                return f"above {self.above:g}"
+            return "" if self.at_least is None else f"of {self.at_least:g} or more"
+        upper = f"{self.at_most:g}]" if self.below is None else f"{self.below:g})"
+        if self.at_least is None and self.above is None:
+            return f"of at most {upper[:-1]}" if self.below is None else f"below {upper[:-1]}"
+        return f"in {f'[{self.at_least:g}' if self.above is None else f'({self.above:g}'}, {upper}"
+
+
+def setting(
+    default: T,
+    meaning: str = "",
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
+    one_of: tuple[Any, ...] = (),
+    empty: bool = True,
+) -> T:
+    """Declare a field of a configuration node: its default, its meaning in one line, and its range.
+
+    The node checks type and range when it is built. ``empty=False`` refuses an empty string.
+    """
+    limits = Range(at_least, above, at_most, below, one_of, empty)
+    return field(default=default, metadata={"meaning": meaning, "range": limits})
 
 
 def as_yaml(value: Any) -> str:
@@ -46,6 +128,20 @@ def as_yaml(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"[{','.join(as_yaml(item) for item in value)}]"
     return str(value) if value != "" else "''"
+
+
+_collected: ContextVar[list[Violation] | None] = ContextVar("collected", default=None)
+
+
+@contextmanager
+def collected_violations() -> Iterator[list[Violation]]:
+    """Collect what nodes refuse while they are built, instead of raising: the parser wants to list everything."""
+    found: list[Violation] = []
+    token = _collected.set(found)
+    try:
+        yield found
+    finally:
+        _collected.reset(token)
 
 
 @dataclass
@@ -63,10 +159,12 @@ class BaseConfig(Mapping[str, Any]):
     _target_: str = ""
 
     def __post_init__(self) -> None:
-        violations = list(_type_violations(self)) or list(self.rules())
-        if violations:
-            unsupported = any("not supported" in violation.expected for violation in violations)
-            raise (UnsupportedConfigError if unsupported else ConfigError)(violations)
+        violations = list(_field_violations(self)) or list(self.rules())
+        collected = _collected.get()
+        if collected is not None:
+            collected += violations
+        elif violations:
+            raise config_error(violations)
 
     def rules(self) -> Iterator[Violation]:
         """Yield what is wrong with the values, by keys relative to this node."""
@@ -81,7 +179,7 @@ class BaseConfig(Mapping[str, Any]):
         raise FrozenInstanceError(f"{type(self).__name__}.{name} cannot be deleted")
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the field ``key``, or ``default`` where there is none."""
+        """Return the field ``key``, or ``default`` if there is no such field."""
         return getattr(self, key, default)
 
     def __getitem__(self, key: str) -> Any:
@@ -100,27 +198,55 @@ class BaseConfig(Mapping[str, Any]):
 
 
 @cache
-def _type_hints(cls: type) -> dict[str, Any]:
+def type_hints(cls: type) -> dict[str, Any]:
+    """Return the types of the fields of a dataclass."""
     return {name: hint for name, hint in typing.get_type_hints(cls).items() if typing.get_origin(hint) is not ClassVar}
 
 
-def _type_violations(config: BaseConfig) -> Iterator[Violation]:
-    for name, hint in _type_hints(type(config)).items():
+def field_violation(cls: type, name: str, value: Any) -> Violation:
+    """Return what to say of a value that its field cannot hold."""
+    expected = _describe_range(type_hints(cls)[name], _ranges(cls).get(name, Range()))
+    return Violation(name, value, f"must be {expected}")
+
+
+@cache
+def _ranges(cls: type) -> dict[str, Range]:
+    return {each.name: each.metadata["range"] for each in fields(cls) if "range" in each.metadata}
+
+
+def _field_violations(config: BaseConfig) -> Iterator[Violation]:
+    """Yield the values of the wrong type, and those outside the range of their field."""
+    ranges = _ranges(type(config))
+    for name, hint in type_hints(type(config)).items():
         value = config.__dict__.get(name)
-        if name in config.__dict__ and value != "???" and not _matches(value, hint):
-            yield Violation(name, value, f"must be {_describe(hint)}")
+        if name not in config.__dict__ or value == "???":
+            continue
+        limits = ranges.get(name, Range())
+        if not matches(value, hint) or not limits.holds(value):
+            yield field_violation(type(config), name, value)
 
 
-def _matches(value: Any, hint: Any) -> bool:
-    """Whether ``value`` is what the annotation says, where integers are floats, NaN is none, and a tuple is a list."""
+def _describe_range(hint: Any, limits: Range) -> str:
+    """Describe a type with its range, such as "an integer of 1 or more, or null"."""
+    if hint is Any or (not str(limits) and not limits.one_of):
+        return _describe(hint)
+    kinds = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    null = ", or null" if type(None) in kinds else ""
+    if limits.one_of:
+        return f"one of {', '.join(map(as_yaml, limits.one_of))}{null}"
+    return f"{' or '.join(_describe(kind) for kind in kinds if kind is not type(None))} {limits}{null}"
+
+
+def matches(value: Any, hint: Any) -> bool:
+    """Whether ``value`` has the annotated type. An integer is a float, NaN is no number, and a tuple is a list."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return True
     if origin in (typing.Union, types.UnionType):
-        return any(_matches(value, each) for each in arguments)
+        return any(matches(value, each) for each in arguments)
     if origin in (list, tuple):
         items = arguments[:1] if arguments else (Any,)
-        return isinstance(value, list | tuple) and all(_matches(item, items[0]) for item in value)
+        return isinstance(value, list | tuple) and all(matches(item, items[0]) for item in value)
     if origin is dict or hint is dict:
         return isinstance(value, Mapping)
     if hint is float:
@@ -129,8 +255,10 @@ def _matches(value: Any, hint: Any) -> bool:
         return isinstance(value, int) and not isinstance(value, bool)
     if hint is type(None):
         return value is None
-    # A node may still be a plain mapping where a caller builds only its parent.
-    return isinstance(value, hint) or (issubclass(hint, BaseConfig) and isinstance(value, Mapping))
+    if isinstance(value, hint):
+        return True
+    # A node may be a dataclass of the user, or still a plain mapping if a caller builds only its parent.
+    return issubclass(hint, BaseConfig) and (isinstance(value, Mapping) or is_dataclass(value))
 
 
 def _describe(hint: Any) -> str:

@@ -1,11 +1,11 @@
-"""Write Geometry3K, or figures that this script draws, as parquet files for reinforcement learning with images.
+"""Write Geometry3K, or synthetic figures, as parquet files for reinforcement learning with images.
 
-From the hub, or from a folder that holds the same files:
+Read the hub, or a folder with the same files:
 
     python examples/data_preprocess/geo3k.py --local_save_dir ~/data/geo3k
     python examples/data_preprocess/geo3k.py --local_dataset_path ~/raw/geometry3k
 
-Without a network, drawn figures whose area the answer is, with answers for a supervised warm-up beside them:
+Without a network, draw figures and ask for their area; this also writes answers for a supervised warm-up:
 
     python examples/data_preprocess/geo3k.py --synthetic --local_save_dir ~/data/figures
 """
@@ -28,13 +28,17 @@ INSTRUCTION = (
     r"The final answer MUST BE put in \boxed{}."
 )
 
-NUM_TRAIN, NUM_TEST, NUM_SFT = 1024, 128, 2048
+NUM_TRAIN = 1024
+NUM_TEST = 128
+NUM_SFT = 2048
 SIDE = 56  # pixels of a figure
 CELL = 7  # pixels of a unit of length
 
+Row = dict[str, Any]
 
-def rl_row(problem: str, answer: str, images: list[Any], split: str, index: int, instruction: str) -> dict[str, Any]:
-    """Return one prompt with what its scorer needs; ``problem`` holds ``<image>`` for each of its images."""
+
+def rl_row(problem: str, answer: str, images: list[Any], split: str, index: int, instruction: str) -> Row:
+    """Return one prompt with its ground truth; ``problem`` holds ``<image>`` for each of its images."""
     return {
         "data_source": DATA_SOURCE,
         "prompt": [{"role": "user", "content": f"{problem} {instruction}".strip()}],
@@ -46,10 +50,10 @@ def rl_row(problem: str, answer: str, images: list[Any], split: str, index: int,
 
 
 def geo3k_tables(local_dataset_path: str | None) -> dict[str, datasets.Dataset]:
-    """Read the published splits from the hub or a local copy; images stay as they are encoded."""
+    """Read the published splits from the hub or a local copy; images stay encoded."""
     raw = datasets.load_dataset(os.path.expanduser(local_dataset_path) if local_dataset_path else HUB_NAME)
 
-    def as_row(example: dict[str, Any], index: int, split: str) -> dict[str, Any]:
+    def as_row(example: Row, index: int, split: str) -> Row:
         return rl_row(example["problem"], example["answer"], example["images"], split, index, INSTRUCTION)
 
     return {
@@ -65,10 +69,10 @@ def geo3k_tables(local_dataset_path: str | None) -> dict[str, datasets.Dataset]:
     }
 
 
-# ---- figures of our own
+# ---- synthetic figures
 
 Figure = tuple[str, int, int]
-"""Kind, width and height in units."""
+"""(kind, width, height) in units."""
 
 
 def area(figure: Figure) -> int:
@@ -78,7 +82,7 @@ def area(figure: Figure) -> int:
 
 
 def draw(figure: Figure, rng: random.Random) -> bytes:
-    """Return a PNG of a bright figure somewhere on a dark ground with a grid of units."""
+    """Return a PNG of a bright figure at a random place on a dark background with a grid of units."""
     kind, width, height = figure
     picture = Image.new("RGB", (SIDE, SIDE), tuple(rng.randint(0, 50) for _ in range(3)))
     pen = ImageDraw.Draw(picture)
@@ -87,7 +91,8 @@ def draw(figure: Figure, rng: random.Random) -> bytes:
         pen.line([(0, at), (SIDE, at)], fill=(70, 70, 70))
     units = SIDE // CELL
     left, top = (CELL * rng.randint(0, units - side) for side in (width, height))
-    right, bottom = left + CELL * width, top + CELL * height
+    right = left + CELL * width
+    bottom = top + CELL * height
     colour = tuple(rng.randint(140, 255) for _ in range(3))
     if kind == "triangle":
         pen.polygon([(left, bottom), (right, bottom), (left, top)], fill=colour)
@@ -99,17 +104,17 @@ def draw(figure: Figure, rng: random.Random) -> bytes:
 
 
 def synthetic_tables(seed: int = 0) -> dict[str, datasets.Dataset]:
-    """Draw prompts (train, test) and conversations for a warm-up (sft_train, sft_test)."""
+    """Generate prompts (train, test) and conversations for a warm-up (sft_train, sft_test)."""
     rng = random.Random(seed)
     figures = [("square", n, n) for n in (1, 2, 3)] + [("triangle", 2 * n, n) for n in (1, 2)]
     figures += [("rectangle", w, h) for w in (1, 2, 3, 4) for h in (1, 2, 3) if w != h and w * h < 10]
 
-    def row(split: str, index: int) -> dict[str, Any]:
+    def row(split: str, index: int) -> Row:
         figure = rng.choice(figures)
         images = [{"bytes": draw(figure, rng), "path": None}]
         return rl_row("<image>area?", str(area(figure)), images, split, index, instruction="")
 
-    def conversation(split: str, index: int) -> dict[str, Any]:
+    def conversation(split: str, index: int) -> Row:
         made = row(split, index)
         answer = {"role": "assistant", "content": rf"\boxed{{{made['reward_model']['ground_truth']}}}"}
         return {"messages": [*made["prompt"], answer], "images": made["images"]}
@@ -124,17 +129,17 @@ def synthetic_tables(seed: int = 0) -> dict[str, datasets.Dataset]:
 
 
 def main() -> None:
-    """Write what the command line asks for."""
+    """Write the parquet files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--synthetic", action="store_true", help="draw figures instead of reading Geometry3K")
-    parser.add_argument("--local_dataset_path", help="folder with the raw data set, in place of the hub")
-    parser.add_argument("--local_save_dir", default="~/data/geo3k", help="default: ~/data/geo3k")
-    parser.add_argument("--local_dir", help="deprecated: write --local_save_dir")
-    parser.add_argument("--hdfs_dir", help="copy the files there too")
-    parser.add_argument("--seed", type=int, default=0, help="of the drawn figures (default: 0)")
+    parser.add_argument("--local_dataset_path", help="folder with the raw data set, instead of the hub")
+    parser.add_argument("--local_save_dir", default="~/data/geo3k", help="output folder (default: ~/data/geo3k)")
+    parser.add_argument("--local_dir", help="deprecated: use --local_save_dir")
+    parser.add_argument("--hdfs_dir", help="also copy the files to this HDFS folder")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the synthetic figures (default: 0)")
     args = parser.parse_args()
     if args.local_dir is not None:
-        print("--local_dir is deprecated: write --local_save_dir", file=sys.stderr)
+        print("--local_dir is deprecated: use --local_save_dir", file=sys.stderr)
     save_dir = os.path.expanduser(args.local_dir or args.local_save_dir)
     os.makedirs(save_dir, exist_ok=True)
     tables = synthetic_tables(args.seed) if args.synthetic else geo3k_tables(args.local_dataset_path)

@@ -1,16 +1,16 @@
-"""Write GSM8K, or sums of our own in its format, as parquet files for reinforcement learning.
+"""Write GSM8K, or synthetic sums in its format, as parquet files for reinforcement learning.
 
-From the hub, or from a folder that holds the same files:
+Read the hub, or a folder with the same files:
 
     python examples/data_preprocess/gsm8k.py --local_save_dir ~/data/gsm8k
     python examples/data_preprocess/gsm8k.py --local_dataset_path ~/raw/gsm8k
 
-Without a network, sums of two numbers, with worked solutions for a supervised warm-up beside them:
+Without a network, generate sums of two numbers; this also writes worked solutions for a supervised warm-up:
 
     python examples/data_preprocess/gsm8k.py --source synthetic --local_save_dir ~/data/sums
 
-The solutions for the warm-up come from a careless teacher, who forgets most carries. A model that imitates them gets
-the sums with a carry wrong more often than not, and learns the rest from the reward.
+The warm-up's solutions forget most carries. So a model that imitates them gets most sums with a carry wrong, and has
+something to learn from the reward.
 """
 
 import argparse
@@ -27,15 +27,18 @@ DATA_SOURCE = "openai/gsm8k"
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 FINAL_ANSWER = re.compile(r"#### (-?[0-9.,]+)")
 
-NUM_TRAIN, NUM_TEST, NUM_SFT = 4096, 256, 8192
+NUM_TRAIN = 4096
+NUM_TEST = 256
+NUM_SFT = 8192
 CARRY_SHARE = 0.65  # of the questions
 CARELESS_SHARE = 0.75  # of the warm-up's solutions to questions with a carry
 
 Question = tuple[int, int]
+Row = dict[str, Any]
 
 
-def rl_row(question: str, answer: str, ground_truth: str, split: str, index: int, content: str) -> dict[str, Any]:
-    """Return one prompt with what its scorer needs."""
+def rl_row(question: str, answer: str, ground_truth: str, split: str, index: int, content: str) -> Row:
+    """Return one prompt with its ground truth."""
     return {
         "data_source": DATA_SOURCE,
         "prompt": [{"role": "user", "content": content}],
@@ -48,7 +51,7 @@ def rl_row(question: str, answer: str, ground_truth: str, split: str, index: int
 def extract_solution(answer: str) -> str:
     """Return the number after ``####``, without commas.
 
-    Raises: ValueError when there is none.
+    Raises: ValueError if there is none.
     """
     found = FINAL_ANSWER.search(answer)
     if found is None:
@@ -56,7 +59,7 @@ def extract_solution(answer: str) -> str:
     return found.group(1).replace(",", "")
 
 
-def gsm8k_tables(local_dataset_path: str | None) -> dict[str, list[dict[str, Any]]]:
+def gsm8k_tables(local_dataset_path: str | None) -> dict[str, list[Row]]:
     """Read the published splits from the hub or a local copy."""
     raw = datasets.load_dataset(os.path.expanduser(local_dataset_path) if local_dataset_path else HUB_NAME, "main")
     return {
@@ -76,23 +79,24 @@ def gsm8k_tables(local_dataset_path: str | None) -> dict[str, list[dict[str, Any
 
 
 def has_carry(question: Question) -> bool:
-    """Whether the ones add up to ten or more."""
+    """Return whether the ones add up to ten or more."""
     return question[0] % 10 + question[1] % 10 > 9
 
 
 def solve(question: Question, careless: bool = False) -> str:
     """Return a worked solution such as ``7+5=12 4+3+1=8 #### 82``; a careless one forgets the carry."""
-    (tens, ones), (other_tens, other_ones) = divmod(question[0], 10), divmod(question[1], 10)
+    tens, ones = divmod(question[0], 10)
+    other_tens, other_ones = divmod(question[1], 10)
     carry = int(has_carry(question) and not careless)
     total = tens + other_tens + carry
     last = (ones + other_ones) % 10
     return f"{ones}+{other_ones}={ones + other_ones} {tens}+{other_tens}+{carry}={total} #### {total}{last}"
 
 
-def synthetic_tables(seed: int = 0) -> dict[str, list[dict[str, Any]]]:
-    """Make prompts (train, test) and careless conversations (sft_train, sft_test); no test question is in another.
+def synthetic_tables(seed: int = 0) -> dict[str, list[Row]]:
+    """Generate prompts (train, test) and careless conversations (sft_train, sft_test).
 
-    The numbers have two digits and so has their sum.
+    The numbers and their sum have two digits. Test questions do not occur in the other splits, except sft_test.
     """
     rng = random.Random(seed)
     questions = [(x, y) for x in range(10, 90) for y in range(10, 90) if x // 10 + y // 10 < 9]
@@ -127,28 +131,28 @@ def synthetic_tables(seed: int = 0) -> dict[str, list[dict[str, Any]]]:
 
 
 def text_of(question: Question) -> str:
-    """Return the question as it is asked."""
+    """Return the question as text."""
     return f"{question[0]}+{question[1]}=?"
 
 
-def synthetic_row(question: Question, split: str, index: int) -> dict[str, Any]:
+def synthetic_row(question: Question, split: str, index: int) -> Row:
     """Return a sum as a prompt."""
     text = text_of(question)
     return rl_row(text, solve(question), str(sum(question)), split, index, text)
 
 
 def main() -> None:
-    """Write what the command line asks for."""
+    """Write the parquet files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--source", choices=("hub", "synthetic"), default="hub", help="default: hub")
-    parser.add_argument("--local_dataset_path", help="folder with the raw data set, in place of the hub")
-    parser.add_argument("--local_save_dir", default="~/data/gsm8k", help="default: ~/data/gsm8k")
-    parser.add_argument("--local_dir", help="deprecated: write --local_save_dir")
-    parser.add_argument("--hdfs_dir", help="copy the files there too")
-    parser.add_argument("--seed", type=int, default=0, help="of the synthetic questions (default: 0)")
+    parser.add_argument("--source", choices=("hub", "synthetic"), default="hub", help="GSM8K or sums (default: hub)")
+    parser.add_argument("--local_dataset_path", help="folder with the raw data set, instead of the hub")
+    parser.add_argument("--local_save_dir", default="~/data/gsm8k", help="output folder (default: ~/data/gsm8k)")
+    parser.add_argument("--local_dir", help="deprecated: use --local_save_dir")
+    parser.add_argument("--hdfs_dir", help="also copy the files to this HDFS folder")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the synthetic questions (default: 0)")
     args = parser.parse_args()
     if args.local_dir is not None:
-        print("--local_dir is deprecated: write --local_save_dir", file=sys.stderr)
+        print("--local_dir is deprecated: use --local_save_dir", file=sys.stderr)
     save_dir = os.path.expanduser(args.local_dir or args.local_save_dir)
     os.makedirs(save_dir, exist_ok=True)
     tables = synthetic_tables(args.seed) if args.source == "synthetic" else gsm8k_tables(args.local_dataset_path)

@@ -1,6 +1,6 @@
 r"""Write MATH as parquet files for reinforcement learning; the ground truth is the boxed answer of the solution.
 
-From the hub, or from a folder that holds the same files (parquet or JSON, ``train`` and ``test``):
+Read the hub, or a folder with the same files (parquet or JSON, ``train`` and ``test``):
 
     python examples/data_preprocess/math_dataset.py --local_save_dir ~/data/math
     python examples/data_preprocess/math_dataset.py --local_dataset_path ~/raw/MATH-lighteval
@@ -20,9 +20,9 @@ INSTRUCTION = r"Let's think step by step and output the final answer within \box
 
 
 def extract_solution(solution: str) -> str:
-    r"""Return what the last ``\boxed`` of a solution holds.
+    r"""Return the content of a solution's last ``\boxed``.
 
-    Raises: ValueError when there is none.
+    Raises: ValueError if there is none.
     """
     boxed = last_boxed_only_string(solution)
     if boxed is None:
@@ -31,7 +31,7 @@ def extract_solution(solution: str) -> str:
 
 
 def row(example: dict[str, Any], split: str, index: int) -> dict[str, Any]:
-    """Return one problem as a prompt with what its scorer needs."""
+    """Return one problem as a prompt with its ground truth."""
     return {
         "data_source": DATA_SOURCE,
         "prompt": [{"role": "user", "content": f"{example['problem']} {INSTRUCTION}"}],
@@ -48,15 +48,15 @@ def tables(local_dataset_path: str | None) -> dict[str, list[dict[str, Any]]]:
 
 
 def main() -> None:
-    """Write what the command line asks for."""
+    """Write the parquet files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--local_dataset_path", help="folder with the raw data set, in place of the hub")
-    parser.add_argument("--local_save_dir", default="~/data/math", help="default: ~/data/math")
-    parser.add_argument("--local_dir", help="deprecated: write --local_save_dir")
-    parser.add_argument("--hdfs_dir", help="copy the files there too")
+    parser.add_argument("--local_dataset_path", help="folder with the raw data set, instead of the hub")
+    parser.add_argument("--local_save_dir", default="~/data/math", help="output folder (default: ~/data/math)")
+    parser.add_argument("--local_dir", help="deprecated: use --local_save_dir")
+    parser.add_argument("--hdfs_dir", help="also copy the files to this HDFS folder")
     args = parser.parse_args()
     if args.local_dir is not None:
-        print("--local_dir is deprecated: write --local_save_dir", file=sys.stderr)
+        print("--local_dir is deprecated: use --local_save_dir", file=sys.stderr)
     save_dir = os.path.expanduser(args.local_dir or args.local_save_dir)
     os.makedirs(save_dir, exist_ok=True)
     for name, rows in tables(args.local_dataset_path).items():

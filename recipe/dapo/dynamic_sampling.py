@@ -1,22 +1,23 @@
-"""Which prompts are worth training on: those whose responses differ in a metric."""
+"""Dynamic sampling: keep the prompts whose responses differ in a metric."""
 
 import logging
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from verl.workers.rewards.scoring import FAILURE_COLUMN
 
 if TYPE_CHECKING:
+    from verl.algos.config import FilterGroupsConfig
     from verl.protocol import DataProto
 
 logger = logging.getLogger(__name__)
 
-FEWEST_FRUITLESS, MOST_FRUITLESS = 10, 100
-"""A step is given up, whatever the limit, when the draws of the whole data set kept nothing, within these bounds: a
-small data set is drawn more than once, for samples differ by chance; of a large one a part tells enough.
-"""
+FEWEST_FRUITLESS = 10
+"""Fewest draws that must keep nothing before a step gives up; a small data set is drawn again, since samples vary."""
+MOST_FRUITLESS = 100
+"""Most draws that may keep nothing; a part of a large data set tells enough."""
 SUMS = {"seq_reward": "token_level_scores", "seq_final_reward": "token_level_rewards"}
 
 
@@ -29,18 +30,18 @@ class FilterMetricError(ValueError):
 
 
 def metric_values(batch: "DataProto", metric: str, extras: list[str]) -> np.ndarray:
-    """Return the metric of every response, (B,) float64, NaN where the scorer failed or did not say.
+    """Return the metric of every response, (B,) float64; NaN if the scorer failed or returned none.
 
-    ``seq_reward`` is the sum of ``token_level_scores``, ``seq_final_reward`` that of ``token_level_rewards``, which
-    without KL in the reward are the scores. Any other name is one of the ``extras`` of the reward function; ``score``
-    is the score before an overlong penalty, and without one the sum of token scores.
+    ``seq_reward`` is the sum of ``token_level_scores``. ``seq_final_reward`` is the sum of ``token_level_rewards``,
+    which equal the scores without KL in the reward. ``score`` is the score before an overlong penalty, or without
+    such a penalty the sum of token scores. Any other name is one of the ``extras`` of the reward function.
 
-    Raises: FilterMetricError with the extras that there are.
+    Raises: FilterMetricError listing the known names.
     """
     values = _given_values(batch, metric, extras)
     for row, failure in enumerate(batch.non_tensor_batch.get(FAILURE_COLUMN, ())):
         if failure is not None:
-            values[row] = np.nan  # the score of a response that could not be scored says nothing of it
+            values[row] = np.nan  # a failure score does not measure the response
     return values
 
 
@@ -62,15 +63,16 @@ def _given_values(batch: "DataProto", metric: str, extras: list[str]) -> np.ndar
 
 
 def varied_groups(values: np.ndarray, uids: np.ndarray) -> np.ndarray:
-    """Say for each row, (B,), whether the responses to its prompt differ, or it has only one.
+    """Return for each row, (B,) bool, whether the responses to its prompt differ, or whether it is the only one.
 
-    A standard deviation above 0 means the same, but for rounding: that of three times 0.1 is not 0. NaN differs from
-    nothing.
+    The paper asks for a standard deviation above 0. Comparing minimum and maximum is the same without rounding: the
+    standard deviation of three times 0.1 is not 0. NaN is ignored.
 
     Source: DAPO (arXiv:2503.14476), equation 11.
     """
     _, group, size = np.unique(uids.astype(str), return_inverse=True, return_counts=True)
-    low, high = np.full(len(size), np.inf), np.full(len(size), -np.inf)
+    low = np.full(len(size), np.inf)
+    high = np.full(len(size), -np.inf)
     known = ~np.isnan(values)
     np.minimum.at(low, group[known], values[known])
     np.maximum.at(high, group[known], values[known])
@@ -78,17 +80,23 @@ def varied_groups(values: np.ndarray, uids: np.ndarray) -> np.ndarray:
 
 
 class Draws:
-    """Counts what a step has drawn and kept, and gives up where it cannot be filled.
+    """Counts the prompts that a step has drawn and kept, and gives up when the step cannot be filled.
 
-    Args: ``data_batches`` are the draws that the whole data set is enough for.
+    Args: ``wanted`` is the number of prompts of a step; ``data_batches`` is the number of draws in one epoch.
     """
 
-    def __init__(self, config: Any, step: int, data_batches: int) -> None:
-        groups = config.algorithm.filter_groups
-        self.step, self.metric, self.limit = step, groups.metric, groups.max_num_gen_batches
-        self.wanted = config.data.train_batch_size
+    def __init__(self, groups: "FilterGroupsConfig", step: int, wanted: int, data_batches: int) -> None:
+        self.step = step
+        self.metric = groups.metric
+        self.limit = groups.max_num_gen_batches
+        self.wanted = wanted
         self.patience = min(max(data_batches, FEWEST_FRUITLESS), MOST_FRUITLESS)
-        self.batches = self.kept = self.dropped = self.responses = self.unknown = self.fruitless = 0
+        self.batches = 0
+        self.kept = 0
+        self.dropped = 0
+        self.responses = 0
+        self.unknown = 0
+        self.fruitless = 0
         self.total = 0.0
 
     @property
@@ -99,11 +107,12 @@ class Draws:
     def add(self, uids: np.ndarray, values: np.ndarray, keep: np.ndarray) -> None:
         """Count a draw: the prompt of each row, its metric, and whether it is kept, all (B,).
 
-        Raises: NoVariedPromptsError when the step is not full and the limit is reached, or so many draws in a row have
-            kept nothing that no other would.
+        Raises: NoVariedPromptsError when the step is not full and the limit is reached, or when too many draws in a
+            row kept nothing.
         """
         known = values[~np.isnan(values)]
-        num_prompts, num_kept = len(set(uids)), len(set(uids[keep]))
+        num_prompts = len(set(uids))
+        num_kept = len(set(uids[keep]))
         self.batches += 1
         self.kept += num_kept
         self.fruitless = 0 if num_kept else self.fruitless + 1
@@ -130,7 +139,7 @@ class Draws:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Return what there is to say of a full step."""
+        """Return the metrics of a full step."""
         return {
             "train/num_gen_batches": self.batches,
             "train/num_prompts_drawn": self.kept + self.dropped,

@@ -1,6 +1,6 @@
 """A scorer that asks a generative reward model, behind an OpenAI-compatible server, whether a solution is right.
 
-Set ``custom_reward_function.path`` to this file; options are given by ``custom_reward_function.reward_kwargs``.
+Set ``custom_reward_function.path`` to this file, and its options in ``custom_reward_function.reward_kwargs``.
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ Go through the solution step by step and look for mistakes. Then decide whether 
 
 
 class JudgeError(RuntimeError):
-    """The judge was not reached, or gave no verdict."""
+    """The judge could not be reached, or gave no verdict."""
 
 
 def compute_score(
@@ -52,10 +52,10 @@ def compute_score_batch(
     prompt: str = PROMPT,
     **options: Any,
 ) -> list[float | JudgeError]:
-    """Score a batch; all requests are on their way at once, up to ``max_concurrency``.
+    """Score a batch, with up to ``max_concurrency`` requests at a time.
 
     Args: ``options`` are those of ``endpoint``.
-    Returns: a score per row; in the place of one without a verdict stands the JudgeError that says why.
+    Returns: a score per row; a row without a verdict gets the JudgeError that says why.
     """
     judge = endpoint(**options)
     scores: list[float | JudgeError] = [JudgeError("not asked")] * len(solution_strs)
@@ -87,7 +87,7 @@ def endpoint(
     retry_delay_s: float = 2.0,
     max_concurrency: int = 32,
 ) -> ChatEndpoint:
-    """Return the server of the judge; its key, where it wants one, stands in ``GENRM_API_KEY``."""
+    """Return the server of the judge; ``GENRM_API_KEY`` holds its key if it needs one."""
     return ChatEndpoint(
         base_url=base_url,
         model=model,

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from verl.algos.pf_ppo import pf_ppo_weights
+from verl.algos.advantage import pf_ppo_weights
 from verl.protocol import DataProto
 from verl.trainer.ppo.core_algos import compute_pf_ppo_reweight_data
 

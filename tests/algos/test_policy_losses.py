@@ -6,9 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from verl.algos import token_loss as blocks
-from verl.algos.policy_loss_cov import select_clip_cov, select_kl_cov, token_keys
-from verl.algos.policy_loss_registry import Whole
+from verl.algos import policy_loss as blocks
+from verl.algos.policy_loss import Whole, select_clip_cov, select_kl_cov, token_keys
 from verl.trainer.ppo import core_algos
 from verl.utils.numerics.seeding import sampling_seeds
 

@@ -1,4 +1,4 @@
-"""Scripts that prepare data, on a local copy of the raw data set, and the scorers that their rows go to."""
+"""Data preparation scripts on a local copy of the raw data, and the scorers of their rows."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""What each of two ranks does: lay a model out, save it as a run does, and write down what the engine exports."""
+"""Run on each of two ranks: build a sharded model, save it like a run, and save the engine's own export."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What each of two ranks does: train an engine a little, save it, and write down what the engine exports."""
+"""Run on each of two ranks: train an engine for a step, save it, and save the engine's own export."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Shards that two processes wrote, merged: equal to what the engine itself exports, and read by transformers."""
+"""Merged shards of two processes equal the engine's own export, and transformers loads them."""
 
 import json
 import shutil
@@ -118,8 +118,8 @@ def test_what_is_refused(root, tmp_path, capsys):
     said = refusal("plain", local_dir=root / "plain" / "global_step_1")
     assert "<run>/global_step_<N>/actor" in said and actor(root, "plain") in said
     assert actor(root, "plain") in refusal("plain", local_dir=root / "plain")
-    assert "is no folder" in refusal("plain", local_dir=tmp_path / "nowhere")
-    assert "is no critic" in refusal("plain", "--is-value-model")
+    assert "is not a folder" in refusal("plain", local_dir=tmp_path / "nowhere")
+    assert "is not a critic" in refusal("plain", "--is-value-model")
     broken = tmp_path / "broken"
     for change, message in (
         (lambda: (broken / "model_world_size_2_rank_1.pt").unlink(), "model_world_size_2_rank_1.pt is missing"),
@@ -133,7 +133,7 @@ def test_what_is_refused(root, tmp_path, capsys):
         change()
         assert message in refusal("plain", local_dir=broken)
     arguments = ["merge", "--backend", "megatron", "--local_dir", actor(root, "plain")]
-    assert main(arguments) == 2 and "write --backend fsdp" in capsys.readouterr().err
+    assert main(arguments) == 2 and "use --backend fsdp" in capsys.readouterr().err
 
 
 def test_upload(root, tmp_path, monkeypatch):

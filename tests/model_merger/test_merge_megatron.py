@@ -1,4 +1,4 @@
-"""Megatron checkpoints of every layout, merged without ranks: the bytes of the source, read by plain transformers."""
+"""Megatron checkpoints of every layout, merged in one process, equal the source bytes and load in transformers."""
 
 import json
 import re
@@ -112,7 +112,7 @@ CONFIG = "huggingface/config.json"
 DAMAGES = {
     "missing shard": ("dist_ckpt/__1_0.distcp", Path.unlink, "dist_ckpt/__1_0.distcp is missing"),
     "cut shard": ("dist_ckpt/__0_0.distcp", _cut, "__0_0.distcp has .* bytes instead of"),
-    "changed shard": ("dist_ckpt/__1_0.distcp", _flip, "__1_0.distcp has the right size but not the content"),
+    "changed shard": ("dist_ckpt/__1_0.distcp", _flip, "__1_0.distcp has the right size but the wrong content"),
     "cut index": ("dist_ckpt/.metadata", _cut, "dist_ckpt/.metadata has .* bytes instead of"),
     "no manifest": ("manifest_world_size_2_rank_1.json", Path.unlink, "rank 1 did not finish writing"),
     "no layout": ("megatron_config.json", Path.unlink, "holds no megatron_config.json"),
@@ -155,15 +155,15 @@ def test_what_is_damaged_or_of_another_model_is_named(
 def test_the_wrong_folder_or_backend_is_named(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = checkpoint_of(root, "plain tp 2")
     for local_dir, more, message in (
-        (folder.parent, (), f"write one of {folder}"),
-        (tmp_path / "nowhere", (), "is no folder"),
-        (folder, ("--is-value-model",), "is no critic"),
+        (folder.parent, (), f"use one of {folder}"),
+        (tmp_path / "nowhere", (), "is not a folder"),
+        (folder, ("--is-value-model",), "is not a critic"),
         (folder, ("--merge-lora",), "hold no adapters"),
     ):
         assert run("merge", local_dir, "--target_dir", tmp_path / "hf", *more) == 2
         assert message in capsys.readouterr().err
     assert main(["merge", "--backend", "fsdp", "--local_dir", str(folder), "--target_dir", str(tmp_path / "hf")]) == 2
-    assert "write --backend megatron" in capsys.readouterr().err
+    assert "use --backend megatron" in capsys.readouterr().err
 
 
 def test_of_several_processes_the_first_merges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""A fused head gives what the model's own logits give, whatever the model does to them, and refuses what it cannot."""
+"""A fused head equals the model's own logits with scale and soft cap, and rejects models it cannot fuse."""
 
 from typing import Any
 
@@ -98,9 +98,9 @@ def test_what_is_refused() -> None:
     adapted = model_of("Qwen2Config")
     get_peft_model(adapted, LoraConfig(target_modules=["lm_head"], task_type="CAUSAL_LM"))
     for model, message in (
-        (adapted, "leave the head out of model.target_modules, or write False"),
+        (adapted, "remove the head from model.target_modules, or set use_fused_kernels=False"),
         # divides the hidden states before the head
-        (model_of("MiniCPM3Config", num_key_value_heads=4), "MiniCPM3ForCausalLM makes its logits by more than"),
+        (model_of("MiniCPM3Config", num_key_value_heads=4), "MiniCPM3ForCausalLM computes its logits by more than"),
     ):
         with pytest.raises(FusedHeadError, match=message):
             install_fused_head(model)

@@ -1,4 +1,4 @@
-"""Packed attention against a softmax written out, one sequence at a time."""
+"""Packed attention equals an explicit softmax over one sequence at a time."""
 
 import math
 from types import SimpleNamespace
@@ -51,10 +51,10 @@ def test_equals_attention_written_out(lengths: list[int], window: int | None) ->
         torch.testing.assert_close(grad, expected_grad)
 
 
-def test_bounds_and_buckets() -> None:
+def test_bounds_and_groups() -> None:
     sequences = PackedSequences([2, 2, 10, 11], "cpu")
     assert sequences.cu_seqlens.tolist() == [0, 2, 4, 14, 25] and sequences.max_length == 11
-    first, second = sequences.buckets
+    first, second = sequences.padded_groups
     assert (first.start, first.stop, first.count, first.length, first.index) == (0, 4, 2, 2, None)
     assert second.count == 2 and second.index is not None
     assert second.index.tolist() == [*range(10), *range(11, 22)]

@@ -138,7 +138,7 @@ def test_verdicts(answer, score):
 def test_rows_without_a_question_and_wrong_options():
     scores = compute_score_batch(["s"], ["2"], ["2"], [{"split": "train"}], base_url="http://127.0.0.1:1", **FAST)
     assert "no extra_info.question" in str(scores[0])
-    with pytest.raises(ValueError, match="base_url='judge:80' must be the address of a server"):
+    with pytest.raises(ValueError, match="base_url='judge:80' must be a server address"):
         ChatEndpoint("judge:80", "m")
     with pytest.raises(ValueError, match="max_attempts=0 must be above 0"):
         ChatEndpoint("http://judge", "m", max_attempts=0)

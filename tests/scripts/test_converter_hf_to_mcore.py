@@ -1,4 +1,4 @@
-"""The converter from Hugging Face to Megatron-Core and back: every family, byte for byte, and what starts from it."""
+"""The converter from Hugging Face to Megatron-Core and back is exact for every family; runs start from its files."""
 
 import importlib.util
 import json
@@ -83,7 +83,7 @@ def test_there_and_back_every_byte_is_the_same(
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["tied", "qwen3_moe", "deepseek"])
 def test_two_processes_write_what_one_writes(root: Path, tmp_path: Path, name: str) -> None:
-    """Under torchrun each holds half of the layers; the merge gives back every byte."""
+    """Under torchrun each process holds half of the layers, and merging restores every byte."""
     model = in_dtype(root / name, tmp_path / "model", torch.bfloat16)
     repository = Path(__file__).resolve().parents[2]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -97,7 +97,7 @@ def test_two_processes_write_what_one_writes(root: Path, tmp_path: Path, name: s
         text=True,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert f"all tensors are those of {model}" in done.stdout + done.stderr
+    assert f"all tensors equal those of {model}" in done.stdout + done.stderr
     back = ["merge", "--backend", "megatron", "--local_dir", str(tmp_path / "mcore")]
     assert merge([*back, "--target_dir", str(tmp_path / "back")]) == 0
     original, returned = (load_file(folder / "model.safetensors") for folder in (model, tmp_path / "back"))
@@ -161,7 +161,7 @@ def test_what_cannot_be_used_is_named(
     assert "lacks decoder.layers.mlp.experts" in refusal(tmp_path / "mcore", "mixtral")
     assert "lacks output_layer" in refusal(tmp_path / "mcore", kind="reward_model", forward_only=True)
     cases.write_model(root / "larger", num_hidden_layers=4, vocab_size=120)
-    assert "of 97 rows, and the vocabulary has 120" in refusal(tmp_path / "mcore", "larger")
+    assert "has 97 rows, but the vocabulary has 120 tokens" in refusal(tmp_path / "mcore", "larger")
     index = tmp_path / "mcore" / "dist_ckpt" / ".metadata"
     index.write_bytes(index.read_bytes()[:100])
     assert ".metadata cannot be read" in refusal(tmp_path / "mcore")

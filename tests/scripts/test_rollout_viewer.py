@@ -1,9 +1,9 @@
-"""The viewer of dumps, on files that the trainer's own writer has made."""
+"""The viewer shows dumps that the trainer's writer wrote."""
 
 import pytest
 
 from scripts.rollout_viewer import main
-from verl.trainer.ppo.dumps import dump_generations
+from verl.trainer.ppo.samples import dump_generations
 
 
 @pytest.fixture

@@ -47,13 +47,14 @@ class ManyRuns(TaskRunner):
         """Note how an attempt fails, as the terminal would say it."""
         from verl.trainer.run.inputs import check_inputs
         from verl.trainer.run.launch import report_failure
+        from verl.trainer.run.resume import run_folder
 
         check_inputs(config)  # what could have been found before Ray started would be no late case
         try:
             act()
             self.said[name] = "did not fail"
         except Exception as error:  # what it is, is the question
-            self.said[name] = report_failure(error, config)
+            self.said[name] = report_failure(error, run_folder(config))
         self.messages.write_text(json.dumps(self.said, indent=1))
 
 
@@ -77,9 +78,12 @@ def compose(words: list[str]) -> DictConfig:
 
 def refit(trainer: Any, config: DictConfig) -> None:
     """Train by another configuration on workers that are there already."""
+    from verl.trainer.config.run_config import RunConfig
     from verl.trainer.ppo.reward import load_reward_manager
 
-    trainer.config, trainer.global_steps = config, 0
+    trainer.config = config
+    trainer.run_config = RunConfig.parse(config)
+    trainer.global_steps = 0
     trainer._create_dataloader(None, None, None, None)
     trainer.reward_fn = load_reward_manager(config, trainer.tokenizer, num_examine=0)
     trainer.fit()

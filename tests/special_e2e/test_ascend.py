@@ -1,7 +1,7 @@
-"""``trainer.device=npu`` on a double of torch_npu whose tensors are not of the CPU: the same numbers as on the CPU.
+"""Runs with ``trainer.device=npu`` on a fake torch_npu give the same numbers as runs on the CPU.
 
-Its memory is its own, its kernels are those of the CPU, and its HCCL is gloo with the limits of HCCL. What reaches the
-device with a tensor of the CPU fails, and so does any name of CUDA.
+The fake device has separate memory, the kernels of the CPU, and gloo with the limits of HCCL for HCCL. Mixing its
+tensors with CPU tensors fails, as does any use of CUDA.
 """
 
 import json
@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.doubles import torch_npu_device
+from tests.fakes import torch_npu_device
 
 from .conftest import REPOSITORY, Run, Workspace
 
@@ -50,7 +50,7 @@ def on_npu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Return the environment in which there are two devices."""
     library = tmp_path_factory.mktemp("device") / "npu_device.so"
     torch_npu_device.build(library)
-    path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests" / "doubles")])
+    path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests" / "fakes")])
     return {"PYTHONPATH": path, "TORCH_NPU_DEVICE": str(library)}
 
 

@@ -73,7 +73,7 @@ DATA = [
     Case("data", "a custom data set without a name", written("mine.py", b"class Mine: pass\n", "data.custom_cls.path"), ("data.custom_cls.name=null: is missing: name the class in data.custom_cls.path={at}/mine.py",)),
     Case("data", "a custom data set that is not in its file", written("mine.py", b"class Mine: pass\n", "data.custom_cls.path", {"data.custom_cls.name": "Yours"}), ("data.custom_cls.name=Yours: {at}/mine.py does not define it; it defines Mine",)),
     Case("data", "a custom data set that is none", written("mine.py", b"class Mine: pass\n", "data.custom_cls.path", {"data.custom_cls.name": "Mine", **NO_WORKERS}), ("data.custom_cls.name='Mine' in '{at}/mine.py' must be a class derived from Dataset",), late="alone"),
-    Case("data", "no prompt that fits", {"data.max_prompt_length": 8, **NO_WORKERS}, ("train.parquet", "none of the 64 prompts fits into data.max_prompt_length=8: raise it"), late="alone"),
+    Case("data", "no prompt that fits", {"data.max_prompt_length": 8, **NO_WORKERS}, ("train.parquet", "all 64 prompts are longer than data.max_prompt_length=8: raise it"), late="alone"),
     Case("data", "a prompt that is too long", rows({4: row(4, "very " * 20)}, extra={"data.shuffle": False}), ("{at}/train.parquet, row 4, column 'prompt': the prompt has 103 tokens, data.max_prompt_length is 48: raise it, or set data.truncation to left, right or middle",), late="together"),
 ]
 
@@ -110,16 +110,16 @@ CHECKPOINT = [
     Case("checkpoint", "a folder that does not exist", FROM | {"trainer.resume_from_path": "/nowhere/global_step_3"}, ("trainer.resume_from_path=/nowhere/global_step_3: no such folder",)),
     Case("checkpoint", "a tracker that holds no number", checkpoint(edited("latest_checkpointed_iteration.txt", b"two")), ("{at}/run/latest_checkpointed_iteration.txt holds 'two' instead of a step", "The latest complete one is {at}/run/global_step_2", "trainer.resume_mode=disable starts afresh")),
     Case("checkpoint", "a tracker of a step that is not there", checkpoint(edited("latest_checkpointed_iteration.txt", b"5")), ("checkpoint {at}/run/global_step_5 cannot be resumed from: the folder does not exist", "trainer.resume_from_path={at}/run/global_step_2")),
-    Case("checkpoint", "a truncated model file", checkpoint(cut="actor/model_world_size_1_rank_0.pt"), ("actor: model_world_size_1_rank_0.pt has ", "it was cut short or changed", "trainer.resume_from_path={at}/run/global_step_1")),
+    Case("checkpoint", "a truncated model file", checkpoint(cut="actor/model_world_size_1_rank_0.pt"), ("actor: model_world_size_1_rank_0.pt has ", "it was truncated or changed", "trainer.resume_from_path={at}/run/global_step_1")),
     Case("checkpoint", "no optimizer file", checkpoint(gone="actor/optim_world_size_1_rank_0.pt"), ("actor: optim_world_size_1_rank_0.pt is missing", "trainer.resume_from_path={at}/run/global_step_1")),
-    Case("checkpoint", "a flipped bit", checkpoint(flip="actor/model_world_size_1_rank_0.pt"), ("actor: model_world_size_1_rank_0.pt has the right size but not the content that was written (checksum)",)),
+    Case("checkpoint", "a flipped bit", checkpoint(flip="actor/model_world_size_1_rank_0.pt"), ("actor: model_world_size_1_rank_0.pt has the right size but the wrong content (checksum)",)),
     Case("checkpoint", "no manifest", checkpoint(gone="actor/manifest_world_size_1_rank_0.json"), ("manifest_world_size_1_rank_0.json is missing: rank 0 did not finish writing",)),
     Case("checkpoint", "no layout file", checkpoint(gone="actor/fsdp_config.json"), ("actor: fsdp_config.json is missing",)),
     Case("checkpoint", "another number of workers", checkpoint(world_size=2), ("actor: it was written by 2 ranks", "trainer.n_gpus_per_node")),
-    Case("checkpoint", "truncated loader state", checkpoint(cut="data.pt"), ("data.pt", "cut short", "trainer.resume_from_path={at}/run/global_step_1")),
+    Case("checkpoint", "truncated loader state", checkpoint(cut="data.pt"), ("data.pt", "is truncated", "trainer.resume_from_path={at}/run/global_step_1")),
     Case("checkpoint", "no checkpoint of the critic", checkpoint(extra={"algorithm.adv_estimator": "gae", "critic.ppo_micro_batch_size_per_gpu": 8, "critic.model.path": "{model}"}), ("critic: the folder {at}/run/global_step_2/critic does not exist",)),
     Case("checkpoint", "resuming from HDFS", {"trainer.default_hdfs_dir": "hdfs://runs/mine"}, ("trainer.default_hdfs_dir=hdfs://runs/mine: resuming from it is not supported", "trainer.resume_mode=disable")),
-    Case("checkpoint", "tensors of another model", checkpoint(), ("model_world_size_1_rank_0.pt is of another model: it lacks",), late="together"),
+    Case("checkpoint", "tensors of another model", checkpoint(), ("model_world_size_1_rank_0.pt belongs to another model: it lacks",), late="together"),
 ]
 
 MODEL_PATH = f"{MODEL}.path"

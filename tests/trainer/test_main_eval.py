@@ -8,8 +8,9 @@ import datasets
 import pytest
 from hydra import compose, initialize_config_dir
 
-from verl.trainer import main_eval, offline
+from verl.trainer import main_eval
 from verl.trainer.config.cli import CONFIG_DIR
+from verl.trainer.run import offline
 
 GSM8K = "openai/gsm8k"
 
@@ -104,8 +105,8 @@ def test_a_response_that_takes_too_long_costs_its_own_score_alone(ray_cluster, t
         (ROWS, ["data.reward_model_key=data_source"], r"column 'data_source': must be a dict with ground_truth"),
         (ROWS, ["data.path=/nowhere.parquet"], r"data\.path=.*nowhere.*no such file"),
         (ROWS, ["custom_reward_function.path=/nowhere.py"], r"/nowhere\.py"),
-        (ROWS, ["scoring.timeout_s=0"], r"scoring\.timeout_s=0 must be a positive number of seconds"),
-        (ROWS, ["scoring.failure_score=none"], r"scoring\.failure_score='none' must be a finite number"),
+        (ROWS, ["scoring.timeout_s=0"], r"scoring\.timeout_s=0: must be a positive number of seconds"),
+        (ROWS, ["scoring.failure_score=none"], r"scoring\.failure_score=none: must be a finite number"),
     ],
 )
 def test_what_is_refused_before_ray(tmp_path, capsys, rows, more, message):

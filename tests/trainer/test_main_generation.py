@@ -11,8 +11,9 @@ from hydra import compose, initialize_config_dir
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.tiny_model import make_tiny_model
-from verl.trainer import main_generation, offline
+from verl.trainer import main_generation
 from verl.trainer.config.cli import CONFIG_DIR
+from verl.trainer.run import offline
 
 QUESTIONS = ["1+1=?", "What is 12 times 12?", "a", "Name three colours.", "2+3=?"]
 

@@ -150,10 +150,10 @@ def test_staging_in_shared_memory(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(fs.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 0}))
     (tmp_path / "rows").write_text("rows")
     assert fs.copy_to_local(str(tmp_path / "rows"), use_shm=True) == str(tmp_path / "rows")
-    assert "it is read from the disk" in caplog.text
+    assert "reading it from disk" in caplog.text
 
 
 def test_without_the_command_the_path_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(hdfs_io.HdfsError, match="hdfs://x: paths on HDFS need the `hdfs` command"):
+    with pytest.raises(hdfs_io.HdfsError, match="hdfs://x: HDFS paths need the `hdfs` command"):
         hdfs_io.exists("hdfs://x")

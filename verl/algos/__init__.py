@@ -1,0 +1,8 @@
+"""Tensor mathematics of the algorithms: no Ray, no engine, no input or output.
+
+- ``config``: the node ``algorithm``.
+- ``advantage``: advantage estimators, and the policy filtration of PF-PPO.
+- ``policy_loss``, ``value_loss``, ``kl``: the losses.
+- ``aggregate``: sums over a micro-batch, and the units that divide them.
+- ``mismatch``: metrics of the mismatch of rollout and trainer, and the importance weights that correct for it.
+"""

@@ -1,9 +1,12 @@
 """Advantage estimators: from rewards of tokens to advantages and returns of tokens.
 
-All are called in one way, by ``estimate_advantages``: with the keywords ``token_level_rewards``, ``response_mask``,
-``config`` and what else there is of ``index``, ``values``, ``reward_baselines``, ``gamma``, ``lam`` and
-``norm_adv_by_std_in_grpo``. An estimator takes those that it needs, and reads from ``config`` what it is not given.
-Results are (B, T) and zero outside the response mask, whatever the inputs hold there.
+``estimate_advantages`` calls all of them in one way, with the keywords ``token_level_rewards``, ``response_mask`` and
+``config``, and those of ``index``, ``values``, ``reward_baselines``, ``gamma``, ``lam`` and ``norm_adv_by_std_in_grpo``
+that the batch has. An estimator takes the ones it needs, and reads ``config`` for options that it is not given. Results
+are (B, T) and zero outside the response mask, whatever the inputs hold there.
+
+In the formulas, S is the score of a response (the sum of its rewards), mean and std are those of its group (equal
+``index``), and m is the response mask.
 """
 
 import inspect
@@ -15,8 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.algos.scan import as_numbers, reverse_scan
+from verl.protocol import DataProto
 from verl.utils.groupwise import as_torch_index, group_count, group_mean_std, group_sum
+from verl.utils.numerics.scan import as_numbers, reverse_scan
 
 Index = np.ndarray[Any, Any] | Sequence[Any] | Tensor
 AdvantageFn = Callable[..., tuple[Tensor, Tensor]]
@@ -26,7 +30,7 @@ _Fn = TypeVar("_Fn", bound=AdvantageFn)
 
 
 class AdvantageConfig(Protocol):
-    """What estimators read of ``algorithm``."""
+    """The fields that estimators read of ``algorithm``."""
 
     @property
     def gamma(self) -> float: ...
@@ -37,7 +41,7 @@ class AdvantageConfig(Protocol):
 
 
 class AdvantageEstimator(StrEnum):
-    """The estimators that come with the library."""
+    """The built-in estimators."""
 
     GAE = "gae"
     GRPO = "grpo"
@@ -60,7 +64,7 @@ def _plain_name(name_or_enum: str | AdvantageEstimator) -> str:
 
 
 def register_adv_est(name_or_enum: str | AdvantageEstimator) -> Callable[[_Fn], _Fn]:
-    """Enter the decorated estimator under a name for ``algorithm.adv_estimator``.
+    """Register the decorated estimator under a name for ``algorithm.adv_estimator``.
 
     Raises: ValueError when another function has the name.
     """
@@ -87,9 +91,9 @@ def get_adv_estimator_fn(name_or_enum: str | AdvantageEstimator) -> AdvantageFn:
 
 
 def estimate_advantages(name_or_enum: str | AdvantageEstimator, **inputs: Any) -> tuple[Tensor, Tensor]:
-    """Call a registered estimator with those of the inputs that it has parameters for.
+    """Call a registered estimator with the inputs that it has parameters for.
 
-    Raises: ValueError for an unknown name, or when the estimator needs what is not among the inputs.
+    Raises: ValueError for an unknown name, or when a required parameter is not among the inputs.
     """
     estimator = get_adv_estimator_fn(name_or_enum)
     parameters = inspect.signature(estimator).parameters.values()
@@ -106,7 +110,7 @@ def estimate_advantages(name_or_enum: str | AdvantageEstimator, **inputs: Any) -
 
 
 def _option(given: float | None, config: object, name: str, default: float) -> float:
-    """Return what the caller gave, else the config's value, else the default."""
+    """Return the caller's value, else the config's value, else the default."""
     if given is not None:
         return given
     value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
@@ -114,15 +118,15 @@ def _option(given: float | None, config: object, name: str, default: float) -> f
 
 
 def _clean(x: Tensor, keep: Tensor) -> Tensor:
-    """Return (B, T) x without NaN and infinity outside the mask: a product with the mask removes the rest."""
+    """Return (B, T) x without NaN and infinity outside the mask; a product with the mask removes finite values."""
     return x if x.sum().isfinite() else torch.where(keep, x, 0.0)
 
 
 def _scores(rewards: Tensor, mask: Tensor) -> Tensor:
-    """Add up the rewards of each response: (B,) float64, so that equal scores of a group cancel to the last bit.
+    """Add the rewards of each response: (B,) float64, so that equal scores of a group cancel to the last bit.
 
-    A score may stand on a token that the model did not sample (the last one of a tool's answer), so only NaN is
-    dropped outside the mask.
+    A reward may be on a token that the model did not sample (the last one of a tool's answer), so only NaN is dropped
+    outside the mask.
     """
     if rewards.shape != mask.shape:
         raise ValueError(
@@ -137,7 +141,7 @@ def _scores(rewards: Tensor, mask: Tensor) -> Tensor:
 def _groups(index: Index | None, scores: Tensor) -> Tensor:
     """Number the prompts of (B,) scores.
 
-    Raises: ValueError when the index is absent or of another length.
+    Raises: ValueError when the index is missing or has another length.
     """
     if index is None:
         raise ValueError("this advantage estimator compares the samples of a prompt: pass index, the uid of each row")
@@ -148,7 +152,7 @@ def _groups(index: Index | None, scores: Tensor) -> Tensor:
 
 
 def _spread(per_response: Tensor, rewards: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Give every token of a response the advantage of the response; the same tensor serves as returns."""
+    """Give each token the advantage of its response, ``advantage * m``; the same tensor serves as returns."""
     column = per_response.to(rewards.dtype).unsqueeze(-1)
     if column.isfinite().all():
         advantages = as_numbers(mask, rewards.dtype).mul_(column)
@@ -158,18 +162,20 @@ def _spread(per_response: Tensor, rewards: Tensor, mask: Tensor) -> tuple[Tensor
 
 
 def _group_means(scores: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
-    """Return, for each row, the mean of its group (a group of one: 0) and the group's size."""
+    """Return for each row the mean of its group (0 for a group of one) and the size of the group."""
     mean, _, count = group_mean_std(scores, group)
     return mean[group], count[group]
 
 
 def _blocks(tensor: Tensor) -> Iterator[slice]:
-    """Yield slices of rows that fit the cache, so that what is computed in between is neither written nor read back."""
+    """Yield slices of rows that fit the cache, so that intermediate results are not written to memory and read back."""
     yield from (slice(at, at + _ROWS_AT_ONCE) for at in range(0, len(tensor), _ROWS_AT_ONCE))
 
 
 def _whiten_(x: Tensor, keep: Tensor) -> Tensor:
-    """Whiten x, zero outside the mask, in place: mean 0 and variance 1 over the tokens of the batch.
+    """Whiten x in place: mean 0 and variance 1 over the tokens of the batch. x is zero outside the mask.
+
+    Plain form: ``(x - masked_mean(x, m)) / sqrt(masked_var(x, m) + 1e-8) * m``, with sums in float64.
 
     Raises: ValueError when the mask keeps fewer than two tokens.
     """
@@ -196,26 +202,36 @@ def compute_gae_advantage_return(
 ) -> tuple[Tensor, Tensor]:
     """Estimate whitened advantages by exponentially weighted TD errors, and the returns that the critic learns.
 
-    Tokens outside the mask (tool answers, padding) are stepped over: the value and the advantage after them are
-    those of the next sampled token. Steps are counted from one sampled token to the next.
+    Plain form, from the last sampled token to the first, V' and A' being those of the next sampled token::
+
+        A[t] = r[t] + gamma * V' - V[t] + gamma * lam * A'
+        returns[t] = A[t] + V[t]
+
+    Tokens outside the mask (tool answers, padding) are skipped, and steps count from one sampled token to the next. The
+    recursion runs as one linear scan over time: with H = gamma * (V + lam * A), which a token hands to the sampled one
+    before it, H[t] = gamma * ((1 - lam) * V[t] + lam * (r[t] + H')) and returns[t] = r[t] + H'.
 
     Source: Schulman et al. (arXiv:1506.02438), equation 16.
 
     Args: rewards, values and mask are (B, T); gamma and lam default to the config's, else to 1.
     Raises: ValueError when the mask holds fewer than two tokens.
     """
-    gamma, lam = _option(gamma, config, "gamma", 1.0), _option(lam, config, "lam", 1.0)
+    gamma = _option(gamma, config, "gamma", 1.0)
+    lam = _option(lam, config, "lam", 1.0)
     with torch.no_grad():
         keep = response_mask.bool()
-        rewards, values = _clean(token_level_rewards, keep), _clean(values, keep)
-        returns, advantages = torch.empty_like(values), torch.empty_like(values)
+        rewards = _clean(token_level_rewards, keep)
+        values = _clean(values, keep)
+        returns = torch.empty_like(values)
+        advantages = torch.empty_like(values)
         for rows in _blocks(values):
-            # What a token hands to the sampled one before it is gamma * (V + lam * A); here without what it gets.
+            # H of each token without the part that comes from the tokens after it.
             source = torch.mul(values[rows], gamma * (1 - lam), out=advantages[rows])
             source.add_(rewards[rows], alpha=gamma * lam).mul_(as_numbers(keep[rows], values.dtype))
         handed = reverse_scan(advantages, keep, gamma * lam, 1.0, out=returns)
         for rows in _blocks(values):
-            inside, to_come = as_numbers(keep[rows], values.dtype), rewards[rows].clone()
+            inside = as_numbers(keep[rows], values.dtype)
+            to_come = rewards[rows].clone()
             to_come[:, :-1] += handed[rows, 1:]
             torch.mul(to_come, inside, out=returns[rows])
             torch.addcmul(returns[rows], values[rows], inside, value=-1, out=advantages[rows])
@@ -233,7 +249,7 @@ def compute_grpo_outcome_advantage(
     config: AdvantageConfig | None = None,
     **unused: object,
 ) -> tuple[Tensor, Tensor]:
-    """Score each response against the other samples of its prompt.
+    """Score each response against the other samples of its prompt: ``(S - mean) / (std + epsilon) * m``.
 
     Source: DeepSeekMath (arXiv:2402.03300), section 4.1; without the deviation, Dr. GRPO (arXiv:2503.20783).
 
@@ -266,7 +282,7 @@ def compute_grpo_passk_outcome_advantage(
     config: AdvantageConfig | None = None,
     **unused: object,
 ) -> tuple[Tensor, Tensor]:
-    """Credit only the best sample of a prompt, by how far it is ahead of the second best.
+    """Credit only the best sample of a prompt: ``(best - second best) / (std + epsilon) * m``, and 0 for the others.
 
     Source: Pass@k policy optimisation (arXiv:2503.19595).
 
@@ -284,7 +300,8 @@ def compute_grpo_passk_outcome_advantage(
         by_score = torch.argsort(scores, descending=True, stable=True)
         order = by_score[torch.argsort(group[by_score], stable=True)]  # groups in turn, best first
         first = torch.cumsum(size, 0) - size
-        best, second = order[first], order[first + 1]
+        best = order[first]
+        second = order[first + 1]
         lead = scores[best] - scores[second]
         if _normalises(norm_adv_by_std_in_grpo, config):
             lead = lead / (group_mean_std(scores, group, eps=0.0)[1] + epsilon)
@@ -302,7 +319,8 @@ def compute_reinforce_plus_plus_outcome_advantage(
 ) -> tuple[Tensor, Tensor]:
     """Whiten the discounted return of each token over the batch.
 
-    The return starts anew behind every token outside the mask.
+    Plain form: ``returns[t] = m[t] * (r[t] + gamma * returns[t + 1])``. So the return restarts at each token outside
+    the mask.
 
     Source: REINFORCE++ (arXiv:2501.03262), section 3.
 
@@ -331,9 +349,9 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
     config: AdvantageConfig | None = None,
     **unused: object,
 ) -> tuple[Tensor, Tensor]:
-    """Subtract the mean of the prompt's samples and whiten over the tokens of the batch.
+    """Subtract the mean of the prompt's samples and whiten over the tokens of the batch: ``whiten((S - mean) * m)``.
 
-    ``epsilon`` has no effect: whitening has its own.
+    ``epsilon`` has no effect: whitening has another one.
 
     Source: REINFORCE++ (arXiv:2501.03262), the variant with a baseline.
 
@@ -358,8 +376,8 @@ def compute_rloo_outcome_advantage(
 ) -> tuple[Tensor, Tensor]:
     """Score each response against the mean of the prompt's other samples.
 
-    A group of one has no others: it keeps its score, which is the policy gradient without a baseline. An advantage of
-    zero would drop the prompt.
+    Plain form, for a group of n: ``(S - (sum of the group - S) / (n - 1)) * m = (S - mean) * n / (n - 1) * m``. A group
+    of one keeps its score, which is the policy gradient without a baseline; an advantage of zero would drop the prompt.
 
     Source: Back to Basics (arXiv:2402.14740), section 3.3.
     """
@@ -380,6 +398,8 @@ def compute_opo_outcome_advantage(
     **unused: object,
 ) -> tuple[Tensor, Tensor]:
     """Subtract the length-weighted mean of the prompt's samples, the baseline of least variance.
+
+    Plain form, with L the lengths of the group: ``(S - (L * S).sum() / L.sum()) * m``.
 
     Source: On-policy RL with optimal reward baseline (arXiv:2505.23585), section 3.
     """
@@ -404,6 +424,8 @@ def compute_remax_outcome_advantage(
 ) -> tuple[Tensor, Tensor]:
     """Subtract the score of the greedy response from the reward to come of each token.
 
+    Plain form: ``returns[t] = sum(r[t:] * m[t:]) * m[t]`` and ``advantages = returns - baseline * m``.
+
     Source: ReMax (arXiv:2310.10505), section 4.
 
     Args: rewards and mask are (B, T), baselines (B,).
@@ -427,11 +449,12 @@ def compute_gpg_outcome_advantage(
     config: AdvantageConfig | None = None,
     **unused: object,
 ) -> tuple[Tensor, Tensor]:
-    """Centre the scores of each prompt, scaled up by the share of responses that scored at all.
+    """Centre the scores of each prompt and scale them up by the share of responses with a score other than zero.
+
+    Plain form: ``alpha * B / max(1, number of non-zero S) * (S - mean) / f_norm * m``.
 
     Source: GPG (arXiv:2504.02546), section 3.
 
-    Args: alpha multiplies ``B / max(1, number of non-zero scores)``; f_norm divides.
     """
     with torch.no_grad():
         scores = _scores(token_level_rewards, response_mask)
@@ -441,9 +464,59 @@ def compute_gpg_outcome_advantage(
     return _spread(advantages, token_level_rewards, response_mask)
 
 
-# Established names of a second implementation, which would only differ by mistake.
+# Established names of a second implementation of the same formulas.
 compute_grpo_vectorized_outcome_advantage = compute_grpo_outcome_advantage
 compute_rloo_vectorized_outcome_advantage = compute_rloo_outcome_advantage
+
+
+# Policy filtration
+
+_MIN_WEIGHT = 1e-8
+
+
+def pf_ppo_weights(scores: Tensor, reweight_method: str, weight_pow: float) -> Tensor:
+    """Return the weight by which each of (B,) scores is drawn.
+
+    Raises: ValueError for an unknown method.
+    """
+    best = scores == scores.max()
+    if reweight_method == "pow":
+        weights = scores.abs().pow(weight_pow)
+    elif reweight_method == "max_min":
+        weights = (best | (scores == scores.min())).to(scores.dtype)
+    elif reweight_method == "max_random":
+        weights = torch.where(best, 0.4, 0.1)
+    else:
+        raise ValueError(
+            f"algorithm.pf_ppo.reweight_method must be pow, max_min or max_random, got {reweight_method!r}"
+        )
+    return weights.clamp(min=_MIN_WEIGHT)
+
+
+def compute_pf_ppo_reweight_data(
+    data: DataProto,
+    reweight_method: str = "pow",
+    weight_pow: float = 2.0,
+    generator: torch.Generator | None = None,
+) -> DataProto:
+    """Draw as many rows as the batch has, with replacement, weighted by their ``token_level_scores``.
+
+    Policy filtration learns more often from responses whose reward can be trusted. Lists of the batch's length in
+    ``meta_info`` are drawn in the same way.
+
+    Source: PF-PPO (arXiv:2409.06957), section 3.
+
+    Raises: ValueError for an unknown method.
+    """
+    assert data.batch is not None
+    weights = pf_ppo_weights(data.batch["token_level_scores"].sum(-1), reweight_method, weight_pow)
+    rows = torch.multinomial(weights, len(weights), replacement=True, generator=generator)
+    drawn = data.select_idxs(rows)
+    drawn.meta_info = {
+        key: [value[i] for i in rows.tolist()] if isinstance(value, list) and len(value) == len(rows) else value
+        for key, value in data.meta_info.items()
+    }
+    return drawn
 
 
 __all__ = [
@@ -457,6 +530,7 @@ __all__ = [
     "compute_grpo_passk_outcome_advantage",
     "compute_grpo_vectorized_outcome_advantage",
     "compute_opo_outcome_advantage",
+    "compute_pf_ppo_reweight_data",
     "compute_reinforce_plus_plus_baseline_outcome_advantage",
     "compute_reinforce_plus_plus_outcome_advantage",
     "compute_remax_outcome_advantage",

@@ -1,8 +1,8 @@
-"""How per-token numbers become one number, the same for every split of a mini-batch.
+"""Aggregation of per-token numbers into one number, the same for every split of a mini-batch.
 
-A loss over a micro-batch is a *sum* together with the *unit* by which the whole mini-batch divides it. An engine adds
-the sums of all micro-batches of all data-parallel ranks and divides once, by the count of that unit in the global
-mini-batch: so neither the micro-batch size nor the number of ranks changes a loss, a gradient or a metric.
+A loss over a micro-batch is a *sum* and the *unit* by which the whole mini-batch divides it. An engine adds the sums of
+all micro-batches of all data-parallel ranks and divides once, by the count of that unit in the global mini-batch. So
+neither the micro-batch size nor the number of ranks changes a loss, a gradient or a metric.
 """
 
 from dataclasses import dataclass
@@ -42,10 +42,26 @@ Metric = Sum | Extreme
 
 
 def count_units(mask: Tensor) -> Tensor:
-    """Count what a (B, T) mask holds of each unit, in the order of ``UNITS``: a float64 tensor (3,)."""
+    """Count the units of a (B, T) mask in the order of ``UNITS``: a float64 tensor (3,)."""
     counts = torch.tensor([0.0, mask.shape[0], 1.0], dtype=torch.float64, device=mask.device)
     counts[0] = mask.sum()
     return counts
+
+
+def unit_count(lengths: Tensor, unit: Unit) -> Tensor:
+    """Count a unit in rows of (B,) lengths, at least one: a 0-dim float64 tensor.
+
+    A mean is a sum divided by this.
+    """
+    tokens = lengths.sum(dtype=torch.float64)
+    if unit == "token":
+        return tokens.clamp(min=1)
+    return torch.full_like(tokens, max(1, len(lengths)) if unit == "sequence" else 1)
+
+
+def sum_of_mean(mean: Tensor, mask: Tensor, unit: Unit) -> Sum:
+    """Return the sum over a (B, T) mask whose mean over a unit is given, for losses that can only return means."""
+    return Sum(mean * unit_count(mask.sum(-1), unit).to(mean.dtype), unit)
 
 
 def agg_unit(loss_agg_mode: str) -> Unit:
@@ -59,7 +75,7 @@ def agg_unit(loss_agg_mode: str) -> Unit:
 
 
 def row_weights(lengths: Tensor, loss_agg_mode: str, length: int) -> Tensor:
-    """Return by what the sum of each row counts, (B,) from the numbers of its tokens.
+    """Return the weight of the sum of each row, (B,) float64, from the number of its tokens.
 
     ``length`` is the constant of ``seq-mean-token-sum-norm``.
 
@@ -72,31 +88,26 @@ def row_weights(lengths: Tensor, loss_agg_mode: str, length: int) -> Tensor:
     return torch.full_like(lengths, weight, dtype=torch.float64)
 
 
-def agg_count(lengths: Tensor, loss_agg_mode: str) -> Tensor:
-    """Return by what the sum over the rows is divided, in float64: the tokens, the rows, or one."""
-    total = lengths.sum(dtype=torch.float64)
-    counts = {"token": total, "sequence": torch.full_like(total, len(lengths)), "constant": torch.ones_like(total)}
-    return counts[agg_unit(loss_agg_mode)].clamp(min=1)
-
-
 def agg_sum(loss_mat: Tensor, loss_mask: Tensor, loss_agg_mode: str, length: int | None = None) -> Sum:
     """Sum a (B, T) matrix so that dividing by the count of the unit gives the aggregated loss.
+
+    Plain form: ``((loss_mat * loss_mask).sum(-1) * row_weights(...)).sum()``.
 
     ``length`` is the constant of ``seq-mean-token-sum-norm``; it defaults to the width of the mask.
     """
     masked = torch.where(loss_mask.bool(), loss_mat, 0.0)
-    if loss_mask.is_floating_point():  # a mask may weigh
+    if loss_mask.is_floating_point():  # a mask may hold weights
         masked = masked * loss_mask
     weights = row_weights(loss_mask.sum(-1), loss_agg_mode, length or loss_mask.shape[-1])
     return Sum((masked.sum(-1) * weights.to(masked.dtype)).sum(), agg_unit(loss_agg_mode))
 
 
 def agg_loss(loss_mat: Tensor, loss_mask: Tensor, loss_agg_mode: str, length: int | None = None) -> Tensor:
-    """Aggregate a (B, T) matrix into the loss of a batch that is not split any further.
+    """Aggregate a (B, T) matrix into the loss of a batch that is not split further.
 
     Raises: ValueError for an unknown mode.
     Source: Dr. GRPO (arXiv:2503.20783) section 3.2 for the constant norm, DAPO (arXiv:2503.14476) section 3.3 for the
     token mean.
     """
     part = agg_sum(loss_mat, loss_mask, loss_agg_mode, length)
-    return part.total / agg_count(loss_mask.sum(-1), loss_agg_mode).to(part.total.dtype)
+    return part.total / unit_count(loss_mask.sum(-1), part.unit).to(part.total.dtype)

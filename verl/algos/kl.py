@@ -1,6 +1,6 @@
-"""How far the policy is from the reference: estimators per token, and controllers of their weight."""
+"""KL divergence from the reference: estimators per token, and controllers of their weight."""
 
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -11,7 +11,7 @@ KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 
 
 class UnsupportedKLError(ValueError, NotImplementedError):
-    """The estimator or the controller is not one that can be computed here."""
+    """The name of an estimator or controller is unknown, or cannot be computed from log-probabilities."""
 
 
 def check_kl_penalty(kl_penalty: str) -> str:
@@ -31,7 +31,9 @@ def check_kl_penalty(kl_penalty: str) -> str:
 
 
 def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
-    """Estimate the divergence from the reference at each sampled token.
+    """Estimate the divergence from the reference at each sampled token; with d = logprob - ref_logprob:
+
+    ``kl`` or ``k1`` is d, ``abs`` is |d|, ``mse`` or ``k2`` is d^2 / 2, ``low_var_kl`` or ``k3`` is exp(-d) + d - 1.
 
     Source: J. Schulman, "Approximating KL divergence" (2020): k1, k2 and k3.
 
@@ -48,14 +50,14 @@ def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) ->
     if kl_penalty in ("low_var_kl", "k3"):
         inverse = (-log_ratio).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
         return (inverse.exp() - inverse - 1).clamp(-_MAX_K3, _MAX_K3)
-    raise UnsupportedKLError(f"{kl_penalty!r} is a form for gradients: call kl_penalty")
+    raise UnsupportedKLError(f"kl_penalty_forward has no gradient of its own for {kl_penalty!r}: call kl_penalty")
 
 
 def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
-    """Estimate the divergence at each token; with ``+``, under the gradient of k2.
+    """Estimate the divergence at each token; a name with ``+`` has the gradient of k2.
 
-    The gradient of k2 is the unbiased one of the divergence, that of k1 and k3 is not. A name such as ``k3+`` has the
-    value of k3 and the gradient of k2 (straight-through).
+    Only the gradient of k2 is an unbiased estimate of the gradient of the divergence. So ``k3+`` has the value of k3
+    and the gradient of k2 (straight-through): ``k2 - k2.detach() + k3.detach()``.
 
     Raises: UnsupportedKLError for an unknown estimator.
     """
@@ -73,7 +75,7 @@ def compute_rewards(token_level_scores: Tensor, old_log_prob: Tensor, ref_log_pr
 
 
 class KLController(Protocol):
-    """The weight of the KL term, and how it moves."""
+    """The weight of the KL term and its updates."""
 
     value: float
 
@@ -83,13 +85,13 @@ class KLController(Protocol):
 
 
 class FixedKLController:
-    """A weight that stays."""
+    """A constant weight."""
 
     def __init__(self, kl_coef: float) -> None:
         self.value = float(kl_coef)
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Leave the weight as it is."""
+        """Keep the weight."""
 
     def state_dict(self) -> dict[str, float]:
         """Return nothing: a fixed weight comes from the config."""
@@ -100,7 +102,7 @@ class FixedKLController:
 
 
 class AdaptiveKLController:
-    """A weight that is steered towards a target divergence.
+    """A weight that follows a target divergence.
 
     Source: Ziegler et al. (arXiv:1909.08593), section 2.2.
     """
@@ -111,16 +113,19 @@ class AdaptiveKLController:
         self.horizon = float(horizon)
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Move the weight by the clipped relative error; ``n_steps`` are the sequences since the last update."""
+        """Multiply the weight by ``1 + clip(current_kl / target - 1, -0.2, 0.2) * n_steps / horizon``.
+
+        ``n_steps`` is the number of sequences since the last update.
+        """
         error = min(max(current_kl / self.target - 1.0, -0.2), 0.2)
         self.value *= 1.0 + error * n_steps / self.horizon
 
     def state_dict(self) -> dict[str, float]:
-        """Return what a resumed run needs to go on alike."""
+        """Return the weight, which a resumed run continues with."""
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Take over the weight of a saved run."""
+        """Restore the weight of a saved run."""
         self.value = float(state.get("value", self.value))
 
 
@@ -128,8 +133,21 @@ class InvalidHorizonError(ValueError, AssertionError):
     """The horizon of an adaptive controller is not positive."""
 
 
-def get_kl_controller(kl_ctrl: Any) -> KLController:
-    """Build the controller that ``algorithm.kl_ctrl`` describes (``type, kl_coef, target_kl, horizon``).
+class KLControlSettings(Protocol):
+    """The fields of ``algorithm.kl_ctrl``."""
+
+    @property
+    def type(self) -> str: ...
+    @property
+    def kl_coef(self) -> float: ...
+    @property
+    def target_kl(self) -> float: ...
+    @property
+    def horizon(self) -> int: ...
+
+
+def get_kl_controller(kl_ctrl: KLControlSettings) -> KLController:
+    """Build the controller that ``algorithm.kl_ctrl`` describes.
 
     Raises: ValueError for an unknown type, or a horizon or target that is not positive.
     """

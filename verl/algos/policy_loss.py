@@ -1,29 +1,445 @@
 """Policy losses, each over the (B, T) tokens of the sampled responses.
 
 A registered loss has the signature of ``PolicyLossFn`` and returns ``(pg_loss, pg_clipfrac, ppo_kl,
-pg_clipfrac_lower)``: the loss aggregated by ``effective_loss_agg_mode``, the rest as means over tokens. What the inputs
-hold outside the mask, NaN included, reaches neither the loss nor a gradient.
+pg_clipfrac_lower)``: the loss aggregated by ``effective_loss_agg_mode``, the other three as means over tokens. Values
+outside the mask, NaN included, reach neither the loss nor a gradient.
+
+The losses of this module compute sums (``PolicyLossSums``), because an engine adds micro-batches and ranks before it
+divides. ``_register_sums`` puts them under the established signature, which returns means. ``policy_loss_sums`` gives a
+worker the sums of any registered loss, also of one that a user registered.
 """
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction, FunctionCtx, once_differentiable
 
-from verl.algos.policy_loss_cov import compute_policy_loss_clip_cov, compute_policy_loss_kl_cov
-from verl.algos.policy_loss_registry import (
-    POLICY_LOSS_REGISTRY,
-    PolicyLossConfig,
-    PolicyLossFn,
-    PolicyLossOutput,
-    clip_range,
-    effective_loss_agg_mode,
-    get_policy_loss_fn,
-    get_token_selector,
-    need,
-    register_policy_loss,
-)
-from verl.algos.token_loss import MAX_LOG_RATIO, Rows, TokenTerms, token_loss
+from verl.algos.aggregate import Sum, Unit, agg_unit, row_weights, sum_of_mean, unit_count
 
+PolicyLossOutput = tuple[Tensor, Tensor, Tensor, Tensor]
+
+MAX_LOG_RATIO = 20.0
 _MAX_SEQUENCE_LOG_RATIO = 10.0
+
+
+# Signatures
+
+
+class PolicyLossOptions(Protocol):
+    """The fields that the losses read of ``actor_rollout_ref.actor.policy_loss``."""
+
+    @property
+    def clip_cov_ratio(self) -> float | None: ...
+    @property
+    def clip_cov_lb(self) -> float | None: ...
+    @property
+    def clip_cov_ub(self) -> float | None: ...
+    @property
+    def kl_cov_ratio(self) -> float | None: ...
+    @property
+    def ppo_kl_coef(self) -> float | None: ...
+    @property
+    def tau_pos(self) -> float: ...
+    @property
+    def tau_neg(self) -> float: ...
+
+
+class PolicyLossConfig(Protocol):
+    """The fields that the losses read of ``actor_rollout_ref.actor``."""
+
+    @property
+    def clip_ratio(self) -> float: ...
+    @property
+    def clip_ratio_low(self) -> float | None: ...
+    @property
+    def clip_ratio_high(self) -> float | None: ...
+    @property
+    def clip_ratio_c(self) -> float: ...
+    @property
+    def policy_loss(self) -> PolicyLossOptions: ...
+
+
+class PolicyLossFn(Protocol):
+    """The signature of a registered loss. A loss with a selector also takes ``selection`` (B, T)."""
+
+    def __call__(
+        self,
+        old_log_prob: Tensor,
+        log_prob: Tensor,
+        advantages: Tensor,
+        response_mask: Tensor,
+        loss_agg_mode: str,
+        config: PolicyLossConfig | None,
+        rollout_is_weights: Tensor | None = None,
+    ) -> PolicyLossOutput: ...
+
+
+@dataclass(frozen=True)
+class PolicyLossSums:
+    """A policy loss over a micro-batch before any division.
+
+    ``loss`` names the unit that divides it. The other three are sums over tokens: of the clipped tokens, of the
+    estimate of the KL, of the tokens clipped by the lower bound.
+    """
+
+    loss: Sum
+    clipped: Tensor
+    kl: Tensor
+    clipped_low: Tensor
+
+
+PolicyLossSumsFn = Callable[..., PolicyLossSums]
+"""Takes the arguments of ``PolicyLossFn`` and returns sums."""
+
+
+class Whole:
+    """Reductions over a mini-batch that one process holds; a subclass reaches the shards of the other ranks."""
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Add (n,) values over the shards."""
+        return values
+
+    def gather(self, values: Tensor) -> Tensor:
+        """Concatenate the (n,) values of the shards; all shards have the same n."""
+        return values
+
+
+class TokenSelector(Protocol):
+    """Choose tokens over a whole mini-batch. The tensors (B, T) are the rows of this rank.
+
+    ``keys`` (B, T) holds a random number for each token that does not depend on the rank that holds the token.
+    """
+
+    def __call__(
+        self,
+        old_log_prob: Tensor,
+        log_prob: Tensor,
+        advantages: Tensor,
+        response_mask: Tensor,
+        config: PolicyLossConfig,
+        keys: Tensor,
+        across: Whole,
+    ) -> Tensor: ...
+
+
+# Registry
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A registered loss and its properties."""
+
+    fn: PolicyLossFn | None
+    loss_agg_mode: str | None = None
+    selector: TokenSelector | None = None
+
+
+_Fn = TypeVar("_Fn", bound=PolicyLossFn)
+
+POLICY_LOSS_REGISTRY: dict[str, PolicyLossFn] = {}
+_ENTRIES: dict[str, _Entry] = {}
+
+
+def register_policy_loss(
+    name: str, loss_agg_mode: str | None = None, selector: TokenSelector | None = None
+) -> Callable[[_Fn], _Fn]:
+    """Register the decorated loss under a name for ``actor.policy_loss.loss_mode``; the last registration wins.
+
+    A loss aggregates by ``agg_loss`` without a length: the workers replace the mask's width by the configured length.
+
+    Args: ``loss_agg_mode`` is set by a loss that aggregates in one way only, ``selector`` by a loss that treats some
+        tokens differently and chooses them over the whole mini-batch.
+    """
+
+    def enter(fn: _Fn) -> _Fn:
+        POLICY_LOSS_REGISTRY[name] = fn
+        _ENTRIES[name] = _Entry(fn, loss_agg_mode, selector)
+        return fn
+
+    return enter
+
+
+def _register_sums(
+    name: str, loss_agg_mode: str | None = None, selector: TokenSelector | None = None
+) -> Callable[[PolicyLossSumsFn], Callable[..., PolicyLossOutput]]:
+    """Register a loss that returns sums, and return it under the established signature, which returns means."""
+
+    def enter(sums: PolicyLossSumsFn) -> Callable[..., PolicyLossOutput]:
+        @functools.wraps(sums)
+        def established(
+            old_log_prob: Tensor,
+            log_prob: Tensor,
+            advantages: Tensor,
+            response_mask: Tensor,
+            loss_agg_mode: str = loss_agg_mode or "token-mean",
+            config: PolicyLossConfig | None = None,
+            rollout_is_weights: Tensor | None = None,
+            **selection: Tensor | None,
+        ) -> PolicyLossOutput:
+            found = sums(
+                old_log_prob,
+                log_prob,
+                advantages,
+                response_mask,
+                loss_agg_mode,
+                config,
+                rollout_is_weights,
+                **selection,
+            )
+            return _means(found, response_mask)
+
+        POLICY_LOSS_REGISTRY[name] = established
+        _ENTRIES[name] = _Entry(established, loss_agg_mode, selector)
+        return established
+
+    return enter
+
+
+def _means(sums: PolicyLossSums, response_mask: Tensor) -> PolicyLossOutput:
+    """Divide sums by the counts of the given mask."""
+    lengths = response_mask.sum(-1)
+    total = sums.loss.total
+    tokens = unit_count(lengths, "token").to(total.dtype)
+    loss = total / unit_count(lengths, sums.loss.unit).to(total.dtype)
+    return loss, sums.clipped / tokens, sums.kl / tokens, sums.clipped_low / tokens
+
+
+def _entry(name: str) -> _Entry:
+    """Return the properties of a loss; none if the caller wrote it into ``POLICY_LOSS_REGISTRY`` directly."""
+    entry = _ENTRIES.get(name, _Entry(None))
+    return entry if entry.fn is POLICY_LOSS_REGISTRY.get(name) else _Entry(None)
+
+
+def get_policy_loss_fn(name: str) -> PolicyLossFn:
+    """Return a registered loss.
+
+    Raises: ValueError for an unknown name.
+    """
+    if name not in POLICY_LOSS_REGISTRY:
+        raise ValueError(
+            f"actor_rollout_ref.actor.policy_loss.loss_mode must be one of {sorted(POLICY_LOSS_REGISTRY)}, got {name!r}"
+        )
+    return POLICY_LOSS_REGISTRY[name]
+
+
+def effective_loss_agg_mode(name: str, loss_agg_mode: str) -> str:
+    """Return the mode by which the named loss aggregates when the config asks for ``loss_agg_mode``."""
+    return _entry(name).loss_agg_mode or loss_agg_mode
+
+
+def get_token_selector(name: str) -> TokenSelector | None:
+    """Return the function that chooses tokens for the named loss over a whole mini-batch, or None."""
+    return _entry(name).selector
+
+
+def policy_loss_sums(
+    name: str,
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str,
+    config: PolicyLossConfig,
+    rollout_is_weights: Tensor | None = None,
+    length: int | None = None,
+    **selection: Tensor,
+) -> PolicyLossSums:
+    """Compute the named loss over a micro-batch (B, T) as sums.
+
+    Args: ``length`` replaces the width of the mask as the constant of ``seq-mean-token-sum-norm``; ``selection`` is for
+        losses with a selector.
+    Raises: ValueError for an unknown name.
+    """
+    loss_fn: Callable[..., PolicyLossOutput] = get_policy_loss_fn(name)
+    loss_fn_of_sums = _sums_of_means(loss_fn, agg_unit(effective_loss_agg_mode(name, loss_agg_mode)))
+    sums = loss_fn_of_sums(
+        old_log_prob=old_log_prob,
+        log_prob=log_prob,
+        advantages=advantages,
+        response_mask=response_mask,
+        loss_agg_mode=loss_agg_mode,
+        config=config,
+        rollout_is_weights=rollout_is_weights,
+        **selection,
+    )
+    if length is None or sums.loss.unit != "constant":
+        return sums
+    return dataclasses.replace(sums, loss=Sum(sums.loss.total * (response_mask.shape[-1] / length), "constant"))
+
+
+def _sums_of_means(fn: Callable[..., PolicyLossOutput], unit: Unit) -> PolicyLossSumsFn:
+    """Adapt a loss of the established signature, such as one that a user registered: sum = mean x count.
+
+    Such a loss can only divide by the counts of the tensors that it is given. The losses of this module take the same
+    way: to skip the division would change the last bit of the metrics of a run.
+    """
+
+    def sums(
+        old_log_prob: Tensor,
+        log_prob: Tensor,
+        advantages: Tensor,
+        response_mask: Tensor,
+        loss_agg_mode: str,
+        config: PolicyLossConfig,
+        rollout_is_weights: Tensor | None,
+        **selection: Tensor,
+    ) -> PolicyLossSums:
+        loss, clipped, kl, clipped_low = fn(
+            old_log_prob=old_log_prob,
+            log_prob=log_prob,
+            advantages=advantages,
+            response_mask=response_mask,
+            loss_agg_mode=loss_agg_mode,
+            config=config,
+            rollout_is_weights=rollout_is_weights,
+            **selection,
+        )
+        return PolicyLossSums(
+            loss=sum_of_mean(loss, response_mask, unit),
+            clipped=sum_of_mean(clipped, response_mask, "token").total,
+            kl=sum_of_mean(kl, response_mask, "token").total,
+            clipped_low=sum_of_mean(clipped_low, response_mask, "token").total,
+        )
+
+    return sums
+
+
+# Evaluation in blocks of rows
+
+BLOCK_ELEMENTS = {"cpu": 1 << 17}
+BLOCK_ELEMENTS_DEFAULT = 1 << 25
+"""Tokens per block: as many as fit a CPU's cache, or keep an accelerator busy."""
+
+_INTEGERS = {4: torch.int32, 8: torch.int64}
+
+
+class Rows:
+    """The mask of a block of rows, with the number of tokens of each row: ``counts`` (b,)."""
+
+    def __init__(self, mask: Tensor, dtype: torch.dtype) -> None:
+        self.counts = mask.sum(-1)
+        self.dtype = dtype
+        self._bits = mask.bool().to(_INTEGERS[dtype.itemsize]).neg_()  # all bits set inside the mask
+
+    def inside(self, values: Tensor) -> Tensor:
+        """Return the values (b, T) in ``dtype``, zero outside the mask: ``where(mask, values, 0)``.
+
+        It clears the bits of the numbers, which has no branch and is several times faster than ``torch.where``.
+        """
+        return (values.to(self.dtype).view(self._bits.dtype) & self._bits).view(self.dtype)
+
+
+@dataclass
+class TokenTerms:
+    """The loss of each token of a block (b, T), zero outside the mask, and three sums over the block.
+
+    ``slope()`` is the derivative of ``loss`` in the log-probability. The sums are those of ``PolicyLossSums``.
+    """
+
+    loss: Tensor
+    slope: Callable[[], Tensor]
+    kl: Tensor | float = 0.0
+    clipped: Tensor | float = 0.0
+    clipped_low: Tensor | float = 0.0
+
+
+TokenFn = Callable[..., TokenTerms]
+"""Takes ``Rows`` and blocks of tensors (b, T), whose values outside the mask are arbitrary."""
+
+
+class _WithSlope(torch.autograd.Function):
+    """Attach the known derivative of a scalar in a tensor."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, variable: Tensor, value: Tensor, slope: Tensor) -> Tensor:
+        ctx.save_for_backward(slope)
+        return value.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: BackwardCFunction, grad: Tensor) -> tuple[Tensor, None, None]:
+        (slope,) = ctx.saved_tensors
+        return slope * grad, None, None
+
+
+def token_loss(
+    fn: TokenFn,
+    log_prob: Tensor,
+    tensors: tuple[Tensor, ...],
+    response_mask: Tensor,
+    loss_agg_mode: str,
+    weights: Tensor | None = None,
+) -> PolicyLossSums:
+    """Sum a loss over tokens, each multiplied by its weight.
+
+    Plain form: ``agg_sum(fn(log_prob, *tensors).loss * weights, response_mask, loss_agg_mode)``, with the gradient by
+    autograd. Rows are independent, so this works on a few rows at a time: intermediate results stay in the cache, and
+    the only allocation of the size of the batch is the gradient, which the formula of each loss gives in closed form.
+
+    Args: ``fn`` gets blocks of rows of ``log_prob``, in fp32 or better, and of the other tensors, all (B, T).
+    """
+    current = log_prob.detach()
+    current = current.to(torch.promote_types(current.dtype, torch.float32))
+    width = response_mask.shape[-1]
+    slope = torch.empty_like(current) if torch.is_grad_enabled() and log_prob.requires_grad else None
+    sums = []
+    with torch.no_grad():
+        for block in _row_blocks(current):
+            rows = Rows(response_mask[block], current.dtype)
+            terms = fn(rows, current[block], *(tensor[block] for tensor in tensors))
+            scale = row_weights(rows.counts, loss_agg_mode, width).to(current.dtype).unsqueeze(-1)
+            if weights is not None:
+                scale = scale * rows.inside(weights[block])
+                total = (terms.loss * scale).sum()
+            else:
+                total = torch.dot(terms.loss.sum(-1), scale.squeeze(-1))
+            statistics = (terms.kl, terms.clipped, terms.clipped_low)
+            sums.append(torch.stack([total, *(torch.as_tensor(value).to(total) for value in statistics)]))
+            if slope is not None:
+                torch.mul(terms.slope(), scale, out=slope[block])
+        loss, kl, clipped, clipped_low = torch.stack(sums).sum(0).unbind()
+    if slope is not None:
+        loss = _WithSlope.apply(log_prob, loss, slope)  # type: ignore[no-untyped-call]
+    return PolicyLossSums(Sum(loss, agg_unit(loss_agg_mode)), clipped, kl, clipped_low)
+
+
+def _row_blocks(tensor: Tensor) -> list[slice]:
+    """Return the blocks of rows; a tensor without rows has one empty block."""
+    elements = BLOCK_ELEMENTS.get(tensor.device.type, BLOCK_ELEMENTS_DEFAULT)
+    rows = max(1, elements // max(1, tensor.shape[-1]))
+    return [slice(at, at + rows) for at in range(0, max(1, tensor.shape[0]), rows)]
+
+
+# Fields of the config
+
+
+def clip_range(config: PolicyLossConfig | None, name: str) -> tuple[float, float]:
+    """Return how far the ratio may fall below 1 and rise above 1 before it is clipped.
+
+    Raises: ValueError without a config.
+    """
+    config = need(config, name)
+    low = config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low
+    high = config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
+    return low, high
+
+
+def need(config: PolicyLossConfig | None, name: str) -> PolicyLossConfig:
+    """Return the config.
+
+    Raises: ValueError if it is None.
+    """
+    if config is None:
+        raise ValueError(f"policy loss {name!r} reads its parameters from the actor's config: pass config")
+    return config
+
+
+# Losses
 
 
 class ClipRatioError(ValueError, AssertionError):
@@ -33,7 +449,12 @@ class ClipRatioError(ValueError, AssertionError):
 def clipped_terms(
     rows: Rows, log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, low: float, high: float, dual: float
 ) -> TokenTerms:
-    """Return the dual-clipped loss of each token, and whether the upper and the lower clip acted.
+    """Return the dual-clipped loss of each token, and count the tokens at the upper and at the lower clip.
+
+    Plain form, with ratio = exp(log_prob - old_log_prob)::
+
+        loss = maximum(-A * ratio, -A * ratio.clamp(1 - low, 1 + high))
+        loss = where(A < 0, minimum(loss, -dual * A), loss)
 
     Source: PPO (arXiv:1707.06347), equation 7; dual clip, arXiv:1912.09729, section 4.
     """
@@ -44,7 +465,7 @@ def clipped_terms(
     plain = advantages * ratio
     gain = plain.minimum(ratio.clamp_(1 - low, 1 + high).mul_(advantages))
     acted = plain.sub_(gain).sign_()  # 1 where the clip has lowered the gain
-    bound = advantages.clamp_(max=0).mul_(dual)  # zero, which no gain falls below, where no advantage is negative
+    bound = advantages.clamp_(max=0).mul_(dual)  # zero for positive advantages, whose gain is never below zero
     loss = bound.maximum(gain)
     acted_low = gain.sub_(loss).sign_().neg_()  # 1 where the bound has raised it
     loss.neg_()
@@ -55,7 +476,7 @@ def clipped_terms(
     return TokenTerms(loss, slope, kl, clipped=acted.sum(), clipped_low=acted_low.sum())
 
 
-@register_policy_loss("vanilla")
+@_register_sums("vanilla")
 def compute_policy_loss_vanilla(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -64,8 +485,8 @@ def compute_policy_loss_vanilla(
     loss_agg_mode: str = "token-mean",
     config: PolicyLossConfig | None = None,
     rollout_is_weights: Tensor | None = None,
-) -> PolicyLossOutput:
-    """Clip the ratio of each token, and for negative advantages the loss as well.
+) -> PolicyLossSums:
+    """Clip the ratio of each token, and the loss of tokens with a negative advantage; see ``clipped_terms``.
 
     Raises: ValueError, also an AssertionError, when ``clip_ratio_c`` is not above 1.
     """
@@ -86,7 +507,7 @@ def _vanilla(
     high: float,
     dual: float,
     weights: Tensor | None = None,
-) -> PolicyLossOutput:
+) -> PolicyLossSums:
     if not dual > 1.0:
         raise ClipRatioError(f"actor_rollout_ref.actor.clip_ratio_c must be above 1, got {dual}")
 
@@ -115,10 +536,11 @@ def compute_policy_loss(
     high = cliprange if cliprange_high is None else cliprange_high
     if low is None or high is None:
         raise ValueError("compute_policy_loss needs cliprange, or both cliprange_low and cliprange_high")
-    return _vanilla(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, low, high, clip_ratio_c)
+    sums = _vanilla(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, low, high, clip_ratio_c)
+    return _means(sums, response_mask)
 
 
-@register_policy_loss("gspo", loss_agg_mode="seq-mean-token-mean")
+@_register_sums("gspo", loss_agg_mode="seq-mean-token-mean")
 def compute_policy_loss_gspo(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -127,21 +549,31 @@ def compute_policy_loss_gspo(
     loss_agg_mode: str = "seq-mean-token-mean",
     config: PolicyLossConfig | None = None,
     rollout_is_weights: Tensor | None = None,
-) -> PolicyLossOutput:
+) -> PolicyLossSums:
     """Clip the length-normalised ratio of the whole response; its gradient is spread over the tokens.
+
+    Plain form, for each token of a response, ``sg`` being stop-gradient::
+
+        mean = (log_prob - old_log_prob).sum() / length
+        ratio = exp(log_prob - sg(log_prob) + sg(mean))
+        loss = maximum(-A * ratio, -A * ratio.clamp(1 - low, 1 + high))
 
     Source: GSPO (arXiv:2507.18071), section 4.3 (GSPO-token).
     """
     low, high = clip_range(config, "gspo")
 
     def terms(rows: Rows, log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor) -> TokenTerms:
-        log_ratio, advantages = rows.inside(log_prob - old_log_prob), rows.inside(advantages)
+        log_ratio = rows.inside(log_prob - old_log_prob)
+        advantages = rows.inside(advantages)
         mean = log_ratio.sum(-1, keepdim=True) / rows.counts.clamp(min=1).unsqueeze(-1)
-        ratio = mean.clamp(max=_MAX_SEQUENCE_LOG_RATIO).exp()  # (b, 1), that of every token of the response
+        ratio = mean.clamp(max=_MAX_SEQUENCE_LOG_RATIO).exp()  # (b, 1), shared by the tokens of a response
         bounded = ratio.clamp(1 - low, 1 + high)
-        positive, negative = advantages.clamp(min=0), advantages.clamp_(max=0)
-        low_ratio, high_ratio = ratio.minimum(bounded), ratio.maximum(bounded)
-        too_high, too_low = ratio > low_ratio, ratio < high_ratio  # (b, 1): for a positive, for a negative advantage
+        positive = advantages.clamp(min=0)
+        negative = advantages.clamp_(max=0)
+        low_ratio = ratio.minimum(bounded)
+        high_ratio = ratio.maximum(bounded)
+        too_high = ratio > low_ratio  # (b, 1), clips positive advantages
+        too_low = ratio < high_ratio  # (b, 1), clips negative advantages
         clipped = positive.sign().sum(-1, keepdim=True) * too_high - negative.sign().sum(-1, keepdim=True) * too_low
 
         def slope() -> Tensor:
@@ -155,7 +587,7 @@ def compute_policy_loss_gspo(
     return token_loss(terms, log_prob, tensors, response_mask, "seq-mean-token-mean", rollout_is_weights)
 
 
-@register_policy_loss("gpg")
+@_register_sums("gpg")
 def compute_policy_loss_gpg(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -164,8 +596,8 @@ def compute_policy_loss_gpg(
     loss_agg_mode: str = "token-mean",
     config: PolicyLossConfig | None = None,
     rollout_is_weights: Tensor | None = None,
-) -> PolicyLossOutput:
-    """Take the plain policy gradient, without ratio or clip.
+) -> PolicyLossSums:
+    """Compute the plain policy gradient, without ratio or clip: ``loss = -A * log_prob``.
 
     Source: GPG (arXiv:2504.02546), section 3.
     """
@@ -177,7 +609,7 @@ def compute_policy_loss_gpg(
     return token_loss(terms, log_prob, (advantages,), response_mask, loss_agg_mode, rollout_is_weights)
 
 
-@register_policy_loss("geo_mean", loss_agg_mode="seq-mean-token-mean")
+@_register_sums("geo_mean", loss_agg_mode="seq-mean-token-mean")
 def compute_policy_loss_geo_mean(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -186,17 +618,22 @@ def compute_policy_loss_geo_mean(
     loss_agg_mode: str = "seq-mean-token-mean",
     config: PolicyLossConfig | None = None,
     rollout_is_weights: Tensor | None = None,
-) -> PolicyLossOutput:
+) -> PolicyLossSums:
     """Weigh each response by the geometric mean of its token ratios, clipped token by token in the log domain.
+
+    Plain form, for each response, with d = log_prob - old_log_prob::
+
+        d = where(A > 0, d.clamp(max=high), d.clamp(min=-low))
+        loss = -mean(A) * exp(mean(d))
 
     Source: GMPO (arXiv:2507.20673), section 3.
     """
     low, high = clip_range(config, "geo_mean")
-    lengths, tokens = response_mask.sum(-1).clamp(min=1), response_mask.sum().clamp(min=1)
-    keep, dtype = response_mask.bool(), torch.promote_types(log_prob.dtype, torch.float32)
-    log_ratio, advantages = (
-        torch.where(keep, x.to(dtype), 0.0) for x in (log_prob.to(dtype) - old_log_prob, advantages)
-    )
+    lengths = response_mask.sum(-1).clamp(min=1)
+    keep = response_mask.bool()
+    dtype = torch.promote_types(log_prob.dtype, torch.float32)
+    log_ratio = torch.where(keep, (log_prob.to(dtype) - old_log_prob).to(dtype), 0.0)
+    advantages = torch.where(keep, advantages.to(dtype), 0.0)
     clamped = log_ratio.clamp(-low, high)
     sign = advantages.sign()
     pessimistic = sign * (sign * log_ratio).minimum(sign * clamped)
@@ -205,15 +642,15 @@ def compute_policy_loss_geo_mean(
         log_weights = torch.where(keep, (rollout_is_weights + 1e-10).log(), 0.0)
         loss = loss * (log_weights.sum(-1) / lengths).exp()
     acted = clamped != log_ratio
-    return (
-        loss.sum() / max(1, len(loss)),
-        (acted & (advantages > 0)).sum(dtype=loss.dtype) / tokens,
-        -log_ratio.detach().sum() / tokens,
-        (acted & (advantages < 0)).sum(dtype=loss.dtype) / tokens,
+    return PolicyLossSums(
+        loss=Sum(loss.sum(), "sequence"),
+        clipped=(acted & (advantages > 0)).sum(dtype=loss.dtype),
+        kl=-log_ratio.detach().sum(),
+        clipped_low=(acted & (advantages < 0)).sum(dtype=loss.dtype),
     )
 
 
-@register_policy_loss("cispo")
+@_register_sums("cispo")
 def compute_policy_loss_cispo(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -222,8 +659,10 @@ def compute_policy_loss_cispo(
     loss_agg_mode: str = "token-mean",
     config: PolicyLossConfig | None = None,
     rollout_is_weights: Tensor | None = None,
-) -> PolicyLossOutput:
+) -> PolicyLossSums:
     """Weigh the policy gradient of each token by its clipped ratio, so that no token loses its gradient.
+
+    Plain form: ``loss = -ratio.detach().clamp(1 - low, 1 + high) * A * log_prob``.
 
     Source: MiniMax-M1 (arXiv:2506.13585), section 3.1 (CISPO).
     """
@@ -240,7 +679,7 @@ def compute_policy_loss_cispo(
     return token_loss(terms, log_prob, (old_log_prob, advantages), response_mask, loss_agg_mode, rollout_is_weights)
 
 
-@register_policy_loss("sapo")
+@_register_sums("sapo")
 def compute_policy_loss_sapo(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -249,15 +688,19 @@ def compute_policy_loss_sapo(
     loss_agg_mode: str = "token-mean",
     config: PolicyLossConfig | None = None,
     rollout_is_weights: Tensor | None = None,
-) -> PolicyLossOutput:
+) -> PolicyLossSums:
     """Let the gradient of a token fade as its ratio leaves 1, by a sigmoid with a temperature for each sign.
 
-    Source: SAPO (arXiv:2511.20347), section 3; there aggregated by ``seq-mean-token-mean``.
+    Plain form: ``loss = -A * 4 / tau * sigmoid(tau * (ratio - 1))``, tau being ``tau_pos`` for positive advantages and
+    ``tau_neg`` otherwise.
+
+    Source: SAPO (arXiv:2511.20347), section 3, which aggregates by ``seq-mean-token-mean``.
     """
     options = need(config, "sapo").policy_loss
 
     def terms(rows: Rows, log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor) -> TokenTerms:
-        difference, advantages = rows.inside(log_prob - old_log_prob), rows.inside(advantages)
+        difference = rows.inside(log_prob - old_log_prob)
+        advantages = rows.inside(advantages)
         ratio = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp_()
         tau = (advantages > 0).to(ratio).mul_(options.tau_pos - options.tau_neg).add_(options.tau_neg)
         gate = ((ratio - 1) * tau).sigmoid_()
@@ -265,6 +708,209 @@ def compute_policy_loss_sapo(
         return TokenTerms(loss, lambda: gate * (1 - gate) * ratio * advantages * -4, -difference.sum())
 
     return token_loss(terms, log_prob, (old_log_prob, advantages), response_mask, loss_agg_mode, rollout_is_weights)
+
+
+# Losses that select tokens
+#
+# They treat the tokens of highest covariance of log-probability and advantage differently, to keep the entropy of the
+# policy up: "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models" (arXiv:2505.22617),
+# section 4. The choice is made over a whole mini-batch: a worker calls the selector before the update and passes each
+# micro-batch its part of ``selection`` (B, T). Without ``selection``, a loss selects over the tensors that it gets.
+
+_MASK_33 = (1 << 33) - 1
+_MASK_34 = (1 << 34) - 1
+_MASK_37 = (1 << 37) - 1
+# The constants of SplitMix64, as signed integers.
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+_FACTOR_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+_FACTOR_2 = 0x94D049BB133111EB - (1 << 64)
+
+
+def _mix(value: Tensor) -> Tensor:
+    """Scramble int64 values so that close inputs give unrelated outputs.
+
+    Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014), variant 13.
+    """
+    value = (value ^ ((value >> 30) & _MASK_34)) * _FACTOR_1  # the masks make the shifts of signed numbers logical
+    value = (value ^ ((value >> 27) & _MASK_37)) * _FACTOR_2
+    return value ^ ((value >> 31) & _MASK_33)
+
+
+def token_keys(seeds: Tensor, width: int, draw: int = 0) -> Tensor:
+    """Return a random number of 63 bits for each token, (B, width) int64.
+
+    It depends only on the seed of the row, (B,) int64, on the number of the draw and on the token's place in the
+    response.
+    """
+    columns = torch.arange(1, width + 1, dtype=torch.int64, device=seeds.device)
+    rows = _mix(seeds.to(torch.int64) + torch.tensor(draw + 1, device=seeds.device) * _FACTOR_1)
+    return _mix(rows.unsqueeze(1) + columns * _GOLDEN) & ((1 << 63) - 1)
+
+
+def _covariance(log_prob: Tensor, advantages: Tensor, mask: Tensor, across: Whole) -> tuple[Tensor, int]:
+    """Return each token's contribution to the covariance of log-probability and advantage, and the number of tokens.
+
+    Plain form: ``(A - mean(A)) * (log_prob - mean(log_prob))``, the means over all tokens inside the mask. The means
+    are rounded to the tensors' precision, so that the order of the additions does not change them.
+    """
+    keep = mask.bool()
+    log_prob = torch.where(keep, log_prob.detach(), 0.0)
+    advantages = torch.where(keep, advantages, 0.0)
+    sums = across.sum(torch.stack([keep.sum().double(), advantages.double().sum(), log_prob.double().sum()]))
+    count = sums[0].clamp(min=1)
+    mean_advantage, mean_log_prob = ((sums[at] / count).to(log_prob.dtype) for at in (1, 2))
+    return (advantages - mean_advantage) * (log_prob - mean_log_prob), int(sums[0].item())
+
+
+def _threshold(values: Tensor, candidates: Tensor, count: int, across: Whole) -> Tensor:
+    """Return the ``count``-th smallest value of the candidates of all shards, the largest number if they are fewer."""
+    info = torch.finfo(values.dtype) if values.is_floating_point() else torch.iinfo(values.dtype)
+    smallest = torch.full((count,), info.max, dtype=values.dtype, device=values.device)
+    pool = values[candidates]
+    own = pool.topk(min(count, pool.numel()), largest=False).values
+    smallest[: own.numel()] = own
+    return across.gather(smallest).topk(count, largest=False).values.max()
+
+
+def _first(keys: Tensor, candidates: Tensor, count: int, across: Whole) -> Tensor:
+    """Choose the ``count`` candidates with the smallest keys; copies of a row are chosen together."""
+    return candidates & (keys <= _threshold(keys, candidates, count, across))
+
+
+def select_clip_cov(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    config: PolicyLossConfig,
+    keys: Tensor,
+    across: Whole,
+) -> Tensor:
+    """Choose at random among the tokens whose covariance lies between the bounds and whose ratio is not clipped.
+
+    Returns: (B, T) bool. ``keys`` are the random numbers, so the choice depends on neither shards nor order.
+    """
+    low, high = clip_range(config, "clip_cov")
+    options = config.policy_loss
+    share = 2e-4 if options.clip_cov_ratio is None else options.clip_cov_ratio
+    lower = 1.0 if options.clip_cov_lb is None else options.clip_cov_lb
+    upper = 5.0 if options.clip_cov_ub is None else options.clip_cov_ub
+    keep = response_mask.bool()
+    covariance, tokens = _covariance(log_prob, advantages, response_mask, across)
+    ratio = (log_prob.detach() - old_log_prob).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    clipped = torch.where(advantages > 0, ratio > 1 + high, ratio < 1 - low)  # irrelevant for an advantage of zero
+    candidates = keep & (covariance > lower) & (covariance < upper) & ~clipped
+    return _first(keys, candidates, max(1, int(share * tokens)), across)
+
+
+def select_kl_cov(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    config: PolicyLossConfig,
+    keys: Tensor,
+    across: Whole,
+) -> Tensor:
+    """Choose the tokens of highest covariance; among ties at the threshold, those with the smallest keys.
+
+    Returns: (B, T) bool.
+    """
+    share = config.policy_loss.kl_cov_ratio
+    covariance, tokens = _covariance(log_prob, advantages, response_mask, across)
+    count = max(1, int((2e-4 if share is None else share) * tokens))
+    keep = response_mask.bool()
+    threshold = _threshold(-covariance, keep, count, across)
+    above = keep & (-covariance < threshold)
+    tied = keep & (-covariance == threshold)
+    rest = count - int(across.sum(above.sum().unsqueeze(0)).item())
+    return above | _first(keys, tied, rest, across)
+
+
+def _own_keys(mask: Tensor) -> Tensor:
+    """Return keys from torch's generator, for a loss that selects over the tensors that it gets."""
+    draw = int(torch.randint(1 << 31, ()).item())
+    return token_keys(torch.arange(mask.shape[0], device=mask.device), mask.shape[1], draw)
+
+
+@_register_sums("clip_cov", selector=select_clip_cov)
+def compute_policy_loss_clip_cov(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: PolicyLossConfig | None = None,
+    rollout_is_weights: Tensor | None = None,
+    selection: Tensor | None = None,
+) -> PolicyLossSums:
+    """Clip the ratio of each token, and drop a few tokens of high covariance from the loss.
+
+    Plain form: ``loss = where(selection, 0, maximum(-A * ratio, -A * ratio.clamp(1 - low, 1 + high)))``.
+
+    Source: arXiv:2505.22617, section 4.3 (Clip-Cov).
+    """
+    config = need(config, "clip_cov")
+    low, high = clip_range(config, "clip_cov")
+    if selection is None:
+        selection = select_clip_cov(
+            old_log_prob, log_prob, advantages, response_mask, config, _own_keys(response_mask), Whole()
+        )
+
+    def terms(rows: Rows, log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, selected: Tensor) -> TokenTerms:
+        log_ratio = rows.inside(log_prob - old_log_prob).clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        advantages = rows.inside(advantages) * ~selected
+        ratio = log_ratio.exp()
+        plain = advantages * ratio
+        clipped = advantages * ratio.clamp(1 - low, 1 + high)
+        loss = -plain.minimum(clipped)
+        chosen = rows.inside(selected.to(loss)).sum()
+        return TokenTerms(loss, lambda: torch.where(plain <= clipped, loss, 0.0), -log_ratio.sum(), chosen)
+
+    tensors = (old_log_prob, advantages, selection)
+    return token_loss(terms, log_prob, tensors, response_mask, loss_agg_mode, rollout_is_weights)
+
+
+@_register_sums("kl_cov", selector=select_kl_cov)
+def compute_policy_loss_kl_cov(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: PolicyLossConfig | None = None,
+    rollout_is_weights: Tensor | None = None,
+    selection: Tensor | None = None,
+) -> PolicyLossSums:
+    """Leave the ratio unclipped, and penalise |log_ratio| of a few tokens of the highest covariance.
+
+    Plain form: ``loss = -A * ratio + where(selection, ppo_kl_coef * |log_prob - old_log_prob|, 0)``.
+
+    Source: arXiv:2505.22617, section 4.3 (KL-Cov).
+
+    Returns: as every loss; ``ppo_kl`` is the mean of |log_ratio|.
+    """
+    config = need(config, "kl_cov")
+    if selection is None:
+        selection = select_kl_cov(
+            old_log_prob, log_prob, advantages, response_mask, config, _own_keys(response_mask), Whole()
+        )
+    coefficient = 1.0 if config.policy_loss.ppo_kl_coef is None else config.policy_loss.ppo_kl_coef
+
+    def terms(rows: Rows, log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, selected: Tensor) -> TokenTerms:
+        difference = rows.inside(log_prob - old_log_prob)
+        log_ratio = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        plain = -rows.inside(advantages) * log_ratio.exp()
+        distance = difference.abs()
+
+        def slope() -> Tensor:
+            steady = torch.where(log_ratio == difference, plain, 0.0)
+            return steady + torch.where(selected, coefficient * difference.sign(), 0.0)
+
+        return TokenTerms(plain + torch.where(selected, coefficient * distance, 0.0), slope, distance.sum())
+
+    tensors = (old_log_prob, advantages, selection)
+    return token_loss(terms, log_prob, tensors, response_mask, loss_agg_mode, rollout_is_weights)
 
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""A Hugging Face folder from the files that the ranks of a run have written."""
+"""Merge the sharded checkpoint of a run into a Hugging Face folder."""
 
 from verl.model_merger.base import MergeOptions
 from verl.model_merger.merger import compare, merge

@@ -1,24 +1,27 @@
-"""What a merge is asked to do, and what it needs of the checkpoint of any backend."""
+"""Options of a merge, and the interface that each backend's checkpoint implements."""
 
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from verl.utils.checkpoint.files import LAYOUT_NAMES, CheckpointError
+from verl.utils.checkpoint.files import LAYOUT_NAMES, CheckpointError, Manifest, read_manifest
 from verl.workers.engine.weights import DTYPES
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 HF_FOLDER = "huggingface"
 
 
 @dataclass(frozen=True)
 class MergeOptions:
-    """What is merged, and how; ``dtype`` None is that of the source model, where the checkpoint tells it."""
+    """The checkpoint to merge and how; ``dtype`` None is the source model's dtype if the checkpoint records it."""
 
     backend: str
     local_dir: str
@@ -30,11 +33,11 @@ class MergeOptions:
 
 
 class BaseMerger(ABC):
-    """The weights of one checkpoint. ``config`` is that of the model that is written."""
+    """Reads the weights of one checkpoint; ``config`` describes the model to write."""
 
     has_adapter = False
     adapter_config: dict[str, Any] = {}
-    config: Any
+    config: "PretrainedConfig"
 
     def __init__(self, options: MergeOptions) -> None:
         self.options = options
@@ -44,25 +47,25 @@ class BaseMerger(ABC):
 
     @abstractmethod
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (checkpoint name, whole tensor), tied ones once."""
+        """Yield (checkpoint name, full tensor), tied tensors once."""
 
     def adapter(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield what trained, under peft's names."""
+        """Yield the trained adapter tensors under peft's names."""
         yield from ()
 
     @property
     @abstractmethod
     def num_tensors(self) -> int:
-        """Return about how many tensors ``weights`` yields."""
+        """Return the approximate number of tensors that ``weights`` yields."""
 
     def read_dtypes(self, layout_name: str) -> None:
-        """Take note of the dtypes of the model that training started from, where the checkpoint tells them."""
+        """Read the dtypes of the model that training started from, if the checkpoint records them."""
         fields = json.loads((self.folder / layout_name).read_text())
         self.source_dtype = DTYPES.get(fields.get("source_dtype"))
         self.other_dtypes = {name: DTYPES[dtype] for name, dtype in fields.get("other_dtypes", {}).items()}
 
     def cast(self, name: str, tensor: Tensor) -> Tensor:
-        """Return a tensor in the dtype that was asked for."""
+        """Convert a tensor to the requested dtype."""
         if not tensor.is_floating_point():
             return tensor
         if self.options.dtype is not None:
@@ -71,24 +74,37 @@ class BaseMerger(ABC):
 
 
 def right_folder(folder: Path, layout_name: str) -> str:
-    """Say which folder is meant where one above it was given."""
+    """Return a hint at the right folder when a parent or another backend's folder was given."""
     expected = "--local_dir must be the folder of one role, <run>/global_step_<N>/actor"
     if not folder.is_dir():
-        return f"it is no folder; {expected}"
+        return f"it is not a folder; {expected}"
     other = next((name for name in LAYOUT_NAMES if name != layout_name and (folder / name).is_file()), None)
     if other is not None:
-        return f"write --backend {other.split('_')[0]}, which wrote its {other}"
+        return f"use --backend {other.split('_')[0]}, which wrote its {other}"
     found = sorted({path.parent for depth in ("*", "*/*") for path in folder.glob(f"{depth}/{layout_name}")})
-    return f"{expected}; write one of {', '.join(map(str, found))}" if found else expected
+    return f"{expected}; use one of {', '.join(map(str, found))}" if found else expected
 
 
-def load_config(folder: Path, trust_remote_code: bool) -> Any:
-    """Return the configuration of the model in a checkpoint. Raises: CheckpointError."""
+def read_manifests(folder: Path, world_size: int) -> tuple[list[Manifest], list[str]]:
+    """Return the manifests of all ranks, and the problems of those that are missing or damaged."""
+    manifests = []
+    problems = []
+    for rank in range(world_size):
+        try:
+            manifests.append(read_manifest(folder, world_size, rank))
+        except CheckpointError as error:
+            problems.append(str(error))
+    return manifests, problems
+
+
+def load_config(folder: Path, trust_remote_code: bool) -> "PretrainedConfig":
+    """Return the model configuration of a checkpoint. Raises: CheckpointError."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     path = folder / HF_FOLDER
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, StrictDataclassError) as error:
-        raise CheckpointError(f"{path} does not hold the configuration of a model: {error}") from error
+        raise CheckpointError(f"{path} holds no valid model configuration: {error}") from error
+    return config

@@ -1,8 +1,8 @@
-"""The weights of an FSDP checkpoint: the shards of all ranks put together."""
+"""Read an FSDP checkpoint: join the shards of all ranks."""
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -15,11 +15,14 @@ from verl.workers.engine.fsdp.adapters import ADAPTER_FOLDER, base_name, is_adap
 from verl.workers.engine.fsdp.weights import checkpoint_names
 from verl.workers.engine.weights import HEAD
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 _PEFT = "base_model.model."
 
 
 class FSDPMerger(BaseMerger):
-    """The weights of one checkpoint. Raises: CheckpointError when they are not whole or of another model."""
+    """Reads the weights of one checkpoint. Raises: CheckpointError if it is incomplete or does not match its config."""
 
     def __init__(self, options: MergeOptions) -> None:
         super().__init__(options)
@@ -37,42 +40,41 @@ class FSDPMerger(BaseMerger):
             content: dict[str, Any] = json.loads(path.read_text())
             content["lora_alpha"], content["r"]
         except (OSError, ValueError, KeyError) as error:
-            raise CheckpointError(f"{path}, which says how adapters are scaled, cannot be read: {error}") from error
+            raise CheckpointError(f"{path}, which holds the scale of the adapters, cannot be read: {error}") from error
         return content
 
-    def _empty_model(self) -> Any:
-        """Build the model without storage: it knows names, order, ties and conversions."""
+    def _empty_model(self) -> "PreTrainedModel":
+        """Build the model without storage, for its parameter names, order, ties and conversions."""
         config = load_config(self.folder, self.options.trust_remote_code)
         if self.options.tie_word_embedding:
             config.tie_word_embeddings = True
         is_value = any(name.startswith(HEAD) for name in self.places)
         if self.options.is_value_model and not is_value:
-            raise CheckpointError(f"--is-value-model: {self.folder} holds no tensor {HEAD}weight, so it is no critic")
+            raise CheckpointError(f"--is-value-model: {self.folder} is not a critic: it has no tensor {HEAD}weight")
         auto_class = get_value_model_class(config) if is_value else get_hf_auto_model_class(config)
         with parameters_on_meta():
-            model = auto_class.from_config(config, trust_remote_code=self.options.trust_remote_code)
+            model: PreTrainedModel = auto_class.from_config(config, trust_remote_code=self.options.trust_remote_code)
         model.config.architectures = [type(model).__name__]
         self._check_names(model)
         return model
 
-    def _check_names(self, model: Any) -> None:
+    def _check_names(self, model: "PreTrainedModel") -> None:
         every = dict(model.named_parameters(remove_duplicate=False))
         shapes = {name: value.shape for name, value in model.named_parameters()}
         missing = [name for name in shapes if name not in self.places]
         unexpected = [name for name in self.places if name not in every and name not in model.state_dict()]
         if missing or unexpected:
-            which = f"lacks {missing[0]}" if missing else f"has no place for {unexpected[0]}"
-            side = "the checkpoint" if missing else "the model"
-            raise CheckpointError(f"{self.folder / HF_FOLDER / 'config.json'} is of another model: {side} {which}")
+            problem = f"the checkpoint lacks {missing[0]}" if missing else f"the model has no parameter {unexpected[0]}"
+            raise CheckpointError(f"{self.folder / HF_FOLDER / 'config.json'} is of another model: {problem}")
         for name, shape in shapes.items():
             found = self.state.first[self.places[name]].shape
             if found != shape:
-                raise CheckpointError(f"{name} has shape {tuple(found)}, the model of config.json needs {tuple(shape)}")
+                raise CheckpointError(f"{name} has shape {tuple(found)}, but config.json needs {tuple(shape)}")
 
     # ---- streams
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (checkpoint name, whole tensor), tied ones once."""
+        """Yield (checkpoint name, full tensor), tied tensors once."""
         yield from ((name, self.cast(name, tensor)) for name, tensor in checkpoint_names(self.model, self._in_memory()))
 
     def _in_memory(self) -> Iterator[tuple[str, Tensor]]:
@@ -85,7 +87,7 @@ class FSDPMerger(BaseMerger):
             yield name, self._merged(key, whole) if self.options.merge_lora else whole
 
     def _merged(self, key: str, weight: Tensor) -> Tensor:
-        """Add what the adapter of a weight has learnt, as the engine does for generation."""
+        """Merge a weight's adapter into it, with the formula that the engine uses for generation."""
         layer = key.removesuffix(".base_layer.weight")
         if layer == key:
             return weight
@@ -99,7 +101,7 @@ class FSDPMerger(BaseMerger):
         return (weight.float() + scaling * delta).to(weight.dtype)
 
     def adapter(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield what trained, under peft's names."""
+        """Yield the trained adapter tensors under peft's names."""
         whole = tuple(f"{_PEFT}{name}." for name in self.adapter_config.get("modules_to_save") or ())
         for key in self.state:
             if is_adapter(key) or key.startswith(whole):
@@ -107,7 +109,7 @@ class FSDPMerger(BaseMerger):
 
     @property
     def num_tensors(self) -> int:
-        """Return about how many tensors ``weights`` yields."""
+        """Return the approximate number of tensors that ``weights`` yields."""
         return len(dict(self.model.named_parameters()))
 
 

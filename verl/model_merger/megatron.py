@@ -1,21 +1,18 @@
-"""The weights of a Megatron-Core checkpoint, read layer by layer, whatever layout wrote them."""
+"""Read a Megatron-Core checkpoint layer by layer, independent of the parallel layout that wrote it."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
-from verl.model_merger.base import HF_FOLDER, BaseMerger, MergeOptions, load_config, right_folder
-from verl.models.mcore.families import EXPERT, FUSED_NORMS, find_family, num_experts, outer_rules
+from verl.model_merger.base import HF_FOLDER, BaseMerger, MergeOptions, load_config, read_manifests, right_folder
+from verl.models.mcore.families import EXPERT, FUSED_NORMS, Family, find_family, num_experts, outer_rules
 from verl.models.mcore.weights import Rule
 from verl.utils.checkpoint.files import (
     MEGATRON_LAYOUT_NAME,
     CheckpointError,
-    Manifest,
     file_problems,
-    read_manifest,
     read_world_size,
 )
 from verl.utils.checkpoint.torch_dist import (
@@ -33,7 +30,7 @@ _EXPERTS = "mlp.experts.experts."
 
 @dataclass(frozen=True)
 class _Source:
-    """Where a tensor of Megatron-Core is: ``key[at]``, and the checkpoint tensors that it makes by a rule."""
+    """A Megatron-Core tensor ``key[at]``, and the rule and names of its checkpoint tensors."""
 
     key: str
     at: tuple[int, ...]
@@ -42,7 +39,7 @@ class _Source:
 
 
 class MegatronMerger(BaseMerger):
-    """The weights of one checkpoint. Raises: CheckpointError when they are not whole or of another model."""
+    """Reads the weights of one checkpoint. Raises: CheckpointError if it is incomplete or does not match its config."""
 
     def __init__(self, options: MergeOptions) -> None:
         super().__init__(options)
@@ -55,13 +52,13 @@ class MegatronMerger(BaseMerger):
         self.read_dtypes(MEGATRON_LAYOUT_NAME)
         self.is_value_model = holds_value_head(self.reader)
         if options.is_value_model and not self.is_value_model:
-            raise CheckpointError(f"--is-value-model: {self.folder} holds no value head, so it is no critic")
+            raise CheckpointError(f"--is-value-model: {self.folder} is not a critic: it has no value head")
         self.sources = self._find_sources()
         if self.is_value_model:
             self.config.architectures = [get_value_model_class(self.config)._model_mapping[type(self.config)].__name__]
             self.config.num_labels = 1
 
-    # ---- what is where
+    # ---- names
 
     def _find_sources(self) -> list[_Source]:
         family = find_family(self.config)
@@ -81,7 +78,7 @@ class MegatronMerger(BaseMerger):
             if name.startswith(prefix):
                 yield _Source(name, (), rule, rule.names)
 
-    def _layers(self, family: Any) -> Iterator[_Source]:
+    def _layers(self, family: Family) -> Iterator[_Source]:
         for layer in range(self.config.num_hidden_layers):
             for name, rule in family.rules_of(self.config, layer).items():
                 is_expert = name.startswith(EXPERT)
@@ -91,7 +88,7 @@ class MegatronMerger(BaseMerger):
                     yield _Source(key, at, rule, names)
 
     def _place(self, name: str, layer: int, expert: int | None) -> tuple[str, tuple[int, ...]]:
-        """Return the key of a tensor and its place there: the layers, and the experts of each, may be stacked."""
+        """Return the key and index of a tensor; layers, and the experts of a layer, may be stacked under one key."""
         if expert is not None:
             name = _EXPERTS + name.removeprefix(EXPERT)
         inner = () if expert is None else (expert,)
@@ -110,19 +107,19 @@ class MegatronMerger(BaseMerger):
         if used - names:
             raise CheckpointError(self._other_model(f"lacks {min(used - names)}"))
         if names - used:
-            raise CheckpointError(self._other_model(f"holds {min(names - used)}, for which that has no place"))
+            raise CheckpointError(self._other_model(f"holds {min(names - used)}, which that model does not have"))
         stacked = [key for key in used if key.startswith("decoder.layers.") and not key.split(".")[2].isdigit()]
         for key in stacked:
             if self.reader.shape(key)[0] != self.config.num_hidden_layers:
                 raise CheckpointError(self._other_model(f"holds {key} of {self.reader.shape(key)[0]} layers"))
 
-    def _other_model(self, what: str) -> str:
-        return f"{self.folder / HF_FOLDER / 'config.json'} is of another model: the checkpoint {what}"
+    def _other_model(self, problem: str) -> str:
+        return f"{self.folder / HF_FOLDER / 'config.json'} is of another model: the checkpoint {problem}"
 
     # ---- streams
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (checkpoint name, whole tensor), tied ones once."""
+        """Yield (checkpoint name, full tensor), tied tensors once."""
         for source in self.sources:
             tensor = self.reader.read(source.key, source.at)
             try:
@@ -134,27 +131,22 @@ class MegatronMerger(BaseMerger):
 
     @property
     def num_tensors(self) -> int:
-        """Return how many tensors ``weights`` yields."""
+        """Return the number of tensors that ``weights`` yields."""
         return sum(len(source.names) for source in self.sources)
 
 
 def check_megatron_checkpoint(folder: Path) -> Path:
-    """Return the folder of the tensors of a checkpoint, all of whose files are whole.
+    """Return the folder of a checkpoint's tensors after verifying all its files.
 
-    Raises: CheckpointError naming every file that is missing, cut short or changed.
+    Raises: CheckpointError naming every file that is missing, truncated or changed.
     """
     tensors = next((each for each in (folder / TENSORS_FOLDER, folder) if (each / BACKEND_FILE).is_file()), None)
     if not Path(folder, MEGATRON_LAYOUT_NAME).is_file():
         raise CheckpointError(f"{folder} holds no {MEGATRON_LAYOUT_NAME}: {right_folder(folder, MEGATRON_LAYOUT_NAME)}")
-    world_size, problems = read_world_size(folder), []
-    for rank in range(world_size):
-        try:
-            manifest = read_manifest(folder, world_size, rank)
-        except CheckpointError as error:
-            problems.append(str(error))
-            continue
+    manifests, problems = read_manifests(folder, read_world_size(folder))
+    for manifest in manifests:
         needed = [each for each in manifest.files if not each.name.startswith("rng_")]
-        problems += file_problems(folder, Manifest(world_size, rank, manifest.global_step, needed), checksums=True)
+        problems += file_problems(folder, replace(manifest, files=needed), checksums=True)
     if problems:
         raise CheckpointError(f"checkpoint {folder} cannot be merged: {'; '.join(problems)}")
     if tensors is None:

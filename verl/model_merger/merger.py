@@ -1,10 +1,9 @@
-"""Merge the shards of a checkpoint under the names that ``save_pretrained`` writes, or hold them against a folder."""
+"""Merge a sharded checkpoint into a Hugging Face folder, or compare it with one."""
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bi
 
 
 def open_checkpoint(options: MergeOptions) -> BaseMerger:
-    """Return the weights of a checkpoint. Raises: CheckpointError when they are not whole or of another model."""
+    """Return the reader of a checkpoint. Raises: CheckpointError if it is incomplete or does not match its config."""
     if options.backend == "megatron":
         from verl.model_merger.megatron import MegatronMerger
 
@@ -32,13 +31,14 @@ def open_checkpoint(options: MergeOptions) -> BaseMerger:
 
 
 def merge(options: MergeOptions, target_dir: str) -> Path:
-    """Write ``target_dir``: weights, configuration, tokenizer, processor, and ``lora_adapter/`` where there is one.
+    """Write weights, configuration, tokenizer, processor and any ``lora_adapter/`` to ``target_dir`` and return it.
 
-    Nothing stands there before everything is written. Returns the folder. Raises: CheckpointError, OSError.
+    Files are moved there only after all are complete. Raises: CheckpointError, OSError.
     """
-    merger, target = open_checkpoint(options), Path(target_dir).expanduser().absolute()
+    merger = open_checkpoint(options)
+    target = Path(target_dir).expanduser().absolute()
     if target in (merger.folder.absolute(), (merger.folder / HF_FOLDER).absolute()):
-        raise CheckpointError(f"--target_dir={target_dir} is a part of the checkpoint: choose another folder")
+        raise CheckpointError(f"--target_dir={target_dir} is part of the checkpoint: choose another folder")
     target.parent.mkdir(parents=True, exist_ok=True)
     with temporary_folder(target.parent, target.name) as unfinished:
         kept = shutil.ignore_patterns(*_WEIGHT_FILES)
@@ -49,14 +49,15 @@ def merge(options: MergeOptions, target_dir: str) -> Path:
         merger.config.save_pretrained(unfinished)
         if merger.has_adapter and not options.merge_lora:
             _write_adapter(unfinished / ADAPTER_FOLDER, merger)
-        for pattern in _WEIGHT_FILES:  # of an earlier merge, perhaps in another number of files
+        for pattern in _WEIGHT_FILES:  # an earlier merge may have written another number of files
             for old in target.glob(pattern):
                 old.unlink()
         move_files(unfinished, target.parent, target.name)
     return target
 
 
-def _counted(weights: Any, dtypes: dict[torch.dtype, int]) -> Iterator[tuple[str, Tensor]]:
+def _counted(weights: Iterable[tuple[str, Tensor]], dtypes: dict[torch.dtype, int]) -> Iterator[tuple[str, Tensor]]:
+    """Pass tensors through and count their elements by dtype."""
     for name, tensor in weights:
         dtypes[tensor.dtype] = dtypes.get(tensor.dtype, 0) + tensor.numel()
         yield name, tensor
@@ -72,14 +73,17 @@ def _write_adapter(folder: Path, merger: BaseMerger) -> None:
 
 
 def compare(options: MergeOptions, reference_dir: str) -> list[str]:
-    """Return what differs between the merged weights and those of a folder, tensor by tensor; empty when nothing.
+    """Return the differences between the merged weights and a folder's, one line per tensor.
 
-    Values are compared in the dtype of the folder. Raises: CheckpointError.
+    Values are compared in the folder's dtype. Raises: CheckpointError.
     """
     if not SafetensorsReader.serves(reference_dir):
         raise CheckpointError(f"--test_hf_dir={reference_dir} holds no model.safetensors")
-    merger, reader, differences = open_checkpoint(options), SafetensorsReader(reference_dir), []
-    merger.source_dtype, merger.other_dtypes = None, {}  # rounded once, to the dtype of the folder
+    merger = open_checkpoint(options)
+    merger.source_dtype = None  # round only once, to the dtype of the folder
+    merger.other_dtypes = {}
+    reader = SafetensorsReader(reference_dir)
+    differences = []
     left = reader.names()
     for name, tensor in tqdm(merger.weights(), "comparing", merger.num_tensors):
         if name not in left:
@@ -105,7 +109,7 @@ def _difference(name: str, tensor: Tensor, reader: SafetensorsReader) -> str | N
 
 
 def upload(folder: Path, repo_id: str, private: bool) -> str:
-    """Upload a merged folder to the hub; returns the address of the commit."""
+    """Upload a merged folder to the hub and return the commit's URL."""
     from huggingface_hub import HfApi
 
     api = HfApi()
@@ -114,7 +118,7 @@ def upload(folder: Path, repo_id: str, private: bool) -> str:
 
 
 def adapter_note(folder: Path) -> str:
-    """Say where the adapter of a merged folder is."""
+    """Return a note on a merged folder's adapter; empty if it has none."""
     if not (folder / ADAPTER_FOLDER).is_dir():
         return ""
-    return f"; the weights are those of the base model, its adapter is in {ADAPTER_FOLDER}/ (--merge-lora adds it in)"
+    return f"; it holds the base model's weights and the adapter in {ADAPTER_FOLDER}/ (--merge-lora merges both)"

@@ -1,58 +1,54 @@
-"""Whole tensors from the model files of all ranks, one at a time."""
+"""Join the FSDP shards of all ranks into full tensors, one at a time."""
 
 import logging
 import pickle
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from verl.model_merger.base import right_folder
+from verl.model_merger.base import read_manifests, right_folder
 from verl.utils.checkpoint.files import (
     LAYOUT_NAME,
     CheckpointError,
-    Manifest,
     file_problems,
-    read_manifest,
     read_world_size,
 )
 from verl.utils.checkpoint.fsdp_checkpoint_manager import part_name
 
 MESHES = (("fsdp",), ("ddp", "fsdp"))
 
+State = dict[str, Tensor | DTensor]
+
 
 def check_checkpoint(folder: Path) -> int:
-    """Return how many ranks wrote the model of a checkpoint, all of whose files are whole.
+    """Return the number of ranks that wrote a checkpoint, after verifying its model files.
 
-    Raises: CheckpointError naming every file that is missing, cut short or changed.
+    Raises: CheckpointError naming every file that is missing, truncated or changed.
     """
     if not Path(folder, LAYOUT_NAME).is_file():
         raise CheckpointError(f"{folder} holds no {LAYOUT_NAME}: {right_folder(folder, LAYOUT_NAME)}")
-    world_size, problems = read_world_size(folder), []
-    for rank in range(world_size):
-        try:
-            manifest = read_manifest(folder, world_size, rank)
-        except CheckpointError as error:
-            problems.append(str(error))
-            continue
-        name = part_name("model", world_size, rank)
+    world_size = read_world_size(folder)
+    manifests, problems = read_manifests(folder, world_size)
+    for manifest in manifests:
+        name = part_name("model", world_size, manifest.rank)
         if name not in {record.name for record in manifest.files}:
             problems.append(f"{name} was never saved: checkpoint.save_contents must name the model")
-        # what is not merged, such as the optimizer, may have been deleted to save room
+        # users may delete files that a merge does not need, such as the optimizer's, to free space
         needed = [each for each in manifest.files if each.name == name or each.name.startswith("huggingface/")]
-        problems += file_problems(folder, Manifest(world_size, rank, manifest.global_step, needed), checksums=True)
+        problems += file_problems(folder, replace(manifest, files=needed), checksums=True)
     if problems:
         raise CheckpointError(f"checkpoint {folder} cannot be merged: {'; '.join(problems)}")
     return world_size
 
 
 class ShardedState(Mapping[str, Tensor]):
-    """The state dict of a run; a tensor is put together when it is asked for.
+    """The full state dict of a run; each access joins one tensor.
 
-    The files stay on disk and are mapped into memory. Raises: CheckpointError when they do not belong together.
+    The files are memory-mapped. Raises: CheckpointError if they do not belong together.
     """
 
     def __init__(self, folder: Path, world_size: int) -> None:
@@ -65,16 +61,18 @@ class ShardedState(Mapping[str, Tensor]):
                 raise CheckpointError(f"the files of ranks 0 and {rank} hold different tensors, such as {name}")
 
     def _shard_size(self, folder: Path, world_size: int) -> int:
-        """Over how many ranks one copy of the weights is sharded; the files of the other ranks repeat it."""
+        """Return the number of ranks that one copy of the weights is sharded over; the other ranks' files repeat it."""
         for name, tensor in self.first.items():
             if not isinstance(tensor, DTensor):
                 continue
             axes = tensor.device_mesh.mesh_dim_names
             if axes not in MESHES:
-                raise CheckpointError(f"{folder}: {name} lies on mesh {axes}; only {MESHES} can be merged")
+                raise CheckpointError(f"{folder}: {name} is sharded over mesh {axes}; only {MESHES} can be merged")
             sizes = tuple(tensor.device_mesh.shape)
             if torch.Size(sizes).numel() != world_size:
-                raise CheckpointError(f"{folder}: {name} lies on mesh {sizes}, and {world_size} ranks have written")
+                raise CheckpointError(
+                    f"{folder}: {name} is sharded over mesh {sizes}, but {world_size} ranks wrote the checkpoint"
+                )
             return int(sizes[-1])
         return 1
 
@@ -82,14 +80,14 @@ class ShardedState(Mapping[str, Tensor]):
         tensor = self.first[name]
         if not isinstance(tensor, DTensor):
             return tensor
-        way = tensor.placements[-1]
-        if isinstance(way, Replicate):
+        placement = tensor.placements[-1]
+        if isinstance(placement, Replicate):
             return tensor.to_local()
-        if type(way) is not Shard:
-            raise CheckpointError(f"{name} is placed by {way}; only Shard and Replicate can be merged")
-        whole = torch.cat([shard[name].to_local() for shard in self.shards], dim=way.dim)
+        if type(placement) is not Shard:
+            raise CheckpointError(f"{name} has placement {placement}; only Shard and Replicate can be merged")
+        whole = torch.cat([shard[name].to_local() for shard in self.shards], dim=placement.dim)
         if whole.shape != tensor.shape:
-            raise CheckpointError(f"the shards of {name} make {tuple(whole.shape)} instead of {tuple(tensor.shape)}")
+            raise CheckpointError(f"the shards of {name} join to {tuple(whole.shape)} instead of {tuple(tensor.shape)}")
         return whole
 
     def __iter__(self) -> Iterator[str]:
@@ -99,24 +97,26 @@ class ShardedState(Mapping[str, Tensor]):
         return len(self.first)
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """Read a file of tensors, also those that were on Ascend devices, where there is no torch_npu to name them."""
+def _read(path: Path) -> State:
+    """Read a file of tensors, including tensors from Ascend devices on a machine without torch_npu."""
     try:
-        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        state: State = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (pickle.UnpicklingError, RuntimeError) as error:
         if not str(error).rstrip().endswith("device string: npu"):
             raise
-        torch.utils.rename_privateuse1_backend("npu")  # for good: this process cannot join a process group any more
+        # Without torch_npu, torch does not know the device name. Registering it is irreversible, and this process
+        # cannot join a process group afterwards.
+        torch.utils.rename_privateuse1_backend("npu")
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     return state
 
 
-def _load(folder: Path, world_size: int, rank: int) -> dict[str, Any]:
-    """Map a file into memory; only tensors and plain containers are unpickled."""
+def _load(folder: Path, world_size: int, rank: int) -> State:
+    """Memory-map a file; only tensors and plain containers are unpickled."""
     name = part_name("model", world_size, rank)
     mesh_logger = logging.getLogger("torch.distributed.device_mesh")
     level = mesh_logger.level
-    mesh_logger.setLevel(logging.ERROR)  # the mesh has no process groups here, and needs none
+    mesh_logger.setLevel(logging.ERROR)  # it warns of missing process groups, which merging does not need
     try:
         state = _read(folder / name)
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:

@@ -1,10 +1,10 @@
-"""Weights of a whole model into the chunks of this rank and out of them, by the architecture of its config.json."""
+"""Load a whole model's weights into this rank's chunks and save them, by the architecture of its config.json."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from verl.models.mcore.families import HEAD_NAMES, UnsupportedModelError, causal_name, supported_architectures
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 
 def get_weight_loader(arch: str) -> Callable[..., None]:
-    """Return ``load_weights`` for an architecture that it knows. Raises: UnsupportedModelError for others."""
+    """Return ``load_weights``. Raises: UnsupportedModelError for an unknown architecture."""
     _known(arch)
     return load_weights
 
 
 def get_weight_saver(arch: str) -> Callable[..., dict[str, Tensor]]:
-    """Return ``save_weights`` for an architecture that it knows. Raises: UnsupportedModelError for others."""
+    """Return ``save_weights``. Raises: UnsupportedModelError for an unknown architecture."""
     _known(arch)
     return save_weights
 
@@ -27,28 +27,28 @@ def get_weight_saver(arch: str) -> Callable[..., dict[str, Tensor]]:
 def _known(arch: str) -> None:
     known = supported_architectures()
     if causal_name(arch) not in known:
-        raise UnsupportedModelError(f"architecture {arch} is not known: there are {', '.join(known)}")
+        raise UnsupportedModelError(f"architecture {arch} is not supported; supported are {', '.join(known)}")
 
 
 def load_weights(
     state_dict: Mapping[str, Tensor],
-    wrapped_models: Any,
+    wrapped_models: nn.Module | Sequence[nn.Module],
     config: "PretrainedConfig",
     params_dtype: torch.dtype,
     is_value_model: bool = False,
     tie_word_embeddings: bool = False,
 ) -> None:
-    """Fill the chunks of this rank with its parts of a state dict under checkpoint names, which every rank has.
+    """Fill this rank's chunks from a state dict under checkpoint names, which every rank holds.
 
-    A value model without a head there gets a new one. ``tie_word_embeddings`` is not read: the chunks know it.
+    A missing value head is initialised. ``tie_word_embeddings`` is ignored: the chunks know it.
 
-    Raises: ValueError naming a tensor that is missing or of another shape.
+    Raises: ValueError naming a tensor that is missing or has the wrong shape.
     """
-    from verl.models.mcore.gpt.load import load_parts
+    from verl.models.mcore.gpt.build import load_parts
     from verl.utils.megatron_utils import unwrap_model
 
     def read(name: str, shape: Sequence[int], part: tuple[slice, ...]) -> Tensor:
-        if name == "lm_head.weight" and name not in state_dict:  # it is tied
+        if name == "lm_head.weight" and name not in state_dict:  # tied
             name = "model.embed_tokens.weight"
         if name not in state_dict:
             if name in HEAD_NAMES:
@@ -57,7 +57,7 @@ def load_weights(
             raise ValueError(f"the state dict lacks {name!r}")
         tensor = state_dict[name]
         if tuple(tensor.shape) != tuple(shape):
-            raise ValueError(f"tensor {name!r} has shape {tuple(tensor.shape)}, the model needs {tuple(shape)}")
+            raise ValueError(f"tensor {name!r} has shape {tuple(tensor.shape)}, but the model needs {tuple(shape)}")
         return tensor[part].to(params_dtype)
 
     models = wrapped_models if isinstance(wrapped_models, list | tuple) else [wrapped_models]
@@ -65,19 +65,19 @@ def load_weights(
 
 
 def save_weights(
-    wrapped_models: Any,
+    wrapped_models: nn.Module | Sequence[nn.Module],
     config: "PretrainedConfig",
     dtype: torch.dtype,
     is_value_model: bool = False,
     tie_word_embeddings: bool = False,
 ) -> dict[str, Tensor]:
-    """Return the whole model under checkpoint names on the host of rank 0, and nothing on others; collective.
+    """Return the whole model under checkpoint names in rank 0's host memory, and an empty dict elsewhere; collective.
 
-    The arguments behind ``dtype`` are not read: the chunks know them.
+    The arguments after ``dtype`` are ignored: the chunks know them.
     """
     import torch.distributed as dist
 
-    from verl.utils.megatron_utils import per_tensor_generator
+    from verl.models.mcore.modules import per_tensor_generator
 
     models = wrapped_models if isinstance(wrapped_models, list | tuple) else [wrapped_models]
     keeps = not dist.is_initialized() or dist.get_rank() == 0

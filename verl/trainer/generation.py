@@ -1,4 +1,4 @@
-"""Responses for a file of prompts, from a group of rollout workers, batch by batch."""
+"""Generate responses for a file of prompts, batch by batch, on a group of rollout workers."""
 
 import hashlib
 import json
@@ -6,8 +6,9 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import jinja2
 import pyarrow as pa
@@ -21,32 +22,73 @@ from tqdm import tqdm
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.single_controller.base.phase import phase
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-from verl.trainer.offline import read_rows
-from verl.utils.config import omega_conf_to_dataclass
+from verl.trainer.run.offline import read_rows
 from verl.utils.dataset.files import ColumnCheck, DataError
 from verl.utils.dataset.rl_dataset import truncate
 from verl.utils.numerics.seeding import sampling_seeds
 from verl.utils.observe.console import get_console
+from verl.utils.structured import omega_conf_to_dataclass, read_fields
+from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.roles import ActorRolloutRefWorker
-from verl.workers.roles.actor_rollout_ref import rollout_group_size
 
 logger = logging.getLogger(__name__)
 
 COLUMN = "responses"
 
 
-class Generation:
-    """One run of ``main_generation``; everything but the workers is ready after construction.
+@dataclass(frozen=True)
+class DataOptions:
+    """The node ``data``: input and output, samples per prompt, and prompts per batch."""
 
-    Args: ``worker_config`` is the tree of the rollout worker, ``config`` the whole one.
+    path: str
+    prompt_key: str
+    n_samples: int
+    output_path: str
+    batch_size: int
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """The node ``trainer``: number and device of the workers."""
+
+    nnodes: int
+    n_gpus_per_node: int
+    device: str
+
+
+@dataclass(frozen=True)
+class GenerationConfig:
+    """A ``generation`` tree with types; ``worker`` is the tree that a rollout worker parses."""
+
+    worker: DictConfig
+    data: DataOptions
+    trainer: WorkerOptions
+    rollout: RolloutConfig
+    model: HFModelConfig
+
+    @classmethod
+    def parse(cls, config: DictConfig, worker: DictConfig) -> Self:
+        """Parse the whole tree, and that of a worker."""
+        return cls(
+            worker=worker,
+            data=read_fields(DataOptions, config.data),
+            trainer=read_fields(WorkerOptions, config.trainer),
+            rollout=omega_conf_to_dataclass(worker.rollout),
+            model=omega_conf_to_dataclass(worker.model),
+        )
+
+
+class Generation:
+    """One run of ``main_generation``; the constructor prepares everything but the workers.
+
     Raises: DataError naming file, row and column.
     """
 
-    def __init__(self, worker_config: DictConfig, config: DictConfig) -> None:
-        self.worker_config, self.config = worker_config, config
-        self.rollout = omega_conf_to_dataclass(worker_config.rollout)
-        self.model = omega_conf_to_dataclass(worker_config.model)
-        self.tokenizer = self.model.tokenizer
+    def __init__(self, config: GenerationConfig) -> None:
+        self.config = config
+        self.rollout = config.rollout
+        self.model = config.model
+        self.tokenizer = config.model.tokenizer
         self.path, self.table = read_rows(config.data.path)
         self.output = Path(config.data.output_path).expanduser()
         key = config.data.prompt_key
@@ -62,7 +104,7 @@ class Generation:
         present = [{key: value for key, value in message.items() if value is not None} for message in messages]
         try:
             text = self.tokenizer.apply_chat_template(present, add_generation_prompt=True, tokenize=False)
-        except (jinja2.TemplateError, ValueError) as error:  # the latter where the tokenizer has no template
+        except (jinja2.TemplateError, ValueError) as error:  # ValueError: the tokenizer has no template
             column = self.config.data.prompt_key
             raise DataError(f"{self.path}, row {row}, column {column!r}: the chat template: {error}") from error
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -73,21 +115,24 @@ class Generation:
         long = [row for row, ids in enumerate(self.prompts) if len(ids) > limit]
         if long:
             logger.warning(
-                "%d of %d prompts, the first in row %d, are longer than rollout.prompt_length=%d: their beginning is "
-                "cut off", len(long), len(self.prompts), long[0], limit,
-            )  # fmt: skip
+                "%d of %d prompts, the first in row %d, exceed rollout.prompt_length=%d and lose their beginning",
+                len(long),
+                len(self.prompts),
+                long[0],
+                limit,
+            )
         self.prompts = [truncate(ids, limit, "left") for ids in self.prompts]
 
     def _fingerprint(self) -> str:
-        """Identify what the responses depend on."""
+        """Hash everything that the responses depend on."""
         model = Path(self.model.local_path)
         files = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in model.glob("*.*"))
-        rollout = OmegaConf.to_container(self.worker_config.rollout)
+        rollout = OmegaConf.to_container(self.config.worker.rollout)
         parts = [self.prompts, str(model), files, rollout, self.config.data.n_samples]
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
     def run(self) -> None:
-        """Generate what is missing and write the output file.
+        """Generate the missing responses and write the output file.
 
         Raises: RuntimeError of the worker group when a worker dies.
         """
@@ -100,7 +145,8 @@ class Generation:
         self._write()
 
     def _generate_rows(self, workers: RayWorkerGroup, left: Sequence[int]) -> None:
-        size, total = self.config.data.batch_size, len(self.prompts)
+        size = self.config.data.batch_size
+        total = len(self.prompts)
         with tqdm(total=total, initial=total - len(left), desc="generating", unit="prompt") as bar:
             for number, start in enumerate(range(0, len(left), size)):
                 rows = left[start : start + size]
@@ -110,11 +156,11 @@ class Generation:
 
     @contextmanager
     def _workers(self) -> Iterator[RayWorkerGroup]:
-        """Start the workers; in the end what they held of the cluster is free again."""
+        """Start the workers; in the end, release their resources in the cluster."""
         trainer = self.config.trainer
         on_cpu = trainer.device == "cpu"
         pool = RayResourcePool([trainer.n_gpus_per_node] * trainer.nnodes, use_gpu=not on_cpu, max_colocate_count=1)
-        worker = RayClassWithInitArgs(ray.remote(ActorRolloutRefWorker), config=self.worker_config, role="rollout")
+        worker = RayClassWithInitArgs(ray.remote(ActorRolloutRefWorker), config=self.config.worker, role="rollout")
         group = RayWorkerGroup(resource_pool=pool, ray_cls_with_init=worker, device_name=trainer.device)
         try:
             with phase("init_model"):
@@ -125,16 +171,17 @@ class Generation:
             for placement in pool.pgs or ():
                 remove_placement_group(placement)
 
-    def _generate(self, workers: Any, rows: Sequence[int]) -> list[list[str]]:
+    def _generate(self, workers: RayWorkerGroup, rows: Sequence[int]) -> list[list[str]]:
         """Return the responses of each row."""
         samples = self.config.data.n_samples
         batch = self._batch(rows)
         trainer = self.config.trainer
-        engines = trainer.nnodes * trainer.n_gpus_per_node // rollout_group_size(self.worker_config.rollout)
+        engines = trainer.nnodes * trainer.n_gpus_per_node // self.rollout.workers_per_engine
         padded, added = pad_dataproto_to_divisor(batch, engines)
         output = unpad_dataproto(workers.generate_sequences(padded), added)
-        answers, mask = output.batch["responses"], output.batch["response_mask"].bool()
-        ids = [tokens[kept].tolist() for tokens, kept in zip(answers, mask, strict=True)]
+        assert output.batch is not None
+        mask = output.batch["response_mask"].bool()
+        ids = [tokens[kept].tolist() for tokens, kept in zip(output.batch["responses"], mask, strict=True)]
         texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
         return [texts[start : start + samples] for start in range(0, len(texts), samples)]
 
@@ -152,6 +199,7 @@ class Generation:
         batch = DataProto.from_dict(tensors={"input_ids": ids, "attention_mask": mask, "position_ids": positions})
         repeated = batch.repeat(samples, interleave=True)
         seeds = [sampling_seeds(self.rollout.seed, 0, 1, samples, first_prompt=row) for row in rows]
+        assert repeated.batch is not None
         repeated.batch["sampling_seed"] = torch.cat(seeds)
         repeated.meta_info.update(do_sample=self.rollout.do_sample and self.rollout.temperature > 0, validate=False)
         return repeated
@@ -169,20 +217,21 @@ class Generation:
 
 
 class _Done:
-    """The responses that are there, in a file that grows by a line per row."""
+    """The finished responses, in a file that grows by one line per row."""
 
     def __init__(self, path: Path, fingerprint: str) -> None:
-        self.path, self.responses = path, dict[int, list[str]]()
+        self.path = path
+        self.responses: dict[int, list[str]] = {}
         lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
         if lines and json.loads(lines[0]) == fingerprint:
             for line in lines[1:]:
                 try:
                     row, texts = json.loads(line)
-                except ValueError:  # the process died while it wrote this line
+                except ValueError:  # the process died while writing this line
                     break
                 self.responses[row] = texts
         elif lines:
-            logger.warning("%s is of another model, file or sampling: everything is generated anew", path)
+            logger.warning("%s belongs to another model, file or sampling: all responses are generated again", path)
         path.parent.mkdir(parents=True, exist_ok=True)
         header = [fingerprint, *([row, texts] for row, texts in self.responses.items())]
         unfinished = path.with_name(f"{path.name}.tmp")
@@ -197,5 +246,5 @@ class _Done:
                 file.write(f"{json.dumps([row, texts])}\n")
 
     def remove(self) -> None:
-        """Delete the file: the output holds everything."""
+        """Delete the file, once the output holds everything."""
         self.path.unlink(missing_ok=True)

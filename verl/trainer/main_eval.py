@@ -1,7 +1,7 @@
 """Score generated responses: ``python -m verl.trainer.main_eval data.path=responses.parquet``.
 
-Every row holds a list of responses; its score is their mean, and that of a data source the mean of its rows. A response
-that is not scored within its time gets a stated score and is counted.
+Every row holds a list of responses. The score of a row is the mean over its responses, that of a data source the mean
+over its rows. A response that takes longer than ``scoring.timeout_s`` gets ``scoring.failure_score`` and is counted.
 """
 
 import inspect
@@ -20,21 +20,24 @@ import pyarrow.compute as pc
 from omegaconf import DictConfig
 from tqdm import tqdm
 
-from verl.base_config import ConfigError
+from verl.base_config import ConfigError, Violation
 from verl.trainer.config.cli import hydra_main
 from verl.trainer.config.files import data_file_rules
 from verl.utils.dataset.files import ColumnCheck, DataError, is_list, is_text
 
 BATCHES_PER_CORE = 4
-MIN_BATCH_ROWS, MAX_BATCH_ROWS = 8, 256  # a process takes seconds to import what it needs
+MIN_BATCH_ROWS = 8  # a process takes seconds for its imports
+MAX_BATCH_ROWS = 256
 NO_PROGRESS_TIMEOUT_S = 7200
 
 logger = logging.getLogger(__name__)
 
+Scorer = Callable[..., Any]  # of the user: it may take any keywords and return a number or a dict
+
 
 @dataclass(frozen=True)
 class Row:
-    """What a scorer is told about one row of the file."""
+    """One row of the file, as a scorer sees it."""
 
     number: int
     data_source: str
@@ -45,7 +48,7 @@ class Row:
 
 @dataclass(frozen=True)
 class RowScore:
-    """The mean score of the responses of a row, and how many of them were not scored in time."""
+    """The mean score of the responses of a row, and the number of them that were not scored in time."""
 
     mean: float
     timed_out: int = 0
@@ -53,22 +56,22 @@ class RowScore:
 
 def run_eval(config: DictConfig) -> None:
     """Score all rows on Ray and log ``{"test_score/<source>": mean}`` to standard output."""
-    from verl.trainer.offline import run_offline
+    from verl.trainer.run.offline import RayOptions, run_offline
     from verl.utils.observe.console import get_console
 
-    def evaluate(prepared: tuple[str, list[Row], Callable[..., Any]]) -> None:
+    def evaluate(prepared: tuple[str, list[Row], Scorer]) -> None:
         scores = score_on_ray(*prepared, **config.scoring)
         get_console().info(json.dumps(summarise(prepared[1], scores)))
 
-    run_offline(config, "cpu", lambda: prepare(config), evaluate)
+    run_offline(RayOptions.parse(config.ray_kwargs, "cpu"), lambda: prepare(config), evaluate)
 
 
-def prepare(config: DictConfig) -> tuple[str, list[Row], Callable[..., Any]]:
+def prepare(config: DictConfig) -> tuple[str, list[Row], Scorer]:
     """Return the path of the file, its rows and the scorer, after all checks.
 
     Raises: ValueError naming the key, or file, row and column.
     """
-    from verl.trainer.offline import read_rows
+    from verl.trainer.run.offline import read_rows
     from verl.utils.reward_score import data_source_problem, default_compute_score
     from verl.workers.rewards.loading import get_custom_reward_fn
 
@@ -88,12 +91,13 @@ def prepare(config: DictConfig) -> tuple[str, list[Row], Callable[..., Any]]:
     return path, rows, scorer or default_compute_score
 
 
-def _scoring_rules(scoring: DictConfig) -> Iterator[str]:
-    limit, score = scoring.timeout_s, scoring.failure_score
+def _scoring_rules(scoring: DictConfig) -> Iterator[Violation]:
+    limit = scoring.timeout_s
+    score = scoring.failure_score
     if not isinstance(limit, int | float) or isinstance(limit, bool) or not 0 < limit < math.inf:
-        yield f"scoring.timeout_s={limit!r} must be a positive number of seconds"
+        yield Violation("scoring.timeout_s", limit, "must be a positive number of seconds")
     if not isinstance(score, int | float) or isinstance(score, bool) or not math.isfinite(score):
-        yield f"scoring.failure_score={score!r} must be a finite number"
+        yield Violation("scoring.failure_score", score, "must be a finite number")
 
 
 def _rows(check: ColumnCheck, data: DictConfig) -> Iterator[Row]:
@@ -108,7 +112,8 @@ def _rows(check: ColumnCheck, data: DictConfig) -> Iterator[Row]:
     judged = check.column(data.reward_model_key, "data.reward_model_key")
     if not pa.types.is_struct(judged.type) or "ground_truth" not in [field.name for field in judged.type]:
         check.fail(data.reward_model_key, 0, f"must be a dict with ground_truth, got {judged.type}")
-    extras = check.table["extra_info"].to_pylist() if "extra_info" in check.table.column_names else [None] * len(judged)
+    has_extra = "extra_info" in check.table.column_names
+    extras = check.table["extra_info"].to_pylist() if has_extra else [None] * len(judged)
     columns = zip(sources.to_pylist(), responses.to_pylist(), judged.to_pylist(), extras, strict=True)
     for number, (source, texts, judge, extra) in enumerate(columns, start=check.first_row):
         if None in texts:
@@ -120,11 +125,11 @@ def _rows(check: ColumnCheck, data: DictConfig) -> Iterator[Row]:
 
 
 def score_on_ray(
-    path: str, rows: Sequence[Row], scorer: Callable[..., Any], timeout_s: float = 300, failure_score: float = 0.0
+    path: str, rows: Sequence[Row], scorer: Scorer, timeout_s: float = 300, failure_score: float = 0.0
 ) -> list[RowScore]:
     """Return the score of every row, in order.
 
-    Raises: DataError naming file and row when the scorer fails; TimeoutError when no batch ends for a long time.
+    Raises: DataError naming file and row when the scorer fails; TimeoutError when no batch ends in two hours.
     """
     import ray
 
@@ -140,18 +145,18 @@ def score_on_ray(
         while pending:
             done, pending = ray.wait(pending, timeout=NO_PROGRESS_TIMEOUT_S)
             if not done:
-                raise TimeoutError(f"{path}: no rows were scored for {NO_PROGRESS_TIMEOUT_S} s: does the scorer hang?")
-            ray.get(done)  # a failure ends the rest
+                raise TimeoutError(f"{path}: the scorer has scored no rows for {NO_PROGRESS_TIMEOUT_S} s and may hang")
+            ray.get(done)  # raises the first failure, before the other batches end
             bar.update(sum(sizes[reference] for reference in done))
     return [score for part in ray.get(references) for score in part]
 
 
 def score_rows(
-    path: str, rows: Sequence[Row], scorer: Callable[..., Any], timeout_s: float, failure_score: float
+    path: str, rows: Sequence[Row], scorer: Scorer, timeout_s: float, failure_score: float
 ) -> list[RowScore]:
-    """Return the mean score of the responses of each row, each scored within its time.
+    """Return the mean score of the responses of each row; each response has ``timeout_s`` seconds.
 
-    Raises: DataError naming file and row when the scorer raises or returns what is not a score.
+    Raises: DataError naming file and row when the scorer raises or does not return a score.
     """
     from verl.utils.time_limit import TimeLimitExceeded, time_limit
     from verl.workers.rewards.scoring import RewardError, Sample, call_scorer
@@ -160,7 +165,8 @@ def score_rows(
     means = []
     for row in rows:
         more = {"extra_info": row.extra_info} if takes_extra else {}
-        scores, late = [], 0
+        scores: list[float] = []
+        late = 0
         for index, text in enumerate(row.responses):
             sample = Sample(index, row.data_source, "", text, row.ground_truth, row.extra_info or {}, len(text))
             try:
@@ -177,16 +183,16 @@ def score_rows(
     return means
 
 
-def _takes_extra_info(scorer: Callable[..., Any]) -> bool:
+def _takes_extra_info(scorer: Scorer) -> bool:
     try:
         parameters = inspect.signature(scorer).parameters.values()
     except (TypeError, ValueError):
-        return False  # a compiled function does not tell
+        return False  # a compiled function has no signature
     return any(each.name == "extra_info" or each.kind is each.VAR_KEYWORD for each in parameters)
 
 
 def summarise(rows: Sequence[Row], scores: Sequence[RowScore]) -> dict[str, float]:
-    """Return the mean score of each data source, and of those with responses that took too long how many."""
+    """Return the mean score of each data source, and its number of responses that took too long, if any."""
     by_source: dict[str, list[RowScore]] = defaultdict(list)
     for row, score in zip(rows, scores, strict=True):
         by_source[row.data_source].append(score)
@@ -205,5 +211,5 @@ def main(config: DictConfig) -> None:
 if __name__ == "__main__":
     import importlib
 
-    # under its own name, so that Ray imports the functions in its processes
+    # Under the name __main__ Ray could not import the functions in its processes.
     importlib.import_module("verl.trainer.main_eval").main()

@@ -1,7 +1,7 @@
 """Generate responses for a file of prompts: ``python -m verl.trainer.main_generation data.path=... model.path=...``.
 
-The result is the file with one more column, ``responses``. What is done is kept next to it, so that the same command
-goes on after an interruption; every response has a seed of its own, so that the result is the same.
+The output is the file with one more column, ``responses``. Finished rows are kept next to it, so that the same command
+continues after an interruption. Each response has its own seed, so the result is the same.
 """
 
 import logging
@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl.base_config import ConfigError, Violation
 from verl.trainer.config.cli import hydra_main
 from verl.trainer.config.files import data_file_rules
-from verl.trainer.config.nodes import build_nodes
+from verl.trainer.config.run_config import parse_node
 
 if TYPE_CHECKING:
     from verl.trainer.generation import Generation
@@ -26,12 +26,12 @@ DEVICES = ("cuda", "npu", "cpu")
 
 def run_generation(config: DictConfig) -> None:
     """Check the configuration, start Ray, generate and write ``data.output_path``."""
-    from verl.trainer.offline import run_offline
+    from verl.trainer.run.offline import RayOptions, run_offline
 
     def generate(generation: "Generation") -> None:
         generation.run()
 
-    run_offline(config, config.trainer.device, lambda: prepare(config), generate)
+    run_offline(RayOptions.parse(config.ray_kwargs, config.trainer.device), lambda: prepare(config), generate)
 
 
 def prepare(config: DictConfig) -> "Generation":
@@ -46,13 +46,13 @@ def prepare(config: DictConfig) -> "Generation":
 
     check_machine(config)
     check_model("model.path", config.model.path)
-    from verl.trainer.generation import Generation
+    from verl.trainer.generation import Generation, GenerationConfig
 
-    return Generation(worker_config(config), config)
+    return Generation(GenerationConfig.parse(config, worker_config(config)))
 
 
 def worker_config(config: DictConfig) -> DictConfig:
-    """Return the tree as the rollout worker takes it: with a whole model node."""
+    """Return the tree of a rollout worker, with a whole model node."""
     tree: Any = OmegaConf.to_container(config, resolve=True)
     tree["model"] = {"_target_": "verl.workers.config.HFModelConfig", **tree["model"]}
     from verl.workers.config.engine import NCCL_TIMEOUT_S
@@ -62,12 +62,14 @@ def worker_config(config: DictConfig) -> DictConfig:
 
 
 def generation_violations(config: DictConfig) -> Iterator[Violation]:
-    """Yield what is wrong with a ``generation`` tree, without torch and without Ray."""
+    """Yield the errors of a ``generation`` tree, without torch and Ray."""
     from verl.workers.config.model import path_problems, tokenizer_problems
 
-    data, rollout, trainer = config.data, config.rollout, config.trainer
+    data = config.data
+    rollout = config.rollout
+    trainer = config.trainer
     tree: Any = OmegaConf.to_container(worker_config(config), resolve=True)
-    yield from build_nodes({"rollout": tree["rollout"], "model": tree["model"]})[1]
+    yield from parse_node({"rollout": tree["rollout"], "model": tree["model"]})[1]
     yield from data_file_rules("data.path", data.path, required=True)
     if isinstance(config.model.path, str):
         problems = [*path_problems(config.model.path)] or [*tokenizer_problems(config.model.path)]
@@ -78,7 +80,7 @@ def generation_violations(config: DictConfig) -> Iterator[Violation]:
             yield Violation(key, value, "must be an integer of 1 or more")
             return
     if data.n_samples > 1 and (rollout.temperature == 0 or not rollout.do_sample):
-        expected = "must be 1 without sampling (rollout.temperature=0 or do_sample=false): all would be the same"
+        expected = "must be 1 without sampling (rollout.temperature=0 or do_sample=false): all samples would be equal"
         yield Violation("data.n_samples", data.n_samples, expected)
     if rollout.mode != "sync":
         yield Violation("rollout.mode", rollout.mode, "must be sync: this command starts no server")
@@ -104,7 +106,7 @@ def _output_violations(data: DictConfig) -> Iterator[Violation]:
     while not os.path.exists(parent):
         parent = os.path.dirname(parent)
     if not os.access(parent, os.W_OK) or not os.path.isdir(parent):
-        yield Violation("data.output_path", data.output_path, f"cannot be made: {parent} is no folder to write to")
+        yield Violation("data.output_path", data.output_path, f"cannot be made: {parent} is not a writable folder")
 
 
 @hydra_main("generation")

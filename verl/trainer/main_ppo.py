@@ -48,10 +48,10 @@ def run_ppo(config: DictConfig, task_runner_class: Any = None) -> None:
     Raises: SystemExit after a short message on standard error when anything fails: with 2 for what was found wrong
     before Ray was started, else with 1 and the whole trace in ``error.log`` of ``trainer.default_local_dir``.
     """
-    from verl.trainer.ppo.checkpoint import run_folder
     from verl.trainer.run.display import LocalDisplay
     from verl.trainer.run.inputs import check_inputs
     from verl.trainer.run.launch import catch_sigterm, interruption, report_failure, start_ray, stop_ray
+    from verl.trainer.run.resume import run_folder
 
     CLOCK.moments = []
     CLOCK.mark("launch", at=float(psutil.Process().create_time()))
@@ -62,7 +62,8 @@ def run_ppo(config: DictConfig, task_runner_class: Any = None) -> None:
         display = LocalDisplay(config.trainer.live_view, run_folder(config))
         CLOCK.mark("checks")
         catch_sigterm()
-        owns_ray = start_ray(config)
+        ray_init: Any = OmegaConf.to_container(OmegaConf.create(config.ray_kwargs.ray_init or {}), resolve=True)
+        owns_ray = start_ray(config.trainer.device, ray_init)
         CLOCK.mark("ray_init")
         catch_sigterm()  # Ray has set a handler of its own
         _run_in_actor(config, task_runner_class or TaskRunner, display)
@@ -72,7 +73,7 @@ def run_ppo(config: DictConfig, task_runner_class: Any = None) -> None:
         if CLOCK.last == "imports":
             failure = f"error in the configuration: {error}", 2
         else:
-            failure = report_failure(error, config), 1
+            failure = report_failure(error, run_folder(config)), 1
     finally:
         stop_ray(owns_ray or CLOCK.last == "checks")  # the start itself may have been interrupted
     if failure is not None:
@@ -109,7 +110,7 @@ def _controller_options(config: DictConfig) -> dict[str, Any]:
     if config.trainer.device != "cuda" or profiler.tool != "nsys" or not profiler.get("steps"):
         return {}
     from verl.utils.profiler.captures import save_folder
-    from verl.utils.profiler.nsys_options import nsight_options
+    from verl.utils.profiler.nsys import nsight_options
 
     assert importlib.util.find_spec("nvtx"), "global_profiler.tool=nsys needs the package nvtx"
     options: Any = OmegaConf.to_container(profiler.global_tool_config.nsys.controller_nsight_options, resolve=True)

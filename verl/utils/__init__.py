@@ -1,4 +1,4 @@
-"""Leaves of the code base: what could be a library of its own. Nothing heavy is imported before it is used."""
+"""Helpers that depend on no other part of verl. Nothing heavy is imported before it is used."""
 
 from importlib import import_module
 from typing import Any

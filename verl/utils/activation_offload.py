@@ -1,4 +1,4 @@
-"""What the backward pass needs, kept in host memory until then."""
+"""Offload of saved activations to host memory until the backward pass."""
 
 import functools
 from contextlib import AbstractContextManager
@@ -12,22 +12,22 @@ from verl.utils.device import get_device_name
 
 _STRATEGIES = ("fsdp", "fsdp2")
 MIN_BYTES = 4096
-"""Moving less takes longer than it is worth."""
+"""Smaller tensors stay on the device: moving them costs more than it saves."""
 
 _Moved = tuple[torch.device, Tensor]
 
 
 def offloaded_activations(model: nn.Module, pin_memory: bool) -> AbstractContextManager[None]:
-    """Return a context in which autograd keeps in host memory what it saves for the backward pass.
+    """Return a context in which autograd saves activations for the backward pass in host memory.
 
-    Weights of the model stay where they are, views of them and gathered ones too: the device holds them anyway, or
-    FSDP frees and gathers them again.
+    Weights, their views and gathered weights stay on the device: they are there anyway, or FSDP frees and gathers
+    them again.
     """
     shards = {_address(p.to_local() if isinstance(p, DTensor) else p) for p in model.parameters()}
 
     def moves(tensor: Tensor) -> bool:
         if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.nbytes < MIN_BYTES:
-            return False  # parameters are of another type
+            return False  # parameters are subclasses of Tensor
         return not isinstance(tensor._base, nn.Parameter) and _address(tensor) not in shards
 
     def pack(tensor: Tensor) -> Tensor | _Moved:
@@ -51,15 +51,14 @@ def _to_host(tensor: Tensor, pin_memory: bool) -> Tensor:
 
 
 def enable_activation_offloading(model: nn.Module, strategy: str, enable_ckpt: bool = False) -> None:
-    """Have the forward pass of a model move its saved activations to the host, with checkpointing where asked for.
+    """Make the forward pass of a model offload its saved activations, optionally with gradient checkpointing.
 
     Raises: ValueError for a strategy other than ``fsdp`` and ``fsdp2``.
     """
     if strategy not in _STRATEGIES:
         raise ValueError(f"strategy={strategy!r} must be one of {', '.join(_STRATEGIES)}")
     if enable_ckpt:
-        checkpointed: Any = model
-        checkpointed.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     forward = model.forward
 
     @functools.wraps(forward)

@@ -1,6 +1,4 @@
-"""Padding taken out of batches and put back, by indexing that every device has."""
-
-from typing import Any
+"""Removal and restoration of padding, by indexing that every device supports."""
 
 import torch
 import torch.nn.functional as F
@@ -15,12 +13,12 @@ def index_first_axis(x: Tensor, indices: Tensor) -> Tensor:
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """Take the tokens of (B, L, ...) that a (B, L) mask keeps.
+    """Gather the tokens of (B, L, ...) that a (B, L) mask keeps.
 
-    ``unused_mask`` marks places that are kept without being attended.
+    ``unused_mask`` marks positions to keep although they are not attended.
 
-    Returns: the tokens (T, ...), their places in (B * L), int32 offsets (B + 1,) of the rows, the length of the
-    longest row, and the attended tokens of each row (B,).
+    Returns: the tokens (T, ...), their positions in (B * L), int32 offsets (B + 1,) of the rows, the length of the
+    longest row, and the number of attended tokens per row (B,).
     """
     kept = attention_mask if unused_mask is None else attention_mask + unused_mask
     lengths = kept.sum(dim=-1, dtype=torch.int32)
@@ -31,12 +29,12 @@ def unpad_input(
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """Put tokens (T, ...) back at their places in (B, L, ...), zeros elsewhere."""
+    """Scatter tokens (T, ...) to their positions in (B, L, ...); all other positions are zero."""
     padded = hidden_states.new_zeros(batch * seqlen, *hidden_states.shape[1:])
     return padded.index_copy(0, indices, hidden_states).view(batch, seqlen, *hidden_states.shape[1:])
 
 
-def rearrange(tensor: Tensor, pattern: str, **axes_lengths: int) -> Any:
+def rearrange(tensor: Tensor, pattern: str, **axes_lengths: int) -> Tensor:
     """Reorder axes by an einops pattern.
 
     Raises: ImportError that says what to install.

@@ -1,6 +1,6 @@
-"""Answers of a chat model behind an OpenAI-compatible server: with a deadline, retries and a limit on requests at once.
+"""Ask a chat model on an OpenAI-compatible server, with a deadline, retries and bounded concurrency.
 
-Only the standard library is used; connections are direct, without the proxies of the environment.
+It uses the standard library only and ignores the environment's proxy settings.
 """
 
 import http.client
@@ -25,11 +25,11 @@ _SHOWN_CHARS = 200
 
 
 class EndpointError(RuntimeError):
-    """The server gave no answer; the message says what it did instead."""
+    """The server gave no answer, for the reason in the message."""
 
 
 class _Retry(Exception):
-    """An attempt failed in a way that another may not, after ``delay_s`` where the server has named it."""
+    """An attempt failed but another may succeed, after ``delay_s`` if the server requests a delay."""
 
     def __init__(self, text: str, delay_s: float | None = None) -> None:
         super().__init__(text)
@@ -38,13 +38,13 @@ class _Retry(Exception):
 
 @dataclass(frozen=True)
 class ChatEndpoint:
-    """A model behind ``<base_url>/v1/chat/completions``, and how it is asked.
+    """A model at ``<base_url>/v1/chat/completions`` and the options of its requests.
 
     Args:
-        api_key: sent as a bearer token where there is one.
-        sampling: further fields of each request, such as ``temperature``.
-        timeout_s: seconds for one answer, attempts and pauses included.
-        retry_delay_s: pause before the second attempt; it doubles from one to the next.
+        api_key: bearer token; empty for none.
+        sampling: additional fields of each request, such as ``temperature``.
+        timeout_s: seconds for one answer, including all attempts and delays.
+        retry_delay_s: delay before the second attempt; it doubles for each further one.
     """
 
     base_url: str
@@ -59,7 +59,7 @@ class ChatEndpoint:
     def __post_init__(self) -> None:
         parts = urlsplit(self.base_url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"base_url={self.base_url!r} must be the address of a server, such as http://host:8000")
+            raise ValueError(f"base_url={self.base_url!r} must be a server address, such as http://host:8000")
         for name in ("timeout_s", "max_attempts", "max_concurrency"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be above 0")
@@ -69,12 +69,12 @@ class ChatEndpoint:
     def ask(self, messages: Messages) -> str:
         """Return the answer to one conversation.
 
-        Raises: EndpointError when no attempt gives one in time, or the request is refused.
+        Raises: EndpointError if no attempt succeeds in time, or the server refuses the request.
         """
         return self._ask(messages, time.monotonic() + self.timeout_s, threading.Event())
 
     def ask_all(self, conversations: Sequence[Messages], timeout_s: float | None = None) -> list[str | EndpointError]:
-        """Return the answer to every conversation, or why there is none; all within ``timeout_s``."""
+        """Return the answer or the error of every conversation, within ``timeout_s`` in total."""
         end = None if timeout_s is None else time.monotonic() + timeout_s
         stopped = threading.Event()
 
@@ -87,7 +87,7 @@ class ChatEndpoint:
             futures = [pool.submit(ask, messages) for messages in conversations]
             wait(futures, timeout=timeout_s)
             return [_result(future, timeout_s) for future in futures]
-        finally:  # also where a time limit of the caller ends this
+        finally:  # the caller's time limit may interrupt the wait
             stopped.set()
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -105,16 +105,16 @@ class ChatEndpoint:
             if last or stopped.wait(delay):
                 break
         shown = f"{self.base_url}: no answer in {len(failures)} attempts within {self.timeout_s:g} s"
-        raise EndpointError(f"{shown}; the last: {failures[-1]}")
+        raise EndpointError(f"{shown}; the last error: {failures[-1]}")
 
     def _attempt(self, messages: Messages, end: float) -> str:
-        """Ask once.
+        """Send the request once.
 
-        Raises: _Retry where another attempt may succeed, EndpointError where none will.
+        Raises: _Retry if another attempt may succeed, EndpointError if none can.
         """
         try:
             status, delay_s, body = self._post(messages, end)
-        except (OSError, http.client.HTTPException) as error:  # refused, broken off, or too slow
+        except (OSError, http.client.HTTPException) as error:  # refused, interrupted, or too slow
             raise _Retry(f"{type(error).__name__}: {error}") from error
         text = body.decode(errors="replace")
         if status in _RETRIED:
@@ -130,7 +130,7 @@ class ChatEndpoint:
         return content
 
     def _post(self, messages: Messages, end: float) -> tuple[int, float | None, bytes]:
-        """Return status, the pause that the server asks for, and body."""
+        """Return status, the delay that the server requests, and body."""
         url = urlsplit(self.base_url)
         request = {"model": self.model, "messages": list(messages), **(self.sampling or {})}
         headers = {"Content-Type": "application/json", "Connection": "close"}
@@ -147,7 +147,7 @@ class ChatEndpoint:
             while chunk := response.read1(1 << 16):
                 body += chunk
                 if len(body) > MAX_ANSWER_BYTES:
-                    raise EndpointError(f"{self.base_url}: an answer of more than {MAX_ANSWER_BYTES} bytes")
+                    raise EndpointError(f"{self.base_url}: the answer exceeds {MAX_ANSWER_BYTES} bytes")
                 socket.settimeout(_left(end))
             return response.status, _seconds(response.getheader("Retry-After")), bytes(body)
         finally:
@@ -161,18 +161,18 @@ def _connect(scheme: str, host: str, port: int | None, timeout_s: float) -> http
 
 
 def _left(end: float) -> float:
-    """Return the seconds until a time of ``time.monotonic``.
+    """Return the seconds until ``end`` on the clock ``time.monotonic``.
 
-    Raises: TimeoutError when it has passed.
+    Raises: TimeoutError if it has passed.
     """
     left = end - time.monotonic()
     if left <= 0:
-        raise TimeoutError("the time is up")
+        raise TimeoutError("the deadline has passed")
     return left
 
 
 def _seconds(value: str | None) -> float | None:
-    """Return the number of a ``Retry-After`` header; one that holds a date is left aside."""
+    """Return the seconds of a ``Retry-After`` header; None if it holds a date."""
     try:
         return None if value is None else max(0.0, float(value))
     except ValueError:
@@ -181,7 +181,7 @@ def _seconds(value: str | None) -> float | None:
 
 def _result(future: "Future[str]", timeout_s: float | None) -> str | EndpointError:
     if not future.done():
-        return EndpointError(f"no answer before the time of the batch was up ({timeout_s:g} s)")
+        return EndpointError(f"no answer before the batch's deadline ({timeout_s:g} s)")
     error = future.exception()
     if error is None:
         return future.result()

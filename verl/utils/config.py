@@ -1,12 +1,12 @@
-"""From the configuration tree to dataclasses."""
+"""Established path of the helpers that read the configuration tree."""
 
-from collections.abc import Collection, Mapping, MutableMapping
-from dataclasses import is_dataclass
+from collections.abc import Collection, MutableMapping
 from typing import Any
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig
 
 from verl.base_config import ConfigError, UnsupportedConfigError, Violation
+from verl.utils.structured import omega_conf_to_dataclass
 
 __all__ = [
     "ConfigError",
@@ -18,44 +18,8 @@ __all__ = [
 ]
 
 
-def omega_conf_to_dataclass(config: DictConfig | dict[str, Any] | Any, dataclass_type: type | None = None) -> Any:
-    """Build the dataclass of a node: the one that its ``_target_`` names, or ``dataclass_type``.
-
-    Returns: the default of ``dataclass_type``, or None, for an empty node; what is no node comes back as it is.
-    Raises: ConfigError when a value has the wrong type or breaks a rule, ValueError when no dataclass is named.
-    """
-    if not config and (config is None or isinstance(config, Mapping)):
-        return dataclass_type() if dataclass_type is not None else None
-    if not isinstance(config, DictConfig | ListConfig | dict | list):
-        return config
-    if dataclass_type is None:
-        if "_target_" not in config:
-            raise ConfigError([Violation("_target_", None, "is missing: name the dataclass of this node")])
-        from hydra.utils import instantiate
-
-        return _unwrapped(instantiate, config)
-    if not is_dataclass(dataclass_type):
-        raise ValueError(f"dataclass_type={dataclass_type!r} must be a dataclass")
-    structured = OmegaConf.structured(dataclass_type)
-    merged = OmegaConf.merge(structured, OmegaConf.create(config) if isinstance(config, dict) else config)
-    return OmegaConf.to_object(merged)
-
-
-def _unwrapped(instantiate: Any, config: Any) -> Any:
-    """Instantiate, and raise what the dataclass raised rather than Hydra's wrapping of it."""
-    from hydra.errors import InstantiationException
-
-    try:
-        return instantiate(config, _convert_="partial")
-    except InstantiationException as error:
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, ConfigError):
-            cause = cause.__cause__
-        raise (cause or error) from None
-
-
 def update_dict_with_config(dictionary: MutableMapping[str, Any], config: Any) -> None:
-    """Replace each value of ``dictionary`` by the attribute of ``config`` with the same name, where there is one."""
+    """Replace each value of ``dictionary`` by the attribute of ``config`` with the same name, if there is one."""
     for key in dictionary:
         if hasattr(config, key):
             dictionary[key] = getattr(config, key)

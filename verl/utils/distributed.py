@@ -1,4 +1,4 @@
-"""Start and end of the process group of a role."""
+"""Start and end of a role's process group, and of processes that were in one."""
 
 import atexit
 import datetime
@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ def _timeout(timeout_second: float | None) -> datetime.timedelta | None:
 
 
 def initialize_global_process_group(timeout_second: float = 36000) -> tuple[int, int, int]:
-    """Join the group that torchrun describes and take this process's device.
+    """Join the process group of torchrun and select this process's device.
 
     Returns: (local rank, rank, world size).
     """
@@ -41,12 +41,17 @@ def initialize_global_process_group(timeout_second: float = 36000) -> tuple[int,
     return local_rank, dist.get_rank(), dist.get_world_size()
 
 
+def initialize_lone_process_group() -> None:
+    """Start a group of this process alone, which needs no address."""
+    dist.init_process_group(get_process_group_backend(), store=dist.HashStore(), rank=0, world_size=1)
+
+
 def initialize_global_process_group_ray(timeout_second: float | None = None) -> None:
-    """Join the group that the environment of a worker describes; do nothing where it is joined already.
+    """Join the process group that a worker's environment describes; do nothing if already joined.
 
-    ``timeout_second`` bounds the rendezvous and every collective after it; None is torch's default.
+    ``timeout_second`` limits the rendezvous and every later collective; None is torch's default.
 
-    Raises: RuntimeError naming the missing variables, or the address, rank and timeout when the others do not come.
+    Raises: RuntimeError naming the missing variables, or the address, rank and timeout if other ranks do not join.
     """
     use_one_thread()
     if dist.is_initialized():
@@ -56,9 +61,10 @@ def initialize_global_process_group_ray(timeout_second: float | None = None) -> 
     missing = [name for name in needed if envs.read(name) is None]
     if missing:
         raise RuntimeError(
-            f"cannot join a process group: {', '.join(missing)} not set; construct the worker in a group"
+            f"cannot join a process group: {', '.join(missing)} not set; construct the worker in a worker group"
         )
-    rank, world_size = envs.integer("RANK", 0), envs.integer("WORLD_SIZE", 1)
+    rank = envs.integer("RANK", 0)
+    world_size = envs.integer("WORLD_SIZE", 1)
     try:
         dist.init_process_group(
             backend=get_process_group_backend(),
@@ -76,19 +82,17 @@ def initialize_global_process_group_ray(timeout_second: float | None = None) -> 
 
 
 def group_timeout(group: dist.ProcessGroup | None = None) -> datetime.timedelta:
-    """Return how long a collective of a group, by default that of all ranks, may take.
+    """Return the timeout of a group, by default the group of all ranks.
 
-    torch gives groups that are made later its own default, whatever the first was made with.
+    torch gives later groups its own default timeout, whatever the timeout of the first group.
     """
     chosen = dist.distributed_c10d._get_default_group() if group is None else group
-    device = "cpu" if get_device_name() == "npu" else get_device_name()  # HCCL does not tell; gloo is made alike
-    options: Any = chosen._get_backend(torch.device(device)).options
-    timeout: datetime.timedelta = options._timeout
-    return timeout
+    device = "cpu" if get_device_name() == "npu" else get_device_name()  # HCCL hides its timeout; gloo has the same
+    return chosen._get_backend(torch.device(device)).options._timeout
 
 
 def take_over_timeout(mesh: DeviceMesh) -> None:
-    """Let the groups of a mesh give up when that of all ranks does, which has the timeout that was configured."""
+    """Give the groups of a mesh the timeout of the group of all ranks, which is the configured one."""
     for dim in range(mesh.ndim):
         dist.distributed_c10d._set_pg_timeout(group_timeout(), mesh.get_group(dim))
 
@@ -100,13 +104,13 @@ def destroy_global_process_group() -> None:
 
 
 def leave_process(code: int = 0) -> NoReturn:
-    """End this process with an exit code as the interpreter would, but without finalising the interpreter.
+    """Exit like the interpreter does, but without finalising it.
 
-    A process that has been in a gloo group must end so. gloo's threads outlive the group; one that asks for the
-    interpreter while it is being finalised is ended inside C++ code that allows no such thing, and then the whole
-    finished process aborts (SIGABRT).
+    A process that has been in a gloo group must end this way. gloo's threads outlive the group. If one of them asks
+    for the interpreter lock during finalisation, Python ends the thread inside C++ code that cannot be unwound, and
+    the process aborts (SIGABRT) although its work is done.
     """
-    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads; what the interpreter itself calls
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as the interpreter does
     atexit._run_exitfuncs()  # trackers, log handlers, worker processes, temporary folders
     sys.stdout.flush()
     sys.stderr.flush()
@@ -114,9 +118,9 @@ def leave_process(code: int = 0) -> NoReturn:
 
 
 def run_and_leave(command: Callable[[], None]) -> NoReturn:
-    """Run the command of a process that may join a group and leave the process with its exit code.
+    """Run a command that may join a process group, then leave the process with its exit code.
 
-    What the command raises, other than SystemExit, ends the process as ever: with the trace, and in failure.
+    Exceptions other than SystemExit end the process as usual, with a traceback and exit code 1.
     """
     try:
         command()
@@ -129,8 +133,8 @@ def run_and_leave(command: Callable[[], None]) -> NoReturn:
 
 
 def _gpu_numa_node(device_index: int) -> int:
-    """Read the NUMA node of a GPU from sysfs; -1 where the machine does not tell."""
-    properties: Any = torch.cuda.get_device_properties(device_index)  # the fields differ between torch versions
+    """Read the NUMA node of a GPU from sysfs; -1 if it is unknown."""
+    properties = torch.cuda.get_device_properties(device_index)  # the fields differ between torch versions
     bus = getattr(properties, "pci_bus_id", None)
     if bus is None:
         return -1
@@ -149,7 +153,7 @@ def _parse_cpu_list(text: str) -> set[int]:
 
 
 def set_numa_affinity() -> None:
-    """Bind this process to the cores beside its GPU; do nothing where there is none or the machine does not tell."""
+    """Bind this process to the cores of its GPU's NUMA node; do nothing without a GPU or an unknown node."""
     if get_device_name() != "cuda" or not hasattr(os, "sched_setaffinity"):
         return
     node = _gpu_numa_node(torch.cuda.current_device())
@@ -158,6 +162,6 @@ def set_numa_affinity() -> None:
         return
     cpus = _parse_cpu_list(cpu_list.read_text()) & os.sched_getaffinity(0)
     if not cpus:
-        logger.warning("no core of NUMA node %d is allowed to this process: affinity left as it is", node)
+        logger.warning("this process may use no core of NUMA node %d: its affinity is unchanged", node)
         return
     os.sched_setaffinity(0, cpus)

@@ -1,4 +1,4 @@
-"""The one place where verl reads or writes environment variables."""
+"""Access to environment variables; all of verl reads and writes them here."""
 
 import os
 from collections.abc import Mapping, MutableMapping
@@ -8,7 +8,7 @@ _FALSE = {"0", "false", "no", "off", ""}
 
 
 def read(name: str, default: str | None = None) -> str | None:
-    """Return the value of ``name``, or ``default`` where it is not set."""
+    """Return the value of ``name``, or ``default`` if it is not set."""
     return os.environ.get(name, default)
 
 
@@ -47,13 +47,13 @@ def write(values: Mapping[str, str]) -> None:
 
 
 def write_default(values: Mapping[str, str]) -> None:
-    """Set those of the given variables that are not set yet."""
+    """Set the given variables that are not set yet."""
     for name, value in values.items():
         os.environ.setdefault(name, str(value))
 
 
 def remove(name: str) -> str | None:
-    """Unset ``name`` and return the value that it had."""
+    """Unset ``name`` and return its old value."""
     return os.environ.pop(name, None)
 
 

@@ -1,9 +1,9 @@
-"""Faults on demand, so that tests can prove what a run does when a process dies or hangs.
+"""Inject faults, so that tests can prove how a run reacts when a process dies or hangs.
 
-``VERL_FAULT`` holds ``action:point[:key=value]...``, for instance ``kill:update_actor:rank=1:step=2``. Actions are
-``kill`` (SIGKILL to the own process), ``hang`` (SIGSTOP), ``raise`` (an exception), ``slow`` (half a second of sleep)
-and, of ``weight_sync`` only, ``skip`` (it is left out, on all ranks). A fault fires once, but for ``slow``, which fires
-each time; it writes the time at which it did to ``VERL_FAULT_FILE`` first, as proof that the phase was entered.
+``VERL_FAULT`` holds ``action:point[:key=value]...``, such as ``kill:update_actor:rank=1:step=2``. Actions are ``kill``
+(SIGKILL to the own process), ``hang`` (SIGSTOP), ``raise`` (an exception), ``slow`` (half a second of sleep) and, for
+``weight_sync`` only, ``skip`` (on all ranks). A fault fires once, except ``slow``, which fires each time. Before it
+fires it writes the time to ``VERL_FAULT_FILE``, as proof that the run entered the phase.
 """
 
 import os
@@ -21,7 +21,7 @@ SKIPPABLE = ("weight_sync",)
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault: what happens, at which named point, on which rank and step (None is any)."""
+    """One fault: its action, the named point where it fires, and its rank and step (None for any)."""
 
     action: str
     point: str
@@ -35,9 +35,9 @@ class InjectedFault(RuntimeError):
 
 @cache
 def parse_fault(text: str) -> Fault:
-    """Read the value of ``VERL_FAULT``.
+    """Parse the value of ``VERL_FAULT``.
 
-    Raises: ValueError when the text does not have the form above.
+    Raises: ValueError for a malformed value.
     """
     action, *rest = text.split(":")
     if action not in ACTIONS or not rest:
@@ -49,12 +49,12 @@ def parse_fault(text: str) -> Fault:
             raise ValueError(f"VERL_FAULT={text!r}: {part!r} must be rank=N or step=N")
         options[key] = int(value)
     if action == "skip" and (rest[0] not in SKIPPABLE or "rank" in options):
-        raise ValueError(f"VERL_FAULT={text!r}: skip is for {', '.join(SKIPPABLE)}, on all ranks: leave rank out")
+        raise ValueError(f"VERL_FAULT={text!r}: skip works for {', '.join(SKIPPABLE)} and on all ranks only; omit rank")
     return Fault(action, rest[0], **options)
 
 
 def fault_point(point: str, *, rank: int, step: int | None = None) -> None:
-    """Fire the configured fault if it is meant for this point, rank and step; do nothing otherwise."""
+    """Fire the configured fault if it matches this point, rank and step."""
     fault = _take(point, rank, step, skip=False)
     if fault is None:
         return
@@ -67,18 +67,18 @@ def fault_point(point: str, *, rank: int, step: int | None = None) -> None:
 
 
 def is_skipped(point: str, *, rank: int, step: int | None = None) -> bool:
-    """Say whether the configured fault leaves this point out, this once."""
+    """Return whether the configured fault skips this point now; it does so once."""
     return _take(point, rank, step, skip=True) is not None
 
 
 def _take(point: str, rank: int, step: int | None, skip: bool) -> Fault | None:
-    """Return the fault that is meant for this point, recorded and used up."""
+    """Return the fault that matches this point, after recording and clearing it."""
     text = envs.read("VERL_FAULT")
     if not text:
         return None
     fault = parse_fault(text)
-    meant = fault.point == point and fault.rank in (None, rank) and fault.step in (None, step)
-    if not meant or (fault.action == "skip") != skip:
+    matches = fault.point == point and fault.rank in (None, rank) and fault.step in (None, step)
+    if not matches or (fault.action == "skip") != skip:
         return None
     if fault.action != "slow":
         envs.remove("VERL_FAULT")

@@ -1,20 +1,23 @@
-"""Floating point operations of a training step, and what the device could do.
+"""FLOPs of a training step, and the peak FLOP/s of devices.
 
-A matrix of W weights costs 6 W operations for each token that it multiplies in a pass forward and backward; a pair of
-positions that attention compares costs 6 for each channel of a query head, and 6 for each of a value head. Attention
-counts all pairs of a sequence, also those that a causal mask leaves out; nothing is counted for looking up embeddings.
+Per token, a matrix of W weights costs 6 W operations, forward and backward. Per pair of positions, attention costs 6
+operations for each channel of a query head and 6 for each channel of a value head. All pairs of a sequence count,
+including those that a causal mask drops; embedding lookups count nothing.
 """
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from verl.utils.device import get_device_name, get_torch_device
 from verl.utils.vision.flops import vision_flops
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 logger = logging.getLogger(__name__)
 
-_PROMISED_TFLOPS = (  # the first whose name is part of the device's
+_PROMISED_TFLOPS = (  # the first name that is part of the device's name applies
     ("GB200", 2500.0),
     ("B200", 2250.0),
     ("MI300X", 1336.0),
@@ -36,7 +39,7 @@ _CPU_TFLOPS = 0.448
 
 
 def get_device_flops(device_name: str | None = None) -> float:
-    """Return the dense half-precision TFLOP/s that a device promises; infinity for one that is not known."""
+    """Return the peak dense half-precision TFLOP/s of a device; infinity for an unknown device."""
     if device_name is None:
         device_name = "cpu" if get_device_name() == "cpu" else get_torch_device().get_device_name()
     if device_name == "cpu":
@@ -47,15 +50,17 @@ def get_device_flops(device_name: str | None = None) -> float:
 # ---- weights that multiply a token in one layer
 
 
-def _attention(config: Any) -> int:
+def _attention(config: "PretrainedConfig") -> int:
     """Count the projections of queries, keys, values and outputs."""
-    heads, kv_heads = config.num_attention_heads, _kv_heads(config)
+    heads = config.num_attention_heads
+    kv_heads = _kv_heads(config)
     return int(config.hidden_size * (2 * heads + 2 * kv_heads) * _head_dim(config))
 
 
-def _latent_attention(config: Any) -> int:
-    """Count the projections of DeepSeek-V3's attention, down to the latent spaces and up from them."""
-    hidden, heads = config.hidden_size, config.num_attention_heads
+def _latent_attention(config: "PretrainedConfig") -> int:
+    """Count the projections of DeepSeek-V3's attention, into the latent spaces and out of them."""
+    hidden = config.hidden_size
+    heads = config.num_attention_heads
     query_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
     rank = config.q_lora_rank
     query = hidden * heads * query_dim if rank is None else rank * (hidden + heads * query_dim)
@@ -64,28 +69,28 @@ def _latent_attention(config: Any) -> int:
     return int(query + latent + expand + heads * config.v_head_dim * hidden)
 
 
-def _kv_heads(config: Any) -> int:
+def _kv_heads(config: "PretrainedConfig") -> int:
     return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
 
 
-def _head_dim(config: Any) -> int:
+def _head_dim(config: "PretrainedConfig") -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
-def _gated(config: Any, layer: int) -> int:
+def _gated(config: "PretrainedConfig", layer: int) -> int:
     return int(3 * config.hidden_size * config.intermediate_size)
 
 
-def _ungated(config: Any, layer: int) -> int:
+def _ungated(config: "PretrainedConfig", layer: int) -> int:
     return int(2 * config.hidden_size * config.intermediate_size)
 
 
-def _experts(config: Any, width: int, experts: int) -> int:
-    """Count the experts that a token goes through, and the router."""
+def _experts(config: "PretrainedConfig", width: int, experts: int) -> int:
+    """Count the experts of a token, and the router."""
     return int(3 * config.hidden_size * config.num_experts_per_tok * width + config.hidden_size * experts)
 
 
-def _qwen_experts(config: Any, layer: int) -> int:
+def _qwen_experts(config: "PretrainedConfig", layer: int) -> int:
     """Count a layer of Qwen2-MoE, which has a gated shared expert, or of Qwen3-MoE; some layers may be dense."""
     dense = layer in (getattr(config, "mlp_only_layers", None) or ())
     if dense or (layer + 1) % (getattr(config, "decoder_sparse_step", None) or 1):
@@ -95,12 +100,12 @@ def _qwen_experts(config: Any, layer: int) -> int:
     return _experts(config, config.moe_intermediate_size, config.num_experts) + int(own)
 
 
-def _all_experts(config: Any, layer: int) -> int:
-    """Count a layer of Mixtral or gpt-oss, whose experts are as wide as a dense layer would be."""
+def _all_experts(config: "PretrainedConfig", layer: int) -> int:
+    """Count a layer of Mixtral or gpt-oss, whose experts are as wide as a dense layer."""
     return _experts(config, config.intermediate_size, config.num_local_experts)
 
 
-def _deepseek_experts(config: Any, layer: int) -> int:
+def _deepseek_experts(config: "PretrainedConfig", layer: int) -> int:
     """Count a layer of DeepSeek-V3 or GLM-4-MoE: the first ones are dense, the others have shared experts too."""
     if layer < config.first_k_dense_replace:
         return _gated(config, layer)
@@ -111,8 +116,8 @@ def _deepseek_experts(config: Any, layer: int) -> int:
 # ---- a whole text model
 
 
-def _pairs(config: Any, layer: int, lengths: Iterable[int]) -> int:
-    """Add up how many positions each token is compared with, in a layer that may look back a window only."""
+def _pairs(config: "PretrainedConfig", layer: int, lengths: Iterable[int]) -> int:
+    """Count the pairs of positions that a layer compares, within its sliding window if it has one."""
     kinds = getattr(config, "layer_types", None)
     sliding = kinds is not None and layer < len(kinds) and kinds[layer] == "sliding_attention"
     window = getattr(config, "sliding_window", None) if sliding else None
@@ -124,14 +129,16 @@ class _Text:
 
     def __init__(
         self,
-        mlp: Callable[[Any, int], int],
-        attention: Callable[[Any], int] = _attention,
-        channels: Callable[[Any], int] = lambda config: 2 * _head_dim(config),
+        mlp: Callable[["PretrainedConfig", int], int],
+        attention: Callable[["PretrainedConfig"], int] = _attention,
+        channels: Callable[["PretrainedConfig"], int] = lambda config: 2 * _head_dim(config),
     ) -> None:
-        self.mlp, self.attention, self.channels = mlp, attention, channels
+        self.mlp = mlp
+        self.attention = attention
+        self.channels = channels
 
-    def __call__(self, config: Any, lengths: Sequence[int], num_outputs: int) -> tuple[float, float]:
-        """Return the products of weights and tokens, and of channels and pairs of positions."""
+    def __call__(self, config: "PretrainedConfig", lengths: Sequence[int], num_outputs: int) -> tuple[float, float]:
+        """Return weights times tokens, and channels times pairs of positions."""
         layers = range(config.num_hidden_layers)
         weights = sum(self.attention(config) + self.mlp(config, layer) for layer in layers)
         weights += config.hidden_size * num_outputs
@@ -146,8 +153,20 @@ _LATENT = _Text(
     lambda config: int(config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim),
 )
 _DENSE_FAMILIES = (
-    *("llama", "qwen2", "qwen2_vl", "qwen2_5_vl", "qwen3", "qwen3_vl", "minicpmv", "minicpmo", "mistral", "seed_oss"),
-    *("glm4v", "gemma", "gemma2", "gemma3"),
+    "llama",
+    "qwen2",
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3",
+    "qwen3_vl",
+    "minicpmv",
+    "minicpmo",
+    "mistral",
+    "seed_oss",
+    "glm4v",
+    "gemma",
+    "gemma2",
+    "gemma3",
 )
 _FAMILIES: dict[str, _Text] = {
     **dict.fromkeys(_DENSE_FAMILIES, _DENSE),
@@ -160,7 +179,7 @@ _FAMILIES: dict[str, _Text] = {
 
 
 class AdapterSizes(NamedTuple):
-    """The weights of low-rank adapters, by what they multiply: tokens, patches, and patches that are merged."""
+    """The weights of low-rank adapters on tokens, on patches, and on merged patches."""
 
     text: int
     tower: int = 0
@@ -168,16 +187,17 @@ class AdapterSizes(NamedTuple):
 
 
 class FlopsCounter:
-    """Estimates the work of forward and backward passes of a model by its HF config.
+    """Estimate the FLOPs of forward and backward passes from a model's HF config.
 
-    Args: ``num_outputs`` is the width of the head, by default that of the vocabulary; a value model has 1. A tower
-    that does not learn, ``frozen_vision``, goes forward only. ``adapters`` says that only these learn: the
-    others need no gradients of their own then, and cost 4 operations where they cost 6.
+    Args:
+        num_outputs: width of the head, the vocabulary by default; 1 for a value model.
+        frozen_vision: the vision tower has no backward pass.
+        adapters: only these are trained. Other weights need no gradient and cost 4 operations instead of 6.
     """
 
     def __init__(
         self,
-        config: Any,
+        config: "PretrainedConfig",
         num_outputs: int | None = None,
         frozen_vision: bool = False,
         adapters: AdapterSizes | None = None,
@@ -185,7 +205,7 @@ class FlopsCounter:
         kind = config.model_type
         self._text = _FAMILIES.get(kind) or _FAMILIES.get(kind.removesuffix("_text"))
         if self._text is None:
-            logger.warning("FLOPs of model_type %r are not known: its MFU is reported as 0", kind)
+            logger.warning("FLOPs of model_type %r are unknown: its MFU is reported as 0", kind)
         self.config = getattr(config, "text_config", None) or config
         self.vision_config = getattr(config, "vision_config", None)
         self.num_outputs = num_outputs
@@ -199,18 +219,20 @@ class FlopsCounter:
         images_seqlens: Sequence[int] = (),
         forward_only: bool = False,
     ) -> tuple[float, float]:
-        """Return (achieved, promised) TFLOP/s for sequences of these lengths trained on in ``delta_time`` seconds.
+        """Return (achieved, promised) TFLOP/s for training on sequences of these lengths in ``delta_time`` seconds.
 
-        Args: ``images_seqlens`` are the patches of each image and each frame of a video, before they are merged.
-        ``forward_only`` says that nothing was learned from them.
+        Args:
+            images_seqlens: patches of each image and video frame, before merging.
+            forward_only: count the forward pass only.
         """
         promised = get_device_flops()
         if self._text is None or delta_time <= 0:
             return 0.0, promised
         forward, backward = self._of_text(self._text, batch_seqlens)
         if images_seqlens:
-            of_tower = self._of_tower(images_seqlens)
-            forward, backward = forward + of_tower[0], backward + of_tower[1]
+            tower_forward, tower_backward = self._of_tower(images_seqlens)
+            forward += tower_forward
+            backward += tower_backward
         return (forward if forward_only else forward + backward) / delta_time / 1e12, promised
 
     def _of_text(self, text: _Text, lengths: Sequence[int]) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Staging of files: from HDFS to the local disk, and from there to shared memory."""
+"""Copies of files from HDFS to the local disk, and from there to shared memory."""
 
 import hashlib
 import logging
@@ -20,31 +20,31 @@ is_non_local = hdfs_io.is_hdfs
 
 
 def md5_encode(path: str) -> str:
-    """Return the hexadecimal digest by which a remote path is cached."""
+    """Return the hexadecimal digest that names a remote path in the cache."""
     return hashlib.md5(path.encode(), usedforsecurity=False).hexdigest()
 
 
 def get_local_temp_path(hdfs_path: str, cache_dir: str) -> str:
-    """Return where the copy of ``hdfs_path`` lies under ``cache_dir``."""
+    """Return the path of the copy of ``hdfs_path`` under ``cache_dir``."""
     return os.path.join(cache_dir, md5_encode(hdfs_path), os.path.basename(hdfs_path))
 
 
 def local_mkdir_safe(path: str) -> str:
-    """Create a folder that several processes may create at once; relative paths are under the working folder."""
+    """Create a folder, even if several processes do so at once; relative paths start at the working directory."""
     path = os.path.abspath(os.path.expanduser(path))
     os.makedirs(path, exist_ok=True)
     return path
 
 
 def verify_copy(src: str, dest: str) -> bool:
-    """Whether ``dest`` holds the files of ``src``, by names and sizes."""
+    """Whether ``dest`` holds the files of ``src``, compared by name and size."""
     if not os.path.exists(src) or not os.path.exists(dest):
         return False
     return _listing(src) == _listing(dest)
 
 
 def copy_to_shm(src: str) -> str:
-    """Copy a local file, folder or hub id into shared memory; returns ``src`` where there is no room."""
+    """Copy a local file, folder or hub id into shared memory; return ``src`` if it does not fit."""
     if not os.path.exists(src):
         from huggingface_hub import snapshot_download
 
@@ -52,9 +52,10 @@ def copy_to_shm(src: str) -> str:
     target = os.path.join(SHM_ROOT, md5_encode(src), os.path.basename(src.rstrip("/")))
     if verify_copy(src, target):
         return target
-    needed, free = sum(size for _, size in _listing(src)), shutil.disk_usage("/dev/shm").free
+    needed = sum(size for _, size in _listing(src))
+    free = shutil.disk_usage("/dev/shm").free
     if needed > free:
-        logger.warning("%s needs %d bytes of shared memory, %d are free: it is read from the disk", src, needed, free)
+        logger.warning("%s needs %d bytes of shared memory, %d are free: reading it from disk", src, needed, free)
         return src
     os.makedirs(os.path.dirname(target), exist_ok=True)
     with FileLock(os.path.join(os.path.dirname(target), ".lock"), timeout=LOCK_TIMEOUT_S):
@@ -74,7 +75,7 @@ def copy_to_local(
     always_recopy: bool = False,
     use_shm: bool = False,
 ) -> str:
-    """Return a local path with the content of ``src``; a local path comes back as it is.
+    """Return a local path with the content of ``src``; a local path is returned unchanged.
 
     Raises: ValueError when ``src`` ends with a slash.
     """
@@ -89,7 +90,7 @@ def copy_local_path_from_hdfs(
     verbose: bool = False,
     always_recopy: bool = False,
 ) -> str:
-    """As ``copy_to_local``, without shared memory."""
+    """Do the same as ``copy_to_local``, without shared memory."""
     if src.endswith("/"):
         raise ValueError(f"path {src!r} must not end with a slash")
     if not is_non_local(src):
@@ -135,7 +136,7 @@ def _write_record(folder: str) -> None:
 
 
 def _complete(local: str) -> bool:
-    """Whether a cached folder still holds what was copied; files are whole or absent."""
+    """Whether a cached copy is complete; a single file always is, a folder is compared with its record."""
     if os.path.isfile(local):
         return True
     record = os.path.join(local, RECORD_FILE)

@@ -1,6 +1,6 @@
-"""FSDP2: construction without storage, sharding units, gradient norm, offload and whole tensors.
+"""FSDP2: construction on meta, sharding units, gradient norm, offload and full tensors.
 
-Each function also takes plain modules and tensors, so that one process needs no process group.
+Each function also takes plain modules and tensors, so that a single process needs no process group.
 """
 
 import json
@@ -9,7 +9,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,11 +18,23 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    FullyShardedDataParallel,
+    OptimStateDictConfig,
+    ShardingStrategy,
+    StateDictConfig,
+    StateDictType,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from verl.utils.device import get_device_id, get_device_name, get_torch_device
 from verl.utils.model import check_exclude_modules, check_target_modules
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
 
 ADAPTER_MARK = ".lora_"
 
@@ -34,14 +46,14 @@ def fsdp_version(model: nn.Module) -> int:
     return 2 if isinstance(model, FSDPModule) else 0
 
 
-# Construction
+# ---- construction
 
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Construct modules whose parameters have no storage, while buffers are computed as usual.
+    """Construct modules with parameters on meta, and compute buffers as usual.
 
-    Buffers that a constructor computes (rotary frequencies) are in no checkpoint, so they must not be on meta.
+    No checkpoint holds the buffers that a constructor computes (rotary frequencies), so they must not be on meta.
     """
     register = nn.Module.register_parameter
 
@@ -63,20 +75,20 @@ meta_device_init = parameters_on_meta
 def get_init_weight_context_manager(
     use_meta_tensor: bool = True, mesh: DeviceMesh | None = None
 ) -> Callable[[], AbstractContextManager[None]]:
-    """Return a context in which all ranks but the first of the mesh construct parameters without storage."""
+    """Return a context in which all ranks except the first of the mesh construct parameters on meta."""
     place = mesh.get_coordinate() if mesh is not None else None
     rank = place[-1] if place else _rank()
     return parameters_on_meta if use_meta_tensor and rank != 0 else nullcontext
 
 
 def init_fn(module: nn.Module) -> nn.Module:
-    """Give a module whose tensors are on meta storage on the device, without values: the ``param_init_fn`` of FSDP1."""
+    """Allocate the meta tensors of a module on the device, without values; a ``param_init_fn`` for FSDP1."""
     tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
     return module.to_empty(device=_device(), recurse=False) if any(t.is_meta for t in tensors) else module
 
 
 def parallel_load_safetensors(filepath: str) -> dict[str, Tensor | int]:
-    """Read this rank's share of the files of a checkpoint; returns its tensors, and for the others who holds them.
+    """Read this rank's share of a checkpoint's files; return its tensors, and the owning rank of all others.
 
     Raises: FileNotFoundError when the folder holds no safetensors under the usual names.
     """
@@ -99,10 +111,10 @@ def parallel_load_safetensors(filepath: str) -> dict[str, Tensor | int]:
 def parallel_init_module_fn(
     module: nn.Module, shard_states: Mapping[str, Tensor | int]
 ) -> Callable[[nn.Module], nn.Module]:
-    """Return the ``param_init_fn`` that fills meta tensors from what ``parallel_load_safetensors`` has read.
+    """Return a ``param_init_fn`` that fills meta tensors with the result of ``parallel_load_safetensors``.
 
-    Every rank calls it on the same modules in the same order: whoever holds a tensor broadcasts it. Tied ones stay one.
-    Raises, when it is called: ValueError naming a tensor that the checkpoint lacks or has in another shape.
+    Every rank calls it on the same modules in the same order: the rank that holds a tensor broadcasts it. Tied tensors
+    stay tied. When called, it raises a ValueError naming a tensor that the checkpoint lacks or has in another shape.
     """
     names: dict[Tensor, str] = {}
     for name, tensor in (
@@ -116,7 +128,7 @@ def parallel_init_module_fn(
     def make(meta: Tensor) -> Tensor:
         name = names[meta]
         if name not in shard_states:
-            raise ValueError(f"the checkpoint lacks {name!r}, which the model needs")
+            raise ValueError(f"the checkpoint lacks {name!r}, which the model needs: use a complete checkpoint")
         state = shard_states[name]
         new = state.to(_device(), meta.dtype) if isinstance(state, Tensor) else torch.empty_like(meta, device=_device())
         if dist.is_initialized() and dist.get_world_size() > 1:
@@ -142,19 +154,21 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-# Sharding
+# ---- sharding
 
 
-def sharding_units(module: nn.Module, model: Any, wrap_policy: Mapping[str, Any] | None = None) -> list[nn.Module]:
-    """Choose what becomes a sharding unit of its own: by size, by class name, or the model's own blocks.
+def sharding_units(
+    module: nn.Module, model: nn.Module, wrap_policy: Mapping[str, Any] | None = None
+) -> list[nn.Module]:
+    """Choose the sharding units: by size, by class name, or the model's blocks.
 
     Args: ``model`` is the transformers model within ``module``, which adapters may wrap.
-    Raises: ValueError when a class that the policy names is not in the model.
+    Raises: ValueError when the model has no module of a class in the policy.
     """
     policy = wrap_policy or {}
-    if policy.get("disable", False):
+    if policy.get("disable"):
         return []
-    minimum = policy.get("min_num_params", 0) or 0
+    minimum = policy.get("min_num_params") or 0
     if minimum > 0:
         return list(_units_by_size(module, minimum))
     named = policy.get("transformer_layer_cls_to_wrap")
@@ -180,33 +194,35 @@ def _units_by_size(module: nn.Module, minimum: int) -> Iterator[nn.Module]:
 def get_fsdp_wrap_policy(
     module: nn.Module, config: Mapping[str, Any] | None = None, is_lora: bool = False
 ) -> Callable[[nn.Module], bool] | None:
-    """Return which modules become sharding units, as a predicate; None for the root alone."""
+    """Return a predicate for modules that become sharding units; None if only the root is one."""
     units = {id(unit) for unit in sharding_units(module, module, config)}
     return (lambda part: id(part) in units) if units else None
 
 
-def apply_fsdp2(model: nn.Module, fsdp_kwargs: dict[str, Any], config: Mapping[str, Any], inner: Any = None) -> None:
+def apply_fsdp2(
+    model: nn.Module, fsdp_kwargs: dict[str, Any], config: Mapping[str, Any], inner: nn.Module | None = None
+) -> None:
     """Apply ``fully_shard`` to every unit and to the root; ``config`` is an ``fsdp_config`` node.
 
-    Args: ``inner`` is the transformers model within ``model`` where adapters wrap it.
+    Args: ``inner`` is the transformers model within ``model`` if adapters wrap it.
     """
-    units = sharding_units(model, inner if inner is not None else model, config.get("wrap_policy", None))
+    units = sharding_units(model, inner if inner is not None else model, config.get("wrap_policy"))
     for unit in units:
         fully_shard(unit, **fsdp_kwargs)
     fully_shard(model, **fsdp_kwargs)
-    if config.get("forward_prefetch", False):
+    if config.get("forward_prefetch"):
         for unit, following in zip(units, units[1:], strict=False):
             assert isinstance(unit, FSDPModule) and isinstance(following, FSDPModule)
             unit.set_modules_to_forward_prefetch([following])
 
 
 def maybe_patch_fsdp_module(model: nn.Module) -> AbstractContextManager[None]:
-    """Return a context in which ``fully_shard`` takes the model: with torch 2.11 and later any, as it is."""
+    """Return a context in which ``fully_shard`` accepts the model; torch 2.11 and later need no patch."""
     return nullcontext()
 
 
 def get_sharding_strategy(device_mesh: DeviceMesh) -> ShardingStrategy:
-    """Return the strategy of FSDP1 for a mesh: whole sharding over one axis, hybrid over two.
+    """Return FSDP1's strategy for a mesh: full sharding over one axis, hybrid sharding over two.
 
     Raises: NotImplementedError, which is also a ValueError, for more axes.
     """
@@ -220,7 +236,7 @@ class UnknownShardingError(ValueError, NotImplementedError):
 
 
 def get_shard_placement_fn(fsdp_size: int) -> Callable[[nn.Parameter], Shard]:
-    """Return the choice of the first dim that ``fsdp_size`` divides, else dim 0."""
+    """Return a function that shards the first dim that ``fsdp_size`` divides, else dim 0."""
 
     def placement(parameter: nn.Parameter) -> Shard:
         return Shard(next((dim for dim, size in enumerate(parameter.shape) if size % fsdp_size == 0), 0))
@@ -228,17 +244,17 @@ def get_shard_placement_fn(fsdp_size: int) -> Callable[[nn.Parameter], Shard]:
     return placement
 
 
-# Gradients
+# ---- gradients
 
 
 def local_gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Return this rank's shard of every gradient that is there."""
+    """Return this rank's shards of all existing gradients."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     return [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
 
 
 def gradient_norm(gradients: list[Tensor], shard_group: ProcessGroup | None, device: torch.device) -> float:
-    """Return the norm of the whole gradient, in fp32; replicas count once. Collective over the shards."""
+    """Return the norm of the full gradient, in fp32; replicas count once. Collective over the shards."""
     squared = torch.zeros((), dtype=torch.float32, device=device)
     kept = [g for g in gradients if g.numel()]
     if kept:
@@ -251,7 +267,7 @@ def gradient_norm(gradients: list[Tensor], shard_group: ProcessGroup | None, dev
 
 
 def scale_to_norm(gradients: list[Tensor], norm: float, limit: float) -> None:
-    """Scale the gradients in place so that their norm, now ``norm``, is at most ``limit``."""
+    """Scale gradients of norm ``norm`` in place to a norm of at most ``limit``."""
     if norm > limit:
         torch._foreach_mul_(gradients, limit / (norm + 1e-6))
 
@@ -259,7 +275,7 @@ def scale_to_norm(gradients: list[Tensor], norm: float, limit: float) -> None:
 def fsdp2_clip_grad_norm_(
     parameters: Tensor | list[Tensor], max_norm: float, norm_type: float = 2.0, **kwargs: Any
 ) -> Tensor:
-    """Clip the gradient of sharded parameters by its global 2-norm; returns the norm before.
+    """Clip the gradient of sharded parameters by its global 2-norm, and return the norm before clipping.
 
     Raises: ValueError for another norm.
     """
@@ -275,7 +291,7 @@ def fsdp2_clip_grad_norm_(
     return torch.tensor(norm)
 
 
-# Offload
+# ---- offload
 
 
 def offload_fsdp_model_to_cpu(model: nn.Module, empty_cache: bool = True) -> None:
@@ -300,7 +316,7 @@ def _device() -> torch.device:
 
 
 def move_optimizer_state(optimizer: torch.optim.Optimizer, device: torch.device | str | int) -> None:
-    """Move moments to ``device``; the scalar step counts stay where AdamW put them."""
+    """Move the moments to ``device``; scalar step counters stay."""
     for state in optimizer.state.values():
         for name, value in state.items():
             if isinstance(value, Tensor) and name != "step":
@@ -317,25 +333,25 @@ def load_fsdp_optimizer(optimizer: torch.optim.Optimizer, device_id: torch.devic
     move_optimizer_state(optimizer, device_id)
 
 
-# Whole tensors
+# ---- full tensors
 
 
 def get_fsdp_state_ctx(
-    model: nn.Module, state_type: Any, state_cfg: Any = None, optim_cfg: Any = None
-) -> AbstractContextManager[Any]:
-    """Return the context that chooses the kind of state dict of FSDP1; FSDP2 and plain modules know one kind."""
+    model: nn.Module,
+    state_type: StateDictType,
+    state_cfg: StateDictConfig | None = None,
+    optim_cfg: OptimStateDictConfig | None = None,
+) -> AbstractContextManager[None]:
+    """Return the context that selects FSDP1's kind of state dict; FSDP2 and plain modules have one kind."""
     if fsdp_version(model) == 1:
-        chosen: AbstractContextManager[Any] = FullyShardedDataParallel.state_dict_type(
-            model, state_type, state_cfg, optim_cfg
-        )
-        return chosen
+        return FullyShardedDataParallel.state_dict_type(model, state_type, state_cfg, optim_cfg)
     return nullcontext()
 
 
 def full_tensor(parameter: Tensor) -> Tensor:
-    """Return the whole of a parameter, detached; collective over the ranks that shard it.
+    """Return the full, detached tensor of a parameter; collective over the ranks that shard it.
 
-    An offloaded shard is gathered on the device, where its process group works.
+    An offloaded shard is gathered on the device, because its process group works only there.
     """
     tensor = parameter.detach()
     if not isinstance(tensor, DTensor):
@@ -351,14 +367,16 @@ def full_tensor(parameter: Tensor) -> Tensor:
 
 
 def _gather_rows(tensor: DTensor) -> Tensor | None:
-    """Return the whole of a tensor on the CPU whose rows are shared out over one axis of its mesh; else None.
+    """Gather a CPU tensor with rows sharded over one axis of its mesh; return None for other shardings.
 
-    Every rank sends its rows to where they belong. Gloo's own gather makes one more copy of the whole tensor.
+    Every rank broadcasts its rows straight into the result. Gloo's gather would need a second copy of the tensor.
     """
     axes = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     if len(axes) != 1 or tensor.placements[axes[0]] != Shard(0):
         return None
-    mesh, axis, local = tensor.device_mesh, axes[0], tensor.to_local()
+    mesh = tensor.device_mesh
+    axis = axes[0]
+    local = tensor.to_local()
     if mesh.size(axis) == 1:
         return local
     whole = torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -375,7 +393,7 @@ def _gather_rows(tensor: DTensor) -> Tensor | None:
 def get_fsdp_full_state_dict(
     model: nn.Module, offload_to_cpu: bool = True, rank0_only: bool = True
 ) -> dict[str, Tensor]:
-    """Gather all tensors of a model, one at a time; empty on other ranks than 0 with ``rank0_only``."""
+    """Gather all tensors of a model, one at a time; with ``rank0_only`` other ranks get an empty dict."""
     keep = not rank0_only or _rank() == 0
     whole: dict[str, Tensor] = {}
     for name, value in model.state_dict().items():
@@ -386,11 +404,14 @@ def get_fsdp_full_state_dict(
 
 
 def fsdp2_load_full_state_dict(
-    model: nn.Module, full_state: dict[str, Tensor], device_mesh: DeviceMesh | None = None, cpu_offload: Any = None
+    model: nn.Module,
+    full_state: dict[str, Tensor],
+    device_mesh: DeviceMesh | None = None,
+    cpu_offload: CPUOffloadPolicy | None = None,
 ) -> None:
-    """Shard whole tensors, which every rank holds, into the parameters of a model.
+    """Shard full tensors, which every rank holds, into the parameters of a model.
 
-    Raises: ValueError naming the tensors that the model needs and ``full_state`` lacks.
+    Raises: ValueError naming the first tensor that ``full_state`` lacks.
     """
     own = model.state_dict()
     missing = sorted(set(own) - set(full_state))
@@ -404,11 +425,11 @@ def fsdp2_load_full_state_dict(
             value.copy_(whole)
 
 
-# Adapters
+# ---- adapters
 
 
-def replace_lora_wrapper(k: str, peft_config: Any) -> str:
-    """Return the name that an inference engine gives the base tensor ``k`` of an adapted module."""
+def replace_lora_wrapper(k: str, peft_config: "PeftConfig") -> str:
+    """Return the rollout engine's name of the base tensor ``k``; adapted modules get ``base_layer``."""
     module, _, kind = k.rpartition(".")
     adapted = check_target_modules(peft_config, module) and not check_exclude_modules(peft_config, module)
     return f"{module}.base_layer.{kind}" if adapted and kind in ("weight", "bias") else k
@@ -417,9 +438,8 @@ def replace_lora_wrapper(k: str, peft_config: Any) -> str:
 def collect_lora_params(
     module: nn.Module, layered_summon: bool = False, base_sync_done: bool = True
 ) -> "OrderedDict[str, Tensor]":
-    """Gather the adapters under peft's names, or, before the base is synced, the base under the engine's names."""
-    peft_module: Any = module
-    config = peft_module.peft_config["default"]
+    """Gather the adapters under peft's names or, before the base is synced, the base under the engine's names."""
+    config = module.peft_config["default"]
     collected: OrderedDict[str, Tensor] = OrderedDict()
     for name, parameter in module.named_parameters():
         adapter = ADAPTER_MARK in name

@@ -1,7 +1,6 @@
-"""Statistics of the samples that share a prompt."""
+"""Statistics of the samples of each prompt."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 import torch
@@ -13,12 +12,12 @@ Device = torch.device | str | None
 
 
 def _pick_device(device: Device, default: torch.device | str = "cpu") -> torch.device:
-    """Return the asked device, else that of ``VERL_FORCE_DEVICE``, else the default."""
+    """Return the given device, else that of ``VERL_FORCE_DEVICE``, else the default."""
     return torch.device(device or envs.read("VERL_FORCE_DEVICE") or default)
 
 
-def as_torch_index(index: "Sequence[Any] | np.ndarray[Any, Any] | Tensor", device: Device = None) -> Tensor:
-    """Number group labels of any hashable kind: a (B,) LongTensor with values 0..G-1.
+def as_torch_index(index: Sequence[Hashable] | np.ndarray | Tensor, device: Device = None) -> Tensor:
+    """Number hashable group labels: return a (B,) LongTensor with values 0..G-1.
 
     Raises: ValueError when the labels are not one-dimensional.
     """
@@ -30,7 +29,7 @@ def as_torch_index(index: "Sequence[Any] | np.ndarray[Any, Any] | Tensor", devic
     if isinstance(index, np.ndarray) and index.dtype != object:
         codes_np = np.unique(_one_dimensional(index), return_inverse=True)[1]
     else:
-        # Labels of several types have no order, and sorting strings takes longer than the rest of an estimator.
+        # Labels of mixed types have no order, and sorting strings takes longer than the rest of an estimator.
         labels = _one_dimensional(index).tolist() if isinstance(index, np.ndarray) else list(index)
         try:
             number = {label: i for i, label in enumerate(dict.fromkeys(labels))}
@@ -40,14 +39,14 @@ def as_torch_index(index: "Sequence[Any] | np.ndarray[Any, Any] | Tensor", devic
     return torch.as_tensor(codes_np, dtype=torch.long, device=_pick_device(device))
 
 
-def _one_dimensional(index: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+def _one_dimensional(index: np.ndarray) -> np.ndarray:
     if index.ndim != 1:
         raise ValueError(f"group index must have shape (B,), got {index.shape}")
     return index
 
 
 def group_sum(values: Tensor, group: Tensor, num_groups: int) -> Tensor:
-    """Add up (B,) values by group in float64: (G,)."""
+    """Sum (B,) values by group in float64: (G,)."""
     total = torch.zeros(num_groups, dtype=torch.float64, device=values.device)
     return total.index_add_(0, group, values.double())
 
@@ -62,8 +61,8 @@ def group_mean_std(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return mean, unbiased standard deviation and size of each group.
 
-    The variance is floored at ``eps`` before its root. A group of one has mean 0 and deviation 1, so that
-    normalising leaves its score as it is. Sums are in float64: equal scores have a deviation of zero, not of noise.
+    The variance has a floor of ``eps``. A group of one has mean 0 and deviation 1, so that normalising does not change
+    its score. Sums are in float64, because the rounding of fp32 would give equal scores a deviation above zero.
 
     Args: scores (B,), gidx (B,) with values 0..G-1.
     Returns: (mean, std, count), each (G,) in the dtype of the scores.

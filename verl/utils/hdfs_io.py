@@ -1,4 +1,4 @@
-"""Files that may lie on HDFS: each function takes local paths too."""
+"""File operations on HDFS and local paths."""
 
 import logging
 import os
@@ -13,18 +13,18 @@ COMMAND_TIMEOUT_S = 3600
 
 
 class HdfsError(RuntimeError):
-    """An ``hdfs`` command failed, did not end in time, or is not installed."""
+    """An ``hdfs`` command failed, timed out, or is not installed."""
 
 
 def exists(path: str, **kwargs: Any) -> bool:
-    """Whether ``path`` is there."""
+    """Whether ``path`` exists."""
     if not is_hdfs(path):
         return os.path.exists(path)
     return _run(["-test", "-e", path], check=False, **kwargs) == 0
 
 
 def makedirs(name: str, mode: int = 0o777, exist_ok: bool = False, **kwargs: Any) -> None:
-    """Create a folder and its parents; on HDFS an existing one is no error."""
+    """Create a folder and its parents; on HDFS an existing folder is never an error."""
     if is_hdfs(name):
         _run(["-mkdir", "-p", name], **kwargs)
     else:
@@ -32,7 +32,7 @@ def makedirs(name: str, mode: int = 0o777, exist_ok: bool = False, **kwargs: Any
 
 
 def copy(src: str, dst: str, **kwargs: Any) -> bool:
-    """Copy a file or a folder, where either side may be on HDFS; True when it was copied.
+    """Copy a file or a folder from and to local or HDFS paths, and return True.
 
     Raises: HdfsError when the command fails.
     """
@@ -51,7 +51,9 @@ def copy(src: str, dst: str, **kwargs: Any) -> bool:
 
 
 def put_folder(src: str, dst: str) -> None:
-    """Copy a local folder to ``dst``, in the place of what stands there; what stands there is whole or absent.
+    """Replace ``dst`` by a copy of a local folder.
+
+    The copy goes to a temporary name and is renamed, so that ``dst`` is never a half-written folder.
 
     Raises: HdfsError when a command fails.
     """
@@ -84,9 +86,9 @@ def _run(arguments: list[str], timeout: float = COMMAND_TIMEOUT_S, check: bool =
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
     except FileNotFoundError:
-        raise HdfsError(f"{arguments[-1]}: paths on HDFS need the `hdfs` command, which is not installed") from None
+        raise HdfsError(f"{arguments[-1]}: HDFS paths need the `hdfs` command, which is not installed") from None
     except subprocess.TimeoutExpired:
-        raise HdfsError(f"`{' '.join(command)}` did not end within {timeout} s") from None
+        raise HdfsError(f"`{' '.join(command)}` did not finish within {timeout} s") from None
     if check and done.returncode != 0:
         raise HdfsError(f"`{' '.join(command)}` failed with code {done.returncode}: {done.stderr.strip()[-2000:]}")
     return done.returncode

@@ -1,4 +1,4 @@
-"""Which optional packages are here, and how code outside of the package is loaded."""
+"""Checks for optional packages, and loading of user code."""
 
 import functools
 import hashlib
@@ -55,7 +55,7 @@ def is_trl_available() -> bool:
 
 
 def import_external_libs(external_libs: str | list[str] | None = None) -> None:
-    """Import modules by name for what they register.
+    """Import modules by name so that they can register their parts.
 
     Raises: ImportError naming the module that cannot be imported.
     """
@@ -69,14 +69,14 @@ def import_external_libs(external_libs: str | list[str] | None = None) -> None:
 
 
 def python_file(path: str) -> Path | None:
-    """Return the file that a path, ``~/...`` or ``file://`` names; None for an installed module (``pkg://``)."""
+    """Return the file of a plain path, ``~/...`` or ``file://``; None for an installed module (``pkg://``)."""
     return None if path.startswith("pkg://") else Path(path.removeprefix("file://")).expanduser()
 
 
 def _load_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise FileNotFoundError(f"no Python file at {str(path)!r}")
-    # Named by its path: two files of the same base name stay apart, and one file is executed once per process.
+    # The name contains the path, so files with the same base name stay apart and a file runs once per process.
     name = f"verl_external_{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]
@@ -87,7 +87,7 @@ def _load_file(path: Path) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # user code: whatever it raises is reported with the file's name
+    except Exception as error:  # user code may raise anything; the error names the file
         del sys.modules[name]
         raise RuntimeError(f"cannot execute {str(path)!r}: {type(error).__name__}: {error}") from error
     return module
@@ -96,13 +96,13 @@ def _load_file(path: Path) -> ModuleType:
 def load_extern_type(file_path: str | None, type_name: str | None) -> Any:
     """Load a name from a file (plain path, with ``~`` or ``file://``) or from an installed module (``pkg://module``).
 
-    Returns: the object; None where no path is given.
+    Returns: the object; None without a path.
     Raises: FileNotFoundError, RuntimeError when the module cannot be executed, AttributeError when the name is missing.
     """
     if not file_path:
         return None
     if not type_name:
-        raise ValueError(f"a name to load from {file_path!r} must be given, got {type_name!r}")
+        raise ValueError(f"name the object to load from {file_path!r}, got {type_name!r}")
     file = python_file(file_path)
     if file is None:
         try:
@@ -118,7 +118,7 @@ def load_extern_type(file_path: str | None, type_name: str | None) -> Any:
 
 
 def deprecated(replacement: str = "") -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Warn at the first call of a function, or construction of a class, that it has been replaced."""
+    """Warn when a replaced function is called or a replaced class is constructed."""
 
     def decorate(target: Callable[P, T]) -> Callable[P, T]:
         name = getattr(target, "__qualname__", repr(target))

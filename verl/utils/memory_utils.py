@@ -1,11 +1,12 @@
-"""Memory of the device and of the host: freeing it, measuring it, and recording who allocates it."""
+"""Memory of the device and the host: free it, measure it, and record allocations."""
 
 import ctypes
 import gc
 import logging
 import os
+import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,13 @@ logger = logging.getLogger(__name__)
 
 _GIB = 1024**3
 _STACKS = {"python": "python", "cpp": "all", "all": "all"}
-"""torch records frames of C++ only together with those of Python."""
+"""torch records C++ frames only together with Python frames."""
 TAG = "torch_memory"
+Device = torch.device | str | int | None
 
 
 def aggressive_empty_cache(force_sync: bool = True, max_retries: int = 3) -> None:
-    """Return unused memory to the device, again until nothing more comes free."""
+    """Return unused memory to the device; repeat until no more is freed."""
     if get_device_name() == "cpu":
         gc.collect()
         return
@@ -40,9 +42,9 @@ def aggressive_empty_cache(force_sync: bool = True, max_retries: int = 3) -> Non
 
 
 def return_freed_host_memory() -> None:
-    """Return to the system what this process has freed on the host; it does so itself only in part.
+    """Return freed host memory of this process to the system.
 
-    glibc keeps freed tensors of up to 32 MiB, and where a small one that lives lies between them no large one fits in.
+    glibc keeps freed blocks of up to 32 MiB. Small live blocks between them prevent their reuse for large tensors.
     """
     if (trim := _malloc_trim()) is not None:
         trim(0)
@@ -50,7 +52,7 @@ def return_freed_host_memory() -> None:
 
 @cache
 def _malloc_trim() -> Callable[[int], int] | None:
-    """Return the function of glibc; other C libraries have none."""
+    """Return glibc's ``malloc_trim``; None with another C library."""
     try:
         function: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
     except (OSError, TypeError):
@@ -59,15 +61,13 @@ def _malloc_trim() -> Callable[[int], int] | None:
 
 
 def reset_memory_stats() -> None:
-    """Forget the peaks so far."""
+    """Reset the peak memory counters."""
     if get_device_name() != "cpu":
         get_torch_device().reset_peak_memory_stats()
 
 
 def get_memory_info() -> dict[str, float]:
-    """Return figures in GiB: resident memory of this process, and on an accelerator what is allocated, reserved, and
-    in use by all processes.
-    """
+    """Return GiB of resident memory and, on an accelerator, allocated, reserved, used (by all processes) and total."""
     figures = {"rss_gb": psutil.Process().memory_info().rss / _GIB}
     if get_device_name() == "cpu":
         return figures
@@ -88,13 +88,13 @@ def log_memory_usage(stage: str = "current") -> None:
 
 
 def optimize_memory_for_inference() -> None:
-    """Make room for an engine that allocates in large pieces, and cannot do so from growing segments."""
+    """Free memory for a rollout engine, whose sleep mode cannot use expandable segments."""
     set_expandable_segments(False)
     aggressive_empty_cache()
 
 
 def optimize_memory_for_training() -> None:
-    """Let segments grow, and free what an engine has left."""
+    """Use expandable segments, and free memory that a rollout engine has left."""
     set_expandable_segments(True)
     aggressive_empty_cache(force_sync=False)
 
@@ -104,16 +104,18 @@ def enable_memory_visualize(
     stack_depth: int = 32,
     context: str | None = "all",
     stacks: str = "all",
-    devices: Any = None,
+    devices: Device | Sequence[Device] = None,
     record_context: bool = True,
     **options: Any,
 ) -> None:
     """Record the history of the allocator; https://pytorch.org/memory_viz shows its snapshots.
 
-    Args: ``stack_depth`` is the number of frames that a snapshot keeps of each allocation (see
-    ``MemorySnapshotSampler``); ``devices`` is one device or several; without ``record_context`` no stacks are recorded.
+    Args:
+        stack_depth: number of frames per allocation in a snapshot (see ``MemorySnapshotSampler``).
+        devices: one device or several.
+        record_context: whether to record stacks.
 
-    Raises: RuntimeError where there is no CUDA device.
+    Raises: RuntimeError without a CUDA device.
     """
     _need_cuda()
     history = {
@@ -129,19 +131,21 @@ def enable_memory_visualize(
 
 
 class MemorySnapshotSampler:
-    """Writes snapshots of the allocator, ``<out_dir>/<sub_dir, or the time>/<tag>_rank<r>_pid<p>.pickle``."""
+    """Write snapshots of the allocator to ``<out_dir>/<sub_dir or time>/<tag>_rank<r>_pid<p>.pickle``."""
 
     stack_depth: int | None = None
 
     def __init__(self, out_dir: str = "./memory_snapshots", tag: str = TAG, rank: int = 0) -> None:
-        self.out_dir, self.tag, self.rank = out_dir, tag, rank
+        self.out_dir = out_dir
+        self.tag = tag
+        self.rank = rank
 
     def dump_memory_snapshot(
         self, out_dir: str | None = None, tag: str | None = None, sub_dir: str | None = None
     ) -> str:
         """Write a snapshot and return its path.
 
-        Raises: RuntimeError where there is no CUDA device.
+        Raises: RuntimeError without a CUDA device.
         """
         _need_cuda()
         folder = Path(out_dir or self.out_dir, sub_dir or time.strftime("%Y%m%d-%H%M%S"))
@@ -154,7 +158,7 @@ class MemorySnapshotSampler:
 
 
 def _cut_stacks(snapshot: dict[str, Any], depth: int | None) -> None:
-    """Keep the innermost frames of each stack: torch records all of them, which is most of a snapshot."""
+    """Keep the innermost frames of each stack; the full stacks would be most of a snapshot."""
     if depth is None:
         return
     blocks = [block for segment in snapshot.get("segments", ()) for block in segment.get("blocks", ())]
@@ -165,8 +169,6 @@ def _cut_stacks(snapshot: dict[str, Any], depth: int | None) -> None:
 
 
 def _write_pickle(snapshot: dict[str, Any], path: Path) -> None:
-    import pickle
-
     part = path.with_name(f"{path.name}.part")
     try:
         with part.open("wb") as file:
@@ -179,6 +181,6 @@ def _write_pickle(snapshot: dict[str, Any], path: Path) -> None:
 def _need_cuda() -> None:
     if not torch.cuda.is_available():
         raise RuntimeError(
-            "torch_memory records the allocator of CUDA, and this process has no CUDA device: profile with "
+            "torch_memory records CUDA's allocator, but this process has no CUDA device: use "
             "global_profiler.tool=torch instead"
         )

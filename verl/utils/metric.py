@@ -1,8 +1,7 @@
-"""Reduction of metrics that came in several pieces."""
+"""Reduction of metrics from several micro-batches or ranks."""
 
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -10,15 +9,15 @@ _MAX = re.compile(r"(?<![a-z])(min)?max(imum)?(?![a-z])")
 _MIN = re.compile(r"(?<![a-z])min(imum)?(?![a-z])")
 
 
-def reduce_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Reduce every list of values to one: by the maximum or minimum where the key has that word, else by the mean.
+def reduce_metrics(metrics: Mapping[str, float | Sequence[float]]) -> dict[str, float]:
+    """Reduce every list of values: by maximum or minimum if the key contains that word, else by the mean.
 
-    ``timing`` and ``minibatch`` do not have the word ``min``.
+    ``timing`` and ``minibatch`` do not contain the word ``min``.
     """
     return {key: float(_reducer(key)(values)) for key, values in metrics.items()}
 
 
-def _reducer(key: str) -> Any:
+def _reducer(key: str) -> Callable[[float | Sequence[float]], float]:
     if _MAX.search(key):
         return np.max
     return np.min if _MIN.search(key) else np.mean

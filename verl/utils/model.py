@@ -1,10 +1,11 @@
-"""Helpers around transformers models: positions, auto classes, configurations and inputs."""
+"""Helpers for transformers models: position ids, auto classes, configurations and inputs."""
 
-import os
+import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,17 +22,34 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from verl.utils.fs import copy_to_local
 
+if TYPE_CHECKING:
+    from peft import LoraConfig
+    from transformers.models.auto.auto_factory import _BaseAutoModelClass
+
+    from verl.utils.vision.value_model import VisionValueModel
+
+logger = logging.getLogger(__name__)
+
+_ABOVE = ("load_mcore_dist_weights", "load_megatron_gptmodel_weights")
+"""Established names whose code needs the model families; it lives in the layer above."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ABOVE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module("verl.models.mcore.modules"), name)
+
 
 @dataclass
 class CausalLMOutputForPPO(CausalLMOutputWithPast):
-    """The output of a head that computes what PPO needs, and no logits."""
+    """The output of a fused head: log-probabilities and entropy instead of logits."""
 
     log_probs: Tensor | None = None
     entropy: Tensor | None = None
 
 
 def compute_position_id_with_mask(mask: Tensor) -> Tensor:
-    """Return the position of each token among those that the mask keeps; 0 before the first."""
+    """Return the position of each token among the unmasked tokens; 0 before the first."""
     return (mask.long().cumsum(dim=-1) - 1).clamp(min=0)
 
 
@@ -43,7 +61,7 @@ def create_random_mask(
 ) -> Tensor:
     """Return a random (B, L) mask: left padding, one run of tokens, right padding.
 
-    Raises: ValueError unless 0 <= min <= max <= 1 and there is room for the padding.
+    Raises: ValueError unless 0 <= min <= max <= 1 and 0 <= left < 1.
     """
     if not 0 <= min_ratio_of_valid_token <= max_ratio_of_valid_token <= 1 or not 0 <= max_ratio_of_left_padding < 1:
         raise ValueError(
@@ -52,7 +70,8 @@ def create_random_mask(
         )
     rows, length = input_ids.shape
     left = (torch.rand(rows) * max_ratio_of_left_padding * length).long()
-    low, high = int(min_ratio_of_valid_token * length), int(max_ratio_of_valid_token * length)
+    low = int(min_ratio_of_valid_token * length)
+    high = int(max_ratio_of_valid_token * length)
     valid = torch.minimum(torch.randint(max(low, 1), max(high, 1) + 1, (rows,)), length - left)
     column = torch.arange(length).expand(rows, length)
     mask = (column >= left.unsqueeze(1)) & (column < (left + valid).unsqueeze(1))
@@ -62,7 +81,7 @@ def create_random_mask(
 def extract_multi_modal_inputs(
     batch_data: Sequence[Mapping[str, Any] | None], indices: Sequence[int] | None = None
 ) -> dict[str, Any]:
-    """Join the processor outputs of the rows (or of the rows ``indices``) along dim 0; lists stay lists per row."""
+    """Concatenate the processor outputs of all rows, or of ``indices``, along dim 0; other values become lists."""
     rows = [batch_data[i] for i in indices] if indices is not None else list(batch_data)
     present = [row for row in rows if row]
     joined: dict[str, Any] = {}
@@ -74,7 +93,7 @@ def extract_multi_modal_inputs(
     return joined
 
 
-# Configurations
+# ---- configurations
 
 
 def update_model_config(module_config: PretrainedConfig, override_config_kwargs: Mapping[str, Any]) -> None:
@@ -89,14 +108,14 @@ def update_model_config(module_config: PretrainedConfig, override_config_kwargs:
 def get_huggingface_actor_config(
     model_name: str, override_config_kwargs: Mapping[str, Any] | None = None, trust_remote_code: bool = False
 ) -> PretrainedConfig:
-    """Load a configuration and override some of it."""
+    """Load a configuration and override some of its attributes."""
     config = AutoConfig.from_pretrained(model_name, trust_remote_code=trust_remote_code)
     update_model_config(config, override_config_kwargs or {})
     return config
 
 
 def get_generation_config(model: str, trust_remote_code: bool = False) -> GenerationConfig | None:
-    """Load the generation configuration of a checkpoint, or make it from the model's; None when neither is there."""
+    """Load the generation configuration of a checkpoint, or derive it from the model's; None if both are missing."""
     try:
         return GenerationConfig.from_pretrained(model)
     except OSError:
@@ -105,16 +124,16 @@ def get_generation_config(model: str, trust_remote_code: bool = False) -> Genera
         return GenerationConfig.from_model_config(
             AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
         )
-    except (OSError, ValueError):  # the latter for a folder without config.json
+    except (OSError, ValueError):  # ValueError: a folder without config.json
         return None
 
 
 def get_hf_model_path(config: Any, local_cache_path: str | None = None) -> str:
-    """Return the local folder of ``config.model.path``, fetched where it is remote; ``model.use_shm`` is respected."""
+    """Return the local folder of ``config.model.path``, after a copy if it is remote or ``model.use_shm`` is set."""
     return copy_to_local(config.model.path, cache_dir=local_cache_path, use_shm=config.model.get("use_shm", False))
 
 
-def get_hf_auto_model_class(hf_config: PretrainedConfig) -> Any:
+def get_hf_auto_model_class(hf_config: PretrainedConfig) -> "type[_BaseAutoModelClass]":
     """Choose the auto class of a configuration: by ``auto_map`` for remote code, else vision-language, else causal."""
     from transformers import AutoModel
 
@@ -136,10 +155,10 @@ def get_hf_auto_model_class(hf_config: PretrainedConfig) -> Any:
     return AutoModel
 
 
-def get_value_model_class(hf_config: PretrainedConfig) -> Any:
-    """Return the auto class of models with one number per token, or what stands for it.
+def get_value_model_class(hf_config: PretrainedConfig) -> "type[_BaseAutoModelClass] | VisionValueModel":
+    """Return the auto class of models with one number per token, or its vision-language substitute.
 
-    Raises: ValueError where transformers has neither that nor a vision-language model of this type.
+    Raises: ValueError if transformers has neither for this model type.
     """
     if type(hf_config) not in AutoModelForTokenClassification._model_mapping:
         if type(hf_config) in AutoModelForImageTextToText._model_mapping:
@@ -148,7 +167,7 @@ def get_value_model_class(hf_config: PretrainedConfig) -> Any:
             return VisionValueModel(hf_config)
         raise ValueError(
             f"transformers has no token classification model for model_type={hf_config.model_type!r}, "
-            "which a critic or reward model needs: choose another model.path"
+            "which a critic or reward model needs: set another model.path"
         )
     return AutoModelForTokenClassification
 
@@ -172,7 +191,7 @@ def create_huggingface_critic(
 ) -> PreTrainedModel:
     """Build a value model, one number per token, with new weights from the configuration of a checkpoint.
 
-    Raises: ValueError where transformers has no token classification model of this type.
+    Raises: ValueError if transformers has no such model of this type.
     """
     options = dict(automodel_kwargs or {})
     changes = {"num_labels": 1, **(override_config_kwargs or {})}
@@ -184,9 +203,9 @@ def create_huggingface_critic(
 def load_valuehead_model(
     local_path: str, torch_dtype: torch.dtype, model_config: PretrainedConfig, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """Load a value model, one number per token; a head that the checkpoint lacks is new.
+    """Load a value model, one number per token; a head that the checkpoint lacks gets new weights.
 
-    Raises: ValueError where transformers has no token classification model of this type.
+    Raises: ValueError if transformers has no such model of this type.
     """
     model_config.num_labels = 1
     model: PreTrainedModel = get_value_model_class(model_config).from_pretrained(
@@ -196,37 +215,37 @@ def load_valuehead_model(
 
 
 def get_vl_model_vision_tower(vl_model_instance: nn.Module) -> nn.Module | None:
-    """Return the vision tower of a vision-language model, None where there is none."""
+    """Return the vision tower of a vision-language model, or None."""
     inner = getattr(vl_model_instance, "model", None)
     tower: nn.Module | None = getattr(inner, "visual", None) or getattr(vl_model_instance, "visual", None)
     return tower
 
 
-# Adapters
+# ---- adapters
 
 
-def check_target_modules(config: Any, key: str) -> bool:
-    """Whether a LoRA configuration names the module ``key`` among those to adapt."""
+def check_target_modules(config: "LoraConfig", key: str) -> bool:
+    """Whether a LoRA configuration adapts the module ``key``."""
     return _is_named(config.target_modules, key)
 
 
-def check_exclude_modules(config: Any, key: str) -> bool:
-    """Whether a LoRA configuration names the module ``key`` among those to leave out."""
+def check_exclude_modules(config: "LoraConfig", key: str) -> bool:
+    """Whether a LoRA configuration excludes the module ``key``."""
     return _is_named(getattr(config, "exclude_modules", None), key)
 
 
-def _is_named(names: Any, key: str) -> bool:
-    """Whether a pattern matches the whole of ``key``, or ``key`` is or ends in one of several names."""
+def _is_named(names: str | Iterable[str] | None, key: str) -> bool:
+    """Whether a pattern matches all of ``key``, or ``key`` equals or ends in one of several names."""
     if isinstance(names, str):
         return re.fullmatch(names, key) is not None
     return any(key == name or key.endswith(f".{name}") for name in names or ())
 
 
-# Figures and names
+# ---- sizes and names
 
 
 def convert_weight_keys(state_dict: dict[str, Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return in-memory tensors under the names, and in the layout, of the files that ``save_pretrained`` writes."""
+    """Return in-memory tensors under the names and in the layout of the files that ``save_pretrained`` writes."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -237,7 +256,7 @@ def convert_weight_keys(state_dict: dict[str, Tensor], model: PreTrainedModel) -
 
 
 def get_model_size(model: nn.Module, scale: str = "auto") -> tuple[float, str]:
-    """Return the number of parameters and its scale: B, M, K or none."""
+    """Return the number of parameters and its unit: B, M, K or none."""
     count = float(sum(p.numel() for p in model.parameters()))
     scales = {"B": 1e9, "M": 1e6, "K": 1e3, "": 1.0}
     if scale == "auto":
@@ -249,84 +268,11 @@ def get_model_size(model: nn.Module, scale: str = "auto") -> tuple[float, str]:
 
 def print_model_size(model: nn.Module, name: str | None = None) -> None:
     """Log the number of parameters."""
-    import logging
-
     count, scale = get_model_size(model)
-    logging.getLogger(__name__).info("%s holds %.2f%s parameters", name or type(model).__name__, count, scale)
+    logger.info("%s has %.2f%s parameters", name or type(model).__name__, count, scale)
 
 
 def text_config_of(config: PretrainedConfig) -> PretrainedConfig:
-    """Return the part of a configuration that describes the language model."""
+    """Return the configuration of the language model."""
     text: PretrainedConfig = config.get_text_config()
     return text
-
-
-def tied_parameter_names(model: PreTrainedModel) -> dict[str, str]:
-    """Return target -> source of parameters that are one tensor in this model."""
-    by_name = dict(model.named_parameters(remove_duplicate=False))
-    keys = getattr(model, "all_tied_weights_keys", None) or {}
-    return {t: s for t, s in keys.items() if t in by_name and s in by_name and by_name[t] is by_name[s]}
-
-
-# Weights of Megatron-Core
-
-
-class _FolderTensors(Mapping[str, Tensor]):
-    """The tensors of a folder of safetensors, each read when it is asked for."""
-
-    def __init__(self, folder: str) -> None:
-        from safetensors import safe_open
-
-        files = [os.path.join(folder, name) for name in sorted(os.listdir(folder)) if name.endswith(".safetensors")]
-        opened = [safe_open(file, framework="pt") for file in files]
-        self._files = {name: file for file in opened for name in file.keys()}
-
-    def __getitem__(self, name: str) -> Tensor:
-        tensor: Tensor = self._files[name].get_tensor(name)
-        return tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
-
-    def __len__(self) -> int:
-        return len(self._files)
-
-
-def load_megatron_gptmodel_weights(
-    config: Any,
-    model_config: PretrainedConfig,
-    parallel_model: Any,
-    params_dtype: torch.dtype,
-    is_value_model: bool = False,
-    local_cache_path: str = "~/.cache/verl/rlhf",
-) -> None:
-    """Fill the chunks of this rank with its parts of ``config.model.path``, read one tensor at a time.
-
-    Raises: ValueError naming a tensor that is missing or of another shape.
-    """
-    from verl.models.weight_loader_registry import get_weight_loader
-
-    folder = copy_to_local(os.path.expanduser(config.model.path), cache_dir=os.path.expanduser(local_cache_path))
-    load = get_weight_loader((model_config.architectures or ["none"])[0])
-    load(_FolderTensors(folder), parallel_model, model_config, params_dtype, is_value_model)
-
-
-def load_mcore_dist_weights(parallel_model: list[Any], dist_weight_path: str, is_value_model: bool = False) -> Any:
-    """Fill the chunks of this rank from a folder in the torch_dist format, whatever its layout; collective.
-
-    A value model keeps the head that it has. Returns: the chunks. Raises: CheckpointError naming what is wrong.
-    """
-    from verl.utils.megatron.dist_checkpointing import chunk_names, load_dist_checkpointing, sharded_weights
-    from verl.utils.megatron_utils import unwrap_model
-
-    chunks = unwrap_model(list(parallel_model))
-    state = sharded_weights(chunks)
-    if is_value_model:
-        state = {
-            chunk: {name: value for name, value in part.items() if not name.startswith("output_layer.")}
-            for chunk, part in state.items()
-        }
-    loaded = load_dist_checkpointing(state, dist_weight_path)
-    for name, chunk in zip(chunk_names(chunks), chunks, strict=True):
-        chunk.load_state_dict(loaded[name], strict=False)
-    return parallel_model

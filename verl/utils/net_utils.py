@@ -1,4 +1,4 @@
-"""Addresses, and ports that are free."""
+"""IP addresses and free ports."""
 
 import ipaddress
 import random
@@ -23,8 +23,8 @@ def is_ipv6(ip_str: str) -> bool:
     return True
 
 
-# Above the ports of Ray's workers (to 19999) and below those that the kernel hands out to outgoing connections
-# (from 32768): nothing but another rendezvous takes a port here between its choice and its use.
+# Above the ports of Ray's workers (to 19999) and below the kernel's ports for outgoing connections (from 32768), so
+# that only another rendezvous can take a port between its choice and its use.
 _RENDEZVOUS_PORTS = range(20000, 32000)
 _random = random.SystemRandom()  # two runs with one seed must not choose the same port
 _given: set[int] = set()
@@ -39,12 +39,12 @@ def _is_free(port: int) -> bool:
                 probe.bind((address, port))
         except OSError:
             if family == socket.AF_INET:
-                return False  # hosts without IPv6 fail the second probe whatever the port
+                return False  # hosts without IPv6 fail the second probe for every port
     return True
 
 
 def get_free_port() -> int:
-    """Return a random free port that this process has not given out before.
+    """Return a random free port that this process has not returned before.
 
     Raises: RuntimeError when none is found.
     """

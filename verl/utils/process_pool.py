@@ -1,4 +1,4 @@
-"""A pool of processes whose calls end at a deadline, whatever they do."""
+"""A process pool that enforces deadlines by killing processes."""
 
 import ctypes
 import multiprocessing
@@ -16,7 +16,7 @@ from typing import Any
 
 import cloudpickle
 
-PROCESSES_PER_CORE = 4  # scorers often wait for a service
+PROCESSES_PER_CORE = 4  # more than one, because scorers often wait for a service
 START_TIMEOUT_S = 300.0
 STARTING = -1
 _PR_SET_PDEATHSIG = 1
@@ -24,14 +24,14 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass
 class DeadlineExceeded:
-    """A call that was ended at its deadline, or at that of all calls."""
+    """A call that was killed at its deadline, or at the batch's."""
 
     of_batch: bool = False
 
 
 @dataclass
 class ScorerFailed:
-    """A call that raised, or whose process died."""
+    """A call that raised or whose process died."""
 
     error: str
     trace: str = ""
@@ -39,7 +39,7 @@ class ScorerFailed:
 
 @dataclass
 class _Slot:
-    """A process and the call that it is at: ``STARTING`` until it has imported the function, None when it is idle."""
+    """A process and its current call: ``STARTING`` until it has imported the function, None if it is idle."""
 
     process: BaseProcess
     pipe: Connection
@@ -47,25 +47,25 @@ class _Slot:
     deadline: float
 
     def end(self) -> None:
-        """Kill the process with all that it has started."""
+        """Kill the process and all processes that it started."""
         assert self.process.pid is not None
         try:
             os.killpg(self.process.pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):  # it has ended, or has no group of its own yet
+        except (ProcessLookupError, PermissionError):  # it has ended, or has not created its group yet
             self.process.kill()
         self.process.join(timeout=10)
         self.pipe.close()
 
 
 class DeadlinePool:
-    """Runs one function on many arguments; processes live until the pool is closed or collected.
+    """Runs one function on many arguments in processes that live until the pool is closed or collected.
 
-    They are started from a clean server process, so that no lock or thread of this one is inherited.
+    A clean server process forks them, so they inherit no locks or threads from this process.
     """
 
     def __init__(self, function: Callable[..., Any], num_processes: int) -> None:
         if num_processes < 1:
-            raise ValueError(f"num_processes must be positive, got {num_processes}")
+            raise ValueError(f"num_processes must be at least 1, got {num_processes}")
         self.function = _pickle_by_value(function)
         self.size = min(num_processes, PROCESSES_PER_CORE * (os.cpu_count() or 1))
         self._slots: list[_Slot] = []
@@ -79,9 +79,9 @@ class DeadlinePool:
         weakref.finalize(self, _end_all, self._slots)
 
     def map(self, arguments: Sequence[tuple[Any, ...]], timeout_s: float, batch_timeout_s: float) -> list[Any]:
-        """Return the result of every call, or ``DeadlineExceeded`` or ``ScorerFailed`` in its place.
+        """Return the result of every call, or ``DeadlineExceeded`` or ``ScorerFailed``.
 
-        Args: ``timeout_s`` is the limit of one call, ``batch_timeout_s`` of all of them, after the processes are up.
+        Args: ``timeout_s`` limits one call, ``batch_timeout_s`` all of them, both counted after processes have started.
         """
         results: list[Any] = [None] * len(arguments)
         waiting = list(range(len(arguments)))[::-1]
@@ -94,12 +94,13 @@ class DeadlinePool:
                     content = cloudpickle.dumps(arguments[waiting[-1]])
                     try:
                         slot.pipe.send_bytes(content)
-                    except OSError:  # it has died since its last call, for instance for want of memory
+                    except OSError:  # it died after its last call, for instance out of memory
                         slot.end()
                         self._slots[at] = self._start()
                         continue
                     end = end or time.monotonic() + batch_timeout_s
-                    slot.call, slot.deadline = waiting.pop(), min(time.monotonic() + timeout_s, end)
+                    slot.call = waiting.pop()
+                    slot.deadline = min(time.monotonic() + timeout_s, end)
             busy = [slot for slot in self._slots if slot.call is not None]
             left = min(slot.deadline for slot in busy) - time.monotonic()
             ready = set(wait([slot.pipe for slot in busy], timeout=max(left, 0.0)))
@@ -112,7 +113,7 @@ class DeadlinePool:
         return results
 
     def close(self) -> None:
-        """End the processes."""
+        """Kill the processes."""
         _end_all(self._slots)
 
     def _collect(self, slot: _Slot, ready: bool, results: list[Any], end: float | None) -> None:
@@ -128,12 +129,12 @@ class DeadlinePool:
                 slot.process.join(timeout=10)
                 if slot.call == STARTING:
                     raise RuntimeError(
-                        f"a process for the scorer could not be started: it ended with code {slot.process.exitcode}"
+                        f"a scorer process could not start: it ended with code {slot.process.exitcode}"
                     ) from None
                 results[slot.call] = ScorerFailed(f"its process ended with code {slot.process.exitcode}")
         elif time.monotonic() >= slot.deadline:
             if slot.call == STARTING:
-                raise RuntimeError(f"a process for the scorer was not ready within {START_TIMEOUT_S} s")
+                raise RuntimeError(f"a scorer process did not start within {START_TIMEOUT_S} s")
             results[slot.call] = DeadlineExceeded(of_batch=end is not None and slot.deadline >= end)
         else:
             return
@@ -150,8 +151,8 @@ class DeadlinePool:
 
 
 def _serve(pipe: Connection, pickled: bytes) -> None:
-    os.setsid()  # what the function starts belongs to this group, and is killed with it
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a call that hangs does not outlive the pool
+    os.setsid()  # processes that the function starts join this group and are killed with it
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a hanging call does not outlive the pool
     function = cloudpickle.loads(pickled)
     pipe.send_bytes(cloudpickle.dumps(None))
     while True:
@@ -161,13 +162,13 @@ def _serve(pipe: Connection, pickled: bytes) -> None:
             return
         try:
             reply = cloudpickle.dumps(function(*arguments))
-        except (Exception, SystemExit) as error:  # user code raises anything; the caller decides
+        except (Exception, SystemExit) as error:  # user code raises arbitrary classes; the caller decides
             reply = cloudpickle.dumps(ScorerFailed(f"{type(error).__name__}: {error}", traceback.format_exc()))
         pipe.send_bytes(reply)
 
 
 def _pickle_by_value(function: Callable[..., Any]) -> bytes:
-    """Pickle a function; one that was loaded from a file travels with its code."""
+    """Pickle a function; by value if it was loaded from a user's file, which other processes cannot import."""
     inner = getattr(function, "func", function)
     module = sys.modules.get(getattr(inner, "__module__", None) or "")
     if module is None or not module.__name__.startswith("verl_external_"):

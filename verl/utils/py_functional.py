@@ -20,9 +20,9 @@ T = TypeVar("T")
 
 
 def deep_equal(a: Any, b: Any, _seen: frozenset[tuple[int, int]] = frozenset()) -> bool:
-    """Compare two values in depth: containers, arrays and tensors by dtype, shape and element, NaN equal to NaN.
+    """Compare two values recursively: containers, arrays and tensors by dtype, shape and element; NaN equals NaN.
 
-    Values that contain themselves are equal where their unfoldings are.
+    Containers may contain themselves.
     """
     if a is b:
         return True
@@ -50,10 +50,10 @@ def _is_tensor(value: Any) -> bool:
 
 
 def tensors_equal(a: Any, b: Any) -> bool:
-    """Compare two tensors by dtype, shape and element, NaN equal to NaN; neither memory nor device need be shared."""
+    """Compare two tensors on any devices by dtype, shape and element; NaN equals NaN."""
     if a.dtype != b.dtype or a.layout != b.layout or a.is_nested != b.is_nested:
         return False
-    if a.is_nested:  # its shape holds a symbol of its own for the ragged dim, so that only the parts can be compared
+    if a.is_nested:  # each nested tensor has a unique symbol as ragged size, so only the parts are comparable
         return len(a.unbind()) == len(b.unbind()) and all(map(tensors_equal, a.unbind(), b.unbind()))
     if a.shape != b.shape:
         return False
@@ -89,7 +89,7 @@ def union_two_dict(dict1: dict[str, Any], dict2: dict[str, Any]) -> dict[str, An
 
 
 class ConflictError(ValueError, AssertionError):
-    """Two parts that are to be merged disagree."""
+    """Two parts to merge hold different values."""
 
 
 def append_to_dict(data: dict[str, list[Any]], new_data: Mapping[str, Any], prefix: str = "") -> None:
@@ -118,7 +118,7 @@ def _call_with_thread(seconds: float, call: Callable[[], T], message: str) -> T:
     def run() -> None:
         try:
             outcome.put((True, call()))
-        except BaseException as error:  # handed to the caller, who raises it
+        except BaseException as error:  # raised again in the caller's thread
             outcome.put((False, error))
 
     threading.Thread(target=run, daemon=True).start()
@@ -133,10 +133,10 @@ def _call_with_thread(seconds: float, call: Callable[[], T], message: str) -> T:
 
 
 def timeout_limit(seconds: float, use_signals: bool = False) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Raise TimeoutError when the decorated function takes longer.
+    """Raise TimeoutError when the decorated function takes longer than ``seconds``.
 
-    A signal ends the function, but works on the main thread only; without, the function runs on a daemon thread that
-    is left behind.
+    A signal stops the function, but works only on the main thread. Without a signal, the function runs on a daemon
+    thread, which continues after the timeout.
     """
 
     def decorate(func: Callable[P, T]) -> Callable[P, T]:
@@ -153,18 +153,18 @@ def timeout_limit(seconds: float, use_signals: bool = False) -> Callable[[Callab
 
 
 class NestedNamespace(SimpleNamespace):
-    """A namespace whose dictionaries are namespaces too."""
+    """A namespace that turns nested dictionaries into namespaces."""
 
     def __init__(self, dictionary: Mapping[str, Any], **kwargs: Any) -> None:
         super().__init__(**kwargs)
         for key, value in dictionary.items():
             if not isinstance(key, str):
-                raise TypeError(f"a key of a namespace must be a string, got {key!r}")
+                raise TypeError(f"the keys of a namespace must be strings, got {key!r}")
             setattr(self, key, NestedNamespace(value) if isinstance(value, Mapping) else value)
 
 
 class DynamicEnumMeta(type):
-    """Make the registered members of a ``DynamicEnum`` class reachable from the class."""
+    """Give a ``DynamicEnum`` class access to its registered members, like an enum class."""
 
     _registry: "dict[str, DynamicEnum]"
 
@@ -193,7 +193,7 @@ class DynamicEnumMeta(type):
 
 
 class DynamicEnum(metaclass=DynamicEnumMeta):
-    """An enumeration to which names are added at run time; its members are pickled by name."""
+    """An enumeration that gets members at run time; members are pickled by name."""
 
     _registry: "dict[str, DynamicEnum]" = {}
     _next_value: int = 0
@@ -221,7 +221,7 @@ class DynamicEnum(metaclass=DynamicEnumMeta):
         """
         key = name.upper()
         if key in cls._registry:
-            raise ValueError(f"{cls.__name__}.{key} is registered already")
+            raise ValueError(f"{cls.__name__}.{key} is already registered")
         member = cls(key, cls._next_value)
         cls._registry[key] = member
         cls._next_value += 1
@@ -230,20 +230,20 @@ class DynamicEnum(metaclass=DynamicEnumMeta):
 
     @classmethod
     def remove(cls, name: str) -> "DynamicEnum":
-        """Take a member out and return it."""
+        """Remove a member and return it."""
         member = cls._registry.pop(name.upper())
         delattr(cls, name.upper())
         return member
 
     @classmethod
     def from_name(cls, name: str) -> "DynamicEnum | None":
-        """Return the member of a name, whatever its case; None where there is none."""
+        """Return the member of a name in any case, or None."""
         return cls._registry.get(name.upper())
 
 
 @contextmanager
 def temp_env_var(key: str, value: str) -> Iterator[None]:
-    """Set an environment variable for the length of a block."""
+    """Set an environment variable within a block."""
     before = envs.read(key)
     envs.write({key: value})
     try:
@@ -256,7 +256,7 @@ def temp_env_var(key: str, value: str) -> Iterator[None]:
 
 
 def convert_to_regular_types(obj: Any) -> Any:
-    """Turn omegaconf containers into dicts and lists, in depth."""
+    """Turn omegaconf containers into dicts and lists, recursively."""
     omegaconf = sys.modules.get("omegaconf")
     if omegaconf is not None and isinstance(obj, omegaconf.DictConfig | omegaconf.ListConfig):
         obj = omegaconf.OmegaConf.to_container(obj, resolve=True)

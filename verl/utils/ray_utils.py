@@ -1,4 +1,4 @@
-"""Small helpers around Ray."""
+"""Small helpers for Ray."""
 
 import os
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from verl.utils import envs
 if TYPE_CHECKING:
     from ray import ObjectRef
 
-# The variables by which Ray is told to leave the visible devices of its workers as they are.
+# Variables that tell Ray not to change the visible devices of its workers.
 _NOSET_VISIBLE_DEVICES = (
     "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES",
     "RAY_EXPERIMENTAL_NOSET_ROCR_VISIBLE_DEVICES",
@@ -24,13 +24,13 @@ _NOSET_VISIBLE_DEVICES = (
 
 
 def ray_noset_visible_devices(env_vars: Mapping[str, str] | None = None) -> bool:
-    """Whether Ray is told not to hide devices from its workers; reads this process's environment by default."""
+    """Whether Ray leaves the visible devices of its workers unchanged; reads this process's environment by default."""
     variables = envs.mapping() if env_vars is None else env_vars
     return any(variables.get(name) for name in _NOSET_VISIBLE_DEVICES)
 
 
 def parallel_put(data_list: list[Any], max_workers: int | None = None) -> "list[ObjectRef[Any]]":
-    """Put every element into the object store, by several threads, and return the references in order.
+    """Put every element into the object store, in several threads, and return the references in order.
 
     Raises: ValueError for an empty list.
     """
@@ -46,10 +46,10 @@ def parallel_put(data_list: list[Any], max_workers: int | None = None) -> "list[
 
 
 def without_nsight() -> dict[str, Any]:
-    """Return the options of an actor or task that is not to run under nsys; nothing where this process does not.
+    """Return options that keep an actor or task from running under nsys; empty if this process does not run under it.
 
-    Ray hands the runtime environment of a process on to what it starts, key by key; None is the value that ends that.
-    A timeout, here Ray's own, stands beside it, for Ray takes an environment of nothing but None for none at all.
+    Ray passes the runtime environment of a process to its children, key by key, and the value None stops that. Ray
+    ignores an environment that holds only None, so Ray's default timeout is added.
     """
     import ray
 

@@ -1,4 +1,4 @@
-"""Reuse the rollouts of an earlier run, for work on what comes after the rollout."""
+"""Reuse an earlier run's rollouts, to work on the later phases of a step."""
 
 import logging
 import pickle
@@ -14,14 +14,15 @@ logger = logging.getLogger(__name__)
 
 
 class RolloutSkip:
-    """Stand before ``generate_sequences`` of a worker group: load its answer from a file, or make and keep it.
+    """Wraps ``generate_sequences`` of a worker group: load the rollout from a file, or generate and save it.
 
     ``actor_rollout_ref.rollout.skip_dump_dir`` holds one folder per run name and batch shape, with one file per batch.
-    A file is used for the prompts that it was made for only. Validation is always generated.
+    A file is used only for the prompts that it was generated from. Validation is always generated.
     """
 
     def __init__(self, config: Any, rollout_wg: Any) -> None:
-        rollout, data = config.actor_rollout_ref.rollout, config.data
+        rollout = config.actor_rollout_ref.rollout
+        data = config.data
         prompts = data.get("gen_batch_size") or data.train_batch_size
         experiment = data.get("experiment_name", config.trainer.experiment_name)
         project = data.get("project_name", config.trainer.project_name)
@@ -50,20 +51,20 @@ class RolloutSkip:
         self.rollout_wg.generate_sequences = load_or_generate
 
     def load(self, path: Path) -> "DataProto | None":
-        """Return the rollout that was kept, None where there is none or it cannot be read."""
+        """Return the saved rollout; None if there is none or it cannot be read."""
         if not path.exists():
             return None
         try:
             with path.open("rb") as file:
                 kept: DataProto = pickle.load(file)
         except (OSError, EOFError, pickle.UnpicklingError, AttributeError) as error:
-            logger.warning("%s cannot be read (%s): the rollout is generated again", path, error)
+            logger.warning("%s cannot be read (%s); generating the rollout again", path, error)
             return None
-        logger.warning("rollout taken from %s instead of being generated", path)
+        logger.warning("loaded the rollout from %s instead of generating it", path)
         return kept
 
     def save(self, path: Path, rollout: "DataProto") -> None:
-        """Keep a rollout for the next time."""
+        """Save a rollout for later runs."""
         unfinished = path.with_suffix(".tmp")
         with unfinished.open("wb") as file:
             pickle.dump(rollout, file)

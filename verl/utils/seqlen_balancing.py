@@ -1,26 +1,35 @@
-"""Partitions of sequences into parts of equal work: over ranks, and into micro-batches."""
+"""Partitioning of sequences into parts of equal work: over ranks, and into micro-batches."""
 
 import heapq
 from bisect import insort
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from tensordict import TensorDict
 from torch import Tensor
 
 from verl.utils.device import get_device_id
-
-if TYPE_CHECKING:
-    from verl.protocol import DataProto
 
 Partition = list[list[int]]
 _MAX_SWAPS_PER_PART = 64
 
 
+class Rows(Protocol):
+    """A batch whose rows can be selected, such as ``DataProto``."""
+
+    batch: TensorDict | None
+
+    def select_idxs(self, idxs: list[int]) -> Self: ...
+
+
+R = TypeVar("R", bound=Rows)
+
+
 class TokenBudgetError(ValueError, AssertionError):
-    """Sequences do not fit the token budget of a micro-batch, or the number of micro-batches."""
+    """Sequences exceed the token budget of a micro-batch, or are too few for the number of micro-batches."""
 
 
 def ceildiv(a: int, b: int) -> int:
@@ -29,33 +38,33 @@ def ceildiv(a: int, b: int) -> int:
 
 
 def roundup_divisible(a: int, b: int) -> int:
-    """Return the smallest multiple of ``b`` that is not below ``a``."""
+    """Round ``a`` up to a multiple of ``b``."""
     return ceildiv(a, b) * b
 
 
 def get_reverse_idx(idx_map: Sequence[int]) -> list[int]:
-    """Invert a permutation: position of each value."""
+    """Invert a permutation: return the position of each value."""
     reverse = [0] * len(idx_map)
     for position, value in enumerate(idx_map):
         reverse[value] = position
     return reverse
 
 
-# Partition algorithms
+# ---- partition algorithms
 
 _Part = tuple[int, list[int]]  # total length, indices
 _State = list[_Part]  # the non-empty parts, by ascending total
 
 
 def _merge(a: _State, b: _State, k: int) -> _State:
-    """Join two states: the fullest parts of one with the emptiest of the other."""
+    """Merge two states: join the fullest parts of one with the emptiest of the other."""
     room = k - len(a) - len(b)
     if room >= 0:
         big, small = (a, b) if len(a) >= len(b) else (b, a)
         for part in small:
             insort(big, part)
         return big
-    alone = k - len(b)  # parts of a that meet an empty part of b: the fullest ones
+    alone = k - len(b)  # the fullest parts of a stay alone, because b has empty parts
     joined = a[len(a) - alone :]
     rest = a[: len(a) - alone]
     b_alone = len(b) - len(rest)
@@ -69,7 +78,7 @@ def _merge(a: _State, b: _State, k: int) -> _State:
 def karmarkar_karp(seqlen_list: Sequence[int], k_partitions: int, equal_size: bool) -> Partition:
     """Partition indices by the largest differencing method.
 
-    Args: with ``equal_size`` every part holds as many sequences.
+    Args: with ``equal_size`` all parts hold the same number of sequences.
     Returns: ``k_partitions`` lists of indices.
     Raises: ValueError when ``equal_size`` and the sequences do not divide by ``k_partitions``.
     Source: Karmarkar and Karp, "The differencing method of set partitioning" (1982).
@@ -98,7 +107,7 @@ def karmarkar_karp(seqlen_list: Sequence[int], k_partitions: int, equal_size: bo
 
 
 def greedy_partition(seqlen_list: Sequence[int], k_partitions: int, equal_size: bool) -> Partition:
-    """Give each sequence, the longest first, to the part with the least so far.
+    """Assign each sequence, longest first, to the part with the smallest total so far.
 
     Raises: ValueError when ``equal_size`` and the sequences do not divide by ``k_partitions``.
     """
@@ -121,9 +130,10 @@ def _need_equal(num_items: int, k_partitions: int) -> None:
 
 
 def _best_exchange(high: np.ndarray, low: np.ndarray, gap: int, moves: bool) -> tuple[int, int] | None:
-    """Find what to take from the fuller part, and what to give back (-1: nothing), to halve the gap at best.
+    """Find the exchange that brings the totals of a fuller and an emptier part closest together.
 
-    Both are ascending arrays of lengths. Returns positions in them, or None when nothing narrows the gap.
+    Both parts are ascending arrays of lengths. Returns the positions of the sequence to move down and of the one to
+    move back (-1: none), or None if no exchange narrows the gap.
     """
     back = np.concatenate([[0], low]) if moves else low
     at = np.searchsorted(back, high - gap / 2)
@@ -138,7 +148,7 @@ def _best_exchange(high: np.ndarray, low: np.ndarray, gap: int, moves: bool) -> 
 
 
 def _pairs(totals: np.ndarray) -> list[tuple[int, int]]:
-    """List the pairs of parts whose exchange can narrow the spread: with the fullest, or with the emptiest."""
+    """List the pairs of parts whose exchange can narrow the spread: those with the fullest or the emptiest part."""
     rank = totals.argsort(kind="stable").tolist()
     emptiest, *between, fullest = rank
     return [(fullest, emptiest), *((fullest, p) for p in between), *((p, emptiest) for p in reversed(between))]
@@ -152,7 +162,9 @@ def _even_out(seqlens: np.ndarray, parts: Partition, equal_size: bool) -> Partit
         if totals.max() - totals.min() <= 1:
             break
         for full, empty in _pairs(totals):
-            gap, high, low = int(totals[full] - totals[empty]), ordered[full], ordered[empty]
+            gap = int(totals[full] - totals[empty])
+            high = ordered[full]
+            low = ordered[empty]
             moves = not equal_size and len(high) > 1
             found = _best_exchange(seqlens[high], seqlens[low], gap, moves) if gap > 1 else None
             if found is not None:
@@ -170,14 +182,14 @@ def _even_out(seqlens: np.ndarray, parts: Partition, equal_size: bool) -> Partit
 
 
 def get_seqlen_balanced_partitions(seqlen_list: Sequence[int], k_partitions: int, equal_size: bool) -> Partition:
-    """Partition indices into parts whose lengths add up alike; each part is in ascending order and not empty.
+    """Partition indices into non-empty parts with balanced totals; each part is in ascending order.
 
     Raises: ValueError when there are fewer sequences than parts, or ``equal_size`` and they do not divide.
     """
     if k_partitions < 1 or len(seqlen_list) < k_partitions:
         raise ValueError(f"{len(seqlen_list)} sequences cannot be split into {k_partitions} non-empty parts")
     lengths = np.asarray(seqlen_list, dtype=np.int64)
-    # Where it is as even, a partition into parts of equal size is preferred: it is also found much sooner.
+    # Prefer parts of equal size if they balance as well: they are found much faster.
     if equal_size or len(lengths) % k_partitions == 0:
         parts = _even_out(lengths, karmarkar_karp(seqlen_list, k_partitions, True), True)
     if not equal_size and (len(lengths) % k_partitions or not _is_even(lengths, parts)):
@@ -209,11 +221,11 @@ def log_seqlen_unbalance(seqlen_list: Sequence[int], partitions: Partition, pref
     }
 
 
-# Micro-batches by tokens
+# ---- micro-batches by tokens
 
 
-def _sequence_lengths(batch: Any) -> tuple[list[int], int]:
-    """Return the tokens of each row and the width of the widest, of a padded or a nested batch."""
+def _sequence_lengths(batch: TensorDict) -> tuple[list[int], int]:
+    """Return the tokens per row and the width of the widest row, of a padded or nested batch."""
     if "input_ids" in batch.keys() and batch["input_ids"].is_nested:
         lengths = batch["input_ids"].offsets().diff().tolist()
         return lengths, max(lengths)
@@ -222,7 +234,7 @@ def _sequence_lengths(batch: Any) -> tuple[list[int], int]:
 
 
 def _fit(lengths: list[int], num_parts: int, max_token_len: int) -> Partition:
-    """Partition into the smallest number of parts, at least ``num_parts``, that all keep the budget."""
+    """Partition into the smallest number of parts, at least ``num_parts``, that are all within the budget."""
     for count in range(num_parts, len(lengths) + 1):
         parts = get_seqlen_balanced_partitions(lengths, count, equal_size=False)
         if max(sum(lengths[i] for i in part) for part in parts) <= max_token_len:
@@ -257,11 +269,11 @@ def _micro_batch_partition(
     lengths: list[int],
     width: int,
     max_token_len: int,
-    dp_group: dist.ProcessGroup | None,
-    num_batches_divided_by: int | None,
-    same_micro_num_in_dp: bool,
-    min_num_micro_batch: int | None,
-    use_dynamic_bsz_balance: bool,
+    dp_group: dist.ProcessGroup | None = None,
+    num_batches_divided_by: int | None = None,
+    same_micro_num_in_dp: bool = True,
+    min_num_micro_batch: int | None = None,
+    use_dynamic_bsz_balance: bool = True,
 ) -> Partition:
     """Choose the rows of each micro-batch; see ``rearrange_micro_batches``."""
     if max_token_len < width:
@@ -278,56 +290,50 @@ def _micro_batch_partition(
         count = roundup_divisible(count, num_batches_divided_by)
     if count > len(lengths):
         raise TokenBudgetError(
-            f"{len(lengths)} rows cannot make {count} micro-batches, as other ranks or num_batches_divided_by="
-            f"{num_batches_divided_by} require: give every rank as many rows, or raise the token budget"
+            f"{len(lengths)} rows cannot make {count} micro-batches, which other ranks or num_batches_divided_by="
+            f"{num_batches_divided_by} require: give every rank the same number of rows, or raise the token budget"
         )
     parts = _split_to(parts, lengths, count)
     if use_dynamic_bsz_balance:
-        # The heaviest first: ranks then work on alike ones at the same time, and memory peaks early.
+        # Heaviest first: ranks then process similar micro-batches at the same time, and memory peaks early.
         parts = sorted(parts, key=lambda part: (-sum(lengths[i] ** 2 for i in part), part))
     return parts
 
 
 def rearrange_micro_batches(
-    batch: Any,
+    batch: TensorDict,
     max_token_len: int,
     dp_group: dist.ProcessGroup | None = None,
     num_batches_divided_by: int | None = None,
     same_micro_num_in_dp: bool = True,
     min_num_micro_batch: int | None = None,
     use_dynamic_bsz_balance: bool = True,
-) -> tuple[list[Any], Partition]:
+) -> tuple[list[TensorDict], Partition]:
     """Split a TensorDict into micro-batches of balanced token counts, none above ``max_token_len``.
 
-    Collective over ``dp_group`` where given: all ranks then make as many micro-batches.
+    Collective over ``dp_group`` if given: all ranks then make the same number of micro-batches.
 
     Args: ``batch`` holds ``attention_mask`` (B, L) or nested ``input_ids``.
     Returns: (micro-batches, the rows of each), ordered by descending sum of squared lengths.
     Raises: TokenBudgetError, a ValueError and an AssertionError, when a padded row exceeds the budget or there are
         fewer rows than micro-batches.
     """
-    lengths, width = _sequence_lengths(batch)
     parts = _micro_batch_partition(
-        lengths, width, max_token_len, dp_group, num_batches_divided_by, same_micro_num_in_dp, min_num_micro_batch,
+        *_sequence_lengths(batch),
+        max_token_len,
+        dp_group,
+        num_batches_divided_by,
+        same_micro_num_in_dp,
+        min_num_micro_batch,
         use_dynamic_bsz_balance,
-    )  # fmt: skip
+    )
     return [batch[torch.tensor(part)] for part in parts], parts
 
 
-def prepare_dynamic_batch(data: "DataProto", max_token_len: int, **options: Any) -> "tuple[list[DataProto], Partition]":
+def prepare_dynamic_batch(data: R, max_token_len: int, **options: Any) -> tuple[list[R], Partition]:
     """Split a batch with its non-tensors; options as in ``rearrange_micro_batches``."""
-    defaults: dict[str, Any] = {
-        "dp_group": None,
-        "num_batches_divided_by": None,
-        "same_micro_num_in_dp": True,
-        "min_num_micro_batch": None,
-        "use_dynamic_bsz_balance": True,
-    }
-    unknown = options.keys() - defaults.keys()
-    if unknown:
-        raise TypeError(f"prepare_dynamic_batch has no options {sorted(unknown)}; known: {sorted(defaults)}")
-    lengths, width = _sequence_lengths(data.batch)
-    parts = _micro_batch_partition(lengths, width, max_token_len, **{**defaults, **options})
+    assert data.batch is not None
+    parts = _micro_batch_partition(*_sequence_lengths(data.batch), max_token_len, **options)
     return [data.select_idxs(part) for part in parts], parts
 
 
@@ -335,5 +341,5 @@ def restore_dynamic_batch(data: Tensor, batch_idx_list: Partition) -> Tensor:
     """Put the rows of concatenated micro-batches back into the order of the batch."""
     order = [i for part in batch_idx_list for i in part]
     if len(order) != len(data):
-        raise ValueError(f"{len(data)} rows were to be restored by {len(order)} indices")
+        raise ValueError(f"{len(order)} indices cannot restore {len(data)} rows")
     return data[torch.tensor(get_reverse_idx(order), device=data.device)]

@@ -1,9 +1,10 @@
-"""Operations on TensorDicts that carry non-tensor values beside their tensors."""
+"""Operations on TensorDicts with tensors and non-tensor values."""
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from tensordict import NonTensorData, NonTensorStack, TensorDict
@@ -13,32 +14,34 @@ from verl.utils.py_functional import ConflictError, deep_equal, tensors_equal
 
 logger = logging.getLogger(__name__)
 
+Indices = Sequence[int] | Sequence[bool] | np.ndarray | Tensor
+
 
 class BatchError(ValueError, AssertionError):
     """A batch does not have the form that an operation needs."""
 
 
 def assign_non_tensor_data(tensor_dict: TensorDict, key: str, val: Any) -> None:
-    """Set one value that is the same for all rows."""
+    """Set one value that all rows share."""
     if not isinstance(key, str):
         raise BatchError(f"a key must be a string, got {key!r}")
     tensor_dict[key] = val if isinstance(val, NonTensorData) else NonTensorData(val)
 
 
 def assign_non_tensor_dict(tensor_dict: TensorDict, non_tensor_dict: Mapping[str, Any]) -> TensorDict:
-    """Set every value of a dict as ``NonTensorData``; returns the TensorDict."""
+    """Set every value of a dict as ``NonTensorData``, and return the TensorDict."""
     for key, value in non_tensor_dict.items():
         assign_non_tensor_data(tensor_dict, key, value)
     return tensor_dict
 
 
 def assign_non_tensor(tensordict: TensorDict, **kwargs: Any) -> TensorDict:
-    """Set every keyword as ``NonTensorData``; returns the TensorDict."""
+    """Set every keyword as ``NonTensorData``, and return the TensorDict."""
     return assign_non_tensor_dict(tensordict, kwargs)
 
 
 def unwrap_non_tensor_data(data: Any) -> Any:
-    """Return what a ``NonTensorData`` holds; other values unchanged."""
+    """Return the value in a ``NonTensorData``; other values are returned unchanged."""
     return data.data if isinstance(data, NonTensorData) else data
 
 
@@ -52,7 +55,7 @@ def get_tensordict(
 ) -> TensorDict:
     """Build a TensorDict from tensors, lists with one element per row, and values that all rows share.
 
-    Raises: ValueError, which is also an AssertionError, when row counts disagree, a key is in both parts or a list
+    Raises: ValueError, which is also an AssertionError, when row counts differ, a key is in both parts or a list
     holds tensors.
     """
     shared = non_tensor_dict or {}
@@ -65,7 +68,7 @@ def get_tensordict(
         if isinstance(value, list):
             if any(isinstance(item, Tensor) for item in value):
                 raise BatchError(f"list {key!r} holds tensors: stack them, or make a nested tensor of them")
-            value = NonTensorStack(*[NonTensorData(item) for item in value]) if value else NonTensorStack()
+            value = NonTensorStack(*[NonTensorData(item) for item in value])
         elif not isinstance(value, Tensor | NonTensorStack):
             raise BatchError(f"entry {key!r} must be a tensor or a list, got {type(value).__name__}")
         entries[key] = value
@@ -77,9 +80,9 @@ def get_tensordict(
 
 
 def shared_rows(tensors: Mapping[str, Tensor], num_batch_dims: int) -> int:
-    """Return the number of rows of tensors that agree in their first ``num_batch_dims`` dims.
+    """Return the number of rows of tensors that have the same first ``num_batch_dims`` dims.
 
-    Raises: ValueError, which is also an AssertionError, where they do not, or one has fewer dims.
+    Raises: ValueError, which is also an AssertionError, when these differ or a tensor has fewer dims.
     """
     for key, value in tensors.items():
         if not isinstance(value, Tensor) or value.dim() < num_batch_dims:
@@ -91,8 +94,8 @@ def shared_rows(tensors: Mapping[str, Tensor], num_batch_dims: int) -> int:
     return next(iter(shapes.values()))[0]
 
 
-def repeat_counts(counts: Any, num_rows: int) -> Tensor:
-    """Return how often each row is repeated, as int64.
+def repeat_counts(counts: Indices, num_rows: int) -> Tensor:
+    """Return the repeat count of each row, as int64.
 
     Raises: ValueError, which is also an AssertionError, unless there is one whole, non-negative count per row.
     """
@@ -105,10 +108,10 @@ def repeat_counts(counts: Any, num_rows: int) -> Tensor:
     return whole
 
 
-def resolve_indices(indices: Any, num_rows: int) -> Tensor:
-    """Turn integers or a boolean mask, as list, array or tensor, into int64 row numbers from 0 to ``num_rows`` - 1.
+def resolve_indices(indices: Indices, num_rows: int) -> Tensor:
+    """Turn integers or a boolean mask into int64 row numbers from 0 to ``num_rows`` - 1.
 
-    Raises: IndexError when an index is out of range, or a mask has another length; TypeError for other dtypes.
+    Raises: IndexError when an index is out of range or a mask has another length; TypeError for other dtypes.
     """
     index = torch.as_tensor(indices)
     if index.dim() != 1:
@@ -129,7 +132,7 @@ def resolve_indices(indices: Any, num_rows: int) -> Tensor:
 
 
 def take_rows(value: Any, index: Tensor) -> Any:
-    """Gather rows of a tensor, dense or jagged, of a ``NonTensorStack`` or of a nested TensorDict."""
+    """Gather rows of a dense or jagged tensor, a ``NonTensorStack`` or a nested TensorDict."""
     if isinstance(value, NonTensorData):
         return value
     if isinstance(value, NonTensorStack):
@@ -143,7 +146,7 @@ def take_rows(value: Any, index: Tensor) -> Any:
     return value.index_select(0, index.to(value.device))
 
 
-def index_select_tensor_dict(batch: TensorDict | None, indices: Any) -> TensorDict | None:
+def index_select_tensor_dict(batch: TensorDict | None, indices: Indices) -> TensorDict | None:
     """Gather rows by a one-dim index; values that all rows share are kept.
 
     Raises: IndexError when an index is out of range.
@@ -155,7 +158,7 @@ def index_select_tensor_dict(batch: TensorDict | None, indices: Any) -> TensorDi
     return TensorDict(rows, batch_size=[len(index)], device=batch.device)
 
 
-def entries_equal(a: Any, b: Any) -> bool:
+def entries_equal(a: Tensor | TensorDict | NonTensorData, b: Tensor | TensorDict | NonTensorData) -> bool:
     """Compare two entries of a TensorDict by type and value, NaN equal to NaN."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return tensors_equal(a, b)
@@ -174,8 +177,10 @@ def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> Ten
     Raises: ValueError, which is also an AssertionError, when row counts differ or a shared key holds other values.
     """
     if tensor_dict1.batch_size != tensor_dict2.batch_size:
-        sizes = list(tensor_dict1.batch_size), list(tensor_dict2.batch_size)
-        raise ConflictError(f"parts to unite must have the same batch size, got {sizes[0]} and {sizes[1]}")
+        raise ConflictError(
+            "parts to merge must have the same batch size, got "
+            f"{list(tensor_dict1.batch_size)} and {list(tensor_dict2.batch_size)}"
+        )
     for key in tensor_dict2.keys():
         if key in tensor_dict1.keys() and not entries_equal(tensor_dict1.get(key), tensor_dict2.get(key)):
             raise ConflictError(f"key {key!r} holds different values in the two parts")
@@ -188,9 +193,9 @@ def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> Ten
 def mini_batch_indices(
     num_rows: int, mini_batch_size: int, epochs: int, seed: int | None, dataloader_kwargs: Mapping[str, Any] | None
 ) -> Iterator[slice | Tensor]:
-    """Yield which rows each mini-batch takes: slices in order, or a new permutation per epoch.
+    """Yield the rows of each mini-batch: slices in order, or a new permutation per epoch.
 
-    The permutations depend on ``seed`` alone; without one they come from torch's global generator.
+    The permutations depend only on ``seed``; without a seed they come from torch's global generator.
 
     Raises: ValueError, which is also an AssertionError, when rows do not divide evenly or an option is unknown.
     """
@@ -219,7 +224,7 @@ def make_iterator(
     seed: int | None = None,
     dataloader_kwargs: Mapping[str, Any] | None = None,
 ) -> Iterator[TensorDict]:
-    """Iterate over mini-batches ``epochs`` times; rows in order are views, shuffled rows copies.
+    """Iterate over mini-batches ``epochs`` times; rows in order are views, shuffled rows are copies.
 
     Raises: ValueError, which is also an AssertionError, when rows do not divide evenly.
     """
@@ -229,24 +234,21 @@ def make_iterator(
 
 def _rows_of(tensordict: TensorDict, rows: slice | Tensor) -> TensorDict:
     if isinstance(rows, slice):
-        index = torch.arange(*rows.indices(tensordict.batch_size[0]))
-        has_nested = any(isinstance(value, Tensor) and value.is_nested for value in tensordict.values())
-        if not has_nested:
-            part: TensorDict = tensordict[rows]
-            return part
-        rows = index
+        if not any(isinstance(value, Tensor) and value.is_nested for value in tensordict.values()):
+            return tensordict[rows]
+        rows = torch.arange(*rows.indices(tensordict.batch_size[0]))
     selected = index_select_tensor_dict(tensordict, rows)
-    if selected is None:
-        raise BatchError("no TensorDict to take rows of")
+    assert selected is not None
     return selected
 
 
 def assert_tensordict_eq(tensordict1: TensorDict, tensordict2: TensorDict) -> None:
     """Assert that two TensorDicts hold the same keys, types and values."""
-    keys1, keys2 = set(tensordict1.keys()), set(tensordict2.keys())
-    assert keys1 == keys2, f"keys differ: {sorted(keys1 ^ keys2)}"
-    for key in sorted(keys1):
-        a, b = tensordict1.get(key), tensordict2.get(key)
+    different = set(tensordict1.keys()) ^ set(tensordict2.keys())
+    assert not different, f"keys differ: {sorted(different)}"
+    for key in sorted(tensordict1.keys()):
+        a = tensordict1.get(key)
+        b = tensordict2.get(key)
         assert type(a) is type(b), f"types of {key!r} differ: {type(a).__name__} and {type(b).__name__}"
         assert entries_equal(a, b), f"values of {key!r} differ"
 
@@ -254,7 +256,7 @@ def assert_tensordict_eq(tensordict1: TensorDict, tensordict2: TensorDict) -> No
 def pop(tensordict: TensorDict, keys: Iterable[str]) -> TensorDict:
     """Remove keys and return them as a TensorDict.
 
-    Raises: KeyError when a key is missing; nothing is removed then.
+    Raises: KeyError when a key is missing; the batch is then unchanged.
     """
     wanted = list(keys)
     missing = [key for key in wanted if key not in tensordict.keys()]
@@ -273,7 +275,7 @@ def pop(tensordict: TensorDict, keys: Iterable[str]) -> TensorDict:
 
 
 def pad_indices(num_rows: int, size_divisor: int) -> list[int]:
-    """Return the rows to repeat, from the head and cycling, so that the row count becomes divisible."""
+    """Return the rows to repeat, cycling from the head, to make the row count divisible."""
     if size_divisor <= 0:
         raise BatchError(f"size_divisor must be positive, got {size_divisor}")
     if num_rows == 0:
@@ -282,7 +284,7 @@ def pad_indices(num_rows: int, size_divisor: int) -> list[int]:
 
 
 def pad_to_divisor(data: TensorDict, size_divisor: int) -> tuple[TensorDict, int]:
-    """Repeat rows from the head until the row count is divisible; returns the result and how many were added."""
+    """Repeat rows from the head until the row count is divisible; return the result and the number of added rows."""
     if not isinstance(data, TensorDict):
         raise BatchError(f"data must be a TensorDict, got {type(data).__name__}")
     num_rows = data.batch_size[0]
@@ -302,9 +304,9 @@ def unpad(data: TensorDict, pad_size: int) -> TensorDict:
 
 
 def concat_tensors(key: str, parts: Sequence[Tensor]) -> Tensor:
-    """Concatenate rows with one allocation; one part is returned as it is.
+    """Concatenate rows with one allocation; a single part is returned unchanged.
 
-    Raises: ValueError, which is also an AssertionError, naming the key when shapes do not fit.
+    Raises: ValueError, which is also an AssertionError, naming the key when shapes or dtypes differ.
     """
     if len(parts) == 1:
         return parts[0]
@@ -319,13 +321,13 @@ def concat_tensors(key: str, parts: Sequence[Tensor]) -> Tensor:
 
 
 def all_gather_rows(tensor: Tensor, counts: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Concatenate the rows of all ranks in rank order; ``counts`` holds how many each has. Collective."""
+    """Concatenate the rows of all ranks in rank order; ``counts`` holds the row count of each. Collective."""
     most = max(counts)
     padded = tensor.contiguous()
     if len(tensor) < most:
         padded = torch.cat([padded, padded.new_zeros(most - len(tensor), *tensor.shape[1:])])
     gathered = padded.new_empty(len(counts) * most, *tensor.shape[1:])
-    # As bytes: not every backend takes every dtype.
+    # As bytes, because backends do not support every dtype.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
     gather(gathered.view(-1).view(torch.uint8), padded.view(-1).view(torch.uint8), group=group)
     if min(counts) == most:

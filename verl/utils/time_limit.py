@@ -1,4 +1,4 @@
-"""A limit on the time of a call in this process."""
+"""Limit the time of a call in this process."""
 
 import ctypes
 import signal
@@ -7,20 +7,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-REPEAT_S = 1.0  # code that catches everything is interrupted again
-_SIGNAL = signal.SIGRTMAX - 3  # not SIGALRM: the code under the limit may use alarms of its own
+REPEAT_S = 1.0  # code that catches every exception is interrupted again
+_SIGNAL = signal.SIGRTMAX - 3  # not SIGALRM, because the limited code may use alarms
 
 
 class TimeLimitExceeded(BaseException):
-    """The body took longer than it may. Not an ``Exception``, so that the body does not catch it by accident."""
+    """The body exceeded its time limit. Not an ``Exception``, so that the body does not catch it by accident."""
 
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Interrupt the body by ``TimeLimitExceeded`` after that many seconds.
+    """Raise ``TimeLimitExceeded`` in the body after ``seconds``.
 
-    In the main thread a signal ends waiting too; in others only Python code can be interrupted, between two of its
-    instructions. Compiled code that does not return is not interrupted in either.
+    In the main thread a signal interrupts waiting calls too. In other threads only Python code is interrupted, between
+    two bytecode instructions. Neither interrupts compiled code that does not return.
     """
     in_main = threading.current_thread() is threading.main_thread()
     interrupt, clean_up = _by_signal() if in_main else _by_exception()
@@ -45,7 +45,8 @@ Hooks = tuple[Callable[[], None], Callable[[], None]]
 
 
 def _by_signal() -> Hooks:
-    thread, armed = threading.get_ident(), [True]
+    thread = threading.get_ident()
+    armed = [True]
 
     def handle(number: int, frame: FrameType | None) -> None:
         if armed[0]:
@@ -59,14 +60,16 @@ def _by_signal() -> Hooks:
 
     def clean_up() -> None:
         armed[0] = False
-        # a late signal must find a handler: by default it would end the process
+        # a late signal must find a handler, because by default it would kill the process
         signal.signal(_SIGNAL, previous if callable(previous) else signal.SIG_IGN)
 
     return interrupt, clean_up
 
 
 def _by_exception() -> Hooks:
-    thread, lock, armed = ctypes.c_ulong(threading.get_ident()), threading.Lock(), [True]
+    thread = ctypes.c_ulong(threading.get_ident())
+    lock = threading.Lock()
+    armed = [True]
 
     def interrupt() -> None:
         with lock:

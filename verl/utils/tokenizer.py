@@ -1,4 +1,4 @@
-"""Loading of tokenizers and processors, with the corrections that training needs."""
+"""Loading of tokenizers and processors, with corrections for training."""
 
 import importlib.util
 import json
@@ -13,18 +13,19 @@ from transformers import AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase, 
 
 logger = logging.getLogger(__name__)
 
-GEMMA2_EOS_TOKEN, GEMMA2_EOS_TOKEN_ID = "<end_of_turn>", 107
+GEMMA2_EOS_TOKEN = "<end_of_turn>"
+GEMMA2_EOS_TOKEN_ID = 107
 
 
 class TokenizerNotFoundError(ValueError, OSError):
-    """No tokenizer can be loaded from the given name or path."""
+    """A name or path holds no loadable tokenizer."""
 
 
 def set_pad_token_id(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Let padding fall back to the end-of-sequence token where a tokenizer has no padding token."""
+    """Pad with the end-of-sequence token if a tokenizer has no padding token."""
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token_id = tokenizer.eos_token_id
-        logger.info("tokenizer has no padding token: it pads with id %s", tokenizer.eos_token_id)
+        logger.info("the tokenizer has no padding token: padding with id %s", tokenizer.eos_token_id)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
 
@@ -35,9 +36,9 @@ def hf_tokenizer(
     """Load a tokenizer from a folder or the hub.
 
     Args:
-        correct_pad_token: pad with the end-of-sequence token where there is no padding token.
-        correct_gemma2: end gemma-2-2b-it at ``<end_of_turn>``, where its chat template ends a turn.
-        kwargs: passed on to ``AutoTokenizer.from_pretrained``.
+        correct_pad_token: pad with the end-of-sequence token if there is no padding token.
+        correct_gemma2: use ``<end_of_turn>``, which ends a turn in the chat template, as the EOS of gemma-2-2b-it.
+        kwargs: options of ``AutoTokenizer.from_pretrained``.
 
     Raises: TokenizerNotFoundError when the folder or repository holds no tokenizer.
     """
@@ -51,7 +52,7 @@ def hf_tokenizer(
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, **kwargs)
-    except (OSError, ValueError, KeyError, StrictDataclassError) as error:  # the last: a config.json that is wrong
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:  # the last: an invalid config.json
         raise TokenizerNotFoundError(f"cannot load a tokenizer from {name_or_path!r}: {error}") from error
     if correct_pad_token:
         set_pad_token_id(tokenizer)
@@ -59,9 +60,9 @@ def hf_tokenizer(
 
 
 def hf_processor(name_or_path: str, **kwargs: Any) -> ProcessorMixin | None:
-    """Load the multi-modal processor of a model; None for a model that has none.
+    """Load the multi-modal processor of a model; None if the model has none.
 
-    Without torchvision, which the processors of videos need, it takes images only.
+    Without torchvision, which video processors need, the result takes images only.
     """
     path = os.path.expanduser(name_or_path)
     try:
@@ -71,21 +72,21 @@ def hf_processor(name_or_path: str, **kwargs: Any) -> ProcessorMixin | None:
             logger.debug("no processor in %s: %s", name_or_path, error)
             return None
         return _image_processor(path, **kwargs)
-    except Exception as error:  # a text model fails here in many ways, and none of them is an error
-        level = logging.WARNING if _sees(path) else logging.DEBUG
+    except Exception as error:  # text models raise many kinds of exceptions here, all of them expected
+        level = logging.WARNING if _is_vision_language(path) else logging.DEBUG
         logger.log(level, "no processor in %s: %s", name_or_path, error)
         return None
     return processor if isinstance(processor, ProcessorMixin) else None
 
 
-def _sees(path: str) -> bool:
+def _is_vision_language(path: str) -> bool:
     """Whether a folder holds a vision-language model."""
     file = Path(path, "config.json")
     return file.is_file() and "vision_config" in file.read_text(encoding="utf-8")
 
 
 def _image_processor(path: str, **kwargs: Any) -> ProcessorMixin | None:
-    """Build the processor of a folder without its part for videos; None where the folder names none."""
+    """Build the processor of a folder without its video part; None if the folder names no processor."""
     for name in ("processor_config.json", "preprocessor_config.json"):
         file = Path(path, name)
         settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
@@ -96,24 +97,26 @@ def _image_processor(path: str, **kwargs: Any) -> ProcessorMixin | None:
         return None
     images = transformers.AutoImageProcessor.from_pretrained(path, **kwargs)
     tokenizer = hf_tokenizer(path, trust_remote_code=kwargs.get("trust_remote_code", False))
-    logger.warning("torchvision is not installed: the processor of %s takes images, and no videos", path)
-    images_only = type(cls.__name__, (_ImagesOnly, cls), {})  # under the same name, by which the family is told
+    logger.warning("torchvision is not installed: the processor of %s takes images but no videos", path)
+    images_only = type(cls.__name__, (_ImagesOnly, cls), {})  # same name: the model family is found by class name
     processor: ProcessorMixin = images_only(images, tokenizer, None, chat_template=tokenizer.chat_template)
     return processor
 
 
 class _ImagesOnly:
-    """Lets a processor be without its part for videos."""
+    """Mixin for a processor without its video part."""
+
+    tokenizer: PreTrainedTokenizerBase
+    image_processor: "transformers.BaseImageProcessor"
 
     def check_argument_for_proper_class(self, name: str, argument: Any) -> type:
-        """Take what is given."""
+        """Accept any part, also the missing one."""
         return type(argument)
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
-        """Save the parts that there are, and beside them which processor they make up."""
-        parts: Any = self
-        parts.tokenizer.save_pretrained(save_directory)
-        parts.image_processor.save_pretrained(save_directory)
+        """Save the existing parts and the class name of the processor."""
+        self.tokenizer.save_pretrained(save_directory)
+        self.image_processor.save_pretrained(save_directory)
         file = Path(save_directory, "preprocessor_config.json")
         settings = json.loads(file.read_text(encoding="utf-8")) | {"processor_class": type(self).__name__}
         file.write_text(json.dumps(settings, indent=2), encoding="utf-8")

@@ -1,48 +1,51 @@
-"""Small tensor functions: masks and their statistics, log-probabilities, padding, reductions over ranks."""
+"""Small tensor functions: masked statistics, log-probabilities, padding, reductions over ranks."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from verl.utils.device import get_device_name, get_torch_device
 from verl.utils.numerics.log_probs import log_probs_and_entropy
-from verl.utils.numerics.lr_schedules import (
-    get_constant_schedule_with_warmup,
-    get_cosine_schedule_with_warmup,
-    get_wsd_schedule_with_warmup,
-)
+from verl.utils.numerics.lr_schedules import get_constant_schedule_with_warmup as get_constant_schedule_with_warmup
+from verl.utils.numerics.lr_schedules import get_cosine_schedule_with_warmup as get_cosine_schedule_with_warmup
+from verl.utils.numerics.lr_schedules import get_wsd_schedule_with_warmup as get_wsd_schedule_with_warmup
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _EPSILON = 1e-8
 Axis = int | tuple[int, ...] | None
+Tensors = TypeVar("Tensors", dict[str, Tensor], TensorDict)
 
 
-# Masked statistics
+# ---- masked statistics
 
 
 def masked_sum(values: Tensor, mask: Tensor, axis: Axis = None) -> Tensor:
-    """Add up what the mask keeps; NaN elsewhere does no harm."""
+    """Sum the values under the mask; NaN outside the mask is ignored."""
     return (torch.where(mask.bool(), values, 0.0) * mask).sum(dim=axis)
 
 
 def masked_mean(values: Tensor, mask: Tensor, axis: Axis = None) -> Tensor:
-    """Average what the mask keeps; zero where it keeps nothing."""
+    """Average the values under the mask; an empty mask gives zero."""
     return masked_sum(values, mask, axis) / (mask.sum(dim=axis) + _EPSILON)
 
 
 def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
-    """Return the variance of what the mask keeps.
+    """Return the variance of the values under the mask.
 
-    Raises: ValueError when that is nothing, or a single element and the unbiased variance is asked for.
+    Raises: ValueError for an empty mask, or for a single element if ``unbiased``.
     """
     count = mask.sum()
     needed = 2 if unbiased else 1
     if count < needed:
-        raise ValueError(f"the variance needs at least {needed} elements inside the mask, it keeps {int(count)}")
+        raise ValueError(f"the variance needs at least {needed} elements under the mask, got {int(count)}")
     centered = values - masked_mean(values, mask)
     variance = masked_mean(centered.square(), mask)
     return variance * count / (count - 1) if unbiased else variance
@@ -59,28 +62,28 @@ def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tens
 
 
 def clip_by_value(x: Tensor, tensor_min: Tensor, tensor_max: Tensor) -> Tensor:
-    """Clamp by tensors that broadcast."""
+    """Clamp between two broadcastable tensors."""
     return torch.maximum(torch.minimum(x, tensor_max), tensor_min)
 
 
-# Log-probabilities and entropy
+# ---- log-probabilities and entropy
 
 
 def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
     """Return the log-probability of each label: (...) from logits (..., V).
 
-    With ``inplace_backward`` the gradient is written over the logits.
+    With ``inplace_backward`` the gradient overwrites the logits.
     """
     return log_probs_and_entropy(logits, labels, inplace_backward=inplace_backward)[0]
 
 
 def logprobs_from_logits_naive(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the same by a plain log_softmax: what other forms are measured against."""
+    """Return the same by a plain log_softmax, the reference of the other forms."""
     return F.log_softmax(logits, dim=-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
 
 
 def logprobs_from_logits_v2(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the same without touching the logits in the backward pass."""
+    """Return the same; the backward pass leaves the logits unchanged."""
     return logprobs_from_logits(logits, labels, inplace_backward=False)
 
 
@@ -98,7 +101,7 @@ def entropy_from_logits(logits: Tensor) -> Tensor:
 def entropy_from_logits_with_chunking(logits: Tensor, chunk_size: int = 2048, checkpointing: bool = False) -> Tensor:
     """Return the entropy of (..., V) logits, ``chunk_size`` rows at a time.
 
-    With ``checkpointing`` the probabilities of a chunk are computed again in the backward pass and not kept.
+    With ``checkpointing`` the backward pass recomputes the probabilities of a chunk instead of keeping them.
     """
     rows = logits.reshape(-1, logits.shape[-1])
     chunks = torch.split(rows, chunk_size)
@@ -118,7 +121,7 @@ def log_probs_from_logits_response(input_ids: Tensor, logits: Tensor, response_l
 def log_probs_from_logits_response_rmpad(
     input_ids: Tensor, attention_mask: Tensor, logits_rmpad: Tensor, response_length: int
 ) -> Tensor:
-    """Return the same from the logits (N, V) of the attended tokens alone."""
+    """Return the same from the logits (N, V) of the attended tokens."""
     indices = attention_mask.flatten().nonzero().squeeze(-1)
     packed = input_ids.flatten()[indices]
     batch_size, length = input_ids.shape
@@ -128,7 +131,7 @@ def log_probs_from_logits_response_rmpad(
 def log_probs_from_logits_all_rmpad(
     input_ids_rmpad: Tensor, logits_rmpad: Tensor, indices: Tensor, batch_size: int, seqlen: int, response_length: int
 ) -> Tensor:
-    """Return the same from packed ids (N,) or (1, N), and the flat positions (N,) that they came from."""
+    """Return the same from packed ids (N,) or (1, N) and their flat positions (N,)."""
     labels = torch.roll(input_ids_rmpad.reshape(-1), shifts=-1)
     packed = logprobs_from_logits(logits_rmpad.reshape(len(labels), -1), labels)
     padded = packed.new_zeros(batch_size * seqlen).index_put((indices,), packed)
@@ -138,9 +141,9 @@ def log_probs_from_logits_all_rmpad(
 def post_process_logits(
     input_ids: Tensor | None, logits: Tensor, temperature: float, top_k: int, top_p: float
 ) -> Tensor:
-    """Apply temperature, top-k and top-p to (..., V) logits; what is cut off becomes minus infinity.
+    """Apply temperature, top-k and top-p to (..., V) logits; dropped tokens become minus infinity.
 
-    ``top_k <= 0`` and ``top_p >= 1`` cut nothing.
+    ``top_k <= 0`` and ``top_p >= 1`` drop nothing.
     """
     if temperature != 1.0:
         logits = logits / temperature
@@ -155,7 +158,7 @@ def post_process_logits(
     return logits
 
 
-# Responses and padding
+# ---- responses and padding
 
 
 def get_response_mask(response_id: Tensor, eos_token: int | list[int] = 2, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -166,15 +169,15 @@ def get_response_mask(response_id: Tensor, eos_token: int | list[int] = 2, dtype
 
 
 def pad_2d_list_to_length(
-    response: Sequence[Sequence[Any]], pad_token_id: float, max_length: int | None = None
+    response: Sequence[Sequence[float]], pad_token_id: float, max_length: int | None = None
 ) -> Tensor:
-    """Right-pad ragged rows to the longest one, or to ``max_length`` where that is more: (B, max)."""
+    """Right-pad ragged rows to the longest row or to ``max_length``, whichever is more: (B, max)."""
     width = max([max_length or 0, *map(len, response)])
     return torch.tensor([[*row, *[pad_token_id] * (width - len(row))] for row in response])
 
 
 def pad_sequence_to_length(tensors: Tensor, max_seq_len: int, pad_token_id: float, left_pad: bool = False) -> Tensor:
-    """Pad the last dim to ``max_seq_len``; a longer tensor is returned as it is."""
+    """Pad the last dim to ``max_seq_len``; a longer tensor is returned unchanged."""
     missing = max_seq_len - tensors.shape[-1]
     if missing <= 0:
         return tensors
@@ -193,7 +196,7 @@ def postprocess_data(
     left_pad: bool = True,
     truncation: str = "error",
 ) -> tuple[Tensor, Tensor]:
-    """Pad or cut (B, L) ids and mask to ``max_length``.
+    """Pad or truncate (B, L) ids and mask to ``max_length``.
 
     ``truncation``: ``left`` keeps the tail, ``right`` the head, ``middle`` half of each.
 
@@ -214,12 +217,17 @@ def postprocess_data(
         )
     head = {"left": 0, "right": max_length, "middle": max_length // 2}[truncation]
     tail = length - (max_length - head)
-    cut = [torch.cat([x[..., :head], x[..., tail:]], dim=-1) for x in (input_ids, attention_mask)]
-    return cut[0], cut[1]
+    ids, mask = (torch.cat([x[..., :head], x[..., tail:]], dim=-1) for x in (input_ids, attention_mask))
+    return ids, mask
 
 
 def tokenize_and_postprocess_data(
-    prompt: str, tokenizer: Any, max_length: int, pad_token_id: int, left_pad: bool = True, truncation: str = "error"
+    prompt: str,
+    tokenizer: "PreTrainedTokenizerBase",
+    max_length: int,
+    pad_token_id: int,
+    left_pad: bool = True,
+    truncation: str = "error",
 ) -> tuple[Tensor, Tensor]:
     """Tokenize a prompt without special tokens and fit it to ``max_length``: ids and mask, each (1, max_length)."""
     encoded = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
@@ -234,10 +242,10 @@ def remove_pad_token(input_ids: Tensor, attention_mask: Tensor) -> list[list[int
     return [row[kept].tolist() for row, kept in zip(input_ids, keep, strict=True)]
 
 
-# Dicts of tensors, gradients and ranks
+# ---- dicts of tensors, gradients and ranks
 
 
-def split_dict_tensor_into_batches(tensors: Any, batch_size: int) -> list[Any]:
+def split_dict_tensor_into_batches(tensors: TensorDict, batch_size: int) -> list[TensorDict]:
     """Split a TensorDict into parts of ``batch_size`` rows.
 
     Raises: ValueError when the rows do not divide evenly.
@@ -247,16 +255,14 @@ def split_dict_tensor_into_batches(tensors: Any, batch_size: int) -> list[Any]:
     return list(tensors.split(batch_size))
 
 
-def broadcast_dict_tensor(tensors: dict[str, Tensor] | Any, src: int, group: dist.ProcessGroup | None) -> None:
-    """Overwrite the tensors of every rank by those of ``src``, in place and in the order of sorted keys."""
+def broadcast_dict_tensor(tensors: dict[str, Tensor] | TensorDict, src: int, group: dist.ProcessGroup | None) -> None:
+    """Overwrite the tensors of every rank with those of ``src``, in place and in the order of sorted keys."""
     for key in sorted(tensors.keys()):
         dist.broadcast(tensors[key], src=src, group=group)
 
 
-def allgather_dict_tensors(
-    tensors: dict[str, Tensor] | Any, size: int, group: dist.ProcessGroup | None, dim: int = 0
-) -> dict[str, Tensor] | Any:
-    """Concatenate the tensors of all ``size`` ranks along ``dim``; a TensorDict comes back as one."""
+def allgather_dict_tensors(tensors: Tensors, size: int, group: dist.ProcessGroup | None, dim: int = 0) -> Tensors:
+    """Concatenate the tensors of all ``size`` ranks along ``dim``; returns the type of the input."""
     gathered = {}
     for key in sorted(tensors.keys()):
         value = tensors[key].contiguous()
@@ -275,9 +281,12 @@ def compute_grad_norm(model: nn.Module) -> float:
 
 
 def check_device_is_available() -> None:
-    """Raise a RuntimeError where there is no accelerator."""
+    """Check that there is an accelerator.
+
+    Raises: RuntimeError without one.
+    """
     if get_device_name() == "cpu" or not get_torch_device().is_available():
-        raise RuntimeError("no accelerator is available: this needs CUDA or NPU")
+        raise RuntimeError("no accelerator is available: CUDA or NPU is required")
 
 
 def distributed_mean_max_min_std(
@@ -302,46 +311,8 @@ def distributed_mean_max_min_std(
 
 
 def distributed_masked_mean(local_tensor: Tensor, local_mask: Tensor) -> Tensor:
-    """Return the mean of what the masks of all ranks keep."""
+    """Return the mean of the values under the masks of all ranks."""
     kept = torch.where(local_mask.bool(), local_tensor, 0.0).sum()
     total = torch.stack([kept, local_mask.sum().to(kept.dtype)])
     dist.all_reduce(total)
     return total[0] / total[1]
-
-
-__all__ = [
-    "SequenceTooLongError",
-    "allgather_dict_tensors",
-    "broadcast_dict_tensor",
-    "check_device_is_available",
-    "clip_by_value",
-    "compute_grad_norm",
-    "distributed_masked_mean",
-    "distributed_mean_max_min_std",
-    "entropy_from_logits",
-    "entropy_from_logits_with_chunking",
-    "get_constant_schedule_with_warmup",
-    "get_cosine_schedule_with_warmup",
-    "get_response_mask",
-    "get_wsd_schedule_with_warmup",
-    "log_probs_and_entropy",
-    "log_probs_from_logits_all_rmpad",
-    "log_probs_from_logits_response",
-    "log_probs_from_logits_response_rmpad",
-    "logprobs_from_logits",
-    "logprobs_from_logits_flash_attn",
-    "logprobs_from_logits_naive",
-    "logprobs_from_logits_torch_npu",
-    "logprobs_from_logits_v2",
-    "masked_mean",
-    "masked_sum",
-    "masked_var",
-    "masked_whiten",
-    "pad_2d_list_to_length",
-    "pad_sequence_to_length",
-    "post_process_logits",
-    "postprocess_data",
-    "remove_pad_token",
-    "split_dict_tensor_into_batches",
-    "tokenize_and_postprocess_data",
-]

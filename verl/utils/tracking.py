@@ -1,4 +1,4 @@
-"""Established path of ``Tracking``."""
+"""Established import path of ``verl.utils.observe.tracking``."""
 
 from verl.utils.observe.generations import ValidationGenerationsLogger
 from verl.utils.observe.tracking import Tracking

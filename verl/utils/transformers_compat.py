@@ -1,4 +1,4 @@
-"""Which transformers is installed."""
+"""Version checks of the installed transformers."""
 
 import importlib.metadata
 
@@ -6,9 +6,9 @@ from packaging.version import Version
 
 
 def is_transformers_version_in_range(min_version: str | None = None, max_version: str | None = None) -> bool:
-    """Whether the installed version lies between two, both included.
+    """Whether the installed version is between two versions, both included.
 
-    Raises: ImportError where transformers is not installed.
+    Raises: ImportError if transformers is not installed.
     """
     try:
         installed = Version(importlib.metadata.version("transformers"))

@@ -1,4 +1,7 @@
-"""Ulysses sequence parallelism: a sequence is sliced over ranks, and attention sees whole sequences of some heads.
+"""Ulysses sequence parallelism: ranks hold slices of sequences, and whole sequences of some heads during attention.
+
+Attention needs all positions of a sequence but treats heads independently. So an all-to-all before attention exchanges
+slices of the sequence for slices of the heads, and another one after attention reverses that.
 
 Source: DeepSpeed-Ulysses (arXiv:2309.14509).
 """
@@ -15,9 +18,10 @@ _GROUP: ProcessGroup | None = None
 
 
 def set_ulysses_sequence_parallel_group(group: ProcessGroup | None) -> ProcessGroup | None:
-    """Make ``group`` the one that attention exchanges heads in; returns the group before it."""
+    """Set the group in which attention exchanges heads, and return the previous group."""
     global _GROUP
-    previous, _GROUP = _GROUP, group
+    previous = _GROUP
+    _GROUP = group
     return previous
 
 
@@ -27,21 +31,21 @@ def get_ulysses_sequence_parallel_group() -> ProcessGroup | None:
 
 
 def get_ulysses_sequence_parallel_world_size(group: ProcessGroup | None = None) -> int:
-    """Return over how many ranks a sequence is sliced; 1 without a group."""
+    """Return the number of ranks that share a sequence; 1 without a group."""
     group = group or _GROUP
     return dist.get_world_size(group) if group is not None else 1
 
 
 def get_ulysses_sequence_parallel_rank(group: ProcessGroup | None = None) -> int:
-    """Return which slice this rank holds; 0 without a group."""
+    """Return the index of this rank's slice; 0 without a group."""
     group = group or _GROUP
     return dist.get_rank(group) if group is not None else 0
 
 
 def validate_ulysses_config(num_heads: int, ulysses_sequence_size: int, num_key_value_heads: int | None = None) -> None:
-    """Check that heads can be shared out.
+    """Check that the ranks can share the heads equally.
 
-    Raises: ValueError when they cannot.
+    Raises: ValueError if they cannot.
     """
     if num_heads % ulysses_sequence_size:
         raise ValueError(
@@ -55,7 +59,7 @@ def validate_ulysses_config(num_heads: int, ulysses_sequence_size: int, num_key_
         )
 
 
-# Exchange
+# ---- exchange
 
 
 def _exchange(x: Tensor, scatter_dim: int, gather_dim: int, group: ProcessGroup) -> Tensor:
@@ -67,11 +71,12 @@ def _exchange(x: Tensor, scatter_dim: int, gather_dim: int, group: ProcessGroup)
 
 
 class _AllToAll(torch.autograd.Function):
-    """Its backward pass is the exchange the other way round."""
+    """An exchange of two dims; the backward pass is the opposite exchange."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scatter_dim: int, gather_dim: int, group: ProcessGroup) -> Tensor:
-        ctx.dims, ctx.group = (scatter_dim, gather_dim), group
+        ctx.dims = (scatter_dim, gather_dim)
+        ctx.group = group
         return _exchange(x, scatter_dim, gather_dim, group)
 
     @staticmethod
@@ -81,13 +86,19 @@ class _AllToAll(torch.autograd.Function):
 
 
 class _AllGather(torch.autograd.Function):
-    """Gathers equal slices. All ranks derive the same loss from the whole, so each keeps its slice of the gradient."""
+    """Gather equal slices.
+
+    All ranks compute the same loss from the gathered tensor, so the gradient is the same on all of them, and each
+    keeps its slice without a reduction.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-        size, ctx.rank, ctx.dim, ctx.length = dist.get_world_size(group), dist.get_rank(group), dim, x.shape[dim]
+        ctx.rank = dist.get_rank(group)
+        ctx.dim = dim
+        ctx.length = x.shape[dim]
         x = x.contiguous()
-        parts = [torch.empty_like(x) for _ in range(size)]
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
         dist.all_gather(parts, x, group=group)
         return torch.cat(parts, dim=dim)
 
@@ -106,7 +117,7 @@ def all_to_all_tensor(x: Tensor, scatter_dim: int, gather_dim: int, group: Proce
 
 
 def all_gather_tensor(x: Tensor, dim: int = 0, group: ProcessGroup | None = None) -> Tensor:
-    """Concatenate the equal slices of all ranks; differentiable, for losses that every rank computes alike."""
+    """Concatenate the equal slices of all ranks; differentiable if all ranks compute the same loss."""
     group = group or _GROUP
     if group is None or dist.get_world_size(group) == 1:
         return x
@@ -123,7 +134,7 @@ def gather_seq_scatter_heads(
 
 
 def gather_heads_scatter_seq(x: Tensor, head_dim: int, seq_dim: int, group: ProcessGroup | None = None) -> Tensor:
-    """Undo ``gather_seq_scatter_heads``; the sequence is padded with zeros to a multiple of the group first."""
+    """Undo ``gather_seq_scatter_heads``, after zero-padding the sequence to a multiple of the group size."""
     size = get_ulysses_sequence_parallel_world_size(group)
     return all_to_all_tensor(_pad_dim(x, seq_dim, -x.shape[seq_dim] % size), seq_dim, head_dim, group)
 
@@ -131,9 +142,10 @@ def gather_heads_scatter_seq(x: Tensor, head_dim: int, seq_dim: int, group: Proc
 def slice_input_tensor(x: Tensor, dim: int, padding: bool = True, group: ProcessGroup | None = None) -> Tensor:
     """Return this rank's slice of a dim.
 
-    Raises: ValueError when the ranks do not divide it and ``padding`` is off.
+    Raises: ValueError if the group size does not divide it and ``padding`` is off.
     """
-    size, rank = get_ulysses_sequence_parallel_world_size(group), get_ulysses_sequence_parallel_rank(group)
+    size = get_ulysses_sequence_parallel_world_size(group)
+    rank = get_ulysses_sequence_parallel_rank(group)
     rest = -x.shape[dim] % size
     if rest and not padding:
         raise ValueError(f"dim {dim} of size {x.shape[dim]} cannot be sliced over {size} ranks without padding")
@@ -150,7 +162,7 @@ def gather_outputs_and_unpad(
 ) -> Tensor:
     """Gather the slices of all ranks and drop the padding at the end.
 
-    ``grad_scaler`` is accepted; the gradient needs no scale, as every rank keeps that of its own slice.
+    ``grad_scaler`` is accepted and not used: every rank keeps the gradient of its slice, which needs no scale.
     """
     x = all_gather_tensor(x, gather_dim, group)
     if unpad_dim is None or padding_size == 0:
@@ -161,15 +173,15 @@ def gather_outputs_and_unpad(
 gather_outpus_and_unpad = gather_outputs_and_unpad
 
 
-# Inputs
+# ---- inputs
 
 
 def ulysses_pad(
     input_ids_rmpad: Tensor, position_ids_rmpad: Tensor | None = None, sp_size: int = 1
 ) -> tuple[Tensor, Tensor | None, int]:
-    """Pad packed ids (1, T) and positions (..., 1, T) to a multiple of ``sp_size``; returns the padding too.
+    """Pad packed ids (1, T) and positions (..., 1, T) to a multiple of ``sp_size``; return also the padding size.
 
-    The positions of the padding start again at 0: it is a sequence of its own.
+    The positions of the padding start at 0, which makes it a separate sequence.
     """
     padding = -input_ids_rmpad.shape[-1] % sp_size
     if padding == 0:
@@ -184,7 +196,7 @@ def ulysses_pad(
 def ulysses_pad_and_slice_inputs(
     input_ids_rmpad: Tensor, position_ids_rmpad: Tensor | None = None, sp_size: int = 1
 ) -> tuple[Tensor, Tensor | None, int]:
-    """Pad as ``ulysses_pad`` and return this rank's slices."""
+    """Pad like ``ulysses_pad``, and return this rank's slices."""
     ids, positions, padding = ulysses_pad(input_ids_rmpad, position_ids_rmpad, sp_size)
     ids = slice_input_tensor(ids, dim=-1, padding=False)
     if positions is not None:

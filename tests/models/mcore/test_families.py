@@ -1,4 +1,4 @@
-"""Families: what they take from ``config.json`` nobody can override, and positions are those of transformers."""
+"""Families: fields from ``config.json`` cannot be overridden, and positions equal those of transformers."""
 
 import pytest
 from transformers import AutoConfig

@@ -1,4 +1,4 @@
-"""Rules between checkpoint and Megatron-Core tensors: what is cut comes back, in the layout that the model computes."""
+"""Rules between checkpoint and Megatron-Core tensors round-trip, in the layout that the model computes with."""
 
 from typing import Any
 

@@ -9,7 +9,11 @@ from omegaconf import OmegaConf
 
 from recipe.dapo.dapo_ray_trainer import RayDAPOTrainer, joined
 from verl.protocol import DataProto
+from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo import loaders
+from verl.trainer.ppo.state import RunState
+from verl.trainer.ppo.step_record import StepRecord
+from verl.utils.dataset.factory import SeededRandomSampler
 from verl.utils.numerics.seeding import prompt_uids, sampling_seeds
 
 ROWS, DRAWN, PROMPTS, SAMPLES, STEPS = 12, 4, 3, 2, 4
@@ -74,40 +78,36 @@ def make_trainer(world_size: int = 1, **groups) -> RayDAPOTrainer:
     trainer.config = OmegaConf.create(
         {
             "data": data,
-            "trainer": {"total_epochs": 1, "total_training_steps": STEPS, "balance_batch": True},
+            "trainer": {"total_epochs": 1, "total_training_steps": STEPS},
             "actor_rollout_ref": {"rollout": {"n": SAMPLES}},
             "algorithm": {
                 "adv_estimator": "grpo",
                 "filter_groups": {"enable": True, "metric": "acc", "max_num_gen_batches": 0} | groups,
             },
-            "reward_model": {"launch_reward_fn_async": False},
         }
     )
-    trainer.run_seed, trainer.global_steps, trainer.total_training_steps = 1, 0, STEPS
-    trainer.prompts_drawn = 0
-    trainer.epoch, trainer.use_rm, trainer.single_turn, trainer._reward, trainer._extra_columns = (
-        0,
-        False,
-        True,
-        None,
-        [],
-    )
-    trainer.reward_fn, trainer.actor_rollout_wg = (
-        reward,
-        SimpleNamespace(world_size=world_size, generate_sequences=answer),
-    )
-    trainer.train_dataloader = loaders.train_loader(trainer.config, 1, Prompts(), None, None)
+    trainer.state = RunState(seed=1, total_steps=STEPS)
+    trainer.step_record = StepRecord(digests=False, num_samples=0)
+    trainer.use_rm = False
+    trainer.single_turn = True
+    trainer.device_name = "cpu"
+    trainer.reward_fn = reward
+    trainer.actor_rollout_wg = SimpleNamespace(world_size=world_size, generate_sequences=answer)
+    trainer.run_config = RunConfig.parse(trainer.config)
+    sampler = SeededRandomSampler(Prompts(), seed=5)
+    trainer.train_dataloader = loaders.train_loader(trainer.run_config.data, 1, Prompts(), None, sampler)
     return trainer
 
 
 def collect_steps(trainer: RayDAPOTrainer, until: int = STEPS) -> list[tuple[DataProto, dict, dict]]:
     """Collect the batches of the next steps as ``fit`` does; the rows in the order in which they were asked for."""
-    rows, steps = loaders.training_rows(trainer), []
+    rows = trainer._training_rows()
+    steps = []
     while trainer.global_steps < until:
-        trainer.global_steps, trainer.prompts_drawn = trainer.global_steps + 1, 0
+        trainer.state.begin_step()
         metrics, timing = {}, {}
         batch = trainer.collect(rows, metrics, timing)
-        steps.append((batch.select_idxs(torch.tensor(trainer._row_order)), metrics, timing))
+        steps.append((batch.select_idxs(torch.tensor(trainer.state.row_order)), metrics, timing))
     return steps
 
 
@@ -124,7 +124,7 @@ def content(step) -> list[list]:
 
 def test_steps_are_full_of_varied_prompts_in_the_order_of_the_data(steps):
     """The reference draws batch after batch itself, and keeps what the reward function tells apart."""
-    rows = loaders.training_rows(make_trainer())
+    rows = make_trainer()._training_rows()
     for number, (batch, metrics, _) in enumerate(steps, start=1):
         kept, drawn = [], 0
         while len(kept) < PROMPTS:
@@ -186,7 +186,8 @@ def test_a_resumed_run_draws_and_keeps_the_same(steps, stop):
     first, second = make_trainer(), make_trainer()
     collect_steps(first, until=stop)
     second.train_dataloader.load_state_dict(first.train_dataloader.state_dict())
-    second.global_steps, second.epoch = stop, first.epoch
+    second.state.step = stop
+    second.state.epoch = first.state.epoch
     assert [content(step) for step in collect_steps(second)] == [content(step) for step in steps[stop:]]
 
 
@@ -194,7 +195,9 @@ def test_without_the_filter_a_step_is_one_draw():
     trainer = make_trainer(enable=False)
     (batch, metrics, _), *_ = collect_steps(trainer, until=1)
     assert len(batch) == DRAWN * SAMPLES and metrics["train/num_gen_batches"] == 1
-    assert "token_level_scores" not in batch.batch.keys() and trainer._reward is not None  # `shape` takes it
+    assert (
+        "token_level_scores" not in batch.batch.keys() and trainer.state.pending_reward is not None
+    )  # `shape` takes it
 
 
 def test_a_limit_that_is_reached_ends_the_run():
@@ -211,4 +214,4 @@ def test_data_that_give_nothing_end_the_run():
     }
     with pytest.raises(ValueError, match="nothing was kept in 10 draws in a row: 10 draws kept 0 prompts of 40"):
         collect_steps(trainer)
-    assert trainer.epoch == 3
+    assert trainer.state.epoch == 3

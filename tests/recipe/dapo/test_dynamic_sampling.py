@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 from recipe.dapo.dynamic_sampling import (
     Draws,
@@ -12,6 +11,7 @@ from recipe.dapo.dynamic_sampling import (
     metric_values,
     varied_groups,
 )
+from verl.algos.config import FilterGroupsConfig
 from verl.protocol import DataProto
 
 NAN = float("nan")
@@ -90,9 +90,8 @@ def test_metrics_that_cannot_be_used_are_named():
 
 
 def draws(wanted: int, limit: int = 0, data_batches: int = 1) -> Draws:
-    node = {"enable": True, "metric": "acc", "max_num_gen_batches": limit}
-    config = OmegaConf.create({"data": {"train_batch_size": wanted}, "algorithm": {"filter_groups": node}})
-    return Draws(config, 3, data_batches)
+    groups = FilterGroupsConfig(enable=True, metric="acc", max_num_gen_batches=limit)
+    return Draws(groups, 3, wanted, data_batches)
 
 
 def add(counter: Draws, values: list[float], uids: str) -> None:

@@ -5,8 +5,9 @@ import inspect
 
 import pytest
 
-from verl.trainer.config.scorers import KEYWORDS, MANAGER_KWARGS, POSITIONS, manager_rules, scorer_rules
-from verl.workers.rewards.registry import get_reward_manager_cls
+from verl.trainer.config.scorers import MANAGER_KWARGS, manager_rules, scorer_rules
+from verl.workers.rewards.abstract import get_reward_manager_cls
+from verl.workers.rewards.signature import SCORER_CALLS
 
 ONE = "data_source, solution_str, ground_truth, extra_info"
 MANY = "data_sources, solution_strs, ground_truths, extra_infos"
@@ -18,10 +19,9 @@ def problems(source, manager="naive", **reward_kwargs):
     return [violation.expected for violation in scorer_rules(tree, ast.parse(source))]
 
 
-@pytest.mark.parametrize("manager", [*KEYWORDS, *POSITIONS])
+@pytest.mark.parametrize("manager", SCORER_CALLS)
 def test_the_calls_are_those_of_the_managers(manager):
-    args, kwargs = get_reward_manager_cls(manager).call_scorer_example(lambda: None)
-    assert (len(args), tuple(kwargs)) == (POSITIONS.get(manager, 0), KEYWORDS.get(manager, ()))
+    assert get_reward_manager_cls(manager).scorer_call == SCORER_CALLS[manager]
 
 
 @pytest.mark.parametrize(

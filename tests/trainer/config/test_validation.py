@@ -20,7 +20,7 @@ from verl.trainer.config.reward_models import reward_model_rules
 from verl.trainer.config.validation import ADV_ESTIMATORS, POLICY_LOSSES, REWARD_MANAGERS
 from verl.utils.config import validate_config
 from verl.workers.config.actor import KL_TYPES
-from verl.workers.rewards.registry import REWARD_MANAGER_REGISTRY
+from verl.workers.rewards.abstract import REWARD_MANAGER_REGISTRY
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -101,10 +101,10 @@ def test_a_batch_is_divided_by_every_engine_that_shares_it_out(base):
         ({"data": 3}, "data", "must be a mapping"),
         ({f"{ACTOR}.optim": 3}, f"{ACTOR}.optim", "must be a mapping"),
         ({f"{ACTOR}.optim.lr": "fast"}, f"{ACTOR}.optim.lr", "must be a number"),
-        ({"actor_rollout_ref.ref.model": "a/model"}, "actor_rollout_ref.ref.model", "by actor_rollout_ref.ref.model.path"),
+        ({"actor_rollout_ref.ref.model": "a/model"}, "actor_rollout_ref.ref.model", "must be a mapping or null"),
         ({f"{ACTOR}.ulysses_sequence_parallel_size": "two"}, f"{ACTOR}.ulysses_sequence_parallel_size", "must be an integer"),
         ({"reward_model.reward_manager": ["naive"]}, "reward_model.reward_manager", "must be a string"),
-        ({"ray_kwargs.timeline_json_file": True}, "ray_kwargs.timeline_json_file", "must be a string, or null"),
+        ({"ray_kwargs.timeline_json_file": True}, "ray_kwargs.timeline_json_file", "must be a string or null"),
         ({"global_profiler.tool": ["nsys"]}, f"{ACTOR}.profiler.tool", "must be a string or null"),
         ({f"{MODEL}.external_lib": 3}, f"{MODEL}.external_lib", "the name of a module"),
         ({f"{ACTOR}.optim.lr": float("nan")}, f"{ACTOR}.optim.lr", "must be a number"),

@@ -12,6 +12,7 @@ from verl.single_controller.base import PlacementError
 from verl.trainer.ppo import resources
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer, apply_kl_penalty, compute_advantage, compute_response_mask
 from verl.trainer.ppo.resources import ResourcePoolManager
+from verl.trainer.ppo.state import RunState
 from verl.trainer.ppo.validation import ValidationSamples, add_extras, summarise
 from verl.utils.rollout_skip import RolloutSkip
 
@@ -130,12 +131,13 @@ def test_balanced_rows_can_be_put_back():
     mask = (torch.arange(6)[None] < torch.tensor(lengths)[:, None]).long()
     batch = DataProto.from_dict({"attention_mask": mask, "row": torch.arange(6)})
     trainer = RayPPOTrainer.__new__(RayPPOTrainer)
+    trainer.state = RunState(seed=1)
     trainer.actor_rollout_wg = SimpleNamespace(world_size=2)
     metrics = {}
     trainer._balance_batch(batch, metrics)
     tokens = batch.batch["attention_mask"].sum(-1)
     assert sorted((tokens[:3].sum().item(), tokens[3:].sum().item())) == [10, 11]
-    assert batch.batch["row"][trainer._row_order].tolist() == list(range(6))
+    assert batch.batch["row"][trainer.state.row_order].tolist() == list(range(6))
     assert (metrics["global_seqlen/min"], metrics["global_seqlen/max"]) == (9, 12)  # 1+6+2 and 5+3+4 as they came
     assert (metrics["global_seqlen/balanced_min"], metrics["global_seqlen/balanced_max"]) == (10, 11)
     # four workers of which two share each shard of the batch

@@ -1,7 +1,9 @@
 """What a resumed run continues from: the position in the data, the checkpoint folder; and the dumps of a step."""
 
+import dataclasses
 import json
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,19 +12,28 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from verl.trainer.ppo import checkpoint, loaders
+from verl.trainer.config.run_config import RunConfig
+from verl.trainer.ppo import loaders
 from verl.trainer.ppo.checkpoint import (
+    CheckpointPlan,
+    finish_checkpoint,
+    load_driver_state,
+    remove_emptied_folders,
+    save_checkpoint,
+    save_driver_state,
+)
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.trainer.ppo.state import RunState
+from verl.trainer.run import resume
+from verl.trainer.run.resume import (
     IncompleteCheckpointError,
     RemoteResumeError,
     ResumeError,
     find_resume_folder,
-    load_driver_state,
     read_tracker,
-    remove_emptied_folders,
-    save_driver_state,
 )
-from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.utils.checkpoint import write_tracker_atomically
+from verl.utils.dataset.factory import create_rl_sampler
 
 ROWS, BATCH = 11, 4  # two batches per epoch, three rows left over
 
@@ -35,26 +46,26 @@ class Numbers(torch.utils.data.Dataset):
         return {"x": torch.tensor(index)}
 
 
-def trainer_at_start(total_steps: int, workers: int = 0, shuffle: bool = True) -> RayPPOTrainer:
-    data = {"train_batch_size": BATCH, "dataloader_num_workers": workers, "shuffle": shuffle, "seed": 5}
-    options = {"total_epochs": 1, "total_training_steps": total_steps}
+def trainer_at_start(total_steps: int, workers: int = 0, epochs: int | None = None) -> RayPPOTrainer:
+    data = {"train_batch_size": BATCH, "dataloader_num_workers": workers, "shuffle": True, "seed": 5}
+    options = {"total_epochs": epochs or 1, "total_training_steps": None if epochs else total_steps}
     trainer = RayPPOTrainer.__new__(RayPPOTrainer)
-    trainer.config = OmegaConf.create({"data": data, "trainer": options})
-    trainer.run_seed, trainer.global_steps, trainer.total_training_steps = 1, 0, total_steps
-    trainer.epoch = 0
-    trainer.train_dataloader = loaders.train_loader(trainer.config, 1, Numbers(), None, None)
+    trainer.run_config = RunConfig.parse(OmegaConf.create({"data": data, "trainer": options}))
+    trainer.state = RunState(seed=1, total_steps=total_steps)
+    sampler = create_rl_sampler(data, Numbers())
+    trainer.train_dataloader = loaders.train_loader(trainer.run_config.data, 1, Numbers(), None, sampler)
     return trainer
 
 
 def draw(trainer: RayPPOTrainer, batches: int = 1) -> Iterator[list[list[int]]]:
     """Draw the batches of the remaining steps as ``fit`` does, so many in each step; yields those of a step."""
-    rows = loaders.training_rows(trainer)
+    rows = trainer._training_rows()
     while not trainer.is_last_step:
-        trainer.global_steps, trainer.prompts_drawn = trainer.global_steps + 1, 0
+        trainer.state.begin_step()
         drawn = []
         for _ in range(batches):
             drawn.append(next(rows)["x"].tolist())
-            trainer.prompts_drawn += BATCH
+            trainer.state.prompts_drawn += BATCH
         yield drawn
 
 
@@ -72,27 +83,27 @@ def test_a_resumed_run_sees_the_rows_that_an_uninterrupted_one_sees(tmp_path, wo
     for rows in draw(first, batches):
         seen.append(rows)
         if first.global_steps == stop:
-            save_driver_state(tmp_path, first.train_dataloader.state_dict(), {"seed": 1, "epoch": first.epoch})
+            save_driver_state(tmp_path, first.train_dataloader.state_dict(), {"seed": 1, "epoch": first.state.epoch})
             break
     second = trainer_at_start(7, workers)
     state, driver = load_driver_state(tmp_path)
     second.train_dataloader.load_state_dict(state)
-    second.global_steps, second.epoch = stop, driver["epoch"]
+    second.state.step = stop
+    second.state.epoch = driver["epoch"]
     seen += list(draw(second, batches))
     assert seen == whole
-    assert first.epoch == driver["epoch"] == (stop * batches - 1) // 2  # two batches an epoch
-    assert second.epoch == (7 * batches - 1) // 2
+    assert first.state.epoch == driver["epoch"] == (stop * batches - 1) // 2  # two batches an epoch
+    assert second.state.epoch == (7 * batches - 1) // 2
 
 
 def test_the_data_end_after_the_last_epoch_where_no_number_of_steps_is_given():
     """Steps of three batches of five epochs of two: the third is full with the ninth batch, the fourth has only one."""
-    trainer = trainer_at_start(99)
-    trainer.config.trainer.total_training_steps, trainer.config.trainer.total_epochs = None, 5
+    trainer = trainer_at_start(99, epochs=5)
     steps = []
-    with pytest.raises(loaders.EndOfDataError, match="gone through 5 times"):
+    with pytest.raises(loaders.EndOfDataError, match="were read 5 times"):
         for step in draw(trainer, 3):
             steps.append(step)
-    assert (len(steps), trainer.global_steps, trainer.prompts_drawn) == (3, 4, BATCH)
+    assert (len(steps), trainer.global_steps, trainer.state.prompts_drawn) == (3, 4, BATCH)
 
 
 def test_every_draw_starts_from_its_own_random_state():
@@ -100,11 +111,11 @@ def test_every_draw_starts_from_its_own_random_state():
     for start in (0, 3):
         trainer = trainer_at_start(6)
         trainer.global_steps = start
-        rows = loaders.training_rows(trainer)
+        rows = trainer._training_rows()
         while not trainer.is_last_step:
             trainer.global_steps += 1
             for before in (0, BATCH):
-                trainer.prompts_drawn = before
+                trainer.state.prompts_drawn = before
                 next(rows)
                 draws.setdefault((trainer.global_steps, before), []).append(torch.rand(1).item())
     assert all(first == again for (step, _), (first, *others) in draws.items() for again in others)
@@ -139,9 +150,9 @@ def whole_if_marked(monkeypatch):
         folders = sorted(root.glob("global_step_*"))
         return [str(folder) for folder in folders if not problems(folder, ["actor"])]
 
-    monkeypatch.setattr(checkpoint, "find_problems", problems)
-    monkeypatch.setattr(checkpoint, "find_misfits", lambda *arguments: [])
-    monkeypatch.setattr(checkpoint, "find_complete_checkpoints", complete)
+    monkeypatch.setattr(resume, "find_problems", problems)
+    monkeypatch.setattr(resume, "find_misfits", lambda *arguments: [])
+    monkeypatch.setattr(resume, "find_complete_checkpoints", complete)
 
 
 def make_checkpoint(root, step, whole=True):
@@ -234,33 +245,31 @@ class WritingGroup:
                 shutil.rmtree(older)
 
 
-def saving_trainer(root, dies_at):
-    trainer = RayPPOTrainer.__new__(RayPPOTrainer)
-    options = {"default_local_dir": str(root), "default_hdfs_dir": f"{root}/remote", "total_training_steps": 9}
-    role = {"checkpoint": {"async_save": False}}
-    trainer.config = OmegaConf.create(
-        {
-            "trainer": options | {"max_actor_ckpt_to_keep": 1, "max_critic_ckpt_to_keep": 1},
-            "actor_rollout_ref": {"actor": role},
-            "critic": role,
-        }
+LOADER = SimpleNamespace(state_dict=dict)
+KL_CONTROLLER = SimpleNamespace(state_dict=dict)
+
+
+def plan_for(root, in_background=False):
+    return CheckpointPlan(
+        root=root,
+        remote=f"{root}/remote",
+        frequency=1,
+        redundant_s=0.0,
+        keep={"actor": 1, "critic": 1},
+        in_background=in_background,
     )
-    trainer.actor_rollout_wg, trainer.critic_wg = WritingGroup(root), WritingGroup(root, dies_at)
-    trainer.kl_ctrl_in_reward = SimpleNamespace(state_dict=dict)
-    trainer.train_dataloader = SimpleNamespace(state_dict=dict)
-    trainer.run_seed, trainer.epoch, trainer.unfinished_checkpoint, trainer.total_training_steps = 1, 0, None, 9
-    return trainer
 
 
 def test_a_checkpoint_is_removed_only_when_the_next_one_is_named(tmp_path):
     """Where the critic dies in a save, the actor's part of the checkpoint before is still there."""
-    trainer = saving_trainer(tmp_path, dies_at=3)
-    for trainer.global_steps in (1, 2):
-        checkpoint.save_checkpoint(trainer)
-        assert [path.name for path in tmp_path.glob("global_step_*")] == [f"global_step_{trainer.global_steps}"]
-    trainer.global_steps = 3
+    state = RunState(seed=1, total_steps=9)
+    groups = {"actor": WritingGroup(tmp_path), "critic": WritingGroup(tmp_path, dies_at=3)}
+    for state.step in (1, 2):
+        save_checkpoint(plan_for(tmp_path), state, groups, LOADER, KL_CONTROLLER)
+        assert [path.name for path in tmp_path.glob("global_step_*")] == [f"global_step_{state.step}"]
+    state.step = 3
     with pytest.raises(RuntimeError, match="killed"):
-        checkpoint.save_checkpoint(trainer)
+        save_checkpoint(plan_for(tmp_path), state, groups, LOADER, KL_CONTROLLER)
     assert read_tracker(tmp_path, None) == 2
     assert load_driver_state(tmp_path / "remote" / "global_step_1") == (
         {},
@@ -269,11 +278,44 @@ def test_a_checkpoint_is_removed_only_when_the_next_one_is_named(tmp_path):
     assert sorted(path.name for path in (tmp_path / "global_step_2").iterdir()) == ["actor", "critic", "data.pt"]
 
 
+def test_a_checkpoint_in_the_background_is_named_when_all_workers_are_done(tmp_path):
+    class SlowGroup(WritingGroup):
+        done = False
+
+        def finish_checkpoint(self, wait):
+            return [True, self.done or wait]
+
+    plan = plan_for(tmp_path, in_background=True)
+    state = RunState(seed=1, total_steps=9, step=1)
+    groups = {"actor": SlowGroup(tmp_path)}
+    save_checkpoint(plan, state, groups, LOADER, KL_CONTROLLER)
+    finish_checkpoint(plan, state, groups, wait=False)
+    assert state.unfinished_checkpoint == 1 and read_tracker(tmp_path, None) is None
+    groups["actor"].done = True
+    finish_checkpoint(plan, state, groups, wait=False)
+    assert state.unfinished_checkpoint is None and read_tracker(tmp_path, None) == 1
+    groups["actor"].done = False
+    state.step = 9
+    save_checkpoint(plan, state, groups, LOADER, KL_CONTROLLER)  # the last step waits
+    assert read_tracker(tmp_path, None) == 9
+
+
+def test_when_a_checkpoint_is_due(tmp_path, monkeypatch):
+    plan = dataclasses.replace(plan_for(tmp_path), frequency=3)
+    state = RunState(seed=1, total_steps=7)
+    assert [state.step for state.step in range(1, 8) if plan.is_due(state)] == [3, 6, 7]
+    monkeypatch.setenv("MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP", str(int(time.time()) + 100))
+    state.step = 1
+    assert not plan.is_due(state)
+    state.max_step_s = 60.0
+    assert plan.is_due(state)
+
+
 def test_dumps_are_in_the_order_in_which_rows_were_asked_for(tmp_path, monkeypatch):
     import numpy as np
 
     from verl.protocol import DataProto
-    from verl.trainer.ppo.dumps import dump_training_batch
+    from verl.trainer.ppo.samples import dump_training_batch
 
     truths = np.array([{"ground_truth": "5"}, {}], dtype=object)
     batch = DataProto.from_dict(

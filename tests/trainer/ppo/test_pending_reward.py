@@ -1,11 +1,8 @@
 """The reward of a step: what is waited for when, and what the reward function gets to see."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 from verl.protocol import DataProto
 from verl.trainer.ppo.reward import PendingReward
@@ -31,16 +28,12 @@ class Group:
         )
 
 
-def trainer(events, pool, use_rm=True):
+def pending_reward(events, pool, group=None):
     def reward_fn(data, return_dict=False):
         events.append("rule")
         return {"reward_tensor": data.batch["rm_scores"] * 2, "reward_extra_info": {"acc": [1.0] * len(data)}}
 
-    node = {"reward_model": {"enable_resource_pool": pool, "launch_reward_fn_async": False}}
-    group = Group(events)
-    return SimpleNamespace(
-        use_rm=use_rm, rm_wg=group, reward_fn=reward_fn, config=OmegaConf.create(node), device_name="cpu"
-    )
+    return PendingReward(reward_fn, group, own_pool=pool)
 
 
 def batch(**more):
@@ -57,15 +50,15 @@ def batch(**more):
 )
 def test_only_workers_of_its_own_score_beside_other_passes(pool, order):
     events, metrics = [], {}
-    owner, data = trainer(events, pool), batch()
-    pending = PendingReward(owner).start(data, metrics)
+    group, data = Group(events), batch()
+    pending = pending_reward(events, pool, group).start(data, metrics)
     events.append("between")
     scores, extras = pending.take(data, metrics)
     assert events == order
     assert data.batch["rm_scores"][:, -1].tolist() == [1, 2, 3]
     assert scores[:, -1].tolist() == [2, 4, 6] and extras == {"acc": [1.0] * 3}
     assert metrics == {"reward_model/truncated_ratio": 0.25}
-    asked = owner.rm_wg.asked
+    asked = group.asked
     assert set(asked.batch.keys()) == {"input_ids", "attention_mask", "position_ids", "responses"}
     assert list(asked.non_tensor_batch) == ["raw_prompt"] and asked.meta_info["global_steps"] == 7
     assert len(asked.select_idxs([0, 1, 2])) == 3 and asked.is_padding_enabled()
@@ -74,10 +67,10 @@ def test_only_workers_of_its_own_score_beside_other_passes(pool, order):
 def test_scores_that_are_there_are_not_asked_for():
     events = []
     data = batch(rm_scores=torch.tensor([[0, 3.0], [1.0, 0], [0, 0]]))
-    scores, _ = PendingReward(trainer(events, pool=True)).start(data, {}).take(data, {})
+    scores, _ = pending_reward(events, True, Group(events)).start(data, {}).take(data, {})
     assert events == ["rule"] and scores.sum(-1).tolist() == [6, 2, 0]
     events.clear()
-    PendingReward(trainer(events, pool=True, use_rm=False)).start(data, {})
+    pending_reward(events, pool=True).start(data, {})
     assert events == ["rule"]
 
 
@@ -85,7 +78,7 @@ def test_the_manager_of_the_docs_joins_model_and_rule():
     from pathlib import Path
 
     from examples.tiny_model import byte_tokenizer
-    from verl.workers.rewards.registry import REWARD_MANAGER_REGISTRY
+    from verl.workers.rewards.abstract import REWARD_MANAGER_REGISTRY
 
     page = (Path(__file__).parents[3] / "docs" / "reward_models.md").read_text()
     (code,) = [block for block in page.split("```python\n")[1:] if "model_and_rule" in block]

@@ -4,6 +4,7 @@ import torch
 from omegaconf import OmegaConf
 
 from verl.protocol import DataProto
+from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo.phases import (
     PHASES,
     PhaseContractError,
@@ -157,6 +158,11 @@ def config_with(**changes):
     return config
 
 
+def needs_old_log_probs_in(config):
+    run = RunConfig.parse(config)
+    return needs_old_log_probs(run.actor_rollout_ref.actor, run.algorithm, run.prompts_per_step)
+
+
 @pytest.mark.parametrize(
     "changes, needed",
     [
@@ -171,7 +177,7 @@ def config_with(**changes):
     ],
 )
 def test_old_log_probs_are_computed_where_something_reads_them(changes, needed):
-    assert needs_old_log_probs(config_with(**changes)) is needed
+    assert needs_old_log_probs_in(config_with(**changes)) is needed
 
 
 @pytest.mark.parametrize(
@@ -187,4 +193,4 @@ def test_old_log_probs_are_computed_where_something_reads_them(changes, needed):
 def test_prompts_of_a_step(changes, drawn, trained):
     config = config_with(**changes)
     assert (loader_batch_size(config), prompts_per_step(config)) == (drawn, trained)
-    assert needs_old_log_probs(config) is (trained != 8)
+    assert needs_old_log_probs_in(config) is (trained != 8)

@@ -8,7 +8,9 @@ import torch
 from omegaconf import OmegaConf
 
 from verl.protocol import DataProto
+from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.trainer.ppo.state import RunState
 
 WORKERS, SAMPLES, PROMPTS, WIDTH = 2, 2, 3, 4
 
@@ -52,20 +54,23 @@ def reward(data: DataProto, return_dict: bool = False) -> dict[str, Any]:
     return {"reward_tensor": scores, "reward_extra_info": {"reward_failure": reasons}}
 
 
-def make_trainer() -> RayPPOTrainer:
+def make_trainer(adv_estimator: str = "remax") -> RayPPOTrainer:
     trainer = RayPPOTrainer.__new__(RayPPOTrainer)
-    algorithm = {"adv_estimator": "remax", "gamma": 1.0, "lam": 1.0, "norm_adv_by_std_in_grpo": True}
+    algorithm = {"adv_estimator": adv_estimator, "gamma": 1.0, "lam": 1.0, "norm_adv_by_std_in_grpo": True}
     algorithm |= {"use_kl_in_reward": False, "rollout_is_threshold": None, "rollout_is": False}
     trainer.config = OmegaConf.create(
         {
             "algorithm": algorithm,
             "actor_rollout_ref": {"rollout": {"n": SAMPLES, "tensor_model_parallel_size": 1}},
-            "reward_model": {"launch_reward_fn_async": False},
-            "trainer": {"balance_batch": True},
         }
     )
-    trainer.actor_rollout_wg, trainer.reward_fn, trainer.use_rm = Rollout(), reward, False
-    trainer.run_seed, trainer.global_steps, trainer.prompts_drawn, trainer.single_turn = 1, 3, 0, True
+    trainer.run_config = RunConfig.parse(trainer.config)
+    trainer.actor_rollout_wg = Rollout()
+    trainer.reward_fn = reward
+    trainer.use_rm = False
+    trainer.device_name = "cpu"
+    trainer.single_turn = True
+    trainer.state = RunState(seed=1, step=3)
     return trainer
 
 
@@ -91,8 +96,7 @@ def test_the_greedy_score_is_the_baseline_of_each_prompt() -> None:
 def test_the_greedy_pass_does_not_change_what_is_sampled() -> None:
     responses = []
     for name in ("remax", "grpo"):
-        trainer = make_trainer()
-        trainer.config.algorithm.adv_estimator = name
+        trainer = make_trainer(name)
         prompts = torch.tensor([[7, 1], [7, 2], [7, 3]])
         ones = torch.ones_like(prompts)
         rows = {"input_ids": prompts, "attention_mask": ones, "position_ids": ones}

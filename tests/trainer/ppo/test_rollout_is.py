@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from verl.algos import rollout_is
+from verl.algos import mismatch
 from verl.trainer.ppo.mismatch_helper import (
     compute_is_metrics,
     compute_mismatch_metrics,
@@ -259,8 +259,8 @@ def test_a_small_gap_keeps_its_digits():
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Blocks of few rows and a sample smaller than the batch, as in a large one."""
-    monkeypatch.setattr(rollout_is, "_BLOCK", 700)
-    monkeypatch.setattr(rollout_is, "_SAMPLE", 4000)
+    monkeypatch.setattr(mismatch, "_BLOCK", 700)
+    monkeypatch.setattr(mismatch, "_SAMPLE", 4000)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -363,7 +363,7 @@ def test_the_weights_are_all_of_the_size_of_the_batch_that_is_made(level, kind):
 def test_a_sample_that_misleads_costs_a_second_look(small_blocks, monkeypatch):
     batch = make(rows=300, width=60)
     wanted = compute_rollout_importance_weights(*batch, rollout_is_threshold=2.0)[1]
-    monkeypatch.setattr(rollout_is._Batch, "sample", lambda self: np.linspace(5, 6, 4000, dtype=np.float32))
+    monkeypatch.setattr(mismatch._Batch, "sample", lambda self: np.linspace(5, 6, 4000, dtype=np.float32))
     assert compute_rollout_importance_weights(*batch, rollout_is_threshold=2.0)[1] == wanted
 
 

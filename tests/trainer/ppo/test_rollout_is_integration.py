@@ -11,9 +11,11 @@ from omegaconf import OmegaConf
 
 from tests.workers.engine import cases
 from verl.protocol import DataProto
+from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo.mismatch_helper import compute_rollout_importance_weights
 from verl.trainer.ppo.phases import PHASES, checked_phase
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.trainer.ppo.state import RunState
 from verl.utils.fsdp_utils import full_tensor
 from verl.workers.config import FSDPActorConfig, PolicyLossConfig
 from verl.workers.engine import BaseEngine
@@ -42,7 +44,8 @@ def trainer(**algorithm: Any) -> RayPPOTrainer:
     made.config = OmegaConf.create(
         {"algorithm": base | OFF | algorithm, "actor_rollout_ref": {"rollout": {"n": 2}}, "reward_model": {}}
     )
-    made.run_seed, made.global_steps, made._reward = 1, 3, None
+    made.run_config = RunConfig.parse(made.config)
+    made.state = RunState(seed=1, step=3)
     return made
 
 

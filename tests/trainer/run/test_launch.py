@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 from verl.base_config import ConfigError, Violation
 from verl.single_controller.base.errors import CallSite
 from verl.single_controller.ray.waiting import Failure, Seat, explain
+from verl.trainer.ppo.metric_utils import describe_step
 from verl.trainer.ppo.utils import Role, _tell_no_critic, need_critic
 from verl.trainer.run import inputs, launch, terminal
 from verl.trainer.run.clock import StartupClock
@@ -91,15 +92,6 @@ def test_model_folders_must_hold_whole_weights_and_a_tokenizer(tmp_path):
 # ---- Ray
 
 
-def run_config(tmp_path, **ray_init):
-    return OmegaConf.create(
-        {
-            "trainer": {"device": "cpu", "default_local_dir": str(tmp_path)},
-            "ray_kwargs": {"ray_init": ray_init, "timeline_json_file": None},
-        }
-    )
-
-
 @pytest.mark.parametrize(
     "options, environment, expected",
     [
@@ -109,27 +101,25 @@ def run_config(tmp_path, **ray_init):
         ({}, "10.0.0.1:6379", {"address": None}),
     ],
 )
-def test_ray_is_local_unless_an_address_is_given(tmp_path, monkeypatch, options, environment, expected):
+def test_ray_is_local_unless_an_address_is_given(monkeypatch, options, environment, expected):
     seen = {}
     monkeypatch.setattr(launch.ray, "is_initialized", lambda: False)
     monkeypatch.setattr(launch.ray, "init", lambda **kwargs: seen.update(kwargs))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     if environment:
         monkeypatch.setenv("RAY_ADDRESS", environment)
-    assert launch.start_ray(run_config(tmp_path, **options))
+    assert launch.start_ray("cpu", options)
     assert {name: seen[name] for name in expected} == expected
     assert ("num_cpus" in seen) == (options.get("num_cpus") is not None)
 
 
-def test_the_runtime_environment_yields_to_the_process_and_to_the_user(tmp_path, monkeypatch):
-    config = run_config(tmp_path)
+def test_the_runtime_environment_yields_to_the_process_and_to_the_user(monkeypatch):
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    env = launch.runtime_env(config, {"env_vars": {"VLLM_LOGGING_LEVEL": "INFO"}, "pip": []})
+    env = launch.runtime_env("cpu", {"env_vars": {"VLLM_LOGGING_LEVEL": "INFO"}, "pip": []})
     assert "NCCL_DEBUG" not in env["env_vars"] and env["pip"] == [] and env["working_dir"] is None
     assert env["env_vars"]["VLLM_LOGGING_LEVEL"] == "INFO" and env["env_vars"]["OMP_NUM_THREADS"] == "1"
-    config.trainer.device = "cuda"
-    assert "OMP_NUM_THREADS" not in launch.runtime_env(config, {})["env_vars"]
+    assert "OMP_NUM_THREADS" not in launch.runtime_env("cuda", {})["env_vars"]
 
 
 def test_a_failure_is_told_by_its_cause(tmp_path):
@@ -138,7 +128,7 @@ def test_a_failure_is_told_by_its_cause(tmp_path):
     cause.add_note("--- in the worker\n  File x")
     inner = launch.ray.exceptions.RayTaskError("work", "inner trace", cause)
     outer = launch.ray.exceptions.RayTaskError("run", "Traceback\nouter trace", inner)
-    message = launch.report_failure(outer, run_config(tmp_path))
+    message = launch.report_failure(outer, tmp_path)
     log = tmp_path / "error.log"
     assert message.splitlines() == [
         "Error: ValueError: data.train_files: no such file",
@@ -185,7 +175,7 @@ def test_progress_lines(capsys, monkeypatch):
     monkeypatch.setenv("VERL_PROGRESS", "lines")
     clock = iter([0.0, 10.0, 13.0])
     monkeypatch.setattr("verl.trainer.run.display.time.monotonic", lambda: next(clock))
-    progress = Progress(total_steps=10, start_step=4)
+    progress = Progress(10, 4, describe_step)
     progress.note({"val-core/gsm8k/acc/mean@1": 0.25})
     progress.update(5, STEP)
     assert capsys.readouterr().out == (
@@ -200,7 +190,7 @@ def test_a_bar_moves_below_the_lines(capsys, monkeypatch):
     monkeypatch.setenv("VERL_PROGRESS", "bar")
     display = LocalDisplay()
     monkeypatch.setattr("verl.trainer.run.display._display", display)
-    progress = Progress(total_steps=10, start_step=4)
+    progress = Progress(10, 4, describe_step)
     display.write("a line")
     progress.update(5, STEP)
     progress.close()

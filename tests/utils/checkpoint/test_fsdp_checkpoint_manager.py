@@ -122,7 +122,7 @@ def check_export(root, mesh, rank):
 
 
 def check_refusals_reach_every_rank(root, mesh, rank):
-    """One rank's file is cut short: all ranks stop, name it, and nothing has changed."""
+    """One rank's file is truncated: all ranks stop, name it, and nothing has changed."""
     good, bad = root / "global_step_3" / "actor", root / "global_step_4" / "actor"
     model, optimizer, schedule, manager = make(5, mesh)
     train(model, optimizer, schedule, 1)
@@ -168,7 +168,7 @@ def run_rank(rank, world_size, root):
     check_resume_is_bitwise(root / "hsdp", hybrid, rank)
     if world_size > 1:  # the hybrid checkpoint holds whole tensors on each rank, this model half of them
         *_, manager = make(0, mesh)
-        with pytest.raises(CheckpointError, match="fsdp_size as it was at the save"):
+        with pytest.raises(CheckpointError, match="fsdp_size to its value at the save"):
             manager.load_checkpoint(str(root / "hsdp" / "global_step_3" / "actor"))
     dist.destroy_process_group()
 
@@ -227,7 +227,7 @@ DAMAGE = {
     "missing": (MODEL, Path.unlink, f"{MODEL} is missing"),
     "truncated": (MODEL, lambda p: p.write_bytes(p.read_bytes()[:-1]), f"{MODEL} has .* bytes instead of"),
     "empty": (MODEL, lambda p: p.write_bytes(b""), f"{MODEL} has 0 bytes instead of"),
-    "changed": (MODEL, flip, f"{MODEL} has the right size but not the content"),
+    "changed": (MODEL, flip, f"{MODEL} has the right size but the wrong content"),
     "optimizer changed": ("optim_world_size_1_rank_0.pt", flip, "optim_world_size_1_rank_0.pt has the right size"),
     "no manifest": (MANIFEST, Path.unlink, f"{MANIFEST} is missing: rank 0 did not finish"),
     "half a manifest": (MANIFEST, lambda p: p.write_text(p.read_text()[:50]), f"{MANIFEST} cannot be read"),
@@ -261,7 +261,7 @@ def test_what_else_cannot_be_loaded(saved, tmp_path):
     with pytest.raises(CheckpointError, match="the folder .*nowhere does not exist.*resume_mode=disable"):
         make(0)[-1].load_checkpoint(str(tmp_path / "nowhere"))
     with pytest.raises(
-        CheckpointError, match=r"of another model: parts\.embed\.weight has shape \(7, 6\) there and \(7, 8\)"
+        CheckpointError, match=r"another model: parts\.embed\.weight has shape \(7, 6\) there and \(7, 8\)"
     ):
         make(0, width=8)[-1].load_checkpoint(folder)
     model, optimizer, schedule, _ = make(0)
@@ -348,7 +348,7 @@ def test_a_full_disk_is_named(tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
     try:
-        with pytest.raises(OSError, match=f"File too large: make room.*{MODEL}"):
+        with pytest.raises(OSError, match=f"File too large: free disk space.*{MODEL}"):
             manager.save_checkpoint(str(tmp_path / "full"))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

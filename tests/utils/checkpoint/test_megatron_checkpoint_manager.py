@@ -95,7 +95,7 @@ def test_what_one_rank_cannot_write_all_ranks_raise(found: list[dict[str, Any]],
 
 def test_all_ranks_refuse_what_one_finds_changed(found: list[dict[str, Any]]) -> None:
     for rank in found:
-        assert "rank 1: dist_ckpt/__1_0.distcp has the right size but not the content" in rank["damaged"]
+        assert "rank 1: dist_ckpt/__1_0.distcp has the right size but the wrong content" in rank["damaged"]
 
 
 def _cut(path: Path) -> None:
@@ -110,8 +110,8 @@ def _flip(path: Path) -> None:
 
 DAMAGES = {
     "dist_ckpt/__0_0.distcp": (Path.unlink, "dist_ckpt/__0_0.distcp is missing"),
-    "dist_ckpt/__1_0.distcp": (_cut, "__1_0.distcp has .* bytes instead of .*: it was cut short"),
-    "dist_ckpt/.metadata": (_flip, "dist_ckpt/.metadata has the right size but not the content"),
+    "dist_ckpt/__1_0.distcp": (_cut, "__1_0.distcp has .* bytes instead of .*: it was truncated"),
+    "dist_ckpt/.metadata": (_flip, "dist_ckpt/.metadata has the right size but the wrong content"),
     "dist_ckpt/common.pt": (_cut, "dist_ckpt/common.pt has .* bytes"),
     "dist_ckpt/metadata.json": (Path.unlink, "dist_ckpt/metadata.json is missing"),
     "manifest_world_size_2_rank_1.json": (Path.unlink, "rank 1 did not finish writing"),
@@ -135,10 +135,10 @@ def test_what_is_damaged_is_named_and_another_checkpoint_offered(root: Path, tmp
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("qwen3", "of another model: it lacks decoder.layers.self_attention.k_layernorm"),
-        ("tied", "of another model: it holds output_layer.weight"),
-        ("fewer layers", r"of another model: .*\(\[4, 64\]\).*\(2, 64\).*decoder.layers"),
-        ("wider", r"of another model: .*192.*256.*decoder.layers.mlp.linear_fc1"),
+        ("qwen3", "another model: it lacks decoder.layers.self_attention.k_layernorm"),
+        ("tied", "another model: it holds output_layer.weight"),
+        ("fewer layers", r"another model: .*\(\[4, 64\]\).*\(2, 64\).*decoder.layers"),
+        ("wider", r"another model: .*192.*256.*decoder.layers.mlp.linear_fc1"),
     ],
 )
 def test_a_checkpoint_of_another_model_is_refused(root: Path, model: str, message: str) -> None:
@@ -147,7 +147,7 @@ def test_a_checkpoint_of_another_model_is_refused(root: Path, model: str, messag
 
 
 def test_another_backend_is_refused_on_both_sides(root: Path, tmp_path: Path) -> None:
-    from verl.trainer.ppo.checkpoint import find_misfits
+    from verl.trainer.run.resume import find_misfits
 
     sharded: Any = cases.build(root / "plain")
     sharded.checkpoint_config = CheckpointConfig()

@@ -9,9 +9,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from verl.experimental.dataset.sampler import AbstractCurriculumSampler, AbstractSampler
 from verl.experimental.dynamic_dataset.dynamicgen_dataset import DynamicGenDataset
 from verl.utils.dataset import RLHFDataset
-from verl.utils.dataset.factory import create_rl_dataset, create_rl_sampler
+from verl.utils.dataset.factory import SeededRandomSampler, create_rl_dataset, create_rl_sampler
 from verl.utils.dataset.rl_dataset import collate_fn
-from verl.utils.dataset.sampler import SeededRandomSampler
 
 CONFIG = {"max_prompt_length": 16, "filter_overlong_prompts": False, "seed": 3}
 

@@ -97,7 +97,7 @@ def test_filter_keeps_what_fits(tokenizer, parquet, row, workers):
 
 
 def test_filter_that_leaves_nothing_is_refused(tokenizer, parquet, row):
-    with pytest.raises(DataError, match=r"none of the 1 prompts fits into data\.max_prompt_length=3"):
+    with pytest.raises(DataError, match=r"all 1 prompts are longer than data\.max_prompt_length=3"):
         build(tokenizer, parquet([row("a")]), filter_overlong_prompts=True, max_prompt_length=3)
 
 
@@ -194,7 +194,7 @@ def test_template_that_refuses_a_row(tokenizer, parquet, row):
         tokenizer, parquet(rows), apply_chat_template_kwargs={"chat_template": strict}, filter_overlong_prompts=True
     )
     with pytest.raises(
-        DataError, match=r"train\.parquet, row 1, column 'prompt': the chat template refuses it: starts"
+        DataError, match=r"train\.parquet, row 1, column 'prompt': the chat template rejects it: starts"
     ):
         dataset[1]
 

@@ -90,7 +90,7 @@ def test_own_loss_mask_replaces_that_of_the_role(tokenizer, parquet):
 def test_templates(tokenizer, parquet, caplog, template, row, expected):
     item = build(tokenizer, parquet([row]), template)[0]
     assert learnt(tokenizer, item) == expected
-    assert ("the turns are used" in caplog.text) == (template is FORGETFUL)
+    assert ("the single turns are used" in caplog.text) == (template is FORGETFUL)
     if template is MERGED:
         assert tokenizer.decode(item["input_ids"][:4]) == "<|user|>sq<|end|>"
 
@@ -123,11 +123,11 @@ def test_no_padding_and_truncation(tokenizer, parquet, truncation):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        (say(("assistant", "a")), "row 1, column 'messages': must begin with user, assistant"),
-        (say(("system", "s"), ("assistant", "a")), "must begin with"),
-        (say(("user", "q"), ("bot", "a")), "message 1 has the role 'bot'"),
+        (say(("assistant", "a")), "row 1, column 'messages': must start with the roles user, assistant"),
+        (say(("system", "s"), ("assistant", "a")), "must start with"),
+        (say(("user", "q"), ("bot", "a")), "message 1 has role 'bot'"),
         (say(("user", "q"), ("assistant", "a"), ("system", "s")), "message 2 is a system message"),
-        ({"messages": []}, "must begin with"),
+        ({"messages": []}, "must start with"),
     ],
 )
 def test_bad_conversation(tokenizer, parquet, row, message):

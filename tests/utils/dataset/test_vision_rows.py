@@ -192,7 +192,7 @@ def test_forms_of_an_image(kind: str, tmp_path: Path) -> None:
     assert process_image({"bytes": data, "max_pixels": 56 * 28, "min_pixels": 28 * 28}).size == (28, 28)
     clear = Image.new("RGBA", (56, 56), (0, 0, 0, 0))
     assert process_image(clear).getpixel((3, 3)) == (255, 255, 255)
-    with pytest.raises(MediaError, match="either bytes or image"):
+    with pytest.raises(MediaError, match="bytes or a path, not both"):
         process_image({"bytes": data, "image": str(path)})
     assert process_image({"image_url": {"url": url}}).tobytes() == process_image(data).tobytes()
 
@@ -209,8 +209,8 @@ UNREADABLE = {
     "no file": ("no/such.png", "cannot be read: .*no/such.png"),
     "a folder": ("/", "cannot be read"),
     "an empty path": ("", "cannot be read"),
-    "no byte": (b"", "cannot be read: it is of no format"),
-    "text": (b"text", "cannot be read: it is of no format"),
+    "no byte": (b"", "cannot be read: Pillow does not know"),
+    "text": (b"text", "cannot be read: Pillow does not know"),
     "wrong base64": ("data:image/png;base64,AAA", "'data:image/png;base64,AAA' cannot be fetched: Incorrect padding"),
     "wrong host": ("http://exa mple/a.png", "cannot be fetched"),
     "refused": ("http://127.0.0.1:9/a.png", "'http://127.0.0.1:9/a.png' cannot be fetched"),
@@ -316,7 +316,7 @@ def test_videos(tmp_path: Path) -> None:
         ({"video": path, "nframes": 40}, "has 12 frames"),
         ({"video": [picture(), picture(0, 56, 56)]}, r"one size, got \[\(56, 56\), \(84, 56\)\]"),
         ({"video": [picture()] * 2, "fps": 0.0}, "fps and sample_fps of a video must be positive, got 0.0"),
-        ({"video": [picture()] * 2, "min_pixels": 90000, "max_pixels": 5000}, "limits of pixels that cannot be"),
+        ({"video": [picture()] * 2, "min_pixels": 90000, "max_pixels": 5000}, "impossible sizes or pixel limits"),
     ):
         with pytest.raises(MediaError, match=message):
             load_video(wrong)
@@ -327,13 +327,16 @@ JPEG = encoded(picture(0, 200, 200), "JPEG")
 BAD = {
     "corrupt": (as_row("<image>", [{"bytes": b"no image"}]), "entry 0: the image cannot be read"),
     "cut PNG": (as_row("<image>", [{"bytes": encoded(picture())[:500]}]), "entry 0: the image cannot be read"),
-    "cut JPEG": (as_row("<image>", [{"bytes": JPEG[: len(JPEG) // 2]}]), "entry 0: .* cut short"),
-    "no image": (as_row("<image>", []), "holds 0 images, and column 'prompt' has 1 places <image>"),
-    "null image": (as_row("<image><image>"), "holds 0 images, and column 'prompt' has 2 places <image>"),
-    "no place": (as_row("?", [{"bytes": encoded(picture())}]), "holds 1 images, and column 'prompt' has 0 places"),
+    "cut JPEG": (as_row("<image>", [{"bytes": JPEG[: len(JPEG) // 2]}]), "entry 0: .* truncated"),
+    "no image": (as_row("<image>", []), "holds 0 images, but column 'prompt' has 1 <image> markers"),
+    "null image": (as_row("<image><image>"), "holds 0 images, but column 'prompt' has 2 <image> markers"),
+    "no place": (
+        as_row("?", [{"bytes": encoded(picture())}]),
+        "holds 1 images, but column 'prompt' has 0 <image> markers",
+    ),
     "too many": (
         as_row("<image><image><image>", [{"bytes": encoded(picture())}] * 3),
-        r"holds 3 images, actor_rollout_ref\.rollout\.limit_images=2 allows fewer",
+        r"holds 3 images, more than actor_rollout_ref\.rollout\.limit_images=2",
     ),
     "too long": (as_row("<image>", [{"bytes": encoded(Image.new("RGB", (900, 3)))}]), "entry 0: one side .* 3 x 900"),
     "no entry": (as_row("<image>", [None]), "entry 0: .* got NoneType"),
@@ -342,7 +345,7 @@ BAD_VIDEOS = {
     "no file": (as_row("<video>", [], [{"video": "no/such.mp4"}]), "entry 0: the video 'no/such.mp4' .* no such file"),
     "a path": (as_row("<video>", [], ["no/such.mp4"]), r'entry 0: a video must be a dict such as \{"video": path'),
     "a corrupt frame": (as_row("<video>", [], [{"video": [b"no image"]}]), "entry 0: the image cannot be read"),
-    "no place": (as_row("?", [], [clip()]), "holds 1 videos, and column 'prompt' has 0 places <video>"),
+    "no place": (as_row("?", [], [clip()]), "holds 1 videos, but column 'prompt' has 0 <video> markers"),
 }
 
 
@@ -357,7 +360,9 @@ def test_bad_rows_are_named_at_load(case: str, processors: Any, parquet: Any) ->
 @pytest.mark.parametrize(("kind", "limit"), [("image", 0), ("video", 0), ("video", {"count": 0, "num_frames": 4})])
 def test_limits_among_the_settings_of_the_engine(kind: str, limit: Any, processors: Any, parquet: Any) -> None:
     """Its other name of the number of images, and the only one of videos, under which rows are named at load too."""
-    message = rf"row 3, .* holds 1 {kind}s, actor_rollout_ref\.rollout\.engine_kwargs\.vllm\.limit_mm_per_prompt"
+    message = (
+        rf"row 3, .* holds 1 {kind}s, more than actor_rollout_ref\.rollout\.engine_kwargs\.vllm\.limit_mm_per_prompt"
+    )
     rows = [MIXED[0], MIXED[0], MIXED[0], MIXED[3]]
     with pytest.raises(DataError, match=message):
         build(processors["qwen2_5_vl"], parquet(rows), limit_mm_per_prompt={kind: limit})
@@ -386,7 +391,7 @@ def test_files_without_the_column_of_images(column: str | None, processors: Any,
         assert len(build(processors["qwen2_5_vl"], files)) == 2
         return
     with pytest.raises(
-        DataError, match=r"text\.parquet, row 0, column 'images' .* holds 0 images, and .* has 1 places"
+        DataError, match=r"text\.parquet, row 0, column 'images' .* holds 0 images, but .* has 1 <image> markers"
     ):
         build(processors["qwen2_5_vl"], files)
 
@@ -400,7 +405,7 @@ def test_rows_that_only_decoding_shows_to_be_bad(processors: Any, parquet: Any) 
     with pytest.raises(DataError, match=message):
         build(processors["qwen2_5_vl"], files, filter_overlong_prompts=True)
     literal = as_row("<image> <|image_pad|>", [{"bytes": encoded(picture())}])
-    with pytest.raises(DataError, match=r"train\.parquet, row 0, the processor refuses"):
+    with pytest.raises(DataError, match=r"train\.parquet, row 0, the processor rejects"):
         build(processors["qwen2_5_vl"], parquet([literal]))[0]
 
 
@@ -455,4 +460,4 @@ def test_images_need_no_torchvision(processors: Any, parquet: Any, tmp_path: Pat
     assert (found["ids"], found["positions"]) == (item["input_ids"].tolist(), item["position_ids"].tolist())
     pixels = torch.tensor(found["pixels"])
     torch.testing.assert_close(pixels, item["multi_modal_inputs"]["pixel_values"], atol=1e-5, rtol=0)
-    assert "takes images, and no videos" in done.stderr
+    assert "takes images but no videos" in done.stderr

@@ -20,6 +20,7 @@ from verl.utils.dataset.dataset_utils import SFTTensorCollator
 from verl.utils.dataset.files import DataError
 from verl.utils.dataset.media import MediaEncoder
 from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
+from verl.utils.dataset.settings import DataSettings
 
 pytest.importorskip("torchvision")
 
@@ -64,7 +65,7 @@ def test_items_are_what_the_whole_conversation_gives(kind: str, processors: Any,
     dataset = build(processor, parquet(ROWS))
     config = tiny_vl_config(kind, processor.tokenizer, hidden_size=32, num_layers=1)
     model = getattr(transformers, f"{VL_KINDS[kind]}Model")(config)
-    encoder = MediaEncoder(processor, {})
+    encoder = MediaEncoder(processor, DataSettings())
     for row, expected in enumerate(ROWS):
         item, columns = dataset[row], {"images": expected["images"], "videos": expected["videos"]}
         messages = encoder.typed(expected["messages"], columns)
@@ -106,7 +107,7 @@ def test_batches_keep_images_with_their_rows(processors: Any, parquet: Any, pad_
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"images": None}, r"row 1, column 'images'.* holds 0 images.* 1 places <image>"),
+        ({"images": None}, r"row 1, column 'images'.* holds 0 images.* 1 <image> markers"),
         ({"images": [{"bytes": b"no image"}]}, r"row 1, column 'images' .*: entry 0: the image cannot be read"),
         ({"messages": turns("shape?", "<image>"), "images": [image(0)]}, r"row 1, column 'messages'.*1 image tokens"),
     ],

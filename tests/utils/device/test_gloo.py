@@ -1,4 +1,4 @@
-"""Groups of gloo have one thread, whoever makes them; with torch's two the heap is corrupted."""
+"""Gloo groups have one thread each and share a device; two threads per group corrupt the heap."""
 
 import subprocess
 import sys
@@ -29,6 +29,8 @@ def _check_groups(rank: int, store: str) -> None:
     assert (alone.options._threads, alone.options._timeout) == (1, timedelta(seconds=3))
     works = [dist.all_reduce(torch.ones(1), group=group, async_op=True) for group in groups for _ in range(20)]
     assert all(work.wait() for work in works)
+    loops = [task for task in Path("/proc/self/task").iterdir() if (task / "comm").read_text() == "gloo_tcp_loop\n"]
+    assert len(loops) == 1  # all groups share a device
     dist.destroy_process_group()
 
 

@@ -1,6 +1,6 @@
-"""torch_npu: the part of it that is used here is held against the one that is installed, else against a double of it.
+"""Check the interface that verl uses against the installed torch_npu, or else against a fake torch_npu.
 
-Each test looks at what a process of its own has found, since a device is registered with torch for good.
+Each test runs a subprocess, because a device cannot be unregistered from torch.
 """
 
 import importlib.util
@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from tests.doubles.torch_npu_calls import DEVICE
+from tests.fakes.torch_npu_calls import DEVICE
 
 ROOT = Path(__file__).parents[3]
-DOUBLES = ROOT / "tests" / "doubles"
+FAKES = ROOT / "tests" / "fakes"
 IS_REAL = importlib.util.find_spec("torch_npu") is not None
 
 pytestmark = pytest.mark.timeout(180)
@@ -45,7 +45,7 @@ from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 from verl.workers.roles import accounting
 from verl.workers.rollout.random_state import preserved_random_state
 
-from tests.doubles.torch_npu_calls import all_missing
+from tests.fakes.torch_npu_calls import all_missing
 
 folder, tasks = Path(sys.argv[1]), json.loads(sys.argv[2])
 said = {"missing": all_missing()}
@@ -124,7 +124,7 @@ print("\\n" + json.dumps(said))
 
 def run(*words: str, **variables: str) -> Any:
     """Run Python with torch_npu on its path and return the JSON of its last line."""
-    path = [ROOT] if IS_REAL else [ROOT, DOUBLES]
+    path = [ROOT] if IS_REAL else [ROOT, FAKES]
     there = {"PYTHONPATH": os.pathsep.join(map(str, path)), "OMP_NUM_THREADS": "1"}
     place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     done = subprocess.run(
@@ -138,7 +138,7 @@ def run(*words: str, **variables: str) -> Any:
 def test_torch_npu_has_what_is_used(request: pytest.FixtureRequest) -> None:
     """The one test that a machine with Ascend devices runs on its own torch_npu."""
     if IS_REAL:
-        assert run("-m", "tests.doubles.torch_npu_calls") == []
+        assert run("-m", "tests.fakes.torch_npu_calls") == []
     else:
         assert request.getfixturevalue("found")[0]["missing"] == []
 
@@ -154,9 +154,9 @@ def test_no_other_call_is_made() -> None:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
-    """Return what the process has found with the double, and the folder of its traces."""
+    """Return the output of a process with the fake torch_npu, and the folder of its traces."""
     if IS_REAL:
-        pytest.skip("the double would hide the torch_npu that is installed")
+        pytest.skip("the fake would hide the installed torch_npu")
     folder = tmp_path_factory.mktemp("npu")
     store = (folder / "store").as_uri()
     return run("-c", SCRIPT, str(folder), json.dumps(TASKS), DIST_INIT_METHOD=store), folder

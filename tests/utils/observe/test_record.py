@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from verl.trainer.ppo.dumps import dump_generations
+from verl.trainer.ppo.samples import dump_generations
 from verl.utils.observe.curves import draw_curves, main, series
 from verl.utils.observe.record import RunRecord, read_entries, read_record
 from verl.utils.observe.tracking import Tracking
@@ -38,7 +38,7 @@ def test_a_fresh_start_keeps_the_record_that_it_replaces(tmp_path):
 
 
 def strict(text):
-    """Parse JSON as a reader does that knows no bare NaN."""
+    """Parse JSON like a strict reader, which rejects bare NaN."""
 
     def refuse(name):
         raise ValueError(f"{name} is not JSON")
@@ -104,14 +104,14 @@ def test_a_disk_that_is_full_for_a_while_costs_the_steps_of_that_time(tmp_path, 
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert record.path.read_bytes() == before
-    assert "step 2 is missing in the record" in caplog.text
+    assert "step 2 could not be written to the record" in caplog.text
     record.log({"x": 3}, 3)
     assert read_record(record.path) == {1: {"x": 1}, 3: {"x": 3}}
 
 
 def test_a_run_resumes_beside_a_record_with_a_damaged_line(tmp_path, caplog):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "data": {}}\nnonsense\n{"step": 2, "data": {}}\n')
-    assert steps_in(RunRecord(tmp_path, 2).path) == [1, 2] and "line 2 is left out" in caplog.text
+    assert steps_in(RunRecord(tmp_path, 2).path) == [1, 2] and "skipped line 2" in caplog.text
 
 
 def test_a_damaged_line_is_named(tmp_path):
@@ -125,7 +125,7 @@ def test_a_line_that_is_cut_inside_a_character_is_left_out(tmp_path, caplog):
     record.log({"x": 1}, 1, {"samples": [{"response": "größer"}]})
     whole = record.path.read_bytes()
     record.path.write_bytes(whole + whole[: whole.index("ö".encode()) + 1])
-    assert read_record(record.path) == {1: {"x": 1}} and "cut short" in caplog.text
+    assert read_record(record.path) == {1: {"x": 1}} and "skipped the last line" in caplog.text
     assert steps_in(RunRecord(tmp_path, 1).path) == [1]  # and a resumed run goes on behind it
 
 

@@ -1,4 +1,4 @@
-"""Traces by the interfaces of MLflow and Weave: the real MLflow where it is installed, else modules that stand in."""
+"""Traces through the interfaces of MLflow and Weave: the real MLflow if it is installed, else fake modules."""
 
 import asyncio
 import gzip
@@ -16,7 +16,7 @@ import torch
 
 from verl.base_config import ConfigError
 from verl.protocol import DataProto
-from verl.trainer.ppo.traces import start_traces, trace_batch
+from verl.trainer.ppo.samples import trace_batch
 from verl.utils.observe.rollout_trace import RolloutTraceConfig, rollout_trace_attr, rollout_trace_op
 from verl.workers.config import TraceConfig
 
@@ -137,12 +137,7 @@ def test_decorated_functions_become_spans(recorder):
 
 
 def test_every_response_becomes_a_trace(recorder):
-    trace = SimpleNamespace(backend=recorder.backend, token2text=True)
-    config = SimpleNamespace(
-        actor_rollout_ref=SimpleNamespace(rollout=SimpleNamespace(trace=trace)),
-        trainer=SimpleNamespace(project_name="p", experiment_name="e"),
-    )
-    start_traces(config)
+    RolloutTraceConfig.init("p", "e", recorder.backend, token2text=True)
     tensors = {
         "prompts": torch.tensor([[0, 5], [0, 5], [6, 7]]),
         "responses": torch.tensor([[1, 2], [3, 0], [4, 5]]),
@@ -150,8 +145,8 @@ def test_every_response_becomes_a_trace(recorder):
     }
     uids = np.array(["a", "a", "b"], dtype=object)
     batch = DataProto.from_dict(tensors=tensors, non_tensors={"uid": uids})
-    trainer = SimpleNamespace(global_steps=4, tokenizer=SimpleNamespace(decode=lambda ids: f"<{ids}>"))
-    trace_batch(trainer, batch, torch.tensor([0.5, 0.0, 1.0]), validate=True)
+    tokenizer = SimpleNamespace(decode=lambda ids: f"<{ids}>")
+    trace_batch(batch, torch.tensor([0.5, 0.0, 1.0]), 4, tokenizer, validate=True)
     assert [(root["tags"]["sample_index"], root["tags"]["rollout_n"]) for root in recorder.roots] == [
         ("a", "0"), ("a", "1"), ("b", "0"),
     ]  # fmt: skip
@@ -174,7 +169,7 @@ def test_a_backend_that_fails_does_not_end_the_run(monkeypatch, caplog):
 
     monkeypatch.setattr(RolloutTraceConfig, "_backend", Away())
     batch = SimpleNamespace(non_tensor_batch={"uid": ["a"]})
-    trace_batch(SimpleNamespace(global_steps=4), batch, torch.tensor([0.5]))
+    trace_batch(batch, torch.tensor([0.5]), step=4, tokenizer=None)
     assert "mlflow has not taken all traces of step 4, and the run goes on: ConnectionError: no answer" in caplog.text
 
 
@@ -182,7 +177,7 @@ def test_nothing_is_traced_without_a_backend():
     RolloutTraceConfig.init("p", "e", None)
     with rollout_trace_attr(step=1):
         assert Engine().decode([97]) == "a"
-    trace_batch(None, None, None)
+    trace_batch(None, None, step=4, tokenizer=None)
     with pytest.raises(ValueError, match=r"rollout.trace.backend='x' must be null or one of mlflow, weave"):
         RolloutTraceConfig.init("p", "e", "x")
 
@@ -236,7 +231,7 @@ def test_a_batch_is_sent_before_the_queue_of_mlflow_is_full(monkeypatch):
 
 
 class WeaveServer(BaseHTTPRequestHandler):
-    """As much of Weave's service as its client asks for; keeps the calls that arrive."""
+    """A fake Weave service with the endpoints that the client uses; it keeps the received calls."""
 
     calls: list = []
     answers = {
@@ -270,7 +265,7 @@ class WeaveServer(BaseHTTPRequestHandler):
 
 
 def test_weave_itself_sends_the_traces(tmp_path, monkeypatch):
-    """The real client, to a server of this process."""
+    """The real client, connected to a server in this process."""
     pytest.importorskip("weave")
     server = ThreadingHTTPServer(("127.0.0.1", 0), WeaveServer)
     threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -23,7 +23,7 @@ def test_names_are_checked_before_anything_is_built(monkeypatch, caplog):
     monkeypatch.setattr(tracking, "_installed", lambda package: package == "tensorboard")
     assert check_backends("console") == ["console"]
     assert check_backends(["console", "tensorboard", "console"]) == ["console", "tensorboard"]
-    with pytest.raises(UnknownBackendError, match="'wandbb' is none of") as error:
+    with pytest.raises(UnknownBackendError, match="'wandbb' must be one of") as error:
         check_backends(["console", "wandbb"])
     assert isinstance(error.value, AssertionError) and isinstance(error.value, ValueError)
     with pytest.raises(
@@ -73,7 +73,7 @@ METRICS = [{"val-core/x/acc/mean@4": 0.5 * step, "actor/lr": 1e-6} for step in (
 
 
 def log_offline(name, config=None):
-    """Log two steps and a table of samples; returns the tracker, not finished."""
+    """Log two steps and a table of samples; return the open tracker."""
     log, generations = Tracking("project", "run", [name], config), ValidationGenerationsLogger("project", "run")
     for step, metrics in enumerate(METRICS, 1):
         log.log(metrics, step=step)
@@ -162,7 +162,7 @@ def test_the_console_follows_a_replaced_stdout(capsys):
 
 def test_a_backend_that_fails_does_not_end_the_run(tmp_path, monkeypatch, caplog):
     class Service:
-        """A service that is away from the second step to the thirtieth."""
+        """A service that is down from the second step to the thirtieth."""
 
         def __init__(self, *_):
             self.taken = []
@@ -185,9 +185,9 @@ def test_a_backend_that_fails_does_not_end_the_run(tmp_path, monkeypatch, caplog
     log.finish()
     assert service.taken == [1, 31]
     assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 31
-    assert caplog.text.count("has not taken the metrics of step") == 2  # of the first, and of the tenth
-    assert "'wandb' has not taken the metrics of step 2, and the run goes on: ConnectionError: no answer" in caplog.text
-    assert "'wandb' has missed the metrics of 29 steps" in caplog.text and "no end" in caplog.text
+    assert caplog.text.count("failed to log step") == 2  # of the first, and of the tenth
+    assert "'wandb' failed to log step 2; the run goes on: ConnectionError: no answer" in caplog.text
+    assert "'wandb' missed the metrics of 29 steps" in caplog.text and "no end" in caplog.text
 
 
 def test_a_backend_that_cannot_start_is_named(monkeypatch):

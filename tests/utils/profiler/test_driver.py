@@ -1,15 +1,24 @@
 """The driver: in which steps it starts and stops the profilers of which groups."""
 
+import itertools
 import logging
-from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
 
 from verl.base_config import ConfigError
+from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo import ray_trainer
 from verl.trainer.ppo.loaders import EndOfDataError
-from verl.trainer.ppo.profiling import absolute_save_paths, check_steps, dump_memory, start_profiling, stop_profiling
+from verl.trainer.ppo.profiling import (
+    ProfiledSteps,
+    absolute_save_paths,
+    check_steps,
+    dump_memory,
+    start_profiling,
+    stop_profiling,
+)
+from verl.trainer.ppo.state import RunState
 
 
 class Group:
@@ -29,29 +38,21 @@ class Group:
         self.calls.append((self.name, "dump", kwargs))
 
 
-def run(steps, continuous=False, total=5, first=1, **groups):
+def run(steps, continuous=False, total=5, first=1, groups=()):
     """Return the calls of a run by step; it begins, or goes on, with step ``first``."""
     calls = []
-    node = {"steps": steps, "profile_continuous_steps": continuous, "tool": "torch"}
-    trainer = SimpleNamespace(
-        config=OmegaConf.create({"global_profiler": node}),
-        profiled_groups=(),
-        ref_in_actor=groups.pop("ref_in_actor", False),
-        actor_rollout_wg=Group("actor_rollout", calls),
-        **{f"{name}_wg": Group(name, calls) if there else None for name, there in groups.items()},
-    )
+    profiled = ProfiledSteps(steps or (), continuous)
+    state = RunState(seed=1, total_steps=total)
+    groups = {name: Group(name, calls) for name in ["actor_rollout", *groups]}
     by_step = {}
     for step in range(first, total + 1):
-        trainer.global_steps, trainer.is_last_step = step, step == total
-        start_profiling(trainer, {})
+        state.step = step
+        start_profiling(profiled, state, groups, {})
         begun = len(calls)
-        stop_profiling(trainer, {})
+        stop_profiling(profiled, state, {})
         by_step[step] = (calls[:begun], calls[begun:])
         calls[:] = []
     return by_step
-
-
-ALONE = {"ref_policy": False, "critic": False, "rm": False}
 
 
 @pytest.mark.parametrize(
@@ -65,13 +66,13 @@ ALONE = {"ref_policy": False, "critic": False, "rm": False}
     ],
 )
 def test_which_steps_start_and_stop(steps, continuous, started, stopped):
-    by_step = run(steps, continuous, **ALONE)
+    by_step = run(steps, continuous)
     assert [step for step, (begun, _) in by_step.items() if begun] == started
     assert [step for step, (_, ended) in by_step.items() if ended] == stopped
 
 
 def test_a_run_that_resumes_inside_of_continuous_steps_profiles_the_rest():
-    by_step = run([2, 3, 4], continuous=True, first=3, **ALONE)
+    by_step = run([2, 3, 4], continuous=True, first=3)
     assert [step for step, (begun, _) in by_step.items() if begun] == [3]
     assert [step for step, (_, ended) in by_step.items() if ended] == [4]
 
@@ -82,12 +83,23 @@ class BrokenTrainer(ray_trainer.RayPPOTrainer):
     def __init__(self, error, **groups):
         self.calls, self.error = [], error
         profiler = {"steps": [2, 3, 4], "profile_continuous_steps": True, "tool": "torch"}
-        trainer = {"test_freq": -1, "save_freq": -1, "val_before_train": False, "val_only": False}
+        trainer = {
+            "test_freq": -1,
+            "val_before_train": False,
+            "val_only": False,
+            "project_name": "p",
+            "experiment_name": "e",
+        }
         node = {"global_profiler": profiler, "trainer": {**trainer, "record_digests": False, "record_samples": 0}}
-        node["actor_rollout_ref"] = {"rollout": {"skip_rollout": False}}
+        trace = {"backend": None, "token2text": False}
+        node["actor_rollout_ref"] = {"rollout": {"skip_rollout": False, "trace": trace}}
+        node["algorithm"] = {"rollout_is_threshold": None}
         self.config = OmegaConf.create(node)
-        self.global_steps, self.total_training_steps, self.max_steps_duration = 0, 5, 0.0
-        self.ref_in_actor, self.profiled_groups = False, ()
+        self.run_config = RunConfig.parse(self.config)
+        self.state = RunState(seed=1, total_steps=5)
+        self.tokenizer = None
+        self.train_dataloader = None
+        self.ref_in_actor = False
         groups = {"ref_policy": {}, "critic": {}, "rm": {}, **groups}
         self.actor_rollout_wg = Group("actor_rollout", self.calls, **groups.pop("actor_rollout", {}))
         for name, options in groups.items():
@@ -104,7 +116,19 @@ class BrokenTrainer(ray_trainer.RayPPOTrainer):
     def _checked(self, name, batch, method, *args):
         return batch
 
+    def _training_rows(self):
+        return itertools.repeat({})
+
     def _dump(self, batch, timing):
+        pass
+
+    def _save_after_step(self, timing):
+        pass
+
+    def _finish_step(self, batch, metrics, timing):
+        pass
+
+    def _end_early(self, end):
         pass
 
 
@@ -114,21 +138,17 @@ def outputs(monkeypatch):
     closed = []
 
     class Output:
-        def __init__(self, config, resumed, total):
+        def __init__(self, *arguments):
             pass
 
         def close(self, finished):
             closed.append(finished)
 
     monkeypatch.setattr(ray_trainer, "RunOutput", Output)
-    monkeypatch.setattr(ray_trainer, "start_traces", lambda config: None)
-    monkeypatch.setattr(ray_trainer.loaders, "training_rows", lambda trainer: iter(()))
-    monkeypatch.setattr(ray_trainer.after_step, "end_early", lambda trainer, end: None)
-    monkeypatch.setattr(ray_trainer.after_step, "finish_step", lambda *parts: None)
     return closed
 
 
-GROUPS = ["actor_rollout", "ref_policy", "critic", "rm"]
+GROUPS = ["actor_rollout", "critic", "ref_policy", "rm"]
 
 
 def stopped(trainer):
@@ -157,13 +177,11 @@ def test_the_end_of_a_run_asks_no_dead_workers_and_tells_its_own_error(outputs, 
 
 
 def test_every_group_is_started_and_stopped():
-    started, stopped = run([1], ref_policy=True, critic=True, rm=True)[1]
+    others = ["critic", "ref", "rm"]
+    started, stopped = run([1], groups=others)[1]
     assert started[0] == ("actor_rollout", "start", {"role": "e2e", "profile_step": "1"})
-    others = ["ref_policy", "critic", "rm"]
     assert started[1:] == [(name, "start", {"profile_step": "1"}) for name in others]
     assert stopped == [(name, "stop") for name in ["actor_rollout", *others]]
-    started, _ = run([1], ref_policy=True, critic=False, rm=False, ref_in_actor=True)[1]
-    assert [name for name, *_ in started] == ["actor_rollout"]
 
 
 @pytest.mark.parametrize(
@@ -172,19 +190,17 @@ def test_every_group_is_started_and_stopped():
 )
 def test_snapshots_after_a_step(tool, steps, dumped):
     calls = []
-    config = OmegaConf.create({"global_profiler": {"tool": tool, "steps": steps}})
-    dump_memory(SimpleNamespace(config=config, global_steps=2, actor_rollout_wg=Group("actor_rollout", calls)))
+    dump_memory(tool, steps, 2, Group("actor_rollout", calls))
     assert calls == [("actor_rollout", "dump", {"tag": "post_update_step2", "sub_dir": "step2"})] * dumped
 
 
 def test_steps_that_never_come(caplog):
-    config = OmegaConf.create({"global_profiler": {"steps": [2, 9]}})
     with pytest.raises(ConfigError, match=r"global_profiler\.steps=\[2,9\]: steps \[9\] never come, the run has 8"):
-        check_steps(config, total_steps=8)
+        check_steps([2, 9], total_steps=8)
     with caplog.at_level(logging.WARNING):
-        check_steps(config, total_steps=9, resumed_step=2)
+        check_steps([2, 9], total_steps=9, resumed_step=2)
     assert "[2] are not profiled, the run resumes after step 2" in caplog.text
-    check_steps(OmegaConf.create({"global_profiler": {"steps": None}}), total_steps=1)
+    check_steps(None, total_steps=1)
 
 
 def test_workers_write_where_the_driver_would(tmp_path, monkeypatch):

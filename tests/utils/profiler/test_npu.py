@@ -1,4 +1,4 @@
-"""The Ascend profiler, which is not here: the calls of its interface, on a module in the place of torch_npu."""
+"""Profiling on Ascend devices makes the right calls to a fake torch_npu."""
 
 import enum
 import sys
@@ -13,7 +13,7 @@ from verl.utils.profiler.ranges import _Mstx
 
 @pytest.fixture
 def events(monkeypatch):
-    """Stand in for torch_npu by a module with the part of its interface that its documentation describes."""
+    """Replace torch_npu by a fake module with the documented part of its interface."""
     seen = []
     profiler = types.ModuleType("torch_npu.profiler")
     profiler.ProfilerLevel = enum.Enum("ProfilerLevel", "Level_none Level0 Level1 Level2")

@@ -1,4 +1,4 @@
-"""Nsight Systems, whose program and package are not here: the calls that they are given, by their own interfaces."""
+"""Profiling with Nsight Systems makes the right calls to a fake program and package."""
 
 import importlib.machinery
 import json
@@ -33,13 +33,13 @@ from verl.utils.profiler import (
     ranges,
 )
 from verl.utils.profiler.config import NsightToolConfig
-from verl.utils.profiler.nsys_options import nsight_options
+from verl.utils.profiler.nsys import nsight_options
 from verl.utils.ray_utils import without_nsight
 
 
 @pytest.fixture
 def events(monkeypatch):
-    """Stand in for nvtx by a module with its functions, and for cudaProfilerStart and cudaProfilerStop."""
+    """Replace nvtx, cudaProfilerStart and cudaProfilerStop by fakes."""
     seen = []
     fake = types.ModuleType("nvtx")
     fake.__spec__ = importlib.machinery.ModuleSpec("nvtx", None)
@@ -154,7 +154,7 @@ def config_of(*changes):
 
 
 def shell_words(options):
-    """Return the command that Ray makes of options, as a shell splits it."""
+    """Return Ray's command for the options, split like a shell does."""
     return shlex.split(" ".join(parse_nsight_config(options)))
 
 
@@ -177,7 +177,7 @@ def test_options_are_those_that_ray_makes_a_command_of(tmp_path, monkeypatch):
 
 
 def test_values_are_written_as_nsys_reads_them():
-    """Hydra makes of ``true``, ``[a,b]`` and ``5`` no texts, and Ray would write Python's for them."""
+    """Hydra parses ``true``, ``[a,b]`` and ``5`` to Python values, which Ray would write in Python's form."""
     prefix = "global_profiler.global_tool_config.nsys.worker_nsight_options"
     changes = ["cuda-memory-usage=false", "trace=[cuda,nvtx]", "kill=null"]
     config = config_of(*(f"{prefix}.{change}" for change in changes), f"+{prefix}.duration=5", f"+{prefix}.w=true")
@@ -261,7 +261,7 @@ import json, os, ray
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-from verl.utils.profiler.nsys_options import nsight_options
+from verl.utils.profiler.nsys import nsight_options
 from verl.utils.ray_utils import without_nsight
 
 class Wrapped(Worker):

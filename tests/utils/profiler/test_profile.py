@@ -1,4 +1,4 @@
-"""Who is profiled and when; what a call costs where nothing is."""
+"""Which ranks are profiled and when, and the cost of a call without profiling."""
 
 import asyncio
 import time
@@ -15,7 +15,7 @@ from verl.utils.profiler.ranges import captured_range
 
 
 class RecordingTool:
-    """A tool that writes down what it is asked for."""
+    """A tool that records its calls."""
 
     def __init__(self, calls):
         self.calls = calls
@@ -138,7 +138,7 @@ def test_an_error_of_a_task_is_told_where_its_capture_cannot_be_written(monkeypa
     worker.start_profile(profile_step="1")
     with pytest.raises(KeyError, match="wrong"):
         worker.update(2, fails=True)
-    assert "what actor captured is not written: no room" in caplog.text
+    assert "the profile of actor could not be written: no room" in caplog.text
 
 
 def test_a_task_belongs_to_the_role_that_its_name_begins_with(calls):

@@ -1,4 +1,4 @@
-"""Snapshots of the allocator: the calls of torch.cuda, where there is no device, and the files."""
+"""Snapshots of the allocator: the calls to a fake torch.cuda, and the files."""
 
 import logging
 import os
@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from verl.utils import memory_utils
-from verl.utils.profiler import DistProfiler, GPUMemoryLogger, ProfilerConfig, log_gpu_memory_usage, torch_memory
+from verl.utils.profiler import DistProfiler, GPUMemoryLogger, ProfilerConfig, log_gpu_memory_usage, memory
 from verl.utils.profiler.config import TorchMemoryToolConfig
 
 
 @pytest.fixture
 def recorder(monkeypatch):
-    """Stand in for the recorder of torch, which needs a device."""
+    """Replace torch's recorder, which needs a device, by a fake."""
     calls = []
     frames = [{"name": f"frame{number}"} for number in range(40)]
     snapshot = {
@@ -24,8 +24,8 @@ def recorder(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **options: calls.append(options))
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: snapshot)
-    monkeypatch.setattr(torch_memory, "_recording", [])
-    monkeypatch.setattr(torch_memory, "_written", set())
+    monkeypatch.setattr(memory, "_recording", [])
+    monkeypatch.setattr(memory, "_written", set())
     monkeypatch.setattr(memory_utils.MemorySnapshotSampler, "stack_depth", None)
     return calls
 
@@ -72,8 +72,8 @@ def test_a_full_disk_costs_a_snapshot_and_no_more(recorder, tmp_path, caplog):
     profiler.start(profile_step="1")
     profiler.stop()
     assert profiler.dump_memory_snapshot("after", "step1")
-    assert "what e2e captured is not written: [Errno 28]" in caplog.text
-    assert "the snapshot after is not written: [Errno 28]" in caplog.text
+    assert "the profile of e2e could not be written: [Errno 28]" in caplog.text
+    assert "the memory snapshot after could not be written: [Errno 28]" in caplog.text
     assert list(folder.iterdir()) == []
 
 
@@ -84,7 +84,7 @@ def test_a_snapshot_without_a_place_is_named_by_the_time(recorder, tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
 def test_without_a_device_the_message_says_what_to_do(tmp_path):
-    with pytest.raises(RuntimeError, match=r"no CUDA device: profile with global_profiler\.tool=torch instead"):
+    with pytest.raises(RuntimeError, match=r"no CUDA device: use global_profiler\.tool=torch instead"):
         profiler_on(0, tmp_path)
 
 

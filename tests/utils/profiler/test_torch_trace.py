@@ -1,4 +1,4 @@
-"""Chrome traces of ``torch.profiler``: which there are, and what is in them."""
+"""Chrome traces of ``torch.profiler``: the files and their content."""
 
 import gc
 import json
@@ -138,19 +138,19 @@ def test_mini_batches_that_never_come_are_told(tmp_path, caplog):
     worker = worker_on(0, tmp_path, actor={"enable": True}, step_start=5)
     with caplog.at_level(logging.WARNING):
         step(worker, 1)
-    assert "step_start=5: actor_update had 3 mini-batches" in caplog.text
+    assert "step_start=5: no trace, because actor_update had only 3 mini-batches" in caplog.text
     (trace,) = traces(tmp_path).values()
     assert ranges(trace) == ["actor_compute_log_prob"]
 
 
 def test_a_full_disk_costs_a_trace_and_no_more(tmp_path, caplog):
-    """The writer of torch tells nothing of it: here it finds the file that it writes to led to ``/dev/full``."""
+    """torch's writer reports no error; here its file is a link to ``/dev/full``."""
     worker = worker_on(0, tmp_path, actor={"enable": True})
     folder = tmp_path / "step1" / "actor"
     folder.mkdir(parents=True)
     (folder / "prof_start_0_end_last_rank_0.json.part1.tmp").symlink_to("/dev/full")
     step(worker, 1)
-    assert "what actor captured is not written" in caplog.text and "room on the disk" in caplog.text
+    assert "the profile of actor could not be written" in caplog.text and "free space on the disk" in caplog.text
     assert list(folder.iterdir()) == []
     step(worker, 2)
     assert list(traces(tmp_path)) == ["step2/actor/prof_start_0_end_last_rank_0.json"]
@@ -158,13 +158,13 @@ def test_a_full_disk_costs_a_trace_and_no_more(tmp_path, caplog):
 
 def test_a_folder_that_cannot_be_made_is_told_at_once(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"profiler\.save_path=.*/file/x: cannot be made: Not a directory"):
+    with pytest.raises(ValueError, match=r"profiler\.save_path=.*/file/x cannot be created: Not a directory"):
         worker_on(0, tmp_path / "file" / "x", actor={"enable": True})
     worker_on(1, tmp_path / "file" / "x", actor={"enable": True})  # of a rank that is not profiled
 
 
 def test_a_step_leaves_no_recorder_behind(tmp_path):
-    """Each holds itself, and many times the size of its trace."""
+    """Each is a reference cycle and holds many times the size of its trace."""
     worker = worker_on(0, tmp_path, actor={"enable": True})
     gc.collect()
     gc.disable()

@@ -6,7 +6,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def records():
-    """The module of made-up records."""
+    """The module of synthetic records."""
     spec = importlib.util.spec_from_file_location("report_records", Path(__file__).parent / "records.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

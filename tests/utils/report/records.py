@@ -1,4 +1,4 @@
-"""Records of runs that did not happen, healthy or broken in a known way."""
+"""Synthetic records of runs, healthy or broken in a known way."""
 
 import json
 import math
@@ -8,7 +8,7 @@ STEPS = 40
 
 
 def healthy(steps: int = STEPS, ranks: int = 2, seed: int = 0) -> dict[int, dict]:
-    """Return the entries of a run in which everything goes well."""
+    """Return the entries of a sound run."""
     noise = random.Random(seed)
     entries = {}
     for step in range(1, steps + 1):
@@ -59,7 +59,7 @@ def healthy(steps: int = STEPS, ranks: int = 2, seed: int = 0) -> dict[int, dict
 
 
 def changed(key: str, value) -> dict[int, dict]:
-    """Return a healthy record with ``value(step)`` for a metric, where that is not None."""
+    """Return a healthy record with ``value(step)`` as a metric's value, except where that is None."""
     entries = healthy()
     for step, entry in entries.items():
         new = value(step)

@@ -1,4 +1,4 @@
-"""The first step and phase in which two records differ."""
+"""A comparison names the first step and phase in which two records differ."""
 
 import copy
 
@@ -59,7 +59,7 @@ def test_records_without_digests_are_compared_by_metrics(records, tmp_path):
 
 
 def test_a_run_that_resumed_in_a_folder_of_its_own_equals_one_that_did_not_stop(records, tmp_path, capsys):
-    """Its record begins with the validation of the weights that it loaded, a step that the other has trained."""
+    """Its record starts with a validation of the loaded weights, at a step that the other run trained."""
     entries = records.healthy(steps=6)
     entries[3]["data"]["val-core/sums/acc/mean@1"] = 0.5
     resumed = {step: copy.deepcopy(entry) for step, entry in entries.items() if step > 3}

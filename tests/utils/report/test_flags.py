@@ -1,4 +1,4 @@
-"""Each flag is raised by a record that is broken in its way, at the right step and with a reason, and by no other."""
+"""Each fault raises its flag, at the right step and with a reason, and no other flag."""
 
 import math
 import random
@@ -68,7 +68,7 @@ def test_each_fault_is_flagged_alone(records, kind, first, reason):
 
 @pytest.mark.parametrize("begin", [[0.43], [0.43, 0.41]])
 def test_a_score_that_is_lost_in_the_first_steps(records, begin):
-    """Before there is a level of which it could be told."""
+    """The drop comes before the running median begins."""
     entries = records.changed("critic/score/mean", lambda step: dict(enumerate(begin, 1)).get(step, 0.0))
     (flag,) = find_flags(entries)
     assert flag.name == "reward collapse" and flag.step in (3, 4) and "and is 0 at the end" in flag.reason
@@ -106,7 +106,7 @@ def scored(values, low=0.0, high=1.0):
 
 
 def drifting(noise, steps):
-    """Scores that wander around 0.5 by 0.07, as they do where the prompts of a data set are sorted."""
+    """Scores that drift around 0.5 by 0.07, as with sorted prompts."""
     value = 0.0
     for _ in range(steps):
         value = 0.9 * value + noise.gauss(0, 0.03)
@@ -114,7 +114,7 @@ def drifting(noise, steps):
 
 
 def share(noise, chance, count):
-    """The mean of so many scores of 0 or 1."""
+    """The mean of ``count`` scores of 0 or 1."""
     return sum(noise.random() < chance for _ in range(count)) / count
 
 

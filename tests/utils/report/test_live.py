@@ -1,4 +1,4 @@
-"""The table in the terminal, and which kind of display a terminal gets."""
+"""The live table, and the choice of a display for a terminal."""
 
 import io
 import json
@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from verl.trainer.ppo.metric_utils import describe_step
 from verl.trainer.run.display import LocalDisplay, Progress
 from verl.utils.report.live import LiveTable, RecordFollower, sparkline, table_rows
 
@@ -78,7 +79,7 @@ def test_what_a_terminal_shows(tmp_path, records, monkeypatch, capsys):
     display = LocalDisplay("auto", tmp_path)
     assert display.mode == "table"
     monkeypatch.setattr("verl.trainer.run.display._display", display)
-    progress = Progress(total_steps=50, start_step=0)
+    progress = Progress(50, 0, describe_step)
     records.write(tmp_path, records.slow_rank())
     display.write("a line above [not markup]")
     progress.update(40, {"timing_s/step": 1.0})

@@ -1,4 +1,4 @@
-"""The page: complete, self-contained, and safe against what a model may write."""
+"""The report page is complete, self-contained, and escapes hostile model output."""
 
 import re
 from html.parser import HTMLParser
@@ -17,7 +17,7 @@ HOSTILE = "</pre><script>alert('x')</script><img src=http://example.org/a.png>"
 
 
 class Page(HTMLParser):
-    """Collects what a test asks of a page."""
+    """Collects the tags, ids, links and rows of a page."""
 
     def __init__(self, text):
         super().__init__()
@@ -64,7 +64,7 @@ def test_nothing_is_loaded_from_elsewhere_and_nothing_of_a_response_is_run(page)
 
 
 def test_colours_follow_the_theme(page):
-    """The pictures use variables alone, but for the key of an image, and both themes define all of them."""
+    """Pictures use only variables that both themes define; the key of the one image is the exception."""
     pictures = "".join(re.findall(r"<svg.*?</svg>", page, re.DOTALL))
     assert set(re.findall(r"(?:stroke|fill): (#[0-9a-f]{6})", pictures)) == {HEAT}
     used = set(re.findall(r"var\((--c\d+)\)", pictures))
@@ -92,7 +92,7 @@ def test_from_the_command_line(records, tmp_path, capsys):
     assert main([str(tmp_path)]) == 0
     assert str(tmp_path / "report.html") in capsys.readouterr().out
     page = (tmp_path / "report.html").read_text()
-    assert "holds no samples" in page and "judged by its course from 6 steps on" in page
+    assert "holds no samples" in page and "Trends are judged from 6 steps on" in page
     assert main([str(tmp_path / "none")]) == 2
     assert main([str(tmp_path), "--output", str(tmp_path / "new" / "page.html")]) == 0
     assert main([str(tmp_path), "--output", str(tmp_path / "new")]) == 0
@@ -130,11 +130,9 @@ def test_a_supervised_run_has_pictures_of_its_own(records, tmp_path):
     page = write_report(tmp_path).read_text()
     drawn = set(re.findall(r'<figure id="(\w+)"', page))
     assert drawn == {"loss", "gradient", "times", "throughput", "mfu", "memory"}
-    assert (
-        "Nothing to draw of: Spread over the workers (one worker)." in page
-        and "Supervised training samples nothing" in page
-    )
-    assert "<dt>loss, training</dt><dd>2.000 → 0.250</dd>" in page and "Nothing in the record stands out" in page
+    assert "No data for: Time of calls over the ranks (one worker)." in page
+    assert "Supervised training samples no responses" in page
+    assert "<dt>loss, training</dt><dd>2.000 → 0.250</dd>" in page and "No problems found" in page
 
 
 def test_a_run_ends_with_a_report(tmp_path, capsys, caplog, monkeypatch):

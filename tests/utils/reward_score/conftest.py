@@ -1,4 +1,4 @@
-"""A sandbox service that speaks the HTTP interface of SandboxFusion and runs Python for real, in the local sandbox."""
+"""A sandbox service with SandboxFusion's HTTP interface that runs Python in the local sandbox."""
 
 import json
 import tempfile
@@ -17,7 +17,7 @@ _STATUS = {"ok": "Finished", "timeout": "TimeLimitExceeded"}
 
 
 class SandboxService(ThreadingHTTPServer):
-    """Answers ``POST /run_code``; ``failures`` are HTTP statuses that the next requests get instead."""
+    """Answers ``POST /run_code``; ``failures`` holds HTTP statuses with which the next requests fail."""
 
     daemon_threads = True
 
@@ -31,10 +31,10 @@ class SandboxService(ThreadingHTTPServer):
         self.lock = threading.Lock()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that no longer waits is no error."""
+        """Ignore clients that no longer wait."""
 
     def run(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Run a program and say how it ended, as the service does."""
+        """Run a program and reply like the service."""
         with self.lock:
             self.requests.append(request)
             self.at_once += 1

@@ -1,4 +1,4 @@
-"""Code scorers: what counts as passed, the share, and the same verdicts on this machine and by the service."""
+"""Code scorers: passed cases, their share, and equal verdicts of the local sandbox and the service."""
 
 import json
 import pickle
@@ -33,7 +33,7 @@ def response(code):
 
 @pytest.fixture(params=["local", "service"])
 def check(request):
-    """The verdicts of a program, by each of the two sandboxes."""
+    """The verdicts of a program in both sandboxes."""
     if request.param == "local":
         return prime_code.check_correctness
     return partial(sandbox_fusion.check_correctness, request.getfixturevalue("service").url)
@@ -121,7 +121,7 @@ os._exit(0)"""
 def test_a_program_that_ends_at_once_has_passed_no_assertion(check, code, function):
     (result,), (said,) = check({"assert_case": ["assert add(1, 2) == 3"]} | function, code, timeout=2)
     assert result == RUNTIME_ERROR and said["status"] == "runtime error"
-    assert "ended before what was put behind it" in said["stderr"] or "NameError" in said["stderr"]
+    assert "ended before the code appended to it" in said["stderr"] or "NameError" in said["stderr"]
 
 
 @pytest.mark.parametrize(
@@ -283,7 +283,7 @@ def test_permits_bound_threads_and_come_back(tmp_path, monkeypatch):
     assert most[0] == 3
     monkeypatch.setattr("verl.utils.sandbox.permits.WAIT_TIMEOUT_S", 0.05)
     one, same = FilePermits(str(tmp_path) + "1", 1), FilePermits(str(tmp_path) + "1", 1)
-    with one, pytest.raises(TimeoutError, match="none of 1 permits"):
+    with one, pytest.raises(TimeoutError, match="none of the 1 permits"):
         same.__enter__()
     with same:
         pass
@@ -293,7 +293,7 @@ def test_permits_bound_threads_and_come_back(tmp_path, monkeypatch):
 
 
 def test_code_is_refused_where_it_cannot_be_kept_apart(monkeypatch):
-    """As on a kernel without Landlock: the rules of a folder that does not exist cannot be made either."""
+    """Simulate a kernel without Landlock: rules for a missing folder fail the same way."""
     real = local._supervise
 
     def on_another_kernel(request, timeout_s):
@@ -304,8 +304,8 @@ def test_code_is_refused_where_it_cannot_be_kept_apart(monkeypatch):
     local.isolation_problem.cache_clear()
     reward_score._sandbox_problem.cache_clear()
     try:
-        assert "cannot be kept apart" in local.isolation_problem()
-        with pytest.raises(SandboxError, match="cannot be kept apart"):
+        assert "cannot isolate untrusted code" in local.isolation_problem()
+        with pytest.raises(SandboxError, match="cannot isolate untrusted code"):
             prime_code.compute_score(response(SUM), PAIRS)
         assert prime_code.compute_score(response(SUM), PAIRS, allow_unisolated=True)[0] == 1.0
         problem = data_source_problem("taco")

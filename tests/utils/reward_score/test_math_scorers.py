@@ -1,4 +1,4 @@
-"""The scorers of answers in words and numbers, and the dispatch to them."""
+"""Scorers of text and numbers, and the dispatch to them by data source."""
 
 import subprocess
 import sys
@@ -332,7 +332,7 @@ def test_dispatch(source):
     "text", [r"\boxed{", r"\boxed{1", r"\boxed", "<answer>", r"\frac12", r"\text{ ", "{", "Answer:"]
 )
 def test_a_response_that_repeats_itself_is_scored_at_once(source, text):
-    """In time that grows with its length and not with the square of it: that would be a minute here."""
+    """The time is linear in the length; quadratic time would take a minute here."""
     start = time.monotonic()
     score = default_compute_score(source, text * 10_000, {"target": ["3"]} if source == "searchR1_nq" else "3")
     assert score == 0.0 or score["score"] == -1.0

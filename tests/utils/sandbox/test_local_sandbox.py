@@ -1,4 +1,4 @@
-"""What a program under test can and cannot do, tried by real programs against the real kernel."""
+"""Real programs try what the sandbox allows and forbids, with the real kernel."""
 
 import os
 import subprocess
@@ -44,7 +44,7 @@ def test_a_program_ends_as_python_does():
 
 
 def system_call(call):
-    """Return a program that makes a call past Python's own functions."""
+    """Return a program that makes a system call directly."""
     head = "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\n"
     return f"{head}if libc.{call} < 0:\n    raise OSError(ctypes.get_errno(), 'refused')"
 
@@ -192,5 +192,5 @@ def test_many_at_once():
 
 def test_a_supervisor_that_fails_is_named(monkeypatch):
     monkeypatch.setattr(local, "SUPERVISOR", Path("/nowhere/supervisor.py"))
-    with pytest.raises(SandboxError, match=r"supervisor of a program failed: .*nowhere"):
+    with pytest.raises(SandboxError, match=r"sandbox supervisor failed: .*nowhere"):
         run("print(1)")

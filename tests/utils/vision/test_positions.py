@@ -127,9 +127,9 @@ def test_grids_by_hand() -> None:
 @pytest.mark.parametrize(
     ("ids", "grid", "message"),
     [
-        ([1, IMAGE, IMAGE], [[1, 2, 2]], "2 image tokens, and its image grids make 1"),
-        ([1, IMAGE, 1, IMAGE], [[1, 2, 4]], "do not stand together"),
-        ([1, IMAGE], None, "1 image tokens, and its image grids make 0"),
+        ([1, IMAGE, IMAGE], [[1, 2, 2]], "2 image tokens, but its image grids need 1"),
+        ([1, IMAGE, 1, IMAGE], [[1, 2, 4]], "are not adjacent"),
+        ([1, IMAGE], None, "1 image tokens, but its image grids need 0"),
     ],
 )
 def test_tokens_that_are_not_those_of_the_grids(ids: list[int], grid: Any, message: str) -> None:

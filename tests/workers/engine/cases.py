@@ -164,6 +164,7 @@ def make(
     model: dict[str, Any] | None = None,
     engine: dict[str, Any] | None = None,
     kind: str = "language_model",
+    **options: Any,
 ) -> BaseEngine:
     settings = FSDPEngineConfig(**(engine or {}))
     return EngineRegistry.new(
@@ -173,6 +174,7 @@ def make(
         engine_config=settings,
         optimizer_config=FSDPOptimizerConfig(lr=LR, weight_decay=0.01, clip_grad=1.0),
         checkpoint_config=None,
+        **options,
     )
 
 

@@ -220,8 +220,7 @@ def share(rank: int, folder: Path, layout: dict[str, Any]) -> dict[str, Any]:
         except ValueError as error:
             result["wrong"][name] = str(error)
     result["wrong"]["late"] = read_error(rank, folder, layout)
-    unloaded = shared_engine(rank, folder, "plain", layout)
-    unloaded.load_weight = False
+    unloaded = shared_engine(rank, folder, "plain", layout, load_weight=False)
     unloaded.initialize()
     result["new"] = cases.export(unloaded)
     return result
@@ -248,7 +247,9 @@ def read_error(rank: int, folder: Path, layout: dict[str, Any]) -> str:
     return "nothing"
 
 
-def shared_engine(rank: int, folder: Path, name: str, layout: dict[str, Any], kind: str = "language_model") -> Any:
+def shared_engine(
+    rank: int, folder: Path, name: str, layout: dict[str, Any], kind: str = "language_model", **options: Any
+) -> Any:
     path = folder / name if rank == 0 else folder / "elsewhere" / name
     return EngineRegistry.new(
         kind,
@@ -257,6 +258,7 @@ def shared_engine(rank: int, folder: Path, name: str, layout: dict[str, Any], ki
         engine_config=McoreEngineConfig(**layout, share_model_files=True, forward_only=True),
         optimizer_config=None,
         checkpoint_config=None,
+        **options,
     )
 
 

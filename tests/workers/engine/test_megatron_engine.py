@@ -186,8 +186,8 @@ def test_weights_come_from_the_seed_where_none_are_loaded(folder: Path) -> None:
             engine_config=McoreEngineConfig(seed=seed, forward_only=True),
             optimizer_config=None,
             checkpoint_config=None,
+            load_weight=False,
         )
-        engine.load_weight = False
         engine.initialize()
         return cases.export(engine)
 

@@ -260,8 +260,8 @@ def run_case(root: Path, case: dict[str, Any]) -> dict[str, Any]:
     """Infer, differentiate, take one step, and export the weights before and after."""
     folder, family = root / folder_of(case), case.get("family", "qwen2_5_vl")
     kind = case.get("kind", "language_model")
-    engine = cases.make(folder, case.get("model"), case.get("engine"), kind)
-    engine.freeze_vision_tower = case.get("frozen", False)
+    frozen = case.get("frozen", False)
+    engine = cases.make(folder, case.get("model"), case.get("engine"), kind, freeze_vision_tower=frozen)
     engine.initialize()
     index = cases.rows_of(engine, case.get("uneven", False))
     index = [row for row in index for _ in range(case.get("samples", 1))]

@@ -16,8 +16,8 @@ from verl.protocol import DataProto
 from verl.trainer.ppo.reward import compute_reward
 from verl.utils.time_limit import TimeLimitExceeded, time_limit
 from verl.workers.reward_manager import AbstractRewardManager, get_reward_manager_cls, register
+from verl.workers.rewards.abstract import REWARD_MANAGER_REGISTRY
 from verl.workers.rewards.loading import load_reward_manager, resolve_reward
-from verl.workers.rewards.registry import REWARD_MANAGER_REGISTRY
 from verl.workers.rewards.scoring import RewardError, ScoringLimits
 
 PROMPT_WIDTH, RESPONSE_WIDTH = 6, 8
@@ -336,7 +336,9 @@ def test_prime(tokenizer, batch, scorer_file, caplog):
 def test_limits_come_from_the_configuration(tokenizer):
     scoring = {"failure_score": -1, "timeout_s": 2, "batch_timeout_s": 3, "max_failed_ratio": 0.5}
     node = config(reward_model={"reward_manager": "naive", "scoring": scoring})
-    assert load_reward_manager(node, tokenizer, 0).limits == ScoringLimits(-1.0, 2.0, 3.0, 0.5)
+    assert load_reward_manager(node, tokenizer, 0).limits == ScoringLimits(
+        failure_score=-1.0, timeout_s=2.0, batch_timeout_s=3.0, max_failed_ratio=0.5
+    )
 
 
 def test_registry():
@@ -449,7 +451,7 @@ def test_a_score_that_is_no_number_costs_its_sample(caplog):
     got, extras = compute_reward(data, Manager())
     assert got.tolist() == [[0, 1, 0], [0, -1, 0], [-1, 0, 0], [0, 0, 2]]
     assert extras == {"reward_failure": [None, "invalid", "invalid", "raised"]}
-    assert "2 of 4 responses have a score that is no finite number, the first in row 1" in caplog.text
+    assert "2 of 4 responses have a score that is not a finite number, the first in row 1" in caplog.text
     assert compute_reward(data, lambda data: scores)[1] == {"reward_failure": [None, "invalid", "invalid", None]}
     Manager.limits = ScoringLimits(max_failed_ratio=0.4)
     with pytest.raises(RewardError, match=r"data_source 'b': more than reward_model.scoring.max_failed_ratio=0.4"):
@@ -460,4 +462,4 @@ def test_a_scorer_does_not_write_over_what_the_trainer_reads(caplog):
     both = {"reward_tensor": torch.ones(2, 3), "reward_extra_info": {"uid": ["x", "x"], "acc": [1, 0]}}
     for _ in range(2):
         assert compute_reward(SimpleNamespace(), lambda data, return_dict=False: both)[1] == {"acc": [1, 0]}
-    assert caplog.text.count("returns 'uid', a name of the trainer's own") == 1
+    assert caplog.text.count("returns 'uid', a column of the trainer") == 1

@@ -181,7 +181,7 @@ def _bare_actor(root: Path, layout: dict[str, Any], dp_size: int) -> dict[str, f
 
     worker = actor(root, layout, "vanilla")
     worker.init_model()
-    config = dataclasses.replace(worker.config, ppo_mini_batch_size=worker.mini_batch_size, model_config=None)
+    config = dataclasses.replace(worker.config, ppo_mini_batch_size=worker.mini_batches.rows, model_config=None)
     engine = worker.engine
     bare = MegatronPPOActor(config, None, engine.hf_config, None, engine.module, engine.optimizer)
     rows = Group(worker, "actor").shard(batch(), dp_size)

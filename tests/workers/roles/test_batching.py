@@ -2,7 +2,9 @@
 
 import pytest
 
-from verl.workers.roles.batching import Cut, per_rank_micro_batch, per_rank_mini_batch
+from verl.workers.config import FSDPActorConfig
+from verl.workers.engine.pass_spec import PassSpec
+from verl.workers.roles.batching import per_rank_micro_batch, per_rank_mini_batch, training_spec
 
 
 @pytest.mark.parametrize(
@@ -28,8 +30,15 @@ def test_a_micro_batch_of_one_device(per_gpu: int | None, whole: int | None, ran
 
 def test_without_a_micro_batch_size_there_is_none() -> None:
     assert per_rank_micro_batch(None, None, 2) is None
-    assert Cut(True, None, 512).as_meta() == {
-        "use_dynamic_bsz": True,
-        "micro_batch_size_per_gpu": None,
-        "max_token_len_per_gpu": 512,
-    }
+    config = FSDPActorConfig(use_dynamic_bsz=True, ppo_max_token_len_per_gpu=512)
+    assert training_spec(config, 2) == PassSpec(use_dynamic_bsz=True, micro_batch_size=None, max_token_len=512)
+
+
+def test_the_established_keys_make_a_spec() -> None:
+    meta = {"micro_batch_size_per_gpu": 2, "temperature": 0.7, "calculate_entropy": True, "other": 1}
+    assert PassSpec.from_meta(meta) == PassSpec(micro_batch_size=2, temperature=0.7, entropy="grad")
+    assert PassSpec.from_meta(meta | {"entropy_needs_grad": False}).entropy == "value"
+    assert PassSpec.from_meta({"use_dynamic_bsz": True, "max_token_len": 8}) == PassSpec(True, None, 8)
+    assert PassSpec.from_meta({"calculate_full_kl": True}).full_kl
+    with pytest.raises(ValueError, match="max_token_len_per_gpu of 1 or more, got None"):
+        PassSpec.from_meta({"use_dynamic_bsz": True})

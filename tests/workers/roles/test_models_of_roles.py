@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 
 from verl.trainer.config.cli import CONFIG_DIR
 from verl.utils.config import omega_conf_to_dataclass
-from verl.workers.roles.actor_rollout_ref import ActorRolloutRefWorker, rollout_group_size
+from verl.workers.roles.actor_rollout_ref import ActorRolloutRefWorker
 
 
 def node(*overrides):
@@ -18,29 +18,37 @@ def node(*overrides):
 
 @pytest.mark.parametrize(("name", "size"), [("vllm", 2), ("hf", 1)])
 def test_transformers_generates_in_each_worker_alone(name, size):
-    assert rollout_group_size(node(f"rollout.name={name}").rollout) == size
+    assert omega_conf_to_dataclass(node(f"rollout.name={name}").rollout).workers_per_engine == size
 
 
-def test_a_reference_of_its_own_differs_in_the_keys_that_it_names():
+def test_a_reference_of_its_own_differs_in_the_keys_that_it_names(monkeypatch):
     config = node(
         "model.path=actor", "model.use_remove_padding=true",
         "ref.model={path: other, override_config: {b: 2}}", "ref.log_prob_micro_batch_size_per_gpu=2",
+        "rollout.name=hf",
     )  # fmt: skip
     OmegaConf.update(config, "model.override_config", {"a": 1}, force_add=True)
     built = []
 
-    def build_engine(kind, model, engine, optimizer, checkpoint, load_weight):
+    def build_engine(self, kind, model, engine, optimizer, checkpoint, load_weight):
         built.append((kind, model, engine, optimizer))
         assert load_weight
         return SimpleNamespace(get_data_parallel_size=lambda: 1)
 
-    actor_model = omega_conf_to_dataclass(config.model)
-    worker = SimpleNamespace(config=config, model_config=actor_model, build_engine=build_engine, _is_actor=False)
-    ActorRolloutRefWorker._build_ref(worker)
+    monkeypatch.setattr("verl.workers.roles.base.initialize_global_process_group_ray", lambda timeout_second: None)
+    monkeypatch.setattr("verl.single_controller.base.Worker.__init__", lambda self: None)
+    for name, value in (("rank", 0), ("world_size", 1)):
+        monkeypatch.setattr(ActorRolloutRefWorker, name, value, raising=False)
+    monkeypatch.setattr(ActorRolloutRefWorker, "_register_dispatch_collect_info", lambda *args: None)
+    monkeypatch.setattr(ActorRolloutRefWorker, "build_engine", build_engine)
+    worker = ActorRolloutRefWorker(config, "ref")
+    worker.init_model()
+    assert worker.ref_spec.micro_batch_size == 2 and worker.engine is worker.ref_engine
     config.ref.model = None
-    ActorRolloutRefWorker._build_ref(worker)
-    (kind, other, engine, optimizer), (_, same, _, _) = built
+    same = ActorRolloutRefWorker(config, "ref")
+    same.init_model()
+    (kind, other, engine, optimizer), (_, actor_model, _, _) = built
     assert kind == "language_model" and engine.forward_only and optimizer is None
     assert (other.path, other.use_remove_padding, other.override_config) == ("other", True, {"a": 1, "b": 2})
-    assert same is actor_model
-    assert worker.ref_cut.micro_batch_size_per_gpu == 2 and worker.engine is worker.ref_engine
+    assert other.tokenizer_path == other.hf_config_path == "other"
+    assert actor_model is same.model_config and actor_model.path == "actor"

@@ -19,7 +19,7 @@ from tests.workers.roles import reward_cases as cases
 from verl.base_config import ConfigError
 from verl.protocol import DataProto
 from verl.workers.config.reward_model import reward_model_config
-from verl.workers.rewards.chats import ChatSwitch
+from verl.workers.rewards.chat_rendering import ChatRenderer
 from verl.workers.roles.reward_model import RewardModelWorker, at_last_token
 
 ATOL = 1e-5
@@ -163,10 +163,10 @@ def test_scores_stand_at_the_last_token() -> None:
 # ---- re-templating
 
 
-def switch(**changes: Any) -> ChatSwitch:
+def switch(**changes: Any) -> ChatRenderer:
     options: dict[str, Any] = {"max_length": None, "truncation": "right"} | changes
     options.setdefault("ends", [cases.byte_tokenizer().eos_token_id])
-    return ChatSwitch(cases.byte_tokenizer(), cases.reward_tokenizer(), **options)
+    return ChatRenderer(cases.byte_tokenizer(), cases.reward_tokenizer(), **options)
 
 
 def test_chats_are_rendered_by_the_template_of_the_reward_model() -> None:

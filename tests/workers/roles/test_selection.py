@@ -9,8 +9,10 @@ import torch
 from verl.protocol import DataProto
 from verl.utils.numerics.seeding import _mix, sampling_seeds
 from verl.workers.config import FSDPActorConfig, PolicyLossConfig
+from verl.workers.engine.pass_spec import PassSpec
+from verl.workers.roles.batching import OLD_LOG_PROBS_VERSION
 from verl.workers.roles.losses import SELECTION
-from verl.workers.roles.selection import LOG_PROBS_VERSION, row_seeds, select_tokens
+from verl.workers.roles.selection import row_seeds, select_tokens
 
 ROWS, WIDTH = 4, 6
 
@@ -36,10 +38,10 @@ class Engine:
     weights_version = 7
 
     def __init__(self) -> None:
-        self.asked: list[dict[str, Any]] = []
+        self.asked: list[PassSpec] = []
 
-    def infer_batch(self, data: DataProto) -> dict[str, torch.Tensor]:
-        self.asked.append(data.meta_info)
+    def infer_batch(self, data: DataProto, spec: PassSpec) -> dict[str, torch.Tensor]:
+        self.asked.append(spec)
         return {"log_probs": batch().batch["old_log_probs"].flip(0)}
 
     def get_data_parallel_group(self) -> None:
@@ -69,11 +71,11 @@ def highest(log_probs: torch.Tensor) -> list[list[int]]:
 
 def test_old_log_probs_serve_as_long_as_the_weights_stay() -> None:
     engine, old = Engine(), batch().batch["old_log_probs"]
-    assert chosen(batch(**{LOG_PROBS_VERSION: 7}), engine) == highest(old) and not engine.asked
-    assert chosen(batch(**{LOG_PROBS_VERSION: 6}, calculate_entropy=True), engine) == highest(old.flip(0))
-    assert engine.asked[-1]["calculate_entropy"] is False
+    assert chosen(batch(**{OLD_LOG_PROBS_VERSION: 7}), engine) == highest(old) and not engine.asked
+    assert chosen(batch(**{OLD_LOG_PROBS_VERSION: 6}, calculate_entropy=True), engine) == highest(old.flip(0))
+    assert engine.asked[-1].entropy == "none"
     assert chosen(batch(), engine) == highest(old.flip(0)) and len(engine.asked) == 2
-    on_policy = batch(**{LOG_PROBS_VERSION: 7})
+    on_policy = batch(**{OLD_LOG_PROBS_VERSION: 7})
     del on_policy.batch["old_log_probs"]
     assert chosen(on_policy, engine) == highest(old.flip(0)) != highest(old)
 
@@ -89,7 +91,7 @@ def test_each_pass_draws_anew() -> None:
     """Where all covariances are the same, chance alone decides."""
     found = []
     for draw in (0, 0, 1):
-        data = batch(**{LOG_PROBS_VERSION: 7})
+        data = batch(**{OLD_LOG_PROBS_VERSION: 7})
         data.batch["advantages"] = torch.ones(ROWS, WIDTH)
         found.append(chosen(data, Engine(), draw))
     assert found[0] == found[1] != found[2]
@@ -110,7 +112,7 @@ def test_a_row_without_seed_is_named_by_its_tokens() -> None:
 
 
 def test_the_hash_is_that_of_the_sampling_seeds() -> None:
-    from verl.algos.policy_loss_cov import _mix as of_tensors
+    from verl.algos.policy_loss import _mix as of_tensors
 
     values = sampling_seeds(3, 4, 100, 1)
     with_numpy = torch.from_numpy(_mix(values.numpy().astype("uint64")).astype("int64"))

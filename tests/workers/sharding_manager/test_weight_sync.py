@@ -54,6 +54,15 @@ def test_sync_moves_every_byte_once_and_only_when_needed(manager: FSDPVLLMShardi
     assert manager.engine.streamed == 0
     assert manager.last_sync == {}
 
+    tiny.disturb(manager.engine.model, 0.2, seed=13)
+    manager.engine.weights_version += 1
+    assert manager.is_behind
+    manager.sync()  # before the generation, which does not sync again
+    assert not manager.is_behind and manager.last_sync["tensors"] == len(parameters)
+    check_generation(manager)
+    assert manager.engine.streamed == len(parameters)
+
+    manager.engine.streamed = 0
     tiny.disturb(manager.engine.model, 0.2, seed=12)
     manager.engine.weights_version += 1
     check_generation(manager)

@@ -1,4 +1,4 @@
-"""Tensors of Megatron-Core under checkpoint names, one at a time, for code that has its own way of gathering them."""
+"""Convert single Megatron-Core tensors to checkpoint names, for callers that gather the parts themselves."""
 
 import re
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ _PLAIN_NORMS = {fused: plain for plain, fused in FUSED_NORMS.items()}
 
 
 class WeightConverter:
-    """The weights of one model, from Megatron-Core's names to those of its checkpoint; ``dtype`` None keeps theirs."""
+    """Converts one model's weights from Megatron-Core to checkpoint names; with ``dtype`` None it keeps their dtype."""
 
     def __init__(self, hf_config: "PretrainedConfig", dtype: torch.dtype | None = None) -> None:
         self.dtype = dtype
@@ -30,11 +30,12 @@ class WeightConverter:
         self._layer = find_family(hf_config).layer(hf_config)
 
     def convert_param(self, name: str, params_one_group: Sequence[Tensor]) -> tuple[list[str], list[Tensor]]:
-        """Return checkpoint names and tensors of one parameter, given its parts of all tensor-parallel ranks in order.
+        """Return checkpoint names and tensors of one parameter from its parts on all tensor-parallel ranks, in order.
 
-        Numbers of layers and experts in ``name`` are the global ones. Raises: ValueError for a name without a rule.
+        ``name`` holds the global layer and expert numbers. Raises: ValueError for a name without a rule.
         """
-        name, parts = name.removeprefix("module."), list(params_one_group)
+        name = name.removeprefix("module.")
+        parts = list(params_one_group)
         layer = expert = None
         rule = self._outer.get(name)
         if name == "output_layer.weight" and parts and len(parts[0]) == 1:
@@ -45,11 +46,11 @@ class WeightConverter:
                 expert, rest = of_expert[1], f"{EXPERT}{of_expert[2]}"
             rule = self._layer.get(_PLAIN_NORMS.get(rest, rest))
         if rule is None:
-            raise ValueError(f"no rule says which checkpoint tensors make {name!r} of Megatron-Core")
+            raise ValueError(f"no rule maps Megatron-Core's {name!r} to checkpoint tensors")
         names = [each.format(layer=layer, expert=expert) for each in rule.names]
         return names, [tensor.to(self.dtype or tensor.dtype) for tensor in rule.export(parts)]
 
 
 def get_mcore_weight_converter(hf_config: "PretrainedConfig", dtype: torch.dtype | None = None) -> WeightConverter:
-    """Return the converter of a model. Raises: UnsupportedModelError where its architecture is not known."""
+    """Return the converter of a model. Raises: UnsupportedModelError for an unknown architecture."""
     return WeightConverter(hf_config, dtype)

@@ -13,7 +13,7 @@ from verl.models.mcore.families import (
     shared_expert_rules,
 )
 from verl.models.mcore.weights import Columns, Rows, Rule, Whole
-from verl.utils.megatron.model_limits import expert_groups, latent_limits, rope_of, router_limits
+from verl.models.mcore_limits import expert_groups, latent_limits, rope_of, router_limits
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def latent_attention_config(hf: "PretrainedConfig") -> dict[str, Any]:
     """Return the arguments of ``MLATransformerConfig``.
 
-    Raises: UnsupportedModelError for an attention that Megatron-Core computes differently.
+    Raises: UnsupportedModelError if Megatron-Core computes this attention differently.
     """
     refuse(latent_limits(hf))
     rope = rope_of(hf)
@@ -39,7 +39,8 @@ def latent_attention_config(hf: "PretrainedConfig") -> dict[str, Any]:
         "rotary_scaling_factor": 1.0,
     }
     if rope.get("rope_type") == "yarn":
-        scale, scale_all = rope.get("mscale"), rope.get("mscale_all_dim")
+        scale = rope.get("mscale")
+        scale_all = rope.get("mscale_all_dim")
         values |= {
             "rope_type": "yarn",
             "rotary_scaling_factor": rope["factor"],
@@ -47,7 +48,7 @@ def latent_attention_config(hf: "PretrainedConfig") -> dict[str, Any]:
             or hf.max_position_embeddings,
             "beta_fast": rope.get("beta_fast") or 32,
             "beta_slow": rope.get("beta_slow") or 1,
-            "mscale": scale if scale_all else 1.0,  # one alone counts for nothing
+            "mscale": scale if scale_all else 1.0,  # transformers uses them only together
             "mscale_all_dim": scale_all or 0.0,
         }
     return values
@@ -56,14 +57,14 @@ def latent_attention_config(hf: "PretrainedConfig") -> dict[str, Any]:
 def router_config(hf: "PretrainedConfig") -> dict[str, Any]:
     """Return the arguments of ``TransformerConfig`` for the router.
 
-    Raises: UnsupportedModelError for a choice of experts that Megatron-Core makes differently.
+    Raises: UnsupportedModelError if Megatron-Core routes differently.
     """
     refuse(router_limits(hf))
     groups, chosen = expert_groups(hf) or (None, None)
     return {
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
-        "moe_router_bias_update_rate": 0.0,  # it belongs to pretraining
+        "moe_router_bias_update_rate": 0.0,  # only pretraining updates the bias
         "moe_router_topk_scaling_factor": hf.routed_scaling_factor,
         "moe_router_num_groups": groups,
         "moe_router_group_topk": chosen,
@@ -78,8 +79,10 @@ def _config(hf: "PretrainedConfig") -> dict[str, Any]:
 
 
 def _layer(hf: "PretrainedConfig") -> dict[str, Rule]:
-    at, heads = "model.layers.{layer}.", hf.num_attention_heads
-    query, key_value = hf.qk_nope_head_dim + hf.qk_rope_head_dim, hf.qk_nope_head_dim + hf.v_head_dim
+    at = "model.layers.{layer}."
+    heads = hf.num_attention_heads
+    query = hf.qk_nope_head_dim + hf.qk_rope_head_dim
+    key_value = hf.qk_nope_head_dim + hf.v_head_dim
     rules: dict[str, Rule] = {
         "input_layernorm.weight": Whole(f"{at}input_layernorm.weight"),
         "self_attention.linear_kv_down_proj.weight": Whole(f"{at}self_attn.kv_a_proj_with_mqa.weight"),
@@ -96,7 +99,8 @@ def _layer(hf: "PretrainedConfig") -> dict[str, Rule]:
             "self_attention.q_layernorm.weight": Whole(f"{at}self_attn.q_a_layernorm.weight"),
             "self_attention.linear_q_up_proj.weight": Columns(f"{at}self_attn.q_b_proj.weight", heads * query),
         }
-    mlp, width = f"{at}mlp.", hf.moe_intermediate_size
+    mlp = f"{at}mlp."
+    width = hf.moe_intermediate_size
     rules |= expert_rules(mlp, ("gate_proj", "up_proj", "down_proj"), width)
     rules["mlp.router.expert_bias"] = Whole(f"{mlp}gate.e_score_correction_bias")
     rules |= shared_expert_rules(f"{mlp}shared_experts.", hf.n_shared_experts * width)
@@ -104,7 +108,7 @@ def _layer(hf: "PretrainedConfig") -> dict[str, Rule]:
 
 
 def _rope(hf: "PretrainedConfig") -> dict[str, Any]:
-    return {"position_embedding_type": "rope"}  # attention has its own
+    return {"position_embedding_type": "rope"}  # latent attention computes its own positions
 
 
 register_family("DeepseekV3ForCausalLM", Family(_config, _layer, _rope))

@@ -1,7 +1,7 @@
-"""The model families that Megatron-Core can hold: their configuration and where each of their weights goes.
+"""Describe the model families on Megatron-Core: their configuration and the mapping of their weights.
 
-To add a family, describe it by a ``Family`` and enter it with ``register_family`` under the architecture that its
-``config.json`` names. Nothing here imports Megatron-Core.
+To add a family, describe it by a ``Family`` and register it with ``register_family`` under the architecture name of its
+``config.json``. This module does not import Megatron-Core.
 """
 
 from collections.abc import Callable, Iterable
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from verl.models.mcore.weights import Columns, QueryKeyValue, Rows, Rule, Stacked, Vocabulary, Whole
-from verl.utils.megatron.model_limits import (
+from verl.models.mcore_limits import (
     Limit,
     bias_limits,
     causal_name,
@@ -30,17 +30,17 @@ FUSED_NORMS = {
     "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
     "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
 }
-"""Norms that Transformer Engine joins with the projection behind them; checkpoints have them under these names."""
+"""Norm -> its name in Transformer Engine, which fuses it with the projection that follows it."""
 HEAD_NAMES = ("score.weight", "score.bias")
-"""What a value head is called in a checkpoint."""
+"""Checkpoint names of a value head."""
 
 
 class UnsupportedModelError(ValueError, NotImplementedError):
-    """Megatron-Core, or this code around it, cannot hold the model."""
+    """Megatron-Core, or verl's code for it, does not support the model."""
 
 
 def refuse(limits: Iterable[Limit]) -> None:
-    """Raise UnsupportedModelError for the first of the limits, where there is one."""
+    """Raise UnsupportedModelError for the first limit, if there is any."""
     for limit in limits:
         raise UnsupportedModelError(str(limit))
 
@@ -49,8 +49,9 @@ def refuse(limits: Iterable[Limit]) -> None:
 class Family:
     """How one kind of Hugging Face model becomes a ``GPTModel``.
 
-    ``config`` gives arguments of ``TransformerConfig``, ``layer`` the rules for the parameters of all kinds of layer by
-    their names behind ``decoder.layers.<n>.``, ``rope`` the arguments of ``GPTModel`` for rotary positions.
+    ``config`` returns arguments of ``TransformerConfig``. ``layer`` returns the rules for the parameters of all kinds
+    of layers, by their names after ``decoder.layers.<n>.``. ``rope`` returns arguments of ``GPTModel`` for rotary
+    positions.
     """
 
     config: Callable[["PretrainedConfig"], dict[str, Any]]
@@ -58,7 +59,7 @@ class Family:
     rope: Callable[["PretrainedConfig"], dict[str, Any]] = field(default_factory=lambda: rope_arguments)
 
     def rules_of(self, hf: "PretrainedConfig", layer: int) -> dict[str, Rule]:
-        """Return those of ``layer`` that hold in one layer: some have experts, others an MLP."""
+        """Return the rules for one layer, which has either experts or an MLP."""
         rules = self.layer(hf)
         if num_experts(hf) is None:
             return rules
@@ -70,19 +71,19 @@ _FAMILIES: dict[str, Family] = {}
 
 
 def register_family(architecture: str, family: Family) -> None:
-    """Enter a family under the name of an architecture."""
+    """Register a family under the name of an architecture."""
     _FAMILIES[architecture] = family
 
 
 def supported_architectures() -> list[str]:
-    """Return the names that ``find_family`` knows."""
+    """Return the names of all registered architectures."""
     return sorted(_FAMILIES)
 
 
 def architecture_of(hf_config: "PretrainedConfig") -> str:
     """Return the architecture of a configuration; a classifier counts as its causal model.
 
-    Raises: UnsupportedModelError when it does not name exactly one that is known.
+    Raises: UnsupportedModelError unless it names exactly one registered architecture.
     """
     named = list(hf_config.architectures or [])
     if len(named) != 1:
@@ -90,8 +91,8 @@ def architecture_of(hf_config: "PretrainedConfig") -> str:
     name = causal_name(named[0])
     if name not in _FAMILIES:
         raise UnsupportedModelError(
-            f"architecture {named[0]} is not supported with strategy=megatron: it knows "
-            f"{', '.join(supported_architectures())}; write strategy=fsdp"
+            f"architecture {named[0]} is not supported with strategy=megatron, which supports "
+            f"{', '.join(supported_architectures())}; set strategy=fsdp"
         )
     return name
 
@@ -99,12 +100,12 @@ def architecture_of(hf_config: "PretrainedConfig") -> str:
 def find_family(hf_config: "PretrainedConfig") -> Family:
     """Return the family of a model.
 
-    Raises: UnsupportedModelError when there is none.
+    Raises: UnsupportedModelError if there is none.
     """
     return _FAMILIES[architecture_of(hf_config)]
 
 
-# What dense decoders share
+# Shared by dense decoders
 
 
 def head_dim(hf: "PretrainedConfig") -> int:
@@ -114,13 +115,13 @@ def head_dim(hf: "PretrainedConfig") -> int:
 
 
 def num_experts(hf: "PretrainedConfig") -> int | None:
-    """Return how many experts a layer has; None for a dense model."""
+    """Return the number of experts of a layer; None for a dense model."""
     count: int | None = getattr(hf, "num_local_experts", None) or getattr(hf, "num_experts", None)
     return count
 
 
 def layer_has_experts(hf: "PretrainedConfig", layer: int) -> bool:
-    """Say whether a layer of a model with experts has them, counted from 0."""
+    """Return whether layer number ``layer``, counted from 0, of a mixture-of-experts model has experts."""
     if layer < (getattr(hf, "first_k_dense_replace", None) or 0):
         return False
     if layer in (getattr(hf, "mlp_only_layers", None) or ()):
@@ -129,14 +130,14 @@ def layer_has_experts(hf: "PretrainedConfig", layer: int) -> bool:
 
 
 def _is_of(name: str, with_experts: bool) -> bool:
-    """Say whether a parameter is in a layer with experts, or in one with an MLP."""
+    """Return whether a parameter belongs to a layer with experts, or without."""
     return not name.startswith("mlp.") or name.startswith("mlp.linear_fc") != with_experts
 
 
 def rope_arguments(hf: "PretrainedConfig") -> dict[str, Any]:
     """Return the arguments of ``GPTModel`` for rotary positions.
 
-    Raises: UnsupportedModelError for a scaling that Megatron-Core computes differently.
+    Raises: UnsupportedModelError if Megatron-Core computes this scaling differently.
     """
     refuse(rope_limits(hf))
     rope = rope_of(hf)
@@ -153,9 +154,9 @@ def rope_arguments(hf: "PretrainedConfig") -> dict[str, Any]:
 
 
 def dense_config(hf: "PretrainedConfig", **changes: Any) -> dict[str, Any]:
-    """Return the arguments of ``TransformerConfig`` that Llama and its relatives share.
+    """Return the arguments of ``TransformerConfig`` that Llama-like models share.
 
-    Raises: UnsupportedModelError for what such a model may have and Megatron-Core has not.
+    Raises: UnsupportedModelError for options that Megatron-Core does not support.
     """
     refuse(dense_limits(hf))
     return {
@@ -175,8 +176,11 @@ def dense_config(hf: "PretrainedConfig", **changes: Any) -> dict[str, Any]:
 
 
 def attention_rules(hf: "PretrainedConfig", bias: bool, qk_norm: bool, output_bias: bool = False) -> dict[str, Rule]:
-    """Return the rules of self-attention and the norms around it."""
-    at, heads, groups, dim = "model.layers.{layer}.", hf.num_attention_heads, hf.num_key_value_heads, head_dim(hf)
+    """Return the rules of self-attention and its norms."""
+    at = "model.layers.{layer}."
+    heads = hf.num_attention_heads
+    groups = hf.num_key_value_heads
+    dim = head_dim(hf)
     rules: dict[str, Rule] = {"input_layernorm.weight": Whole(f"{at}input_layernorm.weight")}
     for kind in ("weight", "bias") if bias else ("weight",):
         names = [f"{at}self_attn.{part}_proj.{kind}" for part in "qkv"]
@@ -206,7 +210,7 @@ def dense_mlp_rules(
 
 
 def outer_rules(hf: "PretrainedConfig", is_value_model: bool, tied: bool) -> dict[str, Rule]:
-    """Return the rules of everything that is not in a layer."""
+    """Return the rules of all parameters outside the layers."""
     rules: dict[str, Rule] = {
         "embedding.word_embeddings.weight": Vocabulary("model.embed_tokens.weight", hf.vocab_size),
         "decoder.final_layernorm.weight": Whole("model.norm.weight"),
@@ -226,15 +230,19 @@ def _attention_bias(hf: "PretrainedConfig") -> bool:
 
 @dataclass(frozen=True)
 class _Dense:
-    """A dense decoder; ``qkv_bias`` says that query, key and value have biases whatever ``attention_bias`` says, which
-    stands for a bias of the output projection too."""
+    """A dense decoder.
+
+    ``qkv_bias`` gives query, key and value biases even if the model's ``attention_bias``, which also covers the output
+    projection, is False.
+    """
 
     qkv_bias: bool = False
     qk_norm: bool = False
 
     def config(self, hf: "PretrainedConfig") -> dict[str, Any]:
         refuse(bias_limits(hf))
-        bias, mlp_bias = _attention_bias(hf), bool(getattr(hf, "mlp_bias", False))
+        bias = _attention_bias(hf)
+        mlp_bias = bool(getattr(hf, "mlp_bias", False))
         return dense_config(
             hf,
             add_qkv_bias=self.qkv_bias or bias,
@@ -274,7 +282,7 @@ def expert_config(hf: "PretrainedConfig", width: int) -> dict[str, Any]:
 
 
 def expert_rules(at: str, parts: tuple[str, str, str], width: int) -> dict[str, Rule]:
-    """Return the rules of the router and the experts, whose gate, up and down are called ``parts``."""
+    """Return the rules of the router and the experts; ``parts`` names their gate, up and down projections."""
     gate, up, down = (f"{at}experts.{{expert}}.{part}.weight" for part in parts)
     return {
         "mlp.router.weight": Whole(f"{at}gate.weight"),
@@ -284,7 +292,7 @@ def expert_rules(at: str, parts: tuple[str, str, str], width: int) -> dict[str, 
 
 
 def shared_expert_rules(at: str, width: int) -> dict[str, Rule]:
-    """Return the rules of the MLP that every token passes beside its experts."""
+    """Return the rules of the shared expert, which processes every token."""
     return {
         "mlp.shared_experts.linear_fc1.weight": Stacked((f"{at}gate_proj.weight", f"{at}up_proj.weight"), width),
         "mlp.shared_experts.linear_fc2.weight": Rows(f"{at}down_proj.weight", width),
@@ -293,7 +301,7 @@ def shared_expert_rules(at: str, width: int) -> dict[str, Rule]:
 
 @dataclass(frozen=True)
 class _Experts:
-    """A decoder with experts. ``at`` and ``parts`` (gate, up, down) name them in a checkpoint."""
+    """A mixture-of-experts decoder. ``at`` and ``parts`` (gate, up, down) name the experts in a checkpoint."""
 
     width: str
     qkv_bias: bool = False

@@ -1,6 +1,6 @@
-"""How a tensor of Megatron-Core is made of checkpoint tensors and cut over tensor-parallel ranks, in both directions.
+"""Map Megatron-Core tensors to checkpoint tensors and shard them over tensor-parallel ranks, in both directions.
 
-A rule belongs to one Megatron-Core parameter. ``load`` reads no more than this rank's part of the checkpoint tensors;
+A rule belongs to one Megatron-Core parameter. ``load`` reads only this rank's part of the checkpoint tensors.
 ``export`` takes the parts of all ranks and returns the checkpoint tensors. Names may hold ``{layer}`` and ``{expert}``.
 """
 
@@ -12,29 +12,29 @@ import torch
 from torch import Tensor
 
 ReadPart = Callable[[str, Sequence[int], tuple[slice, ...]], Tensor]
-"""(checkpoint name, shape that the whole tensor must have, slices of its leading dims) -> that part of it."""
+"""(checkpoint name, expected shape of the whole tensor, slices of its leading dims) -> that part of it."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Which of ``size`` tensor-parallel parts."""
+    """Part ``rank`` of ``size`` tensor-parallel parts."""
 
     rank: int
     size: int
 
     def of(self, length: int) -> slice:
-        """Return this part of ``length`` items, which the parts divide evenly."""
-        assert length % self.size == 0, f"{length} items cannot be cut into {self.size} equal parts"
+        """Return the slice of ``length`` items that is this part; ``size`` must divide ``length``."""
+        assert length % self.size == 0, f"{length} items cannot be split into {self.size} equal parts"
         step = length // self.size
         return slice(self.rank * step, (self.rank + 1) * step)
 
 
 class Rule(ABC):
-    """A correspondence between one Megatron-Core tensor and ``names`` of a checkpoint."""
+    """Maps one Megatron-Core tensor to the checkpoint tensors ``names``."""
 
     names: tuple[str, ...]
     shard_dim: int | None = 0
-    """The dim that tensor parallelism cuts; None for a tensor that every rank holds whole."""
+    """The dim that tensor parallelism shards; None for a replicated tensor."""
 
     @abstractmethod
     def load(self, read: ReadPart, shard: Shard, names: Sequence[str], shape: torch.Size) -> Tensor:
@@ -42,9 +42,9 @@ class Rule(ABC):
 
     @abstractmethod
     def export(self, parts: Sequence[Tensor] | Tensor) -> list[Tensor]:
-        """Return the checkpoint tensors, in the order of ``names``, from the parts of all ranks.
+        """Return the checkpoint tensors in the order of ``names``, possibly views of the parts.
 
-        They may be views of the parts, which may stand in one tensor (ranks, ...).
+        Args: ``parts`` holds the parts of all ranks, as a sequence or as one tensor (ranks, ...).
         """
 
 
@@ -56,7 +56,7 @@ def _joined(parts: Sequence[Tensor] | Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Whole(Rule):
-    """Every rank holds all of it."""
+    """Replicated: every rank holds the whole tensor."""
 
     name: str
     shard_dim = None
@@ -74,7 +74,7 @@ class Whole(Rule):
 
 @dataclass(frozen=True)
 class Columns(Rule):
-    """Output features are cut: dim 0 of a weight or bias. ``rows`` is its length."""
+    """Sharded by output features: dim 0, of length ``rows``, of a weight or bias."""
 
     name: str
     rows: int
@@ -92,7 +92,7 @@ class Columns(Rule):
 
 @dataclass(frozen=True)
 class Rows(Rule):
-    """Input features are cut: dim 1 of a weight. ``columns`` is its length."""
+    """Sharded by input features: dim 1, of length ``columns``, of a weight."""
 
     name: str
     columns: int
@@ -111,7 +111,7 @@ class Rows(Rule):
 
 @dataclass(frozen=True)
 class Vocabulary(Rule):
-    """Tokens are cut; zeros pad them to equal parts, and do not leave the rank."""
+    """Sharded by tokens, padded with zeros to equal parts; ``export`` drops the padding."""
 
     name: str
     vocab_size: int
@@ -134,7 +134,7 @@ class Vocabulary(Rule):
 
 @dataclass(frozen=True)
 class Stacked(Rule):
-    """Several projections in one, each cut by output features: gate and up. All have ``rows``."""
+    """Several projections of ``rows`` output features, such as gate and up, sharded one by one and concatenated."""
 
     parts: tuple[str, ...]
     rows: int
@@ -154,9 +154,9 @@ class Stacked(Rule):
 
 @dataclass(frozen=True)
 class QueryKeyValue(Rule):
-    """Query, key and value in one, group by group: the queries of a key-value head, then its key, then its value.
+    """Query, key and value interleaved by group: the queries of a key-value head, then its key, then its value.
 
-    Weights and biases alike. Ranks hold whole groups.
+    It applies to weights and biases. Ranks hold whole groups.
     """
 
     query: str
@@ -171,10 +171,8 @@ class QueryKeyValue(Rule):
         return (self.query, self.key, self.value)
 
     def load(self, read: ReadPart, shard: Shard, names: Sequence[str], shape: torch.Size) -> Tensor:
-        rest, lengths = (
-            shape[1:],
-            [heads * self.head_dim for heads in (self.num_heads, self.num_groups, self.num_groups)],
-        )
+        rest = shape[1:]
+        lengths = [heads * self.head_dim for heads in (self.num_heads, self.num_groups, self.num_groups)]
         parts = [read(name, (length, *rest), (shard.of(length),)) for name, length in zip(names, lengths, strict=True)]
         groups = self.num_groups // shard.size
         return torch.cat([part.reshape(groups, -1, *rest) for part in parts], dim=1).reshape(-1, *rest)

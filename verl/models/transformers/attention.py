@@ -1,12 +1,13 @@
 """Attention over packed sequences, registered with transformers as ``verl_varlen``.
 
-A packed row holds several sequences end to end. Where flash-attn or torch's varlen kernel serve the device and dtype
-they get the boundaries; elsewhere neighbouring sequences of about the same length share one batched SDPA call, without
-any mask: the padding stands behind the causal horizon of the real tokens.
+A packed row holds several sequences end to end. flash-attn and torch's varlen kernel take the boundaries, if they
+support the device and dtype. Otherwise neighbouring sequences of similar length are padded and share one batched SDPA
+call. It needs no mask, because causal attention never looks at padding after a sequence.
 
 Works with transformers 5.16 to 5.19 (AttentionInterface and AttentionMaskInterface).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -23,12 +24,15 @@ from verl.utils.ulysses import (
 
 VARLEN_ATTENTION = "verl_varlen"
 _MAX_PADDING = 1.25
-"""A bucket of unequal sequences may hold this many times its real tokens."""
+"""Largest ratio of padded to real tokens in a group of unequal sequences."""
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """Neighbouring sequences ``start:stop`` of a packed row, padded to (count, length); no index when none is short."""
+class PaddedGroup:
+    """Neighbouring sequences, tokens ``start:stop`` of a packed row, padded to (count, length).
+
+    ``index`` holds the padded positions of the real tokens; None if all sequences have equal length.
+    """
 
     start: int
     stop: int
@@ -38,7 +42,7 @@ class Bucket:
 
 
 class PackedSequences:
-    """The boundaries of the sequences of a packed row, in every form that a kernel asks for."""
+    """The boundaries of the sequences in a packed row, in the forms that kernels need."""
 
     def __init__(self, lengths: list[int], device: torch.device | str) -> None:
         self.lengths = lengths
@@ -46,25 +50,25 @@ class PackedSequences:
         self.max_length = max(lengths)
         self.device = device
         self._cu_seqlens: Tensor | None = None
-        self._buckets: list[Bucket] | None = None
+        self._padded_groups: list[PaddedGroup] | None = None
 
     @property
     def cu_seqlens(self) -> Tensor:
-        """(n + 1,) int32 offsets on the device."""
+        """Return the (n + 1,) int32 offsets on the device."""
         if self._cu_seqlens is None:
             offsets = F.pad(torch.tensor(self.lengths).cumsum(0), (1, 0))
             self._cu_seqlens = offsets.to(self.device, torch.int32, non_blocking=True)
         return self._cu_seqlens
 
     @property
-    def buckets(self) -> list[Bucket]:
-        """The sequences grouped for batched calls; made once, used by every layer."""
-        if self._buckets is None:
-            self._buckets = _make_buckets(self.lengths, self.device)
-        return self._buckets
+    def padded_groups(self) -> list[PaddedGroup]:
+        """Return the sequences grouped for batched calls; built once and used by every layer."""
+        if self._padded_groups is None:
+            self._padded_groups = _group_by_length(self.lengths, self.device)
+        return self._padded_groups
 
 
-def _make_buckets(lengths: list[int], device: torch.device | str) -> list[Bucket]:
+def _group_by_length(lengths: list[int], device: torch.device | str) -> list[PaddedGroup]:
     groups: list[list[int]] = []
     for length in lengths:
         joined = [*groups[-1], length] if groups else [length]
@@ -72,20 +76,22 @@ def _make_buckets(lengths: list[int], device: torch.device | str) -> list[Bucket
             groups[-1].append(length)
         else:
             groups.append([length])
-    buckets, start = [], 0
+    padded = []
+    start = 0
     for group in groups:
-        stop, longest = start + sum(group), max(group)
+        stop = start + sum(group)
+        longest = max(group)
         index = None
         if min(group) < longest:
             columns = torch.arange(longest)
             index = (columns < torch.tensor(group).unsqueeze(1)).flatten().nonzero().squeeze(1).to(device)
-        buckets.append(Bucket(start, stop, len(group), longest, index))
+        padded.append(PaddedGroup(start, stop, len(group), longest, index))
         start = stop
-    return buckets
+    return padded
 
 
 class _PadRows(torch.autograd.Function):
-    """Put row i of (t, ...) at ``index[i]`` of (n, ...); the rest is zero."""
+    """Scatter row i of (t, ...) to ``index[i]`` of a zero tensor (n, ...)."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, index: Tensor, size: int) -> Tensor:
@@ -99,7 +105,7 @@ class _PadRows(torch.autograd.Function):
 
 
 class _UnpadRows(torch.autograd.Function):
-    """Take the rows at ``index``, which holds none twice."""
+    """Take the rows at ``index``, which has no duplicates."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, index: Tensor) -> Tensor:
@@ -113,7 +119,7 @@ class _UnpadRows(torch.autograd.Function):
         return grads[0].new_zeros(ctx.size, *grads[0].shape[1:]).index_copy_(0, index, grads[0]), None
 
 
-def _bucketed_sdpa(
+def _padded_sdpa(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -123,27 +129,33 @@ def _bucketed_sdpa(
     window: int | None,
 ) -> Tensor:
     outputs = []
-    for bucket in packed.buckets:
-        q, k, v = (_as_batch(t, bucket) for t in (query, key, value))
-        banded = window is not None and bucket.length > window
-        mask = _band(bucket.length, window, query.device) if banded else None
+    for group in packed.padded_groups:
+        q, k, v = (_as_batch(t, group) for t in (query, key, value))
+        banded = window is not None and group.length > window
+        mask = _band(group.length, window, query.device) if banded else None
         out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, dropout_p=dropout,
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scale,
+            dropout_p=dropout,
             enable_gqa=q.shape[1] != k.shape[1],
-        )  # fmt: skip
-        rows = out.transpose(1, 2).reshape(bucket.count * bucket.length, *query.shape[1:2], value.shape[2])
-        if bucket.index is not None:
-            rows = _UnpadRows.apply(rows, bucket.index)  # type: ignore[no-untyped-call]
+        )
+        rows = out.transpose(1, 2).reshape(group.count * group.length, *query.shape[1:2], value.shape[2])
+        if group.index is not None:
+            rows = _UnpadRows.apply(rows, group.index)  # type: ignore[no-untyped-call]
         outputs.append(rows)
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def _as_batch(rows: Tensor, bucket: Bucket) -> Tensor:
-    """Cut a bucket out of (T, H, D) as (count, H, length, D)."""
-    rows = rows[bucket.start : bucket.stop]
-    if bucket.index is not None:
-        rows = _PadRows.apply(rows, bucket.index, bucket.count * bucket.length)  # type: ignore[no-untyped-call]
-    return rows.view(bucket.count, bucket.length, *rows.shape[1:]).transpose(1, 2)
+def _as_batch(rows: Tensor, group: PaddedGroup) -> Tensor:
+    """Extract a group from (T, H, D) as (count, H, length, D)."""
+    rows = rows[group.start : group.stop]
+    if group.index is not None:
+        rows = _PadRows.apply(rows, group.index, group.count * group.length)  # type: ignore[no-untyped-call]
+    return rows.view(group.count, group.length, *rows.shape[1:]).transpose(1, 2)
 
 
 def _band(length: int, window: int | None, device: torch.device) -> Tensor:
@@ -153,12 +165,13 @@ def _band(length: int, window: int | None, device: torch.device) -> Tensor:
 
 
 @cache
-def _flash_attn_varlen() -> Any:
+def _flash_attn_varlen() -> Callable[..., Tensor] | None:
     try:
         from flash_attn import flash_attn_varlen_func
     except ImportError:
         return None
-    return flash_attn_varlen_func
+    kernel: Callable[..., Tensor] = flash_attn_varlen_func
+    return kernel
 
 
 def _cuda_varlen(
@@ -170,14 +183,24 @@ def _cuda_varlen(
     dropout: float,
     window: int | None,
 ) -> Tensor:
-    bounds, longest = packed.cu_seqlens, packed.max_length
+    bounds = packed.cu_seqlens
+    longest = packed.max_length
     left = (window or 0) - 1
     if (flash := _flash_attn_varlen()) is not None:
-        out: Tensor = flash(
-            query, key, value, bounds, bounds, longest, longest,
-            dropout_p=dropout, softmax_scale=scale, causal=True, window_size=(left, -1 if left < 0 else 0),
-        )  # fmt: skip
-        return out
+        window_size = (left, -1 if left < 0 else 0)
+        return flash(
+            query,
+            key,
+            value,
+            bounds,
+            bounds,
+            longest,
+            longest,
+            dropout_p=dropout,
+            softmax_scale=scale,
+            causal=True,
+            window_size=window_size,
+        )
     from torch.nn.attention.varlen import varlen_attn
 
     heads = query.shape[1] != key.shape[1]
@@ -188,20 +211,22 @@ def _cuda_varlen(
     return result
 
 
-def _packed_kernel(query: Tensor, dropout: float) -> Any:
-    """Choose by device and dtype; torch's kernel has no dropout."""
-    served = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= 256
-    if served and (_flash_attn_varlen() is not None or dropout == 0):
+Kernel = Callable[[Tensor, Tensor, Tensor, PackedSequences, float | None, float, int | None], Tensor]
+
+
+def _packed_kernel(query: Tensor, dropout: float) -> Kernel:
+    """Choose a kernel by device and dtype; torch's varlen kernel has no dropout."""
+    supported = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= 256
+    if supported and (_flash_attn_varlen() is not None or dropout == 0):
         return _cuda_varlen
-    return _bucketed_sdpa
+    return _padded_sdpa
 
 
 def packed_attention(
     query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, scale: float | None = None, dropout: float = 0.0
 ) -> Tensor:
     """Attend causally within each sequence of a packed row: query (T, H, D), key and value (T, K, D) -> (T, H, D)."""
-    out: Tensor = _packed_kernel(query, dropout)(query, key, value, packed, scale, dropout, None)
-    return out
+    return _packed_kernel(query, dropout)(query, key, value, packed, scale, dropout, None)
 
 
 def varlen_attention_forward(
@@ -217,11 +242,11 @@ def varlen_attention_forward(
     packed_sequences: PackedSequences | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend within each sequence of a packed row.
+    """Attend within each sequence of a packed row; without ``packed_sequences`` run transformers' own ``sdpa``.
 
-    Args: query (1, H, T, D), key and value (1, K, T, D); with Ulysses T is this rank's slice.
-    Returns: (1, T, H, D). Without ``packed_sequences`` this is transformers' own ``sdpa``.
-    Raises: ValueError for logit caps and sinks, which the kernels do not know.
+    Args: query (1, H, T, D), key and value (1, K, T, D); with Ulysses, T is this rank's slice.
+    Returns: (1, T, H, D).
+    Raises: ValueError for logit caps and sinks, which the kernels do not support.
     """
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     if packed_sequences is None or not causal:
@@ -249,7 +274,7 @@ def varlen_attention_forward(
 
 
 def _varlen_mask(attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
-    """Build no mask for packed rows, which come without one, and that of sdpa for padded ones."""
+    """Return no mask for packed rows, which have no attention mask, and sdpa's mask for padded ones."""
     if attention_mask is None:
         return None
     from transformers.masking_utils import sdpa_mask
@@ -260,7 +285,7 @@ def _varlen_mask(attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor 
 
 @cache
 def register_varlen_attention() -> None:
-    """Make ``attn_implementation="verl_varlen"`` known to transformers."""
+    """Register ``attn_implementation="verl_varlen"`` with transformers."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 

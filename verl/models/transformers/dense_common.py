@@ -1,7 +1,7 @@
-"""A transformers model whose head scores tokens instead of returning logits (``use_fused_kernels``).
+"""Let a transformers model's head score tokens instead of returning logits (``use_fused_kernels``).
 
-Any causal model that takes its logits from a plain linear head, whatever scale or soft cap follows: these are found by
-running the model's own forward with known hidden states and logits. Works with transformers 5.16 to 5.19.
+It works for any causal model with a plain linear head, optionally followed by a scale or a soft cap. These are measured
+by running the model's own forward with known hidden states and logits. Works with transformers 5.16 to 5.19.
 """
 
 import math
@@ -25,7 +25,7 @@ _MARK = "_verl_fused_head"
 
 @dataclass(frozen=True)
 class HeadRequest:
-    """What a fused head is asked: the tokens (k,) read at the flat positions (k,) of the hidden states.
+    """A request to a fused head: score the tokens ``labels`` (k,) at the flat positions ``at`` (k,).
 
     ``entropy`` is ``none``, ``value`` (without gradient) or ``grad``.
     """
@@ -37,20 +37,20 @@ class HeadRequest:
 
 
 class FusedHeadError(ValueError):
-    """A model takes its logits in a way that cannot be fused."""
+    """The model computes its logits in a way that cannot be fused."""
 
 
-def has_fused_head(model: Any) -> bool:
-    """Whether ``install_fused_head`` has been here."""
+def has_fused_head(model: nn.Module) -> bool:
+    """Return whether the model has a fused head."""
     return _MARK in getattr(model, "__dict__", {})
 
 
 def install_fused_head(model: "PreTrainedModel", backend: str = "torch") -> None:
-    """Let a model take ``head_request=HeadRequest(...)``, or ``temperature=`` for every next token of ``input_ids``.
+    """Let a model accept ``head_request=HeadRequest(...)``, or ``temperature=`` to score every next token.
 
-    It answers with a ``CausalLMOutputForPPO``; without either it works as before.
+    It then returns a ``CausalLMOutputForPPO``. Without either argument it works as before.
 
-    Raises: FusedHeadError when its logits are not those of a plain linear head with a scale or a soft cap.
+    Raises: FusedHeadError unless its logits come from a plain linear head with an optional scale or soft cap.
     """
     head, name = _head_of(model)
     formula = _formula_of(model, name)
@@ -64,7 +64,8 @@ def _forward(self: Any, *args: Any, head_request: HeadRequest | None = None, **k
     plain, head_name = self.__dict__[_MARK]
     if head_request is None and kwargs.get("temperature") is None:
         return plain(*args, **kwargs)
-    temperature, ids = kwargs.pop("temperature", None), kwargs.get("input_ids")
+    temperature = kwargs.pop("temperature", None)
+    ids = kwargs.get("input_ids")
     kwargs = {key: value for key, value in kwargs.items() if value is not None and key not in ("labels", "return_dict")}
     hidden = getattr(self, self.base_model_prefix)(*args, **kwargs)[0]
     head = getattr(self, head_name)
@@ -79,7 +80,7 @@ def _forward(self: Any, *args: Any, head_request: HeadRequest | None = None, **k
 
 
 def _score(self: nn.Linear, hidden: Tensor, request: HeadRequest | None = None) -> Any:
-    """Stand for the head's forward, within which sharded weights are whole."""
+    """Replace the head's forward, because only there FSDP has gathered the head's weights."""
     plain, formula, backend = self.__dict__[_MARK]
     if request is None:
         return plain(hidden)
@@ -95,7 +96,7 @@ def _score(self: nn.Linear, hidden: Tensor, request: HeadRequest | None = None) 
 
 
 def check_backend(backend: str, device: torch.device) -> None:
-    """Raise a ValueError where a backend cannot run."""
+    """Raise a ValueError if a backend cannot run on the device."""
     backend_of(backend, device)
 
 
@@ -105,22 +106,22 @@ def check_backend(backend: str, device: torch.device) -> None:
 def _head_of(model: "PreTrainedModel") -> tuple[nn.Linear, str]:
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear) or not head.weight.is_floating_point():
-        adapted = "leave the head out of model.target_modules, or " if hasattr(head, "base_layer") else ""
+        adapted = "remove the head from model.target_modules, or " if hasattr(head, "base_layer") else ""
         raise FusedHeadError(
-            f"use_fused_kernels=True needs a plain linear head, {type(model).__name__} has a {type(head).__name__}: "
-            f"{adapted}write False"
+            f"use_fused_kernels=True needs a plain linear head, but {type(model).__name__} has a "
+            f"{type(head).__name__}: {adapted}set use_fused_kernels=False"
         )
     names = [name for name, child in model.named_children() if child is head]
     if not names or not hasattr(model, model.base_model_prefix):
         raise FusedHeadError(
-            f"use_fused_kernels=True needs the head beside the model that it reads, which {type(model).__name__} has "
-            "not: write False"
+            f"use_fused_kernels=True needs the head and its base model as direct children, unlike in "
+            f"{type(model).__name__}: set use_fused_kernels=False"
         )
     return head, names[0]
 
 
 class _Outputs(BaseModelOutputWithPast):
-    """Hidden states, and None for whatever else is read."""
+    """Outputs with hidden states, and None for every other attribute."""
 
     def __getattr__(self, name: str) -> None:
         return None
@@ -150,16 +151,18 @@ _PROBES = (1e-3, 1.0, -7.0, 0.3, 20.0, 60.0, -1e3, 1e6, 1e7)
 
 
 def _formula_of(model: "PreTrainedModel", head_name: str) -> HeadFormula:
-    """Run the forward of a model around known hidden states and logits, and see what it does to both."""
-    hidden, logits = torch.arange(12.0).view(1, 3, 4), torch.tensor(_PROBES).view(1, 1, -1)
+    """Measure scale and soft cap: run the model's forward with stubs that return known hidden states and logits."""
+    hidden = torch.arange(12.0).view(1, 3, 4)
+    logits = torch.tensor(_PROBES).view(1, 1, -1)
     shell = object.__new__(type(model))
-    inner, head = _Inner(hidden), _Head(logits)
+    inner = _Inner(hidden)
+    head = _Head(logits)
     parts = dict(model._modules) | {model.base_model_prefix: inner, head_name: head}
     shell.__dict__.update(model.__dict__ | {"_modules": parts})
     ids = torch.zeros(1, 3, dtype=torch.long)
     try:
         found = type(model).forward(shell, input_ids=ids, use_cache=False, logits_to_keep=torch.tensor([1])).logits
-    except Exception as error:  # code of any model
+    except Exception as error:  # model code raises arbitrary classes
         raise FusedHeadError(f"{_unknown(model)} ({type(error).__name__}: {error})") from error
     found = found.flatten().tolist()
     if head.seen is None or not torch.equal(head.seen, hidden[:, 1:2]) or len(found) != len(_PROBES):
@@ -174,8 +177,8 @@ def _formula_of(model: "PreTrainedModel", head_name: str) -> HeadFormula:
     return formula
 
 
-def _unknown(model: Any) -> str:
+def _unknown(model: nn.Module) -> str:
     return (
-        f"use_fused_kernels=True: {type(model).__name__} makes its logits by more than a linear head, a scale and a "
-        "soft cap: write False"
+        f"use_fused_kernels=True: {type(model).__name__} computes its logits by more than a linear head, a scale and a "
+        "soft cap: set use_fused_kernels=False"
     )

@@ -1,4 +1,4 @@
-"""Established name of the positions of GLM-4V; see ``verl.utils.vision.positions``."""
+"""Established import path of GLM-4V's positions, see ``verl.utils.vision.positions``."""
 
 from verl.models.transformers.qwen2_vl import get_rope_index
 

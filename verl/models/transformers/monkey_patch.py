@@ -1,6 +1,6 @@
-"""Packed and sequence-parallel attention for a transformers model that was built elsewhere.
+"""Switch an existing transformers model to packed and sequence-parallel attention.
 
-Works with transformers 5.16 to 5.19, whose models take their attention from a registry; nothing of a model is replaced.
+Works with transformers 5.16 to 5.19, whose models look up their attention in a registry, so no model code is replaced.
 """
 
 from typing import TYPE_CHECKING
@@ -20,13 +20,13 @@ def apply_monkey_patch(
     use_fused_kernels: bool = False,
     fused_kernels_backend: str | None = None,
 ) -> None:
-    """Switch a model to packed attention, which knows sequence parallelism, and its head to a fused one.
+    """Switch a model to packed attention, which supports sequence parallelism, and optionally to a fused head.
 
     With ``use_fused_kernels`` a forward with ``temperature=`` returns ``log_probs`` and ``entropy`` of each next token
-    of ``input_ids``, (B, L); the backend is ``torch``, which is the default, or ``triton`` on CUDA.
+    of ``input_ids``, (B, L). The backend is ``torch`` (the default), or ``triton`` on CUDA.
 
-    Raises: ValueError when heads do not share out over ``ulysses_sp_size`` ranks, padding stays in, or the head of the
-    model cannot be fused.
+    Raises: ValueError if ``ulysses_sp_size`` does not divide the heads or is used with padding, or if the model's head
+    cannot be fused.
     """
     text = model.config.get_text_config()
     validate_ulysses_config(text.num_attention_heads, ulysses_sp_size, getattr(text, "num_key_value_heads", None))

@@ -1,4 +1,4 @@
-"""Established name of the positions of Qwen2-VL and Qwen2.5-VL; see ``verl.utils.vision.positions``."""
+"""Established import path of Qwen2-VL's and Qwen2.5-VL's positions, see ``verl.utils.vision.positions``."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def get_rope_index(
 ) -> Tensor:
     """Return the vision positions (3, L) of one sequence (L,).
 
-    Raises: PositionError when the tokens are not those of the grids.
+    Raises: PositionError if the tokens do not match the grids.
     """
     rope = rope_of(processor)
     return rope.positions(input_ids, image_grid_thw, video_grid_thw, second_per_grid_ts, attention_mask)

@@ -1,4 +1,4 @@
-"""Established name of the positions of Qwen3-VL; see ``verl.utils.vision.positions``."""
+"""Established import path of Qwen3-VL's positions, see ``verl.utils.vision.positions``."""
 
 from verl.models.transformers.qwen2_vl import get_rope_index
 

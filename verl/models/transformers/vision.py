@@ -1,12 +1,11 @@
-"""Images and videos in the forward pass of a vision-language model of transformers.
+"""Pass images and videos to a vision-language model of transformers.
 
-The tower runs once in every pass, over images and videos together, or over a blank image where there is none: ranks
-that share its weights take part in as many collectives, and its weights have a gradient on every layout. What several
-rows show, such as the samples of one prompt, it sees once. Its features are merged into the embeddings before a
-sequence is sliced over ranks. Nothing of the model is replaced: two hooks stand before the inner model and its language
-model.
+The vision tower runs exactly once per forward pass, over images and videos together, or over a blank image if there are
+none. So all ranks that share its weights run the same number of collectives, and its weights always get a gradient.
+Media that several rows share, such as the samples of one prompt, pass through the tower once. Its features replace
+token embeddings before the sequence is sliced over ranks. Two forward hooks do this, without replacing model code.
 
-Works with transformers 5.16 to 5.19: the families below keep ``visual`` and ``language_model`` in ``model``.
+Works with transformers 5.16 to 5.19, where the families below have ``visual`` and ``language_model`` in ``model``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,25 +19,27 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-"""Values of ``model_type`` that are laid out as described; see docs/advance/multi_modal.md for how to add one."""
+"""Supported values of ``model_type``; docs/advance/multi_modal.md says how to add one."""
 
 _KINDS = (("pixel_values", "image_grid_thw", "image"), ("pixel_values_videos", "video_grid_thw", "video"))
-"""Keys of the processor's output, images first, and the kind of token that stands for the features."""
+"""Keys of the processor's output, images first, and the kind of their placeholder tokens."""
 
+Kwargs = dict[str, Any]
+"""Keyword arguments of a model's forward."""
 MEDIA = "media"
 _FEATURES = "media_features"
 
 
 @dataclass(frozen=True)
 class Media:
-    """What the rows of a forward pass show, and where.
+    """The images and videos of a forward pass.
 
     Args:
-        inputs: joined outputs of the processor, empty where no row shows anything.
-        shown: by the name of a grid in ``inputs``, which of its entries the rows show, in the order of their tokens;
-            without it, each once.
-        sampled: (b, L) bool as ``input_ids``: tokens of the model, which stand for no image whatever their id.
-        window: (start, width) of the slice of the sequence that this rank works on.
+        inputs: concatenated outputs of the processor; empty without images and videos.
+        shown: key of a grid in ``inputs`` -> indices of its entries, in the order of their tokens; by default each
+            entry once.
+        sampled: (b, L) bool like ``input_ids``: the model sampled the token, so it is no placeholder, whatever its id.
+        window: (start, width) of this rank's slice of the sequence.
     """
 
     sampled: Tensor
@@ -48,30 +49,31 @@ class Media:
 
 
 def is_vision_config(config: "PretrainedConfig") -> bool:
-    """Whether a configuration describes a model with a vision tower."""
+    """Return whether a configuration describes a model with a vision tower."""
     return getattr(config, "vision_config", None) is not None
 
 
 def uses_media(config: "PretrainedConfig | None") -> bool:
-    """Whether ``Media`` is how images reach models of this configuration."""
+    """Return whether models of this configuration take images as ``Media``."""
     return getattr(config, "model_type", None) in FAMILIES
 
 
 def install_vision(model: "PreTrainedModel") -> None:
-    """Let a model take ``media=Media(...)``."""
+    """Let a model accept ``media=Media(...)``."""
     inner: Any = model.model
     inner.register_forward_pre_hook(_merge, with_kwargs=True)
     inner.language_model.register_forward_pre_hook(_add_deep_features, with_kwargs=True)
 
 
-def _merge(model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-    """Turn ids and media into the embeddings that the language model reads."""
+def _merge(model: Any, args: tuple[Any, ...], kwargs: Kwargs) -> tuple[tuple[Any, ...], Kwargs] | None:
+    """Replace ids and media by the embeddings for the language model."""
     media: Media | None = kwargs.pop(MEDIA, None)
     if media is None:
         return None
     ids: Tensor = kwargs.pop("input_ids")
     embeddings: Tensor = model.get_input_embeddings()(ids)
-    mask, deep = torch.zeros_like(ids, dtype=torch.bool), []
+    mask = torch.zeros_like(ids, dtype=torch.bool)
+    deep: list[Tensor] = []
     pixels, grid, places, order = _collect(model, media, ids)
     if pixels is None:
         features, unread = _run_tower(model.visual, *blank_image(model, ids.device))
@@ -88,7 +90,8 @@ def _merge(model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str
         deep = [part.index_select(0, places.argsort()) for part in deep]
     positions = kwargs["position_ids"]
     if media.window is not None:
-        embeddings, positions = embeddings.narrow(1, *media.window), positions.narrow(-1, *media.window)
+        embeddings = embeddings.narrow(1, *media.window)
+        positions = positions.narrow(-1, *media.window)
         mask, deep = _slice_deep(mask, deep, *media.window)
     kwargs |= {"input_ids": None, "inputs_embeds": embeddings, "position_ids": positions}
     if deep:
@@ -96,8 +99,10 @@ def _merge(model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str
     return args, kwargs
 
 
-def _add_deep_features(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-    """Hand the features of earlier layers of the tower to the layers of the language model."""
+def _add_deep_features(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
+) -> tuple[tuple[Any, ...], Kwargs] | None:
+    """Pass the features of the tower's earlier layers to the language model."""
     if _FEATURES not in kwargs:
         return None
     kwargs["visual_pos_masks"], kwargs["deepstack_visual_embeds"] = kwargs.pop(_FEATURES)
@@ -105,15 +110,17 @@ def _add_deep_features(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> t
 
 
 def _collect(model: Any, media: Media, ids: Tensor) -> tuple[Tensor | None, Tensor, Tensor, list[int]]:
-    """Return patches and grids of images, then of videos, the flat places of their tokens, and what these show.
+    """Return patches and grids, the flat places of their placeholder tokens, and the grid that each run of these shows.
 
-    Places and what they show, as indices of grids, are in the order of the rows, images before videos.
+    Images come before videos; within a kind the order is that of the rows.
     """
-    pixels, grids, places = [], [], []
+    pixels = []
+    grids = []
+    places = []
     order: list[int] = []
     for values, grid, kind in _KINDS:
-        stands_for = (ids == getattr(model.config, f"{kind}_token_id")) & ~media.sampled
-        at = stands_for.flatten().nonzero().squeeze(1)
+        is_placeholder = (ids == getattr(model.config, f"{kind}_token_id")) & ~media.sampled
+        at = is_placeholder.flatten().nonzero().squeeze(1)
         places.append(at)
         if media.inputs.get(values) is not None:
             first = sum(map(len, grids))
@@ -121,14 +128,14 @@ def _collect(model: Any, media: Media, ids: Tensor) -> tuple[Tensor | None, Tens
             grids.append(media.inputs[grid])
             order += [first + index for index in media.shown.get(grid, range(len(grids[-1])))]
         elif len(at):
-            raise MediaError(f"{len(at)} {kind} tokens stand in the prompts, but multi_modal_inputs has no {values}")
+            raise MediaError(f"the prompts hold {len(at)} {kind} tokens, but multi_modal_inputs has no {values}")
     if not pixels:
         return None, ids, places[0], order
     return torch.cat(pixels), torch.cat(grids), torch.cat(places), order
 
 
 def _as_shown(features: Tensor, sizes: list[int], order: list[int]) -> Tensor:
-    """Return the features of images, so many of each, in another order and as often as that names them."""
+    """Split the features into ``sizes`` and join them in ``order``, which may repeat or omit parts."""
     if order == list(range(len(sizes))):
         return features
     parts = features.split(sizes)
@@ -136,7 +143,7 @@ def _as_shown(features: Tensor, sizes: list[int], order: list[int]) -> Tensor:
 
 
 def _run_tower(tower: Any, pixels: Tensor, grid: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Return the features (n, hidden), and those of earlier layers where the language model reads them."""
+    """Return the features (n, hidden), and those of earlier layers if the language model reads them."""
     trained = any(p.requires_grad for p in tower.parameters())
     with torch.set_grad_enabled(trained and torch.is_grad_enabled()):
         output = tower(pixels, grid_thw=grid)
@@ -146,19 +153,20 @@ def _run_tower(tower: Any, pixels: Tensor, grid: Tensor) -> tuple[Tensor, list[T
 def _check_count(places: Tensor, features: Tensor) -> None:
     if len(places) != len(features):
         raise MediaError(
-            f"{len(places)} image and video tokens stand in the prompts of a micro-batch, but multi_modal_inputs makes "
-            f"{len(features)} features: keep the prompt and the processor's output of a row together, and do not "
-            "truncate prompts within an image"
+            f"the prompts of a micro-batch hold {len(places)} image and video tokens, but multi_modal_inputs gives "
+            f"{len(features)} features: keep each row's prompt and processor output together, and do not truncate "
+            "prompts within an image"
         )
 
 
 def _slice_deep(mask: Tensor, deep: list[Tensor], start: int, width: int) -> tuple[Tensor, list[Tensor]]:
-    before, own = int(mask[:, :start].sum()), mask.narrow(1, start, width)
+    before = int(mask[:, :start].sum())
+    own = mask.narrow(1, start, width)
     return own, [part.narrow(0, before, int(own.sum())) for part in deep]
 
 
 def blank_image(model: Any, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the patches and the grid of the smallest image, all zero."""
+    """Return zero patches and the grid of the smallest possible image."""
     vision = model.config.vision_config
     side = vision.spatial_merge_size
     values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
@@ -166,4 +174,4 @@ def blank_image(model: Any, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 class MediaError(ValueError):
-    """Prompts and images of a batch do not fit each other."""
+    """The prompts and images of a batch do not match."""

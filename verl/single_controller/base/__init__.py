@@ -1,4 +1,4 @@
-"""What a worker group is, whatever runs its processes."""
+"""Workers and worker groups, independent of the backend that runs the processes."""
 
 from verl.single_controller.base.errors import (
     PlacementError,

@@ -1,4 +1,4 @@
-"""Which methods of a worker can be called through its group, and how arguments are split and outputs merged."""
+"""Register the methods of a worker that its group can call, and say how arguments are split and outputs merged."""
 
 import inspect
 import time
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, Protocol, TypedDict, TypeVar
 
 from verl.protocol import DataProto, DataProtoFuture, _padding_size_key
 from verl.single_controller.base import layout
@@ -14,17 +14,50 @@ from verl.utils.py_functional import DynamicEnum
 from verl.utils.ray_utils import parallel_put
 
 if TYPE_CHECKING:
-    from verl.single_controller.base.worker_group import WorkerGroup
+    from ray import ObjectRef
 
 P = ParamSpec("P")
 T = TypeVar("T")
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
+Batch = DataProto | DataProtoFuture
 DispatchFn = Callable[..., tuple[Args, Kwargs]]
 CollectFn = Callable[..., Any]
 
 MAGIC_ATTR = "attrs_3141562937"
 """The attribute that marks a method as callable through a worker group."""
+
+
+class DispatchFns(TypedDict):
+    """The two functions of a dispatch mode."""
+
+    dispatch_fn: DispatchFn
+    collect_fn: CollectFn
+
+
+class MethodAttrs(TypedDict):
+    """The arguments of ``register``, as they are kept under ``MAGIC_ATTR``."""
+
+    dispatch_mode: "Dispatch | DispatchFns"
+    execute_mode: "Execute"
+    blocking: bool
+
+
+class DispatchGroup(layout.LayoutGroup, Protocol):
+    """The part of a worker group that dispatch reads. The two tables keep the answers of the two queries, by mesh."""
+
+    _dispatch_info: dict[str, list[int]]
+    _collect_info: dict[str, list[bool]]
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers."""
+
+    def _query_dispatch_info(self, mesh_name: str) -> list[int]:
+        """Ask every worker for its data-parallel rank on a mesh."""
+
+    def _query_collect_info(self, mesh_name: str) -> list[bool]:
+        """Ask every worker whether its output on a mesh is collected."""
 
 
 class Dispatch(DynamicEnum):
@@ -51,22 +84,9 @@ class Execute(DynamicEnum):
     RANK_ZERO: "Execute"
 
 
-for _name in (
-    "RANK_ZERO",
-    "ONE_TO_ALL",
-    "ALL_TO_ALL",
-    "DP_COMPUTE",
-    "DP_COMPUTE_PROTO",
-    "DP_COMPUTE_PROTO_WITH_FUNC",
-    "DP_COMPUTE_METRIC",
-    "DIRECT_ROLLOUT_METHOD",
-    "MEGATRON_COMPUTE",
-    "MEGATRON_PP_AS_DP",
-    "MEGATRON_COMPUTE_PROTO",
-    "MEGATRON_PP_AS_DP_PROTO",
-):
+for _name in Dispatch.__annotations__:
     Dispatch.register(_name)
-for _name in ("ALL", "RANK_ZERO"):
+for _name in Execute.__annotations__:
     Execute.register(_name)
 
 
@@ -77,62 +97,60 @@ class DispatchError(ValueError, AssertionError):
 # ---- splitting
 
 
-def _is_batch(value: Any) -> bool:
-    return isinstance(value, DataProto | DataProtoFuture)
-
-
-def _check_batches(args: Args, kwargs: Kwargs) -> None:
+def _check_batches(args: Sequence[Batch], kwargs: Mapping[str, Batch]) -> None:
     for name, value in (*enumerate(args), *kwargs.items()):
-        if not _is_batch(value):
+        if not isinstance(value, DataProto | DataProtoFuture):
             raise DispatchError(
                 f"argument {name!r} must be a DataProto or a DataProtoFuture, got {type(value).__name__}"
             )
 
 
-def _pad_size(chunks: int, values: Sequence[Any]) -> int:
-    """Return how many rows to append to every batch; 0 where none asks for padding."""
-    if not any(isinstance(value, DataProto) and value.is_padding_enabled() for value in values):
+def _pad_size(chunks: int, values: Sequence[Batch]) -> int:
+    """Return how many rows to append to every batch; 0 if no batch enables padding."""
+    batches = [value for value in values if isinstance(value, DataProto)]
+    if not any(batch.is_padding_enabled() for batch in batches):
         return 0
-    lengths = {len(value) for value in values if isinstance(value, DataProto)}
+    lengths = {len(batch) for batch in batches}
     if len(lengths) > 1:
         raise DispatchError(f"batches that are padded must have the same number of rows, got {sorted(lengths)}")
     return -lengths.pop() % chunks
 
 
-def _split_batches(chunks: int, args: Args, kwargs: Kwargs) -> tuple[tuple[list[Any], ...], dict[str, list[Any]]]:
-    """Cut every batch into ``chunks`` parts; padded where that is enabled, with the count under the private key."""
+def _split_batches(
+    chunks: int, args: Sequence[Batch], kwargs: Mapping[str, Batch]
+) -> tuple[tuple[list[Batch], ...], dict[str, list[Batch]], dict[str, int]]:
+    """Cut every batch into ``chunks`` parts, padded if a batch enables that.
+
+    Returns: the parts of args and kwargs, and the keyword that tells the caller how many rows were appended.
+    """
     _check_batches(args, kwargs)
     pad = _pad_size(chunks, (*args, *kwargs.values()))
 
-    def split(value: Any) -> list[Any]:
+    def split(value: Batch) -> list[Batch]:
         if pad and isinstance(value, DataProto):
-            rows = [*range(len(value)), *(i % len(value) for i in range(pad))]
-            value = value.select_idxs(rows)
-        parts: list[Any] = value.chunk(chunks)
-        return parts
+            value = value.select_idxs([*range(len(value)), *(i % len(value) for i in range(pad))])
+        return list(value.chunk(chunks))
 
     split_args = tuple(split(value) for value in args)
     split_kwargs = {key: split(value) for key, value in kwargs.items()}
-    if pad:
-        split_kwargs[_padding_size_key] = pad  # type: ignore[assignment]  # a count, taken out again by the caller
-    return split_args, split_kwargs
+    return split_args, split_kwargs, {_padding_size_key: pad} if pad else {}
 
 
-def dispatch_one_to_all(worker_group: "WorkerGroup", *args: Any, **kwargs: Any) -> tuple[Args, Kwargs]:
+def dispatch_one_to_all(worker_group: DispatchGroup, *args: T, **kwargs: T) -> tuple[Args, Kwargs]:
     """Give every worker the same arguments."""
     size = worker_group.world_size
     return tuple([arg] * size for arg in args), {key: [value] * size for key, value in kwargs.items()}
 
 
-def dispatch_all_to_all(worker_group: "WorkerGroup", *args: Any, **kwargs: Any) -> tuple[Args, Kwargs]:
-    """Leave the arguments as they are; the executor spreads lists with one element per worker."""
+def dispatch_all_to_all(worker_group: DispatchGroup, *args: T, **kwargs: T) -> tuple[Args, Kwargs]:
+    """Pass the arguments through; the executor spreads lists with one element per worker."""
     return args, kwargs
 
 
-def dispatch_dp_compute(worker_group: "WorkerGroup", *args: Any, **kwargs: Any) -> tuple[Args, Kwargs]:
-    """Take arguments that are split already.
+def dispatch_dp_compute(worker_group: DispatchGroup, *args: Sequence[T], **kwargs: Sequence[T]) -> tuple[Args, Kwargs]:
+    """Take arguments that the caller has split.
 
-    Raises: ValueError, which is also an AssertionError, when one is no list or tuple with one element per worker.
+    Raises: ValueError, which is also an AssertionError, unless each is a list or tuple with one element per worker.
     """
     size = worker_group.world_size
     for name, value in (*enumerate(args), *kwargs.items()):
@@ -141,54 +159,64 @@ def dispatch_dp_compute(worker_group: "WorkerGroup", *args: Any, **kwargs: Any) 
     return tuple(list(arg) for arg in args), {key: list(value) for key, value in kwargs.items()}
 
 
-def dispatch_dp_compute_data_proto(worker_group: "WorkerGroup", *args: Any, **kwargs: Any) -> tuple[Args, Kwargs]:
+def dispatch_dp_compute_data_proto(worker_group: DispatchGroup, *args: Batch, **kwargs: Batch) -> tuple[Args, Kwargs]:
     """Cut every batch into one part per worker."""
-    return _split_batches(worker_group.world_size, args, kwargs)
+    parts, split_kwargs, padding = _split_batches(worker_group.world_size, args, kwargs)
+    return parts, {**split_kwargs, **padding}
 
 
 def dispatch_dp_compute_data_proto_with_func(
-    worker_group: "WorkerGroup", *args: Any, **kwargs: Any
+    worker_group: DispatchGroup, *args: Any, **kwargs: Batch
 ) -> tuple[Args, Kwargs]:
-    """Give every worker the function that is the first argument, and its part of the batches after it."""
+    """Give every worker the function, which is the first argument, and a part of each batch."""
     if not args or not inspect.isfunction(args[0]):
         raise DispatchError(
             f"the first argument must be a plain function, got {type(args[0]).__name__ if args else 'none'}"
         )
-    parts, split_kwargs = _split_batches(worker_group.world_size, args[1:], kwargs)
-    return ([args[0]] * worker_group.world_size, *parts), split_kwargs
+    size = worker_group.world_size
+    parts, split_kwargs, padding = _split_batches(size, args[1:], kwargs)
+    return ([args[0]] * size, *parts), {**split_kwargs, **padding}
 
 
 def dispatch_nd_compute(
-    dp_rank_mapping: Sequence[int], dp_size: int, worker_group: "WorkerGroup", *args: Any, **kwargs: Any
+    dp_rank_mapping: Sequence[int],
+    dp_size: int,
+    worker_group: DispatchGroup,
+    *args: Sequence[T],
+    **kwargs: Sequence[T],
 ) -> tuple[Args, Kwargs]:
     """Hand the parts of every argument, one per data-parallel rank, to the workers of that rank.
 
     Workers of one data-parallel rank share one object in the store.
     """
-    padding = {key: kwargs.pop(key) for key in (_padding_size_key,) if key in kwargs}
 
-    def spread(name: Any, parts: Any) -> list[Any]:
+    def spread(name: int | str, parts: "Sequence[T | ObjectRef[T]]") -> "list[T | ObjectRef[T]]":
         if not isinstance(parts, list | tuple) or len(parts) != dp_size:
             raise DispatchError(f"argument {name!r} must be a list or tuple of {dp_size} parts")
-        shared = parallel_put(list(parts)) if all(isinstance(part, DataProto) for part in parts) else parts
-        return [shared[dp_rank] for dp_rank in dp_rank_mapping]
+        if all(isinstance(part, DataProto) for part in parts):
+            parts = parallel_put(list(parts))
+        return [parts[dp_rank] for dp_rank in dp_rank_mapping]
 
-    all_args = tuple(spread(position, parts) for position, parts in enumerate(args))
-    return all_args, {**{key: spread(key, parts) for key, parts in kwargs.items()}, **padding}
+    spread_args = tuple(spread(position, parts) for position, parts in enumerate(args))
+    return spread_args, {key: spread(key, parts) for key, parts in kwargs.items()}
 
 
 def dispatch_nd_compute_dataproto(
-    dp_rank_mapping: Sequence[int], dp_size: int, worker_group: "WorkerGroup", *args: Any, **kwargs: Any
+    dp_rank_mapping: Sequence[int], dp_size: int, worker_group: DispatchGroup, *args: Batch, **kwargs: Batch
 ) -> tuple[Args, Kwargs]:
     """Cut every batch into one part per data-parallel rank and hand them to the workers of that rank."""
-    parts, split_kwargs = _split_batches(dp_size, args, kwargs)
-    return dispatch_nd_compute(dp_rank_mapping, dp_size, worker_group, *parts, **split_kwargs)
+    parts, split_kwargs, padding = _split_batches(dp_size, args, kwargs)
+    spread_args, spread_kwargs = dispatch_nd_compute(dp_rank_mapping, dp_size, worker_group, *parts, **split_kwargs)
+    return spread_args, {**spread_kwargs, **padding}
 
 
 def dispatch_lazy_compute_data_proto(
-    mesh_name: str, worker_group: "WorkerGroup", *args: Any, **kwargs: Any
+    mesh_name: str, worker_group: DispatchGroup, *args: Batch, **kwargs: Batch
 ) -> tuple[Args, Kwargs]:
-    """Dispatch over a mesh that the workers have registered; they are asked once, and before they are busy."""
+    """Dispatch over a mesh that the workers have registered.
+
+    The workers are asked once, for both tables, before the call: a busy worker would answer only after it.
+    """
     if mesh_name not in worker_group._dispatch_info:
         worker_group._dispatch_info[mesh_name] = worker_group._query_dispatch_info(mesh_name)
         worker_group._collect_info[mesh_name] = worker_group._query_collect_info(mesh_name)
@@ -196,37 +224,36 @@ def dispatch_lazy_compute_data_proto(
     return dispatch_nd_compute_dataproto(mapping, max(mapping) + 1, worker_group, *args, **kwargs)
 
 
-def _by_layout(
-    split: Callable[..., tuple[Args, Kwargs]], parts: Callable[["WorkerGroup"], tuple[list[int], int]]
-) -> DispatchFn:
-    """Return a dispatch that splits over ``parts`` of the layout that workers on Megatron-Core report."""
+def _by_layout(split: DispatchFn, parts: Callable[[layout.LayoutGroup], tuple[list[int], int]]) -> DispatchFn:
+    """Return a dispatch that splits by ``parts`` of the layout that Megatron-Core workers report."""
 
-    def dispatch(worker_group: "WorkerGroup", *args: Any, **kwargs: Any) -> tuple[Args, Kwargs]:
+    def dispatch(worker_group: DispatchGroup, *args: T, **kwargs: T) -> tuple[Args, Kwargs]:
         return split(*parts(worker_group), worker_group, *args, **kwargs)
 
     return dispatch
 
 
-def _dispatch_forbidden(worker_group: "WorkerGroup", *args: Any, **kwargs: Any) -> tuple[Args, Kwargs]:
-    raise NotImplementedError("a method in mode DIRECT_ROLLOUT_METHOD is called on the actor itself, not by the driver")
+def _call_forbidden(worker_group: DispatchGroup, *args: T, **kwargs: T) -> NoReturn:
+    raise NotImplementedError("the driver cannot call a method in mode DIRECT_ROLLOUT_METHOD: call it on the actor")
 
 
 # ---- collecting
 
 
-def collect_all_to_all(worker_group: "WorkerGroup", output: Any) -> Any:
+def collect_all_to_all(worker_group: DispatchGroup, output: T) -> T:
     """Return the list of outputs."""
     return output
 
 
-def collect_dp_compute(worker_group: "WorkerGroup", output: list[Any]) -> list[Any]:
+def collect_dp_compute(worker_group: DispatchGroup, output: list[T]) -> list[T]:
     """Return the list of outputs, one per worker."""
     if len(output) != worker_group.world_size:
         raise DispatchError(f"expected {worker_group.world_size} outputs, got {len(output)}")
     return output
 
 
-def _join(worker_group: "WorkerGroup", outputs: list[Any]) -> Any:
+def _join(outputs: "list[Any]") -> Batch:
+    """Concatenate batches, or return a future of references to batches."""
     import ray
 
     if all(isinstance(item, DataProto) for item in outputs):
@@ -236,29 +263,29 @@ def _join(worker_group: "WorkerGroup", outputs: list[Any]) -> Any:
     raise DispatchError(f"outputs must be DataProto, got {sorted({type(item).__name__ for item in outputs})}")
 
 
-def collect_dp_compute_data_proto(worker_group: "WorkerGroup", output: list[Any]) -> Any:
-    """Concatenate the outputs, or return a future of that when they are not there yet."""
-    return _join(worker_group, collect_dp_compute(worker_group, output))
+def collect_dp_compute_data_proto(worker_group: DispatchGroup, output: list[T]) -> Batch:
+    """Concatenate the outputs; return a future of that if the call is still running."""
+    return _join(collect_dp_compute(worker_group, output))
 
 
-def collect_nd_compute(collect_mask: Sequence[bool], worker_group: "WorkerGroup", output: list[Any]) -> list[Any]:
-    """Keep the outputs of the ranks that the mask names, in rank order."""
+def collect_nd_compute(collect_mask: Sequence[bool], worker_group: DispatchGroup, output: list[T]) -> list[T]:
+    """Keep the outputs of the marked ranks, in rank order."""
     return [item for item, keep in zip(collect_dp_compute(worker_group, output), collect_mask, strict=True) if keep]
 
 
-def collect_nd_compute_dataproto(collect_mask: Sequence[bool], worker_group: "WorkerGroup", output: list[Any]) -> Any:
-    """Concatenate the outputs of the ranks that the mask names."""
-    return _join(worker_group, collect_nd_compute(collect_mask, worker_group, output))
+def collect_nd_compute_dataproto(collect_mask: Sequence[bool], worker_group: DispatchGroup, output: list[T]) -> Batch:
+    """Concatenate the outputs of the marked ranks."""
+    return _join(collect_nd_compute(collect_mask, worker_group, output))
 
 
-def collect_lazy_compute_data_proto(mesh_name: str, worker_group: "WorkerGroup", *args: Any, **kwargs: Any) -> Any:
-    """Collect over a mesh that the workers have registered; they are asked once."""
+def collect_lazy_compute_data_proto(mesh_name: str, worker_group: DispatchGroup, output: list[T]) -> Batch:
+    """Collect over a mesh that the workers have registered; ask them once."""
     if mesh_name not in worker_group._collect_info:
         worker_group._collect_info[mesh_name] = worker_group._query_collect_info(mesh_name)
-    return collect_nd_compute_dataproto(worker_group._collect_info[mesh_name], worker_group, *args, **kwargs)
+    return collect_nd_compute_dataproto(worker_group._collect_info[mesh_name], worker_group, output)
 
 
-def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> dict[str, Callable[..., Any]]:
+def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> DispatchFns:
     """Return a ``dispatch_mode`` that follows the device mesh of that name."""
     return {
         "dispatch_fn": partial(dispatch_lazy_compute_data_proto, mesh_name),
@@ -266,11 +293,12 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> dict[str, Callable[
     }
 
 
-def _of_layout(join: CollectFn, mask: Callable[["WorkerGroup"], list[bool]]) -> CollectFn:
-    """Return a collection of the outputs of those workers on Megatron-Core that ``mask`` names."""
+def _of_layout(join: CollectFn, mask: Callable[[layout.LayoutGroup], list[bool]]) -> CollectFn:
+    """Return a collection of the outputs of the Megatron-Core workers that ``mask`` marks."""
 
-    def collect(worker_group: "WorkerGroup", output: list[Any]) -> Any:
-        return join(mask(worker_group), worker_group, output)
+    def collect(worker_group: DispatchGroup, output: list[T]) -> "Batch | list[T]":
+        joined: Batch | list[T] = join(mask(worker_group), worker_group, output)
+        return joined
 
     return collect
 
@@ -278,42 +306,45 @@ def _of_layout(join: CollectFn, mask: Callable[["WorkerGroup"], list[bool]]) -> 
 # ---- the tables
 
 
-_DISPATCH_FNS: dict[DynamicEnum, tuple[DispatchFn, CollectFn]] = {
-    Dispatch.ONE_TO_ALL: (dispatch_one_to_all, collect_all_to_all),
-    Dispatch.ALL_TO_ALL: (dispatch_all_to_all, collect_all_to_all),
-    Dispatch.DP_COMPUTE: (dispatch_dp_compute, collect_dp_compute),
-    Dispatch.DP_COMPUTE_PROTO: (dispatch_dp_compute_data_proto, collect_dp_compute_data_proto),
-    Dispatch.DP_COMPUTE_PROTO_WITH_FUNC: (dispatch_dp_compute_data_proto_with_func, collect_dp_compute_data_proto),
-    Dispatch.DP_COMPUTE_METRIC: (dispatch_dp_compute_data_proto, collect_dp_compute),
-    Dispatch.DIRECT_ROLLOUT_METHOD: (_dispatch_forbidden, _dispatch_forbidden),
-    Dispatch.MEGATRON_COMPUTE: (
+def _fns(dispatch_fn: DispatchFn, collect_fn: CollectFn) -> DispatchFns:
+    return {"dispatch_fn": dispatch_fn, "collect_fn": collect_fn}
+
+
+_DISPATCH_FNS: dict[DynamicEnum, DispatchFns] = {
+    Dispatch.ONE_TO_ALL: _fns(dispatch_one_to_all, collect_all_to_all),
+    Dispatch.ALL_TO_ALL: _fns(dispatch_all_to_all, collect_all_to_all),
+    Dispatch.DP_COMPUTE: _fns(dispatch_dp_compute, collect_dp_compute),
+    Dispatch.DP_COMPUTE_PROTO: _fns(dispatch_dp_compute_data_proto, collect_dp_compute_data_proto),
+    Dispatch.DP_COMPUTE_PROTO_WITH_FUNC: _fns(dispatch_dp_compute_data_proto_with_func, collect_dp_compute_data_proto),
+    Dispatch.DP_COMPUTE_METRIC: _fns(dispatch_dp_compute_data_proto, collect_dp_compute),
+    Dispatch.DIRECT_ROLLOUT_METHOD: _fns(_call_forbidden, _call_forbidden),
+    Dispatch.MEGATRON_COMPUTE: _fns(
         _by_layout(dispatch_nd_compute, layout.data_parallel_map),
         _of_layout(collect_nd_compute, layout.output_mask),
     ),
-    Dispatch.MEGATRON_COMPUTE_PROTO: (
+    Dispatch.MEGATRON_COMPUTE_PROTO: _fns(
         _by_layout(dispatch_nd_compute_dataproto, layout.data_parallel_map),
         _of_layout(collect_nd_compute_dataproto, layout.output_mask),
     ),
-    Dispatch.MEGATRON_PP_AS_DP: (
+    Dispatch.MEGATRON_PP_AS_DP: _fns(
         _by_layout(dispatch_nd_compute, layout.pipeline_as_data_map),
         _of_layout(collect_nd_compute, layout.pipeline_as_data_mask),
     ),
-    Dispatch.MEGATRON_PP_AS_DP_PROTO: (
+    Dispatch.MEGATRON_PP_AS_DP_PROTO: _fns(
         _by_layout(dispatch_nd_compute_dataproto, layout.pipeline_as_data_map),
         _of_layout(collect_nd_compute_dataproto, layout.pipeline_as_data_mask),
     ),
 }
 
 
-def get_predefined_dispatch_fn(dispatch_mode: DynamicEnum) -> dict[str, Callable[..., Any]]:
+def get_predefined_dispatch_fn(dispatch_mode: DynamicEnum) -> DispatchFns:
     """Return ``dispatch_fn`` and ``collect_fn`` of a mode.
 
     Raises: ValueError, which is also an AssertionError, for a mode without functions.
     """
     if dispatch_mode not in _DISPATCH_FNS:
         raise DispatchError(f"{dispatch_mode!r} has no dispatch function; known are {[m.name for m in _DISPATCH_FNS]}")
-    dispatch_fn, collect_fn = _DISPATCH_FNS[dispatch_mode]
-    return {"dispatch_fn": dispatch_fn, "collect_fn": collect_fn}
+    return _DISPATCH_FNS[dispatch_mode]
 
 
 def register_dispatch_mode(dispatch_mode_name: str, dispatch_fn: DispatchFn, collect_fn: CollectFn) -> None:
@@ -322,15 +353,18 @@ def register_dispatch_mode(dispatch_mode_name: str, dispatch_fn: DispatchFn, col
     Raises: ValueError, which is also an AssertionError, when the name is taken.
     """
     if dispatch_mode_name.upper() in Dispatch.names():
-        raise DispatchError(f"dispatch mode {dispatch_mode_name!r} exists already; use update_dispatch_mode")
-    _DISPATCH_FNS[Dispatch.register(dispatch_mode_name)] = (dispatch_fn, collect_fn)
+        raise DispatchError(f"dispatch mode {dispatch_mode_name!r} exists; replace it by update_dispatch_mode")
+    _DISPATCH_FNS[Dispatch.register(dispatch_mode_name)] = _fns(dispatch_fn, collect_fn)
 
 
 def update_dispatch_mode(dispatch_mode: DynamicEnum, dispatch_fn: DispatchFn, collect_fn: CollectFn) -> None:
-    """Replace the functions of a mode."""
+    """Replace the functions of a mode.
+
+    Raises: ValueError, which is also an AssertionError, for a mode without functions.
+    """
     if not isinstance(dispatch_mode, Dispatch) or dispatch_mode not in _DISPATCH_FNS:
         raise DispatchError(f"{dispatch_mode!r} is not a dispatch mode with functions; use register_dispatch_mode")
-    _DISPATCH_FNS[dispatch_mode] = (dispatch_fn, collect_fn)
+    _DISPATCH_FNS[dispatch_mode] = _fns(dispatch_fn, collect_fn)
 
 
 def get_predefined_execute_fn(execute_mode: DynamicEnum) -> dict[str, str]:
@@ -342,7 +376,7 @@ def get_predefined_execute_fn(execute_mode: DynamicEnum) -> dict[str, str]:
 # ---- registration
 
 
-def _check_modes(dispatch_mode: Any, execute_mode: Any) -> None:
+def _check_modes(dispatch_mode: Dispatch | DispatchFns, execute_mode: Execute) -> None:
     if isinstance(dispatch_mode, Mapping):
         missing = {"dispatch_fn", "collect_fn"} - dispatch_mode.keys()
         if missing:
@@ -357,61 +391,66 @@ _FUTURE_KEY = "_future_value_x7261_"
 
 
 def attach_future_values(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    """Make the references inside of futures arguments of their own, which are there before the call starts.
+    """Turn the references inside of futures into arguments, so that Ray waits for them before the call starts.
 
-    A worker that waited itself would block its event loop, where it has one, and with it the results that its peers
-    wait for.
+    A worker that waited itself would block its event loop, and with it the results that its peers wait for.
     """
-    values: dict[str, Any] = {}
+    values: dict[str, ObjectRef[DataProto]] = {}
 
-    def detached(value: Any) -> Any:
+    def detached(value: T) -> T | DataProtoFuture:
         if not isinstance(value, DataProtoFuture):
             return value
         names = [f"{_FUTURE_KEY}{len(values) + number}" for number in range(len(value.futures))]
         values.update(zip(names, value.futures, strict=True))
-        return replace(
-            value, futures=cast(list[Any], names), wait_fn=None
-        )  # names, until the worker puts the values in
+        # The worker puts the values in the place of their names.
+        return replace(value, futures=names, wait_fn=None)
 
-    args = tuple(map(detached, args))
-    kwargs = {key: detached(value) for key, value in kwargs.items()}
-    return args, {**kwargs, **values}
+    new_args = tuple(map(detached, args))
+    new_kwargs = {key: detached(value) for key, value in kwargs.items()}
+    return new_args, {**new_kwargs, **values}
 
 
 def _take_future_values(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    """Undo ``attach_future_values`` on the worker, where the references have become values."""
+    """Undo ``attach_future_values`` on the worker, where Ray has replaced the references by values."""
     values = {key: kwargs.pop(key) for key in list(kwargs) if key.startswith(_FUTURE_KEY)}
+    if not values:
+        return args, kwargs
 
-    def attached(value: Any) -> Any:
-        if not values or not isinstance(value, DataProtoFuture):
+    def attached(value: T) -> T | DataProtoFuture:
+        if not isinstance(value, DataProtoFuture):
             return value
-        return replace(value, futures=[values[cast(str, name)] for name in value.futures])
+        return replace(value, futures=[values[name] for name in value.futures])
 
     return tuple(map(attached, args)), {key: attached(value) for key, value in kwargs.items()}
 
 
-def _materialize_futures(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    def value_of(value: Any) -> Any:
+def _received(args: Args, kwargs: Kwargs, materialize_futures: bool) -> tuple[Args, Kwargs]:
+    """Return the arguments of a call as the worker's method takes them."""
+
+    def value_of(value: T) -> T | DataProto:
         return value.get() if isinstance(value, DataProtoFuture) else value
 
+    args, kwargs = _take_future_values(args, kwargs)
+    if not materialize_futures:
+        return args, kwargs
     return tuple(map(value_of, args)), {key: value_of(value) for key, value in kwargs.items()}
 
 
 @contextmanager
 def _counted(method: str, args: Args) -> Iterator[None]:
-    """Add the seconds of a call to those that its worker, the first argument, counts by method."""
+    """Add the seconds of a call to ``seconds_by_call`` of the worker, which is the first argument."""
     start = time.perf_counter()
     try:
         yield
     finally:
-        counts = getattr(args[0], "seconds_by_call", None) if args else None
+        counts: dict[str, float] | None = getattr(args[0], "seconds_by_call", None) if args else None
         if counts is not None:
             counts[method] = counts.get(method, 0.0) + time.perf_counter() - start
 
 
 def register(
-    dispatch_mode: Any = Dispatch.ALL_TO_ALL,
-    execute_mode: Any = Execute.ALL,
+    dispatch_mode: Dispatch | DispatchFns = Dispatch.ALL_TO_ALL,
+    execute_mode: Execute = Execute.ALL,
     blocking: bool = True,
     materialize_futures: bool = True,
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
@@ -423,29 +462,26 @@ def register(
     Raises: ValueError, which is also an AssertionError, for other modes.
     """
     _check_modes(dispatch_mode, execute_mode)
+    attrs: MethodAttrs = {"dispatch_mode": dispatch_mode, "execute_mode": execute_mode, "blocking": blocking}
 
     def decorate(func: Callable[P, T]) -> Callable[P, T]:
+        method: Callable[..., Any] = func
+
         @wraps(func)
         def call(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = _take_future_values(args, kwargs)
-            if materialize_futures:
-                args, kwargs = _materialize_futures(args, kwargs)
+            args, kwargs = _received(args, kwargs, materialize_futures)
             with _counted(func.__name__, args):
-                return func(*args, **kwargs)
+                return method(*args, **kwargs)
 
         @wraps(func)
         async def call_async(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = _take_future_values(args, kwargs)
-            if materialize_futures:
-                args, kwargs = _materialize_futures(args, kwargs)
+            args, kwargs = _received(args, kwargs, materialize_futures)
             with _counted(func.__name__, args):
-                return await func(*args, **kwargs)  # type: ignore[misc]  # a coroutine function
+                return await method(*args, **kwargs)
 
-        wrapper: Any = call_async if inspect.iscoroutinefunction(func) else call
-        attrs = {"dispatch_mode": dispatch_mode, "execute_mode": execute_mode, "blocking": blocking}
+        wrapper: Callable[..., Any] = call_async if inspect.iscoroutinefunction(func) else call
         setattr(wrapper, MAGIC_ATTR, attrs)
-        registered: Callable[P, T] = wrapper
-        return registered
+        return wrapper
 
     return decorate
 

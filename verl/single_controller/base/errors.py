@@ -1,11 +1,11 @@
-"""How a call to a worker group can fail."""
+"""The errors of calls to a worker group."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class CallSite:
-    """What the driver was doing: group, role and method, and the phase and step that it had set."""
+    """A call of the driver: group, role and method, and the phase and step that it had set."""
 
     group: str
     role: str
@@ -15,7 +15,8 @@ class CallSite:
 
     def __str__(self) -> str:
         where = f"phase {self.phase}" if self.phase else "no phase set"
-        return f"method {self.method}, role {self.role}, {where}" + ("" if self.step is None else f", step {self.step}")
+        step = "" if self.step is None else f", step {self.step}"
+        return f"method {self.method}, role {self.role}, {where}{step}"
 
 
 class WorkerError(RuntimeError):
@@ -41,7 +42,7 @@ class WorkerError(RuntimeError):
             f"worker {names} of group {site.group!r} (actor {actor_name!r}) {self.what}: {site}: {last_error}"
         )
 
-    def __reduce__(self) -> tuple[object, ...]:
+    def __reduce__(self) -> tuple[type["WorkerError"], tuple[CallSite, int, str, str, tuple[int, ...]]]:
         return type(self), (self.site, self.rank, self.actor_name, self.last_error, self.ranks)
 
 
@@ -58,10 +59,10 @@ class WorkerTaskError(WorkerError):
 
 
 class WorkerTimeoutError(WorkerError, TimeoutError):
-    """Workers did not answer before the deadline."""
+    """A worker did not answer before the deadline."""
 
     what = "did not answer in time"
 
 
 class PlacementError(ValueError, RuntimeError):
-    """The cluster does not hold the resources that a pool asks for."""
+    """The cluster lacks the resources that a pool asks for."""

@@ -1,4 +1,4 @@
-"""Which phase of a step the driver is in, so that an error can name it."""
+"""The driver's current phase and step, which errors name."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ _current: ContextVar[Phase] = ContextVar("verl_phase", default=_NO_PHASE)
 
 @contextmanager
 def phase(name: str, step: int | None = None) -> Iterator[None]:
-    """Name what the driver does in a block; an inner phase without a step keeps the outer one's."""
+    """Name the phase of a block; an inner phase without a step keeps the outer step."""
     token = _current.set(Phase(name, _current.get().step if step is None else step))
     try:
         yield
@@ -28,5 +28,5 @@ def phase(name: str, step: int | None = None) -> Iterator[None]:
 
 
 def current_phase() -> Phase:
-    """Return the innermost phase; its fields are None outside of any."""
+    """Return the innermost phase; its fields are None outside any phase."""
     return _current.get()

@@ -1,19 +1,26 @@
-"""The calls by which the driver has a worker's profiler start and stop."""
+"""Let the driver start and stop the profiler of a worker."""
 
-from typing import Any
+from typing import Any, Protocol
 
 from verl.single_controller.base.decorator import Dispatch, register
 
 
+class StepProfiler(Protocol):
+    """A ``DistProfiler`` or a ``RoleProfilers``."""
+
+    def start(self, **kwargs: Any) -> None:
+        """Begin a step."""
+
+    def stop(self) -> None:
+        """End the step and write the capture."""
+
+
 class DistProfilerExtension:
-    """A mixin of workers.
+    """A mixin of workers; ``profiler`` is None if nothing is profiled."""
 
-    Attributes: ``profiler`` is a ``DistProfiler`` or a ``RoleProfilers``, None where nothing is profiled.
-    """
+    profiler: StepProfiler | None = None
 
-    profiler: Any = None
-
-    def __init__(self, profiler: Any = None) -> None:
+    def __init__(self, profiler: StepProfiler | None = None) -> None:
         self.profiler = profiler
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -24,6 +31,6 @@ class DistProfilerExtension:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def stop_profile(self) -> None:
-        """End the step, and write what was captured."""
+        """End the step and write the capture."""
         if self.profiler is not None:
             self.profiler.stop()

@@ -1,35 +1,19 @@
-"""The process that a role runs in."""
+"""The worker: the process that a role runs in."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Concatenate, ParamSpec, Self, TypeVar
 
 from verl.single_controller.base.decorator import Dispatch, Execute, register
+from verl.single_controller.base.layout import DistGlobalInfo as DistGlobalInfo
+from verl.single_controller.base.layout import DistRankInfo as DistRankInfo
 from verl.utils import envs
 from verl.utils.device import get_visible_devices_keyword
 from verl.utils.import_utils import deprecated
 from verl.utils.net_utils import get_free_port
 from verl.utils.ray_utils import ray_noset_visible_devices
 
-
-@dataclass
-class DistRankInfo:
-    """Where a worker stands in each axis of its parallel layout."""
-
-    tp_rank: int
-    dp_rank: int
-    pp_rank: int
-    cp_rank: int
-
-
-@dataclass
-class DistGlobalInfo:
-    """The size of each axis of a parallel layout."""
-
-    tp_size: int
-    dp_size: int
-    pp_size: int
-    cp_size: int
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def node_address() -> str:
@@ -41,7 +25,7 @@ def node_address() -> str:
 
 
 class WorkerHelper:
-    """What a process can tell about its node."""
+    """Address and free port of the node."""
 
     @staticmethod
     def get_available_master_addr_port() -> tuple[str, str]:
@@ -51,14 +35,14 @@ class WorkerHelper:
     @staticmethod
     @deprecated("get_available_master_addr_port")
     def get_availale_master_addr_port() -> tuple[str, str]:
-        """Return the same under an established misspelling."""
+        """Return the same; this misspelt name is established."""
         return WorkerHelper.get_available_master_addr_port()
 
 
 class Worker(WorkerHelper):
-    """A process of a worker group; roles derive from it and register their methods.
+    """A process of a worker group. Roles derive from it and register their methods.
 
-    ``seconds_by_call`` counts the time in each registered method, for whoever reads and clears it.
+    ``seconds_by_call`` adds up the seconds in each registered method; the reader clears it.
     """
 
     fused_worker_attr_name = "fused_worker_dict"
@@ -80,7 +64,7 @@ class Worker(WorkerHelper):
 
     @classmethod
     def env_keys(cls) -> list[str]:
-        """Return the variables by which a group tells a worker its place."""
+        """Return the environment variables that tell a worker its place in the group."""
         return [
             "WORLD_SIZE",
             "RANK",
@@ -98,7 +82,7 @@ class Worker(WorkerHelper):
 
     @property
     def rank(self) -> int:
-        """Place of this worker in the group."""
+        """Rank of this worker in the group."""
         return self._rank
 
     def get_master_addr_port(self) -> tuple[str | None, str | None]:
@@ -106,7 +90,7 @@ class Worker(WorkerHelper):
         return envs.read("MASTER_ADDR"), envs.read("MASTER_PORT")
 
     def get_cuda_visible_devices(self) -> str:
-        """Return which devices this process sees, or ``not set``."""
+        """Return the devices that this process sees, or ``not set``."""
         return envs.read(get_visible_devices_keyword().upper(), "not set") or ""
 
     def get_fused_worker_by_name(self, worker_name: str) -> "Worker | None":
@@ -114,8 +98,10 @@ class Worker(WorkerHelper):
         return self.fused_worker_dict.get(worker_name)
 
     def _setup_env_cuda_visible_devices(self) -> None:
-        """Settle on one variable for the visible devices, and on the local rank where Ray leaves them all visible."""
-        hip, cuda, rocr = (envs.read(f"{name}_VISIBLE_DEVICES") for name in ("HIP", "CUDA", "ROCR"))
+        """Fold the variables of visible devices into one; set the local rank if Ray leaves all devices visible."""
+        hip = envs.read("HIP_VISIBLE_DEVICES")
+        cuda = envs.read("CUDA_VISIBLE_DEVICES")
+        rocr = envs.read("ROCR_VISIBLE_DEVICES")
         if hip:
             if cuda and hip != cuda:
                 raise ValueError(
@@ -127,7 +113,7 @@ class Worker(WorkerHelper):
         if rocr:
             if cuda:
                 raise ValueError(
-                    "ROCR_VISIBLE_DEVICES and CUDA_VISIBLE_DEVICES or HIP_VISIBLE_DEVICES are set: unset one"
+                    "ROCR_VISIBLE_DEVICES is set next to CUDA_VISIBLE_DEVICES or HIP_VISIBLE_DEVICES: unset one"
                 )
             envs.remove("ROCR_VISIBLE_DEVICES")
             envs.write({"CUDA_VISIBLE_DEVICES": rocr})
@@ -151,16 +137,16 @@ class Worker(WorkerHelper):
     # ---- mesh dispatch
 
     def _register_dispatch_collect_info(self, mesh_name: str, dp_rank: int, is_collect: bool) -> None:
-        """Say which part of a batch this worker takes on a mesh, and whether its output is collected.
+        """Register which part of a batch this worker takes on a mesh, and whether its output is collected.
 
-        Raises: ValueError when the mesh has been registered before.
+        Raises: ValueError when the mesh is registered already.
         """
         if mesh_name in self.__dispatch_dp_rank:
             raise ValueError(f"mesh {mesh_name!r} is registered already")
         self.__dispatch_dp_rank[mesh_name] = dp_rank
         self.__collect_dp_rank[mesh_name] = is_collect
 
-    def _mesh_entry(self, table: dict[str, Any], mesh_name: str) -> Any:
+    def _mesh_entry(self, table: Mapping[str, T], mesh_name: str) -> T:
         if mesh_name not in table:
             raise ValueError(
                 f"{type(self).__name__} has no mesh {mesh_name!r}, it has {sorted(table)}: "
@@ -170,22 +156,22 @@ class Worker(WorkerHelper):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def _query_dispatch_info(self, mesh_name: str) -> int:
-        rank: int = self._mesh_entry(self.__dispatch_dp_rank, mesh_name)
-        return rank
+        return self._mesh_entry(self.__dispatch_dp_rank, mesh_name)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def _query_collect_info(self, mesh_name: str) -> bool:
-        keep: bool = self._mesh_entry(self.__collect_dp_rank, mesh_name)
-        return keep
+        return self._mesh_entry(self.__collect_dp_rank, mesh_name)
 
     # ---- functions from the driver
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
-    def execute_with_func_generator(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def execute_with_func_generator(
+        self, func: Callable[Concatenate[Self, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
         """Call ``func(self, ...)`` on this worker's part of the batches."""
         return func(self, *args, **kwargs)
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL, execute_mode=Execute.RANK_ZERO)
-    def execute_func_rank_zero(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def execute_func_rank_zero(self, func: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call ``func(...)`` on rank zero."""
         return func(*args, **kwargs)

@@ -6,24 +6,26 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from verl.protocol import DataProto, DataProtoFuture, _padding_size_key
 from verl.single_controller.base.decorator import (
     MAGIC_ATTR,
     Dispatch,
+    MethodAttrs,
     get_predefined_dispatch_fn,
     get_predefined_execute_fn,
 )
-from verl.single_controller.base.worker import DistGlobalInfo, DistRankInfo
+from verl.single_controller.base.layout import DistGlobalInfo, DistRankInfo
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 FuncGenerator = Callable[..., Callable[..., Any]]
 
 
 class ResourcePool:
-    """How many processes run on each node."""
+    """The number of processes on each node."""
 
     def __init__(
         self, process_on_nodes: Sequence[int] | None = None, max_colocate_count: int = 10, n_gpus_per_node: int = 8
@@ -50,16 +52,16 @@ class ResourcePool:
         return self._store
 
     def local_world_size_list(self) -> list[int]:
-        """Return, for each process, the number of processes on its node."""
+        """Return the local world size of each process."""
         return [count for count in self._store for _ in range(count)]
 
     def local_rank_list(self) -> list[int]:
-        """Return, for each process, its place on its node."""
+        """Return the local rank of each process."""
         return [rank for count in self._store for rank in range(count)]
 
 
 class ClassWithInitArgs:
-    """A class and the arguments with which it will be constructed."""
+    """A class and its constructor arguments, for construction later."""
 
     fused_worker_used = False
 
@@ -73,8 +75,8 @@ class ClassWithInitArgs:
         return self.cls(*self.args, **self.kwargs)
 
 
-def check_workers_alive(workers: Sequence[Any], is_alive: Callable[[Any], bool], gap_time: float = 1) -> None:
-    """Poll the workers, and abort this process when one has died."""
+def check_workers_alive(workers: Sequence[T], is_alive: Callable[[T], bool], gap_time: float = 1) -> None:
+    """Poll the workers and abort this process when one has died."""
     while True:
         for worker in workers:
             if not is_alive(worker):
@@ -84,21 +86,22 @@ def check_workers_alive(workers: Sequence[Any], is_alive: Callable[[Any], bool],
         time.sleep(gap_time)
 
 
-def registered_methods(cls: type) -> dict[str, dict[str, Any]]:
+def registered_methods(cls: type) -> dict[str, MethodAttrs]:
     """Return the attributes of every method that ``register`` has marked, by name."""
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, MethodAttrs] = {}
     for name in dir(cls):
-        try:
-            method = getattr(cls, name)
-        except AttributeError:  # a descriptor that works on instances only
-            continue
-        if callable(method) and isinstance(getattr(method, MAGIC_ATTR, None), dict):
-            found[name] = getattr(method, MAGIC_ATTR)
+        method = getattr(cls, name, None)  # None: a descriptor that works on instances only
+        attrs: MethodAttrs | None = getattr(method, MAGIC_ATTR, None)
+        if callable(method) and isinstance(attrs, dict):
+            found[name] = attrs
     return found
 
 
 class WorkerGroup:
-    """Workers of one class; each of their registered methods becomes a method of the group."""
+    """Workers of one class; each of their registered methods becomes a method of the group.
+
+    ``ended`` is true once the group has ended its workers.
+    """
 
     fused_worker_execute_fn_name = "_fuw_execute"
 
@@ -106,6 +109,7 @@ class WorkerGroup:
         self._is_init_with_detached_workers = resource_pool is None
         self.resource_pool = resource_pool
         self.fused_worker_used = False
+        self.ended = False
         self._procecss_dispatch_config = resource_pool() if resource_pool is not None else None
         self._workers: list[Any] = []
         self._worker_names: list[str] = []
@@ -117,8 +121,8 @@ class WorkerGroup:
         self._checker_thread: threading.Thread | None = None
 
     def __getattr__(self, name: str) -> Any:
-        # Reached only for names that are not there; declares to type checkers that methods are bound at run time.
-        raise AttributeError(f"{type(self).__name__} has no method {name!r}: is it registered on the worker's class?")
+        # Python calls this for missing names only. It also tells type checkers that methods are bound at run time.
+        raise AttributeError(f"{type(self).__name__} has no method {name!r}: register it on the worker's class")
 
     @property
     def world_size(self) -> int:
@@ -126,7 +130,7 @@ class WorkerGroup:
         return len(self._workers)
 
     def _is_worker_alive(self, worker: Any) -> bool:
-        raise NotImplementedError("a WorkerGroup subclass says how aliveness is seen")
+        raise NotImplementedError(f"{type(self).__name__} must override _is_worker_alive")
 
     def _block_until_all_workers_alive(self, timeout_s: float = 300) -> None:
         deadline = time.monotonic() + timeout_s
@@ -136,7 +140,7 @@ class WorkerGroup:
             time.sleep(0.1)
 
     def start_worker_aliveness_check(self, every_n_seconds: float = 1) -> None:
-        """Wait until all workers are alive, then watch them in a thread that aborts this process when one dies."""
+        """Wait until all workers are alive, then start a thread that aborts this process when one dies."""
         self._block_until_all_workers_alive()
         self._checker_thread = threading.Thread(
             target=check_workers_alive, args=(self._workers, self._is_worker_alive, every_n_seconds), daemon=True
@@ -144,17 +148,17 @@ class WorkerGroup:
         self._checker_thread.start()
 
     def _bind_worker_method(self, user_defined_cls: type, func_generator: FuncGenerator) -> list[str]:
-        """Create one method per registered method of the class; returns their names."""
+        """Create one method per registered method of the class and return their names."""
         names = []
         for name, attrs in registered_methods(user_defined_cls).items():
             mode = attrs["dispatch_mode"]
-            functions = get_predefined_dispatch_fn(mode) if isinstance(mode, Dispatch) else mode
+            fns = get_predefined_dispatch_fn(mode) if isinstance(mode, Dispatch) else mode
             execute_fn_name = get_predefined_execute_fn(attrs["execute_mode"])["execute_fn_name"]
             call = func_generator(
                 self,
                 name,
-                dispatch_fn=functions["dispatch_fn"],
-                collect_fn=functions["collect_fn"],
+                dispatch_fn=fns["dispatch_fn"],
+                collect_fn=fns["collect_fn"],
                 execute_fn=getattr(self, execute_fn_name),
                 blocking=attrs["blocking"],
             )
@@ -163,13 +167,18 @@ class WorkerGroup:
         return names
 
 
-def strip_padding(output: Any, count: int) -> Any:
-    """Drop the rows that automatic padding has added, now or when a future is there."""
+def strip_padding(output: DataProto | DataProtoFuture | list[T], count: int) -> DataProto | DataProtoFuture | list[T]:
+    """Drop the rows that automatic padding has added; a future drops them when it is collected."""
     if isinstance(output, DataProto):
         return output.slice(0, len(output) - count)
     if isinstance(output, DataProtoFuture):
         collect = output.collect_fn
-        output.collect_fn = lambda parts: strip_padding(collect(parts), count)
+
+        def collect_stripped(parts: list[DataProto]) -> DataProto:
+            data = collect(parts)
+            return data.slice(0, len(data) - count)
+
+        output.collect_fn = collect_stripped
         return output
     if isinstance(output, list):
         return output[: len(output) - count]

@@ -1,4 +1,4 @@
-"""Worker groups whose processes are Ray actors."""
+"""Worker groups of Ray actors."""
 
 from verl.single_controller.ray.colocated import (
     create_colocated_worker_cls,

@@ -1,4 +1,4 @@
-"""Established import path of what ``verl.single_controller.ray`` holds."""
+"""Established import path of ``verl.single_controller.ray``."""
 
 from verl.single_controller.base.worker import Worker
 from verl.single_controller.base.worker_group import ClassWithInitArgs, ResourcePool, WorkerGroup

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 
@@ -13,31 +13,38 @@ from verl.single_controller.ray.resource_pool import RayClassWithInitArgs
 from verl.utils.py_functional import temp_env_var
 
 
-def _unwrap_ray_remote(cls: Any) -> type:
-    raw: type = getattr(cls, "__ray_actor_class__", cls)
-    return raw
+class RoleHolder(Protocol):
+    """An actor that holds one worker per role."""
+
+    worker_dict: dict[str, Worker]
+
+
+def _role_classes(class_dict: dict[str, RayClassWithInitArgs]) -> dict[str, type]:
+    """Return the plain class of each role, behind ``ray.remote`` or not."""
+    return {role: getattr(cia.cls, "__ray_actor_class__", cia.cls) for role, cia in class_dict.items()}
 
 
 def _determine_base(cls: type) -> type:
-    """Return the class named ``MegatronWorker`` or ``Worker`` that comes first in the method resolution order."""
+    """Return the first class named ``MegatronWorker`` or ``Worker`` in the method resolution order."""
     for base in cls.__mro__:
         if base.__name__ in ("MegatronWorker", "Worker"):
             return base
     raise ValueError(f"{cls.__name__} must derive from Worker to share an actor")
 
 
-def _construct(cia: RayClassWithInitArgs, cls: type) -> Any:
+def _construct(cia: RayClassWithInitArgs, cls: type) -> Worker:
     with temp_env_var("DISABLE_WORKER_INIT", "1"):
-        return cls(*cia.args, **cia.kwargs)
+        worker: Worker = cls(*cia.args, **cia.kwargs)
+    return worker
 
 
 def _forward(role: str, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a method of the actor that calls the role's method of that name."""
 
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self: RoleHolder, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.worker_dict[role], name)(*args, **kwargs)
 
-    async def call_async(self: Any, *args: Any, **kwargs: Any) -> Any:
+    async def call_async(self: RoleHolder, *args: Any, **kwargs: Any) -> Any:
         return await getattr(self.worker_dict[role], name)(*args, **kwargs)
 
     forward: Callable[..., Any] = call_async if inspect.iscoroutinefunction(method) else call
@@ -51,30 +58,31 @@ def _bind_role(parent: type, role: str, cls: type) -> None:
         direct = attrs["dispatch_mode"] == Dispatch.DIRECT_ROLLOUT_METHOD
         bound_name = name if direct and "rollout" in role else f"{role}_{name}"
         if direct and bound_name in vars(parent):
-            raise AssertionError(f"two roles have a direct method {name!r}: one actor can hold only one of them")
+            raise AssertionError(f"two roles have a direct method {name!r}: put them into different actors")
         setattr(parent, bound_name, forward)
 
 
 def create_colocated_worker_cls(class_dict: dict[str, RayClassWithInitArgs]) -> RayClassWithInitArgs:
     """Build an actor class with one instance per role; method ``m`` of role ``k`` is called as ``k_m``."""
-    classes = {role: _unwrap_ray_remote(cia.cls) for role, cia in class_dict.items()}
-    base: Any = _determine_base(next(iter(classes.values())))
+    classes = _role_classes(class_dict)
+    base = _determine_base(next(iter(classes.values())))
 
-    class WorkerDict(base):
+    class Roles:
         role_classes = classes
 
         def __init__(self) -> None:
             super().__init__()
             self.worker_dict = {role: _construct(cia, classes[role]) for role, cia in class_dict.items()}
 
+    worker_dict = type("WorkerDict", (Roles, base), {})
     for role, cls in classes.items():
-        _bind_role(WorkerDict, role, cls)
-    return RayClassWithInitArgs(cls=ray.remote(WorkerDict))
+        _bind_role(worker_dict, role, cls)
+    return RayClassWithInitArgs(cls=ray.remote(worker_dict))
 
 
 def create_colocated_worker_raw_cls(class_dict: dict[str, RayClassWithInitArgs]) -> type:
-    """Build the plain class of fused roles: each is an attribute, and can find the others."""
-    classes = {role: _unwrap_ray_remote(cia.cls) for role, cia in class_dict.items()}
+    """Build the plain class of fused roles; each role is an attribute and can find the others."""
+    classes = _role_classes(class_dict)
 
     class FusedWorker(Worker):
         role_classes = classes

@@ -1,26 +1,24 @@
-"""Where the actors of a group are placed, and how one is created."""
+"""Resource pools: place the actors of a group, and create them."""
 
 import logging
 import secrets
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from verl.single_controller.base.errors import PlacementError
-from verl.single_controller.base.worker_group import ClassWithInitArgs, ResourcePool
-
-if TYPE_CHECKING:
-    from verl.single_controller.ray.worker_group import RayWorkerGroup
+from verl.single_controller.base.worker_group import ClassWithInitArgs, ResourcePool, WorkerGroup
 
 logger = logging.getLogger(__name__)
 
 Bundle = dict[str, float]
+Actor = Any  # a ray.actor.ActorHandle; Ray types each of its methods as Never
 
-# What has just been given back by others is counted as free only after a moment.
+# Ray counts resources that others have just released as free only after a moment.
 _RELEASE_GRACE_S = 5.0
 _ACCELERATOR_RESOURCE = {"cuda": "GPU", "npu": "NPU"}
 
@@ -43,16 +41,15 @@ class RayResourcePool(ResourcePool):
         self.pgs: list[PlacementGroup] | None = None
         self.detached = detached
         self.accelerator_type = accelerator_type
-        self.groups: weakref.WeakSet[RayWorkerGroup] = weakref.WeakSet()
+        self.groups: weakref.WeakSet[WorkerGroup] = weakref.WeakSet()
 
     def bundle(self, device_name: str = "cuda") -> Bundle:
-        """Return what one process asks for; on a CPU, one core that all colocated actors share."""
-        accelerator = _ACCELERATOR_RESOURCE.get(device_name) if self.use_gpu else None
+        """Return the resources of one process; on a CPU, one core that all colocated actors share."""
         if device_name == "cpu":
             return {"CPU": 1}
         bundle: Bundle = {"CPU": self.max_colocate_count}
-        if accelerator is not None:
-            bundle[accelerator] = 1
+        if self.use_gpu and device_name in _ACCELERATOR_RESOURCE:
+            bundle[_ACCELERATOR_RESOURCE[device_name]] = 1
         if self.accelerator_type is not None:
             bundle[self.accelerator_type] = 1e-4
         return bundle
@@ -64,9 +61,9 @@ class RayResourcePool(ResourcePool):
         device_name: str = "cuda",
         timeout_s: float = 300,
     ) -> list[PlacementGroup]:
-        """Return one ready placement group per node; made at the first call.
+        """Return one ready placement group per node; the first call creates them.
 
-        Raises: PlacementError, a ValueError, naming what is asked, what the cluster has and what is missing.
+        Raises: PlacementError, a ValueError, that names the demand, the cluster's resources and the shortage.
         """
         if self.pgs is not None:
             return self.pgs
@@ -89,8 +86,7 @@ class RayResourcePool(ResourcePool):
                 remove_placement_group(group)
             raise PlacementError(
                 f"resource pool {self.name_prefix!r} was not placed within {limit:.0f} s: it asks for "
-                f"{_describe(schemes)} ({strategy}), of which the cluster has free "
-                f"{_pick_resources(available, bundle)} and in all "
+                f"{_describe(schemes)} ({strategy}); the cluster has {_pick_resources(available, bundle)} free of "
                 f"{_pick_resources(ray.cluster_resources(), bundle)}; missing "
                 f"{_shortage(_sum_bundles(schemes), available) or 'one node that holds a whole group'}"
             )
@@ -121,9 +117,9 @@ def _describe(schemes: Sequence[Sequence[Bundle]]) -> str:
 
 
 def check_placement(schemes: Sequence[Sequence[Bundle]], strategy: str, pool_name: str) -> None:
-    """Check that the cluster is large enough, were it idle.
+    """Check that the whole cluster, busy or not, can hold the bundles.
 
-    Raises: PlacementError, a ValueError, naming what is asked, what the cluster has and what is missing.
+    Raises: PlacementError, a ValueError, that names the demand, the cluster's resources and the shortage.
     """
     asked = _sum_bundles(schemes)
     nodes = [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]
@@ -142,7 +138,7 @@ def check_placement(schemes: Sequence[Sequence[Bundle]], strategy: str, pool_nam
         fitting = [node for node in nodes if not _shortage(need, node)]
         if not fitting:
             sizes = [_pick_resources(node, need) for node in nodes]
-            raise PlacementError(f"{start}, the nodes have left {sizes}: missing one node with {need}")
+            raise PlacementError(f"{start}, the nodes still have {sizes}: missing one node with {need}")
         host = min(fitting, key=lambda node: sum(node.get(name, 0) for name in need))
         for name, amount in need.items():
             host[name] -= amount
@@ -151,9 +147,9 @@ def check_placement(schemes: Sequence[Sequence[Bundle]], strategy: str, pool_nam
 def extract_pg_from_exist(
     resource_pools: dict[str, RayResourcePool], src_role_names: Sequence[str], resource_pool: RayResourcePool
 ) -> list[PlacementGroup]:
-    """Pick, among the placement groups of other pools, one per node of a new pool; the largest first.
+    """Pick one placement group of other pools per node of a new pool, the largest first.
 
-    Raises: ValueError, which is also a RuntimeError, when a node's processes fit into none of those left.
+    Raises: ValueError, which is also a RuntimeError, when no remaining group holds the processes of a node.
     """
     sources = [
         pg for name, pool in resource_pools.items() if name in src_role_names for pg in pool.get_placement_groups()
@@ -201,13 +197,13 @@ def sort_placement_group_by_node_ip(pgs: list[PlacementGroup]) -> list[Placement
 class RayClassWithInitArgs(ClassWithInitArgs):
     """An actor class, its arguments and its Ray options."""
 
-    def __init__(self, cls: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, cls: Any, *args: Any, **kwargs: Any) -> None:  # an actor class or its plain class
         super().__init__(cls, *args, **kwargs)
         self._options: dict[str, Any] = {}
         self._additional_resource: dict[str, float] = {}
 
     def set_additional_resource(self, additional_resource: dict[str, float]) -> None:
-        """Ask for resources beside the device; applied when there is more than one."""
+        """Ask for more resources than the device; applied when there is more than one."""
         self._additional_resource = additional_resource
 
     def update_options(self, options: dict[str, Any]) -> None:
@@ -220,22 +216,21 @@ class RayClassWithInitArgs(ClassWithInitArgs):
         placement_group_bundle_idx: int = 0,
         use_gpu: bool = True,
         num_gpus: float = 1,
-        sharing_with: Any = None,
+        sharing_with: Actor | None = None,
         device_name: str = "cuda",
-    ) -> Any:
+    ) -> Actor:
         """Create the actor in a bundle, or on the node and devices of the actor ``sharing_with``."""
         if sharing_with is not None:
             node_id, devices = ray.get(
                 [sharing_with.get_node_id.remote(), sharing_with.get_cuda_visible_devices.remote()], timeout=300
             )
-            options: dict[str, Any] = {
-                "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
-            }
-            return self.cls.options(**options).remote(*self.args, cuda_visible_devices=devices, **self.kwargs)
+            same_node = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
+            cls = self.cls.options(scheduling_strategy=same_node)
+            return cls.remote(*self.args, cuda_visible_devices=devices, **self.kwargs)
         if placement_group is None:
             raise ValueError("an actor needs a placement group, or an actor to share a node with")
         strategy = PlacementGroupSchedulingStrategy(placement_group, placement_group_bundle_idx)
-        options = {"scheduling_strategy": strategy, **self._options}
+        options: dict[str, Any] = {"scheduling_strategy": strategy, **self._options}
         if use_gpu and device_name == "cuda":
             options["num_gpus"] = num_gpus
         if use_gpu and device_name == "npu":

@@ -1,4 +1,4 @@
-"""How the driver waits for actors: with a deadline, and with the cause of a failure found."""
+"""Wait for actors under a deadline, and find the cause of a failure."""
 
 import itertools
 import logging
@@ -6,7 +6,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import (
@@ -29,8 +29,14 @@ from verl.single_controller.base.errors import (
     WorkerTaskError,
     WorkerTimeoutError,
 )
+from verl.single_controller.ray.resource_pool import Actor
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
 
 logger = logging.getLogger(__name__)
+
+Refs = Sequence["ObjectRef[Any]"]
 
 _DEATHS = (
     ActorDiedError,
@@ -41,19 +47,19 @@ _DEATHS = (
     WorkerCrashedError,
 )
 
-# After an error from a living worker, how long a dead peer, of which the error is a consequence, may take to show.
+# An error of a living worker may follow from the death of a peer, which can show this much later.
 PEER_GRACE_S = 3.0
-# How long ended actors may take to disappear.
+# Time for killed actors to disappear.
 KILL_GRACE_S = 15.0
 
 
 @dataclass(frozen=True)
 class Seat:
-    """A worker's place in its group."""
+    """A worker of a group: its rank, its name and its actor."""
 
     rank: int
     name: str
-    actor: Any
+    actor: Actor
 
 
 class Failure(Exception):
@@ -65,10 +71,10 @@ class Failure(Exception):
         self.error = error
 
 
-def wait_all(refs: Sequence[Any], deadline: float) -> list[Any]:
+def wait_all(refs: Refs, deadline: float) -> list[Any]:
     """Return the values of all references.
 
-    Raises: Failure at the first that failed, TimeoutError at the deadline, a time of ``time.monotonic``.
+    Raises: Failure for the first failed result, TimeoutError at the deadline, which is a time of ``time.monotonic``.
     """
     position = {ref: index for index, ref in enumerate(refs)}
     values: list[Any] = [None] * len(refs)
@@ -88,12 +94,12 @@ def wait_all(refs: Sequence[Any], deadline: float) -> list[Any]:
     return values
 
 
-def find_death(seats: Sequence[Seat], refs: Sequence[Any], seconds: float) -> tuple[Seat, RayError] | None:
-    """Look for a dead worker, in the results that are to come and by asking every actor.
+def find_death(seats: Sequence[Seat], refs: Refs, seconds: float) -> tuple[Seat, RayError] | None:
+    """Look for a dead worker in the pending results and by asking every actor.
 
-    ``refs`` are the results of the call, one per seat, or none.
+    ``refs`` are the results of the call, one per seat, or empty.
     """
-    watched: dict[Any, Seat] = dict(zip(refs, seats, strict=False))
+    watched: dict[ObjectRef[Any], Seat] = dict(zip(refs, seats, strict=False))
     watched.update({seat.actor.__ray_ready__.remote(): seat for seat in seats})
     pending = list(watched)
     deadline = time.monotonic() + seconds
@@ -109,47 +115,49 @@ def find_death(seats: Sequence[Seat], refs: Sequence[Any], seconds: float) -> tu
     return None
 
 
-def kill_all(actors: Sequence[Any]) -> None:
-    """End actors and wait, for a while, until their processes are gone."""
+def kill_all(actors: Sequence[Actor]) -> None:
+    """Kill actors and wait up to ``KILL_GRACE_S`` until their processes are gone."""
     unique = list({actor._actor_id: actor for actor in actors}.values())
     for actor in unique:
         ray.kill(actor, no_restart=True)
     gone = [actor.__ray_ready__.remote() for actor in unique]
-    _, pending = ray.wait(gone, num_returns=len(gone), timeout=KILL_GRACE_S) if gone else ([], [])
+    if not gone:
+        return
+    _, pending = ray.wait(gone, num_returns=len(gone), timeout=KILL_GRACE_S)
     if pending:
         logger.warning("%d of %d actors did not end within %s s", len(pending), len(unique), KILL_GRACE_S)
 
 
 def _is_death(error: RayError) -> bool:
-    # What a living worker raises is an instance of its cause's class too: perhaps the death of an actor of its own.
+    # An error of a living worker is also an instance of its cause's class, perhaps the death of an actor it started.
     return isinstance(error, _DEATHS) and not isinstance(error, RayTaskError)
 
 
 def _text(error: RayError) -> str:
-    """Return the type and message of an error; of what a task or constructor raised, those of that exception first."""
+    """Return the type and message of an error, those of the worker's own exception first."""
     if isinstance(error, RayActorError) and error.actor_init_failed:
         return f"{_last_raised(str(error))}\n--- in the worker\n{error}"
     if not isinstance(error, RayTaskError):
         return f"{type(error).__name__}: {error}"
-    # Ray keeps the exception, or only its class where the exception could not be pickled.
+    # Ray keeps the exception, or only its class if the exception could not be pickled.
     cause = error.cause
-    kind = type(cause) if isinstance(cause, BaseException) else cause if isinstance(cause, type) else type(error)
-    message = (
-        "".join(traceback.format_exception_only(cause)).strip() if isinstance(cause, BaseException) else kind.__name__
-    )
+    if isinstance(cause, BaseException):
+        message = "".join(traceback.format_exception_only(cause)).strip()
+    else:
+        message = (cause if isinstance(cause, type) else type(error)).__name__
     return f"{message}\n--- in the worker\n{error}"
 
 
 def _last_raised(trace: str) -> str:
-    """Return what stands behind the last frame of a stack trace."""
+    """Return the text after the last frame of a stack trace."""
     lines = trace.splitlines()
     last_frame = max((at for at, line in enumerate(lines) if line.startswith("  File ")), default=-1)
     message = itertools.dropwhile(lambda line: line.startswith(" "), lines[last_frame + 1 :])
     return "\n".join(message).strip() or lines[0]
 
 
-def explain(site: CallSite, seats: Sequence[Seat], refs: Sequence[Any], failure: Failure) -> WorkerError:
-    """Turn the first failure of a call into the error that names its cause."""
+def explain(site: CallSite, seats: Sequence[Seat], refs: Refs, failure: Failure) -> WorkerError:
+    """Turn the first failure of a call into an error that names its cause."""
     seat = seats[failure.position] if failure.position < len(seats) else seats[0]
     error = failure.error
     if _is_death(error):
@@ -170,13 +178,14 @@ def explain(site: CallSite, seats: Sequence[Seat], refs: Sequence[Any], failure:
     return task_error
 
 
-def _silent(seats: Sequence[Seat], refs: Sequence[Any]) -> list[Seat]:
-    """Return the seats whose result is not there."""
-    done = set(ray.wait(list(dict.fromkeys(refs)), num_returns=len(set(refs)), timeout=0)[0])
-    return [seat for seat, ref in zip(seats, refs, strict=False) if ref not in done]
+def _silent(seats: Sequence[Seat], refs: Refs) -> list[Seat]:
+    """Return the seats whose result is still pending."""
+    unique = list(dict.fromkeys(refs))
+    done, _ = ray.wait(unique, num_returns=len(unique), timeout=0)
+    return [seat for seat, ref in zip(seats, refs, strict=False) if ref not in set(done)]
 
 
-def explain_timeout(site: CallSite, seats: Sequence[Seat], refs: Sequence[Any], timeout_s: float) -> WorkerError:
+def explain_timeout(site: CallSite, seats: Sequence[Seat], refs: Refs, timeout_s: float) -> WorkerError:
     """Name the workers that had not answered at the deadline."""
     silent = _silent(seats, refs) or list(seats[:1])
     return WorkerTimeoutError(

@@ -5,27 +5,31 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl.protocol import DataProto, DataProtoFuture, _padding_size_key
-from verl.single_controller.base.decorator import attach_future_values
+from verl.single_controller.base.decorator import CollectFn, DispatchFn, Kwargs, attach_future_values
 from verl.single_controller.base.errors import CallSite, WorkerError
 from verl.single_controller.base.phase import current_phase
 from verl.single_controller.base.worker import WorkerHelper
 from verl.single_controller.base.worker_group import WorkerGroup, registered_methods, strip_padding
 from verl.single_controller.ray.resource_pool import (
+    Actor,
     RayClassWithInitArgs,
     RayResourcePool,
     bundle_nodes,
     sort_placement_group_by_node_ip,
 )
 from verl.single_controller.ray.waiting import Failure, Seat, explain, explain_timeout, kill_all, wait_all
-from verl.utils.profiler.nsys_options import nsight_options
+from verl.utils.profiler.nsys import nsight_options
 from verl.utils.ray_utils import without_nsight
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
 
 logger = logging.getLogger(__name__)
 
@@ -38,14 +42,14 @@ def _master_addr_port_there() -> tuple[str, str]:
 
 
 class _Call:
-    """A registered method of a group, as the driver calls it: dispatch, execute, wait, collect, strip padding."""
+    """A registered method of a group on the driver: dispatch, execute, wait, collect, strip padding."""
 
     def __init__(
         self,
         group: "RayWorkerGroup",
         method_name: str,
-        dispatch_fn: Callable[..., Any],
-        collect_fn: Callable[..., Any],
+        dispatch_fn: DispatchFn,
+        collect_fn: CollectFn,
         execute_fn: Callable[..., Any],
         blocking: bool,
     ) -> None:
@@ -60,8 +64,8 @@ class _Call:
         args, kwargs = self.dispatch_fn(self.group, *args, **kwargs)
         padding = kwargs.pop(_padding_size_key, 0)
         started = self.execute_fn(self.method_name, *args, **kwargs)
-        output = self.group.wait(started, self.method_name) if self.blocking else started
-        output = self.collect_fn(self.group, output)
+        finished = self.group.wait(started, self.method_name) if self.blocking else started
+        output = self.collect_fn(self.group, finished)
         if isinstance(output, DataProtoFuture):
             output.wait_fn = self.group.waiter(self.method_name, started)
             output.timeout_s = self.group.call_timeout_s
@@ -77,8 +81,7 @@ class RayWorkerGroup(WorkerGroup):
     """Actors of one class in the bundles of a resource pool, or actors that exist already.
 
     Every wait has a deadline: ``call_timeout_s`` for a call, ``ray_wait_register_center_timeout`` for placement and
-    for the construction of the workers. The first failure ends all actors of the group and of the groups of its pool;
-    ``ended`` is true then.
+    for the construction of the workers. The first failure ends all actors of the group and of the groups of its pool.
     """
 
     def __init__(
@@ -89,7 +92,7 @@ class RayWorkerGroup(WorkerGroup):
         name_prefix: str | None = None,
         detached: bool = False,
         worker_names: Sequence[str] | None = None,
-        worker_handles: Sequence[Any] | None = None,
+        worker_handles: Sequence[Actor] | None = None,
         ray_wait_register_center_timeout: float = 300,
         **kwargs: Any,
     ) -> None:
@@ -102,8 +105,8 @@ class RayWorkerGroup(WorkerGroup):
         self.customized_worker_env = _checked_worker_env(kwargs.get("worker_env") or {})
         self._start_timeout_s = float(ray_wait_register_center_timeout)
         self._kwargs = {**kwargs, "ray_wait_register_center_timeout": ray_wait_register_center_timeout}
-        self.ended = False
-        self._starting: list[Any] = []
+        self._workers: list[Actor] = []
+        self._starting: list[ObjectRef[bool]] = []
         self._pools: list[RayResourcePool] = []
         self.fused_worker_used = ray_cls_with_init is not None and ray_cls_with_init.fused_worker_used
         self.sub_cls_name = ""
@@ -125,7 +128,7 @@ class RayWorkerGroup(WorkerGroup):
         self._pools.append(pool)
         pool.groups.add(self)
 
-    def _attach(self, names: Sequence[str], handles: Sequence[Any] | None) -> None:
+    def _attach(self, names: Sequence[str], handles: Sequence[Actor] | None) -> None:
         if not names and not handles:
             raise ValueError("a RayWorkerGroup needs a resource pool, worker_names or worker_handles")
         self._workers = list(handles) if handles else [ray.get_actor(name) for name in names]
@@ -188,18 +191,18 @@ class RayWorkerGroup(WorkerGroup):
         user_env = cia._options.get("runtime_env", {})
         runtime_env: dict[str, Any] = {**user_env, "env_vars": {**user_env.get("env_vars", {}), **env}}
         if self._kwargs.get("profile_steps") and self.device_name == "cuda":
-            runtime_env.pop("nsight", None)  # of the rank before
-            runtime_env["_nsight"] = None  # not that of this process, which Ray would hand on
-            options, ranks = self._kwargs.get("worker_nsight_options"), self._kwargs.get("profile_ranks")
-            nsight = _nsight_options(options, len(self._kwargs["profile_steps"]))
+            runtime_env.pop("nsight", None)  # the entry of the rank before
+            runtime_env["_nsight"] = None  # Ray would otherwise pass on the entry of this process
+            nsight = _nsight_options(self._kwargs.get("worker_nsight_options"), len(self._kwargs["profile_steps"]))
+            ranks = self._kwargs.get("profile_ranks")
             if ranks is None or int(env["RANK"]) in ranks:
                 file = f"worker_{pool.name_prefix or self.name_prefix}_rank{env['RANK']}"
                 runtime_env["nsight"] = nsight_options(nsight, self._kwargs.get("profile_save_path"), file)
         else:
             runtime_env |= without_nsight().get("runtime_env", {})
         actor: dict[str, Any] = {"runtime_env": runtime_env, "name": name}
-        # Actors that share a bundle of one core divide it; a bundle on an accelerator's node has a core for each.
-        actor.setdefault("num_cpus", _share(pool.max_colocate_count) if self.device_name == "cpu" else 1)
+        # On a CPU the actors of a bundle divide its one core; on an accelerator a bundle has a core for each actor.
+        actor["num_cpus"] = _share(pool.max_colocate_count) if self.device_name == "cpu" else 1
         if detached:
             actor["lifetime"] = "detached"
         return actor
@@ -209,11 +212,11 @@ class RayWorkerGroup(WorkerGroup):
         cls,
         name_prefix: str | None = None,
         worker_names: Sequence[str] | None = None,
-        worker_handles: Sequence[Any] | None = None,
+        worker_handles: Sequence[Actor] | None = None,
         ray_cls_with_init: RayClassWithInitArgs | None = None,
         **kwargs: Any,
     ) -> Self:
-        """Attach to actors that exist, by names or handles."""
+        """Attach to existing actors, by names or handles."""
         return cls(
             resource_pool=None,
             ray_cls_with_init=ray_cls_with_init,
@@ -245,7 +248,8 @@ class RayWorkerGroup(WorkerGroup):
             ray_cls_with_init=self.ray_cls_with_init,
             **self._kwargs,
         )
-        twin._master_addr, twin._master_port = self._master_addr, self._master_port
+        twin._master_addr = self._master_addr
+        twin._master_port = self._master_port
         twin._starting = self._starting
         for pool in self._pools:
             twin._join_pool(pool)
@@ -256,24 +260,26 @@ class RayWorkerGroup(WorkerGroup):
 
         Raises: ValueError when the actors do not hold the role.
         """
-        roles: dict[str, type] = getattr(_raw_class(self.ray_cls_with_init), "role_classes", {})
-        if role not in roles:
-            raise ValueError(f"the actors hold no role {role!r}, they hold {sorted(roles)}")
-        for name in registered_methods(roles[role]):
+        for name in registered_methods(self._role_class(role)):
             if hasattr(self, f"{role}_{name}"):
                 setattr(self, name, getattr(self, f"{role}_{name}"))
 
+    def _role_class(self, role: str) -> type:
+        roles: dict[str, type] = getattr(_raw_class(self.ray_cls_with_init), "role_classes", {})
+        if role not in roles:
+            raise ValueError(f"the actors hold no role {role!r}, they hold {sorted(roles)}")
+        return roles[role]
+
     def spawn_fused(self, prefix_set: Iterable[str]) -> dict[str, Self]:
         """Return one group per role of fused actors."""
-        roles: dict[str, type] = getattr(_raw_class(self.ray_cls_with_init), "role_classes", {})
         groups = {}
         for role in prefix_set:
-            if role not in roles:
-                raise ValueError(f"the actors hold no role {role!r}, they hold {sorted(roles)}")
+            cls = self._role_class(role)
             group = self._twin()
-            group.role = group.sub_cls_name = role
+            group.role = role
+            group.sub_cls_name = role
             group.method_names = []
-            group._bind_worker_method(roles[role], func_generator)
+            group._bind_worker_method(cls, func_generator)
             groups[role] = group
         return groups
 
@@ -286,29 +292,30 @@ class RayWorkerGroup(WorkerGroup):
 
     # ---- execution
 
-    def _remote(self, worker: Any, method_name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _remote(self, worker: Actor, method_name: str, args: Sequence[Any], kwargs: Kwargs) -> "ObjectRef[Any]":
         args, kwargs = attach_future_values(tuple(args), kwargs)
         if self.sub_cls_name:
-            fused = getattr(worker, self.fused_worker_execute_fn_name)
-            return fused.remote(f"{self.sub_cls_name}_fwmn_{method_name}", *args, **kwargs)
-        return getattr(worker, method_name).remote(*args, **kwargs)
+            args = (f"{self.sub_cls_name}_fwmn_{method_name}", *args)
+            method_name = self.fused_worker_execute_fn_name
+        reference: ObjectRef[Any] = getattr(worker, method_name).remote(*args, **kwargs)
+        return reference
 
-    def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
-        """Start a method on rank zero; returns its reference."""
+    def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> "ObjectRef[Any]":
+        """Start a method on rank zero and return its reference."""
         return self._remote(self._workers[0], method_name, args, kwargs)
 
     def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
         """Run a method on rank zero and return its output."""
         return self.wait(self.execute_rank_zero_async(method_name, *args, **kwargs), method_name)
 
-    def execute_rank_zero(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
-        """Start a method on rank zero; returns its reference."""
+    def execute_rank_zero(self, method_name: str, *args: Any, **kwargs: Any) -> "ObjectRef[Any]":
+        """Start a method on rank zero and return its reference."""
         return self.execute_rank_zero_async(method_name, *args, **kwargs)
 
-    def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Start a method on all ranks; returns their references.
+    def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> "list[ObjectRef[Any]]":
+        """Start a method on all ranks and return their references.
 
-        When every argument is a list with one element per worker, element i goes to rank i; else all get everything.
+        If every argument is a list with one element per worker, element i goes to rank i; else all get everything.
         """
         size = self.world_size
         values = [*args, *kwargs.values()]
@@ -328,19 +335,19 @@ class RayWorkerGroup(WorkerGroup):
         outputs: list[Any] = self.wait(self.execute_all_async(method_name, *args, **kwargs), method_name)
         return outputs
 
-    def execute_all(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Start a method on all ranks; returns their references."""
+    def execute_all(self, method_name: str, *args: Any, **kwargs: Any) -> "list[ObjectRef[Any]]":
+        """Start a method on all ranks and return their references."""
         return self.execute_all_async(method_name, *args, **kwargs)
 
     # ---- waiting
 
     def wait(self, refs: Any, method_name: str = "call", site: CallSite | None = None) -> Any:
-        """Return the value of a reference, or of a list of them, one per rank, under the group's deadline.
+        """Wait, under the group's deadline, for one reference or for a list with one per rank; return the values.
 
-        Raises: WorkerDiedError, WorkerTaskError or WorkerTimeoutError; the actors have been ended then.
+        Raises: WorkerDiedError, WorkerTaskError or WorkerTimeoutError, after ending the actors.
         """
         single = isinstance(refs, ray.ObjectRef)
-        ref_list: list[Any] = [refs] if single else list(refs)
+        ref_list: list[ObjectRef[Any]] = [refs] if single else list(refs)
         where = site or self._site(method_name)
         seats = [Seat(rank, *pair) for rank, pair in enumerate(zip(self._worker_names, self._workers, strict=True))]
         try:
@@ -366,16 +373,16 @@ class RayWorkerGroup(WorkerGroup):
             self._fail(explain_timeout(where, seats, starting, self._start_timeout_s))
         self._starting = []
 
-    def waiter(self, method_name: str, started: Any) -> Callable[[list[Any]], list[Any]]:
-        """Return a function that waits for a call made now, whatever phase the driver is in then.
+    def waiter(self, method_name: str, started: Any) -> "Callable[[list[ObjectRef[Any]]], list[Any]]":
+        """Return a function that waits for a call made now, and reports errors under the phase of now.
 
-        It waits for every rank that was ``started``, so that an error of one whose output is not collected is told at
-        once, and gives back the results that it is asked for.
+        It waits for every rank in ``started``, so that the error of a rank whose output is not collected shows at
+        once, and returns the results of the given references.
         """
         site = self._site(method_name)
         every = list(started) if isinstance(started, list | tuple) else [started]
 
-        def wait(refs: list[Any]) -> list[Any]:
+        def wait(refs: "list[ObjectRef[Any]]") -> list[Any]:
             values = dict(zip(every, self.wait(every, method_name, site), strict=True))
             return [values[ref] for ref in refs]
 
@@ -388,18 +395,20 @@ class RayWorkerGroup(WorkerGroup):
 
     def _fail(self, error: WorkerError) -> None:
         """End every actor of this group and of the groups of its pools, then raise."""
-        logger.error("%s", str(error).partition("\n")[0])  # the trace goes up with the error
+        logger.error("%s", str(error).partition("\n")[0])  # the raised error carries the trace
         self.kill()
         raise error
 
     def kill(self) -> None:
         """End every actor of this group and of the groups in its resource pools, and wait until they are gone."""
-        groups = {self, *(group for pool in self._pools for group in pool.groups)}
+        groups: set[WorkerGroup] = {self}
+        for pool in self._pools:
+            groups.update(pool.groups)
         for group in groups:
             group.ended = True
         kill_all([worker for group in groups for worker in group._workers])
 
-    def _is_worker_alive(self, worker: Any) -> bool:
+    def _is_worker_alive(self, worker: Actor) -> bool:
         from ray.util.state import get_actor
 
         state = get_actor(worker._actor_id.hex())
@@ -418,7 +427,7 @@ class RayWorkerGroup(WorkerGroup):
         return self._master_port
 
     @property
-    def workers(self) -> list[Any]:
+    def workers(self) -> list[Actor]:
         """The actors, by rank."""
         return self._workers
 
@@ -434,7 +443,7 @@ def _share(max_colocate_count: int) -> float:
 
 
 def _put_batch(value: Any) -> Any:
-    """Put a batch that several workers get into the object store once, instead of once per worker."""
+    """Put a batch into the object store once, instead of once per worker that gets it."""
     return ray.put(value) if isinstance(value, DataProto) else value
 
 
@@ -449,9 +458,10 @@ def _share_batches(values: list[Any]) -> list[Any]:
 
 def _raw_class(cia: RayClassWithInitArgs | None) -> type:
     """Return the plain class behind an actor class."""
-    cls = cia.cls if cia is not None else object
-    metadata = getattr(cls, "__ray_metadata__", None)
-    raw: type = metadata.modified_class if metadata is not None else cls
+    if cia is None:
+        raise ValueError("the group knows no class: attach to actors with ray_cls_with_init")
+    metadata = getattr(cia.cls, "__ray_metadata__", None)
+    raw: type = cia.cls if metadata is None else metadata.modified_class
     return raw
 
 

@@ -26,6 +26,8 @@ def file_rules(tree: Tree) -> Iterator[Violation]:
     that cannot be written.
     """
     yield from folder_rules(tree)
+    yield from resume_rules(tree)
+    yield from validation_file_rules(tree)
     for key in ("data.train_files", "data.val_files"):
         yield from data_file_rules(key, select(tree, key), required=key == "data.train_files")
     for node, path_key, name_key in (
@@ -57,6 +59,29 @@ def folder_rules(tree: Tree) -> Iterator[Violation]:
             yield Violation(f"trainer.{name}", path, f"must be a folder: {there} is a file")
         elif not os.access(there, os.W_OK | os.X_OK):
             yield Violation(f"trainer.{name}", path, f"{there} cannot be written: write a folder that can")
+
+
+def resume_rules(tree: Tree) -> Iterator[Violation]:
+    """Yield a checkpoint to resume from that does not exist."""
+    path = select(tree, "trainer.resume_from_path")
+    if select(tree, "trainer.resume_mode") == "resume_path":
+        if not isinstance(path, str) or "global_step_" not in path:
+            expected = "must name a global_step_<N> folder with trainer.resume_mode=resume_path"
+            yield Violation("trainer.resume_from_path", path, expected)
+        elif not os.path.isdir(os.path.expanduser(path)):
+            yield Violation("trainer.resume_from_path", path, "no such folder: write a checkpoint's global_step_<N>")
+
+
+def validation_file_rules(tree: Tree) -> Iterator[Violation]:
+    """Yield a run that validates without a file."""
+    validates = [name for name in ("val_before_train", "val_only") if select(tree, f"trainer.{name}")]
+    test_freq = select(tree, "trainer.test_freq")
+    if isinstance(test_freq, int) and test_freq > 0:
+        validates.append("test_freq")
+    if validates and "val_files" in tree["data"] and tree["data"]["val_files"] is None:
+        asked = ", ".join(f"trainer.{name}" for name in validates)
+        expected = f"{asked} ask{'s' if len(validates) == 1 else ''} for validation: name a file, or write "
+        yield Violation("data.val_files", None, f"{expected}trainer.val_before_train=false and trainer.test_freq=-1")
 
 
 def data_file_rules(key: str, value: Any, required: bool) -> Iterator[Violation]:

@@ -89,7 +89,9 @@ def megatron_rules(tree: Tree, use_reference: bool, use_critic: bool, broken: se
         if not role.is_megatron:
             continue
         if on_ascend:
-            yield Violation(f"{role.key}.strategy", "megatron", f"{ASCEND}--config-name=ppo_trainer, which is of FSDP")
+            yield Violation.unsupported(
+                f"{role.key}.strategy", "megatron", f"{ASCEND}--config-name=ppo_trainer, which is of FSDP"
+            )
         elif not isinstance(role.node.get("megatron"), Mapping):
             yield Violation(f"{role.key}.strategy", "megatron", "needs --config-name=ppo_megatron_trainer")
         elif not any(key.startswith(role.engine) for key in broken):
@@ -117,7 +119,7 @@ def _option_rules(tree: Tree, role: Role) -> Iterator[Violation]:
     """Yield options of the model and the engine that do not exist on Megatron-Core, or not on these devices."""
     for name, wanted in (("lora_rank", 0), ("use_liger", False), ("enable_activation_offload", False)):
         if (value := select(tree, f"{role.model}.{name}", wanted)) != wanted:
-            yield Violation(
+            yield Violation.unsupported(
                 f"{role.model}.{name}", value, f"is not supported with strategy=megatron: write {as_yaml(wanted)}"
             )
     folder = role.node["megatron"].get("dist_checkpointing_path")

@@ -124,7 +124,7 @@ def override_rules(node: Mapping[str, Any], key: str, model: str) -> Iterator[Vi
         elif name in OF_ENGINE and value is not None:
             yield Violation(f"{at}.{name}", value, "is set by the engine: leave it out")
         elif name in OF_PRETRAINING and value not in (None, OF_PRETRAINING[name]):
-            yield Violation(f"{at}.{name}", value, "is of pretraining, and not supported: leave it out")
+            yield Violation.unsupported(f"{at}.{name}", value, "is of pretraining, and not supported: leave it out")
         elif name in UNREAD:
             yield Violation(f"{at}.{name}", value, "has no effect: leave it out")
     yield from _ddp_rules(node.get("override_ddp_config") or {}, f"{key}.override_ddp_config")
@@ -141,7 +141,9 @@ def _ddp_rules(overrides: Mapping[str, Any], at: str) -> Iterator[Violation]:
         elif name == "num_distributed_optimizer_instances" and value != 1:
             yield Violation(f"{at}.{name}", value, "must be 1: the optimizer is cut over all data-parallel workers")
         elif name == "align_param_gather":
-            yield Violation(f"{at}.{name}", value, "is not supported: stages gather one by one, leave it out")
+            yield Violation.unsupported(
+                f"{at}.{name}", value, "is not supported: stages gather one by one, leave it out"
+            )
 
 
 def optimizer_rules(node: Mapping[str, Any], key: str) -> Iterator[Violation]:
@@ -158,7 +160,7 @@ def optimizer_rules(node: Mapping[str, Any], key: str) -> Iterator[Violation]:
         elif name in UNREAD_BY_ADAM or name.startswith("muon_"):
             yield Violation(f"{at}.{name}", value, "has no effect: leave it out")
         elif name.startswith("decoupled_") and name.endswith("lr") and value is not None:
-            yield Violation(
+            yield Violation.unsupported(
                 f"{at}.{name}", value, "is not supported, all parameters have one learning rate: leave it out"
             )
         elif name.startswith("overlap_param_gather") and value:

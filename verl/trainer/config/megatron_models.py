@@ -7,9 +7,9 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from verl.base_config import Violation
+from verl.models.mcore_limits import LIMITS, Limit, causal_name, model_limits
 from verl.trainer.config.refusals import select
 from verl.utils import envs
-from verl.utils.megatron.model_limits import LIMITS, Limit, causal_name, model_limits
 from verl.workers.config.model import ROPE_KEYS, ConfigFields, apply_overrides, path_problems, read_config_json
 
 Tree = Mapping[str, Any]
@@ -59,7 +59,7 @@ def family_rules(
     named = getattr(fields, "architectures", None) or []
     if named and [causal_name(name) in ARCHITECTURES for name in named] != [True]:
         expected = f"architecture {', '.join(named)} is not supported with strategy=megatron: it knows "
-        yield Violation(*at, f"{expected}{', '.join(ARCHITECTURES)}; write {on_fsdp}")
+        yield Violation.unsupported(*at, f"{expected}{', '.join(ARCHITECTURES)}; write {on_fsdp}")
     elif named and not (node.get("trust_remote_code") and getattr(fields, "auto_map", None)):
         yield from _limit_rules(node, list(_limits(named[0], fields)), key, at, on_fsdp)
 

@@ -112,7 +112,7 @@ def refused(tree: Mapping[str, Any], recipe_nodes: Collection[str] = ()) -> Iter
         value = select(tree, refusal.key, refusal.default)
         wrong = value in refusal.values if refusal.values is not None else value != refusal.default
         if wrong:
-            yield Violation(refusal.key, value, refusal.text)
+            yield Violation.unsupported(refusal.key, value, refusal.text)
 
 
 def select(tree: Mapping[str, Any], key: str, default: Any = None) -> Any:

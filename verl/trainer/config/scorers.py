@@ -1,4 +1,4 @@
-"""The reward function of the user: can its manager call it? Told from its source, which is not executed here."""
+"""Check from the source of the user's reward function, without running it, that its manager can call it."""
 
 import ast
 import inspect
@@ -7,16 +7,7 @@ from typing import Any
 
 from verl.base_config import Violation
 from verl.trainer.config.refusals import select
-
-_ONE_RESPONSE = ("data_source", "solution_str", "ground_truth", "extra_info")
-KEYWORDS = {
-    "naive": _ONE_RESPONSE,
-    "dapo": _ONE_RESPONSE,
-    "batch": ("data_sources", "solution_strs", "ground_truths", "extra_infos"),
-}
-"""By which names each manager calls a scorer."""
-POSITIONS = {"prime": 4}
-"""How many arguments each of the other managers gives by position."""
+from verl.workers.rewards.signature import SCORER_CALLS
 
 MANAGER_KWARGS: dict[str, tuple[str, ...]] = {
     "naive": (),
@@ -116,16 +107,13 @@ def _signature(definition: ast.FunctionDef) -> inspect.Signature:
 def _call_rules(
     signature: inspect.Signature, name: str, manager: Any, reward_kwargs: Mapping[str, Any]
 ) -> Iterator[Violation]:
-    if manager not in KEYWORDS and manager not in POSITIONS:
+    if manager not in SCORER_CALLS:
         return
-    keywords = dict.fromkeys([*KEYWORDS.get(manager, ()), *reward_kwargs])
-    try:
-        signature.bind(*[None] * POSITIONS.get(manager, 0), **keywords)
-    except TypeError as error:
-        passed = ", ".join(keywords) if manager in KEYWORDS else ", ".join([*_ONE_RESPONSE, *reward_kwargs])
+    problem = SCORER_CALLS[manager].problem(signature, reward_kwargs)
+    if problem:
         shown = ", ".join(str(each).replace("=Ellipsis", "=...") for each in signature.parameters.values())
         expected = (
-            f"{name}({shown}) cannot be called by the manager {manager!r} with ({passed}): {error}; write these "
-            f"parameters, or pass others by {_NODE}.reward_kwargs"
+            f"{name}({shown}) cannot be called by the manager {manager!r} {problem}; write these parameters, or pass "
+            f"others by {_NODE}.reward_kwargs"
         )
         yield Violation(f"{_NODE}.name", name, expected)

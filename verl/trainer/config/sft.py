@@ -13,8 +13,8 @@ from verl.trainer.config.keys import dotted_keys
 from verl.trainer.config.megatron import ASCEND
 from verl.trainer.config.megatron_fields import optimizer_rules, override_rules
 from verl.trainer.config.megatron_models import config_fields, family_rules
-from verl.trainer.config.nodes import build_nodes
 from verl.trainer.config.refusals import select
+from verl.trainer.config.run_config import parse_node
 from verl.workers.config.actor import async_save_rules
 from verl.workers.config.model import path_problems, quantized_problem, read_config_json, tokenizer_problems
 
@@ -81,7 +81,7 @@ def _violations(config: DictConfig, world_size: int) -> Iterator[Violation]:
         yield Violation("data.chat_template", raw["data"]["chat_template"], expected)
     tree: Any = OmegaConf.to_container(as_engine_tree(config), resolve=True)
     backwards = {} if "engine" in config else {new: old for old, new in MOVED.items()}
-    wrong = build_nodes(tree)[1]
+    wrong = parse_node(tree)[1]
     yield from (violation._replace(key=backwards.get(violation.key, violation.key)) for violation in wrong)
     yield from folder_rules(tree)
     for key in ("data.train_files", "data.val_files"):
@@ -168,7 +168,7 @@ def _choice_rules(tree: Mapping[str, Any]) -> Iterator[Violation]:
             yield Violation(key, select(tree, key), expected)
     if select(tree, "engine.strategy") == "megatron":
         if select(tree, "trainer.device") == "npu":
-            yield Violation("engine.strategy", "megatron", f"{ASCEND}engine=fsdp")
+            yield Violation.unsupported("engine.strategy", "megatron", f"{ASCEND}engine=fsdp")
         yield from override_rules(tree["engine"], "engine", "model")
         yield from optimizer_rules(tree["optim"], "optim")
     for key, value in NOT_WITH_MEGATRON.items():

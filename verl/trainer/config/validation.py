@@ -9,23 +9,21 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl.base_config import ConfigError, UnsupportedConfigError, Violation
+from verl.base_config import Violation, config_error
 from verl.trainer.config.dapo import dapo_rules
 from verl.trainer.config.files import file_rules, model_rules
 from verl.trainer.config.fused import fused_role_rules, fused_rules
 from verl.trainer.config.idle import idle_keys
 from verl.trainer.config.keys import dotted_keys, nearest
 from verl.trainer.config.megatron import megatron_rules, workers_of_a_shard
-from verl.trainer.config.nodes import build_nodes
-from verl.trainer.config.plain import plain_rules
 from verl.trainer.config.profiling import profiler_rules
 from verl.trainer.config.refusals import refused, select
 from verl.trainer.config.reward_models import reward_model_rules, score_notices
+from verl.trainer.config.run_config import parse_tree
 from verl.trainer.config.scorers import manager_rules
 from verl.trainer.ppo.steps import prompts_per_step
 from verl.utils import envs
 from verl.workers.config.actor import micro_batch_rules, mini_batch_rules
-from verl.workers.config.reward_model import with_targets
 
 logger = logging.getLogger(__name__)
 
@@ -46,12 +44,11 @@ def validate_config(
     """Check everything that can be checked without a cluster; ``recipe_nodes`` are read by the recipe that runs.
 
     Raises: ConfigError listing each wrong key with its value and what would be right; it is a NotImplementedError
-    too where all that is wrong is not supported.
+    too if all that is wrong is not supported.
     """
     violations = _once_per_key(config_violations(config, use_reference_policy, use_critic, recipe_nodes))
     if violations:
-        unsupported = all("not supported" in violation.expected for violation in violations)
-        raise (UnsupportedConfigError if unsupported else ConfigError)(violations)
+        raise config_error(violations)
     logger.info("the configuration passed all checks")
 
 
@@ -72,7 +69,8 @@ def config_violations(
     except OmegaConfBaseException as error:
         yield Violation(str(error.full_key), "${...}", f"cannot be resolved: {str(error).splitlines()[0]}")
         return
-    found = [*refused(tree, recipe_nodes), *plain_rules(tree), *build_nodes(_used(tree, use_critic))[1]]
+    parsed = parse_tree(tree, use_critic)
+    found = [*refused(tree, recipe_nodes), *parsed.violations]
     found = [violation for violation in found if violation.value != "???"]  # said above
     found += [*_combination_rules(tree, use_critic), *dapo_rules(tree), *manager_rules(tree)]
     found += profiler_rules(tree, use_reference_policy, use_critic)
@@ -86,19 +84,6 @@ def config_violations(
     yield from reward_model_rules(tree, broken)
     if not broken:
         _notices(tree, use_critic)
-
-
-def _used(tree: Tree, use_critic: bool) -> Tree:
-    """Return the nodes that are built: no critic where there is none, and models where they are named or enabled."""
-    nodes = {key: value for key, value in tree.items() if key != "critic" or use_critic}
-    if tree["reward_model"].get("enable") is True:
-        nodes["reward_model"] = with_targets(tree["reward_model"])
-    model = select(tree, "actor_rollout_ref.ref.model")
-    if isinstance(model, Mapping):
-        model = {"_target_": "verl.workers.config.HFModelConfig", **model}
-        shared = tree["actor_rollout_ref"]
-        nodes["actor_rollout_ref"] = {**shared, "ref": {**shared["ref"], "model": model}}
-    return nodes
 
 
 def _size_rules(tree: Tree, use_reference: bool, use_critic: bool, broken: set[str]) -> Iterator[Violation]:

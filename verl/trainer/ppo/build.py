@@ -1,14 +1,15 @@
-"""The trainer and what it is made of, in the process of the task runner."""
+"""Builds the trainer from a configuration, in the process of the task runner."""
 
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Sized
 
 from omegaconf import DictConfig
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-from verl.trainer.ppo.loaders import follow_rollout, follow_run_seed
+from verl.single_controller.ray import RayWorkerGroup
+from verl.trainer.ppo.loaders import complete_data_node
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
-from verl.trainer.ppo.resources import ResourcePoolManager
+from verl.trainer.ppo.resources import ResourcePoolManager, WorkerClasses
 from verl.trainer.ppo.reward import load_reward_manager, reward_kwargs
 from verl.utils import hf_processor, hf_tokenizer
 from verl.utils.dataset.factory import create_rl_dataset, create_rl_sampler
@@ -19,18 +20,22 @@ from verl.utils.import_utils import import_external_libs
 
 def build_trainer(
     config: DictConfig,
-    role_worker_mapping: Mapping[Any, Any],
+    role_worker_mapping: WorkerClasses,
     pools: ResourcePoolManager,
-    group_cls: type,
+    group_cls: type[RayWorkerGroup],
     trainer_cls: type[RayPPOTrainer] = RayPPOTrainer,
 ) -> RayPPOTrainer:
-    """Load tokenizer, data and reward functions, and make the trainer of them."""
-    follow_run_seed(config)
-    follow_rollout(config)
-    import_external_libs(config.actor_rollout_ref.model.get("external_lib"))  # may register what is named below
+    """Load tokenizer, data and reward functions, and build the trainer from them."""
+    complete_data_node(config)
+    # An external module may register classes that the configuration names, so it comes before the rest.
+    import_external_libs(config.actor_rollout_ref.model.external_lib)
     tokenizer, processor = load_tokenizer(config)
     data = config.data
     train_dataset = create_rl_dataset(data.train_files, data, tokenizer, processor)
+    assert isinstance(train_dataset, Sized), "a training set needs a length"
+    val_dataset = None
+    if data.val_files:
+        val_dataset = create_rl_dataset(data.val_files, data, tokenizer, processor, is_train=False)
     return trainer_cls(
         config=config,
         tokenizer=tokenizer,
@@ -41,23 +46,20 @@ def build_trainer(
         reward_fn=load_reward_manager(config, tokenizer, num_examine=0, **reward_kwargs(config)),
         val_reward_fn=load_reward_manager(config, tokenizer, num_examine=1, **reward_kwargs(config)),
         train_dataset=train_dataset,
-        val_dataset=data.val_files and create_rl_dataset(data.val_files, data, tokenizer, processor, is_train=False),
+        val_dataset=val_dataset,
         collate_fn=collate_fn,
         train_sampler=create_rl_sampler(data, train_dataset),
         device_name=config.trainer.device,
     )
 
 
-def load_tokenizer(config: DictConfig) -> tuple[Any, Any]:
-    """Return tokenizer and processor of the actor's model; the processor is None for a text model."""
+def load_tokenizer(config: DictConfig) -> tuple[PreTrainedTokenizerBase, ProcessorMixin | None]:
+    """Return tokenizer and processor of the actor's model; the processor of a text model is None."""
     model = config.actor_rollout_ref.model
-    path = copy_to_local(
-        os.path.expanduser(model.get("tokenizer_path") or model.path), use_shm=model.get("use_shm", False)
-    )
-    trust = config.data.get("trust_remote_code", False)
+    path = copy_to_local(os.path.expanduser(model.tokenizer_path or model.path), use_shm=model.use_shm)
+    trust = config.data.trust_remote_code
     tokenizer = hf_tokenizer(path, trust_remote_code=trust)
     processor = hf_processor(path, trust_remote_code=trust, use_fast=True)
-    template = model.get("custom_chat_template")
-    if template:
-        (processor or tokenizer).chat_template = template
+    if model.custom_chat_template:
+        (processor or tokenizer).chat_template = model.custom_chat_template
     return tokenizer, processor

@@ -3,6 +3,5 @@
 from verl.algos.advantage import *  # noqa: F403
 from verl.algos.aggregate import agg_loss as agg_loss
 from verl.algos.kl import *  # noqa: F403
-from verl.algos.pf_ppo import compute_pf_ppo_reweight_data as compute_pf_ppo_reweight_data
 from verl.algos.policy_loss import *  # noqa: F403
 from verl.algos.value_loss import *  # noqa: F403

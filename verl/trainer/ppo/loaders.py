@@ -1,68 +1,66 @@
-"""Data sets and loaders of the trainer, and the batches that they give."""
+"""Data loaders of the trainer, and the batches that they yield."""
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from typing import Any
 
 import torch
-from omegaconf import open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from verl.trainer.ppo.steps import loader_batch_size
-from verl.utils.dataset.factory import create_rl_dataset, create_rl_sampler
-from verl.utils.dataset.loader import stateful_loader
+from verl.trainer.ppo.state import RunState
+from verl.utils.dataset.config import DataConfig
+from verl.utils.dataset.factory import stateful_loader
 from verl.utils.dataset.rl_dataset import collate_fn as default_collate_fn
 from verl.utils.numerics.seeding import seed_process
 
-if TYPE_CHECKING:
-    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+Rows = Mapping[str, Any]
+"""A batch as the loader yields it: column name -> tensor or array."""
+CollateFn = Callable[..., Rows]
 
 
 class EmptyLoaderError(ValueError, AssertionError):
-    """There is not one whole batch of data."""
+    """The data do not fill one batch."""
 
 
 class EndOfDataError(RuntimeError):
-    """The last pass over the training data is over, and the steps drew more than one batch each."""
-
-
-def build_dataset(trainer: "RayPPOTrainer", key: str, is_train: bool) -> Dataset:
-    """Build the data set of ``data.<key>``."""
-    data = trainer.config.data
-    return create_rl_dataset(data[key], data, trainer.tokenizer, trainer.processor, is_train=is_train)
+    """The last epoch ended before the last step, because steps drew more than one batch each."""
 
 
 def train_loader(
-    config: Any, seed: int, dataset: Dataset, collate_fn: Callable[..., Any] | None, sampler: Sampler | None
+    data: DataConfig, seed: int, dataset: Dataset[Rows], collate_fn: CollateFn | None, sampler: Sampler[int]
 ) -> StatefulDataLoader:
-    """Return the loader of whole training batches, in the order of the sampler.
+    """Return the loader of full training batches, in the order of the sampler.
 
-    Raises: EmptyLoaderError when there is not one.
+    Raises: EmptyLoaderError when the data do not fill one batch.
     """
-    data, size = config.data, loader_batch_size(config)
+    assert isinstance(dataset, Sized), "a training set needs a length"
     loader = stateful_loader(
         dataset,
-        batch_size=size,
+        batch_size=data.loader_batch_size,
         drop_last=True,
-        sampler=sampler or create_rl_sampler(data, dataset),
+        sampler=sampler,
         num_workers=data.dataloader_num_workers,
         collate_fn=collate_fn or default_collate_fn,
         generator=torch.Generator().manual_seed(seed),
     )
     if not len(loader):
         raise EmptyLoaderError(
-            f"data.train_files has {len(dataset)} usable rows, fewer than one batch of data.train_batch_size={size}"
+            f"data.train_files has {len(dataset)} usable rows, fewer than one batch of "
+            f"data.train_batch_size={data.loader_batch_size}"
         )
     return loader
 
 
 def validation_loader(
-    data: Any, seed: int, dataset: Dataset, collate_fn: Callable[..., Any] | None
+    data: DataConfig, seed: int, dataset: Dataset[Rows], collate_fn: CollateFn | None
 ) -> StatefulDataLoader:
     """Return the loader of the validation set, by default in one batch.
 
     Raises: EmptyLoaderError when the set has no row.
     """
+    assert isinstance(dataset, Sized), "a validation set needs a length"
     if not len(dataset):
         raise EmptyLoaderError("data.val_files has no usable row")
     return stateful_loader(
@@ -76,47 +74,53 @@ def validation_loader(
     )
 
 
-def follow_run_seed(config: Any) -> None:
-    """Let the order of the data follow ``trainer.seed`` where ``data.seed`` is null."""
-    if config.data.get("seed") is None:
-        with open_dict(config):
-            config.data.seed = config.trainer.seed
+def complete_data_node(config: DictConfig) -> None:
+    """Fill in the keys of ``data`` that data sets read and other nodes decide.
 
-
-def follow_rollout(config: Any) -> None:
-    """Let the data set know what the rollout engine takes: how many images, and how its processor is called."""
-    rollout = config.actor_rollout_ref.rollout
-    engine = (rollout.get("engine_kwargs") or {}).get("vllm") or {}
-    with open_dict(config):
-        config.data.limit_images = rollout.get("limit_images")
-        for name in ("limit_mm_per_prompt", "mm_processor_kwargs"):
-            config.data[name] = engine.get(name)
-
-
-def training_rows(trainer: "RayPPOTrainer") -> Iterator[Mapping[str, Any]]:
-    """Yield the batches of the training loader, epoch after epoch, and keep ``trainer.epoch``.
-
-    Each is drawn from a random state of its own: that of the step, and of how many prompts it has drawn before.
-
-    Raises: EndOfDataError after ``total_epochs``, where no number of steps was given; EmptyLoaderError where the
-        loader yields nothing.
+    These are the seed, which follows ``trainer.seed`` if it is null, and the image limits and processor arguments of
+    the rollout engine.
     """
-    options, fruitless = trainer.config.trainer, 0
-    while options.total_training_steps is not None or trainer.epoch < options.total_epochs:
+    rollout = "actor_rollout_ref.rollout"
+    with open_dict(config):
+        if OmegaConf.select(config, "data.seed") is None:
+            config.data.seed = config.trainer.seed
+        config.data.limit_images = OmegaConf.select(config, f"{rollout}.limit_images")
+        for name in ("limit_mm_per_prompt", "mm_processor_kwargs"):
+            config.data[name] = OmegaConf.select(config, f"{rollout}.engine_kwargs.vllm.{name}")
+
+
+def training_rows(loader: Iterable[Rows], state: RunState, total_epochs: int | None) -> Iterator[Rows]:
+    """Yield the batches of the training loader, epoch after epoch, and count the epochs in ``state``.
+
+    Each draw starts from a random state that depends only on the step and on the prompts that it drew before.
+
+    Args: ``total_epochs`` is None if the number of steps alone ends the run.
+    Raises: EndOfDataError after ``total_epochs``; EmptyLoaderError when the loader yields nothing.
+    """
+    empty_epochs = 0
+    while total_epochs is None or state.epoch < total_epochs:
         drawn = 0
-        _seed_draw(trainer)
-        for rows in trainer.train_dataloader:
+        _seed_draw(state)
+        for rows in loader:
             drawn += 1
             yield rows
-            _seed_draw(trainer)
-        trainer.epoch += 1
-        # A loader resumed at the end of an epoch yields nothing at first.
-        fruitless = 0 if drawn else fruitless + 1
-        if fruitless > 1:
+            _seed_draw(state)
+        state.epoch += 1
+        # A loader that was resumed at the end of an epoch yields nothing at first.
+        empty_epochs = 0 if drawn else empty_epochs + 1
+        if empty_epochs > 1:
             raise EmptyLoaderError("the training loader yields no batch: its sampler or data set has become empty")
-    raise EndOfDataError(f"the training data have been gone through {trainer.epoch} times (trainer.total_epochs)")
+    raise EndOfDataError(f"the training data were read {state.epoch} times (trainer.total_epochs)")
 
 
-def _seed_draw(trainer: "RayPPOTrainer") -> None:
-    before = (trainer.prompts_drawn,) if trainer.prompts_drawn else ()
-    seed_process(trainer.run_seed, "driver", trainer.global_steps, *before)
+def draw_ahead(rows: Iterator[Rows]) -> Iterator[Rows]:
+    """Draw the next batch now and return an iterator that begins with it.
+
+    Raises: EndOfDataError when no batch is left.
+    """
+    return itertools.chain([next(rows)], rows)
+
+
+def _seed_draw(state: RunState) -> None:
+    before = (state.prompts_drawn,) if state.prompts_drawn else ()
+    seed_process(state.seed, "driver", state.step, *before)

@@ -1,4 +1,4 @@
-"""What the driver reports of a step: the batch, its times, its throughput; and summaries of a validation."""
+"""Metrics that the driver computes: of the batch of a step, its times and throughput, and of a validation."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from verl.trainer.ppo.phases import tensors_of
 from verl.utils.metric import reduce_metrics
 
 if TYPE_CHECKING:
@@ -26,9 +27,9 @@ _PROMPTS_AT_ONCE = 256
 
 def _lengths(batch: "DataProto") -> tuple[Tensor, Tensor]:
     """Return the tokens of each prompt and each response: two (B,) float tensors."""
-    assert batch.batch is not None
-    width = batch.batch["responses"].shape[-1]
-    mask = batch.batch["attention_mask"]
+    tensors = tensors_of(batch)
+    width = tensors["responses"].shape[-1]
+    mask = tensors["attention_mask"]
     return mask[:, :-width].sum(-1).float(), mask[:, -width:].sum(-1).float()
 
 
@@ -47,12 +48,11 @@ def _length_summary(name: str, lengths: Tensor, limit: int) -> dict[str, float]:
 def compute_data_metrics(batch: "DataProto", use_critic: bool = True) -> dict[str, float]:
     """Summarise scores, rewards, advantages, returns, values and lengths of a training batch.
 
-    Scores and rewards are those of the responses that have a token at all; the others were aborted.
+    Scores and rewards leave out aborted responses, which have no token.
 
     Raises: ValueError when all responses were aborted, or the response mask is empty.
     """
-    tensors = batch.batch
-    assert tensors is not None
+    tensors = tensors_of(batch)
     prompt_length, response_length = _lengths(batch)
     response_limit = tensors["responses"].shape[-1]
     finished = response_length > 0
@@ -71,7 +71,8 @@ def compute_data_metrics(batch: "DataProto", use_critic: bool = True) -> dict[st
         **_length_summary("prompt_length", prompt_length, tensors["attention_mask"].shape[-1] - response_limit),
     }
     if use_critic:
-        values, returns = tensors["values"][mask], tensors["returns"][mask]
+        values = tensors["values"][mask]
+        returns = tensors["returns"][mask]
         unexplained = (returns - values).var() / (returns.var() + 1e-5) if len(returns) > 1 else torch.tensor(0.0)
         metrics |= _summary("critic/values", values)
         metrics["critic/vf_explained_var"] = 1.0 - unexplained.item()
@@ -83,8 +84,8 @@ def compute_data_metrics(batch: "DataProto", use_critic: bool = True) -> dict[st
     return metrics
 
 
-def failure_metrics(name: str, reasons: Sequence[Any] | None) -> dict[str, float]:
-    """Count the responses that could not be scored, by the extra ``reward_failure`` of the reward managers."""
+def failure_metrics(name: str, reasons: Sequence[str | None] | np.ndarray | None) -> dict[str, float]:
+    """Count the responses that could not be scored, from the extra ``reward_failure`` of the reward managers."""
     if reasons is None or not len(reasons):
         return {}
     failed = sum(reason is not None for reason in reasons)
@@ -126,7 +127,8 @@ compute_throughout_metrics = compute_throughput_metrics  # the established spell
 
 def subset_sizes(num_responses: int) -> list[int]:
     """Return 2, 4, 8 and so on below the number of responses, and that number; nothing for a single response."""
-    sizes, size = [], 2
+    sizes = []
+    size = 2
     while size < num_responses:
         sizes.append(size)
         size *= 2
@@ -139,16 +141,17 @@ def _draws(num_responses: int, size: int, seed: int) -> np.ndarray:
 
 
 def _ranks(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rank of each of (P, k) values within its prompt, equal ones alike, and the value of each rank.
+    """Return the rank of each of (P, k) values within its prompt, and the value of each rank; equal values tie.
 
-    Returns: two (k, P) arrays; small integers are compared several times faster than what they stand for.
+    Returns: two (k, P) arrays. Ranks replace values because small integers compare several times faster.
     """
     order = np.argsort(values, axis=1, kind="stable")
     ascending = np.take_along_axis(values, order, axis=1)
     steps = np.zeros(values.shape, dtype=np.int64)
     steps[:, 1:] = ascending[:, 1:] != ascending[:, :-1]
     dense = steps.cumsum(axis=1)
-    ranks, levels = np.zeros_like(dense), np.zeros_like(values)
+    ranks = np.zeros_like(dense)
+    levels = np.zeros_like(values)
     np.put_along_axis(ranks, order, dense, axis=1)
     np.put_along_axis(levels, dense, ascending, axis=1)
     return _small(ranks.T), levels[:, : dense.max() + 1].T
@@ -162,7 +165,8 @@ def _small(numbers: np.ndarray) -> np.ndarray:
 def _extremes(ranks: np.ndarray, draws: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the largest and smallest rank in each draw of (k, P) ranks: two (1000, P) arrays."""
     best = ranks[draws[:, 0]]
-    worst, drawn = best.copy(), np.empty_like(best)
+    worst = best.copy()
+    drawn = np.empty_like(best)
     for column in draws.T[1:]:
         np.take(ranks, column, axis=0, out=drawn)
         np.maximum(best, drawn, out=best)
@@ -171,9 +175,9 @@ def _extremes(ranks: np.ndarray, draws: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 def _majority(codes: np.ndarray, draws: np.ndarray) -> np.ndarray:
-    """Return which response stands for the most frequent answer of each draw: (1000, P) numbers, of (k, P) codes.
+    """Return the response with the most frequent answer of each draw: (1000, P) numbers, of (k, P) codes.
 
-    Among equally frequent answers the one drawn first counts.
+    Among equally frequent answers, the one drawn first wins.
     """
     size = draws.shape[1]
     answers = [codes[column] for column in draws.T]
@@ -191,7 +195,7 @@ def _majority(codes: np.ndarray, draws: np.ndarray) -> np.ndarray:
 
 
 def _times(chosen: np.ndarray, num_levels: int) -> np.ndarray:
-    """Count how often each number below ``num_levels`` stands in each column of (1000, P) numbers: (num_levels, P)."""
+    """Count each number below ``num_levels`` in each column of (1000, P) numbers: (num_levels, P)."""
     num_draws, width = chosen.shape
     reached = np.zeros((num_draws, -(-width // 8) * 8), dtype=bool)
     at_least = np.zeros((num_levels + 1, reached.shape[1]), dtype=np.int64)
@@ -261,7 +265,7 @@ def process_validation_metrics(
 
     For k responses: ``mean@k``, ``std@k`` and, for m of 2, 4, 8, ... and k, the mean and deviation over 1000 draws of
     m responses with replacement of the best (``best@m``), the worst (``worst@m``), and the value of the most frequent
-    ``pred`` (``maj@m``, where that variable exists). Variables that are not numbers are left out.
+    ``pred`` (``maj@m``, if that variable exists). Variables that are not numbers are left out.
 
     Returns: data source -> variable -> metric -> value.
     """
@@ -305,3 +309,17 @@ __all__ = [
     "reduce_metrics",
     "subset_sizes",
 ]
+
+
+# Progress
+
+
+def describe_step(metrics: Mapping[str, Any]) -> list[str | None]:
+    """Return reward, validation and speed as the display shows them; None keeps the value of an earlier step."""
+    validation = [value for key, value in metrics.items() if key.startswith("val-core/")]
+    seconds = metrics.get("perf/time_per_step")
+    return [
+        f"reward {metrics['critic/score/mean']:.3f}" if "critic/score/mean" in metrics else None,
+        f"validation {sum(validation) / len(validation):.3f}" if validation else None,
+        f"{metrics['perf/total_num_tokens'] / seconds:,.0f} tokens/s" if seconds else None,
+    ]

@@ -1,6 +1,6 @@
-"""What each phase of a training step reads from the batch and adds to it, and checks of both.
+"""The contract of the phases of a training step: the batch keys that each reads and writes, and checks.
 
-The table is the contract of the loop in ``ray_trainer.py``; ``VERL_CHECK_PHASES=1`` has it checked at every phase.
+``VERL_CHECK_PHASES=1`` checks the table at every phase.
 """
 
 from collections.abc import Iterator
@@ -8,13 +8,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from verl.trainer.ppo.steps import prompts_per_step
+from verl.algos.config import AlgoConfig
 from verl.utils import envs
+from verl.workers.config import ActorConfig, FSDPActorConfig
 
 if TYPE_CHECKING:
+    from tensordict import TensorDict
+
     from verl.protocol import DataProto
 
 
@@ -52,14 +56,14 @@ PHASES: dict[str, Phase] = {
 
 
 class PhaseContractError(AssertionError):
-    """A phase did not find what it reads, or did not leave what it promises."""
+    """A phase did not find a key that it reads, or did not add one that it promises."""
 
 
 @contextmanager
 def checked_phase(name: str, before: "DataProto | None") -> Iterator[list["DataProto"]]:
-    """Hold a phase to its row of ``PHASES`` where ``VERL_CHECK_PHASES`` is set; the body appends its result.
+    """Check a phase against its row of ``PHASES`` if ``VERL_CHECK_PHASES`` is set; the body appends its result.
 
-    Columns without a fixed name (those of the data set and the extras of reward functions) are not checked.
+    Columns without a fixed name are not checked: those of the data set, and the extras of reward functions.
     """
     result: list[DataProto] = []
     checking = envs.flag("VERL_CHECK_PHASES")
@@ -87,34 +91,41 @@ def batch_keys(batch: "DataProto | None") -> frozenset[str]:
     if batch is None:
         return frozenset()
     tensors = batch.batch.keys() if batch.batch is not None else ()
-    return frozenset(tensors) | frozenset(batch.non_tensor_batch)
+    return frozenset(map(str, tensors)) | frozenset(batch.non_tensor_batch)
+
+
+def tensors_of(batch: "DataProto") -> "TensorDict":
+    """Return the tensors of a batch that has some."""
+    assert batch.batch is not None
+    return batch.batch
 
 
 # ---- rollout invariants
 
 
 class RolloutInvariantError(RuntimeError):
-    """The rollout returned something that it was not asked for."""
+    """The output of the rollout does not fit the requests."""
 
 
 def check_rollout(asked: "DataProto", output: "DataProto", step: int, single_turn: bool = True) -> None:
-    """Hold the output of a rollout to what was asked for, row by row.
+    """Check the output of a rollout against the requests, row by row.
 
-    Args: ``asked`` holds ``input_ids`` and ``attention_mask`` (B, P) and ``uid``, ``output`` the batch of the rollout.
-    Raises: RolloutInvariantError naming the step, the first offending row and what is wrong with it.
+    Args: ``asked`` holds ``input_ids`` and ``attention_mask`` (B, P) and ``uid``; ``output`` is the rollout's batch.
+    Raises: RolloutInvariantError naming the step, the first wrong row and its fault.
     """
     check = _RowCheck(step, asked.non_tensor_batch.get("uid"))
-    got = output.batch
+    got = tensors_of(output)
+    requests = tensors_of(asked)
     if len(output) != len(asked):
         raise RolloutInvariantError(f"step {step}: {len(asked)} responses were asked for, {len(output)} came back")
-    prompts, responses, mask = got["prompts"], got["responses"], got["response_mask"]
+    prompts = got["prompts"]
+    responses = got["responses"]
+    mask = got["response_mask"]
     width = prompts.shape[1]
     attended = got["attention_mask"]
     alive = attended.any(-1)  # an aborted request may come back as a row of padding
-    check(alive & _differ(prompts, asked.batch["input_ids"]), "the prompt is not the one that was asked for")
-    check(
-        alive & _differ(attended[:, :width], asked.batch["attention_mask"]), "the prompt's attention mask was changed"
-    )
+    check(alive & _differ(prompts, requests["input_ids"]), "the prompt is not the one that was asked for")
+    check(alive & _differ(attended[:, :width], requests["attention_mask"]), "the prompt's attention mask was changed")
     check(_differ(got["input_ids"], torch.cat([prompts, responses], -1)), "input_ids are not prompt and response")
     if "uid" in asked.non_tensor_batch and "uid" in output.non_tensor_batch:
         moved = torch.from_numpy(asked.non_tensor_batch["uid"] != output.non_tensor_batch["uid"])
@@ -133,7 +144,7 @@ def check_rollout(asked: "DataProto", output: "DataProto", step: int, single_tur
 def _check_single_turn(
     check: "_RowCheck", responses: Tensor, mask: Tensor, attended: Tensor, meta: dict[str, Any]
 ) -> None:
-    """One response is one run of sampled tokens from position 0, with padding behind it."""
+    """Check that each response is one run of sampled tokens from position 0, followed by padding."""
     check((mask[:, 1:] > mask[:, :-1]).any(-1), "response_mask is not one run from position 0")
     check(_differ(mask, attended), "response_mask and attention mask of the response differ")
     outside = mask == 0
@@ -150,8 +161,9 @@ def _check_single_turn(
 class _RowCheck:
     """Raise for the first row of a (B,) tensor of violations."""
 
-    def __init__(self, step: int, uids: Any) -> None:
-        self.step, self.uids = step, uids
+    def __init__(self, step: int, uids: np.ndarray | None) -> None:
+        self.step = step
+        self.uids = uids
 
     def __call__(self, bad_rows: Tensor, what: str) -> None:
         if not bad_rows.any():
@@ -163,27 +175,25 @@ class _RowCheck:
 
 
 def _differ(left: Tensor, right: Tensor) -> Tensor:
-    """Say for each row of two (B, T) tensors whether they differ; a different width differs everywhere."""
+    """Return for each row of two (B, T) tensors whether they differ; tensors of different widths differ everywhere."""
     if left.shape != right.shape:
         return torch.ones(left.shape[0], dtype=torch.bool)
     return (left != right).any(-1)
 
 
-# ---- which passes a configuration needs
+# ---- the passes that a configuration needs
 
 
-def needs_old_log_probs(config: Any) -> bool:
+def needs_old_log_probs(actor: ActorConfig, algorithm: AlgoConfig, prompts_per_step: int) -> bool:
     """Whether anything reads the log-probabilities of the policy before the update.
 
-    Nothing does where a single on-policy update follows: the actor's own log-probabilities, detached, are the old
-    ones. The KL in the reward, rollout importance sampling, several mini-batches or epochs do, and so does
-    ``actor.use_rollout_log_probs``, which insists on those of the batch.
+    A single on-policy update needs none: its own log-probabilities, detached, are the old ones. The KL in the reward,
+    rollout importance sampling, several mini-batches or epochs, and ``actor.use_rollout_log_probs`` need them.
     """
-    actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
-    single_update = actor.ppo_mini_batch_size == prompts_per_step(config) and actor.ppo_epochs == 1
-    return bool(
-        not single_update
+    is_single_update = actor.ppo_mini_batch_size == prompts_per_step and actor.ppo_epochs == 1
+    return (
+        not is_single_update
         or algorithm.use_kl_in_reward
         or algorithm.rollout_is_threshold is not None
-        or actor.get("use_rollout_log_probs", False)
+        or (isinstance(actor, FSDPActorConfig) and actor.use_rollout_log_probs)
     )

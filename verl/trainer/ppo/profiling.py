@@ -1,17 +1,20 @@
-"""Start and stop of the role profilers around the steps that ``global_profiler.steps`` lists, and where they write."""
+"""Profilers of the roles: where they write, and when the driver starts and stops them."""
 
+import itertools
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl.base_config import ConfigError, Violation
+from verl.trainer.ppo.state import RunState, Timing
 from verl.utils.profiler import marked_timer
 from verl.utils.profiler.captures import save_folder
 
 if TYPE_CHECKING:
-    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+    from verl.single_controller.ray import RayWorkerGroup
 
 logger = logging.getLogger(__name__)
 
@@ -23,27 +26,27 @@ NODES = {
 }
 """Worker group -> the nodes of its roles."""
 STOP_TIMEOUT_S = 600.0
-"""How long workers may take to write what they have captured, where the run is over."""
+"""Seconds that workers get to write their captures when the run is over."""
 
 
 # ---- before the workers start
 
 
-def absolute_save_paths(config: Any) -> None:
-    """Write out in full where profilers write: a worker may have another working folder than the driver."""
-    for key in ("global_profiler", *(node for nodes in NODES.values() for node in nodes)):
+def absolute_save_paths(config: DictConfig) -> None:
+    """Make the save paths of profilers absolute, since a worker may have another working folder than the driver."""
+    for key in itertools.chain(["global_profiler"], *NODES.values()):
         node = OmegaConf.select(config, key)
         if node is not None:
             with open_dict(node):
                 node.save_path = str(save_folder(node.get("save_path")))
 
 
-def check_steps(config: Any, total_steps: int, resumed_step: int = 0) -> None:
-    """Hold the listed steps against those that the run takes.
+def check_steps(steps: Collection[int] | None, total_steps: int, resumed_step: int = 0) -> None:
+    """Check that the run reaches the steps of ``global_profiler.steps``; warn of those before a resume.
 
-    Raises: ConfigError where one lies behind the end; those before a resume are only told.
+    Raises: ConfigError when a step lies beyond the last one.
     """
-    steps = list(OmegaConf.select(config, "global_profiler.steps") or ())
+    steps = list(steps or ())
     beyond = [step for step in steps if step > total_steps]
     if beyond:
         expected = f"steps {beyond} never come, the run has {total_steps}: lower them, or raise trainer.total_epochs"
@@ -53,8 +56,8 @@ def check_steps(config: Any, total_steps: int, resumed_step: int = 0) -> None:
         logger.warning("global_profiler.steps: %s are not profiled, the run resumes after step %d", done, resumed_step)
 
 
-def nsys_ranks(config: Any, groups: Iterable[str]) -> list[int] | None:
-    """Return the ranks that nsys has to wrap for groups of one pool, None for all."""
+def nsys_ranks(config: DictConfig, groups: Iterable[str]) -> list[int] | None:
+    """Return the ranks that nsys wraps for the groups of one pool; None for all ranks."""
     nodes = [OmegaConf.select(config, node) for group in groups for node in NODES[group]]
     used = [node for node in nodes if node is not None and node.enable and node.tool == "nsys"]
     if any(node.all_ranks for node in used):
@@ -62,8 +65,8 @@ def nsys_ranks(config: Any, groups: Iterable[str]) -> list[int] | None:
     return sorted({rank for node in used for rank in node.ranks})
 
 
-def nsys_group_options(config: Any, groups: Iterable[str]) -> dict[str, Any]:
-    """Return what the worker groups of a pool need to have nsys wrap their processes; nothing where it is not used.
+def nsys_group_options(config: DictConfig, groups: Iterable[str]) -> dict[str, Any]:
+    """Return the options with which nsys wraps the processes of a pool; none if nsys is not used.
 
     Raises: ValueError when the options of nsys are missing.
     """
@@ -84,34 +87,48 @@ def nsys_group_options(config: Any, groups: Iterable[str]) -> dict[str, Any]:
 # ---- around the steps
 
 
-def start_profiling(trainer: "RayPPOTrainer", timing: dict[str, float]) -> None:
-    """Start, unless the step is not listed or the profilers run on from the one before."""
-    step = trainer.global_steps
-    if is_profiled(trainer, step) and not trainer.profiled_groups:
-        trainer.profiled_groups = [trainer.actor_rollout_wg, *other_groups(trainer)]
-        with marked_timer("start_profile", timing):
-            trainer.actor_rollout_wg.start_profile(role="e2e", profile_step=str(step))
-            for group in other_groups(trainer):
-                group.start_profile(profile_step=str(step))
+@dataclass(frozen=True)
+class ProfiledSteps:
+    """Which steps of a run are profiled: ``global_profiler.steps`` and ``profile_continuous_steps``."""
+
+    steps: Collection[int] = ()
+    continuous: bool = False
+
+    def runs_on(self, state: RunState) -> bool:
+        """Whether the capture of the current step goes on into the next one."""
+        return self.continuous and state.step + 1 in self.steps and not state.is_last_step
 
 
-def stop_profiling(trainer: "RayPPOTrainer", timing: dict[str, float]) -> None:
-    """Stop, unless the step is not listed or the profilers run on into the next one."""
-    runs_on = continuous(trainer) and is_profiled(trainer, trainer.global_steps + 1) and not trainer.is_last_step
-    if trainer.profiled_groups and not runs_on:
+def start_profiling(
+    profiled: ProfiledSteps, state: RunState, groups: Mapping[str, "RayWorkerGroup"], timing: Timing
+) -> None:
+    """Start the profilers of all groups, unless the step is not listed or they still run from the step before."""
+    if state.step not in profiled.steps or state.profiled_groups:
+        return
+    state.profiled_groups = list(groups.values())
+    with marked_timer("start_profile", timing):
+        for name, group in groups.items():
+            role = {"role": "e2e"} if name == "actor_rollout" else {}
+            group.start_profile(**role, profile_step=str(state.step))
+
+
+def stop_profiling(profiled: ProfiledSteps, state: RunState, timing: Timing) -> None:
+    """Stop the profilers that run, unless they go on into the next step."""
+    if state.profiled_groups and not profiled.runs_on(state):
         with marked_timer("stop_profile", timing):
-            for group in trainer.profiled_groups:
+            for group in state.profiled_groups:
                 group.stop_profile()
-        trainer.profiled_groups = ()
+        state.profiled_groups = ()
 
 
-def end_profiling(trainer: "RayPPOTrainer") -> None:
-    """Stop what still runs at the end of a run, so that a capture that was to go on is written as far as it came.
+def end_profiling(state: RunState) -> None:
+    """Flush captures still open at exit.
 
-    Workers that an error has ended have written theirs. What fails here is only told: it is no reason to fail for a
-    run that is over, and where an error ends it, that is the one to show.
+    Workers that an error has ended wrote theirs. A failure here is only logged: the run is over, and if an error
+    ended it, that error is the one to show.
     """
-    groups, trainer.profiled_groups = trainer.profiled_groups, ()
+    groups = state.profiled_groups
+    state.profiled_groups = ()
     for group in groups:
         if group.ended:
             continue
@@ -122,25 +139,7 @@ def end_profiling(trainer: "RayPPOTrainer") -> None:
             logger.warning("the profile of a worker group could not be written", exc_info=True)
 
 
-def is_profiled(trainer: "RayPPOTrainer", step: int) -> bool:
-    """Whether a step is listed."""
-    steps = trainer.config.global_profiler.steps
-    return steps is not None and step in steps
-
-
-def continuous(trainer: "RayPPOTrainer") -> bool:
-    """Whether neighbouring steps share one capture."""
-    return bool(trainer.config.global_profiler.profile_continuous_steps)
-
-
-def other_groups(trainer: "RayPPOTrainer") -> list[Any]:
-    """Return the worker groups besides the actor's."""
-    ref = None if trainer.ref_in_actor else trainer.ref_policy_wg
-    return [group for group in (ref, trainer.critic_wg, trainer.rm_wg) if group is not None]
-
-
-def dump_memory(trainer: "RayPPOTrainer") -> None:
-    """Have the actor write a snapshot of its memory after a listed step, or after each where none is listed."""
-    profiler, step = trainer.config.global_profiler, trainer.global_steps
-    if profiler.tool == "torch_memory" and (profiler.steps is None or step in profiler.steps):
-        trainer.actor_rollout_wg.dump_memory_snapshot(tag=f"post_update_step{step}", sub_dir=f"step{step}")
+def dump_memory(tool: str | None, steps: Collection[int] | None, step: int, actor: "RayWorkerGroup") -> None:
+    """Let the actor write a snapshot of its memory after a listed step, or after every step if none is listed."""
+    if tool == "torch_memory" and (steps is None or step in steps):
+        actor.dump_memory_snapshot(tag=f"post_update_step{step}", sub_dir=f"step{step}")

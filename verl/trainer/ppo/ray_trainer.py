@@ -1,62 +1,84 @@
 """The training loop: a driver that holds metadata and small tensors, and worker groups that hold the weights."""
 
+import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from omegaconf import DictConfig
 from torch.utils.data import Dataset, Sampler
 
 from verl.algos.kl import get_kl_controller
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.single_controller.base.phase import phase
 from verl.single_controller.ray import RayWorkerGroup
-from verl.trainer.ppo import after_step, checkpoint, loaders
-from verl.trainer.ppo.advantages import apply_kl_penalty, compute_advantage, compute_response_mask
+from verl.trainer.config.run_config import RunConfig
+from verl.trainer.ppo import checkpoint, loaders
+from verl.trainer.ppo.checkpoint import CheckpointPlan
 from verl.trainer.ppo.core_algos import AdvantageEstimator, agg_loss
-from verl.trainer.ppo.dumps import dump_training_batch
-from verl.trainer.ppo.metric_utils import failure_metrics
-from verl.trainer.ppo.mismatch_helper import compute_rollout_importance_weights
-from verl.trainer.ppo.phases import check_rollout, checked_phase, needs_old_log_probs
-from verl.trainer.ppo.profiling import check_steps, end_profiling, start_profiling, stop_profiling
-from verl.trainer.ppo.resources import ResourcePoolManager, create_worker_groups
-from verl.trainer.ppo.reward import PendingReward
-from verl.trainer.ppo.steps import set_total_training_steps
-from verl.trainer.ppo.traces import start_traces
-from verl.trainer.ppo.trail import NO_TRAIL, Trail
-from verl.trainer.ppo.utils import (
-    Role,
-    need_critic,
-    need_reference_policy,
-    need_reward_model,
-    needs_full_kl,
-    reference_is_in_actor,
+from verl.trainer.ppo.loaders import CollateFn, Rows
+from verl.trainer.ppo.metric_utils import (
+    compute_data_metrics,
+    compute_throughput_metrics,
+    compute_timing_metrics,
+    describe_step,
+    failure_metrics,
 )
-from verl.trainer.ppo.validation import validate
+from verl.trainer.ppo.phases import check_rollout, checked_phase, needs_old_log_probs, tensors_of
+from verl.trainer.ppo.profiling import (
+    ProfiledSteps,
+    check_steps,
+    dump_memory,
+    end_profiling,
+    start_profiling,
+    stop_profiling,
+)
+from verl.trainer.ppo.resources import ResourcePoolManager, WorkerClasses, create_worker_groups
+from verl.trainer.ppo.reward import PendingReward, RewardFn
+from verl.trainer.ppo.samples import dump_training_batch, trace_batch
+from verl.trainer.ppo.shaping import (
+    add_rollout_weights,
+    apply_kl_penalty,
+    compute_advantage,
+    compute_response_mask,
+)
+from verl.trainer.ppo.state import Metrics, RunState, Timing
+from verl.trainer.ppo.step_record import StepRecord
+from verl.trainer.ppo.steps import set_total_training_steps
+from verl.trainer.ppo.utils import Role, need_critic, need_reference_policy, need_reward_model
+from verl.trainer.ppo.validation import collect_samples, repeat_prompts, summarise
 from verl.trainer.run.clock import CLOCK
 from verl.trainer.run.output import RunOutput
+from verl.trainer.run.resume import find_resume_folder
+from verl.utils.dataset.factory import create_rl_dataset, create_rl_sampler
 from verl.utils.debug.metrics import calculate_debug_metrics
 from verl.utils.metric import reduce_metrics
 from verl.utils.numerics.seeding import derive_seed, prompt_uids, sampling_seeds
+from verl.utils.observe.rollout_trace import RolloutTraceConfig
 from verl.utils.profiler import marked_timer
 from verl.utils.rollout_skip import RolloutSkip
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions, log_seqlen_unbalance
 from verl.utils.vision.flops import image_lengths
 from verl.utils.vision.multi_modal import count_shared_bytes, share
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
 __all__ = [
+    "Metrics",
     "RayPPOTrainer",
     "ResourcePoolManager",
     "Role",
+    "Timing",
     "apply_kl_penalty",
     "compute_advantage",
     "compute_response_mask",
 ]
 
-Metrics = dict[str, Any]
-Timing = dict[str, float]
+logger = logging.getLogger(__name__)
 
 _PHASE_OF_TIMER = {"gen": "generate", "gen_max": "generate", "testing": "validate"}
 _PROMPT_TENSORS = ("input_ids", "attention_mask", "position_ids")
@@ -67,81 +89,132 @@ class RayPPOTrainer:
     """PPO and its relatives over Ray worker groups.
 
     ``fit`` is the loop. Each phase of a step is a method that takes and returns the batch, adds metrics and seconds
-    to the dictionaries that it is given, and can be overridden alone; ``phases.py`` says what each reads and writes.
-    """
+    to the given dictionaries, and can be overridden alone; ``phases.py`` says what each reads and writes.
 
-    trail: Trail = NO_TRAIL
+    Attributes: ``run_config`` is the typed configuration, parsed once; ``config`` is the tree that forks read and
+        write. ``state`` says where the run stands; the established names ``global_steps``, ``total_training_steps``
+        and ``max_steps_duration`` read and write it.
+    """
 
     def __init__(
         self,
-        config: Any,
-        tokenizer: Any,
-        role_worker_mapping: Mapping[Role, Any],
+        config: DictConfig,
+        tokenizer: "PreTrainedTokenizerBase",
+        role_worker_mapping: WorkerClasses,
         resource_pool_manager: ResourcePoolManager,
         ray_worker_group_cls: type[RayWorkerGroup] = RayWorkerGroup,
-        processor: Any = None,
-        reward_fn: Callable[..., Any] | None = None,
-        val_reward_fn: Callable[..., Any] | None = None,
-        train_dataset: Dataset | None = None,
-        val_dataset: Dataset | None = None,
-        collate_fn: Callable[..., Any] | None = None,
-        train_sampler: Sampler | None = None,
+        processor: "ProcessorMixin | None" = None,
+        reward_fn: RewardFn | None = None,
+        val_reward_fn: RewardFn | None = None,
+        train_dataset: Dataset[Rows] | None = None,
+        val_dataset: Dataset[Rows] | None = None,
+        collate_fn: CollateFn | None = None,
+        train_sampler: Sampler[int] | None = None,
         device_name: str | None = None,
     ) -> None:
-        self.config, self.tokenizer, self.processor = config, tokenizer, processor
-        self.reward_fn, self.val_reward_fn = reward_fn, val_reward_fn
-        self.hybrid_engine = config.actor_rollout_ref.hybrid_engine
+        self.config = config
+        self.run_config = RunConfig.parse(config)
+        self.tokenizer = tokenizer
+        self.processor = processor
+        self.reward_fn = reward_fn
+        self.val_reward_fn = val_reward_fn
+        run = self.run_config
+        self.hybrid_engine = run.actor_rollout_ref.hybrid_engine
         assert self.hybrid_engine, "actor_rollout_ref.hybrid_engine must be true: actor and rollout share processes"
-        self.role_worker_mapping, self.resource_pool_manager = role_worker_mapping, resource_pool_manager
+        self.role_worker_mapping = role_worker_mapping
+        self.resource_pool_manager = resource_pool_manager
         self.ray_worker_group_cls = ray_worker_group_cls
-        self.device_name = device_name or config.trainer.device
+        self.device_name = device_name or run.trainer.device
         self.use_reference_policy = need_reference_policy(role_worker_mapping)
         self.use_rm = need_reward_model(role_worker_mapping)
         self.use_critic = need_critic(config)
-        self.ref_in_actor = reference_is_in_actor(config)
-        self.kl_ctrl_in_reward = get_kl_controller(config.algorithm.kl_ctrl)
-        self.run_seed: int = config.trainer.seed
-        self.async_rollout_mode, self.async_rollout_manager = False, None
-        self.single_turn = not config.actor_rollout_ref.rollout.multi_turn.enable
-        self.global_steps, self.max_steps_duration = 0, 0.0
-        self.unfinished_checkpoint: int | None = None
-        self.epoch, self.prompts_drawn = 0, 0
-        self.profiled_groups: Sequence[Any] = ()
-        self._reward: PendingReward | None = None
-        self._extra_columns: list[str] = []
-        self._row_order: list[int] = []
+        self.ref_in_actor = run.actor_rollout_ref.reference_is_in_actor
+        self.kl_ctrl_in_reward = get_kl_controller(run.algorithm.kl_ctrl)
+        self.async_rollout_mode = False
+        self.async_rollout_manager = None
+        self.single_turn = not run.actor_rollout_ref.rollout.multi_turn.enable
+        self.state = RunState(seed=run.trainer.seed)
+        self.step_record = StepRecord(digests=False, num_samples=0)
         self._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
+
+    # ---- established names for parts of the state
+
+    @property
+    def global_steps(self) -> int:
+        """Number of the current step."""
+        return self.state.step
+
+    @global_steps.setter
+    def global_steps(self, step: int) -> None:
+        self.state.step = step
+
+    @property
+    def total_training_steps(self) -> int:
+        """Number of steps of the whole run."""
+        return self.state.total_steps
+
+    @total_training_steps.setter
+    def total_training_steps(self, steps: int) -> None:
+        self.state.total_steps = steps
+
+    @property
+    def max_steps_duration(self) -> float:
+        """Seconds of the longest step."""
+        return self.state.max_step_s
+
+    @max_steps_duration.setter
+    def max_steps_duration(self, seconds: float) -> None:
+        self.state.max_step_s = seconds
+
+    @property
+    def run_seed(self) -> int:
+        """Seed of the run."""
+        return self.state.seed
+
+    @property
+    def is_last_step(self) -> bool:
+        """Whether the current step is the last one."""
+        return self.state.is_last_step
 
     # ---- data
 
     def _create_dataloader(
         self,
-        train_dataset: Dataset | None,
-        val_dataset: Dataset | None,
-        collate_fn: Callable[..., Any] | None,
-        train_sampler: Sampler | None,
+        train_dataset: Dataset[Rows] | None,
+        val_dataset: Dataset[Rows] | None,
+        collate_fn: CollateFn | None,
+        train_sampler: Sampler[int] | None,
     ) -> None:
-        """Make the loaders, building the data sets and the sampler that were not given, and count the steps."""
-        loaders.follow_run_seed(self.config)
-        loaders.follow_rollout(self.config)
-        data, trainer = self.config.data, self.config.trainer
-        self.train_dataset = train_dataset or loaders.build_dataset(self, "train_files", is_train=True)
-        if val_dataset is None and data.val_files is not None:
-            val_dataset = loaders.build_dataset(self, "val_files", is_train=False)
+        """Make the loaders, build the data sets and the sampler that were not given, and count the steps."""
+        loaders.complete_data_node(self.config)
+        node = self.config.data  # data sets and samplers of a fork may read keys that DataConfig does not have
+        if train_dataset is None:
+            train_dataset = create_rl_dataset(node.train_files, node, self.tokenizer, self.processor)
+        if val_dataset is None and node.val_files is not None:
+            val_dataset = create_rl_dataset(node.val_files, node, self.tokenizer, self.processor, is_train=False)
+        if train_sampler is None:
+            assert isinstance(train_dataset, Sized), "a training set needs a length"
+            train_sampler = create_rl_sampler(node, train_dataset)
+        self.train_dataset = train_dataset
         self.val_dataset = val_dataset
-        self.train_dataloader = loaders.train_loader(
-            self.config, self.run_seed, self.train_dataset, collate_fn, train_sampler
-        )
-        self.val_dataloader = val_dataset and loaders.validation_loader(data, self.run_seed, val_dataset, collate_fn)
-        steps = trainer.total_training_steps
-        self.total_training_steps = len(self.train_dataloader) * trainer.total_epochs if steps is None else steps
-        set_total_training_steps(self.config, self.total_training_steps)
-        check_steps(self.config, self.total_training_steps)
+        data = self.run_config.data
+        seed = self.state.seed
+        self.train_dataloader = loaders.train_loader(data, seed, train_dataset, collate_fn, train_sampler)
+        self.val_dataloader = None
+        if val_dataset is not None:
+            self.val_dataloader = loaders.validation_loader(data, seed, val_dataset, collate_fn)
+        steps = self.run_config.trainer.total_training_steps
+        if steps is None:
+            steps = len(self.train_dataloader) * self.run_config.trainer.total_epochs
+        self.state.total_steps = steps
+        set_total_training_steps(self.config, steps)
+        self.run_config.set_total_training_steps(steps)
+        check_steps(self.run_config.global_profiler.steps, steps)
 
     # ---- workers
 
     def init_workers(self, groups: Mapping[str, RayWorkerGroup] | None = None) -> None:
-        """Build the models, on worker groups that were started before or are started now."""
+        """Build the models on the given worker groups, or on groups that it starts."""
         if groups is None:
             groups = create_worker_groups(
                 self.config,
@@ -151,57 +224,96 @@ class RayPPOTrainer:
                 self.device_name,
             )
         CLOCK.mark("worker_processes")
-        self.critic_wg, self.rm_wg = groups.get("critic"), groups.get("rm")
-        self.ref_policy_wg, self.actor_rollout_wg = groups.get("ref"), groups["actor_rollout"]
-        for name in ("critic", "ref", "rm", "actor_rollout"):  # last the rollout, which takes the memory that is left
+        self.critic_wg = groups.get("critic")
+        self.rm_wg = groups.get("rm")
+        self.ref_policy_wg = groups.get("ref")
+        self.actor_rollout_wg = groups["actor_rollout"]
+        # The rollout comes last, because it takes the memory that is left.
+        for name in ("critic", "ref", "rm", "actor_rollout"):
             if name in groups and not (name == "ref" and self.ref_in_actor):
                 with phase(f"init_model of {name}", step=0):
                     groups[name].init_model()
                 CLOCK.mark(f"init_{name}")
 
+    def worker_groups(self) -> dict[str, RayWorkerGroup]:
+        """Return the worker groups of the run by name."""
+        groups = {
+            "actor_rollout": self.actor_rollout_wg,
+            "critic": self.critic_wg,
+            "ref": None if self.ref_in_actor else self.ref_policy_wg,
+            "rm": self.rm_wg,
+        }
+        return {name: group for name, group in groups.items() if group is not None}
+
+    def trained_groups(self) -> dict[str, RayWorkerGroup]:
+        """Return the worker groups whose weights a checkpoint holds, by role."""
+        groups = {"actor": self.actor_rollout_wg, "critic": self.critic_wg}
+        return {role: group for role, group in groups.items() if group is not None}
+
     def rollout_divisor(self) -> int:
-        """Return what the number of requests of one call must be a multiple of."""
+        """Return the number that the requests of one call must be a multiple of."""
         return self.actor_rollout_wg.world_size
 
     def rollout_wg_generate(self, requests: DataProto) -> DataProto:
-        """Generate on the worker group."""
-        return self.actor_rollout_wg.generate_sequences(requests)
+        """Generate on the worker group, which syncs the weights first if the engine is behind."""
+        output: DataProto = self.actor_rollout_wg.generate_sequences(requests)
+        self.state.engine_version = self.state.weights_version
+        return output
+
+    def sync_weights(self) -> None:
+        """Bring the weights of the rollout engine up to date; do nothing when the versions agree.
+
+        The engine then stays awake until it has generated. So ``fit`` calls this only before it generates, and after
+        validation and checkpoint, which need the memory. A loop without this call is right too: the workers sync by
+        themselves when they generate with an engine that is behind.
+        """
+        state = self.state
+        if state.engine_version == state.weights_version or self.run_config.actor_rollout_ref.rollout.skip_rollout:
+            return
+        if hasattr(self.actor_rollout_wg, "sync_weights"):  # a fork's worker class need not have it
+            self.actor_rollout_wg.sync_weights(state.step)
+            state.engine_version = state.weights_version
 
     # ---- the loop
 
     def fit(self) -> None:
         """Train until the last step."""
         with self._run():
-            if after_step.validate_before_training(self):
+            if self._validate_before_training():
                 return
-            rows = loaders.training_rows(self)
+            rows = self._training_rows()
             while not self.is_last_step:
-                self.global_steps += 1
-                self.prompts_drawn = 0
+                self.state.begin_step()
                 metrics: Metrics = {}
                 timing: Timing = {}
                 self._start_profiling(timing)
                 with marked_timer("step", timing):
-                    batch = self.collect(rows, metrics, timing)
+                    drawn = loaders.draw_ahead(rows)  # the data may end here, before anything is synced
+                    with self._timed("gen", timing):
+                        self.sync_weights()
+                    batch = self.collect(drawn, metrics, timing)
                     batch = self._checked("infer", batch, self.infer, metrics, timing)
                     batch = self._checked("shape", batch, self.shape, metrics, timing)
                     batch = self._checked("update", batch, self.update, metrics, timing)
                     self._dump(batch, timing)
-                self.max_steps_duration = max(self.max_steps_duration, timing["step"])
-                after_step.validate_after_step(self, metrics, timing)
-                after_step.save_after_step(self, timing)
+                self.state.max_step_s = max(self.state.max_step_s, timing["step"])
+                self._validate_after_step(metrics, timing)
+                self._save_after_step(timing)
                 self._stop_profiling(timing)
-                after_step.finish_step(self, batch, metrics, timing)
+                self._finish_step(batch, metrics, timing)
 
     @contextmanager
     def _run(self) -> Iterator[None]:
-        """Resume, keep the records of the run, and close them whatever happens."""
+        """Resume, keep the records of the run, and close them in every case."""
+        options = self.run_config.trainer
+        rollout = self.run_config.actor_rollout_ref.rollout
         resumed = self._load_checkpoint()
-        check_steps(self.config, self.total_training_steps, resumed or 0)
-        self.output = RunOutput(self.config, resumed, self.total_training_steps)
-        start_traces(self.config)
-        self.trail = Trail(self.config.trainer.record_digests, self.config.trainer.record_samples)
-        if self.config.actor_rollout_ref.rollout.skip_rollout:
+        check_steps(self.run_config.global_profiler.steps, self.state.total_steps, resumed or 0)
+        self.output = RunOutput(options, self.config, resumed, self.state.total_steps, describe_step)
+        trace = rollout.trace
+        RolloutTraceConfig.init(options.project_name, options.experiment_name, trace.backend, trace.token2text)
+        self.step_record = self._new_step_record()
+        if rollout.skip_rollout:
             RolloutSkip(self.config, self.actor_rollout_wg).wrap_generate_sequences()
         CLOCK.mark("resume")
         finished = False
@@ -209,93 +321,107 @@ class RayPPOTrainer:
             yield
             finished = True
         except loaders.EndOfDataError as end:
-            after_step.end_early(self, end)
+            self._end_early(end)
             finished = True
         except Exception as error:
-            error.add_note(f"in training step {self.global_steps} of {self.total_training_steps}")
+            error.add_note(f"in training step {self.state.step} of {self.state.total_steps}")
             raise
         finally:
-            end_profiling(self)
+            end_profiling(self.state)
             self.output.close(finished)
+
+    def _training_rows(self) -> Iterator[Rows]:
+        options = self.run_config.trainer
+        total_epochs = options.total_epochs if options.total_training_steps is None else None
+        return loaders.training_rows(self.train_dataloader, self.state, total_epochs)
+
+    def _new_step_record(self) -> StepRecord:
+        options = self.run_config.trainer
+        algorithm = self.run_config.algorithm
+        weighs = algorithm.rollout_is_threshold is not None
+        veto = algorithm.rollout_is_veto_threshold if weighs else None
+        return StepRecord(options.record_digests, options.record_samples, self.tokenizer, veto)
 
     def _checked(self, name: str, batch: DataProto | None, method: Callable[..., DataProto], *args: Any) -> DataProto:
         with checked_phase(name, batch) as result:
             result.append(method(*args) if batch is None else method(batch, *args))
-        self.trail.phase(name, result[0], None if name == "prepare" else self._row_order)
+        self.step_record.phase(name, result[0], None if name == "prepare" else self.state.row_order)
         return result[0]
 
     @contextmanager
     def _timed(self, timer: str, timing: Timing) -> Iterator[None]:
-        """Time a part of a step and name it in the error of a worker that dies in it."""
-        with phase(_PHASE_OF_TIMER.get(timer, timer), step=self.global_steps), marked_timer(timer, timing):
+        """Time a part of a step, and name it in the error if a worker dies in it."""
+        with phase(_PHASE_OF_TIMER.get(timer, timer), step=self.state.step), marked_timer(timer, timing):
             yield
-
-    @property
-    def is_last_step(self) -> bool:
-        """Whether the current step is the last one."""
-        return self.global_steps >= self.total_training_steps
 
     # ---- phases
 
-    def collect(self, rows: Iterator[Mapping[str, Any]], metrics: Metrics, timing: Timing) -> DataProto:
-        """Prepare, generate and score the next batch of the loader; ``rows`` yields as many as a recipe draws."""
+    def collect(self, rows: Iterator[Rows], metrics: Metrics, timing: Timing) -> DataProto:
+        """Prepare, generate and score the next batch of the loader; a recipe may draw several from ``rows``."""
         batch = self._checked("prepare", None, self.prepare, next(rows))
         batch = self._checked("generate", batch, self.generate, metrics, timing)
         return self._checked("score", batch, self.score, metrics, timing)
 
-    def prepare(self, rows: Mapping[str, Any]) -> DataProto:
+    def prepare(self, rows: Rows) -> DataProto:
         """Turn the rows of the loader into a batch, one ``uid`` per prompt."""
+        state = self.state
         batch = DataProto.from_single_dict(rows)
-        first, count = self.prompts_drawn, len(batch)
-        batch.non_tensor_batch["uid"] = prompt_uids(self.run_seed, self.global_steps, count, first_prompt=first)
-        batch.meta_info["first_prompt"] = first
-        self.prompts_drawn += count
+        uids = prompt_uids(state.seed, state.step, len(batch), first_prompt=state.prompts_drawn)
+        batch.non_tensor_batch["uid"] = uids
+        batch.meta_info["first_prompt"] = state.prompts_drawn
+        state.prompts_drawn += len(batch)
         return batch
 
     def generate(self, batch: DataProto, metrics: Metrics, timing: Timing) -> DataProto:
         """Sample ``rollout.n`` responses per prompt; the rows become the responses."""
-        num_samples = self.config.actor_rollout_ref.rollout.n
+        num_samples = self.run_config.actor_rollout_ref.rollout.n
         prompts = self._get_gen_batch(batch)
         count_shared_bytes(prompts, metrics)
         prompts.meta_info["first_prompt"] = batch.meta_info.get("first_prompt", 0)
-        prompts.meta_info["global_steps"] = self.global_steps
+        prompts.meta_info["global_steps"] = self.state.step
         requests = prompts.repeat(repeat_times=num_samples, interleave=True)
-        requests.batch["sampling_seed"] = self._sampling_seeds(prompts, num_samples)
+        seeds = self._sampling_seeds(prompts, num_samples)
+        tensors_of(requests)["sampling_seed"] = seeds
         with self._timed("gen", timing):
             output = self.rollout_wg_generate(requests)
-        check_rollout(requests, output, self.global_steps, self.single_turn)
+        check_rollout(requests, output, self.state.step, self.single_turn)
         self._take_timing(output, metrics, timing)
-        if self.config.algorithm.adv_estimator == AdvantageEstimator.REMAX:
-            batch.batch["reward_baselines"] = self._greedy_baseline(batch, prompts, metrics, timing)
+        if self.run_config.algorithm.adv_estimator == AdvantageEstimator.REMAX:
+            tensors_of(batch)["reward_baselines"] = self._greedy_baseline(batch, prompts, metrics, timing)
         batch = batch.repeat(repeat_times=num_samples, interleave=True).union(output)
-        batch.batch["sampling_seed"] = requests.batch["sampling_seed"]
-        if "response_mask" not in batch.batch.keys():
-            batch.batch["response_mask"] = compute_response_mask(batch)
+        tensors = tensors_of(batch)
+        tensors["sampling_seed"] = seeds
+        if "response_mask" not in tensors.keys():
+            tensors["response_mask"] = compute_response_mask(batch)
         return self._arrange(batch, metrics)
 
     def score(self, batch: DataProto, metrics: Metrics, timing: Timing) -> DataProto:
-        """Score the responses by the reward model and by the rule; ``shape`` takes what runs beside ``infer``."""
+        """Start to score the responses; ``shape`` takes the scores, so that scorers may run during ``infer``."""
         with self._timed("reward", timing):
-            self._reward = PendingReward(self).start(batch, metrics)
+            self.state.pending_reward = self._new_reward().start(batch, metrics)
         return batch
 
     def infer(self, batch: DataProto, metrics: Metrics, timing: Timing) -> DataProto:
-        """Compute the log-probabilities and values that the rest of the step reads, and no others."""
-        if needs_old_log_probs(self.config):
+        """Compute only the log-probabilities and values that the rest of the step reads."""
+        run = self.run_config
+        actor = run.actor_rollout_ref.actor
+        if needs_old_log_probs(actor, run.algorithm, run.prompts_per_step):
             with self._timed("old_log_prob", timing):
                 batch = self._add_old_log_probs(batch, metrics)
-        if self.use_reference_policy and (not needs_full_kl(self.config) or self.config.algorithm.use_kl_in_reward):
+        if self.use_reference_policy and (not actor.uses_full_kl or run.algorithm.use_kl_in_reward):
             with self._timed("ref", timing):
                 group = self.actor_rollout_wg if self.ref_in_actor else self.ref_policy_wg
+                assert group is not None
                 batch = batch.union(_without_metrics(group.compute_ref_log_prob(_for_model(batch)), metrics))
         if self.use_critic:
+            assert self.critic_wg is not None
             with self._timed("values", timing):
                 batch = batch.union(_without_metrics(self.critic_wg.compute_values(_for_model(batch)), metrics))
         return batch
 
     def shape(self, batch: DataProto, metrics: Metrics, timing: Timing) -> DataProto:
         """Turn scores into rewards, advantages and returns."""
-        algorithm = self.config.algorithm
+        algorithm = self.run_config.algorithm
         with self._timed("reward", timing):
             self._add_scores(batch, metrics)
         with self._timed("adv", timing):
@@ -303,7 +429,7 @@ class RayPPOTrainer:
                 batch, kl_metrics = apply_kl_penalty(batch, self.kl_ctrl_in_reward, algorithm.kl_penalty)
                 metrics.update(kl_metrics)
             else:
-                batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
+                tensors_of(batch)["token_level_rewards"] = tensors_of(batch)["token_level_scores"]
             batch, mismatch = self.compute_rollout_importance_weights_and_add_to_batch(batch)
             metrics.update(mismatch)
             batch = compute_advantage(
@@ -311,190 +437,323 @@ class RayPPOTrainer:
                 adv_estimator=algorithm.adv_estimator,
                 gamma=algorithm.gamma,
                 lam=algorithm.lam,
-                num_repeat=self.config.actor_rollout_ref.rollout.n,
+                num_repeat=self.run_config.actor_rollout_ref.rollout.n,
                 norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
-                config=algorithm,
-                generator=torch.Generator().manual_seed(derive_seed(self.run_seed, "pf_ppo", self.global_steps)),
+                config=self.config.algorithm,  # an estimator of a fork may read keys that AlgoConfig does not have
+                generator=torch.Generator().manual_seed(derive_seed(self.state.seed, "pf_ppo", self.state.step)),
             )
         return batch
 
     def update(self, batch: DataProto, metrics: Metrics, timing: Timing) -> DataProto:
         """Update the critic, and after its warm-up the actor."""
         if self.use_critic:
+            assert self.critic_wg is not None
             with self._timed("update_critic", timing):
                 output = self.critic_wg.update_critic(_for_model(batch))
             metrics.update(reduce_metrics(output.meta_info["metrics"]))
-        if self.config.trainer.critic_warmup <= self.global_steps:
+        if self.run_config.trainer.critic_warmup <= self.state.step:
             with self._timed("update_actor", timing):
-                batch.meta_info["multi_turn"] = self.config.actor_rollout_ref.rollout.multi_turn.enable
+                batch.meta_info["multi_turn"] = self.run_config.actor_rollout_ref.rollout.multi_turn.enable
                 output = self.actor_rollout_wg.update_actor(_for_model(batch))
+            self.state.weights_version += 1
             metrics.update(reduce_metrics(output.meta_info["metrics"]))
         return batch
 
     # ---- parts of the phases
 
     def _get_gen_batch(self, batch: DataProto) -> DataProto:
-        """Move what the rollout reads out of ``batch``; ``uid`` goes along as the name of each row."""
-        share(batch)  # images and their tensors go to the workers once, however often a prompt is sampled
+        """Move the columns that the rollout reads out of ``batch``; ``uid`` is copied, to name each row."""
+        share(batch)  # so that images and their tensors go to the workers once, however often a prompt is sampled
         columns = [name for name in batch.non_tensor_batch if name not in _SCORING_COLUMNS]
         prompts = batch.pop(batch_keys=list(_PROMPT_TENSORS), non_tensor_batch_keys=columns)
         prompts.non_tensor_batch["uid"] = batch.non_tensor_batch["uid"]
-        if "multi_modal_inputs" in columns:  # what the models read after the rollout
+        if "multi_modal_inputs" in columns:  # the models read it too
             batch.non_tensor_batch["multi_modal_inputs"] = prompts.non_tensor_batch["multi_modal_inputs"]
         return prompts
 
     def _sampling_seeds(self, prompts: DataProto, num_samples: int) -> torch.Tensor:
         """Return the seeds of the samples of prompts of this step, (num_prompts * num_samples,)."""
         first = prompts.meta_info["first_prompt"]
-        return sampling_seeds(self.run_seed, self.global_steps, len(prompts), num_samples, first_prompt=first)
+        return sampling_seeds(self.state.seed, self.state.step, len(prompts), num_samples, first_prompt=first)
 
     def _arrange(self, batch: DataProto, metrics: Metrics) -> DataProto:
-        """Share the rows of a batch out among the ranks; ``_row_order`` says how to put them back."""
-        self._row_order = list(range(len(batch)))
-        if self.config.trainer.balance_batch:
+        """Order the rows of a batch for the ranks; ``state.row_order`` says how to put them back."""
+        self.state.row_order = list(range(len(batch)))
+        if self.run_config.trainer.balance_batch:
             self._balance_batch(batch, metrics)
-        batch.meta_info["global_steps"] = self.global_steps
-        batch.meta_info["global_token_num"] = batch.batch["attention_mask"].sum(-1).tolist()
+        batch.meta_info["global_steps"] = self.state.step
+        batch.meta_info["global_token_num"] = tensors_of(batch)["attention_mask"].sum(-1).tolist()
         batch.meta_info["images_seqlens"] = image_lengths(batch.non_tensor_batch.get("multi_modal_inputs", ()))
         return batch
 
     def _take_timing(self, output: DataProto, metrics: Metrics, timing: Timing) -> None:
-        """Take over what the rollout has measured; seconds of several calls in a step add up."""
+        """Move metrics and timers out of the output of the rollout; seconds of several calls in a step add up."""
         for name, value in output.meta_info.pop("timing", {}).items():
             timing[name] = value if "/" in name else timing.get(name, 0.0) + value
         _without_metrics(output, metrics)
 
+    def _generate_padded(self, requests: DataProto) -> DataProto:
+        """Generate for any number of requests, and drop the timers and metrics of the rollout."""
+        padded, pad_size = pad_dataproto_to_divisor(requests, self.rollout_divisor())
+        output = unpad_dataproto(self.rollout_wg_generate(padded), pad_size=pad_size)
+        check_rollout(requests, output, self.state.step, self.single_turn)
+        output.meta_info.pop("timing", None)
+        output.meta_info.pop("metrics", None)
+        return output
+
     def _greedy_baseline(self, batch: DataProto, prompts: DataProto, metrics: Metrics, timing: Timing) -> torch.Tensor:
         """Return the score of one greedy response per prompt, (num_prompts,), as ReMax subtracts it.
 
-        What its scoring reports, failures among it, time and memory not, goes to the metrics under ``greedy/``.
+        The metrics of its scoring, except ``perf/``, get the prefix ``greedy/``.
         """
         requests = prompts.repeat(repeat_times=1)
         requests.meta_info = {**prompts.meta_info, "do_sample": False}
-        requests.batch["sampling_seed"] = self._sampling_seeds(prompts, 1)
+        tensors_of(requests)["sampling_seed"] = self._sampling_seeds(prompts, 1)
         with self._timed("gen_max", timing):
-            padded, pad_size = pad_dataproto_to_divisor(requests, self.rollout_divisor())
-            output = unpad_dataproto(self.rollout_wg_generate(padded), pad_size=pad_size)
-            check_rollout(requests, output, self.global_steps, self.single_turn)
-            output.meta_info.pop("timing", None)
-            output.meta_info.pop("metrics", None)
-            greedy = batch.repeat(repeat_times=1).union(output)
+            greedy = batch.repeat(repeat_times=1).union(self._generate_padded(requests))
             found: Metrics = {}
-            scores, extras = PendingReward(self).start(greedy, found).take(greedy, found)
+            scores, extras = self._new_reward().start(greedy, found).take(greedy, found)
         found |= failure_metrics("reward", extras.get("reward_failure"))
         metrics |= {f"greedy/{name}": value for name, value in found.items() if not name.startswith("perf/")}
         return scores.sum(dim=-1)
 
+    def _new_reward(self) -> PendingReward:
+        assert self.reward_fn is not None, "training needs reward_fn"
+        options = self.run_config.reward_model
+        return PendingReward(
+            self.reward_fn,
+            self.rm_wg if self.use_rm else None,
+            own_pool=options.enable_resource_pool,
+            in_task=options.launch_reward_fn_async,
+            # On CPU every core may belong to a worker: a task that asks for one would never start.
+            num_cpus=0 if self.device_name == "cpu" else 1,
+            timeout_s=self.run_config.trainer.worker_call_timeout_s,
+        )
+
     def _balance_batch(self, batch: DataProto, metrics: Metrics, logging_prefix: str = "global_seqlen") -> None:
-        """Reorder the rows so that every rank gets as many tokens."""
-        lengths = batch.batch["attention_mask"].sum(-1).tolist()
-        # The workers that share rows may be more than divide them: a multiple of those that do not share is left.
+        """Reorder the rows so that every rank gets about the same number of tokens."""
+        lengths = tensors_of(batch)["attention_mask"].sum(-1).tolist()
+        # The rows need not be a multiple of the workers, since some workers share rows. Their greatest common divisor
+        # is a multiple of the workers that do not share.
         parts = math.gcd(len(lengths), self.actor_rollout_wg.world_size)
         partitions = get_seqlen_balanced_partitions(lengths, k_partitions=parts, equal_size=True)
         order = [row for part in partitions for row in part]
         batch.reorder(torch.tensor(order))
-        self._row_order = np.argsort(order).tolist()
+        self.state.row_order = np.argsort(order).tolist()
         metrics.update(log_seqlen_unbalance(lengths, partitions, prefix=logging_prefix))
 
     def _add_old_log_probs(self, batch: DataProto, metrics: Metrics) -> DataProto:
+        actor = self.run_config.actor_rollout_ref.actor
         output = _without_metrics(self.actor_rollout_wg.compute_log_prob(_for_model(batch)), metrics)
+        entropies = tensors_of(output).pop("entropys")
+        assert isinstance(entropies, torch.Tensor)
         entropy = agg_loss(
-            loss_mat=output.batch.pop("entropys"),
-            loss_mask=batch.batch["response_mask"],
-            loss_agg_mode=self.config.actor_rollout_ref.actor.loss_agg_mode,
-            length=self.config.actor_rollout_ref.actor.get("loss_scale_factor"),
+            loss_mat=entropies,
+            loss_mask=tensors_of(batch)["response_mask"],
+            loss_agg_mode=actor.loss_agg_mode,
+            length=actor.loss_scale_factor,
         )
         metrics["actor/entropy"] = entropy.item()
         batch = batch.union(output)
-        if "rollout_log_probs" in batch.batch.keys():
+        if "rollout_log_probs" in tensors_of(batch).keys():
             metrics.update(calculate_debug_metrics(batch))
         return batch
 
     def compute_rollout_importance_weights_and_add_to_batch(self, batch: DataProto) -> tuple[DataProto, Metrics]:
-        """Return how far the rollout is from training, and the batch, with weights where the loss is to use them.
+        """Return the batch, with importance weights if the loss uses them, and metrics of the mismatch of the rollout.
 
-        Raises: ValueError when the loss is to use them and the rollout has given no log-probabilities.
+        Raises: ValueError when the loss uses them and the rollout returned no log-probabilities.
         """
-        algorithm = self.config.algorithm
-        if algorithm.rollout_is_threshold is None:
-            return batch, {}
-        if "rollout_log_probs" not in batch.batch.keys():
-            if algorithm.rollout_is:
-                raise ValueError(
-                    "algorithm.rollout_is=true: the rollout returned no rollout_log_probs to make importance weights "
-                    "of; set actor_rollout_ref.rollout.calculate_log_probs=true, or algorithm.rollout_is=false"
-                )
-            return batch, {}
-        weights, metrics = compute_rollout_importance_weights(
-            old_log_prob=batch.batch["old_log_probs"],
-            rollout_log_prob=batch.batch["rollout_log_probs"],
-            response_mask=batch.batch["response_mask"],
-            rollout_is_level=algorithm.rollout_is_level,
-            rollout_is_mode=algorithm.rollout_is_mode,
-            rollout_is_threshold=algorithm.rollout_is_threshold,
-            rollout_is_threshold_lower=algorithm.rollout_is_threshold_lower,
-            rollout_is_veto_threshold=algorithm.rollout_is_veto_threshold,
-        )
-        return batch.union(weights) if algorithm.rollout_is else batch, metrics
+        return add_rollout_weights(batch, self.run_config.algorithm)
 
     def _add_scores(self, batch: DataProto, metrics: Metrics | None = None) -> None:
-        """Add what ``score`` has begun, unless that was done: scores, and the extras of the reward function."""
-        pending, self._reward = self._reward, None
+        """Wait for the reward that ``score`` started, and add scores and extras to the batch; once per batch."""
+        pending = self.state.pending_reward
+        self.state.pending_reward = None
         if pending is None:
             return
         scores, extras = pending.take(batch, {} if metrics is None else metrics)
-        batch.batch["token_level_scores"] = scores
-        self._extra_columns = list(extras)
+        tensors_of(batch)["token_level_scores"] = scores
+        self.state.extra_columns = list(extras)
         batch.non_tensor_batch.update({name: _column(values) for name, values in extras.items()})
 
-    # ---- after the step
+    # ---- after the phases of a step
 
     def _dump(self, batch: DataProto, timing: Timing) -> None:
-        folder = self.config.trainer.rollout_data_dir
+        folder = self.run_config.trainer.rollout_data_dir
         if folder:
-            extras = {name: list(batch.non_tensor_batch[name]) for name in self._extra_columns}
+            extras = {name: list(batch.non_tensor_batch[name]) for name in self.state.extra_columns}
             with marked_timer("dump_rollout_generations", timing):
-                dump_training_batch(folder, self.global_steps, batch, self.tokenizer, extras, self._row_order)
+                dump_training_batch(folder, self.state.step, batch, self.tokenizer, extras, self.state.row_order)
 
-    def _validate(self) -> dict[str, float]:
+    def _finish_step(self, batch: DataProto, metrics: Metrics, timing: Timing) -> None:
+        """Compute and publish the metrics of the step, and let sampler and data set learn from it."""
+        state = self.state
+        self.step_record.ask_workers(self.worker_groups())
+        metrics["training/global_step"] = state.step
+        metrics["training/epoch"] = state.epoch
+        metrics.update(compute_data_metrics(batch, use_critic=self.use_critic))
+        metrics.update(compute_timing_metrics(batch, timing))
+        metrics.update(compute_throughput_metrics(batch, timing, n_gpus=self.resource_pool_manager.get_n_gpus()))
+        CLOCK.mark("first_step")
+        metrics.update(CLOCK.report())
+        sampler = self.train_dataloader.sampler
+        if hasattr(sampler, "update"):
+            sampler.update(batch=batch)
+        trace_batch(batch, tensors_of(batch)["token_level_scores"].sum(-1), state.step, self.tokenizer)
+        details = self.step_record.finish(batch, metrics)
+        self.output.step(metrics, state.step, details)
+        profiler = self.run_config.global_profiler
+        dump_memory(profiler.tool, profiler.steps, state.step, self.actor_rollout_wg)
+        if not state.is_last_step and hasattr(self.train_dataset, "on_batch_end"):
+            self.train_dataset.on_batch_end(batch=batch)
+
+    def _end_early(self, reason: loaders.EndOfDataError) -> None:
+        """Validate and save the last full step, if the data end before the planned number of steps.
+
+        Raises: ``reason`` if there is no full step.
+        """
+        state = self.state
+        options = self.run_config.trainer
+        state.step -= 1  # the step that could not be filled
+        if not state.step:
+            raise reason
+        planned = state.total_steps
+        state.total_steps = state.step
+        logger.warning("the run ends after step %d of at most %d: %s", state.step, planned, reason)
+        metrics: Metrics = {}
+        timing: Timing = {}
+        if options.test_freq > 0 and state.step % options.test_freq:
+            self._validate_after_step(metrics, timing)
+        plan = CheckpointPlan.of(self.run_config)
+        if not plan.folder(state.step).exists():
+            self._save_after_step(timing)
+        checkpoint.finish_checkpoint(plan, state, self.trained_groups())
+        metrics |= {f"timing_s/{name}": seconds for name, seconds in timing.items()}
+        self.output.log(metrics, state.step)
+
+    # ---- validation
+
+    def _validate_before_training(self) -> bool:
+        """Validate the starting weights if the configuration asks for it; return whether the run ends there."""
+        options = self.run_config.trainer
+        if not (options.val_before_train or options.val_only):
+            return False
+        with phase("validate", step=self.state.step):
+            metrics = self._validate()
+        CLOCK.mark("validation")
+        if metrics:  # empty if a reward model judges the rows: they have no ground truth
+            self.output.log(metrics, self.state.step)
+        return bool(options.val_only)
+
+    def _validate_after_step(self, metrics: Metrics, timing: Timing) -> None:
+        """Validate every ``trainer.test_freq`` steps and after the last one."""
+        frequency = self.run_config.trainer.test_freq
+        if frequency > 0 and (self.is_last_step or self.state.step % frequency == 0):
+            with self._timed("testing", timing):
+                metrics.update(self._validate())
+
+    def _validate(self) -> Metrics:
         """Return the metrics of the current weights on the validation set."""
-        return validate(self)
+        options = self.run_config.trainer
+        if self.val_dataloader is None:
+            raise ValueError(
+                "data.val_files=null: validation needs a file, or trainer.val_before_train=false and test_freq=-1"
+            )
+        samples = collect_samples(
+            self.val_dataloader,
+            self._generate_for_validation,
+            self.val_reward_fn,
+            self.tokenizer,
+            self.state.step,
+            with_reward_model=self.use_rm,
+        )
+        if samples is None:
+            return {}
+        if options.log_val_generations > 0:
+            self.log_val_generations(samples.choose(options.log_val_generations))
+        if options.validation_data_dir:
+            samples.dump(options.validation_data_dir, self.state.step)
+        return summarise(samples)
+
+    def _generate_for_validation(self, prompts: DataProto, first_prompt: int) -> DataProto:
+        """Return ``val_kwargs.n`` responses to each prompt."""
+        sampling = self.run_config.actor_rollout_ref.rollout.val_kwargs
+        batch, seeds = repeat_prompts(prompts, sampling.n, self.state.seed, self.state.step, first_prompt)
+        requests = self._get_gen_batch(batch)
+        tensors_of(requests)["sampling_seed"] = seeds
+        requests.meta_info = {  # as in training, the worker adds eos_token_id and pad_token_id of the model
+            "recompute_log_prob": False,
+            "do_sample": sampling.do_sample,
+            "validate": True,
+            "global_steps": self.state.step,
+        }
+        batch = batch.union(self._generate_padded(requests))
+        batch.meta_info["validate"] = True
+        return batch
 
     def log_val_generations(self, rows: list[tuple[str, str, float]]) -> None:
         """Show some validation samples in the trackers that can."""
-        self.output.log_generations(rows, self.global_steps)
+        self.output.log_generations(rows, self.state.step)
 
     # ---- checkpoints and profiling
 
+    def _save_after_step(self, timing: Timing) -> None:
+        """Write a checkpoint every ``trainer.save_freq`` steps, after the last one, and before capacity expires."""
+        plan = CheckpointPlan.of(self.run_config)
+        if plan.frequency <= 0:
+            return
+        checkpoint.finish_checkpoint(plan, self.state, self.trained_groups(), wait=self.is_last_step)
+        if plan.is_due(self.state):
+            with self._timed("save_checkpoint", timing):
+                self._save_checkpoint()
+
     def _save_checkpoint(self) -> None:
         """Write all parts of a checkpoint, and last the file that names it."""
-        checkpoint.save_checkpoint(self)
+        plan = CheckpointPlan.of(self.run_config)
+        groups = self.trained_groups()
+        checkpoint.save_checkpoint(plan, self.state, groups, self.train_dataloader, self.kl_ctrl_in_reward)
 
     def _load_checkpoint(self) -> int | None:
-        """Restore the run that the configuration continues; returns its step, None for a fresh start."""
-        return checkpoint.load_checkpoint(self)
+        """Restore the run that the configuration resumes; return its step, None for a fresh start."""
+        folder = find_resume_folder(self.config)
+        if folder is None:
+            return None
+        checkpoint.load_checkpoint(
+            folder,
+            self.state,
+            self.trained_groups(),
+            self.train_dataloader,
+            self.kl_ctrl_in_reward,
+            delete_after_load=self.run_config.trainer.del_local_ckpt_after_load,
+        )
+        return self.state.step
+
+    def _profiled_steps(self) -> ProfiledSteps:
+        profiler = self.run_config.global_profiler
+        return ProfiledSteps(profiler.steps or (), profiler.profile_continuous_steps)
 
     def _start_profiling(self, timing: Timing) -> None:
-        """Start the role profilers, where this step is listed and they do not run on from the one before."""
-        start_profiling(self, timing)
+        """Start the profilers of the roles, if this step is listed and they do not run on from the one before."""
+        start_profiling(self._profiled_steps(), self.state, self.worker_groups(), timing)
 
     def _stop_profiling(self, timing: Timing) -> None:
-        """Stop the role profilers, where they do not run on into the next step."""
-        stop_profiling(self, timing)
+        """Stop the profilers of the roles, unless they run on into the next step."""
+        stop_profiling(self._profiled_steps(), self.state, timing)
 
 
 def _without_metrics(output: DataProto, metrics: Metrics) -> DataProto:
-    """Move the metrics of an answer of the workers to those of the step, and return the rest."""
+    """Move the metrics of a workers' answer to those of the step, and return the rest."""
     metrics.update(reduce_metrics(output.meta_info.pop("metrics", {})))
     return output
 
 
 def _for_model(batch: DataProto) -> DataProto:
-    """Return the part of a batch that models read: tensors, model inputs of other kinds and meta_info."""
+    """Select the part of a batch that models read: tensors, multi-modal inputs and meta_info."""
     columns = [name for name in ("multi_modal_inputs",) if name in batch.non_tensor_batch]
     return batch.select(non_tensor_batch_keys=columns)
 
 
 def _column(values: list[Any]) -> np.ndarray:
-    """Return values as an object array of one axis, lists among them as objects."""
+    """Return values as an object array of one axis; lists among them stay lists."""
     return np.fromiter(values, dtype=object, count=len(values))

@@ -1,11 +1,13 @@
-"""Which processes a run has, on which devices, and how they are started."""
+"""Worker processes of a run: the pools of devices they run on, and how they start."""
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import ray
+from omegaconf import DictConfig
 
 from verl.single_controller.base.errors import PlacementError
 from verl.single_controller.ray import (
@@ -19,6 +21,8 @@ from verl.trainer.ppo.steps import set_total_training_steps, steps_known_early
 from verl.trainer.ppo.utils import Role, needs_full_kl
 from verl.utils.config import omega_conf_to_dataclass
 
+WorkerClasses = Mapping[Role, Any]
+"""Role -> Ray actor class of its worker."""
 GROUP_OF_ROLE = {
     Role.ActorRollout: "actor_rollout",
     Role.Critic: "critic",
@@ -31,8 +35,8 @@ GROUP_OF_ROLE = {
 class ResourcePoolManager:
     """Pools of worker processes by name, and the pool of each role.
 
-    ``resource_pool_spec`` maps the name of a pool to its number of processes on each node. A process has a GPU (or
-    NPU); on ``device_name="cpu"`` it has a CPU core.
+    ``resource_pool_spec`` maps the name of a pool to its number of processes on each node. Each process gets a GPU or
+    NPU, or a CPU core with ``device_name="cpu"``.
     """
 
     resource_pool_spec: dict[str, list[int]]
@@ -43,7 +47,7 @@ class ResourcePoolManager:
     def create_resource_pool(self) -> None:
         """Make the pools, once.
 
-        Raises: PlacementError, a ValueError, when the cluster does not have what they ask for.
+        Raises: PlacementError, a ValueError, when the cluster has too few devices.
         """
         if self.resource_pool_dict:
             return
@@ -65,7 +69,7 @@ class ResourcePoolManager:
         return sum(count for counts in self.resource_pool_spec.values() for count in counts)
 
     def _check_resource_available(self) -> None:
-        """Hold the demand of every pool to what the nodes of the cluster have.
+        """Compare the demand of the pools with the devices of the cluster.
 
         Raises: PlacementError naming resource, demand and supply.
         """
@@ -75,7 +79,7 @@ class ResourcePoolManager:
         where = f"the pools ask for {self.resource_pool_spec} worker processes per node, one {kind} each"
         keys = "lower trainer.n_gpus_per_node or trainer.nnodes, or start more nodes"
         if kind != "CPU" and not sum(supply):
-            keys = f"write trainer.device=cpu to train on CPU cores, or start Ray where it sees the {kind}s"
+            keys = f"write trainer.device=cpu to train on CPU cores, or start Ray on nodes that have {kind}s"
         if sum(supply) < sum(demand):
             raise PlacementError(
                 f"{where}: {sum(demand)} in all, and the cluster has {sum(supply)} (missing "
@@ -88,10 +92,10 @@ class ResourcePoolManager:
 # ---- starting the workers
 
 
-def worker_arguments(config: Any, role: Role, actor_cls: Any) -> RayClassWithInitArgs:
-    """Return a worker class with the arguments that its role is constructed with."""
+def worker_arguments(config: DictConfig, role: Role, actor_cls: Any) -> RayClassWithInitArgs:
+    """Return a worker class with the arguments of its constructor."""
     if role == Role.ActorRollout:
-        with_reference = needs_full_kl(config) and not config.actor_rollout_ref.model.get("lora_rank", 0)
+        with_reference = needs_full_kl(config) and config.actor_rollout_ref.model.lora_rank == 0
         name = str(Role.ActorRolloutRef if with_reference else role)
         return RayClassWithInitArgs(cls=actor_cls, config=config.actor_rollout_ref, role=name)
     if role == Role.RefPolicy:
@@ -101,37 +105,28 @@ def worker_arguments(config: Any, role: Role, actor_cls: Any) -> RayClassWithIni
     return RayClassWithInitArgs(cls=actor_cls, config=config.reward_model)
 
 
-def worker_group_options(config: Any, device_name: str) -> dict[str, Any]:
-    """Return what every worker group of a run is constructed with besides its classes."""
-    options: dict[str, Any] = {
-        "device_name": device_name,
-        "ray_wait_register_center_timeout": config.trainer.ray_wait_register_center_timeout,
-        "call_timeout_s": config.trainer.worker_call_timeout_s,
-    }
-    return options
-
-
 def create_worker_groups(
-    config: Any,
-    role_worker_mapping: Mapping[Role, Any],
+    config: DictConfig,
+    role_worker_mapping: WorkerClasses,
     pools: ResourcePoolManager,
     group_cls: type[RayWorkerGroup],
     device_name: str,
 ) -> dict[str, RayWorkerGroup]:
-    """Start the processes of all roles, one group of processes per pool; returns a worker group per role name."""
+    """Start the processes of all roles, one group of processes per pool; return a worker group per role name."""
     pools.create_resource_pool()
     classes: dict[str, dict[str, RayClassWithInitArgs]] = {}
     for role, name in GROUP_OF_ROLE.items():
         if role in role_worker_mapping:
             arguments = worker_arguments(config, role, role_worker_mapping[role])
             classes.setdefault(pools.mapping[role], {})[name] = arguments
-    options = worker_group_options(config, device_name)
     groups: dict[str, RayWorkerGroup] = {}
     for pool_name, class_dict in classes.items():
         group = group_cls(
             resource_pool=pools.resource_pool_dict[pool_name],
             ray_cls_with_init=create_colocated_worker_cls(class_dict=class_dict),
-            **options,
+            device_name=device_name,
+            ray_wait_register_center_timeout=config.trainer.ray_wait_register_center_timeout,
+            call_timeout_s=config.trainer.worker_call_timeout_s,
             **nsys_group_options(config, class_dict),
         )
         groups.update(group.spawn(prefix_set=class_dict.keys()))
@@ -139,44 +134,50 @@ def create_worker_groups(
 
 
 class WorkerStart:
-    """The start of the worker processes, running beside whatever the driver loads in the meantime."""
+    """Starts the worker processes in a thread, while the driver loads tokenizer and data."""
 
-    def __init__(self, total_training_steps: int, *arguments: Any) -> None:
-        """Begin ``create_worker_groups(*arguments)`` in the background, for a run of so many steps."""
+    def __init__(self, total_training_steps: int, start: Callable[[], dict[str, RayWorkerGroup]]) -> None:
+        """Begin ``start`` in the background, for a run of ``total_training_steps``."""
+        self._start = start
         self._total_training_steps = total_training_steps
         self._groups: dict[str, RayWorkerGroup] = {}
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=arguments, name="worker-start", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="worker-start", daemon=True)
         self._thread.start()
 
-    def _run(self, *arguments: Any) -> None:
+    def _run(self) -> None:
         try:
-            self._groups = create_worker_groups(*arguments)
+            self._groups = self._start()
         except BaseException as error:  # handed to the caller of result()
             self._error = error
 
     def result(self, total_training_steps: int) -> dict[str, RayWorkerGroup]:
         """Wait for the processes and return their worker groups.
 
-        Raises: what their start has raised; RuntimeError when the run has another number of steps after all.
+        Raises: the error of the start; RuntimeError when the run turns out to have another number of steps.
         """
         self._thread.join()
         if self._error is not None:
             raise self._error
         if total_training_steps != self._total_training_steps:
             raise RuntimeError(
-                f"the data set gives {total_training_steps} steps where its files gave {self._total_training_steps}: "
+                f"the data set gives {total_training_steps} steps, but its files gave {self._total_training_steps}: "
                 "set trainer.total_training_steps"
             )
         return self._groups
 
 
 def start_workers_early(
-    config: Any, role_worker_mapping: Mapping[Role, Any], pools: ResourcePoolManager, group_cls: type[RayWorkerGroup]
+    config: DictConfig,
+    role_worker_mapping: WorkerClasses,
+    pools: ResourcePoolManager,
+    group_cls: type[RayWorkerGroup],
 ) -> WorkerStart | None:
-    """Start the workers before the data are loaded; None where what they are constructed with is not known yet."""
+    """Start the workers before the data are loaded; return None if the number of steps is not known yet."""
     steps = steps_known_early(config)
     if steps is None:
         return None
     set_total_training_steps(config, steps)
-    return WorkerStart(steps, config.copy(), role_worker_mapping, pools, group_cls, config.trainer.device)
+    device = config.trainer.device
+    start = partial(create_worker_groups, config.copy(), role_worker_mapping, pools, group_cls, device)
+    return WorkerStart(steps, start)

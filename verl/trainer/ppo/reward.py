@@ -1,4 +1,4 @@
-"""Rewards as the trainer computes them."""
+"""The reward of a batch as the trainer computes it: by a reward model, a reward function, or both."""
 
 import inspect
 import logging
@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 import ray
 import torch
+from omegaconf import DictConfig
 from torch import Tensor
 
 from verl.protocol import DataProto, DataProtoFuture
+from verl.trainer.ppo.phases import tensors_of
 from verl.utils.metric import reduce_metrics
 from verl.utils.ray_utils import without_nsight
 from verl.workers.rewards.loading import get_custom_reward_fn, load_reward_manager
@@ -19,22 +21,27 @@ from verl.workers.rewards.scoring import FAILURE_COLUMN, RewardError, ScoringLim
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+    from verl.single_controller.ray import RayWorkerGroup
 
 __all__ = ["PendingReward", "compute_reward", "compute_reward_async", "get_custom_reward_fn", "load_reward_manager"]
 
 logger = logging.getLogger(__name__)
 
-Reward = tuple[Tensor, dict[str, list[Any]]]
+Extras = dict[str, list[Any]]
+"""Extra values that scorers return, as lists of length B."""
+Reward = tuple[Tensor, Extras]
+"""Token-level scores (B, R), and the extras of the scorers."""
+RewardFn = Callable[..., Any]
+"""Scores a DataProto: returns scores (B, R), or with ``return_dict=True`` a dict with ``reward_tensor``."""
 
 OWN_COLUMNS = frozenset(
     {"uid", "raw_prompt", "reward_model", "multi_modal_inputs", "multi_modal_data", "__num_turns__", "tool_call_counts"}
 )
-"""Columns that later phases read: the groups of GRPO are told by ``uid``, which no scorer may write over."""
+"""Columns that later phases read, and that no scorer may overwrite: GRPO tells its groups apart by ``uid``."""
 
 
-def reward_kwargs(config: Any) -> dict[str, Any]:
-    """Return the arguments of the reward manager that the configuration gives, an overlong buffer among them."""
+def reward_kwargs(config: DictConfig) -> dict[str, Any]:
+    """Return the arguments for the reward manager from the configuration, those of an overlong buffer included."""
     node = config.reward_model
     given = dict(node.get("reward_kwargs") or {})
     buffer = node.get("overlong_buffer")
@@ -43,11 +50,10 @@ def reward_kwargs(config: Any) -> dict[str, Any]:
     return given
 
 
-def compute_reward(data: "DataProto", reward_fn: Callable[..., Any]) -> tuple[Tensor, dict[str, list[Any]]]:
-    """Score a batch.
+def compute_reward(data: DataProto, reward_fn: RewardFn) -> Reward:
+    """Score a batch; a function without the parameter ``return_dict`` gives no extras.
 
-    Returns: scores (B, R), and what else the scorers said, as lists of length B.
-    Raises: RewardError where more scorers fail than may; a function without ``return_dict`` gives no extras.
+    Raises: RewardError when more responses cannot be scored than ``reward_model.scoring.max_failed_ratio`` allows.
     """
     scores, extras = _call(data, reward_fn)
     for name in OWN_COLUMNS & extras.keys():
@@ -58,10 +64,10 @@ def compute_reward(data: "DataProto", reward_fn: Callable[..., Any]) -> tuple[Te
 
 @cache
 def _tell_own_column(name: str) -> None:
-    logger.warning("the reward function returns %r, a name of the trainer's own, which keeps its values", name)
+    logger.warning("the reward function returns %r, a column of the trainer: the trainer's values are kept", name)
 
 
-def _call(data: "DataProto", reward_fn: Callable[..., Any]) -> Reward:
+def _call(data: DataProto, reward_fn: RewardFn) -> Reward:
     parameters = inspect.signature(reward_fn).parameters.values()
     if not any(p.name == "return_dict" or p.kind is p.VAR_KEYWORD for p in parameters):
         return reward_fn(data), {}
@@ -71,26 +77,28 @@ def _call(data: "DataProto", reward_fn: Callable[..., Any]) -> Reward:
     return result, {}
 
 
-def settled(data: "DataProto", scores: Tensor, extras: dict[str, list[Any]], limits: ScoringLimits) -> Reward:
-    """Return the scores (B, R) with the failure score in rows that hold NaN or an infinity, which count as failures.
+def settled(data: DataProto, scores: Tensor, extras: Extras, limits: ScoringLimits) -> Reward:
+    """Give the failure score to rows of (B, R) scores that hold NaN or an infinity, and count them as failures.
 
-    The managers do so with what a scorer returns; this is for the scores of reward models and of managers of the
-    user's, of which one such row would make all advantages of a whitened batch NaN.
+    Our reward managers do this for each scorer. Reward models and custom managers need it here: one such row would
+    make all advantages of a whitened batch NaN.
 
-    Raises: RewardError where they are more of the batch than may fail.
+    Raises: RewardError when more rows fail than ``limits`` allow.
     """
     bad = ~scores.isfinite().all(-1)
     if not bad.any():
         return scores, extras
-    rows, width = bad.nonzero().flatten().tolist(), scores.shape[-1]
+    rows = bad.nonzero().flatten().tolist()
+    width = scores.shape[-1]
+    sources = data.non_tensor_batch.get("data_source", ["unknown"] * len(scores))
     text = (
-        f"{len(rows)} of {len(scores)} responses have a score that is no finite number, the first in row {rows[0]} of "
-        f"the batch, data_source {data.non_tensor_batch.get('data_source', ['unknown'] * len(scores))[rows[0]]!r}"
+        f"{len(rows)} of {len(scores)} responses have a score that is not a finite number, the first in row {rows[0]} "
+        f"of the batch, data_source {sources[rows[0]]!r}"
     )
     if len(rows) / len(scores) > limits.max_failed_ratio:
         raise RewardError(f"{text}: more than reward_model.scoring.max_failed_ratio={limits.max_failed_ratio:g}")
     logger.warning("%s: they get reward_model.scoring.failure_score=%g", text, limits.failure_score)
-    attended = data.batch["attention_mask"][:, -width:]
+    attended = tensors_of(data)["attention_mask"][:, -width:]
     last = (attended * torch.arange(1, width + 1)).amax(-1).sub(1).clamp(min=0)
     scores = scores.masked_fill(bad.unsqueeze(-1), 0.0)
     scores[bad, last[bad]] = limits.failure_score
@@ -100,14 +108,14 @@ def settled(data: "DataProto", scores: Tensor, extras: dict[str, list[Any]], lim
 
 @ray.remote(num_cpus=1)
 def compute_reward_async(
-    data: "DataProto",
-    config: Any = None,
+    data: DataProto,
+    config: DictConfig | None = None,
     tokenizer: "PreTrainedTokenizerBase | None" = None,
-    reward_fn: Callable[..., Any] | None = None,
-) -> tuple[Tensor, dict[str, list[Any]]]:
-    """Score a batch in a task of its own, while the workers compute log-probabilities.
+    reward_fn: RewardFn | None = None,
+) -> Reward:
+    """Score a batch in a Ray task, while the workers compute log-probabilities.
 
-    Without ``reward_fn`` one is loaded from ``config`` and ``tokenizer``.
+    Without ``reward_fn``, it loads one from ``config`` and ``tokenizer``.
     """
     if reward_fn is None:
         if config is None or tokenizer is None:
@@ -117,62 +125,85 @@ def compute_reward_async(
 
 
 class PendingReward:
-    """The reward of one batch: the scores of the reward model, where there is one, and then the reward function.
+    """The reward of one batch: the reward model scores it first, then the reward function.
 
-    Either may run while the driver goes on: a reward model with devices of its own, and by
-    ``reward_model.launch_reward_fn_async`` the function.
+    Either may run while the driver goes on.
+
+    Args:
+        reward_fn: the reward function.
+        reward_model: worker group of the reward model; None if there is none.
+        own_pool: whether the reward model has its own devices, so that the driver need not wait for it.
+        in_task: whether the reward function runs in a Ray task (``reward_model.launch_reward_fn_async``).
+        num_cpus: CPU cores that such a task reserves.
+        timeout_s: seconds to wait for such a task; None for no limit.
     """
 
-    def __init__(self, trainer: "RayPPOTrainer") -> None:
-        self.trainer = trainer
+    def __init__(
+        self,
+        reward_fn: RewardFn,
+        reward_model: "RayWorkerGroup | None" = None,
+        own_pool: bool = False,
+        in_task: bool = False,
+        num_cpus: int = 1,
+        timeout_s: float | None = None,
+    ) -> None:
+        self._reward_fn = reward_fn
+        self._reward_model = reward_model
+        self._own_pool = own_pool
+        self._in_task = in_task
+        self._num_cpus = num_cpus
+        self._timeout_s = timeout_s
         self._model_scores: DataProtoFuture | None = None
-        self._rule: Any = None
+        self._rule: Reward | ray.ObjectRef[Reward] | None = None
 
-    def start(self, batch: DataProto, metrics: dict[str, Any]) -> Self:
-        """Begin to score a batch, as far as nothing has to be waited for that runs beside."""
-        if self.trainer.use_rm and "rm_scores" not in batch.batch.keys():
-            self._model_scores = self.trainer.rm_wg.start_rm_score(_for_reward_model(batch))
-            if self.trainer.config.reward_model.enable_resource_pool:
+    def start(self, batch: DataProto, metrics: dict[str, float]) -> Self:
+        """Start scoring; defer what must wait to ``take``."""
+        if self._reward_model is not None and "rm_scores" not in tensors_of(batch).keys():
+            self._model_scores = self._reward_model.start_rm_score(_for_reward_model(batch))
+            if self._own_pool:
                 return self
         self._start_rule(batch, metrics)
         return self
 
-    def take(self, batch: DataProto, metrics: dict[str, Any]) -> Reward:
-        """Return token-level scores (B, R) and what else the reward function said, waiting for both.
+    def take(self, batch: DataProto, metrics: dict[str, float]) -> Reward:
+        """Wait for both scorers; return token-level scores (B, R) and the extras of the reward function.
 
-        The scores of the reward model are in the batch then, as ``rm_scores`` (B, R).
+        The batch then also holds the scores of the reward model, as ``rm_scores`` (B, R).
         Raises: WorkerError when the reward model dies or exceeds the deadline of its group.
         """
         if self._model_scores is not None:
             self._start_rule(batch, metrics)
-        pending, self._rule = self._rule, None
-        if isinstance(pending, ray.ObjectRef):
-            pending = ray.get(pending, timeout=self.trainer.config.trainer.worker_call_timeout_s)
-        scores, extras = pending
+        rule = self._rule
+        self._rule = None
+        assert rule is not None, "take() needs start(), and works once"
+        if isinstance(rule, ray.ObjectRef):
+            rule = ray.get(rule, timeout=self._timeout_s)
+        scores, extras = rule
         return scores, extras
 
-    def _start_rule(self, batch: DataProto, metrics: dict[str, Any]) -> None:
-        """Take over the scores of the reward model, and call the reward function on them or start it."""
-        trainer, scores = self.trainer, self._model_scores
-        if scores is not None:
-            self._model_scores, output = None, scores.get()
+    def _start_rule(self, batch: DataProto, metrics: dict[str, float]) -> None:
+        """Add the scores of the reward model to the batch, then call the reward function or start its task."""
+        if self._model_scores is not None:
+            output = self._model_scores.get()
+            self._model_scores = None
             metrics.update(reduce_metrics(output.meta_info.pop("metrics", {})))
-            batch.batch["rm_scores"] = output.batch["rm_scores"]
-        if not trainer.config.reward_model.launch_reward_fn_async:
-            self._rule = compute_reward(batch, trainer.reward_fn)
+            tensors_of(batch)["rm_scores"] = tensors_of(output)["rm_scores"]
+        if not self._in_task:
+            self._rule = compute_reward(batch, self._reward_fn)
             return
-        # On CPU every core may belong to a worker: a task that asks for one would never start.
-        cores = {"num_cpus": 0} if trainer.device_name == "cpu" else {}
-        task = compute_reward_async.options(**cores, **without_nsight())
-        self._rule = task.remote(data=batch, reward_fn=trainer.reward_fn)
+        # Ray's types know no arguments with a default.
+        task: Any = compute_reward_async.options(num_cpus=self._num_cpus, **without_nsight())
+        self._rule = task.remote(data=batch, reward_fn=self._reward_fn)
 
 
 def _for_reward_model(batch: DataProto) -> DataProto:
-    """Return what the reward model reads; its pool need not have as many workers as divide the batch."""
-    columns, read = batch.non_tensor_batch, ("raw_prompt", "reward_model", "multi_modal_inputs")
+    """Select the columns that the reward model reads, padded if its workers do not divide the batch."""
+    tensors = tensors_of(batch)
+    columns = batch.non_tensor_batch
+    optional = ("raw_prompt", "reward_model", "multi_modal_inputs")
     return DataProto.from_dict(
-        tensors={name: batch.batch[name] for name in ("input_ids", "attention_mask", "position_ids", "responses")},
-        non_tensors={name: columns[name] for name in read if name in columns},
+        tensors={name: tensors[name] for name in ("input_ids", "attention_mask", "position_ids", "responses")},
+        non_tensors={name: columns[name] for name in optional if name in columns},
         meta_info={"global_steps": batch.meta_info.get("global_steps")},
         auto_padding=True,
     )

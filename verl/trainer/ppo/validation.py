@@ -1,31 +1,32 @@
-"""Validation: generate, score and summarise the whole validation set with the weights of this moment."""
+"""Validation: generate, score and summarise the whole validation set with the current weights."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from numbers import Number
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from torch import Tensor
 
-from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
-from verl.trainer.ppo.dumps import dump_generations, ground_truths
+from verl.protocol import DataProto
+from verl.trainer.ppo.loaders import Rows
 from verl.trainer.ppo.metric_utils import failure_metrics, process_validation_metrics
-from verl.trainer.ppo.phases import check_rollout
-from verl.trainer.ppo.reward import compute_reward
-from verl.trainer.ppo.traces import trace_batch
+from verl.trainer.ppo.phases import tensors_of
+from verl.trainer.ppo.reward import Extras, RewardFn, compute_reward
+from verl.trainer.ppo.samples import dump_generations, ground_truths, trace_batch
 from verl.utils.numerics.seeding import prompt_uids, sampling_seeds
 
 if TYPE_CHECKING:
-    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+    from transformers import PreTrainedTokenizerBase
 
-
-_FAILURE = "reward_failure"  # extra of the reward managers: why a response could not be scored
+_FAILURE = "reward_failure"
+"""Extra of the reward managers: why a response could not be scored."""
 
 
 @dataclass
 class ValidationSamples:
-    """What one validation has collected, one entry per response in every list."""
+    """The samples of one validation, one entry per response in every list."""
 
     inputs: list[str] = field(default_factory=list)
     outputs: list[str] = field(default_factory=list)
@@ -34,32 +35,72 @@ class ValidationSamples:
     uids: list[str] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
     turns: list[int] = field(default_factory=list)
-    extras: dict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
+    extras: Extras = field(default_factory=lambda: defaultdict(list))
+
+    def add(
+        self,
+        batch: DataProto,
+        scores: Sequence[float],
+        extras: Extras,
+        tokenizer: "PreTrainedTokenizerBase",
+    ) -> None:
+        """Add the responses of a batch with their scores and the extras of the reward function."""
+        tensors = tensors_of(batch)
+        num_before = len(self.scores)
+        self.inputs += tokenizer.batch_decode(tensors["prompts"], skip_special_tokens=True)
+        self.outputs += tokenizer.batch_decode(tensors["responses"], skip_special_tokens=True)
+        self.truths += ground_truths(batch)
+        self.scores += scores
+        self.uids += list(batch.non_tensor_batch["uid"])
+        self.sources += list(batch.non_tensor_batch.get("data_source", ["unknown"] * len(scores)))
+        self.extras["reward"] += scores
+        add_extras(self.extras, dict(extras), num_before, len(scores))
+        if "__num_turns__" in batch.non_tensor_batch:
+            self.turns += [int(turns) for turns in batch.non_tensor_batch["__num_turns__"]]
+
+    def dump(self, folder: str, step: int) -> None:
+        """Write all samples to ``<folder>/<step>.jsonl``."""
+        dump_generations(folder, step, self.inputs, self.outputs, self.truths, self.scores, self.extras)
+
+    def choose(self, count: int) -> list[tuple[str, str, float]]:
+        """Choose the same (input, output, score) rows in every validation, whatever order they came in."""
+        rows = sorted(zip(self.inputs, self.outputs, self.scores, strict=True), key=lambda row: row[0])
+        np.random.RandomState(42).shuffle(rows)
+        return rows[:count]
 
 
-def validate(trainer: "RayPPOTrainer") -> dict[str, float]:
-    """Return the ``val-core`` and ``val-aux`` metrics of the current weights.
+def collect_samples(
+    loader: Iterable[Rows],
+    generate: Callable[[DataProto, int], DataProto],
+    reward_fn: RewardFn | None,
+    tokenizer: "PreTrainedTokenizerBase",
+    step: int,
+    with_reward_model: bool = False,
+) -> ValidationSamples | None:
+    """Generate and score the responses to the whole validation set.
 
-    The set is empty when its rows are to be judged by a reward model (``reward_model.style: model``), which knows no
-    ground truth.
-
-    Raises: ValueError where there is no validation reward function.
+    Args:
+        generate: returns the responses to a batch of prompts, given the number of prompts before it.
+        with_reward_model: whether the run has a reward model.
+    Returns: None if a reward model is to judge the rows (``reward_model.style: model``): they have no ground truth.
+    Raises: ValueError when there is no validation reward function.
     """
-    if trainer.val_dataloader is None:
-        raise ValueError(
-            "data.val_files=null: validation needs a file, or trainer.val_before_train=false and test_freq=-1"
-        )
     samples = ValidationSamples()
-    first_prompt = 0
-    for rows in trainer.val_dataloader:
-        batch = DataProto.from_single_dict(rows)
-        if trainer.use_rm and judged_by_model(batch):
-            return {}
-        batch = generate_validation_batch(trainer, batch, first_prompt)
-        first_prompt += len(batch) // trainer.config.actor_rollout_ref.rollout.val_kwargs.n
-        _score(trainer, batch, samples)
-    _publish(trainer, samples)
-    return summarise(samples)
+    num_prompts = 0
+    for rows in loader:
+        prompts = DataProto.from_single_dict(rows)
+        if with_reward_model and judged_by_model(prompts):
+            return None
+        first_prompt = num_prompts
+        num_prompts += len(prompts)
+        batch = generate(prompts, first_prompt)
+        if reward_fn is None:
+            raise ValueError("validation needs a reward function: val_reward_fn of the trainer is None")
+        token_scores, extras = compute_reward(batch, reward_fn)
+        scores = token_scores.sum(-1)
+        trace_batch(batch, scores, step, tokenizer, validate=True)
+        samples.add(batch, scores.tolist(), extras, tokenizer)
+    return samples
 
 
 def judged_by_model(batch: DataProto) -> bool:
@@ -68,55 +109,20 @@ def judged_by_model(batch: DataProto) -> bool:
     return rows is not None and len(rows) > 0 and rows[0].get("style") == "model"
 
 
-def generate_validation_batch(trainer: "RayPPOTrainer", batch: DataProto, first_prompt: int) -> DataProto:
-    """Return the batch repeated ``val_kwargs.n`` times with a response in every row."""
-    sampling, step, seed = trainer.config.actor_rollout_ref.rollout.val_kwargs, trainer.global_steps, trainer.run_seed
+def repeat_prompts(
+    batch: DataProto, num_samples: int, seed: int, step: int, first_prompt: int
+) -> tuple[DataProto, Tensor]:
+    """Return ``num_samples`` rows per prompt and their sampling seeds; prompts get a ``uid`` if they lack one."""
     if "uid" not in batch.non_tensor_batch:
         batch.non_tensor_batch["uid"] = prompt_uids(seed, step, len(batch), "validate", first_prompt)
-    seeds = sampling_seeds(seed, step, len(batch), sampling.n, validate=True, first_prompt=first_prompt)
-    batch = batch.repeat(repeat_times=sampling.n, interleave=True)
-    asked = trainer._get_gen_batch(batch)
-    asked.batch["sampling_seed"] = seeds
-    asked.meta_info = {  # the worker adds eos_token_id and pad_token_id of the model, as in training
-        "recompute_log_prob": False,
-        "do_sample": sampling.do_sample,
-        "validate": True,
-        "global_steps": step,
-    }
-    padded, pad_size = pad_dataproto_to_divisor(asked, trainer.rollout_divisor())
-    output = unpad_dataproto(trainer.rollout_wg_generate(padded), pad_size=pad_size)
-    check_rollout(asked, output, step, single_turn=trainer.single_turn)
-    output.meta_info.pop("timing", None)
-    output.meta_info.pop("metrics", None)
-    batch = batch.union(output)
-    batch.meta_info["validate"] = True
-    return batch
+    seeds = sampling_seeds(seed, step, len(batch), num_samples, validate=True, first_prompt=first_prompt)
+    return batch.repeat(repeat_times=num_samples, interleave=True), seeds
 
 
-def _score(trainer: "RayPPOTrainer", batch: DataProto, samples: ValidationSamples) -> None:
-    if trainer.val_reward_fn is None:
-        raise ValueError("validation needs a reward function: val_reward_fn of the trainer is None")
-    token_scores, said = compute_reward(batch, trainer.val_reward_fn)
-    trace_batch(trainer, batch, token_scores.sum(-1), validate=True)
-    scores = token_scores.sum(-1).tolist()
-    count = len(scores)
-    decode = trainer.tokenizer.batch_decode
-    samples.inputs += decode(batch.batch["prompts"], skip_special_tokens=True)
-    samples.outputs += decode(batch.batch["responses"], skip_special_tokens=True)
-    samples.truths += ground_truths(batch)
-    samples.scores += scores
-    samples.uids += list(batch.non_tensor_batch["uid"])
-    samples.sources += list(batch.non_tensor_batch.get("data_source", ["unknown"] * count))
-    samples.extras["reward"] += scores
-    add_extras(samples.extras, dict(said), len(samples.scores) - count, count)
-    if "__num_turns__" in batch.non_tensor_batch:
-        samples.turns += [int(turns) for turns in batch.non_tensor_batch["__num_turns__"]]
+def add_extras(known: Extras, extras: Extras, before: int, count: int) -> None:
+    """Append the extras of ``count`` responses to those of the ``before`` responses that came earlier.
 
-
-def add_extras(known: dict[str, list[Any]], extras: dict[str, list[Any]], before: int, count: int) -> None:
-    """Append what the scorers said of ``count`` responses to what they said of those ``before``.
-
-    Where all of either could not be scored, nothing is known of what the scorers would have said: it is None.
+    If the scorers failed for all of either, their extras are unknown there: None.
     """
     extras.pop("reward", None)
     all_failed = _has_failed_only(extras.get(_FAILURE, ()), count)
@@ -127,12 +133,12 @@ def add_extras(known: dict[str, list[Any]], extras: dict[str, list[Any]], before
         known[name] += list(extras.get(name, [None] * count if all_failed else []))
 
 
-def _has_failed_only(reasons: Sequence[Any], count: int) -> bool:
+def _has_failed_only(reasons: Sequence[str | None], count: int) -> bool:
     return len(reasons) == count and None not in reasons
 
 
-def _without_gaps(extras: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """Count what is not known of the responses that could not be scored as 0, where the others have numbers."""
+def _without_gaps(extras: Extras) -> Extras:
+    """Count unknown extras of responses that could not be scored as 0, if the other responses have numbers."""
     reasons = extras.get(_FAILURE)
     if reasons is None:
         return extras
@@ -144,35 +150,16 @@ def _without_gaps(extras: dict[str, list[Any]]) -> dict[str, list[Any]]:
     return filled
 
 
-def _publish(trainer: "RayPPOTrainer", samples: ValidationSamples) -> None:
-    """Log a fixed choice of samples, and dump all of them where that is asked for."""
-    config, step = trainer.config.trainer, trainer.global_steps
-    if config.log_val_generations > 0:
-        rows = sorted(zip(samples.inputs, samples.outputs, samples.scores, strict=True), key=lambda row: row[0])
-        np.random.RandomState(42).shuffle(rows)
-        trainer.log_val_generations(rows[: config.log_val_generations])
-    if config.validation_data_dir:
-        dump_generations(
-            config.validation_data_dir,
-            step,
-            samples.inputs,
-            samples.outputs,
-            samples.truths,
-            samples.scores,
-            samples.extras,
-        )
-
-
 def summarise(samples: ValidationSamples) -> dict[str, float]:
-    """Name the metrics: ``val-core`` for the headline of a data source, ``val-aux`` for all others.
+    """Return the metrics: ``val-core`` for the headline of a data source, ``val-aux`` for all others.
 
-    Raises: ValueError when an extra of the reward function is not there for every sample.
+    Raises: ValueError when the reward function returned an extra for only some of the samples.
     """
     count = len(samples.scores)
-    for name, values in samples.extras.items():
-        if len(values) != count:
+    for name, extra in samples.extras.items():
+        if len(extra) != count:
             raise ValueError(
-                f"the reward function returned {name!r} for {len(values)} of {count} validation samples: return it "
+                f"the reward function returned {name!r} for {len(extra)} of {count} validation samples: return it "
                 "for all of them, whatever their data_source"
             )
     by_source = process_validation_metrics(samples.sources, samples.uids, _without_gaps(samples.extras))
@@ -182,10 +169,10 @@ def summarise(samples: ValidationSamples) -> dict[str, float]:
         for variable, values in variables.items():
             largest = max(_sample_count(name) for name in values)
             for name, value in values.items():
-                core = (
+                is_core = (
                     variable == headline and name.startswith(("mean", "maj", "best")) and _sample_count(name) == largest
                 )
-                metrics[f"{'val-core' if core else 'val-aux'}/{source}/{variable}/{name}"] = value
+                metrics[f"{'val-core' if is_core else 'val-aux'}/{source}/{variable}/{name}"] = value
     if samples.turns:
         turns = np.array(samples.turns)
         metrics["val-aux/num_turns/min"] = float(turns.min())

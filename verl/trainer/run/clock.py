@@ -1,15 +1,17 @@
-"""Where the time from launch to the end of the first step goes."""
+"""Time the parts of a start, from launch to the end of the first step."""
 
 import time
-from typing import Any
+from typing import TypeVar
 
 from verl.utils.observe.console import get_console
+
+T = TypeVar("T")
 
 
 class StartupClock:
     """Seconds between named moments, over the launching process and the trainer's.
 
-    Moments are wall-clock times, since two processes share them; a moment's name is that of what ended there.
+    Moments are wall-clock times, since two processes share them; each has the name of the part that ends there.
     """
 
     def __init__(self) -> None:
@@ -22,7 +24,7 @@ class StartupClock:
         return self.moments[-1][0] if self.moments else ""
 
     def mark(self, name: str, at: float | None = None) -> None:
-        """Say that ``name`` has just ended, or did at a unix time; nothing counts any more after the report."""
+        """Record that part ``name`` ended now, or at a unix time; ignored after the report."""
         if not self.reported:
             self.moments.append((name, time.time() if at is None else at))
 
@@ -50,6 +52,6 @@ CLOCK = StartupClock()
 """The clock of this process."""
 
 
-def receive_moments(actor: Any, moments: list[tuple[str, float]]) -> None:
-    """Take over the moments of the launching process, in the process of ``actor``."""
+def receive_moments(actor: T, moments: list[tuple[str, float]]) -> None:
+    """Take over the moments of the launching process, in the process of ``actor`` (Ray passes it, unused)."""
     CLOCK.moments = [*moments, *CLOCK.moments]

@@ -1,38 +1,46 @@
-"""What a person sees of a run while it goes on: a table or a bar on a terminal, one line per step elsewhere."""
+"""Show the progress of a run: a table or a bar on a terminal, one line per step elsewhere."""
 
 import importlib.util
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from verl.utils import envs
 from verl.utils.observe.console import send_console_to
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+    from verl.utils.report.live import LiveTable
+
+DescribeStep = Callable[[Mapping[str, Any]], Sequence[str | None]]
+"""Returns the parts of a step's text, always the same number; None keeps the part of an earlier step."""
 
 MODES = ("table", "bar", "lines", "off")
 _BAR_FORMAT = "{desc} {percentage:3.0f}% |{bar:16}| {n_fmt}/{total_fmt} | {remaining} left{postfix}"
 
 
 class Display(Protocol):
-    """Where lines and progress are shown."""
+    """A place that shows lines and progress."""
 
     def write(self, text: str) -> None:
         """Show a line."""
 
     def progress(self, step: int, total: int, start: int, text: str, seconds: float) -> None:
-        """Show that ``step`` of ``total`` is done, in a run that began after ``start``; the step took ``seconds``."""
+        """Show that ``step`` of ``total`` took ``seconds``, in a run that began after ``start``."""
 
     def close(self) -> None:
-        """End the display of progress; lines may still come."""
+        """End the progress display; lines may still follow."""
 
 
 class LocalDisplay:
     """The terminal of this process.
 
-    ``VERL_PROGRESS``, or ``mode`` where that is not set, is ``table``, ``bar``, ``lines``, ``off`` or ``auto``: the
-    first of them that standard error can show. The table is drawn from the record in ``folder``.
+    ``VERL_PROGRESS``, or if that is not set ``mode``, is ``table``, ``bar``, ``lines``, ``off`` or ``auto``: the first
+    of these that standard error can show. The table shows the record in ``folder``.
     """
 
     def __init__(self, mode: str = "auto", folder: str | Path | None = None) -> None:
@@ -46,11 +54,11 @@ class LocalDisplay:
             self.mode = "lines"
         self._folder = folder
         self._started = time.monotonic()
-        self._bar: Any = None
-        self._table: Any = None
+        self._bar: tqdm[None] | None = None
+        self._table: LiveTable | None = None
 
     def write(self, text: str) -> None:
-        """Show a line, above the bar where there is one."""
+        """Show a line, above the bar if one is shown."""
         if self._bar is not None:
             self._bar.write(text, file=sys.stdout)
         elif self._table is not None:
@@ -60,7 +68,7 @@ class LocalDisplay:
         sys.stdout.flush()
 
     def progress(self, step: int, total: int, start: int, text: str, seconds: float) -> None:
-        """Move the bar, or write the line of a finished step; ``step == start`` says that training begins."""
+        """Move the bar, or write the line of a finished step; with ``step == start`` training begins."""
         if self.mode == "bar":
             self._move_bar(step, total, start, text)
         elif self.mode == "table":
@@ -89,51 +97,49 @@ class LocalDisplay:
         self._table.update()
 
     def close(self) -> None:
-        """Leave the bar or the table as it is and go on below it."""
-        for shown in (self._bar, self._table):
-            if shown is not None:
-                shown.close()
-        self._bar = self._table = None
+        """Leave the bar or the table on the terminal; later lines follow below it."""
+        if self._bar is not None:
+            self._bar.close()
+        if self._table is not None:
+            self._table.close()
+        self._bar = None
+        self._table = None
 
 
 _display: Display | None = None
 
 
 def set_display(display: Display) -> None:
-    """Show lines and progress of this process there."""
+    """Show the lines and the progress of this process on ``display``."""
     global _display
     _display = display
     send_console_to(display.write)
 
 
 class Progress:
-    """Show step, reward, validation, tokens per second and the time left of a run."""
+    """Show the steps of a run, each with the text that ``describe`` makes of its metrics."""
 
-    def __init__(self, total_steps: int, start_step: int) -> None:
+    def __init__(self, total_steps: int, start_step: int, describe: DescribeStep) -> None:
         """Expect steps ``start_step + 1`` to ``total_steps``."""
         self._display = _display or LocalDisplay()
-        self.total, self.start, self.validation = total_steps, start_step, ""
+        self._describe = describe
+        self._parts: list[str | None] = []
+        self.total = total_steps
+        self.start = start_step
         self._display.progress(start_step, total_steps, start_step, "", 0.0)
 
     def note(self, metrics: Mapping[str, Any]) -> None:
-        """Remember the latest validation."""
-        values = [value for key, value in metrics.items() if key.startswith("val-core/")]
-        if values:
-            self.validation = f"{sum(values) / len(values):.3f}"
+        """Remember the parts of the text that these metrics have."""
+        parts = self._describe(metrics)
+        before = self._parts or [None] * len(parts)
+        self._parts = [old if new is None else new for old, new in zip(before, parts, strict=True)]
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Show a finished step."""
         self.note(metrics)
+        text = " | ".join(part for part in self._parts if part is not None)
         seconds = float(metrics.get("timing_s/step", 0.0))
-        self._display.progress(step, self.total, self.start, self._describe(metrics), seconds)
-
-    def _describe(self, metrics: Mapping[str, Any]) -> str:
-        parts = [f"reward {metrics['critic/score/mean']:.3f}"] if "critic/score/mean" in metrics else []
-        if self.validation:
-            parts.append(f"validation {self.validation}")
-        if metrics.get("perf/time_per_step"):
-            parts.append(f"{metrics['perf/total_num_tokens'] / metrics['perf/time_per_step']:,.0f} tokens/s")
-        return " | ".join(parts)
+        self._display.progress(step, self.total, self.start, text, seconds)
 
     def close(self) -> None:
         """End the display."""

@@ -12,9 +12,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from verl.trainer.ppo.checkpoint import find_resume_folder
 from verl.trainer.ppo.steps import loader_batch_size
 from verl.trainer.ppo.utils import config_needs_reference, need_critic
+from verl.trainer.run.resume import find_resume_folder
 from verl.utils import envs
 from verl.utils.config import validate_config
 from verl.utils.observe.tracking import check_backends
@@ -181,7 +181,7 @@ def check_rows(config: Any) -> None:
 
 
 def _check_rows_of(config: Any, path: str) -> None:
-    from verl.utils.dataset.rows import check_data_sources, check_prompt_rows
+    from verl.utils.dataset.files import check_data_sources, check_prompt_rows
     from verl.utils.reward_score import data_source_problem
 
     data, framework_scores = config.data, _framework_scores(config)
@@ -189,7 +189,7 @@ def _check_rows_of(config: Any, path: str) -> None:
     folder = Path(os.path.expanduser(config.actor_rollout_ref.model.path))
     text_only = folder.is_dir() and not any((folder / name).exists() for name in _PROCESSOR_FILES)
     for check in _column_checks(path, [data.prompt_key, data.reward_fn_key, "reward_model"]):
-        check_prompt_rows(check, data, text_only)
+        check_prompt_rows(check, data.prompt_key, data.reward_fn_key, text_only)
         if framework_scores:
             check_data_sources(check, data.reward_fn_key, problem_of)
 

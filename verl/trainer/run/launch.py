@@ -1,4 +1,4 @@
-"""Start and stop of Ray in the launching process, and the message that a failed run ends with."""
+"""Start and stop Ray in the launching process, and write the message of a failed run."""
 
 import itertools
 import logging
@@ -8,14 +8,13 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import ray
-from omegaconf import OmegaConf
 
-from verl.trainer.ppo.checkpoint import run_folder
 from verl.utils import envs
 
 logger = logging.getLogger(__name__)
@@ -28,44 +27,44 @@ RUNTIME_ENV_VARS = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     "NCCL_CUMEM_ENABLE": "0",
 }
-# Every worker process has one core. vLLM makes torch.set_num_threads a no-op: the variable has to be there before.
+# Every worker process has one core. vLLM disables torch.set_num_threads, so the variable must be set before.
 CPU_ENV_VARS = {
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    # There vLLM warns of twenty things that are meant so (eager mode, no Triton, no tokenizer).
+    # On a CPU vLLM warns about twenty intended settings (eager mode, no Triton, no tokenizer).
     "VLLM_LOGGING_LEVEL": "ERROR",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
-# Processes that Ray starts before they are asked for lack the environment of a worker, and none could be used.
+# Prestarted processes lack the environment of a worker, so none could be used.
 LOCAL_SYSTEM_CONFIG = {"prestart_worker_first_driver": False}
 ERROR_LOG = "error.log"
 _TRACE_STARTS = ("--- in the worker", "\t", "Traceback", "ray::", "\x1b[36mray::", "  File ")
-_LOG_GRACE_S = 0.5  # what the actors have just printed is still on its way to this terminal
+_LOG_GRACE_S = 0.5  # time for the last lines of the actors to reach this terminal
 
 
 # ---- Ray
 
 
-def start_ray(config: Any) -> bool:
-    """Start or join Ray unless this process already has; returns whether it did.
+def start_ray(device: str, ray_init: Mapping[str, Any] | None) -> bool:
+    """Start or join Ray unless this process already has; return whether it did.
 
-    A cluster of its own is started on this machine unless ``ray_kwargs.ray_init.address`` or ``RAY_ADDRESS`` names one.
+    Starts a cluster on this machine unless ``address`` in ``ray_init`` (the node ``ray_kwargs.ray_init``) or
+    ``RAY_ADDRESS`` names one. ``device`` is that of the workers.
     """
     if ray.is_initialized():
         return False
-    options = OmegaConf.to_container(config.ray_kwargs.get("ray_init") or OmegaConf.create({}), resolve=True)
-    assert isinstance(options, dict)
-    options["runtime_env"] = runtime_env(config, options.get("runtime_env") or {})
+    options = dict(ray_init or {})
+    options["runtime_env"] = runtime_env(device, options.get("runtime_env") or {})
     if not options.get("address"):
         options["address"] = None if envs.read("RAY_ADDRESS") else "local"
     if options["address"] == "local":
         give_token_without_home()
         options.setdefault("include_dashboard", False)
         options["_system_config"] = LOCAL_SYSTEM_CONFIG | dict(options.get("_system_config") or {})
-        # A cluster of one run on one machine: that it asks for a token is as it should be.
+        # Ray warns that the cluster asks for a token, which is intended for one run on one machine.
         logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     else:
-        for name in ("num_cpus", "num_gpus"):  # belong to whoever started the cluster
+        for name in ("num_cpus", "num_gpus"):  # Ray rejects them when it joins a cluster
             if options.get(name) is None:
                 options.pop(name, None)
     options.setdefault("logging_level", "WARNING")
@@ -74,7 +73,7 @@ def start_ray(config: Any) -> bool:
 
 
 def give_token_without_home() -> None:
-    """Give the cluster of this run its token by the environment where Ray cannot keep one in the home folder."""
+    """Put the token of this run's cluster into the environment if Ray cannot keep it in the home folder."""
     folder = Path.home() / ".ray"
     if envs.read("RAY_AUTH_TOKEN") or envs.read("RAY_AUTH_TOKEN_PATH") or (folder / "auth_token").exists():
         return
@@ -82,11 +81,14 @@ def give_token_without_home() -> None:
         envs.write({"RAY_AUTH_TOKEN": secrets.token_hex(32)})
 
 
-def runtime_env(config: Any, chosen: dict[str, Any]) -> dict[str, Any]:
-    """Return the environment of all Ray processes: our defaults, below this process's own, below what was chosen."""
-    defaults = RUNTIME_ENV_VARS | (CPU_ENV_VARS if config.trainer.device == "cpu" else {})
+def runtime_env(device: str, chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the environment of all Ray processes.
+
+    The ``chosen`` variables override those of this process, which override the defaults.
+    """
+    defaults = RUNTIME_ENV_VARS | (CPU_ENV_VARS if device == "cpu" else {})
     env_vars = {name: value for name, value in defaults.items() if envs.read(name) is None}
-    merged = chosen | {"env_vars": env_vars | dict(chosen.get("env_vars") or {})}
+    merged = {**chosen, "env_vars": env_vars | dict(chosen.get("env_vars") or {})}
     if not envs.read("RAY_JOB_CONFIG_JSON_ENV_VAR"):  # set by `ray job submit`, which supplies a working directory
         merged.setdefault("working_dir", None)
     return merged
@@ -96,28 +98,28 @@ _terminated = threading.Event()
 
 
 def catch_sigterm() -> None:
-    """Raise KeyboardInterrupt at SIGTERM too from now on; only the main thread can have this."""
+    """Raise KeyboardInterrupt at SIGTERM too; Python allows this in the main thread only."""
     _terminated.clear()
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _interrupt)
 
 
-def _interrupt(signum: int, frame: Any) -> None:
-    _terminated.set()  # Ray turns whatever is raised here into a KeyboardInterrupt
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    _terminated.set()  # Ray turns any exception of a handler into a KeyboardInterrupt
     raise KeyboardInterrupt
 
 
 def interruption() -> tuple[str, int]:
-    """Return message and exit code of a run that a signal has ended."""
+    """Return message and exit code of a run that a signal ended."""
     return ("terminated", 143) if _terminated.is_set() else ("interrupted", 130)
 
 
 def stop_ray(owned: bool) -> None:
-    """Leave Ray where it was started here; a cluster of this machine alone ends with all its processes."""
+    """Leave Ray if this process started it (``owned``); a cluster on this machine ends with all its processes."""
     if not owned or not ray.is_initialized():
         return
     numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
-    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}  # once is enough
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}  # the shutdown must complete
     time.sleep(_LOG_GRACE_S)
     ray.shutdown()
     for number, handler in handlers.items():
@@ -127,25 +129,24 @@ def stop_ray(owned: bool) -> None:
 # ---- failures
 
 
-def report_failure(error: BaseException, config: Any) -> str:
-    """Write the whole trace to ``error.log`` of the run and return a short message with the cause."""
+def report_failure(error: BaseException, folder: Path) -> str:
+    """Write the whole trace to ``error.log`` in the folder of the run and return a short message with the cause."""
     root = root_cause(error)
     notes = [note for note in getattr(root, "__notes__", []) if "\n" not in note]  # longer ones are stack traces
     lines = [f"Error: {describe(root)}", *notes]
-    path = run_folder(config) / ERROR_LOG
+    path = folder / ERROR_LOG
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
         lines.append(f"The whole trace is in {path}")
     except OSError as failed:
-        lines.append(
-            f"The trace could not be written to {path} ({failed}):\n{''.join(traceback.format_exception(error))}"
-        )
+        trace = "".join(traceback.format_exception(error))
+        lines.append(f"The trace could not be written to {path} ({failed}):\n{trace}")
     return "\n".join(lines)
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """Return the exception that was raised in a Ray process, without what Ray has wrapped it in."""
+    """Return the exception of a Ray process without the exceptions that Ray wraps around it."""
     for wrapped in _unwrapped(error):
         error = wrapped
     return error
@@ -163,7 +164,7 @@ def _unwrapped(error: BaseException) -> Iterator[BaseException]:
 
 
 def describe(error: BaseException) -> str:
-    """Return type and message, without the stack traces that messages of other processes hold."""
+    """Return type and message, without the stack traces in messages of other processes."""
     text = str(error).strip()
     if isinstance(error, ray.exceptions.RayTaskError):  # its last line names the cause
         return text.splitlines()[-1] if text else type(error).__name__

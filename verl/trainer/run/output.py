@@ -1,17 +1,17 @@
-"""What a run leaves behind: its record, the trackers, the display of its progress, the picture and the report."""
+"""The outputs of a run: its record, the trackers, the progress display, the curves and the report."""
 
 import logging
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
-from verl.trainer.ppo.checkpoint import run_folder
-from verl.trainer.run.display import Progress
+from verl.trainer.run.display import DescribeStep, Progress
 from verl.trainer.run.prometheus import PrometheusMetrics
 from verl.utils.observe.console import get_console
 from verl.utils.observe.curves import draw_curves
-from verl.utils.observe.record import RunRecord
+from verl.utils.observe.record import Details, RunRecord
 from verl.utils.observe.rollout_trace import RolloutTraceConfig
 from verl.utils.observe.tracking import Tracking, ValidationGenerationsLogger
 from verl.utils.report.page import write_report
@@ -19,73 +19,121 @@ from verl.utils.report.page import write_report
 logger = logging.getLogger(__name__)
 
 
-class RunOutput:
-    """Publish the metrics of a run everywhere; ``close`` draws the pictures."""
+class OutputOptions(Protocol):
+    """The keys of a ``trainer`` node that say where a run publishes its metrics."""
 
-    def __init__(self, config: Any, resumed_step: int | None, total_steps: int) -> None:
-        """Open the outputs of a run that continues after ``resumed_step``, None where it starts from scratch."""
-        trainer = config.trainer
-        self.folder = run_folder(config)
+    @property
+    def default_local_dir(self) -> str:
+        """Folder of the record, the curves and the report."""
+
+    @property
+    def project_name(self) -> str:
+        """Project in the trackers."""
+
+    @property
+    def experiment_name(self) -> str:
+        """Run in the trackers."""
+
+    @property
+    def loggers(self) -> list[str]:
+        """The trackers."""
+
+    @property
+    def report(self) -> bool:
+        """Whether to write a report at the end."""
+
+    @property
+    def prometheus(self) -> bool:
+        """Whether to export the metrics for Prometheus."""
+
+
+class RunOutput:
+    """Publish the metrics of a run everywhere; ``close`` draws the curves and writes the report."""
+
+    def __init__(
+        self,
+        options: OutputOptions,
+        config: DictConfig,
+        resumed_step: int | None,
+        total_steps: int,
+        describe_step: DescribeStep,
+    ) -> None:
+        """Open the outputs of a run that continues after ``resumed_step``; None starts from scratch.
+
+        ``config`` is the whole tree, for the trackers; ``describe_step`` makes the text of the progress display.
+        """
+        self.folder = Path(options.default_local_dir).expanduser().absolute()
         self.record = RunRecord(self.folder, resumed_step)
-        self.makes_report = trainer.report
-        self.tracking = Tracking(
-            project_name=trainer.project_name,
-            experiment_name=trainer.experiment_name,
-            default_backend=list(trainer.logger) if not isinstance(trainer.logger, str) else trainer.logger,
-            config=OmegaConf.to_container(config, resolve=True),
-        )
-        self.generations = ValidationGenerationsLogger(trainer.project_name, trainer.experiment_name)
-        self.progress = Progress(total_steps, resumed_step or 0)
+        self.makes_report = options.report
+        resolved: Any = OmegaConf.to_container(config, resolve=True)
+        self.tracking = Tracking(options.project_name, options.experiment_name, options.loggers, resolved)
+        self.generations = ValidationGenerationsLogger(options.project_name, options.experiment_name)
+        self.progress = Progress(total_steps, resumed_step or 0, describe_step)
         self.prometheus = (
-            PrometheusMetrics(trainer.project_name, trainer.experiment_name) if trainer.prometheus else None
+            PrometheusMetrics(options.project_name, options.experiment_name) if options.prometheus else None
         )
         if resumed_step is not None:
             get_console().info("resumed after step %d of %d", resumed_step, total_steps)
 
-    def log(self, metrics: Mapping[str, Any], step: int, details: Mapping[str, Any] | None = None) -> None:
-        """Publish metrics that are not those of a whole step; the details go to the record only."""
-        self.record.log(metrics, step, details)
+    def log(
+        self,
+        metrics: Mapping[str, Any],
+        step: int,
+        details: Details | None = None,
+        record_only: Mapping[str, float] | None = None,
+    ) -> None:
+        """Publish metrics of a part of a step; ``details`` and the metrics in ``record_only`` go to the record only."""
+        self.record.log({**metrics, **(record_only or {})}, step, details)
         self.tracking.log(metrics, step)
         self.progress.note(metrics)
         if self.prometheus is not None:
             self.prometheus.publish(metrics, details)
 
-    def step(self, metrics: Mapping[str, Any], step: int, details: Mapping[str, Any] | None = None) -> None:
-        """Publish the metrics of a finished step."""
-        self.log(metrics, step, details)
-        self.progress.update(step, metrics)
+    def step(
+        self,
+        metrics: Mapping[str, Any],
+        step: int,
+        details: Details | None = None,
+        record_only: Mapping[str, float] | None = None,
+    ) -> None:
+        """Publish the metrics of a finished step, as ``log`` does."""
+        self.log(metrics, step, details, record_only)
+        self.progress.update(step, {**metrics, **(record_only or {})})
 
     def log_generations(self, rows: list[tuple[str, str, float]], step: int) -> None:
-        """Show validation samples in the trackers that can; one that fails does not end the run."""
+        """Send validation samples to the trackers; a tracker that fails does not end the run."""
         for name, backend in self.tracking.logger.items():
             try:
                 self.generations.log({name: backend}, rows, step)
             except Exception as error:  # each library raises its own
                 logger.warning(
-                    "trainer.logger: %r has not taken the validation samples of step %d, and the run goes on: %s: %s",
-                    *(name, step, type(error).__name__, error),
+                    "trainer.logger: %r did not take the validation samples of step %d; the run continues: %s: %s",
+                    name,
+                    step,
+                    type(error).__name__,
+                    error,
                 )
 
-    def close(self, finished: bool) -> None:
-        """Close the outputs, write the report, and draw the curves of a run that was not broken off."""
+    def close(self, curves: bool = False) -> None:
+        """Close the outputs and write the report; draw the ``curves`` of a policy that has finished training."""
         self.progress.close()
         self._finish_traces()
         self.tracking.finish()
         if not self.record.steps:
             return
         try:
-            if finished:
+            if curves:
                 get_console().info("curves: %s", draw_curves(self.folder))
             if self.makes_report:
                 get_console().info("report: %s", write_report(self.folder))
         except ImportError as error:
-            logger.warning("no picture of the curves and no report: %s; pip install matplotlib", error)
-        except Exception:  # what the run has learned is saved; and where it failed, that error is the one to show
-            logger.warning("the report could not be made", exc_info=True)
+            logger.warning("no curves and no report: %s; pip install matplotlib", error)
+        except Exception:  # the run is saved; and if it has failed, the user must see that error and not this one
+            logger.warning("cannot write the report", exc_info=True)
 
     @staticmethod
     def _finish_traces() -> None:
         try:
             RolloutTraceConfig.finish()
-        except Exception as error:  # each library raises what it likes, and the report is still to come
-            logger.warning("rollout.trace: not all traces were sent: %s: %s", type(error).__name__, error)
+        except Exception as error:  # each library raises its own, and the report is still to come
+            logger.warning("rollout.trace: some traces were not sent: %s: %s", type(error).__name__, error)

@@ -1,32 +1,37 @@
-"""Metrics of a run for Prometheus, exported by Ray beside its own (``trainer.prometheus``)."""
+"""Export the metrics of a run to Prometheus, through Ray (``trainer.prometheus``)."""
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.utils.observe.console import get_console
+from verl.utils.observe.record import Details
+
+if TYPE_CHECKING:
+    from ray.util.metrics import Gauge
 
 PREFIX = "verl_"
 _RUN_TAGS = ("project", "experiment")
 
 
 class PrometheusMetrics:
-    """Gauges with the last value of every metric; what is of a worker has the tags ``group`` and ``rank``.
+    """Gauges with the last value of every metric; those of a worker have the tags ``group`` and ``rank``.
 
-    Every process of Ray hands them to the agent of its node, which serves them at ``/metrics``; Ray puts ``ray_``
-    before each name.
+    Every Ray process sends its gauges to the agent of its node, which serves them at ``/metrics``. Ray prefixes each
+    name with ``ray_``.
     """
 
     def __init__(self, project: str, experiment: str) -> None:
         self._tags = {"project": project, "experiment": experiment}
-        self._gauges: dict[str, Any] = {}
+        self._gauges: dict[str, Gauge] = {}
         get_console().info("metrics for Prometheus: %s", ", ".join(endpoints()) or "Ray exports none")
 
-    def publish(self, metrics: Mapping[str, Any], details: Mapping[str, Any] | None = None) -> None:
-        """Set the gauges of the metrics, and of what the workers have reported."""
+    def publish(self, metrics: Mapping[str, Any], details: Details | None = None) -> None:
+        """Set the gauges of the metrics and of the workers' reports."""
         for name, value in metrics.items():
             self._set(metric_name(name), value)
-        for group, reports in ((details or {}).get("workers") or {}).items():
+        workers = details["workers"] if details and "workers" in details else {}
+        for group, reports in workers.items():
             for report in reports:
                 tags = {"group": group, "rank": str(report["rank"])}
                 for call, seconds in report["seconds"].items():
@@ -40,7 +45,7 @@ class PrometheusMetrics:
         from ray.util.metrics import Gauge
 
         if isinstance(value, bool) or not isinstance(value, int | float):
-            return  # of a number that is not finite Ray serves nothing, and no longer the last finite one
+            return  # for a number that is not finite, Ray then serves nothing instead of the last finite value
         tags = {**self._tags, **(tags or {})}
         if name not in self._gauges:
             self._gauges[name] = Gauge(name, description=f"{name}, last value", tag_keys=tuple(tags))

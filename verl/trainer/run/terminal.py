@@ -1,33 +1,39 @@
-"""The way from the trainer, a Ray actor, to the terminal of the launching process.
+"""Carry the display of the trainer, a Ray actor, to the terminal of the launching process.
 
-Ray prints what an actor writes behind a prefix and some time later. What is meant for the person who watches goes
-through the key-value store of the cluster instead, in order and complete, on whichever node the trainer runs.
+Ray prints the output of an actor late and with a prefix. Lines for the user go through the key-value store of the
+cluster instead, which keeps them complete and in order on every node.
 """
 
 import json
 import logging
 import secrets
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 import ray
 from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
 
 from verl.trainer.run.display import LocalDisplay, set_display
 
+if TYPE_CHECKING:
+    from ray import ObjectRef
+
+T = TypeVar("T")
+
 _NAMESPACE = b"verl_terminal"
 _POLL_S = 0.2
 
 
 class RemoteDisplay:
-    """Stands in for the terminal in the trainer's process."""
+    """A display in the trainer's process that sends everything to a ``Terminal``."""
 
     def __init__(self, name: str) -> None:
         """Send to the ``Terminal`` of that name."""
-        self._name, self._count = name, 0
-        self._lock = threading.Lock()  # warnings come from any thread, and the terminal waits for every number
+        self._name = name
+        self._count = 0
+        self._lock = threading.Lock()  # any thread may warn, and the terminal waits for every number
 
-    def _send(self, method: str, **content: Any) -> None:
+    def _send(self, method: str, **content: str | float) -> None:
         with self._lock:
             key = f"{self._name}:{self._count}".encode()
             _internal_kv_put(key, json.dumps([method, content]).encode(), namespace=_NAMESPACE)
@@ -38,7 +44,7 @@ class RemoteDisplay:
         self._send("write", text=text)
 
     def progress(self, step: int, total: int, start: int, text: str, seconds: float) -> None:
-        """Show how far the run is."""
+        """Show the progress of the run."""
         self._send("progress", step=step, total=total, start=start, text=text, seconds=seconds)
 
     def close(self) -> None:
@@ -47,7 +53,7 @@ class RemoteDisplay:
 
 
 class _Warnings(logging.Handler):
-    """Show the library's warnings. An error is not shown here: it ends the run, whose last words it is."""
+    """Show the library's warnings. Errors end the run, whose last message shows them."""
 
     def __init__(self, display: RemoteDisplay) -> None:
         super().__init__(logging.WARNING)
@@ -58,30 +64,32 @@ class _Warnings(logging.Handler):
             self._display.write(f"{record.levelname}: {record.getMessage()}")
 
 
-def attach_display(actor: Any, name: str) -> None:
-    """Send what this process shows to the ``Terminal`` of that name."""
+def attach_display(actor: T, name: str) -> None:
+    """Send the display of this process to the ``Terminal`` of that name (Ray passes ``actor``, unused)."""
     display = RemoteDisplay(name)
     set_display(display)
     logging.getLogger("verl").addHandler(_Warnings(display))
 
 
 class Terminal:
-    """Shows, in the launching process, what the trainer sends."""
+    """Shows the trainer's display in the launching process."""
 
     def __init__(self, display: LocalDisplay) -> None:
         self.name = secrets.token_hex(8)
-        self._display, self._count = display, 0
+        self._display = display
+        self._count = 0
 
-    def watch(self, result: Any) -> Any:
-        """Show what comes until the result of the trainer's run is there, and return it."""
+    def watch(self, result: "ObjectRef[T]") -> T:
+        """Show the trainer's display until its result arrives, and return the result."""
         while True:
             done, _ = ray.wait([result], timeout=_POLL_S)
             self.show()
             if done:
-                return ray.get(result)
+                value: T = ray.get(result)
+                return value
 
     def show(self) -> None:
-        """Show what has come."""
+        """Show the messages that have arrived."""
         while True:
             key = f"{self.name}:{self._count}".encode()
             message = _internal_kv_get(key, namespace=_NAMESPACE)

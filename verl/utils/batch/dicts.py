@@ -1,12 +1,14 @@
-"""Operations on the dicts of arrays and of free values that a batch is made of."""
+"""Operations on the dicts of arrays and free values in a batch."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from verl.utils.py_functional import ConflictError, deep_equal
 from verl.utils.tensordict_utils import BatchError
+
+Value = TypeVar("Value")
 
 
 def union_numpy_dict(tensor_dict1: dict[str, np.ndarray], tensor_dict2: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -21,10 +23,10 @@ def union_numpy_dict(tensor_dict1: dict[str, np.ndarray], tensor_dict2: dict[str
     return tensor_dict1
 
 
-def list_of_dict_to_dict_of_list(list_of_dict: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Turn dicts that share their keys into one dict of lists.
+def list_of_dict_to_dict_of_list(list_of_dict: Sequence[Mapping[str, Value]]) -> dict[str, list[Value]]:
+    """Turn dicts with the same keys into one dict of lists.
 
-    Raises: ValueError, which is also an AssertionError, when a dict has other keys than the first.
+    Raises: ValueError, which is also an AssertionError, when the keys of a dict differ from those of the first.
     """
     if not list_of_dict:
         return {}
@@ -35,23 +37,23 @@ def list_of_dict_to_dict_of_list(list_of_dict: Sequence[Mapping[str, Any]]) -> d
     return {key: [entry[key] for entry in list_of_dict] for key in keys}
 
 
-def object_array(values: Sequence[Any]) -> np.ndarray:
-    """Make a one-dim array of objects, lists of equal length included."""
+def object_array(values: Sequence[Value]) -> np.ndarray:
+    """Return a one-dim array of objects; lists of equal length stay lists."""
     return np.fromiter(values, dtype=object, count=len(values))
 
 
 def rows_as_objects(key: str, values: Any) -> np.ndarray:
-    """Make an array of objects of what must hold one value per row.
+    """Return one value per row as an array of objects.
 
-    Raises: ValueError, which is also an AssertionError, for a string, a mapping or what has no rows.
+    Raises: ValueError, which is also an AssertionError, for a string, a mapping or a value without length.
     """
     if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__"):
         raise BatchError(f"non_tensors[{key!r}] must hold one value per row, got a {type(values).__name__}")
     return object_array(values)
 
 
-def pick(kind: str, entries: dict[str, Any], keys: Sequence[str] | None) -> dict[str, Any]:
-    """Return the entries of the given keys, all for None.
+def pick(kind: str, entries: dict[str, Value], keys: Sequence[str] | None) -> dict[str, Value]:
+    """Return the entries of the given keys; None means all.
 
     Raises: KeyError naming the missing keys.
     """
@@ -64,9 +66,9 @@ def pick(kind: str, entries: dict[str, Any], keys: Sequence[str] | None) -> dict
 
 
 def as_key_list(name: str, keys: str | Sequence[str] | None) -> list[str]:
-    """Return one key or several as a list.
+    """Return one key or several keys as a list.
 
-    Raises: TypeError for anything else.
+    Raises: TypeError unless the keys are strings.
     """
     if keys is None:
         return []
@@ -78,7 +80,7 @@ def as_key_list(name: str, keys: str | Sequence[str] | None) -> list[str]:
 
 
 def concat_arrays(key: str, parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Concatenate rows with one allocation; one part is returned as it is."""
+    """Concatenate rows with one allocation; a single part is returned unchanged."""
     if len(parts) == 1:
         return parts[0]
     if len({part.shape[1:] for part in parts}) > 1:
@@ -86,17 +88,17 @@ def concat_arrays(key: str, parts: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate(parts, axis=0)
 
 
-def concat_entries(parts: Sequence[dict[str, Any]], join: Callable[[str, list[Any]], Any]) -> dict[str, Any]:
-    """Join the values of each key, over dicts that have the same keys."""
+def concat_entries(parts: Sequence[dict[str, Value]], join: Callable[[str, list[Value]], Value]) -> dict[str, Value]:
+    """Join the values of each key over dicts with the same keys."""
     keys = parts[0].keys()
     for number, part in enumerate(parts):
         if part.keys() != keys:
-            raise BatchError(f"part {number} differs from part 0 in the keys {sorted(part.keys() ^ keys)}")
+            raise BatchError(f"part {number} and part 0 differ in the keys {sorted(part.keys() ^ keys)}")
     return {key: join(key, [part[key] for part in parts]) for key in keys}
 
 
 def merge_meta_info(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Unite dicts; the values of ``metrics`` become one dict of lists.
+    """Merge dicts; the values of ``metrics`` become one dict of lists.
 
     Raises: ValueError, which is also an AssertionError, when another key holds different values.
     """

@@ -1,10 +1,11 @@
-"""Tensors as numpy buffers, so that pickle protocol 5 and Ray move them without a copy through ``torch.save``.
+"""Serialization of tensors as numpy buffers, which pickle protocol 5 and Ray move without ``torch.save``.
 
-What arrives through Ray lies in shared memory and is read-only. It is copied once when it is unpickled: a tensor on
-read-only memory could be written without an error, and ranks that share an object would see each other's writes.
+Ray delivers buffers in read-only shared memory. They are copied once when they are unpickled: torch would write to a
+tensor on read-only memory without an error, and ranks that share an object would see each other's writes.
 """
 
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,37 +16,38 @@ from verl.utils.device import is_cuda_available, is_npu_available
 
 TensorTriple = tuple[str, tuple[int, ...], np.ndarray]
 
-_OTHER = "object"  # layout name of an entry that is no tensor
-_NESTED_DICT = "tensordict"  # layout name of an entry that is a TensorDict itself
+_OTHER = "object"  # layout name of an entry that is not a tensor
+_NESTED_DICT = "tensordict"  # layout name of a nested TensorDict
 
 
 def serialize_single_tensor(obj: Tensor) -> TensorTriple:
-    """Return (dtype name, shape, bytes); the bytes are a view where the tensor is contiguous and on the CPU."""
+    """Return (dtype name, shape, bytes); the bytes of a contiguous CPU tensor are a view."""
     flat = obj.detach().cpu().contiguous().reshape(-1)
     return str(obj.dtype).removeprefix("torch."), tuple(obj.shape), flat.view(torch.uint8).numpy()
 
 
 def deserialize_single_tensor(arr: TensorTriple) -> Tensor:
-    """Rebuild a tensor; it owns its memory where that of the bytes is read-only, and shares it otherwise."""
+    """Rebuild a tensor; it shares the memory of the bytes unless that is read-only."""
     dtype_name, shape, buffer = arr
-    if not len(buffer):  # the strides of nothing are not defined, and a view may refuse them
+    if not len(buffer):  # an empty buffer has no defined strides, so a view may fail
         return torch.empty(shape, dtype=getattr(torch, dtype_name))
     data = torch.from_numpy(writable(buffer))
     return data.view(getattr(torch, dtype_name)).view(shape)
 
 
 def writable(array: np.ndarray) -> np.ndarray:
-    """Return the array, or a copy of it where it is read-only."""
+    """Return the array, or a copy if it is read-only."""
     return array if array.flags.writeable else array.copy()
 
 
 def serialize_tensordict(batch: TensorDict) -> tuple[tuple[int, ...], str | None, dict[str, Any]]:
-    """Return (batch size, device, entries); an entry is a triple, or (layout name, parts) where it is not dense."""
+    """Return (batch size, device, entries); an entry is a triple, or (layout name, parts) if it is not dense."""
     entries: dict[str, Any] = {}
     for key, value in batch.items():
-        if not isinstance(value, Tensor):
-            nested = isinstance(value, TensorDict)
-            entries[key] = (_NESTED_DICT, serialize_tensordict(cast(TensorDict, value))) if nested else (_OTHER, value)
+        if isinstance(value, TensorDict):
+            entries[key] = (_NESTED_DICT, serialize_tensordict(value))
+        elif not isinstance(value, Tensor):
+            entries[key] = (_OTHER, value)
         elif value.is_nested:
             layout = str(value.layout).removeprefix("torch.")
             entries[key] = (layout, [serialize_single_tensor(part) for part in value.unbind()])
@@ -56,7 +58,7 @@ def serialize_tensordict(batch: TensorDict) -> tuple[tuple[int, ...], str | None
 
 
 def deserialize_tensordict(arr: tuple[Any, str | None, dict[str, Any]]) -> TensorDict:
-    """Rebuild a TensorDict on its device, or on the CPU where that is not there.
+    """Rebuild a TensorDict on its device, or on the CPU if this process lacks that device.
 
     Raises: ValueError for an entry that is neither a triple nor a pair.
     """
@@ -80,30 +82,30 @@ def _deserialize_entry(key: str, entry: Any) -> Any:
 
 
 def available_device(device: str | None) -> str | None:
-    """Return the device, or ``cpu`` where this process has no such accelerator."""
+    """Return the device, or ``cpu`` if this process has no such accelerator."""
     if device is None:
         return None
     kind = torch.device(device).type
-    there = {"cuda": is_cuda_available, "npu": is_npu_available}.get(kind, True)
-    return device if there else "cpu"
+    available = {"cuda": is_cuda_available, "npu": is_npu_available}.get(kind, True)
+    return device if available else "cpu"
 
 
 class _Packed:
-    """A tensor or array inside of an object, pickled as a buffer; what is unpickled is the value itself."""
+    """A tensor or array that is pickled as a buffer; unpickling returns the plain value."""
 
     def __init__(self, value: Tensor | np.ndarray) -> None:
         self.value = value
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[Callable[..., Tensor | np.ndarray], tuple[np.ndarray | TensorTriple]]:
         if isinstance(self.value, np.ndarray):
             return writable, (self.value,)
         return deserialize_single_tensor, (serialize_single_tensor(self.value),)
 
 
 def pack_objects(value: Any) -> Any:
-    """Make the tensors and arrays inside of dicts, lists, tuples and object arrays travel as buffers.
+    """Wrap the tensors and arrays in dicts, lists, tuples and object arrays so that they are pickled as buffers.
 
-    Lists that start with a plain number or string are left as they are: token ids are many and hold no tensor.
+    Lists that start with a number or string are skipped: lists of token ids are long and hold no tensor.
     """
     if type(value) is Tensor:
         dense = value.layout == torch.strided and not value.is_nested

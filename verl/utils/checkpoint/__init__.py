@@ -1,4 +1,4 @@
-"""Checkpoints: complete or not there, and never half."""
+"""Checkpoints that are either complete or absent, never half-written."""
 
 from verl.utils.checkpoint.files import (
     CheckpointError,

@@ -1,11 +1,11 @@
-"""Checkpoints of a supervised run: what the engine writes, and where the loader is."""
+"""Checkpoints of a supervised run: the engine's files and the position of the data loader."""
 
 import json
 import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,27 +30,43 @@ RUN_STATE_NAME = "run_state.json"
 
 
 class ResumeError(ValueError, AssertionError):
-    """The keys that say from where to resume cannot be followed."""
+    """The resume keys of ``trainer`` contradict each other or name no checkpoint."""
+
+
+class CheckpointingEngine(Protocol):
+    """The part of an engine that saving and resuming call; every rank calls it."""
+
+    def save_checkpoint(self, local_path: str, hdfs_path: str | None = None, global_step: int = 0) -> None: ...
+
+    def finish_checkpoint(self, wait: bool = True) -> bool: ...
+
+    def keep_latest_checkpoints(self, local_path: str, max_ckpt_to_keep: int | None) -> None: ...
+
+    def load_checkpoint(self, local_path: str) -> None: ...
+
+    def is_mp_src_rank_with_outputs(self) -> bool: ...
+
+    def get_data_parallel_rank(self) -> int: ...
 
 
 class CheckpointHandler:
-    """Writes ``<default_local_dir>/global_step_<N>/`` and resumes from it.
+    """Write ``<default_local_dir>/global_step_<N>/`` and resume from it.
 
     Args:
         engine: writes its own files; collective.
         train_dataloader: its state goes into ``data_<dp_rank>.pt``.
         default_local_dir: root of the checkpoints.
-        max_ckpt_to_keep: how many are kept; None for all.
-        default_hdfs_dir: where finished checkpoints are copied to.
-        resume_mode: ``auto`` takes ``resume_from_path`` where it is given, else the latest, ``disable`` none.
+        max_ckpt_to_keep: number of checkpoints to keep; None for all.
+        default_hdfs_dir: finished checkpoints are copied there.
+        resume_mode: ``auto`` resumes from ``resume_from_path`` if given, else from the latest; ``disable`` starts anew.
         resume_from_path: a folder ``global_step_<N>``.
 
-    Attributes: ``run_state`` is what the run had counted up to the checkpoint that was loaded.
+    Attributes: ``run_state`` holds the counters of the run, restored from the checkpoint.
     """
 
     def __init__(
         self,
-        engine: Any,
+        engine: CheckpointingEngine,
         train_dataloader: "StatefulDataLoader",
         *,
         default_local_dir: str,
@@ -79,10 +95,10 @@ class CheckpointHandler:
         self._unfinished: int | None = None
 
     def save_checkpoint(self, step: int, run_state: Mapping[str, Any] | None = None) -> str:
-        """Write a checkpoint and then name it as the latest; collective. Returns its folder.
+        """Write a checkpoint, name it as the latest, and return its folder; collective.
 
-        ``run_state`` is what the run has counted so far, as JSON can hold it.
-        Where the engine writes beside training, the name waits for ``finish_checkpoint``.
+        ``run_state`` holds the counters of the run, as JSON values. With an asynchronous save,
+        ``finish_checkpoint`` names the checkpoint.
         """
         self.finish_checkpoint()
         folder = os.path.join(self.default_local_dir, f"{STEP_FOLDER}{step}")
@@ -100,7 +116,7 @@ class CheckpointHandler:
         return folder
 
     def finish_checkpoint(self, wait: bool = True) -> None:
-        """Name the checkpoint that is being written as the latest, if it is whole; or ``wait`` for it. Collective."""
+        """Name the checkpoint in progress as the latest once it is complete; ``wait`` blocks until then. Collective."""
         step = self._unfinished
         if step is None or not self.engine.finish_checkpoint(wait):
             return
@@ -117,7 +133,7 @@ class CheckpointHandler:
         self.engine.keep_latest_checkpoints(folder, self.max_ckpt_to_keep)
 
     def load_checkpoint(self) -> int:
-        """Restore engine and loader; collective. Returns the step to go on from, 0 where there is no checkpoint.
+        """Restore engine and loader, and return the step to continue from, 0 without a checkpoint; collective.
 
         Raises: CheckpointError when the folder does not exist.
         """
@@ -136,7 +152,7 @@ class CheckpointHandler:
         if counted.exists():
             self.run_state = json.loads(counted.read_text())
         else:
-            logger.warning("%s is missing: what the run counts, for instance tokens, begins at 0", counted)
+            logger.warning("%s is missing: counters of the run, such as tokens, start at 0", counted)
         return step
 
     def _folder(self) -> str | None:

@@ -1,4 +1,4 @@
-"""What checkpoint managers share: what to save and load, random states, and how many to keep."""
+"""Base of the checkpoint managers: contents, random states, retention, and agreement of the ranks."""
 
 import logging
 import os
@@ -6,15 +6,19 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
 
-from verl.utils import envs
+from verl.utils import envs, hdfs_io
 from verl.utils.checkpoint.files import (
     CheckpointError,
+    FileRecord,
+    Manifest,
     find_complete_checkpoints,
     find_latest_ckpt_path,
     get_checkpoint_tracker_filename,
@@ -27,25 +31,33 @@ from verl.utils.checkpoint.files import (
 from verl.utils.checkpoint.hf_export import other_dtypes
 from verl.utils.device import get_device_name, get_torch_device
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
 logger = logging.getLogger(__name__)
 
+HF_FOLDER = "huggingface"
 CONTENTS = ("model", "optimizer", "extra", "hf_model")
 _DEFAULT_CONTENTS = ("model", "optimizer", "extra")
 
+State = dict[str, Any]
+"""A state dict: tensors and plain values under names."""
+
 
 class BaseCheckpointManager(ABC):
-    """Saves and loads the parts that ``checkpoint_config`` (``save_contents, load_contents``) names.
+    """Save and load the parts that ``checkpoint_config`` (``save_contents, load_contents``) lists.
 
-    ``source_folder`` and ``source_dtype`` are of the model that training started from, whose dtype may be another.
+    ``source_folder`` and ``source_dtype`` describe the model that training started from; its dtype may differ from
+    the training dtype.
     """
 
     def __init__(
         self,
-        model: Any,
+        model: nn.Module | list[nn.Module],
         optimizer: torch.optim.Optimizer | None = None,
-        lr_scheduler: Any = None,
-        processing_class: Any = None,
-        checkpoint_config: Any = None,
+        lr_scheduler: Stateful | None = None,
+        processing_class: "PreTrainedTokenizerBase | ProcessorMixin | None" = None,
+        checkpoint_config: Mapping[str, Any] | None = None,
         source_dtype: torch.dtype | None = None,
         source_folder: str | None = None,
     ) -> None:
@@ -73,7 +85,7 @@ class BaseCheckpointManager(ABC):
 
     @property
     def should_save_extra(self) -> bool:
-        """Whether schedule and random states are saved."""
+        """Whether the learning rate schedule and random states are saved."""
         return "extra" in self.save_contents
 
     @property
@@ -93,7 +105,7 @@ class BaseCheckpointManager(ABC):
 
     @property
     def should_load_extra(self) -> bool:
-        """Whether schedule and random states are restored."""
+        """Whether the learning rate schedule and random states are restored."""
         return "extra" in self.load_contents
 
     @abstractmethod
@@ -110,9 +122,9 @@ class BaseCheckpointManager(ABC):
 
     @staticmethod
     def checkpath(local_path: str | None, hdfs_path: str | None) -> str:
-        """Return the path that is given, the local one first.
+        """Return the local path if given, else the HDFS path.
 
-        Raises: ValueError, also an AssertionError, when neither is.
+        Raises: ValueError, also an AssertionError, when both are empty.
         """
         path = local_path or hdfs_path
         if not path:
@@ -120,10 +132,10 @@ class BaseCheckpointManager(ABC):
         return path
 
     @staticmethod
-    def get_rng_state() -> dict[str, Any]:
-        """Return the state of every generator of this process, as plain containers and tensors."""
+    def get_rng_state() -> State:
+        """Return the state of every random generator of this process, as plain containers and tensors."""
         kind, keys, *position = np.random.get_state()
-        state: dict[str, Any] = {
+        state: State = {
             "cpu": torch.get_rng_state(),
             "numpy": (kind, [int(key) for key in keys], *position),
             "random": random.getstate(),
@@ -134,7 +146,7 @@ class BaseCheckpointManager(ABC):
 
     @staticmethod
     def load_rng_state(rng_state: Mapping[str, Any]) -> None:
-        """Put every generator back; a device that was not there at the save keeps its state."""
+        """Restore every random generator; a device that the checkpoint does not know keeps its state."""
         torch.set_rng_state(rng_state["cpu"])
         np.random.set_state(rng_state["numpy"])
         version, keys, gauss = rng_state["random"]
@@ -150,10 +162,10 @@ class BaseCheckpointManager(ABC):
                 remove_checkpoint(folder)
 
     def keep_latest(self, local_path: str, max_ckpt_to_keep: int | None) -> None:
-        """Remove the oldest complete checkpoints, so that ``max_ckpt_to_keep`` are left with the one just written.
+        """Remove the oldest complete checkpoints until ``max_ckpt_to_keep`` remain, including the one just written.
 
-        Older checkpoints are found on disk, by the step in the name of their folder, so that the limit holds across
-        restarts. Incomplete ones and later steps are left alone. None or 0 keeps all.
+        The step in a folder's name orders the checkpoints on disk, so the limit holds across restarts. Incomplete
+        checkpoints and later steps stay. None or 0 keeps all.
         """
         if not max_ckpt_to_keep or not self.is_node_leader():
             return
@@ -161,9 +173,9 @@ class BaseCheckpointManager(ABC):
         surplus = len(older) + 1 - max_ckpt_to_keep
         self.remove_previous_save_local_path([str(folder) for folder in older[: max(0, surplus)]])
 
-    def layout_fields(self) -> dict[str, Any]:
-        """Return what the layout file of every engine says: how many ranks wrote, and the dtype of the source model."""
-        fields: dict[str, Any] = {"world_size": self.world_size}
+    def layout_fields(self) -> State:
+        """Return the fields of every engine's layout file: the world size and the dtypes of the source model."""
+        fields: State = {"world_size": self.world_size}
         if self.source_dtype is not None:
             fields["source_dtype"] = str(self.source_dtype).removeprefix("torch.")
             others = other_dtypes(self.source_folder or "", fields["source_dtype"]) if self.source_folder else {}
@@ -171,14 +183,48 @@ class BaseCheckpointManager(ABC):
         return fields
 
     def is_node_leader(self) -> bool:
-        """Whether this rank acts for its node where one has to."""
+        """Whether this rank acts for its node."""
         return envs.integer("LOCAL_RANK", self.rank) == 0
 
+    def complete(
+        self, local_path: str, hdfs_path: str | None, step: int, records: list[FileRecord], max_ckpt_to_keep: int | None
+    ) -> None:
+        """Write this rank's manifest once all ranks have written their files, then drop old checkpoints; collective.
+
+        The barriers order the steps across ranks: every file, then every manifest, then the removal of older
+        checkpoints. A job that dies in between keeps a complete checkpoint.
+        """
+        self.barrier()
+        Manifest(self.world_size, self.rank, step, records).write(local_path)
+        self.barrier()
+        self.keep_latest(local_path, max_ckpt_to_keep)
+        if hdfs_path is not None and self.rank == 0:
+            hdfs_io.put_folder(local_path, hdfs_path)
+        self.barrier()
+
+    def check_parts(self, key: str) -> None:
+        """Reject contents that this manager was not given.
+
+        Raises: ValueError naming the config key.
+        """
+        parts: list[str] = getattr(self, key)
+        if "optimizer" in parts and self.optimizer is None:
+            raise ValueError(f"checkpoint.{key} names the optimizer, but this model has none: write [model]")
+
+    def stop_on(self, path: str, problems: list[str]) -> None:
+        """Stop all ranks if one of them has a problem; collective.
+
+        Raises: CheckpointError with the problems and the checkpoint to use instead.
+        """
+        found = self.agree(problems)
+        if found:
+            raise CheckpointError(f"checkpoint {path} cannot be loaded: {'; '.join(found[:4])}. {way_out(path)}")
+
     def agree(self, problems: list[str]) -> list[str]:
-        """Return the problems of all ranks, so that all go on or all stop; collective."""
+        """Return the problems of all ranks, so that all continue or all stop; collective."""
         if self.world_size == 1:
             return problems
-        gathered: list[Any] = [None] * self.world_size
+        gathered: list[list[str]] = [[]] * self.world_size
         dist.all_gather_object(gathered, problems)
         return [f"rank {rank}: {problem}" for rank, found in enumerate(gathered) for problem in found]
 
@@ -192,12 +238,12 @@ class _NoPathError(ValueError, AssertionError):
     pass
 
 
-def _contents(config: Any, key: str, default: Iterable[str]) -> list[str]:
-    """Read a list of parts from a config, which may be a mapping or an object.
+def _contents(config: Mapping[str, Any] | None, key: str, default: Iterable[str]) -> list[str]:
+    """Read a list of parts from a config.
 
-    Raises: ValueError for a part that does not exist.
+    Raises: ValueError for an unknown part.
     """
-    value = config.get(key) if isinstance(config, Mapping) else getattr(config, key, None)
+    value = None if config is None else config.get(key)
     parts = list(default if value is None else value)
     unknown = [part for part in parts if part not in CONTENTS]
     if unknown:
@@ -206,7 +252,7 @@ def _contents(config: Any, key: str, default: Iterable[str]) -> list[str]:
 
 
 def _step_and_role(local_path: str) -> tuple[Path, int, Path] | None:
-    """Split ``root/global_step_<N>[/role]`` into root, N and what follows the step's folder."""
+    """Split ``root/global_step_<N>[/role]`` into root, N and role."""
     path = Path(local_path).absolute()
     for folder, role in ((path, Path()), (path.parent, Path(path.name))):
         for step, found in step_folders(folder.parent):
@@ -216,7 +262,7 @@ def _step_and_role(local_path: str) -> tuple[Path, int, Path] | None:
 
 
 def earlier_checkpoints(local_path: str, checksums: bool | None = False) -> list[Path]:
-    """List the complete checkpoints of the same role at earlier steps, the oldest first."""
+    """List the complete checkpoints of the same role at earlier steps, oldest first."""
     place = _step_and_role(local_path)
     if place is None:
         return []
@@ -229,14 +275,14 @@ def earlier_checkpoints(local_path: str, checksums: bool | None = False) -> list
 
 
 def way_out(local_path: str) -> str:
-    """Say which earlier checkpoint to use in the place of one that is not whole."""
+    """Return advice which earlier checkpoint to use instead of a broken one."""
     earlier = earlier_checkpoints(local_path, checksums=None)
     if not earlier:
         return "There is no earlier complete checkpoint: trainer.resume_mode=disable starts afresh"
     place = _step_and_role(local_path)
     folder = earlier[-1] if place is None or place[2] == Path() else earlier[-1].parent
     return (
-        f"The latest earlier one that is complete is {folder}: resume from it with trainer.resume_mode=resume_path "
+        f"The latest earlier complete checkpoint is {folder}: resume from it with trainer.resume_mode=resume_path "
         f"trainer.resume_from_path={folder}"
     )
 

@@ -1,8 +1,10 @@
-"""What makes a checkpoint whole: files written in one piece, manifests that list them, and the tracker.
+"""Atomic checkpoint folders: files, manifests and the tracker. Needs no torch.
 
-Every rank of a training job writes its files, and last ``manifest_world_size_<W>_rank_<r>.json`` with the size and
-checksum of each. A folder is complete when it has the manifests of all ranks and what they list. Nothing here needs
-torch.
+A job may die at any moment of a save, and a half-written folder must never be taken for a checkpoint. Three rules give
+that. A file is written under a temporary name, flushed to disk, and renamed: it exists whole or not at all. Each rank
+writes ``manifest_world_size_<W>_rank_<r>.json`` last, with the size and checksum of its files; a folder is complete
+when the manifests of all ranks and their files are there. The tracker, which names the latest checkpoint, is written
+after every manifest. A save into an existing folder, and a removal, delete manifests first.
 """
 
 import json
@@ -40,10 +42,10 @@ StrPath = str | os.PathLike[str]
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be used, with what is wrong and what to do."""
+    """A checkpoint cannot be used; the message says why and what to do."""
 
 
-# Files in one piece
+# ---- files
 
 
 @dataclass(frozen=True)
@@ -56,10 +58,12 @@ class FileRecord:
 
 
 class _Summing:
-    """A binary file that sums up what is written to it, and remembers why it could not be."""
+    """A binary file that counts and checksums its content and remembers a failed write."""
 
     def __init__(self, file: BinaryIO) -> None:
-        self._file, self.num_bytes, self.crc32 = file, 0, 0
+        self._file = file
+        self.num_bytes = 0
+        self.crc32 = 0
         self.error: OSError | None = None
 
     def write(self, content: bytes) -> int:
@@ -67,7 +71,7 @@ class _Summing:
         self.num_bytes += len(content)
         try:
             return self._file.write(content)
-        except OSError as error:  # torch.save hides it behind an error of its own
+        except OSError as error:  # torch.save raises another error in its place
             self.error = self.error or error
             raise
 
@@ -76,7 +80,7 @@ class _Summing:
 
 
 def sync_folder(folder: StrPath) -> None:
-    """Make renames in a folder outlast a power failure."""
+    """Flush the folder entry to disk, so that renames survive a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -85,9 +89,9 @@ def sync_folder(folder: StrPath) -> None:
 
 
 def write_file(folder: StrPath, name: str, write: Callable[[BinaryIO], object]) -> FileRecord:
-    """Let ``write`` fill a file, which gets its name only when all of it is on disk.
+    """Let ``write`` fill a file, and name the file once its whole content is on disk.
 
-    Raises: OSError naming the file when there is no room for it.
+    Raises: OSError naming the file when the disk is full.
     """
     path = Path(folder, name)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -104,7 +108,7 @@ def write_file(folder: StrPath, name: str, write: Callable[[BinaryIO], object]) 
         reason = error if isinstance(error, OSError) else summing.error if summing else None
         if reason is None:
             raise
-        hint = "make room or set trainer.default_local_dir to another place"
+        hint = "free disk space or set trainer.default_local_dir to another disk"
         raise OSError(reason.errno, f"{reason.strerror}: {hint}", str(path)) from error
     finally:
         unfinished.unlink(missing_ok=True)
@@ -114,7 +118,7 @@ def write_file(folder: StrPath, name: str, write: Callable[[BinaryIO], object]) 
 
 
 def record_file(folder: StrPath, name: str) -> FileRecord:
-    """Describe a file that another library wrote, and make it last."""
+    """Flush a file that another library wrote to disk, and return its record."""
     path = Path(folder, name)
     with path.open("rb") as file:
         os.fsync(file.fileno())
@@ -129,12 +133,12 @@ def _crc32(path: Path) -> int:
     return crc
 
 
-# Manifests
+# ---- manifests
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What one rank has written."""
+    """The files that one rank has written."""
 
     world_size: int
     rank: int
@@ -146,7 +150,7 @@ class Manifest:
         return manifest_name(self.world_size, self.rank)
 
     def write(self, folder: StrPath) -> None:
-        """Write the manifest, after which this rank's part of the checkpoint is complete."""
+        """Write the manifest, which completes this rank's part of the checkpoint."""
         text = json.dumps({"format": 1, **asdict(self)}, indent=1)
         write_file(folder, self.name, lambda file: file.write(text.encode()))
 
@@ -159,7 +163,7 @@ def manifest_name(world_size: int, rank: int) -> str:
 def read_manifest(folder: StrPath, world_size: int, rank: int) -> Manifest:
     """Read a rank's manifest.
 
-    Raises: CheckpointError naming the file when it is missing or cut short.
+    Raises: CheckpointError naming the file when it is missing or truncated.
     """
     name = manifest_name(world_size, rank)
     try:
@@ -173,14 +177,14 @@ def read_manifest(folder: StrPath, world_size: int, rank: int) -> Manifest:
 
 
 def layout_file(folder: StrPath) -> Path:
-    """Return the file that says which ranks wrote a checkpoint: that of the engine that did."""
+    """Return the layout file of the engine that wrote a checkpoint."""
     return next((path for name in LAYOUT_NAMES if (path := Path(folder, name)).exists()), Path(folder, LAYOUT_NAME))
 
 
 def read_world_size(folder: StrPath) -> int:
     """Return how many ranks wrote a checkpoint.
 
-    Raises: CheckpointError when its layout file is missing or cut short.
+    Raises: CheckpointError when its layout file is missing or truncated.
     """
     path = layout_file(folder)
     try:
@@ -193,60 +197,60 @@ def read_world_size(folder: StrPath) -> int:
 
 
 def backend_problem(folder: StrPath, strategy: str) -> str | None:
-    """Return why engines of a strategy cannot read a checkpoint, None where they can or nothing tells who wrote it."""
+    """Return why engines of a strategy cannot read a checkpoint; None if they can, or if its writer is unknown."""
     written = {LAYOUT_NAME: "fsdp", MEGATRON_LAYOUT_NAME: "megatron"}.get(layout_file(folder).name)
     if not layout_file(folder).exists() or strategy.startswith(str(written)):
         return None
     return (
-        f"strategy={written} wrote it: go on with that, or start anew from its weights, which "
+        f"strategy={written} wrote it: resume with that strategy, or start a new run from its weights, which "
         f"`python -m verl.model_merger merge --backend {written} --local_dir {folder} --target_dir <folder>` writes to "
         "a folder for model.path"
     )
 
 
 def world_size_problem(folder: StrPath, world_size: int) -> str | None:
-    """Return why so many ranks cannot read a checkpoint, None where they can: those of Megatron any number reads.
+    """Return why ``world_size`` ranks cannot read a checkpoint; None if they can. Any number reads one of Megatron.
 
-    Raises: CheckpointError when ``fsdp_config.json`` is missing or cut short.
+    Raises: CheckpointError when ``fsdp_config.json`` is missing or truncated.
     """
     saved = read_world_size(folder)
     if saved == world_size or layout_file(folder).name == MEGATRON_LAYOUT_NAME:
         return None
     return (
         f"it was written by {saved} ranks and cannot be read by {world_size}: start with {saved} "
-        "(trainer.nnodes times trainer.n_gpus_per_node), or start anew from its weights, which "
+        "(trainer.nnodes times trainer.n_gpus_per_node), or start a new run from its weights, which "
         f"`python -m verl.model_merger merge --backend fsdp --local_dir {folder} --target_dir <folder>` writes to a "
         "folder for model.path"
     )
 
 
 def file_problems(folder: StrPath, manifest: Manifest, checksums: bool) -> Iterator[str]:
-    """Yield what is wrong with the files of one rank."""
+    """Yield the problems of one rank's files."""
     for record in manifest.files:
         path = Path(folder, record.name)
         if not path.is_file():
             yield f"{record.name} is missing"
         elif (size := path.stat().st_size) != record.num_bytes:
-            yield f"{record.name} has {size} bytes instead of {record.num_bytes}: it was cut short or changed"
+            yield f"{record.name} has {size} bytes instead of {record.num_bytes}: it was truncated or changed"
         elif checksums and _crc32(path) != record.crc32:
-            yield f"{record.name} has the right size but not the content that was written (checksum)"
+            yield f"{record.name} has the right size but the wrong content (checksum)"
 
 
 def archive_problem(path: StrPath) -> str | None:
-    """Return why a file is not what ``torch.save`` writes, as far as can be told without torch; None where it is."""
+    """Check a file of ``torch.save`` without torch; return the problem, or None."""
     try:
         with zipfile.ZipFile(path) as archive:
             changed = archive.testzip()
     except (zipfile.BadZipFile, OSError):
-        return "is cut short or not a file of torch.save"
-    return None if changed is None else "has not the content that was written (checksum)"
+        return "is truncated or not a file of torch.save"
+    return None if changed is None else "has the wrong content (checksum)"
 
 
 def verify_checkpoint(path: StrPath, checksums: bool | None = None) -> list[str]:
-    """Return what is missing, cut short or changed in the folder of one role; an empty list when it is whole.
+    """Return the missing, truncated or changed files in the folder of one role; an empty list if it is complete.
 
-    ``checksums`` reads every file; by default only where they are less than 1 GiB together. Ranks always check the
-    content of what they load.
+    ``checksums`` reads every file; the default does so for folders of less than 1 GiB. Ranks always check the content
+    of the files that they load.
     """
     if not Path(path).is_dir():
         return [f"the folder {path} does not exist"]
@@ -254,7 +258,8 @@ def verify_checkpoint(path: StrPath, checksums: bool | None = None) -> list[str]
         world_size = read_world_size(path)
     except CheckpointError as error:
         return [str(error)]
-    manifests, problems = [], []
+    manifests = []
+    problems = []
     for rank in range(world_size):
         try:
             manifests.append(read_manifest(path, world_size, rank))
@@ -266,20 +271,20 @@ def verify_checkpoint(path: StrPath, checksums: bool | None = None) -> list[str]
         problems += file_problems(path, manifest, checksums)
     steps = {manifest.global_step for manifest in manifests}
     if len(steps) > 1:
-        problems.append(f"its ranks wrote different steps, {sorted(steps)}: a save was interrupted")
+        problems.append(f"its ranks hold different steps, {sorted(steps)}: a save was interrupted")
     return problems
 
 
 def remove_stale_files(folder: StrPath, world_size: int, rank: int, layout_name: str = LAYOUT_NAME) -> None:
-    """Take back the promise of an earlier save into the same folder, before its files are overwritten.
+    """Remove this rank's manifest from an earlier save into the same folder, before its files are overwritten.
 
-    Rank 0 also removes what an interrupted save or another world size has left: nobody may be writing yet.
+    Rank 0 also removes leftovers of an interrupted save or of another world size. No rank may write yet.
     """
     Path(folder, manifest_name(world_size, rank)).unlink(missing_ok=True)
     if rank != 0:
         return
     for name in LAYOUT_NAMES:
-        if name != layout_name:  # another engine has written here
+        if name != layout_name:  # left by another engine
             Path(folder, name).unlink(missing_ok=True)
     for path in Path(folder).iterdir():
         found = _RANK_FILE.search(path.name)
@@ -289,7 +294,7 @@ def remove_stale_files(folder: StrPath, world_size: int, rank: int, layout_name:
             path.unlink(missing_ok=True)
 
 
-# Folders of steps
+# ---- step folders
 
 
 def get_checkpoint_tracker_filename(root_path: StrPath) -> str:
@@ -298,12 +303,12 @@ def get_checkpoint_tracker_filename(root_path: StrPath) -> str:
 
 
 def write_tracker_atomically(root_path: StrPath, global_step: int) -> None:
-    """Name a step as the latest checkpoint: the last act of a save."""
+    """Name a step as the latest checkpoint; a save does this last."""
     write_file(root_path, TRACKER_NAME, lambda file: file.write(str(global_step).encode()))
 
 
 def find_latest_ckpt_path(path: StrPath | None, directory_format: str = "global_step_{}") -> str | None:
-    """Return the folder that the tracker file under ``path`` names; None where there is no such file or folder.
+    """Return the folder that the tracker file under ``path`` names; None if the file or folder is missing.
 
     Raises: CheckpointError when the tracker does not hold a number.
     """
@@ -315,7 +320,7 @@ def find_latest_ckpt_path(path: StrPath | None, directory_format: str = "global_
     text = tracker.read_text().strip()
     if not text.isdigit():
         raise CheckpointError(
-            f"{tracker} holds {text[:40]!r} instead of a step: write the number of a checkpoint there"
+            f"{tracker} holds {text[:40]!r} instead of a step: write the number of a checkpoint into it"
         )
     folder = Path(path, directory_format.format(int(text)))
     if not folder.is_dir():
@@ -333,10 +338,10 @@ def step_folders(root: StrPath, directory_format: str = "global_step_{}") -> lis
 
 
 def find_complete_checkpoints(root: StrPath, directory_format: str = "global_step_{}") -> list[str]:
-    """List the folders under ``root`` that can be resumed from, by ascending step.
+    """List the folders under ``root`` that a run can resume from, by ascending step.
 
-    A folder is complete when every part is and, where the parts are roles in folders of their own, the driver has
-    written its ``data.pt`` behind them.
+    A folder is complete when every role in it is. With one sub-folder per role, the driver's ``data.pt``, which it
+    writes after them, must be there too.
     """
     return [str(folder) for _, folder in step_folders(root, directory_format) if _is_complete(folder)]
 
@@ -349,16 +354,16 @@ def _is_complete(folder: Path) -> bool:
 
 
 def remove_checkpoint(path: StrPath) -> None:
-    """Remove a folder so that at no moment a part of it looks complete."""
+    """Remove a folder, manifests first, so that no half-removed folder looks complete."""
     for manifest in Path(path).glob("manifest_world_size_*.json"):
         manifest.unlink(missing_ok=True)
     shutil.rmtree(path, ignore_errors=True)  # ranks of one node may do this at once
 
 
 def should_save_ckpt_esi(max_steps_duration: float, save_ckpt_duration: float = 60, redundant_time: float = 0) -> bool:
-    """Whether the capacity expires before another step and a save would be done; times in seconds.
+    """Whether the rented capacity expires before another step and a save could end; times in seconds.
 
-    The platform announces the moment in an environment variable, as unix seconds.
+    The platform announces the expiry in an environment variable, in unix seconds.
     """
     for name in _ESI_VARIABLES:
         announced = envs.read(name)
@@ -374,7 +379,7 @@ def should_save_ckpt_esi(max_steps_duration: float, save_ckpt_duration: float = 
 
 @contextmanager
 def temporary_folder(folder: StrPath, name: str) -> Iterator[Path]:
-    """Give a folder next to where its files are going to be; it is removed in the end."""
+    """Create a temporary folder in ``folder``, on the same disk as the final place of its files."""
     path = Path(folder, f".{name}.{os.getpid()}.tmp")
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir(parents=True)
@@ -385,7 +390,7 @@ def temporary_folder(folder: StrPath, name: str) -> Iterator[Path]:
 
 
 def move_files(source: Path, folder: StrPath, name: str) -> list[FileRecord]:
-    """Move the files of ``source`` into ``folder/name``, each when it is on disk; returns their records."""
+    """Flush the files of ``source`` to disk, move them into ``folder/name``, and return their records."""
     target = Path(folder, name)
     target.mkdir(parents=True, exist_ok=True)
     records = []

@@ -1,4 +1,4 @@
-"""Checkpoints of models sharded by FSDP2, and of plain modules: one file per rank and part."""
+"""Checkpoints of FSDP2 and plain modules: one file per rank and part."""
 
 import json
 import logging
@@ -6,14 +6,13 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from verl.utils import hdfs_io
-from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager, way_out
+from verl.utils.checkpoint.checkpoint_manager import HF_FOLDER, BaseCheckpointManager, State
 from verl.utils.checkpoint.files import (
     LAYOUT_NAME,
     CheckpointError,
@@ -39,21 +38,22 @@ logger = logging.getLogger(__name__)
 NamedWeights = Iterator[tuple[str, Tensor]]
 SharedFolders = Mapping[str, Callable[[Path | None], None]]
 _PART_OF_CONTENT = {"model": "model", "optimizer": "optim", "extra": "extra_state"}
-_HF_FOLDER = "huggingface"
 
 
 def part_name(content: str, world_size: int, rank: int) -> str:
-    """Return the file in which a rank keeps ``model``, ``optimizer`` or ``extra``."""
+    """Return the file that holds a rank's ``model``, ``optimizer`` or ``extra``."""
     return f"{_PART_OF_CONTENT[content]}_world_size_{world_size}_rank_{rank}.pt"
 
 
 class FSDPCheckpointManager(BaseCheckpointManager):
-    """Writes and reads the shards of this rank; every rank calls it, with the same arguments.
+    """Write and read the shards of this rank; every rank calls it, with the same arguments.
 
-    Parameters are restored in place, wherever they are at the time: a model that is offloaded may stay so.
+    Parameters are restored in place, on their current device: an offloaded model may stay offloaded.
     """
 
-    # Saving
+    model: nn.Module
+
+    # ---- saving
 
     def save_checkpoint(
         self,
@@ -64,19 +64,19 @@ class FSDPCheckpointManager(BaseCheckpointManager):
         named_weights: NamedWeights | None = None,
         shared_folders: SharedFolders | None = None,
     ) -> None:
-        """Write this rank's files, then its manifest; older checkpoints go when all ranks have done so.
+        """Write this rank's files, then its manifest; remove older checkpoints once all ranks have done so.
 
         Args:
             hdfs_path: the complete checkpoint is copied there as well.
-            max_ckpt_to_keep: complete checkpoints to leave on disk, this one included; None keeps all.
-            named_weights: (checkpoint name, full tensor) pairs for ``hf_model``, drained by every rank; by default
-                made from the state dict.
-            shared_folders: name of a folder that the checkpoint holds once to what writes it; every rank calls that,
-                rank 0 with a folder to write to.
-        Raises: ValueError when ``save_contents`` names a part that this manager was not given.
+            max_ckpt_to_keep: complete checkpoints to leave on disk, including this one; None keeps all.
+            named_weights: (checkpoint name, full tensor) pairs for ``hf_model``, drained by every rank; the default
+                gathers the state dict.
+            shared_folders: folders that the checkpoint holds once, each with its writer; every rank calls the
+                writer, rank 0 with a folder and the others with None.
+        Raises: ValueError when ``save_contents`` lists a part that this manager was not given.
         """
         folder = Path(local_path)
-        self._need_parts("save_contents")
+        self.check_parts("save_contents")
         folder.mkdir(parents=True, exist_ok=True)
         remove_stale_files(folder, self.world_size, self.rank)
         self.barrier()
@@ -89,29 +89,18 @@ class FSDPCheckpointManager(BaseCheckpointManager):
         records += self._write_shared_files(folder, named_weights)
         for name, write in (shared_folders or {}).items():
             records += self._write_shared_folder(folder, name, write)
-        self.barrier()
-        Manifest(self.world_size, self.rank, global_step, records).write(folder)
-        self.barrier()
-        self.keep_latest(local_path, max_ckpt_to_keep)
-        if hdfs_path is not None and self.rank == 0:
-            hdfs_io.put_folder(local_path, hdfs_path)
-        self.barrier()
+        self.complete(local_path, hdfs_path, global_step, records, max_ckpt_to_keep)
 
-    def _need_parts(self, key: str) -> None:
-        parts: list[str] = getattr(self, key)
-        if "optimizer" in parts and self.optimizer is None:
-            raise ValueError(f"checkpoint.{key} names the optimizer, but this model has none: write [model]")
-
-    def _write_part(self, folder: Path, content: str, state: Callable[[], Any]) -> FileRecord:
+    def _write_part(self, folder: Path, content: str, state: Callable[[], State]) -> FileRecord:
         name = part_name(content, self.world_size, self.rank)
         return write_file(folder, name, lambda file: torch.save(state(), file))
 
-    def _extra_state(self) -> dict[str, Any]:
+    def _extra_state(self) -> State:
         schedule = None if self.lr_scheduler is None else self.lr_scheduler.state_dict()
         return {"lr_scheduler": schedule, "rng": self.get_rng_state()}
 
     def _write_shared_files(self, folder: Path, named_weights: NamedWeights | None) -> list[FileRecord]:
-        """Write what the checkpoint holds once, on rank 0; the weights are gathered by all."""
+        """Write the files that the checkpoint holds once, on rank 0; all ranks gather the weights."""
         records: list[FileRecord] = []
         if self.rank != 0:
             if self.should_save_hf_model:
@@ -120,11 +109,11 @@ class FSDPCheckpointManager(BaseCheckpointManager):
         layout = {"FSDP_version": 2} | self.layout_fields()
         text = json.dumps(layout, indent=4).encode()
         records.append(write_file(folder, LAYOUT_NAME, lambda file: file.write(text)))
-        with temporary_folder(folder, _HF_FOLDER) as unfinished:
+        with temporary_folder(folder, HF_FOLDER) as unfinished:
             save_config_and_tokenizer(unfinished, self.model, self.processing_class)
             if self.should_save_hf_model:
                 export_weights(unfinished, named_weights or self._full_tensors())
-            records += move_files(unfinished, folder, _HF_FOLDER)
+            records += move_files(unfinished, folder, HF_FOLDER)
         return records
 
     def _write_shared_folder(self, folder: Path, name: str, write: Callable[[Path | None], None]) -> list[FileRecord]:
@@ -145,32 +134,42 @@ class FSDPCheckpointManager(BaseCheckpointManager):
             seen.add(storage)
             yield name, value.full_tensor() if isinstance(value, DTensor) else value
 
-    # Loading
+    # ---- loading
 
     def load_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
     ) -> None:
-        """Restore what ``load_contents`` names; nothing is changed unless all ranks find their files whole.
+        """Restore the parts in ``load_contents``.
 
-        Raises: CheckpointError, a ValueError, naming the file, what is wrong with it, and what to do.
+        All ranks read and check all their files before the first change, so that a broken file on one rank leaves the
+        models of all ranks as they were.
+
+        Raises: CheckpointError, a ValueError, naming the file, the problem, and what to do.
         """
-        self._need_parts("load_contents")
+        self.check_parts("load_contents")
         path = self.checkpath(local_path, hdfs_path)
         folder = Path(copy_to_local(path) if hdfs_io.is_hdfs(path) else path)
-        self._stop_on(local_path, self._problems(folder))
-        # Of everything that can fail, nothing is left for after the first change.
-        states, problems = {}, []
+        self.stop_on(local_path, self._problems(folder))
+        weights: list[tuple[Tensor, Tensor]] = []
+        states: dict[str, State] = {}
+        problems: list[str] = []
         for content in ("model", "optimizer", "extra"):
             if content in self.load_contents:
                 try:
-                    states[content] = self._read_part(folder, content)
+                    state = self._read_part(folder, content)
+                    name = part_name(content, self.world_size, self.rank)
+                    if content == "model":
+                        weights = _matched(name, self.model.state_dict(), state)
+                    elif content == "optimizer":
+                        assert self.optimizer is not None
+                        state = _matched_optimizer(name, self.optimizer, state)
+                    states[content] = state
                 except CheckpointError as error:
                     problems.append(str(error))
-        self._stop_on(local_path, problems)
-        if "model" in states:
-            with torch.no_grad():
-                for value, saved in states["model"]:
-                    _local(value).copy_(saved)
+        self.stop_on(local_path, problems)
+        with torch.no_grad():
+            for value, saved in weights:
+                _local(value).copy_(saved)
         if "optimizer" in states:
             assert self.optimizer is not None
             self.optimizer.load_state_dict(states["optimizer"])
@@ -180,13 +179,8 @@ class FSDPCheckpointManager(BaseCheckpointManager):
         if del_local_after_load and self.is_node_leader():
             remove_checkpoint(folder)
 
-    def _stop_on(self, path: str, problems: list[str]) -> None:
-        found = self.agree(problems)
-        if found:
-            raise CheckpointError(f"checkpoint {path} cannot be loaded: {'; '.join(found[:4])}. {way_out(path)}")
-
     def _problems(self, folder: Path) -> list[str]:
-        """Return what keeps this rank from loading its files."""
+        """Return the reasons why this rank cannot load its files."""
         if not folder.is_dir():
             return [f"the folder {folder} does not exist"]
         try:
@@ -206,29 +200,20 @@ class FSDPCheckpointManager(BaseCheckpointManager):
             file_problems(folder, Manifest(self.world_size, self.rank, manifest.global_step, needed), checksums=True)
         )
 
-    def _read_part(self, folder: Path, content: str) -> Any:
-        """Read a file of this rank and hold it against the live model, without changing anything.
-
-        Only tensors and plain containers are unpickled: a file cannot run code.
-        """
+    def _read_part(self, folder: Path, content: str) -> State:
+        """Read a file of this rank; it can hold only tensors and plain containers, so that it cannot run code."""
         name = part_name(content, self.world_size, self.rank)
         try:
             with _quiet_device_mesh():
-                state = torch.load(folder / name, map_location="cpu", weights_only=True)
+                return torch.load(folder / name, map_location="cpu", weights_only=True)
         except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
             raise CheckpointError(f"{name} cannot be read ({error})") from error
-        if content == "model":
-            return _matched(name, self.model.state_dict(), state)
-        if content == "optimizer":
-            assert self.optimizer is not None
-            return _matched_optimizer(name, self.optimizer, state)
-        return state
 
-    def _load_extra(self, state: Mapping[str, Any]) -> None:
+    def _load_extra(self, state: State) -> None:
         if self.lr_scheduler is not None and state["lr_scheduler"] is not None:
             self.lr_scheduler.load_state_dict(state["lr_scheduler"])
         if get_device_name() not in state["rng"]:
-            logger.warning("the checkpoint has no random state of %s: that of this process is kept", get_device_name())
+            logger.warning("the checkpoint has no random state for %s: this process keeps its own", get_device_name())
         self.load_rng_state(state["rng"])
 
 
@@ -237,43 +222,51 @@ def _local(value: Tensor) -> Tensor:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-def _matched(name: str, live: Mapping[str, Any], saved: Mapping[str, Any]) -> list[tuple[Tensor, Tensor]]:
-    """Pair every live tensor with the saved one of its name.
+def _matched(name: str, live: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Pair every live tensor with the saved tensor of the same name.
 
-    Raises: CheckpointError when names, shapes or the way of sharding differ.
+    Raises: CheckpointError when names, shapes or shardings differ.
     """
-    missing, unexpected = live.keys() - saved.keys(), saved.keys() - live.keys()
+    missing = live.keys() - saved.keys()
+    unexpected = saved.keys() - live.keys()
     if missing or unexpected:
         lacking = f"lacks {len(missing)} tensors, such as {min(missing)}" if missing else ""
         extra = f"has {len(unexpected)} others, such as {min(unexpected)}" if unexpected else ""
         both = " and ".join(filter(None, (lacking, extra)))
-        raise CheckpointError(f"{name} is of another model: it {both}")
+        raise CheckpointError(f"{name} belongs to another model: it {both}")
     return [(value, _same_layout(name, key, value, saved[key])) for key, value in live.items()]
 
 
 def _same_layout(file: str, key: str, live: Tensor, saved: Tensor) -> Tensor:
-    """Return this rank's part of a saved tensor that has the shape and sharding of the live one."""
+    """Return this rank's part of a saved tensor.
+
+    Raises: CheckpointError unless it has the shape and sharding of the live tensor.
+    """
     if live.shape != saved.shape:
         raise CheckpointError(
-            f"{file} is of another model: {key} has shape {tuple(saved.shape)} there and {tuple(live.shape)} here"
+            f"{file} belongs to another model: {key} has shape {tuple(saved.shape)} there and {tuple(live.shape)} here"
         )
-    ways = [getattr(tensor, "placements", None) for tensor in (saved, live)]
-    if ways[0] != ways[1] or _local(live).shape != _local(saved).shape:
+    there, here = (getattr(tensor, "placements", None) for tensor in (saved, live))
+    if there != here or _local(live).shape != _local(saved).shape:
         raise CheckpointError(
-            f"{file} shards {key} by {ways[0]}, this run by {ways[1]}: set fsdp_config.fsdp_size as it was at the save"
+            f"{file} shards {key} by {there}, this run by {here}: set fsdp_config.fsdp_size to its value at the save"
         )
     return _local(saved)
 
 
-def _matched_optimizer(name: str, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+def _matched_optimizer(name: str, optimizer: torch.optim.Optimizer, saved: State) -> State:
     """Return the saved state with its tensors on the meshes of the live parameters.
 
-    Raises: CheckpointError when it is of other parameters.
+    An unpickled DTensor has a mesh without process groups, so its local part is put on the live parameter's mesh.
+
+    Raises: CheckpointError when the state belongs to other parameters.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     sizes = [[len(group["params"]) for group in groups] for groups in (saved["param_groups"], optimizer.param_groups)]
     if sizes[0] != sizes[1]:
-        raise CheckpointError(f"{name} is of another optimizer: groups of {sizes[0]} parameters there, {sizes[1]} here")
+        raise CheckpointError(
+            f"{name} belongs to another optimizer: groups of {sizes[0]} parameters there, {sizes[1]} here"
+        )
     order = [index for group in saved["param_groups"] for index in group["params"]]
     state = {}
     for index, param in zip(order, params, strict=True):
@@ -285,7 +278,7 @@ def _matched_optimizer(name: str, optimizer: torch.optim.Optimizer, saved: dict[
     return {**saved, "state": state}
 
 
-def _on_mesh_of(param: Tensor, file: str, key: str, value: Any) -> Any:
+def _on_mesh_of(param: Tensor, file: str, key: str, value: Tensor | float) -> Tensor | float:
     if not isinstance(param, DTensor) or not isinstance(value, DTensor):
         return value
     local = _same_layout(file, key, param, value).to(param.to_local().device)
@@ -296,7 +289,7 @@ def _on_mesh_of(param: Tensor, file: str, key: str, value: Any) -> Any:
 
 @contextmanager
 def _quiet_device_mesh() -> Iterator[None]:
-    """Silence the warning that an unpickled mesh has no process groups: it is dropped at once."""
+    """Silence the warning that an unpickled mesh has no process groups: the mesh is dropped at once."""
     mesh_logger = logging.getLogger("torch.distributed.device_mesh")
     level = mesh_logger.level
     mesh_logger.setLevel(logging.ERROR)
@@ -304,6 +297,3 @@ def _quiet_device_mesh() -> Iterator[None]:
         yield
     finally:
         mesh_logger.setLevel(level)
-
-
-__all__ = ["FSDPCheckpointManager", "part_name"]

@@ -1,17 +1,22 @@
-"""A checkpoint folder that ``from_pretrained`` reads."""
+"""Export of weights, config and tokenizer to a folder that ``from_pretrained`` reads."""
 
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 MAX_SHARD_BYTES = 2 << 30
 
 
-def save_config_and_tokenizer(folder: Path, model: Any, processing_class: Any) -> None:
-    """Write the model's config, its generation config and the tokenizer or processor, as far as they are there."""
+def save_config_and_tokenizer(
+    folder: Path, model: nn.Module | None, processing_class: "PreTrainedTokenizerBase | ProcessorMixin | None"
+) -> None:
+    """Write the config, generation config and tokenizer or processor, each if present."""
     config = getattr(model, "config", None)
     if config is not None and hasattr(config, "save_pretrained"):
         config.save_pretrained(folder)
@@ -26,7 +31,7 @@ _STORED = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat
 
 
 def other_dtypes(folder: str, dtype: str) -> dict[str, str]:
-    """Return the dtype of each floating-point tensor in the safetensors of a folder that has another than ``dtype``."""
+    """Return the dtypes of the floating-point tensors in a folder's safetensors that are not of ``dtype``."""
     from safetensors import safe_open
 
     found = {}
@@ -42,7 +47,7 @@ def export_weights(
 ) -> None:
     """Write (checkpoint name, full tensor) pairs to safetensors shards, holding one shard in memory.
 
-    Collective where making a tensor is: every rank drains the stream, those without a folder write nothing.
+    Making a tensor may be collective, so every rank drains the stream; a rank without a folder writes nothing.
     """
     shards: list[list[str]] = []
     pending: dict[str, Tensor] = {}
@@ -53,7 +58,8 @@ def export_weights(
         if pending and folder is not None:
             _save(folder / f"shard-{len(shards)}", pending)
             shards.append(list(pending))
-        pending, pending_bytes = {}, 0
+        pending = {}
+        pending_bytes = 0
 
     for name, tensor in weights:
         if folder is None:
@@ -61,7 +67,7 @@ def export_weights(
         num_bytes = tensor.numel() * tensor.element_size()
         if pending_bytes + num_bytes > max_shard_bytes:
             flush()
-        # A copy: the stream may reuse the memory, and safetensors wants no views.
+        # Copy: the stream may reuse the memory, and safetensors rejects views.
         pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
         pending_bytes += num_bytes
         total_bytes += num_bytes
@@ -77,7 +83,7 @@ def _save(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def _name_shards(folder: Path, shards: list[list[str]], total_bytes: int) -> None:
-    """Give the shards the names that loaders look for, now that their number is known."""
+    """Rename the shards to the names that loaders look for; these contain the number of shards."""
     if len(shards) == 1:
         (folder / "shard-0").rename(folder / "model.safetensors")
         return

@@ -1,4 +1,9 @@
-"""Checkpoints of Megatron-Core models: tensors under names that hold for every layout, in its torch_dist format."""
+"""Checkpoints of Megatron-Core models in its torch_dist format.
+
+Any parallel layout can read what another has written. Each rank describes its tensors as parts of global tensors,
+under names that do not depend on the layout, and a load reads the parts that the new layout needs from whichever files
+hold them. Random states are the exception: they belong to ranks.
+"""
 
 import copy
 import json
@@ -8,20 +13,19 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from verl.base_config import as_yaml
 from verl.utils import hdfs_io
-from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager, way_out
+from verl.utils.checkpoint.checkpoint_manager import HF_FOLDER, BaseCheckpointManager, State, way_out
 from verl.utils.checkpoint.files import (
     MEGATRON_LAYOUT_NAME,
     CheckpointError,
     FileRecord,
-    Manifest,
     backend_problem,
     file_problems,
     move_files,
@@ -52,16 +56,19 @@ from megatron.core import parallel_state  # isort: skip  # after what prepares i
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # isort: skip
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker  # isort: skip
 
+if TYPE_CHECKING:
+    from megatron.core.optimizer import MegatronOptimizer
+    from transformers import PretrainedConfig
+
 logger = logging.getLogger(__name__)
 
-_HF_FOLDER = "huggingface"
 _CONFIG_NAME = "transformer_config.json"
 _OPTIMIZER_KEY = "use_distributed_optimizer"
 
 
 @dataclass
 class _Save:
-    """A checkpoint that is being written, and what is left to do with it."""
+    """A checkpoint in progress, with the arguments for its completion."""
 
     local_path: str
     hdfs_path: str | None
@@ -72,23 +79,25 @@ class _Save:
 
 
 class MegatronCheckpointManager(BaseCheckpointManager):
-    """Writes and reads the parts of this rank; every rank calls it, with the same arguments.
+    """Write and read the parts of this rank; every rank calls it, with the same arguments.
 
-    ``model`` are the chunks of this rank. Any layout reads what another has written, random states excepted: they
-    belong to ranks, and another layout keeps its own. With ``checkpoint.async_save`` a save returns when this rank's
-    tensors are copied to the host; the checkpoint is whole once ``finish_checkpoint`` has returned True.
+    ``model`` holds the chunks of this rank. With ``checkpoint.async_save`` a save returns once this rank's tensors are
+    copied to the host; the checkpoint is complete when ``finish_checkpoint`` returns True.
     """
 
-    def __init__(self, model: list[Any], hf_config: Any, **kwargs: Any) -> None:
+    model: list[nn.Module]
+    optimizer: "MegatronOptimizer | None"
+
+    def __init__(self, model: list[nn.Module], hf_config: "PretrainedConfig", **kwargs: Any) -> None:
         super().__init__(model, **kwargs)
         self.hf_config = hf_config
         config = kwargs.get("checkpoint_config")
         self.is_async = bool(config is not None and config.async_save)
         self._running: _Save | None = None
 
-    # ---- what is saved
+    # ---- contents
 
-    def _sharded(self, contents: list[str], is_loading: bool) -> dict[str, Any]:
+    def _sharded(self, contents: list[str], is_loading: bool) -> State:
         """Describe the tensors of this rank as parts of global ones."""
         if "model" not in contents and "optimizer" not in contents:
             return {}
@@ -96,9 +105,7 @@ class MegatronCheckpointManager(BaseCheckpointManager):
         if "optimizer" not in contents:
             return state
         assert self.optimizer is not None
-        optimizer = self.optimizer.sharded_state_dict(  # type: ignore[attr-defined]
-            dict(state), is_loading=is_loading, metadata=dict(METADATA)
-        )
+        optimizer = self.optimizer.sharded_state_dict(dict(state), is_loading=is_loading, metadata=dict(METADATA))
         return ({} if "model" not in contents else state) | {"optimizer": optimizer}
 
     def _place(self) -> dict[str, int]:
@@ -123,14 +130,14 @@ class MegatronCheckpointManager(BaseCheckpointManager):
         max_ckpt_to_keep: int | None = None,
         named_weights: Iterator[tuple[str, Tensor]] | None = None,
     ) -> None:
-        """Write this rank's files, then its manifest; older checkpoints go when all ranks have done so.
+        """Write this rank's files, then its manifest; remove older checkpoints once all ranks have done so.
 
-        An earlier save that still runs is finished first.
+        A save in progress is finished first.
 
-        Raises: ValueError when ``save_contents`` names a part that this manager was not given; CheckpointError on all
+        Raises: ValueError when ``save_contents`` lists a part that this manager was not given; CheckpointError on all
         ranks when one of them could not write.
         """
-        self._need_parts("save_contents")
+        self.check_parts("save_contents")
         self.finish_checkpoint()
         folder = Path(local_path)
         folder.mkdir(parents=True, exist_ok=True)
@@ -157,9 +164,11 @@ class MegatronCheckpointManager(BaseCheckpointManager):
             self.finish_checkpoint()
 
     def finish_checkpoint(self, wait: bool = True) -> bool:
-        """Complete the save that runs; returns whether none is left. Without ``wait`` only if all ranks have written.
+        """Complete the save in progress; return whether none is left. Collective.
 
-        Collective. Raises: CheckpointError on all ranks when one of them could not write.
+        Without ``wait`` it returns False while a rank still writes.
+
+        Raises: CheckpointError on all ranks when one of them could not write.
         """
         save = self._running
         if save is None:
@@ -173,26 +182,14 @@ class MegatronCheckpointManager(BaseCheckpointManager):
         if found:
             raise CheckpointError(f"checkpoint {save.local_path} could not be written: {'; '.join(found[:4])}")
         save.tensors.finish()
-        folder = Path(save.local_path)
         if self.rank == 0:
-            save.records += self._tensor_files(folder, "")
-        self.barrier()
-        Manifest(self.world_size, self.rank, save.global_step, save.records).write(folder)
-        self.barrier()
-        self.keep_latest(save.local_path, save.max_ckpt_to_keep)
-        if save.hdfs_path is not None and self.rank == 0:
-            hdfs_io.put_folder(save.local_path, save.hdfs_path)
-        self.barrier()
+            save.records += self._tensor_files(Path(save.local_path), "")
+        self.complete(save.local_path, save.hdfs_path, save.global_step, save.records, save.max_ckpt_to_keep)
         return True
-
-    def _need_parts(self, key: str) -> None:
-        parts: list[str] = getattr(self, key)
-        if "optimizer" in parts and self.optimizer is None:
-            raise ValueError(f"checkpoint.{key} names the optimizer, but this model has none: write [model]")
 
     @staticmethod
     def _tensor_files(folder: Path, prefix: str) -> list[FileRecord]:
-        """Describe the files of tensors of one rank or, without a prefix, those that stand there once."""
+        """Return the records of one rank's tensor files or, without a prefix, of the files that all ranks share."""
         names = sorted(path.name for path in (folder / TENSORS_FOLDER).iterdir())
         mine = [name for name in names if (name.startswith(prefix) if prefix else not name.startswith("__"))]
         return [record_file(folder, f"{TENSORS_FOLDER}/{name}") for name in mine]
@@ -205,7 +202,7 @@ class MegatronCheckpointManager(BaseCheckpointManager):
         return write_file(folder, self._random_state_name(), lambda file: torch.save(state, file))
 
     def _write_shared_files(self, folder: Path, named_weights: Iterator[tuple[str, Tensor]] | None) -> list[FileRecord]:
-        """Write what the checkpoint holds once, on rank 0; the weights are gathered by all."""
+        """Write the files that the checkpoint holds once, on rank 0; all ranks gather the weights."""
         if self.rank != 0:
             if self.should_save_hf_model and named_weights is not None:
                 export_weights(None, named_weights)
@@ -213,16 +210,17 @@ class MegatronCheckpointManager(BaseCheckpointManager):
         layout = self._sizes() | self.layout_fields() | {_OPTIMIZER_KEY: self._is_sharded()}
         records = [_write_json(folder, MEGATRON_LAYOUT_NAME, layout)]
         if self.should_save_extra:
-            fields = {key: value for key, value in vars(self.model[0].config).items() if _is_plain(value)}
+            plain = str | int | float | bool | list | None
+            fields = {key: value for key, value in vars(self.model[0].config).items() if isinstance(value, plain)}
             records.append(_write_json(folder, _CONFIG_NAME, fields))
-        with temporary_folder(folder, _HF_FOLDER) as unfinished:
+        with temporary_folder(folder, HF_FOLDER) as unfinished:
             save_config_and_tokenizer(unfinished, None, self.processing_class)
             config = copy.deepcopy(self.hf_config)
             if self.should_save_hf_model and named_weights is not None:
                 config.dtype = self.model[0].config.params_dtype
                 export_weights(unfinished, named_weights)
             config.save_pretrained(unfinished)
-            records += move_files(unfinished, folder, _HF_FOLDER)
+            records += move_files(unfinished, folder, HF_FOLDER)
         return records
 
     # ---- loading
@@ -230,18 +228,18 @@ class MegatronCheckpointManager(BaseCheckpointManager):
     def load_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
     ) -> None:
-        """Restore what ``load_contents`` names, whatever layout wrote it.
+        """Restore the parts in ``load_contents``, whatever layout wrote them.
 
-        Raises: CheckpointError, a ValueError, naming the file, what is wrong with it, and what to do.
+        Raises: CheckpointError, a ValueError, naming the file, the problem, and what to do.
         """
-        self._need_parts("load_contents")
+        self.check_parts("load_contents")
         self.finish_checkpoint()
         path = self.checkpath(local_path, hdfs_path)
         folder = Path(copy_to_local(path) if hdfs_io.is_hdfs(path) else path)
-        self._stop_on(local_path, self._problems(folder) if self.rank == 0 else [])
-        self._stop_on(local_path, self._changed_files(folder))
+        self.stop_on(local_path, self._problems(folder) if self.rank == 0 else [])
+        self.stop_on(local_path, self._changed_files(folder))
         wanted = self._sharded(self.load_contents, is_loading=True)
-        self._stop_on(local_path, self._other_tensors(folder, wanted))
+        self.stop_on(local_path, self._other_tensors(folder, wanted))
         try:
             state = load_dist_checkpointing(wanted, folder / TENSORS_FOLDER)
         except CheckpointError as error:
@@ -256,7 +254,7 @@ class MegatronCheckpointManager(BaseCheckpointManager):
             assert self.optimizer is not None
             self.optimizer.load_state_dict(_as_chained(state["optimizer"], self.optimizer))
         elif self.optimizer is not None and self.should_load_model:
-            self.optimizer.reload_model_params()  # type: ignore[attr-defined]
+            self.optimizer.reload_model_params()
         if self.should_load_extra:
             self._load_extra(folder, state.get("lr_scheduler"))
         self._follow_schedule(rates)
@@ -265,7 +263,7 @@ class MegatronCheckpointManager(BaseCheckpointManager):
             remove_checkpoint(folder)
 
     def _problems(self, folder: Path) -> list[str]:
-        """Return what keeps this model from loading a checkpoint, whatever the rank."""
+        """Return the reasons why this model cannot load a checkpoint on any rank."""
         if (problem := backend_problem(folder, "megatron")) is not None:
             return [problem]
         if problems := verify_checkpoint(folder, checksums=False):
@@ -279,28 +277,27 @@ class MegatronCheckpointManager(BaseCheckpointManager):
     def _other_optimizer(self, folder: Path) -> str | None:
         written = json.loads((folder / MEGATRON_LAYOUT_NAME).read_text())
         if written[_OPTIMIZER_KEY] != self._is_sharded():
-            return f"it was written with megatron.{_OPTIMIZER_KEY}={as_yaml(written[_OPTIMIZER_KEY])}: write the same"
+            return f"it was written with megatron.{_OPTIMIZER_KEY}={as_yaml(written[_OPTIMIZER_KEY])}: set the same"
         cut = [sizes["ep"] > 1 or sizes.get("etp", sizes["tp"]) != sizes["tp"] for sizes in (written, self._sizes())]
         if cut[0] != cut[1] and not self._is_sharded():
             return (
                 f"it was written with megatron.expert_model_parallel_size={written['ep']} and "
-                f"expert_tensor_parallel_size={written.get('etp', written['tp'])}: without {_OPTIMIZER_KEY} a state of "
-                "experts that are cut cannot be read where they are not, nor the reverse"
+                f"expert_tensor_parallel_size={written.get('etp', written['tp'])}: without {_OPTIMIZER_KEY} the "
+                "optimizer state of sharded experts cannot be read by unsharded ones, nor the reverse"
             )
         return None
 
     def _changed_files(self, folder: Path) -> list[str]:
-        """Check the content of this rank's share of the files."""
+        """Check the content of this rank's share of the files; the ranks share the reading."""
         saved = read_world_size(folder)
         manifests = [read_manifest(folder, saved, rank) for rank in range(self.rank, saved, self.world_size)]
         return [problem for each in manifests for problem in file_problems(folder, each, checksums=True)]
 
-    def _other_tensors(self, folder: Path, wanted: dict[str, Any]) -> list[str]:
-        """Return which tensors of the model the checkpoint lacks, or holds and the model has not; collective."""
-        names: list[Any] = [tensor_names(wanted)]
+    def _other_tensors(self, folder: Path, wanted: State) -> list[str]:
+        """Return the tensors that only the model or only the checkpoint has; collective."""
+        names = [tensor_names(wanted)] * self.world_size
         if self.world_size > 1:
-            names = [None] * self.world_size
-            dist.all_gather_object(names, tensor_names(wanted))
+            dist.all_gather_object(names, names[0])
         if self.rank != 0:
             return []
         needed: set[str] = set().union(*names)
@@ -314,10 +311,10 @@ class MegatronCheckpointManager(BaseCheckpointManager):
                 name.startswith(OPTIMIZER_KEYS) for name in found
             ):
                 return ["the optimizer was never saved: leave that part out of checkpoint.load_contents"]
-            return [f"it is of another model: it lacks {lacking[0]}"]
+            return [f"it belongs to another model: it lacks {lacking[0]}"]
         weights = {name for name in found if not name.startswith(OPTIMIZER_KEYS)}
         if self.should_load_model and (other := sorted(weights - needed)):
-            return [f"it is of another model: it holds {other[0]}"]
+            return [f"it belongs to another model: it holds {other[0]}"]
         padding = json.loads((folder / MEGATRON_LAYOUT_NAME).read_text())["tp"]
         problem = vocabulary_problem(reader, self.hf_config.vocab_size, multiple=padding)
         return [] if problem is None else [problem]
@@ -325,14 +322,9 @@ class MegatronCheckpointManager(BaseCheckpointManager):
     def _is_sharded(self) -> bool:
         return any(isinstance(each, DistributedOptimizer) for each in getattr(self.optimizer, "chained_optimizers", []))
 
-    def _stop_on(self, path: str, problems: list[str]) -> None:
-        found = self.agree(problems)
-        if found:
-            raise CheckpointError(f"checkpoint {path} cannot be loaded: {'; '.join(found[:4])}. {way_out(path)}")
-
-    def _load_extra(self, folder: Path, schedule: dict[str, Any] | None) -> None:
+    def _load_extra(self, folder: Path, schedule: State | None) -> None:
         if self.lr_scheduler is not None and schedule is not None:
-            self.lr_scheduler.num_steps = 0  # what is loaded is added
+            self.lr_scheduler.num_steps = 0  # load_state_dict adds the loaded steps
             self.lr_scheduler.load_state_dict(schedule)
         file = folder / self._random_state_name()
         try:
@@ -340,36 +332,37 @@ class MegatronCheckpointManager(BaseCheckpointManager):
         except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
             raise CheckpointError(f"{file} cannot be read ({error})") from error
         if state["layout"] != self._place():
-            logger.warning("%s was written by another layout: this process keeps its random state", folder)
+            logger.warning("%s was written by another parallel layout: this process keeps its random state", folder)
             return
         self.load_rng_state(state["rng"])
         get_cuda_rng_tracker().set_states(state["tracker"])
 
-    def _follow_schedule(self, rates: list[dict[str, Any]]) -> None:
-        """Give the parameter groups, which the checkpoint brought with its rates, those of the schedule.
+    def _follow_schedule(self, rates: list[dict[str, float]]) -> None:
+        """Set the learning rate limits of the parameter groups to those of the schedule.
 
-        ``rates`` are their own from before. Megatron-Core would go on with the checkpoint's and report the schedule's.
+        The checkpoint restores the limits that it was saved with. Megatron-Core would train with these and report the
+        learning rate of the schedule. ``rates`` are the limits before the load.
         """
         if self.optimizer is None or self.lr_scheduler is None:
             return
-        schedule: Any = self.lr_scheduler
+        schedule = self.lr_scheduler
         of_schedule = {"max_lr": schedule.max_lr, "min_lr": schedule.min_lr}
         for group, own in zip(self.optimizer.param_groups, rates, strict=True):
             group.update(of_schedule if schedule.use_checkpoint_opt_param_scheduler else own)
         schedule.step(0)
 
 
-def _own_rates(optimizer: Any) -> list[dict[str, Any]]:
+def _own_rates(optimizer: "MegatronOptimizer | None") -> list[dict[str, float]]:
     """Return the highest and lowest learning rate of each parameter group."""
     groups = [] if optimizer is None else optimizer.param_groups
     return [{key: group[key] for key in ("max_lr", "min_lr") if key in group} for group in groups]
 
 
-def _as_chained(state: dict[Any, Any], optimizer: Any) -> dict[Any, Any]:
+def _as_chained(state: dict[Any, Any], optimizer: "MegatronOptimizer") -> dict[Any, Any]:
     """Return a loaded state in the form that this optimizer reads.
 
-    Where experts are cut, they have an optimizer of their own, which another layout may not have. Its tensors are read
-    as this layout wants them; the parameter groups are the same but for where they stand.
+    Sharded experts have a separate optimizer in the chain, which a layout without expert sharding does not have. The
+    tensors are already cut for this layout; only the parameter groups have to move to another place in the state.
     """
     own = optimizer.chained_optimizers
     places = [state] if len(own) == 1 else [state.get(at, {}) for at in range(len(own))]
@@ -380,7 +373,7 @@ def _as_chained(state: dict[Any, Any], optimizer: Any) -> dict[Any, Any]:
         for part in (state, *(state[key] for key in sorted(k for k in state if isinstance(k, int))))
         if "optimizer" in part
     ]
-    if not saved:  # the plain optimizer of fp32, whose state is that of torch itself
+    if not saved:  # the plain fp32 optimizer, whose state is torch's
         return state
     names = ("wd_mult", "lr_mult", "is_decoupled_lr")
     groups = {tuple(each[n] for n in names): each for part in saved for each in part["optimizer"]["param_groups"]}
@@ -395,10 +388,6 @@ def _as_chained(state: dict[Any, Any], optimizer: Any) -> dict[Any, Any]:
     return chained[0] if len(own) == 1 else dict(enumerate(chained))
 
 
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, str | int | float | bool | list | None)
-
-
-def _write_json(folder: Path, name: str, content: dict[str, Any]) -> FileRecord:
+def _write_json(folder: Path, name: str, content: State) -> FileRecord:
     text = json.dumps(content, indent=4, sort_keys=True, default=str).encode()
     return write_file(folder, name, lambda file: file.write(text))

@@ -1,4 +1,4 @@
-"""Tensors out of a folder in Megatron-Core's torch_dist format, one at a time, without ranks or Megatron-Core."""
+"""Reader of Megatron-Core's torch_dist folders, one tensor at a time, without ranks or Megatron-Core."""
 
 import io
 import json
@@ -17,16 +17,16 @@ TENSORS_FOLDER = "dist_ckpt"
 BACKEND_FILE = "metadata.json"
 INDEX_FILE = ".metadata"
 OPTIMIZER_KEYS = "optimizer."
-"""What the names of the optimizer's tensors start with."""
+"""Prefix of the names of optimizer tensors."""
 
 
 HEAD = "output_layer.weight"
 VOCABULARY = {"embedding.word_embeddings.weight", HEAD}
-"""Tensors with a row per token, which ranks pad to equal parts."""
+"""Tensors with one row per token; they are padded so that ranks hold equal parts."""
 
 
 class TorchDistReader:
-    """The tensors of one folder. Raises: CheckpointError naming the file that is missing, cut short or another."""
+    """The tensors of one folder. Raises: CheckpointError naming a missing, truncated or unexpected file."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -38,7 +38,7 @@ class TorchDistReader:
             entries = index.state_dict_metadata
             self._places = index.storage_data
         except FileNotFoundError:
-            raise CheckpointError(f"{path} is missing: the save did not end") from None
+            raise CheckpointError(f"{path} is missing: the save did not finish") from None
         except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, ValueError) as error:
             raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error})") from error
         self._tensors = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
@@ -57,11 +57,12 @@ class TorchDistReader:
         return found
 
     def read(self, name: str, at: Sequence[int] = ()) -> Tensor:
-        """Return ``tensor[at]``, put together from no more of the files than it takes.
+        """Return ``tensor[at]``, reading only the chunks that hold it.
 
-        Raises: CheckpointError naming the file that does not hold its part.
+        Raises: CheckpointError naming the file that lacks its part.
         """
-        entry, depth = self._tensors[name], len(at)
+        entry = self._tensors[name]
+        depth = len(at)
         whole = torch.empty(entry.size[depth:], dtype=entry.properties.dtype)
         filled = 0
         for chunk, inner in self._chunks_at(entry, at):
@@ -82,7 +83,7 @@ class TorchDistReader:
 
     @staticmethod
     def _chunks_at(entry: TensorStorageMetadata, at: Sequence[int]) -> Iterator[tuple[ChunkStorageMetadata, int]]:
-        """Yield each chunk that holds a part of ``tensor[at]``, and how many values of it."""
+        """Yield each chunk that holds a part of ``tensor[at]``, with the number of values in that part."""
         for chunk in entry.chunks:
             outer = zip(at, chunk.offsets, chunk.sizes, strict=False)
             if all(start <= position < start + length for position, start, length in outer):
@@ -106,32 +107,35 @@ class TorchDistReader:
 
 
 def holds_value_head(reader: TorchDistReader) -> bool:
-    """Whether the output layer is that of a critic or reward model."""
+    """Whether the output layer belongs to a critic or reward model."""
     return HEAD in reader.names() and reader.shape(HEAD)[0] == 1
 
 
 def vocabulary_problem(reader: TorchDistReader, vocab_size: int, multiple: int | None = None) -> str | None:
-    """Return why tensors of the vocabulary are of another model; None where they may be of this one.
+    """Return why the vocabulary tensors cannot belong to a model, or None.
 
-    They are padded, to a ``multiple`` where that is known.
+    Their rows are padded, to a ``multiple`` if it is known.
     """
     least = vocab_size if multiple is None else -(-vocab_size // multiple) * multiple
     for name in VOCABULARY & reader.names():
         rows = reader.shape(name)[0]
         is_head = name == HEAD and rows == 1
         if not is_head and (rows < least or (multiple is not None and rows != least)):
-            return f"it is of another model: it holds {name} of {rows} rows, and the vocabulary has {vocab_size}"
+            return f"it belongs to another model: {name} has {rows} rows, but the vocabulary has {vocab_size} tokens"
     return None
 
 
 def check_format(folder: Path) -> None:
-    """Raise CheckpointError, naming the file, unless a folder holds a checkpoint in the torch_dist format."""
+    """Check that a folder holds a checkpoint in the torch_dist format.
+
+    Raises: CheckpointError naming the file.
+    """
     path = folder / BACKEND_FILE
     try:
         backend = json.loads(path.read_text())["sharded_backend"]
     except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing: this is no distributed checkpoint, or not all of it") from None
+        raise CheckpointError(f"{path} is missing: the folder is not a complete distributed checkpoint") from None
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} cannot be read ({error})") from error
     if backend != "torch_dist":
-        raise CheckpointError(f"{path} says sharded_backend={backend!r}: only torch_dist is read")
+        raise CheckpointError(f"{path} says sharded_backend={backend!r}: only torch_dist is supported")

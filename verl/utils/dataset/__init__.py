@@ -1,7 +1,6 @@
 """Data sets: prompts for RL, conversations for supervised training, and pairs for reward models."""
 
 from importlib import import_module
-from typing import Any
 
 _EXPORTS = {
     "RLHFDataset": "verl.utils.dataset.rl_dataset",
@@ -12,7 +11,7 @@ _EXPORTS = {
 __all__ = sorted(_EXPORTS)
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> type:
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_EXPORTS[name]), name)

@@ -1,14 +1,15 @@
-"""How the rows of supervised data become a batch."""
+"""Collation of supervised rows into batches."""
 
 from enum import StrEnum
-from typing import Any
 
 import torch
 from torch.utils.data import default_collate
 
+from verl.utils.dataset.files import Row
+
 
 class DatasetPadMode(StrEnum):
-    """Where rows are padded."""
+    """How rows are padded."""
 
     RIGHT = "right"
     LEFT_RIGHT = "left_right"
@@ -16,11 +17,11 @@ class DatasetPadMode(StrEnum):
 
 
 LISTED = ("multi_modal_inputs",)
-"""Keys of items that hold an object for each row."""
+"""Keys that hold one object per row; a batch holds them as a list."""
 
 
 class SFTTensorCollator:
-    """Stacks rows of one length, or puts rows of any length into jagged nested tensors."""
+    """Stack rows of equal length, or put rows of any length into jagged nested tensors."""
 
     def __init__(self, pad_mode: DatasetPadMode | str = DatasetPadMode.LEFT_RIGHT) -> None:
         try:
@@ -30,8 +31,8 @@ class SFTTensorCollator:
                 f"data.pad_mode must be one of {[mode.value for mode in DatasetPadMode]}, got {pad_mode!r}"
             ) from None
 
-    def __call__(self, batch: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return one tensor per key, and lists of what is no tensor or, unpadded, has several axes."""
+    def __call__(self, batch: list[Row]) -> Row:
+        """Return one tensor per key; without padding, only 1-d tensors are joined and other values become lists."""
         if self.pad_mode is not DatasetPadMode.NO_PADDING:
             stacked = [{key: value for key, value in row.items() if key not in LISTED} for row in batch]
             return default_collate(stacked) | {key: [row[key] for row in batch] for key in LISTED if key in batch[0]}

@@ -1,74 +1,150 @@
-"""Data sets and samplers as the ``data`` node of the config names them."""
+"""Data sets, samplers and loaders, built as the ``data`` node of the config describes them."""
 
-from collections.abc import Mapping, Sized
+import warnings
+from collections.abc import Iterator, Sized
 from typing import Any
 
+import torch
 from torch.utils.data import Dataset, Sampler, SequentialSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from verl.utils.dataset.rl_dataset import RLHFDataset
-from verl.utils.dataset.sampler import SeededRandomSampler
+from verl.utils.dataset.settings import DataSettings, Node
 from verl.utils.import_utils import load_extern_type
 
 
 class DatasetClassError(ValueError, TypeError):
-    """A class named by the config is not of the kind that is needed there."""
+    """A class that the config names has the wrong base class."""
 
 
 class SamplerSettingError(ValueError, AssertionError):
     """A custom sampler cannot be used as configured."""
 
 
-def load_class(config: Mapping[str, Any] | None, key: str, base: type, names: tuple[str, str]) -> type | None:
-    """Load the class that a node names by file and name; None where it names none.
+def load_class(node: Node | None, key: str, base: type, names: tuple[str, str]) -> type | None:
+    """Load the class that a node names by file and name; return None if the node names no file.
 
     Args:
         key: dotted key of the node.
-        base: what the class must be derived from.
-        names: the two keys in the node that hold file and class name.
+        base: required base class.
+        names: the keys in the node that hold the file and the class name.
 
     Raises: ValueError naming the key.
     """
-    path = (config or {}).get(names[0])
-    if not path:
+    file_key, class_key = names
+    path = node.get(file_key) if node else None
+    if node is None or not path:
         return None
-    name = (config or {}).get(names[1])
+    name = node.get(class_key)
     if not name:
-        raise ValueError(f"{key}.{names[1]} must name a class in {path!r}, got {name!r}")
+        raise ValueError(f"{key}.{class_key} must name a class in {path!r}, got {name!r}")
     found = load_extern_type(path, name)
     if not isinstance(found, type) or not issubclass(found, base):
-        raise DatasetClassError(f"{key}.{names[1]}={name!r} in {path!r} must be a class derived from {base.__name__}")
+        raise DatasetClassError(f"{key}.{class_key}={name!r} in {path!r} must be a class derived from {base.__name__}")
     return found
 
 
 def create_rl_dataset(
     data_paths: str | list[str],
-    data_config: Mapping[str, Any],
+    data_config: Node,
     tokenizer: PreTrainedTokenizerBase,
     processor: ProcessorMixin | None,
     is_train: bool = True,
 ) -> Dataset:
-    """Build the data set of prompts: a custom class, one that generates rows (training only), or ``RLHFDataset``."""
+    """Build the prompt data set: a custom class, the generating one (training only), or ``RLHFDataset``."""
     cls: type | None = load_class(data_config.get("custom_cls"), "data.custom_cls", Dataset, ("path", "name"))
-    if cls is None and is_train and (data_config.get("datagen") or {}).get("path"):
-        # verl.experimental stands above this module: loaded by name, only where the config asks for it
+    datagen = data_config.get("datagen")
+    if cls is None and is_train and datagen and datagen.get("path"):
+        # verl.experimental is a higher layer, so it is loaded by name and only if the config asks for it.
         cls = load_extern_type("pkg://verl.experimental.dynamic_dataset.dynamicgen_dataset", "DynamicGenDataset")
     return (cls or RLHFDataset)(data_files=data_paths, tokenizer=tokenizer, processor=processor, config=data_config)
 
 
-def create_rl_sampler(data_config: Mapping[str, Any], dataset: Sized) -> Sampler:
-    """Build the training sampler: a custom class, a seeded permutation per epoch, or the order of the file."""
+def create_rl_sampler(data_config: Node, dataset: Sized) -> Sampler:
+    """Build the training sampler: a custom class, a seeded permutation per epoch, or file order."""
+    settings = DataSettings.of(data_config)
     node = data_config.get("sampler")
     if node and node.get("class_path"):
         abstract = load_extern_type("pkg://verl.experimental.dataset.sampler", "AbstractSampler")
         cls = load_class(node, "data.sampler", abstract, ("class_path", "class_name"))
         assert cls is not None
-        if data_config.get("dataloader_num_workers", 8) != 0:
+        if settings.dataloader_num_workers != 0:
             raise SamplerSettingError(
-                "data.dataloader_num_workers must be 0 with data.sampler, since workers fetch rows ahead of what the "
-                f"sampler has learnt; got {data_config.get('dataloader_num_workers', 8)}"
+                "data.dataloader_num_workers must be 0 with data.sampler: loader workers fetch rows before the "
+                f"sampler has seen the last batch; got {settings.dataloader_num_workers}"
             )
         return cls(data_source=dataset, data_config=data_config)
-    if data_config.get("shuffle", True):
-        return SeededRandomSampler(dataset, data_config.get("seed"))
+    if settings.shuffle:
+        return SeededRandomSampler(dataset, settings.seed)
     return SequentialSampler(dataset)
+
+
+def stateful_loader(dataset: Dataset, **options: Any) -> StatefulDataLoader:
+    """Return a loader that can save and restore its position; ``options`` go to ``StatefulDataLoader``."""
+    with warnings.catch_warnings():  # torchdata 0.11 calls a function that torch 2.13 deprecates
+        warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
+        return StatefulDataLoader(dataset=dataset, **options)
+
+
+class SeededRandomSampler(Sampler[int]):
+    """Draw a fresh permutation each epoch, as a pure function of seed and epoch, resumable at any position.
+
+    ``StatefulDataLoader`` saves the state of the iterator: seed, epoch and position. Each of several replicas takes
+    every ``num_replicas``-th row, so that together they read the batches that a single one would.
+    """
+
+    def __init__(self, data_source: Sized, seed: int | None = None, rank: int = 0, num_replicas: int = 1) -> None:
+        self.data_source = data_source
+        self.rank = rank
+        self.num_replicas = num_replicas
+        self.seed = int(torch.seed() if seed is None else seed) % 2**63
+        self.next_epoch = 0
+
+    def __len__(self) -> int:
+        return len(self.data_source) // self.num_replicas
+
+    def __iter__(self) -> "SeededRandomIterator":
+        return SeededRandomIterator(self)
+
+
+class SeededRandomIterator(Iterator[int]):
+    """Iterate over one epoch.
+
+    The epoch is chosen at the first row, not at construction: loaders create iterators that they never use.
+    """
+
+    def __init__(self, sampler: SeededRandomSampler) -> None:
+        self.sampler = sampler
+        self.epoch: int | None = None
+        self.position = 0
+        self.order: list[int] = []
+
+    def _start(self, epoch: int, position: int) -> None:
+        self.epoch = epoch
+        self.position = position
+        self.sampler.next_epoch = epoch + 1
+        # The golden-ratio step keeps epoch 1 of seed 1 apart from epoch 0 of seed 2.
+        seed = (self.sampler.seed + epoch * 0x9E3779B97F4A7C15) % 2**63
+        generator = torch.Generator().manual_seed(seed)
+        order = torch.randperm(len(self.sampler.data_source), generator=generator)
+        kept = order[self.sampler.rank :: self.sampler.num_replicas]
+        self.order = kept[: len(self.sampler)].tolist()
+
+    def __next__(self) -> int:
+        if self.epoch is None:
+            self._start(self.sampler.next_epoch, 0)
+        if self.position >= len(self.order):
+            raise StopIteration
+        self.position += 1
+        return self.order[self.position - 1]
+
+    def state_dict(self) -> dict[str, int]:
+        """Return seed, epoch and position."""
+        epoch = self.sampler.next_epoch if self.epoch is None else self.epoch
+        return {"seed": self.sampler.seed, "epoch": epoch, "position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue from a saved state."""
+        self.sampler.seed = state["seed"]
+        self._start(state["epoch"], state["position"])

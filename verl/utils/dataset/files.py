@@ -1,7 +1,7 @@
-"""Reading of parquet files, and errors that name file, row and column."""
+"""Reading and checking of data files; errors name file, row and column. Needs no torch."""
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -11,21 +11,31 @@ import pyarrow.compute as pc
 import pyarrow.json as pj
 import pyarrow.parquet as pq
 
+from verl.utils.dataset.settings import DataSettings
 from verl.utils.fs import copy_to_local
+
+Row = dict[str, Any]
+"""The columns of one row, or the fields of one message in it."""
+
+MESSAGES_FORM = 'must be a list of messages such as [{"role": "user", "content": "..."}]'
+REWARD_MODEL_FORM = 'must be a dict such as {"style": "rule", "ground_truth": "42"}'
 
 
 class DataError(ValueError):
-    """A data file or one of its rows is not what the data set needs."""
+    """A data file or one of its rows cannot be used."""
 
 
 class DataFileNotFoundError(DataError, FileNotFoundError):
     """A data file does not exist."""
 
 
-def as_file_list(files: Any) -> list[str]:
+# ---- reading
+
+
+def as_file_list(files: str | os.PathLike[str] | Iterable[str] | None) -> list[str]:
     """Return one or several paths as a list.
 
-    Raises: DataError when there is none.
+    Raises: DataError for an empty list.
     """
     paths = [files] if isinstance(files, str | os.PathLike) else list(files or [])
     if not paths:
@@ -34,20 +44,18 @@ def as_file_list(files: Any) -> list[str]:
 
 
 def localize(files: Iterable[str], cache_dir: str | None = None, use_shm: bool = False) -> list[str]:
-    """Return local paths, after copying what lies on HDFS."""
+    """Return local paths; copy remote files first."""
     cache = os.path.expanduser(cache_dir) if cache_dir else None
     return [copy_to_local(os.path.expanduser(path), cache_dir=cache, use_shm=use_shm) for path in files]
 
 
 def read_parquet(path: str) -> pa.Table:
-    """Read one parquet file, or JSON lines where the name ends in ``.json`` or ``.jsonl``.
+    """Read one parquet file, or JSON lines if the name ends in ``.json`` or ``.jsonl``.
 
-    Raises: DataError when the file is absent, is of another format, or has no row.
+    Raises: DataError when the file is absent, has another format, or is empty.
     """
     if not Path(path).exists():
-        raise DataFileNotFoundError(
-            f"{path}: no such file; see examples/data_preprocess for scripts that write data files"
-        )
+        raise DataFileNotFoundError(f"{path}: no such file; the scripts in examples/data_preprocess write data files")
     kind = "JSON lines" if path.endswith((".json", ".jsonl")) else "parquet"
     try:
         table = pq.read_table(path) if kind == "parquet" else pj.read_json(path)
@@ -59,9 +67,9 @@ def read_parquet(path: str) -> pa.Table:
 
 
 def concat_tables(paths: list[str], tables: list[pa.Table]) -> pa.Table:
-    """Join tables; columns that some of them lack become null.
+    """Join tables; a column that a table lacks becomes null there.
 
-    Raises: DataError naming the file whose columns do not fit those of the first.
+    Raises: DataError naming the file whose columns conflict with those of the first.
     """
     joined = tables[0]
     for path, table in zip(paths[1:], tables[1:], strict=True):
@@ -73,7 +81,7 @@ def concat_tables(paths: list[str], tables: list[pa.Table]) -> pa.Table:
 
 
 def with_columns(tables: list[pa.Table], names: Iterable[str]) -> list[pa.Table]:
-    """Give tables the columns among ``names`` that another of them has; they are null there."""
+    """Add each column in ``names`` that at least one table has to the others, filled with nulls."""
     for name in names:
         if any(name in table.column_names for table in tables):
             tables = [
@@ -83,10 +91,13 @@ def with_columns(tables: list[pa.Table], names: Iterable[str]) -> list[pa.Table]
     return tables
 
 
-class ColumnCheck:
-    """Checks of one file's columns, made on many rows at once; an error names the first bad row."""
+# ---- checks of columns
 
-    CHUNK_ROWS = 65536  # keeps the text of a chunk under the 2 GB that one string array can hold
+
+class ColumnCheck:
+    """Check the columns of one file, many rows at once; an error names the first bad row."""
+
+    CHUNK_ROWS = 65536  # keeps the text of a chunk under 2 GB, the most that one string array can hold
 
     def __init__(
         self, path: str, table: pa.Table, first_row: int = 0, columns_of_file: Iterable[str] | None = None
@@ -114,7 +125,7 @@ class ColumnCheck:
         return pa.concat_arrays(self.table[name].chunks)
 
     def refuse(self, name: str, bad: pa.Array | np.ndarray, problem: str, key: str | None = None) -> None:
-        """Fail at the first row where ``bad`` is true."""
+        """Fail at the first row for which ``bad`` is true."""
         rows = np.flatnonzero(bad if isinstance(bad, np.ndarray) else pc.fill_null(bad, True).to_numpy(False))
         if len(rows):
             self.fail(name, int(rows[0]), problem + (f" (and {len(rows) - 1} more rows)" if len(rows) > 1 else ""), key)
@@ -122,24 +133,38 @@ class ColumnCheck:
     def text(self, name: str, key: str | None = None) -> pa.Array:
         """Check that a column holds non-empty strings."""
         values = self.column(name, key)
-        if not is_text(values.type):
-            self.fail(name, 0, f"must be a string, got {values.type}", key)
-        self.refuse(name, pc.is_null(values), "is null, must be a string", key)
+        self._strings(name, values, key)
         self.refuse(name, pc.equal(pc.utf8_length(values), 0), "is an empty string", key)
         return values
 
+    def texts(self, name: str, key: str, fields: Iterable[str] = ()) -> list[str]:
+        """Return the strings of a column; ``fields`` is the path to them in a column of dicts."""
+        values = self.column(name, key)
+        for field in fields:
+            if not pa.types.is_struct(values.type) or field not in [f.name for f in values.type]:
+                self.fail(name, 0, f"has no field {field!r}, it is {values.type}", f"{key} with its dict keys")
+            values = pc.struct_field(values, field)
+            name = f"{name}.{field}"
+        self._strings(name, values, key)
+        return values.to_pylist()
+
+    def _strings(self, name: str, values: pa.Array, key: str | None) -> None:
+        if not is_text(values.type):
+            self.fail(name, 0, f"must be a string, got {values.type}", key)
+        self.refuse(name, pc.is_null(values), "is null, must be a string", key)
+
     def messages(self, name: str, key: str | None = None, text_only: bool = True) -> pa.Array:
         """Check that a column holds non-empty lists of ``{role, content}``."""
-        wanted = 'must be a list of messages such as [{"role": "user", "content": "..."}]'
         values = self.column(name, key)
         if not is_list(values.type):
-            self.fail(name, 0, f"{wanted}, got {values.type}", key)
-        self.refuse(name, pc.is_null(values), f"is null, {wanted}", key)
-        self.refuse(name, pc.equal(pc.list_value_length(values), 0), f"is empty, {wanted}", key)
-        messages, parents = pc.list_flatten(values), pc.list_parent_indices(values).to_numpy(False)
+            self.fail(name, 0, f"{MESSAGES_FORM}, got {values.type}", key)
+        self.refuse(name, pc.is_null(values), f"is null, {MESSAGES_FORM}", key)
+        self.refuse(name, pc.equal(pc.list_value_length(values), 0), f"is empty, {MESSAGES_FORM}", key)
+        messages = pc.list_flatten(values)
+        parents = pc.list_parent_indices(values).to_numpy(False)
         if not pa.types.is_struct(messages.type):
-            self.fail(name, 0, f"{wanted}, got a list of {messages.type}", key)
-        self._per_row(name, parents, pc.is_null(messages), f"holds a null message, {wanted}", key)
+            self.fail(name, 0, f"{MESSAGES_FORM}, got a list of {messages.type}", key)
+        self._per_row(name, parents, pc.is_null(messages), f"holds a null message, {MESSAGES_FORM}", key)
         for field in ("role", "content"):
             self._message_field(name, messages, parents, field, text_only, key)
         return values
@@ -173,3 +198,95 @@ def is_text(kind: pa.DataType) -> bool:
 def is_list(kind: pa.DataType) -> bool:
     """Whether values of this type are lists."""
     return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+
+
+# ---- checks of rows
+
+
+def check_prompt_rows(check: ColumnCheck, prompt_key: str, reward_fn_key: str, text_only: bool) -> None:
+    """Reject rows without a usable prompt or without the fields that scoring needs.
+
+    Raises: DataError naming file, row and column.
+    """
+    check.messages(prompt_key, "data.prompt_key", text_only=text_only)
+    check.text(reward_fn_key, "data.reward_fn_key")
+    _check_reward_model(check)
+
+
+def _check_reward_model(check: ColumnCheck) -> None:
+    values = check.column("reward_model")
+    if not pa.types.is_struct(values.type):
+        check.fail("reward_model", 0, f"{REWARD_MODEL_FORM}, got {values.type}")
+    check.refuse("reward_model", pc.is_null(values), f"is null, {REWARD_MODEL_FORM}")
+    fields = [field.name for field in values.type]
+    by_model = pa.array(np.zeros(len(values), dtype=bool))
+    if "style" in fields:
+        by_model = pc.fill_null(pc.equal(pc.cast(pc.struct_field(values, "style"), pa.string()), "model"), False)
+    lacking = pa.array(np.ones(len(values), dtype=bool))
+    if "ground_truth" in fields:
+        lacking = pc.is_null(pc.struct_field(values, "ground_truth"))
+    check.refuse("reward_model.ground_truth", pc.and_not(lacking, by_model), "is missing: a rule scorer needs it")
+
+
+def check_data_sources(check: ColumnCheck, reward_fn_key: str, problem_of: Callable[[str], str | None]) -> None:
+    """Reject rows whose data source cannot be scored; ``problem_of`` gives the reason.
+
+    Raises: DataError naming file, row and column.
+    """
+    values = check.text(reward_fn_key, "data.reward_fn_key")
+    for source in pc.unique(values).to_pylist():
+        problem = problem_of(source)
+        if problem is not None:
+            check.refuse(reward_fn_key, pc.equal(values, source), problem, "data.reward_fn_key")
+
+
+def check_vision_rows(check: ColumnCheck, settings: DataSettings, has_processor: bool, prompt_key: str) -> None:
+    """Reject images and videos that the model or the prompt cannot take; ``prompt_key`` is the column of messages.
+
+    Raises: DataError naming file, row and column.
+    """
+    for kind, name in settings.media_columns().items():
+        key = f"data.{kind}_key"
+        if name not in check.table.column_names:
+            continue
+        values = check.column(name)
+        if not is_list(values.type) and not pa.types.is_null(values.type):
+            check.fail(name, 0, f"must be a list, got {values.type}", key)
+        counts = np.zeros(len(values), dtype=int)
+        if is_list(values.type):
+            counts = pc.fill_null(pc.list_value_length(values), 0).to_numpy(False)
+        if not has_processor:
+            check.refuse(name, counts > 0, "holds images or videos, but the model has no processor", key)
+            continue
+        for limit, most in _limits(settings, kind):
+            if (counts > most).any():
+                row = int(np.argmax(counts > most))
+                limit = f"actor_rollout_ref.rollout.{limit}"
+                check.fail(name, row, f"holds {counts[row]} {kind}s, more than {limit}={most}: raise it", key)
+        places = _count_places(check.column(prompt_key), kind)
+        if (counts != places).any():
+            row = int(np.argmax(counts != places))
+            problem = f"holds {counts[row]} {kind}s, but column {prompt_key!r} has {places[row]} <{kind}> markers"
+            check.fail(name, row, problem, key)
+
+
+def _limits(settings: DataSettings, kind: str) -> Iterator[tuple[str, int]]:
+    """Yield the rollout keys that limit the images or videos of a prompt, with the limits."""
+    if kind == "image" and settings.limit_images is not None:
+        yield "limit_images", settings.limit_images
+    bound = settings.limit_mm_per_prompt.get(kind)
+    if isinstance(bound, Mapping):  # vLLM's longer form also holds sizes
+        bound = bound.get("count")
+    if bound is not None:
+        yield f"engine_kwargs.vllm.limit_mm_per_prompt.{kind}", bound
+
+
+def _count_places(messages: pa.Array, kind: str) -> np.ndarray:
+    """Count the markers or typed parts of a kind in the messages of each row."""
+    content = pc.struct_field(pc.list_flatten(messages), "content")
+    if is_list(content.type):
+        found = [sum(part.get("type") == kind for part in parts or []) for parts in content.to_pylist()]
+    else:
+        found = pc.fill_null(pc.count_substring(content, f"<{kind}>"), 0).to_numpy(False)
+    parents = pc.list_parent_indices(messages).to_numpy(False)
+    return np.bincount(parents, weights=found, minlength=len(messages)).astype(int)

@@ -1,15 +1,17 @@
-"""Images and videos of a row: the prompt that they stand in, and what the processor makes of both."""
+"""The images and videos of a row, encoded together with its text by the processor."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeAlias
 
 import torch
+from PIL import Image
 from torch import Tensor
-from transformers import ProcessorMixin
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-from verl.utils.dataset.files import ColumnCheck
+from verl.utils.dataset.files import ColumnCheck, Row
+from verl.utils.dataset.settings import DataSettings
 from verl.utils.dataset.vision_utils import MediaError, check_image, check_video, load_video, process_image
 from verl.utils.vision.positions import PositionError, vision_rope
 from verl.utils.vision.positions import position_ids as vision_position_ids
@@ -18,72 +20,79 @@ MARKERS = {"image": "<image>", "video": "<video>"}
 TEXT_KEYS = frozenset(
     {"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids", "second_per_grid_ts", "video_metadata"}
 )
-"""What a processor returns and the training model does not take: its text part, and what only positions need."""
+"""Processor outputs that are not model inputs: the text, and values that only position ids are computed from."""
+
+Templater: TypeAlias = PreTrainedTokenizerBase | ProcessorMixin
+
+
+def templater_of(tokenizer: PreTrainedTokenizerBase, processor: ProcessorMixin | None) -> Templater:
+    """Return the owner of the chat template: the processor if it has one, else the tokenizer."""
+    return processor if processor is not None and getattr(processor, "chat_template", None) else tokenizer
 
 
 @dataclass
 class Media:
     """The loaded images of a row, and its videos as (frames (T, 3, H, W), metadata)."""
 
-    images: list[Any] = field(default_factory=list)
-    videos: list[tuple[Tensor, dict[str, Any]]] = field(default_factory=list)
+    images: list[Image.Image] = field(default_factory=list)
+    videos: list[tuple[Tensor, Row]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.images or self.videos)
 
-    def as_data(self) -> dict[str, Any]:
-        """Return ``multi_modal_data``, as generation engines take it."""
-        data: dict[str, Any] = {"image": self.images} if self.images else {}
+    def as_data(self) -> Row:
+        """Return ``multi_modal_data``, the form that rollout engines take."""
+        data: Row = {"image": self.images} if self.images else {}
         if self.videos:
             data["video"] = [(frames.numpy(), metadata) for frames, metadata in self.videos]
         return data
 
 
 class MediaEncoder:
-    """Loads the images and videos of rows and encodes prompts with them by the processor of a model.
+    """Load the images and videos of rows and encode prompts with a model's processor.
 
-    Args: ``settings`` is the ``data`` node; ``mm_processor_kwargs`` in it goes to every call of the processor.
+    Every call of the processor gets ``settings.mm_processor_kwargs``.
     """
 
-    def __init__(self, processor: ProcessorMixin, settings: Mapping[str, Any]) -> None:
+    def __init__(self, processor: ProcessorMixin, settings: DataSettings) -> None:
         self.processor = processor
-        self.keys = {"image": settings.get("image_key", "images"), "video": settings.get("video_key", "videos")}
-        self.kwargs = dict(settings.get("mm_processor_kwargs") or {})
+        self.keys = settings.media_columns()
+        self.kwargs = dict(settings.mm_processor_kwargs)
         self.rope = vision_rope(processor)
         self.patch_size = getattr(getattr(processor, "image_processor", None), "patch_size", None) or 14
 
-    def take(self, row: dict[str, Any]) -> Media:
-        """Take the image and video columns out of a row and load what they hold.
+    def take(self, row: Row) -> Media:
+        """Take the image and video columns out of a row and load their entries.
 
         Raises: MediaError naming the entry that cannot be read.
         """
-        entries = {kind: row.pop(key, None) for kind, key in self.keys.items()}
+        columns = {kind: row.pop(key, None) or [] for kind, key in self.keys.items()}
         media = Media()
-        for kind, entry in ((kind, entry) for kind, values in entries.items() for entry in enumerate(values or [])):
-            index, value = entry
-            try:
-                if kind == "image":
-                    media.images.append(process_image(value, image_patch_size=self.patch_size))
-                else:
-                    media.videos.append(load_video(value, image_patch_size=self.patch_size))
-            except MediaError as error:
-                raise MediaError(f"column {self.keys[kind]!r}: entry {index}: {error}") from error
+        for kind, entries in columns.items():
+            for index, entry in enumerate(entries):
+                try:
+                    if kind == "image":
+                        media.images.append(process_image(entry, image_patch_size=self.patch_size))
+                    else:
+                        media.videos.append(load_video(entry, image_patch_size=self.patch_size))
+                except MediaError as error:
+                    raise MediaError(f"column {self.keys[kind]!r}: entry {index}: {error}") from error
         return media
 
-    def typed(self, messages: list[dict[str, Any]], columns: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Split markers out of the text of messages, for the kinds whose column the rows have."""
+    def typed(self, messages: list[Row], columns: Iterable[str]) -> list[Row]:
+        """Split the markers out of message texts, for each kind of media that has a column in ``columns``."""
         kinds = {MARKERS[kind]: kind for kind, key in self.keys.items() if key in columns}
         if not kinds:
             return messages
         pattern = re.compile("(" + "|".join(map(re.escape, kinds)) + ")")
         return [{**message, "content": _parts(message.get("content"), kinds, pattern)} for message in messages]
 
-    def encode(self, text: str, media: Media) -> dict[str, Any]:
-        """Return what the processor makes of one text: ``input_ids`` with expanded placeholders, tensors, grids.
+    def encode(self, text: str, media: Media) -> Row:
+        """Return the processor's output for one text: ``input_ids`` with expanded placeholders, tensors, grids.
 
-        Raises: MediaError when the text and the media do not fit together.
+        Raises: MediaError when text and media do not match.
         """
-        videos: dict[str, Any] = {}
+        videos: Row = {}
         if media.videos:
             videos = {
                 "videos": [frames for frames, _ in media.videos],
@@ -101,14 +110,14 @@ class MediaEncoder:
             )
         except (ValueError, IndexError, RuntimeError, StopIteration) as error:
             raise MediaError(
-                f"the processor refuses its text, images and videos: {str(error) or type(error).__name__}"
+                f"the processor rejects its text, images and videos: {str(error) or type(error).__name__}"
             ) from error
         return dict(encoded)
 
-    def position_ids(self, input_ids: Tensor, attention_mask: Tensor, encoded: Mapping[str, Any]) -> Tensor:
-        """Return the position ids of one padded prompt: (L,), or (4, L) where the model has vision axes.
+    def position_ids(self, input_ids: Tensor, attention_mask: Tensor, encoded: Row) -> Tensor:
+        """Return the position ids of one padded prompt: (L,), or (4, L) if the model has vision axes.
 
-        Raises: MediaError when the tokens are not those of the grids.
+        Raises: MediaError when the number of vision tokens does not match the grids.
         """
         try:
             return vision_position_ids(self.rope, input_ids, attention_mask, encoded)
@@ -117,31 +126,30 @@ class MediaEncoder:
 
 
 class TurnEncoder:
-    """Encodes a conversation part by part, each with its own images and videos; without a processor, text.
+    """Encode a conversation turn by turn, each turn with its images and videos; text only without a ``media`` encoder.
 
-    Args: ``row`` are the columns of the row, out of which images and videos are taken.
-    Raises: MediaError when one cannot be read.
+    It takes the images and videos out of ``row``. Raises: MediaError when one cannot be read.
     """
 
-    def __init__(self, tokenizer: Any, media: MediaEncoder | None, row: dict[str, Any]) -> None:
-        self.tokenizer, self.media = tokenizer, media
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, media: MediaEncoder | None, row: Row) -> None:
+        self.tokenizer = tokenizer
+        self.media = media
         self.columns = list(row)
         self.left = Media() if media is None else media.take(row)
-        self.outputs: list[dict[str, Any]] = []
+        self.outputs: list[Row] = []
 
-    def typed(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Split markers out of the text of messages."""
-        return messages if self.media is None else self.media.typed(messages, dict.fromkeys(self.columns))
+    def typed(self, messages: list[Row]) -> list[Row]:
+        """Split the markers out of message texts."""
+        return messages if self.media is None else self.media.typed(messages, self.columns)
 
-    def encode(self, text: str, messages: list[dict[str, Any]]) -> list[int]:
-        """Return the tokens of a part that shows what ``messages`` hold."""
+    def encode(self, text: str, messages: list[Row]) -> list[int]:
+        """Return the tokens of a text that shows the images and videos of ``messages``."""
         shown = Media()
         for part in (part for message in messages for part in message.get("content") or [] if isinstance(part, dict)):
-            kept, left = {"image": (shown.images, self.left.images), "video": (shown.videos, self.left.videos)}.get(
-                part.get("type", ""), (None, None)
-            )
-            if kept is not None and left:
-                kept.append(left.pop(0))
+            if part.get("type") == "image" and self.left.images:
+                shown.images.append(self.left.images.pop(0))
+            elif part.get("type") == "video" and self.left.videos:
+                shown.videos.append(self.left.videos.pop(0))
         if self.media is None or not shown:
             ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
             return ids
@@ -150,11 +158,11 @@ class TurnEncoder:
         ids = encoded["input_ids"][0].tolist()
         return ids
 
-    def vision_columns(self, input_ids: Tensor, length: int) -> dict[str, Any]:
+    def vision_columns(self, input_ids: Tensor, length: int) -> Row:
         """Return ``position_ids`` and ``multi_modal_inputs`` of a row of ``length`` tokens, padded or not."""
         if self.media is None:
             return {}
-        joined: dict[str, Any] = {}
+        joined: Row = {}
         for name in dict.fromkeys(name for output in self.outputs for name in output):
             values = [output[name] for output in self.outputs if name in output]
             if name not in TEXT_KEYS and isinstance(values[0], Tensor):
@@ -166,31 +174,30 @@ class TurnEncoder:
         return {"position_ids": positions, "multi_modal_inputs": model_inputs(joined)}
 
 
-def check_media(check: ColumnCheck, settings: Mapping[str, Any]) -> None:
-    """Refuse images and videos that cannot be read, as far as that is seen without decoding them.
+def check_media(check: ColumnCheck, settings: DataSettings) -> None:
+    """Reject broken images and videos, without decoding common formats.
 
     Raises: DataError naming file, row and column.
     """
-    for kind, look in (("image", check_image), ("video", check_video)):
-        key = f"{kind}_key"
-        name = settings.get(key, f"{kind}s")
+    checks = {"image": check_image, "video": check_video}
+    for kind, name in settings.media_columns().items():
         if name not in check.table.column_names:
             continue
         for row, entries in enumerate(check.table[name]):
             for index, entry in enumerate(entries.as_py() or []):
                 try:
-                    look(entry)
+                    checks[kind](entry)
                 except MediaError as error:
-                    check.fail(name, row, f"entry {index}: {error}", f"data.{key}")
+                    check.fail(name, row, f"entry {index}: {error}", f"data.{kind}_key")
 
 
-def model_inputs(encoded: Mapping[str, Any]) -> dict[str, Any]:
+def model_inputs(encoded: Row) -> Row:
     """Return ``multi_modal_inputs``: the processor's output without its text part."""
     return {name: value for name, value in encoded.items() if name not in TEXT_KEYS}
 
 
-def _parts(content: Any, kinds: Mapping[str, str], pattern: re.Pattern[str]) -> Any:
-    """Return a content as typed parts where it holds a marker, and free of empty keys where it has parts already."""
+def _parts(content: str | list[Row] | None, kinds: dict[str, str], pattern: re.Pattern[str]) -> str | list[Row] | None:
+    """Turn a text with markers into typed parts; drop the null keys of a content that already has parts."""
     if isinstance(content, list):
         return [{name: value for name, value in part.items() if value is not None} for part in content]
     if not isinstance(content, str) or not pattern.search(content):

@@ -1,24 +1,32 @@
-"""Conversations for supervised training, with the loss on what the assistant says."""
+"""Conversations for supervised training, with the loss on the assistant's messages."""
 
 import json
 import logging
 import os
-from collections.abc import Mapping
-from typing import Any
 
 import jinja2
 import numpy as np
-import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
+from verl.utils.dataset.config import TRUNCATIONS
 from verl.utils.dataset.dataset_utils import DatasetPadMode
-from verl.utils.dataset.files import ColumnCheck, DataError, as_file_list, localize, read_parquet
-from verl.utils.dataset.media import MediaEncoder, TurnEncoder, check_media
-from verl.utils.dataset.rl_dataset import TRUNCATIONS, truncate
-from verl.utils.dataset.rows import check_vision_rows
+from verl.utils.dataset.files import (
+    ColumnCheck,
+    DataError,
+    Row,
+    as_file_list,
+    check_vision_rows,
+    is_list,
+    localize,
+    read_parquet,
+)
+from verl.utils.dataset.media import MediaEncoder, Templater, TurnEncoder, check_media, templater_of
+from verl.utils.dataset.rl_dataset import truncate
+from verl.utils.dataset.settings import ConversationColumns, DataSettings, Node
 from verl.utils.dataset.vision_utils import MediaError
 
 logger = logging.getLogger(__name__)
@@ -32,7 +40,7 @@ class SequenceTooLongError(DataError, NotImplementedError):
 
 
 def cut_sequence(values: list[int], max_length: int, truncation: str, where: str) -> list[int]:
-    """Cut a row's tokens, or what goes along with them, to ``max_length``.
+    """Truncate the tokens of a row, or their mask, to ``max_length``.
 
     Raises: SequenceTooLongError under ``error``.
     """
@@ -47,12 +55,11 @@ def cut_sequence(values: list[int], max_length: int, truncation: str, where: str
 class MultiTurnSFTDataset(Dataset):
     """Conversations from parquet files.
 
-    An item holds ``input_ids, attention_mask, position_ids, loss_mask``, each (max_length,) and padded on the right,
-    or, under ``pad_mode=no_padding``, the same without ``attention_mask`` and padding. ``loss_mask`` marks the tokens
-    to be learnt: those of assistant messages after the generation prompt. A message's own ``loss_mask`` (0 or 1)
-    replaces that of its role.
+    An item holds ``input_ids, attention_mask, position_ids, loss_mask``, each (max_length,) and right-padded. With
+    ``pad_mode=no_padding`` it has neither padding nor ``attention_mask``. ``loss_mask`` is 1 for the tokens of
+    assistant messages after their generation prompt and 0 elsewhere; a message's own ``loss_mask`` (0 or 1) overrides.
 
-    With the ``processor`` of a vision-language model, messages may hold the images and videos of columns ``images`` and
+    With the ``processor`` of a vision-language model, messages may show the images and videos of columns ``images`` and
     ``videos``, as prompts do; items then have ``position_ids`` (4, max_length) and ``multi_modal_inputs``.
 
     Raises: DataError naming file, row and column.
@@ -62,27 +69,29 @@ class MultiTurnSFTDataset(Dataset):
         self,
         parquet_files: str | list[str],
         tokenizer: PreTrainedTokenizerBase,
-        config: Mapping[str, Any] | None = None,
+        config: Node | None = None,
         processor: ProcessorMixin | None = None,
     ) -> None:
-        self.config = config = config or {}
-        self.media = None if processor is None else MediaEncoder(processor, config)
-        self.templater: Any = processor if getattr(processor, "chat_template", None) else tokenizer
-        columns = config.get("multiturn") or config
-        self.messages_key = columns.get("messages_key", "messages")
-        self.tools_key = columns.get("tools_key", "tools")
-        self.enable_thinking_key = columns.get("enable_thinking_key", "enable_thinking")
-        self.pad_mode = DatasetPadMode(config.get("pad_mode", "right"))
+        config = config or {}
+        settings = DataSettings.of(config)
+        columns = ConversationColumns.of(config.get("multiturn") or config)
+        self.settings = settings
+        self.media = None if processor is None else MediaEncoder(processor, settings)
+        self.templater = templater_of(tokenizer, processor)
+        self.messages_key = columns.messages_key
+        self.tools_key = columns.tools_key
+        self.enable_thinking_key = columns.enable_thinking_key
+        self.pad_mode = DatasetPadMode(settings.pad_mode)
         if self.pad_mode is DatasetPadMode.LEFT_RIGHT:
             raise DataError("data.pad_mode must be right or no_padding, got 'left_right'")
-        self.max_length = config.get("max_length", 1024)
-        self.truncation = config.get("truncation", "error")
+        self.max_length = settings.max_length
+        self.truncation = settings.truncation
         if self.truncation not in TRUNCATIONS:
             raise DataError(f"data.truncation must be one of {TRUNCATIONS}, got {self.truncation!r}")
-        self.apply_chat_template_kwargs = dict(config.get("apply_chat_template_kwargs") or {})
+        self.apply_chat_template_kwargs = dict(settings.apply_chat_template_kwargs)
         self.tokenizer = tokenizer
         self._warned = False
-        self._read(localize(as_file_list(parquet_files), use_shm=config.get("use_shm", False)))
+        self._read(localize(as_file_list(parquet_files), use_shm=settings.use_shm))
 
     def _read(self, paths: list[str]) -> None:
         self.data_files = paths
@@ -91,25 +100,25 @@ class MultiTurnSFTDataset(Dataset):
         for path, table in zip(paths, self._tables, strict=True):
             for check in ColumnCheck.over(path, table):
                 values = check.column(self.messages_key, "data.messages_key")
-                # a message may lack content: one that only calls tools does
-                if not (pa.types.is_list(values.type) or pa.types.is_large_list(values.type)):
+                # Only the outer type is checked: a message that only calls tools has no content.
+                if not is_list(values.type):
                     check.messages(self.messages_key, "data.messages_key")
-                check.refuse(self.messages_key, pa.compute.is_null(values), "is null", "data.messages_key")
-                check_vision_rows(check, self.config, self.media is not None, self.messages_key)
-                check_media(check, self.config)
+                check.refuse(self.messages_key, pc.is_null(values), "is null", "data.messages_key")
+                check_vision_rows(check, self.settings, self.media is not None, self.messages_key)
+                check_media(check, self.settings)
 
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def _row(self, item: int) -> tuple[str, dict[str, Any]]:
-        """Return where a row is, and its columns."""
+    def _row(self, item: int) -> tuple[str, Row]:
+        """Return the place of a row, for errors, and its columns."""
         file = int(np.searchsorted(self._ends, item, side="right"))
         row = item - (int(self._ends[file - 1]) if file else 0)
         table = self._tables[file].slice(row, 1)
         columns = {name: table[name][0].as_py() for name in table.column_names}
         return f"{self.data_files[file]}, row {row}, column {self.messages_key!r}", columns
 
-    def __getitem__(self, item: int) -> dict[str, Any]:
+    def __getitem__(self, item: int) -> Row:
         where, row = self._row(range(len(self))[item])
         messages = [{k: v for k, v in message.items() if v is not None} for message in row[self.messages_key]]
         check_roles(messages, where)
@@ -122,17 +131,17 @@ class MultiTurnSFTDataset(Dataset):
             messages = encoder.typed(messages)
             renderer = _Renderer(self.templater, json.loads(tools) if isinstance(tools, str) else tools, options)
             ids, mask = self._encode(renderer, encoder, messages, where)
-            # a cut would part images from their tokens
+            # Truncation would separate images from their tokens.
             truncation = "error" if encoder.outputs else self.truncation
             ids = cut_sequence(ids, self.max_length, truncation, where)
-            item = self._item(ids, cut_sequence(mask, self.max_length, truncation, where))
-            return item | encoder.vision_columns(item["input_ids"], len(ids))
+            tensors = self._item(ids, cut_sequence(mask, self.max_length, truncation, where))
+            return tensors | encoder.vision_columns(tensors["input_ids"], len(ids))
         except jinja2.TemplateError as error:
-            raise DataError(f"{where}: the chat template refuses it: {error}") from error
+            raise DataError(f"{where}: the chat template rejects it: {error}") from error
         except MediaError as error:
             raise DataError(f"{where}: {error}") from error
 
-    def _encode(self, renderer: "_Renderer", encoder: TurnEncoder, messages: list[dict[str, Any]], where: str) -> Turn:
+    def _encode(self, renderer: "_Renderer", encoder: TurnEncoder, messages: list[Row], where: str) -> Turn:
         ids: list[int] = []
         mask: list[int] = []
         at = 0
@@ -152,8 +161,8 @@ class MultiTurnSFTDataset(Dataset):
         if not encoder.outputs and ids != self._ids(text) and not self._warned:
             self._warned = True
             logger.warning(
-                "%s: the turns one by one are not the tokens of the whole conversation, since its chat template treats "
-                "earlier turns in another way; the turns are used. Further rows are not reported",
+                "%s: the tokens of the single turns differ from those of the whole conversation, because the chat "
+                "template renders earlier turns differently; the single turns are used. Further rows are not reported",
                 where,
             )
         return ids, mask
@@ -163,10 +172,10 @@ class MultiTurnSFTDataset(Dataset):
         return ids
 
     def _item(self, ids: list[int], mask: list[int]) -> dict[str, Tensor]:
-        input_ids, loss_mask = torch.tensor(ids, dtype=torch.long), torch.tensor(mask, dtype=torch.long)
-        positions = torch.arange(len(ids))
+        input_ids = torch.tensor(ids, dtype=torch.long)
+        loss_mask = torch.tensor(mask, dtype=torch.long)
         if self.pad_mode is DatasetPadMode.NO_PADDING:
-            return {"input_ids": input_ids, "position_ids": positions, "loss_mask": loss_mask}
+            return {"input_ids": input_ids, "position_ids": torch.arange(len(ids)), "loss_mask": loss_mask}
         return pad_right(input_ids, loss_mask, self.max_length, int(self.tokenizer.pad_token_id))
 
 
@@ -181,15 +190,15 @@ def pad_right(input_ids: Tensor, loss_mask: Tensor, length: int, pad_token_id: i
     }
 
 
-def check_roles(messages: list[dict[str, Any]], where: str) -> None:
-    """Refuse a conversation that does not begin with an optional system message, a user and an assistant.
+def check_roles(messages: list[Row], where: str) -> None:
+    """Reject a conversation that does not start with user and assistant, after an optional system message.
 
     Raises: DataError naming the row and the message.
     """
     roles = [message.get("role") for message in messages]
     for i, role in enumerate(roles):
         if role not in ROLES:
-            raise DataError(f"{where}: message {i} has the role {role!r}, must be one of {ROLES}")
+            raise DataError(f"{where}: message {i} has role {role!r}, must be one of {ROLES}")
         if role == "system" and i > 0:
             raise DataError(f"{where}: message {i} is a system message, which may only be the first")
         own = messages[i].get("loss_mask")
@@ -197,45 +206,48 @@ def check_roles(messages: list[dict[str, Any]], where: str) -> None:
             raise DataError(f"{where}: message {i} has loss_mask={own!r}, must be 0 or 1")
     start = roles[1:3] if roles[:1] == ["system"] else roles[:2]
     if start != ["user", "assistant"]:
-        raise DataError(
-            f"{where}: must begin with user, assistant or system, user, assistant; it has the roles {roles}"
-        )
+        raise DataError(f"{where}: must start with the roles user, assistant or system, user, assistant; got {roles}")
 
 
 class _Renderer:
-    """Applies a chat template to parts of a conversation."""
+    """Apply a chat template to parts of a conversation."""
 
-    def __init__(self, templater: Any, tools: Any, options: dict[str, Any]) -> None:
+    def __init__(self, templater: Templater, tools: list[Row] | None, options: Row) -> None:
         self.templater = templater
         self.options = {**options, "tools": tools, "tokenize": False}
         self._rendered: dict[tuple[int, bool], str] = {}
 
-    def first(self, messages: list[dict[str, Any]], count: int, generation_prompt: bool = False) -> str:
-        """Return the text of the first messages of the conversation that this renderer was made for."""
+    def first(self, messages: list[Row], count: int, generation_prompt: bool = False) -> str:
+        """Return the text of the first ``count`` messages; one renderer serves one conversation."""
         key = (count, generation_prompt)
         if key not in self._rendered:
             self._rendered[key] = self.render(messages[:count], generation_prompt)
         return self._rendered[key]
 
-    def render(self, messages: list[dict[str, Any]], generation_prompt: bool = False) -> str:
-        """Return the text of some messages."""
+    def render(self, messages: list[Row], generation_prompt: bool = False) -> str:
+        """Return the text of messages."""
         if not messages:
             return ""
         text = self.templater.apply_chat_template(messages, add_generation_prompt=generation_prompt, **self.options)
         assert isinstance(text, str)
         return text
 
-    def turn(self, messages: list[dict[str, Any]], start: int, stop: int, where: str) -> tuple[str, int]:
-        """Return the text that the messages from ``start`` to ``stop`` add, and where in it the learnt part begins."""
+    def turn(self, messages: list[Row], start: int, stop: int, where: str) -> tuple[str, int]:
+        """Return the text that ``messages[start:stop]`` add, and the offset at which its learnt part starts.
+
+        Some templates render an earlier turn differently once another follows (they drop its reasoning, for
+        instance), so that the text before this turn is no prefix of the text with it. The turn is then rendered twice
+        in a row, and its text is the difference that the repetition makes.
+        """
         role = messages[start]["role"]
         before = self._before(messages, start)
         upto = self._before(messages, stop)
         if upto.startswith(before):
             text = upto[len(before) :]
-        else:  # the template changes earlier turns: take what a repetition of this one adds
+        else:
             again = self.render(messages[:stop] + messages[start:stop])
             if not again.startswith(upto):
-                raise DataError(f"{where}: the chat template does not tell the text of message {start} from others")
+                raise DataError(f"{where}: the chat template hides where the text of message {start} starts and ends")
             text = again[len(upto) :]
         if role != "assistant":
             return text, len(text)
@@ -243,13 +255,13 @@ class _Renderer:
         prompt = prompted[len(before) :] if prompted.startswith(before) else ""
         return text, len(os.path.commonprefix([prompt, text]))
 
-    def _before(self, messages: list[dict[str, Any]], start: int) -> str:
+    def _before(self, messages: list[Row], start: int) -> str:
         if messages[:start] and all(message["role"] == "system" for message in messages[:start]):
             return self._system(messages[:start])
         return self.first(messages, start)
 
-    def _system(self, messages: list[dict[str, Any]]) -> str:
-        """Return the text of a system message; a template may refuse it alone and put it into the first question."""
+    def _system(self, messages: list[Row]) -> str:
+        """Return the text of a system message; it is empty if the template merges it into the first user message."""
         try:
             return self.render(messages)
         except jinja2.TemplateError:

@@ -4,8 +4,6 @@ import copy
 import logging
 import os
 from collections import defaultdict
-from collections.abc import Mapping
-from typing import Any
 
 import datasets
 import jinja2
@@ -15,37 +13,40 @@ import torch
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
+from verl.utils.dataset.config import TRUNCATIONS
 from verl.utils.dataset.files import (
     ColumnCheck,
     DataError,
+    Row,
     as_file_list,
+    check_prompt_rows,
+    check_vision_rows,
     concat_tables,
     localize,
     read_parquet,
     with_columns,
 )
-from verl.utils.dataset.media import Media, MediaEncoder, check_media, model_inputs
-from verl.utils.dataset.rows import check_prompt_rows, check_vision_rows
+from verl.utils.dataset.media import Media, MediaEncoder, check_media, model_inputs, templater_of
+from verl.utils.dataset.settings import DataSettings, Node
 from verl.utils.dataset.vision_utils import MediaError
 from verl.utils.vision.positions import position_ids
 
 logger = logging.getLogger(__name__)
 
-TRUNCATIONS = ("error", "left", "right", "middle")
 FILTER_BATCH_ROWS = 1000
-UNREADABLE = -1  # in the place of a length: the row's images or videos cannot be read
+UNREADABLE = -1  # stands for the length of a row whose images or videos cannot be read
 
 
 class PromptTooLongError(DataError, NotImplementedError):
     """A prompt is longer than ``data.max_prompt_length`` and ``data.truncation`` is ``error``."""
 
 
-def collate_fn(data_list: list[dict[str, Any]]) -> dict[str, Any]:
+def collate_fn(data_list: list[Row]) -> Row:
     """Stack the tensors of the rows; everything else becomes a 1-d array of objects.
 
-    Raises: DataError when the rows do not hold the same keys.
+    Raises: DataError when the rows have different keys.
     """
-    columns: dict[str, list[Any]] = defaultdict(list)
+    columns = defaultdict(list)
     for row in data_list:
         for key, value in row.items():
             columns[key].append(value)
@@ -61,7 +62,7 @@ def collate_fn(data_list: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def truncate(ids: list[int], max_length: int, truncation: str) -> list[int]:
-    """Cut ``ids`` to ``max_length``: keep the tail (left), the head (right), or half of each (middle)."""
+    """Truncate to ``max_length``: keep the tail (left), the head (right), or half of each (middle)."""
     if len(ids) <= max_length:
         return ids
     if truncation == "left":
@@ -75,50 +76,53 @@ def truncate(ids: list[int], max_length: int, truncation: str) -> list[int]:
 
 
 class RLHFDataset(Dataset):
-    """Chat prompts, with images and videos where the model takes them, tokenized and left-padded.
+    """Chat prompts, tokenized and left-padded, with the images and videos that a vision-language model takes.
 
-    With a processor, an item also holds ``multi_modal_data``, for the engine that generates, and
-    ``multi_modal_inputs``, the processor's tensors for training; both are empty in rows of text.
+    With a processor, an item also holds ``multi_modal_data`` for the rollout engine and ``multi_modal_inputs``, the
+    processor's tensors for training; both are empty in text-only rows.
 
     Args:
         data_files: one or several parquet files, local or on HDFS.
         tokenizer: owns the chat template.
         config: the ``data`` node.
-        processor: of a vision-language model.
+        processor: the processor of a vision-language model.
 
-    Raises: DataError, which is a ValueError, naming file, row and column, for what cannot be used.
+    Raises: DataError (a ValueError) naming file, row and column of unusable data.
     """
 
     def __init__(
         self,
         data_files: str | list[str],
         tokenizer: PreTrainedTokenizerBase,
-        config: Mapping[str, Any],
+        config: Node,
         processor: ProcessorMixin | None = None,
     ) -> None:
+        settings = DataSettings.of(config)
         self.original_data_files = as_file_list(data_files)
         self.tokenizer = tokenizer
         self.processor = processor
         self.config = config
-        self.media = None if processor is None else MediaEncoder(processor, config)
+        self.settings = settings
+        self.media = None if processor is None else MediaEncoder(processor, settings)
 
-        self.cache_dir = os.path.expanduser(config.get("cache_dir", "~/.cache/verl/rlhf"))
-        self.use_shm = config.get("use_shm", False)
-        self.prompt_key = config.get("prompt_key", "prompt")
-        self.image_key = config.get("image_key", "images")
-        self.video_key = config.get("video_key", "videos")
-        self.reward_fn_key = config.get("reward_fn_key", "data_source")
-        self.max_prompt_length = config.get("max_prompt_length", 1024)
-        self.return_raw_chat = config.get("return_raw_chat", False)
-        self.return_full_prompt = config.get("return_full_prompt", False)
-        self.return_multi_modal_inputs = config.get("return_multi_modal_inputs", True)
-        self.truncation = config.get("truncation", "error")
-        self.filter_overlong_prompts = config.get("filter_overlong_prompts", True)
-        self.num_workers = min(
-            config.get("filter_overlong_prompts_workers", max(1, (os.cpu_count() or 1) // 4)), os.cpu_count() or 1
-        )
-        self.need_tools_kwargs = config.get("need_tools_kwargs", False)
-        self.apply_chat_template_kwargs = dict(config.get("apply_chat_template_kwargs") or {})
+        # Data sets that derive from this one read these attributes.
+        self.cache_dir = os.path.expanduser(settings.cache_dir)
+        self.use_shm = settings.use_shm
+        self.prompt_key = settings.prompt_key
+        self.image_key = settings.image_key
+        self.video_key = settings.video_key
+        self.reward_fn_key = settings.reward_fn_key
+        self.max_prompt_length = settings.max_prompt_length
+        self.return_raw_chat = settings.return_raw_chat
+        self.return_full_prompt = settings.return_full_prompt
+        self.return_multi_modal_inputs = settings.return_multi_modal_inputs
+        self.truncation = settings.truncation
+        self.filter_overlong_prompts = settings.filter_overlong_prompts
+        cores = os.cpu_count() or 1
+        self.num_workers = min(settings.filter_overlong_prompts_workers or max(1, cores // 4), cores)
+        self.need_tools_kwargs = settings.need_tools_kwargs
+        self.apply_chat_template_kwargs = dict(settings.apply_chat_template_kwargs)
+        self._templater = templater_of(tokenizer, processor)
         self.serialize_dataset = False
         self._check_settings()
         self._read_files_and_tokenize()
@@ -134,11 +138,6 @@ class RLHFDataset(Dataset):
                 "actor_rollout_ref.model.custom_chat_template, or data.apply_chat_template_kwargs.chat_template"
             )
 
-    @property
-    def _templater(self) -> Any:
-        """Whose chat template is used: the processor's, where it has one."""
-        return self.processor if getattr(self.processor, "chat_template", None) else self.tokenizer
-
     def _read_files_and_tokenize(self) -> None:
         self.data_files = localize(self.original_data_files, self.cache_dir, self.use_shm)
         tables = with_columns([read_parquet(path) for path in self.data_files], (self.image_key, self.video_key))
@@ -146,39 +145,39 @@ class RLHFDataset(Dataset):
             for check in ColumnCheck.over(path, table):
                 self.check_rows(check)
         self._file_ends = np.cumsum([table.num_rows for table in tables])
-        self._rows: np.ndarray | None = None  # which rows of the files are left; None for all
+        self._rows: np.ndarray | None = None  # rows of the files that the filter kept; None for all
         self.__dict__.pop("dataframe", None)
-        # without the schema's notes, by which the library would decode images itself
+        # The schema's metadata would make the library decode images itself.
         table = concat_tables(self.data_files, tables).replace_schema_metadata(None)
         self.dataframe = self.maybe_filter_out_long_prompts(datasets.Dataset(table))
         if len(self.dataframe) == 0:
             raise DataError(
-                f"{', '.join(self.data_files)}: none of the {self._file_ends[-1]} prompts fits into "
+                f"{', '.join(self.data_files)}: all {self._file_ends[-1]} prompts are longer than "
                 f"data.max_prompt_length={self.max_prompt_length}: raise it"
             )
 
     def check_rows(self, check: ColumnCheck) -> None:
-        """Refuse rows that no prompt can be made of, or that no reward can be computed for."""
-        check_prompt_rows(check, self.config, text_only=self.processor is None)
-        check_vision_rows(check, self.config, self.processor is not None, self.prompt_key)
-        check_media(check, self.config)
+        """Reject rows without a usable prompt or without the fields that scoring needs."""
+        check_prompt_rows(check, self.prompt_key, self.reward_fn_key, text_only=self.processor is None)
+        check_vision_rows(check, self.settings, self.processor is not None, self.prompt_key)
+        check_media(check, self.settings)
         if "extra_info" in check.table.column_names:
             kind = check.column("extra_info").type
             if not (pa.types.is_struct(kind) or pa.types.is_map(kind) or pa.types.is_null(kind)):
                 check.fail("extra_info", 0, f"must be a dict, got {kind}")
 
     def maybe_filter_out_long_prompts(self, dataframe: datasets.Dataset) -> datasets.Dataset:
-        """Drop the prompts that are longer than ``max_prompt_length``, where the config asks for it."""
+        """Drop prompts longer than ``max_prompt_length`` if ``filter_overlong_prompts`` is set."""
         if not self.filter_overlong_prompts:
             return dataframe
         fits = self.prompt_lengths(dataframe) <= self.max_prompt_length
         if fits.all():
             return dataframe
         kept = np.flatnonzero(fits)
-        if "dataframe" not in self.__dict__:  # these are the rows of the files, not later ones
+        if "dataframe" not in self.__dict__:  # the first call filters the files, later calls filter generated rows
             self._rows = kept
         logger.warning(
-            "%d of %d prompts are longer than data.max_prompt_length=%d and are left out",
+            "dropped %d of %d prompts, which are longer than data.max_prompt_length=%d",
             len(fits) - len(kept),
             len(fits),
             self.max_prompt_length,
@@ -186,9 +185,9 @@ class RLHFDataset(Dataset):
         return dataframe.select(kept)
 
     def prompt_lengths(self, dataframe: datasets.Dataset) -> np.ndarray:
-        """Count the tokens of every templated prompt, in batches, over ``filter_overlong_prompts_workers``.
+        """Count the tokens of every templated prompt, including those of images and videos.
 
-        Images and videos count as the tokens that the processor makes of them.
+        ``filter_overlong_prompts_workers`` processes share the work.
         """
         workers = min(self.num_workers, 1 + len(dataframe) // FILTER_BATCH_ROWS)
         keys = [key for key in (self.prompt_key, self.image_key, self.video_key) if key in dataframe.column_names]
@@ -208,7 +207,7 @@ class RLHFDataset(Dataset):
         return found
 
     def _name_unreadable(self, dataframe: datasets.Dataset, item: int) -> None:
-        """Raise the error of a row whose images or videos cannot be read."""
+        """Raise the error of a row with unreadable images or videos."""
         try:
             _count_media_tokens(self, dataframe[item])
         except MediaError as error:
@@ -216,7 +215,7 @@ class RLHFDataset(Dataset):
             raise DataError(f"{where}, {error}") from error
 
     def _without_data(self) -> "RLHFDataset":
-        """Return what counting needs, cheap to send to a process."""
+        """Return a copy without rows, cheap to send to the processes that count."""
         light = copy.copy(self)
         for name in ("dataframe", "_file_ends"):
             light.__dict__.pop(name, None)
@@ -225,14 +224,14 @@ class RLHFDataset(Dataset):
     def __len__(self) -> int:
         return len(self.dataframe)
 
-    def _build_messages(self, example: dict[str, Any]) -> list[dict[str, Any]]:
+    def _build_messages(self, example: Row) -> list[Row]:
         """Take the messages out of a row."""
-        # parquet gives every message all keys that any message has: those without a value are not the template's
+        # parquet fills the keys that a message lacks with nulls; the template must not see them
         messages = [{k: v for k, v in message.items() if v is not None} for message in example.pop(self.prompt_key)]
         return messages if self.media is None else self.media.typed(messages, example)
 
-    def render(self, messages: list[dict[str, Any]]) -> str:
-        """Apply the chat template, up to where the model is to go on."""
+    def render(self, messages: list[Row]) -> str:
+        """Apply the chat template, with the generation prompt at the end."""
         text = self._templater.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=False, **self.apply_chat_template_kwargs
         )
@@ -248,16 +247,17 @@ class RLHFDataset(Dataset):
         file = int(np.searchsorted(self._file_ends, row, side="right"))
         return f"{self.data_files[file]}, row {row - (int(self._file_ends[file - 1]) if file else 0)}"
 
-    def __getitem__(self, item: int) -> dict[str, Any]:
+    def __getitem__(self, item: int) -> Row:
         item = range(len(self))[item]
-        row: dict[str, Any] = self.dataframe[item]
+        row: Row = self.dataframe[item]
         messages = self._build_messages(row)
         try:
-            text, media = self.render(messages), self.take_media(row)
+            text = self.render(messages)
+            media = self.take_media(row)
             row |= self._text_tensors(item, text) if not media else self._media_tensors(item, text, media)
         except jinja2.TemplateError as error:
             raise DataError(
-                f"{self.where(item)}, column {self.prompt_key!r}: the chat template refuses it: {error}"
+                f"{self.where(item)}, column {self.prompt_key!r}: the chat template rejects it: {error}"
             ) from error
         except MediaError as error:
             raise DataError(f"{self.where(item)}, {error}") from error
@@ -267,7 +267,7 @@ class RLHFDataset(Dataset):
             row["full_prompts"] = text
         return self._with_extra_info(item, row)
 
-    def take_media(self, row: dict[str, Any]) -> Media:
+    def take_media(self, row: Row) -> Media:
         """Take the images and videos out of a row.
 
         Raises: MediaError when one cannot be read.
@@ -278,7 +278,7 @@ class RLHFDataset(Dataset):
             row.pop(key, None)
         return Media()
 
-    def _text_tensors(self, item: int, text: str) -> dict[str, Any]:
+    def _text_tensors(self, item: int, text: str) -> Row:
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         try:
             kept = truncate(ids, self.max_prompt_length, self.truncation)
@@ -288,11 +288,11 @@ class RLHFDataset(Dataset):
             ) from error
         return self._tensors(kept, kept, {}, {})
 
-    def _media_tensors(self, item: int, text: str, media: Media) -> dict[str, Any]:
+    def _media_tensors(self, item: int, text: str, media: Media) -> Row:
         assert self.media is not None
         encoded = self.media.encode(text, media)
         ids = encoded["input_ids"][0].tolist()
-        if len(ids) > self.max_prompt_length:  # a cut would part images from their tokens
+        if len(ids) > self.max_prompt_length:  # truncation would separate images from their tokens
             raise self._too_long(item, len(ids), "data.filter_overlong_prompts=True")
         raw = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return self._tensors(ids, raw, encoded, media.as_data())
@@ -303,15 +303,13 @@ class RLHFDataset(Dataset):
             f"data.max_prompt_length is {self.max_prompt_length}: raise it, or set {instead}"
         )
 
-    def _tensors(
-        self, ids: list[int], raw_ids: list[int], encoded: Mapping[str, Any], data: dict[str, Any]
-    ) -> dict[str, Any]:
-        """Return the padded prompt; ``raw_ids`` hold one token for each image, ``ids`` all of them."""
+    def _tensors(self, ids: list[int], raw_ids: list[int], encoded: Row, data: Row) -> Row:
+        """Return the padded prompt; ``raw_ids`` hold one placeholder token per image, ``ids`` the expanded ones."""
         pad = self.max_prompt_length - len(ids)
         input_ids = torch.full((self.max_prompt_length,), self.tokenizer.pad_token_id, dtype=torch.long)
         input_ids[pad:] = torch.tensor(ids, dtype=torch.long)
         attention_mask = (torch.arange(self.max_prompt_length) >= pad).long()
-        tensors = {"input_ids": input_ids, "attention_mask": attention_mask, "raw_prompt_ids": raw_ids}
+        tensors: Row = {"input_ids": input_ids, "attention_mask": attention_mask, "raw_prompt_ids": raw_ids}
         if self.media is None:
             return tensors | {"position_ids": position_ids(None, input_ids, attention_mask)}
         tensors |= {
@@ -322,7 +320,7 @@ class RLHFDataset(Dataset):
             tensors["multi_modal_inputs"] = model_inputs(encoded)
         return tensors
 
-    def _with_extra_info(self, item: int, row: dict[str, Any]) -> dict[str, Any]:
+    def _with_extra_info(self, item: int, row: Row) -> Row:
         extra = row.get("extra_info") or {}
         row["extra_info"] = extra
         index = extra.get("index")
@@ -331,20 +329,20 @@ class RLHFDataset(Dataset):
         row["interaction_kwargs"] = extra.get("interaction_kwargs") or {}
         needed = extra.get("need_tools_kwargs")
         if (self.need_tools_kwargs if needed is None else needed) and not row["tools_kwargs"]:
-            logger.warning("%s: extra_info.tools_kwargs is empty, and need_tools_kwargs is set", self.where(item))
+            logger.warning("%s: need_tools_kwargs is set, but extra_info.tools_kwargs is empty", self.where(item))
         return row
 
     def resume_dataset_state(self) -> None:
-        """Read the files again, after the data set came out of a pickle."""
+        """Read the original files again after unpickling."""
         self._read_files_and_tokenize()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> Row:
         state = self.__dict__.copy()
         if not self.serialize_dataset:
             state.pop("dataframe", None)
         return state
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: Row) -> None:
         self.__dict__.update(state)
         if "dataframe" not in state and "_file_ends" in state:
             tables = [read_parquet(path) for path in self.data_files]
@@ -354,12 +352,13 @@ class RLHFDataset(Dataset):
 
 
 class MissingChatTemplateError(DataError, AssertionError):
-    """The tokenizer cannot turn messages into text."""
+    """The tokenizer has no chat template."""
 
 
-def _count_tokens(batch: dict[str, list[Any]], dataset: RLHFDataset) -> dict[str, list[int]]:
+def _count_tokens(batch: Row, dataset: RLHFDataset) -> dict[str, list[int]]:
     rows = [{key: values[i] for key, values in batch.items()} for i in range(len(batch[dataset.prompt_key]))]
-    texts, lengths = [], {}
+    texts = []
+    lengths = {}
     for index, row in enumerate(rows):
         text = ""
         try:
@@ -374,7 +373,8 @@ def _count_tokens(batch: dict[str, list[Any]], dataset: RLHFDataset) -> dict[str
     return {"length": [lengths.get(index, count) for index, count in enumerate(counted)]}
 
 
-def _count_media_tokens(dataset: RLHFDataset, row: dict[str, Any]) -> tuple[str, int]:
-    """Return the text of a row, and the number of its tokens where it has images or videos, else 0."""
-    text, media = dataset.render(dataset._build_messages(row)), dataset.take_media(row)
+def _count_media_tokens(dataset: RLHFDataset, row: Row) -> tuple[str, int]:
+    """Return the text of a row, and its number of tokens if it has images or videos, else 0."""
+    text = dataset.render(dataset._build_messages(row))
+    media = dataset.take_media(row)
     return text, len(dataset.media.encode(text, media)["input_ids"][0]) if media and dataset.media else 0

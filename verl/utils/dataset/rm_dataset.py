@@ -1,19 +1,18 @@
-"""Pairs of a better and a worse response, for reward models."""
+"""Pairs of a chosen and a rejected response, for training reward models."""
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from verl.utils.dataset.files import as_file_list, localize, read_parquet
-from verl.utils.dataset.sft_dataset import text_column
+from verl.utils.dataset.files import ColumnCheck, as_file_list, localize, read_parquet
 
 
 class RMDataset(Dataset):
     """Rows of ``prompt``, ``chosen`` and ``rejected`` text.
 
-    An item holds ``input_ids`` and ``attention_mask``, each (2, max_length), the chosen response first, padded and cut
-    on the right.
+    An item holds ``input_ids`` and ``attention_mask``, each (2, max_length), chosen response first, right-padded and
+    truncated on the right.
 
     Raises: DataError naming file, row and column.
     """
@@ -34,9 +33,9 @@ class RMDataset(Dataset):
         self.add_eos = add_eos
         self.rows: list[tuple[str, str, str]] = []
         for path in localize(as_file_list(parquet_files), cache_dir):
-            table = read_parquet(path)
-            columns = (text_column(path, table, key, key) for key in (prompt_key, chosen_key, rejected_key))
-            self.rows += zip(*columns, strict=True)
+            for check in ColumnCheck.over(path, read_parquet(path)):
+                columns = (check.texts(key, key) for key in (prompt_key, chosen_key, rejected_key))
+                self.rows += zip(*columns, strict=True)
 
     def __len__(self) -> int:
         return len(self.rows)

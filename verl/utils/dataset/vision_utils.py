@@ -1,6 +1,6 @@
-"""Images and videos of data rows: loading, and the sizes that vision-language models take.
+"""Loading of images and videos, in the sizes that vision-language models take.
 
-Sizes and sampling of frames are those of qwen-vl-utils, which itself is needed for videos only: it wants torchvision.
+Sizes and frame sampling follow qwen-vl-utils. That package is imported for videos only, because it needs torchvision.
 """
 
 import base64
@@ -10,6 +10,7 @@ import math
 import os
 import urllib.request
 from collections.abc import Mapping
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -17,14 +18,17 @@ import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
-MERGE = 2  # patches that make one token, along each side
+MERGE = 2  # patches per token, along each side
 USUAL_FACTOR = 14 * MERGE
-MIN_TOKENS, MAX_TOKENS = 4, 16384  # of an image
+MIN_TOKENS = 4  # per image
+MAX_TOKENS = 16384  # per image
 MAX_RATIO = 200
 DOWNLOAD_TIMEOUT_S = 60.0
-FRAMES_PER_SECOND = 2.0  # of frames that come without a rate
+FRAMES_PER_SECOND = 2.0  # assumed for frames without a rate
 
-ImageLike = Image.Image | bytes | str | Mapping[str, Any]
+Described = Mapping[str, Any]
+"""An image or video with its wishes, as a data row holds it: path, bytes or frames, and sizes or rates."""
+ImageLike = Image.Image | bytes | str | Described
 
 
 class MediaError(ValueError):
@@ -32,15 +36,15 @@ class MediaError(ValueError):
 
 
 class MissingVideoSupportError(MediaError, ImportError):
-    """Videos need libraries that are not installed."""
+    """A library that videos need is not installed."""
 
 
 class VideoFormError(MediaError, NotImplementedError):
-    """A video is not described by a dict with the key ``video``."""
+    """A video is not a dict with the key ``video``."""
 
 
 def process_image(image: ImageLike, image_patch_size: int = 14) -> Image.Image:
-    """Load an image as RGB, in a size that is whole tokens and not too many of them.
+    """Load an image as RGB and resize it to a whole number of tokens within the limits.
 
     Args:
         image: a PIL image, its encoded bytes, a path, a URL (``file://``, ``http(s)://``, ``data:``), or a dict with
@@ -56,20 +60,20 @@ def process_image(image: ImageLike, image_patch_size: int = 14) -> Image.Image:
 
 
 def _target_size(image: ImageLike, loaded: Image.Image, factor: int) -> tuple[int, int]:
-    """Return height and width to which an image is to be brought, by its own wishes where it comes with some."""
+    """Return the height and width for an image; the sizes in its dict take precedence."""
     names = ("resized_height", "resized_width", "min_pixels", "max_pixels")
-    node = {name: image.get(name) for name in names} if isinstance(image, Mapping) else dict.fromkeys(names)
+    spec = {name: image.get(name) for name in names} if isinstance(image, Mapping) else dict.fromkeys(names)
     try:
-        height, width, least, most = (None if value is None else int(value) for value in node.values())
+        height, width, least, most = (None if value is None else int(value) for value in spec.values())
     except (TypeError, ValueError) as error:
-        raise MediaError(f"sizes of an image must be numbers of pixels, got {node}") from error
+        raise MediaError(f"the sizes of an image must be numbers of pixels, got {spec}") from error
     if height and width:
         return smart_resize(height, width, factor)
     return smart_resize(loaded.height, loaded.width, factor, least, most)
 
 
 def load_image(image: ImageLike) -> Image.Image:
-    """Decode an image wholly, as RGB; what is transparent becomes white, and 16 bits become 8.
+    """Decode a whole image as RGB: transparent pixels become white, and 16 bits become 8.
 
     Raises: MediaError when it cannot be read.
     """
@@ -79,10 +83,10 @@ def load_image(image: ImageLike) -> Image.Image:
         opened.load()
     except _UNREADABLE as error:
         raise _unreadable(error) from error
-    if opened.mode.startswith("I"):  # 16 bits, which a conversion would cut off at 255
+    if opened.mode.startswith("I"):  # 16 bits; PIL's own conversion would clip at 255
         opened = Image.fromarray((np.asarray(opened).clip(0, 65535) >> 8).astype(np.uint8))
     if opened.mode == "F":
-        raise MediaError("the image has floating-point pixels: save it with 8 bits for each colour")
+        raise MediaError("the image has floating-point pixels: save it with 8 bits per channel")
     if not opened.has_transparency_data:
         return opened.convert("RGB")
     opened = opened.convert("RGBA")
@@ -92,11 +96,11 @@ def load_image(image: ImageLike) -> Image.Image:
 
 
 def check_image(image: ImageLike) -> None:
-    """Look at an image, of the common formats without decoding its pixels.
+    """Check an image without decoding the pixels of common formats.
 
-    That is its header, its sizes, checksums where the format has them, and the end of a JPEG.
+    The checks are: header, sizes, checksums if the format has them, and the end marker of a JPEG.
 
-    Raises: MediaError when it is not whole, or not of a shape that models take.
+    Raises: MediaError when the image is truncated or has a shape that models cannot take.
     """
     source = _source(image)
     if isinstance(source, Image.Image):
@@ -107,7 +111,7 @@ def check_image(image: ImageLike) -> None:
             _target_size(image, opened, USUAL_FACTOR)
             opened.verify()
         if opened.format == "JPEG" and not _ends_as_jpeg(source):
-            raise MediaError("the image cannot be read: it is cut short")
+            raise MediaError("the image cannot be read: it is truncated")
         if opened.format not in _VERIFIED:
             load_image(image)
     except MediaError:
@@ -116,12 +120,12 @@ def check_image(image: ImageLike) -> None:
         raise _unreadable(error) from error
 
 
-_VERIFIED = ("PNG", "JPEG", "WEBP")  # what is seen of others without decoding them is the header
-_UNREADABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)  # as PIL's decoders raise
+_VERIFIED = ("PNG", "JPEG", "WEBP")  # Pillow's verify() reads only the header of other formats
+_UNREADABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)  # raised by Pillow's decoders
 
 
 def _unreadable(error: BaseException) -> MediaError:
-    reason = "it is of no format that Pillow knows" if isinstance(error, UnidentifiedImageError) else error
+    reason = "Pillow does not know its format" if isinstance(error, UnidentifiedImageError) else error
     return MediaError(f"the image cannot be read: {reason}")
 
 
@@ -141,7 +145,7 @@ def _source(image: ImageLike) -> Image.Image | io.BytesIO | str:
     if isinstance(image, Mapping):
         given = [name for name in ("bytes", "image", "image_url", "url") if image.get(name) is not None]
         if "bytes" in given and len(given) > 1:
-            raise MediaError(f"an image must have either bytes or image, got both: {given}")
+            raise MediaError(f"an image must have bytes or a path, not both: got {given}")
         names = given or [name for name in ("path",) if image.get(name)]
         if not names:
             raise MediaError(f"an image must have bytes, path, image, image_url or url, got {_short(image)}")
@@ -176,9 +180,9 @@ def _short(value: Any) -> str:
 def smart_resize(
     height: int, width: int, factor: int, min_pixels: int | None = None, max_pixels: int | None = None
 ) -> tuple[int, int]:
-    """Return the sides nearest to the given ones that ``factor`` divides, with their product within the limits.
+    """Return the nearest sides that ``factor`` divides, with their product within the limits.
 
-    Raises: MediaError for an image far longer than wide.
+    Raises: MediaError when one side is more than ``MAX_RATIO`` times the other.
     """
     least = MIN_TOKENS * factor**2 if min_pixels is None else min_pixels
     most = MAX_TOKENS * factor**2 if max_pixels is None else max_pixels
@@ -200,7 +204,7 @@ def smart_resize(
 
 
 def process_video(
-    video: Mapping[str, Any],
+    video: Described,
     nframes: int | None = None,
     fps: float | None = None,
     fps_min_frames: int | None = None,
@@ -212,71 +216,73 @@ def process_video(
 
 
 def load_video(
-    video: Mapping[str, Any],
+    video: Described,
     nframes: int | None = None,
     fps: float | None = None,
     fps_min_frames: int | None = None,
     fps_max_frames: int | None = None,
     image_patch_size: int = 14,
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Load a video and say at which times its frames stand.
+    """Load a video and the times of its frames.
 
     Args:
-        video: a dict with a path or a list of frames (images as in ``process_image``) under ``video``, and optionally
-            ``nframes``, or ``fps``, ``min_frames`` and ``max_frames``, ``sample_fps`` of a list, and limits of pixels.
-        nframes, fps, fps_min_frames, fps_max_frames: replace those of the dict; ``nframes`` and ``fps`` exclude
+        video: a dict with a path or a list of frames (images as in ``process_image``) under ``video``; optional keys
+            are ``nframes``, or ``fps``, ``min_frames`` and ``max_frames``, ``sample_fps`` for a list, and pixel limits.
+        nframes, fps, fps_min_frames, fps_max_frames: replace the keys of the dict. ``nframes`` and ``fps`` exclude
             each other.
 
-    Returns: frames (T, 3, H, W) uint8, and metadata as the processors of transformers take it.
+    Returns: frames (T, 3, H, W) uint8, and metadata in the form that transformers' processors take.
     Raises: VideoFormError when ``video`` is no such dict; MediaError when it cannot be read; MissingVideoSupportError
         without qwen-vl-utils, torchvision or, for files, PyAV.
     """
     if not isinstance(video, Mapping) or video.get("video") is None:
         raise VideoFormError(_VIDEO_FORM)
-    node = {name: value for name, value in video.items() if value is not None}
+    spec = {name: value for name, value in video.items() if value is not None}
     given = {"nframes": nframes, "fps": fps, "min_frames": fps_min_frames, "max_frames": fps_max_frames}
-    node |= {name: value for name, value in given.items() if value is not None}
-    if "nframes" in node and "fps" in node:
-        raise MediaError(f"a video takes nframes or fps, got nframes={node['nframes']} and fps={node['fps']}")
+    spec |= {name: value for name, value in given.items() if value is not None}
+    if "nframes" in spec and "fps" in spec:
+        raise MediaError(f"a video takes nframes or fps, not both: got nframes={spec['nframes']}, fps={spec['fps']}")
     fetch_video = _qwen_vl_utils().fetch_video
-    if isinstance(node["video"], str):
-        node |= _read_file(node)
+    if isinstance(spec["video"], str):
+        spec |= _read_file(spec)
     else:
-        node["video"] = [load_image(frame) for frame in node["video"]]
-        node.setdefault("sample_fps", node.get("fps", FRAMES_PER_SECOND))
-    _check_frames(node)
-    indices, raw_fps, total = node.pop("frames_indices", None), node.get("raw_fps"), node.pop("total_num_frames", None)
+        spec["video"] = [load_image(frame) for frame in spec["video"]]
+        spec.setdefault("sample_fps", spec.get("fps", FRAMES_PER_SECOND))
+    _check_frames(spec)
+    indices = spec.pop("frames_indices", None)
+    total = spec.pop("total_num_frames", None)
+    fps = float(spec.get("raw_fps") or spec["sample_fps"])
     try:
-        frames, metadata = fetch_video(node, image_patch_size=image_patch_size, return_video_metadata=True)
-    except (ValueError, TypeError, AssertionError) as error:  # as it refuses sizes and limits
-        raise MediaError(f"the video has sizes or limits of pixels that cannot be: {error}") from error
+        frames, _ = fetch_video(spec, image_patch_size=image_patch_size, return_video_metadata=True)
+    except (ValueError, TypeError, AssertionError) as error:  # raised for bad sizes and limits
+        raise MediaError(f"the video has impossible sizes or pixel limits: {error}") from error
     count = len(frames)
     return frames.round().clamp(0, 255).to(torch.uint8), {
-        "fps": float(raw_fps or node["sample_fps"]),
+        "fps": fps,
         "frames_indices": list(range(count)) if indices is None else (indices + [indices[-1]] * count)[:count],
         "total_num_frames": int(total or count),
-        "duration": (total or count) / float(raw_fps or node["sample_fps"]),
+        "duration": (total or count) / fps,
         "video_backend": "pyav",
     }
 
 
-def _check_frames(node: Mapping[str, Any]) -> None:
-    """Refuse a decoded video that cannot be one.
+def _check_frames(spec: Described) -> None:
+    """Reject a decoded video without frames, with frames of several sizes, or with a bad rate.
 
-    Raises: MediaError saying why.
+    Raises: MediaError.
     """
-    if not node["video"]:
+    if not spec["video"]:
         raise MediaError("a video has no frame")
-    sizes = {frame.size for frame in node["video"]}
+    sizes = {frame.size for frame in spec["video"]}
     if len(sizes) > 1:
         raise MediaError(f"the frames of a video must have one size, got {sorted(sizes)}")
-    rate = node["sample_fps"]
+    rate = spec["sample_fps"]
     if not isinstance(rate, int | float) or not 0 < rate < math.inf:
         raise MediaError(f"fps and sample_fps of a video must be positive, got {rate!r}")
 
 
-def check_video(video: Mapping[str, Any]) -> None:
-    """Look at a video without decoding it: its form, whether there is such a file, and its frames where it is a list.
+def check_video(video: Described) -> None:
+    """Check a video without decoding it: its form, that its file exists, and the frames of a list.
 
     Raises: MediaError when it cannot be read.
     """
@@ -297,23 +303,23 @@ def _local(path: str) -> str:
     return os.path.expanduser(path.removeprefix("file://"))
 
 
-def _qwen_vl_utils() -> Any:
+def _qwen_vl_utils() -> ModuleType:
     try:
         from qwen_vl_utils import vision_process
     except ImportError as error:
         raise MissingVideoSupportError(
-            f"videos need qwen-vl-utils and torchvision: {error}; pip install 'verl[geo]', or leave the column out"
+            f"videos need qwen-vl-utils and torchvision: {error}; pip install 'verl[geo]', or drop the column"
         ) from error
     return vision_process
 
 
-def _read_file(node: Mapping[str, Any]) -> dict[str, Any]:
-    """Decode the frames that the rate asks for."""
+def _read_file(spec: Described) -> dict[str, Any]:
+    """Decode a video file and pick frames at the requested rate."""
     try:
         import av
     except ImportError as error:
         raise MissingVideoSupportError(f"video files need PyAV: {error}; pip install 'verl[geo]'") from error
-    path = _local(node["video"])
+    path = _local(spec["video"])
     try:
         with av.open(path) as container:
             stream = container.streams.video[0]
@@ -322,7 +328,7 @@ def _read_file(node: Mapping[str, Any]) -> dict[str, Any]:
     except (OSError, IndexError, av.error.FFmpegError) as error:
         raise MediaError(f"the video {path!r} cannot be read: {error}") from error
     try:
-        count = _qwen_vl_utils().smart_nframes(dict(node), total_frames=len(images), video_fps=rate)
+        count = _qwen_vl_utils().smart_nframes(dict(spec), total_frames=len(images), video_fps=rate)
     except ValueError as error:
         raise MediaError(f"the video {path!r} has {len(images)} frames: {error}") from error
     indices = np.linspace(0, len(images) - 1, count).round().astype(int).tolist()

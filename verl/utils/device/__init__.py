@@ -1,4 +1,4 @@
-"""Which accelerator this process runs on, and how its process groups talk."""
+"""The accelerator of this process and the backend of its process groups."""
 
 from functools import cache
 from types import ModuleType
@@ -33,7 +33,7 @@ def get_torch_device() -> ModuleType:
 
 
 def get_device_id() -> int | str:
-    """Return the index of the current device; ``cpu`` where there is no accelerator."""
+    """Return the index of the current device, or ``cpu`` without an accelerator."""
     return "cpu" if get_device_name() == "cpu" else get_torch_device().current_device()
 
 
@@ -54,13 +54,13 @@ def get_visible_devices_keyword() -> str:
 
 
 def set_expandable_segments(enable: bool) -> None:
-    """Let the allocator of the device grow its segments, or not: engines that sleep need it off.
+    """Switch expandable segments of the device's allocator; engines with a sleep mode need them off.
 
-    ``MEGATRON_CI_DISABLE_EXPANDABLE_SEGMENTS=1`` in the environment keeps it off. A torch_npu whose allocator cannot be
-    told so while it runs keeps what ``PYTORCH_NPU_ALLOC_CONF`` says.
+    ``MEGATRON_CI_DISABLE_EXPANDABLE_SEGMENTS=1`` in the environment keeps them off. If the allocator of torch_npu
+    cannot change at run time, ``PYTORCH_NPU_ALLOC_CONF`` decides.
     """
     if get_device_name() == "cpu" or (enable and envs.flag("MEGATRON_CI_DISABLE_EXPANDABLE_SEGMENTS")):
         return
-    tell = getattr(get_torch_device().memory, "_set_allocator_settings", None)
-    if tell is not None:
-        tell(f"expandable_segments:{enable}")
+    configure = getattr(get_torch_device().memory, "_set_allocator_settings", None)
+    if configure is not None:
+        configure(f"expandable_segments:{enable}")

@@ -1,14 +1,15 @@
-"""Gloo process groups whose collectives run in one thread, because torch's two corrupt the heap of the process.
+"""Patch of torch: gloo process groups run collectives in one thread, because two corrupt the heap of the process.
 
-The fault, in ``c10d::ProcessGroupGloo::runLoop`` of torch 2.13: each thread of a group that has run a collective
-assigns its name to one ``std::string`` of the group (``lastCompletedWorkName``) after it has given up the lock. Names
-of more than 15 characters live on the heap: ``ALLGATHER_COALESCED``, by which ``DTensor.full_tensor`` gathers. Where
-both threads assign at once both free the old name, and the process dies later, by SIGSEGV or SIGABRT, wherever it next
-allocates memory. ``tests/utils/device/test_gloo.py`` shows it. Collectives of a group are enqueued in one order on all
-ranks, so a single thread changes nothing else.
+The bug is in ``c10d::ProcessGroupGloo::runLoop`` of torch 2.13. After a collective, each thread of a group assigns the
+collective's name to one ``std::string`` of the group (``lastCompletedWorkName``) without holding the lock. Names of
+more than 15 characters, such as ``ALLGATHER_COALESCED`` of ``DTensor.full_tensor``, live on the heap. If both threads
+assign at once, both free the old name, and the process dies later by SIGSEGV or SIGABRT at an unrelated allocation.
+``tests/utils/device/test_gloo.py`` reproduces it. All ranks enqueue the collectives of a group in one order, so a
+single thread changes nothing else.
 """
 
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from verl.utils import envs
 
 
 def use_one_thread() -> None:
-    """Give every gloo group that this process makes from now on, whoever makes it, one thread; idempotent."""
+    """Give one thread to every gloo group that this process creates from now on; idempotent."""
     if not dist.is_gloo_available():
         return
     group_class: Any = dist.ProcessGroupGloo
@@ -29,7 +30,7 @@ def use_one_thread() -> None:
         self: Any, store: Any, rank: int, size: int, options: Any = None, *, timeout: timedelta | None = None
     ) -> None:
         if not isinstance(options, group_class._Options):
-            timeout = options if timeout is None else timeout  # torch takes either as the fourth
+            timeout = options if timeout is None else timeout  # torch accepts a timeout as fourth argument
             options = _options(group_class, timeout)
         options._threads = 1
         make(self, store, rank, size, options)
@@ -43,8 +44,16 @@ def _options(group_class: Any, timeout: timedelta | None) -> Any:
     options = group_class._Options()
     if timeout is not None:
         options._timeout = timeout
-    names = [name for name in (envs.read("GLOO_SOCKET_IFNAME") or "").split(",") if name]
-    options._devices = [group_class.create_device(interface=name) for name in names] or [
-        group_class.create_default_device()
-    ]
+    options._devices = _devices(group_class, envs.read("GLOO_SOCKET_IFNAME") or "")
     return options
+
+
+@cache
+def _devices(group_class: Any, interfaces: str) -> list[Any]:
+    """Return the network devices of this process, shared by all its groups.
+
+    torch makes a device for each group, and each device has a thread that wakes up a hundred times a second. A worker
+    of Megatron-Core has a hundred groups or more: on CPU their idle threads take a good part of a core.
+    """
+    names = [name for name in interfaces.split(",") if name]
+    return [group_class.create_device(interface=name) for name in names] or [group_class.create_default_device()]

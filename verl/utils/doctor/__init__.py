@@ -1,1 +1,1 @@
-"""What this machine and environment can run, and how to mend what they cannot."""
+"""Check what this machine and environment can run, and how to fix the rest."""

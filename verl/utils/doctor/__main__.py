@@ -1,4 +1,4 @@
-"""Say what can run here: ``python -m verl.utils.doctor``; the exit code is 1 where something is bad."""
+"""Check this machine and environment: ``python -m verl.utils.doctor``. Exits with 1 if a check finds a problem."""
 
 import argparse
 import json
@@ -15,18 +15,16 @@ _SIGNS = {"ok": "ok  ", "note": "note", "bad": "BAD "}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the checks from the command line; returns the exit code."""
+    """Run the checks and return the exit code."""
     parser = argparse.ArgumentParser("python -m verl.utils.doctor", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="write one JSON object")
-    parser.add_argument(
-        "--quick", action="store_true", help="leave out the imports of the engines, which take a minute"
-    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--quick", action="store_true", help="skip importing the engines, which takes a minute")
     given = parser.parse_args(arguments)
     try:
         from verl.utils.doctor.checks import Finding, examine
-    except ImportError as error:  # of a package that the doctor itself needs: often another Python than was meant
+    except ImportError as error:  # the doctor's own packages are missing: often the wrong Python
         text = f"{sys.executable} cannot run the checks: {error}"
-        fix = "activate the environment of the project, or install it there: pip install -e ."
+        fix = "activate the project's environment, or install the project: pip install -e ."
         if given.json:
             found = {"area": "machine", "name": "Python", "status": "bad", "detail": text, "fix": fix}
             get_console().info("%s", json.dumps({"healthy": False, "findings": [found]}, indent=2))
@@ -44,14 +42,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def read_environment() -> "Environment":
-    """Look at this machine."""
+    """Inspect this machine."""
     from verl.utils.doctor import environment
 
     return environment.read_environment()
 
 
 def as_text(findings: "list[Finding]") -> str:
-    """Return the findings by area, each with its fix below it."""
+    """Format the findings by area, each with its fix below it."""
     width = max(len(finding.name) for finding in findings)
     lines = []
     for area in dict.fromkeys(finding.area for finding in findings):
@@ -61,7 +59,7 @@ def as_text(findings: "list[Finding]") -> str:
             if finding.fix and finding.status != "ok":
                 lines.append(f"       {'':<{width}}  -> {finding.fix}")
     bad = sum(finding.status == "bad" for finding in findings)
-    lines += ["", f"{bad} of {len(findings)} checks are bad" if bad else "nothing stands in the way of a run"]
+    lines += ["", f"{bad} of {len(findings)} checks found a problem" if bad else "no problems: runs can start"]
     return "\n".join(lines[1:])
 
 

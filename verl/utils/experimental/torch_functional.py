@@ -1,4 +1,4 @@
-"""The last linear layer fused with what a policy loss needs of its logits."""
+"""The last linear layer fused with log-probabilities and entropy."""
 
 from torch import Tensor, nn
 
@@ -7,7 +7,7 @@ from verl.utils.kernel.rows import HeadFormula
 
 
 class FusedLinearForPPO(nn.Module):
-    """Log-probabilities and entropies straight from hidden states; holds at most a chunk of logits."""
+    """Compute log-probabilities and entropies from hidden states, holding at most one chunk of logits."""
 
     def __init__(self, chunk_size: int = CHUNK_ROWS) -> None:
         super().__init__()
@@ -20,14 +20,13 @@ class FusedLinearForPPO(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return (log_probs, entropy), each (...) in fp32 (float64 for float64 inputs).
 
-        Args: hidden states (..., H), weights (V, H), the labels to score (...). ``input_ids`` are labels: the caller
-            has shifted them.
+        Args: hidden states (..., H), weights (V, H), labels ``input_ids`` (...), already shifted by the caller.
         Raises: ValueError when the shapes do not match.
         """
         if hidden_states.shape[:-1] != input_ids.shape:
             raise ValueError(
                 f"input_ids {tuple(input_ids.shape)} must have the shape of hidden_states "
-                f"{tuple(hidden_states.shape)} less the last"
+                f"{tuple(hidden_states.shape)} without the last dim"
             )
         log_probs, entropy = linear_log_probs_and_entropy(
             hidden_states.reshape(-1, hidden_states.shape[-1]),

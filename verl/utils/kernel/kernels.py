@@ -92,9 +92,15 @@ def _gradient_kernel(
     HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, WITH_ENTROPY: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile of the gradient in the product with the weight."""
+    """Write a tile of the gradient in the product with the weight.
+
+    Tiles lie where the forward pass has them, at multiples of BLOCK_V, whatever the block's first column. A matrix
+    product may round an element differently at another place of a tile, and the probabilities of a row sum to one only
+    if its logits are those that ``log_sum`` was made from. Otherwise the error of a logit reaches the gradient in full,
+    where it would shrink by 1 - p.
+    """
     row = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
-    column = (start + tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)).to(tl.int64)
+    column = ((start // BLOCK_V + tl.program_id(1)) * BLOCK_V + tl.arange(0, BLOCK_V)).to(tl.int64)
     x = _logits(
         hidden, weight, bias, row, column, rows, end, dim, hidden_stride, weight_stride, factor, cap_in, cap_out,
         HAS_BIAS, HAS_CAP, BLOCK_N, BLOCK_V, BLOCK_K, PRECISION,
@@ -113,7 +119,8 @@ def _gradient_kernel(
         result = result * (1.0 - ratio * ratio)
     result = result * factor
     at = row[:, None] * (end - start) + (column - start)[None, :]
-    tl.store(grad + at, result.to(grad.dtype.element_ty), mask=there[:, None] & (column < end)[None, :])
+    inside = ((column >= start) & (column < end))[None, :]
+    tl.store(grad + at, result.to(grad.dtype.element_ty), mask=there[:, None] & inside)
 
 
 def is_interpreted() -> bool:
@@ -145,10 +152,11 @@ class TritonBackend:
     def logits_gradient(self, rows: Rows, formula: HeadFormula, block: slice, grads: RowGrads) -> Tensor:
         """Return the gradient of a block of the vocabulary, its logits made in registers."""
         hidden, tiles = rows.hidden, _tiles(rows)
-        count, width = len(hidden), block.stop - block.start
-        grad = hidden.new_empty(count, width)
+        count = len(hidden)
+        grad = hidden.new_empty(count, block.stop - block.start)
         inverse = 0.0 if formula.softcap is None else formula.temperature / formula.softcap
-        grid = (triton.cdiv(count, tiles["BLOCK_N"]), triton.cdiv(width, tiles["BLOCK_V"]))
+        tiles_across = triton.cdiv(block.stop, tiles["BLOCK_V"]) - block.start // tiles["BLOCK_V"]
+        grid = (triton.cdiv(count, tiles["BLOCK_N"]), tiles_across)
         _gradient_kernel[grid](
             *_operands(rows), grads.log_sum, grads.log_sum if grads.entropy is None else grads.entropy,
             grads.grad_log_probs, grads.grad_entropy, grad, count, block.start, block.stop, hidden.shape[1],

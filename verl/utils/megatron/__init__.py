@@ -1,1 +1,1 @@
-"""Helpers around Megatron-Core; nothing here imports it before it is used."""
+"""Helpers for Megatron-Core."""

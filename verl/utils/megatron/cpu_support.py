@@ -1,8 +1,9 @@
-"""Megatron-Core on CPU and gloo: every change to it that this needs, in one place; on CUDA nothing is done.
+"""All patches of Megatron-Core for CPU and gloo; on CUDA they do nothing.
 
-Megatron-Core 0.16 names the device ``cuda`` in its own source. ``install`` changes its modules as they are imported:
-inside them, and nowhere else, ``torch`` is a proxy whose factories and ``cuda`` namespace mean the CPU. Each change
-below says from which version on it is needed and when it can go. Checked with megatron-core 0.16.1 and torch 2.13.
+Megatron-Core 0.16 hard-codes the device ``cuda``. ``install`` patches its modules as they are imported: inside them,
+and nowhere else, the name ``torch`` is a proxy whose factories and ``cuda`` namespace mean the CPU. This way the same
+engine code runs on a laptop, and no other library sees the proxy. Each patch states from which version on it is needed
+and when to remove it. Tested with megatron-core 0.16.1 and torch 2.13.
 """
 
 import contextlib
@@ -13,7 +14,7 @@ import logging
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,11 +25,13 @@ logger = logging.getLogger(__name__)
 _PACKAGE = "megatron.core"
 _CPU = torch.device("cpu")
 
+Movable = TypeVar("Movable", torch.Tensor, torch.nn.Module)
+
 
 def install() -> bool:
-    """Prepare Megatron-Core for the CPU; returns whether anything was done, which is not so on an accelerator.
+    """Prepare Megatron-Core for the CPU, and return whether the patches apply; they do not on an accelerator.
 
-    Call it before the first import from ``megatron``; modules that are imported already are changed as well.
+    Call it before the first import from ``megatron``. Modules that are already imported are patched as well.
     """
     if get_device_name() != "cpu":
         return False
@@ -47,7 +50,7 @@ def _is_megatron(name: str) -> bool:
 
 
 class _PatchingFinder(importlib.abc.MetaPathFinder):
-    """Changes a module of Megatron-Core as soon as its code has run, before anyone imports names from it."""
+    """Patch a module of Megatron-Core right after its code has run, before another module imports its names."""
 
     def __init__(self) -> None:
         self._searching = False
@@ -83,11 +86,11 @@ def _patch(module: types.ModuleType) -> None:
         special(module)
 
 
-# torch as the modules of Megatron-Core see it. From 0.9 on; can go when they take the device from their configuration.
+# The proxy of torch. Needed from 0.9 on; remove it when Megatron-Core takes the device from its configuration.
 
 
 class _Nothing:
-    """Stands for a stream or an event: there is one queue of work on the CPU."""
+    """Stand in for a stream or an event: a CPU has a single queue of work."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -111,7 +114,7 @@ def _enter_nothing(*args: Any, **kwargs: Any) -> contextlib.AbstractContextManag
 
 
 class _CudaOnCpu(types.ModuleType):
-    """``torch.cuda`` where the device is the CPU."""
+    """``torch.cuda`` on a CPU."""
 
     Stream = Event = _Nothing
     stream = device = staticmethod(_enter_nothing)
@@ -143,8 +146,8 @@ class _CudaOnCpu(types.ModuleType):
         return getattr(torch.cuda, name)
 
 
-def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
-    def make(*args: Any, **kwargs: Any) -> Any:
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def make(*args: Any, **kwargs: Any) -> torch.Tensor:
         device = kwargs.get("device")
         if device is not None and torch.device(device).type == "cuda":
             kwargs["device"] = _CPU
@@ -155,7 +158,7 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _TorchOnCpu(types.ModuleType):
-    """``torch`` with factories that make CPU tensors where CUDA ones are asked for."""
+    """``torch`` with factories that return CPU tensors for ``device="cuda"``."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -173,12 +176,12 @@ for _name in (
 
 
 def _accept_moves_to_cuda() -> None:
-    """Let ``tensor.cuda()`` and ``module.cuda()`` return what they are called on: a CPU build can only raise there.
+    """Make ``tensor.cuda()`` and ``module.cuda()`` return their object; a CPU build would raise.
 
-    From 0.9 on; can go with the proxy above.
+    Needed from 0.9 on; remove it together with the proxy.
     """
 
-    def stay(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def stay(self: Movable, *args: Any, **kwargs: Any) -> Movable:
         return self
 
     torch.Tensor.cuda = stay  # type: ignore[method-assign]
@@ -187,9 +190,9 @@ def _accept_moves_to_cuda() -> None:
 
 @contextlib.contextmanager
 def cuda_type_names() -> Iterator[None]:
-    """Let the optimizers of Megatron-Core, which look for ``torch.cuda.FloatTensor``, find CPU parameters.
+    """Let Megatron-Core's optimizers, which look for ``torch.cuda.FloatTensor``, find CPU parameters.
 
-    From 0.9 on, in ``optimizer.py`` and ``distrib_optimizer.py``; can go when they compare dtypes.
+    Needed from 0.9 on, in ``optimizer.py`` and ``distrib_optimizer.py``; remove it when they compare dtypes.
     """
     if get_device_name() != "cpu":
         yield
@@ -211,22 +214,22 @@ def cuda_type_names() -> Iterator[None]:
 
 
 def _without_compiler(jit: types.ModuleType) -> None:
-    """Leave fused functions uncompiled: a CPU worker needs no C++ compiler. From 0.9 on; can stay."""
+    """Leave fused functions uncompiled, because a CPU worker may have no C++ compiler. From 0.9 on; may stay."""
     jit.disable_jit_fuser()
 
 
 def _random_state_of_cpu(random: types.ModuleType) -> None:
-    """Keep the CPU's generator where the GPU's is meant (dropout, recompute). From 0.9 on; can go with the proxy."""
+    """Use the CPU's random generator in place of the GPU's (dropout, recompute). From 0.9 on; goes with the proxy."""
     random._get_cuda_rng_state = _CudaOnCpu.get_rng_state  # type: ignore[attr-defined]
     random._set_cuda_rng_state = _CudaOnCpu.set_rng_state  # type: ignore[attr-defined]
-    # A fork warns where the CPU's generator has drawn, which it is there for here.
+    # Megatron-Core warns when the CPU's generator has advanced inside a fork, which is intended here.
     logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
 
 
 def _splits_on_host(dispatcher: types.ModuleType) -> None:
-    """Give all-to-all the split sizes as numbers: tensors that are on the host already are not converted.
+    """Give all-to-all its split sizes as numbers; Megatron-Core does not convert tensors that are already on the host.
 
-    From 0.12 on; can go when ``maybe_move_tensor_to_cpu`` converts host tensors as well.
+    Needed from 0.12 on; remove it when ``maybe_move_tensor_to_cpu`` converts host tensors as well.
     """
 
     def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -236,7 +239,7 @@ def _splits_on_host(dispatcher: types.ModuleType) -> None:
 
 
 def _name_without_transformer_engine(moe_utils: types.ModuleType) -> None:
-    """Define a name that the router reads and that only an import of Transformer Engine would define.
+    """Define a name that the router reads but only an import of Transformer Engine defines.
 
     0.16.1 only.
     """

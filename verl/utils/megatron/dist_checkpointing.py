@@ -1,11 +1,12 @@
-"""Distributed checkpoints of Megatron-Core in its torch_dist format, which any layout reads."""
+"""Distributed checkpoints in Megatron-Core's torch_dist format, which any parallel layout can read."""
 
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint import FileSystemWriter
+from torch import nn
+from torch.distributed.checkpoint import FileSystemWriter, Metadata, SavePlan
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.utils import _DistWrapper
 
@@ -29,33 +30,40 @@ from megatron.core.dist_checkpointing.strategies.torch import (  # noqa: E402
 
 FORMAT = ("torch_dist", 1)
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
-"""Optimizer state as one tensor per parameter, so that it can be cut anew."""
+"""Optimizer state with one tensor per parameter, so that another layout can cut it differently."""
+
+State = dict[str, Any]
+"""A state dict: sharded tensors and plain values under names."""
 
 
 class _Strategy(TorchDistSaveShardedStrategy):
-    """Writes from this process: the writer of Megatron-Core starts others, which want a guarded entry module."""
+    """Write from a thread of this process.
+
+    Megatron-Core's writer starts processes, which fail in an entry module without ``if __name__ == "__main__"``.
+    """
 
     def __init__(self, copies: bool) -> None:
         super().__init__(*FORMAT)
         self.copies = copies
 
-    def async_save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> AsyncRequest:
-        """Agree with all ranks on who writes what; ``copies`` keeps the values of now. Collective."""
+    def async_save(self, sharded_state_dict: State, checkpoint_dir: str | Path) -> AsyncRequest:
+        """Plan with all ranks which rank writes which part; collective. ``copies`` snapshots the current values."""
         grouped, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
         if self.copies:
             for part in (each for parts in grouped.values() for each in parts if isinstance(each, ShardedTensor)):
                 part.data = part.data.detach().to("cpu", copy=True)
         tensors = mcore_to_pyt_state_dict(grouped, False)
         planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
-        writer, ranks = FileSystemWriter(checkpoint_dir), _DistWrapper(None, True, 0)
-        metadata: Any = None
+        writer = FileSystemWriter(checkpoint_dir)
+        ranks = _DistWrapper(None, True, 0)
+        metadata: Metadata | None = None
 
-        def own_plan() -> Any:
+        def own_plan() -> SavePlan:
             planner.set_up_planner(tensors, storage_meta=writer.storage_meta(), is_coordinator=ranks.is_coordinator)
             writer.set_up_storage_writer(ranks.is_coordinator)
             return writer.prepare_local_plan(planner.create_local_plan())
 
-        def common_plan(plans: list[Any]) -> list[Any]:
+        def common_plan(plans: list[SavePlan]) -> list[SavePlan]:
             nonlocal metadata
             plans, metadata = planner.create_global_plan(plans)
             return writer.prepare_global_plan(plans)
@@ -75,10 +83,11 @@ class _Strategy(TorchDistSaveShardedStrategy):
 
 
 class PendingSave:
-    """Files that a thread of every rank is writing. ``finish``, by all ranks, makes them a checkpoint."""
+    """A save in progress: a thread on every rank writes files, and ``finish`` on all ranks completes them."""
 
     def __init__(self, request: AsyncRequest, then: Callable[[], None]) -> None:
-        self._request, self._then = request, then
+        self._request = request
+        self._then = then
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._write, name="save_checkpoint", daemon=True)
         self._thread.start()
@@ -96,28 +105,28 @@ class PendingSave:
         return not self._thread.is_alive()
 
     def wait(self) -> str | None:
-        """Wait for the thread of this rank; returns what went wrong."""
+        """Wait for the thread of this rank, and return its error as text, or None."""
         self._thread.join()
         return None if self._error is None else f"{type(self._error).__name__}: {self._error}"
 
     def finish(self) -> None:
-        """Write what names the files of all ranks; collective."""
+        """Write the index of all ranks' files; collective."""
         for step in self._request.finalize_fns:
             step()
 
 
 def save_dist_checkpointing(
-    sharded_state_dict: dict[str, Any],
+    sharded_state_dict: State,
     ckpt_path: str | Path,
     async_save: bool = False,
     then: Callable[[], None] = lambda: None,
 ) -> PendingSave:
-    """Start to write a state into an empty folder, from threads; collective.
+    """Start to write a state into an empty folder from a thread on every rank; collective.
 
-    With ``async_save`` the values of this moment are copied to the host first, and may change at once. The caller
-    waits for all ranks and then lets them ``finish``; ``then`` runs on the thread behind the write.
+    With ``async_save`` the tensors are copied to the host first, so that training may change them at once. The caller
+    waits for all ranks and then calls ``finish`` on each; ``then`` runs on the thread after the write.
 
-    Raises: CheckpointError when the ranks do not hold each part once.
+    Raises: CheckpointError when the ranks together do not hold each part exactly once.
     """
     try:
         request = dist_checkpointing.save(
@@ -128,31 +137,31 @@ def save_dist_checkpointing(
     return PendingSave(request, then)
 
 
-def load_dist_checkpointing(sharded_state_dict: dict[str, Any], ckpt_dir: str | Path) -> dict[str, Any]:
-    """Return a state with the tensors of a folder, cut as ``sharded_state_dict`` says; collective.
+def load_dist_checkpointing(sharded_state_dict: State, ckpt_dir: str | Path) -> State:
+    """Read the parts that ``sharded_state_dict`` describes from a folder; collective.
 
-    Raises: CheckpointError naming what is missing or of another shape.
+    Raises: CheckpointError naming tensors that are missing or have another shape.
     """
     try:
-        state: dict[str, Any] = dist_checkpointing.load(sharded_state_dict, str(ckpt_dir))
-    except CheckpointException as error:  # of torch, not an Exception: one for every rank
+        state: State = dist_checkpointing.load(sharded_state_dict, str(ckpt_dir))
+    except CheckpointException as error:  # a BaseException of torch, with one failure per rank
         reasons = {str(reason[0]) for reason in error.failures.values()}
-        hint = "it is of another model: " if any("shape mismatch" in reason for reason in reasons) else ""
+        hint = "it belongs to another model: " if any("shape mismatch" in reason for reason in reasons) else ""
         raise CheckpointError(hint + "; ".join(sorted(reasons))) from error
     except (CheckpointingException, KeyError, RuntimeError, ValueError, EOFError, OSError) as error:
         raise CheckpointError(f"{type(error).__name__}: {error}") from error
     return state
 
 
-def chunk_names(chunks: Sequence[Any]) -> list[str]:
-    """Return the keys under which the chunks of a model stand in a state."""
+def chunk_names(chunks: Sequence[nn.Module]) -> list[str]:
+    """Return the keys of a model's chunks in a state."""
     return ["model"] if len(chunks) == 1 else [f"model{at}" for at in range(len(chunks))]
 
 
-def sharded_weights(chunks: Sequence[Any]) -> dict[str, Any]:
-    """Describe the parameters of this rank as parts of global tensors, whose names hold for every layout.
+def sharded_weights(chunks: Sequence[nn.Module]) -> State:
+    """Describe this rank's parameters as parts of global tensors with layout-independent names.
 
-    Tensors of the vocabulary may have another padding than in a checkpoint: it differs with the layout.
+    The padding of vocabulary tensors depends on the layout, so their shapes may differ from those in a checkpoint.
     """
     state = {}
     for name, chunk in zip(chunk_names(chunks), chunks, strict=True):
@@ -164,18 +173,7 @@ def sharded_weights(chunks: Sequence[Any]) -> dict[str, Any]:
     return state
 
 
-def tensor_names(sharded_state_dict: dict[str, Any]) -> set[str]:
+def tensor_names(sharded_state_dict: State) -> set[str]:
     """Return the global names of the tensors that a state describes."""
     kinds = (ShardedTensor, ShardedTensorFactory)
     return {value.key for value in nested_values(sharded_state_dict) if isinstance(value, kinds)}
-
-
-__all__ = [
-    "METADATA",
-    "PendingSave",
-    "chunk_names",
-    "load_dist_checkpointing",
-    "save_dist_checkpointing",
-    "sharded_weights",
-    "tensor_names",
-]

@@ -1,11 +1,10 @@
-"""Memory that an engine gives up between its turns: parameters, gradients and the state of the optimizer."""
+"""Offload of a Megatron engine's parameters, gradients and optimizer state to the host between its turns."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from verl.utils.device import get_torch_device
 from verl.utils.megatron import cpu_support
@@ -13,15 +12,15 @@ from verl.utils.megatron import cpu_support
 cpu_support.install()
 
 from megatron.core.distributed import DistributedDataParallel  # noqa: E402
-from megatron.core.optimizer.optimizer import FP32Optimizer  # noqa: E402
+from megatron.core.optimizer.optimizer import FP32Optimizer, MegatronOptimizer  # noqa: E402
 
 PARTS = ("model", "grad", "copies", "optimizer")
-"""``copies`` are updated in the place of parameters of half precision; ``optimizer`` is these and the moments."""
+"""``copies`` are the fp32 copies of half-precision parameters; ``optimizer`` holds these and the moments."""
 
 
 @dataclass(frozen=True)
 class _Away:
-    """One storage that is empty on the device: its size, and its bytes on the host where they are needed again."""
+    """One storage that is empty on the device: its size, and its bytes on the host if it is to be restored."""
 
     storage: torch.UntypedStorage
     size: int
@@ -29,23 +28,25 @@ class _Away:
 
 
 class Offload:
-    """The tensors of an engine in three parts, each on the device or away from it.
+    """The tensors of an engine in ``PARTS``, each part either on the device or on the host.
 
-    Storages are emptied and filled again, so that whatever views them stays as it is: the buffers of Megatron-Core,
-    the parameters cut out of them and the shards of the distributed optimizer. Gradients come back as zeros. On a CPU
-    worker the bytes move between two places of the same memory.
+    Megatron-Core keeps parameters and gradients in large buffers. Parameters, and the shards of the distributed
+    optimizer, are views of them. Moving the tensors would break these views, so the storages under them are resized to
+    zero and later filled again. Gradients come back as zeros. On a CPU worker the bytes move within the host memory.
     """
 
-    def __init__(self, modules: Iterable[Any], optimizer: Any, device: torch.device) -> None:
-        self._modules, self._optimizer, self._device = list(modules), optimizer, device
+    def __init__(self, modules: Iterable[nn.Module], optimizer: MegatronOptimizer | None, device: torch.device) -> None:
+        self._modules = list(modules)
+        self._optimizer = optimizer
+        self._device = device
         self._away: dict[str, dict[int, _Away]] = {part: {} for part in PARTS}
 
     def is_away(self, part: str) -> bool:
-        """Whether a part cannot be used."""
+        """Whether a part is on the host."""
         return bool(self._away[part])
 
     def unload(self, part: str) -> None:
-        """Free what a part holds on the device."""
+        """Move a part to the host and free its device memory."""
         away = self._away[part]
         if away:
             return
@@ -71,7 +72,7 @@ class Offload:
         self._away[part].clear()
 
     def value_of(self, parameter: Tensor) -> Tensor:
-        """Return what a parameter holds, wherever it is."""
+        """Return the value of a parameter, from the host if it is offloaded."""
         away = self._away["model"].get(parameter.untyped_storage()._cdata)
         if away is None or away.host is None:
             return parameter.detach()
@@ -79,13 +80,14 @@ class Offload:
         place = (parameter.storage_offset(), parameter.size(), parameter.stride())
         return empty.set_(away.host.untyped_storage(), *place)
 
-    # ---- what the parts are
+    # ---- the tensors of each part
 
     def _storages(self, part: str) -> Iterator[torch.UntypedStorage]:
         """Yield the storages of a part on the device, each once."""
         kinds = {"model": self._parameters, "grad": self._gradients, "copies": self._copies, "optimizer": self._states}
-        tensors, seen = kinds[part](), set[int]()
-        if part in ("copies", "optimizer"):  # it steps on views of parameters, and on copies of those of half precision
+        tensors = kinds[part]()
+        seen = set[int]()
+        if part in ("copies", "optimizer"):  # param_groups mix fp32 copies with views of parameters: skip the latter
             seen.update(tensor.untyped_storage()._cdata for tensor in self._trained())
         for tensor in tensors:
             storage = tensor.untyped_storage()
@@ -99,12 +101,12 @@ class Offload:
 
     def _gradients(self) -> Iterator[Tensor]:
         for module in self._modules:
-            if isinstance(module, DistributedDataParallel):  # whose ``buffers`` are its own, not those of a module
+            if isinstance(module, DistributedDataParallel):  # its ``buffers`` is a list of gradient buffers
                 for buffer in (*module.buffers, *module.expert_parallel_buffers):
                     yield buffer.grad_data
 
     def _trained(self) -> Iterator[Tensor]:
-        """Yield the parameters of the modules and of those that the optimizer knows."""
+        """Yield the parameters of the modules and of the optimizer's modules."""
         yield from self._parameters()
         for each in self._optimizers():
             for chunk in getattr(each, "model_chunks", ()):
@@ -120,13 +122,13 @@ class Offload:
                 yield from group["params"]
 
     def _states(self) -> Iterator[Tensor]:
-        """Yield moments and copies; counts of steps are read on the host."""
+        """Yield moments and copies; step counters are scalars and stay."""
         yield from self._copies()
         for each in self._optimizers():
             for state in each.state.values():
                 yield from (value for value in state.values() if isinstance(value, Tensor) and value.dim())
 
-    def _optimizers(self) -> Iterator[Any]:
+    def _optimizers(self) -> Iterator[MegatronOptimizer]:
         for each in getattr(self._optimizer, "chained_optimizers", ()):
             if not getattr(each, "is_stub_optimizer", False):
                 yield each

@@ -1,16 +1,18 @@
-"""AdamW of Megatron-Core and its schedule."""
+"""Megatron-Core's AdamW and its learning rate schedule."""
 
 import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from verl.utils.megatron import cpu_support
 
 cpu_support.install()
 
 from megatron.core import optimizer as mcore_optimizer  # noqa: E402
-from megatron.core.optimizer import OptimizerConfig  # noqa: E402
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer  # noqa: E402
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig  # noqa: E402
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # noqa: E402
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
 
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 def init_megatron_optim_config(
     optim_config: "McoreOptimizerConfig", dtype: torch.dtype = torch.bfloat16, use_distributed_optimizer: bool = True
 ) -> OptimizerConfig:
-    """Return Megatron-Core's configuration for an ``optim`` node, of parameters in ``dtype``.
+    """Return Megatron-Core's configuration for an ``optim`` node and parameters in ``dtype``.
 
     Raises: ValueError for a key that Megatron-Core does not have.
     """
@@ -40,15 +42,15 @@ def init_megatron_optim_config(
     unknown = sorted(values.keys() - OptimizerConfig.__dataclass_fields__.keys())
     if unknown:
         raise ValueError(
-            f"optim.override_optimizer_config has unknown keys {unknown}: write fields of megatron-core's "
-            "OptimizerConfig"
+            f"optim.override_optimizer_config has unknown keys {unknown}: use fields of megatron-core's OptimizerConfig"
         )
     return OptimizerConfig(**values)
 
 
-def get_megatron_optimizer(model: list[Any], config: OptimizerConfig) -> Any:
-    """Return AdamW over the parameters of all chunks, which are in ``DistributedDataParallel``. Biases and norms are
-    not decayed.
+def get_megatron_optimizer(model: list[nn.Module], config: OptimizerConfig) -> MegatronOptimizer:
+    """Return AdamW over the parameters of all chunks, wrapped in ``DistributedDataParallel``.
+
+    Biases and norms have no weight decay.
     """
     with cpu_support.cuda_type_names():
         optimizer = mcore_optimizer.get_megatron_optimizer(config, model, use_gloo_process_groups=False)
@@ -63,7 +65,7 @@ def get_megatron_optimizer(model: list[Any], config: OptimizerConfig) -> Any:
 
 
 def _start_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give every parameter the state that its first step would: a checkpoint can only be loaded into one."""
+    """Create the state that the first step would create: a checkpoint can only be loaded into existing state."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             optimizer.state[parameter] = {
@@ -74,10 +76,11 @@ def _start_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _restore_steps(optimizer: DistributedOptimizer) -> None:
-    """Keep one count of steps per parameter when a checkpoint is loaded.
+    """Patch the loading of checkpoints to keep one step counter per parameter.
 
-    Megatron-Core gives all parameters the same tensor, which torch's Adam then counts up once for each of them, and
-    expects the count among the tensors of a parameter. From 0.9 on; can go when it knows torch's Adam there.
+    Megatron-Core gives all parameters the same counter tensor, which torch's Adam then increments once per parameter.
+    It also expects the counter among the tensors of a parameter. Needed from 0.9 on; remove it when Megatron-Core
+    supports torch's Adam here.
     """
     original = optimizer._set_main_param_and_optimizer_states
 
@@ -91,12 +94,13 @@ def _restore_steps(optimizer: DistributedOptimizer) -> None:
 
 
 def _save_without_gaps(optimizer: DistributedOptimizer) -> None:
-    """Save the state of each parameter from where it stands.
+    """Patch the saving of checkpoints to cut each parameter's state at the right position.
 
-    Megatron-Core gathers it without the padding between the buckets of a buffer, and then cuts it by places that count
-    the padding: behind a padded bucket the states of parameters, and their values, are those of neighbours, and the
-    last end in zeros. A buffer has several buckets with ``overlap_grad_reduce``, and with a tied head over pipeline
-    stages. In 0.16; can go when ``sharded_param_state_fully_reshardable`` counts as ``get_parameter_state_dp_zero``.
+    Megatron-Core gathers the state without the padding between the buckets of a buffer, but cuts it at positions that
+    include the padding. After a padded bucket, parameters would get the states and values of their neighbours, and the
+    last ones zeros. A buffer has several buckets with ``overlap_grad_reduce`` and with a tied head over pipeline
+    stages. Needed in 0.16; remove it when ``sharded_param_state_fully_reshardable`` counts like
+    ``get_parameter_state_dp_zero``.
     """
     original = optimizer.sharded_param_state_fully_reshardable
 
@@ -114,9 +118,10 @@ def _save_without_gaps(optimizer: DistributedOptimizer) -> None:
     optimizer.sharded_param_state_fully_reshardable = sharded
 
 
-def _places_without_padding(buffer: Any) -> dict[Any, tuple[int, int, int]]:
-    """Return where each parameter of a buffer starts and ends, and its bucket, the padding between buckets left out."""
-    gaps, unpadded = {}, 0
+def _places_without_padding(buffer: _ParamAndGradBuffer) -> dict[nn.Parameter, tuple[int, int, int]]:
+    """Return start, end and bucket of each parameter in a buffer, without the padding between buckets."""
+    gaps = {}
+    unpadded = 0
     for bucket in buffer.buckets:
         gaps[bucket.bucket_id] = bucket.offset - unpadded
         unpadded += bucket.numel_unpadded
@@ -124,17 +129,20 @@ def _places_without_padding(buffer: Any) -> dict[Any, tuple[int, int, int]]:
     return {parameter: (start - gaps[at], end - gaps[at], at) for parameter, (start, end, at) in places}
 
 
-def get_megatron_last_lr(optimizer: Any) -> float:
+def get_megatron_last_lr(optimizer: MegatronOptimizer) -> float:
     """Return the learning rate of the next step."""
     rate: float = optimizer.param_groups[0]["lr"]
     return rate
 
 
-def get_megatron_optimizer_param_scheduler(optimizer: Any, config: "McoreOptimizerConfig") -> OptimizerParamScheduler:
-    """Return the schedule, which also applies the weight decay of each group; ``lr_warmup_steps`` of 0 or less leaves
-    the warm-up to the ratio.
+def get_megatron_optimizer_param_scheduler(
+    optimizer: MegatronOptimizer, config: "McoreOptimizerConfig"
+) -> OptimizerParamScheduler:
+    """Return the schedule, which also applies the weight decay of each group.
 
-    Raises: ValueError when the schedule needs a length that was not given, or the warm-up is longer than it.
+    ``lr_warmup_steps`` of 0 or less means that ``lr_warmup_steps_ratio`` sets the warm-up.
+
+    Raises: ValueError when the schedule needs a length that is missing, or when the warm-up is longer than it.
     """
     total = config.total_training_steps if config.total_training_steps is not None else -1
     warmup = config.lr_warmup_steps if config.lr_warmup_steps is not None else -1
@@ -153,8 +161,8 @@ def get_megatron_optimizer_param_scheduler(optimizer: Any, config: "McoreOptimiz
             raise ValueError(f"the warm-up of {warmup} steps must be shorter than the schedule of {length}")
         if config.lr_decay_style == "WSD" and (config.lr_wsd_decay_steps or 0) > length - warmup:
             raise ValueError(
-                f"optim.lr_wsd_decay_steps={config.lr_wsd_decay_steps} must be at most {length - warmup}, the steps "
-                "that the schedule has behind its warm-up"
+                f"optim.lr_wsd_decay_steps={config.lr_wsd_decay_steps} must be at most {length - warmup}, the number "
+                "of steps after the warm-up"
             )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -1,35 +1,39 @@
-"""Batches and shapes of pipeline schedules that the caller drives."""
+"""Batches and shapes for pipeline schedules."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from verl.utils.seqlen_balancing import roundup_divisible
 
-def make_batch_generator(batches: Sequence[Any], vpp_size: int) -> Iterator[Any] | list[Iterator[Any]]:
-    """Return an iterator over micro-batches: with virtual stages a list of one for each of them."""
+Batch = TypeVar("Batch")
+
+
+def make_batch_generator(batches: Sequence[Batch], vpp_size: int) -> Iterator[Batch] | list[Iterator[Batch]]:
+    """Return an iterator over micro-batches; with virtual stages, a list with one iterator per stage."""
     return [iter(batches) for _ in range(vpp_size)] if vpp_size > 1 else iter(batches)
 
 
-def compute_transformers_input_shapes(batches: Sequence[Any], meta_info: dict[str, Any]) -> list[torch.Size]:
-    """Return the shape (t, 1, h) of the hidden states of each micro-batch without its padding.
+def compute_transformers_input_shapes(
+    batches: Sequence[Mapping[str, Tensor]], meta_info: Mapping[str, int]
+) -> list[torch.Size]:
+    """Return the shape (t, 1, h) of each micro-batch's hidden states without padding.
 
-    Each has ``attention_mask`` (B, L). ``meta_info``: ``hidden_size`` and ``sequence_parallel``, with which tokens are
-    padded to a multiple of the tensor-parallel ranks and shared by them.
+    Each has ``attention_mask`` (B, L). ``meta_info`` holds ``hidden_size`` and ``sequence_parallel``; the latter pads
+    the tokens to a multiple of the tensor-parallel size and divides them by it.
     """
     from verl.utils.megatron import cpu_support
-    from verl.utils.megatron.sequence_parallel import padded_to_multiple
 
     cpu_support.install()
     from megatron.core import parallel_state
 
     shapes = []
     for batch in batches:
-        mask: Tensor = batch["attention_mask"]
-        tokens = int(mask.sum())
+        tokens = int(batch["attention_mask"].sum())
         if meta_info["sequence_parallel"]:
             size = parallel_state.get_tensor_model_parallel_world_size()
-            tokens = padded_to_multiple(tokens, size) // size
+            tokens = roundup_divisible(tokens, size) // size
         shapes.append(torch.Size([tokens, 1, meta_info["hidden_size"]]))
     return shapes

@@ -1,5 +1,6 @@
-"""Log-probabilities and entropies of logits whose vocabulary is sharded over ranks, without a second copy of them."""
+"""Log-probabilities and entropies of logits with a sharded vocabulary, without a second copy of the logits."""
 
+import sys
 from typing import Any
 
 import torch
@@ -8,19 +9,20 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from verl.utils.numerics.log_probs import CHUNK_ELEMENTS, CHUNK_ELEMENTS_DEFAULT
+from verl.utils.numerics.log_probs import chunk_elements
+from verl.utils.seqlen_balancing import ceildiv, roundup_divisible
 
 
 def vocab_range(vocab_size: int, group: ProcessGroup | None) -> tuple[int, int]:
-    """Return which tokens this rank's columns are; columns behind the vocabulary pad it to equal shards."""
-    size, rank = _size(group), _rank(group)
-    width = -(-vocab_size // size)
+    """Return the range of tokens in this rank's columns; columns after the vocabulary pad it to equal shards."""
+    rank = _rank(group)
+    width = ceildiv(vocab_size, _size(group))
     return min(rank * width, vocab_size), min((rank + 1) * width, vocab_size)
 
 
 def padded_vocab_size(vocab_size: int, size: int) -> int:
-    """Return the vocabulary with as much padding as equal shards over ``size`` ranks need."""
-    return -(-vocab_size // size) * size
+    """Return the vocabulary size padded to equal shards over ``size`` ranks."""
+    return roundup_divisible(vocab_size, size)
 
 
 def _size(group: ProcessGroup | None) -> int:
@@ -31,14 +33,19 @@ def _rank(group: ProcessGroup | None) -> int:
     return dist.get_rank(group) if group is not None else 0
 
 
-def _reduce(values: Tensor, group: ProcessGroup | None, op: Any = dist.ReduceOp.SUM) -> Tensor:
+def _reduce(values: Tensor, group: ProcessGroup | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     if _size(group) > 1:
         dist.all_reduce(values, op=op, group=group)
     return values
 
 
 class _VocabParallel(torch.autograd.Function):
-    """Keeps this rank's logits for the backward pass, which turns them into their gradient without communication."""
+    """Compute log-probabilities and entropies from this rank's columns.
+
+    ``sum exp(z)``, ``sum z exp(z)`` and the logit of the label are sums over columns, so that one all-reduce of three
+    numbers per row joins the ranks. The backward pass recomputes the probabilities of a chunk from the kept logits and
+    the joint log-sum, and needs no communication.
+    """
 
     @staticmethod
     def forward(
@@ -52,9 +59,9 @@ class _VocabParallel(torch.autograd.Function):
         inplace: bool,
     ) -> tuple[Tensor, Tensor]:
         first, last = vocab_range(vocab_size, group)
-        rows, width = len(logits), last - first
-        limit = CHUNK_ELEMENTS.get(logits.device.type, CHUNK_ELEMENTS_DEFAULT)
-        step = max(1, limit // max(width, 1))
+        rows = len(logits)
+        width = last - first
+        step = max(1, chunk_elements(logits) // max(width, 1))
         dtype = torch.promote_types(logits.dtype, torch.float32)
         largest = logits.new_full((rows,), -torch.inf, dtype=dtype)
         if width and rows:
@@ -62,7 +69,7 @@ class _VocabParallel(torch.autograd.Function):
         _reduce(largest, group, dist.ReduceOp.MAX)
         mine = (labels >= first) & (labels < last)
         column = torch.where(mine, labels - first, 0)
-        # Sums over the vocabulary: of exp(z), of z exp(z), and the z of the label; z is shifted by the largest.
+        # Rows: sum of exp(z), sum of z exp(z), z of the label; z is shifted by the largest logit of its row.
         sums = logits.new_zeros(3, rows, dtype=dtype)
         for at in range(0, rows if width else 0, step):
             chunk = slice(at, at + step)
@@ -80,7 +87,10 @@ class _VocabParallel(torch.autograd.Function):
         log_probs = sums[2] - log_sum
         entropy = log_sum - sums[1] / sums[0] if entropy_mode != "none" else log_sum.new_empty(0)
         ctx.save_for_backward(logits, column, mine, largest + log_sum, entropy)
-        ctx.temperature, ctx.width, ctx.step, ctx.inplace = temperature, width, step, inplace
+        ctx.temperature = temperature
+        ctx.width = width
+        ctx.step = step
+        ctx.inplace = inplace
         ctx.with_entropy = entropy_mode == "grad"
         if not ctx.with_entropy:
             ctx.mark_non_differentiable(entropy)
@@ -90,7 +100,8 @@ class _VocabParallel(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         logits, column, mine, log_sum, entropy = ctx.saved_tensors
-        width, temperature = ctx.width, ctx.temperature
+        width = ctx.width
+        temperature = ctx.temperature
         grad_logits = logits if ctx.inplace else torch.empty_like(logits)
         for at in range(0, len(logits) if width else 0, ctx.step):
             chunk = slice(at, at + ctx.step)
@@ -98,9 +109,8 @@ class _VocabParallel(torch.autograd.Function):
             probs = log_p.exp()
             pull = grad_log_probs[chunk].unsqueeze(-1)
             if ctx.with_entropy:
-                pull = log_p.clamp_(min=-1e4).add_(entropy[chunk].unsqueeze(-1)).mul_(
-                    grad_entropy[chunk].unsqueeze(-1)
-                ).add_(pull)  # fmt: skip
+                surprise = log_p.clamp_(min=-1e4).add_(entropy[chunk].unsqueeze(-1))
+                pull = surprise.mul_(grad_entropy[chunk].unsqueeze(-1)).add_(pull)
             grad = probs.mul_(pull).neg_()
             grad.scatter_add_(-1, column[chunk].unsqueeze(-1), (grad_log_probs[chunk] * mine[chunk]).unsqueeze(-1))
             grad_logits[chunk, :width] = grad.div_(temperature)
@@ -118,19 +128,19 @@ def vocab_parallel_log_probs_and_entropy(
     group: ProcessGroup | None = None,
     inplace_backward: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the log-probability of each label and, where asked for, the entropy of its distribution.
+    """Return the log-probability of each label and, on request, the entropy of its distribution.
 
-    Rows are worked on in chunks; two small collectives serve all of them. The gradient is written over the logits,
-    unless ``inplace_backward`` is off or they are a leaf.
+    Rows are processed in chunks; two small collectives serve all of them. The gradient overwrites the logits, unless
+    ``inplace_backward`` is off or they are a leaf.
 
     Args:
         logits: (N, V / ranks), this rank's columns of the vocabulary, padded to equal width.
         labels: (N,), int64, the same on every rank of ``group``.
         entropy: ``none``, ``value`` (without gradient) or ``grad``.
         vocab_size: tokens without padding; by default all columns are tokens.
-        group: the ranks that hold the other columns; None where this one holds all.
+        group: the ranks that hold the other columns; None if this rank holds all.
     Returns: (log_probs, entropy or None), each (N,) in fp32, float64 for float64 logits.
-    Raises: ValueError for shapes that do not match, an unknown ``entropy`` or a temperature that is not positive.
+    Raises: ValueError for mismatched shapes, an unknown ``entropy`` or a temperature that is not positive.
     """
     if entropy not in ("none", "value", "grad"):
         raise ValueError(f"entropy must be 'none', 'value' or 'grad', got {entropy!r}")
@@ -174,12 +184,12 @@ def vocab_parallel_entropy(logits: Tensor, group: ProcessGroup | None = None) ->
 def vocab_parallel_log_probs_from_logits_response_rmpad(
     input_ids: Tensor, attention_mask: Tensor, logits_rmpad: Tensor, response_length: int
 ) -> Tensor:
-    """Return the log-probability (B, response_length) of each response token, zero where there is none.
+    """Return the log-probability (B, response_length) of each response token, zero at padding.
 
-    ``logits_rmpad`` (T, V / ranks) are those of all T tokens that ``attention_mask`` (B, L) keeps.
+    ``logits_rmpad`` (T, V / ranks) holds the T tokens that ``attention_mask`` (B, L) keeps.
     """
     mask = attention_mask.bool()
-    labels = input_ids.roll(-1, dims=1)[mask]  # the last of a row predicts nothing that is read
+    labels = input_ids.roll(-1, dims=1)[mask]  # the prediction of a row's last token is not used
     packed = vocab_parallel_log_probs_from_logits(logits_rmpad.reshape(len(labels), -1), labels)
     whole = packed.new_zeros(mask.shape).masked_scatter(mask, packed)
     return whole[:, -response_length - 1 : -1] * mask[:, -response_length:]
@@ -191,21 +201,13 @@ def is_tensor_parallel_param(param: Tensor) -> bool:
 
 
 def get_tensor_parallel_partition_dim(param: Tensor) -> int:
-    """Return the dim that is cut of a parameter that ranks share."""
+    """Return the sharded dim of a parameter."""
     dim: int = param.partition_dim  # type: ignore[attr-defined]
     return dim
 
 
-def get_tensor_parallel_partition_stride(param: Tensor) -> int:
-    """Return how many pieces a part consists of."""
-    stride: int = param.partition_stride  # type: ignore[attr-defined]
-    return stride
-
-
 def _default(group: ProcessGroup | None) -> ProcessGroup | None:
-    """Return the tensor-parallel group of this process where none is given and Megatron-Core has one."""
-    import sys
-
+    """Return the given group, else Megatron-Core's tensor-parallel group if there is one."""
     state = sys.modules.get("megatron.core.parallel_state")
     if group is not None or state is None or not state.model_parallel_is_initialized():
         return group

@@ -1,4 +1,4 @@
-"""The exact divergence of two distributions over the vocabulary, a few rows of logits at a time."""
+"""The exact KL divergence of two distributions over the vocabulary, a few rows of logits at a time."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from verl.utils.numerics.log_probs import rows_per_chunk, scaled_log_softmax
 
 
 class _FullKL(torch.autograd.Function):
-    """Keeps both logits for the backward pass, which computes the probabilities of a chunk again."""
+    """Keep both logits for the backward pass, which recomputes the probabilities of a chunk."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, ref_logits: Tensor, temperature: float, chunk_size: int | None) -> Tensor:
@@ -22,7 +22,8 @@ class _FullKL(torch.autograd.Function):
             ]
         )
         ctx.save_for_backward(logits, ref_logits, kl)
-        ctx.temperature, ctx.step = temperature, step
+        ctx.temperature = temperature
+        ctx.step = step
         return kl
 
     @staticmethod
@@ -39,9 +40,7 @@ class _FullKL(torch.autograd.Function):
 
 
 def _terms(logits: Tensor, ref_logits: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the probabilities (n, V), the log-ratios to the reference, zero where there is no probability, and the
-    divergences (n,).
-    """
+    """Return the probabilities (n, V), the log-ratios to the reference (0 at probability 0) and the KL (n,)."""
     log_probs = scaled_log_softmax(logits, temperature)
     probs = log_probs.exp()
     log_ratio = log_probs.sub_(scaled_log_softmax(ref_logits, temperature)).masked_fill_(probs == 0, 0.0)
@@ -49,16 +48,16 @@ def _terms(logits: Tensor, ref_logits: Tensor, temperature: float) -> tuple[Tens
 
 
 def full_kl(logits: Tensor, ref_logits: Tensor, temperature: float = 1.0, chunk_size: int | None = None) -> Tensor:
-    """Return sum_v p(v) (log p(v) - log q(v)) of each row, (N,) from logits of p and q, (N, V), in fp32 or better.
+    """Return sum_v p(v) (log p(v) - log q(v)) of each row: (N,) from logits of p and q, (N, V), in fp32 or better.
 
-    Both are divided by the temperature; the gradient goes to the first alone.
+    Both are divided by the temperature. Only the first receives a gradient.
 
-    Raises: ValueError where the shapes differ, as those of models with different vocabularies do.
+    Raises: ValueError when the shapes differ, for instance because the vocabularies do.
     """
     if logits.shape != ref_logits.shape:
         raise ValueError(
             f"the full KL compares distributions over one vocabulary: logits {tuple(logits.shape)} of the policy, "
-            f"{tuple(ref_logits.shape)} of the reference; write another actor_rollout_ref.actor.kl_loss_type"
+            f"{tuple(ref_logits.shape)} of the reference; set another actor_rollout_ref.actor.kl_loss_type"
         )
     kl: Tensor = _FullKL.apply(logits, ref_logits.detach(), float(temperature), chunk_size)  # type: ignore[no-untyped-call]
     return kl

@@ -6,16 +6,18 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-CHUNK_ELEMENTS = {"cpu": 1 << 20}
-CHUNK_ELEMENTS_DEFAULT = 1 << 25
-"""Logits that are worked on at once where no chunk size is given: what a cache holds, what fills an accelerator."""
-
 _LOG_ZERO = -1e4
 """Stands for a log-probability of minus infinity; its exponential is zero in every dtype."""
 
 
+def chunk_elements(logits: Tensor) -> int:
+    """Return the default number of logits in a chunk: on a CPU those that fit its cache, else enough work for a GPU."""
+    return 1 << 20 if logits.device.type == "cpu" else 1 << 25
+
+
 def rows_per_chunk(logits: Tensor, chunk_size: int | None) -> int:
-    return max(1, chunk_size or CHUNK_ELEMENTS.get(logits.device.type, CHUNK_ELEMENTS_DEFAULT) // logits.shape[-1])
+    """Return the number of rows in a chunk."""
+    return max(1, chunk_size or chunk_elements(logits) // logits.shape[-1])
 
 
 def _accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -59,7 +61,11 @@ def logits_gradient(
 
 
 class _LogProbsAndEntropy(torch.autograd.Function):
-    """Keeps the logits themselves for the backward pass, and turns them into their gradient there."""
+    """Keep the logits for the backward pass, and overwrite them with their gradient there.
+
+    Per row with probabilities p and entropy H: d log p(label) / dz = onehot - p, and dH / dz = -p (log p + H).
+    Keeping p as well would double the memory of the largest tensor of a training step.
+    """
 
     @staticmethod
     def forward(
@@ -71,7 +77,8 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         chunk_size: int | None,
         inplace: bool,
     ) -> tuple[Tensor, Tensor]:
-        rows, step = len(logits), rows_per_chunk(logits, chunk_size)
+        rows = len(logits)
+        step = rows_per_chunk(logits, chunk_size)
         dtype = _accumulate_dtype(logits.dtype)
         log_probs = logits.new_empty(rows, dtype=dtype)
         entropy = logits.new_empty(rows if entropy_mode != "none" else 0, dtype=dtype)
@@ -82,7 +89,10 @@ class _LogProbsAndEntropy(torch.autograd.Function):
             if entropy_mode != "none":
                 entropy[chunk] = entropy_of(log_p)
         ctx.save_for_backward(logits, labels, entropy)
-        ctx.temperature, ctx.entropy_mode, ctx.step, ctx.inplace = temperature, entropy_mode, step, inplace
+        ctx.temperature = temperature
+        ctx.entropy_mode = entropy_mode
+        ctx.step = step
+        ctx.inplace = inplace
         if entropy_mode != "grad":
             ctx.mark_non_differentiable(entropy)
         return log_probs, entropy
@@ -129,27 +139,27 @@ def log_probs_and_entropy(
     chunk_size: int | None = None,
     inplace_backward: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the log-probability of each label and, where asked for, the entropy of its distribution.
+    """Return the log-probability of each label and, on request, the entropy of its distribution.
 
-    Rows are worked on in chunks. Nothing of the size of the logits is allocated: the backward pass recomputes the
-    probabilities of a chunk and writes the gradient over the logits. Logits that something else still needs for its
-    own backward pass want ``inplace_backward=False`` (autograd raises otherwise). Leaves are never written to.
+    Rows are processed in chunks, and no second tensor of the size of the logits is allocated: the backward pass
+    recomputes the probabilities of a chunk and overwrites the logits with the gradient. Use ``inplace_backward=False``
+    if another backward pass needs the logits (autograd raises otherwise). Leaves are never overwritten.
 
     Args:
         logits: (..., V), any floating dtype; half precision is computed in fp32.
         labels: (...), int64.
         temperature: a number, or a tensor that broadcasts to the shape of the labels.
         entropy: ``none``, ``value`` (without gradient) or ``grad``; True is ``value``.
-        chunk_size: rows at once; by default what suits the device.
+        chunk_size: rows per chunk; the default depends on the device.
     Returns: (log_probs, entropy or None), each (...) in fp32, float64 for float64 logits.
-    Raises: ValueError for shapes that do not match, an unknown ``entropy`` or a temperature that is not positive.
+    Raises: ValueError for mismatched shapes, an unknown ``entropy`` or a temperature that is not positive.
     """
     mode = {True: "value", False: "none"}.get(entropy, entropy) if isinstance(entropy, bool) else entropy
     if mode not in ("none", "value", "grad"):
         raise ValueError(f"entropy must be 'none', 'value' or 'grad', got {entropy!r}")
     if logits.shape[:-1] != labels.shape:
         raise ValueError(
-            f"labels {tuple(labels.shape)} must have the shape of logits {tuple(logits.shape)} less the last"
+            f"labels {tuple(labels.shape)} must have the shape of logits {tuple(logits.shape)} without the last dim"
         )
     rows = logits.reshape(-1, logits.shape[-1])
     inplace = inplace_backward and not logits.is_leaf

@@ -1,4 +1,4 @@
-"""Learning rate schedules, as factors of the base rate."""
+"""Learning rate schedules: factors of the base learning rate."""
 
 import math
 from collections.abc import Callable
@@ -7,8 +7,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 
-def _with_warmup(optimizer: Optimizer, num_warmup_steps: int, after: Callable[[int], float], start: float,
-                 last_epoch: int) -> LambdaLR:  # fmt: skip
+def _with_warmup(
+    optimizer: Optimizer, num_warmup_steps: int, after: Callable[[int], float], start: float, last_epoch: int
+) -> LambdaLR:
     """Rise linearly from ``start`` to 1, then follow ``after(step)``."""
 
     def factor(step: int) -> float:

@@ -1,4 +1,4 @@
-"""Random seeds as pure functions of where in a run they are used, so that every draw can be replayed alone."""
+"""Random seeds as pure functions of their place in a run, so that every draw can be replayed on its own."""
 
 import hashlib
 import random
@@ -30,10 +30,10 @@ def derive_seed(run_seed: int, *path: int | str) -> int:
 def sampling_seeds(
     run_seed: int, step: int, num_prompts: int, n: int, validate: bool = False, first_prompt: int = 0
 ) -> Tensor:
-    """Return the seed of each of ``num_prompts * n`` requests, interleaved as in ``DataProto.repeat``: int64, 63 bit.
+    """Return the seeds of ``num_prompts * n`` requests, interleaved as in ``DataProto.repeat``: int64, 63 bit.
 
-    A seed depends on the run, the step, the position of the prompt in the step's data and the number of the sample,
-    and on nothing else; ``first_prompt`` is the position of the first one, for data that comes in several batches.
+    A seed depends only on the run, the step, the position of the prompt in the step's data and the number of the
+    sample. ``first_prompt`` is the position of the first prompt, for data that comes in several batches.
     """
     base = np.uint64(derive_seed(run_seed, "validate" if validate else "sample", step))
     prompts = np.arange(first_prompt, first_prompt + num_prompts, dtype=np.uint64)

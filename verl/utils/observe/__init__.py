@@ -1,1 +1,1 @@
-"""What a run records of itself: metrics, digests, traces, curves."""
+"""Record and show what a run does: metrics, digests, traces, curves."""

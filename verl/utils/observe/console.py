@@ -1,4 +1,4 @@
-"""The lines that a run writes for the person who watches it, apart from the log of the library."""
+"""The console logger: lines for the person who watches a run, separate from the library's log."""
 
 import logging
 import sys
@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 
 def _to_stdout(text: str) -> None:
-    sys.stdout.write(f"{text}\n")  # whatever it is at this moment: Ray and pytest replace it
+    sys.stdout.write(f"{text}\n")  # looked up at each call, because Ray and pytest replace it
     sys.stdout.flush()
 
 
 class _ConsoleHandler(logging.Handler):
-    """Hand finished lines to a function."""
+    """Passes formatted lines to a function."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ _handler = _ConsoleHandler()
 
 
 def get_console() -> logging.Logger:
-    """Return the logger whose messages appear on standard output as they are."""
+    """Return the logger that writes messages to standard output without a prefix."""
     console = logging.getLogger("verl.console")
     if not console.handlers:
         console.addHandler(_handler)
@@ -35,5 +35,5 @@ def get_console() -> logging.Logger:
 
 
 def send_console_to(write: Callable[[str], None]) -> None:
-    """Hand the console's lines of this process to a function from now on."""
+    """Redirect this process's console lines to a function."""
     _handler.write = write

@@ -1,4 +1,4 @@
-"""The picture of a run, drawn from its record: ``python -m verl.utils.observe.curves RUN_DIR``."""
+"""Draw the curves of a run as one picture: ``python -m verl.utils.observe.curves RUN_DIR``."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.utils.observe.console import get_console
-from verl.utils.observe.record import RECORD_NAME, read_record
+from verl.utils.observe.record import read_record, record_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,9 +46,9 @@ STEP_PHASES = (
 
 
 def draw_curves(run_dir: str | Path, picture: str | Path | None = None) -> Path:
-    """Draw reward, validation, KL or mismatch, and step time of a run; returns the path of the picture.
+    """Draw reward, validation, KL and mismatch, and step time of a run; return the path of the picture.
 
-    Raises: FileNotFoundError where the folder holds no record, ValueError where the record is empty.
+    Raises: FileNotFoundError if the folder holds no record, ValueError if the record is empty.
     """
     import matplotlib
 
@@ -56,9 +56,7 @@ def draw_curves(run_dir: str | Path, picture: str | Path | None = None) -> Path:
     from matplotlib import pyplot as plt
     from matplotlib.ticker import MaxNLocator
 
-    source = Path(run_dir, RECORD_NAME)
-    if not source.exists():
-        raise FileNotFoundError(f"{source} does not exist: give the trainer.default_local_dir of a run")
+    source = record_of(run_dir)
     record = read_record(source)
     if not record:
         raise ValueError(f"{source} holds no step yet")
@@ -86,10 +84,11 @@ def _draw_reward(ax: "Axes", record: Record) -> None:
     ax.plot(steps, mean, marker=".", color="tab:blue", label="score, mean")
     if any("critic/rewards/mean" in data and "actor/reward_kl_penalty" in data for data in record.values()):
         ax.plot(*series(record, "critic/rewards/mean"), color="tab:cyan", label="reward after KL, mean")
-    low, high = series(record, "critic/score/min"), series(record, "critic/score/max")
-    if low[0] == steps and high[0] == steps and steps:
-        ax.fill_between(steps, low[1], high[1], color="tab:blue", alpha=0.12, label="score, lowest to highest")
-    _finish(ax, "Reward of the training responses", "reward per response")
+    low_steps, low = series(record, "critic/score/min")
+    high_steps, high = series(record, "critic/score/max")
+    if low_steps == steps and high_steps == steps and steps:
+        ax.fill_between(steps, low, high, color="tab:blue", alpha=0.12, label="score, lowest to highest")
+    _finish(ax, "Training reward", "reward per response")
 
 
 def _draw_validation(ax: "Axes", record: Record) -> None:
@@ -120,42 +119,40 @@ def _draw_times(ax: "Axes", record: Record) -> None:
     names = [name for name in STEP_PHASES if any(f"timing_s/{name}" in record[step] for step in steps)]
     if steps:
         stacks = [[float(record[step].get(f"timing_s/{name}", 0.0)) for step in steps] for name in names]
-        inside = [sum(stack[i] for name, stack in zip(names, stacks, strict=True) if name not in _OUTSIDE_STEP)
-                  for i in range(len(steps))]  # fmt: skip
-        rest = [max(0.0, float(record[step]["timing_s/step"]) - part) for step, part in zip(steps, inside, strict=True)]
+        inside = [stack for name, stack in zip(names, stacks, strict=True) if name not in _OUTSIDE_STEP]
+        named = [sum(parts) for parts in zip(*inside, strict=True)] or [0.0] * len(steps)
+        rest = [max(0.0, float(record[step]["timing_s/step"]) - part) for step, part in zip(steps, named, strict=True)]
         edges, heights = as_bars(steps, [*stacks, rest])
         ax.stackplot(edges, *heights, labels=[*names, "other"], alpha=0.85, step="post")
         ax.set_xlim(edges[0], edges[-1])
-    _finish(ax, "Time of a step by phase", "seconds per step")
+    _finish(ax, "Step time by phase", "seconds per step")
 
 
 def as_bars(steps: Sequence[float], heights: Sequence[Sequence[float]]) -> tuple[list[float], list[list[float]]]:
-    """Return the edges of bars, from half a step before each to half a step after the last, and heights for them."""
-    return [*(step - 0.5 for step in steps), steps[-1] + 0.5], [[*each, each[-1]] for each in heights]
+    """Return bar edges half a step around each step, and the heights repeated for the last edge."""
+    edges = [step - 0.5 for step in steps]
+    return [*edges, steps[-1] + 0.5], [[*each, each[-1]] for each in heights]
 
 
 _OUTSIDE_STEP = ("testing", "save_checkpoint")
+"""Phases that ``timing_s/step`` does not include."""
 
 
-def _finish(ax: "Axes", title: str, unit: str, missing: str = "nothing was logged for this panel") -> None:
+def _finish(ax: "Axes", title: str, unit: str, missing: str = "the run logged no data for this panel") -> None:
     ax.set_title(title)
     ax.set_ylabel(unit)
     handles, labels = ax.get_legend_handles_labels()
-    if not handles or not any(_has_points(handle) for handle in handles):
+    if not any(len(handle.get_xdata()) > 0 if hasattr(handle, "get_xdata") else True for handle in handles):
         ax.text(0.5, 0.5, missing, ha="center", va="center", transform=ax.transAxes, color="gray")
         return
     ax.legend(handles, labels, fontsize=8, loc="best")
-
-
-def _has_points(handle: Any) -> bool:
-    return len(handle.get_xdata()) > 0 if hasattr(handle, "get_xdata") else True
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Draw the picture of a run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run_dir", help="trainer.default_local_dir of the run")
-    parser.add_argument("--output", help=f"picture to write; default RUN_DIR/{PICTURE_NAME}")
+    parser.add_argument("--output", help=f"picture to write (default: RUN_DIR/{PICTURE_NAME})")
     given = parser.parse_args(arguments)
     get_console().info("curves: %s", draw_curves(given.run_dir, given.output))
 

@@ -1,4 +1,7 @@
-"""Short digests of tensors, weights and random state: equal ones stand for equal bits, at the price of one read."""
+"""Short digests of tensors, weights and random state, to compare runs bit for bit.
+
+Equal digests mean equal bits up to a 64-bit collision. A digest costs one read of the memory.
+"""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -15,28 +18,28 @@ _COLUMNS = 512
 
 
 def bytes_digest(*parts: bytes | memoryview) -> str:
-    """Return 16 hexadecimal digits of what the parts hold, one after another."""
-    state = xxhash.xxh3_64()  # at the speed of memory; nobody is to be kept from finding two texts of one digest
+    """Return the digest of the concatenated parts as 16 hexadecimal digits."""
+    state = xxhash.xxh3_64()  # as fast as memory; not cryptographic, since nobody forges a digest here
     for part in parts:
         state.update(part)
     return state.hexdigest()
 
 
 def tensor_digest(tensor: Tensor) -> str:
-    """Return the digest of the bits, shape and type of a tensor on the CPU, of any type."""
+    """Return the digest of dtype, shape and bits of a CPU tensor."""
     plain = tensor.detach().contiguous()
     bits = plain.reshape(-1).view(torch.uint8).numpy() if plain.numel() else np.empty(0, dtype=np.uint8)
     return bytes_digest(f"{plain.dtype} {tuple(plain.shape)}".encode(), memoryview(bits))
 
 
 def column_digest(values: Iterable[Any]) -> str:
-    """Return the digest of a column of a data set: texts, numbers, arrays, tensors, images, and what holds them.
+    """Return the digest of a data set column: text, numbers, arrays, tensors, images, and containers of them.
 
-    Of anything else only the type counts.
+    Values of any other type count by their type name only.
     """
     try:
         text = json.dumps(list(values), default=_in_json, skipkeys=True)
-    except (ValueError, RecursionError):  # something that holds itself
+    except (ValueError, RecursionError):  # a container that contains itself
         text = "no tree"
     return bytes_digest(text.encode())
 
@@ -58,9 +61,9 @@ def _in_json(value: Any) -> Any:
 
 
 def weights_digest(parameters: Iterable[tuple[str, Tensor]]) -> str:
-    """Return the digest of this rank's parts of (name, parameter) pairs, wherever they lie.
+    """Return the digest of this rank's shards of (name, parameter) pairs, on any device.
 
-    The bits of each are added up where they lie, and only the sums are moved: one read of the memory, no copy of it.
+    The device sums the bits and only the sums move to the host, so it costs one read of the weights and no copy.
     """
     names: list[str] = []
     sums: list[Tensor] = []
@@ -74,10 +77,10 @@ def weights_digest(parameters: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def _sums_of_bits(part: Tensor) -> list[Tensor]:
-    """Return the sums of every 512th word of 64 bits, and the words and bytes that are left at the end."""
+    """Return the sums of every 512th 64-bit word, then the remaining words and bytes."""
     flat = part.contiguous().reshape(-1)
     if flat.storage_offset() * flat.element_size() % 8:
-        flat = flat.clone()  # a view that begins inside a word
+        flat = flat.clone()  # a view that starts inside a word cannot be read as words
     raw = flat.view(torch.uint8)
     words = raw[: raw.numel() // 8 * 8].view(torch.int64)
     whole = words.numel() // _COLUMNS * _COLUMNS
@@ -88,9 +91,9 @@ def _sums_of_bits(part: Tensor) -> list[Tensor]:
 
 
 def random_state_digest() -> str:
-    """Return the digest of torch's generators in this process, that of the device included.
+    """Return the digest of torch's CPU and device generators in this process.
 
-    Those of Python and NumPy start from the entropy of the machine, and libraries draw from them: equal runs differ.
+    Python's and NumPy's generators are left out: libraries draw from them unseeded, so equal runs differ in them.
     """
     parts = [torch.get_rng_state().numpy().tobytes()]
     if get_device_name() != "cpu" and (device := get_torch_device()).is_initialized():

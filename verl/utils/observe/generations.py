@@ -1,62 +1,69 @@
-"""Tables of validation samples for the trackers that can show them."""
+"""Log tables of validation samples to the trackers that can show them."""
 
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 Sample = Sequence[Any]
 """One validation sample: (input, output, score)."""
 
 
 class ValidationGenerationsLogger:
-    """Send a fixed number of validation samples to every tracker that shows text."""
+    """Sends the samples of each validation to every tracker that shows text."""
 
     def __init__(self, project_name: str | None = None, experiment_name: str | None = None) -> None:
-        self.project_name, self.experiment_name = project_name, experiment_name
+        self.project_name = project_name
+        self.experiment_name = experiment_name
         self.rows: list[list[Any]] = []
 
     def log(self, loggers: Mapping[str, Any] | Sequence[str], samples: Sequence[Sample], step: int) -> None:
-        """Log the samples of one validation to those of the given backends that can hold them."""
+        """Log the samples of one validation to those of the given backends that can show them."""
         writers = {
             "wandb": self._log_wandb,
             "vemlp_wandb": self._log_vemlp_wandb,
             "swanlab": self._log_swanlab,
             "mlflow": self._log_mlflow,
             "clearml": self._log_clearml,
-            "tensorboard": self._log_tensorboard,
         }
         for name in loggers:
             if name in writers:
-                writers[name](loggers[name] if isinstance(loggers, Mapping) else None, samples, step)
+                writers[name](samples, step)
+            elif name == "tensorboard" and isinstance(loggers, Mapping):
+                self._log_tensorboard(loggers[name].writer, samples, step)
 
-    def _log_wandb(self, backend: Any, samples: Sequence[Sample], step: int) -> None:
+    def _log_wandb(self, samples: Sequence[Sample], step: int) -> None:
         import wandb
 
         self._log_table(wandb, samples, step)
 
-    def _log_vemlp_wandb(self, backend: Any, samples: Sequence[Sample], step: int) -> None:
+    def _log_vemlp_wandb(self, samples: Sequence[Sample], step: int) -> None:
         from volcengine_ml_platform import wandb
 
         self._log_table(wandb, samples, step)
 
-    def _log_table(self, wandb: Any, samples: Sequence[Sample], step: int) -> None:
-        numbers = range(1, len(samples) + 1)
-        columns = ["step", *(name for i in numbers for name in (f"input_{i}", f"output_{i}", f"score_{i}"))]
+    def _log_table(self, wandb: ModuleType, samples: Sequence[Sample], step: int) -> None:
+        columns = ["step"]
+        for number in range(1, len(samples) + 1):
+            columns += [f"input_{number}", f"output_{number}", f"score_{number}"]
         self.rows.append([step, *(value for sample in samples for value in sample)])
         # A logged table cannot grow: each validation logs a new one with all rows so far.
         rows = [row for row in self.rows if len(row) == len(columns)]
         wandb.log({"val/generations": wandb.Table(columns=columns, data=rows)}, step=step)
 
-    def _log_swanlab(self, backend: Any, samples: Sequence[Sample], step: int) -> None:
+    def _log_swanlab(self, samples: Sequence[Sample], step: int) -> None:
         import swanlab
 
         table = swanlab.echarts.Table()
         table.add(headers=["step", "input", "output", "score"], rows=[[step, *sample] for sample in samples])
         swanlab.log({"val/generations": table}, step=step)
 
-    def _log_mlflow(self, backend: Any, samples: Sequence[Sample], step: int) -> None:
+    def _log_mlflow(self, samples: Sequence[Sample], step: int) -> None:
         import mlflow
 
         rows = [{"input": given, "output": output, "score": score} for given, output, score in samples]
@@ -65,7 +72,7 @@ class ValidationGenerationsLogger:
             file.write_text(json.dumps(rows, ensure_ascii=False, allow_nan=False), encoding="utf-8")
             mlflow.log_artifact(str(file))
 
-    def _log_clearml(self, backend: Any, samples: Sequence[Sample], step: int) -> None:
+    def _log_clearml(self, samples: Sequence[Sample], step: int) -> None:
         import clearml
         import pandas as pd
 
@@ -78,11 +85,9 @@ class ValidationGenerationsLogger:
                 series="Validation generations", title="Validation", table_plot=pd.DataFrame(rows), iteration=step
             )
 
-    def _log_tensorboard(self, backend: Any, samples: Sequence[Sample], step: int) -> None:
-        if backend is None:
-            return
+    def _log_tensorboard(self, writer: "SummaryWriter", samples: Sequence[Sample], step: int) -> None:
         parts = [
             f"**sample {i}** (score {s})\n\n{given}\n\n{output}" for i, (given, output, s) in enumerate(samples, 1)
         ]
-        backend.writer.add_text("val/generations", "\n\n---\n\n".join(parts), step)
-        backend.writer.flush()
+        writer.add_text("val/generations", "\n\n---\n\n".join(parts), step)
+        writer.flush()

@@ -1,9 +1,10 @@
-"""The record of a run: ``metrics.jsonl`` in its folder, one line per step, whole after any number of resumes.
+"""The record of a run: ``metrics.jsonl`` in its folder, one line per step, complete after any number of resumes.
 
-A line is ``{"step": ..., "data": {metric: value}}`` and, for a step of the PPO trainer, its details beside ``data``:
-``response_length`` (a histogram), ``workers`` (seconds and memory of every rank), ``phases`` (digests) and ``samples``.
-Every line is JSON for strict readers too: a number that is not finite is the text ``"NaN"``, ``"Infinity"`` or
-``"-Infinity"``, which is read back as the number where it is a metric. Records with bare ``NaN`` are read as well.
+A line is ``{"step": ..., "data": {metric: value}}``. Steps of the PPO trainer add details: ``response_length`` (a
+histogram), ``workers`` (seconds and memory of every rank), ``phases`` (digests) and ``samples``.
+
+Every line is strict JSON. A number that is not finite is written as ``"NaN"``, ``"Infinity"`` or ``"-Infinity"`` and
+read back as a number if it is a metric. Records with bare ``NaN`` can be read too.
 """
 
 import json
@@ -11,23 +12,75 @@ import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, Required, TypedDict
 
-from verl.utils.observe.tracking import numbers_of, plain
+from verl.utils.observe.tracking import Metrics, numbers_of, plain
 
 logger = logging.getLogger(__name__)
 
 RECORD_NAME = "metrics.jsonl"
 
-Entry = dict[str, Any]
-"""What is known of a step: ``data``, its metrics, and the details by name."""
+
+class LengthHistogram(TypedDict):
+    """Response lengths of a step, in equal bins from 0 to ``limit`` tokens."""
+
+    limit: int
+    counts: list[int]
+
+
+class WorkerReport(TypedDict):
+    """What one rank reports of a step: seconds by call, GiB by kind of memory, figures of its inference engine."""
+
+    rank: int
+    seconds: dict[str, float]
+    memory: dict[str, float]
+    generation: NotRequired[dict[str, float]]
+
+
+class Sample(TypedDict):
+    """One sampled response; ``kind`` says why it was chosen."""
+
+    kind: str
+    prompt: str
+    response: str
+    score: float
+    tokens: int
+    truth: NotRequired[str | None]
+    reward_failure: NotRequired[str]
+
+
+class Details(TypedDict, total=False):
+    """What a step may record in addition to its metrics; ``phases`` maps phase and part to a digest."""
+
+    response_length: LengthHistogram | None
+    workers: dict[str, list[WorkerReport]] | None
+    phases: dict[str, dict[str, str]]
+    samples: list[Sample]
+
+
+class Entry(Details):
+    """One step of a record."""
+
+    data: Required[dict[str, Any]]
+
+
+def record_of(run: str | Path) -> Path:
+    """Return the path of a run's record, given the run's folder or the record itself.
+
+    Raises: FileNotFoundError if there is none.
+    """
+    path = Path(run)
+    path = path if path.is_file() else path / RECORD_NAME
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist: give the trainer.default_local_dir of a run")
+    return path
 
 
 def read_entries(path: str | Path, strict: bool = True) -> dict[int, Entry]:
-    """Return metrics and details of every step of a record, in order; a line cut short by a kill is left out.
+    """Return metrics and details of every step in order, without a last line that a kill cut short.
 
-    Raises: ValueError naming file and line where a line other than the last is not a record; unless ``strict``, which
-    is left out with a warning.
+    Raises: ValueError naming file and line if another line is malformed; without ``strict`` it is skipped with a
+    warning.
     """
     entries: dict[int, Entry] = {}
     lines = Path(path).read_bytes().split(b"\n")
@@ -37,20 +90,20 @@ def read_entries(path: str | Path, strict: bool = True) -> dict[int, Entry]:
             step, data, details = parse_line(line)
         except ValueError as error:
             if number == len(lines):
-                logger.warning("%s: the last line is cut short and left out", path)
+                logger.warning("%s: skipped the last line, which is incomplete", path)
                 break
             if strict:
                 raise ValueError(f"{path}, line {number}: {error}") from None
-            logger.warning("%s, line %d is left out: %s", path, number, error)
+            logger.warning("%s: skipped line %d: %s", path, number, error)
             continue
         merge_entry(entries, step, data, details)
     return entries
 
 
-def parse_line(line: bytes) -> tuple[int, dict[str, Any], dict[str, Any]]:
+def parse_line(line: bytes) -> tuple[int, dict[str, Any], Details]:
     """Return step, metrics and details of one line of a record.
 
-    Raises: ValueError where it is none.
+    Raises: ValueError if the line is malformed.
     """
     try:
         read = json.loads(line.decode("utf-8"))
@@ -59,11 +112,10 @@ def parse_line(line: bytes) -> tuple[int, dict[str, Any], dict[str, Any]]:
         raise ValueError(f"not a line of a run record ({error})") from None
 
 
-def merge_entry(entries: dict[int, Entry], step: int, data: Mapping[str, Any], details: Mapping[str, Any]) -> None:
+def merge_entry(entries: dict[int, Entry], step: int, data: Metrics, details: Details) -> None:
     """Add metrics and details to those of a step."""
-    entry = entries.setdefault(step, {"data": {}})
-    entry["data"].update(data)
-    entry.update(details)
+    entry = entries.get(step, {"data": {}})
+    entries[step] = {**entry, **details, "data": entry["data"] | dict(data)}
 
 
 def read_record(path: str | Path) -> dict[int, dict[str, Any]]:
@@ -72,13 +124,13 @@ def read_record(path: str | Path) -> dict[int, dict[str, Any]]:
 
 
 class RunRecord:
-    """Append the metrics of each step; a step that is logged twice stays one line."""
+    """Appends the metrics of each step; a step that is logged twice stays one line."""
 
     def __init__(self, folder: str | Path, resumed_step: int | None) -> None:
-        """Continue the record of ``folder`` after ``resumed_step``, or start a new one where that is None.
+        """Continue the record of ``folder`` after ``resumed_step``, or start a new one if that is None.
 
-        Steps beyond ``resumed_step`` belong to work that is done again and are dropped. A new record keeps the one
-        that it replaces as ``metrics.previous.jsonl``.
+        Later steps are dropped, because the run repeats them. A new record keeps the one that it replaces as
+        ``metrics.previous.jsonl``.
         """
         self.path = Path(folder, RECORD_NAME)
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -87,15 +139,15 @@ class RunRecord:
             if resumed_step is None:
                 self.path.replace(self.path.with_name("metrics.previous.jsonl"))
             else:
-                known = read_entries(self.path, strict=False)  # a run does not stay down for its record
+                known = read_entries(self.path, strict=False)  # a damaged record must not prevent a resume
                 kept = {step: entry for step, entry in known.items() if step <= resumed_step}
                 self.steps = set(kept)
                 self._rewrite(kept)
 
-    def log(self, data: Mapping[str, Any], step: int, details: Mapping[str, Any] | None = None) -> None:
-        """Write metrics and details of a step, merged with what the step has already.
+    def log(self, data: Metrics, step: int, details: Details | None = None) -> None:
+        """Write metrics and details of a step, merged with those already recorded.
 
-        What cannot be written, for instance to a full disk, is lost with a warning: the run does not end by it.
+        A failed write, such as to a full disk, loses the step with a warning and does not end the run.
         """
         try:
             if step in self.steps:
@@ -103,13 +155,14 @@ class RunRecord:
                 merge_entry(entries, step, data, details or {})
                 self._rewrite(entries)
             else:
-                self._append(_line(step, {"data": data, **(details or {})}).encode("utf-8", errors="backslashreplace"))
+                line = _line(step, {"data": dict(data), **(details or {})})
+                self._append(line.encode("utf-8", errors="backslashreplace"))
                 self.steps.add(step)
         except OSError as error:
-            logger.warning("step %d is missing in the record %s, and the run goes on: %s", step, self.path, error)
+            logger.warning("step %d could not be written to the record %s; the run goes on: %s", step, self.path, error)
 
     def _append(self, line: bytes) -> None:
-        """Write a whole line or, where that fails, none: the next one begins where it would have."""
+        """Write a whole line, or truncate the file to where it was if that fails."""
         with self.path.open("ab", buffering=0) as file:
             begin = file.seek(0, os.SEEK_END)
             try:
@@ -130,9 +183,10 @@ class RunRecord:
 
 
 _OTHER_LINE_ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
+"""Characters that ``str.splitlines`` takes for line ends and JSON does not escape."""
 
 
-def _line(step: int, entry: Mapping[str, Any]) -> str:
-    """Return one line, also for readers that end a line at more characters than JSON escapes."""
+def _line(step: int, entry: Entry) -> str:
+    """Return one line of the record."""
     text = json.dumps(plain({"step": step, **entry}), ensure_ascii=False, allow_nan=False)
     return text.translate(_OTHER_LINE_ENDS) + "\n"

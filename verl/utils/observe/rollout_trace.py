@@ -1,7 +1,7 @@
-"""Traces of trajectories in MLflow or Weave (``actor_rollout_ref.rollout.trace``).
+"""Trace trajectories in MLflow or Weave (``actor_rollout_ref.rollout.trace``).
 
-``RolloutTraceConfig.init`` chooses the backend of a process; ``rollout_trace_attr`` opens the trace of one trajectory,
-and the functions that ``rollout_trace_op`` decorates become its spans. Without a backend they cost a look-up.
+``RolloutTraceConfig.init`` chooses the backend of a process. ``rollout_trace_attr`` opens the trace of one trajectory.
+Functions decorated with ``rollout_trace_op`` become its spans. Without a backend, each costs one attribute lookup.
 """
 
 import functools
@@ -19,60 +19,68 @@ T = TypeVar("T")
 BACKENDS = ("mlflow", "weave")
 DEFAULT_MLFLOW_URI = "sqlite:////tmp/mlruns.db"
 
+Values = dict[str, Any]
+"""Attributes of a trace, or arguments of a span, by name."""
+Keep = Callable[[Any], None]
+"""Takes the result of a span."""
+
 _is_traced: ContextVar[bool] = ContextVar("is_traced", default=False)
 
 
 class RolloutTraceConfig:
-    """Where the traces of this process go."""
+    """The trace backend of this process."""
 
     _backend: "_Backend | None" = None
     _token2text = False
 
     @classmethod
     def init(cls, project_name: str, experiment_name: str, backend: str | None, token2text: bool = False) -> None:
-        """Send traces to a project of the backend from now on; None sends none.
+        """Start to send traces to a project of the backend; None sends none.
 
-        Raises: ValueError for another backend, ImportError where its package is not installed.
+        Raises: ValueError for an unknown backend, ImportError if its package is not installed.
         """
         if backend not in (None, *BACKENDS):
             raise ValueError(f"rollout.trace.backend={backend!r} must be null or one of {', '.join(BACKENDS)}")
         cls.finish()
         cls._token2text = token2text
-        if backend is not None:
-            cls._backend = {"mlflow": _Mlflow, "weave": _Weave}[backend](project_name, experiment_name)
+        if backend == "mlflow":
+            cls._backend = _Mlflow(project_name, experiment_name)
+        elif backend == "weave":
+            cls._backend = _Weave(project_name, experiment_name)
 
     @classmethod
     def get_backend(cls) -> str | None:
-        """Return the name of the backend, None without one."""
+        """Return the name of the backend; None if there is none."""
         return None if cls._backend is None else cls._backend.name
 
     @classmethod
     def get_client(cls) -> Any:
-        """Return the backend's own client: the module of MLflow, the client of Weave."""
+        """Return MLflow's module or Weave's client; None without a backend."""
         return None if cls._backend is None else cls._backend.client
 
     @classmethod
     def enable_token2text(cls) -> bool:
-        """Whether traces hold text beside token ids."""
+        """Return whether traces hold text in addition to token ids."""
         return cls._token2text
 
     @classmethod
     def finish(cls) -> None:
-        """Send what is still on its way, and trace no more."""
-        backend, cls._backend = cls._backend, None
+        """Flush pending traces and stop tracing."""
+        backend = cls._backend
+        cls._backend = None
         if backend is not None:
             backend.flush()
 
 
 @contextmanager
 def rollout_trace_attr(
-    sample_index: Any = None,
+    sample_index: int | str | None = None,
     step: int | None = None,
     rollout_n: int | None = None,
     name: str = "rollout_trace",
     validate: bool = False,
 ) -> Iterator[None]:
-    """Make what is called inside one trace, found by these attributes."""
+    """Collect all spans of the enclosed code in one trace with these attributes."""
     backend = RolloutTraceConfig._backend
     if backend is None:
         yield
@@ -89,10 +97,10 @@ def rollout_trace_attr(
 
 
 def rollout_trace_op(func: Callable[P, T]) -> Callable[P, T]:
-    """Make calls of a function, sync or async, spans of the trace that is open, with its arguments and its result."""
+    """Record calls of a sync or async function as spans of the open trace, with arguments and result."""
     signature = inspect.signature(func)
 
-    def span(args: Any, kwargs: Any) -> "AbstractContextManager[Callable[[Any], None]]":
+    def span(*args: Any, **kwargs: Any) -> AbstractContextManager[Keep]:
         backend = RolloutTraceConfig._backend
         if backend is None or not _is_traced.get():
             return nullcontext(lambda result: None)
@@ -101,15 +109,15 @@ def rollout_trace_op(func: Callable[P, T]) -> Callable[P, T]:
         return backend.span(func.__qualname__, inputs)
 
     @functools.wraps(func)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with span(args, kwargs) as keep:
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        with span(*args, **kwargs) as keep:
             result = func(*args, **kwargs)
             keep(result)
         return result
 
     @functools.wraps(func)
-    async def call_async(*args: Any, **kwargs: Any) -> Any:
-        with span(args, kwargs) as keep:
+    async def call_async(*args: P.args, **kwargs: P.kwargs) -> Any:
+        with span(*args, **kwargs) as keep:
             result = await func(*args, **kwargs)  # type: ignore[misc]  # a coroutine function
             keep(result)
         return result
@@ -125,37 +133,38 @@ class _Backend(Protocol):
     client: Any
     experiment_name: str
 
-    def trace(self, name: str, attributes: dict[str, Any]) -> AbstractContextManager[None]:
+    def trace(self, name: str, attributes: Values) -> AbstractContextManager[None]:
         """Open a trace."""
 
-    def span(self, name: str, inputs: dict[str, Any]) -> AbstractContextManager[Callable[[Any], None]]:
-        """Open a span; what it yields takes the result."""
+    def span(self, name: str, inputs: Values) -> AbstractContextManager[Keep]:
+        """Open a span and yield a function that takes its result."""
 
     def flush(self) -> None:
-        """Wait until everything has been sent."""
+        """Wait until all traces are sent."""
 
 
 class _Mlflow:
-    """The project is an experiment of MLflow; attributes are tags of a trace.
+    """Traces in MLflow: the project is an experiment, attributes are tags.
 
-    MLflow sends from a queue and drops what does not fit, so that this waits for it before the queue can be full.
+    MLflow drops traces when its queue is full, so this flushes before the queue can fill up.
     """
 
     name = "mlflow"
     TASKS_OF_SPAN = 2
-    """Entries of the queue that a span may make: its own export, and that of the trace which it ends."""
+    """Most queue entries of one span: its export, and that of the trace that it ends."""
 
     def __init__(self, project_name: str, experiment_name: str) -> None:
         import mlflow
 
-        self.client, self.experiment_name = mlflow, experiment_name
-        self._room = envs.integer("MLFLOW_ASYNC_TRACE_LOGGING_MAX_QUEUE_SIZE", 1000)  # the default of MLflow
+        self.client = mlflow
+        self.experiment_name = experiment_name
+        self._room = envs.integer("MLFLOW_ASYNC_TRACE_LOGGING_MAX_QUEUE_SIZE", 1000)  # MLflow's default
         self._waiting = 0
         mlflow.set_tracking_uri(envs.read("MLFLOW_TRACKING_URI", DEFAULT_MLFLOW_URI))
         mlflow.set_experiment(project_name)
 
     @contextmanager
-    def trace(self, name: str, attributes: dict[str, Any]) -> Iterator[None]:
+    def trace(self, name: str, attributes: Values) -> Iterator[None]:
         """Open a root span and tag its trace."""
         if self._waiting > self._room // 2:
             self.flush()
@@ -165,8 +174,8 @@ class _Mlflow:
             yield
 
     @contextmanager
-    def span(self, name: str, inputs: dict[str, Any]) -> Iterator[Callable[[Any], None]]:
-        """Open a span below the one that is open."""
+    def span(self, name: str, inputs: Values) -> Iterator[Keep]:
+        """Open a child of the current span."""
         self._waiting += self.TASKS_OF_SPAN
         with self.client.start_span(name=name) as span:
             span.set_inputs(inputs)
@@ -179,7 +188,7 @@ class _Mlflow:
 
 
 class _Weave:
-    """Attributes of a trace are those of each of its calls, so that any of them is found by them."""
+    """Traces in Weave: every call of a trace carries the trace's attributes, so that searches find each call."""
 
     name = "weave"
 
@@ -188,11 +197,11 @@ class _Weave:
 
         self.experiment_name = experiment_name
         self.client = weave.init(project_name)
-        self._attributes: ContextVar[dict[str, Any] | None] = ContextVar("attributes", default=None)
+        self._attributes: ContextVar[Values | None] = ContextVar("attributes", default=None)
 
     @contextmanager
-    def trace(self, name: str, attributes: dict[str, Any]) -> Iterator[None]:
-        """Open a call that holds the others."""
+    def trace(self, name: str, attributes: Values) -> Iterator[None]:
+        """Open the root call."""
         token = self._attributes.set(attributes)
         try:
             with self.span(name, attributes):
@@ -201,10 +210,10 @@ class _Weave:
             self._attributes.reset(token)
 
     @contextmanager
-    def span(self, name: str, inputs: dict[str, Any]) -> Iterator[Callable[[Any], None]]:
-        """Open a call below the one that is open."""
+    def span(self, name: str, inputs: Values) -> Iterator[Keep]:
+        """Open a child of the current call."""
         results: list[Any] = []
-        # given here: only functions that are decorated as Weave's own take what weave.attributes has set
+        # weave.attributes affects only functions with Weave's own decorator, so attributes are passed here
         call = self.client.create_call(op=name, inputs=inputs, attributes=dict(self._attributes.get() or {}))
         try:
             yield results.append

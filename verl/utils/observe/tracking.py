@@ -1,6 +1,6 @@
-"""Where the metrics of a run go: console, files, and the services of experiment trackers.
+"""Send a run's metrics to the console, to files, and to experiment trackers.
 
-Importing this module imports no tracker: each backend imports its own library when it is built.
+Each backend imports its library when it is constructed, so importing this module imports no tracker.
 """
 
 import importlib.util
@@ -10,9 +10,11 @@ import math
 import numbers
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, Protocol
 
 from verl.utils import envs
 from verl.utils.observe.console import get_console
@@ -21,6 +23,11 @@ from verl.utils.observe.generations import ValidationGenerationsLogger
 __all__ = ["Tracking", "ValidationGenerationsLogger", "check_backends"]
 
 logger = logging.getLogger(__name__)
+
+Metrics = Mapping[str, Any]
+"""Metric -> value: numbers, and text, arrays or tensors for backends that can hold them."""
+Config = Mapping[str, Any]
+"""The resolved configuration of a run, as plain mappings and lists."""
 
 PACKAGE_OF_BACKEND: dict[str, str | None] = {
     "wandb": "wandb",
@@ -36,7 +43,7 @@ PACKAGE_OF_BACKEND: dict[str, str | None] = {
 
 
 class UnknownBackendError(ValueError, AssertionError):
-    """``trainer.logger`` names something that is not a tracking backend."""
+    """``trainer.logger`` names an unknown backend."""
 
 
 class MissingBackendError(ValueError, ImportError):
@@ -44,7 +51,7 @@ class MissingBackendError(ValueError, ImportError):
 
 
 def backend_names(backends: str | Iterable[str]) -> list[str]:
-    """Return the backends that ``trainer.logger`` names, the deprecated ``tracking`` as ``wandb``.
+    """Return the backends that ``trainer.logger`` names, with the deprecated ``tracking`` replaced by ``wandb``.
 
     Raises: UnknownBackendError, which is a ValueError and an AssertionError.
     """
@@ -54,14 +61,14 @@ def backend_names(backends: str | Iterable[str]) -> list[str]:
             logger.warning("trainer.logger: 'tracking' is deprecated, write 'wandb'")
             names[position] = "wandb"
         elif name not in PACKAGE_OF_BACKEND:
-            raise UnknownBackendError(f"trainer.logger: {name!r} is none of {sorted(PACKAGE_OF_BACKEND)}")
+            raise UnknownBackendError(f"trainer.logger: {name!r} must be one of {sorted(PACKAGE_OF_BACKEND)}")
     return list(dict.fromkeys(names))
 
 
 def check_backends(backends: str | Iterable[str]) -> list[str]:
-    """Return the backends that ``trainer.logger`` names when all of them can be used here.
+    """Return the backends that ``trainer.logger`` names after checking that their packages are installed.
 
-    Raises: UnknownBackendError; MissingBackendError, a ValueError that names the package and what to write instead.
+    Raises: UnknownBackendError; MissingBackendError, a ValueError that names the package and an alternative.
     """
     names = backend_names(backends)
     missing = {name: package for name in names if (package := PACKAGE_OF_BACKEND[name]) and not _installed(package)}
@@ -69,7 +76,7 @@ def check_backends(backends: str | Iterable[str]) -> list[str]:
         rest = [name for name in names if name not in missing] or ["console"]
         packages = ", ".join(f"{name!r} needs the package {package}" for name, package in missing.items())
         raise MissingBackendError(
-            f"trainer.logger={names}: {packages}, which is not installed. Install it, or write "
+            f"trainer.logger={names}: {packages}, which is not installed. Install it, or set "
             f"trainer.logger='[{','.join(rest)}]'"
         )
     return names
@@ -82,8 +89,18 @@ def _installed(package: str) -> bool:
         return False
 
 
+class Backend(Protocol):
+    """One destination of metrics."""
+
+    def log(self, data: Metrics, step: int) -> None:
+        """Send the metrics of a step."""
+
+    def finish(self) -> None:
+        """Flush and close."""
+
+
 class Tracking:
-    """Send metrics to every backend that a run has chosen."""
+    """Sends metrics to every backend of ``trainer.logger``."""
 
     supported_backend = [*PACKAGE_OF_BACKEND, "tracking"]
 
@@ -92,50 +109,49 @@ class Tracking:
         project_name: str,
         experiment_name: str,
         default_backend: str | list[str] = "console",
-        config: Mapping[str, Any] | None = None,
+        config: Config | None = None,
     ) -> None:
         config = config or {}
         self.failures: Counter[str] = Counter()
-        self.logger: dict[str, Any] = {}
+        self.logger: dict[str, Backend] = {}
         for name in check_backends(default_backend):
             try:
                 self.logger[name] = _BACKENDS[name](project_name, experiment_name, config)
-            except Exception as error:  # each library raises what it likes
+            except Exception as error:  # libraries raise arbitrary classes
                 error.add_note(f"trainer.logger: {name!r} could not be started")
                 raise
 
-    def log(self, data: Mapping[str, Any], step: int, backend: str | list[str] | None = None) -> None:
+    def log(self, data: Metrics, step: int, backend: str | list[str] | None = None) -> None:
         """Send the metrics of a step to all backends, or to those that ``backend`` names.
 
-        A backend that fails does not end the run, which has a record of its own: a warning says so.
+        A failing backend causes a warning and does not end the run: the run's record holds the metrics too.
         """
         wanted = self.logger if backend is None else [backend] if isinstance(backend, str) else backend
         for name, instance in self.logger.items():
             if name in wanted:
                 try:
                     instance.log(data=data, step=step)
-                except Exception as error:  # each library raises what it likes
-                    self._warn(name, f"step {step}", error)
+                except Exception as error:  # libraries raise arbitrary classes
+                    self._warn(name, step, error)
 
     def finish(self) -> None:
         """Flush and close every backend."""
-        backends, self.logger = self.logger, {}
+        backends = self.logger
+        self.logger = {}
         for name, instance in backends.items():
             try:
                 instance.finish()
-            except Exception as error:  # as above; and the other backends are closed as well
+            except Exception as error:  # as above; the other backends must be closed too
                 logger.warning("trainer.logger: %r could not be closed: %s: %s", name, type(error).__name__, error)
             if self.failures[name]:
-                logger.warning("trainer.logger: %r has missed the metrics of %d steps", name, self.failures[name])
+                logger.warning("trainer.logger: %r missed the metrics of %d steps", name, self.failures[name])
 
-    def _warn(self, name: str, what: str, error: Exception) -> None:
-        """Warn of the first failure of a backend, and of each tenth time as many."""
+    def _warn(self, name: str, step: int, error: Exception) -> None:
+        """Warn about the 1st, 10th, 100th, ... failure of a backend."""
         self.failures[name] += 1
         if str(self.failures[name]).rstrip("0") == "1":
-            logger.warning(
-                "trainer.logger: %r has not taken the metrics of %s, and the run goes on: %s: %s",
-                *(name, what, type(error).__name__, error),
-            )
+            text = f"{type(error).__name__}: {error}"
+            logger.warning("trainer.logger: %r failed to log step %d; the run goes on: %s", name, step, text)
 
     def __del__(self) -> None:
         if hasattr(self, "logger"):
@@ -146,38 +162,35 @@ class Tracking:
 
 
 class LocalLogger:
-    """Write one line per step to the console, numbers only."""
+    """Writes one line per step to the console, numbers only."""
 
-    def __init__(
-        self, project_name: str = "", experiment_name: str = "", config: Mapping[str, Any] | None = None
-    ) -> None:
+    def __init__(self, project_name: str = "", experiment_name: str = "", config: Config | None = None) -> None:
         self.console = get_console()
 
-    def log(self, data: Mapping[str, Any], step: int) -> None:
+    def log(self, data: Metrics, step: int) -> None:
         """Write ``step:<n> - key:value - ...``."""
-        values = [f"{key}:{_shown(value)}" for key, value in data.items() if isinstance(value, numbers.Number)]
-        self.console.info(" - ".join([f"step:{step}", *values]))
+        shown = [f"step:{step}"]
+        for key, value in data.items():
+            if isinstance(value, numbers.Real):
+                shown.append(f"{key}:{value if isinstance(value, int) else format(float(value), '.6g')}")
+        self.console.info(" - ".join(shown))
 
     def finish(self) -> None:
-        """Do nothing: every line is written at once."""
-
-
-def _shown(value: Any) -> str:
-    return str(value) if isinstance(value, int) else f"{float(value):.6g}"
+        """Do nothing: every line is flushed when written."""
 
 
 class FileLogger:
-    """Append one JSON object per step to a file, flushed at once.
+    """Appends one JSON object per step to a file and flushes it.
 
-    The file is ``VERL_FILE_LOGGER_PATH``, or ``<VERL_FILE_LOGGER_ROOT or .>/<project>/<experiment>.jsonl``. Its lines
-    are those of a run's record without details: ``verl.utils.observe.record.read_record`` reads it.
+    The file is ``VERL_FILE_LOGGER_PATH``, or ``<VERL_FILE_LOGGER_ROOT or .>/<project>/<experiment>.jsonl``. It has the
+    format of a run's record without details, so ``verl.utils.observe.record.read_record`` reads it.
     """
 
     def __init__(
         self,
         project_name: str,
         experiment_name: str,
-        config: Mapping[str, Any] | None = None,
+        config: Config | None = None,
         path: str | Path | None = None,
     ) -> None:
         chosen = path or envs.read("VERL_FILE_LOGGER_PATH")
@@ -186,7 +199,7 @@ class FileLogger:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.file = self.path.open("a", encoding="utf-8")
 
-    def log(self, data: Mapping[str, Any], step: int) -> None:
+    def log(self, data: Metrics, step: int) -> None:
         """Write ``{"step": ..., "data": {...}}``."""
         values = {key: plain(value) for key, value in data.items()}
         self.file.write(json.dumps({"step": step, "data": values}, ensure_ascii=False, allow_nan=False) + "\n")
@@ -198,13 +211,13 @@ class FileLogger:
 
 
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-"""Text -> the number for which JSON has no other name; protocol buffers write them in JSON in the same way."""
+"""Text -> the number that JSON cannot write; protocol buffers use the same names."""
 
 
 def plain(value: Any) -> Any:
-    """Return a value as JSON can hold it: arrays and tensors as lists and numbers, what else there is as text.
+    """Convert a value to what JSON can hold: arrays and tensors to lists and numbers, other types to text.
 
-    A number that is not finite becomes ``"NaN"``, ``"Infinity"`` or ``"-Infinity"``; ``numbers_of`` turns it back.
+    A number that is not finite becomes ``"NaN"``, ``"Infinity"`` or ``"-Infinity"``; ``numbers_of`` reverses it.
     """
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
@@ -220,7 +233,7 @@ def plain(value: Any) -> Any:
 
 
 def numbers_of(value: Any) -> Any:
-    """Return metrics as they were before ``plain``, numbers that are not finite among them."""
+    """Restore the numbers that ``plain`` wrote as text because they are not finite."""
     if isinstance(value, str):
         return _NOT_FINITE.get(value, value)
     if isinstance(value, Mapping):
@@ -228,44 +241,63 @@ def numbers_of(value: Any) -> Any:
     return [numbers_of(part) for part in value] if isinstance(value, list) else value
 
 
-class _WandbLogger:
-    def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, Any]) -> None:
-        import wandb
+class _ModuleLogger:
+    """A backend whose library logs by module functions."""
 
-        self.wandb = wandb
-        proxy = _trainer(config).get("wandb_proxy")
-        settings = wandb.Settings(https_proxy=proxy) if proxy else None
-        wandb.init(project=project_name, name=experiment_name, config=dict(config), settings=settings)
+    def __init__(self, module: ModuleType, **finish_options: int) -> None:
+        self.module = module
+        self.finish = partial(module.finish, **finish_options)
 
-    def log(self, data: Mapping[str, Any], step: int) -> None:
-        self.wandb.log(data=dict(data), step=step)
-
-    def finish(self) -> None:
-        self.wandb.finish(exit_code=0)
+    def log(self, data: Metrics, step: int) -> None:
+        self.module.log(dict(data), step=step)
 
 
-class _VemlpWandbLogger:
-    def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, Any]) -> None:
-        import volcengine_ml_platform
-        from volcengine_ml_platform import wandb
+def _wandb(project_name: str, experiment_name: str, config: Config) -> Backend:
+    import wandb
 
-        self.wandb = wandb
-        volcengine_ml_platform.init(
-            ak=_required_variable("VOLC_ACCESS_KEY_ID", "vemlp_wandb"),
-            sk=_required_variable("VOLC_SECRET_ACCESS_KEY", "vemlp_wandb"),
-            region=_required_variable("MLP_TRACKING_REGION", "vemlp_wandb"),
-        )
-        wandb.init(project=project_name, name=experiment_name, config=dict(config), sync_tensorboard=True)
+    proxy = (config.get("trainer") or {}).get("wandb_proxy")
+    settings = wandb.Settings(https_proxy=proxy) if proxy else None
+    wandb.init(project=project_name, name=experiment_name, config=dict(config), settings=settings)
+    return _ModuleLogger(wandb, exit_code=0)
 
-    def log(self, data: Mapping[str, Any], step: int) -> None:
-        self.wandb.log(data=dict(data), step=step)
 
-    def finish(self) -> None:
-        self.wandb.finish(exit_code=0)
+def _vemlp_wandb(project_name: str, experiment_name: str, config: Config) -> Backend:
+    import volcengine_ml_platform
+    from volcengine_ml_platform import wandb
+
+    volcengine_ml_platform.init(
+        ak=_required_variable("VOLC_ACCESS_KEY_ID", "vemlp_wandb"),
+        sk=_required_variable("VOLC_SECRET_ACCESS_KEY", "vemlp_wandb"),
+        region=_required_variable("MLP_TRACKING_REGION", "vemlp_wandb"),
+    )
+    wandb.init(project=project_name, name=experiment_name, config=dict(config), sync_tensorboard=True)
+    return _ModuleLogger(wandb, exit_code=0)
+
+
+def _swanlab(project_name: str, experiment_name: str, config: Config) -> Backend:
+    import swanlab
+
+    if key := envs.read("SWANLAB_API_KEY"):
+        swanlab.login(key)
+    swanlab.init(
+        project=project_name,
+        experiment_name=experiment_name,
+        config={"FRAMEWORK": "verl", **config},
+        logdir=envs.read("SWANLAB_LOG_DIR", "swanlog"),
+        mode=envs.read("SWANLAB_MODE", "cloud"),
+    )
+    return _ModuleLogger(swanlab)
+
+
+def _trackio(project_name: str, experiment_name: str, config: Config) -> Backend:
+    import trackio
+
+    trackio.init(project=project_name, name=experiment_name, config=dict(config))
+    return _ModuleLogger(trackio)
 
 
 class _MlflowLogger:
-    def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, Any]) -> None:
+    def __init__(self, project_name: str, experiment_name: str, config: Config) -> None:
         import mlflow
 
         self.mlflow = mlflow
@@ -274,7 +306,7 @@ class _MlflowLogger:
         mlflow.start_run(experiment_id=experiment.experiment_id, run_name=experiment_name)
         mlflow.log_params(flatten(config))
 
-    def log(self, data: Mapping[str, Any], step: int) -> None:
+    def log(self, data: Metrics, step: int) -> None:
         values = {mlflow_key(key): float(value) for key, value in data.items() if isinstance(value, numbers.Real)}
         self.mlflow.log_metrics(metrics=values, step=step)
 
@@ -283,12 +315,12 @@ class _MlflowLogger:
 
 
 def mlflow_key(key: str) -> str:
-    """Return a metric name in the characters that mlflow allows."""
+    """Replace the characters of a metric name that MLflow does not allow."""
     return re.sub(r"[^/\w.\- :]", "_", key.replace("@", "_at_"))
 
 
-def flatten(config: Mapping[str, Any], separator: str = "/") -> dict[str, Any]:
-    """Return a nested mapping as one level, keys joined by the separator; lists by their positions."""
+def flatten(config: Config, separator: str = "/") -> dict[str, Any]:
+    """Flatten a nested mapping: join keys, and positions in lists, by the separator."""
     flat: dict[str, Any] = {}
 
     def visit(prefix: str, value: Any) -> None:
@@ -305,30 +337,8 @@ def flatten(config: Mapping[str, Any], separator: str = "/") -> dict[str, Any]:
     return flat
 
 
-class _SwanlabLogger:
-    def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, Any]) -> None:
-        import swanlab
-
-        self.swanlab = swanlab
-        if key := envs.read("SWANLAB_API_KEY"):
-            swanlab.login(key)
-        swanlab.init(
-            project=project_name,
-            experiment_name=experiment_name,
-            config={"FRAMEWORK": "verl", **config},
-            logdir=envs.read("SWANLAB_LOG_DIR", "swanlog"),
-            mode=envs.read("SWANLAB_MODE", "cloud"),
-        )
-
-    def log(self, data: Mapping[str, Any], step: int) -> None:
-        self.swanlab.log(data=dict(data), step=step)
-
-    def finish(self) -> None:
-        self.swanlab.finish()
-
-
 class _TensorboardLogger:
-    def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, Any]) -> None:
+    def __init__(self, project_name: str, experiment_name: str, config: Config) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         folder = envs.read("TENSORBOARD_DIR", f"tensorboard_log/{project_name}/{experiment_name}")
@@ -336,7 +346,7 @@ class _TensorboardLogger:
         self.writer = SummaryWriter(folder)
         get_console().info("tensorboard log in %s", folder)
 
-    def log(self, data: Mapping[str, Any], step: int) -> None:
+    def log(self, data: Metrics, step: int) -> None:
         for key, value in data.items():
             if isinstance(value, numbers.Number):
                 self.writer.add_scalar(key, value, step)
@@ -347,7 +357,7 @@ class _TensorboardLogger:
 
 
 class _ClearmlLogger:
-    def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, Any]) -> None:
+    def __init__(self, project_name: str, experiment_name: str, config: Config) -> None:
         import clearml
 
         self.task = clearml.Task.init(
@@ -355,49 +365,30 @@ class _ClearmlLogger:
         )
         self.task.connect_configuration(dict(config), name="Hyperparameters")
 
-    def log(self, data: Mapping[str, Any], step: int) -> None:
+    def log(self, data: Metrics, step: int) -> None:
         reporter = self.task.get_logger()
         for key, value in data.items():
             title, _, series = key.partition("/")
             if isinstance(value, numbers.Number):
                 reporter.report_scalar(title=title, series=series or title, value=value, iteration=step)
             else:
-                logger.warning("clearml takes numbers only: %s of type %s is dropped", key, type(value).__name__)
+                logger.warning("clearml accepts numbers only: dropped %s of type %s", key, type(value).__name__)
 
     def finish(self) -> None:
         self.task.close()
 
 
-class _TrackioLogger:
-    def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, Any]) -> None:
-        import trackio
-
-        self.trackio = trackio
-        trackio.init(project=project_name, name=experiment_name, config=dict(config))
-
-    def log(self, data: Mapping[str, Any], step: int) -> None:
-        self.trackio.log(dict(data), step=step)
-
-    def finish(self) -> None:
-        self.trackio.finish()
-
-
-_BACKENDS: dict[str, Any] = {
-    "wandb": _WandbLogger,
+_BACKENDS: dict[str, Callable[[str, str, Config], Backend]] = {
+    "wandb": _wandb,
     "mlflow": _MlflowLogger,
-    "swanlab": _SwanlabLogger,
-    "vemlp_wandb": _VemlpWandbLogger,
+    "swanlab": _swanlab,
+    "vemlp_wandb": _vemlp_wandb,
     "tensorboard": _TensorboardLogger,
     "console": LocalLogger,
     "clearml": _ClearmlLogger,
-    "trackio": _TrackioLogger,
+    "trackio": _trackio,
     "file": FileLogger,
 }
-
-
-def _trainer(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    node: Mapping[str, Any] = config.get("trainer") or {}
-    return node
 
 
 def _required_variable(name: str, backend: str) -> str:

@@ -1,4 +1,4 @@
-"""Timers, ranges, memory figures and profilers. torch is imported by what needs it, when that is first asked for."""
+"""Timers, ranges, memory logs and profilers; names that need torch are imported on first use."""
 
 from importlib import import_module
 from typing import Any

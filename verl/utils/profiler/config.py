@@ -1,6 +1,6 @@
-"""Who is profiled, by which tool, and with which options."""
+"""Configure which ranks and steps are profiled, by which tool, and with which options."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,7 +8,7 @@ from verl.base_config import BaseConfig, Violation
 
 TOOLS = ("nsys", "npu", "torch", "torch_memory")
 RANKS_MUST_BE_NAMED = ("nsys", "npu")
-"""Tools that profile no rank unless ``all_ranks`` or ``ranks`` says which."""
+"""Tools that profile no rank by default: ``all_ranks`` or ``ranks`` must select some."""
 NPU_CONTENTS = ("npu", "cpu", "memory", "shapes", "module", "stack")
 NPU_LEVELS = ("level_none", "level0", "level1", "level2")
 MEMORY_CONTEXTS = ("alloc", "state", "all")
@@ -17,7 +17,7 @@ MEMORY_STACKS = ("python", "cpp", "all")
 
 @dataclass
 class NsightToolConfig(BaseConfig):
-    """NVIDIA Nsight Systems; the options of its command line are those of the run, not of a role."""
+    """NVIDIA Nsight Systems; its command-line options are set for the run, not per role."""
 
     discrete: bool = False
     controller_nsight_options: dict[str, Any] | None = None
@@ -26,13 +26,13 @@ class NsightToolConfig(BaseConfig):
 
 @dataclass
 class TorchProfilerToolConfig(BaseConfig):
-    """``torch.profiler``; steps are mini-batches of one update."""
+    """``torch.profiler``; its steps are the mini-batches of one update."""
 
     step_start: int = 0
     step_end: int | None = None
 
     def rules(self) -> Iterator[Violation]:
-        """Yield an empty range of steps."""
+        """Yield a violation for an empty or negative range of steps."""
         if self.step_start < 0:
             yield Violation("step_start", self.step_start, "must be 0 or more")
         if self.step_end is not None and self.step_end <= self.step_start:
@@ -41,7 +41,7 @@ class TorchProfilerToolConfig(BaseConfig):
 
 @dataclass
 class TorchMemoryToolConfig(BaseConfig):
-    """The allocator history of torch; ``kw_args`` go to its recorder as they are."""
+    """torch's allocator history; ``kw_args`` are passed to its recorder unchanged."""
 
     trace_alloc_max_entries: int = 100_000
     stack_depth: int = 32
@@ -50,7 +50,7 @@ class TorchMemoryToolConfig(BaseConfig):
     kw_args: dict[str, Any] = field(default_factory=dict)
 
     def rules(self) -> Iterator[Violation]:
-        """Yield sizes below one, and choices that the recorder does not know."""
+        """Yield violations for sizes below one and unknown choices."""
         for key in ("trace_alloc_max_entries", "stack_depth"):
             if self[key] < 1:
                 yield Violation(key, self[key], "must be 1 or more")
@@ -61,7 +61,7 @@ class TorchMemoryToolConfig(BaseConfig):
 
 @dataclass
 class NPUToolConfig(BaseConfig):
-    """The Ascend profiler."""
+    """torch_npu's Ascend profiler."""
 
     contents: list[str] = field(default_factory=list)
     level: str = "level1"
@@ -69,17 +69,17 @@ class NPUToolConfig(BaseConfig):
     discrete: bool = False
 
     def rules(self) -> Iterator[Violation]:
-        """Yield names that the profiler does not know."""
+        """Yield violations for unknown contents and levels."""
         unknown = [part for part in self.contents if part not in NPU_CONTENTS]
         if unknown:
-            yield Violation("contents", self.contents, f"must be parts of [{','.join(NPU_CONTENTS)}]")
+            yield Violation("contents", self.contents, f"must be a subset of [{','.join(NPU_CONTENTS)}]")
         if self.level not in NPU_LEVELS:
             yield Violation("level", self.level, f"must be one of {', '.join(NPU_LEVELS)}")
 
 
 @dataclass
 class ProfilerConfig(BaseConfig):
-    """Profiling of one role, or, with ``steps``, of the run."""
+    """Profiling of one role, or of the run if ``steps`` is set."""
 
     tool: str | None = None
     enable: bool = False
@@ -92,7 +92,7 @@ class ProfilerConfig(BaseConfig):
     global_tool_config: dict[str, Any] | None = None
 
     def rules(self) -> Iterator[Violation]:
-        """Yield unknown tools, and ranks or steps that are no list of such."""
+        """Yield violations for an unknown tool and for malformed ranks or steps."""
         if self.tool not in (None, *TOOLS):
             yield Violation("tool", self.tool, f"must be null or one of {', '.join(TOOLS)}")
         if not isinstance(self.ranks, list | set | tuple):
@@ -103,9 +103,9 @@ class ProfilerConfig(BaseConfig):
             yield Violation("steps", self.steps, "must be null or a list of training steps, each 1 or more")
 
     def selects(self, rank: int) -> bool:
-        """Whether a rank is profiled: any with ``all_ranks``, else those of ``ranks``, else rank 0; none where off.
+        """Return whether a rank is profiled.
 
-        nsys and npu take no rank that is not asked for.
+        ``all_ranks`` selects every rank, else ``ranks`` does. Without either it is rank 0, or none for nsys and npu.
         """
         if not self.enable or self.tool is None:
             return False
@@ -113,14 +113,16 @@ class ProfilerConfig(BaseConfig):
         return self.all_ranks or rank in chosen
 
     def union(self, other: "ProfilerConfig") -> "ProfilerConfig":
-        """Return a profiler that is on where either is."""
+        """Return a configuration that profiles the ranks of either."""
         return self._combined(other, self.all_ranks or other.all_ranks, self.enable or other.enable, set.union)
 
     def intersect(self, other: "ProfilerConfig") -> "ProfilerConfig":
-        """Return a profiler that is on where both are."""
+        """Return a configuration that profiles the ranks of both."""
         return self._combined(other, self.all_ranks and other.all_ranks, self.enable and other.enable, set.intersection)
 
-    def _combined(self, other: "ProfilerConfig", all_ranks: bool, enable: bool, combine: Any) -> "ProfilerConfig":
+    def _combined(
+        self, other: "ProfilerConfig", all_ranks: bool, enable: bool, combine: Callable[[set[int], set[int]], set[int]]
+    ) -> "ProfilerConfig":
         assert self.tool == other.tool, f"cannot combine the profilers {self.tool} and {other.tool}"
         return ProfilerConfig(
             tool=self.tool,

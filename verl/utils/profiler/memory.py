@@ -1,11 +1,15 @@
-"""Memory of the device and of the process, logged around a call."""
+"""Log memory around calls, and record the history of CUDA's caching allocator."""
 
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from contextlib import nullcontext
+from typing import ParamSpec, TypeVar
 
-from verl.utils.memory_utils import get_memory_info
+from verl.utils.memory_utils import MemorySnapshotSampler, enable_memory_visualize, get_memory_info
+from verl.utils.profiler.captures import make_save_folder
+from verl.utils.profiler.config import TorchMemoryToolConfig
+from verl.utils.profiler.ranges import Range
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -14,7 +18,7 @@ T = TypeVar("T")
 def log_gpu_memory_usage(
     head: str, logger: logging.Logger | None = None, level: int = logging.DEBUG, rank: int | None = 0
 ) -> None:
-    """Log what is allocated, reserved and in use in GiB, on one rank, or with ``rank=None`` on all."""
+    """Log allocated, reserved and used memory in GiB on one rank, or on all ranks with ``rank=None``."""
     import torch
 
     initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -28,7 +32,7 @@ def log_gpu_memory_usage(
 
 
 class GPUMemoryLogger:
-    """Log memory before and after each call of the decorated function."""
+    """Decorator that logs memory before and after each call."""
 
     def __init__(
         self,
@@ -37,14 +41,16 @@ class GPUMemoryLogger:
         level: int = logging.DEBUG,
         log_only_rank_0: bool = True,
     ) -> None:
-        self.role, self.logger, self.level = role, logger, level
+        self.role = role
+        self.logger = logger
+        self.level = level
         self.rank = 0 if log_only_rank_0 else None
 
     def __call__(self, func: Callable[P, T]) -> Callable[P, T]:
         """Decorate a function."""
 
         @functools.wraps(func)
-        def call(*args: Any, **kwargs: Any) -> T:
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
             name = f"{self.role} {func.__name__}"
             log_gpu_memory_usage(f"before {name}", self.logger, self.level, self.rank)
             result = func(*args, **kwargs)
@@ -52,3 +58,48 @@ class GPUMemoryLogger:
             return result
 
         return call
+
+
+# ---- snapshots of the allocator
+
+_NOTHING = nullcontext()
+_recording: list[bool] = []
+_written: set[tuple[str, str]] = set()
+
+
+class TorchMemoryProfiler:
+    """Records the allocator's history from construction on and writes a snapshot at the end of each step."""
+
+    def __init__(self, options: TorchMemoryToolConfig, save_path: str | None, rank: int) -> None:
+        self.sampler = MemorySnapshotSampler(str(make_save_folder(save_path)), rank=rank)
+        self._step = ""
+        if not _recording:  # the process has one history, whatever the number of its roles
+            enable_memory_visualize(
+                trace_alloc_max_entries=options.trace_alloc_max_entries,
+                stack_depth=options.stack_depth,
+                context=options.context,
+                stacks=options.stacks,
+                **options.kw_args,
+            )
+            _recording.append(True)
+
+    def start(self, role: str | None = None, profile_step: int | str | None = None) -> None:
+        """Begin a step."""
+        self._step = f"step{profile_step}"
+
+    def stop(self) -> None:
+        """Write the snapshot of the process, unless another of its roles already did for this step."""
+        if (self.sampler.out_dir, self._step) not in _written:
+            _written.add((self.sampler.out_dir, self._step))
+            self.sampler.dump_memory_snapshot(sub_dir=self._step)
+
+    def task(self, name: str, role: str, mini_batches: bool = False, **marks: str | None) -> Range:
+        """Do nothing: the history holds the lines that allocate."""
+        return _NOTHING
+
+    def range(self, name: str) -> Range:
+        """Do nothing."""
+        return _NOTHING
+
+    def step(self) -> None:
+        """Do nothing."""

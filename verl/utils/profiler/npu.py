@@ -1,74 +1,43 @@
-"""The Ascend profiler of torch_npu, with ranges of MSTX."""
+"""Profile with torch_npu's Ascend profiler, with MSTX ranges."""
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
-from verl.utils.profiler.captures import SharedCapture, step_folder
+from verl.utils.profiler.captures import ProcessTool, SharedCapture, step_folder
 from verl.utils.profiler.config import NPUToolConfig
-from verl.utils.profiler.ranges import marked_range
 
-_capture = SharedCapture()
+if TYPE_CHECKING:
+    from torch_npu.profiler import profile
+
 _DEFAULT_CONTENTS = ("npu", "cpu")
 
 
-class NPUProfiler:
-    """One trace of the process from ``start`` to ``stop``, or with ``discrete`` one for each task."""
+class NPUProfiler(ProcessTool):
+    """Writes one trace per step, or with ``discrete`` one per task."""
+
+    capture = SharedCapture()
+    running: "list[profile]" = []
+    """The running profiler of this process; shared, because another role may end the capture."""
 
     def __init__(self, options: NPUToolConfig, save_path: str | None, role: str) -> None:
-        self.options, self.save_path, self.role = options, save_path, role
-        self.discrete = options.discrete
-        self._step: Any = None
-        self._running: Any = None
+        super().__init__(role, options.discrete)
+        self.options = options
+        self.save_path = save_path
 
-    def start(self, role: str | None = None, profile_step: Any = None) -> None:
-        """Begin a step; ``role`` names the folder of its trace."""
-        self._step = profile_step
-        if not self.discrete:
-            _capture.open(lambda: self._begin(role or self.role))
+    def begin(self, role: str) -> None:
+        """Start a trace in the folder of ``role``."""
+        profiler = npu_profile(self.options, str(step_folder(self.save_path, self.profiled_step) / role))
+        self.running.append(profiler)
+        profiler.start()
 
-    def stop(self) -> None:
-        """End a step and write its trace."""
-        if not self.discrete:
-            _capture.close(_end_current)
-
-    def _begin(self, role: str) -> None:
-        folder = str(step_folder(self.save_path, self._step) / role)
-        _current.append(npu_profile(self.options, folder))
-        _current[-1].start()
-
-    @contextmanager
-    def task(self, name: str, role: str, **options: Any) -> Iterator[None]:
-        """Mark a task, and with ``discrete`` trace it into the folder of its role."""
-        if self.discrete:
-            _capture.open(lambda: self._begin(role))
-        try:
-            with marked_range(name):
-                yield
-        finally:
-            if self.discrete:
-                _capture.close(_end_current)
-
-    def range(self, name: str) -> AbstractContextManager[Any]:
-        """Mark a part of a task."""
-        return marked_range(name)
-
-    def step(self) -> None:
-        """Do nothing: a trace holds all mini-batches."""
+    def end(self) -> None:
+        """Stop and write the trace."""
+        profiler = self.running.pop()
+        profiler.step()
+        profiler.stop()
 
 
-_current: list[Any] = []
-"""The profiler of torch_npu that runs in this process, which whoever closes the capture ends."""
-
-
-def _end_current() -> None:
-    profile = _current.pop()
-    profile.step()
-    profile.stop()
-
-
-def npu_profile(options: NPUToolConfig, folder: str) -> Any:
-    """Return a profiler of torch_npu that writes into ``folder``."""
+def npu_profile(options: NPUToolConfig, folder: str) -> "profile":
+    """Return a torch_npu profiler that writes to ``folder``."""
     from torch_npu import profiler
 
     contents = options.contents or _DEFAULT_CONTENTS

@@ -1,50 +1,58 @@
-"""NVIDIA Nsight Systems. ``nsys`` wraps the process; here its captures are started and stopped, and ranges marked."""
+"""Profile with NVIDIA Nsight Systems: Ray wraps the process in ``nsys``, which captures between start and stop calls.
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+The launching process reads the options for Ray here, so torch is imported only when a capture starts or stops.
+"""
+
+import os
+import shlex
+from collections.abc import Mapping
 from typing import Any
 
-import torch
-
-from verl.utils.profiler.captures import SharedCapture
+from verl.utils.profiler.captures import ProcessTool, SharedCapture
 from verl.utils.profiler.config import NsightToolConfig
-from verl.utils.profiler.ranges import marked_range
-
-_capture = SharedCapture()
 
 
-class NsightSystemsProfiler:
-    """One capture from ``start`` to ``stop``, or with ``discrete`` one for each task."""
+class NsightSystemsProfiler(ProcessTool):
+    """Makes one capture per step, or with ``discrete`` one per task; nsys writes its database."""
 
-    def __init__(self, options: NsightToolConfig) -> None:
-        self.discrete = options.discrete
+    capture = SharedCapture()
 
-    def start(self, role: str | None = None, profile_step: Any = None) -> None:
-        """Begin a step."""
-        if not self.discrete:
-            _capture.open(torch.cuda.profiler.start)
+    def __init__(self, options: NsightToolConfig, role: str) -> None:
+        super().__init__(role, options.discrete)
 
-    def stop(self) -> None:
-        """End a step; nsys writes its database."""
-        if not self.discrete:
-            _capture.close(torch.cuda.profiler.stop)
+    def begin(self, role: str) -> None:
+        """Start the capture."""
+        import torch
 
-    @contextmanager
-    def task(self, name: str, role: str, **options: Any) -> Iterator[None]:
-        """Mark a task, and with ``discrete`` capture it."""
-        marks = {key: options.get(key) for key in ("color", "domain", "category")}
-        if self.discrete:
-            _capture.open(torch.cuda.profiler.start)
-        try:
-            with marked_range(name, **marks):
-                yield
-        finally:
-            if self.discrete:
-                _capture.close(torch.cuda.profiler.stop)
+        torch.cuda.profiler.start()
 
-    def range(self, name: str) -> AbstractContextManager[Any]:
-        """Mark a part of a task."""
-        return marked_range(name)
+    def end(self) -> None:
+        """Stop the capture."""
+        import torch
 
-    def step(self) -> None:
-        """Do nothing: a capture holds all mini-batches."""
+        torch.cuda.profiler.stop()
+
+
+def nsight_options(options: Mapping[str, Any], save_path: str | None, name: str) -> dict[str, str]:
+    """Return the ``nsys`` options for Ray's runtime environment, which write to ``<save_path>/<name>_<pid>``.
+
+    Ray puts a relative name into its log folder, keeps an absolute one, and passes the command to a shell. The option
+    ``output`` becomes ``o``, because Ray would otherwise add its own ``o``. Options without a value are dropped. Ray
+    formats values with ``str``, so lists and booleans are written here in the form that nsys reads.
+    """
+    texts = {"o" if key == "output" else key: _text(value) for key, value in options.items() if value is not None}
+    if save_path and "o" not in texts:
+        folder = os.path.abspath(os.path.expanduser(save_path))
+        texts["o"] = _escaped(os.path.join(folder, f"{name}_%p"))
+    return texts
+
+
+def _text(value: str | int | float | list[Any] | tuple[Any, ...]) -> str:
+    if isinstance(value, list | tuple):
+        return ",".join(_text(item) for item in value)
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _escaped(path: str) -> str:
+    """Escape a path for a shell by backslashes; Ray would not take a quoted path for an absolute one."""
+    return "".join(char if shlex.quote(char) == char else f"\\{char}" for char in path)

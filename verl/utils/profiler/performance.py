@@ -1,17 +1,18 @@
-"""Timers that add to a dictionary of seconds."""
+"""Time code into a dictionary of seconds, and reduce the times over ranks."""
 
 import time
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import numpy as np
+    from torch.distributed import ReduceOp
 
 
 @contextmanager
 def simple_timer(name: str, timing_raw: MutableMapping[str, float]) -> Iterator[None]:
-    """Add the seconds that the enclosed code takes to ``timing_raw[name]``, also where it raises."""
+    """Add the enclosed code's seconds to ``timing_raw[name]``, even if it raises."""
     start = time.perf_counter()
     try:
         yield
@@ -20,7 +21,7 @@ def simple_timer(name: str, timing_raw: MutableMapping[str, float]) -> Iterator[
 
 
 def gather_seconds(timing: Mapping[str, float]) -> "np.ndarray":
-    """Return the timers of all ranks, (ranks, timers) in the order of the names; collective."""
+    """Return the timers of all ranks as (ranks, timers), in the order of the names; collective."""
     import torch
 
     own = torch.tensor(list(timing.values()), dtype=torch.float64)
@@ -31,12 +32,12 @@ def gather_seconds(timing: Mapping[str, float]) -> "np.ndarray":
     return torch.stack(every).numpy()
 
 
-def reduce_timing(timing_raw: Mapping[str, float], reduce_op: Any = None) -> dict[str, float]:
+def reduce_timing(timing_raw: Mapping[str, float], reduce_op: "ReduceOp.RedOpType | None" = None) -> dict[str, float]:
     """Reduce every timer over the ranks, so that all of them report the same; collective.
 
-    ``reduce_op`` is ``AVG``, which is the default, ``SUM``, ``MIN`` or ``MAX`` of ``torch.distributed.ReduceOp``.
+    Args: ``reduce_op`` is ``AVG`` (the default), ``SUM``, ``MIN`` or ``MAX`` of ``torch.distributed.ReduceOp``.
 
-    Raises: ValueError for another one.
+    Raises: ValueError for another operation.
     """
     from torch.distributed import ReduceOp
 
@@ -44,7 +45,7 @@ def reduce_timing(timing_raw: Mapping[str, float], reduce_op: Any = None) -> dic
     ways = ((ReduceOp.AVG, "mean"), (ReduceOp.SUM, "sum"), (ReduceOp.MIN, "min"), (ReduceOp.MAX, "max"))
     way = next((name for known, name in ways if known == op), None)
     if way is None:
-        raise ValueError(f"reduce_op={reduce_op}: must be AVG, SUM, MIN or MAX of torch.distributed.ReduceOp")
+        raise ValueError(f"reduce_op={reduce_op} must be AVG, SUM, MIN or MAX of torch.distributed.ReduceOp")
     return dict(zip(timing_raw, getattr(gather_seconds(timing_raw), way)(axis=0).tolist(), strict=True))
 
 

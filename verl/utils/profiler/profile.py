@@ -1,11 +1,11 @@
-"""One profiler for every role: which ranks and steps are captured is decided here, how is decided by a tool."""
+"""Profile one role: this module decides which ranks and steps are captured, and a tool captures them."""
 
 import functools
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, Protocol
+from contextlib import contextmanager
+from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 from verl.utils.profiler.config import (
     NPUToolConfig,
@@ -14,9 +14,12 @@ from verl.utils.profiler.config import (
     TorchMemoryToolConfig,
     TorchProfilerToolConfig,
 )
-from verl.utils.profiler.ranges import capturing, is_capturing
+from verl.utils.profiler.ranges import Range, capturing, is_capturing
 
 logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 OF_TOOL = {
     "nsys": NsightToolConfig,
@@ -27,85 +30,86 @@ OF_TOOL = {
 
 
 class Tool(Protocol):
-    """What captures one role on one rank."""
+    """Captures one role on one rank."""
 
-    def start(self, role: str | None = None, profile_step: Any = None) -> None:
+    def start(self, role: str | None = None, profile_step: int | str | None = None) -> None:
         """Begin a step."""
 
     def stop(self) -> None:
-        """End a step and write what is to be written."""
+        """End a step and write its capture."""
 
-    def task(self, name: str, role: str, **options: Any) -> AbstractContextManager[Any]:
-        """Capture a task of the step."""
+    def task(self, name: str, role: str, mini_batches: bool = False, **marks: str | None) -> Range:
+        """Capture a task of the step; one with ``mini_batches`` calls ``step`` after each."""
 
-    def range(self, name: str) -> AbstractContextManager[Any]:
+    def range(self, name: str) -> Range:
         """Mark a part of a task."""
 
     def step(self) -> None:
-        """Say that a mini-batch has ended."""
+        """Note the end of a mini-batch."""
 
 
 class DistProfiler:
-    """The profiler of one role on one rank.
+    """Profiles one role on one rank.
 
-    Where the role or its rank is not profiled, and between the steps that are, it does nothing: ``running`` is False.
+    It does nothing, and ``running`` is False, if the role or rank is not selected and between profiled steps.
 
-    Args: ``tool_config`` is the dataclass of the tool, by default the node of ``config.tool_config`` with its name;
-        ``role`` among ``kwargs`` names the role in what is written.
+    Args:
+        tool_config: dataclass of the tool; by default the node of ``config.tool_config`` with the tool's name.
+        kwargs: ``role`` names the role in the written files.
     """
 
     def __init__(self, rank: int, config: ProfilerConfig | None = None, tool_config: Any = None, **kwargs: Any) -> None:
         self.config = config = config or ProfilerConfig()
-        self.rank, self.role = rank, str(kwargs.get("role", "e2e"))
+        self.rank = rank
+        self.role = str(kwargs.get("role", "e2e"))
         self.running = False
         self._impl: Tool | None = None
         if config.selects(rank):
             self._impl = build_tool(rank, config, tool_config or tool_config_of(config), self.role)
 
-    def start(self, **kwargs: Any) -> None:
-        """Begin a step; ``profile_step`` names it, and ``role`` the whole of what it captures."""
+    def start(self, role: str | None = None, profile_step: int | str | None = None) -> None:
+        """Begin the step ``profile_step``; ``role`` names a capture of the whole process."""
         if self._impl is not None and not self.running:
-            self._impl.start(**kwargs)
+            self._impl.start(role=role, profile_step=profile_step)
             self.running = True
             _of_this_process.append(self)
 
     def stop(self) -> None:
-        """End the step, and write what was captured; a file that cannot be written is told, and the run goes on."""
+        """End the step and write its capture. A failed write logs an error and does not end the run."""
         if self._impl is not None and self.running:
             self.running = False
             _of_this_process.remove(self)
             try:
                 self._impl.stop()
             except OSError as error:
-                logger.error("what %s captured is not written: %s", self.role, error)
+                logger.error("the profile of %s could not be written: %s", self.role, error)
 
     def step(self) -> None:
-        """Say that a mini-batch has ended."""
+        """Note the end of a mini-batch."""
         if self.running and self._impl is not None:
             self._impl.step()
 
     def dump_memory_snapshot(self, tag: str, sub_dir: str | None) -> bool:
-        """Write a snapshot of the allocator now, whatever the step; returns whether the tool is one that can."""
+        """Write a snapshot of the allocator now; return False if the tool cannot."""
         sampler = getattr(self._impl, "sampler", None)
         if sampler is None:
             return False
         try:
             sampler.dump_memory_snapshot(tag=tag, sub_dir=sub_dir)
         except OSError as error:  # as in stop
-            logger.error("the snapshot %s is not written: %s", tag, error)
+            logger.error("the memory snapshot %s could not be written: %s", tag, error)
         return True
 
     def of_task(self, role: str) -> "DistProfiler":
-        """Return the profiler of a task, which is this one for each."""
+        """Return the profiler of a task: this one."""
         return self
 
-    def task(self, name: str, role: str, **options: Any) -> AbstractContextManager[Any]:
-        """Capture the enclosed code as a task of the running step; ``role`` is the outer name of the task."""
+    @contextmanager
+    def task(self, name: str, role: str, mini_batches: bool = False, **marks: str | None) -> Iterator[None]:
+        """Capture the enclosed code as a task of the running step; ``role`` names the task's files."""
         assert self._impl is not None, "a task is captured between start and stop"
-        stack = ExitStack()
-        stack.enter_context(self._impl.task(name, role, **options))
-        stack.enter_context(capturing(self._impl.range))
-        return stack
+        with self._impl.task(name, role, mini_batches=mini_batches, **marks), capturing(self._impl.range):
+            yield
 
     @classmethod
     def annotate(
@@ -114,82 +118,85 @@ class DistProfiler:
         color: str | None = None,
         domain: str | None = None,
         category: str | None = None,
-        **kwargs_outer: Any,
-    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Make a method of a worker a task of the worker's ``profiler``; without one the call is a plain call.
+        role: str | None = None,
+        mini_batches: bool = False,
+    ) -> Callable[[Callable[P, T]], Callable[P, T]]:
+        """Capture calls of a worker's method as tasks of the worker's ``profiler``, if it has one.
 
-        ``role=`` names the task, by default as the method; ``mini_batches=True`` says that it calls ``step``. A task
-        that fails ends the step: the driver ends the workers of a failed call, and what they had captured with them.
+        A failing task ends the step: the driver kills the workers of a failed call, which would lose the capture.
+
+        Args:
+            role: name of the task, by default the method's.
+            mini_batches: whether the method calls ``step`` after each mini-batch.
         """
-        outer_role = kwargs_outer.pop("role", None)
+        marks = {"color": color, "domain": domain, "category": category}
 
-        def decorate(func: Callable[..., Any]) -> Callable[..., Any]:
-            role = outer_role or func.__name__
-            options = {"color": color, "domain": domain, "category": category, **kwargs_outer}
+        def decorate(func: Callable[P, T]) -> Callable[P, T]:
+            task = role or func.__name__
 
-            def running(owner: Any) -> DistProfiler | None:
-                profiler = getattr(owner, "profiler", None)
+            def running(worker: Any, *args: P.args, **kwargs: P.kwargs) -> DistProfiler | None:
+                profiler = getattr(worker, "profiler", None)
                 if profiler is None or not profiler.running:
                     return None
-                own: DistProfiler = profiler.of_task(role)
+                own: DistProfiler = profiler.of_task(task)
                 return own if own.running else None
 
             @contextmanager
             def captured(profiler: DistProfiler) -> Iterator[None]:
                 try:
-                    with profiler.task(message or role, role, **options):
+                    with profiler.task(message or task, task, mini_batches, **marks):
                         yield
                 except Exception:
-                    if not is_capturing():  # in a task inside of another, the outer one comes by here too
+                    if not is_capturing():  # of nested tasks, only the outermost ends the step
                         stop_after_error()
                     raise
 
             @functools.wraps(func)
-            def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-                profiler = running(self)
+            def call(*args: P.args, **kwargs: P.kwargs) -> T:
+                profiler = running(*args, **kwargs)
                 if profiler is None:
-                    return func(self, *args, **kwargs)
+                    return func(*args, **kwargs)
                 with captured(profiler):
-                    return func(self, *args, **kwargs)
+                    return func(*args, **kwargs)
 
             @functools.wraps(func)
-            async def call_async(self: Any, *args: Any, **kwargs: Any) -> Any:
-                profiler = running(self)
+            async def call_async(*args: P.args, **kwargs: P.kwargs) -> Any:
+                profiler = running(*args, **kwargs)
                 if profiler is None:
-                    return await func(self, *args, **kwargs)
+                    return await func(*args, **kwargs)  # type: ignore[misc]  # a coroutine function
                 with captured(profiler):
-                    return await func(self, *args, **kwargs)
+                    return await func(*args, **kwargs)  # type: ignore[misc]
 
-            return call_async if inspect.iscoroutinefunction(func) else call
+            return cast(Callable[P, T], call_async if inspect.iscoroutinefunction(func) else call)
 
         return decorate
 
 
 _of_this_process: list[DistProfiler] = []
-"""Those that run, of all workers that share the process."""
+"""The running profilers of all workers that share the process."""
 
 
 def stop_after_error() -> None:
-    """End the step in all roles of this process, and write what was captured, where an error ends the process."""
+    """End the step in all roles of this process and write their captures before an error ends the process."""
     for profiler in list(_of_this_process):
         try:
             profiler.stop()
-        except Exception:  # the error that came first is the one to show
-            logger.warning("what %s captured before the error is not written", profiler.role, exc_info=True)
+        except Exception:  # the first error is the one to show
+            logger.warning("the profile of %s before the error could not be written", profiler.role, exc_info=True)
 
 
 class RoleProfilers:
-    """The profilers of the roles that one worker plays; a task belongs to the role that its name begins with."""
+    """The profilers of one worker's roles; a task belongs to the role that its name begins with."""
 
     def __init__(self, profilers: Mapping[str, DistProfiler]) -> None:
         self.profilers = dict(profilers)
         self.running = False
         self._first = next(iter(self.profilers.values()))
 
-    def start(self, **kwargs: Any) -> None:
+    def start(self, role: str | None = None, profile_step: int | str | None = None) -> None:
         """Begin a step in each."""
         for profiler in self.profilers.values():
-            profiler.start(**kwargs)
+            profiler.start(role=role, profile_step=profile_step)
         self.running = any(profiler.running for profiler in self.profilers.values())
 
     def stop(self) -> None:
@@ -199,7 +206,7 @@ class RoleProfilers:
             profiler.stop()
 
     def step(self) -> None:
-        """Say that a mini-batch has ended, which is one of the role that trains."""
+        """Note the end of a mini-batch of the first role, which is the one that trains."""
         self._first.step()
 
     def of_task(self, role: str) -> DistProfiler:
@@ -208,7 +215,7 @@ class RoleProfilers:
 
 
 def tool_config_of(config: ProfilerConfig) -> Any:
-    """Return the options of the tool of a role, with the defaults of the dataclass where there are none."""
+    """Return the options of a role's tool, or the defaults of their dataclass if there are none."""
     assert config.tool is not None
     options = config.tool_config
     if isinstance(options, OF_TOOL[config.tool]):
@@ -222,12 +229,12 @@ def tool_config_of(config: ProfilerConfig) -> Any:
 def build_tool(rank: int, config: ProfilerConfig, tool_config: Any, role: str) -> Tool:
     """Import and construct the tool of a configuration.
 
-    Raises: ImportError or RuntimeError where this process lacks the package or device that the tool needs.
+    Raises: ImportError or RuntimeError if this process lacks the tool's package or device.
     """
     if config.tool == "nsys":
         from verl.utils.profiler.nsys import NsightSystemsProfiler
 
-        return NsightSystemsProfiler(tool_config)
+        return NsightSystemsProfiler(tool_config, role)
     if config.tool == "npu":
         from verl.utils.profiler.npu import NPUProfiler
 
@@ -236,6 +243,6 @@ def build_tool(rank: int, config: ProfilerConfig, tool_config: Any, role: str) -
         from verl.utils.profiler.torch_trace import TorchTrace
 
         return TorchTrace(tool_config, config.save_path, role, rank)
-    from verl.utils.profiler.torch_memory import TorchMemoryProfiler
+    from verl.utils.profiler.memory import TorchMemoryProfiler
 
     return TorchMemoryProfiler(tool_config, config.save_path, rank)

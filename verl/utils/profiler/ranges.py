@@ -1,4 +1,4 @@
-"""Named ranges of time: MSTX on an Ascend device, else NVTX where it is installed, else nothing but the time."""
+"""Mark named ranges for profilers: by MSTX on an Ascend device, else by NVTX if it is installed, else not at all."""
 
 import functools
 from collections.abc import Callable, Iterator, MutableMapping
@@ -11,15 +11,19 @@ from verl.utils.profiler.performance import simple_timer
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Range = AbstractContextManager[Any]
+"""Marks the enclosed code; what it yields depends on the tool."""
+RangeId = int | tuple[Any, ...] | None
+"""Identifies an open range: a number for MSTX, a pair for NVTX."""
 
 
 class Marks(Protocol):
-    """A library that marks ranges; each takes the options of ``mark_start_range`` that it knows."""
+    """A library that marks ranges; each uses the options of ``mark_start_range`` that it supports."""
 
-    def start(self, message: str | None, **options: Any) -> Any:
-        """Open a range and return what closes it."""
+    def start(self, message: str | None, **options: str | None) -> RangeId:
+        """Open a range and return its id."""
 
-    def end(self, range_id: Any) -> None:
+    def end(self, range_id: RangeId) -> None:
         """Close a range."""
 
 
@@ -29,10 +33,11 @@ class _Nvtx:
 
         self._nvtx = nvtx
 
-    def start(self, message: str | None, **options: Any) -> Any:
-        return self._nvtx.start_range(message=message, **options)
+    def start(self, message: str | None, **options: str | None) -> RangeId:
+        range_id: RangeId = self._nvtx.start_range(message=message, **options)
+        return range_id
 
-    def end(self, range_id: Any) -> None:
+    def end(self, range_id: RangeId) -> None:
         self._nvtx.end_range(range_id)
 
 
@@ -42,18 +47,19 @@ class _Mstx:
 
         self._mstx = mstx
 
-    def start(self, message: str | None, **options: Any) -> Any:
-        return self._mstx.range_start(message)  # it knows neither colors nor domains
+    def start(self, message: str | None, **options: str | None) -> RangeId:
+        range_id: RangeId = self._mstx.range_start(message)  # MSTX has neither colors nor domains
+        return range_id
 
-    def end(self, range_id: Any) -> None:
+    def end(self, range_id: RangeId) -> None:
         self._mstx.range_end(range_id)
 
 
 class _NoMarks:
-    def start(self, message: str | None, **options: Any) -> Any:
+    def start(self, message: str | None, **options: str | None) -> RangeId:
         return None
 
-    def end(self, range_id: Any) -> None:
+    def end(self, range_id: RangeId) -> None:
         return None
 
 
@@ -62,26 +68,26 @@ def marks() -> Marks:
     """Return the library that marks ranges in this process."""
     from verl.utils.device import is_npu_available
 
-    if is_npu_available:  # whose tools read no NVTX, and nvtx may be installed all the same
+    if is_npu_available:  # Ascend tools ignore NVTX, even if nvtx is installed
         return _Mstx()
     return _Nvtx() if is_nvtx_available() else _NoMarks()
 
 
 def mark_start_range(
     message: str | None = None, color: str | None = None, domain: str | None = None, category: str | None = None
-) -> Any:
-    """Open a range; returns what ``mark_end_range`` closes it by."""
+) -> RangeId:
+    """Open a range and return its id for ``mark_end_range``."""
     return marks().start(message, color=color, domain=domain, category=category)
 
 
-def mark_end_range(range_id: Any) -> None:
+def mark_end_range(range_id: RangeId) -> None:
     """Close a range."""
     marks().end(range_id)
 
 
 @contextmanager
-def marked_range(message: str, **options: Any) -> Iterator[None]:
-    """Mark the enclosed code, also where it raises."""
+def marked_range(message: str, **options: str | None) -> Iterator[None]:
+    """Mark the enclosed code; close the range even if it raises."""
     range_id = mark_start_range(message, **options)
     try:
         yield
@@ -92,7 +98,7 @@ def marked_range(message: str, **options: Any) -> Iterator[None]:
 def mark_annotate(
     message: str | None = None, color: str | None = None, domain: str | None = None, category: str | None = None
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Mark every call of a function by ``message``, or by its name."""
+    """Mark every call of a function with ``message``, or with its name."""
 
     def decorate(func: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(func)
@@ -113,20 +119,20 @@ def marked_timer(
     domain: str | None = None,
     category: str | None = None,
 ) -> Iterator[None]:
-    """Add seconds as ``simple_timer`` does, and mark the range."""
+    """Time the enclosed code like ``simple_timer`` and mark it as a range."""
     with simple_timer(name, timing_raw), marked_range(name, color=color, domain=domain, category=category):
         yield
 
 
-# ---- parts of a task, marked only while it is captured
+# ---- parts of a task, marked only during a capture
 
-_open: list[Callable[[str], AbstractContextManager[Any]]] = []
+_open: list[Callable[[str], Range]] = []
 _NOTHING = nullcontext()
 
 
 @contextmanager
-def capturing(make_range: Callable[[str], AbstractContextManager[Any]]) -> Iterator[None]:
-    """Let ``captured_range`` make ranges of a capture as long as it is open in this process."""
+def capturing(make_range: Callable[[str], Range]) -> Iterator[None]:
+    """Let ``captured_range`` use ``make_range`` while the enclosed code runs in this process."""
     _open.append(make_range)
     try:
         yield
@@ -135,10 +141,10 @@ def capturing(make_range: Callable[[str], AbstractContextManager[Any]]) -> Itera
 
 
 def is_capturing() -> bool:
-    """Whether a task is being captured in this process."""
+    """Return whether a task is being captured in this process."""
     return bool(_open)
 
 
-def captured_range(name: str) -> AbstractContextManager[Any]:
-    """Mark a part of a task in the capture that is open in this process; where none is, this costs a look."""
+def captured_range(name: str) -> Range:
+    """Mark a part of a task in this process's open capture; do nothing if there is none."""
     return _open[-1](name) if _open else _NOTHING

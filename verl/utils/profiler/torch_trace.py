@@ -1,4 +1,4 @@
-"""``torch.profiler``: one Chrome trace per role, rank and step, which https://ui.perfetto.dev opens."""
+"""Profile with ``torch.profiler``: one Chrome trace per role, rank and step, for https://ui.perfetto.dev."""
 
 import gc
 import json
@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -15,18 +14,22 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from verl.utils.memory_utils import return_freed_host_memory
 from verl.utils.profiler.captures import make_save_folder, step_folder
 from verl.utils.profiler.config import TorchProfilerToolConfig
+from verl.utils.profiler.ranges import Range
 
 logger = logging.getLogger(__name__)
 
 _running: list[profile] = []
-"""The profiler that records in this process: there can be one."""
+"""The recording profiler of this process, at most one."""
 
 
 class TorchTrace:
-    """Records every task of a role; of a task with mini-batches those from ``step_start`` to before ``step_end``."""
+    """Records every task of a role; of a task with mini-batches only those in [``step_start``, ``step_end``)."""
 
     def __init__(self, options: TorchProfilerToolConfig, save_path: str | None, role: str, rank: int) -> None:
-        self.options, self.save_path, self.role, self.rank = options, save_path, role, rank
+        self.options = options
+        self.save_path = save_path
+        self.role = role
+        self.rank = rank
         make_save_folder(save_path)
         self._folder = step_folder(save_path, 0)
         self._recorded: list[profile] = []
@@ -34,41 +37,44 @@ class TorchTrace:
 
     @property
     def path(self) -> Path:
-        """The trace of the current step."""
-        start, end = self.options.step_start, self.options.step_end
-        name = f"prof_start_{start}_end_{'last' if end is None else end}_rank_{self.rank}.json"
+        """Return the trace file of the current step."""
+        end = "last" if self.options.step_end is None else self.options.step_end
+        name = f"prof_start_{self.options.step_start}_end_{end}_rank_{self.rank}.json"
         return self._folder / self.role / name
 
-    def start(self, role: str | None = None, profile_step: Any = None) -> None:
+    def start(self, role: str | None = None, profile_step: int | str | None = None) -> None:
         """Begin a step."""
         self._folder = step_folder(self.save_path, profile_step)
         self._recorded = []
 
     def stop(self) -> None:
-        """Write the trace of the step; nothing where the role had no task in it."""
-        recorded, self._recorded = self._recorded, []
+        """Write the trace of the step, if the role had a task in it."""
+        recorded = self._recorded
+        self._recorded = []
         if not recorded:
-            logger.info("%s had no task in this step: no trace", self.role)
+            logger.info("%s had no task in this step, so there is no trace", self.role)
             return
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_trace(recorded, self.path)
-        finally:  # a recorder holds itself, and tens of bytes for each byte of its trace
+        finally:  # a recorder is a reference cycle and holds tens of bytes per byte of its trace
             del recorded
             gc.collect()
             return_freed_host_memory()
 
     @contextmanager
-    def task(self, name: str, role: str, mini_batches: bool = False, **options: Any) -> Iterator[None]:
-        """Record a task; one inside of another is a range of it."""
+    def task(self, name: str, role: str, mini_batches: bool = False, **marks: str | None) -> Iterator[None]:
+        """Record a task; a nested task becomes a range of the outer one."""
         if _running:
             with record_function(name):
                 yield
             return
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
         recorder = profile(activities=activities, record_shapes=True)
-        start, end = (self.options.step_start, self.options.step_end) if mini_batches else (0, None)
-        window = Window(recorder, name, start, end)
+        start = self.options.step_start if mini_batches else 0
+        window = Window(recorder, name, start, self.options.step_end if mini_batches else None)
         _running.append(recorder)
         self._window = window
         try:
@@ -80,40 +86,45 @@ class TorchTrace:
             if window.recorded:
                 self._recorded.append(recorder)
         if not window.recorded:
-            logger.warning("step_start=%d: %s had %d mini-batches, none is traced", start, name, window.at)
+            logger.warning("step_start=%d: no trace, because %s had only %d mini-batches", start, name, window.at)
 
-    def range(self, name: str) -> AbstractContextManager[Any]:
+    def range(self, name: str) -> Range:
         """Mark a part of a task."""
         return record_function(name)
 
     def step(self) -> None:
-        """Go on to the next mini-batch, where only some are recorded."""
+        """Note the end of a mini-batch."""
         if self._window is not None:
             self._window.step()
 
 
 class Window(AbstractContextManager["Window"]):
-    """Records a task by its name from mini-batch ``start``, after one of warm-up where there is one, to before ``end``.
+    """Records mini-batches [``start``, ``end``) of a task, after one mini-batch of warm-up if there is one.
 
-    torch's own schedule marks each step from its begin to its end, across the begin or the end of the task.
+    torch's own schedule is not used: its ranges of steps would cross the begin and the end of the task.
     """
 
     def __init__(self, recorder: profile, name: str, start: int, end: int | None) -> None:
-        self.recorder, self.name, self.start, self.end = recorder, name, start, end
-        self.at, self.recorded = 0, False
-        self._is_prepared, self._task = False, ExitStack()
+        self.recorder = recorder
+        self.name = name
+        self.start = start
+        self.end = end
+        self.at = 0
+        self.recorded = False
+        self._is_prepared = False
+        self._task = ExitStack()
 
     def __enter__(self) -> "Window":
         self._turn()
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._is_prepared and not self.recorded:  # what is prepared can only be left by way of a trace
+        if self._is_prepared and not self.recorded:  # torch leaves the prepared state only through a trace
             self._begin()
         self._task.close()
 
     def step(self) -> None:
-        """Go on to the next mini-batch."""
+        """Note the end of a mini-batch."""
         self.at += 1
         self._turn()
 
@@ -134,27 +145,27 @@ class Window(AbstractContextManager["Window"]):
 
 
 def write_trace(recorded: Sequence[profile], path: Path) -> None:
-    """Write what was recorded one after another as one Chrome trace; the file appears when it is whole.
+    """Write consecutive recordings as one Chrome trace; the file appears only when it is complete.
 
-    Raises: OSError where it cannot be written.
+    Raises: OSError if it cannot be written.
     """
     parts = [path.with_name(f"{path.name}.part{number}") for number in range(len(recorded))]
     try:
         for recorder, part in zip(recorded, parts, strict=True):
             recorder.export_chrome_trace(str(part))
-            if not part.is_file():  # the writer of torch raises nothing
-                raise OSError(f"torch could not write {part}: is there room on the disk?")
+            if not part.is_file():  # torch's writer does not raise
+                raise OSError(f"torch could not write {part}; check the free space on the disk")
         if len(parts) > 1:
             _join(parts)
         os.replace(parts[0], path)
     finally:
         for part in parts:
-            for left in (part, part.with_name(f"{part.name}.tmp")):  # the second is of torch
+            for left in (part, part.with_name(f"{part.name}.tmp")):  # torch writes to .tmp first
                 left.unlink(missing_ok=True)
 
 
 def _join(parts: Sequence[Path]) -> None:
-    """Add to the first trace the events of the others, which are of the same process, on the clock of the first."""
+    """Append the events of the later traces to the first, shifted to its clock; all are of one process."""
     whole = json.loads(parts[0].read_text(encoding="utf-8"))
     for part in parts[1:]:
         trace = json.loads(part.read_text(encoding="utf-8"))

@@ -1,1 +1,1 @@
-"""What the record of a run says: a page of pictures, flags, a comparison of two runs, and a live view."""
+"""Read a run's record: an HTML report, automatic flags, a comparison of two runs, and a live view."""

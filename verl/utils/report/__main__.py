@@ -1,7 +1,7 @@
-"""Reports from the command line.
+"""Write a run's HTML report, compare two runs, or watch a run.
 
-``python -m verl.utils.report RUN_DIR`` writes the page, ``... compare RUN_A RUN_B`` names the first phase in which two
-runs differ (exit code 1 where they do), ``... live RUN_DIR`` shows a run that another process makes.
+``python -m verl.utils.report RUN_DIR`` writes the report. ``... compare RUN_A RUN_B`` names the first phase in which
+the two runs differ and exits with 1 if there is one. ``... live RUN_DIR`` follows a run that another process makes.
 """
 
 import argparse
@@ -9,13 +9,13 @@ import importlib.util
 import sys
 
 from verl.utils.observe.console import get_console
+from verl.utils.observe.record import record_of
 from verl.utils.report.compare import compare_runs
-from verl.utils.report.folder import record_of
 from verl.utils.report.page import REPORT_NAME, write_report
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command; returns the exit code."""
+    """Run a command and return the exit code."""
     words = sys.argv[1:] if arguments is None else arguments
     try:
         if words[:1] == ["compare"]:
@@ -30,20 +30,22 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _report(words: list[str]) -> int:
     parser = argparse.ArgumentParser("python -m verl.utils.report", description=__doc__)
-    parser.add_argument("run_dir", help="trainer.default_local_dir of the run, or a record")
-    parser.add_argument("--output", help=f"page to write, or its folder; default RUN_DIR/{REPORT_NAME}")
+    parser.add_argument("run_dir", help="trainer.default_local_dir of the run, or its metrics.jsonl")
+    parser.add_argument("--output", help=f"HTML file to write, or its folder (default: RUN_DIR/{REPORT_NAME})")
     given = parser.parse_args(words)
     get_console().info("report: %s", write_report(given.run_dir, given.output))
     return 0
 
 
 def _compare(words: list[str]) -> int:
-    parser = argparse.ArgumentParser("python -m verl.utils.report compare")
-    parser.add_argument("run_a")
-    parser.add_argument("run_b")
+    parser = argparse.ArgumentParser(
+        "python -m verl.utils.report compare", description="Name the first step and phase in which two runs differ."
+    )
+    parser.add_argument("run_a", help="trainer.default_local_dir of the first run")
+    parser.add_argument("run_b", help="trainer.default_local_dir of the second run")
     given = parser.parse_args(words)
     result = compare_runs(given.run_a, given.run_b)
-    what = "digests and metrics" if result.by_digests else "metrics (steps without digests)"
+    what = "digests and metrics" if result.by_digests else "metrics (not every step has digests)"
     steps = f"{len(result.steps)} common steps, {result.steps[0]} to {result.steps[-1]}"
     for run, count in zip((given.run_a, given.run_b), result.alone, strict=True):
         steps += f"; {count} more only in {run}" if count else ""
@@ -55,12 +57,14 @@ def _compare(words: list[str]) -> int:
 
 
 def _live(words: list[str]) -> int:
-    parser = argparse.ArgumentParser("python -m verl.utils.report live")
-    parser.add_argument("run_dir")
-    parser.add_argument("--steps", type=int, help="end when the run has made so many")
+    parser = argparse.ArgumentParser(
+        "python -m verl.utils.report live", description="Show the metrics of a run while another process makes it."
+    )
+    parser.add_argument("run_dir", help="trainer.default_local_dir of the run")
+    parser.add_argument("--steps", type=int, help="exit after this many training steps")
     given = parser.parse_args(words)
     if sys.stderr.isatty() and importlib.util.find_spec("rich") is None:
-        raise ImportError("the live table needs the package rich: pip install rich")
+        raise ImportError("the live table needs the package rich; install it with: pip install rich")
     from verl.utils.report.live import watch
 
     watch(record_of(given.run_dir).parent, steps=given.steps)

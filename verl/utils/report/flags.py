@@ -1,10 +1,10 @@
-"""What in the record of a run deserves a look, and why."""
+"""Find problems in the record of a run and say why each is one."""
 
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from verl.utils.observe.record import Entry
 
@@ -12,25 +12,45 @@ T = TypeVar("T")
 
 Entries = Mapping[int, Entry]
 Points = list[tuple[int, float]]
-"""(step, value) in the order of the steps."""
+"""(step, value), sorted by step."""
 
 MIN_STEPS = 6
-"""A run of fewer steps is not judged by its course."""
+"""Trends of shorter runs are not judged."""
 
-COLLAPSED_SHARE, HEIGHT_SHARE = 0.5, 0.25
-NOISE_FACTOR, DRIFT_FACTOR = 2.5, 2.0
-ENTROPY_LEFT, ENTROPY_LOW = 0.1, 0.1
+# Reward collapse: the drop, as a share of the gain, of the height above the minimum, and of noise and drift.
+COLLAPSED_SHARE = 0.5
+HEIGHT_SHARE = 0.25
+NOISE_FACTOR = 2.5
+DRIFT_FACTOR = 2.0
+# Entropy collapse: the share of the initial entropy, nats, and the share of the best score that counts as solved.
+ENTROPY_LEFT = 0.1
+ENTROPY_LOW = 0.1
 SOLVED = 0.95
-MISMATCH_FACTOR, MISMATCH_FLOOR = 20.0, 1e-3
-LENGTH_FACTOR, CUT_SHARE = 2.0, 0.2
-CUT_MORE, CUT_MOST = 0.3, 0.5
-SLOW_FACTOR, SLOW_SHARE, SLOW_SECONDS, SLOW_ERRORS = 1.33, 0.8, 0.05, 6.0
-GROWTH_SHARE, GROWTH_GB, GROWTH_ORDER, STILL_GROWING, STRETCHES = 0.1, 0.1, 0.9, 0.2, 12
+# Mismatch: multiples of the median, and nats.
+MISMATCH_FACTOR = 20.0
+MISMATCH_FLOOR = 1e-3
+# Length explosion: multiples of the initial length, and shares of truncated responses.
+LENGTH_FACTOR = 2.0
+CUT_SHARE = 0.2
+CUT_MORE = 0.3
+CUT_MOST = 0.5
+# Straggler: multiples of the other ranks' time, the share of steps, seconds, and standard errors.
+SLOW_FACTOR = 1.33
+SLOW_SHARE = 0.8
+SLOW_SECONDS = 0.05
+SLOW_ERRORS = 6.0
+# Memory growth: the share of the initial memory, GiB, rank correlation, the share of growth that is late, and the
+# number of stretches whose medians are compared.
+GROWTH_SHARE = 0.1
+GROWTH_GB = 0.1
+GROWTH_ORDER = 0.9
+STILL_GROWING = 0.2
+STRETCHES = 12
 
 
 @dataclass(frozen=True)
 class Flag:
-    """One finding: its name, the step at which it begins, the reason with figures, and the panel that shows it."""
+    """One finding: its name, first step, reason with figures, and the panel that shows it."""
 
     name: str
     step: int
@@ -39,9 +59,9 @@ class Flag:
 
 
 def find_flags(entries: Entries, course: Entries | None = None) -> list[Flag]:
-    """Return everything that deserves a look, in the order of its first step.
+    """Return all flags, sorted by first step.
 
-    ``course`` holds some of the entries of a long run, where all of them would take too long to judge its course by.
+    Args: ``course`` is an optional thinned set of entries from which to judge trends, to save time on a long run.
     """
     found = [flag for rule in RULES_OF_COURSE for flag in rule(entries if course is None else course)]
     found += [flag for rule in RULES_OF_STEPS for flag in rule(entries)]
@@ -51,15 +71,11 @@ def find_flags(entries: Entries, course: Entries | None = None) -> list[Flag]:
 def points_of(entries: Entries, key: str) -> Points:
     """Return the finite values of a metric."""
     values = ((step, entry["data"].get(key)) for step, entry in sorted(entries.items()))
-    return [(step, float(value)) for step, value in values if _is_finite(value)]
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+    return [(step, float(value)) for step, value in values if isinstance(value, int | float) and math.isfinite(value)]
 
 
 def smoothed(points: Points) -> Points:
-    """Return the median of each value and those before it, over a twentieth of the run and three steps at least."""
+    """Return the running median over a twentieth of the run, at least three steps."""
     width = max(3, len(points) // 20)
     return [
         (step, statistics.median(value for _, value in points[max(0, i + 1 - width) : i + 1]))
@@ -68,7 +84,7 @@ def smoothed(points: Points) -> Points:
 
 
 def _first_for_good(points: Points, holds: Callable[[float], bool]) -> int | None:
-    """Return the step from which on ``holds`` is true to the end; None where it is not true at the end."""
+    """Return the first step from which ``holds`` stays true to the end; None if it is false at the end."""
     first = None
     for step, value in reversed(points):
         if not holds(value):
@@ -81,8 +97,8 @@ def _first_for_good(points: Points, holds: Callable[[float], bool]) -> int | Non
 
 
 def _reward_collapse(entries: Entries) -> Iterator[Flag]:
-    """The mean score has lost half of what it had gained, or of what it began with, a tenth of its range and more
-    than its noise.
+    """Flag a mean score that lost half of its gain (or of its initial height), a tenth of its range, and more than its
+    noise.
     """
     points = points_of(entries, "critic/score/mean")
     if len(points) < MIN_STEPS:
@@ -95,7 +111,8 @@ def _reward_collapse(entries: Entries) -> Iterator[Flag]:
     for course, start in ((level, level[0][1]), ([points[0], *level], min(extremes, default=0.0))):
         peak_step, peak = max(course, key=lambda point: point[1])
         height = peak - min(extremes, default=peak)
-        last, drop = course[-1][1], max(COLLAPSED_SHARE * (peak - start), HEIGHT_SHARE * height, least)
+        last = course[-1][1]
+        drop = max(COLLAPSED_SHARE * (peak - start), HEIGHT_SHARE * height, least)
         if 0 < drop < peak - last:
             lost = [(step, float(peak - value > drop)) for step, value in course if step >= peak_step]
             step = _first_for_good(lost, bool)
@@ -106,38 +123,40 @@ def _reward_collapse(entries: Entries) -> Iterator[Flag]:
 
 
 def _usual_change(values: Sequence[float], steps: int) -> float:
-    """Return what three of four changes over so many steps stay below."""
+    """Return the third quartile of the absolute change over ``steps`` steps."""
     changes = [abs(b - a) for a, b in zip(values, values[max(steps, 1) :], strict=False)]
     return sorted(changes)[len(changes) * 3 // 4]
 
 
 def _entropy_collapse(entries: Entries) -> Iterator[Flag]:
-    """Entropy below a tenth of its start and below 0.1 nats, while the task is not solved."""
+    """Flag entropy that fell below a tenth of its start and below 0.1 nats while the task is unsolved."""
     points = points_of(entries, "actor/entropy")
     if len(points) < MIN_STEPS:
         return
     level = smoothed(points)
-    start, last = max(points[0][1], level[0][1]), level[-1][1]
+    start = max(points[0][1], level[0][1])
+    last = level[-1][1]
     limit = min(ENTROPY_LEFT * start, ENTROPY_LOW)
     if last >= limit:
         return
-    scores, best = smoothed(points_of(entries, "critic/score/mean")), points_of(entries, "critic/score/max")
+    scores = smoothed(points_of(entries, "critic/score/mean"))
+    best = points_of(entries, "critic/score/max")
     if scores and best and scores[-1][1] >= SOLVED * max(value for _, value in best) > 0:
         return
     step = _first_for_good(level, lambda value: value < limit)
     assert step is not None
-    reason = f"the entropy per token fell from {start:.3g} to {last:.3g} nats: hardly anything new is sampled"
+    reason = f"the entropy per token fell from {start:.3g} to {last:.3g} nats: the policy hardly explores"
     yield Flag("entropy collapse", step, reason, "entropy")
 
 
 def _stale_weights(entries: Entries) -> Iterator[Flag]:
-    """Generation with weights that are older than the trainer's."""
+    """Flag generation with weights older than the trainer's, or a mismatch that suggests it."""
     behind = [point for point in points_of(entries, "weight_sync/versions_behind") if point[1] > 0]
     if behind:
         steps = _listed([step for step, _ in behind])
         most = round(max(value for _, value in behind))
         old = "one update" if most == 1 else f"up to {most} updates"
-        reason = f"{steps} sampled with weights that were {old} old: the weight sync was left out"
+        reason = f"{steps} sampled with weights that were {old} old: the weight sync was skipped"
         yield Flag("stale weights", behind[0][0], reason, "mismatch")
         return
     points = points_of(entries, "training/rollout_log_prob_diff_mean")
@@ -149,26 +168,31 @@ def _stale_weights(entries: Entries) -> Iterator[Flag]:
         largest = max(value for _, value in high)
         reason = (
             f"in {_listed([step for step, _ in high])} log-probabilities of rollout and trainer differ by up to "
-            f"{largest:.2g} on average, more than {limit:.2g}: they may not have had the same weights"
+            f"{largest:.2g} on average (limit {limit:.2g}): their weights may differ"
         )
         yield Flag("rollout mismatch", high[0][0], reason, "mismatch")
 
 
 def _length_explosion(entries: Entries) -> Iterator[Flag]:
-    """Responses at least twice as long as at the start, a fifth of them cut off; or most cut off, and more than then.
+    """Flag responses that became twice as long with a fifth truncated, or of which most became truncated.
 
-    The second is what is left to see where the limit is not twice the length of the start.
+    The second rule covers runs whose length limit is below twice the initial length.
     """
-    points, cut = points_of(entries, "response_length/mean"), points_of(entries, "response_length/clip_ratio")
+    points = points_of(entries, "response_length/mean")
+    cut = points_of(entries, "response_length/clip_ratio")
     if len(points) < MIN_STEPS or len(cut) != len(points):
         return
-    level, cut_level = smoothed(points), smoothed(cut)
+    level = smoothed(points)
+    cut_level = smoothed(cut)
     start = max(min(points[0][1], level[0][1]), 1.0)
     cut_at_start = min(cut[0][1], cut_level[0][1])
     most = max(CUT_MOST, cut_at_start + CUT_MORE)
-    both = [(step, float(length >= LENGTH_FACTOR * start and share >= CUT_SHARE or length > start and share >= most))
-            for (step, length), (_, share) in zip(level, cut_level, strict=True)]  # fmt: skip
-    step = _first_for_good(both, bool)
+    exploded = []
+    for (at, length), (_, share) in zip(level, cut_level, strict=True):
+        doubled = length >= LENGTH_FACTOR * start and share >= CUT_SHARE
+        mostly_cut = length > start and share >= most
+        exploded.append((at, float(doubled or mostly_cut)))
+    step = _first_for_good(exploded, bool)
     if step is not None:
         reason = (
             f"the mean length rose from {start:.0f} to {level[-1][1]:.0f} tokens, and {cut_level[-1][1]:.0%} of the "
@@ -178,7 +202,7 @@ def _length_explosion(entries: Entries) -> Iterator[Flag]:
 
 
 def _straggler(entries: Entries) -> Iterator[Flag]:
-    """The same workers take a third longer than the others, in most steps and not by chance."""
+    """Flag ranks that take a third longer than the others, in most steps and beyond chance."""
     for (group, call), steps in seconds_of_workers(entries).items():
         behind = [(step, [_behind(seconds, rank) for rank in range(len(seconds))]) for step, seconds in steps]
         ranks = range(min(len(each) for _, each in behind))
@@ -197,13 +221,13 @@ def _straggler(entries: Entries) -> Iterator[Flag]:
 
 
 def _behind(seconds: Sequence[float], rank: int) -> tuple[float, float]:
-    """Return the logarithm of how many times as long as the others a rank takes, and how many seconds longer."""
+    """Return a rank's time relative to the median of the others: log ratio, and difference in seconds."""
     others = statistics.median([*seconds[:rank], *seconds[rank + 1 :]])
     return math.log(max(seconds[rank], 1e-9) / max(others, 1e-9)), seconds[rank] - others
 
 
 def _ends_of(spread: Sequence[T]) -> Iterator[Sequence[T]]:
-    """Yield the whole run, its last half, quarter and so on, down to a tenth."""
+    """Yield the whole run, its last half, its last quarter and so on, down to a tenth."""
     length = len(spread)
     while length >= max(MIN_STEPS, len(spread) // 10):
         yield spread[-length:]
@@ -211,7 +235,8 @@ def _ends_of(spread: Sequence[T]) -> Iterator[Sequence[T]]:
 
 
 def _is_slow(of_rank: Sequence[tuple[float, float]]) -> bool:
-    ratios, excess = [ratio for ratio, _ in of_rank], [seconds for _, seconds in of_rank]
+    ratios = [ratio for ratio, _ in of_rank]
+    excess = [seconds for _, seconds in of_rank]
     if sum(seconds > 0 for seconds in excess) < SLOW_SHARE * len(excess):
         return False
     if statistics.median(ratios) <= math.log(SLOW_FACTOR) or statistics.median(excess) <= SLOW_SECONDS:
@@ -221,7 +246,7 @@ def _is_slow(of_rank: Sequence[tuple[float, float]]) -> bool:
 
 
 def seconds_of_workers(entries: Entries) -> dict[tuple[str, str], list[tuple[int, list[float]]]]:
-    """Return (group, call) -> (step, seconds of every rank), of groups with several workers."""
+    """Return (group, call) -> [(step, seconds of every rank)] for groups of several workers."""
     found: dict[tuple[str, str], list[tuple[int, list[float]]]] = {}
     for step, entry in sorted(entries.items()):
         for group, reports in (entry.get("workers") or {}).items():
@@ -244,7 +269,7 @@ def memory_of_workers(entries: Entries) -> dict[tuple[str, int, str], Points]:
 
 
 def _memory_growth(entries: Entries) -> Iterator[Flag]:
-    """Memory of a worker that goes on growing after the first third of the run."""
+    """Flag the worker whose memory grows most after the first third of the run, if it keeps growing."""
     worst: tuple[float, Flag] | None = None
     for (group, rank, kind), points in memory_of_workers(entries).items():
         course = points[len(points) // 3 :]
@@ -256,32 +281,34 @@ def _memory_growth(entries: Entries) -> Iterator[Flag]:
         grows = growth > max(GROWTH_SHARE * values[0], GROWTH_GB) and late > STILL_GROWING * growth
         if grows and _order(values) > GROWTH_ORDER and (worst is None or growth > worst[0]):
             where = {"host_gb": "the host memory", "device_gb": "the device memory"}.get(kind, kind)
-            (start, first), (end, last) = course[0], course[-1]
+            start, first = course[0]
+            end, last = course[-1]
             reason = (
                 f"{where} of rank {rank} of {group} grew from {first:.2f} to {last:.2f} GiB in {end - start} steps, "
-                f"{(last - first) * 1024 / (end - start):.0f} MiB a step, and goes on"
+                f"{(last - first) * 1024 / (end - start):.0f} MiB a step, and is still growing"
             )
-            worst = growth, Flag("memory growth", course[0][0], reason, "memory")
+            worst = (growth, Flag("memory growth", start, reason, "memory"))
     if worst is not None:
         yield worst[1]
 
 
 def _medians(values: Sequence[float]) -> list[float]:
-    """Return the medians of a few stretches: what memory does within them, up and down, says nothing of the run."""
+    """Return the medians of a few stretches, because fluctuation within a stretch is no leak."""
     bounds = [len(values) * i // STRETCHES for i in range(STRETCHES + 1)]
     return [statistics.median(values[a:b]) for a, b in zip(bounds, bounds[1:], strict=False) if b > a]
 
 
 def _order(values: Sequence[float]) -> float:
-    """Return how far values rise from first to last: the share of pairs in order less that of pairs out of order."""
+    """Return how steadily the values rise: the share of ordered pairs minus that of inverted ones (Kendall's tau)."""
     pairs = [(b > a) - (b < a) for i, a in enumerate(values) for b in values[i + 1 :]]
     return sum(pairs) / len(pairs)
 
 
 def _not_finite(entries: Entries) -> Iterator[Flag]:
-    """Losses, gradients, scores and entropies that are no number."""
+    """Flag losses, gradients, scores and entropies that are NaN or infinite."""
     for key, panel in _FINITE:
-        steps = [step for step, entry in sorted(entries.items()) if _is_number_but_not_finite(entry["data"].get(key))]
+        values = ((step, entry["data"].get(key)) for step, entry in sorted(entries.items()))
+        steps = [step for step, value in values if isinstance(value, float) and not math.isfinite(value)]
         if steps:
             yield Flag("not finite", steps[0], f"{key} is not a finite number in {_listed(steps)}", panel)
 
@@ -298,15 +325,11 @@ _FINITE = (
     ("actor/entropy", "entropy"),
     ("critic/score/mean", "reward"),
 )
-"""Metrics that are numbers in a sound run, and the panel that shows each."""
-
-
-def _is_number_but_not_finite(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
+"""Metrics that are finite in a sound run, each with the panel that shows it."""
 
 
 def _unscored(entries: Entries) -> Iterator[Flag]:
-    """Responses that could not be scored."""
+    """Flag responses that could not be scored."""
     for key, what, panel in (
         ("reward", "responses", "reward"),
         ("val-aux/reward", "validation responses", "validation"),
@@ -314,10 +337,8 @@ def _unscored(entries: Entries) -> Iterator[Flag]:
         failed = [(step, share) for step, share in points_of(entries, f"{key}/failed_ratio") if share > 0]
         if failed:
             most = max(share for _, share in failed)
-            steps = _listed([step for step, _ in failed])
-            yield Flag(
-                "failed scores", failed[0][0], f"in {steps} up to {most:.1%} of the {what} could not be scored", panel
-            )
+            reason = f"in {_listed([step for step, _ in failed])} up to {most:.1%} of the {what} could not be scored"
+            yield Flag("failed scores", failed[0][0], reason, panel)
 
 
 def _listed(steps: Sequence[int]) -> str:

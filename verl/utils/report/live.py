@@ -1,14 +1,17 @@
-"""A table of a run that goes on, in the terminal, from its record."""
+"""Show a running job's metrics in the terminal, read from its record."""
 
 import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from verl.utils.observe.console import get_console
 from verl.utils.observe.record import RECORD_NAME, Entry, merge_entry, parse_line
 from verl.utils.report.flags import find_flags, points_of
+
+if TYPE_CHECKING:
+    from rich.console import Console, Group
 
 ROWS: tuple[tuple[str, str, str], ...] = (
     ("train/loss", "loss", "{:.4f}"),
@@ -24,35 +27,40 @@ ROWS: tuple[tuple[str, str, str], ...] = (
     ("response_length/mean", "response length", "{:.0f}"),
     ("response_length/clip_ratio", "responses cut off", "{:.1%}"),
     ("timing_s/step", "seconds per step", "{:.2f}"),
-    ("timing_s/gen", "  of it generation", "{:.2f}"),
-    ("timing_s/update_actor", "  of it actor update", "{:.2f}"),
+    ("timing_s/gen", "  generation", "{:.2f}"),
+    ("timing_s/update_actor", "  actor update", "{:.2f}"),
     ("perf/throughput", "tokens/s per worker", "{:,.0f}"),
     ("perf/mfu/actor", "MFU of the actor", "{:.1%}"),
     ("train/mfu", "MFU", "{:.1%}"),
 )
 _BARS = "▁▂▃▄▅▆▇█"
-_WIDTH, _LEAST_BARS, _LEAST_NAME = 32, 8, 12
+_WIDTH = 32
+_LEAST_BARS = 8
+_LEAST_NAME = 12
 _MAX_JUDGED = 300
 
 
 class RecordFollower:
-    """Reads what a record has gained since the last look; keeps of each step what the table shows."""
+    """Reads the lines that a record gained since the last call and keeps the columns that the table shows."""
 
     def __init__(self, folder: str | Path) -> None:
         self.path = Path(folder, RECORD_NAME)
         self.entries: dict[int, Entry] = {}
-        self._file, self._offset = -1, 0
+        self._inode = -1
+        self._offset = 0
 
     def read(self) -> dict[int, Entry]:
         """Return all entries so far.
 
-        Raises: ValueError naming the file where it holds something else.
+        Raises: ValueError naming the file if a line is malformed.
         """
         try:
             with self.path.open("rb") as file:
                 status = os.fstat(file.fileno())
-                if status.st_ino != self._file or status.st_size < self._offset:  # another file: read it all
-                    self.entries, self._file, self._offset = {}, status.st_ino, 0
+                if status.st_ino != self._inode or status.st_size < self._offset:  # replaced by a resumed run
+                    self.entries = {}
+                    self._inode = status.st_ino
+                    self._offset = 0
                 file.seek(self._offset)
                 whole, _, _ = file.read().rpartition(b"\n")
         except FileNotFoundError:
@@ -68,14 +76,14 @@ class RecordFollower:
         return self.entries
 
     def thinned(self) -> dict[int, Entry]:
-        """Return a few hundred of the steps, evenly over the run, the last among them."""
+        """Return at most 300 evenly spaced steps, the last one included."""
         steps = sorted(self.entries)
         stride = -(-len(steps) // _MAX_JUDGED)
         return {step: self.entries[step] for step in steps[::-1][::stride][::-1]}
 
 
 def sparkline(values: list[float], width: int = _WIDTH) -> str:
-    """Return the last values as a line of bars, the lowest and the highest of them its bounds."""
+    """Return the last values as a line of bars, scaled from the lowest to the highest."""
     values = values[-width:]
     low, high = min(values), max(values)
     if high == low:
@@ -84,10 +92,11 @@ def sparkline(values: list[float], width: int = _WIDTH) -> str:
 
 
 def table_rows(entries: dict[int, Entry]) -> list[tuple[str, str, str, str]]:
-    """Return (name, value at the last step, change since the step before, course) of what the run has logged."""
-    keys, steps = [*ROWS], sorted(entries)
+    """Return (name, last value, change since the step before, sparkline) of each metric that the run logged."""
+    keys = list(ROWS)
+    steps = sorted(entries)
     last = entries[steps[-1]]["data"]
-    recent = {step: entries[step] for step in steps[-2 * _WIDTH :]}  # all that a row of every step shows
+    recent = {step: entries[step] for step in steps[-2 * _WIDTH :]}  # more than a sparkline shows
     validated = {step: entries[step] for step in steps if _is_validated(entries[step])}
     found = {key for entry in validated.values() for key in entry["data"] if key.startswith("val-core/")}
     below = 1 + [key for key, _, _ in ROWS].index("critic/score/mean")
@@ -108,12 +117,10 @@ def _is_validated(entry: Entry) -> bool:
 
 
 def fitted(rows: list[tuple[str, str, str, str]], width: int) -> tuple[list[str], list[tuple[str, ...]]]:
-    """Return the columns and rows that a terminal of so many characters can show: the latest part of the course, and
-    where there is no room for one, figures only.
-    """
-    heads = ["metric", "last", "change", "course"]
+    """Fit columns and rows into ``width`` characters: shorten the trend first, then drop it and the change."""
+    heads = ["metric", "last", "change", "trend"]
     widths = [max(len(cell) for cell in column) for column in zip(heads, *rows, strict=True)]
-    margins = 3  # of a column and what divides it from the next; the table has one less
+    margins = 3  # padding and separator of a column; the last column has no separator
     left = width - sum(widths[:3]) - margins * len(heads) + 1
     if left >= _LEAST_BARS:
         return heads, [(*row[:3], row[3][-left:]) for row in rows]
@@ -123,27 +130,27 @@ def fitted(rows: list[tuple[str, str, str, str]], width: int) -> tuple[list[str]
 
 
 class LiveTable:
-    """Draws the table on standard error, below the lines of the run. Needs the package rich."""
+    """Draws the table on standard error, below the run's log lines. Needs the package rich."""
 
-    def __init__(self, folder: str | Path, total_steps: int | None = None, console: Any = None) -> None:
+    def __init__(self, folder: str | Path, total_steps: int | None = None, console: "Console | None" = None) -> None:
         from rich.console import Console
         from rich.live import Live
 
-        self._follower, self._total = RecordFollower(folder), total_steps
-        self._started = time.monotonic()
+        self._follower = RecordFollower(folder)
+        self._total = total_steps
         self._console = console or Console(stderr=True)
         self._live = Live(console=self._console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
         self._live.start()
 
     def update(self) -> int:
-        """Draw what the record holds now; returns the last step."""
+        """Redraw the table from the record and return the last step."""
         entries = self._follower.read()
         if not entries:
             return 0
         self._live.update(self._drawn(entries), refresh=True)
         return max(entries)
 
-    def _drawn(self, entries: dict[int, Entry]) -> Any:
+    def _drawn(self, entries: dict[int, Entry]) -> "Group":
         from rich import box
         from rich.console import Group
         from rich.table import Table
@@ -162,18 +169,18 @@ class LiveTable:
         return Group(table, *flags)
 
     def write(self, text: str) -> None:
-        """Show a line above the table."""
+        """Print a line above the table."""
         self._console.print(text, markup=False, highlight=False)
 
     def close(self) -> None:
-        """Leave the table as it is."""
+        """Stop redrawing; the table stays on the screen."""
         self._live.stop()
 
 
 def watch(folder: str | Path, interval_s: float = 1.0, steps: int | None = None) -> None:
-    """Show the table of a run that another process makes, until Ctrl-C or the last of ``steps``.
+    """Follow a run that another process makes, until Ctrl-C or step ``steps``.
 
-    Where standard error is no terminal, each new step is a line.
+    Print one line per step if standard error is not a terminal.
     """
     view = LiveTable(folder, steps) if sys.stderr.isatty() else LiveLines(folder)
     try:
@@ -186,13 +193,14 @@ def watch(folder: str | Path, interval_s: float = 1.0, steps: int | None = None)
 
 
 class LiveLines:
-    """Writes a line for every step that is new."""
+    """Writes one line per new step."""
 
     def __init__(self, folder: str | Path) -> None:
-        self._follower, self._shown = RecordFollower(folder), -1
+        self._follower = RecordFollower(folder)
+        self._shown = -1
 
     def update(self) -> int:
-        """Write what the record has gained; returns the last step."""
+        """Write a line for each new step and return the last step."""
         entries = self._follower.read()
         for step in sorted(step for step in entries if step > self._shown):
             rows = table_rows({step: entries[step]})
@@ -203,4 +211,4 @@ class LiveLines:
         return max(self._shown, 0)
 
     def close(self) -> None:
-        """Do nothing: every line is written at once."""
+        """Do nothing: every line is flushed when written."""

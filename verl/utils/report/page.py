@@ -1,4 +1,4 @@
-"""The report of a run: one HTML file that needs nothing but a browser."""
+"""Write the report of a run: one self-contained HTML file."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -6,11 +6,9 @@ from datetime import timedelta
 from html import escape
 from pathlib import Path
 from string import Template
-from typing import Any
 
-from verl.utils.observe.record import read_entries
+from verl.utils.observe.record import Sample, read_entries, record_of
 from verl.utils.report.flags import MIN_STEPS, Entries, Flag, find_flags, points_of
-from verl.utils.report.folder import record_of
 from verl.utils.report.panels import PANELS, WHY_ABSENT, draw_panels, expected_panels
 from verl.utils.report.style import css_variables
 
@@ -18,15 +16,19 @@ logger = logging.getLogger(__name__)
 
 REPORT_NAME = "report.html"
 MAX_SAMPLE_STEPS = 24
-"""Steps of which the page shows samples; of a longer run the first, the last, and some between."""
+"""Number of steps whose samples the page shows, evenly spaced from the last to the first."""
 
 _TEMPLATE = Path(__file__).with_name("page.html")
 
 
 def write_report(run: str | Path, output: str | Path | None = None) -> Path:
-    """Write the report of a run, given its folder or its record, to a file or into a folder; returns the page's path.
+    """Write the report of a run and return its path.
 
-    Raises: FileNotFoundError where there is no record, ValueError where it is empty, ImportError without matplotlib.
+    Args:
+        run: folder of the run, or its record.
+        output: file or folder to write to; by default next to the record.
+
+    Raises: FileNotFoundError without a record, ValueError for an empty one, ImportError without matplotlib.
     """
     source = record_of(run)
     entries = read_entries(source)
@@ -42,7 +44,7 @@ def write_report(run: str | Path, output: str | Path | None = None) -> Path:
 
 
 def render(entries: Entries, name: str) -> str:
-    """Return the page of a record."""
+    """Return the HTML of the report."""
     flags = find_flags(entries)
     pictures = draw_panels(entries, flags)
     return Template(_TEMPLATE.read_text(encoding="utf-8")).substitute(
@@ -58,29 +60,23 @@ def render(entries: Entries, name: str) -> str:
     )
 
 
-# ---- parts
+# ---- sections of the page
 
 
 def _summary(entries: Entries) -> str:
-    """Return the figures that say how the run went."""
+    """Return tiles with the key figures of the run."""
     steps = [step for step in entries if step > 0] or list(entries)
     tiles = [("steps", f"{min(steps)} to {max(steps)}" if len(steps) > 1 else str(steps[0]))]
-    seconds = sum(value for _, value in points_of(entries, "timing_s/step"))
-    seconds += sum(
-        value for key in ("testing", "save_checkpoint") for _, value in points_of(entries, f"timing_s/{key}")
+    seconds = sum(
+        value for key in ("step", "testing", "save_checkpoint") for _, value in points_of(entries, f"timing_s/{key}")
     )
     tiles.append(("time in steps", str(timedelta(seconds=round(seconds)))))
-    for label, key, form in _TILES:
-        points = points_of(entries, key)
-        if points:
-            first, last = form.format(points[0][1]), form.format(points[-1][1])
-            tiles.append((label, f"{first} → {last}" if len(points) > 1 else last))
     validation = sorted({key for entry in entries.values() for key in entry["data"] if key.startswith("val-core/")})
-    for key in validation[:3]:
-        points = points_of(entries, key)
-        if points:
-            first, last = f"{points[0][1]:.3f}", f"{points[-1][1]:.3f}"
-            tiles.append((key.removeprefix("val-core/"), f"{first} → {last}" if len(points) > 1 else last))
+    of_validation = [(key.removeprefix("val-core/"), key, "{:.3f}") for key in validation[:3]]
+    for label, key, form in (*_TILES, *of_validation):
+        values = [form.format(value) for _, value in points_of(entries, key)]
+        if values:
+            tiles.append((label, f"{values[0]} → {values[-1]}" if len(values) > 1 else values[0]))
     cells = [f"<div><dt>{escape(label)}</dt><dd>{escape(value)}</dd></div>" for label, value in tiles]
     return f"<dl>{''.join(cells)}</dl>"
 
@@ -97,8 +93,8 @@ _TILES = (
 
 def _flags(flags: Sequence[Flag], steps: int) -> str:
     if not flags:
-        short = f" A run is judged by its course from {MIN_STEPS} steps on." if steps < MIN_STEPS else ""
-        return f'<p class="calm">Nothing in the record stands out.{short}</p>'
+        short = f" Trends are judged from {MIN_STEPS} steps on." if steps < MIN_STEPS else ""
+        return f'<p class="calm">No problems found.{short}</p>'
     rows = [
         f'<li><b>{escape(flag.name)}</b> <a href="#{flag.panel}">from step {flag.step}</a>: {escape(flag.reason)}.</li>'
         for flag in flags
@@ -107,14 +103,15 @@ def _flags(flags: Sequence[Flag], steps: int) -> str:
 
 
 def _panels(pictures: Mapping[str, str], entries: Entries) -> str:
-    figures, missing = [], [panel for panel in expected_panels(entries) if panel.name not in pictures]
+    missing = [panel for panel in expected_panels(entries) if panel.name not in pictures]
     absent = [panel.title + (f" ({WHY_ABSENT[panel.name]})" if panel.name in WHY_ABSENT else "") for panel in missing]
+    figures = []
     for panel in PANELS:
         if panel.name not in pictures:
             continue
         caption = f"<figcaption>{escape(panel.note)}</figcaption>" if panel.note else ""
         figures.append(f'<figure id="{panel.name}">{pictures[panel.name]}{caption}</figure>')
-    note = f'<p class="calm">Nothing to draw of: {escape(", ".join(absent))}.</p>' if absent else ""
+    note = f'<p class="calm">No data for: {escape(", ".join(absent))}.</p>' if absent else ""
     return f'<div class="panels">{"".join(figures)}</div>{note}'
 
 
@@ -122,9 +119,12 @@ def _samples(entries: Entries) -> str:
     """Return the table of sampled responses, the last step first."""
     steps = [step for step in sorted(entries, reverse=True) if entries[step].get("samples")]
     if not steps and any("train/loss" in entry["data"] for entry in entries.values()):
-        return '<p class="calm">Supervised training samples nothing.</p>'
+        return '<p class="calm">Supervised training samples no responses.</p>'
     if not steps:
-        return '<p class="calm">The record holds no samples: no training step, or trainer.record_samples=0.</p>'
+        return (
+            '<p class="calm">The record holds no samples: the run made no training step, or trainer.record_samples=0.'
+            "</p>"
+        )
     count = min(MAX_SAMPLE_STEPS, len(steps))
     chosen = sorted({round(i * (len(steps) - 1) / max(1, count - 1)) for i in range(count)})
     rows = "".join(_sample_row(steps[at], sample) for at in chosen for sample in entries[steps[at]]["samples"])
@@ -139,7 +139,7 @@ def _samples(entries: Entries) -> str:
     )
 
 
-def _sample_row(step: int, sample: Mapping[str, Any]) -> str:
+def _sample_row(step: int, sample: Sample) -> str:
     truth = "" if sample.get("truth") is None else str(sample["truth"])
     failure = (
         f'<span class="failure">{escape(str(sample["reward_failure"]))}</span>' if "reward_failure" in sample else ""
@@ -153,23 +153,24 @@ def _sample_row(step: int, sample: Mapping[str, Any]) -> str:
 
 
 def _workers(entries: Entries) -> str:
-    """Return seconds and memory of every rank in the last step that tells."""
-    steps = [step for step in sorted(entries) if entries[step].get("workers")]
-    if not steps:
-        return '<p class="calm">The record holds nothing of the workers.</p>'
+    """Return seconds and memory of every rank in the last step that recorded them."""
+    reported = [(step, workers) for step, entry in sorted(entries.items()) if (workers := entry.get("workers"))]
+    if not reported:
+        return '<p class="calm">The record holds no reports of workers.</p>'
+    last, workers = reported[-1]
     rows = []
-    for group, reports in entries[steps[-1]]["workers"].items():
+    for group, reports in workers.items():
         for report in reports:
             calls = sorted(report["seconds"].items(), key=lambda item: -item[1])
             seconds = ", ".join(f"{call} {spent:.3f}" for call, spent in calls)
             memory = ", ".join(f"{kind.removesuffix('_gb')} {value:.2f}" for kind, value in report["memory"].items())
             rows.append(f"<tr><td>{escape(group)}<td>{report['rank']}<td>{escape(seconds)}<td>{escape(memory)}</tr>")
     head = "<thead><tr><th>group<th>rank<th>seconds in calls<th>memory (GiB)</tr></thead>"
-    return f"<p>Step {steps[-1]}:</p><div class='scroll'><table>{head}<tbody>{''.join(rows)}</tbody></table></div>"
+    return f"<p>Step {last}:</p><div class='scroll'><table>{head}<tbody>{''.join(rows)}</tbody></table></div>"
 
 
 def _metrics(entries: Entries) -> str:
-    """Return every metric of the last step with its first, lowest and highest value."""
+    """Return the first, last, lowest and highest value of every metric."""
     keys = sorted({key for entry in entries.values() for key in entry["data"]})
     rows = []
     for key in keys:

@@ -1,26 +1,31 @@
-"""The pictures of the report, each drawn by matplotlib from the record of a run."""
+"""Draw the report's charts from the record of a run, with matplotlib."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from verl.utils.observe.curves import KL_METRICS, MISMATCH_METRICS, STEP_PHASES, as_bars
 from verl.utils.report.flags import Entries, Flag, Points, memory_of_workers, points_of, seconds_of_workers
 from verl.utils.report.style import COLORS, HEAT, RC, as_svg
 
 if TYPE_CHECKING:
+    import numpy as np
     from matplotlib.axes import Axes
+    from numpy.typing import NDArray
 
 MAX_POINTS = 400
-"""Points that a line has at most; of a longer run each is the mean over some steps, within its bounds."""
+"""Most points of a line; in a longer run each point is the mean of several steps, drawn with their range."""
 WARNING = COLORS[4]
-WIDTH_INCHES, PLOT_INCHES, LEGEND_ROW_INCHES = 5.2, 2.7, 0.22
-"""Near the width that a panel has on a page, so that letters keep their size."""
-TWO_COLUMNS, THREE_COLUMNS = 26, 12
-"""The longest label, in characters, of which so many columns fit."""
+WIDTH_INCHES = 5.2
+"""About the width of a panel on the page, so that the browser does not scale the letters."""
+PLOT_INCHES = 2.7
+LEGEND_ROW_INCHES = 0.22
+TWO_COLUMNS = 26
+"""Longest label, in characters, that fits a legend of two columns."""
+THREE_COLUMNS = 12
 
 
 class Panel(NamedTuple):
-    """One picture: how it is named and labelled, and who draws it."""
+    """One chart: name, title, unit of its axis, and the function that draws it."""
 
     name: str
     title: str
@@ -29,12 +34,12 @@ class Panel(NamedTuple):
 
     @property
     def note(self) -> str:
-        """What a reader should know."""
+        """Return the caption; empty if there is none."""
         return _NOTES.get(self.name, "")
 
 
 def draw_panels(entries: Entries, flags: Sequence[Flag]) -> dict[str, str]:
-    """Return the title and SVG of every picture that the record has data for, those with a flag marked."""
+    """Return the name and SVG of every chart that the record has data for, with flags marked in it."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -78,7 +83,7 @@ def _finish(ax: "Axes", panel: Panel, flags: Sequence[Flag], entries: Entries) -
 
 
 def thin(points: Points) -> tuple[list[float], list[float], list[float], list[float]]:
-    """Return steps, means, lowest and highest values of at most ``MAX_POINTS`` stretches of a course."""
+    """Return step, mean, lowest and highest value of at most ``MAX_POINTS`` equal stretches."""
     size = -(-len(points) // MAX_POINTS)
     parts = [points[i : i + size] for i in range(0, len(points), size)]
     steps = [sum(step for step, _ in part) / len(part) for part in parts]
@@ -87,12 +92,12 @@ def thin(points: Points) -> tuple[list[float], list[float], list[float], list[fl
     return steps, means, lows, highs
 
 
-def _line(ax: "Axes", points: Points, label: str, color: str, **style: Any) -> None:
+def _line(ax: "Axes", points: Points, label: str, color: str, marker: str = ".", markersize: float = 5) -> None:
     if not points:
         return
     steps, means, lows, highs = thin(points)
-    style = {"marker": "." if len(steps) <= 60 else None, "markersize": 5} | style
-    ax.plot(steps, means, label=label, color=color, **style)
+    shown = marker if marker != "." or len(steps) <= 60 else None
+    ax.plot(steps, means, label=label, color=color, marker=shown, markersize=markersize)
     if len(steps) < len(points):
         ax.fill_between(steps, lows, highs, color=color, alpha=0.18, linewidth=0)
 
@@ -119,13 +124,19 @@ def _logarithmic(ax: "Axes") -> None:
 
 
 def _from_zero(ax: "Axes") -> None:
-    """Begin the axis at zero, and let a course of zeros lie at its foot."""
+    """Start the axis at zero, with a constant zero at its bottom."""
     if ax.has_data():
         top = max(ax.dataLim.y1, 0.0)
         ax.set_ylim(0, top * 1.06 if top > 0 else 1.0)
 
 
-# ---- what is drawn
+def _band(ax: "Axes", low: Points, high: Points, color: str, label: str) -> None:
+    """Fill the range between two lines of the same steps."""
+    steps, _, lows, _ = thin(low)
+    ax.fill_between(steps, lows, thin(high)[3], color=color, alpha=0.14, linewidth=0, label=label)
+
+
+# ---- the charts
 
 
 def _loss(ax: "Axes", entries: Entries) -> None:
@@ -135,8 +146,7 @@ def _loss(ax: "Axes", entries: Entries) -> None:
 def _reward(ax: "Axes", entries: Entries) -> None:
     mean, low, high = (points_of(entries, f"critic/score/{name}") for name in ("mean", "min", "max"))
     if mean and len(mean) == len(low) == len(high):
-        steps, lows, highs = thin(low)[0], thin(low)[2], thin(high)[3]
-        ax.fill_between(steps, lows, highs, color=COLORS[0], alpha=0.14, linewidth=0, label="score, lowest to highest")
+        _band(ax, low, high, COLORS[0], "score, lowest to highest")
     _line(ax, mean, "score, mean", COLORS[0])
     rewards = points_of(entries, "critic/rewards/mean")
     if [value for _, value in rewards] != [value for _, value in mean]:
@@ -186,20 +196,20 @@ _GRADIENTS = {
 
 
 def _lengths(ax: "Axes", entries: Entries) -> None:
-    low, high = points_of(entries, "response_length/min"), points_of(entries, "response_length/max")
+    low = points_of(entries, "response_length/min")
+    high = points_of(entries, "response_length/max")
     if low and len(low) == len(high):
-        steps, lows, highs = thin(low)[0], thin(low)[2], thin(high)[3]
-        ax.fill_between(steps, lows, highs, color=COLORS[2], alpha=0.14, linewidth=0, label="shortest to longest")
+        _band(ax, low, high, COLORS[2], "shortest to longest")
     _line(ax, points_of(entries, "response_length/mean"), "mean", COLORS[2])
     _from_zero(ax)
 
 
 def _distribution(ax: "Axes", entries: Entries) -> None:
-    """Draw the share of responses of each length as the strength of one colour."""
+    """Draw the share of responses by length as the opacity of one colour."""
     import numpy as np
     from matplotlib.colors import to_rgb
 
-    kept = [(step, entry["response_length"]) for step, entry in sorted(entries.items()) if entry.get("response_length")]
+    kept = [(step, each) for step, entry in sorted(entries.items()) if (each := entry.get("response_length"))]
     if not kept or len({(each["limit"], len(each["counts"])) for _, each in kept}) != 1:
         return
     size = -(-len(kept) // MAX_POINTS)
@@ -208,13 +218,13 @@ def _distribution(ax: "Axes", entries: Entries) -> None:
     share = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     most = max(float(share.max()), 1e-9)
 
-    def strength(part: Any) -> Any:  # the fewest are still seen on a dark page
-        return 0.15 + 0.85 * np.sqrt(part / most)
+    def opacity(part: "NDArray[np.float64] | float") -> "NDArray[np.float64]":
+        return 0.15 + 0.85 * np.sqrt(part / most)  # even the smallest share stays visible on a dark page
 
     color = to_rgb(HEAT)
     image = np.empty((share.shape[1], share.shape[0], 4))
     image[..., :3] = color
-    image[..., 3] = np.where(share.T > 0, strength(share.T), 0.0)
+    image[..., 3] = np.where(share.T > 0, opacity(share.T), 0.0)
     limit = kept[0][1]["limit"]
     ax.imshow(
         image,
@@ -226,11 +236,11 @@ def _distribution(ax: "Axes", entries: Entries) -> None:
     ax.grid(False)
     for part in (most, most / 4, most / 100):
         label = f"{100 * part:.{0 if part > 0.1 else 2}f} %"
-        ax.fill_between([], [], facecolor=(*color, float(strength(part))), linewidth=0, label=label)
+        ax.fill_between([], [], facecolor=(*color, float(opacity(part))), linewidth=0, label=label)
 
 
 def _cut(ax: "Axes", entries: Entries) -> None:
-    metrics = {"response_length/clip_ratio": "cut off at the limit", "response/aborted_ratio": "empty (aborted)"}
+    metrics = {"response_length/clip_ratio": "truncated at the limit", "response/aborted_ratio": "empty (aborted)"}
     _lines(ax, entries, metrics)
     _from_zero(ax)
 
@@ -246,7 +256,8 @@ def _times(ax: "Axes", entries: Entries) -> None:
         max(0.0, float(entries[step]["data"]["timing_s/step"]) - part) for step, part in zip(steps, inside, strict=True)
     ]
     thinned = [thin(list(zip(steps, course, strict=True))) for course in courses.values()]
-    at, heights = thinned[0][0], [means for _, means, _, _ in thinned]
+    at = thinned[0][0]
+    heights = [means for _, means, _, _ in thinned]
     bars = len(at) < 60
     if bars:
         at, heights = as_bars(at, heights)
@@ -265,7 +276,7 @@ def _mfu(ax: "Axes", entries: Entries) -> None:
 
 
 def _memory(ax: "Axes", entries: Entries) -> None:
-    """Draw the highest of all ranks, by group and kind."""
+    """Draw the highest memory over all ranks, by group and kind."""
     highest: dict[str, dict[int, float]] = {}
     for (group, _, kind), points in memory_of_workers(entries).items():
         course = highest.setdefault(f"{group}: {_MEMORY.get(kind, kind)}, highest rank", {})
@@ -280,7 +291,7 @@ def _memory(ax: "Axes", entries: Entries) -> None:
 
 
 def _memory_by_phase(ax: "Axes", entries: Entries) -> None:
-    """Draw the peaks of each phase on the device; where there is none, the memory of the process after the phase."""
+    """Draw the device's peak in each phase, or the process's memory after it if there is no device."""
     keys = sorted({key for entry in entries.values() for key in entry["data"] if key.startswith("perf/memory/")})
     of_device = [key for key in keys if key.endswith("/max_allocated_gb")]
     chosen = of_device or [key for key in keys if key.endswith("/max_rss_gb")]
@@ -293,7 +304,7 @@ _MEMORY = {"host_gb": "host memory of the process", "device_gb": "device memory 
 
 
 def _workers(ax: "Axes", entries: Entries) -> None:
-    """Draw the fastest and the slowest rank of each call, the most expensive calls first."""
+    """Draw the range from fastest to slowest rank for the five most expensive calls."""
     spread = seconds_of_workers(entries)
     spread = {key: steps for key, steps in spread.items() if key[1] not in ("save_checkpoint", "generate_sequences")}
     cost = {key: sum(max(seconds) for _, seconds in steps) for key, steps in spread.items()}
@@ -301,7 +312,8 @@ def _workers(ax: "Axes", entries: Entries) -> None:
         fastest = [(step, min(seconds)) for step, seconds in spread[key]]
         slowest = [(step, max(seconds)) for step, seconds in spread[key]]
         label = f"{key[1]} ({key[0]})"
-        steps, lows, highs = thin(fastest)[0], thin(fastest)[2], thin(slowest)[3]
+        steps, _, lows, _ = thin(fastest)
+        highs = thin(slowest)[3]
         ax.fill_between(steps, lows, highs, color=COLORS[number], alpha=0.3, linewidth=0, label=label)
         for course in (lows, highs):
             ax.plot(steps, course, color=COLORS[number], linewidth=1.0)
@@ -309,45 +321,46 @@ def _workers(ax: "Axes", entries: Entries) -> None:
 
 
 _NOTES = {
-    "kl": "of the policy, to the reference and to the policy before the update",
-    "mismatch": "of the same tokens; only rounding where both have the same weights",
-    "distribution": "share of the responses of a step that have such a length",
-    "workers": "fastest to slowest rank; calls with collectives wait for the slowest, generation is each rank's own",
+    "kl": "from the current policy to the reference, and to the policy before the update",
+    "mismatch": "log-probabilities of the same tokens; with equal weights they differ by rounding only",
+    "distribution": "share of a step's responses by length",
+    "workers": "fastest to slowest rank; calls with collectives wait for the slowest rank, generation does not",
 }
 
 WHY_ABSENT = {
-    "validation": "trainer.test_freq makes none, or the data name no truth",
-    "kl": "no reference policy, and one update of each batch",
-    "mismatch": "the rollout gives no log-probabilities: actor_rollout_ref.rollout.calculate_log_probs=true",
+    "validation": "trainer.test_freq never validates, or the data has no ground truth",
+    "kl": "the run has no reference policy and makes one update per batch",
+    "mismatch": "set actor_rollout_ref.rollout.calculate_log_probs=true to record it",
     "workers": "one worker",
 }
+"""Why a chart of a sound run may be missing."""
 
 PANELS = (
     Panel("loss", "Loss", "nats per trained token", _loss),
-    Panel("reward", "Reward of the training responses", "score per response", _reward),
+    Panel("reward", "Training reward", "score per response", _reward),
     Panel("validation", "Validation", "mean over the prompts", _validation),
     Panel("kl", "KL divergence", "nats per token", _kl),
-    Panel("mismatch", "Rollout and trainer", "difference (nats, or probability)", _mismatch),
+    Panel("mismatch", "Mismatch of rollout and trainer", "difference (nats, or probability)", _mismatch),
     Panel("clip", "Clipped updates", "share of tokens", _clip),
     Panel("entropy", "Entropy", "nats per token", _entropy),
     Panel("gradient", "Gradient norm", "L2 norm", _gradient),
     Panel("lengths", "Response length", "tokens", _lengths),
     Panel("distribution", "Distribution of response lengths", "tokens", _distribution),
-    Panel("cut", "Responses without an end", "share of responses", _cut),
-    Panel("times", "Time of a step by phase", "seconds", _times),
+    Panel("cut", "Truncated responses", "share of responses", _cut),
+    Panel("times", "Step time by phase", "seconds", _times),
     Panel("throughput", "Throughput", "tokens per second and worker", _throughput),
     Panel("mfu", "Model FLOPs utilization", "share of the device's peak", _mfu),
     Panel("memory", "Memory", "GiB", _memory),
     Panel("memory_phases", "Memory by phase, highest rank", "GiB", _memory_by_phase),
-    Panel("workers", "Spread over the workers", "seconds", _workers),
+    Panel("workers", "Time of calls over the ranks", "seconds", _workers),
 )
-"""All pictures, in their order on the page."""
+"""All charts, in their order on the page."""
 OF_BOTH = frozenset({"gradient", "times", "throughput", "mfu", "memory", "workers"})
-"""What supervised training has in common with the others; its own is the loss."""
+"""Charts that supervised training shares with RL training; it adds the loss."""
 
 
 def expected_panels(entries: Entries) -> list[Panel]:
-    """Return the pictures that a run of its kind can have."""
+    """Return the charts that a run of this kind can have."""
     if any("train/loss" in entry["data"] for entry in entries.values()):
         return [panel for panel in PANELS if panel.name in OF_BOTH | {"loss"}]
     return [panel for panel in PANELS if panel.name != "loss"]

@@ -1,6 +1,6 @@
-"""Colours of the report, light and dark, and figures as inline SVG that follow them.
+"""Define the report's colours, and turn figures into inline SVG that follows the page's light or dark theme.
 
-Figures are drawn once, in the colours of the light theme; in the SVG each of these becomes a variable of the page.
+Figures are drawn once, in the light colours. Each colour in the SVG then becomes a CSS variable of the page.
 """
 
 import io
@@ -25,10 +25,12 @@ SERIES = {
     "#99582a": "#d9a679",
     "#3d405b": "#c3c6e0",
 }
-"""Light colour -> the same one for a dark page."""
+"""Light colour -> its counterpart on a dark page."""
 HEAT = "#3f9f73"
-"""Colour of the picture of lengths, which is an image: legible on a light and on a dark page."""
-INK, GRID, MUTED = "#1c2430", "#d5dae1", "#66707d"
+"""Colour of the length distribution. It is an image, which CSS variables cannot reach, so it must suit both themes."""
+INK = "#1c2430"
+GRID = "#d5dae1"
+MUTED = "#66707d"
 _DARK = {INK: "#e6e9ee", GRID: "#3a424e", MUTED: "#9aa5b3"}
 COLORS = list(SERIES)
 VARIABLES = {light: f"--c{number}" for number, light in enumerate([*SERIES, *_DARK])}
@@ -64,13 +66,13 @@ RC = {
 
 
 def css_variables(dark: bool) -> str:
-    """Return the declarations of all colours."""
+    """Return the CSS declarations of all colours."""
     pairs = {**SERIES, **_DARK}
     return "".join(f"{VARIABLES[light]}:{pairs[light] if dark else light};" for light in pairs)
 
 
 def as_svg(figure: "Figure", name: str, title: str) -> str:
-    """Return a figure as an ``svg`` element of a page, its colours variables and its ids unique to ``name``."""
+    """Return a figure as an ``svg`` element with CSS variables for colours and with ids prefixed by ``name``."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()

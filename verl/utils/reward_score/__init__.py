@@ -1,6 +1,7 @@
-"""Scorers that come with the framework, chosen by ``data_source``. A scorer is imported when it is first needed."""
+"""The built-in scorers, chosen by ``data_source`` and imported on first use."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -12,47 +13,59 @@ _MODULES = {
     "math_reward": ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"),
     "math_dapo": ("math_dapo", "math", "math_dapo_reasoning"),
     "prime_math": (
-        *("numina_aops_forum", "numina_synthetic_math", "numina_amc_aime", "numina_synthetic_amc"),
-        *("numina_cn_k12", "numina_olympiads"),
+        "numina_aops_forum",
+        "numina_synthetic_math",
+        "numina_amc_aime",
+        "numina_synthetic_amc",
+        "numina_cn_k12",
+        "numina_olympiads",
     ),
     "prime_code": ("codecontests", "apps", "codeforces", "taco"),
     "geo3k": ("hiyouga/geometry3k",),
     "search_r1_like_qa_em": (
-        *("searchR1_nq", "searchR1_triviaqa", "searchR1_popqa", "searchR1_hotpotqa"),
-        *("searchR1_2wikimultihopqa", "searchR1_musique", "searchR1_bamboogle"),
+        "searchR1_nq",
+        "searchR1_triviaqa",
+        "searchR1_popqa",
+        "searchR1_hotpotqa",
+        "searchR1_2wikimultihopqa",
+        "searchR1_musique",
+        "searchR1_bamboogle",
     ),
 }
 SCORERS: dict[str, str] = {source: module for module, sources in _MODULES.items() for source in sources}
 """Data source -> module of this package that scores it."""
 PREFIXES = {"aime": "math_dapo"}
-"""Beginning of data sources -> module."""
+"""Prefix of data sources -> module."""
 EXTRAS: dict[str, Extra] = {"geo3k": GEO}
-"""Module -> what it needs."""
+"""Module -> package that it needs."""
 CODE_MODULE = "prime_code"
+
+GroundTruth = str | int | float | Sequence[str] | Mapping[str, Any]
+"""The correct answer, the accepted answers, or test cases."""
 
 
 class UnknownDataSourceError(NotImplementedError, ValueError):
-    """No scorer is known for a ``data_source``."""
+    """There is no scorer for the ``data_source``."""
 
 
 def scorer_module(data_source: str) -> str | None:
-    """Return the name of the module that scores a data source; None where there is none."""
+    """Return the name of the module that scores a data source; None if there is none."""
     if data_source in SCORERS:
         return SCORERS[data_source]
     return next((module for prefix, module in PREFIXES.items() if data_source.startswith(prefix)), None)
 
 
 def data_source_problem(data_source: str, runs_code_here: bool = True) -> str | None:
-    """Say why the responses to a data source cannot be scored here; None where they can.
+    """Return why responses to a data source cannot be scored here; None if they can.
 
-    Args: ``runs_code_here`` asks whether code under test can be kept apart on this machine.
+    Args: ``runs_code_here`` also checks that this machine can isolate the code under test.
     """
     module = scorer_module(data_source)
     if module is None:
         known = [*sorted(SCORERS), *(f"{prefix}*" for prefix in PREFIXES)]
         return (
-            f"no scorer for {data_source!r}: for data of your own set custom_reward_function.path to a Python file "
-            f"that defines compute_score; known are {', '.join(known)}"
+            f"no scorer for {data_source!r}: for your own data set custom_reward_function.path to a Python file that "
+            f"defines compute_score; known are {', '.join(known)}"
         )
     extra = EXTRAS.get(module)
     if extra is not None and not extra.is_installed():
@@ -68,8 +81,8 @@ def _sandbox_problem(data_source: str) -> str | None:
     if problem is None:
         return None
     return (
-        f"responses to {data_source!r} are run, and this machine cannot keep them from the network and from your files "
-        f"({problem}): name a service in reward_model.sandbox_fusion.url, or set "
+        f"scoring {data_source!r} runs the responses as code, and this machine cannot isolate them from the network "
+        f"and from your files ({problem}): set reward_model.sandbox_fusion.url to a sandbox service, or set "
         "reward_model.local_sandbox.allow_unisolated=true to run them with your own rights"
     )
 
@@ -77,22 +90,22 @@ def _sandbox_problem(data_source: str) -> str | None:
 def default_compute_score(
     data_source: str,
     solution_str: str,
-    ground_truth: Any,
+    ground_truth: GroundTruth,
     extra_info: dict[str, Any] | None = None,
     sandbox_fusion_url: str | None = None,
-    concurrent_semaphore: Any = None,
+    concurrent_semaphore: AbstractContextManager[Any] | None = None,
     memory_limit_mb: int | None = None,
     sandbox_timeout_s: float | None = None,
     allow_unisolated: bool = False,
 ) -> float | dict[str, Any]:
-    """Score a response by the scorer of its data source.
+    """Score a response with the scorer of its data source.
 
     Args:
-        sandbox_fusion_url: service that runs code under test; without one it is run on this machine.
-        concurrent_semaphore: context manager around each request to that service.
-        memory_limit_mb: memory of one program under test.
-        sandbox_timeout_s: seconds of one program under test.
-        allow_unisolated: whether code may run on this machine where the kernel cannot keep it apart.
+        sandbox_fusion_url: service that runs the code under test; by default this machine runs it.
+        concurrent_semaphore: context manager to hold during each request to that service.
+        memory_limit_mb: memory limit of one program under test.
+        sandbox_timeout_s: time limit of one program under test.
+        allow_unisolated: whether to run code on this machine even if the kernel cannot isolate it.
 
     Raises: UnknownDataSourceError for a source without a scorer.
     """

@@ -1,4 +1,4 @@
-"""What code is tested by: test cases, the program in a response, and whether its output is the expected one."""
+"""Test cases of code: read them, find the program in a response, and compare its output."""
 
 import json
 import re
@@ -8,42 +8,53 @@ from typing import Any
 
 from verl.utils.sandbox import Test
 
-MOST_TESTS = 10  # of which a share is given
+MOST_TESTS = 10
+"""Number of cases that a continuous score uses."""
 FLOAT_TOLERANCE = 1e-6
 WRONG = False
-UNKNOWN, RUNTIME_ERROR, TIMEOUT, COMPILE_ERROR = -1, -2, -3, -4
-"""Results of a case, beside True and False."""
+# Results of a case other than True and False
+UNKNOWN = -1
+RUNTIME_ERROR = -2
+TIMEOUT = -3
+COMPILE_ERROR = -4
 
 _PYTHON_BLOCK = re.compile(r"```python\n?(.*?)(?:```|\Z)", re.DOTALL)
 _ANY_BLOCK = re.compile(r"```([^\n`]*)\n(.*?)(?:```|\Z)", re.DOTALL)
 
 Result = bool | int
 Metadata = dict[str, Any]
+"""Details of a case: its status, output and resources."""
+RawTestCases = str | bytes | Mapping[str, Any] | None
+"""Test cases as JSON, or as a mapping of ``inputs`` and ``outputs``."""
+Json = None | bool | int | float | str | list[Any] | dict[str, Any]
 
 
 @dataclass(frozen=True)
 class TestCases:
-    """Inputs with the outputs that they are to have; an output that is None is not looked at."""
+    """Inputs and expected outputs; an output of None is not compared."""
 
     __test__ = False
 
-    inputs: list[Any]
-    outputs: list[Any]
+    inputs: list[Json]
+    outputs: list[Json]
     fn_name: str | None = None
     assertions: list[str] | None = None
 
-    @property
-    def are_paired(self) -> bool:
-        """Whether every input has an output."""
-        return len(self.inputs) == len(self.outputs)
+    def unpaired(self) -> "tuple[list[Result], list[Metadata]] | None":
+        """Return the results of malformed cases with unequal numbers of inputs and outputs; None if they are equal."""
+        count = len(self.inputs)
+        if count == len(self.outputs):
+            return None
+        text = f"{count} inputs and {len(self.outputs)} outputs"
+        return [UNKNOWN] * count, [{"status": "error", "error": text}] * count
 
     def first(self, count: int) -> "TestCases":
-        """Return the first cases alone."""
+        """Return the first ``count`` cases."""
         assertions = self.assertions[:count] if self.assertions is not None else None
         return TestCases(self.inputs[:count], self.outputs[:count], self.fn_name, assertions)
 
     def test(self, index: int) -> Test:
-        """Return what the program is given in one case."""
+        """Return the program's input in one case."""
         given = self.inputs[index]
         after = f"\n\n{self.assertions[index]}\n" if self.assertions is not None else ""
         if self.fn_name is None:
@@ -51,10 +62,12 @@ class TestCases:
         return Test(stdin="", arguments=_arguments(given), code_after=after)
 
 
-def read_test_cases(test_cases: Any) -> TestCases:
-    """Read test cases: JSON, or a dict of ``inputs`` and ``outputs``, and perhaps ``fn_name`` or ``assert_case``.
+def read_test_cases(test_cases: RawTestCases, most_tests: int | None = None) -> TestCases:
+    """Read test cases: ``inputs`` and ``outputs``, and optionally ``fn_name`` or ``assert_case``; a dict or JSON.
 
-    Raises: ValueError when it is something else.
+    Args: ``most_tests`` keeps only the first cases.
+
+    Raises: ValueError for anything else.
     """
     cases = test_cases
     if isinstance(cases, str | bytes):
@@ -70,11 +83,12 @@ def read_test_cases(test_cases: Any) -> TestCases:
     outputs = cases.get("outputs", [None] * len(assertions) if assertions is not None else None)
     if inputs is None or outputs is None:
         raise ValueError(f"test cases must have inputs and outputs, or assert_case, got {sorted(cases)}")
-    return TestCases(list(inputs), list(outputs), cases.get("fn_name"), assertions)
+    found = TestCases(list(inputs), list(outputs), cases.get("fn_name"), assertions)
+    return found.first(most_tests) if most_tests else found
 
 
 def find_code(completion: str) -> str | None:
-    """Return the last Python block of a response, else its first fenced block; None without one."""
+    """Return the last Python block of a response, else its first fenced block, else None."""
     blocks = _PYTHON_BLOCK.findall(completion)
     if blocks:
         return blocks[-1].strip("\n")
@@ -83,7 +97,7 @@ def find_code(completion: str) -> str | None:
 
 
 def score_of(results: Sequence[Result], continuous: bool) -> float:
-    """Return the share of cases that passed or, not ``continuous``, 1 where all did and 0 otherwise."""
+    """Return the share of cases that passed or, if not ``continuous``, 1 if all passed and else 0."""
     passed = [result is True for result in results]
     if not passed:
         return 0.0
@@ -94,7 +108,7 @@ def score_of(results: Sequence[Result], continuous: bool) -> float:
 
 
 def is_expected(cases: TestCases, index: int, stdout: str, value: str | None) -> bool:
-    """Whether a program said, or its function returned (JSON), what the case expects."""
+    """Return whether a program's output, or its function's return value (JSON), is the expected one."""
     expected = cases.outputs[index]
     if expected is None:
         return True
@@ -102,7 +116,7 @@ def is_expected(cases: TestCases, index: int, stdout: str, value: str | None) ->
         return same_output(stdout, _text(expected))
     try:
         actual = json.loads(value or "")
-    except (ValueError, RecursionError):  # a program may write anything
+    except (ValueError, RecursionError):  # the program may have written anything
         return False
     wanted = [expected]
     if isinstance(expected, str):
@@ -115,7 +129,7 @@ def is_expected(cases: TestCases, index: int, stdout: str, value: str | None) ->
 
 
 def same_output(actual: str, expected: str) -> bool:
-    """Whether two outputs have the same words line by line, numbers with a decimal point up to rounding."""
+    """Return whether two outputs have the same words line by line, decimal numbers up to rounding."""
     lines, expected_lines = (_lines(text) for text in (actual, expected))
     return len(lines) == len(expected_lines) and all(
         len(line) == len(wanted) and all(map(_same_word, line, wanted))
@@ -123,8 +137,8 @@ def same_output(actual: str, expected: str) -> bool:
     )
 
 
-def same_value(actual: Any, expected: Any) -> bool:
-    """Whether two values of JSON are the same, real numbers up to rounding."""
+def same_value(actual: Json, expected: Json) -> bool:
+    """Return whether two JSON values are equal, real numbers up to rounding."""
     if isinstance(actual, bool) or isinstance(expected, bool):
         return actual is expected
     if isinstance(actual, int | float) and isinstance(expected, int | float):
@@ -158,8 +172,8 @@ def _close(actual: float, expected: float) -> bool:
 # ---- input
 
 
-def _text(value: Any) -> str:
-    """Return text as it is, a list of lines as text."""
+def _text(value: Json) -> str:
+    """Return text unchanged and join a list of lines."""
     if value is None:
         return ""
     if isinstance(value, str):
@@ -167,14 +181,14 @@ def _text(value: Any) -> str:
     return "\n".join(map(str, value)) if isinstance(value, Sequence) else str(value)
 
 
-def _arguments(given: Any) -> list[Any]:
-    """Return the arguments of a function: a list of them, or text with the JSON of one in every line.
+def _arguments(given: Json) -> list[Any]:
+    """Return the arguments of a function from a list, or from text with one JSON value per line.
 
-    Raises: ValueError where a line is not JSON.
+    Raises: ValueError if a line is not JSON.
     """
     if not isinstance(given, str):
         return list(given) if isinstance(given, Sequence) else [given]
     try:
         return [json.loads(line) for line in given.splitlines() if line.strip()]
     except ValueError as error:
-        raise ValueError(f"an input of a function must have the JSON of one argument per line: {error}") from None
+        raise ValueError(f"a function's input must have one JSON argument per line: {error}") from None

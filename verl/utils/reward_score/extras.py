@@ -1,26 +1,26 @@
-"""Scorers that need a package which is not installed with verl."""
+"""Optional packages that some scorers need."""
 
 import importlib.util
 from typing import NamedTuple
 
 
 class Extra(NamedTuple):
-    """A package, and the extra of verl that installs it."""
+    """A package and the verl extra that installs it."""
 
     module: str
     package: str
     extra: str
 
     def is_installed(self) -> bool:
-        """Whether the package can be imported."""
+        """Return whether the package can be imported."""
         return importlib.util.find_spec(self.module) is not None
 
     def problem(self) -> str:
-        """Say how to install the package."""
+        """Return what is missing and how to install it."""
         return f"needs {self.package}, which is not installed: pip install 'verl[{self.extra}]'"
 
     def require(self, scorer: str) -> None:
-        """Check that the package is there.
+        """Check that the package is installed.
 
         Raises: MissingExtraError naming package and extra.
         """

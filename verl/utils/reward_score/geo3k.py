@@ -1,20 +1,20 @@
-r"""Answers to Geometry3K: thoughts between ``<think>`` tags, then a ``\boxed`` answer, graded by mathruler."""
+r"""Score Geometry3K: thoughts in ``<think>`` tags, then a ``\boxed`` answer, which mathruler grades."""
 
 import re
 
 from verl.utils.reward_score.extras import GEO
 
-LONGEST_ANSWER_CHARS = 500  # the parser of mathruler takes minutes, and pages of warnings, for one that repeats itself
+LONGEST_ANSWER_CHARS = 500  # mathruler's parser takes minutes for a long repetitive answer
 _FORMAT = re.compile(r"<think>.*</think>.*\\boxed\{.*\}.*", re.DOTALL)
 
 
 def format_reward(predict_str: str) -> float:
-    """Return 1 where the thoughts and the box are there, in that order, else 0."""
+    """Return 1 if the text has thoughts followed by a box, else 0."""
     return float(_FORMAT.fullmatch(predict_str) is not None)
 
 
 def acc_reward(predict_str: str, ground_truth: str, use_boxed: bool = True) -> float:
-    """Return 1 where the boxed answer, or the whole text, is equivalent to the ground truth, else 0.
+    """Return 1 if the boxed answer (or, without ``use_boxed``, the text) is equivalent to the ground truth, else 0.
 
     Raises: MissingExtraError without mathruler.
     """
@@ -28,6 +28,6 @@ def acc_reward(predict_str: str, ground_truth: str, use_boxed: bool = True) -> f
 
 
 def compute_score(predict_str: str, ground_truth: str, use_boxed: bool = True, format_score: float = 0.1) -> float:
-    """Return the accuracy and the format, weighted by ``1 - format_score`` and ``format_score``."""
+    """Return accuracy and format, weighted by ``1 - format_score`` and ``format_score``."""
     accuracy = acc_reward(predict_str, ground_truth, use_boxed)
     return (1.0 - format_score) * accuracy + format_score * format_reward(predict_str)

@@ -1,19 +1,19 @@
-"""Answers to GSM8K: a number after ``####``."""
+"""Score GSM8K: the answer is a number after ``####``."""
 
 import re
 
-SOLUTION_CLIP_CHARS = 300  # the answer stands at the end, and a long text is slow to search
+SOLUTION_CLIP_CHARS = 300  # the answer is at the end, and searching a long text is slow
 STRICT = re.compile(r"####\s*(-?[0-9.,]+)")
 FLEXIBLE = re.compile(r"-?[0-9.,]+")
 
 
 def extract_solution(solution_str: str, method: str = "strict") -> str | None:
-    """Return the last answer in a text, without commas; None where there is none.
+    """Return the last answer in a text, without commas; None if there is none.
 
     Args:
         method: ``strict`` takes the number after ``####``, ``flexible`` the last number.
 
-    Raises: ValueError for another method.
+    Raises: ValueError for an unknown method.
     """
     tail = solution_str[-SOLUTION_CLIP_CHARS:]
     if method == "strict":
@@ -22,7 +22,7 @@ def extract_solution(solution_str: str, method: str = "strict") -> str | None:
         answers = FLEXIBLE.findall(tail)
     else:
         raise ValueError(f"method must be 'strict' or 'flexible', got {method!r}")
-    # a full stop or comma alone is no number, one behind a number ends the sentence
+    # a lone full stop or comma is not a number, and a full stop after a number ends the sentence
     numbers = [answer.replace(",", "").rstrip(".") for answer in answers]
     numbers = [number for number in numbers if any(character.isdigit() for character in number)]
     return numbers[-1] if numbers else None

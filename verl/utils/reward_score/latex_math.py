@@ -1,7 +1,7 @@
-r"""Whether two LaTeX expressions are equal: both are evaluated, to 40 digits, at the same few random points.
+r"""Test two LaTeX expressions for equality by evaluating both to 40 digits at the same random points.
 
-Expressions that are equal agree everywhere; for two that are not, to agree at every point by chance is out of the
-question. Unlike simplification this takes milliseconds whatever the expressions are.
+Equal expressions agree everywhere. Different ones practically never agree at all points by chance. Unlike symbolic
+simplification, this always takes milliseconds.
 """
 
 import operator
@@ -20,7 +20,7 @@ MOST_EXPONENT = 10_000
 _TOKEN = re.compile(r"\d+\.?\d*|\.\d+|\\[a-zA-Z]+|[a-zA-Z]|\\[{}|]|[-+*/^_!|(){}\[\]]")
 _WORD = re.compile(r"(?<![\\a-zA-Z])(?:[a-zA-Z]{3,}|[A-Z]{2,})")
 _PLAIN_FUNCTION = re.compile(r"(?<![\\a-zA-Z])(sqrt|sin|cos|tan|cot|sec|csc|log|ln|exp|pi)(?![a-zA-Z])")
-_LOG_BASE = re.compile(r"(\\log_)(\d)")  # without braces it is one digit
+_LOG_BASE = re.compile(r"(\\log_)(\d)")  # without braces the base is one digit
 _FUNCTIONS = ("sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh", "exp")
 _INVERSE = {"arcsin": "asin", "arccos": "acos", "arctan": "atan", "ln": "log"}
 _BRACKETS = {"(": ")", "{": "}", "[": "]", "\\{": "\\}"}
@@ -34,11 +34,11 @@ _GREEK = ("alpha", "beta", "gamma", "delta", "theta", "lambda", "mu", "phi", "om
 
 
 class NotAnExpression(ValueError):
-    """The text is not an expression that this module reads."""
+    """This module cannot parse the text."""
 
 
 def agree(one: str, other: str) -> bool | None:
-    """Whether two expressions are equal; None where one of them is not an expression.
+    """Return whether two expressions are equal; None if one of them cannot be parsed or evaluated.
 
     Args: texts in the normal form of ``math_reward.normalize``.
     """
@@ -58,13 +58,13 @@ def agree(one: str, other: str) -> bool | None:
                 close = abs(a - b) <= mpmath.mpf(10) ** (-DIGITS // 2) * max(1, abs(a), abs(b))
             except (ArithmeticError, ValueError, TypeError, NotAnExpression):
                 return None
-            if not close:  # a comparison with NaN is false too
+            if not close:  # comparisons with NaN are false
                 return False
     return True
 
 
 class _Parser:
-    """Reads one expression by recursive descent."""
+    """Recursive-descent parser of one expression."""
 
     def __init__(self, text: str) -> None:
         text = _LOG_BASE.sub(r"\1{\2}", _PLAIN_FUNCTION.sub(r"\\\1", text))
@@ -77,7 +77,7 @@ class _Parser:
         self.variables: set[str] = set()
 
     def parse(self) -> tuple[Node, set[str]]:
-        """Return the expression and the names of its variables."""
+        """Parse the whole text; return the expression and the names of its variables."""
         node = self.sum()
         if self.at != len(self.tokens):
             raise NotAnExpression(self.next)
@@ -85,11 +85,11 @@ class _Parser:
 
     @property
     def next(self) -> str:
-        """The token that is read next; empty at the end."""
+        """Return the next token without consuming it; empty at the end."""
         return self.tokens[self.at] if self.at < len(self.tokens) else ""
 
     def take(self, *wanted: str) -> str:
-        """Read one of the tokens."""
+        """Consume the next token, which must be one of ``wanted`` if any are given."""
         token = self.next
         if not token or (wanted and token not in wanted):
             raise NotAnExpression(token)
@@ -97,14 +97,14 @@ class _Parser:
         return token
 
     def sum(self) -> Node:
-        """Read terms with plus and minus between them."""
+        """Parse terms joined by plus and minus."""
         node = self.product()
         while self.next in _SUMS:
             node = _apply(_SUMS[self.take()], node, self.product())
         return node
 
     def product(self) -> Node:
-        """Read factors with signs of multiplication and division, or nothing, between them."""
+        """Parse factors joined by multiplication, division, or nothing."""
         node = self.signed()
         while self.next not in _ENDS:
             function = _PRODUCTS.get(self.next)
@@ -116,14 +116,14 @@ class _Parser:
         return node
 
     def signed(self) -> Node:
-        """Read a power with any signs before it."""
+        """Parse a power with leading signs."""
         if self.next in ("-", "+"):
             sign = operator.neg if self.take() == "-" else operator.pos
             return _apply(sign, self.signed())
         return self.power()
 
     def power(self) -> Node:
-        """Read an atom with factorials and an exponent behind it."""
+        """Parse an atom followed by factorials and an exponent."""
         import mpmath
 
         base = self.atom()
@@ -136,21 +136,21 @@ class _Parser:
         return _apply(mpmath.power, base, _apply(_bounded, self.argument()))
 
     def argument(self) -> Node:
-        """Read what stands in braces, or one atom."""
+        """Parse a braced expression or one atom."""
         if self.next == "-":
             self.take()
             return _apply(operator.neg, self.atom())
         return self.atom()
 
     def enclosed(self, opening: str) -> Node:
-        """Read what stands in brackets."""
+        """Parse a bracketed expression."""
         self.take(opening)
         node = self.sum()
         self.take(_BRACKETS[opening])
         return node
 
     def atom(self) -> Node:
-        """Read a number, a constant, a variable, a bracket, or a command with its arguments."""
+        """Parse a number, a constant, a variable, a bracket, or a command with its arguments."""
         import mpmath
 
         if self.next in _BRACKETS:
@@ -173,7 +173,7 @@ class _Parser:
         return self.command(token[1:])
 
     def subscript(self) -> list[str]:
-        """Read the index of a variable."""
+        """Parse the index of a variable."""
         if self.next != "{":
             return [self.take()]
         start = self.at
@@ -182,7 +182,7 @@ class _Parser:
         return self.tokens[start + 1 : self.at - 1]
 
     def command(self, name: str) -> Node:
-        """Read the arguments of a LaTeX command."""
+        """Parse the arguments of a LaTeX command."""
         import mpmath
 
         if name == "frac":
@@ -198,7 +198,8 @@ class _Parser:
             return self.logarithm(name)
         if name not in _FUNCTIONS:
             raise NotAnExpression(name)
-        function, exponent = getattr(mpmath, _INVERSE.get(name, name)), None
+        function = getattr(mpmath, _INVERSE.get(name, name))
+        exponent = None
         if self.next == "^":
             self.take()
             exponent = self.argument()
@@ -206,7 +207,7 @@ class _Parser:
         return node if exponent is None else _apply(mpmath.power, node, exponent)
 
     def logarithm(self, name: str) -> Node:
-        """Read the base, where there is one, and the argument of a logarithm."""
+        """Parse the optional base and the argument of a logarithm."""
         import mpmath
 
         base: Node | None = (lambda v: mpmath.mpf(10)) if name == "lg" else None
@@ -235,7 +236,7 @@ _CONSTANTS = {"e": _constant("e"), "i": _constant("mpc", 0, 1), "\\pi": _constan
 
 
 def _root(radicand: Value, degree: Value) -> Value:
-    """Return the real root where there is one, which for an odd degree the principal one is not."""
+    """Return the real root if there is one; for odd degrees of negative numbers the principal root is complex."""
     import mpmath
 
     if mpmath.im(radicand) == 0 and mpmath.re(radicand) < 0 and mpmath.isint(degree) and int(mpmath.re(degree)) % 2:
@@ -244,7 +245,7 @@ def _root(radicand: Value, degree: Value) -> Value:
 
 
 def _bounded(value: Value) -> Value:
-    """Refuse exponents and factorials that would take for ever."""
+    """Reject exponents and factorials that would take too long."""
     if not abs(value) <= MOST_EXPONENT:
         raise NotAnExpression("too large")
     return value

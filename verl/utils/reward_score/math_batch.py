@@ -1,4 +1,4 @@
-"""The MATH scorer for the reward manager ``batch``."""
+"""Score MATH with the reward manager ``batch``."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,6 +1,6 @@
-r"""Answers of the DAPO mathematics sets: what follows ``Answer:``, or the last ``\boxed``, compared as text.
+r"""Score DAPO's mathematics sets: compare the text after ``Answer:``, or the last ``\boxed``, with the ground truth.
 
-Both sides are brought to one plain form first; there is no algebra, so that a score is quick and always the same.
+Both are normalised first. There is no algebra, so scoring is fast and deterministic.
 Source: DAPO (arXiv:2503.14476) section 4.1 (rule-based reward of +1 and -1).
 """
 
@@ -9,16 +9,15 @@ from typing import Any
 
 from verl.utils.reward_score.math_reward import last_boxed_only_string, remove_boxed
 
-SOLUTION_CLIP_CHARS = 300  # the answer stands at the end
+SOLUTION_CLIP_CHARS = 300  # the answer is at the end
 BOXED_CLIP_CHARS = 100
 ANSWER = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
 NO_ANSWER = "[INVALID]"
 
 _UNITS = (
-    *("square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", "points", "feet", "minutes"),
-    *("digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students", "childrentickets"),
-    *("multiples", "sq", "mi", "days", "unit", "ft", "yards", "seconds", "people", "percent"),
-)
+    "square ways integers dollars mph inches hours km units points feet minutes digits cents degrees cm gm pounds "
+    "meters meals edges students childrentickets multiples sq mi days unit ft yards seconds people percent"
+).split()
 _UNIT = re.compile(r"(?<![a-zA-Z\\])(?:" + "|".join(sorted(_UNITS, key=len, reverse=True)) + r")(?![a-zA-Z])")
 _WRAPPED = re.compile(r"\\(?:text|textbf|mathrm|overline|mbox)\{([^{}]*)\}")
 _MATH = re.compile(r"\$([^$]*)\$")
@@ -29,11 +28,11 @@ _BARE_ROOT = re.compile(r"(sqrt)([^{\s\[])")
 def compute_score(
     solution_str: str, ground_truth: str, strict_box_verify: bool = False, pause_tokens_index: list[int] | None = None
 ) -> dict[str, Any]:
-    """Return ``score`` (1 or -1), ``acc`` (whether it is right) and ``pred`` (the answer that was found).
+    """Return ``score`` (1 or -1), ``acc`` (whether the answer is correct) and ``pred`` (the answer).
 
     Args:
-        strict_box_verify: take the answer from the last box alone.
-        pause_tokens_index: positions of the pause tokens of a response, of which the last starts the answer's box.
+        strict_box_verify: take the answer from the last box only.
+        pause_tokens_index: positions of the response's pause tokens; the last one starts the answer's box.
     """
     correct, pred = verify(solution_str[-SOLUTION_CLIP_CHARS:], ground_truth, strict_box_verify, pause_tokens_index)
     return {"score": 1.0 if correct else -1.0, "acc": correct, "pred": pred}
@@ -45,7 +44,7 @@ def verify(
     strict_box_verify: bool = False,
     pause_tokens_index: list[int] | None = None,
 ) -> tuple[bool, str]:
-    """Return whether the answer of a text is the right one, and that answer."""
+    """Return whether a text's answer is correct, and the answer."""
     if strict_box_verify:
         end = pause_tokens_index[-1] if pause_tokens_index else len(solution_str)
         boxed = last_boxed_only_string(solution_str[max(end - BOXED_CLIP_CHARS, 0) :])
@@ -57,7 +56,7 @@ def verify(
 
 
 def normalize_final_answer(final_answer: str) -> str:
-    """Return the plain form of an answer: no dollars, units, text commands, thousands separators or spaces."""
+    """Normalise an answer: drop dollars, units, text commands, thousands separators and spaces."""
     text = final_answer.split("=")[-1].strip()
     boxed = last_boxed_only_string(text)
     if boxed is not None:

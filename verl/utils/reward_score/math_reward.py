@@ -1,7 +1,7 @@
-r"""Answers to MATH: the content of the last ``\boxed``, compared as mathematics.
+r"""Score MATH: compare the content of the last ``\boxed`` with the ground truth as mathematics.
 
-Two answers are equivalent when their normal forms are the same text, or the same rational number, or when they are
-tuples, sets or intervals of equivalent parts between the same brackets.
+Two answers are equivalent if their normal forms are the same text or the same rational number, or if they are tuples,
+sets or intervals of equivalent parts in the same brackets.
 """
 
 import re
@@ -28,7 +28,7 @@ _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?:\D|$))")
 
 
 def compute_score(solution_str: str, ground_truth: str) -> float:
-    r"""Return 1 when the last boxed answer is equivalent to the ground truth, else 0."""
+    r"""Return 1 if the last boxed answer is equivalent to the ground truth, else 0."""
     boxed = last_boxed_only_string(solution_str)
     return float(boxed is not None and is_equiv(remove_boxed(boxed), str(ground_truth)))
 
@@ -49,9 +49,9 @@ def last_boxed_only_string(string: str) -> str | None:
 
 
 def remove_boxed(string: str) -> str:
-    r"""Return what a ``\boxed{...}`` holds.
+    r"""Return the content of a ``\boxed{...}``.
 
-    Raises: ValueError when there is none.
+    Raises: ValueError if the text does not start with one.
     """
     match = BOXED.match(string)
     if match is None:
@@ -61,14 +61,14 @@ def remove_boxed(string: str) -> str:
 
 
 def is_equiv(str1: str | None, str2: str | None) -> bool:
-    """Whether two answers mean the same."""
+    """Return whether two answers are equivalent."""
     if str1 is None or str2 is None:
         return str1 is str2
     return _same(normalize(str1), normalize(str2))
 
 
 def normalize(string: str) -> str:
-    """Return the normal form of an answer: no spacing, sizing, units, currency, percent or degree signs."""
+    """Normalise an answer: drop spacing, sizing, units, currency, percent and degree signs."""
     text = string.strip().replace("\n", "")
     text = text.replace("tfrac", "frac").replace("dfrac", "frac").replace("cfrac", "frac")
     text = _SIZING.sub("", text.replace("\\\\", "\\"))
@@ -81,8 +81,9 @@ def normalize(string: str) -> str:
     if "=" in text and len(text.split("=")) == 2 and len(text.split("=")[0]) <= 2:
         text = text.split("=")[1]
     before = ""
-    while text != before:  # braces once added stay as they are
-        before, text = text, _FRACTION_ARGUMENTS.sub(lambda m: f"\\frac{_braced(m[1])}{_braced(m[2])}", text)
+    while text != before:  # until nested fractions all have braces
+        before = text
+        text = _FRACTION_ARGUMENTS.sub(lambda m: f"\\frac{_braced(m[1])}{_braced(m[2])}", text)
     return _SQRT_ARGUMENT.sub(r"\\sqrt{\1}", text)
 
 
@@ -92,14 +93,15 @@ def _same(one: str, other: str) -> bool:
     value = _rational(one)
     if value is not None:
         return value == _rational(other)
-    parts, other_parts = split_answer(one), split_answer(other)
+    parts = split_answer(one)
+    other_parts = split_answer(other)
     if parts is None or other_parts is None or len(parts) != len(other_parts):
         return False
     return all(_same(a, b) for a, b in zip(parts, other_parts, strict=True))
 
 
 def _rational(text: str) -> Fraction | None:
-    """Read an integer, a decimal or a ratio of integers, exactly; none that Python does not read for its length."""
+    """Parse an integer, a decimal or a ratio of integers exactly; None for anything else or too many digits."""
     text = _THOUSANDS.sub("", text).replace("{,}", "")
     if len(text) > MOST_DIGITS:
         return None
@@ -118,7 +120,7 @@ def _rational(text: str) -> Fraction | None:
 
 
 def split_answer(text: str) -> list[str] | None:
-    """Split a bracketed or bare list at its outer commas; the brackets are parts too."""
+    """Split a bracketed or bare list at its outer commas; brackets become parts too. None if it is not a list."""
     for opening in BRACKETS:
         closings = [closing for closing in (")", "]", r"\}") if text.endswith(closing)]
         if text.startswith(opening) and closings:
@@ -129,7 +131,9 @@ def split_answer(text: str) -> list[str] | None:
 
 
 def _split(text: str) -> list[str]:
-    parts, depth, start = [], 0, 0
+    parts = []
+    depth = 0
+    start = 0
     for i, character in enumerate(text):
         depth += (character in "([{") - (character in ")]}")
         if character == "," and depth == 0:
@@ -139,7 +143,7 @@ def _split(text: str) -> list[str]:
 
 
 def _closing_braces(string: str) -> dict[int, int]:
-    """Return where each brace is closed, by where it is opened; in one pass, since a response may repeat one."""
+    """Return the position of each opening brace -> that of its closing one, in one pass over a long response."""
     open_braces: list[int] = []
     closing: dict[int, int] = {}
     for i, character in enumerate(string):

@@ -1,12 +1,12 @@
-r"""Mathematical answers by the library math-verify, which finds and parses them itself and compares them by algebra."""
+r"""Score mathematical answers with the library math-verify, which extracts, parses and compares them by algebra."""
 
 from verl.utils.reward_score.extras import MATH
 
 
 def compute_score(model_output: str, ground_truth: str, timeout_score: float = 0) -> float:
-    """Return 1 where the answer is equivalent to the ground truth, 0 where not, ``timeout_score`` where it takes long.
+    """Return 1 if the answer is equivalent to the ground truth, 0 if not, ``timeout_score`` on a timeout.
 
-    Its limits of time use alarms: call it in the main thread, as the reward managers do.
+    math-verify's time limits use alarms, so call it in the main thread, as the reward managers do.
 
     Raises: MissingExtraError without math-verify.
     """

@@ -1,6 +1,4 @@
-"""Programs, run on this machine and kept apart by its kernel: the share of test cases that they pass."""
-
-from typing import Any
+"""Score programs by the share of test cases that they pass in the sandbox of this machine."""
 
 from verl.utils.reward_score.code_tests import (
     COMPILE_ERROR,
@@ -9,6 +7,7 @@ from verl.utils.reward_score.code_tests import (
     TIMEOUT,
     UNKNOWN,
     Metadata,
+    RawTestCases,
     Result,
     find_code,
     is_expected,
@@ -23,20 +22,20 @@ SHOWN_CHARS = 500
 
 def compute_score(
     completion: str,
-    test_cases: Any,
+    test_cases: RawTestCases,
     continuous: bool = False,
     timeout: float = 10.0,
     memory_limit_mb: int = 1024,
     allow_unisolated: bool = False,
 ) -> tuple[float, list[Metadata]]:
-    """Return the score of the program in a response, and what became of each case.
+    """Return the score of the program in a response, and the outcome of each case.
 
     Args:
-        continuous: give the share of the first 10 cases that passed; otherwise all cases have to.
+        continuous: score by the share of the first 10 cases that pass; otherwise all cases must pass.
         timeout: seconds of one case.
-        allow_unisolated: run it where the kernel cannot keep it apart.
+        allow_unisolated: run the program even if the kernel cannot isolate it.
 
-    Raises: SandboxError where it is not allowed to run; ValueError for what are no test cases.
+    Raises: SandboxError if the program cannot be isolated; ValueError for malformed test cases.
     """
     code = find_code(completion)
     if code is None:
@@ -54,7 +53,7 @@ def compute_score(
 
 
 def check_correctness(
-    in_outs: Any,
+    in_outs: RawTestCases,
     generation: str,
     timeout: float = 10.0,
     memory_limit_mb: int = 1024,
@@ -62,12 +61,11 @@ def check_correctness(
     most_tests: int | None = None,
     stop_at_failure: bool = False,
 ) -> tuple[list[Result], list[Metadata]]:
-    """Run a program on its test cases and return the result of each and what there is to say of it."""
-    cases = read_test_cases(in_outs).first(most_tests) if most_tests else read_test_cases(in_outs)
+    """Run a program on its test cases and return the result and details of each."""
+    cases = read_test_cases(in_outs, most_tests)
+    if (unpaired := cases.unpaired()) is not None:
+        return unpaired
     count = len(cases.inputs)
-    if not cases.are_paired:
-        text = f"{count} inputs and {len(cases.outputs)} outputs"
-        return [UNKNOWN] * count, [{"status": "error", "error": text}] * count
     runs = run_tests(
         generation,
         [cases.test(i) for i in range(count)],
@@ -85,7 +83,7 @@ def check_correctness(
             result = is_expected(cases, index, run.stdout, run.value)
         results.append(result)
         metadata.append(_describe(index, run, result))
-    if len(results) < count:  # the rest was not run: it does not compile, or one failure was enough
+    if len(results) < count:  # the rest did not run: the program does not compile, or a failure stopped it
         missing = results[-1] if results and results[-1] == COMPILE_ERROR else UNKNOWN
         results += [missing] * (count - len(results))
     return results, metadata

@@ -1,4 +1,4 @@
-r"""Answers to competition mathematics: in the last ``\boxed`` or stated in words; equal as text, number or formula."""
+r"""Score competition mathematics: compare the last ``\boxed`` or stated answer as text, number and formula."""
 
 import re
 
@@ -18,14 +18,14 @@ _SETS = (r"\{", r"\}")
 
 
 def compute_score(model_output: str, ground_truth: str) -> tuple[bool, bool, str]:
-    """Return whether the answer is right, whether it was stated as an answer, and that answer."""
+    """Return whether the answer is correct, whether the response states it as an answer, and the answer."""
     answer, is_stated = extract_answer(str(model_output))
     is_correct = is_stated and any(grade_answer(answer, truth) for truth in _truths(ground_truth))
     return is_correct, is_stated, answer
 
 
 def extract_answer(text: str) -> tuple[str, bool]:
-    """Return the last answer of a text and whether it was stated as one: in a box, or after "the answer is"."""
+    """Return the last answer of a text and whether it is stated as one, in a box or after "the answer is"."""
     boxed = last_boxed_only_string(text)
     if boxed is not None:
         return remove_boxed(boxed).strip(), True
@@ -38,14 +38,14 @@ def extract_answer(text: str) -> tuple[str, bool]:
 
 
 def grade_answer(answer: str, truth: str) -> bool:
-    """Whether an answer is equivalent to the truth."""
+    """Return whether an answer is equivalent to the truth."""
     if max(len(answer), len(truth)) > LONGEST_ANSWER_CHARS:
         return answer == truth
     return is_equiv(answer, truth) or _same(normalize(answer), normalize(truth))
 
 
 def _truths(ground_truth: str) -> list[str]:
-    """Return the ground truth, without its box where it has one."""
+    """Return the ground truth without its box."""
     boxed = last_boxed_only_string(str(ground_truth))
     return [remove_boxed(boxed) if boxed is not None else str(ground_truth)]
 
@@ -53,14 +53,15 @@ def _truths(ground_truth: str) -> list[str]:
 def _same(one: str, other: str) -> bool:
     if is_equiv(one, other):
         return True
-    parts, other_parts = split_answer(one), split_answer(other)
+    parts = split_answer(one)
+    other_parts = split_answer(other)
     if (parts is None) != (other_parts is None):
         return False
     if parts is None or other_parts is None:
         return agree(one, other) is True
     if len(parts) != len(other_parts):
         return False
-    if (parts[0], parts[-1]) == (other_parts[0], other_parts[-1]) == _SETS:  # no order in a set
+    if (parts[0], parts[-1]) == (other_parts[0], other_parts[-1]) == _SETS:  # sets are unordered
         left = list(other_parts[1:-1])
         for part in parts[1:-1]:
             match = next((each for each in left if _same(part, each)), None)

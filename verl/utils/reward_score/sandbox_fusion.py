@@ -1,4 +1,4 @@
-"""Programs, run by a remote sandbox: the share of test cases that they pass."""
+"""Score programs by the share of test cases that they pass in a remote SandboxFusion service."""
 
 import json
 import secrets
@@ -14,6 +14,7 @@ from verl.utils.reward_score.code_tests import (
     TIMEOUT,
     UNKNOWN,
     Metadata,
+    RawTestCases,
     Result,
     TestCases,
     find_code,
@@ -24,12 +25,12 @@ from verl.utils.reward_score.code_tests import (
 from verl.utils.sandbox.remote import RemoteSandboxError, run_remotely
 
 SHOWN_CHARS = 500
-_DOES_NOT_COMPILE = 86  # none of Python's own exit codes
+_DOES_NOT_COMPILE = 86  # an exit code that Python does not use
 _TOO_LONG = "TimeLimitExceeded"
-_UNFINISHED = "the program ended before what was put behind it"
+_UNFINISHED = "the program ended before the code appended to it"
 
-# The program runs inside a function: it finds neither the mark nor the answer among the globals of its main module.
-# What it does to its standard output does not keep the answer back.
+# The program runs inside a function, so that it cannot find the mark or the answer in the globals of the main module.
+# The answer goes to a duplicate of standard output, which the program cannot redirect.
 _AROUND = """import json, os, sys
 def run():
     source, after, name, arguments, mark = json.loads({given!r})
@@ -42,7 +43,7 @@ def run():
     namespace = {{"__name__": "solution" if name else "__main__"}}
     try:
         exec(code, namespace)
-    except SystemExit as end:  # by which a program could leave before its assertion
+    except SystemExit as end:  # a program must not skip its assertion by exit()
         if not after or end.code not in (None, 0):
             raise
     exec(code_after, namespace)
@@ -65,18 +66,18 @@ def compute_score(
     concurrent_semaphore: AbstractContextManager[Any] | None,
     memory_limit_mb: int = 1024,
     completion: str = "",
-    test_cases: Any = None,
+    test_cases: RawTestCases = None,
     continuous: bool = False,
     timeout: float = 10.0,
 ) -> tuple[float, list[Metadata]]:
-    """Return the score of the program in a response, and what became of each case.
+    """Return the score of the program in a response, and the outcome of each case.
 
     Args:
         concurrent_semaphore: held during each request.
-        continuous: give the share of the first 10 cases that passed; otherwise all cases have to.
-        timeout: seconds of one case, to compile and to run.
+        continuous: score by the share of the first 10 cases that pass; otherwise all cases must pass.
+        timeout: seconds to compile, and seconds to run, one case.
 
-    Raises: RemoteSandboxError where no case got an answer; ValueError for what are no test cases.
+    Raises: RemoteSandboxError if every request failed; ValueError for malformed test cases.
     """
     code = find_code(completion)
     if code is None:
@@ -97,7 +98,7 @@ def compute_score(
 
 def check_correctness(
     sandbox_fusion_url: str,
-    in_outs: Any,
+    in_outs: RawTestCases,
     generation: str,
     timeout: float = 10.0,
     memory_limit_mb: int = 1024,
@@ -105,15 +106,14 @@ def check_correctness(
     concurrent_semaphore: AbstractContextManager[Any] | None = None,
     most_tests: int | None = None,
 ) -> tuple[list[Result], list[Metadata]]:
-    """Run a program on its test cases and return the result of each and what there is to say of it.
+    """Run a program on its test cases and return the result and details of each.
 
-    The first case goes alone: what does not compile is not sent again.
+    The first case runs alone, so that a program that does not compile is sent only once.
     """
-    cases = read_test_cases(in_outs).first(most_tests) if most_tests else read_test_cases(in_outs)
+    cases = read_test_cases(in_outs, most_tests)
+    if (unpaired := cases.unpaired()) is not None:
+        return unpaired
     count = len(cases.inputs)
-    if not cases.are_paired:
-        text = f"{count} inputs and {len(cases.outputs)} outputs"
-        return [UNKNOWN] * count, [{"status": "error", "error": text}] * count
     if not count:
         return [], []
 
@@ -131,25 +131,26 @@ def check_correctness(
     judged = [check(0)]
     if judged[0][0] != COMPILE_ERROR:
         judged += _side_by_side(check, range(1, count))
-    results, metadata = [result for result, _ in judged], [each for _, each in judged]
+    results = [result for result, _ in judged]
+    metadata = [each for _, each in judged]
     if COMPILE_ERROR in results:
         first = results.index(COMPILE_ERROR)
         results[first:] = [COMPILE_ERROR] * (count - first)
     return results, metadata
 
 
-def _side_by_side(check: Callable[[int], Any], indices: range) -> list[Any]:
+def _side_by_side(check: Callable[[int], tuple[Result, Metadata]], indices: range) -> list[tuple[Result, Metadata]]:
     if not indices:
         return []
     pool = ThreadPoolExecutor(max_workers=min(len(indices), MOST_TESTS))
     try:
         return list(pool.map(check, indices))
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)  # an interruption does not wait for answers
+        pool.shutdown(wait=False, cancel_futures=True)  # an interrupted call does not wait for answers
 
 
 def _request(cases: TestCases, index: int, code: str, mark: str) -> tuple[str, str | None]:
-    """Return the program that is sent and its standard input; ``mark`` stands around what a function returns."""
+    """Return the program to send and its standard input; the program puts ``mark`` around a function's result."""
     test = cases.test(index)
     if cases.fn_name is None and not test.code_after:
         return code, test.stdin
@@ -159,9 +160,11 @@ def _request(cases: TestCases, index: int, code: str, mark: str) -> tuple[str, s
 
 
 def judge(cases: TestCases, index: int, reply: dict[str, Any], mark: str | None = None) -> tuple[Result, Metadata]:
-    """Return the result of a case by the reply of the service; an assertion was looked at if the mark is there."""
-    compilation, execution = reply.get("compile_result") or {}, reply.get("run_result") or {}
-    stdout, stderr = execution.get("stdout") or "", execution.get("stderr") or compilation.get("stderr") or ""
+    """Return the result of a case from the service's reply; without the mark its assertion did not run."""
+    compilation = reply.get("compile_result") or {}
+    execution = reply.get("run_result") or {}
+    stdout = execution.get("stdout") or ""
+    stderr = execution.get("stderr") or compilation.get("stderr") or ""
     value = None
     if mark is not None and stdout.count(mark) == 2:
         before, value, behind = stdout.split(mark)

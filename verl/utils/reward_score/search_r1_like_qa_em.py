@@ -1,40 +1,50 @@
-"""Answers of search agents: what stands in the last ``<answer>``, compared with the accepted answers as text."""
+"""Score search agents: compare the text in the last ``<answer>`` with the accepted answers."""
 
 import re
 import string
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-MOST_TAGS = 10  # a response with more of them is guessing
-_OPEN, _CLOSE = "<answer>", "</answer>"
+Accepted = str | Sequence[str] | Mapping[str, Any]
+"""The accepted answer or answers, or a mapping with them as ``target``."""
+
+MOST_TAGS = 10  # a response with more tags is guessing
+_OPEN = "<answer>"
+_CLOSE = "</answer>"
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def compute_score(
     solution_str: str,
-    ground_truth: Any,
+    ground_truth: Accepted,
     method: str = "strict",
     format_score: float = 0.0,
     score: float = 1.0,
 ) -> float:
-    """Return ``score`` where the answer is one of the accepted ones, a quarter of it where answer tags abound.
+    """Return ``score`` for an accepted answer, or a quarter of it if the response has more than 10 answer tags.
 
-    A wrong answer gets ``format_score``, none gets 0.
+    A wrong answer gets ``format_score``, a missing one 0.
 
-    Args: ``ground_truth`` holds the accepted answers as ``target``; ``method`` is ``strict``, the only one.
+    Args: ``method`` is ``strict``, the only one.
     """
     return _score(solution_str, ground_truth, em_check, format_score, score)
 
 
 def compute_score_subem(
-    solution_str: str, ground_truth: Any, method: str = "strict", format_score: float = 0.0, score: float = 1.0
+    solution_str: str, ground_truth: Accepted, method: str = "strict", format_score: float = 0.0, score: float = 1.0
 ) -> float:
-    """Score as ``compute_score``; it is enough that the answer contains an accepted one."""
+    """Score like ``compute_score``, but accept an answer that contains an accepted one."""
     return _score(solution_str, ground_truth, subem_check, format_score, score)
 
 
-def _score(solution_str: str, ground_truth: Any, check: Any, format_score: float, score: float) -> float:
+def _score(
+    solution_str: str,
+    ground_truth: Accepted,
+    check: Callable[[str, Iterable[str]], bool],
+    format_score: float,
+    score: float,
+) -> float:
     answer = extract_solution(solution_str)
     if answer is None:
         return 0.0
@@ -45,34 +55,39 @@ def _score(solution_str: str, ground_truth: Any, check: Any, format_score: float
 
 
 def extract_solution(solution_str: str) -> str | None:
-    """Return what stands in the last pair of answer tags; None without one."""
-    answer, at = None, 0
+    """Return the text in the last pair of answer tags; None without one.
+
+    A regular expression would take quadratic time, because it searches for the end again at every unclosed tag.
+    """
+    answer = None
+    at = 0
     while (start := solution_str.find(_OPEN, at)) >= 0:
         end = solution_str.find(_CLOSE, start)
-        if end < 0:  # no pattern: one of them looks for the end anew at every tag that is not closed
+        if end < 0:
             break
-        answer, at = solution_str[start + len(_OPEN) : end].strip(), end + len(_CLOSE)
+        answer = solution_str[start + len(_OPEN) : end].strip()
+        at = end + len(_CLOSE)
     return answer
 
 
-def targets(ground_truth: Any) -> list[str]:
-    """Return the accepted answers: ``ground_truth["target"]``, or the ground truth itself; one or several."""
+def targets(ground_truth: Accepted) -> list[str]:
+    """Return the list of accepted answers."""
     accepted = ground_truth["target"] if isinstance(ground_truth, Mapping) else ground_truth
     return [accepted] if isinstance(accepted, str) else [str(each) for each in accepted]
 
 
 def normalize_answer(text: str) -> str:
-    """Return a text in lower case without punctuation, articles and superfluous spaces."""
+    """Convert a text to lower case and drop punctuation, articles and repeated spaces."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
 def em_check(prediction: str, golden_answers: Iterable[str]) -> bool:
-    """Whether the prediction is one of the answers."""
+    """Return whether the prediction is one of the answers."""
     prediction = normalize_answer(prediction)
     return any(normalize_answer(golden) == prediction for golden in golden_answers)
 
 
 def subem_check(prediction: str, golden_answers: Iterable[str]) -> bool:
-    """Whether the prediction contains one of the answers."""
+    """Return whether the prediction contains one of the answers."""
     prediction = normalize_answer(prediction)
     return any(normalize_answer(golden) in prediction for golden in golden_answers)

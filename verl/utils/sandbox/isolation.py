@@ -1,9 +1,13 @@
-"""What a program under test may do, enforced by the Linux kernel: no network, no other process, files only below it.
+"""Isolate a program with the Linux kernel: no network, no other processes, files in one folder only.
 
-A process gives up its rights for good: by Landlock all files but those that Python needs (to read) and one folder (to
-write), then its capabilities, then by a seccomp filter every system call that reaches the network, starts or touches
-another process, or changes what the two others do not watch. None of it needs privileges. Standard library only: the
-supervisor loads this file by itself.
+The process gives up its rights irrevocably and without privileges, in this order:
+
+1. Landlock limits files to those that Python needs (to read) and one folder (to write).
+2. All capabilities are dropped.
+3. A seccomp filter refuses system calls that reach the network, start or touch another process, or change attributes
+   that Landlock does not cover.
+
+It uses the standard library only, because the supervisor loads this file without the package.
 """
 
 import ctypes
@@ -17,13 +21,16 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 # ---- prctl and capabilities
 
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
+_PR_SET_PDEATHSIG = 1
+_PR_SET_DUMPABLE = 4
+_PR_SET_SECCOMP = 22
+_PR_SET_NO_NEW_PRIVS = 38
 _SECCOMP_MODE_FILTER = 2
 _CAPABILITY_VERSION_3 = 0x20080522
 
 
 class IsolationError(OSError):
-    """The kernel cannot keep a program apart."""
+    """The kernel cannot isolate a program."""
 
 
 def _checked(result: int, what: str) -> int:
@@ -34,31 +41,39 @@ def _checked(result: int, what: str) -> int:
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when the one that started it ends."""
+    """Have the kernel kill this process when its parent ends."""
     _checked(_LIBC.prctl(_PR_SET_PDEATHSIG, 9, 0, 0, 0), "prctl(PR_SET_PDEATHSIG)")
 
 
 def _drop_capabilities() -> None:
-    header, none = struct.pack("Ii", _CAPABILITY_VERSION_3, 0), bytes(24)
-    _checked(_LIBC.capset(header, none), "capset")
+    header = struct.pack("Ii", _CAPABILITY_VERSION_3, 0)
+    _checked(_LIBC.capset(header, bytes(24)), "capset")
 
 
 # ---- Landlock: files
 
-_LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446  # on every architecture
-_ACCESS_BITS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # by ABI: how many kinds of access to files it knows
-_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 2, 4, 8
-_NET_BITS, _SCOPE_BITS = 3, 3  # TCP; abstract Unix sockets and signals
+# system call numbers, the same on every architecture
+_LANDLOCK_CREATE = 444
+_LANDLOCK_ADD = 445
+_LANDLOCK_RESTRICT = 446
+_ACCESS_BITS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
+"""ABI version -> number of file access rights."""
+_EXECUTE = 1
+_WRITE_FILE = 2
+_READ_FILE = 4
+_READ_DIR = 8
 _IOCTL_DEV = 1 << 15
+_NET_BITS = 3  # bind and connect over TCP
+_SCOPE_BITS = 3  # abstract Unix sockets and signals
 
 
 def landlock_version() -> int:
-    """Return which Landlock the kernel has; 0 for none."""
+    """Return the kernel's Landlock ABI version; 0 if it has none."""
     return max(0, _LIBC.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1))
 
 
 def readable_paths() -> list[str]:
-    """Return what an interpreter reads: its installation, the libraries of the system, and time zones."""
+    """Return the paths that an interpreter reads: its installation, system libraries, and time zones."""
     paths = [sys.prefix, sys.base_prefix, sys.exec_prefix, os.path.dirname(os.__file__)]
     paths += ["/usr/lib", "/lib", "/lib64", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache", "/usr/share/zoneinfo"]
     return [path for path in dict.fromkeys(map(os.path.realpath, paths)) if os.path.exists(path) and path != "/"]
@@ -67,7 +82,7 @@ def readable_paths() -> list[str]:
 def _restrict_files(writable: str) -> None:
     version = landlock_version()
     if version == 0:
-        raise IsolationError("the kernel has no Landlock (Linux 5.13, enabled in its list of security modules)")
+        raise IsolationError("the kernel has no Landlock (it needs Linux 5.13 with the security module enabled)")
     every = (1 << _ACCESS_BITS.get(version, 16)) - 1
     attributes = struct.pack("QQQ", every, _NET_BITS if version >= 4 else 0, _SCOPE_BITS if version >= 6 else 0)
     size = 24 if version >= 6 else 16 if version >= 4 else 8
@@ -96,8 +111,8 @@ def _allow(ruleset: int, path: str, access: int) -> None:
 # ---- seccomp: system calls
 
 _ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
-_NUMBERS = {  # name: (x86_64, aarch64); -1 where there is none
-    # network, and io_uring, which opens sockets without the call
+_NUMBERS = {  # name: (x86_64, aarch64); -1 if it does not exist
+    # network, and io_uring, which opens sockets without socket()
     "socket": (41, 198), "connect": (42, 203), "bind": (49, 200), "listen": (50, 201), "accept": (43, 202),
     "accept4": (288, 242), "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427),
     # other programs and processes
@@ -106,13 +121,13 @@ _NUMBERS = {  # name: (x86_64, aarch64); -1 where there is none
     "tkill": (200, 130), "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240),
     "pidfd_open": (434, 434), "pidfd_send_signal": (424, 424), "pidfd_getfd": (438, 438),
     "setpriority": (141, 140), "sched_setscheduler": (144, 119), "sched_setattr": (314, 274), "ioprio_set": (251, 30),
-    # attributes of files, which Landlock does not watch
+    # file attributes, which Landlock does not cover
     "chmod": (90, -1), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, -1),
     "fchown": (93, 55), "lchown": (94, -1), "fchownat": (260, 54), "setxattr": (188, 5), "lsetxattr": (189, 6),
     "fsetxattr": (190, 7), "setxattrat": (463, 463), "removexattr": (197, 14), "lremovexattr": (198, 15),
     "fremovexattr": (199, 16), "removexattrat": (466, 466), "utime": (132, -1), "utimes": (235, -1),
     "futimesat": (261, -1), "utimensat": (280, 88), "file_setattr": (469, 469),
-    # memory that is shared between processes, queues
+    # shared memory and queues between processes
     "shmget": (29, 194), "shmat": (30, 196), "semget": (64, 190), "msgget": (68, 186), "mq_open": (240, 180),
     # the system
     "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "unshare": (272, 97),
@@ -128,21 +143,37 @@ _NUMBERS = {  # name: (x86_64, aarch64); -1 where there is none
     "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265), "memfd_secret": (447, 447),
     "landlock_create_ruleset": (444, 444), "seccomp": (317, 277),
 }  # fmt: skip
-_CLONE, _CLONE3, _KILL, _TGKILL, _PRLIMIT = (56, 220), (435, 435), (62, 129), (234, 131), (302, 261)
+_CLONE = (56, 220)
+_CLONE3 = (435, 435)
+_KILL = (62, 129)
+_TGKILL = (234, 131)
+_PRLIMIT = (302, 261)
 _CLONE_THREAD = 0x10000
-_EPERM, _ENOSYS = 1, 38
-_LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_SET, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_ALLOW, _KILL_PROCESS, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
-_AT_NUMBER, _AT_ARCHITECTURE, _AT_FIRST_ARGUMENT = 0, 4, 16
 _X32_BIT = 0x40000000
+_EPERM = 1
+_ENOSYS = 38
+# BPF instructions
+_LOAD = 0x20
+_JUMP_EQUAL = 0x15
+_JUMP_AT_LEAST = 0x35
+_JUMP_SET = 0x45
+_RETURN = 0x06
+# what a filter returns
+_ALLOW = 0x7FFF0000
+_KILL_PROCESS = 0x80000000
+_ERRNO = 0x00050000
+# offsets in the data of a system call
+_AT_NUMBER = 0
+_AT_ARCHITECTURE = 4
+_AT_FIRST_ARGUMENT = 16
 
 Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, operand
 
 
 def _filter(pid: int) -> list[Instruction]:
-    """Return the program that the kernel runs on every system call of the process ``pid``."""
+    """Return the BPF program that the kernel runs on every system call of process ``pid``."""
     if platform.machine() not in _ARCHITECTURES:
-        raise IsolationError(f"no system call filter for {platform.machine()}: it is there for x86_64 and aarch64")
+        raise IsolationError(f"no system call filter for {platform.machine()}, only for x86_64 and aarch64")
     architecture, column = _ARCHITECTURES[platform.machine()]
     program: list[Instruction] = [
         (_LOAD, 0, 0, _AT_ARCHITECTURE),
@@ -155,13 +186,13 @@ def _filter(pid: int) -> list[Instruction]:
     for number in (numbers[column] for numbers in _NUMBERS.values()):
         if number >= 0:
             program += [(_JUMP_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ERRNO | _EPERM)]
-    # the C library falls back to clone, whose flags can be seen
+    # the filter cannot read clone3's flags; on ENOSYS the C library falls back to clone, whose flags it can read
     program += [(_JUMP_EQUAL, 0, 1, _CLONE3[column]), (_RETURN, 0, 0, _ERRNO | _ENOSYS)]
     for number, allowed in (
         (_CLONE[column], (_JUMP_SET, 0, 1, _CLONE_THREAD)),  # threads, not processes
         (_KILL[column], (_JUMP_EQUAL, 0, 1, pid)),
         (_TGKILL[column], (_JUMP_EQUAL, 0, 1, pid)),
-        (_PRLIMIT[column], (_JUMP_EQUAL, 0, 1, 0)),  # its own limits, which it can only lower
+        (_PRLIMIT[column], (_JUMP_EQUAL, 0, 1, 0)),  # only its own limits, which it cannot raise
     ):
         program += [
             (_JUMP_EQUAL, 0, 4, number),
@@ -184,7 +215,7 @@ def _restrict_system_calls() -> None:
 
 
 def limit_resources(cpu_s: int, memory_bytes: int, file_bytes: int) -> None:
-    """Set what the process may use; it cannot raise it again once it is apart."""
+    """Limit the process's resources; once isolated it cannot raise the limits."""
     for kind, limit in (
         (resource.RLIMIT_CPU, cpu_s),
         (resource.RLIMIT_AS, memory_bytes),
@@ -198,12 +229,12 @@ def limit_resources(cpu_s: int, memory_bytes: int, file_bytes: int) -> None:
 
 
 def isolate(writable: str) -> None:
-    """Give up every right of this process but to compute and to write below one folder.
+    """Give up every right of this process except to compute and to write to one folder.
 
-    Raises: IsolationError where the kernel does not support it.
+    Raises: IsolationError if the kernel does not support it.
     """
     if not sys.platform.startswith("linux"):
-        raise IsolationError(f"it needs Linux, this is {sys.platform}")
+        raise IsolationError(f"isolation needs Linux, not {sys.platform}")
     _checked(_LIBC.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0), "prctl(PR_SET_DUMPABLE)")
     _checked(_LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
     _restrict_files(writable)

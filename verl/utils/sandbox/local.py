@@ -1,4 +1,4 @@
-"""Python programs on this machine, kept apart by the kernel (``isolation``) under a supervisor of their own."""
+"""Run untrusted Python programs on this machine, isolated by the kernel under a supervisor process."""
 
 import json
 import os
@@ -19,7 +19,7 @@ _WALL_TIME_FACTOR = 2.0  # as in the supervisor
 _ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
     "LANG": "C.UTF-8",
-    "PYTHONHASHSEED": "0",  # the same program says the same
+    "PYTHONHASHSEED": "0",  # makes programs deterministic
     "PYTHONDONTWRITEBYTECODE": "1",
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
@@ -28,12 +28,12 @@ _ENVIRONMENT = {
 
 
 class SandboxError(RuntimeError):
-    """Code cannot be run here, for a reason that is not its own."""
+    """The sandbox failed; the program is not at fault."""
 
 
 @dataclass(frozen=True)
 class Test:
-    """What a program is given: standard input or, for a function of it, arguments; and code that is put behind it."""
+    """Input of one run: standard input, or arguments of a function; ``code_after`` is appended to the program."""
 
     __test__ = False
 
@@ -58,7 +58,7 @@ class Run:
 
 @cache
 def isolation_problem() -> str | None:
-    """Say why this machine cannot keep a program apart; None where it can. Tries it once, in 50 ms."""
+    """Return why this machine cannot isolate a program; None if it can. Tries it once, which takes 50 ms."""
     try:
         probe = "import socket\ntry:\n    socket.socket()\nexcept PermissionError:\n    print('apart')"
         run = run_tests(probe, [Test()], timeout_s=5.0)[0]
@@ -76,14 +76,14 @@ def run_tests(
     allow_unisolated: bool = False,
     stop_at_failure: bool = False,
 ) -> list[Run]:
-    """Run a program once for each test, until one does not compile or, ``stop_at_failure``, does not end well.
+    """Run a program once per test. Stop if it does not compile or, with ``stop_at_failure``, at the first failure.
 
     Args:
-        fn_name: function, or method of the class ``Solution``, that is called with the arguments of each test.
-        timeout_s: processor time of each run; it may take twice as long by the clock.
-        allow_unisolated: run the program with the rights of this process where the kernel cannot keep it apart.
+        fn_name: function, or method of the class ``Solution``, to call with the arguments of each test.
+        timeout_s: CPU time of each run; the wall-time limit is twice that.
+        allow_unisolated: if the kernel cannot isolate the program, run it with the rights of this process.
 
-    Raises: SandboxError where it cannot be kept apart, or the supervisor fails.
+    Raises: SandboxError if the program cannot be isolated or the supervisor fails.
     """
     isolated = not (allow_unisolated and isolation_problem() is not None)
     with tempfile.TemporaryDirectory(prefix="verl-sandbox-", ignore_cleanup_errors=True) as folder:
@@ -103,13 +103,13 @@ def run_tests(
     for line in reply.splitlines():
         result = json.loads(line)
         if result["status"] == "not isolated":
-            raise SandboxError(f"code cannot be kept apart here: {result['value']}")
+            raise SandboxError(f"this machine cannot isolate untrusted code: {result['value']}")
         runs.append(Run(**result))
     return runs
 
 
 def _supervise(request: str, timeout_s: float) -> str:
-    """Give a request to a supervisor and return its reply."""
+    """Send a request to a new supervisor and return its reply."""
     process = subprocess.Popen(
         [sys.executable, "-s", "-P", str(SUPERVISOR)],
         stdin=subprocess.PIPE,
@@ -122,11 +122,11 @@ def _supervise(request: str, timeout_s: float) -> str:
     try:
         reply, errors = process.communicate(request.encode("utf-8", errors="surrogatepass"), timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        raise SandboxError(f"the supervisor of a program did not end within {timeout_s:g} s") from None
+        raise SandboxError(f"the sandbox supervisor did not end within {timeout_s:g} s") from None
     finally:
-        if process.poll() is None:  # also when this call is interrupted; its program dies with it
+        if process.poll() is None:  # timed out or interrupted; the program dies with its supervisor
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     if process.returncode != 0 and not reply:
-        raise SandboxError(f"the supervisor of a program failed: {errors.decode(errors='replace').strip()[-500:]}")
+        raise SandboxError(f"the sandbox supervisor failed: {errors.decode(errors='replace').strip()[-500:]}")
     return reply.decode("utf-8")

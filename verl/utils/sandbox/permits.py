@@ -1,4 +1,4 @@
-"""A limit on what all processes of a machine do at once, held in files, so that a process that dies gives back."""
+"""Limit concurrency over all processes of a machine by file locks, which a dying process releases."""
 
 import fcntl
 import hashlib
@@ -7,16 +7,16 @@ import random
 import tempfile
 import threading
 import time
-from typing import Any
+from types import TracebackType
 
 WAIT_TIMEOUT_S = 600.0
 _LOOK_EVERY_S = 0.02
 
 
 class FilePermits:
-    """Lets ``count`` holders in at once, over threads and processes; used as a context manager.
+    """Context manager that at most ``count`` holders enter at once, over threads and processes.
 
-    Args: ``name`` is what the permits are for: the same name shares them, for one user on one machine.
+    Args: ``name`` identifies the permits; one user's processes on a machine share those of equal name.
     """
 
     def __init__(self, name: str, count: int) -> None:
@@ -25,16 +25,16 @@ class FilePermits:
         self.count = count
         self._held = threading.local()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, str | int]:
         return {"folder": self.folder, "count": self.count}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, str | int]) -> None:
         self.__dict__.update(state, _held=threading.local())
 
     def __enter__(self) -> "FilePermits":
         """Wait for a permit.
 
-        Raises: TimeoutError when there is none for ten minutes.
+        Raises: TimeoutError if none is free for ten minutes.
         """
         os.makedirs(self.folder, mode=0o700, exist_ok=True)
         end = time.monotonic() + WAIT_TIMEOUT_S
@@ -49,10 +49,12 @@ class FilePermits:
                     self._handles().append(handle)
                     return self
             if time.monotonic() > end:
-                raise TimeoutError(f"none of {self.count} permits was given back within {WAIT_TIMEOUT_S:g} s")
+                raise TimeoutError(f"none of the {self.count} permits became free within {WAIT_TIMEOUT_S:g} s")
             time.sleep(_LOOK_EVERY_S)
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         os.close(self._handles().pop())
 
     def _handles(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""Programs in a remote sandbox: the HTTP interface of SandboxFusion."""
+"""Run untrusted programs in a remote SandboxFusion service over HTTP."""
 
 import json
 import time
@@ -8,14 +8,14 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 ATTEMPTS = 3
-RETRIED_STATUS = 504  # the service was too busy to begin
-RETRY_DELAY_S = 1.0  # times the number of the attempt
-MARGIN_S = 10.0  # of the connection over what the program may take
+RETRIED_STATUS = 504  # the service was too busy to start the program
+RETRY_DELAY_S = 1.0  # multiplied by the number of the attempt
+MARGIN_S = 10.0  # added to the program's own time limits
 MOST_REPLY_BYTES = 64 << 20
 
 
 class RemoteSandboxError(RuntimeError):
-    """The service did not answer, or with something that is no answer."""
+    """The service gave no answer, or an invalid one."""
 
 
 def run_remotely(
@@ -27,11 +27,11 @@ def run_remotely(
     language: str = "python",
     permits: AbstractContextManager[Any] | None = None,
 ) -> dict[str, Any]:
-    """Run a program in the service and return its reply.
+    """Run a program in the service and return the reply.
 
     Args:
-        timeout_s: limit of compilation and of execution, each.
-        permits: held during each request.
+        timeout_s: separate limit of compilation and of execution.
+        permits: context manager to hold during each request.
 
     Raises: RemoteSandboxError.
     """
@@ -60,22 +60,23 @@ def run_remotely(
 
 
 def _post(url: str, content: bytes, timeout_s: float) -> dict[str, Any]:
-    """Post JSON and return the JSON of the reply, all of it within a time.
+    """Post JSON and return the JSON reply within ``timeout_s``.
 
     Raises: OSError (URLError, HTTPError, TimeoutError) or ValueError.
     """
     end = time.monotonic() + timeout_s
     headers = {"Content-Type": "application/json", "Accept": "application/json"}
     with urllib.request.urlopen(urllib.request.Request(url, content, headers), timeout=timeout_s) as response:
-        parts, size = [], 0
+        parts = []
+        size = 0
         while part := response.read1(1 << 16):
             parts.append(part)
             size += len(part)
             if time.monotonic() > end:
                 raise TimeoutError(f"the reply was not complete within {timeout_s:g} s")
             if size > MOST_REPLY_BYTES:
-                raise ValueError(f"the reply is longer than {MOST_REPLY_BYTES} bytes")
+                raise ValueError(f"the reply exceeds {MOST_REPLY_BYTES} bytes")
     reply = json.loads(b"".join(parts))
     if not isinstance(reply, dict) or "status" not in reply:
-        raise ValueError(f"the reply is no result of a program: {str(reply)[:200]}")
+        raise ValueError(f"the reply is not a program's result: {str(reply)[:200]}")
     return reply

@@ -1,8 +1,8 @@
-"""Runs one Python program on several inputs, each time in a process of its own that the kernel keeps apart.
+"""Run one untrusted Python program on several inputs, each in a new isolated process.
 
-Started by ``verl.utils.sandbox.local`` as a program: a request (JSON) comes in by standard input, a line of JSON per
-input goes out. It imports nothing but the standard library, so that it is up in 20 ms, and it never learns what the
-program is expected to say. Trusted: it runs no code of the program itself, but forks for it.
+``verl.utils.sandbox.local`` starts this file as a program. It reads one JSON request from standard input and writes one
+line of JSON per input. It imports only the standard library, to start in 20 ms. It does not know the expected output,
+and it runs the untrusted code only in forked processes.
 """
 
 import importlib.util
@@ -16,18 +16,41 @@ import sys
 import time
 import traceback
 import types
-from typing import Any
+from typing import Any, TypedDict
 
 SOURCE_NAME = "<solution>"
-NOT_ISOLATED, COMPILING, RUNNING = range(3)  # how far a program has come, written where it cannot reach later
-WALL_TIME_FACTOR = 2  # a program may wait for the processor as long as it may use it
+NOT_ISOLATED, COMPILING, RUNNING = range(3)
+"""Progress of a program, in shared memory that it can no longer reach once it runs."""
+WALL_TIME_FACTOR = 2  # wall time per CPU time, since a program may wait for a core
 LOOK_EVERY_S = 0.1
 RESULT_FD = 3
-UNFINISHED = "the program ended before what was put behind it\n"
+UNFINISHED = "the program ended before the code appended to it\n"
+
+
+class TestInput(TypedDict):
+    """One input, see ``verl.utils.sandbox.Test``."""
+
+    stdin: str
+    arguments: list[Any]
+    code_after: str
+
+
+class Request(TypedDict):
+    """A program and its inputs, see ``verl.utils.sandbox.run_tests``."""
+
+    code: str
+    fn_name: str | None
+    tests: list[TestInput]
+    timeout_s: float
+    memory_limit_mb: int
+    output_limit_bytes: int
+    stop_at_failure: bool
+    isolated: bool
+    folder: str
 
 
 def load_isolation() -> types.ModuleType:
-    """Load the module beside this one without the package around it."""
+    """Load ``isolation.py`` from this folder without importing the package."""
     path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "isolation.py")
     spec = importlib.util.spec_from_file_location("isolation", path)
     assert spec is not None and spec.loader is not None
@@ -43,10 +66,10 @@ class CompileError(Exception):
     """The program is not valid Python."""
 
 
-def run_program(request: dict[str, Any], test: dict[str, Any], progress: mmap.mmap, finished: mmap.mmap) -> None:
-    """Run the program in this process, as its main module; with a function name, call that and report its value.
+def run_program(request: Request, test: TestInput, progress: mmap.mmap, finished: mmap.mmap) -> None:
+    """Run the program as the main module of this process; with a function name, call it and report its value.
 
-    What is put behind the program runs although it has left by ``exit()``: otherwise no assertion would be looked at.
+    The appended code runs even if the program calls ``exit()``, which would otherwise skip the assertions.
     """
     sys.stdin = open(0, encoding="utf-8", errors="replace", closefd=False)
     sys.stdout = open(1, "w", encoding="utf-8", errors="replace", closefd=False)
@@ -55,7 +78,7 @@ def run_program(request: dict[str, Any], test: dict[str, Any], progress: mmap.mm
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
     source = request["code"] + test["code_after"]
-    behind = "\n" * request["code"].count("\n") + test["code_after"]  # with its own line numbers
+    behind = "\n" * request["code"].count("\n") + test["code_after"]  # keeps the line numbers of ``source``
     try:
         code = compile(request["code"], SOURCE_NAME, "exec", dont_inherit=True)
         code_after = compile(behind, SOURCE_NAME, "exec", dont_inherit=True)
@@ -65,7 +88,7 @@ def run_program(request: dict[str, Any], test: dict[str, Any], progress: mmap.mm
     progress.close()
     linecache.cache[SOURCE_NAME] = (len(source), None, source.splitlines(True), SOURCE_NAME)
     if request["fn_name"]:
-        main.__dict__["__name__"] = "solution"  # what stands under `if __name__ == "__main__"` is not asked for
+        main.__dict__["__name__"] = "solution"  # skips code under `if __name__ == "__main__"`
     try:
         exec(code, main.__dict__)
     except SystemExit as end:
@@ -80,17 +103,17 @@ def run_program(request: dict[str, Any], test: dict[str, Any], progress: mmap.mm
 
 
 def find_function(module: types.ModuleType, name: str) -> Any:
-    """Return a function of the program, or a method of its class ``Solution``."""
+    """Return the program's function, or the method of its class ``Solution``."""
     function = getattr(module, name, None)
     if function is None and hasattr(module, "Solution"):
         function = getattr(module.Solution(), name, None)
     if not callable(function):
-        raise AttributeError(f"the program defines neither a function {name!r} nor such a method of Solution")
+        raise AttributeError(f"the program defines no function {name!r} and no method of that name in Solution")
     return function
 
 
 def plain(value: Any) -> Any:
-    """Return what JSON has for a value that it does not know."""
+    """Convert a set, an array or an iterable for JSON."""
     if isinstance(value, set | frozenset):
         return sorted(value)
     if hasattr(value, "tolist"):
@@ -101,14 +124,14 @@ def plain(value: Any) -> Any:
 
 
 def enter(
-    request: dict[str, Any],
-    test: dict[str, Any],
+    request: Request,
+    test: TestInput,
     files: list[int],
     progress: mmap.mmap,
     finished: mmap.mmap,
     isolation: types.ModuleType,
 ) -> None:
-    """Turn this forked process into the program; returns when it has ended by itself."""
+    """Isolate this forked process and run the program in it; return when the program ends normally."""
     os.setsid()
     isolation.die_with_parent()
     for target, descriptor in enumerate(files):
@@ -131,7 +154,7 @@ def enter(
         os._exit(1)
     except SystemExit:
         raise
-    except BaseException as error:  # whatever a program raises ends it, and is shown
+    except BaseException as error:  # any exception ends the program and is shown on its standard error
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename != SOURCE_NAME:
             trace = trace.tb_next
@@ -141,16 +164,18 @@ def enter(
         sys.exit(1)
 
 
-# ---- outside of it
+# ---- outside the sandbox
 
 
-def supervise(request: dict[str, Any], test: dict[str, Any], isolation: types.ModuleType) -> dict[str, Any] | None:
-    """Run the program on one input and say how it ended; None in the process of the program itself."""
+def supervise(request: Request, test: TestInput, isolation: types.ModuleType) -> dict[str, Any] | None:
+    """Run the program on one input and return how it ended; return None in the forked process."""
     files = [os.memfd_create(name) for name in ("stdin", "stdout", "stderr", "result")]
     with open(files[0], "wb", closefd=False) as stdin:
         stdin.write(test["stdin"].encode("utf-8", errors="surrogatepass"))
     os.lseek(files[0], 0, os.SEEK_SET)
-    progress, finished, start = mmap.mmap(-1, 1), mmap.mmap(-1, 1), time.monotonic()
+    progress = mmap.mmap(-1, 1)
+    finished = mmap.mmap(-1, 1)
+    start = time.monotonic()
     pid = os.fork()
     if pid == 0:
         enter(request, test, files, progress, finished, isolation)
@@ -176,15 +201,15 @@ def supervise(request: dict[str, Any], test: dict[str, Any], isolation: types.Mo
     return result
 
 
-def status_of(code: int, cpu_s: float, request: dict[str, Any]) -> str:
-    """Name how a program ended by its exit code."""
+def status_of(code: int, cpu_s: float, request: Request) -> str:
+    """Return the status of a program from its exit code and CPU time."""
     if code in (-signal.SIGXCPU, -signal.SIGKILL) and cpu_s >= request["timeout_s"] * 0.9:
         return "timeout"
     return {0: "ok", -signal.SIGXFSZ: "output limit"}.get(code, "runtime error")
 
 
-def wait_for(pid: int, deadline: float, request: dict[str, Any]) -> str | None:
-    """Wait for the end of the program; kills it at the deadline, or when it fills its folder, and says so."""
+def wait_for(pid: int, deadline: float, request: Request) -> str | None:
+    """Wait for the program; kill it at the deadline or when its folder is too full, and return that status."""
     handle = os.pidfd_open(pid)
     try:
         while True:
@@ -200,15 +225,15 @@ def wait_for(pid: int, deadline: float, request: dict[str, Any]) -> str | None:
 
 
 def kill(pid: int) -> None:
-    """Kill a program with its group, which is larger only where it was not kept apart."""
+    """Kill a program and its process group; the group is larger only if the program was not isolated."""
     try:
         os.killpg(pid, signal.SIGKILL)
-    except ProcessLookupError:  # it has no group of its own yet
+    except ProcessLookupError:  # the program has not created its group yet
         os.kill(pid, signal.SIGKILL)
 
 
 def folder_bytes(folder: str) -> int:
-    """Return how much a folder holds; a file counts as a block at least."""
+    """Return the bytes in a folder, counting 4 KiB per file in addition to its size."""
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:
@@ -220,7 +245,7 @@ def folder_bytes(folder: str) -> int:
 
 
 def empty_folder(folder: str) -> None:
-    """Remove what a program has left."""
+    """Delete all files of a folder."""
     import shutil
 
     for entry in os.scandir(folder):
@@ -238,7 +263,7 @@ def main() -> None:
     for test in request["tests"]:
         result = supervise(request, test, isolation)
         if result is None:
-            return  # the program has ended: this process does what an interpreter does at its end
+            return  # the forked process: let the interpreter exit normally, with the program's exit handlers
         sys.stdout.write(json.dumps(result) + "\n")
         sys.stdout.flush()
         if result["status"] == "compile error" or (request["stop_at_failure"] and result["status"] != "ok"):

@@ -1,1 +1,1 @@
-"""Images and videos: positions, FLOPs, batches, value models."""
+"""Images and videos: position ids, FLOPs, transport in batches, value models."""

@@ -1,11 +1,21 @@
-"""Floating point operations of the vision towers of Qwen2-VL, Qwen2.5-VL and Qwen3-VL, forward and backward."""
+"""FLOPs of the vision towers of Qwen2-VL, Qwen2.5-VL and Qwen3-VL, forward and backward."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PretrainedConfig
 
 
-def image_lengths(inputs: Iterable[Any]) -> list[int]:
-    """Return the patches of each image and each frame in the outputs of a processor, one mapping for each row."""
+class WithGrids(Protocol):
+    """The processor output of a row, or a handle to it."""
+
+    def get(self, name: str) -> "Tensor | None": ...
+
+
+def image_lengths(inputs: Iterable[WithGrids | None]) -> list[int]:
+    """Return the number of patches of each image and video frame in the processor outputs of rows."""
     lengths: list[int] = []
     for row in inputs:
         for name in ("image_grid_thw", "video_grid_thw"):
@@ -15,11 +25,11 @@ def image_lengths(inputs: Iterable[Any]) -> list[int]:
     return lengths
 
 
-def vision_flops(config: Any, images: Sequence[int]) -> tuple[float, float, float]:
-    """Count a pass over images of so many patches each; zeros for a tower that is not known.
+def vision_flops(config: "PretrainedConfig", images: Sequence[int]) -> tuple[float, float, float]:
+    """Count the FLOPs of images with the given numbers of patches; zeros for an unknown tower.
 
-    Returns: operations forward; backward of what weights multiply, without those of their gradients; and the latter.
-    Pixels have no gradient. The pairs of attention count with the second, for which it does not matter what learns.
+    Returns: forward FLOPs, backward FLOPs of the activations, backward FLOPs of the weights. Pixels need no gradient.
+    Attention scores have no weights, so their backward FLOPs count as those of activations.
     """
     kind = getattr(config, "model_type", "").removesuffix("_vision")
     if kind not in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"):
@@ -34,15 +44,16 @@ def vision_flops(config: Any, images: Sequence[int]) -> tuple[float, float, floa
         mlp = 2 * hidden * (hidden * config.mlp_ratio if kind == "qwen2_vl" else config.intermediate_size)
     merged = hidden * config.spatial_merge_size**2
     mergers = 1 + len(getattr(config, "deepstack_visual_indexes", None) or ())
-    merger = mergers * merged * (merged + out) / config.spatial_merge_size**2  # weights for each patch
-    weights = config.depth * (4 * hidden**2 + mlp) + merger
-    matrices, pixel_matrix, attention = weights * patches, pixels * hidden * patches, hidden * _pairs(config, images)
+    merger = mergers * merged * (merged + out) / config.spatial_merge_size**2  # weights per patch
+    matrices = (config.depth * (4 * hidden**2 + mlp) + merger) * patches
+    pixel_matrix = pixels * hidden * patches
+    attention = hidden * _pairs(config, images)
     forward = 2.0 * (matrices + pixel_matrix) + 4.0 * attention
     return forward, 2.0 * matrices + 8.0 * attention, 2.0 * (matrices + pixel_matrix)
 
 
-def _pairs(config: Any, images: Sequence[int]) -> int:
-    """Add up over the layers how many patches each is compared with; most layers of Qwen2.5-VL have windows."""
+def _pairs(config: "PretrainedConfig", images: Sequence[int]) -> int:
+    """Count the pairs of patches that attention compares, over all layers; most layers of Qwen2.5-VL have windows."""
     every = sum(patches**2 for patches in images)
     whole = getattr(config, "fullatt_block_indexes", None)
     if whole is None:

@@ -1,16 +1,16 @@
-"""Images and their tensors on the way from the driver to the workers: once per prompt, by reference.
+"""Transport of images and their tensors from the driver to the workers: once per prompt, by reference.
 
-A row holds two objects that are never mixed up: ``multi_modal_data`` (what a generation engine takes:
-``{"image": [PIL, ...], "video": [...]}``) and ``multi_modal_inputs`` (what the training model takes: the tensors of the
-processor). The driver puts each once into Ray's object store; batches carry a handle, which is repeated, sliced and
-sent instead.
+A row holds ``multi_modal_data`` for the rollout engine (``{"image": [PIL, ...], "video": [...]}``) and
+``multi_modal_inputs``, the processor's tensors, for the training model. Copies of a batch are repeated, sliced and sent
+many times in a step, and images would dominate their size. So the driver puts each object into Ray's object store once,
+and batches carry handles.
 """
 
 import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -21,34 +21,46 @@ from verl.utils.model import extract_multi_modal_inputs
 from verl.utils.ray_utils import parallel_put
 
 if TYPE_CHECKING:
-    from verl.protocol import DataProto
+    from ray import ObjectRef
 
 MULTI_MODAL_KEYS = ("multi_modal_data", "multi_modal_inputs")
-CACHE_BYTES = 1 << 30  # of what a worker keeps between the phases of a step
+CACHE_BYTES = 1 << 30  # limit of a worker's cache between the phases of a step
+
+RowObject = Mapping[str, Any]
+"""The ``multi_modal_data`` or ``multi_modal_inputs`` of a row."""
+
+
+class Batch(Protocol):
+    """The non-tensor columns of a ``DataProto``."""
+
+    non_tensor_batch: dict[str, np.ndarray]
+
+
+B = TypeVar("B", bound=Batch)
 
 
 @dataclass(frozen=True)
 class SharedRow:
-    """A handle to a row's object in Ray's object store, which holds it as long as there is a handle.
+    """A handle to a row's object in Ray's object store, which keeps the object as long as a handle exists.
 
-    The grids of images and videos stay in the handle, so that the driver can count patches; ``batch`` counts the
-    batches whose rows were put, so that workers know which are past.
+    The handle holds the grids of images and videos, from which the driver counts patches. ``batch`` numbers the
+    batches that were shared, so that workers can drop older ones.
     """
 
-    ref: Any
+    ref: "ObjectRef[RowObject]"
     num_bytes: int
-    grids: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    grids: Mapping[str, Tensor] = field(default_factory=dict, compare=False)
     batch: int = field(default=0, compare=False)
 
-    def get(self, name: str, default: Any = None) -> Any:
+    def get(self, name: str, default: Tensor | None = None) -> Tensor | None:
         """Return one of the grids, as the object itself would."""
         return self.grids.get(name, default)
 
 
-def share(batch: "DataProto") -> "DataProto":
+def share(batch: B) -> B:
     """Replace the multi-modal objects of a batch by handles, in place; the same object gets the same handle.
 
-    Without a running Ray the objects stay where they are.
+    Without a running Ray the objects stay in the batch.
     """
     import ray
 
@@ -65,7 +77,7 @@ _BATCHES = itertools.count(1)
 
 
 def _shared(rows: np.ndarray, number: int) -> np.ndarray:
-    """Return handles in the place of the rows that hold something; those that are empty stay what they are."""
+    """Replace the non-empty rows by handles."""
     distinct = {id(row): row for row in rows if row and not isinstance(row, SharedRow)}
     if not distinct:
         return rows
@@ -77,43 +89,46 @@ def _shared(rows: np.ndarray, number: int) -> np.ndarray:
     return object_array([handles.get(id(row), row) for row in rows])
 
 
-def _grids(row: Mapping[str, Any]) -> dict[str, Any]:
+def _grids(row: RowObject) -> dict[str, Tensor]:
     return {name: value for name, value in row.items() if name.endswith("_grid_thw")}
 
 
-def shared_bytes(batch: "DataProto") -> int:
-    """Return the bytes behind the handles of a batch, each counted once."""
+def shared_bytes(batch: Batch) -> int:
+    """Return the bytes behind the handles of a batch; each handle counts once."""
     handles = {
         row for key in MULTI_MODAL_KEYS for row in batch.non_tensor_batch.get(key, ()) if isinstance(row, SharedRow)
     }
     return sum(handle.num_bytes for handle in handles)
 
 
-def count_shared_bytes(batch: "DataProto", metrics: dict[str, Any]) -> None:
-    """Add the bytes that a batch has put into the object store to ``multi_modal/bytes_put``."""
+def count_shared_bytes(batch: Batch, metrics: dict[str, Any]) -> None:
+    """Add the bytes of a batch in the object store to the metric ``multi_modal/bytes_put``."""
     if put := shared_bytes(batch):
         metrics["multi_modal/bytes_put"] = metrics.get("multi_modal/bytes_put", 0.0) + put
 
 
 class _Cache:
-    """What this process fetched of the newest batch, up to ``CACHE_BYTES``, and how many bytes came since they were
-    asked for. A row that it keeps is kept in the object store as well, so a newer batch takes the place of all others.
+    """The rows of the newest batch that this process has fetched, up to ``CACHE_BYTES``.
+
+    A cached row stays in the object store too, so a newer batch evicts all older ones. ``fetched`` counts the bytes
+    since ``take_fetched_bytes``.
     """
 
     def __init__(self) -> None:
-        self.rows: OrderedDict[SharedRow, Any] = OrderedDict()
+        self.rows: OrderedDict[SharedRow, RowObject] = OrderedDict()
         self.size = 0
         self.fetched = 0
         self.newest = 0
 
-    def get(self, handles: Sequence[SharedRow]) -> dict[SharedRow, Any]:
-        """Return the objects of distinct handles; those that are not here are fetched together."""
+    def get(self, handles: Sequence[SharedRow]) -> dict[SharedRow, RowObject]:
+        """Return the objects of distinct handles; missing ones are fetched together."""
         import ray
 
         newest = max((handle.batch for handle in handles), default=0)
         if newest > self.newest:
             self.rows.clear()
-            self.newest, self.size = newest, 0
+            self.newest = newest
+            self.size = 0
         found = {handle: self.rows[handle] for handle in handles if handle in self.rows}
         absent = [handle for handle in handles if handle not in found]
         if absent:
@@ -123,8 +138,8 @@ class _Cache:
             self.keep(handle, found[handle])
         return found
 
-    def keep(self, handle: SharedRow, row: Any) -> None:
-        """Take an object as the newest and let the oldest go."""
+    def keep(self, handle: SharedRow, row: RowObject) -> None:
+        """Add an object as the newest, and evict the oldest until the limit holds."""
         if self.rows.pop(handle, None) is None:
             self.size += handle.num_bytes
         self.rows[handle] = row
@@ -136,10 +151,10 @@ class _Cache:
 _CACHE = _Cache()
 
 
-def resolve(rows: Iterable[Any]) -> list[dict[str, Any]]:
-    """Return the objects of the rows in their order; plain ones pass, and rows of one handle get one object.
+def resolve(rows: Iterable[SharedRow | RowObject | None]) -> list[RowObject]:
+    """Return the object of each row; plain objects pass through, and rows with one handle get one object.
 
-    What is returned is shared between rows and calls: read it, do not write into it.
+    Objects are shared between rows and calls, so treat them as read-only.
     """
     rows = list(rows)
     found = _CACHE.get(list(dict.fromkeys(row for row in rows if isinstance(row, SharedRow))))
@@ -148,19 +163,22 @@ def resolve(rows: Iterable[Any]) -> list[dict[str, Any]]:
 
 def take_fetched_bytes() -> int:
     """Return the bytes that this process has fetched since the last call."""
-    fetched, _CACHE.fetched = _CACHE.fetched, 0
+    fetched = _CACHE.fetched
+    _CACHE.fetched = 0
     return fetched
 
 
-def concat_multi_modal_inputs(rows: Iterable[Any]) -> dict[str, Any]:
+def concat_multi_modal_inputs(rows: Iterable[SharedRow | RowObject | None]) -> dict[str, Any]:
     """Join the processor's tensors of the rows along dim 0, in row order; handles are resolved."""
     return extract_multi_modal_inputs(resolve(rows))
 
 
-def concat_distinct_inputs(rows: Iterable[Any]) -> tuple[dict[str, Any], dict[str, list[int]]]:
-    """Join the processor's tensors of the rows, those that several rows share only once; handles are resolved.
+def concat_distinct_inputs(
+    rows: Iterable[SharedRow | RowObject | None],
+) -> tuple[dict[str, Any], dict[str, list[int]]]:
+    """Join the processor's tensors of the rows, each shared object once; handles are resolved.
 
-    Returns: the tensors, and by the name of each grid which of its joined entries the rows show, in row order.
+    Returns: the tensors, and for each grid the indices of the joined entries that the rows show, in row order.
     """
     rows = list(rows)
     keys = [row if isinstance(row, SharedRow) else id(row) for row in rows]
@@ -170,13 +188,14 @@ def concat_distinct_inputs(rows: Iterable[Any]) -> tuple[dict[str, Any], dict[st
     return joined, {name: _entries(keys, objects, name) for name in joined if name.endswith("_grid_thw")}
 
 
-def _entries(keys: Sequence[Any], objects: Mapping[Any, Mapping[str, Any]], name: str) -> list[int]:
-    """Return for every row in turn the places of its entries in the joined tensor ``name``."""
-    places: dict[Any, range] = {}
+def _entries(keys: Sequence[SharedRow | int], objects: Mapping[SharedRow | int, RowObject], name: str) -> list[int]:
+    """Return the indices of each row's entries in the joined tensor ``name``."""
+    places: dict[SharedRow | int, range] = {}
     start = 0
     for key, row in objects.items():
         stop = start + (0 if row.get(name) is None else len(row[name]))
-        places[key], start = range(start, stop), stop
+        places[key] = range(start, stop)
+        start = stop
     return [place for key in keys for place in places[key]]
 
 

@@ -1,18 +1,21 @@
-"""Position ids of prompts with images and videos (multi-modal RoPE), for the families that have three position axes.
+"""Position ids of prompts with images and videos (multi-modal RoPE), for families with three position axes.
 
-Text advances all axes by one per token. An image or a video is a grid of tokens: each token stands at its frame, row
-and column, counted from where the grid begins, and the text behind it goes on after the longer side of the grid.
+Text advances all axes by one per token. An image or a video is a grid of tokens: the position of a token is its frame,
+row and column, counted from the start of the grid. Text after the grid continues after its longer side.
 
-Source: Qwen2-VL (arXiv:2409.12191), section 2.1; what is computed equals ``get_rope_index`` of transformers' models.
+Source: Qwen2-VL (arXiv:2409.12191), section 2.1. The results equal ``get_rope_index`` of transformers' models.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from transformers import ProcessorMixin
 
 VISION_AXES = 3  # frame, row, column
 
@@ -22,20 +25,22 @@ _FAMILIES = {
     "Qwen3VLProcessor": "qwen3_vl",
     "Glm4vProcessor": "glm4v",
 }
-_RELEASED_TOKENS_PER_SECOND = 2  # of Qwen2.5-VL, where no config.json stands beside its processor
+_RELEASED_TOKENS_PER_SECOND = 2  # of Qwen2.5-VL, used if the processor's folder has no config.json
+
+Seconds = Tensor | Sequence[float] | None
 
 
 class PositionError(ValueError):
-    """The image and video tokens of a prompt are not those of its grids."""
+    """The image and video tokens of a prompt do not match its grids."""
 
 
 @dataclass(frozen=True)
 class VisionRope:
-    """What the positions of a family depend on.
+    """The position rules of a model family.
 
-    ``tokens_per_second`` spaces the frames of a video by time (Qwen2.5-VL). Under ``frames_apart`` every frame of a
-    video is a grid of its own, with its time as text before it (Qwen3-VL). ``video_span`` are the tokens around a video
-    whose frames are made of image tokens (GLM-4V).
+    ``tokens_per_second`` spaces the frames of a video by time (Qwen2.5-VL). With ``frames_apart`` every frame of a
+    video is a separate grid, with its time as text before it (Qwen3-VL). ``video_span`` holds the tokens around a video
+    whose frames consist of image tokens (GLM-4V).
     """
 
     image_token_id: int
@@ -50,19 +55,19 @@ class VisionRope:
         input_ids: Tensor,
         image_grid_thw: Tensor | None = None,
         video_grid_thw: Tensor | None = None,
-        second_per_grid_ts: Any = None,
+        second_per_grid_ts: Seconds = None,
         attention_mask: Tensor | None = None,
     ) -> Tensor:
-        """Return the vision positions (3, L) of one sequence (L,); 0 where ``attention_mask`` is.
+        """Return the vision positions (3, L) of one sequence (L,); 0 at masked positions.
 
-        Raises: PositionError when the tokens are not those of the grids.
+        Raises: PositionError when the tokens do not match the grids.
         """
         kept = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
         positions = input_ids.new_zeros(VISION_AXES, len(input_ids))
         positions[:, kept] = self._dense(input_ids[kept], image_grid_thw, video_grid_thw, second_per_grid_ts)
         return positions
 
-    def _dense(self, ids: Tensor, images: Tensor | None, videos: Tensor | None, seconds: Any) -> Tensor:
+    def _dense(self, ids: Tensor, images: Tensor | None, videos: Tensor | None, seconds: Seconds) -> Tensor:
         is_video = ids == self.video_token_id
         if self.video_span is not None:
             start, end = self.video_span
@@ -87,8 +92,10 @@ class VisionRope:
         positions[:, token] += inner.T
         return positions
 
-    def _blocks(self, kind: str, tokens: Tensor, grids: Tensor | None, seconds: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Return of each grid its first token (n,), its merged size (n, 3) and the step between its frames (n,)."""
+    def _blocks(
+        self, kind: str, tokens: Tensor, grids: Tensor | None, seconds: Seconds
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the first token (n,), merged size (n, 3) and frame interval (n,) of each grid."""
         grids = torch.zeros(0, VISION_AXES, dtype=torch.long) if grids is None else grids.cpu().long()
         interval = torch.ones(len(grids))
         if kind == "video" and self.tokens_per_second is not None:
@@ -99,13 +106,14 @@ class VisionRope:
             merged = torch.repeat_interleave(merged, merged[:, 0], dim=0)
             merged[:, 0] = 1
             interval = torch.ones(len(merged))
-        at, sizes = tokens.nonzero()[:, 0], merged.prod(-1)
+        at = tokens.nonzero()[:, 0]
+        sizes = merged.prod(-1)
         if int(sizes.sum()) != len(at):
-            raise PositionError(f"the prompt has {len(at)} {kind} tokens, and its {kind} grids make {int(sizes.sum())}")
+            raise PositionError(f"the prompt has {len(at)} {kind} tokens, but its {kind} grids need {int(sizes.sum())}")
         ends = sizes.cumsum(0)
         first = at[ends - sizes]
         if not torch.equal(at[ends - 1] - first, sizes - 1):
-            raise PositionError(f"the {kind} tokens of a grid do not stand together: there is other text between them")
+            raise PositionError(f"the {kind} tokens of a grid are not adjacent: there is other text between them")
         return first, merged, interval
 
 
@@ -117,12 +125,13 @@ def _inside_grids(grid: Tensor, interval: Tensor, sizes: Tensor) -> Tensor:
     return torch.stack([frame.long(), index // columns % rows, index % columns], dim=-1)
 
 
-def vision_rope(processor: Any) -> VisionRope | None:
-    """Return how a processor's model counts positions; None for a model with one position axis."""
+def vision_rope(processor: "ProcessorMixin") -> VisionRope | None:
+    """Return the position rules of a processor's model; None for a model with one position axis."""
     family = _FAMILIES.get(type(processor).__name__)
     if family is None:
         return None
-    tokenizer, merge_size = processor.tokenizer, processor.image_processor.merge_size
+    tokenizer = processor.tokenizer
+    merge_size = processor.image_processor.merge_size
     if family == "glm4v":
         span = tuple(map(tokenizer.convert_tokens_to_ids, ("<|begin_of_video|>", "<|end_of_video|>")))
         image = tokenizer.convert_tokens_to_ids(processor.image_token)
@@ -136,20 +145,20 @@ def vision_rope(processor: Any) -> VisionRope | None:
     )
 
 
-def rope_of(processor: Any) -> VisionRope:
+def rope_of(processor: "ProcessorMixin") -> VisionRope:
     """Return ``vision_rope`` of a processor.
 
-    Raises: PositionError naming the processor when its family is not known.
+    Raises: PositionError naming the processor when its family is unknown.
     """
     rope = vision_rope(processor)
     if rope is None:
-        raise PositionError(f"{type(processor).__name__} is of no family with vision positions: {sorted(_FAMILIES)}")
+        raise PositionError(f"{type(processor).__name__} has no vision positions: supported are {sorted(_FAMILIES)}")
     return rope
 
 
 @lru_cache
 def _tokens_per_second(folder: str) -> float:
-    """Return the time scale that the model's configuration beside the tokenizer asks for."""
+    """Return the time scale from the model's configuration in the tokenizer's folder."""
     from transformers import AutoConfig
 
     try:
@@ -163,12 +172,12 @@ def _tokens_per_second(folder: str) -> float:
 def position_ids(
     rope: VisionRope | None, input_ids: Tensor, attention_mask: Tensor, inputs: Mapping[str, Any] | None = None
 ) -> Tensor:
-    """Return the position ids of one padded sequence (L,): (L,), or (4, L) where the model has vision axes.
+    """Return the position ids of one padded sequence (L,): (L,), or (4, L) if the model has vision axes.
 
-    The first of four rows counts the text (1 at padding), the others are frame, row and column.
+    The first of four rows counts the text (1 at padding); the others are frame, row and column.
 
-    Args: ``inputs`` holds what the processor returned: the grids, and ``second_per_grid_ts`` of videos.
-    Raises: PositionError when the tokens are not those of the grids.
+    Args: ``inputs`` is the processor's output: the grids, and ``second_per_grid_ts`` of videos.
+    Raises: PositionError when the tokens do not match the grids.
     """
     text = attention_mask.long().cumsum(-1) - 1
     if rope is None:
@@ -180,9 +189,9 @@ def position_ids(
 
 
 def continued(positions: Tensor, steps: int) -> Tensor:
-    """Return the positions of what is generated behind prompts: (B, R), or (B, C, R) with several axes.
+    """Return the positions of responses after prompts: (B, R), or (B, C, R) with several axes.
 
-    The vision axes go on together, from the furthest of them at the last token.
+    The vision axes continue together, from the largest of them at the last token.
     """
     ahead = torch.arange(1, steps + 1, device=positions.device)
     if positions.dim() == 2:

@@ -1,4 +1,4 @@
-"""Value models of vision-language architectures, for which transformers has no token classification class."""
+"""Value models of vision-language architectures; transformers has no token classification class for them."""
 
 from functools import cache
 from typing import Any
@@ -13,7 +13,7 @@ from transformers.modeling_outputs import TokenClassifierOutput
 
 
 class VisionValueModel:
-    """Builds a vision-language model with a number per token, with the two constructors of an auto class."""
+    """Build a vision-language model with one number per token; it has the two constructors of an auto class."""
 
     def __init__(self, hf_config: PretrainedConfig) -> None:
         self._class = _with_score(AutoModelForImageTextToText._model_mapping[type(hf_config)])
@@ -23,14 +23,14 @@ class VisionValueModel:
         model: PreTrainedModel = self._class._from_config(config, **options)
         return model
 
-    def from_pretrained(self, path: str, **options: Any) -> Any:
-        """Return the model with the weights of a checkpoint, which may be one of the policy."""
+    def from_pretrained(self, path: str, **options: Any) -> PreTrainedModel:
+        """Return the model with the weights of a checkpoint, which may be that of a policy."""
         return self._class.from_pretrained(path, **options)
 
 
 @cache
-def _with_score(architecture: Any) -> Any:
-    """Return a subclass of an architecture whose head ``score`` gives one number per token."""
+def _with_score(architecture: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """Return a subclass of an architecture with a head ``score`` that gives one number per token."""
 
     class VisionTokenClassification(architecture):  # type: ignore[misc]
         _tied_weights_keys = None
@@ -41,7 +41,7 @@ def _with_score(architecture: Any) -> Any:
             self.score = nn.Linear(config.get_text_config().hidden_size, config.num_labels)
 
         def get_output_embeddings(self) -> None:
-            """Return nothing: a score is no embedding."""
+            """Return None: there is no language-model head."""
 
         def forward(
             self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **kwargs: Any
@@ -53,6 +53,6 @@ def _with_score(architecture: Any) -> Any:
     name = architecture.__name__.replace("ForConditionalGeneration", "") + "ForTokenClassification"
     VisionTokenClassification.__name__ = VisionTokenClassification.__qualname__ = name
     renames = get_checkpoint_conversion_mapping(architecture.__name__)
-    if renames is not None:  # files hold other names than memory, by the name of the class
+    if renames is not None:  # transformers maps names in files to names in memory by class name
         register_checkpoint_conversion_mapping(name, renames, overwrite=True)
     return VisionTokenClassification

@@ -1,4 +1,4 @@
-"""Bring vLLM into a process that also trains: its environment, its import and the patches that it needs there."""
+"""Import of vLLM into a process that also trains: environment, import and patches."""
 
 import importlib
 import importlib.metadata
@@ -12,23 +12,23 @@ from verl.utils import envs
 from verl.utils.device import get_device_name
 
 _ENVIRONMENT = {
-    # The engine lives in this process, beside the trainer, and runs every step when it is told to.
+    # The engine runs in this process, step by step on request, next to the training engine.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
 _CPU_ENVIRONMENT = {
-    # There it warns of twenty things that are meant so (eager mode, no Triton, no tokenizer).
+    # On a CPU it warns about twenty intended settings (eager mode, no Triton, no tokenizer).
     "VLLM_LOGGING_LEVEL": "ERROR",
     # Ray decides where a worker runs; binding threads would pin every worker of a machine to the same cores.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # Compiling the sampler takes 12 s at the first batch and gains nothing at the sizes that run on a CPU.
+    # Compiling the sampler takes 12 s at the first batch and does not speed up the batch sizes of a CPU.
     "TORCHDYNAMO_DISABLE": "1",
 }
 
 
 def is_version_ge(pkg: str = "vllm", minver: str = "0.7.3") -> bool:
-    """Whether an installed package has at least a version; False where it is not installed."""
+    """Whether an installed package has at least a version; False if it is not installed."""
     try:
         return Version(importlib.metadata.version(pkg)) >= Version(minver)
     except importlib.metadata.PackageNotFoundError:
@@ -36,24 +36,25 @@ def is_version_ge(pkg: str = "vllm", minver: str = "0.7.3") -> bool:
 
 
 def import_vllm() -> ModuleType:
-    """Import vLLM with the environment that an engine beside a trainer needs, and patch it; cheap when repeated.
+    """Import and patch vLLM, with the environment for an engine in a training process; repeated calls are cheap.
 
-    Raises: ImportError that says what to install.
+    Raises: ImportError naming the package to install.
     """
     on_cpu = get_device_name() == "cpu"
     envs.write({"VLLM_ENABLE_V1_MULTIPROCESSING": _ENVIRONMENT["VLLM_ENABLE_V1_MULTIPROCESSING"]})
     envs.write_default(_ENVIRONMENT | (_CPU_ENVIRONMENT if on_cpu else {}))
-    logging.getLogger("vllm").setLevel(envs.read("VLLM_LOGGING_LEVEL", "INFO") or "INFO")  # it warns before it reads it
+    # vLLM logs warnings before it reads this variable.
+    logging.getLogger("vllm").setLevel(envs.read("VLLM_LOGGING_LEVEL", "INFO") or "INFO")
     try:
-        warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")  # what torch is about to drop
+        warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")  # deprecations of torch
         vllm = importlib.import_module("vllm")
-        vllm.LLM  # noqa: B018 (vLLM imports its parts when they are first named)
+        vllm.LLM  # noqa: B018 (vLLM imports its parts on first access)
     except ImportError as error:
         device = get_device_name()
         install = "vllm and vllm-ascend" if device == "npu" else f"'verl[{'cpu' if on_cpu else 'vllm'}]'"
         raise ImportError(
             f"actor_rollout_ref.rollout.name=vllm needs vLLM, which cannot be imported ({error}): "
-            f"pip install {install}, or write rollout.name=hf"
+            f"pip install {install}, or set rollout.name=hf"
         ) from error
     from verl.utils.vllm import patch
 

@@ -1,7 +1,7 @@
-"""Every patch of vLLM, with the versions that need it and when it can go.
+"""All patches of vLLM, with the versions that need them and the condition for their removal.
 
-All of them were made for and tried with vLLM 0.32; the classes that they touch exist since 0.25. Each is applied once
-per process.
+They were written for and tested with vLLM 0.32; the patched classes exist since 0.25. Each patch is applied once per
+process.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ _applied: set[str] = set()
 
 
 def apply(on_cpu: bool) -> None:
-    """Apply what the device needs."""
+    """Apply the patches for the device."""
     if "all" in _applied:
         return
     quiet_reload()
@@ -33,21 +33,21 @@ def apply(on_cpu: bool) -> None:
 
 
 def quiet_reload() -> None:
-    """Silence the warning of a layer-wise reload about layers that a checkpoint has nothing for.
+    """Silence the warning of a layer-wise reload about layers without tensors in the checkpoint.
 
-    Versions: 0.25 to 0.32. It names rotary embeddings and tied output layers at every sync; the rollout checks by
-    itself that every tensor came. Can go when it names only layers with parameters of their own.
+    Versions: 0.25 to 0.32. vLLM names rotary embeddings and tied output layers at every sync, although they need no
+    tensor; the rollout itself checks that every tensor arrived. Remove when the warning skips such layers.
     """
     layerwise = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
     layerwise.addFilter(lambda record: "Failed to load weights" not in str(record.msg))  # vLLM resets levels
 
 
 def keep_plain_weights() -> None:
-    """Keep the weights of linear layers as parameters on a CPU instead of packing them into oneDNN handles.
+    """Keep the weights of linear layers on a CPU as parameters instead of packing them into oneDNN handles.
 
-    Versions: 0.25 to 0.32. A packed weight cannot be read back to be verified, and a tied output layer keeps the
-    packed copy of the old weight through a reload. Costs about a tenth of generation speed at hidden size 256.
-    Can go when packed weights can be read, and tied layers are packed again by a reload.
+    Versions: 0.25 to 0.32. A packed weight cannot be read back for verification, and a tied output layer keeps the
+    packed copy of the old weight after a reload. The patch costs about a tenth of generation speed at hidden size 256.
+    Remove when packed weights are readable and a reload packs tied layers again.
     """
     from vllm.model_executor.layers import utils
 
@@ -61,9 +61,9 @@ _MASK = (1 << 64) - 1
 
 
 class SeedStream:
-    """The seeds of one request's tokens: a function of the request's seed and the token's position alone.
+    """The seeds of one request's tokens; each depends only on the request's seed and the token's position.
 
-    Stands in for the ``torch.Generator`` of a request, of which vLLM uses nothing else on a CPU.
+    It replaces the ``torch.Generator`` of a request and has the methods that vLLM calls on a CPU.
     """
 
     __slots__ = ("position", "seed")
@@ -81,20 +81,20 @@ class SeedStream:
         return (z ^ (z >> 31)) >> 1
 
     def get_offset(self) -> int:
-        """Return the position as a CUDA generator counts it: four per draw."""
+        """Return the position in the unit of CUDA generators, four per draw."""
         return self.position * 4
 
     def set_offset(self, offset: int) -> None:
-        """Rewind a draw whose token is thrown away: the sample of an unfinished, chunked prefill."""
+        """Rewind a draw whose token is dropped: the sample of an unfinished chunked prefill."""
         self.position = offset // 4
 
 
 def draw_seeds_by_counter() -> None:
-    """Give every seeded request a ``SeedStream`` in place of a generator, and sample from it.
+    """Give every seeded request a ``SeedStream`` instead of a generator, and sample from it.
 
-    Versions: 0.32 on a CPU. There a request with a seed dies when its prompt is prefilled in chunks ("CPU Generator
-    does not use offset"), every step draws from torch's global generator even when no request needs it, and a Python
-    loop calls ``torch.randint`` once per token. Can go when vLLM samples on the CPU by (seed, position).
+    Versions: 0.32 on a CPU. There a seeded request fails when its prompt is prefilled in chunks ("CPU Generator does
+    not use offset"), every step draws from torch's global generator even if no request needs it, and a Python loop
+    calls ``torch.randint`` once per token. Remove when vLLM samples on the CPU by (seed, position).
     """
     from vllm.v1.sample.ops import topk_topp_sampler
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
@@ -112,7 +112,7 @@ def draw_seeds_by_counter() -> None:
         return result
 
     def forward(
-        self: Any, logits: Tensor, generators: dict[int, Any], k: Tensor | None, p: Tensor | None
+        self: Any, logits: Tensor, generators: dict[int, SeedStream], k: Tensor | None, p: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         if len(generators) < logits.shape[0] or self.use_fp64_gumbel:
             return _forward_mixed(self, logits, generators, k, p)
@@ -123,7 +123,7 @@ def draw_seeds_by_counter() -> None:
         return torch.ops._C.fused_gumbel_argmax(logits, seeds), wanted
 
     def _forward_mixed(
-        self: Any, logits: Tensor, generators: dict[int, Any], k: Tensor | None, p: Tensor | None
+        self: Any, logits: Tensor, generators: dict[int, SeedStream], k: Tensor | None, p: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         plain = {row: torch.Generator().manual_seed(stream.draw()) for row, stream in generators.items()}
         return forward_cpu(self, logits, plain, k, p)
@@ -133,37 +133,38 @@ def draw_seeds_by_counter() -> None:
 
 
 def name_shared_memory(token: int) -> None:
-    """Make the shared-memory segment of a tensor-parallel group on a CPU unique to this run.
+    """Give the shared-memory segment of a tensor-parallel group on a CPU a name that is unique to this run.
 
-    Versions: 0.25 to 0.32. The external launcher names the segment after the text behind the last colon of its init
-    method, which is always ``env://``: two runs on a machine collide, and a killed run leaves a segment behind at
-    which the next one fails (errno 17). The process group exists already, so the address is used for nothing else.
-    Can go when the name holds something of the run.
+    Versions: 0.25 to 0.32. The external launcher names the segment after the text that follows the last colon of its
+    init method, which is always ``env://``. Two runs on a machine collide, and a killed run leaves a segment that makes
+    the next one fail (errno 17). The process group exists already, so the address has no other use. Remove when vLLM's
+    name is unique.
 
     Args: ``token`` is the same on all ranks and differs between runs.
     """
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
-    rank, local_rank = envs.integer("RANK", 0), envs.integer("LOCAL_RANK", 0)
+    rank = envs.integer("RANK", 0)
+    local_rank = envs.integer("LOCAL_RANK", 0)
     ExecutorWithExternalLauncher._distributed_args = lambda self: (f"tcp://127.0.0.1:{token}", rank, local_rank)
 
 
 _SHARED_MEMORY = Path("/dev/shm")
-_SEGMENT_NAME = re.compile(r"\d{16,}-tp:\d.*-cpushm_\d+")  # a token of name_shared_memory and what vLLM adds
+_SEGMENT_NAME = re.compile(r"\d{16,}-tp:\d.*-cpushm_\d+")  # a token of name_shared_memory and vLLM's suffix
 _START_LIMIT_S = 600.0
 
 
 def unlink_shared_memory(token: int) -> None:
-    """Take the names off the shared memory of a started engine; call it when all ranks have started theirs.
+    """Unlink the shared memory of a started engine; call it once all ranks have started theirs.
 
-    Versions: 0.25 to 0.32. The memory lives on while it is mapped, and goes with the processes however they end; with
-    their names, a killed run leaves 29 MB per tensor-parallel group behind. Can go when vLLM does so itself.
+    Versions: 0.25 to 0.32. Unlinked memory lives while it is mapped and is freed with the processes, however they end.
+    With a name, a killed run would leave 29 MB per tensor-parallel group. Remove when vLLM unlinks it itself.
     """
     for path in _SHARED_MEMORY.glob(f"{token}-tp*"):
         path.unlink(missing_ok=True)
     for buffer in _ring_buffers():
         if buffer.is_creator:
-            buffer.is_creator = False  # else it would unlink the name once more in the end
+            buffer.is_creator = False  # the creator would unlink the name again at exit
             with contextlib.suppress(FileNotFoundError):
                 buffer.shared_memory.unlink()
 
@@ -178,8 +179,9 @@ def _ring_buffers() -> Iterator[Any]:
 
 
 def remove_stale_shared_memory() -> None:
-    """Remove the segments of this user that runs killed in the start of their engine have left on this node."""
-    now, user = time.time(), os.getuid()
+    """Remove this user's segments on this node that were left by runs killed while their engine started."""
+    now = time.time()
+    user = os.getuid()
     stale = []
     for path in _SHARED_MEMORY.glob("*-cpushm_*"):
         with contextlib.suppress(OSError):
@@ -196,6 +198,6 @@ def remove_stale_shared_memory() -> None:
 def _mapped_files() -> str:
     texts = []
     for path in Path("/proc").glob("[0-9]*/maps"):
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
+        with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
             texts.append(path.read_text())
     return "\n".join(texts)

@@ -1,12 +1,21 @@
 """One dataclass per worker node of the configuration, with its checks."""
 
 from verl.workers.config.actor import ActorConfig, FSDPActorConfig, PolicyLossConfig
+from verl.workers.config.actor_rollout_ref import ActorRolloutRefConfig
 from verl.workers.config.checkpoint import CheckpointConfig
 from verl.workers.config.critic import CriticConfig, FSDPCriticConfig, FSDPCriticModelCfg
 from verl.workers.config.engine import FSDPEngineConfig, McoreEngineConfig
 from verl.workers.config.megatron import McoreActorConfig, McoreCriticConfig, McoreCriticModelConfig
 from verl.workers.config.model import BaseModelConfig, HFModelConfig
 from verl.workers.config.optimizer import FSDPOptimizerConfig, McoreOptimizerConfig, OptimizerConfig
+from verl.workers.config.ref import FSDPRefConfig, McoreRefConfig, RefConfig
+from verl.workers.config.reward import (
+    CustomRewardFunctionConfig,
+    LocalSandboxConfig,
+    OverlongBufferConfig,
+    SandboxFusionConfig,
+    ScoringConfig,
+)
 from verl.workers.config.reward_model import RewardDataProcessorConfig, RewardModelConfig, RewardModelModelConfig
 from verl.workers.config.rollout import (
     AgentLoopConfig,
@@ -20,30 +29,39 @@ from verl.workers.config.rollout import (
 
 __all__ = [
     "ActorConfig",
+    "ActorRolloutRefConfig",
     "AgentLoopConfig",
     "BaseModelConfig",
     "CheckpointConfig",
     "CriticConfig",
     "CustomAsyncServerConfig",
+    "CustomRewardFunctionConfig",
     "FSDPActorConfig",
     "FSDPCriticConfig",
     "FSDPCriticModelCfg",
     "FSDPEngineConfig",
     "FSDPOptimizerConfig",
+    "FSDPRefConfig",
     "HFModelConfig",
+    "LocalSandboxConfig",
     "McoreActorConfig",
     "McoreCriticConfig",
     "McoreCriticModelConfig",
     "McoreEngineConfig",
     "McoreOptimizerConfig",
+    "McoreRefConfig",
     "MultiTurnConfig",
     "OptimizerConfig",
+    "OverlongBufferConfig",
     "PolicyLossConfig",
+    "RefConfig",
     "RewardDataProcessorConfig",
     "RewardModelConfig",
     "RewardModelModelConfig",
     "RolloutConfig",
     "SamplingConfig",
+    "SandboxFusionConfig",
+    "ScoringConfig",
     "ServerConfig",
     "TraceConfig",
 ]

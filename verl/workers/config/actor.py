@@ -235,7 +235,9 @@ class FSDPActorConfig(ActorConfig):
 def async_save_rules(prefix: str, async_save: bool, strategy: str) -> Iterator[Violation]:
     """Yield a save beside training that the engine does not know; ``prefix`` is that of the key."""
     if async_save and strategy != "megatron":
-        yield Violation(f"{prefix}async_save", True, f"is not supported with strategy={strategy}: write false")
+        yield Violation.unsupported(
+            f"{prefix}async_save", True, f"is not supported with strategy={strategy}: write false"
+        )
 
 
 def fsdp_role_rules(config: Any) -> Iterator[Violation]:

@@ -191,7 +191,7 @@ class McoreEngineConfig(BaseConfig):
             )
         if self.use_mbridge:
             expected = "is not supported: write false, the tables of verl.models.mcore convert the weights"
-            yield Violation("use_mbridge", True, expected)
+            yield Violation.unsupported("use_mbridge", True, expected)
         yield from self._gather_in_forward()
         own = self.override_ddp_config.get("use_distributed_optimizer", self.use_distributed_optimizer)
         if own != self.use_distributed_optimizer:

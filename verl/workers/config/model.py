@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from omegaconf import OmegaConf
+
 from verl.base_config import BaseConfig, ConfigError, Violation
 
 if TYPE_CHECKING:
@@ -230,6 +232,16 @@ class HFModelConfig(BaseConfig):
         """The token that fills prompts and responses."""
         pad: int = self.tokenizer.pad_token_id
         return pad
+
+    def changed(self, changes: Mapping[str, Any]) -> "HFModelConfig":
+        """Return the node with other values; mappings in it are merged. Nothing loaded is taken over."""
+        loaded = {name for name, value in vars(HFModelConfig).items() if isinstance(value, Loaded)}
+        values = {name: self[name] for name in self if name not in loaded}
+        for name in ("hf_config_path", "tokenizer_path"):
+            if values[name] == self.path:  # the default, which follows the path
+                values[name] = None
+        merged: Any = OmegaConf.to_container(OmegaConf.merge(OmegaConf.create(values), OmegaConf.create(dict(changes))))
+        return HFModelConfig(**merged)
 
     def get_processor(self) -> Any:
         """Return the processor of a multi-modal model, else the tokenizer."""

@@ -105,7 +105,7 @@ class McoreOptimizerConfig(OptimizerConfig):
         """Yield unknown styles and values outside their range."""
         yield from super().rules()
         if self.optimizer != "adam":
-            yield Violation("optimizer", self.optimizer, "is not supported: write adam")
+            yield Violation.unsupported("optimizer", self.optimizer, "is not supported: write adam")
         for key, styles in (
             ("lr_decay_style", DECAY_STYLES),
             ("lr_wsd_decay_style", WSD_STYLES),

@@ -4,17 +4,30 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from verl.base_config import BaseConfig, Violation
-from verl.utils.config import omega_conf_to_dataclass
+from verl.base_config import BaseConfig, Violation, setting
 from verl.utils.profiler.config import ProfilerConfig
+from verl.utils.structured import omega_conf_to_dataclass
 from verl.workers.config.actor import micro_batch_rules, positive_rules
 from verl.workers.config.engine import NCCL_TIMEOUT_S, STRATEGIES, FSDPEngineConfig, McoreEngineConfig
 from verl.workers.config.model import HFModelConfig
+from verl.workers.config.reward import LocalSandboxConfig, OverlongBufferConfig, SandboxFusionConfig, ScoringConfig
 from verl.workers.config.rollout import RolloutConfig, SamplingConfig
 
 TRUNCATIONS = ("right", "left", "middle", "error")
 MODEL_TYPES = ("discriminative", "generative")
 GENERATORS = ("vllm", "hf")
+WITHOUT_MODEL = (
+    "enable",
+    "enable_resource_pool",
+    "reward_manager",
+    "reward_kwargs",
+    "launch_reward_fn_async",
+    "overlong_buffer",
+    "scoring",
+    "sandbox_fusion",
+    "local_sandbox",
+)
+"""Keys of ``reward_model`` that are read without a reward model too."""
 
 
 @dataclass
@@ -97,10 +110,13 @@ class RewardModelConfig(BaseConfig):
     sampling_config: SamplingConfig = field(default_factory=SamplingConfig)
     data_processor_config: RewardDataProcessorConfig = field(default_factory=RewardDataProcessorConfig)
     nccl_timeout: int = NCCL_TIMEOUT_S
-    reward_manager: str = "naive"
+    reward_manager: str = setting("naive", "what turns responses into scores", empty=False)
     launch_reward_fn_async: bool = False
-    scoring: dict[str, Any] = field(default_factory=dict)
-    sandbox_fusion: dict[str, Any] = field(default_factory=dict)
+    reward_kwargs: dict[str, Any] = field(default_factory=dict)
+    overlong_buffer: OverlongBufferConfig | None = None
+    scoring: ScoringConfig = field(default_factory=ScoringConfig)
+    sandbox_fusion: SandboxFusionConfig = field(default_factory=SandboxFusionConfig)
+    local_sandbox: LocalSandboxConfig = field(default_factory=LocalSandboxConfig)
     profiler: ProfilerConfig | None = field(default_factory=ProfilerConfig)
 
     def rules(self) -> Iterator[Violation]:

@@ -173,6 +173,16 @@ class RolloutConfig(BaseConfig):
     sglang_engine_mode: str = "local"
     layer_name_map: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def workers_per_engine(self) -> int:
+        """How many workers hold one generation engine; with transformers each worker has one."""
+        return 1 if self.name == "hf" else self.tensor_model_parallel_size * self.data_parallel_size
+
+    @property
+    def context_length(self) -> int:
+        """Tokens of the longest sequence that an engine takes."""
+        return self.max_model_len or self.prompt_length + self.response_length
+
     def rules(self) -> Iterator[Violation]:
         """Yield unknown names, layouts that the engines do not have, and values outside their range."""
         if self.name == "???":
@@ -230,6 +240,6 @@ class RolloutConfig(BaseConfig):
             yield Violation("expert_parallel_size", self.expert_parallel_size, expected)
         if self.pipeline_model_parallel_size > 1:
             expected = f"is not supported by {self.name}: write 1, and use tensor_model_parallel_size"
-            yield Violation("pipeline_model_parallel_size", self.pipeline_model_parallel_size, expected)
+            yield Violation.unsupported("pipeline_model_parallel_size", self.pipeline_model_parallel_size, expected)
         if not 0 <= self.over_sample_rate < 1:
             yield Violation("over_sample_rate", self.over_sample_rate, "must be in [0, 1)")

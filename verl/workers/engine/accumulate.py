@@ -1,4 +1,8 @@
-"""What a mini-batch adds up over micro-batches and ranks: unit counts and metrics, one small collective each."""
+"""Sum unit counts and metrics over the micro-batches and ranks of a mini-batch, with one small collective each.
+
+Sums are gathered in float64 and added in the order of the ranks, so the result is the same on all ranks and in every
+run. An all-reduce in fp32 would add in an order that depends on the backend and the number of ranks.
+"""
 
 from dataclasses import dataclass
 
@@ -12,7 +16,7 @@ from verl.algos.aggregate import UNITS, Extreme, Metric, Sum, count_units
 
 @dataclass(frozen=True)
 class Shares:
-    """The ranks whose rows make up a mini-batch: ``size`` of them, of which each ``copies`` hold the same rows."""
+    """The ``size`` ranks whose rows make up a mini-batch; ``copies`` of them share each row."""
 
     size: int
     copies: int
@@ -31,7 +35,7 @@ def gather_rows(row: Tensor, shares: Shares) -> Tensor:
 
 
 def agree(mask: Tensor | None, num_micro_batches: int, shares: Shares) -> tuple[dict[str, float], int]:
-    """Return the count of every unit in the global mini-batch, and the most micro-batches that a rank has."""
+    """Return the count of every unit in the global mini-batch, and the largest number of micro-batches of a rank."""
     counts = count_units(mask) if mask is not None else torch.zeros(len(UNITS), dtype=torch.float64)
     rows = gather_rows(torch.cat([counts.cpu(), torch.tensor([num_micro_batches], dtype=torch.float64)]), shares)
     total = rows[:, :-1].sum(0) / shares.copies  # ranks that share sequences counted the same rows
@@ -40,25 +44,25 @@ def agree(mask: Tensor | None, num_micro_batches: int, shares: Shares) -> tuple[
 
 
 class MetricSums:
-    """Metrics of the micro-batches of one mini-batch."""
+    """Accumulate the metrics of the micro-batches of one mini-batch."""
 
     def __init__(self) -> None:
         self._sums: dict[str, tuple[Tensor, str]] = {}
         self._extremes: dict[str, tuple[Tensor, str]] = {}
 
     def add(self, metrics: dict[str, Metric]) -> None:
-        """Take in the metrics of one micro-batch."""
+        """Add the metrics of one micro-batch."""
         for name, metric in metrics.items():
             if isinstance(metric, Sum):
                 total = metric.total.detach().double()
                 before = self._sums.get(name)
                 self._sums[name] = (total if before is None else before[0] + total, metric.unit)
             elif isinstance(metric, Extreme):
-                value, kind = metric.value.detach().double(), metric.kind
+                value = metric.value.detach().double()
                 if name in self._extremes:
-                    pick = torch.maximum if kind == "max" else torch.minimum
+                    pick = torch.maximum if metric.kind == "max" else torch.minimum
                     value = pick(value, self._extremes[name][0])
-                self._extremes[name] = (value, kind)
+                self._extremes[name] = (value, metric.kind)
             else:
                 raise TypeError(f"metric {name!r} must be a Sum or an Extreme, got {type(metric).__name__}")
 

@@ -1,88 +1,320 @@
-"""The training engine: what every backend does for every role."""
+"""The training engine: one interface for every backend and role, and what backends share."""
 
 import importlib
+import logging
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from verl.algos.aggregate import Metric, Sum
 from verl.utils.device import get_device_name
 from verl.utils.flops_counter import AdapterSizes
+from verl.utils.fsdp_utils import scale_to_norm
+from verl.workers.engine.accumulate import MetricSums, Shares, agree
+from verl.workers.engine.micro_batch import MicroBatch, check_rows, response_mask_of, split_batch
+from verl.workers.engine.pass_spec import PassSpec
 
 if TYPE_CHECKING:
     from verl.protocol import DataProto
+    from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
+    from verl.workers.config import (
+        CheckpointConfig,
+        FSDPEngineConfig,
+        HFModelConfig,
+        McoreEngineConfig,
+        OptimizerConfig,
+    )
 
+logger = logging.getLogger(__name__)
+
+# ``log_probs`` (and ``entropy``, ``full_kl`` on request) or ``values``, each (b, R) and zero outside the response mask.
 ModelOutput = dict[str, Tensor]
-"""``log_probs`` (and ``entropy`` where asked for) or ``values``, each (b, R) and zero outside the response mask."""
 
+# Takes the output for a micro-batch and its rows; returns the terms of the loss and its metrics.
 LossFn = Callable[[ModelOutput, "DataProto"], tuple[list[Sum], dict[str, Metric]]]
-"""Takes the output for a micro-batch and its rows; returns the terms of the loss and its metrics."""
 
-_IMPORTED_WHEN_ASKED_FOR = {"megatron": "verl.workers.engine.megatron"}
-"""Backends that are optional, or slow to import, and the module that registers their engines."""
+# Takes the output for a micro-batch and the micro-batch; returns the scalar to differentiate.
+OutputFn = Callable[[ModelOutput, MicroBatch], Tensor]
+
+Part = Literal["model", "grad", "optimizer"]
+T = TypeVar("T")
+
+_LAZY_BACKENDS = {"megatron": "verl.workers.engine.megatron"}  # optional or slow to import, and what registers them
+
+
+class DataParallelLayout(Protocol):
+    """What ``BaseEngine`` reads of a backend's layout."""
+
+    @property
+    def rank(self) -> int:
+        """The rank of this process."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process."""
+
+    @property
+    def dp_rank(self) -> int:
+        """Which shard of a batch this rank takes."""
+
+    @property
+    def dp_size(self) -> int:
+        """Into how many shards a batch is cut."""
+
+    @property
+    def dp_group(self) -> ProcessGroup | None:
+        """The ranks that hold the other shards."""
+
+    @property
+    def shares(self) -> Shares:
+        """The ranks over which a mini-batch adds up."""
 
 
 class BaseEngine(ABC):
     """A model with its optimizer, laid out over the ranks of this process group.
 
     Batches are padded ``DataProto`` shards of this data-parallel rank: ``input_ids``, ``attention_mask`` (B, L),
-    ``position_ids`` (B, L) or (B, C, L), ``responses`` (B, R) and, where not all of the response counts,
-    ``response_mask`` (B, R). Padding removal, micro-batching and parallelism stay inside. How a batch is cut is read
-    from its ``meta_info``: ``use_dynamic_bsz``, ``micro_batch_size_per_gpu``, ``max_token_len_per_gpu``,
-    ``temperature``, ``calculate_entropy`` and ``calculate_full_kl``. Rows may hold images and videos as
-    ``multi_modal_inputs``, the outputs of the model's processor.
+    ``position_ids`` (B, L) or (B, C, L), ``responses`` (B, R) and, when part of the response does not count,
+    ``response_mask`` (B, R). Rows may hold images and videos as ``multi_modal_inputs``, the outputs of the model's
+    processor. Padding removal, micro-batching and parallelism stay inside. Each pass takes its options as a
+    ``PassSpec``; without one they come from the batch's ``meta_info`` (``PassSpec.from_meta``).
+
+    The public methods are templates. A backend builds the model, moves it, runs micro-batches, and reduces and
+    applies gradients.
+
+    Args:
+        freeze_vision_tower: keep the weights of the vision tower.
+        load_weight: load the pretrained weights; Megatron-Core can draw them from a seed instead.
+
+    Attributes:
+        adapter_sizes: how large the adapters are, set by ``initialize`` when only adapters learn.
+        is_value_model: the model returns values, not distributions over tokens.
+        lead: a token is read this many positions before itself: 1 where it is predicted, 0 where it has been seen.
+        makes_head: draw a new value head if the checkpoint holds none.
+        config_key: the configuration node of the backend, for messages.
     """
 
-    freeze_vision_tower = False
-    load_weight = True
-    """Set before ``initialize``: whether the vision tower of the model keeps its weights."""
-    adapter_sizes: AdapterSizes | None = None
-    """Set by ``initialize``: how large adapters are, where only these learn."""
+    is_value_model = False
+    lead = 1
+    makes_head = True
+    config_key: str
+    layout: DataParallelLayout
+
+    def __init__(
+        self,
+        model_config: "HFModelConfig | None",
+        engine_config: "FSDPEngineConfig | McoreEngineConfig",
+        optimizer_config: "OptimizerConfig | None" = None,
+        checkpoint_config: "CheckpointConfig | None" = None,
+        freeze_vision_tower: bool = False,
+        load_weight: bool = True,
+    ) -> None:
+        self._model_config = model_config
+        self.engine_config = engine_config
+        self.optimizer_config = None if engine_config.forward_only else optimizer_config
+        self.checkpoint_config = checkpoint_config
+        self.freeze_vision_tower = freeze_vision_tower
+        self.load_weight = load_weight
+        self.adapter_sizes: AdapterSizes | None = None
+        self.skipped_steps = 0
+        self._version = 0
+
+    @property
+    def model_config(self) -> "HFModelConfig":
+        """The model node.
+
+        Raises: RuntimeError for an engine around a module that the caller has built.
+        """
+        if self._model_config is None:
+            raise RuntimeError(f"this {type(self).__name__} was given a built module: the caller owns its model files")
+        return self._model_config
 
     @abstractmethod
     def initialize(self) -> None:
         """Build the model, optimizer and schedule, and load the pretrained weights."""
 
-    @abstractmethod
-    def train_mode(self) -> AbstractContextManager[None]:
+    # ---- modes
+
+    @contextmanager
+    def train_mode(self) -> Iterator[None]:
         """Hold parameters, gradients and optimizer state on the device, dropout on."""
+        with self._on_device("model", "grad", "optimizer"):
+            self._set_training(True)
+            try:
+                yield
+                self._finish_updates()  # skipped after an error: it is collective and other ranks may not come
+            finally:
+                self.optimizer_zero_grad()
+                self._set_training(False)
+                self._free_gathered_weights()
 
-    @abstractmethod
-    def eval_mode(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def eval_mode(self) -> Iterator[None]:
         """Hold parameters on the device, dropout off."""
+        with self._on_device("model"):
+            self._set_training(False)
+            try:
+                yield
+            finally:
+                self._free_gathered_weights()
 
     @abstractmethod
-    def train_batch(self, data: "DataProto", loss_fn: LossFn) -> dict[str, float]:
+    def _on_device(self, *parts: Part) -> AbstractContextManager[None]:
+        """Hold parts of the state on the device; what is offloaded goes back to the host afterwards."""
+
+    @abstractmethod
+    def _set_training(self, mode: bool) -> None:
+        """Switch dropout on or off."""
+
+    def _finish_updates(self) -> None:
+        """Complete what an optimizer step left to the next forward pass; collective."""
+        return
+
+    def _free_gathered_weights(self) -> None:
+        """Free the whole weights that a forward pass has gathered."""
+        return
+
+    @abstractmethod
+    def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
+        """Move parameters and optimizer state to ``device``."""
+
+    # ---- forward and backward
+
+    def train_batch(self, data: "DataProto", loss_fn: LossFn, spec: PassSpec | None = None) -> dict[str, float]:
         """Take one optimizer step on a mini-batch.
 
-        Returns: the metrics of ``loss_fn`` over the global mini-batch, equal on every rank, and ``grad_norm``.
+        Returns: the metrics of ``loss_fn`` over the global mini-batch, equal on every rank, and ``grad_norm``; also
+        ``skipped_steps``, the count so far, once a step had a non-finite norm.
+        """
+        self.optimizer_zero_grad()
+        metrics = self.forward_backward_batch(data, loss_fn, spec=spec)
+        metrics["grad_norm"] = self.optimizer_step()
+        if self.skipped_steps:
+            metrics["skipped_steps"] = float(self.skipped_steps)
+        return metrics
+
+    def forward_backward_batch(
+        self, data: "DataProto", loss_fn: LossFn, forward_only: bool = False, spec: PassSpec | None = None
+    ) -> dict[str, float]:
+        """Accumulate the gradient of a mini-batch without a step, or only its metrics.
+
+        The gradient is that of the loss over the global mini-batch, for every micro-batch size and layout: the ranks
+        first agree on the counts (tokens, sequences) of the whole mini-batch, and each micro-batch divides its sums by
+        those. In plain form: ``loss = sum over micro-batches and ranks of (term.total / count[term.unit])``.
+        """
+        spec = spec or PassSpec.from_meta(data.meta_info)
+        micro_batches = self._split(data, spec)
+        units, rounds = agree(response_mask_of(data), len(micro_batches), self.layout.shares)
+        metrics = MetricSums()
+
+        def loss_of(output: ModelOutput, micro_batch: MicroBatch) -> Tensor:
+            terms, values = loss_fn(output, micro_batch.rows)
+            metrics.add(values)
+            return torch.stack([term.total.float() / units[term.unit] for term in terms]).sum()
+
+        self._run_micro_batches(micro_batches, rounds, loss_of, spec, forward_only)
+        return self._from_output_ranks(lambda: metrics.reduce(units, self.layout.shares))
+
+    def infer_batch(self, data: "DataProto", spec: PassSpec | None = None) -> ModelOutput:
+        """Run the model without gradient; outputs are (B, R) on the CPU, in the order of the rows."""
+        spec = spec or PassSpec.from_meta(data.meta_info)
+        micro_batches = self._split(data, spec)
+        rounds = agree(None, len(micro_batches), self.layout.shares)[1]
+        parts: list[ModelOutput] = []
+        index: list[int] = []
+
+        def keep(output: ModelOutput, micro_batch: MicroBatch) -> Tensor:
+            parts.append({name: value.cpu() for name, value in output.items()})
+            index.extend(micro_batch.index)
+            return torch.zeros((), device=self.layout.device)
+
+        def joined() -> ModelOutput:
+            order = torch.tensor(index).argsort()
+            return {name: torch.cat([part[name] for part in parts])[order] for name in parts[0]}
+
+        self._run_micro_batches(micro_batches, rounds, keep, spec, forward_only=True)
+        return self._from_output_ranks(joined)
+
+    def _split(self, data: "DataProto", spec: PassSpec) -> list[MicroBatch]:
+        """Check a batch and cut it into micro-batches."""
+        check_rows(data, self.lead)
+        return split_batch(data, spec, self.layout.shares.copies)
+
+    @abstractmethod
+    def _run_micro_batches(
+        self, micro_batches: list[MicroBatch], rounds: int, use: OutputFn, spec: PassSpec, forward_only: bool
+    ) -> None:
+        """Run ``rounds`` forward (and backward) passes; ``use`` takes each output and returns what is differentiated.
+
+        Ranks have different numbers of micro-batches, but passes are collective. A rank with fewer than ``rounds``
+        runs empty passes for the rest.
         """
 
-    @abstractmethod
-    def forward_backward_batch(
-        self, data: "DataProto", loss_fn: LossFn, forward_only: bool = False
-    ) -> dict[str, float]:
-        """Accumulate the gradient of a mini-batch without a step, or only its metrics."""
+    def _from_output_ranks(self, make: Callable[[], T]) -> T:
+        """Return what ``make`` returns on the ranks that have outputs, on all ranks; collective."""
+        return make()
 
-    @abstractmethod
-    def infer_batch(self, data: "DataProto") -> ModelOutput:
-        """Run the model without gradient; outputs are (B, R) on the CPU, in the order of the rows."""
+    def set_reference(self, engine: "BaseEngine | None") -> None:
+        """Set the model that ``PassSpec.full_kl`` compares with; None is this engine without its adapters."""
+        raise ValueError(f"{type(self).__name__} compares with no reference: write another kl_loss_type than full")
+
+    def disable_adapter(self) -> AbstractContextManager[None]:
+        """Run the base model without its adapters: the reference policy under LoRA."""
+        raise RuntimeError(f"{type(self).__name__} holds no adapter: model.lora_rank is 0")
+
+    # ---- optimizer
 
     @abstractmethod
     def optimizer_zero_grad(self) -> None:
         """Drop the accumulated gradient."""
 
-    @abstractmethod
     def optimizer_step(self) -> float:
         """Clip and apply the gradient; returns its norm. A step with a non-finite norm is skipped."""
+        if not self._has_optimizer or self.optimizer_config is None:
+            raise RuntimeError(f"this engine only infers: it has no optimizer ({self.config_key}.forward_only)")
+        gradients, norm = self._reduce_gradients()
+        if not math.isfinite(norm):
+            self.skipped_steps += 1
+            logger.warning("the gradient norm is not finite: optimizer step skipped, %d so far", self.skipped_steps)
+        else:
+            scale_to_norm(gradients, norm, self.optimizer_config.clip_grad)
+            self._apply_gradients()
+            self._version += 1
+        self.optimizer_zero_grad()
+        return norm
+
+    @property
+    @abstractmethod
+    def _has_optimizer(self) -> bool:
+        """Whether this engine trains."""
+
+    @abstractmethod
+    def _reduce_gradients(self) -> tuple[list[Tensor], float]:
+        """Return this rank's part of the reduced gradient, and the norm of the whole; collective."""
+
+    @abstractmethod
+    def _apply_gradients(self) -> None:
+        """Step the optimizer with the gradients as they are."""
 
     @abstractmethod
     def lr_scheduler_step(self) -> float:
         """Advance the schedule; returns the learning rate that the last optimizer step used."""
+
+    def _no_schedule(self) -> RuntimeError:
+        return RuntimeError(f"this engine only infers: it has no schedule ({self.config_key}.forward_only)")
+
+    # ---- weights
+
+    @property
+    def weights_version(self) -> int:
+        """Count the changes of the weights: optimizer steps and loaded checkpoints."""
+        return self._version
 
     @abstractmethod
     def named_weights(
@@ -90,19 +322,21 @@ class BaseEngine(ABC):
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield (checkpoint name, full tensor) in a fixed order, one tensor alive at a time.
 
-        Collective: every rank drains it. Adapters are merged into the weights that they adapt, unless
-        ``adapter_only`` asks for them alone. ``before`` is told the bytes of each tensor before it is gathered, so that
-        room can be made; it may not wait for other ranks.
+        Collective: every rank drains it. Adapters are merged into the weights that they adapt; ``adapter_only`` yields
+        the adapters alone. ``before`` is told the bytes of each tensor before it is gathered, so that the caller can
+        make room; it must not wait for other ranks.
         """
 
+    @abstractmethod
     def local_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, parameter) of what this rank holds, a part of the model or a sharded whole; not collective."""
-        return iter(())
+
+    # ---- checkpoints
 
     @property
     @abstractmethod
-    def weights_version(self) -> int:
-        """Count the changes of the weights: optimizer steps and loaded checkpoints."""
+    def checkpoint_manager(self) -> "BaseCheckpointManager":
+        """Write and read the parts that ``checkpoint_config`` names."""
 
     @abstractmethod
     def save_checkpoint(
@@ -111,54 +345,46 @@ class BaseEngine(ABC):
         """Write this rank's part of a checkpoint; collective."""
 
     def finish_checkpoint(self, wait: bool = True) -> bool:
-        """Complete a save that goes on beside training; returns whether none is left. Collective.
+        """Complete an asynchronous save; returns whether none is left. Collective.
 
-        Without ``wait``, only if all ranks have written their files.
+        Without ``wait``, complete it only if all ranks have written their files.
         """
         return True
 
-    @abstractmethod
     def keep_latest_checkpoints(self, local_path: str, max_ckpt_to_keep: int | None) -> None:
-        """Remove the oldest complete checkpoints, so that so many are left with the one at ``local_path``.
+        """Keep the newest ``max_ckpt_to_keep`` complete checkpoints, the one at ``local_path`` included.
 
-        None or 0 keeps all. Not collective; for a caller that names the new one as the latest first.
+        None or 0 keeps all. Not collective. Call it after the tracker names the new checkpoint as the latest.
         """
+        self.checkpoint_manager.keep_latest(local_path, max_ckpt_to_keep)
 
-    @abstractmethod
     def load_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
     ) -> None:
         """Restore this rank's part of a checkpoint; collective."""
+        with self._on_device("model", "optimizer"):
+            self.checkpoint_manager.load_checkpoint(
+                local_path=local_path, hdfs_path=hdfs_path, del_local_after_load=del_local_after_load
+            )
+        self._version += 1
 
-    @abstractmethod
-    def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
-        """Move parameters and optimizer state to ``device``."""
+    # ---- layout
 
-    @abstractmethod
     def get_data_parallel_rank(self) -> int:
         """Return which shard of a batch this rank takes."""
+        return self.layout.dp_rank
 
-    @abstractmethod
     def get_data_parallel_size(self) -> int:
         """Return into how many shards a batch is cut."""
+        return self.layout.dp_size
+
+    def get_data_parallel_group(self) -> ProcessGroup | None:
+        """Return the ranks that hold the other shards; None if there is only one shard."""
+        return self.layout.dp_group if self.layout.dp_size > 1 else None
 
     @abstractmethod
-    def get_data_parallel_group(self) -> ProcessGroup | None:
-        """Return the ranks that hold the other shards; None where there is one."""
-
     def is_mp_src_rank_with_outputs(self) -> bool:
         """Whether this rank's outputs are the ones collected."""
-        return True
-
-    def disable_adapter(self) -> AbstractContextManager[None]:
-        """Run the base model without its adapters; the reference policy under LoRA."""
-        raise RuntimeError(f"{type(self).__name__} holds no adapter: model.lora_rank is 0")
-
-    def set_reference(self, engine: "BaseEngine | None") -> None:
-        """Return ``full_kl``, the exact divergence from another engine's distribution at each token, where
-        ``calculate_full_kl`` of a batch asks for it; None is this engine without its adapters.
-        """
-        raise ValueError(f"{type(self).__name__} compares with no reference: write another kl_loss_type than full")
 
 
 class EngineRegistry:
@@ -188,8 +414,8 @@ class EngineRegistry:
 
         Raises: ValueError, which is also an AssertionError, when there is none.
         """
-        if backend in _IMPORTED_WHEN_ASKED_FOR:
-            importlib.import_module(_IMPORTED_WHEN_ASKED_FOR[backend])
+        if backend in _LAZY_BACKENDS:
+            importlib.import_module(_LAZY_BACKENDS[backend])
         key = (model_type, backend, get_device_name())
         if key not in cls._engines:
             raise UnknownEngineError(
@@ -204,4 +430,4 @@ class EngineRegistry:
 
 
 class UnknownEngineError(ValueError, AssertionError):
-    """No engine is registered for what was asked."""
+    """No engine is registered for the requested model type, backend and device."""

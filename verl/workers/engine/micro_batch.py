@@ -1,8 +1,8 @@
-"""How a mini-batch is cut, which positions of it count, and how its rows are packed."""
+"""Cut a batch into micro-batches, mark its counted positions, and pack its rows."""
 
-from collections.abc import Mapping
+from collections.abc import MutableMapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -12,29 +12,35 @@ from verl.utils.seqlen_balancing import prepare_dynamic_batch
 
 if TYPE_CHECKING:
     from verl.protocol import DataProto
+    from verl.workers.engine.pass_spec import PassSpec
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows of a mini-batch for one forward pass."""
+    """Rows of one forward pass; ``index`` says which rows of the batch they are."""
 
     rows: "DataProto"
     index: list[int]
 
+    def to(self, device: torch.device) -> "MicroBatch":
+        """Move the rows to ``device``."""
+        return MicroBatch(self.rows.to(str(device)), self.index)
 
-def tensors_of(data: "DataProto") -> Mapping[str, Tensor]:
+
+def tensors_of(data: "DataProto") -> MutableMapping[str, Tensor]:
     """Return the tensors of a batch.
 
     Raises: ValueError when it has none.
     """
     if data.batch is None:
         raise ValueError("the batch holds no tensors: it needs input_ids, attention_mask, position_ids and responses")
-    batch: Any = data.batch  # a TensorDict reads like a mapping, but is none
-    return cast(Mapping[str, Tensor], batch)
+    tensors: Any = data.batch  # a TensorDict behaves like a mapping but does not inherit from MutableMapping
+    mapping: MutableMapping[str, Tensor] = tensors
+    return mapping
 
 
 def response_mask_of(data: "DataProto") -> Tensor:
-    """Return which response tokens count (B, R): ``response_mask``, else the attention mask of the response."""
+    """Return the counted response tokens (B, R): ``response_mask``, else the attention mask of the response."""
     batch = tensors_of(data)
     if "response_mask" in batch.keys():
         return batch["response_mask"]
@@ -43,46 +49,43 @@ def response_mask_of(data: "DataProto") -> Tensor:
 
 
 def check_rows(data: "DataProto", lead: int = 1) -> None:
-    """Check that every counted token, and the one ``lead`` positions before it, is a token of the row.
+    """Check that each counted token, and the token ``lead`` positions before it, belongs to its row.
 
-    Raises: ValueError naming the first that is not.
+    Raises: ValueError naming the first token that does not.
     """
     attended = tensors_of(data)["attention_mask"].bool()
-    asked = response_mask_of(data).bool()
-    width = asked.shape[1]
-    before = _shifted(attended, lead)[:, -width:]
-    wrong = asked & ~(before & attended[:, -width:])
+    counted = response_mask_of(data).bool()
+    width = counted.shape[1]
+    before = _shift_right(attended, lead)[:, -width:]
+    wrong = counted & ~(before & attended[:, -width:])
     if wrong.any():
         row, column = wrong.nonzero()[0].tolist()
         raise ValueError(
-            f"response_mask marks token {column} of row {row}, but attention_mask leaves it or the token before "
-            "it out: mark only tokens of the response that follow another token"
+            f"response_mask marks token {column} of row {row}, but attention_mask masks that token or the one before "
+            "it: mark only response tokens that follow another token"
         )
 
 
-def cut(data: "DataProto", sp_size: int = 1) -> list[MicroBatch]:
-    """Cut a batch as its ``meta_info`` says.
+def split_batch(data: "DataProto", spec: "PassSpec", ranks_per_sequence: int = 1) -> list[MicroBatch]:
+    """Cut a batch into micro-batches. Ranks may end up with different numbers of them.
 
-    ``max_token_len_per_gpu`` bounds what one rank holds; ranks that share a sequence hold a part each. Ranks may end
-    up with different numbers of micro-batches.
-
-    Raises: ValueError when the key that the chosen way needs is missing.
+    ``max_token_len`` limits what one rank holds, so ranks that share each sequence allow that many times more.
     """
-    meta = data.meta_info
-    if meta.get("use_dynamic_bsz", False):
-        max_token_len = meta.get("max_token_len_per_gpu")
-        if not max_token_len:
-            raise ValueError("use_dynamic_bsz needs max_token_len_per_gpu in the batch's meta_info, a positive number")
-        parts, indices = prepare_dynamic_batch(data, max_token_len=max_token_len * sp_size)
+    if spec.use_dynamic_bsz:
+        assert spec.max_token_len is not None
+        parts, indices = prepare_dynamic_batch(data, max_token_len=spec.max_token_len * ranks_per_sequence)
         return [MicroBatch(rows, index) for rows, index in zip(parts, indices, strict=True)]
-    size = meta.get("micro_batch_size_per_gpu") or len(data)
-    cuts = [(at, min(at + size, len(data))) for at in range(0, len(data), size)]
-    return [MicroBatch(data.slice(start, stop), list(range(start, stop))) for start, stop in cuts]
+    size = spec.micro_batch_size or len(data)
+    micro_batches = []
+    for start in range(0, len(data), size):
+        stop = min(start + size, len(data))
+        micro_batches.append(MicroBatch(data.slice(start, stop), list(range(start, stop))))
+    return micro_batches
 
 
 @dataclass(frozen=True)
 class PackedRows:
-    """The tokens of some rows end to end, shortest row first, and what is asked of them.
+    """The tokens of some rows end to end, shortest row first, and the positions to read.
 
     ``keep`` (K,) are the packed positions at which the counted tokens are read, ``labels`` (K,) those tokens,
     ``target`` (K,) their places in the flattened (b, R) response.
@@ -99,23 +102,25 @@ class PackedRows:
 
 
 def pack_rows(
-    input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, asked: Tensor, lead: int = 1
+    input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, counted: Tensor, lead: int = 1
 ) -> PackedRows:
-    """Remove the padding of (b, L) rows, of which the last R columns are the response.
+    """Remove the padding of (b, L) rows, whose last R columns are the response.
 
-    A token is read ``lead`` positions before its own: 1 is where it is predicted, 0 where the model has seen it.
+    A token is read ``lead`` positions before itself: 1 where the model predicts it, 0 where the model has seen it.
     """
     counts = attention_mask.sum(-1)
     order = counts.argsort(stable=True)
     attended = attention_mask.index_select(0, order).bool()
     lengths = [length for length in counts.sort().values.tolist() if length]
-    if not lengths:  # rows of padding alone, of which nothing is asked: a forward pass wants a token
-        attended[0, 0], lengths = True, [1]
-    ids, asked_rows = input_ids.index_select(0, order), asked.index_select(0, order).bool()
+    if not lengths:  # every row is padding: the model still needs one token
+        attended[0, 0] = True
+        lengths = [1]
+    ids = input_ids.index_select(0, order)
+    counted_rows = counted.index_select(0, order).bool()
     positions = position_ids.index_select(0, order)
-    rows, width = asked.shape
+    rows, width = counted.shape
     place = (attended.flatten().cumsum(0) - 1).view_as(attended)
-    reader = _shifted(place, lead)[:, -width:]
+    reader = _shift_right(place, lead)[:, -width:]
     target = torch.arange(rows * width, device=ids.device).view(rows, width).index_select(0, order)
     if positions.dim() == 3:
         packed_positions = positions.transpose(0, 1)[:, attended].unsqueeze(1)
@@ -126,15 +131,15 @@ def pack_rows(
         position_ids=packed_positions,
         lengths=lengths,
         row_order=order,
-        keep=reader[asked_rows],
-        labels=ids[:, -width:][asked_rows],
-        target=target[asked_rows],
+        keep=reader[counted_rows],
+        labels=ids[:, -width:][counted_rows],
+        target=target[counted_rows],
         shape=(rows, width),
     )
 
 
-def _shifted(columns: Tensor, lead: int) -> Tensor:
-    """Return (b, L) columns moved ``lead`` places to the right."""
+def _shift_right(columns: Tensor, lead: int) -> Tensor:
+    """Move (b, L) columns ``lead`` places to the right."""
     return F.pad(columns[:, : columns.shape[1] - lead], (lead, 0))
 
 

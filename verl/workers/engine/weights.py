@@ -1,18 +1,47 @@
-"""What every engine needs to fill its parameters: a checkpoint's tensors in parts, and new heads."""
+"""Fill the parameters of an engine: parts of a checkpoint's tensors, and new heads."""
 
 import hashlib
 import json
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from verl.utils.model import text_config_of
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+
+
+class StoredTensor(Protocol):
+    """A tensor in an open safetensors file."""
+
+    def get_shape(self) -> list[int]:
+        """Return the shape."""
+
+    def get_dtype(self) -> str:
+        """Return the dtype by its name in safetensors."""
+
+    def __getitem__(self, part: slice | tuple[slice, ...]) -> Tensor:
+        """Read a part."""
+
+
+class OpenFile(Protocol):
+    """An open safetensors file; the library has no types."""
+
+    def keys(self) -> list[str]:
+        """Return the names of the tensors."""
+
+    def get_slice(self, name: str) -> StoredTensor:
+        """Return a tensor whose parts can be read."""
+
+    def get_tensor(self, name: str) -> Tensor:
+        """Read a whole tensor."""
 
 
 class CheckpointError(ValueError, RuntimeError):
@@ -24,17 +53,17 @@ STORED_DTYPES = {
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
     "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
-"""Types as safetensors spells them."""
+"""Dtypes by the names of safetensors."""
 QUANTIZED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8)
-"""Types of values that mean nothing without the scales beside them."""
+"""Dtypes of values that need scales, stored separately, to mean anything."""
 
 
 class SafetensorsReader:
-    """The tensors of a checkpoint folder, read one slice at a time."""
+    """Read the tensors of a checkpoint folder, one slice at a time."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
-        self._open_files: dict[str, Any] = {}
+        self._open_files: dict[str, OpenFile] = {}
         index = os.path.join(folder, INDEX_FILE)
         if os.path.exists(index):
             with open(index) as file:
@@ -60,7 +89,7 @@ class SafetensorsReader:
         return described
 
     def read(self, name: str, shape: Sequence[int], part: slice | tuple[slice, ...]) -> Tensor:
-        """Return rows, or a part of the leading dims, of a tensor whose whole shape must be ``shape``.
+        """Return a part of the leading dims of a tensor. Its whole shape must be ``shape``.
 
         Raises: CheckpointError naming the tensor or file.
         """
@@ -73,12 +102,11 @@ class SafetensorsReader:
         if STORED_DTYPES.get(stored.get_dtype()) in QUANTIZED:
             raise CheckpointError(
                 f"tensor {name!r} in {os.path.join(self.folder, self.files[name])} is quantized "
-                f"({stored.get_dtype()}), which is not read: write the weights in bfloat16 to a folder of their own"
+                f"({stored.get_dtype()}), and quantized weights are not supported: convert the checkpoint to bfloat16"
             )
-        tensor: Tensor = stored[part] if shape and part != () else self._open(self.files[name]).get_tensor(name)
-        return tensor
+        return stored[part] if shape and part != () else self._open(self.files[name]).get_tensor(name)
 
-    def _open(self, file: str) -> Any:
+    def _open(self, file: str) -> "OpenFile":
         from safetensors import SafetensorError, safe_open
 
         path = os.path.join(self.folder, file)
@@ -102,17 +130,17 @@ DTYPES = {
 }  # fmt: skip
 
 HEAD = "score."
-"""Prefix of the value head, which a causal checkpoint does not hold."""
+"""Prefix of the value head, which a causal checkpoint lacks."""
 
 
 def tensor_seed(seed: int, name: str) -> int:
-    """Return a seed that depends on nothing but the engine's seed and the name of a tensor."""
+    """Return a seed that depends on the engine's seed and the name of a tensor alone."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
-def new_head(name: str, shape: torch.Size, seed: int, hf_config: Any) -> Tensor:
-    """Return a tensor of a new value head, the same on every layout and engine: from the seed and its name."""
+def new_head(name: str, shape: torch.Size, seed: int, hf_config: "PretrainedConfig") -> Tensor:
+    """Draw a tensor of a new value head from the seed and its name, so that every layout and engine has the same."""
     if name.endswith("bias"):
         return torch.zeros(shape)
     generator = torch.Generator().manual_seed(tensor_seed(seed, name))

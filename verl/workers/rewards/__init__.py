@@ -1,18 +1,11 @@
-"""Rewards: managers that score responses, the loading and checking of scorers, judges."""
+"""Rewards: the managers that score a batch of responses, and the scorers that they call.
 
-from verl.workers.rewards.abstract import AbstractRewardManager
-from verl.workers.rewards.batch import BatchRewardManager
-from verl.workers.rewards.dapo import DAPORewardManager
-from verl.workers.rewards.naive import NaiveRewardManager
-from verl.workers.rewards.prime import PrimeRewardManager
-from verl.workers.rewards.registry import get_reward_manager_cls, register
+- ``signature``: the arguments by which each manager calls a scorer; free of torch, for the checks before the launch.
+- ``loading``: the manager and the scorer that a config names.
+- ``abstract``: the base class and the registry of managers; ``naive``, ``dapo``, ``batch`` and ``prime`` are managers.
+- ``scoring``: samples, scores and failures, which all managers share.
+- ``judge``: a generative reward model.
+- ``chat_rendering``: the chats of a reward model whose chat template differs from the policy's.
 
-__all__ = [
-    "AbstractRewardManager",
-    "BatchRewardManager",
-    "DAPORewardManager",
-    "NaiveRewardManager",
-    "PrimeRewardManager",
-    "get_reward_manager_cls",
-    "register",
-]
+``verl.workers.reward_manager`` is the established path of the managers.
+"""

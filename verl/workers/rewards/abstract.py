@@ -1,14 +1,17 @@
-"""What every reward manager does."""
+"""The base class of reward managers, and their registry."""
 
+import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from verl.workers.rewards.scoring import (
+    Extras,
+    RawScorer,
+    RewardOutput,
     Sample,
     Score,
     ScoringLimits,
@@ -19,11 +22,11 @@ from verl.workers.rewards.scoring import (
     read_samples,
     report_failures,
 )
+from verl.workers.rewards.signature import SCORER_CALLS, ScorerCall
 
 if TYPE_CHECKING:
     from verl.protocol import DataProto
 
-RawScorer = Callable[..., Any]
 ScoreSamples = Callable[[list[Sample]], list[Score]]
 
 
@@ -32,13 +35,14 @@ class AbstractRewardManager(ABC):
 
     Args:
         tokenizer: decodes prompts and responses.
-        num_examine: how many samples of each data source are logged per batch.
-        compute_score: the scorer; what it is called with is up to the manager.
+        num_examine: number of samples of each data source to log per batch.
+        compute_score: the scorer; ``scorer_call`` says how the manager calls it.
         reward_fn_key: column that holds the data source.
     """
 
     limits = ScoringLimits()
-    """What a scorer may cost; ``load_reward_manager`` sets those of the configuration."""
+    """Time limits and the treatment of failures; ``load_reward_manager`` sets those of the configuration."""
+    scorer_call: ClassVar[ScorerCall] = SCORER_CALLS["naive"]
 
     def __init__(
         self,
@@ -61,20 +65,16 @@ class AbstractRewardManager(ABC):
         self.compute_score: RawScorer = compute_score
         self.reward_fn_key = reward_fn_key
         self._has_shown_a_failure = False
-        self._known_extras: dict[str, Any] = {}  # name -> what stands for it where a response could not be scored
+        self._known_extras: Extras = {}  # name -> its value for a response that could not be scored
 
     @abstractmethod
-    def __call__(self, data: "DataProto", return_dict: bool = False) -> Tensor | dict[str, Any]:
+    def __call__(self, data: "DataProto", return_dict: bool = False) -> RewardOutput:
         """Score ``data``.
 
-        Returns: scores (B, R), zero but at the last valid token of each response; or a dict of them as
-        ``reward_tensor``, with what else the scorer said as ``reward_extra_info``, a dict of lists of length B.
+        Returns: scores (B, R), zero except at the last valid token of each response; or, with ``return_dict``, a dict
+            of them as ``reward_tensor`` and of the scorer's extras as ``reward_extra_info``, a dict of lists of length
+            B.
         """
-
-    @classmethod
-    def call_scorer_example(cls, scorer: RawScorer) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return arguments as this manager passes them, by which the signature of a scorer is checked."""
-        return (), {"data_source": "", "solution_str": "", "ground_truth": "", "extra_info": {}}
 
     # ---- for the ``__call__`` of subclasses
 
@@ -85,13 +85,13 @@ class AbstractRewardManager(ABC):
         score: ScoreSamples,
         to_rewards: Callable[[Sequence[Sample], Sequence[Score]], list[float]] | None = None,
         writes_acc: bool = False,
-    ) -> Tensor | dict[str, Any]:
-        """Score ``data`` as ``__call__`` says, unless its scores are there already.
+    ) -> RewardOutput:
+        """Score ``data`` for ``__call__``; a batch that already holds ``rm_scores`` keeps them.
 
         Args:
-            score: scores samples; one that it cannot score carries a ``failure``.
-            to_rewards: turns the scores into what the tensor holds, and may add extras to them.
-            writes_acc: whether the scores go into ``batch["acc"]`` too.
+            score: scores samples; a sample that it cannot score gets a ``failure``.
+            to_rewards: turns the scores into the values of the tensor, and may add extras to them.
+            writes_acc: whether to write the scores to ``batch["acc"]`` too.
         """
         given = given_scores(data, return_dict)
         if given is not None:
@@ -99,6 +99,7 @@ class AbstractRewardManager(ABC):
         samples, scores = self.score_samples(data, score)
         log_samples(samples, scores, self.num_examine)
         values = [each.value for each in scores]
+        assert data.batch is not None
         if writes_acc:
             data.batch["acc"] = torch.tensor(values, dtype=torch.float32, device=data.batch["prompts"].device)
         rewards = values if to_rewards is None else to_rewards(samples, scores)
@@ -108,8 +109,43 @@ class AbstractRewardManager(ABC):
         return {"reward_tensor": reward, "reward_extra_info": gather_extras(scores, self._known_extras)}
 
     def score_samples(self, data: "DataProto", score: ScoreSamples) -> tuple[list[Sample], list[Score]]:
-        """Return what the scorer is told of each response, and what it says; failures are logged."""
+        """Return the samples of a batch and their scores, and log failures."""
         samples = read_samples(data, self.tokenizer, self.reward_fn_key)
         scores = score(samples)
         self._has_shown_a_failure |= report_failures(samples, scores, self.limits, not self._has_shown_a_failure)
         return samples, scores
+
+
+# Registry
+
+Manager = TypeVar("Manager", bound=type[AbstractRewardManager])
+
+REWARD_MANAGER_REGISTRY: dict[str, type[AbstractRewardManager]] = {}
+
+
+def register(name: str) -> Callable[[Manager], Manager]:
+    """Register the decorated class under ``name``.
+
+    Raises: ValueError when another class has that name.
+    """
+
+    def enter(cls: Manager) -> Manager:
+        known = REWARD_MANAGER_REGISTRY.get(name)
+        if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise ValueError(f"reward manager {name!r} is already {known.__module__}.{known.__qualname__}")
+        REWARD_MANAGER_REGISTRY[name] = cls
+        return cls
+
+    return enter
+
+
+def get_reward_manager_cls(name: str) -> type[AbstractRewardManager]:
+    """Return the registered class of that name.
+
+    Raises: ValueError for an unknown name.
+    """
+    for built_in in SCORER_CALLS:
+        importlib.import_module(f"verl.workers.rewards.{built_in}")  # registers its manager
+    if name not in REWARD_MANAGER_REGISTRY:
+        raise ValueError(f"reward_model.reward_manager={name!r} is not one of {sorted(REWARD_MANAGER_REGISTRY)}")
+    return REWARD_MANAGER_REGISTRY[name]

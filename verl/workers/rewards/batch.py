@@ -1,15 +1,14 @@
-"""One call of the scorer for the whole batch."""
+"""A manager that calls the scorer once for the whole batch."""
 
 import traceback
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from verl.utils.time_limit import TimeLimitExceeded, time_limit
-from verl.workers.rewards.abstract import AbstractRewardManager, RawScorer
-from verl.workers.rewards.registry import register
-from verl.workers.rewards.scoring import Sample, Score, batch_timeout_text, failed, settle
+from verl.workers.rewards.abstract import AbstractRewardManager, register
+from verl.workers.rewards.scoring import RawScorer, RewardOutput, Sample, Score, batch_timeout_text, failed, settle
+from verl.workers.rewards.signature import SCORER_CALLS
 
 if TYPE_CHECKING:
     from verl.protocol import DataProto
@@ -19,8 +18,10 @@ if TYPE_CHECKING:
 class BatchRewardManager(AbstractRewardManager):
     """Calls ``compute_score(data_sources=, solution_strs=, ground_truths=, extra_infos=, **reward_kwargs)`` once.
 
-    The scores are written to ``batch["acc"]`` too.
+    It writes the scores to ``batch["acc"]`` too.
     """
+
+    scorer_call = SCORER_CALLS["batch"]
 
     def __init__(
         self,
@@ -39,7 +40,7 @@ class BatchRewardManager(AbstractRewardManager):
         super().__init__(tokenizer, num_examine, compute_score, reward_fn_key)
         self.reward_kwargs = reward_kwargs
 
-    def __call__(self, data: "DataProto", return_dict: bool = False) -> Tensor | dict[str, Any]:
+    def __call__(self, data: "DataProto", return_dict: bool = False) -> RewardOutput:
         """Score ``data``; see ``AbstractRewardManager``."""
         return self.score_batch(data, return_dict, self._score_all, writes_acc=True)
 
@@ -48,7 +49,7 @@ class BatchRewardManager(AbstractRewardManager):
         return [score.value for score in self.score_samples(data, self._score_all)[1]]
 
     def _score_all(self, samples: list[Sample]) -> list[Score]:
-        """Score all samples; where the one call fails, all of them have failed."""
+        """Score all samples; if the call fails, all of them fail."""
 
         def all_failed(kind: str, text: str, trace: str = "") -> list[Score]:
             return [failed(sample, kind, text, self.limits, trace) for sample in samples]
@@ -64,7 +65,7 @@ class BatchRewardManager(AbstractRewardManager):
                 )
         except TimeLimitExceeded:
             return all_failed("timed out", batch_timeout_text(self.limits), traceback.format_exc())
-        except (Exception, SystemExit) as error:  # user code raises anything; it goes on with the data named
+        except (Exception, SystemExit) as error:  # user code may raise anything
             text = f"the scorer raised {type(error).__name__}: {error}"
             return all_failed("raised", text, traceback.format_exc())
         count = len(results) if hasattr(results, "__len__") and not isinstance(results, str | dict) else None
@@ -72,8 +73,3 @@ class BatchRewardManager(AbstractRewardManager):
             got = type(results).__name__ if count is None else f"{count} scores"
             return all_failed("invalid", f"the scorer must return {len(samples)} scores, it returned {got}")
         return [settle(result, sample, self.limits) for result, sample in zip(results, samples, strict=True)]
-
-    @classmethod
-    def call_scorer_example(cls, scorer: RawScorer) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return arguments as this manager passes them."""
-        return (), {"data_sources": [], "solution_strs": [], "ground_truths": [], "extra_infos": []}

@@ -1,14 +1,12 @@
-"""One call per response, and a penalty for responses that come near the length limit."""
+"""A manager with one call per response and a penalty for responses that come near the length limit."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from verl.workers.rewards.abstract import AbstractRewardManager, RawScorer
-from verl.workers.rewards.registry import register
-from verl.workers.rewards.scoring import Sample, Score, score_each
+from verl.workers.rewards.abstract import AbstractRewardManager, register
+from verl.workers.rewards.scoring import RawScore, RawScorer, RewardOutput, Sample, Score, score_each
 
 if TYPE_CHECKING:
     from verl.protocol import DataProto
@@ -25,11 +23,11 @@ class DAPORewardManager(AbstractRewardManager):
     Source: DAPO (arXiv:2503.14476) section 3.4.
 
     Args:
-        max_resp_len: tokens that a response may have.
-        overlong_buffer_cfg: ``enable``, ``len`` (tokens before the limit over which the penalty grows), and
-            ``penalty_factor`` (its size at the limit), ``log`` (whether it is returned as an extra).
+        max_resp_len: the most tokens of a response.
+        overlong_buffer_cfg: ``enable``, ``len`` (tokens before the limit over which the penalty grows),
+            ``penalty_factor`` (the penalty at the limit), ``log`` (whether to return the penalty as an extra).
 
-    Raises: OverlongBufferError without ``max_resp_len``, or where an enabled buffer does not fit into it.
+    Raises: OverlongBufferError without ``max_resp_len``, or when an enabled buffer is longer than ``max_resp_len``.
     """
 
     def __init__(
@@ -54,7 +52,7 @@ class DAPORewardManager(AbstractRewardManager):
                     f"got {overlong_buffer_cfg['len']}"
                 )
 
-    def __call__(self, data: "DataProto", return_dict: bool = False) -> Tensor | dict[str, Any]:
+    def __call__(self, data: "DataProto", return_dict: bool = False) -> RewardOutput:
         """Score ``data``; see ``AbstractRewardManager``."""
         return self.score_batch(data, return_dict, self._score_each, self._punish)
 
@@ -64,7 +62,7 @@ class DAPORewardManager(AbstractRewardManager):
             score.extras.setdefault("acc", score.value if score.failure is None else 0.0)
         return scores
 
-    def _score(self, sample: Sample) -> Any:
+    def _score(self, sample: Sample) -> RawScore:
         eos = self.tokenizer.eos_token
         return self.compute_score(
             data_source=sample.data_source,
@@ -74,14 +72,16 @@ class DAPORewardManager(AbstractRewardManager):
         )
 
     def _punish(self, samples: Sequence[Sample], scores: Sequence[Score]) -> list[float]:
+        """Add ``min(-(length - (max_resp_len - len)) / len * penalty_factor, 0)`` to each score."""
         if not self._punishes:
             return [score.value for score in scores]
         assert self.overlong_buffer_cfg is not None and self.max_resp_len is not None
-        buffer, rewards = self.overlong_buffer_cfg["len"], []
+        buffer = self.overlong_buffer_cfg["len"]
+        rewards = []
         for sample, score in zip(samples, scores, strict=True):
             exceeded = sample.length - (self.max_resp_len - buffer)
             penalty = min(-exceeded / buffer * self.overlong_buffer_cfg["penalty_factor"], 0.0)
-            score.extras.setdefault("score", score.value)  # what the filter of DAPO may read: without the penalty
+            score.extras.setdefault("score", score.value)  # without the penalty, for the filter of DAPO
             if self.overlong_buffer_cfg.get("log", False):
                 score.extras |= {"overlong_reward": penalty, "overlong": penalty < 0}
             rewards.append(score.value + penalty)

@@ -1,10 +1,10 @@
-"""A generative reward model: it is asked about each response, and the score is read from what it writes."""
+"""A generative reward model: it answers a question about each response, and its answer holds the score."""
 
 import logging
 import math
 import numbers
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerBase
 from verl.protocol import DataProto
 from verl.utils.import_utils import load_extern_type
 from verl.utils.numerics.seeding import derive_seed
-from verl.workers.rewards.chats import raw_prompts, response_texts
+from verl.workers.rewards.chat_rendering import Message, raw_prompts, response_texts
+from verl.workers.rewards.scoring import RawScore
 
 if TYPE_CHECKING:
     from verl.workers.config import HFModelConfig, RewardModelConfig
@@ -25,12 +26,12 @@ _SHOWN_CHARS = 500
 
 
 class Judge:
-    """Asks by ``preprocess``, generates by ``rollout``, and scores by ``postprocess``.
+    """Score responses: ``preprocess`` writes the question, ``rollout`` the answer, ``postprocess`` reads the score.
 
-    A response that cannot be scored, since a function raises or returns no finite number, gets ``failure_score`` and is
-    counted; the first one is logged.
+    If a function raises or returns no finite number, the response gets ``failure_score`` and counts as a failure; the
+    first failure is logged.
 
-    Args: ``source`` is the policy's tokenizer, ``ends`` the tokens at which its responses end.
+    Args: ``source`` is the policy's tokenizer, ``ends`` are the tokens at which its responses end.
     """
 
     def __init__(
@@ -41,25 +42,31 @@ class Judge:
         source: PreTrainedTokenizerBase,
         ends: set[int],
     ) -> None:
-        functions: Any = config.data_processor_config
-        self.preprocess: Callable[..., Any] = load_extern_type(functions.path, functions.preprocess_fn_name)
-        self.postprocess: Callable[[str], Any] = load_extern_type(functions.path, functions.postprocess_fn_name)
-        self.failure_score = float(config.scoring.get("failure_score", 0.0))
+        functions = config.data_processor_config
+        self.preprocess: Callable[..., str | list[Message]] = load_extern_type(
+            functions.path, functions.preprocess_fn_name
+        )
+        self.postprocess: Callable[[str], RawScore] = load_extern_type(functions.path, functions.postprocess_fn_name)
+        self.failure_score = config.scoring.failure_score
         self.max_length = config.prompt_length
-        self.rollout, self.source, self.ends = rollout, source, ends
+        self.rollout = rollout
+        self.source = source
+        self.ends = ends
         self.tokenizer: PreTrainedTokenizerBase = model_config.tokenizer
-        self.eos_token_id, self.pad_token_id = model_config.eos_token_id, model_config.pad_token_id
+        self.eos_token_id = model_config.eos_token_id
+        self.pad_token_id = model_config.pad_token_id
         self._has_shown_a_failure = False
 
     def __call__(self, data: DataProto) -> tuple[Tensor, dict[str, float]]:
-        """Return scores (B,), and the shares of rows that failed, were cut to be asked, or got an unfinished answer."""
+        """Return scores (B,), and the shares of rows with a failure, a cut question, and an unfinished answer."""
         questions = self._questions(data)
         rows = [row for row, ids in enumerate(questions) if ids]
         num_cut = sum(len(questions[row]) > self.max_length for row in rows)
         scores = torch.full((len(questions),), self.failure_score)
-        failed, unfinished = len(questions) - len(rows), 0
+        failed = len(questions) - len(rows)
+        unfinished = 0
         if rows:
-            # The beginning is cut: the end is where the model is told to answer.
+            # Cut the beginning, because the end tells the model to answer.
             answers, unfinished = self._generate([questions[row][-self.max_length :] for row in rows], data)
             for row, answer in zip(rows, answers, strict=True):
                 value = self._score(row, answer)
@@ -72,7 +79,7 @@ class Judge:
         }
 
     def _questions(self, data: DataProto) -> list[list[int]]:
-        """Return the tokens of what each response is asked about by; none where ``preprocess`` fails."""
+        """Return the tokens of the question about each response; an empty list if ``preprocess`` fails."""
         truths = data.non_tensor_batch.get("reward_model", [None] * len(data))
         rows = zip(raw_prompts(data), response_texts(data, self.source, self.ends), truths, strict=True)
         questions: list[list[int]] = []
@@ -85,19 +92,19 @@ class Judge:
                 chat = [{"role": "user", "content": text}] if isinstance(text, str) else list(text)
                 rendered = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
                 questions.append(self.tokenizer(rendered, add_special_tokens=False)["input_ids"])
-            except Exception as error:  # user code raises anything; it costs this row its score
-                self._tell(row, "preprocess", response, error)
+            except Exception as error:  # user code may raise anything
+                self._log_failure(row, "preprocess", response, error)
                 questions.append([])
         return questions
 
     def _generate(self, prompts: list[list[int]], data: DataProto) -> tuple[list[str], int]:
-        """Return the answers, and how many of them were not finished."""
+        """Return the answers and the number of unfinished ones."""
         width = max(map(len, prompts))
         mask = torch.arange(width).flip(0) < torch.tensor([len(ids) for ids in prompts]).unsqueeze(1)
         ids = torch.full(mask.shape, self.pad_token_id)
         ids[mask] = torch.tensor([token for row in prompts for token in row])
         step = data.meta_info.get("global_steps") or 0
-        seeds = [derive_seed(1, "judge", step, *map(str, row)) for row in prompts]  # by what is asked alone
+        seeds = [derive_seed(1, "judge", step, *map(str, row)) for row in prompts]  # a function of the question alone
         batch = DataProto.from_dict(
             tensors={
                 "input_ids": ids,
@@ -108,6 +115,7 @@ class Judge:
             meta_info={"eos_token_id": self.eos_token_id, "pad_token_id": self.pad_token_id, "global_steps": step},
         )
         output = self.rollout.generate_sequences(batch).batch
+        assert output is not None
         sampled = output["response_mask"].bool()
         answers = [row[kept].tolist() for row, kept in zip(output["responses"], sampled, strict=True)]
         ends = {self.eos_token_id} if isinstance(self.eos_token_id, int) else set(self.eos_token_id)
@@ -119,12 +127,12 @@ class Judge:
             value = self.postprocess(answer)
             if isinstance(value, numbers.Real) and math.isfinite(value):
                 return float(value)
-            raise ValueError(f"it returned {value!r}, which is no finite number")
-        except Exception as error:  # user code raises anything; it costs this row its score
-            self._tell(row, "postprocess", answer, error)
+            raise ValueError(f"it returned {value!r}, which is not a finite number")
+        except Exception as error:  # user code may raise anything
+            self._log_failure(row, "postprocess", answer, error)
             return None
 
-    def _tell(self, row: int, function: str, text: str, error: Exception) -> None:
+    def _log_failure(self, row: int, function: str, text: str, error: Exception) -> None:
         level = logging.DEBUG if self._has_shown_a_failure else logging.WARNING
         self._has_shown_a_failure = True
         logger.log(

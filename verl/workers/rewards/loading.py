@@ -1,19 +1,24 @@
-"""Reward functions and managers as the config names them, checked before anything is started."""
+"""Load the reward function and the reward manager that a config names, and check them."""
 
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from omegaconf import DictConfig
 from transformers import PreTrainedTokenizerBase
 
+from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.import_utils import load_extern_type
 from verl.utils.reward_score import default_compute_score
 from verl.utils.sandbox.permits import FilePermits
-from verl.workers.rewards.abstract import AbstractRewardManager
-from verl.workers.rewards.registry import get_reward_manager_cls
-from verl.workers.rewards.scoring import ScoringLimits
+from verl.workers.config.reward import ScoringConfig
+from verl.workers.rewards.abstract import AbstractRewardManager, get_reward_manager_cls
+from verl.workers.rewards.scoring import RawScorer
+
+Config = DictConfig | Mapping[str, Any]
+"""The configuration of a run, of which this module parses the nodes of the reward."""
 
 
 class RewardFunctionFileError(ValueError, FileNotFoundError):
@@ -32,10 +37,10 @@ class RewardFunctionTypeError(ValueError, TypeError):
     """The reward function cannot be called as its manager does."""
 
 
-def get_custom_reward_fn(config: Mapping[str, Any]) -> Callable[..., Any] | None:
-    """Load the function that ``custom_reward_function`` names; None where it names none.
+def get_custom_reward_fn(config: Config) -> RawScorer | None:
+    """Load the function that ``custom_reward_function`` names; None if it names none.
 
-    ``custom_reward_function.reward_kwargs`` override what the manager passes.
+    ``custom_reward_function.reward_kwargs`` override the arguments of the manager.
 
     Raises: ValueError, which is also a FileNotFoundError (no file), RuntimeError (it cannot be executed),
         AttributeError (no such name) or TypeError (not a plain function).
@@ -53,19 +58,19 @@ def get_custom_reward_fn(config: Mapping[str, Any]) -> Callable[..., Any] | None
         raise RewardFunctionImportError(f"custom_reward_function.path={path!r}: {error}") from error
     except AttributeError as error:
         raise RewardFunctionNameError(f"custom_reward_function.name={name!r}: {error}") from error
-    problem = _why_not_called(function)
+    problem = _why_no_scorer(function)
     if problem:
         raise RewardFunctionTypeError(f"custom_reward_function.name={name!r} in {path!r} {problem}")
     module = sys.modules.get(getattr(function, "__module__", None) or "")
     if "ray" in sys.modules and module is not None and not path.startswith("pkg://"):
-        # other processes cannot import this module: its functions travel with their code
+        # Other processes cannot import this module, so Ray sends the code of its functions.
         sys.modules["ray"].cloudpickle.register_pickle_by_value(module)
     kwargs = dict(node.get("reward_kwargs") or {})
     return functools.partial(function, **kwargs) if kwargs else function
 
 
-def _why_not_called(function: Any) -> str | None:
-    """Return why an object cannot be a scorer; None where it can, as functions and instances with ``__call__`` can."""
+def _why_no_scorer(function: RawScorer) -> str | None:
+    """Return why an object cannot be a scorer; None for functions and instances with ``__call__``."""
     if isinstance(function, type):
         return f"is a class: give the file an instance of it, such as `scorer = {function.__name__}()`, and name that"
     if not callable(function):
@@ -79,34 +84,32 @@ def _why_not_called(function: Any) -> str | None:
     return None
 
 
-def check_scorer_signature(scorer: Callable[..., Any], manager: type[AbstractRewardManager]) -> None:
-    """Refuse a scorer that cannot take what its manager passes.
+def check_scorer_signature(scorer: RawScorer, manager: type[AbstractRewardManager]) -> None:
+    """Reject a scorer that cannot take the arguments of its manager.
 
-    Raises: RewardFunctionTypeError with both sides.
+    Raises: RewardFunctionTypeError with the signature and the arguments.
     """
     try:
         signature = inspect.signature(scorer)
     except (TypeError, ValueError):
-        return  # a compiled function does not tell
-    args, kwargs = manager.call_scorer_example(scorer)
+        return  # a compiled function has no signature to check
+    more_keywords: list[str] = []
     if isinstance(scorer, functools.partial):
-        kwargs = kwargs | scorer.keywords
+        more_keywords = list(scorer.keywords)
         signature = inspect.signature(scorer.func)
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as error:
-        wanted = ", ".join(kwargs) if kwargs else "data_source, solution_str, ground_truth, extra_info"
+    problem = manager.scorer_call.problem(signature, more_keywords)
+    if problem:
         raise RewardFunctionTypeError(
             f"custom_reward_function: {getattr(scorer, '__name__', scorer)}{signature} cannot be called by "
-            f"{manager.__name__} with ({wanted}): {error}"
-        ) from error
+            f"{manager.__name__} {problem}"
+        )
 
 
-def resolve_reward(config: Mapping[str, Any]) -> tuple[type[AbstractRewardManager], Callable[..., Any] | None]:
-    """Return manager class and scorer that a config names, after all checks that need no tokenizer.
+def resolve_reward(config: Config) -> tuple[type[AbstractRewardManager], RawScorer | None]:
+    """Return the manager class and the scorer that a config names, after all checks that need no tokenizer.
 
-    The scorer is None where the manager has to choose. The file of a custom function is executed first, since it may
-    register a manager.
+    The scorer is None if the manager chooses one. The file of a custom function runs first, because it may register a
+    manager.
 
     Raises: ValueError naming the key.
     """
@@ -114,20 +117,20 @@ def resolve_reward(config: Mapping[str, Any]) -> tuple[type[AbstractRewardManage
     scorer = get_custom_reward_fn(config)
     manager = get_reward_manager_cls(node.get("reward_manager") or "naive")
     if scorer is not None:
-        check = getattr(manager, "call_scorer_example", None)
-        if check is not None:  # a manager of the user's own need not derive from ours
+        if issubclass(manager, AbstractRewardManager):  # a user's manager may derive from nothing
             check_scorer_signature(scorer, manager)
     elif manager.__name__ != "BatchRewardManager":
         scorer = built_in_scorer(node)
     return manager, scorer
 
 
-def built_in_scorer(node: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return the scorer that comes with the framework, with the limits for code under test.
+def built_in_scorer(node: Config) -> RawScorer:
+    """Return the built-in scorer, with the limits for code under test.
 
     Args: ``node`` is ``reward_model`` of the configuration.
     """
-    local, remote = node.get("local_sandbox") or {}, node.get("sandbox_fusion") or {}
+    local = node.get("local_sandbox") or {}
+    remote = node.get("sandbox_fusion") or {}
     given: dict[str, Any] = {}
     if local:
         given = {"sandbox_timeout_s": local["timeout_s"], "allow_unisolated": local["allow_unisolated"]}
@@ -140,11 +143,11 @@ def built_in_scorer(node: Mapping[str, Any]) -> Callable[..., Any]:
 
 
 def load_reward_manager(
-    config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, num_examine: int, **reward_kwargs: Any
+    config: Config, tokenizer: PreTrainedTokenizerBase, num_examine: int, **reward_kwargs: Any
 ) -> AbstractRewardManager:
     """Build the manager that ``reward_model.reward_manager`` names.
 
-    Args: ``reward_kwargs`` go to its constructor.
+    Args: ``reward_kwargs`` are arguments of its constructor.
     Raises: ValueError naming the key.
     """
     manager_cls, scorer = resolve_reward(config)
@@ -159,14 +162,8 @@ def load_reward_manager(
     return manager
 
 
-def scoring_limits(config: Mapping[str, Any]) -> ScoringLimits:
+def scoring_limits(config: Config) -> ScoringConfig:
     """Return the limits of ``reward_model.scoring``."""
-    scoring = (config.get("reward_model") or {}).get("scoring")
-    if scoring is None:
-        return ScoringLimits()
-    return ScoringLimits(
-        failure_score=float(scoring["failure_score"]),
-        timeout_s=float(scoring["timeout_s"]),
-        batch_timeout_s=float(scoring["batch_timeout_s"]),
-        max_failed_ratio=float(scoring["max_failed_ratio"]),
-    )
+    node = config.get("reward_model") or {}
+    limits: ScoringConfig = omega_conf_to_dataclass(node.get("scoring"), ScoringConfig)
+    return limits

@@ -1,12 +1,9 @@
-"""The default: one call of the scorer per response."""
+"""The default manager: one call of the scorer per response."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from torch import Tensor
-
-from verl.workers.rewards.abstract import AbstractRewardManager
-from verl.workers.rewards.registry import register
-from verl.workers.rewards.scoring import Sample, Score, score_each
+from verl.workers.rewards.abstract import AbstractRewardManager, register
+from verl.workers.rewards.scoring import RawScore, RewardOutput, Sample, Score, score_each
 
 if TYPE_CHECKING:
     from verl.protocol import DataProto
@@ -16,14 +13,14 @@ if TYPE_CHECKING:
 class NaiveRewardManager(AbstractRewardManager):
     """Calls ``compute_score(data_source=, solution_str=, ground_truth=, extra_info=)`` for each response."""
 
-    def __call__(self, data: "DataProto", return_dict: bool = False) -> Tensor | dict[str, Any]:
+    def __call__(self, data: "DataProto", return_dict: bool = False) -> RewardOutput:
         """Score ``data``; see ``AbstractRewardManager``."""
         return self.score_batch(data, return_dict, self._score_each)
 
     def _score_each(self, samples: list[Sample]) -> list[Score]:
         return score_each(samples, self._score, self.limits)
 
-    def _score(self, sample: Sample) -> Any:
+    def _score(self, sample: Sample) -> RawScore:
         return self.compute_score(
             data_source=sample.data_source,
             solution_str=sample.response,

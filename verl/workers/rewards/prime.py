@@ -1,14 +1,23 @@
-"""Scorers that are slow or may hang, in processes of their own with a deadline each."""
+"""A manager for scorers that are slow or may hang: it runs each call in a subprocess with a deadline."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from verl.utils.process_pool import DeadlineExceeded, DeadlinePool, ScorerFailed
-from verl.workers.rewards.abstract import AbstractRewardManager, RawScorer
-from verl.workers.rewards.registry import register
-from verl.workers.rewards.scoring import Sample, Score, batch_timeout_text, failed, settle, timeout_text
+from verl.workers.rewards.abstract import AbstractRewardManager, register
+from verl.workers.rewards.scoring import (
+    RawScore,
+    RawScorer,
+    RewardOutput,
+    Sample,
+    Score,
+    batch_timeout_text,
+    failed,
+    settle,
+    timeout_text,
+)
+from verl.workers.rewards.signature import SCORER_CALLS
 
 if TYPE_CHECKING:
     from verl.protocol import DataProto
@@ -18,12 +27,14 @@ if TYPE_CHECKING:
 class PrimeRewardManager(AbstractRewardManager):
     """Calls ``compute_score(data_source, completion, ground_truth, extra_info)`` in parallel processes.
 
-    A process whose call does not end in time is killed, and with it what it has started. The scores are written to
-    ``batch["acc"]`` too; there are no extras of the scorer.
+    It kills a process whose call exceeds the time limit, along with the children of the process. It writes the scores
+    to ``batch["acc"]`` too, and drops the extras of the scorer.
 
     Args:
-        num_processes: at most this many at once; fewer on a machine with few cores.
+        num_processes: the most processes at once; a machine with few cores uses fewer.
     """
+
+    scorer_call = SCORER_CALLS["prime"]
 
     def __init__(
         self,
@@ -36,7 +47,7 @@ class PrimeRewardManager(AbstractRewardManager):
         super().__init__(tokenizer, num_examine, compute_score, reward_fn_key)
         self.pool = DeadlinePool(self.compute_score, num_processes)
 
-    def __call__(self, data: "DataProto", return_dict: bool = False) -> Tensor | dict[str, Any]:
+    def __call__(self, data: "DataProto", return_dict: bool = False) -> RewardOutput:
         """Score ``data``; see ``AbstractRewardManager``."""
         return self.score_batch(data, return_dict, self._score_all, writes_acc=True)
 
@@ -49,7 +60,7 @@ class PrimeRewardManager(AbstractRewardManager):
         results = self.pool.map(calls, self.limits.timeout_s, self.limits.batch_timeout_s)
         return [self._score(result, sample) for result, sample in zip(results, samples, strict=True)]
 
-    def _score(self, result: Any, sample: Sample) -> Score:
+    def _score(self, result: RawScore | ScorerFailed | DeadlineExceeded, sample: Sample) -> Score:
         if isinstance(result, ScorerFailed):
             return failed(sample, "raised", f"the scorer raised {result.error}", self.limits, result.trace)
         if isinstance(result, DeadlineExceeded):
@@ -58,8 +69,3 @@ class PrimeRewardManager(AbstractRewardManager):
         score = settle(result, sample, self.limits)
         score.extras = {}
         return score
-
-    @classmethod
-    def call_scorer_example(cls, scorer: RawScorer) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return arguments as this manager passes them."""
-        return ("", "", "", {}), {}

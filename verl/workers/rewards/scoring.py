@@ -1,4 +1,4 @@
-"""What the reward managers share: rows out of a batch, scores out of what a scorer returns, and back into a tensor."""
+"""Samples out of a batch, scores out of the results of a scorer, and back into a tensor: shared by the managers."""
 
 import logging
 import math
@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from verl.utils.time_limit import TimeLimitExceeded, time_limit
+from verl.workers.config.reward import ScoringConfig
 
 if TYPE_CHECKING:
     from verl.protocol import DataProto
@@ -26,33 +27,37 @@ EXPECTED = "a scorer must return a number, a bool, a tuple that begins with one,
 SHOWN_CHARS = 200
 SHOWN_RESPONSE_CHARS = 1000
 FAILURE_COLUMN = "reward_failure"
-"""Extra that says of each response why it could not be scored, None where it was."""
+"""Extra with the kind of the failure of each response, None if the scorer gave a score."""
+
+RawScore = Any
+"""The result of a scorer before ``read_score`` has checked it."""
+RawScorer = Callable[..., RawScore]
+GroundTruth = Any
+"""The ``ground_truth`` of a row, in the form that its scorer reads."""
+Extras = dict[str, Any]
+"""Further values of a response, by name."""
+ExtraColumns = dict[str, list[Any]]
+"""The extras of a batch: name -> list of length B."""
+RewardOutput = Tensor | dict[str, Tensor | ExtraColumns]
+"""Scores (B, R), or a dict with ``reward_tensor`` and ``reward_extra_info``."""
+ScoringLimits = ScoringConfig
+"""Time limits and the treatment of failures: the keys of ``reward_model.scoring``."""
 
 
 class RewardError(ValueError):
-    """A scorer raised, or returned what is not a score."""
-
-
-@dataclass(frozen=True)
-class ScoringLimits:
-    """What a scorer may cost; the keys of ``reward_model.scoring``."""
-
-    failure_score: float = 0.0
-    timeout_s: float = 300.0
-    batch_timeout_s: float = 1800.0
-    max_failed_ratio: float = 1.0
+    """A scorer raised, or returned something that is not a score."""
 
 
 @dataclass
 class Sample:
-    """What a scorer is told about one response."""
+    """The arguments of a scorer for one response."""
 
     index: int
     data_source: str
     prompt: str
     response: str
-    ground_truth: Any
-    extra_info: dict[str, Any]
+    ground_truth: GroundTruth
+    extra_info: Extras
     length: int
     """Number of valid response tokens."""
 
@@ -73,15 +78,16 @@ class Failure:
 
 @dataclass
 class Score:
-    """A score and what else the scorer said."""
+    """A score, further values that the scorer returned, and the failure if there is no score."""
 
     value: float
-    extras: dict[str, Any] = field(default_factory=dict)
+    extras: Extras = field(default_factory=dict)
     failure: Failure | None = None
 
 
 def read_samples(data: "DataProto", tokenizer: PreTrainedTokenizerBase, reward_fn_key: str) -> list[Sample]:
-    """Decode all prompts and responses, without padding and special tokens."""
+    """Decode all prompts and responses without padding and special tokens."""
+    assert data.batch is not None
     prompt_width = data.batch["prompts"].shape[-1]
     mask = data.batch["attention_mask"].bool().cpu()
     prompts = _valid_ids(data.batch["prompts"], mask[:, :prompt_width])
@@ -110,17 +116,18 @@ def read_samples(data: "DataProto", tokenizer: PreTrainedTokenizerBase, reward_f
 # ---- one response
 
 
-def read_score(result: Any, sample: Sample) -> Score:
-    """Take the score out of what a scorer returned.
+def read_score(result: RawScore, sample: Sample) -> Score:
+    """Read the score out of the result of a scorer.
 
-    Raises: RewardError naming the sample when there is none.
+    Raises: RewardError naming the sample if the result holds no score.
     """
-    extras: dict[str, Any] = {}
+    extras: Extras = {}
     value = result
     if isinstance(result, dict):
         if "score" not in result:
             raise RewardError(f"{sample.describe()}: the scorer returned a dict without 'score': {_short(result)}")
-        value, extras = result["score"], {k: v for k, v in result.items() if k != "score"}
+        value = result["score"]
+        extras = {k: v for k, v in result.items() if k != "score"}
     elif isinstance(result, tuple) and result:
         value = result[0]
     if isinstance(value, Tensor | np.ndarray | np.generic) and math.prod(value.shape) == 1:
@@ -132,14 +139,14 @@ def read_score(result: Any, sample: Sample) -> Score:
     return Score(float(value), extras)
 
 
-def call_scorer(call: Callable[[], Any], sample: Sample) -> Score:
+def call_scorer(call: Callable[[], RawScore], sample: Sample) -> Score:
     """Score one sample.
 
-    Raises: RewardError naming the sample when the scorer raises or returns nonsense.
+    Raises: RewardError naming the sample when the scorer raises or returns no score.
     """
     try:
         result = call()
-    except (Exception, SystemExit) as error:  # user code raises anything; it goes on with the sample named
+    except (Exception, SystemExit) as error:  # user code may raise anything
         raise RewardError(f"{sample.describe()}: the scorer raised {type(error).__name__}: {error}") from error
     return read_score(result, sample)
 
@@ -149,21 +156,21 @@ def failed(sample: Sample, kind: str, text: str, limits: ScoringLimits, trace: s
     return Score(limits.failure_score, {}, Failure(kind, f"{sample.describe()}: {text}", trace))
 
 
-def settle(result: Any, sample: Sample, limits: ScoringLimits) -> Score:
-    """Take the score out of what a scorer returned; nonsense counts as a failure."""
+def settle(result: RawScore, sample: Sample, limits: ScoringLimits) -> Score:
+    """Read the score out of the result of a scorer; a result without a score counts as a failure."""
     try:
         return read_score(result, sample)
     except RewardError as error:
         return Score(limits.failure_score, {}, Failure("invalid", str(error)))
 
 
-def score_each(samples: Sequence[Sample], call: Callable[[Sample], Any], limits: ScoringLimits) -> list[Score]:
-    """Score one sample after the other in this process, each and all of them within their time."""
+def score_each(samples: Sequence[Sample], call: Callable[[Sample], RawScore], limits: ScoringLimits) -> list[Score]:
+    """Score one sample after the other in this process, within the limits for each and for all."""
     end = time.monotonic() + limits.batch_timeout_s
     return [_score_within(sample, call, limits, end - time.monotonic()) for sample in samples]
 
 
-def _score_within(sample: Sample, call: Callable[[Sample], Any], limits: ScoringLimits, left_s: float) -> Score:
+def _score_within(sample: Sample, call: Callable[[Sample], RawScore], limits: ScoringLimits, left_s: float) -> Score:
     if left_s <= 0:
         return failed(sample, "timed out", batch_timeout_text(limits), limits)
     try:
@@ -171,20 +178,22 @@ def _score_within(sample: Sample, call: Callable[[Sample], Any], limits: Scoring
             return call_scorer(lambda: call(sample), sample)
     except RewardError as error:
         cause = error.__cause__
-        kind, trace = ("invalid", "") if cause is None else ("raised", "".join(traceback.format_exception(cause)))
-        return Score(limits.failure_score, {}, Failure(kind, str(error), trace))
+        if cause is None:
+            return Score(limits.failure_score, {}, Failure("invalid", str(error)))
+        trace = "".join(traceback.format_exception(cause))
+        return Score(limits.failure_score, {}, Failure("raised", str(error), trace))
     except TimeLimitExceeded as error:
         text = timeout_text(limits) if left_s >= limits.timeout_s else batch_timeout_text(limits)
         return failed(sample, "timed out", text, limits, "".join(traceback.format_exception(error)))
 
 
 def timeout_text(limits: ScoringLimits) -> str:
-    """Say that one response took too long."""
+    """Return the error of a response that took too long."""
     return f"the scorer did not end within reward_model.scoring.timeout_s={limits.timeout_s:g}"
 
 
 def batch_timeout_text(limits: ScoringLimits) -> str:
-    """Say that all responses together took too long."""
+    """Return the error of a batch that took too long."""
     return f"scoring did not end within reward_model.scoring.batch_timeout_s={limits.batch_timeout_s:g}"
 
 
@@ -192,9 +201,9 @@ def batch_timeout_text(limits: ScoringLimits) -> str:
 
 
 def report_failures(samples: Sequence[Sample], scores: Sequence[Score], limits: ScoringLimits, in_full: bool) -> bool:
-    """Log how many responses could not be scored and, ``in_full``, the first of them; returns whether there is one.
+    """Log the number of failures and, with ``in_full``, the first one; return whether there is a failure.
 
-    Raises: RewardError when they are more than ``reward_model.scoring.max_failed_ratio`` of the batch.
+    Raises: RewardError when the failures exceed ``reward_model.scoring.max_failed_ratio`` of the batch.
     """
     failures = [(sample, score.failure) for sample, score in zip(samples, scores, strict=True) if score.failure]
     if not failures:
@@ -211,7 +220,7 @@ def report_failures(samples: Sequence[Sample], scores: Sequence[Score], limits: 
     )
     if in_full or too_many:
         logger.log(
-            logging.ERROR if too_many else logging.WARNING,  # an error is the last word of a run
+            logging.ERROR if too_many else logging.WARNING,  # the run ends with this error
             "the first response that could not be scored: %s\n[response] %s%s",
             first.text,
             _short(sample.response, SHOWN_RESPONSE_CHARS),
@@ -228,21 +237,22 @@ def report_failures(samples: Sequence[Sample], scores: Sequence[Score], limits: 
 def place_scores(values: Sequence[float], samples: Sequence[Sample], responses: Tensor) -> Tensor:
     """Return scores (B, R), each at the last valid token of its response."""
     reward = torch.zeros(responses.shape, dtype=torch.float32)
-    # a response without any token keeps its score, at the first place: the sum is what metrics read
+    # A response without any token keeps its score at the first place, because metrics read the sum of the row.
     last = torch.tensor([max(sample.length - 1, 0) for sample in samples], dtype=torch.long)
     reward[torch.arange(len(samples)), last] = torch.tensor(values, dtype=torch.float32)
     return reward
 
 
-def gather_extras(scores: Sequence[Score], known: dict[str, Any]) -> dict[str, list[Any]]:
-    """Collect extras into lists of length B; None where a scorer did not say, 0 where it failed to give a number.
+def gather_extras(scores: Sequence[Score], known: Extras) -> ExtraColumns:
+    """Collect extras into lists of length B, and add ``reward_failure``, the kind of the failure of each response.
 
-    ``reward_failure`` says which responses could not be scored.
+    An extra that a scorer left out is None. A response that could not be scored gets 0 for an extra that holds numbers,
+    None for others.
 
-    Args: ``known`` names the extras of earlier batches with what stands for them where a response could not be scored,
-        so that a batch of failures alone has them too; those of this batch are added.
+    Args: ``known`` holds the extras of earlier batches with their value for a response that could not be scored, so
+        that a batch of failures alone has the same columns. This function adds those of this batch.
     """
-    columns: dict[str, list[Any]] = {}
+    columns: ExtraColumns = {}
     some_scored = any(score.failure is None for score in scores)
     named = dict.fromkeys(key for score in scores for key in score.extras)
     for key in named if some_scored else {**known, **named}:
@@ -255,15 +265,17 @@ def gather_extras(scores: Sequence[Score], known: dict[str, Any]) -> dict[str, l
     return columns
 
 
-def given_scores(data: "DataProto", return_dict: bool) -> Tensor | dict[str, Any] | None:
-    """Return the scores that a reward model or an agent loop has put into the batch; None where there are none."""
+def given_scores(data: "DataProto", return_dict: bool) -> RewardOutput | None:
+    """Return the scores that a reward model or an agent loop wrote to the batch; None without such scores."""
+    assert data.batch is not None
     if "rm_scores" not in data.batch.keys():
         return None
+    scores: Tensor = data.batch["rm_scores"]
     if not return_dict:
-        return data.batch["rm_scores"]
+        return scores
     keys = data.meta_info.get("reward_extra_keys", [])
     extras = {key: list(data.non_tensor_batch[key]) for key in keys}
-    return {"reward_tensor": data.batch["rm_scores"], "reward_extra_info": extras}
+    return {"reward_tensor": scores, "reward_extra_info": extras}
 
 
 def log_samples(samples: Sequence[Sample], scores: Sequence[Score], num_examine: int) -> None:
@@ -284,10 +296,9 @@ def log_samples(samples: Sequence[Sample], scores: Sequence[Score], num_examine:
 
 
 def _valid_ids(ids: Tensor, mask: Tensor) -> list[list[int]]:
-    flat, lengths = ids.cpu()[mask], mask.sum(-1)
-    return [part.tolist() for part in flat.split(lengths.tolist())]
+    return [part.tolist() for part in torch.split(ids.cpu()[mask], mask.sum(-1).tolist())]
 
 
-def _short(value: Any, limit: int = SHOWN_CHARS) -> str:
+def _short(value: RawScore | GroundTruth, limit: int = SHOWN_CHARS) -> str:
     text = repr(value)
     return text if len(text) <= limit else text[:limit] + "..."

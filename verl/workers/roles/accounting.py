@@ -1,56 +1,62 @@
-"""What a task of a role has used: the share of the device's peak, and memory."""
+"""Measure a task of a role: model FLOPs utilisation (MFU) and memory."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psutil
 
 from verl.utils.device import get_torch_device, is_cuda_available, is_npu_available
 from verl.utils.flops_counter import FlopsCounter
+from verl.workers.roles.batching import BatchInfo
 
 if TYPE_CHECKING:
     from verl.protocol import DataProto
 
 _GIB = 1024**3
 INFERENCE = 1 / 3
-"""Passes that a forward pass alone counts for."""
+"""A forward pass alone, as a fraction of a forward and backward pass."""
 
 _peaks = {"allocated": 0.0, "reserved": 0.0}
-"""Largest device memory of this process in GiB before the current task, from which on the device counts anew."""
+"""Largest device memory of this process in GiB before the current task, for which the device's peaks were reset."""
 
 
 @contextmanager
 def accounted(
-    metrics: dict[str, Any], phase: str, data: "DataProto", passes: float, counter: FlopsCounter | None, ranks: int
+    metrics: dict[str, float], phase: str, data: "DataProto", passes: float, counter: FlopsCounter | None, ranks: int
 ) -> Iterator[None]:
-    """Add what the enclosed ``passes`` over the batch use: ``perf/mfu/<phase>`` and ``perf/memory/<phase>/...``.
+    """Measure the enclosed ``passes`` over the batch: add ``perf/mfu/<phase>`` and ``perf/memory/<phase>/...``.
 
-    MFU is that of all ``ranks`` together, from the lengths of the whole batch; without lengths there is none.
+    MFU is that of all ``ranks`` together, from the lengths of the whole batch; without lengths it is left out.
     """
     begin_peak()
     start = time.perf_counter()
     yield
     seconds = time.perf_counter() - start
-    lengths = data.meta_info.get("global_token_num")
-    if lengths and counter is not None:
-        images, forward_only = data.meta_info.get("images_seqlens", ()), passes == INFERENCE
+    info = BatchInfo.of(data)
+    if info.token_counts and counter is not None:
+        forward_only = passes == INFERENCE
         seconds = seconds if forward_only else seconds / passes
-        metrics[f"perf/mfu/{phase}"] = mfu(counter, lengths, seconds, ranks, images, forward_only)
+        metrics[f"perf/mfu/{phase}"] = mfu(counter, info.token_counts, seconds, ranks, info.image_lengths, forward_only)
     metrics.update(memory_of(phase))
 
 
 def mfu(
-    counter: FlopsCounter, lengths: Any, seconds: float, ranks: int, images: Any = (), forward_only: bool = False
+    counter: FlopsCounter,
+    lengths: Sequence[int],
+    seconds: float,
+    ranks: int,
+    images: Sequence[int] = (),
+    forward_only: bool = False,
 ) -> float:
-    """Return the share of what ``ranks`` devices promise that one pass over sequences of these lengths reaches."""
+    """Return the MFU of ``ranks`` devices in one pass over sequences of these lengths."""
     achieved, promised = counter.estimate_flops(lengths, seconds, images, forward_only)
     return achieved / promised / ranks
 
 
 def begin_peak() -> None:
-    """Let the peaks of the device begin anew, and keep those so far."""
+    """Reset the peaks of the device, and keep the earlier ones for ``memory_metrics``."""
     if is_cuda_available or is_npu_available:
         _keep_peaks()
         get_torch_device().reset_peak_memory_stats()

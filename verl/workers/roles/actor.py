@@ -1,24 +1,33 @@
 """The actor alone, for trainers that keep generation elsewhere or bring a loss of their own."""
 
+import dataclasses
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from verl.algos.mismatch import finish_gap_metrics
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.profiler.profile import DistProfiler
 from verl.workers.config.engine import NCCL_TIMEOUT_S
+from verl.workers.engine.pass_spec import PassSpec
 from verl.workers.roles.accounting import memory_metrics
-from verl.workers.roles.base import EngineWorker, average_metrics, effective_engine_config
-from verl.workers.roles.batching import Cut, per_rank_mini_batch, policy_update_meta, temperature_of
+from verl.workers.roles.base import (
+    EngineWorker,
+    MiniBatchPlan,
+    average_metrics,
+    effective_engine_config,
+    engine_node,
+    loads_weights,
+)
+from verl.workers.roles.batching import per_rank_mini_batch, policy_update_spec, temperature_of, training_spec
 from verl.workers.roles.losses import as_engine_loss, ppo_loss
-from verl.workers.roles.mismatch import finish_mismatch
 from verl.workers.roles.selection import select_tokens
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from verl.workers.config import FSDPActorConfig, McoreActorConfig
+    from verl.workers.config import FSDPActorConfig, HFModelConfig, McoreActorConfig
 
 
 class ActorWorker(EngineWorker):
@@ -35,9 +44,9 @@ class ActorWorker(EngineWorker):
         self.config: FSDPActorConfig | McoreActorConfig = omega_conf_to_dataclass(config)
         if self.config.model_config is None:
             raise ValueError("actor.model_config=None: ActorWorker needs the model node there, an HFModelConfig")
-        self.engine_config = effective_engine_config(self.config.engine, self.config)
-        sp_size = self.engine_config.get("ulysses_sequence_parallel_size", 1)
-        self.register_engine_mesh("actor", self.engine_config, sp_size)
+        self.model_config: HFModelConfig = omega_conf_to_dataclass(self.config.model_config)
+        self.engine_config = effective_engine_config(engine_node(self.config), self.config)
+        self.register_engine_mesh("actor", self.engine_config)
         self.loss_fn: Any = partial(ppo_loss, self.config)
         self.prepare: Any = None
         self.use_profilers(actor=self.config.profiler)
@@ -46,27 +55,26 @@ class ActorWorker(EngineWorker):
     def init_model(self) -> None:
         """Build the policy, its optimizer and schedule."""
         config = self.config
-        model_config = omega_conf_to_dataclass(config.model_config)
         self.engine = self.build_engine(
             "language_model",
-            model_config,
+            self.model_config,
             self.engine_config,
             config.optimizer(),
             config.checkpoint,
-            load_weight=config.get("load_weight", True),
+            load_weight=loads_weights(config),
         )
         self.prepare = partial(select_tokens, config, self.engine)
         if config.uses_full_kl:
             self.engine.set_reference(None)
         dp_size = self.engine.get_data_parallel_size()
-        self.mini_batch_size = per_rank_mini_batch(
-            "actor.ppo_mini_batch_size", config.ppo_mini_batch_size, config.rollout_n, dp_size
-        )
-        self.train_cut = Cut.for_training(config, dp_size)
-        self.infer_cut = Cut(
+        rows = per_rank_mini_batch("actor.ppo_mini_batch_size", config.ppo_mini_batch_size, config.rollout_n, dp_size)
+        self.mini_batches = MiniBatchPlan.of(config, rows)
+        self.train_spec = training_spec(config, dp_size)
+        self.infer_spec = PassSpec(
             config.use_dynamic_bsz,
-            config.ppo_infer_micro_batch_size_per_gpu or self.train_cut.micro_batch_size_per_gpu,
+            config.ppo_infer_micro_batch_size_per_gpu or self.train_spec.micro_batch_size,
             config.ppo_infer_max_token_len_per_gpu,
+            entropy="value",
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -78,29 +86,20 @@ class ActorWorker(EngineWorker):
     @DistProfiler.annotate(color="blue", role="actor_compute_log_prob")
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """Return ``old_log_probs`` and ``entropy`` (B, R) at the ``temperature`` of ``meta_info``."""
-        data.meta_info.update(self.infer_cut.as_meta(), temperature=temperature_of(data), calculate_entropy=True)
+        spec = dataclasses.replace(self.infer_spec, temperature=temperature_of(data))
         with self.engine.eval_mode():
-            output = self.engine.infer_batch(data)
+            output = self.engine.infer_batch(data, spec)
         return DataProto.from_dict(tensors={"old_log_probs": output["log_probs"], "entropy": output["entropy"]})
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
     @DistProfiler.annotate(color="red", role="actor_update", mini_batches=True)
     def update_actor(self, data: DataProto) -> DataProto:
         """Run ``ppo_epochs`` passes over this rank's shard and return metrics only."""
-        config = self.config
-        meta = policy_update_meta(config, data, self.train_cut, temperature_of(data))
-        data.meta_info.update(meta, fault_point="update_actor")
+        spec = policy_update_spec(self.train_spec, self.config, data, temperature_of(data))
+        spec = self.with_fault_point("update_actor", data, spec)
         metrics: dict[str, Any] = {}
-        with self.accounted(metrics, "actor", data, config.ppo_epochs), self.engine.train_mode():
-            steps = self.train_mini_batches(
-                data,
-                self.mini_batch_size,
-                config.ppo_epochs,
-                config.shuffle,
-                self.loss_fn,
-                self.prepare,
-                seed=config.data_loader_seed,
-            )
+        with self.accounted(metrics, "actor", data, self.config.ppo_epochs), self.engine.train_mode():
+            steps = self.train_mini_batches(data, self.mini_batches, self.loss_fn, spec, self.prepare)
             metrics["actor/lr"] = self.engine.lr_scheduler_step()
-        step = finish_mismatch(average_metrics(steps, prefix="actor/"))
+        step = finish_gap_metrics(average_metrics(steps, prefix="actor/"))
         return DataProto(meta_info={"metrics": metrics | step | memory_metrics()})

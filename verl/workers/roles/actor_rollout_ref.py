@@ -1,12 +1,12 @@
 """The actor, its rollout engine and the reference policy: one worker class for every combination of the three."""
 
 import dataclasses
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import OmegaConf
-
+from verl.algos.mismatch import finish_gap_metrics
+from verl.models.transformers.vision import is_vision_config
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils.config import omega_conf_to_dataclass
@@ -15,18 +15,45 @@ from verl.utils.profiler.performance import reduce_timing, simple_timer, topk_re
 from verl.utils.profiler.profile import DistProfiler
 from verl.utils.vision.multi_modal import take_fetched_bytes
 from verl.workers.config import CheckpointConfig
+from verl.workers.config.ref import ref_config
 from verl.workers.engine import BaseEngine
+from verl.workers.engine.base import ModelOutput
+from verl.workers.engine.micro_batch import tensors_of
+from verl.workers.engine.pass_spec import PassSpec
 from verl.workers.roles.accounting import begin_peak, memory_metrics, memory_of, mfu
-from verl.workers.roles.base import EngineWorker, average_metrics, effective_engine_config
-from verl.workers.roles.batching import Cut, per_rank_micro_batch, per_rank_mini_batch, policy_update_meta
+from verl.workers.roles.base import (
+    AnyEngineConfig,
+    EngineWorker,
+    MiniBatchPlan,
+    average_metrics,
+    effective_engine_config,
+    engine_node,
+    loads_weights,
+)
+from verl.workers.roles.batching import (
+    OLD_LOG_PROBS_VERSION,
+    BatchInfo,
+    per_rank_micro_batch,
+    per_rank_mini_batch,
+    policy_update_spec,
+    training_spec,
+)
 from verl.workers.roles.losses import ppo_loss
-from verl.workers.roles.mismatch import finish_mismatch
-from verl.workers.roles.selection import LOG_PROBS_VERSION, select_tokens
-from verl.workers.rollout import build_rollout
-from verl.workers.sharding_manager import build_sharding_manager
+from verl.workers.roles.selection import select_tokens
+from verl.workers.rollout import BaseRollout, build_rollout
+from verl.workers.sharding_manager import HybridShardingManager, build_sharding_manager
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
+
+    from verl.workers.config import (
+        ActorRolloutRefConfig,
+        FSDPActorConfig,
+        HFModelConfig,
+        McoreActorConfig,
+        RefConfig,
+        RolloutConfig,
+    )
 
 ROLES = ("actor", "rollout", "ref", "actor_rollout", "actor_rollout_ref")
 
@@ -37,103 +64,140 @@ class ActorRolloutRefWorker(EngineWorker):
     Args: ``config`` is the node ``actor_rollout_ref``; ``role`` is one of ``ROLES``.
     """
 
-    def __init__(self, config: "DictConfig", role: str, **kwargs: Any) -> None:
+    rollout: BaseRollout
+    sharding_manager: HybridShardingManager
+    ref_engine: BaseEngine
+    mini_batches: MiniBatchPlan
+    train_spec: PassSpec
+    log_prob_spec: PassSpec
+    ref_spec: PassSpec
+
+    def __init__(self, config: "ActorRolloutRefConfig | DictConfig", role: str, **kwargs: Any) -> None:
         if role not in ROLES:
             raise ValueError(f"role must be one of {ROLES}, got {role!r}")
         super().__init__(timeout_s=config.nccl_timeout)
         self.config = config
-        self._is_actor, self._is_rollout = "actor" in role, "rollout" in role
+        self._is_actor = "actor" in role
+        self._is_rollout = "rollout" in role
         self._is_ref = role == "ref" or role.endswith("_ref")
-        self._is_lora = config.model.get("lora_rank", 0) > 0
+        self.model_config: HFModelConfig = omega_conf_to_dataclass(config.model)
+        self.rollout_config: RolloutConfig = omega_conf_to_dataclass(config.rollout)
+        self.actor_config: FSDPActorConfig | McoreActorConfig | None = (
+            omega_conf_to_dataclass(config.actor) if self._is_actor else None
+        )
+        self._is_lora = self.model_config.lora_rank > 0  # then the actor without its adapters is the reference
+        plays_ref = self._is_ref or self._is_lora
+        self.ref_config = ref_config(config.ref) if plays_ref and "ref" in config else None
         self._weight_sync: dict[str, float] = {}
-        node = config.actor if self._is_actor or not self._is_ref else config.ref
-        self.register_engine_mesh("actor", engine_node(node), effective_sequence_parallel_size(node))
+        self._sync_timing: dict[str, float] = {}
+        self._register_meshes()
+        self.use_profilers(**self._profilers())
+
+    def _register_meshes(self) -> None:
+        if self._is_actor:
+            self.register_engine_mesh("actor", self._actor_engine)
+        elif self._is_ref:
+            self.register_engine_mesh("actor", self._ref_engine)
+        else:
+            self.register_mesh("actor", 1)
         if self._is_rollout:
-            infer_size = rollout_group_size(config.rollout)
+            infer_size = self.rollout_config.workers_per_engine
             if self.world_size % infer_size:
                 raise ValueError(
                     f"actor_rollout_ref.rollout.tensor_model_parallel_size x data_parallel_size = {infer_size} must "
                     f"divide the {self.world_size} workers"
                 )
             self.register_mesh("rollout", infer_size)
-        self.use_profilers(**self._profiler_nodes())
 
-    def _profiler_nodes(self) -> dict[str, Any]:
+    def _profilers(self) -> dict[str, ProfilerConfig | None]:
         """Return the profiler nodes of the roles that this worker plays, that of the actor first."""
-        config, nodes = self.config, dict[str, Any]()
-        if self._is_actor:
-            node = nodes["actor"] = omega_conf_to_dataclass(config.actor.get("profiler")) or ProfilerConfig()
-            if node.tool == "torch_memory":  # the driver asks the actor for snapshots, for whomever they show
-                nodes["actor"] = dataclasses.replace(node, enable=True)
+        configs: dict[str, ProfilerConfig | None] = {}
+        if self.actor_config is not None:
+            config = self.actor_config.profiler or ProfilerConfig()
+            if config.tool == "torch_memory":  # the driver asks the actor for the snapshots of every role
+                config = dataclasses.replace(config, enable=True)
+            configs["actor"] = config
         if self._is_rollout:
-            nodes["rollout"] = config.rollout.get("profiler")
-        if self._is_ref or self._is_lora:  # the actor without its adapters
-            nodes["ref"] = config.ref.get("profiler") if config.get("ref") is not None else None
-        return nodes
+            configs["rollout"] = self.rollout_config.profiler
+        if self._is_ref or self._is_lora:
+            configs["ref"] = self.ref_config.profiler if self.ref_config is not None else None
+        return configs
 
     # ---- start
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Build what the role needs: training engine, reference engine, rollout and the manager between them."""
-        self.model_config = omega_conf_to_dataclass(self.config.model)
-        if self._is_actor:
-            self._build_actor()
+        if self.actor_config is not None:
+            self._build_actor(self.actor_config)
         if self._is_ref:
             self._build_ref()
-        if self._is_actor and self.actor_config.uses_full_kl:
+        if self.actor_config is not None and self.actor_config.uses_full_kl:
             self.engine.set_reference(self.ref_engine if self._is_ref else None)
         if self._is_rollout:
-            self.rollout_config = omega_conf_to_dataclass(self.config.rollout)
             engine = self.engine if self._is_actor else None
             self.rollout = build_rollout(self.rollout_config, self.model_config, engine)
             self.sharding_manager = build_sharding_manager(engine, self.rollout)
 
-    def _build_actor(self) -> None:
-        config = self.actor_config = omega_conf_to_dataclass(self.config.actor)
-        engine_config = effective_engine_config(config.engine, config)
+    @property
+    def _actor_engine(self) -> AnyEngineConfig:
+        assert self.actor_config is not None
+        return effective_engine_config(engine_node(self.actor_config), self.actor_config)
+
+    @property
+    def _ref_engine(self) -> AnyEngineConfig:
+        assert self.ref_config is not None
+        return effective_engine_config(engine_node(self.ref_config), self.ref_config, forward_only=True)
+
+    def _build_actor(self, config: "FSDPActorConfig | McoreActorConfig") -> None:
         self.engine = self.build_engine(
             "language_model",
             self.model_config,
-            engine_config,
+            self._actor_engine,
             config.optimizer(),
             config.checkpoint,
             config.freeze_vision_tower,
-            config.get("load_weight", True),
+            loads_weights(config),
         )
         dp_size = self.engine.get_data_parallel_size()
-        self.mini_batch_size = per_rank_mini_batch(
-            "actor_rollout_ref.actor.ppo_mini_batch_size",
-            config.ppo_mini_batch_size,
-            self.config.rollout.get("n", 1),
-            dp_size,
-        )
-        self.train_cut = Cut.for_training(config, dp_size)
-        self.log_prob_cut = log_prob_cut(self.config.rollout, dp_size)
+        key = "actor_rollout_ref.actor.ppo_mini_batch_size"
+        rows = per_rank_mini_batch(key, config.ppo_mini_batch_size, self.rollout_config.n, dp_size)
+        self.mini_batches = MiniBatchPlan.of(config, rows)
+        self.train_spec = training_spec(config, dp_size)
+        self.log_prob_spec = log_prob_spec(self.rollout_config, dp_size, self.rollout_config.temperature)
 
     def _build_ref(self) -> None:
-        config = self.config.ref
-        engine = omega_conf_to_dataclass(engine_node(config))
-        engine_config = effective_engine_config(engine, config, forward_only=True)
+        config = self.ref_config
+        assert config is not None
         model_config = self.model_config
-        if config.get("model", None) is not None and config.model.get("path", None):
-            node = self.config.model.copy()
-            OmegaConf.set_struct(node, False)  # as under the actor's model, free nodes take any key
-            node.merge_with(config.model)
-            model_config = omega_conf_to_dataclass(node)
+        if config.model_path:
+            model_config = model_config.changed(config.model or {})
         self.ref_engine = self.build_engine(
             "language_model",
             model_config,
-            engine_config,
+            self._ref_engine,
             None,
             CheckpointConfig(),
-            load_weight=config.get("load_weight", True),
+            load_weight=loads_weights(config),
         )
-        self.ref_cut = log_prob_cut(config, self.ref_engine.get_data_parallel_size())
+        dp_size = self.ref_engine.get_data_parallel_size()
+        self.ref_spec = log_prob_spec(config, dp_size, self.rollout_config.temperature)
         if not self._is_actor:
             self.engine = self.ref_engine
 
     # ---- rollout
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def sync_weights(self, step: int | None = None) -> None:
+        """Bring the rollout engine to the trainer's weights and keep it awake for the generation that follows.
+
+        Nothing happens if it has them. ``generate_sequences`` does the same, so a caller may leave this out.
+        """
+        if self.sharding_manager.is_behind:
+            self.sharding_manager.step = step
+            begin_peak()
+            with simple_timer("wake_and_sync", self._sync_timing):
+                self.sharding_manager.sync()
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="rollout"))
     @DistProfiler.annotate(color="red", role="rollout_generate")
@@ -141,18 +205,21 @@ class ActorRolloutRefWorker(EngineWorker):
         """Bring the engine's weights up to date if they are not, and continue every prompt."""
         prompts.meta_info.setdefault("eos_token_id", self.model_config.eos_token_id)
         prompts.meta_info.setdefault("pad_token_id", self.model_config.pad_token_id)
-        timing: dict[str, float] = {}
-        self.sharding_manager.step = prompts.meta_info.get("global_steps")
-        begin_peak()
-        with simple_timer("wake_and_sync", timing):
-            self.sharding_manager.__enter__()
-        behind = self._versions_behind()
-        try:
-            with simple_timer("generate_sequences", timing):
-                output = self.rollout.generate_sequences(prompts)
-        finally:
-            with simple_timer("sleep", timing):
-                self.sharding_manager.__exit__(None, None, None)
+        timing = self._sync_timing
+        self._sync_timing = {}
+        self.sharding_manager.step = BatchInfo.of(prompts).step
+        if not timing:  # else the peak and the seconds began with the sync
+            begin_peak()
+        with ExitStack() as awake:
+            with simple_timer("wake_and_sync", timing):
+                awake.enter_context(self.sharding_manager)
+            behind = self._versions_behind()
+            try:
+                with simple_timer("generate_sequences", timing):
+                    output = self.rollout.generate_sequences(prompts)
+            finally:
+                with simple_timer("sleep", timing):
+                    awake.close()
         self.seconds_by_call["generation"] = self.seconds_by_call.get("generation", 0.0) + timing["generate_sequences"]
         ratio, shortest, longest = topk_reduce_ratio_min_max(timing["generate_sequences"])
         output.meta_info["timing"] = reduce_timing(timing) | {
@@ -165,40 +232,45 @@ class ActorRolloutRefWorker(EngineWorker):
         return output
 
     def _rollout_use(self, output: DataProto, seconds: float) -> dict[str, float]:
-        """Return the memory of a generation, and the MFU of this rank's group: each token goes forward once."""
+        """Return the memory of a generation, and the MFU of the ranks that hold its engine."""
         used = memory_of("rollout")
         counter = self.flops_counters.get(id(self.engine)) if self._is_actor else None
-        if counter is not None and "attention_mask" in output.batch.keys():
-            lengths = output.batch["attention_mask"].sum(-1).tolist()
-            group = rollout_group_size(self.config.rollout)
+        batch = tensors_of(output)
+        if counter is not None and "attention_mask" in batch.keys():
+            lengths = batch["attention_mask"].sum(-1).tolist()
+            group = self.rollout_config.workers_per_engine
             used["perf/mfu/rollout"] = mfu(counter, lengths, seconds, group, forward_only=True)
         return used
 
     def _versions_behind(self) -> dict[str, float]:
-        """Return by how many updates the weights that are about to generate are older than the trainer's."""
+        """Return how many updates the weights of the rollout are behind those of the trainer."""
         if not self._is_actor:
             return {}
         return {"weight_sync/versions_behind": float(self.engine.weights_version - self.rollout.weights_version)}
 
     def _weight_sync_metrics(self) -> dict[str, float]:
-        """Return the figures of the sync that brought the weights in use, which a validation may have asked for."""
+        """Return the figures of the sync that brought the present weights, which an earlier call may have run."""
         if self.sharding_manager.last_sync:
             self._weight_sync = self.sharding_manager.last_sync
         return {f"weight_sync/{name}": value for name, value in self._weight_sync.items() if name != "version"}
+
+    def _last_generation(self) -> dict[str, float]:
+        return self.rollout.last_generation if self._is_rollout else {}
 
     # ---- log-probabilities
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
     @DistProfiler.annotate(color="blue", role="actor_compute_log_prob")
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        """Return ``old_log_probs`` and ``entropys`` (B, R); without adapters where meta ``is_lora`` is set."""
-        without_adapter = data.meta_info.pop("is_lora", False)
+        """Return ``old_log_probs`` and ``entropys`` (B, R); without adapters if meta ``is_lora`` is set."""
+        without_adapter = BatchInfo.of(data).without_adapter
+        spec = dataclasses.replace(self.log_prob_spec, entropy="value")
         metrics: dict[str, Any] = {}
         with self.accounted(metrics, "actor_infer", data):
-            output = self._infer(self.engine, data, self.log_prob_cut, entropy=True, without_adapter=without_adapter)
-        meta_info = {"temperature": self.config.rollout.temperature, "metrics": metrics}
+            output = self._infer(self.engine, data, spec, without_adapter)
+        meta_info = {"temperature": self.rollout_config.temperature, "metrics": metrics}
         if self._is_actor and not without_adapter:
-            meta_info[LOG_PROBS_VERSION] = self.engine.weights_version
+            meta_info[OLD_LOG_PROBS_VERSION] = self.engine.weights_version
         return DataProto.from_dict(
             tensors={"old_log_probs": output["log_probs"], "entropys": output["entropy"]}, meta_info=meta_info
         )
@@ -208,18 +280,14 @@ class ActorRolloutRefWorker(EngineWorker):
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Return ``ref_log_prob`` (B, R): the reference model, or the actor without its adapters."""
         metrics: dict[str, Any] = {}
-        engine, cut = (self.ref_engine, self.ref_cut) if self._is_ref else (self.engine, self.log_prob_cut)
+        engine, spec = (self.ref_engine, self.ref_spec) if self._is_ref else (self.engine, self.log_prob_spec)
         with self.accounted(metrics, "ref", data, engine=engine):
-            without_adapter = self._is_lora and not self._is_ref
-            output = self._infer(engine, data, cut, entropy=False, without_adapter=without_adapter)
+            output = self._infer(engine, data, spec, without_adapter=self._is_lora and not self._is_ref)
         return DataProto.from_dict(tensors={"ref_log_prob": output["log_probs"]}, meta_info={"metrics": metrics})
 
-    def _infer(
-        self, engine: BaseEngine, data: DataProto, cut: Cut, entropy: bool, without_adapter: bool = False
-    ) -> dict[str, Any]:
-        data.meta_info.update(cut.as_meta(), temperature=self.config.rollout.temperature, calculate_entropy=entropy)
+    def _infer(self, engine: BaseEngine, data: DataProto, spec: PassSpec, without_adapter: bool) -> ModelOutput:
         with engine.disable_adapter() if without_adapter else nullcontext(), engine.eval_mode():
-            return engine.infer_batch(data)
+            return engine.infer_batch(data, spec)
 
     # ---- update
 
@@ -228,55 +296,33 @@ class ActorRolloutRefWorker(EngineWorker):
     def update_actor(self, data: DataProto) -> DataProto:
         """Run ``ppo_epochs`` passes over this rank's shard and return metrics only."""
         config = self.actor_config
-        meta = policy_update_meta(config, data, self.train_cut, self.config.rollout.temperature)
-        data.meta_info.update(meta, fault_point="update_actor")
+        assert config is not None
+        spec = policy_update_spec(self.train_spec, config, data, self.rollout_config.temperature)
+        spec = self.with_fault_point("update_actor", data, spec)
         metrics: dict[str, Any] = {}
         reference = self.ref_engine.eval_mode() if self._is_ref and config.uses_full_kl else nullcontext()
         with self.accounted(metrics, "actor", data, config.ppo_epochs), reference, self.engine.train_mode():
-            steps = self.train_mini_batches(
-                data,
-                self.mini_batch_size,
-                config.ppo_epochs,
-                config.shuffle,
-                partial(ppo_loss, config),
-                partial(select_tokens, config, self.engine),
-                seed=config.data_loader_seed,
-            )
+            prepare = partial(select_tokens, config, self.engine)
+            steps = self.train_mini_batches(data, self.mini_batches, partial(ppo_loss, config), spec, prepare)
             metrics["actor/lr"] = self.engine.lr_scheduler_step()
-        step = finish_mismatch(average_metrics(steps, prefix="actor/"))
+        step = finish_gap_metrics(average_metrics(steps, prefix="actor/"))
         return DataProto(meta_info={"metrics": metrics | step | memory_metrics() | self._transfer_metrics()})
 
     def _transfer_metrics(self) -> dict[str, float]:
         """Return the bytes of images and their tensors that came to the workers since the last update.
 
-        The driver averages over the ranks: each tells its share of the sum.
+        The driver averages over the ranks, so each rank multiplies its bytes by their number.
         """
-        if getattr(self.model_config.hf_config, "vision_config", None) is None:
+        if not is_vision_config(self.model_config.hf_config):
             return {}
         return {"multi_modal/bytes_fetched": float(take_fetched_bytes() * self.world_size)}
 
 
-def rollout_group_size(rollout: "DictConfig") -> int:
-    """Return how many workers hold one generation engine; each has its own of transformers'."""
-    size: int = rollout.tensor_model_parallel_size * rollout.get("data_parallel_size", 1)
-    return 1 if rollout.name == "hf" else size
-
-
-def engine_node(node: "DictConfig") -> "DictConfig":
-    """Return the node of a role's engine."""
-    return node.megatron if node.strategy == "megatron" else node.fsdp_config
-
-
-def effective_sequence_parallel_size(node: "DictConfig") -> int:
-    """Return the Ulysses degree of a role: its own key, or that of its engine."""
-    own: int = node.get("ulysses_sequence_parallel_size", 1)
-    return own if own > 1 else engine_node(node).get("ulysses_sequence_parallel_size", 1)
-
-
-def log_prob_cut(node: "DictConfig", dp_size: int) -> Cut:
-    """Return how a log-probability pass is cut, from the ``log_prob_*`` keys of a node."""
-    return Cut(
+def log_prob_spec(node: "RolloutConfig | RefConfig", dp_size: int, temperature: float) -> PassSpec:
+    """Return the options of a log-probability pass, from the ``log_prob_*`` keys of a node."""
+    return PassSpec(
         node.log_prob_use_dynamic_bsz,
         per_rank_micro_batch(node.log_prob_micro_batch_size_per_gpu, node.log_prob_micro_batch_size, dp_size),
         node.log_prob_max_token_len_per_gpu,
+        temperature,
     )

@@ -1,43 +1,54 @@
-"""What the roles share: process group, seeds, engine construction, checkpoints and figures of the machine."""
+"""The base of the roles: process group, seeds, engine construction, checkpoints and reports."""
 
 import dataclasses
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import psutil
 
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.base.profiling import DistProfilerExtension
-from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.device import get_torch_device, is_cuda_available, is_npu_available
 from verl.utils.distributed import initialize_global_process_group_ray
+from verl.utils.faults import fault_point
 from verl.utils.flops_counter import FlopsCounter
 from verl.utils.megatron.ranks import place_of
 from verl.utils.metric import reduce_metrics
 from verl.utils.numerics.seeding import seed_process
 from verl.utils.observe.digest import random_state_digest, weights_digest
+from verl.utils.profiler.config import ProfilerConfig
 from verl.utils.profiler.profile import DistProfiler, RoleProfilers
 from verl.utils.profiler.ranges import captured_range
 from verl.utils.py_functional import append_to_dict
+from verl.workers.config.engine import FSDPEngineConfig, McoreEngineConfig
+from verl.workers.config.megatron import McoreActorConfig, McoreCriticConfig
+from verl.workers.config.ref import McoreRefConfig
 from verl.workers.engine import BaseEngine, EngineRegistry
+from verl.workers.engine.base import LossFn
+from verl.workers.engine.pass_spec import PassSpec
 from verl.workers.roles.accounting import INFERENCE, accounted
+from verl.workers.roles.batching import BatchInfo
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
     from verl.protocol import DataProto
     from verl.workers.config import (
+        ActorConfig,
         CheckpointConfig,
-        FSDPEngineConfig,
+        CriticConfig,
+        FSDPRefConfig,
         HFModelConfig,
-        McoreEngineConfig,
         OptimizerConfig,
+        RefConfig,
+        RewardModelConfig,
     )
 
-    AnyEngineConfig = FSDPEngineConfig | McoreEngineConfig
+AnyEngineConfig = FSDPEngineConfig | McoreEngineConfig
+EngineConfigT = TypeVar("EngineConfigT", bound=FSDPEngineConfig | McoreEngineConfig)
 
 logger = logging.getLogger(__name__)
 
@@ -45,35 +56,61 @@ _GIB = 1024**3
 _NOT_OF_A_STEP = ("init_model", "load_checkpoint", "report_step")
 
 
+@dataclass(frozen=True)
+class MiniBatchPlan:
+    """How an update goes through its batch: ``rows`` of this rank per optimizer step."""
+
+    rows: int
+    epochs: int
+    shuffle: bool
+    seed: int | None
+
+    @classmethod
+    def of(cls, config: "ActorConfig | CriticConfig", rows: int) -> Self:
+        """Read an actor's or critic's node."""
+        return cls(rows, config.ppo_epochs, config.shuffle, config.data_loader_seed)
+
+
 class EngineWorker(Worker, DistProfilerExtension):
     """A worker around one training engine; a role says which model, loss and batches."""
 
-    engine: BaseEngine
-
-    def __init__(self, timeout_s: int) -> None:
+    def __init__(self, timeout_s: float) -> None:
         super().__init__()
+        self._engine: BaseEngine | None = None
         initialize_global_process_group_ray(timeout_second=timeout_s)
         self._weights_digest: tuple[int, str] | None = None
         self.flops_counters: dict[int, FlopsCounter] = {}
+
+    @property
+    def engine(self) -> BaseEngine:
+        """The engine of the model that this role trains or infers with.
+
+        Raises: RuntimeError before ``init_model``, and for a worker that only generates.
+        """
+        if self._engine is None:
+            raise RuntimeError(
+                f"{type(self).__name__} has no training engine: call init_model, with a role that has one"
+            )
+        return self._engine
+
+    @engine.setter
+    def engine(self, engine: BaseEngine) -> None:
+        self._engine = engine
 
     def register_mesh(self, name: str, group_size: int) -> None:
         """Let ``group_size`` neighbouring ranks take the same shard, and the first of them answer."""
         self._register_dispatch_collect_info(name, self.rank // group_size, self.rank % group_size == 0)
 
-    def register_engine_mesh(self, name: str, engine: "AnyEngineConfig | DictConfig", sp_size: int = 1) -> None:
-        """Let the ranks that share a shard in the layout of an engine take it, and one of them answer.
-
-        ``sp_size`` is the sequence parallelism of FSDP, which has no other axis that shares rows.
-        """
-        if getattr(engine, "strategy", None) == "megatron":
+    def register_engine_mesh(self, name: str, engine: AnyEngineConfig) -> None:
+        """Let the ranks that share rows in the layout of an engine take the same shard, and one of them answer."""
+        if isinstance(engine, FSDPEngineConfig):
+            self.register_mesh(name, engine.ulysses_sequence_parallel_size)
+        else:
             place = place_of(self.rank, self.world_size, engine)
             self._register_dispatch_collect_info(name, place.dp_rank, place.holds_outputs)
-        else:
-            self.register_mesh(name, sp_size)
 
-    def use_profilers(self, **nodes: Any) -> None:
-        """Profile the roles that this worker plays by their nodes; the first role is the one that trains."""
-        configs = {role: omega_conf_to_dataclass(node) for role, node in nodes.items()}
+    def use_profilers(self, **configs: ProfilerConfig | None) -> None:
+        """Profile the roles that this worker plays; the first role is the one that trains."""
         self.profiler = RoleProfilers(
             {role: DistProfiler(self.rank, config, role=role) for role, config in configs.items()}
         )
@@ -89,7 +126,7 @@ class EngineWorker(Worker, DistProfilerExtension):
         self,
         model_type: str,
         model_config: "HFModelConfig",
-        engine_config: "AnyEngineConfig",
+        engine_config: AnyEngineConfig,
         optimizer_config: "OptimizerConfig | None",
         checkpoint_config: "CheckpointConfig",
         freeze_vision_tower: bool = False,
@@ -97,7 +134,7 @@ class EngineWorker(Worker, DistProfilerExtension):
     ) -> BaseEngine:
         """Construct and initialize an engine for the strategy of its configuration, and seed this process for it.
 
-        Without ``load_weight``, which is of Megatron-Core, its weights come from a seed.
+        With Megatron-Core and without ``load_weight``, its weights come from a seed.
         """
         engine = EngineRegistry.new(
             model_type,
@@ -106,11 +143,13 @@ class EngineWorker(Worker, DistProfilerExtension):
             engine_config=engine_config,
             optimizer_config=optimizer_config,
             checkpoint_config=checkpoint_config,
+            freeze_vision_tower=freeze_vision_tower,
+            load_weight=load_weight,
         )
-        engine.freeze_vision_tower, engine.load_weight = freeze_vision_tower, load_weight
         engine.initialize()
-        drawing = optimizer_config is not None or not self.flops_counters  # a reference beside an actor draws nothing
-        if drawing and engine_config.strategy != "megatron":  # which has seeded it by the place in its layout
+        # A reference next to an actor draws nothing. Megatron-Core has seeded the process by its place in the layout.
+        draws = optimizer_config is not None or not self.flops_counters
+        if draws and engine_config.strategy != "megatron":
             seed_process(engine_config.seed, model_type, self.rank)
         num_outputs = None if model_type == "language_model" else 1
         counter = FlopsCounter(model_config.hf_config, num_outputs, freeze_vision_tower, engine.adapter_sizes)
@@ -121,30 +160,34 @@ class EngineWorker(Worker, DistProfilerExtension):
     def report_step(self, digests: bool) -> dict[str, Any]:
         """Return what the record of the run keeps of this rank since the last report.
 
-        ``seconds`` in each method that the driver has called (waiting for other ranks included, but in
-        ``generation``), ``memory`` of this process in GiB, what its engine has generated last (``generation``) and,
-        where asked for, ``digests`` of its weights and of its random state.
+        ``seconds`` are those in each method that the driver has called. They include waiting for other ranks, except
+        in ``generation``. ``memory`` is that of this process in GiB, and ``generation`` describes the last one. With
+        ``digests`` there are digests of the weights and of the random state.
         """
-        calls, self.seconds_by_call = self.seconds_by_call, {}
+        calls = self.seconds_by_call
+        self.seconds_by_call = {}
         seconds = {call: spent for call, spent in calls.items() if call[0] != "_" and call not in _NOT_OF_A_STEP}
         memory = {"host_gb": psutil.Process().memory_info().rss / _GIB}
         if is_cuda_available or is_npu_available:
             memory["device_gb"] = get_torch_device().memory_allocated() / _GIB
         report = {"rank": self.rank, "seconds": seconds, "memory": memory}
-        generation = getattr(getattr(self, "rollout", None), "last_generation", None)
-        if generation:
+        if generation := self._last_generation():
             report["generation"] = generation
         if digests:
             report["digests"] = {"random_state": random_state_digest()} | self._digest_of_weights()
         return report
 
+    def _last_generation(self) -> dict[str, float]:
+        """Describe the last generation; empty for a worker that does not generate."""
+        return {}
+
     def _digest_of_weights(self) -> dict[str, str]:
-        """Return the digest of this rank's part of the weights, made anew where they have changed."""
-        engine = getattr(self, "engine", None)
-        if engine is None:  # a judge generates and trains nothing
+        """Return the digest of this rank's part of the weights, computed again only if they have changed."""
+        engine = self._engine
+        if engine is None:  # a generative reward model has no training engine
             return {}
         if self._weights_digest is None or self._weights_digest[0] != engine.weights_version:
-            self._weights_digest = engine.weights_version, weights_digest(engine.local_parameters())
+            self._weights_digest = (engine.weights_version, weights_digest(engine.local_parameters()))
         return {"weights": self._weights_digest[1]}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -156,12 +199,12 @@ class EngineWorker(Worker, DistProfilerExtension):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def finish_checkpoint(self, wait: bool = True) -> bool:
-        """Complete a save that goes on beside training; returns whether none is left."""
+        """Complete an asynchronous save; returns whether none is left."""
         return self.engine.finish_checkpoint(wait)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def keep_latest_checkpoints(self, local_path: str, max_ckpt_to_keep: int | None) -> None:
-        """Remove the oldest complete checkpoints of this node, so that so many are left with the one at a path."""
+        """Keep the newest ``max_ckpt_to_keep`` complete checkpoints of this node, the one at a path included."""
         self.engine.keep_latest_checkpoints(local_path, max_ckpt_to_keep)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -174,33 +217,36 @@ class EngineWorker(Worker, DistProfilerExtension):
     def train_mini_batches(
         self,
         data: "DataProto",
-        mini_batch_size: int,
-        epochs: int,
-        shuffle: bool,
-        loss_fn: Any,
-        prepare: "Callable[[DataProto, int], None] | None" = None,
-        seed: int | None = None,
+        plan: "MiniBatchPlan",
+        loss_fn: LossFn,
+        spec: PassSpec,
+        prepare: "Callable[[DataProto, int, PassSpec], None] | None" = None,
     ) -> list[dict[str, float]]:
-        """Take one optimizer step per mini-batch and pass; returns the metrics of each.
+        """Take one optimizer step per mini-batch and epoch; returns the metrics of each.
 
-        ``prepare`` is called with each mini-batch, right before its step, and the number of the pass; ``seed`` is
-        added to the number of the step where rows are shuffled.
+        ``prepare(mini_batch, epoch, spec)`` is called right before each step. Rows are shuffled by the plan's seed
+        plus the step's number.
         """
         batches = data.make_iterator(
-            mini_batch_size=mini_batch_size,
-            epochs=epochs,
-            seed=data.meta_info.get("global_steps", 0) + (seed or 0),
-            dataloader_kwargs={"shuffle": shuffle},
+            mini_batch_size=plan.rows,
+            epochs=plan.epochs,
+            seed=(BatchInfo.of(data).step or 0) + (plan.seed or 0),
+            dataloader_kwargs={"shuffle": plan.shuffle},
         )
         metrics = []
         for at, mini_batch in enumerate(batches):
             if prepare is not None:
-                prepare(mini_batch, at * mini_batch_size // len(data))
+                prepare(mini_batch, at * plan.rows // len(data), spec)
             with captured_range(f"mini_batch {at}"):
-                metrics.append(self.engine.train_batch(mini_batch, loss_fn))
+                metrics.append(self.engine.train_batch(mini_batch, loss_fn, spec))
             if self.profiler is not None:
                 self.profiler.step()
         return metrics
+
+    def with_fault_point(self, point: str, data: "DataProto", spec: PassSpec) -> PassSpec:
+        """Let a test inject a fault between forward and backward of an update."""
+        fault = partial(fault_point, point, rank=self.rank, step=BatchInfo.of(data).step)
+        return dataclasses.replace(spec, after_first_forward=fault)
 
     def accounted(
         self,
@@ -210,27 +256,44 @@ class EngineWorker(Worker, DistProfilerExtension):
         passes: float = INFERENCE,
         engine: BaseEngine | None = None,
     ) -> AbstractContextManager[None]:
-        """Add to ``metrics`` what a task of this worker uses, by default forward passes of its own engine."""
+        """Add to ``metrics`` the time and memory of a task, by default of forward passes of the worker's engine."""
         counter = self.flops_counters.get(id(self.engine if engine is None else engine))
         return accounted(metrics, phase, data, passes, counter, self.world_size)
 
 
-def effective_engine_config(engine: Any, node: Any, **overrides: Any) -> Any:
-    """Return the node of a role's engine with ``overrides``.
+def engine_node(
+    config: "ActorConfig | CriticConfig | FSDPRefConfig | McoreRefConfig | RewardModelConfig",
+) -> AnyEngineConfig:
+    """Return the node of a role's engine.
 
-    Keys that stand both in the role's node and in its ``fsdp_config`` are merged: the role's node wins where it was
-    changed from its default.
+    Raises: TypeError for a node that holds none.
     """
+    engine = config.engine
+    if not isinstance(engine, FSDPEngineConfig | McoreEngineConfig):
+        raise TypeError(f"{type(config).__name__} holds no fsdp_config or megatron node: use the config of a strategy")
+    return engine
+
+
+def effective_engine_config(
+    engine: EngineConfigT,
+    node: "ActorConfig | CriticConfig | RefConfig | RewardModelConfig",
+    forward_only: bool = False,
+) -> EngineConfigT:
+    """Return the engine's node as a role uses it: one that does not train is ``forward_only``.
+
+    Some keys of ``fsdp_config`` stand in the role's node, too. The role's value wins if it is not the default.
+    """
+    forward_only = forward_only or engine.forward_only
     if engine.strategy == "megatron":
-        return dataclasses.replace(engine, **overrides)
-    values: dict[str, Any] = {"strategy": node.strategy}
+        return dataclasses.replace(engine, forward_only=forward_only)
+    values: dict[str, Any] = {"strategy": node.strategy, "forward_only": forward_only}
     for name, default in _SHARED_KEYS.items():
-        own = node.get(name, default)
-        values[name] = own if own != default else getattr(engine, name)
-    return dataclasses.replace(engine, **(values | overrides))
+        if name in node and node[name] != default:
+            values[name] = node[name]
+    return dataclasses.replace(engine, **values)
 
 
-_SHARED_KEYS: dict[str, Any] = {
+_SHARED_KEYS: dict[str, int | bool] = {
     "ulysses_sequence_parallel_size": 1,
     "entropy_from_logits_with_chunking": False,
     "entropy_checkpointing": False,
@@ -238,15 +301,20 @@ _SHARED_KEYS: dict[str, Any] = {
 }
 
 
+def loads_weights(config: "ActorConfig | CriticConfig | RefConfig") -> bool:
+    """Whether an engine loads the weights of ``model.path``; only Megatron-Core can start without them."""
+    if isinstance(config, McoreActorConfig | McoreCriticConfig | McoreRefConfig):
+        return config.load_weight
+    return True
+
+
 def average_metrics(per_step: list[dict[str, float]], prefix: str) -> dict[str, float]:
-    """Average the metrics of the optimizer steps; maxima and minima stay such. See ``list_metrics`` for the names."""
+    """Average the metrics of the optimizer steps, and take the maximum of maxima and the minimum of minima."""
     return reduce_metrics(list_metrics(per_step, prefix))
 
 
 def list_metrics(per_step: list[dict[str, float]], prefix: str) -> dict[str, list[float]]:
-    """Return the values of all optimizer steps by name. The engine's own names (those without a section) get the
-    role's ``prefix``.
-    """
+    """Return the values of all optimizer steps by name; names without a section get the role's ``prefix``."""
     values: dict[str, list[float]] = {}
     for step in per_step:
         append_to_dict(values, {name if "/" in name else prefix + name: value for name, value in step.items()})

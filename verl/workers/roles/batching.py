@@ -1,36 +1,53 @@
-"""From the batch sizes of the configuration, which are global and in prompts, to what one rank cuts its shard into."""
+"""What a rank does with a batch: its mini-batch and micro-batch sizes, and the options of its passes.
 
+Batch sizes in the configuration are global and count prompts; a rank works on its shard and counts rows.
+"""
+
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
+
+from verl.workers.engine.micro_batch import tensors_of
+from verl.workers.engine.pass_spec import PassSpec
 
 if TYPE_CHECKING:
     from verl.protocol import DataProto
     from verl.workers.config import ActorConfig, CriticConfig
 
+OLD_LOG_PROBS_VERSION = "old_log_probs_version"
+"""``meta_info`` key: the version of the weights that computed ``old_log_probs``."""
+
 
 @dataclass(frozen=True)
-class Cut:
-    """How a rank cuts a batch: the keys that an engine reads from ``meta_info``."""
+class BatchInfo:
+    """What the driver says about a batch in ``meta_info``, apart from the options of a pass (``PassSpec.from_meta``).
 
-    use_dynamic_bsz: bool
-    micro_batch_size_per_gpu: int | None
-    max_token_len_per_gpu: int
+    Args:
+        step: the global step.
+        token_counts: tokens of every row of the global batch.
+        image_lengths: patches of every image of the global batch.
+        without_adapter: infer with the base model of a LoRA policy.
+        old_log_probs_version: the version of the weights that computed ``old_log_probs``.
+    """
+
+    step: int | None = None
+    token_counts: Sequence[int] = ()
+    image_lengths: Sequence[int] = ()
+    without_adapter: bool = False
+    old_log_probs_version: int | None = None
 
     @classmethod
-    def for_training(cls, config: "ActorConfig | CriticConfig", dp_size: int = 1) -> Self:
-        """Return how a mini-batch is cut, by the keys of an actor's or critic's node."""
-        micro_batch_size = per_rank_micro_batch(
-            config.ppo_micro_batch_size_per_gpu, config.ppo_micro_batch_size, dp_size
+    def of(cls, data: "DataProto") -> Self:
+        """Read the established keys of ``meta_info``."""
+        meta = data.meta_info
+        return cls(
+            step=meta.get("global_steps"),
+            token_counts=meta.get("global_token_num") or (),
+            image_lengths=meta.get("images_seqlens", ()),
+            without_adapter=bool(meta.get("is_lora", False)),
+            old_log_probs_version=meta.get(OLD_LOG_PROBS_VERSION),
         )
-        return cls(config.use_dynamic_bsz, micro_batch_size, config.ppo_max_token_len_per_gpu)
-
-    def as_meta(self) -> dict[str, Any]:
-        """Return the keys as ``meta_info`` holds them."""
-        return {
-            "use_dynamic_bsz": self.use_dynamic_bsz,
-            "micro_batch_size_per_gpu": self.micro_batch_size_per_gpu,
-            "max_token_len_per_gpu": self.max_token_len_per_gpu,
-        }
 
 
 def per_rank_mini_batch(key: str, mini_batch_size: int, rollout_n: int, dp_size: int) -> int:
@@ -54,19 +71,39 @@ def per_rank_micro_batch(per_gpu: int | None, global_size: int | None, dp_size: 
     return None if global_size is None else max(1, global_size // dp_size)
 
 
-def policy_update_meta(config: "ActorConfig", data: "DataProto", cut: Cut, temperature: float) -> dict[str, Any]:
-    """Return what an engine needs to know of a policy update.
+def training_spec(config: "ActorConfig | CriticConfig", dp_size: int = 1) -> PassSpec:
+    """Return how an actor's or critic's node cuts a mini-batch."""
+    micro_batch_size = per_rank_micro_batch(config.ppo_micro_batch_size_per_gpu, config.ppo_micro_batch_size, dp_size)
+    return PassSpec(config.use_dynamic_bsz, micro_batch_size, config.ppo_max_token_len_per_gpu)
 
-    Without ``old_log_probs`` the update is on-policy, and what the skipped pass would have told is measured in it.
+
+def policy_update_spec(spec: PassSpec, config: "ActorConfig", data: "DataProto", temperature: float) -> PassSpec:
+    """Return the options of a policy update, which is cut as ``spec`` says.
+
+    Without ``old_log_probs`` the update is on-policy. It then returns the entropy, which the skipped pass would have.
     """
-    assert data.batch is not None
-    on_policy = "old_log_probs" not in data.batch.keys()
-    return cut.as_meta() | {
-        "temperature": temperature,
-        "calculate_entropy": on_policy or bool(config.entropy_coeff),
-        "entropy_needs_grad": bool(config.entropy_coeff),
-        "calculate_full_kl": config.uses_full_kl,
-    }
+    on_policy = "old_log_probs" not in tensors_of(data).keys()
+    return dataclasses.replace(
+        spec,
+        temperature=temperature,
+        entropy="grad" if config.entropy_coeff else "value" if on_policy else "none",
+        full_kl=config.uses_full_kl,
+    )
+
+
+def caller_spec(data: "DataProto", needs_temperature: bool = True) -> PassSpec:
+    """Return the options that the caller of a bare actor or critic wrote into ``meta_info``.
+
+    Raises: ValueError naming the key that is missing.
+    """
+    meta = data.meta_info
+    dynamic = bool(meta.get("use_dynamic_bsz", False))
+    needed = "max_token_len" if dynamic else "micro_batch_size"
+    if not meta.get(needed):
+        raise ValueError(f"the batch's meta_info lacks {needed}: use_dynamic_bsz={dynamic} needs it")
+    if needs_temperature:
+        temperature_of(data)
+    return PassSpec.from_meta(meta)
 
 
 def temperature_of(data: "DataProto") -> float:
@@ -77,21 +114,3 @@ def temperature_of(data: "DataProto") -> float:
     if "temperature" not in data.meta_info:
         raise ValueError("the batch's meta_info lacks temperature: write that of the rollout, or 1.0")
     return float(data.meta_info["temperature"])
-
-
-def given_cut(data: "DataProto") -> Cut:
-    """Return how the caller of a bare actor or critic has asked for its batch to be cut.
-
-    Raises: ValueError naming the key of ``meta_info`` that is missing.
-    """
-    meta = data.meta_info
-    dynamic = bool(meta.get("use_dynamic_bsz", False))
-    needed = "max_token_len" if dynamic else "micro_batch_size"
-    if not meta.get(needed):
-        raise ValueError(f"the batch's meta_info lacks {needed}: with use_dynamic_bsz={dynamic} it says how to cut")
-    return Cut(dynamic, meta.get("micro_batch_size"), meta.get("max_token_len", 0))
-
-
-def with_meta(data: "DataProto", **meta: Any) -> "DataProto":
-    """Return the same rows under more ``meta_info``."""
-    return type(data)(batch=data.batch, non_tensor_batch=data.non_tensor_batch, meta_info={**data.meta_info, **meta})

@@ -7,14 +7,23 @@ from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.profiler.profile import DistProfiler
-from verl.workers.roles.base import EngineWorker, average_metrics, effective_engine_config
-from verl.workers.roles.batching import Cut, per_rank_micro_batch, per_rank_mini_batch
+from verl.workers.config import FSDPCriticConfig
+from verl.workers.engine.pass_spec import PassSpec
+from verl.workers.roles.base import (
+    EngineWorker,
+    MiniBatchPlan,
+    average_metrics,
+    effective_engine_config,
+    engine_node,
+    loads_weights,
+)
+from verl.workers.roles.batching import per_rank_micro_batch, per_rank_mini_batch, training_spec
 from verl.workers.roles.losses import as_engine_loss, value_loss
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from verl.workers.config import FSDPCriticConfig, McoreCriticConfig
+    from verl.workers.config import McoreCriticConfig
 
 
 class CriticWorker(EngineWorker):
@@ -23,9 +32,8 @@ class CriticWorker(EngineWorker):
     def __init__(self, config: "FSDPCriticConfig | McoreCriticConfig | DictConfig") -> None:
         self.config: FSDPCriticConfig | McoreCriticConfig = omega_conf_to_dataclass(config)
         super().__init__(timeout_s=self.config.nccl_timeout)
-        self.engine_config = effective_engine_config(self.config.engine, self.config)
-        sp_size = self.engine_config.get("ulysses_sequence_parallel_size", 1)
-        self.register_engine_mesh("critic", self.engine_config, sp_size)
+        self.engine_config = effective_engine_config(engine_node(self.config), self.config)
+        self.register_engine_mesh("critic", self.engine_config)
         self.loss_fn: Any = partial(value_loss, self.config)
         self.use_profilers(critic=self.config.profiler)
 
@@ -39,15 +47,14 @@ class CriticWorker(EngineWorker):
             self.engine_config,
             config.optimizer(),
             config.checkpoint,
-            config.model.get("freeze_vision_tower", False),
-            config.get("load_weight", True),
+            isinstance(config, FSDPCriticConfig) and config.model.freeze_vision_tower,
+            loads_weights(config),
         )
         dp_size = self.engine.get_data_parallel_size()
-        self.mini_batch_size = per_rank_mini_batch(
-            "critic.ppo_mini_batch_size", config.ppo_mini_batch_size, config.rollout_n, dp_size
-        )
-        self.train_cut = Cut.for_training(config, dp_size)
-        self.infer_cut = Cut(
+        rows = per_rank_mini_batch("critic.ppo_mini_batch_size", config.ppo_mini_batch_size, config.rollout_n, dp_size)
+        self.mini_batches = MiniBatchPlan.of(config, rows)
+        self.train_spec = training_spec(config, dp_size)
+        self.infer_spec = PassSpec(
             config.use_dynamic_bsz,
             per_rank_micro_batch(config.forward_micro_batch_size_per_gpu, config.forward_micro_batch_size, dp_size),
             config.forward_max_token_len_per_gpu,
@@ -62,26 +69,18 @@ class CriticWorker(EngineWorker):
     @DistProfiler.annotate(color="cyan", role="critic_compute_values")
     def compute_values(self, data: DataProto) -> DataProto:
         """Return ``values`` (B, R), zero outside the response mask."""
-        data.meta_info.update(self.infer_cut.as_meta())
         metrics: dict[str, Any] = {}
         with self.accounted(metrics, "critic_infer", data), self.engine.eval_mode():
-            output = self.engine.infer_batch(data)
+            output = self.engine.infer_batch(data, self.infer_spec)
         return DataProto.from_dict(tensors={"values": output["values"]}, meta_info={"metrics": metrics})
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="critic"))
     @DistProfiler.annotate(color="pink", role="critic_update", mini_batches=True)
     def update_critic(self, data: DataProto) -> DataProto:
         """Run ``ppo_epochs`` passes over this rank's shard and return metrics only."""
-        data.meta_info.update(self.train_cut.as_meta(), fault_point="update_critic")
+        spec = self.with_fault_point("update_critic", data, self.train_spec)
         metrics: dict[str, float] = {}
         with self.accounted(metrics, "critic", data, self.config.ppo_epochs), self.engine.train_mode():
-            steps = self.train_mini_batches(
-                data,
-                self.mini_batch_size,
-                self.config.ppo_epochs,
-                self.config.shuffle,
-                self.loss_fn,
-                seed=self.config.data_loader_seed,
-            )
+            steps = self.train_mini_batches(data, self.mini_batches, self.loss_fn, spec)
             metrics["critic/lr"] = self.engine.lr_scheduler_step()
         return DataProto(meta_info={"metrics": metrics | average_metrics(steps, prefix="critic/")})

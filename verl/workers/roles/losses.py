@@ -1,20 +1,18 @@
-"""The losses that the roles hand to an engine: sums over a micro-batch, and what divides them."""
+"""The losses that the roles hand to an engine: sums over a micro-batch, each with the unit that divides it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from verl.algos.aggregate import Extreme, Metric, Sum, agg_count, agg_sum, agg_unit
+from verl.algos.aggregate import Extreme, Metric, Sum, agg_sum, agg_unit, sum_of_mean
 from verl.algos.kl import kl_penalty
-from verl.algos.policy_loss import effective_loss_agg_mode, get_policy_loss_fn, get_token_selector
+from verl.algos.mismatch import gap_sum_metrics
+from verl.algos.policy_loss import get_token_selector, policy_loss_sums
 from verl.algos.value_loss import compute_value_loss
-from verl.workers.roles.mismatch import mismatch_metrics
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from torch.distributed import ProcessGroup
 
     from verl.protocol import DataProto
@@ -27,21 +25,10 @@ SELECTION = "policy_loss_selection"
 """The batch key of the tokens (B, R) that a policy loss with a selector treats differently."""
 
 
-def _as_sum(aggregated: Tensor, mask: Tensor, loss_agg_mode: str, length: int | None = None) -> Sum:
-    """Undo the division of a loss that ``agg_loss`` aggregated over this micro-batch alone.
+def _selection(loss_mode: str, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the selection as an argument of a loss that has a selector; nothing for other losses.
 
-    Of ``seq-mean-token-sum-norm`` it divided by the width of the mask: ``length`` takes its place.
-    """
-    count = agg_count(mask.sum(-1), loss_agg_mode)
-    if loss_agg_mode == "seq-mean-token-sum-norm" and length is not None:
-        count = count * (mask.shape[-1] / length)
-    return Sum(aggregated * count.to(aggregated.dtype), agg_unit(loss_agg_mode))
-
-
-def _selection(loss_mode: str, batch: "Mapping[str, Tensor]") -> dict[str, Tensor]:
-    """Return what a loss with a selector takes besides.
-
-    Raises: ValueError when nothing was selected over the mini-batch, of which this is a part.
+    Raises: ValueError if the caller has not selected tokens over the mini-batch of this micro-batch.
     """
     if get_token_selector(loss_mode) is None:
         return {}
@@ -56,26 +43,26 @@ def _selection(loss_mode: str, batch: "Mapping[str, Tensor]") -> dict[str, Tenso
 def as_engine_loss(loss_fn: Callable[..., LossResult]) -> Callable[[ModelOutput, "DataProto"], LossResult]:
     """Return a loss of the caller, bound to its configuration, as an engine calls it.
 
-    Raises: TypeError, when it is called, for a loss that returns anything but sums: a scalar could not be normalised
-    over the other micro-batches and ranks.
+    Raises: TypeError, when called, if the loss returns anything but sums: an engine cannot normalise a scalar over the
+    other micro-batches and ranks.
     """
 
     def call(model_output: ModelOutput, data: "DataProto") -> LossResult:
         terms, metrics = loss_fn(model_output=model_output, data=data)
         if not isinstance(terms, list) or not all(isinstance(term, Sum) for term in terms):
             raise TypeError(
-                f"the loss returned {type(terms).__name__}: return [verl.algos.aggregate.Sum(total, unit), ...], the "
-                "sum over the micro-batch and what divides it, and metrics likewise"
+                f"the loss returned {type(terms).__name__}: return a list of verl.algos.aggregate.Sum(total, unit), "
+                "each the sum over the micro-batch and the unit that divides it, and a dict of metrics in the same form"
             )
         return terms, metrics
 
     return call
 
 
-def _kl_to_reference(kl_loss_type: str, model_output: ModelOutput, batch: "Mapping[str, Tensor]") -> Tensor:
-    """Return the divergence from the reference at each token, by the sampled tokens or, for ``full``, exactly.
+def _kl_to_reference(kl_loss_type: str, model_output: ModelOutput, batch: Mapping[str, Tensor]) -> Tensor:
+    """Return the divergence from the reference at each token: estimated from the sampled tokens, or exact for ``full``.
 
-    Raises: ValueError when the engine has not computed the exact one.
+    Raises: ValueError if the engine has not computed the exact divergence.
     """
     if kl_loss_type != "full":
         reference = torch.where(batch["response_mask"].bool(), batch["ref_log_prob"], 0.0)  # as log_probs are there
@@ -90,17 +77,20 @@ def ppo_loss(
 ) -> LossResult:
     """Compute policy loss, entropy bonus and KL penalty of a micro-batch.
 
-    A batch without ``old_log_probs`` belongs to a single on-policy update: the current log-probabilities, detached,
-    stand for the old ones, and what the skipped pass would have told is measured here.
+    A batch without ``old_log_probs`` belongs to a single on-policy update. The detached current log-probabilities then
+    serve as the old ones, and this function measures the metrics of the pass that was skipped.
 
     Source: PPO (arXiv:1707.06347) section 3; KL in the loss: DeepSeekMath (arXiv:2402.03300) section 4.1.
     """
     batch = data.batch
-    mask, log_probs = batch["response_mask"], model_output["log_probs"]
+    mask = batch["response_mask"]
+    log_probs = model_output["log_probs"]
     old_log_probs = batch.get("old_log_probs", None)
     on_policy = old_log_probs is None
     loss_mode = config.policy_loss.loss_mode
-    pg_loss, clip_fraction, ppo_kl, clip_fraction_lower = get_policy_loss_fn(loss_mode)(
+    length = config.loss_scale_factor
+    policy = policy_loss_sums(
+        loss_mode,
         old_log_prob=log_probs.detach() if on_policy else old_log_probs,
         log_prob=log_probs,
         advantages=batch["advantages"],
@@ -108,16 +98,15 @@ def ppo_loss(
         loss_agg_mode=config.loss_agg_mode,
         config=config,
         rollout_is_weights=batch.get("rollout_is_weights", None),
+        length=length,
         **_selection(loss_mode, batch),
     )
-    length = config.loss_scale_factor
-    policy = _as_sum(pg_loss, mask, effective_loss_agg_mode(loss_mode, config.loss_agg_mode), length)
-    terms = [policy]
+    terms = [policy.loss]
     metrics: dict[str, Metric] = {
-        "actor/pg_loss": policy,
-        "actor/pg_clipfrac": _as_sum(clip_fraction, mask, "token-mean"),
-        "actor/ppo_kl": _as_sum(ppo_kl, mask, "token-mean"),
-        "actor/pg_clipfrac_lower": _as_sum(clip_fraction_lower, mask, "token-mean"),
+        "actor/pg_loss": policy.loss,
+        "actor/pg_clipfrac": Sum(policy.clipped, "token"),
+        "actor/ppo_kl": Sum(policy.kl, "token"),
+        "actor/pg_clipfrac_lower": Sum(policy.clipped_low, "token"),
     }
     if "entropy" in model_output:
         entropy = agg_sum(model_output["entropy"], mask, config.loss_agg_mode, length)
@@ -132,7 +121,7 @@ def ppo_loss(
         coefficient = torch.tensor(config.kl_loss_coef, dtype=torch.float64, device=log_probs.device)
         metrics["actor/kl_coef"] = Extreme(coefficient, "max")
     if on_policy and "rollout_log_probs" in batch.keys():
-        metrics |= mismatch_metrics(log_probs.detach(), batch["rollout_log_probs"], mask)
+        metrics |= gap_sum_metrics(log_probs.detach(), batch["rollout_log_probs"], mask)
     return terms, metrics
 
 
@@ -143,20 +132,19 @@ def value_loss(
 
     Source: PPO (arXiv:1707.06347) section 5, with the value clipping of its reference implementation.
     """
-    batch, mask = data.batch, data.batch["response_mask"]
-    loss, clip_fraction = compute_value_loss(
-        vpreds=model_output["values"],
-        returns=batch["returns"],
-        values=batch["values"],
-        response_mask=mask,
-        cliprange_value=config.cliprange_value,
-        loss_agg_mode=config.loss_agg_mode,
+    batch = data.batch
+    mask = batch["response_mask"]
+    values = model_output["values"]
+    mean, clip_fraction = compute_value_loss(
+        values, batch["returns"], batch["values"], mask, config.cliprange_value, config.loss_agg_mode
     )
-    term = _as_sum(loss, mask, config.loss_agg_mode, config.loss_scale_factor)
-    predicted = torch.where(mask.bool(), model_output["values"].detach(), 0.0).sum()
-    return [term], {
-        "critic/vf_loss": term,
-        "critic/vf_clipfrac": _as_sum(clip_fraction, mask, "token-mean"),
+    loss = sum_of_mean(mean, mask, agg_unit(config.loss_agg_mode))
+    if loss.unit == "constant" and config.loss_scale_factor is not None:  # the mean divides by the width of the mask
+        loss = Sum(loss.total * (mask.shape[-1] / config.loss_scale_factor), "constant")
+    predicted = torch.where(mask.bool(), values.detach(), 0.0).sum()
+    return [loss], {
+        "critic/vf_loss": loss,
+        "critic/vf_clipfrac": sum_of_mean(clip_fraction, mask, "token"),
         "critic/vpred_mean": Sum(predicted, "token"),
     }
 

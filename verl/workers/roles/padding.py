@@ -1,4 +1,4 @@
-"""Between batches that are padded on both sides and jagged ones without padding."""
+"""Convert between batches padded on both sides and jagged batches without padding."""
 
 import torch
 import torch.nn.functional as F
@@ -6,18 +6,18 @@ from torch import Tensor
 
 from verl.protocol import DataProto
 from verl.utils.attention_utils import index_first_axis, pad_input, unpad_input
-from verl.workers.engine.micro_batch import response_mask_of
+from verl.workers.engine.micro_batch import response_mask_of, tensors_of
 
 
 def left_right_2_no_padding(data: DataProto) -> DataProto:
     """Replace ``input_ids`` and ``position_ids`` (B, L) by jagged tensors, in place, and add a jagged ``loss_mask``.
 
-    ``loss_mask`` marks the response tokens that count. Where everything was is kept: ``indices`` as the places in
-    (B * L), of each row, and in ``meta_info`` ``max_seq_len`` and ``max_response_len``.
+    ``loss_mask`` marks the response tokens that count. ``indices`` keeps the places of the tokens in (B * L), and
+    ``meta_info`` the widths ``max_seq_len`` and ``max_response_len``.
 
     Raises: ValueError when a row has no token.
     """
-    batch = data.batch
+    batch = tensors_of(data)
     attention = batch["attention_mask"]
     if not bool(attention.any(dim=-1).all()):
         empty = int((~attention.bool().any(dim=-1)).nonzero()[0])
@@ -39,14 +39,15 @@ def left_right_2_no_padding(data: DataProto) -> DataProto:
 
 
 def no_padding_2_padding(nested: Tensor, data: DataProto) -> Tensor:
-    """Return what a model gave for every token of a jagged batch, shifted to the tokens predicted, as (B, R).
+    """Return per-token outputs of a model for a jagged batch as (B, R), zero outside ``loss_mask``.
 
-    Value ``t`` of a row belongs to token ``t + 1``, as log-probabilities do; it is zero where ``loss_mask`` is.
+    Output ``t`` of a row belongs to token ``t + 1``, which it predicts.
     """
-    batch, meta = data.batch, data.meta_info
-    length, width = meta["max_seq_len"], meta["max_response_len"]
+    batch = tensors_of(data)
+    length: int = data.meta_info["max_seq_len"]
+    width: int = data.meta_info["max_response_len"]
     places, loss_mask = batch["indices"].values(), batch["loss_mask"].values()
-    rows = len(batch["indices"].offsets()) - 1
+    rows = batch["indices"].shape[0]
     padded = pad_input(nested.values(), places, rows, length)
     kept = pad_input(loss_mask.to(padded.dtype), places, rows, length)
     return padded[:, length - width - 1 : -1] * kept[:, -width:]

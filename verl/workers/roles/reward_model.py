@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -21,10 +21,12 @@ from verl.utils.profiler.profile import DistProfiler
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.config import CheckpointConfig, FSDPEngineConfig, HFModelConfig, McoreEngineConfig
 from verl.workers.config.reward_model import reward_model_config
-from verl.workers.rewards.chats import ChatSwitch
+from verl.workers.engine.micro_batch import tensors_of
+from verl.workers.engine.pass_spec import PassSpec
+from verl.workers.rewards.chat_rendering import ChatRenderer
 from verl.workers.rewards.judge import Judge
-from verl.workers.roles.base import EngineWorker, effective_engine_config
-from verl.workers.roles.batching import Cut, per_rank_micro_batch
+from verl.workers.roles.base import EngineWorker, effective_engine_config, engine_node
+from verl.workers.roles.batching import BatchInfo, per_rank_micro_batch
 from verl.workers.rollout import build_rollout
 
 if TYPE_CHECKING:
@@ -40,7 +42,7 @@ MESHES = ("reward", "reward_model")
 
 
 class RewardModelWorker(EngineWorker):
-    """Scores of whole responses by a model that does not learn: a classifier, or a generative one that is asked."""
+    """Scores of whole responses by a model that does not learn: a classifier, or a generative judge."""
 
     def __init__(self, config: "RewardModelConfig | DictConfig") -> None:
         self.config: RewardModelConfig = reward_model_config(config)
@@ -50,13 +52,12 @@ class RewardModelWorker(EngineWorker):
             if self.config.is_generative:
                 self.register_mesh(mesh, self.config.tensor_model_parallel_size if self.config.name == "vllm" else 1)
             else:
-                sp_size = self.engine_config.get("ulysses_sequence_parallel_size", 1)
-                self.register_engine_mesh(mesh, self.engine_config, sp_size)
+                self.register_engine_mesh(mesh, self.engine_config)
         self.use_profilers(reward_model=self.config.profiler)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Build the model, and load the tokenizers where texts are re-templated."""
+        """Build the model, and load the tokenizers if chats are rendered again."""
         config = self.config
         model_config = config.model.as_model_config()
         if config.is_generative:
@@ -72,7 +73,7 @@ class RewardModelWorker(EngineWorker):
             load_weight=config.load_weight,
         )
         dp_size = self.engine.get_data_parallel_size()
-        self.cut = Cut(
+        self.spec = PassSpec(
             config.use_dynamic_bsz,
             per_rank_micro_batch(config.micro_batch_size_per_gpu, config.micro_batch_size, dp_size),
             config.forward_max_token_len_per_gpu,
@@ -82,20 +83,21 @@ class RewardModelWorker(EngineWorker):
         self.switch = self._chat_switch(model_config)
         if self.sees and self.switch is not None:
             logger.warning(
-                "reward_model.model.input_tokenizer is set: chats are rendered anew, without their images; write null "
-                "where policy and reward model share the processor"
+                "reward_model.model.input_tokenizer is set: chats are rendered again, without their images; write null "
+                "if policy and reward model share the processor"
             )
 
-    def _chat_switch(self, model_config: HFModelConfig) -> ChatSwitch | None:
+    def _chat_switch(self, model_config: HFModelConfig) -> ChatRenderer | None:
         config = self.config
         if config.model.input_tokenizer is None:
             return None
         source, ends = self._policy_tokenizer()
-        return ChatSwitch(source, model_config.tokenizer, config.max_length, config.truncation, ends)
+        return ChatRenderer(source, model_config.tokenizer, config.max_length, config.truncation, ends)
 
     def _policy_tokenizer(self) -> tuple[PreTrainedTokenizerBase, set[int]]:
         """Return the policy's tokenizer, and the tokens at which its responses end."""
-        model: Any = self.config.model
+        model = self.config.model
+        assert model.input_tokenizer is not None
         folder = copy_to_local(os.path.expanduser(model.input_tokenizer), use_shm=model.use_shm)
         tokenizer = hf_tokenizer(folder, trust_remote_code=model.trust_remote_code)
         generation = get_generation_config(folder)  # None for a folder that holds a tokenizer only
@@ -105,16 +107,18 @@ class RewardModelWorker(EngineWorker):
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="reward"))
     def compute_rm_score(self, data: DataProto) -> DataProto:
         """Return ``rm_scores`` (B, R): the score of each response at its last valid token, zero elsewhere."""
-        return self._compute(data)
+        scores: DataProto = self._compute(data)
+        return scores
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="reward"), blocking=False)
     def start_rm_score(self, data: DataProto) -> DataProto:
-        """Do as ``compute_rm_score``; the driver gets a future and goes on."""
-        return self._compute(data)
+        """Compute what ``compute_rm_score`` does, while the driver goes on with a future."""
+        scores: DataProto = self._compute(data)
+        return scores
 
     @DistProfiler.annotate(color="brown", role="reward_model_score")
     def _compute(self, data: DataProto) -> DataProto:
-        fault_point("compute_rm_score", rank=self.rank, step=data.meta_info.get("global_steps"))
+        fault_point("compute_rm_score", rank=self.rank, step=BatchInfo.of(data).step)
         if self.config.is_generative:
             scores, metrics = self.judge(data)
         else:
@@ -122,8 +126,9 @@ class RewardModelWorker(EngineWorker):
             with self.accounted(used, "reward_model", data):
                 scores, metrics = self._classify(data)
             metrics |= used
+        batch = tensors_of(data)
         return DataProto.from_dict(
-            tensors={"rm_scores": at_last_token(scores, data.batch["responses"], data.batch["attention_mask"])},
+            tensors={"rm_scores": at_last_token(scores, batch["responses"], batch["attention_mask"])},
             meta_info={"metrics": metrics},
         )
 
@@ -131,19 +136,20 @@ class RewardModelWorker(EngineWorker):
         """Return the values (B,) at the last token of each row, and the share of rows that were cut."""
         metrics: dict[str, float] = {}
         shown = None
+        batch = tensors_of(data)
         if self.switch is None:
-            rows = {name: data.batch[name] for name in ("input_ids", "attention_mask", "position_ids")}
+            rows = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids")}
             shown = self._shown(data, rows)
         else:
             rows, num_cut = self.switch(data)
             metrics["reward_model/truncated_ratio"] = num_cut / len(data)
         self._check_vocabulary(rows["input_ids"])
-        return last_values(self.engine, rows, self.cut, shown, data.batch["responses"].shape[1]), metrics
+        return last_values(self.engine, rows, self.spec, shown, batch["responses"].shape[1]), metrics
 
     def _shown(self, data: DataProto, rows: dict[str, Tensor]) -> np.ndarray | None:
-        """Return the images of the rows, for a model that sees; one that reads text gets the positions of text.
+        """Return the images of the rows for a vision model; reduce position ids to those of text for a text model.
 
-        Raises: ValueError naming the row whose images the model cannot see.
+        Raises: ValueError naming a row with images that a text model would have to score.
         """
         shown: np.ndarray | None = data.non_tensor_batch.get("multi_modal_inputs")
         if self.sees:
@@ -153,9 +159,9 @@ class RewardModelWorker(EngineWorker):
         for index, row in enumerate(() if shown is None else shown):
             if row:
                 raise ValueError(
-                    f"row {index} of the batch holds images or videos, and the model of reward_model.model.path sees "
-                    "none: name one that does, or the policy's tokenizer in reward_model.model.input_tokenizer, so "
-                    "that the text alone is judged"
+                    f"row {index} of the batch holds images or videos, but reward_model.model.path is a text model: "
+                    "name a vision model, or set reward_model.model.input_tokenizer to the policy's tokenizer, which "
+                    "scores the text alone"
                 )
         return None
 
@@ -163,15 +169,15 @@ class RewardModelWorker(EngineWorker):
         largest = int(ids.max())
         if largest >= self.vocab_size:
             raise ValueError(
-                f"the batch holds token {largest}, and the reward model knows {self.vocab_size} tokens: name the "
-                "policy's tokenizer in reward_model.model.input_tokenizer, so that texts are tokenized anew"
+                f"the batch holds token {largest}, but the reward model has {self.vocab_size} tokens: set "
+                "reward_model.model.input_tokenizer to the policy's tokenizer, which tokenizes the texts again"
             )
 
 
 def last_values(
     engine: "BaseEngine",
     rows: dict[str, Tensor],
-    cut: Cut,
+    spec: PassSpec,
     shown: np.ndarray | None = None,
     response_length: int = 0,
 ) -> Tensor:
@@ -179,25 +185,24 @@ def last_values(
 
     Args:
         shown: (B,) ``multi_modal_inputs`` of the rows.
-        response_length: columns of the response, in which no token stands for one of these.
+        response_length: columns of the response; the tokens in them stand for no image.
     """
     mask = rows["attention_mask"].bool()
     columns = torch.arange(mask.shape[1])
     last = (mask * columns).argmax(-1)
-    read = (columns == last.unsqueeze(1)) & mask  # none in a row of padding
-    asked = read if shown is None else read | (mask & (columns >= mask.shape[1] - response_length))
+    read = (columns == last.unsqueeze(1)) & mask  # a row of padding has none
+    counted = read if shown is None else read | (mask & (columns >= mask.shape[1] - response_length))
     data = DataProto.from_dict(
-        tensors={**rows, "responses": rows["input_ids"], "response_mask": asked.long()},
+        tensors={**rows, "responses": rows["input_ids"], "response_mask": counted.long()},
         non_tensors={} if shown is None else {"multi_modal_inputs": shown},
     )
-    data.meta_info.update(cut.as_meta())
     with engine.eval_mode():
-        values: Tensor = engine.infer_batch(data)["values"]
+        values = engine.infer_batch(data, spec)["values"]
     return (values * read).sum(-1)
 
 
 def at_last_token(scores: Tensor, responses: Tensor, attention_mask: Tensor) -> Tensor:
-    """Return (B,) scores as (B, R), each at the last valid token; that of an empty response stands in column 0."""
+    """Return (B,) scores as (B, R), each at the last valid token, or in column 0 for an empty response."""
     width = responses.shape[1]
     last = (attention_mask[:, -width:] * torch.arange(1, width + 1)).amax(-1)
     placed = torch.zeros(responses.shape, dtype=torch.float32)
@@ -205,9 +210,8 @@ def at_last_token(scores: Tensor, responses: Tensor, attention_mask: Tensor) -> 
 
 
 def inference_engine_config(config: "RewardModelConfig") -> FSDPEngineConfig | McoreEngineConfig:
-    """Return the engine's node: an accelerator holds weights that do not learn in the type that it computes in."""
-    node: Any = config.engine
-    engine: FSDPEngineConfig | McoreEngineConfig = effective_engine_config(node, config, forward_only=True)
+    """Return the engine's node. On an accelerator, weights that do not learn are held in the dtype of the compute."""
+    engine = effective_engine_config(engine_node(config), config, forward_only=True)
     if isinstance(engine, McoreEngineConfig) or get_device_name() == "cpu" or engine.mixed_precision:
         return engine
     return dataclasses.replace(engine, model_dtype="bf16")

@@ -1,15 +1,16 @@
 """The tokens that a policy loss treats differently, chosen over the whole mini-batch before its update."""
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl.algos.policy_loss import get_token_selector
-from verl.algos.policy_loss_cov import token_keys
-from verl.algos.policy_loss_registry import Whole
+from verl.algos.policy_loss import Whole, get_token_selector, token_keys
 from verl.utils.device import get_device_name
+from verl.workers.engine.pass_spec import PassSpec
+from verl.workers.roles.batching import BatchInfo
 from verl.workers.roles.losses import SELECTION
 
 if TYPE_CHECKING:
@@ -18,9 +19,6 @@ if TYPE_CHECKING:
     from verl.protocol import DataProto
     from verl.workers.config import ActorConfig
     from verl.workers.engine import BaseEngine
-
-LOG_PROBS_VERSION = "old_log_probs_version"
-"""The key in ``meta_info`` of the weights that computed ``old_log_probs``."""
 
 
 class Shards(Whole):
@@ -44,25 +42,31 @@ class Shards(Whole):
         return torch.stack(rows).to(values.device)
 
 
-def select_tokens(config: "ActorConfig", engine: "BaseEngine", data: "DataProto", draw: int = 0) -> None:
-    """Add the selection (B, R) of the configured loss to a mini-batch; nothing where the loss has no selector.
+def select_tokens(
+    config: "ActorConfig", engine: "BaseEngine", data: "DataProto", draw: int = 0, spec: PassSpec | None = None
+) -> None:
+    """Add the selection (B, R) of the configured loss to a mini-batch; do nothing if the loss has no selector.
 
-    Collective over the data-parallel ranks, whose shards make the mini-batch. It depends neither on how they are cut
-    nor on the order of the rows. The log-probabilities are those of the present weights: ``old_log_probs`` where the
-    weights have not changed since (``LOG_PROBS_VERSION`` in ``meta_info``), else those of a forward pass. ``draw``
-    tells passes over the same rows apart.
+    Collective over the data-parallel ranks, whose shards make the mini-batch. The result depends neither on the
+    shards nor on the order of the rows. It needs the log-probabilities of the present weights: ``old_log_probs`` if
+    the weights have not changed since (``BatchInfo.old_log_probs_version``), else those of a forward pass.
+
+    Args:
+        draw: tells passes over the same rows apart.
+        spec: options of the update, which the forward pass shares; None reads them from ``meta_info``.
     """
     selector = get_token_selector(config.policy_loss.loss_mode)
     if selector is None:
         return
     batch, mask = data.batch, data.batch["response_mask"]
-    unchanged = data.meta_info.get(LOG_PROBS_VERSION) == engine.weights_version
+    unchanged = BatchInfo.of(data).old_log_probs_version == engine.weights_version
     if unchanged and "old_log_probs" in batch.keys():
         current = batch["old_log_probs"]
     else:
-        asked = data.select()
-        asked.meta_info = data.meta_info | {"calculate_entropy": False, "calculate_full_kl": False}
-        current = engine.infer_batch(asked)["log_probs"].to(mask.device)
+        asked = dataclasses.replace(
+            spec or PassSpec.from_meta(data.meta_info), entropy="none", full_kl=False, after_first_forward=None
+        )
+        current = engine.infer_batch(data, asked)["log_probs"].to(mask.device)
     group = engine.get_data_parallel_group()
     batch[SELECTION] = selector(
         batch.get("old_log_probs", current),

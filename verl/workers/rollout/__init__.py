@@ -12,9 +12,9 @@ __all__ = ["BaseRollout", "HFRollout", "NaiveRollout", "build_rollout", "get_rol
 
 
 def build_rollout(config: "RolloutConfig", model_config: "HFModelConfig", engine: Any = None) -> BaseRollout:
-    """Start the rollout that ``config.name`` and ``config.mode`` name; without an engine it loads its own weights.
+    """Start the rollout that ``config.name`` and ``config.mode`` name; without a training engine it loads a checkpoint.
 
-    Raises: ValueError when there is no such rollout, or when nothing would ever bring the weights.
+    Raises: ValueError for an unknown rollout, and for a rollout that waits for weights that no engine sends.
     """
     if engine is None and config.load_format == "dummy":
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The rollout: what every generation engine does for the actor."""
+"""The contract of a generation engine that produces responses for the actor."""
 
 import importlib
 from abc import ABC, abstractmethod
@@ -16,14 +16,18 @@ if TYPE_CHECKING:
 Bucket = list[tuple[str, Tensor]]
 
 NO_WEIGHTS = -1
-"""The version of an engine that holds no weights of the trainer."""
+"""The weight version of an engine that holds no weights of the trainer."""
 
 
 class BaseRollout(ABC):
     """A generation engine that shares its process with the trainer.
 
-    The weights arrive by ``begin_update``, one ``load`` per bucket, ``finish_update``; ``abort_update`` leaves an
-    engine that refuses to generate until a whole update has succeeded.
+    Weights arrive by ``begin_update``, one ``load`` per bucket and ``finish_update``. An update that fails half way
+    leaves a mixture of old and new weights, so ``abort_update`` makes the engine reject requests until a whole update
+    has succeeded.
+
+    An engine in this process has nothing to wait for, so the work of ``resume`` and ``release`` is in
+    ``resume_memory`` and ``release_memory``. The asynchronous forms are for callers that also drive servers.
     """
 
     def __init__(
@@ -32,70 +36,84 @@ class BaseRollout(ABC):
         self.config = config
         self.model_config = model_config
         self.device_mesh = device_mesh
+        self.last_generation: dict[str, float] = {}
 
     @abstractmethod
     def generate_sequences(self, prompts: "DataProto") -> "DataProto":
-        """Continue every prompt.
+        """Generate a response for each prompt.
 
         Args: ``input_ids``, ``attention_mask``, ``position_ids`` (B, P), left-padded; ``sampling_seed`` (B,) int64;
         non-tensor ``raw_prompt_ids``; meta ``eos_token_id``, ``pad_token_id``, ``do_sample``, ``validate``.
         Returns: ``prompts`` (B, P), ``responses`` (B, R), ``input_ids``, ``attention_mask``, ``position_ids`` (B, L),
-        ``response_mask`` (B, R) and, by ``calculate_log_probs``, ``rollout_log_probs`` (B, R) float32.
+        ``response_mask`` (B, R) and, with ``calculate_log_probs``, ``rollout_log_probs`` (B, R) float32.
         """
 
     @abstractmethod
-    async def resume(self, tags: list[str]) -> None:
-        """Take back the memory of ``weights`` or ``kv_cache``."""
+    def resume_memory(self, tags: list[str]) -> None:
+        """Allocate the memory of ``weights`` or ``kv_cache`` again."""
 
     @abstractmethod
+    def release_memory(self, tags: list[str] | None = None) -> None:
+        """Free the memory of the named tags, or all of it."""
+
+    async def resume(self, tags: list[str]) -> None:
+        """Allocate the memory of ``weights`` or ``kv_cache`` again."""
+        self.resume_memory(tags)
+
     async def release(self, tags: list[str] | None = None) -> None:
-        """Give up the memory of the named tags, or all."""
+        """Free the memory of the named tags, or all of it."""
+        self.release_memory(tags)
 
     @abstractmethod
     def begin_update(self) -> None:
-        """Start a change of all weights; generation is refused until it is finished."""
+        """Start a change of all weights; the engine rejects requests until the change is finished."""
 
     @abstractmethod
     def load(self, bucket: Bucket) -> None:
-        """Take the next (checkpoint name, full tensor) pairs; the tensors may be reused when this returns.
+        """Load the next (checkpoint name, full tensor) pairs; the caller may reuse the tensors afterwards.
 
-        Pairs may be taken out of the list, so that their memory is free before the others are loaded.
+        The engine may remove pairs from the list, which frees their memory before it loads the others.
         """
 
     @property
     def pending_bytes(self) -> int:
-        """Bytes that the engine holds back of what it was given, until the rest of a layer comes."""
+        """Bytes of loaded tensors that the engine keeps until the rest of their layer arrives."""
         return 0
 
     @abstractmethod
     def finish_update(self, version: int) -> None:
         """Complete the change, drop cached prefixes and record the version.
 
-        Raises: RuntimeError when the tensors were not the whole set.
+        Raises: RuntimeError if a tensor of the model is missing.
         """
 
     @abstractmethod
     def abort_update(self) -> None:
-        """Give the change up; the engine holds no usable weights afterwards."""
+        """Abort the change; the engine holds no usable weights afterwards."""
 
     @property
     @abstractmethod
     def weights_version(self) -> int:
-        """Version of the last finished update; -1 before the first."""
+        """Version of the last finished update; -1 before the first one."""
 
     @abstractmethod
     def weights_checksum(self) -> dict[str, int]:
-        """Read the weights back from the engine: name -> checksum of the part that this rank's engine holds."""
+        """Read the weights back from the engine: name -> checksum of the part on this rank.
+
+        Sender and receiver may share memory, so a checksum of the sent tensors alone would prove nothing.
+        """
 
     @abstractmethod
     def source_checksum(self, name: str, tensor: Tensor) -> tuple[str, Tensor] | None:
-        """Return the name in ``weights_checksum``, and the 0-dim value due there, of a full checkpoint tensor.
+        """Return the entry that ``weights_checksum`` must have for a full checkpoint tensor: name and 0-dim checksum.
 
-        None where the engine cannot tell. ``name`` is the checkpoint's.
+        None if the engine does not know where it holds the tensor. The argument ``name`` is the name in the checkpoint.
         """
 
-    async def update_weights(self, weights: Iterable[tuple[str, Tensor]], **kwargs: Any) -> None:
-        """Load a whole stream as one update; for callers that do not bucket."""
+    async def update_weights(
+        self, weights: Iterable[tuple[str, Tensor]], version: int | None = None, **unused: Any
+    ) -> None:
+        """Load a whole stream as one update, without buckets."""
         self.begin_update()
         try:
             for pair in weights:
@@ -103,7 +121,7 @@ class BaseRollout(ABC):
         except BaseException:
             self.abort_update()
             raise
-        self.finish_update(kwargs.get("version", self.weights_version + 1))
+        self.finish_update(self.weights_version + 1 if version is None else version)
 
 
 _ROLLOUTS: dict[tuple[str, str], str] = {
@@ -113,17 +131,17 @@ _ROLLOUTS: dict[tuple[str, str], str] = {
 
 
 class UnknownRolloutError(ValueError, AssertionError):
-    """No rollout class is known by the name and mode that were asked for."""
+    """There is no rollout class for a name and mode."""
 
 
 def get_rollout_class(rollout_name: str, mode: str = "sync") -> type[BaseRollout]:
     """Import the rollout class of a name and mode.
 
-    Raises: ValueError, which is also an AssertionError, when there is none.
+    Raises: ValueError, which is also an AssertionError, for an unknown name or mode.
     """
     if (rollout_name, mode) not in _ROLLOUTS:
         raise UnknownRolloutError(
-            f"actor_rollout_ref.rollout.name={rollout_name!r} with mode={mode!r} is not built; choose of "
+            f"actor_rollout_ref.rollout.name={rollout_name!r} with mode={mode!r} does not exist: choose one of "
             f"{sorted(_ROLLOUTS)}"
         )
     module, _, name = _ROLLOUTS[rollout_name, mode].rpartition(".")

@@ -1,7 +1,7 @@
-"""From a batch of prompts to requests, and from generated tokens to the batch that training reads."""
+"""Turn a batch of prompts into requests, and generated tokens into the batch that training reads."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from verl.workers.config import RolloutConfig
 
 DROPPED_KEYS = ("raw_prompt_ids", "multi_modal_data", "multi_modal_inputs")
-"""Non-tensors that generation consumes; the driver keeps what training reads of them."""
+"""Non-tensors that only generation reads; the driver keeps those that training needs."""
 
 
 def prompt_token_ids(prompts: DataProto) -> list[list[int]]:
-    """Return the token ids of every prompt without padding: ``raw_prompt_ids`` as they are, else from the mask.
+    """Return the token ids of each prompt without padding: ``raw_prompt_ids`` if present, else by the mask.
 
-    Raises: ValueError naming the row when a prompt is empty.
+    Raises: ValueError naming the row of an empty prompt.
     """
     raw = prompts.non_tensor_batch.get("raw_prompt_ids")
     if raw is not None:
@@ -34,17 +34,20 @@ def prompt_token_ids(prompts: DataProto) -> list[list[int]]:
 
 
 def padded_token_ids(prompts: DataProto) -> list[list[int]]:
-    """Return the token ids of every prompt as training sees them, without padding."""
-    ids, mask = prompts.batch["input_ids"].numpy(), prompts.batch["attention_mask"].numpy().astype(bool)
+    """Return the token ids of each prompt as training sees them, without padding."""
+    assert prompts.batch is not None
+    ids = prompts.batch["input_ids"].numpy()
+    mask = prompts.batch["attention_mask"].numpy().astype(bool)
     return [row[keep].tolist() for row, keep in zip(ids, mask, strict=True)]
 
 
 def check_prompt_lengths(
     prompts: DataProto, token_ids: Sequence[Sequence[int]], context: int, response_length: int
 ) -> None:
-    """Raise ValueError naming the first prompt that, with its images, leaves no room for a whole response."""
+    """Raise ValueError naming the first prompt that, with its images, leaves too little room for a response."""
     room = context - response_length
-    padded_lengths = prompts.batch["attention_mask"].sum(dim=1).tolist()  # an image is one token of ``token_ids``
+    assert prompts.batch is not None
+    padded_lengths = prompts.batch["attention_mask"].sum(dim=1).tolist()  # ``token_ids`` holds one token per image
     for row, (ids, padded) in enumerate(zip(token_ids, padded_lengths, strict=True)):
         length = max(len(ids), padded)
         if length > room:
@@ -55,30 +58,31 @@ def check_prompt_lengths(
 
 
 def is_greedy(prompts: DataProto, config: "RolloutConfig") -> bool:
-    """Whether the batch asks for the most likely token; ``do_sample`` of the batch goes before that of the config."""
+    """Whether to take the most likely tokens; ``do_sample`` of the batch overrides the config."""
     return not prompts.meta_info.get("do_sample", config.do_sample)
 
 
 def sampling_values(prompts: DataProto, config: "RolloutConfig") -> dict[str, float]:
     """Return ``temperature``, ``top_p``, ``top_k`` and ``repetition_penalty`` of a batch.
 
-    Greedy goes before validation, validation (``rollout.val_kwargs``) before training (``rollout``).
+    Greedy overrides validation (``rollout.val_kwargs``), which overrides training (``rollout``).
     """
     if is_greedy(prompts, config):
         return {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0}
     source = config.val_kwargs if prompts.meta_info.get("validate", False) else config
     values = {name: getattr(source, name) for name in ("temperature", "top_p", "top_k")}
-    return values | {"repetition_penalty": getattr(config, "repetition_penalty", 1.0)}
+    return values | {"repetition_penalty": config.repetition_penalty}
 
 
 def sampling_seeds_of(prompts: DataProto) -> list[int]:
     """Return the seed of each row.
 
-    Raises: ValueError when the batch has none: a result would then depend on what the engine did before.
+    Raises: ValueError without seeds: the result would then depend on earlier requests of the engine.
     """
+    assert prompts.batch is not None
     if "sampling_seed" not in prompts.batch:
         raise ValueError(
-            "the batch has no sampling_seed (B,): make it with "
+            "the batch has no sampling_seed (B,): add it with "
             "verl.utils.numerics.seeding.sampling_seeds(run_seed, step, ...)"
         )
     seeds: list[int] = prompts.batch["sampling_seed"].tolist()
@@ -92,7 +96,7 @@ def eos_token_ids(value: int | Sequence[int] | None) -> list[int]:
     return [int(value)] if isinstance(value, int | np.integer) else [int(token) for token in value]
 
 
-def pad_rows(rows: Sequence[Sequence[float]], width: int, fill: float, dtype: Any) -> np.ndarray:
+def pad_rows(rows: Sequence[Sequence[float]], width: int, fill: float, dtype: type[np.number]) -> np.ndarray:
     """Stack rows of at most ``width`` items into (len(rows), width), padded on the right with ``fill``."""
     lengths = np.fromiter((len(row) for row in rows), dtype=np.int64, count=len(rows))
     out = np.full((len(rows), width), fill, dtype=dtype)
@@ -110,10 +114,12 @@ def build_output(
 ) -> DataProto:
     """Return the batch of prompts (B, P) and responses (B, R) that training reads.
 
-    ``response_mask`` is 1 on exactly the tokens that were sampled, an end-of-sequence token included; it follows the
-    number of tokens, not their values. ``rollout_log_probs`` is 0 outside of it.
+    ``response_mask`` is 1 on exactly the sampled tokens, including an end-of-sequence token. It follows the number of
+    tokens, not their values. ``rollout_log_probs`` is 0 outside the mask.
     """
-    input_ids, attention_mask = prompts.batch["input_ids"], prompts.batch["attention_mask"]
+    assert prompts.batch is not None
+    input_ids = prompts.batch["input_ids"]
+    attention_mask = prompts.batch["attention_mask"]
     position_ids = prompts.batch["position_ids"]
     tokens = torch.from_numpy(pad_rows(responses, response_length, pad_token_id, np.int64))
     lengths = torch.tensor([len(row) for row in responses])

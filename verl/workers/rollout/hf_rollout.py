@@ -1,7 +1,7 @@
-"""Generation by transformers' own forward pass: slow, simple, and without another engine to install."""
+"""Generation by the forward pass of transformers: slow, but it needs no other engine."""
 
 import time
-from typing import TYPE_CHECKING, Any, Union
+from typing import TYPE_CHECKING, Any, TypeVar, Union
 
 import numpy as np
 import torch
@@ -32,13 +32,15 @@ if TYPE_CHECKING:
 
     from verl.workers.config import HFModelConfig, RolloutConfig
 
+_Number = TypeVar("_Number", int, float)
+
 
 class HFRollout(BaseRollout):
-    """Generates with a transformers model, one copy per rank, in chunks of ``max_num_seqs`` rows.
+    """Generate with a transformers model, one copy per rank, in chunks of ``max_num_seqs`` rows.
 
-    ``HFRollout(config, model_config, device_mesh)`` builds its own whole copy of the model in ``config.dtype`` and
-    takes the trainer's weights by the same updates as every rollout: a sharded training module would gather its
-    layers once per token. ``HFRollout(module, config)`` generates with the given module as it is, whatever changes it.
+    ``HFRollout(config, model_config, device_mesh)`` builds a whole copy of the model in ``config.dtype`` and receives
+    the trainer's weights by the updates of ``BaseRollout``, because a sharded training module would gather its layers
+    once per token. ``HFRollout(module, config)`` generates with the given module in its current state.
     """
 
     def __init__(
@@ -50,7 +52,7 @@ class HFRollout(BaseRollout):
         given = isinstance(config, nn.Module)
         rollout_config: Any = model_config if given else config
         super().__init__(rollout_config, None if given else model_config, device_mesh)  # type: ignore[arg-type]
-        self.module: nn.Module = config if given else _build_model(rollout_config, model_config)  # type: ignore[assignment]
+        self.module: nn.Module = config if given else _build_model(rollout_config, model_config)  # type: ignore[assignment,arg-type]
         self.last_generation: dict[str, float] = {}
         self._usable = given or rollout_config.load_format != "dummy"
         self._version = NO_WEIGHTS
@@ -60,10 +62,10 @@ class HFRollout(BaseRollout):
 
     @torch.no_grad()
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """Continue every prompt; see ``BaseRollout``.
+        """Generate a response for each prompt; see ``BaseRollout``.
 
-        Raises: RuntimeError when there are no usable weights; ValueError when a prompt is too long, or has images
-            without ``multi_modal_inputs``.
+        Raises: RuntimeError without usable weights; ValueError if a prompt is too long, or has images without
+            ``multi_modal_inputs``.
         """
         if not self._usable:
             raise RuntimeError(
@@ -72,9 +74,9 @@ class HFRollout(BaseRollout):
         started = time.perf_counter()
         media = _media_of(prompts)
         token_ids = prompt_token_ids(prompts) if media is None else padded_token_ids(prompts)
+        assert prompts.batch is not None
         positions = prompts.batch["position_ids"]
-        context = self.config.max_model_len or self.config.prompt_length + self.config.response_length
-        check_prompt_lengths(prompts, token_ids, context, self.config.response_length)
+        check_prompt_lengths(prompts, token_ids, self.config.context_length, self.config.response_length)
         greedy = is_greedy(prompts, self.config)
         seeds = [0] * len(prompts) if greedy else sampling_seeds_of(prompts)
         values = sampling_values(prompts, self.config)
@@ -105,10 +107,10 @@ class HFRollout(BaseRollout):
         result.meta_info["timing"] = {"generate_sequences": elapsed}
         return result
 
-    def _inputs(self, token_ids: list[list[int]], positions: Tensor, media: np.ndarray | None) -> dict[str, Any]:
-        """Return the model's inputs for the rows' prompts, padded to the longest of them."""
+    def _inputs(self, token_ids: list[list[int]], positions: Tensor, media: np.ndarray | None) -> dict[str, Tensor]:
+        """Return the model's inputs for the prompts of the rows, padded to the longest one."""
         ids, mask = _left_pad(token_ids, self._device)
-        inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
+        inputs = {"input_ids": ids, "attention_mask": mask}
         if positions.dim() == 2:
             inputs["position_ids"] = (mask.cumsum(dim=1) - 1).clamp(min=0)
         else:  # (B, C, P) here, (C, B, P) in the model
@@ -119,15 +121,19 @@ class HFRollout(BaseRollout):
         return inputs
 
     def _generate(
-        self, inputs: dict[str, Any], sampler: Sampler, eos: list[int], step: int | None
+        self, inputs: dict[str, Tensor], sampler: Sampler, eos: list[int], step: int | None
     ) -> tuple[list[list[int]], list[list[float]]]:
         """Return the sampled tokens of each row, and their log-probabilities."""
-        ids, mask = inputs["input_ids"], inputs.pop("attention_mask")
+        ids = inputs["input_ids"]
+        mask = inputs.pop("attention_mask")
         ends = torch.tensor(eos, dtype=torch.long, device=self._device)
         position = _next_positions(inputs["position_ids"])
-        cache, seen = None, ids.masked_fill(mask == 0, -1)
+        cache = None
+        seen = ids.masked_fill(mask == 0, -1)
         running = torch.ones(len(ids), dtype=torch.bool, device=self._device)
-        tokens, scores, alive = [], [], []
+        tokens: list[Tensor] = []
+        scores: list[Tensor] = []
+        alive: list[Tensor] = []
         for index in range(self.config.response_length):
             output = self.module(**inputs, attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=1)
             cache = output.past_key_values
@@ -145,7 +151,7 @@ class HFRollout(BaseRollout):
             seen = torch.cat([seen, token[:, None]], dim=1)
             mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
         lengths = torch.stack(alive, dim=1).sum(dim=1).tolist()
-        return _rows(torch.stack(tokens, dim=1), lengths), _rows(torch.stack(scores, dim=1), lengths)
+        return _rows(torch.stack(tokens, dim=1).tolist(), lengths), _rows(torch.stack(scores, dim=1).tolist(), lengths)
 
     @property
     def _device(self) -> torch.device:
@@ -153,29 +159,30 @@ class HFRollout(BaseRollout):
 
     @property
     def _is_sharded(self) -> bool:
-        """Whether a forward pass is collective, so that all ranks must make the same number of them."""
+        """Whether a forward pass is collective, so that all ranks must run the same number of passes."""
         return any(hasattr(parameter, "full_tensor") for parameter in self.module.parameters())
 
     # ---- memory
 
-    async def resume(self, tags: list[str]) -> None:
-        """Do nothing: the copy of the model stays, and a cache lives only while it is used."""
+    def resume_memory(self, tags: list[str]) -> None:
+        """Do nothing: the copy of the model stays, and a cache lives only during a generation."""
 
-    async def release(self, tags: list[str] | None = None) -> None:
-        """Do nothing; see ``resume``."""
+    def release_memory(self, tags: list[str] | None = None) -> None:
+        """Do nothing; see ``resume_memory``."""
 
     # ---- weights
 
     def begin_update(self) -> None:
         """Start a change of all weights."""
-        self._usable, self._version = False, NO_WEIGHTS
+        self._usable = False
+        self._version = NO_WEIGHTS
         self._arrived.clear()
 
     @torch.no_grad()
     def load(self, bucket: Bucket) -> None:
         """Copy tensors into the module's parameters.
 
-        Raises: RuntimeError naming a tensor that the module does not have, that has another shape, or that came twice.
+        Raises: RuntimeError naming a tensor that the module lacks, that has another shape, or that arrived twice.
         """
         for name, tensor in bucket:
             target = self._parameters.get(name)
@@ -192,17 +199,19 @@ class HFRollout(BaseRollout):
     def finish_update(self, version: int) -> None:
         """Record the version.
 
-        Raises: RuntimeError naming tensors that did not come.
+        Raises: RuntimeError naming tensors that did not arrive.
         """
         missing = sorted(self._parameters.keys() - self._arrived)
         if missing:
             shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
             raise RuntimeError(f"weight sync: {len(missing)} tensors of the rollout's model are missing: {shown}")
-        self._version, self._usable = version, True
+        self._version = version
+        self._usable = True
 
     def abort_update(self) -> None:
-        """Give the change up; the module is half-loaded, and generation is refused."""
-        self._usable, self._version = False, NO_WEIGHTS
+        """Abort the change; the module is half-loaded, so generation is rejected."""
+        self._usable = False
+        self._version = NO_WEIGHTS
 
     @property
     def weights_version(self) -> int:
@@ -214,7 +223,7 @@ class HFRollout(BaseRollout):
         return {name: int(tensor_checksum(value)) for name, value in self._parameters.items()}
 
     def source_checksum(self, name: str, tensor: Tensor) -> tuple[str, Tensor] | None:
-        """Return the name, and the checksum of the tensor in the type of the module's parameter."""
+        """Return the name and the checksum of the tensor in the dtype of the module's parameter."""
         target = self._parameters.get(name)
         return None if target is None else (name, tensor_checksum(tensor, target.dtype))
 
@@ -227,7 +236,7 @@ NaiveRollout = HFRollout
 """The established second name."""
 
 
-def _build_model(config: "RolloutConfig", model_config: Any) -> nn.Module:
+def _build_model(config: "RolloutConfig", model_config: "HFModelConfig") -> nn.Module:
     from verl.utils.model import get_hf_auto_model_class
     from verl.workers.rollout.random_state import preserved_random_state
 
@@ -245,9 +254,9 @@ def _build_model(config: "RolloutConfig", model_config: Any) -> nn.Module:
 
 
 def _media_of(prompts: DataProto) -> np.ndarray | None:
-    """Return the processor's tensors of each row, None where no row has images.
+    """Return the processor's tensors of each row; None if no row has images.
 
-    Raises: ValueError when only what another engine takes is there.
+    Raises: ValueError if the batch holds images only in the form that other engines take.
     """
     rows: np.ndarray | None = prompts.non_tensor_batch.get("multi_modal_inputs")
     if rows is None and any(prompts.non_tensor_batch.get("multi_modal_data", [])):
@@ -258,7 +267,7 @@ def _media_of(prompts: DataProto) -> np.ndarray | None:
 
 
 def _next_positions(positions: Tensor) -> Tensor:
-    """Return the positions of the first generated tokens: (B, 1), or (C, B, 1) with several axes."""
+    """Return the positions of the first generated tokens: (B, 1), or (C, B, 1) with C position axes."""
     if positions.dim() == 2:
         return continued(positions, 1)
     return continued(positions.transpose(0, 1), 1).transpose(0, 1)
@@ -271,5 +280,5 @@ def _left_pad(rows: list[list[int]], device: torch.device) -> tuple[Tensor, Tens
     return ids, mask
 
 
-def _rows(matrix: Tensor, lengths: list[int]) -> list[list[Any]]:
-    return [row[:length] for row, length in zip(matrix.tolist(), lengths, strict=True)]
+def _rows(matrix: list[list[_Number]], lengths: list[int]) -> list[list[_Number]]:
+    return [row[:length] for row, length in zip(matrix, lengths, strict=True)]

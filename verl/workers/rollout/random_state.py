@@ -1,4 +1,4 @@
-"""Keep an engine from touching the random state of the trainer that shares its process."""
+"""Protect the random state of the trainer from an engine in the same process."""
 
 import random
 from collections.abc import Iterator
@@ -12,8 +12,10 @@ from verl.utils.device import get_device_name, get_torch_device
 
 @contextmanager
 def preserved_random_state() -> Iterator[None]:
-    """Restore the state of ``random``, numpy and torch (and the current accelerator) afterwards, whatever happened."""
-    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    """Restore the state of ``random``, numpy, torch and the current accelerator on exit, also after an error."""
+    python = random.getstate()
+    numpy = np.random.get_state()
+    cpu = torch.get_rng_state()
     device = None if get_device_name() == "cpu" else get_torch_device()
     on_device = None if device is None else device.get_rng_state()
     try:

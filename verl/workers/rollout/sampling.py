@@ -1,4 +1,4 @@
-"""Sampling of next tokens from logits, each row from its own seed."""
+"""Sample next tokens from logits, each row with a separate seed."""
 
 from collections.abc import Sequence
 
@@ -7,22 +7,23 @@ from torch import Tensor
 
 
 class Sampler:
-    """Draws one token per row and call.
+    """Draw one token per row and call.
 
     Args: ``values`` holds ``temperature`` (0 is greedy), ``top_p``, ``top_k`` (0 or -1 is off) and
-    ``repetition_penalty``; a row's draws depend on its seed and its own logits only.
+    ``repetition_penalty``; the draws of a row depend only on its seed and its logits.
     """
 
     def __init__(self, values: dict[str, float], seeds: Sequence[int], device: torch.device) -> None:
         self._temperature = values["temperature"]
-        self._top_p, self._top_k = values["top_p"], int(values["top_k"])
+        self._top_p = values["top_p"]
+        self._top_k = int(values["top_k"])
         self._penalty = values["repetition_penalty"]
         self._generators = [torch.Generator(device=device).manual_seed(seed) for seed in seeds]
 
     def __call__(self, logits: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-        """Return tokens (B,) and their log-probabilities (B,) under the distribution that they are drawn from.
+        """Return tokens (B,) and their log-probabilities (B,) under the sampled distribution.
 
-        Args: logits are (B, V) float32 and may be overwritten; ``seen`` (B, T) are the tokens so far, -1 is none.
+        Args: logits are (B, V) float32 and may be overwritten; ``seen`` (B, T) are the tokens so far, -1 for padding.
         """
         if self._penalty != 1.0:
             logits = self._penalise(logits, seen)

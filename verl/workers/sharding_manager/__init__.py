@@ -1,4 +1,4 @@
-"""Managers of the devices and weights that training and generation share."""
+"""Sharding managers: they switch devices and weights between training and generation."""
 
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,7 @@ __all__ = [
 
 
 def build_sharding_manager(engine: "BaseEngine | None", rollout: "BaseRollout") -> HybridShardingManager:
-    """Return the manager between a training engine, or none, and a rollout."""
+    """Return the manager of a rollout and its training engine, if it has one."""
     bucket_bytes = rollout.config.update_weights_bucket_megabytes << 20
     strategy = getattr(getattr(engine, "engine_config", None), "strategy", None)
     kind = MegatronVLLMShardingManager if strategy == "megatron" else FSDPVLLMShardingManager

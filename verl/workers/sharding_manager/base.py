@@ -1,4 +1,4 @@
-"""The HybridEngine: devices and weights that training and generation share, and who has them when."""
+"""Base class of the contexts that switch a process between training and another use of its devices."""
 
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 
 
 class BaseShardingManager:
-    """A context in which the other side (generation, or a parallel layout) may be used; does nothing by itself."""
+    """A context for generation, or for a parallel layout; the base class does nothing."""
 
     def __enter__(self) -> "BaseShardingManager":
         return self
@@ -19,7 +19,7 @@ class BaseShardingManager:
         return None
 
     def preprocess_data(self, data: "DataProto") -> "DataProto":
-        """Lay a batch out for the inside of the context."""
+        """Lay a batch out for use inside the context."""
         return data
 
     def postprocess_data(self, data: "DataProto") -> "DataProto":

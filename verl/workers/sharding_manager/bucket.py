@@ -1,4 +1,4 @@
-"""Collect a stream of weights into buckets by bytes, and measure what of it is alive."""
+"""Collect a stream of weights into buckets by bytes, and measure its live bytes."""
 
 import weakref
 from collections.abc import Callable
@@ -7,16 +7,16 @@ from torch import Tensor
 
 Bucket = list[tuple[str, Tensor]]
 
-
 SMALLEST_SHARE = 8
-"""What the receiver holds back makes a bucket smaller, down to this part of it: each costs a call."""
+"""Smallest bucket, as the limit divided by this number."""
 
 
 class Bucketer:
-    """Hands (name, tensor) pairs on in their order, in lists of at most ``max_bytes``; a larger tensor is alone.
+    """Pass (name, tensor) pairs on in order, in lists of at most ``max_bytes``; a larger tensor is alone in its list.
 
-    The list is emptied when ``load`` returns. With the bytes that the receiver holds back until the rest of a layer
-    comes, ``pending``, a list stays below ``max_bytes`` too, where that is possible.
+    The receiver may keep tensors until the rest of their layer arrives; ``pending`` returns their bytes. The bucket
+    shrinks by that amount, so that both together stay below ``max_bytes``. It does not shrink below the limit divided
+    by ``SMALLEST_SHARE``, because each bucket costs a call. The list is emptied after ``load``.
 
     Raises: ValueError when ``max_bytes`` is not positive.
     """
@@ -24,25 +24,27 @@ class Bucketer:
     def __init__(self, max_bytes: int, load: Callable[[Bucket], None], pending: Callable[[], int] = lambda: 0) -> None:
         if max_bytes <= 0:
             raise ValueError(f"a bucket of weights must hold at least one byte, got {max_bytes}")
-        self._max_bytes, self._load, self._pending = max_bytes, load, pending
+        self._max_bytes = max_bytes
+        self._load = load
+        self._pending = pending
         self._bucket: Bucket = []
         self._size = 0
 
     def make_room(self, nbytes: int) -> None:
-        """Hand on what a tensor of ``nbytes`` does not fit beside; called before that tensor is made."""
+        """Flush the bucket if a tensor of ``nbytes`` does not fit into it; called before that tensor is allocated."""
         pending = self._pending()
         room = self._max_bytes if pending >= self._max_bytes else self._max_bytes - pending
         if self._size + nbytes > max(room, self._max_bytes // SMALLEST_SHARE):
             self.flush()
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Take the next tensor."""
+        """Add the next tensor."""
         self.make_room(tensor.nbytes)
         self._bucket.append((name, tensor))
         self._size += tensor.nbytes
 
     def flush(self) -> None:
-        """Hand on what is there."""
+        """Pass the bucket on."""
         if self._bucket:
             self._load(self._bucket)
             self._bucket.clear()
@@ -50,14 +52,16 @@ class Bucketer:
 
 
 class Meter:
-    """Counts the tensors and bytes of a stream that pass, and the most bytes that were alive at once."""
+    """Count the tensors and bytes of a stream, and the peak of its live bytes."""
 
     def __init__(self) -> None:
-        self.tensors = self.total_bytes = self.peak_bytes = 0
+        self.tensors = 0
+        self.total_bytes = 0
+        self.peak_bytes = 0
         self._alive = 0
 
     def watch(self, tensor: Tensor) -> None:
-        """Count a tensor until nothing refers to it."""
+        """Count a tensor as live until nothing refers to it."""
         self.tensors += 1
         self.total_bytes += tensor.nbytes
         self._alive += tensor.nbytes

@@ -1,9 +1,8 @@
-"""The HybridEngine: training and generation in the same process, with the weights of one engine in the other."""
+"""The HybridEngine: training and generation in one process, with the weights of the training engine in the rollout."""
 
 import logging
-from collections.abc import Coroutine
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from verl.protocol import all_gather_data_proto
 from verl.utils import envs
@@ -25,13 +24,18 @@ DEFAULT_BUCKET_BYTES = 512 << 20
 
 
 class HybridShardingManager(BaseShardingManager):
-    """Hands devices and current weights to the rollout on entry, and takes the devices back on exit.
+    """Give devices and current weights to the rollout on entry, and take the devices back on exit.
 
-    The layout of training and the tensor-parallel size of generation may differ: every rank sees every full tensor
-    once, and its engine keeps the part that it needs.
+    Resharding: the layout of training and the tensor-parallel size of generation may differ. The training engine
+    therefore streams full tensors, each gathered over the axes that shard it, and every rank sees each of them once and
+    keeps the part that its rollout needs. This costs more bytes than a direct exchange of shards, but needs no table of
+    pairs of layouts, and only one bucket of full tensors is alive at a time.
 
-    Args: without an engine nothing is synced. The ``infer_tp`` axis of ``device_mesh`` holds the ranks that share a
-    rollout engine; without a mesh the caller hands each of them the same rows.
+    Order of entry: the weights' memory is allocated before the sync, the key-value cache only afterwards, so that the
+    buckets use memory that the cache takes later.
+
+    Args: without ``engine`` there is no sync. The ``infer_tp`` axis of ``device_mesh`` holds the ranks that share a
+        rollout engine; without a mesh the caller passes the same rows to each of them.
     """
 
     def __init__(
@@ -47,47 +51,68 @@ class HybridShardingManager(BaseShardingManager):
         self.bucket_bytes = bucket_bytes
         self.step: int | None = None
         self.last_sync: dict[str, float] = {}
+        self._prepared_for: int | None = None
         self._infer_group = None
         if device_mesh is not None and "infer_tp" in (device_mesh.mesh_dim_names or ()):
             group = device_mesh["infer_tp"].get_group()
             self._infer_group = group if group.size() > 1 else None
         if rollout.config.free_cache_engine:
-            _complete(rollout.release())
+            rollout.release_memory()
 
-    def __enter__(self) -> "HybridShardingManager":
-        """Resume the rollout's weights, sync them if they are not current, then resume its cache.
+    @property
+    def is_behind(self) -> bool:
+        """Whether the trainer has other weights than the rollout."""
+        return self.engine is not None and self.engine.weights_version != self.rollout.weights_version
+
+    def sync(self) -> None:
+        """Resume the rollout's weights, and sync them if they are outdated.
+
+        The rollout stays awake for the generation that follows.
 
         Raises: WeightSyncError on all ranks when the sync failed on any.
         """
         _empty_cache()
         set_expandable_segments(False)
-        _complete(self.rollout.resume(["weights"]))
+        self.rollout.resume_memory(["weights"])
         self.last_sync = {}
-        due = self.engine is not None and self.engine.weights_version != self.rollout.weights_version
-        if due and not is_skipped("weight_sync", rank=envs.integer("RANK", 0), step=self.step):
+        if self.is_behind and not is_skipped("weight_sync", rank=envs.integer("RANK", 0), step=self.step):
+            assert self.engine is not None
             self.last_sync = WeightSync(self.engine, self.rollout, self.bucket_bytes, self.step).run()
             logger.debug("weight sync: %s", self.last_sync)
+        self._prepared_for = self._trained_version()
+
+    def _trained_version(self) -> int:
+        return 0 if self.engine is None else self.engine.weights_version
+
+    def __enter__(self) -> "HybridShardingManager":
+        """Sync, unless that was done for these weights, and resume the rollout's cache.
+
+        Raises: WeightSyncError on all ranks when the sync failed on any.
+        """
+        if self._prepared_for != self._trained_version():
+            self.sync()
         _empty_cache()
-        _complete(self.rollout.resume(["kv_cache"]))
+        self.rollout.resume_memory(["kv_cache"])
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Release the rollout's memory where ``free_cache_engine`` asks for it."""
+        """Release the rollout's memory if ``free_cache_engine`` is set."""
+        self._prepared_for = None
         if self.rollout.config.free_cache_engine:
-            _complete(self.rollout.release())
+            self.rollout.release_memory()
         _empty_cache()
         set_expandable_segments(True)
 
     def preprocess_data(self, data: "DataProto") -> "DataProto":
-        """Give the ranks of a rollout engine the rows of them all; collective over them."""
+        """Give each rank of a rollout engine the rows of all of them; collective over them."""
         if self._infer_group is not None:
             all_gather_data_proto(data, self._infer_group)
         return data
 
     def postprocess_data(self, data: "DataProto") -> "DataProto":
-        """Return this rank's part of what ``preprocess_data`` has joined: as many rows for each rank."""
+        """Return this rank's rows of a batch that ``preprocess_data`` joined, the same number for each rank."""
         if self._infer_group is None:
             return data
         return data.chunk(self._infer_group.size())[self._infer_group.rank()]
@@ -96,16 +121,3 @@ class HybridShardingManager(BaseShardingManager):
 def _empty_cache() -> None:
     if get_device_name() != "cpu":
         get_torch_device().empty_cache()
-
-
-def _complete(coroutine: Coroutine[Any, Any, None]) -> None:
-    """Run a coroutine of a rollout in this thread to its end, whether or not an event loop runs here.
-
-    An engine in this process never awaits anything; a remote one would, and needs a loop.
-    """
-    try:
-        coroutine.send(None)
-    except StopIteration:
-        return
-    coroutine.close()
-    raise RuntimeError("this rollout awaits a server: use it with an asynchronous manager")

@@ -18,18 +18,24 @@ if TYPE_CHECKING:
 
 
 class WeightSyncError(RuntimeError):
-    """An update of the rollout's weights failed on some rank; no rank uses what came of it."""
+    """An update of the rollout's weights failed on a rank, so no rank uses it."""
 
 
 class WeightSync:
     """One update of a rollout's weights; collective over all ranks of the trainer.
 
-    Every rank drains the stream, for making a tensor may be collective, and learns of a failure on any other before
-    it goes on; so no rank waits for ever and the version goes up on all or none.
+    Abort: making a tensor may be collective, so a rank whose load fails keeps draining the stream; a rank that stopped
+    would block the others forever. After the stream and after the check, the ranks exchange failures. If any rank
+    failed, all of them abort and raise, so the version goes up on all ranks or on none.
+
+    Checksum: the sums of the sent tensors are computed bucket by bucket, before the load, and compared with sums that
+    are read back from the engine after the load. Sender and receiver may share memory, so the sent tensor itself proves
+    nothing about the engine.
     """
 
     def __init__(self, engine: "BaseEngine", rollout: "BaseRollout", bucket_bytes: int, step: int | None) -> None:
-        self._engine, self._rollout = engine, rollout
+        self._engine = engine
+        self._rollout = rollout
         self._step = step
         self._bucketer = Bucketer(bucket_bytes, self._take, lambda: rollout.pending_bytes)
         self._meter = Meter()
@@ -39,7 +45,7 @@ class WeightSync:
         self._failure: Exception | None = None
 
     def run(self) -> dict[str, float]:
-        """Bring the rollout to the engine's version; returns what was moved.
+        """Bring the rollout to the engine's version and return the metrics of the sync.
 
         Raises: WeightSyncError naming rank and tensor.
         """
@@ -47,14 +53,14 @@ class WeightSync:
         version = self._engine.weights_version
         try:
             self._rollout.begin_update()
-        except Exception as error:  # told to the other ranks below; a rank that stops here would hang them
+        except Exception as error:  # see "Abort" above
             self._failure = error
         self._stream()
         self._agree(self._failure)
         try:
             self._rollout.finish_update(version)
             self._verify()
-        except Exception as error:  # likewise
+        except Exception as error:  # see "Abort" above
             self._failure = error
         self._agree(self._failure)
         if self._num_buckets > 1:
@@ -71,15 +77,15 @@ class WeightSync:
         }
 
     def _stream(self) -> None:
-        """Drain the engine's weights into buckets; room for a tensor is made before the tensor."""
+        """Drain the engine's weights into buckets; a bucket is flushed before the next tensor is allocated."""
         for name, tensor in self._engine.named_weights(before=self._make_room):
             self._meter.watch(tensor)
             self._bucketer.add(name, tensor)
-            del tensor  # the bucket holds it; a name here would keep it alive while the next one is made
+            del tensor  # otherwise it stays alive while the next one is allocated
         self._bucketer.flush()
 
     def _make_room(self, nbytes: int) -> None:
-        """Hand on a bucket that a tensor does not fit into, so that what it held is gone before the next begins."""
+        """Flush the bucket if a tensor does not fit, so that its memory is free before the tensor is allocated."""
         handed_on = self._num_buckets
         self._bucketer.make_room(nbytes)
         if self._num_buckets > handed_on:
@@ -87,7 +93,7 @@ class WeightSync:
 
     @staticmethod
     def _return_freed() -> None:
-        if get_device_name() == "cpu":  # elsewhere the stream is not in the memory of the host
+        if get_device_name() == "cpu":  # on accelerators the stream is not in host memory
             return_freed_host_memory()
 
     def _take(self, bucket: Bucket) -> None:
@@ -95,7 +101,7 @@ class WeightSync:
         if self._failure is None:
             try:
                 self._load(bucket)
-            except Exception as error:  # likewise; the rest of the stream is drained
+            except Exception as error:  # see "Abort" above
                 self._failure = error
         if self._num_buckets == 1:
             fault_point("weight_sync", rank=envs.integer("RANK", 0), step=self._step)
@@ -111,7 +117,7 @@ class WeightSync:
         self._rollout.load(bucket)
 
     def _verify(self) -> None:
-        """Compare what was sent with what the engine holds."""
+        """Compare the checksums of the sent tensors with those of the engine."""
         if not self._expected:
             return
         expected = dict(zip(self._expected, torch.stack(list(self._expected.values())).tolist(), strict=True))
@@ -124,7 +130,7 @@ class WeightSync:
             )
 
     def _agree(self, failure: Exception | None) -> None:
-        """Raise on all ranks, with every rank's message, when any rank has failed."""
+        """Raise on all ranks, with the messages of all ranks, if any rank has failed."""
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         if not distributed or torch.distributed.get_world_size() == 1:
             if failure is not None:

@@ -1,8 +1,8 @@
-"""From a Hugging Face configuration to the chunks of a ``GPTModel`` on this rank."""
+"""Build this rank's chunks of a ``GPTModel`` from a Hugging Face configuration, name their parameters and load them."""
 
 import importlib.util
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,10 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from torch.distributed import ProcessGroup
 
 from verl.models.mcore.families import (
     EXPERT,
@@ -27,7 +30,7 @@ from verl.models.mcore.families import (
 )
 from verl.models.mcore.gpt.heads import FusedHead, PaddingRow, PositionPicker, ValueHead
 from verl.models.mcore.gpt.layer_spec import ATTENTION_OUTPUT_BIAS, LATENT_EPSILON, torch_block_spec
-from verl.models.mcore.weights import Rule
+from verl.models.mcore.weights import ReadPart, Rule, Shard
 from verl.utils.device import get_device_name
 from verl.utils.megatron.tensor_parallel import padded_vocab_size
 
@@ -38,19 +41,19 @@ if TYPE_CHECKING:
 _EXPERT = re.compile(
     r"mlp\.experts\.(?:local_experts\.(?P<at>\d+)\.(?P<part>.+)|(?P<projection>linear_fc[12])\.weight(?P<grouped>\d+))"
 )
-"""One expert of this rank: a module of its own, or in the grouped projections of Transformer Engine."""
+"""One expert of this rank: a separate module, or a part of Transformer Engine's grouped projections."""
 
 
 def default_implementation() -> str:
-    """Return whose layers are used: Transformer Engine's where it is installed beside CUDA, else ours."""
+    """Return ``transformer_engine`` if it is installed and the device is CUDA, else ``local`` for verl's layers."""
     served = get_device_name() == "cuda" and importlib.util.find_spec("transformer_engine") is not None
     return "transformer_engine" if served else "local"
 
 
 def hf_to_mcore_config(hf_config: "PretrainedConfig", dtype: torch.dtype, **overrides: Any) -> TransformerConfig:
-    """Return the configuration of Megatron-Core for the layout of the process; ``overrides`` are its fields, and win.
+    """Return Megatron-Core's configuration for the process's layout; ``overrides`` are its fields and take precedence.
 
-    Raises: UnsupportedModelError for a model that it cannot hold, ValueError for a field that it does not have.
+    Raises: UnsupportedModelError for an unsupported model, ValueError for an unknown field.
     """
     on_cpu = get_device_name() == "cpu"
     values: dict[str, Any] = {
@@ -60,10 +63,10 @@ def hf_to_mcore_config(hf_config: "PretrainedConfig", dtype: torch.dtype, **over
         "bf16": dtype == torch.bfloat16,
         "use_cpu_initialization": on_cpu,
         "perform_initialization": False,
-        "calculate_per_token_loss": True,  # the loss is divided by us: gradients of ranks add up
+        "calculate_per_token_loss": True,  # verl normalises the loss, so gradients of ranks are summed
         "variable_seq_lengths": True,
-        "moe_token_dispatcher_type": "alltoall",  # the only one for variable lengths, dense models included
-        # Gloo reads what it sends while the next chunk runs; NCCL has queued its copy by then.
+        "moe_token_dispatcher_type": "alltoall",  # Megatron-Core demands it for variable lengths, even of dense models
+        # Gloo still reads the output while the next chunk runs; NCCL has queued its copy by then.
         "deallocate_pipeline_outputs": not on_cpu,
         "gradient_accumulation_fusion": False,
         "masked_softmax_fusion": False,
@@ -74,7 +77,7 @@ def hf_to_mcore_config(hf_config: "PretrainedConfig", dtype: torch.dtype, **over
     }
     values |= _current_layout() | find_family(hf_config).config(hf_config) | overrides
     output_bias = values.pop(ATTENTION_OUTPUT_BIAS, False)
-    kernels = values.pop("attention_backend", None)  # of Transformer Engine
+    kernels = values.pop("attention_backend", None)  # only Transformer Engine reads it
     if kernels is not None and values["transformer_impl"] == "transformer_engine":
         values["attention_backend"] = _attention_backend(kernels, bool(values.get("multi_latent_attention")))
     kind = MLATransformerConfig if values.get("multi_latent_attention") else TransformerConfig
@@ -83,7 +86,7 @@ def hf_to_mcore_config(hf_config: "PretrainedConfig", dtype: torch.dtype, **over
     unknown = sorted(values.keys() - kind.__dataclass_fields__.keys())
     if unknown:
         raise ValueError(
-            f"megatron.override_transformer_config has unknown keys {unknown}: write fields of megatron-core's "
+            f"megatron.override_transformer_config has unknown keys {unknown}: use fields of megatron-core's "
             "TransformerConfig"
         )
     built = kind(**values)
@@ -92,7 +95,7 @@ def hf_to_mcore_config(hf_config: "PretrainedConfig", dtype: torch.dtype, **over
 
 
 def _current_layout() -> dict[str, Any]:
-    """Return the fields that say how Megatron-Core has laid the ranks out, where it has."""
+    """Return the fields of Megatron-Core's current parallel layout; empty before it is initialised."""
     if not parallel_state.model_parallel_is_initialized():
         return {}
     stages = parallel_state.get_virtual_pipeline_model_parallel_world_size()
@@ -105,14 +108,16 @@ def _current_layout() -> dict[str, Any]:
         "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
         "sequence_parallel": parallel_state.get_tensor_model_parallel_world_size() > 1,
     }
-    if stages is not None:  # the other way of exchange gives wrong numbers, see McoreEngineConfig
+    if stages is not None:  # batched exchange gives wrong results, see McoreEngineConfig
         values |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
     return values
 
 
-def _attention_backend(name: Any, is_latent: bool) -> AttnBackend:
-    """Return the kernels by name; ``flash`` are those of flash-attn. Transformer Engine chooses without it, and for
-    latent attention, whose keys and values differ in width, which flash-attn 2 does not take.
+def _attention_backend(name: str | AttnBackend, is_latent: bool) -> AttnBackend:
+    """Return the attention kernels by name.
+
+    ``flash`` becomes ``auto`` without flash-attn, and for latent attention: its keys and values differ in width, which
+    flash-attn 2 does not support.
     """
     if name == "flash" and (is_latent or importlib.util.find_spec("flash_attn") is None):
         return AttnBackend.auto
@@ -120,12 +125,12 @@ def _attention_backend(name: Any, is_latent: bool) -> AttnBackend:
 
 
 def _refuse_transformer_engine(hf_config: "PretrainedConfig", output_bias: bool) -> None:
-    """Raise UnsupportedModelError for what only our layers know."""
+    """Raise UnsupportedModelError for model options that only verl's layers support."""
     latent = getattr(hf_config, "kv_lora_rank", None) and hf_config.rms_norm_eps != LATENT_EPSILON
-    for unknown, why in ((output_bias, "attention_bias"), (latent, "norms of latents with an epsilon of their own")):
-        if unknown:
+    for unsupported, option in ((output_bias, "attention_bias"), (latent, "latent norms with a separate epsilon")):
+        if unsupported:
             raise UnsupportedModelError(
-                f"{why}: the layers of Transformer Engine cannot hold this model, write "
+                f"Transformer Engine's layers do not support {option}: set "
                 "megatron.override_transformer_config.transformer_impl=local"
             )
 
@@ -141,10 +146,12 @@ def init_mcore_model(
     freeze_moe_router: bool = False,
     vp_stage: int | None = None,
 ) -> GPTModel:
-    """Return one chunk of the model on this rank, whose weights are not loaded yet.
+    """Return one chunk of the model on this rank, without loading its weights.
 
-    ``pre_process`` and ``post_process`` say whether it has the embedding and the head; None leaves it to the layout.
-    ``value`` puts a value head in the place of the language model's.
+    Args:
+        pre_process: whether the chunk has the embedding; None lets the layout decide.
+        post_process: whether the chunk has the head; None lets the layout decide.
+        value: replace the language model's head by a value head.
     """
     stage: dict[str, Any] = {} if vp_stage is None else {"ignore_virtual": False, "vp_stage": vp_stage}
     if pre_process is None:
@@ -179,16 +186,18 @@ def init_mcore_model(
 
 
 def freeze_routers(model: GPTModel) -> None:
-    """Keep the routers of a chunk as they are."""
+    """Exclude a chunk's routers from training."""
     for name, parameter in model.named_parameters():
         if ".router." in name:
             parameter.requires_grad_(False)
 
 
 def mark_experts(model: GPTModel) -> None:
-    """Tell the optimizer that experts which are cut in another way than the layers around them are shared by other
-    workers. Megatron-Core 0.16.1 does so for expert parallelism alone, and would not add up the gradients of experts
-    that each tensor-parallel worker holds whole.
+    """Mark experts whose tensor parallelism differs from the dense layers', so that the optimizer reduces their
+    gradients over the right group.
+
+    Megatron-Core 0.16.1 marks them for expert parallelism only. Without the mark it would not sum the gradients of
+    experts that each tensor-parallel worker holds whole.
     """
     if model.config.expert_tensor_parallel_size != model.config.tensor_model_parallel_size:
         for name, parameter in model.named_parameters():
@@ -196,34 +205,34 @@ def mark_experts(model: GPTModel) -> None:
                 parameter.allreduce = False
 
 
-def attach_picker(model: GPTModel, tp_group: Any) -> None:
-    """Let the head of a chunk, where it has one, run at the positions that are asked for."""
+def attach_picker(model: GPTModel, tp_group: ProcessGroup) -> None:
+    """Let a chunk's head, if it has one, run at selected positions only."""
     if not model.post_process or hasattr(model, "picker"):
         return
     config = model.config
-    if not isinstance(model.output_layer, ValueHead):  # the picker gathers what sequence parallelism has scattered
+    if not isinstance(model.output_layer, ValueHead):  # the picker already gathers the sequence
         model.output_layer.sequence_parallel = False
         model.output_layer.allreduce_dgrad = config.tensor_model_parallel_size > 1
     model.picker = PositionPicker(model.output_layer, config.sequence_parallel, tp_group)
 
 
-def attach_fused_head(model: GPTModel, vocab_size: int, tp_group: Any, backend: str = "torch") -> None:
-    """Let the head of a chunk, where it has one, score tokens without making their logits.
+def attach_fused_head(model: GPTModel, vocab_size: int, tp_group: ProcessGroup, backend: str = "torch") -> None:
+    """Let a chunk's head, if it has one, score tokens without materialising logits.
 
-    Raises: ValueError where Megatron-Core would take the gradient of its weight from elsewhere.
+    Raises: ValueError if Megatron-Core would compute the head's weight gradient elsewhere.
     """
     if not model.post_process or hasattr(model, "fused_head"):
         return
     if model.config.defer_embedding_wgrad_compute:
         raise ValueError(
-            "megatron.override_transformer_config.defer_embedding_wgrad_compute=true needs the logits of the plain "
-            "head: leave it out with use_fused_kernels=true"
+            "megatron.override_transformer_config.defer_embedding_wgrad_compute=true does not work with "
+            "use_fused_kernels=true: remove one of the two"
         )
     attach_picker(model, tp_group)
     model.fused_head = FusedHead(model.output_layer, vocab_size, tp_group, backend)
 
 
-def _block_spec(config: TransformerConfig, vp_stage: int | None) -> Any:
+def _block_spec(config: TransformerConfig, vp_stage: int | None) -> ModuleSpec | TransformerBlockSubmodules:
     if config.transformer_impl == "transformer_engine":
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
@@ -231,13 +240,12 @@ def _block_spec(config: TransformerConfig, vp_stage: int | None) -> Any:
     return torch_block_spec(config, vp_stage)
 
 
-# Names
+# Names and weights
 
 
 @dataclass(frozen=True)
 class NamedParameter:
-    """A parameter of this rank: its name with the global numbers of its layer and expert, the rule for it, and the
-    checkpoint names that the rule reads."""
+    """A parameter of this rank: its name with global layer and expert numbers, its rule and its checkpoint names."""
 
     name: str
     rule: Rule
@@ -247,42 +255,46 @@ class NamedParameter:
 
 
 def named_parameters(model: GPTModel, hf_config: "PretrainedConfig", is_value_model: bool) -> Iterator[NamedParameter]:
-    """Yield the parameters of a chunk, and the buffers that a checkpoint has, with what they are there; marks those
-    that tensor parallelism cuts.
+    """Yield a chunk's parameters, and the buffers that checkpoints hold; mark those that tensor parallelism shards.
 
     Raises: ValueError naming a parameter without a rule.
     """
     outer = outer_rules(hf_config, is_value_model, model.share_embeddings_and_output_weights)
     layer_rules = find_family(hf_config).layer(hf_config)
     layer_rules |= {te: layer_rules[name] for name, te in FUSED_NORMS.items() if name in layer_rules}
-    prefix, expert_prefix = LAYER.split("{")[0], EXPERT.split("{")[0]
+    prefix = LAYER.split("{")[0]
+    expert_prefix = EXPERT.split("{")[0]
     first_expert = _first_expert(hf_config)
     parameters = dict(model.named_parameters())
     for name, parameter in chain(parameters.items(), model.named_buffers()):
         layer = expert = None
-        rule, is_buffer = outer.get(name), name not in parameters
+        rule = outer.get(name)
+        is_buffer = name not in parameters
         if name.startswith(prefix):
             local, rest = name.removeprefix(prefix).split(".", 1)
             layer = model.decoder.layers[int(local)].layer_number - 1
             if (found := expert_of(rest)) is not None:
-                expert, part = found[0] + first_expert, found[1]
-                rule, rest = layer_rules.get(f"{EXPERT}{part}"), f"{expert_prefix}{expert}.{part}"
+                local_expert, part = found
+                expert = local_expert + first_expert
+                rule = layer_rules.get(f"{EXPERT}{part}")
+                rest = f"{expert_prefix}{expert}.{part}"
             else:
                 rule = layer_rules.get(rest)
             name = f"{prefix}{layer}.{rest}"
         if rule is None:
-            if is_buffer:  # positions and counts, which are no part of a checkpoint
+            if is_buffer:  # positions and counts, which checkpoints do not hold
                 continue
-            raise ValueError(f"no rule says which checkpoint tensors make {name!r} of Megatron-Core")
+            raise ValueError(f"no rule maps Megatron-Core's {name!r} to checkpoint tensors")
         if rule.shard_dim is not None and not hasattr(parameter, "tensor_model_parallel"):
-            # Only an initialization would mark it, and unmarked it would count once per rank in the gradient norm.
+            # Megatron-Core marks it during initialisation, which is skipped. Unmarked, its gradient would count as
+            # replicated, and the gradient norm would be wrong.
             set_tensor_model_parallel_attributes(parameter, True, rule.shard_dim, 1)
         names = tuple(each.format(layer=layer, expert=expert) for each in rule.names)
         yield NamedParameter(name, rule, names, parameter, expert is not None)
 
 
 def expert_of(name: str) -> tuple[int, str] | None:
-    """Return which expert of this rank a parameter behind its layer belongs to, and its name there; None for others."""
+    """Return the local expert number and the name within the expert for a layer's parameter; None for others."""
     found = _EXPERT.fullmatch(name)
     if found is None:
         return None
@@ -290,8 +302,23 @@ def expert_of(name: str) -> tuple[int, str] | None:
 
 
 def _first_expert(hf_config: "PretrainedConfig") -> int:
-    rank, size = (
-        parallel_state.get_expert_model_parallel_rank(),
-        parallel_state.get_expert_model_parallel_world_size(),
-    )
+    rank: int = parallel_state.get_expert_model_parallel_rank()
+    size: int = parallel_state.get_expert_model_parallel_world_size()
     return rank * ((num_experts(hf_config) or 0) // size)
+
+
+def load_parts(chunks: Sequence[GPTModel], hf_config: "PretrainedConfig", is_value_model: bool, read: ReadPart) -> None:
+    """Fill the parameters of this rank's chunks, in their order; ``read`` is asked only for this rank's parts."""
+    dense = _shard(parallel_state.get_tensor_model_parallel_group())
+    in_expert = _shard(parallel_state.get_expert_tensor_parallel_group())
+    with torch.no_grad():
+        for chunk in chunks:
+            for named in named_parameters(chunk, hf_config, is_value_model):
+                shard = in_expert if named.is_expert else dense
+                part = named.rule.load(read, shard, named.checkpoint_names, named.parameter.shape)
+                if part.device.type != "meta":  # a dry run reads nothing
+                    named.parameter.copy_(part)
+
+
+def _shard(group: ProcessGroup) -> Shard:
+    return Shard(group.rank(), group.size())

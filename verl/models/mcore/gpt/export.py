@@ -1,8 +1,8 @@
-"""Weights out of any layout under checkpoint names, one tensor at a time."""
+"""Export weights from any parallel layout under checkpoint names, one tensor at a time."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,12 +14,16 @@ from verl.models.mcore.gpt.build import NamedParameter, named_parameters
 from verl.models.mcore.weights import Rule
 from verl.utils.device import get_device_id, get_device_name
 
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+    from transformers import PretrainedConfig
+
 Convert = Callable[[str, Sequence[Tensor]], tuple[Sequence[str], Sequence[Tensor]]]
-"""(name of a parameter, its parts of all tensor-parallel ranks) -> (checkpoint names, tensors)."""
+"""(name of a parameter, its parts on all tensor-parallel ranks) -> (checkpoint names, tensors)."""
 
 
 class Ranks(Protocol):
-    """Who holds the other parts of a model; an engine's layout is one."""
+    """The device and the process groups that hold the parts of a model, such as an engine's layout."""
 
     @property
     def device(self) -> torch.device: ...
@@ -35,7 +39,7 @@ class Ranks(Protocol):
 
 @dataclass(frozen=True)
 class CurrentRanks:
-    """The groups of the process."""
+    """Megatron-Core's current process groups."""
 
     device: torch.device
     tp_group: ProcessGroup
@@ -45,7 +49,7 @@ class CurrentRanks:
 
     @classmethod
     def of_process(cls) -> "CurrentRanks":
-        """Return those that Megatron-Core has initialized."""
+        """Return the groups that Megatron-Core has initialised."""
         name = get_device_name()
         return cls(
             torch.device(name) if name == "cpu" else torch.device(name, int(get_device_id())),
@@ -58,10 +62,13 @@ class CurrentRanks:
 
 @dataclass(frozen=True)
 class Entry:
-    """One parameter in the order of the export, as every rank knows it.
+    """One parameter of the export plan, which all ranks share.
 
-    ``stage`` is the pipeline rank that sends it, ``names`` the checkpoint names of its tensors: of an expert one tuple
-    for each expert-parallel rank, of which each has another expert at this place; ``mcore_names`` are its names there.
+    Args:
+        stage: pipeline rank that sends the parameter.
+        names: checkpoint names of its tensors; for an expert, one tuple per expert-parallel rank, since each of these
+            holds a different expert at this place.
+        mcore_names: its Megatron-Core name, or those of the expert on each expert-parallel rank.
     """
 
     name: str
@@ -75,8 +82,8 @@ class Entry:
 
 
 def exported_weights(
-    models: Sequence[Any],
-    hf_config: Any,
+    models: Sequence["GPTModel"],
+    hf_config: "PretrainedConfig",
     is_value_model: bool,
     layout: Ranks,
     of: Callable[[Tensor], Tensor | None] = torch.Tensor.detach,
@@ -85,13 +92,15 @@ def exported_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (checkpoint name, full tensor): the embedding, the layers by number, the last norm, the head; collective.
 
-    ``of`` says what of a parameter is exported: itself, or its gradient; where it is None, nothing. ``before`` is told
-    the bytes of each parameter before its parts are gathered. ``convert`` takes the place of the rules.
+    Each tensor-parallel part is broadcast first from its pipeline stage, and an expert's part then from its
+    expert-parallel rank. Only then are the parts gathered over tensor parallelism. So the peak extra memory is this
+    rank's part and the tensors of one parameter. Replicated tensors are not gathered, and a tied head is exported once,
+    as the embedding.
 
-    A tensor moves from the stage that holds it to the others as one part per tensor-parallel rank, an expert then from
-    the rank that holds it to the others, and only then the parts are put together: what is alive at a time is this
-    rank's part and the tensors of one parameter. What every rank holds is not gathered, and a tied head comes once, as
-    the embedding.
+    Args:
+        of: returns the tensor to export for a parameter, such as its gradient; None skips the parameter.
+        before: called with the bytes of each parameter before its parts are gathered.
+        convert: replaces the rules' conversion.
     """
     own = {each.name: each for model in models for each in named_parameters(model, hf_config, is_value_model)}
     for entry in _plan(own, of, layout):
@@ -104,7 +113,7 @@ def exported_weights(
 def _tensors_of(
     entry: Entry, part: Tensor | None, layout: Ranks, convert: Convert | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the checkpoint tensors of one parameter, of which this rank may hold a part."""
+    """Yield the checkpoint tensors of one parameter; ``part`` is this rank's part, None on other stages."""
     held = [_broadcast(part, entry, layout.pp_group, entry.stage, layout)]
     if len(entry.names) == 1:
         yield from _converted(entry, 0, _gather(held.pop(), entry, layout), convert)
@@ -126,13 +135,13 @@ def _converted(
 
 
 def _one_by_one(names: Sequence[str], tensors: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Hand tensors over so that only their receiver keeps them alive."""
+    """Yield the tensors without keeping a reference, so that the receiver can free each."""
     for name in names:
         yield name, tensors.pop(0)
 
 
 def _plan(own: dict[str, NamedParameter], of: Callable[[Tensor], Tensor | None], layout: Ranks) -> list[Entry]:
-    """Agree on the parameters of the whole model and who sends them; collective."""
+    """Agree on the parameters of the whole model and their senders; collective."""
     mine = []
     for name, named in own.items():
         if (value := of(named.parameter)) is None:
@@ -149,9 +158,9 @@ def _plan(own: dict[str, NamedParameter], of: Callable[[Tensor], Tensor | None],
         )
         mine.append(entry)
     mine = _with_all_experts(mine, layout)
-    stages: list[Any] = [mine]
+    stages: list[list[Entry]] = [mine]
     if layout.pp_group.size() > 1:
-        stages = [None] * layout.pp_group.size()
+        stages = [[] for _ in range(layout.pp_group.size())]
         dist.all_gather_object(stages, mine, group=layout.pp_group)
     first: dict[tuple[tuple[str, ...], ...], Entry] = {}
     for entry in (entry for stage in stages for entry in stage):
@@ -160,13 +169,13 @@ def _plan(own: dict[str, NamedParameter], of: Callable[[Tensor], Tensor | None],
 
 
 def _with_all_experts(mine: list[Entry], layout: Ranks) -> list[Entry]:
-    """Add to each expert the names of those that stand at its place on the other ranks which share the experts."""
+    """Add to each expert the names of the experts at its place on the other expert-parallel ranks."""
     group = layout.ep_group
     if group.size() == 1 or not any(entry.is_expert for entry in mine):
         return mine
-    everywhere: list[Any] = [None] * group.size()
+    everywhere: list[list[tuple[tuple[str, ...], str]]] = [[] for _ in range(group.size())]
     dist.all_gather_object(everywhere, [(each.names[0], each.name) for each in mine if each.is_expert], group=group)
-    there = zip(*everywhere, strict=True)  # of each place the experts of all ranks
+    there = zip(*everywhere, strict=True)  # for each place, the experts of all ranks
 
     def with_all(entry: Entry) -> Entry:
         names, mcore_names = zip(*next(there), strict=True)
@@ -179,12 +188,12 @@ def _order(name: str) -> tuple[int, int, str]:
     if name.startswith("embedding."):
         return (0, 0, name)
     if name.startswith("decoder.layers."):
-        return (1, int(name.split(".")[2]), "")  # within a layer as the model has them: sorting is stable
+        return (1, int(name.split(".")[2]), "")  # the stable sort keeps the model's order within a layer
     return (2, 0, name)
 
 
 def _broadcast(own: Tensor | None, entry: Entry, group: ProcessGroup, owner: int, layout: Ranks) -> Tensor:
-    """Send the part of the rank that is ``owner`` in a group to the others, on the device."""
+    """Broadcast the part of rank ``owner`` of the group on the device; ``own`` is None on the receivers."""
     if own is None:
         part = torch.empty(entry.shape, dtype=entry.dtype, device=layout.device)
     else:
@@ -195,7 +204,7 @@ def _broadcast(own: Tensor | None, entry: Entry, group: ProcessGroup, owner: int
 
 
 def _gather(part: Tensor, entry: Entry, layout: Ranks) -> Sequence[Tensor] | Tensor:
-    """Return the parts of all tensor-parallel ranks, in one tensor."""
+    """Return the parts of all tensor-parallel ranks in one tensor (ranks, ...)."""
     group = layout.expert_tp_group if entry.is_expert else layout.tp_group
     if entry.rule.shard_dim is None or group.size() == 1:
         return [part]

@@ -1,16 +1,16 @@
-"""Forward passes through a chunk of a ``GPTModel`` for code that drives Megatron-Core's schedules itself."""
+"""Forward passes through a chunk of a ``GPTModel``, for callers that run Megatron-Core's schedules themselves."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core import parallel_state
-from torch import Tensor
+from torch import Tensor, nn
 
 from verl.models.mcore.gpt.build import attach_fused_head, attach_picker
 from verl.models.mcore.gpt.heads import HeadRequest
 from verl.models.mcore.gpt.layer_spec import packed_row_params
-from verl.utils.megatron.packing import aligned_lengths, held_places, places_of
+from verl.models.mcore.packing import aligned_lengths, held_places, places_of
 from verl.utils.megatron.tensor_parallel import vocab_range
 from verl.utils.megatron_utils import unwrap_model
 from verl.utils.ulysses import all_gather_tensor
@@ -19,46 +19,50 @@ if TYPE_CHECKING:
     from verl.utils.model import CausalLMOutputForPPO
 
 LogitsProcessor = Callable[..., dict[str, Tensor]]
-"""Takes logits (1, t, V / ranks) and its keyword arguments, each (1, t); returns tensors (1, t)."""
+"""(logits (1, t, V / ranks), keyword arguments (1, t)) -> tensors (1, t)."""
 
 
 class _Row:
-    """Sequences packed into one row, of which this rank holds its part."""
+    """Sequences packed into one row, of which this context-parallel rank holds a part."""
 
-    def __init__(self, model: Any, lengths: list[int], device: torch.device) -> None:
+    def __init__(self, model: nn.Module, lengths: list[int], device: torch.device) -> None:
         inner = unwrap_model(model)
         group = parallel_state.get_context_parallel_group()
         config = inner.config
-        self.model, self.group, self.device = model, group, device
         multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
         aligned = aligned_lengths(lengths, group.size(), multiple)
-        self.total, self.params = sum(aligned), packed_row_params(aligned, device)
+        self.model = model
+        self.inner = inner
+        self.group = group
+        self.tp_group = parallel_state.get_tensor_model_parallel_group()
+        self.device = device
+        self.total = sum(aligned)
+        self.params = packed_row_params(aligned, device)
         self.place = places_of(lengths, aligned).to(device)
         self.held = held_places(aligned, group.size(), group.rank()).to(device)
-        self.inner, self.tp_group = inner, parallel_state.get_tensor_model_parallel_group()
         attach_picker(inner, self.tp_group)
         self.head = getattr(inner, "picker", None)
 
     def take(self, tokens: Tensor) -> Tensor:
-        """Return this rank's part (t, ...) of values of all tokens (T, ...)."""
+        """Return this rank's part (t, ...) of the values of all tokens (T, ...)."""
         whole = tokens.new_zeros(self.total, *tokens.shape[1:])
         return whole.index_copy(0, self.place, tokens)[self.held]
 
     def spread(self, values: Tensor) -> Tensor:
         """Return the values of all tokens (T, ...) from the parts (t, ...) of all ranks; differentiable."""
         whole = values.new_zeros(self.total, *values.shape[1:]).index_copy(0, self.held, values)
-        if self.group.size() > 1:  # every place is held once
+        if self.group.size() > 1:  # each place is nonzero on one rank only
             whole = all_gather_tensor(whole.unsqueeze(0), 0, self.group).sum(0)
         return whole[self.place]
 
     def fuse(self, request: HeadRequest, vocab_size: int) -> None:
-        """Let the head, where this chunk has it, score tokens in the next pass instead of making logits."""
+        """Let this chunk's head, if it has one, score tokens instead of returning logits in the next pass."""
         if self.head is not None:
             attach_fused_head(self.inner, vocab_size, self.tp_group)
             self.inner.fused_head.request = request
 
     def run(self, tokens: Tensor, keep: Tensor | None = None) -> Tensor:
-        """Return hidden states, or at the head the output (1, t, ...) at the places ``keep`` of this rank's part."""
+        """Return hidden states or, from the head, the output (1, t, ...) at the places ``keep`` of this rank's part."""
         if self.head is not None:
             self.head.keep = torch.arange(len(self.held), device=self.device) if keep is None else keep
         output: Tensor = self.model(
@@ -73,7 +77,7 @@ class _Row:
         arguments: dict[str, Tensor],
         vocab_size: int | None,
     ) -> Tensor | dict[str, Tensor]:
-        """Return what the head gave, or what ``process`` makes of it, of all tokens; None is a value model's size."""
+        """Return the head's output, or ``process`` of it, for all tokens; ``vocab_size`` is None for a value model."""
         if vocab_size is not None:
             output = _without_padding(output, vocab_size)
         if process is None:
@@ -84,7 +88,7 @@ class _Row:
 
 
 def _without_padding(logits: Tensor, vocab_size: int) -> Tensor:
-    """Give tokens that only pad the vocabulary no probability."""
+    """Set the logits of vocabulary padding to -inf."""
     first, last = vocab_range(vocab_size, parallel_state.get_tensor_model_parallel_group())
     width = last - first
     if width == logits.shape[-1]:
@@ -93,7 +97,7 @@ def _without_padding(logits: Tensor, vocab_size: int) -> Tensor:
 
 
 def model_forward(
-    model: Any,
+    model: nn.Module,
     input_ids: Tensor,
     attention_mask: Tensor,
     position_ids: Tensor | None = None,
@@ -106,9 +110,9 @@ def model_forward(
 ) -> Tensor | dict[str, Tensor]:
     """Run rows (B, L) without their padding; positions count the tokens of a row from 0.
 
-    Returns: on the last stage logits (B, L, V / ranks), values (B, L) or what ``logits_processor`` returns, each
-    (B, L), zero at padding; its arguments are (B, L). On other stages hidden states.
-    Raises: ValueError for images, which no model here takes.
+    Returns: on the last stage logits (B, L, V / ranks), values (B, L), or the outputs (B, L) of ``logits_processor``
+    with its arguments (B, L), all zero at padding. On other stages hidden states.
+    Raises: ValueError for images, which these models do not support.
     """
     _text_only(multi_modal_inputs)
     mask = attention_mask.bool()
@@ -127,7 +131,7 @@ def model_forward(
 
 
 def model_forward_no_padding(
-    model: Any,
+    model: nn.Module,
     input_ids: Tensor,
     multi_modal_inputs: dict[str, Any] | None = None,
     logits_processor: LogitsProcessor | None = None,
@@ -136,7 +140,7 @@ def model_forward_no_padding(
     *,
     vocab_size: int,
 ) -> Tensor | dict[str, Tensor]:
-    """As ``model_forward``, with jagged nested tensors in and out."""
+    """Run like ``model_forward`` with jagged nested tensors as input and output."""
     _text_only(multi_modal_inputs)
     lengths: list[int] = input_ids.offsets().diff().tolist()
     row = _Row(model, lengths, input_ids.device)
@@ -153,7 +157,7 @@ def model_forward_no_padding(
 
 
 def fused_forward(
-    model: Any,
+    model: nn.Module,
     input_ids: Tensor,
     position_ids: Tensor | None,
     attention_mask: Tensor,
@@ -164,11 +168,11 @@ def fused_forward(
     *,
     vocab_size: int,
 ) -> "CausalLMOutputForPPO | Tensor":
-    """Run rows (B, L) and score ``labels`` where ``labels_mask`` (B, L) is set; logits exist of a few rows at a time.
+    """Run rows (B, L) and score ``labels`` (B, L) where ``labels_mask`` (B, L) is set, with few logits at a time.
 
-    Returns: on the last stage an output with ``log_probs`` of ``labels`` (B, L), each predicted by the token at its
-    place, and ``entropy``, both (B, L) and zero where the mask is not set. On other stages hidden states.
-    Raises: ValueError for images, which no model here takes.
+    Returns: on the last stage ``log_probs`` of the labels, each predicted at its own position, and ``entropy``, both
+    (B, L) and zero outside the mask. On other stages hidden states.
+    Raises: ValueError for images, which these models do not support.
     """
     from verl.utils.model import CausalLMOutputForPPO
 
@@ -177,7 +181,7 @@ def fused_forward(
     row = _Row(model, mask.sum(-1).tolist(), input_ids.device)
     asked = row.take(labels_mask.bool()[mask])
     keep = asked.nonzero().squeeze(-1)
-    some = keep if len(keep) else keep.new_zeros(1)  # heads and collectives want at least one position
+    some = keep if len(keep) else keep.new_zeros(1)  # heads and collectives need at least one position
     row.fuse(HeadRequest(row.take(labels[mask])[some], temperature, "grad"), vocab_size)
     output = row.run(input_ids[mask], some)
     if row.head is None:
@@ -193,5 +197,5 @@ def fused_forward(
 def _text_only(multi_modal_inputs: dict[str, Any] | None) -> None:
     if multi_modal_inputs:
         raise ValueError(
-            f"multi_modal_inputs has {sorted(multi_modal_inputs)}: models on Megatron-Core take text only here"
+            f"multi_modal_inputs has {sorted(multi_modal_inputs)}, but models on Megatron-Core support text only"
         )

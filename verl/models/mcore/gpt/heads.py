@@ -1,11 +1,14 @@
-"""What stands before the first and behind the last layer of a ``GPTModel``."""
+"""Heads of a ``GPTModel``, and hooks on its head and its embedding."""
 
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from verl.utils.kernel.linear_cross_entropy import linear_log_probs_and_entropy, sum_gradients
 from verl.utils.kernel.rows import HeadFormula
@@ -13,19 +16,20 @@ from verl.utils.megatron.tensor_parallel import vocab_range
 
 
 class PositionPicker:
-    """A hook before the head: it sees the hidden states of the positions in ``keep`` and no others.
+    """A hook before the head that passes only the hidden states of the positions ``keep``.
 
-    Under sequence parallelism the positions are on several ranks, so they are gathered here, and the head works on
-    whole sequences.
+    Sequence parallelism spreads the positions over ranks, so the hook gathers them first and the head gets whole
+    sequences.
     """
 
-    def __init__(self, head: nn.Module, sequence_parallel: bool, tp_group: Any) -> None:
+    def __init__(self, head: nn.Module, sequence_parallel: bool, tp_group: ProcessGroup) -> None:
         self.keep: Tensor | None = None
-        self._gathers, self._tp_group = sequence_parallel, tp_group
+        self._gathers = sequence_parallel
+        self._tp_group = tp_group
         head.register_forward_pre_hook(self)
 
     def __call__(self, head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Replace (t, 1, h) hidden states by those of the kept positions (k, 1, h)."""
+        """Replace the (t, 1, h) hidden states by those at the kept positions (k, 1, h)."""
         assert self.keep is not None
         hidden = args[0]
         if self._gathers:
@@ -37,9 +41,9 @@ class PositionPicker:
 
 @dataclass(frozen=True)
 class HeadRequest:
-    """What a fused head is asked: the tokens (k,) read at the kept positions, the same on all tensor-parallel ranks.
+    """A request to a fused head: score the tokens ``labels`` (k,) at the kept positions.
 
-    ``entropy`` is ``none``, ``value`` (without gradient) or ``grad``.
+    It is the same on all tensor-parallel ranks. ``entropy`` is ``none``, ``value`` (without gradient) or ``grad``.
     """
 
     labels: Tensor
@@ -48,20 +52,24 @@ class HeadRequest:
 
 
 class FusedHead:
-    """Stands for the forward of a language model's head: it scores tokens without making their logits.
+    """Replaces the forward of a language model's head and scores tokens without materialising logits.
 
-    A request serves the next forward pass; without one there are logits, as before.
+    A request applies to the next forward pass only. Without one, the head returns logits.
     """
 
-    def __init__(self, head: Any, vocab_size: int, tp_group: Any, backend: str) -> None:
+    def __init__(self, head: ColumnParallelLinear, vocab_size: int, tp_group: ProcessGroup, backend: str) -> None:
         self.request: HeadRequest | None = None
-        self._head, self._plain = head, head.forward
-        self._vocab_size, self._tp_group, self._backend = vocab_size, tp_group, backend
+        self._head = head
+        self._plain = head.forward
+        self._vocab_size = vocab_size
+        self._tp_group = tp_group
+        self._backend = backend
         head.forward = self
 
     def __call__(self, hidden: Tensor, weight: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """Return ((k, 1, 1 or 2), no bias) in fp32 of hidden states (k, 1, h): log-probability, entropy where asked."""
-        request, self.request = self.request, None
+        """Map hidden states (k, 1, h) to ((k, 1, 1 or 2), None) in fp32: log-probability and, if requested, entropy."""
+        request = self.request
+        self.request = None
         if request is None:
             found: tuple[Tensor, Tensor | None] = self._plain(hidden, weight=weight, **kwargs)
             return found
@@ -81,18 +89,19 @@ class FusedHead:
 
 
 class PaddingRow:
-    """A hook behind the word embedding: the row of the padding token does not learn from where it is read.
+    """A hook after the word embedding that stops gradients to the padding token's row.
 
-    So it is in transformers (``padding_idx``), and a policy may sample that token. A head that is tied to the embedding
-    goes on teaching it.
+    transformers does the same (``padding_idx``), and it matters because a policy may sample that token. The row still
+    gets gradients from a tied head.
     """
 
-    def __init__(self, embedding: nn.Module, token: int, tp_group: Any) -> None:
-        self._token, self._tp_group = token, tp_group
+    def __init__(self, embedding: nn.Module, token: int, tp_group: ProcessGroup) -> None:
+        self._token = token
+        self._tp_group = tp_group
         embedding.register_forward_hook(self)
 
-    def __call__(self, embedding: Any, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        """Detach where the ids (1, t) are padding; sequence parallelism leaves (t / tp, 1, h), else it is (1, t, h)."""
+    def __call__(self, embedding: VocabParallelEmbedding, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        """Detach the output, (1, t, h) or under sequence parallelism (t / tp, 1, h), at padding ids (1, t)."""
         is_padding = args[0] == self._token
         if embedding.reduce_scatter_embeddings:
             is_padding = is_padding.T.chunk(self._tp_group.size())[self._tp_group.rank()]
@@ -100,9 +109,9 @@ class PaddingRow:
 
 
 class ValueHead(nn.Module):
-    """A projection to one number, whole on every rank."""
+    """A projection to one number, replicated on every rank."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         options: dict[str, Any] = {
             "dtype": config.params_dtype,
@@ -112,5 +121,5 @@ class ValueHead(nn.Module):
         self.bias = nn.Parameter(torch.empty(1, **options))
 
     def forward(self, hidden: Tensor, weight: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, None]:
-        """Return ((k, 1, 1), no bias), as the head of a language model does."""
+        """Return ((k, 1, 1), None), like a language model's head."""
         return nn.functional.linear(hidden, self.weight, self.bias), None

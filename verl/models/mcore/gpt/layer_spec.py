@@ -1,14 +1,14 @@
-"""The layers of a ``GPTModel`` in plain torch, where Transformer Engine is not there to provide them.
+"""The layers of a ``GPTModel`` in plain torch, for use without Transformer Engine.
 
-Megatron-Core's own local layers know neither packed sequences nor context parallelism nor, in their RMSNorm, sequence
-parallelism. These know all three.
+Megatron-Core's own local layers support neither packed sequences nor context parallelism, and their RMSNorm does not
+support sequence parallelism. These layers support all three.
 """
 
 import copy
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -28,25 +28,31 @@ from torch.distributed import ProcessGroup
 
 from verl.models.transformers.attention import PackedSequences, packed_attention
 
-if not isinstance(multi_latent_attention.TELinear, type):  # 0.16 counts a stand-in as Transformer Engine itself
+if TYPE_CHECKING:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+if not isinstance(multi_latent_attention.TELinear, type):  # Megatron-Core 0.16 mistakes its placeholder for the real TE
     multi_latent_attention.HAVE_TE = False
 
 LATENT_EPSILON = 1e-6
 ATTENTION_OUTPUT_BIAS = "attention_output_bias"
-"""What our layers read of a configuration besides its fields: whether the output projection has a bias of its own."""
+"""Attribute that verl adds to a configuration: whether only the attention's output projection has a bias."""
 
 
 @dataclass
 class PackedRowParams(PackedSeqParams):
-    """The boundaries of packed sequences, with what our attention derives from them once for all layers."""
+    """The boundaries of packed sequences, with tensors that are derived once and used by all layers."""
 
     sequences: PackedSequences | None = None
 
 
 def packed_row_params(lengths: list[int], device: torch.device) -> PackedRowParams:
-    """Return the boundaries of sequences of these lengths, their padding counted in."""
+    """Return the boundaries of sequences with these lengths, which include padding."""
     sequences = PackedSequences(lengths, device)
-    bounds, longest = sequences.cu_seqlens, sequences.max_length
+    bounds = sequences.cu_seqlens
+    longest = sequences.max_length
     return PackedRowParams(
         qkv_format="thd",
         cu_seqlens_q=bounds,
@@ -60,9 +66,9 @@ def packed_row_params(lengths: list[int], device: torch.device) -> PackedRowPara
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm; under sequence parallelism the gradient of its weight is summed over the ranks."""
+    """Root-mean-square norm; with sequence parallelism Megatron-Core sums its weight gradient over the ranks."""
 
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
+    def __init__(self, config: "TransformerConfig", hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
         super().__init__()
         self.eps = eps
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
@@ -75,34 +81,34 @@ class RMSNorm(nn.Module):
 
 
 class LatentNorm(RMSNorm):
-    """The norm of a latent of DeepSeek's attention, whose epsilon no configuration changes."""
+    """The norm of a latent in DeepSeek's attention, whose epsilon is fixed."""
 
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **kwargs: Any) -> None:
+    def __init__(self, config: "TransformerConfig", hidden_size: int, eps: float = 1e-6, **kwargs: Any) -> None:
         super().__init__(config, hidden_size, LATENT_EPSILON)
 
 
 class WholeLinear(nn.Module):
-    """A projection that every rank holds whole and applies to its part of the sequence."""
+    """A replicated projection that each rank applies to its part of the sequence."""
 
-    def __init__(self, config: Any, width: int) -> None:
+    def __init__(self, config: "TransformerConfig", width: int) -> None:
         super().__init__()
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         self.weight = nn.Parameter(torch.empty(width, config.hidden_size, dtype=config.params_dtype, device=device))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
-        """Return (..., width) and no bias, as Megatron-Core's projections do."""
+        """Return ((..., width), None), like Megatron-Core's projections."""
         return F.linear(hidden, self.weight), None
 
 
 class LatentAttention(MLASelfAttention):
-    """DeepSeek's attention with whole projections into the latents.
+    """DeepSeek's attention with replicated projections to the latents.
 
-    Megatron-Core's local layers cut them and gather the result without adding up, on the way back, what the heads of
-    each rank ask of the shared key. Needed from 0.12 to 0.16.
+    Megatron-Core's local layers shard them and gather the result, but their backward pass does not sum the gradients
+    that the heads of each rank send to the shared key. Needed from 0.12 to 0.16.
     """
 
-    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, config: "MLATransformerConfig", *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         if config.q_lora_rank is not None:
             self.linear_q_down_proj = WholeLinear(config, config.q_lora_rank)
@@ -110,7 +116,7 @@ class LatentAttention(MLASelfAttention):
 
 
 class RowParallelLinearWithBias(RowParallelLinear):
-    """The output projection of an attention that has biases while its MLP has none."""
+    """The output projection of an attention with biases in a model whose MLP has none."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **(kwargs | {"bias": True}))
@@ -121,17 +127,18 @@ class PackedCoreAttention(MegatronModule):
 
     def __init__(
         self,
-        config: Any,
+        config: "TransformerConfig",
         layer_number: int,
-        attn_mask_type: Any,
+        attn_mask_type: "AttnMaskType",
         attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
-        pg_collection: Any = None,
-        **channels: Any,
+        pg_collection: "ProcessGroupCollection | None" = None,
+        **channels: int | None,
     ) -> None:
         super().__init__(config)
+        assert pg_collection is not None
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.cp_group = pg_collection.cp
@@ -142,7 +149,7 @@ class PackedCoreAttention(MegatronModule):
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None,
-        attn_mask_type: Any = None,
+        attn_mask_type: "AttnMaskType | None" = None,
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedRowParams | None = None,
     ) -> Tensor:
@@ -150,10 +157,11 @@ class PackedCoreAttention(MegatronModule):
         assert isinstance(packed_seq_params, PackedRowParams) and packed_seq_params.sequences is not None
         packed = packed_seq_params.sequences
         dropout = self.dropout if self.training else 0.0
-        width, missing = value.shape[-1], query.shape[-1] - value.shape[-1]
-        if missing and value.is_cuda:  # the kernels want one width
+        width = value.shape[-1]
+        missing = query.shape[-1] - width
+        if missing and value.is_cuda:  # the kernels need values as wide as queries
             value = F.pad(value, (0, missing))
-        # the masks of each tensor-parallel rank are its own; with sequence parallelism the whole block is forked
+        # Tensor-parallel ranks need different dropout masks; with sequence parallelism the whole block is forked.
         forks = dropout and not self.config.sequence_parallel
         with get_cuda_rng_tracker().fork() if forks else nullcontext():
             if self.cp_group.size() > 1:
@@ -163,11 +171,12 @@ class PackedCoreAttention(MegatronModule):
         return out[..., :width].reshape(out.shape[0], -1)
 
 
-# Context parallelism: a sequence is cut into 2 x ranks chunks, of which a rank holds one from each end
+# Context parallelism splits a sequence into 2 x ranks chunks and gives each rank one from both ends, so that causal
+# attention costs every rank the same
 
 
 class _GatherZigzag(torch.autograd.Function):
-    """Chunks of one sequence from all ranks, in order; the gradient of each is summed over the ranks."""
+    """Gather the chunks of one sequence from all ranks in order; the backward pass sums their gradients over ranks."""
 
     @staticmethod
     def forward(ctx: Any, mine: Tensor, group: ProcessGroup) -> Tensor:
@@ -181,7 +190,8 @@ class _GatherZigzag(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad = grads[0].contiguous()
         dist.all_reduce(grad, group=ctx.group)
-        chunks, rank = grad.chunk(2 * ctx.group.size()), ctx.group.rank()
+        chunks = grad.chunk(2 * ctx.group.size())
+        rank = ctx.group.rank()
         return torch.cat([chunks[rank], chunks[-1 - rank]]), None
 
 
@@ -194,12 +204,13 @@ def _context_parallel(
     dropout: float,
     group: ProcessGroup,
 ) -> Tensor:
-    """Let this rank's queries attend to the keys and values of all ranks."""
+    """Attend from this rank's queries to the keys and values of all ranks."""
+    rank = group.rank()
     lengths = [length // group.size() for length in packed.lengths]
     outputs = []
     for q, k, v in zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True):
-        k, v = _GatherZigzag.apply(k, group), _GatherZigzag.apply(v, group)  # type: ignore[no-untyped-call]
-        chunk, rank = len(q) // 2, group.rank()
+        k, v = (_GatherZigzag.apply(t, group) for t in (k, v))  # type: ignore[no-untyped-call]
+        chunk = len(q) // 2
         column = torch.arange(chunk, device=q.device)
         position = torch.cat([column + rank * chunk, column + (2 * group.size() - 1 - rank) * chunk])
         mask = torch.arange(len(k), device=q.device).unsqueeze(0) <= position.unsqueeze(1)
@@ -214,8 +225,8 @@ def _context_parallel(
 # Specs
 
 
-def torch_layer_spec(config: Any, has_experts: bool) -> ModuleSpec:
-    """Return the spec of one layer in plain torch, with experts or with one MLP."""
+def torch_layer_spec(config: "TransformerConfig", has_experts: bool) -> ModuleSpec:
+    """Return the spec of one layer in plain torch, with experts or with an MLP."""
     spec = copy.deepcopy(
         get_gpt_layer_local_spec(
             num_experts=config.num_moe_experts if has_experts else None,
@@ -239,8 +250,8 @@ def torch_layer_spec(config: Any, has_experts: bool) -> ModuleSpec:
     return spec
 
 
-def torch_block_spec(config: Any, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """Return the spec of the layers of one stage with the norm behind the last."""
+def torch_block_spec(config: "TransformerConfig", vp_stage: int | None) -> TransformerBlockSubmodules:
+    """Return the spec of one stage's layers and the norm after the last."""
     kinds = [torch_layer_spec(config, has_experts) for has_experts in (False, True)]
     frequency = config.moe_layer_freq
     if config.num_moe_experts is None:

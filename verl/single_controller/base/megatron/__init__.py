@@ -1,4 +1,4 @@
-"""Workers that stand in a layout of Megatron-Core."""
+"""The worker of Megatron-Core roles."""
 
 from verl.single_controller.base.megatron.worker import MegatronWorker
 

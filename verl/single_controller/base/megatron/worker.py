@@ -1,13 +1,14 @@
-"""The process of a role on Megatron-Core."""
+"""The worker of a role on Megatron-Core."""
 
-from typing import Any
+from types import ModuleType
 
 from verl.single_controller.base.decorator import Dispatch, register
-from verl.single_controller.base.worker import DistGlobalInfo, DistRankInfo, Worker
+from verl.single_controller.base.layout import DistGlobalInfo, DistRankInfo
+from verl.single_controller.base.worker import Worker
 
 
 class MegatronWorker(Worker):
-    """A worker that can tell where it stands in the layout of Megatron-Core, once that has been made."""
+    """A worker that reports its place in the Megatron-Core layout, after ``init_model``."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def get_megatron_global_info(self) -> DistGlobalInfo:
@@ -38,9 +39,10 @@ class MegatronWorker(Worker):
         )
 
 
-def _parallel_state() -> Any:
+def _parallel_state() -> ModuleType:
     from megatron.core import parallel_state
 
-    if not parallel_state.model_parallel_is_initialized():
-        raise RuntimeError("this process has no layout of Megatron-Core yet: call init_model first")
-    return parallel_state
+    state: ModuleType = parallel_state
+    if not state.model_parallel_is_initialized():
+        raise RuntimeError("this process has no Megatron-Core layout yet: call init_model first")
+    return state

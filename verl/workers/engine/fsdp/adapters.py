@@ -2,7 +2,8 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,11 @@ ADAPTER_FOLDER = "lora_adapter"
 _PREFIX = "base_model.model."
 _BASE = ".base_layer."
 _DEFAULT = "default"
+
+
+def has_adapters(module: nn.Module) -> bool:
+    """Whether peft wraps the module."""
+    return hasattr(module, "peft_config")
 
 
 def is_adapter(name: str) -> bool:
@@ -47,7 +53,7 @@ def add_adapters(
 ) -> nn.Module:
     """Wrap the model so that only its adapters, and the modules called ``trained``, learn.
 
-    A frozen vision tower has no adapters.
+    A frozen vision tower gets no adapters.
 
     Raises: ValueError when ``target_modules`` match nothing.
     """
@@ -76,11 +82,14 @@ def add_adapters(
     return wrapped
 
 
-def _as_list(value: Any) -> Any:
-    return value if value is None or isinstance(value, str) else list(value)
+ModuleNames = str | Sequence[str] | None  # a regular expression, or names
 
 
-def _excluding(exclude: Any, patterns: list[str]) -> Any:
+def _as_list(names: ModuleNames) -> str | list[str] | None:
+    return names if names is None or isinstance(names, str) else list(names)
+
+
+def _excluding(exclude: ModuleNames, patterns: list[str]) -> str | list[str] | None:
     """Add patterns to the modules without adapters."""
     if not patterns:
         return _as_list(exclude)
@@ -111,21 +120,23 @@ def merged_weights(module: nn.Module, before: Callable[[int], None] | None = Non
 
 
 def _merged(layer: Any, weight: Tensor) -> Tensor:
+    """Return ``W + scaling * (B @ A)``, computed in fp32; ``layer`` is one of peft's LoRA layers."""
     embedding = _DEFAULT in layer.lora_embedding_A
     a = layer.lora_embedding_A[_DEFAULT] if embedding else layer.lora_A[_DEFAULT].weight
     b = layer.lora_embedding_B[_DEFAULT] if embedding else layer.lora_B[_DEFAULT].weight
     delta = full_tensor(b).float() @ full_tensor(a).float()
     if embedding or layer.fan_in_fan_out:
         delta = delta.T
-    return (weight.float() + layer.scaling[_DEFAULT] * delta.to(weight.device)).to(weight.dtype)
+    scaling: float = layer.scaling[_DEFAULT]
+    return (weight.float() + scaling * delta.to(weight.device)).to(weight.dtype)
 
 
 def adapter_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield what trains under peft's names: adapters, and modules that learn as a whole; collective.
+    """Yield the trained tensors under peft's names: adapters, and modules that learn as a whole; collective.
 
     Raises: RuntimeError when there is no adapter.
     """
-    if not hasattr(module, "peft_config"):
+    if not has_adapters(module):
         raise RuntimeError("the engine holds no adapter: model.lora_rank is 0")
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
@@ -133,7 +144,7 @@ def adapter_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def save_adapter(module: Any, folder: Path | None) -> None:
-    """Write the adapter so that ``PeftModel.from_pretrained`` reads it; collective, one rank has a folder."""
+    """Write the adapter as ``PeftModel.from_pretrained`` reads it; collective, and one rank has a folder."""
     from safetensors.torch import save_file
 
     tensors = {name: tensor.cpu().clone().contiguous() for name, tensor in adapter_weights(module) if folder}
@@ -147,10 +158,9 @@ def save_adapter(module: Any, folder: Path | None) -> None:
 
 
 def _plain(value: Any) -> Any:
+    """Return a value of peft's configuration as JSON holds it."""
     if isinstance(value, set | frozenset | tuple):
         return sorted(value)
-    return (
-        value
-        if isinstance(value, str | int | float | bool | list | dict | None)
-        else str(getattr(value, "value", value))
-    )
+    if isinstance(value, str | int | float | bool | list | dict | None):
+        return value
+    return str(value.value if isinstance(value, Enum) else value)

@@ -1,8 +1,9 @@
-"""From a model configuration to a sharded module with its weights."""
+"""Build a sharded module with its weights from a model configuration."""
 
 import logging
 import math
 import warnings
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,9 @@ from verl.workers.engine.fsdp.weights import LocalReader, checkpoint_reader, mat
 from verl.workers.engine.weights import DTYPES, HEAD, CheckpointError, new_head, tensor_seed
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+    from transformers.models.auto.auto_factory import _BaseAutoModelClass
+
     from verl.workers.config import FSDPEngineConfig, HFModelConfig
 
 logger = logging.getLogger(__name__)
@@ -31,9 +35,10 @@ logger = logging.getLogger(__name__)
 
 
 def precision_policy(config: "FSDPEngineConfig", device: torch.device) -> MixedPrecisionPolicy | None:
-    """Return what FSDP computes in, or None where that is the dtype of the parameters.
+    """Return the dtypes that FSDP computes and reduces in, or None if both are the dtype of the parameters.
 
-    The default is bf16 with fp32 reduction on accelerators, and the parameters' own dtype on the CPU.
+    The default on accelerators is bf16 with fp32 reduction: sums over many ranks lose small terms in bf16. On the CPU
+    it is the dtype of the parameters.
     """
     given = config.mixed_precision or {}
     if not given and device.type == "cpu":
@@ -51,7 +56,7 @@ def attention_implementation(model_config: "HFModelConfig", sp_size: int) -> str
     Raises: ValueError when it cannot serve sequence parallelism.
     """
     packed = model_config.use_remove_padding
-    asked = (model_config.override_config or {}).get("attn_implementation")
+    asked: str | None = model_config.override_config.get("attn_implementation")
     if sp_size > 1:
         if not packed:
             raise ValueError(
@@ -59,7 +64,7 @@ def attention_implementation(model_config: "HFModelConfig", sp_size: int) -> str
             )
         if asked not in (None, VARLEN_ATTENTION, "flash_attention_2"):
             raise ValueError(
-                f"model.override_config.attn_implementation={asked!r} knows no sequence parallelism: leave it "
+                f"model.override_config.attn_implementation={asked!r} has no sequence parallelism: leave it "
                 f"out or write {VARLEN_ATTENTION}"
             )
         return VARLEN_ATTENTION
@@ -67,7 +72,7 @@ def attention_implementation(model_config: "HFModelConfig", sp_size: int) -> str
 
 
 def use_packed_attention(module: nn.Module) -> None:
-    """Have a built transformers model take packed sequences.
+    """Make a built transformers model take packed sequences.
 
     Raises: ValueError when it cannot.
     """
@@ -84,7 +89,7 @@ def use_packed_attention(module: nn.Module) -> None:
 
 
 class ModelBuilder:
-    """Makes the module of one engine, step by step."""
+    """Make the module of one engine, step by step."""
 
     def __init__(
         self,
@@ -93,19 +98,20 @@ class ModelBuilder:
         layout: Layout,
         is_value_model: bool,
         makes_head: bool = True,
+        freeze_vision_tower: bool = False,
     ) -> None:
         self.model_config = model_config
         self.engine_config = engine_config
         self.layout = layout
         self.is_value_model = is_value_model
         self.makes_head = makes_head
-        self.freeze_vision_tower = False
+        self.freeze_vision_tower = freeze_vision_tower
         self.adapter_sizes: AdapterSizes | None = None
         self.policy = precision_policy(engine_config, layout.device)
         self.attention = attention_implementation(model_config, layout.sp_size)
-        self.path: str = getattr(model_config, "local_path", None) or model_config.path
+        self.path: str = model_config.local_path
 
-    def build(self) -> PreTrainedModel:
+    def build(self) -> nn.Module:
         """Return the module with its weights, sharded as the layout says.
 
         Raises: ValueError naming the file, tensor or key that is wrong.
@@ -137,10 +143,8 @@ class ModelBuilder:
                     part._buffers[name] = buffer.to(self.layout.device)
         return module
 
-    def _config(self) -> Any:
-        from copy import deepcopy
-
-        hf_config = deepcopy(self.model_config.hf_config)
+    def _config(self) -> "PretrainedConfig":
+        hf_config: PretrainedConfig = deepcopy(self.model_config.hf_config)
         if self.is_value_model:
             hf_config.num_labels = 1
             hf_config.classifier_dropout = 0.0
@@ -148,11 +152,11 @@ class ModelBuilder:
             hf_config.summary_dropout_prob = 0.0
         return hf_config
 
-    def _check_family(self, hf_config: Any) -> None:
+    def _check_family(self, hf_config: "PretrainedConfig") -> None:
         if is_vision_config(hf_config) and not uses_media(hf_config) and self.layout.world_size > 1:
             raise ValueError(
-                f"model_type={hf_config.model_type!r} has a vision tower that several ranks cannot share, as those "
-                f"without an image would not take part: train one of {', '.join(FAMILIES)}, use one worker, or add the "
+                f"model_type={hf_config.model_type!r} has a vision tower that several ranks cannot share: ranks "
+                f"without an image would not run it. Train one of {', '.join(FAMILIES)}, use one worker, or add the "
                 "family (docs/advance/multi_modal.md)"
             )
 
@@ -163,7 +167,7 @@ class ModelBuilder:
             "trust_remote_code": self.model_config.trust_remote_code,
         }
 
-    def _add_adapters(self, model: PreTrainedModel) -> Any:
+    def _add_adapters(self, model: PreTrainedModel) -> nn.Module:
         if not self.model_config.lora_rank:
             return model
         trained = ("score",) if self.is_value_model else ()
@@ -184,7 +188,7 @@ class ModelBuilder:
         tower.requires_grad_(False)
 
     def _patch(self, model: PreTrainedModel) -> None:
-        if getattr(self.model_config, "use_liger", False):
+        if self.model_config.use_liger:
             try:
                 from liger_kernel.transformers import _apply_liger_kernel_to_instance
             except ImportError:
@@ -199,8 +203,8 @@ class ModelBuilder:
         if self.model_config.enable_gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
-    def _reader(self, model: PreTrainedModel, auto_class: Any) -> LocalReader:
-        """Return what reads the shard of a parameter, under the name that it has in the adapted model."""
+    def _reader(self, model: PreTrainedModel, auto_class: "type[_BaseAutoModelClass]") -> LocalReader:
+        """Return a function that reads the shard of a parameter by its name in the adapted model."""
 
         def load_whole() -> dict[str, Tensor]:
             try:
@@ -213,7 +217,7 @@ class ModelBuilder:
                 )
             except (OSError, RuntimeError, ValueError) as error:
                 raise CheckpointError(f"cannot load the weights of model.path={self.path}: {error}") from error
-            # What transformers has made up, it has drawn from the state of this process.
+            # Missing tensors were drawn from the random state of this process; ``_initialize`` draws them instead.
             return {name: p for name, p in whole.named_parameters() if name not in report["missing_keys"]}
 
         read_base = checkpoint_reader(self.path, model, load_whole)
@@ -225,7 +229,7 @@ class ModelBuilder:
         return read
 
     def _initialize(self, name: str, shape: torch.Size, rows: slice) -> Tensor | None:
-        """Make a new head or adapter, the same on every layout: each tensor from the seed and its own name."""
+        """Draw a new head or adapter from the seed and its name, so that every layout has the same."""
         generator = torch.Generator().manual_seed(tensor_seed(self.engine_config.seed, name))
         if is_adapter(name):
             if "lora_B" in name:
@@ -233,7 +237,7 @@ class ModelBuilder:
             bound = 1.0 / math.sqrt(shape[-1])  # kaiming_uniform with a = sqrt(5), as peft starts lora_A
             return (torch.rand(shape, generator=generator) * 2 - 1).mul_(bound)[rows]
         if self.is_value_model and HEAD in name:
-            if not self.makes_head and not name.endswith("bias"):  # sequence classification knows no bias
+            if not self.makes_head and not name.endswith("bias"):  # sequence classification has no bias
                 return None
             return new_head(name, shape, self.engine_config.seed, self.model_config.hf_config)[rows]
         return None
@@ -252,6 +256,6 @@ def shard(
         kwargs["mp_policy"] = policy
     if config.offload_policy:
         kwargs["offload_policy"] = CPUOffloadPolicy(pin_memory=layout.device.type != "cpu")
-    # the logits of a value head are a view; nothing here changes an output in place
+    # The logits of a value head are a view, and FSDP2 warns of in-place changes; nothing here makes any.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     apply_fsdp2(module, kwargs, config, model)

@@ -19,20 +19,25 @@ from verl.utils.ulysses import all_gather_tensor, set_ulysses_sequence_parallel_
 from verl.utils.vision.multi_modal import concat_distinct_inputs, concat_multi_modal_inputs
 from verl.workers.engine.fsdp.layout import Layout
 from verl.workers.engine.micro_batch import PackedRows, pack_rows, response_mask_of, tensors_of, unpack
+from verl.workers.engine.pass_spec import PassSpec
 
 if TYPE_CHECKING:
     from verl.protocol import DataProto
     from verl.workers.engine.base import ModelOutput
 
-_SHOWN = "shown"  # among the inputs of a multi-modal model: ``Media.shown``
+_SHOWN = "shown"  # key of ``Media.shown`` among the inputs of a multi-modal model
+
+ModelInputs = dict[str, Any]  # keyword arguments of a transformers model: tensors, and objects of our patches
 
 
 @dataclass(frozen=True)
 class ForwardOptions:
-    """What does not change from batch to batch; a token is read ``lead`` positions before its own.
+    """The options of an engine that hold for every pass.
 
-    ``takes_media`` says that the model merges images itself (``verl.models.transformers.vision``), ``fused_head`` that
-    it scores tokens without logits (``verl.models.transformers.dense_common``).
+    Args:
+        lead: a token is read this many positions before itself.
+        takes_media: the model merges images itself (``verl.models.transformers.vision``).
+        fused_head: the head scores tokens without making logits (``verl.models.transformers.dense_common``).
     """
 
     remove_padding: bool
@@ -44,24 +49,12 @@ class ForwardOptions:
     offload_activations: bool = False
 
 
-@dataclass(frozen=True)
-class Scoring:
-    """What is asked of the distribution at each position; ``entropy`` is ``none``, ``value`` or ``grad``."""
-
-    temperature: float
-    entropy: str
-
-    @classmethod
-    def of(cls, meta: dict[str, Any]) -> "Scoring":
-        """Read the meta data of a batch."""
-        entropy = "none"
-        if meta.get("calculate_entropy", False):
-            entropy = "grad" if meta.get("entropy_needs_grad", True) and torch.is_grad_enabled() else "value"
-        return cls(meta.get("temperature", 1.0), entropy)
-
-
 class Forward:
-    """Runs the model so that logits exist only at the positions at which a counted token is read."""
+    """Run the model so that logits exist only where a counted token is read.
+
+    A head over the whole sequence would make (T, V) logits, the largest tensor of a pass. Most of them are for the
+    prompt and padding, which no loss reads.
+    """
 
     def __init__(self, module: nn.Module, layout: Layout, options: ForwardOptions) -> None:
         self.module = module
@@ -69,45 +62,48 @@ class Forward:
         self.options = options
         self.reference: Reference | None = None
 
-    def __call__(self, rows: "DataProto") -> "ModelOutput":
+    def __call__(self, rows: "DataProto", spec: PassSpec) -> "ModelOutput":
         """Return (b, R) outputs on the device, zero outside the response mask."""
-        reference = self._reference_of(rows.meta_info)
+        reference = self._reference_of(spec)
         ref_logits = None if reference is None else reference.logits(rows)
-        # A divergence from the reference is one of logits, which a fused head does not make.
-        fused = Scoring.of(rows.meta_info) if self.options.fused_head and reference is None else None
+        # The divergence from a reference needs logits, which a fused head does not make.
+        fused = spec if self.options.fused_head and reference is None else None
         with self._activations():
-            return self._outputs(*self._read(rows, fused), rows.meta_info, ref_logits, fused)
+            packed, logits, labels, target = self._read(rows, fused)
+            return self._outputs(packed, logits, labels, target, spec, ref_logits, fused is not None)
 
-    def _reference_of(self, meta: dict[str, Any]) -> "Reference | None":
-        if not meta.get("calculate_full_kl", False):
+    def _reference_of(self, spec: PassSpec) -> "Reference | None":
+        if not spec.full_kl:
             return None
         if self.reference is None:
-            raise ValueError("calculate_full_kl needs a reference in this engine: call set_reference")
+            raise ValueError("full_kl needs a reference in this engine: call set_reference")
         return self.reference
 
-    def _read(self, rows: "DataProto", fused: Scoring | None) -> tuple[PackedRows, Tensor, Tensor, Tensor]:
-        """Return the packed rows, and of this rank's positions logits (k, V), labels (k,) and targets (k,).
+    def _read(self, rows: "DataProto", fused: PassSpec | None) -> tuple[PackedRows, Tensor, Tensor, Tensor]:
+        """Return the packed rows and, for this rank's positions, logits (k, V), labels (k,) and targets (k,).
 
-        With ``fused`` the columns of the logits are the log-probability of the label and, where asked, the entropy.
+        With ``fused`` the columns are the log-probability of the label and, on request, the entropy.
         """
-        device, batch = self.layout.device, tensors_of(rows)
+        device = self.layout.device
+        batch = tensors_of(rows)
         names = ("input_ids", "attention_mask", "position_ids")
         ids, attention, positions = (batch[name].to(device, non_blocking=True) for name in names)
-        asked = response_mask_of(rows).to(device, non_blocking=True)
-        packed = pack_rows(ids, attention, positions, asked, self.options.lead)
+        counted = response_mask_of(rows).to(device, non_blocking=True)
+        packed = pack_rows(ids, attention, positions, counted, self.options.lead)
         inputs = self._multi_modal_inputs(rows, packed.row_order if self.options.remove_padding else None)
         if not self.options.remove_padding:
-            return packed, *self._padded(packed, ids, attention, positions, asked, inputs, fused)
+            return packed, *self._padded(packed, ids, attention, positions, counted, inputs, fused)
         if self.layout.sp_size > 1:
             return packed, *self._sliced(packed, inputs, fused)
         return packed, *self._packed(packed, inputs, fused)
 
-    def idle(self, meta: dict[str, Any] | None = None) -> Tensor:
+    def idle(self, spec: PassSpec) -> Tensor:
         """Take part in the collectives of a forward pass without any row; returns a zero that has a gradient."""
-        reference = self._reference_of(meta or {})
+        reference = self._reference_of(spec)
         if reference is not None:
             reference.idle()
-        device, tokens = self.layout.device, self.layout.sp_size
+        device = self.layout.device
+        tokens = self.layout.sp_size
         ids = torch.zeros(1, tokens, dtype=torch.long, device=device)
         mask = torch.ones(1, tokens, dtype=torch.long, device=device)
         positions = torch.arange(tokens, device=device).unsqueeze(0)
@@ -124,7 +120,7 @@ class Forward:
     # ---- three ways to the logits: each returns (logits (k, V), labels (k,), targets (k,)) of this rank's positions
 
     def _packed(
-        self, packed: PackedRows, inputs: dict[str, Any], fused: Scoring | None = None
+        self, packed: PackedRows, inputs: ModelInputs, fused: PassSpec | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         sequences = PackedSequences(packed.lengths, self.layout.device)
         extra = self._extra(inputs, self._sampled(packed, packed.input_ids))
@@ -133,19 +129,25 @@ class Forward:
         return logits, packed.labels, packed.target
 
     def _sliced(
-        self, packed: PackedRows, inputs: dict[str, Any], fused: Scoring | None = None
+        self, packed: PackedRows, inputs: ModelInputs, fused: PassSpec | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        sp_size, sp_rank = self.layout.sp_size, self.layout.sp_rank
+        """Run this rank's slice of each sequence.
+
+        The ranks of a sequence exchange heads in attention (Ulysses). Elsewhere each rank works on a contiguous slice
+        of the packed tokens, so it also scores only the positions of its slice.
+        """
+        sp_size = self.layout.sp_size
         ids, positions, padding = ulysses_pad(packed.input_ids, packed.position_ids, sp_size)
         assert positions is not None
         lengths = [*packed.lengths, padding] if padding else packed.lengths
         sequences = PackedSequences(lengths, self.layout.device)
         width = ids.shape[1] // sp_size
-        start = sp_rank * width
+        start = self.layout.sp_rank * width
         mine = (packed.keep >= start) & (packed.keep < start + width)
         extra = self._extra(inputs, self._sampled(packed, ids), (start, width))
-        if not self.options.takes_media:  # which slices after images have taken their places
-            ids, positions = ids.narrow(-1, start, width), positions.narrow(-1, start, width)
+        if not self.options.takes_media:  # such a model slices itself, after it has merged the images
+            ids = ids.narrow(-1, start, width)
+            positions = positions.narrow(-1, start, width)
         kept = self._kept(packed.keep[mine] - start, packed.labels[mine], fused)
         logits = self._run(ids, None, positions, kept, sequences, extra)
         return logits, packed.labels[mine], packed.target[mine]
@@ -156,12 +158,14 @@ class Forward:
         ids: Tensor,
         attention: Tensor,
         positions: Tensor,
-        asked: Tensor,
-        inputs: dict[str, Any],
-        fused: Scoring | None = None,
+        counted: Tensor,
+        inputs: ModelInputs,
+        fused: PassSpec | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Run whole rows; a head sees only the response, whose counted positions are picked afterwards, a fused head
-        these alone.
+        """Run whole rows.
+
+        An ordinary head sees the response columns, from which the counted positions are picked afterwards; a fused
+        head sees the counted positions alone.
         """
         if positions.dim() == 3:
             positions = positions.transpose(0, 1)
@@ -170,8 +174,9 @@ class Forward:
         before = length - width - self.options.lead
         first = max(before, 0)
         columns = torch.arange(first, length, device=ids.device)
-        extra = self._extra(inputs, F.pad(asked.bool(), (length - width, 0)))
-        row, column = packed.target // width, packed.target % width
+        extra = self._extra(inputs, F.pad(counted.bool(), (length - width, 0)))
+        row = packed.target // width
+        column = packed.target % width
         if fused is not None:
             kept = self._kept(row * length + column + before, packed.labels, fused)
             return self._run(ids, attention, positions, kept, None, extra), packed.labels, packed.target
@@ -183,10 +188,10 @@ class Forward:
         """Mark the counted tokens among packed ones (1, T)."""
         return torch.zeros_like(ids, dtype=torch.bool).index_fill(1, packed.keep + self.options.lead, True)
 
-    def _multi_modal_inputs(self, rows: "DataProto", order: Tensor | None) -> dict[str, Any]:
+    def _multi_modal_inputs(self, rows: "DataProto", order: Tensor | None) -> ModelInputs:
         """Join the processor's outputs of the rows, in the order in which they are packed.
 
-        A model that takes media is also told under ``_SHOWN`` which rows show what: rows may share their images.
+        Rows may share images: ``_SHOWN`` tells a model that takes media which rows show which.
         """
         column = rows.non_tensor_batch.get("multi_modal_inputs")
         if column is None:
@@ -197,19 +202,19 @@ class Forward:
         inputs, shown = concat_distinct_inputs(ordered)
         return self._on_device(inputs) | {_SHOWN: shown}
 
-    def _on_device(self, inputs: dict[str, Any]) -> dict[str, Any]:
+    def _on_device(self, inputs: ModelInputs) -> ModelInputs:
         device = self.layout.device
         return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
 
-    def _extra(self, inputs: dict[str, Any], sampled: Tensor, window: tuple[int, int] | None = None) -> dict[str, Any]:
-        """Return what a multi-modal model is given besides tokens."""
+    def _extra(self, inputs: ModelInputs, sampled: Tensor, window: tuple[int, int] | None = None) -> ModelInputs:
+        """Return the inputs of a multi-modal model other than tokens."""
         if not self.options.takes_media:
             return inputs
         return {MEDIA: Media(sampled, inputs, inputs.get(_SHOWN, {}), window)}
 
-    def _kept(self, at: Tensor, labels: Tensor, fused: Scoring | None) -> Tensor | HeadRequest:
-        """Return what the head is told of the positions."""
-        return at if fused is None else HeadRequest(at, labels, fused.temperature, fused.entropy)
+    def _kept(self, at: Tensor, labels: Tensor, fused: PassSpec | None) -> Tensor | HeadRequest:
+        """Return which positions the head reads and, for a fused head, what it computes there."""
+        return at if fused is None else HeadRequest(at, labels, fused.temperature, fused.entropy_mode)
 
     def _run(
         self,
@@ -218,9 +223,9 @@ class Forward:
         positions: Tensor,
         keep: Tensor | HeadRequest,
         sequences: PackedSequences | None,
-        extra: dict[str, Any],
+        extra: ModelInputs,
     ) -> Tensor:
-        kwargs: dict[str, Any] = dict(extra)
+        kwargs = dict(extra)
         if sequences is not None:
             kwargs["packed_sequences"] = sequences
             kwargs["cu_seq_lens_q"] = kwargs["cu_seq_lens_k"] = sequences.cu_seqlens
@@ -246,19 +251,18 @@ class Forward:
         logits: Tensor,
         labels: Tensor,
         target: Tensor,
-        meta: dict[str, Any],
+        spec: PassSpec,
         ref_logits: Tensor | None,
-        fused: Scoring | None,
+        fused: bool,
     ) -> "ModelOutput":
         if self.options.is_value_model:
             values = {"values": logits[:, 0].float()}
-        elif fused is not None:
+        elif fused:
             values = dict(zip(("log_probs", "entropy"), logits.unbind(1), strict=False))
         else:
-            values = self._log_probs(logits, labels, meta, shared=ref_logits is not None)
+            values = self._log_probs(logits, labels, spec, shared=ref_logits is not None)
         if ref_logits is not None:
-            temperature, chunk = meta.get("temperature", 1.0), self.options.entropy_chunk_size
-            values["full_kl"] = full_kl(logits, ref_logits, temperature, chunk)
+            values["full_kl"] = full_kl(logits, ref_logits, spec.temperature, self.options.entropy_chunk_size)
         output = {name: unpack(value, target, packed.shape) for name, value in values.items()}
         if self.layout.sp_size > 1:  # every position is on one rank and zero on the others
             output = {
@@ -267,32 +271,34 @@ class Forward:
             }
         return output
 
-    def _log_probs(self, logits: Tensor, labels: Tensor, meta: dict[str, Any], shared: bool) -> dict[str, Tensor]:
-        """Return log-probabilities and entropies; ``shared`` logits are left as they are in the backward pass."""
-        asked = Scoring.of(meta)
+    def _log_probs(self, logits: Tensor, labels: Tensor, spec: PassSpec, shared: bool) -> dict[str, Tensor]:
+        """Return log-probabilities and entropies.
+
+        The backward pass writes the gradient over the logits, unless they are ``shared`` with the full KL.
+        """
         log_probs, entropies = log_probs_and_entropy(
             logits,
             labels,
-            asked.temperature,
-            entropy=asked.entropy,
+            spec.temperature,
+            entropy=spec.entropy_mode,
             chunk_size=self.options.entropy_chunk_size,
             inplace_backward=not shared,
         )
         return {"log_probs": log_probs} if entropies is None else {"log_probs": log_probs, "entropy": entropies}
 
-    def _activations(self) -> AbstractContextManager[Any]:
+    def _activations(self) -> AbstractContextManager[None]:
         if self.options.offload_activations and torch.is_grad_enabled():
             return offloaded_activations(self.module, pin_memory=self.layout.device.type != "cpu")
         return nullcontext()
 
 
 class Reference:
-    """The distribution of a reference policy, from passes of its own over the rows of a micro-batch.
+    """Run the reference policy on the micro-batches of the policy.
 
-    Args: ``context`` is entered around each pass, such as the one that takes adapters out.
+    Args: ``context`` is entered around each pass, for instance to disable adapters.
     """
 
-    def __init__(self, forward: Forward, context: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
+    def __init__(self, forward: Forward, context: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
         self.forward = forward
         self.context = context
 
@@ -304,12 +310,15 @@ class Reference:
     def idle(self) -> None:
         """Take part in the collectives of ``logits``."""
         with torch.no_grad(), self.context():
-            self.forward.idle()
+            self.forward.idle(PassSpec())
 
 
 @contextmanager
 def sequence_parallel(layout: Layout) -> Iterator[None]:
-    """Let attention exchange heads within this rank's group; spans the backward pass, which may recompute it."""
+    """Let attention exchange heads within this rank's group.
+
+    The context spans the backward pass too: with gradient checkpointing that computes attention again.
+    """
     previous = set_ulysses_sequence_parallel_group(layout.sp_group)
     try:
         yield

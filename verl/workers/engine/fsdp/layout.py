@@ -10,9 +10,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from verl.utils.device import get_device_id, get_device_name, get_process_group_backend
+from verl.utils.device import get_device_id, get_device_name
 from verl.utils.device.gloo import use_one_thread
-from verl.utils.distributed import take_over_timeout
+from verl.utils.distributed import initialize_lone_process_group, take_over_timeout
 from verl.workers.engine.accumulate import Shares
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def create_device_mesh(world_size: int, fsdp_size: int) -> DeviceMesh:
-    """Return the mesh ``(fsdp,)``, or ``(ddp, fsdp)`` where ``fsdp_size`` ranks hold one copy of the weights.
+    """Return the mesh ``(fsdp,)``, or ``(ddp, fsdp)`` if ``fsdp_size`` ranks hold one copy of the weights.
 
     Raises: ValueError when ``fsdp_size`` does not divide the ranks.
     """
@@ -34,7 +34,7 @@ def create_device_mesh(world_size: int, fsdp_size: int) -> DeviceMesh:
 
 @dataclass(frozen=True)
 class Layout:
-    """The place of this process: ``fsdp_mesh`` is None where the model is an ordinary module."""
+    """The place of this process; ``fsdp_mesh`` is None when the model is an ordinary module."""
 
     rank: int
     world_size: int
@@ -98,13 +98,14 @@ def current_device() -> torch.device:
 
 
 def make_layout(config: "FSDPEngineConfig", must_wrap: bool) -> Layout:
-    """Lay the ranks out; a lone process is wrapped only where precision or offload need FSDP's hooks.
+    """Lay out the ranks; ``must_wrap`` wraps a single process too, because precision or offload need FSDP's hooks.
 
     Raises: ValueError when a size does not divide the ranks.
     """
     use_one_thread()
     ready = dist.is_available() and dist.is_initialized()
-    world_size, rank = (dist.get_world_size(), dist.get_rank()) if ready else (1, 0)
+    world_size = dist.get_world_size() if ready else 1
+    rank = dist.get_rank() if ready else 0
     sp_size = config.ulysses_sequence_parallel_size
     if world_size % sp_size:
         raise ValueError(f"ulysses_sequence_parallel_size={sp_size} must divide the {world_size} ranks")
@@ -112,7 +113,7 @@ def make_layout(config: "FSDPEngineConfig", must_wrap: bool) -> Layout:
     if world_size == 1 and not must_wrap:
         return Layout(rank, world_size, sp_size, device)
     if not ready:
-        dist.init_process_group(get_process_group_backend(), store=dist.HashStore(), rank=0, world_size=1)
+        initialize_lone_process_group()
     fsdp_mesh = create_device_mesh(world_size, config.fsdp_size)
     take_over_timeout(fsdp_mesh)
     sequence_mesh = None
@@ -124,9 +125,9 @@ def make_layout(config: "FSDPEngineConfig", must_wrap: bool) -> Layout:
 
 
 def check_layout(module: nn.Module, layout: Layout) -> None:
-    """Check that a module is laid out over the ranks as the layout says.
+    """Check that a module is sharded over the mesh of the layout.
 
-    Raises: ValueError naming both.
+    Raises: ValueError naming both meshes.
     """
     meshes = {parameter.device_mesh for parameter in module.parameters() if isinstance(parameter, DTensor)}
     found = sorted({tuple(mesh.shape) for mesh in meshes})

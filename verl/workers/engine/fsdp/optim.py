@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def build_optimizer(parameters: Sequence[Tensor], config: "FSDPOptimizerConfig") -> torch.optim.AdamW:
     """Return AdamW over the parameters that train.
 
-    Raises: ValueError when none does.
+    Raises: ValueError when no parameter trains.
     """
     trained = [p for p in parameters if p.requires_grad]
     if not trained:
@@ -27,7 +27,7 @@ def build_optimizer(parameters: Sequence[Tensor], config: "FSDPOptimizerConfig")
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, config: "FSDPOptimizerConfig") -> LambdaLR:
-    """Return the schedule; ``lr_warmup_steps`` of 0 or less leaves the warm-up to the ratio.
+    """Return the schedule. With ``lr_warmup_steps`` of 0 or less, ``lr_warmup_steps_ratio`` sets the warm-up.
 
     Raises: ValueError when the schedule needs a length that was not given.
     """

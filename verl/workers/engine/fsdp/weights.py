@@ -1,4 +1,4 @@
-"""Weights from a checkpoint into sharded parameters, and back out under checkpoint names."""
+"""Load weights from a checkpoint into sharded parameters, and export them under checkpoint names."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def local_rows(shape: torch.Size, layout: Layout) -> slice:
-    """Return which rows of a tensor this rank's shard holds, the way ``Shard(0)`` cuts."""
+    """Return the rows of a tensor that this rank's shard holds, cut as ``Shard(0)`` does."""
     if not shape:
         return slice(None)
     step = -(-shape[0] // layout.shard_size)
@@ -34,9 +34,11 @@ LocalReader = Callable[[str, torch.Size, slice], Tensor | None]
 def materialize(
     model: nn.Module, layout: Layout, device: torch.device, read: LocalReader, initialize: LocalReader
 ) -> None:
-    """Give every meta parameter its shard on ``device``, from the checkpoint or, for new ones, from ``initialize``.
+    """Give every meta parameter its shard on ``device``, from the checkpoint or, if it is new, from ``initialize``.
 
-    Tied parameters stay one. Raises: CheckpointError naming all tensors that neither has.
+    Each rank reads only its shard, so no rank ever holds the whole model. Tied parameters stay one.
+
+    Raises: CheckpointError for tensors that neither source has.
     """
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
@@ -54,7 +56,7 @@ def materialize(
         if local is None:
             missing.append(name)
             continue
-        # Slices of a file may be views at an offset into all of it; such a shard could not be saved.
+        # A slice of a file may be a view into all of it. Saving such a shard would save the whole file.
         filled = _filled(parameter.detach(), local, device)
         new = nn.Parameter(filled, requires_grad=parameter.requires_grad)
         for module, attribute in places[id(parameter)]:
@@ -67,7 +69,7 @@ def materialize(
 
 
 def _filled(parameter: Tensor, local: Tensor, device: torch.device) -> Tensor:
-    """Return storage for a meta parameter on ``device``, which may be the host, with this rank's rows in it."""
+    """Return storage for a meta parameter on ``device``, which may be the host, filled with this rank's rows."""
     new = torch.empty_like(parameter, device=device)
     (new.to_local() if isinstance(new, DTensor) else new).copy_(local)
     return new
@@ -78,8 +80,8 @@ def checkpoint_reader(
 ) -> LocalReader:
     """Choose how to read a checkpoint.
 
-    Names that the model and the files share are read slice by slice. Where transformers converts names or layouts,
-    rank 0 loads the tensors by ``load_whole`` and broadcasts them one by one.
+    If model and files share their names, each rank reads its slices. If transformers converts names or layouts, rank
+    0 loads the tensors by ``load_whole`` and broadcasts them one by one.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -140,17 +142,17 @@ def _broadcast_from_first(tensor: Tensor | None) -> Tensor | None:
 
 
 def remember_conversions(model: "PreTrainedModel") -> None:
-    """Keep what transformers converts for this class, which it finds by a name that sharding changes."""
+    """Keep the conversions of transformers for this class: it finds them by a class name that sharding changes."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange
 
     found = get_model_conversion_mapping(model, add_legacy=False)
-    # A prefix is changed for a model without its head only, as save_pretrained of a new model knows too.
+    # Prefix changes apply to a model without its head only; save_pretrained of a new model leaves them out, too.
     model._weight_conversions = [step for step in found if not isinstance(step, PrefixChange)] or None  # type: ignore[assignment]
 
 
 def checkpoint_names(model: "PreTrainedModel", stream: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Rename and convert in-memory tensors to what ``save_pretrained`` writes, keeping one group alive at a time."""
+    """Rename and convert in-memory tensors to those that ``save_pretrained`` writes, one at a time."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import revert_weight_conversion
 

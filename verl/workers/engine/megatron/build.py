@@ -1,4 +1,4 @@
-"""The chunks of the model on this rank, with their weights, and the wrapper that reduces their gradients."""
+"""Build the chunks of the model on this rank, with their weights, and the wrapper that reduces their gradients."""
 
 import logging
 from pathlib import Path
@@ -15,9 +15,9 @@ from verl.models.mcore.gpt.build import (
     default_implementation,
     hf_to_mcore_config,
     init_mcore_model,
+    load_parts,
     named_parameters,
 )
-from verl.models.mcore.gpt.load import load_parts
 from verl.utils.checkpoint.files import CheckpointError as TensorsError
 from verl.utils.checkpoint.torch_dist import TENSORS_FOLDER, TorchDistReader, holds_value_head, vocabulary_problem
 from verl.utils.fs import copy_to_local
@@ -39,18 +39,18 @@ if TYPE_CHECKING:
     from verl.workers.config import HFModelConfig, McoreEngineConfig
 
 _OF_TRANSFORMER_ENGINE = {"layernorm", "moe_act"}
-"""What can be computed again in the layers of Transformer Engine only."""
+"""Modules that only the layers of Transformer Engine can recompute."""
 
 logger = logging.getLogger(__name__)
 
 
 def model_dtype(config: "McoreEngineConfig", device: torch.device) -> torch.dtype:
-    """Return the dtype of weights and activations: bf16 on accelerators and fp32 on the CPU, where none is named."""
+    """Return the dtype of weights and activations; the default is bf16 on accelerators and fp32 on the CPU."""
     return DTYPES[config.dtype or ("fp32" if device.type == "cpu" else "bf16")]
 
 
 class ModelBuilder:
-    """Makes the module of one engine, step by step."""
+    """Make the module of one engine, step by step."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class ModelBuilder:
         self.layout = layout
         self.is_value_model = is_value_model
         self.hf_config = model_config.hf_config
-        self.path: str = getattr(model_config, "local_path", None) or model_config.path
+        self.path: str = model_config.local_path
 
     def build(self) -> list[Any]:
         """Return the chunks with their weights.
@@ -79,7 +79,7 @@ class ModelBuilder:
         config = self.transformer_config()
         count = self.layout.virtual_stages
         tied = self.model_config.share_embeddings_and_output_weights
-        options = (getattr(self.model_config, "override_config", None) or {}).get("moe_config") or {}
+        options = self.model_config.override_config.get("moe_config") or {}
         chunks = [
             init_mcore_model(
                 config,
@@ -106,14 +106,14 @@ class ModelBuilder:
 
     @property
     def fuses_head(self) -> bool:
-        """Whether the head scores tokens without making logits; that of a value model makes none."""
+        """Whether the head scores tokens without making logits; a value head makes none anyway."""
         return not self.is_value_model and bool(self.model_config.use_fused_kernels)
 
     def _refuse(self) -> None:
         if self.fuses_head:
             backend_of(self.model_config.fused_kernel_options["impl_backend"], self.layout.device)
-        for name, wanted in (("lora_rank", 0), ("use_liger", False), ("enable_activation_offload", False)):
-            if (value := getattr(self.model_config, name, wanted)) != wanted:
+        for name in ("lora_rank", "use_liger", "enable_activation_offload"):
+            if value := self.model_config[name]:
                 raise ValueError(f"model.{name}={as_yaml(value)} is not supported with strategy=megatron")
         for name in ("num_attention_heads", "num_key_value_heads"):
             heads = getattr(self.hf_config, name)
@@ -127,7 +127,7 @@ class ModelBuilder:
                 f"megatron.expert_model_parallel_size={ep_size} must divide the {experts or 0} experts of the model"
             )
         if experts and self.layout.tp_size > 1 and not self.engine_config.sequence_parallel:
-            raise ValueError("megatron.sequence_parallel=false: models with experts need true where layers are cut")
+            raise ValueError("megatron.sequence_parallel=false: models with experts and tensor parallelism need true")
         stages = self.layout.pp_size * self.layout.virtual_stages
         uneven = any("pipeline" in key for key in self.engine_config.override_transformer_config)
         if self.hf_config.num_hidden_layers % stages and not uneven:
@@ -148,7 +148,8 @@ class ModelBuilder:
             "expert_tensor_parallel_size": config.expert_tensor_parallel_size,
             "sequence_parallel": config.sequence_parallel,
         }
-        if self.layout.virtual_stages > 1:  # the other way of exchange gives wrong numbers, see McoreEngineConfig
+        # Megatron-Core's default exchange passes wrong activations between virtual stages; see McoreEngineConfig.
+        if self.layout.virtual_stages > 1:
             values |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
         if self.model_config.enable_gradient_checkpointing:
             values |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -178,13 +179,14 @@ class ModelBuilder:
     # ---- weights
 
     def load(self, chunks: "Sequence[Any]") -> None:
-        """Fill the parameters of this rank with its parts of the checkpoint, and nothing but them.
+        """Fill the parameters of this rank with its parts of the checkpoint.
 
-        With ``share_model_files`` they may come from another worker; collective then.
+        It reads only those parts. With ``share_model_files`` they may come from another worker; collective then.
 
         Raises: CheckpointError naming the file, or the tensor that is missing or of the wrong shape.
         """
-        shared, reader = None, None
+        shared: SharedWeights | None = None
+        reader: SafetensorsReader | None = None
         if self.engine_config.share_model_files and self.layout.world_size > 1:
             shared = SharedWeights(self.path, self.layout.device)
             reader = shared.reader
@@ -209,7 +211,7 @@ class ModelBuilder:
         load_parts(chunks, self.hf_config, self.is_value_model, read)
 
     def _reading(self, read_stored: "ReadPart", names: "Collection[str]") -> "ReadPart":
-        """Return what reads a part of a tensor that is stored, or of a new head."""
+        """Return a function that reads a part of a stored tensor, or makes one of a new head."""
 
         def read(name: str, shape: "Sequence[int]", part: tuple[slice, ...]) -> Tensor:
             if name in names:
@@ -226,7 +228,7 @@ class ModelBuilder:
     def load_distributed(self, chunks: "Sequence[Any]", path: str) -> None:
         """Fill the parameters from a folder in the torch_dist format, or a checkpoint with one, whatever its layout.
 
-        Each rank reads its own parts. A new value head is made where the folder holds a language model. Collective.
+        Each rank reads its own parts, and makes a new value head if the folder holds a language model. Collective.
 
         Raises: CheckpointError naming the folder, and the tensor that it lacks or that has another shape.
         """
@@ -267,7 +269,9 @@ class ModelBuilder:
 
 
 def wrap(chunks: list[Any], config: "McoreEngineConfig") -> list[Any]:
-    """Give the chunks gradient buffers and the reduction over data-parallel ranks.
+    """Wrap the chunks with gradient buffers and the reduction over data-parallel ranks.
+
+    Gradients are reduced in fp32 even if the weights are bf16: adding many small terms in bf16 loses them.
 
     Raises: ValueError for a key that Megatron-Core does not have.
     """
@@ -275,7 +279,7 @@ def wrap(chunks: list[Any], config: "McoreEngineConfig") -> list[Any]:
         "grad_reduce_in_fp32": True,
         "use_distributed_optimizer": config.use_distributed_optimizer,
         "overlap_grad_reduce": False,
-        "check_for_nan_in_grad": False,  # the engine skips such a step, and counts it
+        "check_for_nan_in_grad": False,  # the engine skips and counts such a step
     } | dict(config.override_ddp_config)
     unknown = sorted(values.keys() - DistributedDataParallelConfig.__dataclass_fields__.keys())
     if unknown:
@@ -288,14 +292,14 @@ def wrap(chunks: list[Any], config: "McoreEngineConfig") -> list[Any]:
         DistributedDataParallel(chunk.config, settings, chunk, disable_bucketing=at > 0)
         for at, chunk in enumerate(chunks)
     ]
-    if settings.overlap_grad_reduce:  # the schedules let all but the last micro-batch add up on each rank
+    if settings.overlap_grad_reduce:  # all micro-batches but the last accumulate without communication
         waits = [chunk.no_sync for chunk in wrapped]
         chunks[0].config.no_sync_func = waits if len(waits) > 1 else waits[0]
     return wrapped
 
 
 def gather_weights(chunks: "Sequence[Any]") -> None:
-    """Gather what an optimizer step left to the next forward pass (``overlap_param_gather``); collective if any is."""
+    """Gather the weights that an optimizer step left to the next forward (``overlap_param_gather``); collective."""
     for chunk in chunks:
         if not getattr(chunk, "use_forward_hook", False):
             continue
@@ -305,5 +309,8 @@ def gather_weights(chunks: "Sequence[Any]") -> None:
 
 
 def finish_gradients(chunks: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:
-    """Add the gradients up over all ranks that hold a parameter; the loss is divided already."""
+    """Reduce the gradients over all ranks that hold a parameter.
+
+    Megatron-Core would also divide by ``num_tokens``. The loss is already divided by its unit counts.
+    """
     finalize_model_grads(chunks, None, **kwargs)

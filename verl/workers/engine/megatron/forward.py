@@ -1,7 +1,7 @@
 """One micro-batch through this rank's chunk of the model, and from the head of the last stage to the outputs."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,25 +13,28 @@ from verl.utils.ulysses import all_gather_tensor
 from verl.workers.engine.megatron.layout import Layout
 from verl.workers.engine.megatron.packing import PackedShare, share_of
 from verl.workers.engine.micro_batch import MicroBatch, pack_rows, response_mask_of, tensors_of, unpack
+from verl.workers.engine.pass_spec import PassSpec
 
 if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer.module import MegatronModule
+
     from verl.protocol import DataProto
     from verl.workers.engine.base import ModelOutput
 
 
 @dataclass(frozen=True)
 class Round:
-    """One micro-batch of a pipeline schedule; ``micro_batch`` is None where this rank only takes part."""
+    """One micro-batch of a pipeline schedule, on the device; None if this rank only takes part."""
 
     at: int
     micro_batch: MicroBatch | None
-    rows: "DataProto | None"  # on the device
     share: PackedShare
     params: PackedRowParams
 
 
 def check_positions(data: "DataProto") -> None:
-    """Check that positions count the tokens of a row from 0, which is how Megatron-Core counts packed ones.
+    """Check that positions count the tokens of a row from 0, as Megatron-Core counts packed tokens.
 
     Raises: ValueError naming the first row where they do not.
     """
@@ -48,9 +51,9 @@ def check_positions(data: "DataProto") -> None:
 
 
 class Forward:
-    """Packs micro-batches and runs them so that logits exist only where a counted token is read.
+    """Pack micro-batches and run them so that logits exist only where a counted token is read.
 
-    ``fuses_head`` says that the head scores tokens without making logits (``verl.models.mcore.gpt.heads.FusedHead``).
+    With ``fuses_head`` the head scores tokens without making logits (``verl.models.mcore.gpt.heads.FusedHead``).
     """
 
     def __init__(
@@ -70,39 +73,42 @@ class Forward:
         self.tp_multiple = layout.tp_size if sequence_parallel else 1
 
     def prepare(self, at: int, micro_batch: MicroBatch | None) -> Round:
-        """Pack a micro-batch; one token that nothing is asked of stands for a missing one."""
+        """Pack a micro-batch; a missing one becomes a single token that does not count."""
         device = self.layout.device
         if micro_batch is None:
-            rows = None
-            ids, ones = torch.zeros(1, 1, dtype=torch.long, device=device), torch.ones(1, 1, device=device).long()
-            packed = pack_rows(ids, ones, ids, ids)
+            zeros = torch.zeros(1, 1, dtype=torch.long, device=device)
+            packed = pack_rows(zeros, torch.ones_like(zeros), zeros, zeros)
         else:
-            rows = micro_batch.rows.to(str(device))
-            batch = tensors_of(rows)
+            micro_batch = micro_batch.to(device)
+            batch = tensors_of(micro_batch.rows)
             packed = pack_rows(
-                batch["input_ids"], batch["attention_mask"], batch["position_ids"], response_mask_of(rows), self.lead
+                batch["input_ids"],
+                batch["attention_mask"],
+                batch["position_ids"],
+                response_mask_of(micro_batch.rows),
+                self.lead,
             )
         share = share_of(packed, self.layout.cp_size, self.layout.cp_rank, self.tp_multiple)
         params = packed_row_params(share.lengths, device)
-        return Round(at, micro_batch, rows, share, params)
+        return Round(at, micro_batch, share, params)
 
-    def run(self, model: Any, chunk: Any, round_: Round, meta: dict[str, Any]) -> Tensor:
-        """Return what this chunk hands on: hidden states, or of its head logits (1, k, V / ranks) or values (1, k, 1).
+    def run(self, model: "MegatronModule", chunk: "GPTModel", round_: Round, spec: PassSpec) -> Tensor:
+        """Return the output of this chunk: hidden states, or its head's logits (1, k, V / ranks) or values (1, k, 1).
 
-        A fused head gives (1, k, 1 or 2): log-probabilities and, where asked for, entropies. ``model`` is the
-        ``GPTModel`` ``chunk``, wrapped where it trains.
+        A fused head gives (1, k, 1 or 2): log-probabilities and, on request, entropies. ``model`` is the ``chunk``,
+        wrapped when it trains.
         """
         if hasattr(chunk, "picker"):
             chunk.picker.keep = round_.share.keep
         if self.fuses_head and hasattr(chunk, "fused_head"):
-            chunk.fused_head.request = _request_of(round_.share, meta)
+            chunk.fused_head.request = _request_of(round_.share, spec)
         # Rotary positions come from the boundaries of the sequences; position_ids only have to be there.
         output: Tensor = model(
             round_.share.input_ids, position_ids=None, attention_mask=None, packed_seq_params=round_.params
         )
         return output
 
-    def outputs(self, found: Tensor, round_: Round, meta: dict[str, Any]) -> "ModelOutput":
+    def outputs(self, found: Tensor, round_: Round, spec: PassSpec) -> "ModelOutput":
         """Return (b, R) outputs on the device, zero outside the response mask, whole on every rank of the stage."""
         share = round_.share
         rows = found.squeeze(0)[: len(share.labels)]
@@ -111,7 +117,7 @@ class Forward:
         elif self.fuses_head:
             values = dict(zip(("log_probs", "entropy"), rows.unbind(-1), strict=False))
         else:
-            values = self._log_probs(rows, share.labels, meta)
+            values = self._log_probs(rows, share.labels, spec)
         output = {name: unpack(value, share.target, share.shape) for name, value in values.items()}
         if self.layout.cp_size > 1:  # every position is on one rank and zero on the others
             output = {
@@ -120,28 +126,18 @@ class Forward:
             }
         return output
 
-    def _log_probs(self, logits: Tensor, labels: Tensor, meta: dict[str, Any]) -> dict[str, Tensor]:
+    def _log_probs(self, logits: Tensor, labels: Tensor, spec: PassSpec) -> dict[str, Tensor]:
         log_probs, entropies = vocab_parallel_log_probs_and_entropy(
             logits,
             labels,
-            _temperature(meta),
-            entropy=_entropy_mode(meta),
+            spec.temperature,
+            entropy=spec.entropy_mode,
             vocab_size=self.vocab_size,
             group=self.layout.tp_group,
         )
         return {"log_probs": log_probs} if entropies is None else {"log_probs": log_probs, "entropy": entropies}
 
 
-def _request_of(share: PackedShare, meta: dict[str, Any]) -> HeadRequest:
+def _request_of(share: PackedShare, spec: PassSpec) -> HeadRequest:
     labels = share.labels if len(share.labels) else share.keep.new_zeros(len(share.keep))
-    return HeadRequest(labels, _temperature(meta), _entropy_mode(meta))
-
-
-def _temperature(meta: dict[str, Any]) -> float:
-    return float(meta.get("temperature", 1.0))
-
-
-def _entropy_mode(meta: dict[str, Any]) -> str:
-    if not meta.get("calculate_entropy", False):
-        return "none"
-    return "grad" if meta.get("entropy_needs_grad", True) and torch.is_grad_enabled() else "value"
+    return HeadRequest(labels, spec.temperature, spec.entropy_mode)

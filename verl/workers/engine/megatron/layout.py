@@ -1,4 +1,7 @@
-"""The process groups of Megatron-Core: one set in a process, shared by all engines in it."""
+"""The process groups of Megatron-Core.
+
+``parallel_state`` holds one set of groups per process, so all engines of a process share one layout.
+"""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -10,9 +13,9 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch.distributed import ProcessGroup
 
 from verl.base_config import as_yaml
-from verl.utils.device import get_device_id, get_device_name, get_process_group_backend
+from verl.utils.device import get_device_id, get_device_name
 from verl.utils.device.gloo import use_one_thread
-from verl.utils.distributed import group_timeout
+from verl.utils.distributed import group_timeout, initialize_lone_process_group
 from verl.utils.megatron.ranks import expert_layout_problem
 from verl.utils.numerics.seeding import derive_seed, seed_process
 from verl.workers.engine.accumulate import Shares
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Layout:
-    """The place of this process. ``virtual_stages`` is how many chunks of the model it holds."""
+    """The place of this process; ``virtual_stages`` counts the chunks of the model that it holds."""
 
     rank: int
     world_size: int
@@ -36,62 +39,68 @@ class Layout:
     @property
     def tp_group(self) -> ProcessGroup:
         """The ranks that hold the other parts of each layer."""
-        return parallel_state.get_tensor_model_parallel_group()
+        group: ProcessGroup = parallel_state.get_tensor_model_parallel_group()
+        return group
 
     @property
     def pp_group(self) -> ProcessGroup:
         """The ranks that hold the other layers."""
-        return parallel_state.get_pipeline_model_parallel_group()
+        group: ProcessGroup = parallel_state.get_pipeline_model_parallel_group()
+        return group
 
     @property
     def cp_group(self) -> ProcessGroup:
         """The ranks that hold the other parts of each sequence."""
-        return parallel_state.get_context_parallel_group()
+        group: ProcessGroup = parallel_state.get_context_parallel_group()
+        return group
 
     @property
     def dp_group(self) -> ProcessGroup:
         """The ranks that hold the other rows of a batch."""
-        return parallel_state.get_data_parallel_group()
+        group: ProcessGroup = parallel_state.get_data_parallel_group()
+        return group
 
     @property
     def ep_group(self) -> ProcessGroup:
         """The ranks that hold the other experts."""
-        return parallel_state.get_expert_model_parallel_group()
+        group: ProcessGroup = parallel_state.get_expert_model_parallel_group()
+        return group
 
     @property
     def expert_tp_group(self) -> ProcessGroup:
         """The ranks that hold the other parts of each expert."""
-        return parallel_state.get_expert_tensor_parallel_group()
+        group: ProcessGroup = parallel_state.get_expert_tensor_parallel_group()
+        return group
 
     @property
     def tp_rank(self) -> int:
         """Which part of each layer this rank holds."""
-        return parallel_state.get_tensor_model_parallel_rank()
+        return int(parallel_state.get_tensor_model_parallel_rank())
 
     @property
     def pp_rank(self) -> int:
         """Which layers this rank holds."""
-        return parallel_state.get_pipeline_model_parallel_rank()
+        return int(parallel_state.get_pipeline_model_parallel_rank())
 
     @property
     def cp_rank(self) -> int:
         """Which part of each sequence this rank holds."""
-        return parallel_state.get_context_parallel_rank()
+        return int(parallel_state.get_context_parallel_rank())
 
     @property
     def ep_rank(self) -> int:
         """Which experts this rank holds."""
-        return parallel_state.get_expert_model_parallel_rank()
+        return int(parallel_state.get_expert_model_parallel_rank())
 
     @property
     def dp_rank(self) -> int:
         """Which shard of a batch this rank takes."""
-        return parallel_state.get_data_parallel_rank()
+        return int(parallel_state.get_data_parallel_rank())
 
     @property
     def dp_size(self) -> int:
         """Into how many shards a batch is cut."""
-        return parallel_state.get_data_parallel_world_size()
+        return int(parallel_state.get_data_parallel_world_size())
 
     @property
     def is_last_stage(self) -> bool:
@@ -101,7 +110,7 @@ class Layout:
     @property
     def last_stage_rank(self) -> int:
         """The global rank that holds the head of this rank's pipeline."""
-        return parallel_state.get_pipeline_model_parallel_last_rank()
+        return int(parallel_state.get_pipeline_model_parallel_last_rank())
 
     @property
     def shares(self) -> Shares:
@@ -117,13 +126,13 @@ def current_device() -> torch.device:
 
 
 def make_layout(config: "McoreEngineConfig") -> Layout:
-    """Lay the ranks out, or join the layout that this process has.
+    """Lay out the ranks, or join the layout that this process already has.
 
     Raises: ValueError when the sizes do not divide the ranks, or another engine of this process has other sizes.
     """
     use_one_thread()
     if not dist.is_initialized():
-        dist.init_process_group(get_process_group_backend(), store=dist.HashStore(), rank=0, world_size=1)
+        initialize_lone_process_group()
     world_size = dist.get_world_size()
     sizes = {
         "tensor_model_parallel_size": config.tensor_model_parallel_size,
@@ -131,7 +140,9 @@ def make_layout(config: "McoreEngineConfig") -> Layout:
         "context_parallel_size": config.context_parallel_size,
         "expert_model_parallel_size": config.expert_model_parallel_size,
     }
-    tp, pp, cp, ep = sizes.values()
+    tp = config.tensor_model_parallel_size
+    pp = config.pipeline_model_parallel_size
+    cp = config.context_parallel_size
     sizes["expert_tensor_parallel_size"] = config.expert_tensor_parallel_size or tp
     if world_size % (tp * pp * cp):
         raise ValueError(
@@ -150,7 +161,7 @@ def make_layout(config: "McoreEngineConfig") -> Layout:
             pipeline_model_parallel_size=pp,
             virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
             context_parallel_size=cp,
-            expert_model_parallel_size=ep,
+            expert_model_parallel_size=config.expert_model_parallel_size,
             expert_tensor_parallel_size=config.expert_tensor_parallel_size,
             create_gloo_process_groups=False,
             distributed_timeout_minutes=group_timeout().total_seconds() / 60,
@@ -164,7 +175,8 @@ def make_layout(config: "McoreEngineConfig") -> Layout:
 def _seed(seed: int) -> None:
     """Seed this process by the rows, tokens and layers that it holds.
 
-    The ranks that cut a layer start alike; Megatron-Core's tracker tells them apart where they draw for their parts.
+    Tensor-parallel ranks start alike, since they must agree on the dropout of whole activations. Megatron-Core's
+    tracker gives them different states for the parts that they hold alone.
     """
     ranks = (
         parallel_state.get_pipeline_model_parallel_rank(),
@@ -187,6 +199,6 @@ def _same_layout(sizes: dict[str, int]) -> None:
     if other:
         found = ", ".join(f"megatron.{key}={size}, which is {have[key]} there" for key, size in other.items())
         raise ValueError(
-            f"roles that share a process share one layout, and another one was built first: {found}; write the same "
+            f"roles that share a process share one layout, and the first role has another: {found}; write the same "
             "sizes for all roles"
         )

@@ -1,11 +1,11 @@
-"""Where the weights of an engine come from: files of this node, a worker of another node, or a seed."""
+"""Sources of an engine's weights: files of this node, a worker of another node, or a seed."""
 
 import hashlib
 import os
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,11 +15,15 @@ from verl.utils.model import text_config_of
 from verl.workers.engine.weights import CheckpointError, SafetensorsReader, tensor_seed
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
     from verl.models.mcore.weights import ReadPart
     from verl.workers.config import HFModelConfig
 
+T = TypeVar("T")
+
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
-"""Files of a model's folder that workers do not hand on whole."""
+"""Suffixes of weight files, which workers do not send whole."""
 
 
 class Stored(NamedTuple):
@@ -36,8 +40,8 @@ class Request(NamedTuple):
     part: tuple[slice, ...]
 
 
-def new_weights(hf_config: Any, seed: int) -> "ReadPart":
-    """Return what makes up each tensor, the same on every layout: norms are one, biases zero, matrices normal."""
+def new_weights(hf_config: "PretrainedConfig", seed: int) -> "ReadPart":
+    """Return a function that draws each tensor, the same on every layout: norms are 1, biases 0, matrices normal."""
     std = getattr(text_config_of(hf_config), "initializer_range", 0.02)
 
     def make(name: str, shape: Sequence[int], part: tuple[slice, ...]) -> Tensor:
@@ -57,21 +61,19 @@ def new_weights(hf_config: Any, seed: int) -> "ReadPart":
 
 
 def share_folder(config: "HFModelConfig") -> None:
-    """Give configuration and tokenizer of ``model.path`` to the workers whose node has no such folder; collective.
+    """Send configuration and tokenizer of ``model.path`` to workers whose node lacks the folder; collective.
 
-    They keep them in a folder of their own, which becomes their ``local_path``.
+    They write them to a temporary folder, which becomes their ``local_path``.
     """
     folder = os.path.expanduser(config.path).rstrip("/")
-    here: list[Any] = _gathered(os.path.isfile(os.path.join(folder, "config.json")))
-    if all(here) or not any(here):  # a hub id is nobody's folder
+    here = _gathered(os.path.isfile(os.path.join(folder, "config.json")))
+    if all(here) or not any(here):  # no worker has the folder of a hub id
         return
-    first, box = here.index(True), [None]
-    if dist.get_rank() == first:
-        box = [_small_files(folder)]  # type: ignore[list-item]
+    first = here.index(True)
+    box = [_small_files(folder) if dist.get_rank() == first else {}]
     dist.broadcast_object_list(box, src=first)
     if not here[dist.get_rank()]:
-        files: Any = box[0]
-        config.local_path = _written(files)
+        config.local_path = _written(box[0])
 
 
 def _small_files(folder: str) -> dict[str, bytes]:
@@ -85,7 +87,7 @@ def _small_files(folder: str) -> dict[str, bytes]:
 
 
 def _written(files: dict[str, bytes]) -> str:
-    """Write files to a folder that is named by what they are, which workers of one node share."""
+    """Write files to a folder named by their digest, so that the workers of a node share it."""
     digest = hashlib.blake2b(digest_size=12)
     for name, content in files.items():
         digest.update(f"{name} {len(content)}\n".encode() + content)
@@ -101,8 +103,8 @@ def _written(files: dict[str, bytes]) -> str:
 # Its weights
 
 
-def _gathered(value: Any) -> list[Any]:
-    values: list[Any] = [None] * dist.get_world_size()
+def _gathered(value: T) -> list[T]:
+    values = [value] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
@@ -114,15 +116,16 @@ def _raise_first(problems: Iterable[str | None]) -> None:
 
 
 class SharedWeights:
-    """Parts of tensors for the workers that have no files, each from one that has them; collective.
+    """Send parts of tensors to the workers without files, each from a worker that has them; collective.
 
-    Those without files first say which parts they want, in the order in which they will read them. Each part is sent
-    alone, so that nobody holds more than its own weights and one part.
+    Workers without files first list the parts that they want, in the order in which they will read them. Parts are
+    sent one by one, so that no worker holds more than its own weights and one part.
     """
 
     def __init__(self, folder: str, device: torch.device) -> None:
-        """Find out who has files. Raises: CheckpointError on all workers where one cannot read what it has."""
-        self._device, self._rank = device, dist.get_rank()
+        """Find out who has files. Raises: CheckpointError on all workers if one cannot read its files."""
+        self._device = device
+        self._rank = dist.get_rank()
         self.reader: SafetensorsReader | None = None
         self.stored: dict[str, Stored] = {}
         problem = None
@@ -153,9 +156,9 @@ class SharedWeights:
         return set(self.stored)
 
     def exchange(self, plan: Callable[[], None]) -> None:
-        """Collect what is wanted, which ``plan`` reads by ``want``, and send what this worker is asked for.
+        """Collect the requests that ``plan`` makes by ``want``, and send what other workers request.
 
-        Raises: what ``plan`` raises on one worker, on all of them.
+        Raises: on all workers, the error that ``plan`` raises on one.
         """
         problem = None
         if self.reader is None:
@@ -167,11 +170,11 @@ class SharedWeights:
         _raise_first(each for _, each in asked)
         if self.reader is not None:
             mine = [rank for rank in self._wanting if self._source_of(rank) == self._rank]
-            # What cannot be read is told to each that waits for it, and then raised here.
+            # Every waiting worker is told about an unreadable part before this worker raises.
             _raise_first([self._send(request, rank) for rank in mine for request in asked[rank][0]])
 
     def want(self, name: str, shape: Sequence[int], part: tuple[slice, ...]) -> Tensor:
-        """Note a part, and return one of its shape that holds nothing. Raises: CheckpointError for another shape."""
+        """Request a part, and return a meta tensor of its shape. Raises: CheckpointError for another shape."""
         stored = self.stored[name]
         if stored.shape != tuple(shape):
             raise CheckpointError(
@@ -181,10 +184,11 @@ class SharedWeights:
         return torch.empty(_shape_of(stored, part), dtype=stored.dtype, device="meta")
 
     def receive(self, name: str, shape: Sequence[int], part: tuple[slice, ...]) -> Tensor:
-        """Return the next part that was wanted; of one that could not be read, which ``finish`` raises, zeros."""
+        """Return the next requested part, or zeros if its owner could not read it, which ``finish`` raises."""
         request = self._requests.popleft()
-        assert request == Request(name, part), f"{request} was wanted, not {name} {part}"
-        stored, source = self.stored[name], self._source_of(self._rank)
+        assert request == Request(name, part), f"{request} was requested, not {name} {part}"
+        stored = self.stored[name]
+        source = self._source_of(self._rank)
         length = torch.zeros(1, dtype=torch.long, device=self._device)
         dist.recv(length, src=source)
         content = torch.empty(abs(int(length)), dtype=torch.uint8, device=self._device)
@@ -196,26 +200,27 @@ class SharedWeights:
         return content.view(stored.dtype).view(_shape_of(stored, part))
 
     def finish(self) -> None:
-        """End an exchange. Raises: CheckpointError with the message of who could not read a part."""
+        """End an exchange. Raises: CheckpointError with the message of a worker that could not read a part."""
         _raise_first(self._problems)
 
     def _source_of(self, rank: int) -> int:
         return self._owners[self._wanting.index(rank) % len(self._owners)]
 
     def _send(self, request: Request, rank: int) -> str | None:
-        """Send a length and as many bytes: those of the part or, with the length below 0, of what went wrong.
+        """Send a length and that many bytes: the part or, with a negative length, an error message.
 
-        Returns: what went wrong.
+        Returns: the error message, or None.
         """
         assert self.reader is not None
         problem = None
         try:
             part = self.reader.read(request.name, self.stored[request.name].shape, request.part)
-            content, sign = part.contiguous().view(-1).view(torch.uint8), 1
+            content = part.contiguous().view(-1).view(torch.uint8)
         except CheckpointError as error:
             problem = str(error)
-            content, sign = torch.frombuffer(bytearray(problem.encode()), dtype=torch.uint8), -1
-        dist.send(torch.tensor([sign * len(content)], device=self._device), dst=rank)
+            content = torch.frombuffer(bytearray(problem.encode()), dtype=torch.uint8)
+        length = len(content) if problem is None else -len(content)
+        dist.send(torch.tensor([length], device=self._device), dst=rank)
         if len(content):
             dist.send(content.to(self._device), dst=rank)
         return problem

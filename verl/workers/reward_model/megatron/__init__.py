@@ -1,5 +1,5 @@
 """Established path of ``MegatronRewardModel``."""
 
-from verl.workers.roles.megatron_modules import MegatronRewardModel
+from verl.workers.roles.given_modules import MegatronRewardModel
 
 __all__ = ["MegatronRewardModel"]

@@ -1,4 +1,4 @@
-"""From the rollout config to vLLM's engine arguments, with the checks that vLLM makes late or not at all."""
+"""Turn the rollout config into vLLM's engine arguments, with the checks that vLLM makes late or not at all."""
 
 import math
 from typing import TYPE_CHECKING, Any
@@ -10,11 +10,13 @@ from verl.utils.device import get_device_name
 from verl.workers.rollout.vllm_rollout.media import is_vision_model, media_arguments
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from verl.workers.config import HFModelConfig, RolloutConfig
 
 _NODE = "actor_rollout_ref.rollout"
 _CPU_BLOCK_TOKENS = 32
-"""The smallest that vLLM's CPU attention takes: less work on what a block has empty, and shorter prompts are shared."""
+"""The smallest size that vLLM's CPU attention takes: it wastes less of a block, and caches shorter prefixes."""
 _MAX_TEMPERATURE = 2.0
 
 
@@ -23,9 +25,9 @@ class ContextLengthError(ValueError, AssertionError):
 
 
 def build_engine_args(config: "RolloutConfig", model_config: "HFModelConfig") -> dict[str, Any]:
-    """Return the keyword arguments of ``vllm.LLM``; ``engine_kwargs.vllm`` goes before everything else.
+    """Return the keyword arguments of ``vllm.LLM``; ``engine_kwargs.vllm`` overrides them.
 
-    Raises: ValueError naming the key when a size cannot work.
+    Raises: ValueError naming the key of a size that cannot work.
     """
     on_cpu = get_device_name() == "cpu"
     max_model_len = check_context(config, model_config.hf_config)
@@ -39,7 +41,7 @@ def build_engine_args(config: "RolloutConfig", model_config: "HFModelConfig") ->
         "trust_remote_code": model_config.trust_remote_code,
         "hf_overrides": _hf_overrides(model_config),
         "skip_tokenizer_init": config.skip_tokenizer_init,
-        "generation_config": "vllm",  # sampling defaults of the model's folder must not change a rollout
+        "generation_config": "vllm",  # the sampling defaults of the model's folder must not apply
         "load_format": config.load_format,
         "dtype": config.dtype,
         "seed": config.seed,
@@ -53,7 +55,7 @@ def build_engine_args(config: "RolloutConfig", model_config: "HFModelConfig") ->
         "disable_custom_all_reduce": True,
         "disable_log_stats": config.disable_log_stats,
         "enforce_eager": config.enforce_eager or on_cpu,
-        "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from, temperature included
+        "logprobs_mode": "processed_logprobs",  # log-probs of the sampled distribution, with temperature
         "gpu_memory_utilization": config.gpu_memory_utilization,
     }
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
@@ -71,13 +73,13 @@ def build_engine_args(config: "RolloutConfig", model_config: "HFModelConfig") ->
     return {name: value for name, value in args.items() if value is not None}
 
 
-def check_context(config: "RolloutConfig", hf_config: Any) -> int:
+def check_context(config: "RolloutConfig", hf_config: "PreTrainedConfig") -> int:
     """Return the engine's context length.
 
-    Raises: ContextLengthError when prompt and response do not fit into it, or it does not fit the model.
+    Raises: ContextLengthError if prompt and response do not fit into it, or it exceeds the model's.
     """
     needed = config.prompt_length + config.response_length
-    length = config.max_model_len or needed
+    length = config.context_length
     sizes = f"{_NODE}.prompt_length + response_length = {config.prompt_length} + {config.response_length} = {needed}"
     if length < needed:
         raise ContextLengthError(f"{_NODE}.max_model_len={length} is below {sizes}: write at least {needed}, or null")
@@ -94,7 +96,7 @@ def check_context(config: "RolloutConfig", hf_config: Any) -> int:
 
 
 def check_batched_tokens(config: "RolloutConfig", max_model_len: int) -> None:
-    """Raise ValueError when a whole prompt must fit into one scheduler step and does not."""
+    """Raise ValueError if a whole prompt must fit into one scheduler step and does not."""
     if not config.enable_chunked_prefill and config.max_num_batched_tokens < max_model_len:
         raise ValueError(
             f"{_NODE}.max_num_batched_tokens={config.max_num_batched_tokens} is below the context {max_model_len} and "
@@ -103,14 +105,14 @@ def check_batched_tokens(config: "RolloutConfig", max_model_len: int) -> None:
 
 
 def check_temperature(config: "RolloutConfig") -> None:
-    """Raise ValueError for a temperature that vLLM refuses at the first request."""
+    """Raise ValueError for a temperature that vLLM would reject at the first request."""
     for key, value in (("temperature", config.temperature), ("val_kwargs.temperature", config.val_kwargs.temperature)):
         if value > _MAX_TEMPERATURE:
             raise ValueError(f"{_NODE}.{key}={value}: vLLM samples at {_MAX_TEMPERATURE} at most")
 
 
 def check_parallel_sizes(config: "RolloutConfig") -> None:
-    """Raise ValueError for layouts that an engine in the worker's process does not have."""
+    """Raise ValueError for layouts that an engine in the worker's process does not support."""
     if config.data_parallel_size > 1:
         raise ValueError(
             f"{_NODE}.data_parallel_size={config.data_parallel_size}: write 1; there is an engine per "
@@ -129,12 +131,12 @@ def check_parallel_sizes(config: "RolloutConfig") -> None:
         )
 
 
-def cpu_kv_cache_bytes(config: "RolloutConfig", hf_config: Any, max_model_len: int) -> int:
-    """Return the size of the key-value cache on a CPU: what ``max_num_seqs`` full sequences need, within memory.
+def cpu_kv_cache_bytes(config: "RolloutConfig", hf_config: "PreTrainedConfig", max_model_len: int) -> int:
+    """Return the bytes of the key-value cache on a CPU: enough for ``max_num_seqs`` full sequences, within memory.
 
-    The memory for it is ``gpu_memory_utilization`` of what is free now, shared by the workers of this machine.
+    The cache may use ``gpu_memory_utilization`` of the free memory, shared by the workers of this machine.
 
-    Raises: ValueError when the attention kernel has no such head size, or when not one sequence fits.
+    Raises: ValueError if the attention kernel does not support the head size, or if not even one sequence fits.
     """
     import psutil
 
@@ -149,7 +151,7 @@ def cpu_kv_cache_bytes(config: "RolloutConfig", hf_config: Any, max_model_len: i
     block_tokens = (config.engine_kwargs.get("vllm") or {}).get("block_size") or _CPU_BLOCK_TOKENS
     tokens = (math.ceil(max_model_len / block_tokens) + 1) * block_tokens
     sequence_bytes = 2 * text_config.num_hidden_layers * kv_heads * head_dim * item_bytes * tokens
-    # Ray's workers each count as the only one of their node there
+    # LOCAL_WORLD_SIZE is 1 in each of Ray's workers.
     workers = envs.integer("RAY_LOCAL_WORLD_SIZE", envs.integer("LOCAL_WORLD_SIZE", 1))
     available = int(psutil.virtual_memory().available * config.gpu_memory_utilization / workers)
     if sequence_bytes > available:
@@ -158,11 +160,11 @@ def cpu_kv_cache_bytes(config: "RolloutConfig", hf_config: Any, max_model_len: i
             f"{_NODE}.gpu_memory_utilization={config.gpu_memory_utilization} of the free memory, shared by {workers} "
             f"workers, is {available >> 20} MiB: shorten the context, raise the share, or use fewer workers"
         )
-    return min(sequence_bytes * config.max_num_seqs, available)
+    return int(min(sequence_bytes * config.max_num_seqs, available))
 
 
 def check_cpu_head_size(head_dim: int) -> None:
-    """Raise ValueError for a head size that vLLM's CPU attention accepts at the start and fails on later."""
+    """Raise ValueError for a head size that vLLM's CPU attention accepts at start and fails on later."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     sizes = CPUAttentionBackend.get_supported_head_sizes()

@@ -1,11 +1,19 @@
-"""Where each checkpoint tensor lives in a vLLM model: which rows and columns of which parameter this rank holds."""
+"""The place of each checkpoint tensor in a vLLM model: the parameter, rows and columns that this rank holds.
+
+vLLM stacks projections (query, key and value; gate and up), splits them over tensor-parallel ranks, and replicates key
+and value heads when ranks outnumber them. The checksum of a weight sync compares the part on this rank with the same
+part of the full tensor that was sent, so this module maps one to the other.
+"""
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.linear import QKVParallelLinear
 
 Span = tuple[int, int]
 
@@ -14,8 +22,8 @@ Span = tuple[int, int]
 class Piece:
     """The part of one checkpoint tensor that this rank's engine holds.
 
-    ``held`` is where it lies in the parameter, ``source`` where in the checkpoint tensor: spans of rows and columns;
-    None is the whole axis. ``stacked`` are the spans of rows where the checkpoint too holds several projections in one.
+    ``held`` is its place in the parameter and ``source`` its place in the checkpoint tensor, as spans of rows and of
+    columns; None is the whole axis. ``stacked`` holds the spans of rows if the checkpoint also stacks projections.
     """
 
     module: nn.Module
@@ -29,7 +37,7 @@ class Piece:
         return _cut(getattr(self.module, self.parameter), self.held)
 
     def cut(self, full: Tensor) -> Tensor:
-        """Return what the engine should hold of the full checkpoint tensor, as a view where it is in one piece."""
+        """Return the part of the full checkpoint tensor that the engine should hold; a view if it is contiguous."""
         if self.stacked:
             return torch.cat([full[start:end] for start, end in self.stacked])
         return _cut(full, self.source)
@@ -45,8 +53,8 @@ def _cut(tensor: Tensor, spans: tuple[Span | None, Span | None]) -> Tensor:
 class EngineLayout:
     """The checkpoint tensors of a loaded vLLM model.
 
-    ``pieces`` holds those that can be told, by their name in vLLM's order of modules with stacked projections taken
-    apart; ``opaque`` the names of parameters of layers whose inside is not known here (fused experts).
+    ``pieces`` holds the tensors of known layers by their vLLM name, with stacked projections separated. ``opaque``
+    holds the names of parameters of layers with an unknown layout (fused experts).
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -63,7 +71,7 @@ class EngineLayout:
                 self._add(path, module, parameter, value, packed)
 
     def key(self, checkpoint_name: str) -> str:
-        """Return the name under which ``pieces`` knows a tensor of the checkpoint."""
+        """Return the name of a checkpoint tensor in ``pieces``."""
         return self._translate(checkpoint_name)
 
     def _add(self, path: str, module: nn.Module, parameter: str, value: Tensor, packed: dict[str, list[str]]) -> None:
@@ -80,7 +88,7 @@ class EngineLayout:
 
 
 def _packed_modules(model: nn.Module) -> dict[str, list[str]]:
-    """Return which projections vLLM stacks; a model of several parts may leave it to them to say so."""
+    """Return which projections vLLM stacks; in a model of several parts, each part may declare its own."""
     packed: dict[str, list[str]] = {}
     for module in model.modules():
         packed = {**getattr(module, "packed_modules_mapping", {}), **packed}
@@ -99,7 +107,7 @@ def _name_mapper(model: nn.Module) -> Callable[[str], str]:
 
 
 def _pieces_of(module: nn.Module, parameter: str, value: Tensor) -> list[Piece]:
-    """Return the pieces of one parameter in the order of the stack; none where the layer is not known."""
+    """Return the pieces of one parameter in the order of the stack; an empty list for an unknown layer."""
     from vllm.model_executor.layers import linear
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
@@ -110,7 +118,8 @@ def _pieces_of(module: nn.Module, parameter: str, value: Tensor) -> list[Piece]:
         return list(_stacked(module, parameter, spans))
     if isinstance(module, VocabParallelEmbedding):
         shard = module.shard_indices
-        start, end = shard.org_vocab_start_index, shard.org_vocab_end_index
+        start = shard.org_vocab_start_index
+        end = shard.org_vocab_end_index
         return [Piece(module, parameter, ((0, end - start), None), ((start, end), None))]
     if isinstance(module, linear.ColumnParallelLinear):
         rows = value.shape[0]
@@ -123,16 +132,17 @@ def _pieces_of(module: nn.Module, parameter: str, value: Tensor) -> list[Piece]:
     return [Piece(module, parameter)]
 
 
-def _qkv_spans(module: Any) -> list[Span]:
+def _qkv_spans(module: "QKVParallelLinear") -> list[Span]:
     """Return (first checkpoint row, number of rows) of this rank's query, key and value heads."""
     kv_rank = module.tp_rank // module.num_kv_head_replicas
-    query, key = module.num_heads * module.head_size, module.num_kv_heads * module.head_size
+    query = module.num_heads * module.head_size
+    key = module.num_kv_heads * module.head_size
     value = module.num_kv_heads * getattr(module, "v_head_size", module.head_size)
     return [(module.tp_rank * query, query), (kv_rank * key, key), (kv_rank * value, value)]
 
 
 def _fused_qkv_spans(module: Any) -> tuple[Span, ...]:
-    """Return the spans of this rank's heads in a checkpoint tensor that holds query, key and value on each other."""
+    """Return the spans of this rank's heads in a checkpoint tensor that stacks query, key and value."""
     heads = (module.total_num_heads, module.total_num_kv_heads)
     starts = (0, heads[0] * module.head_size, sum(heads) * module.head_size)
     spans = zip(starts, _qkv_spans(module), strict=True)

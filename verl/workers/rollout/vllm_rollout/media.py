@@ -1,4 +1,4 @@
-"""Images and videos of prompts on their way into vLLM, in the tokens and positions that training has."""
+"""Pass images and videos of prompts to vLLM with the tokens and positions that training uses."""
 
 import dataclasses
 import logging
@@ -13,38 +13,43 @@ from verl.utils.vision.multi_modal import resolve
 from verl.utils.vision.positions import VisionRope
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from verl.workers.config import RolloutConfig
 
 logger = logging.getLogger(__name__)
+
+Request = dict[str, Any]
+"""A prompt for vLLM: ``prompt_token_ids``, and ``multi_modal_data`` if it has images or videos."""
 
 _FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 
 
 class ExpansionError(RuntimeError):
-    """The engine made other tokens of a prompt's images or videos than the data set did."""
+    """The engine turned the images or videos of a prompt into other tokens than the data set did."""
 
 
-def is_vision_model(hf_config: Any) -> bool:
-    """Whether a configuration is that of a model with a vision tower."""
+def is_vision_model(hf_config: "PreTrainedConfig") -> bool:
+    """Whether a configuration belongs to a model with a vision tower."""
     return getattr(hf_config, "vision_config", None) is not None
 
 
-def media_arguments(config: "RolloutConfig") -> dict[str, Any]:
-    """Return the engine's arguments for a model that sees; the engine needs its tokenizer to make tokens of images."""
+def media_arguments(config: "RolloutConfig") -> dict[str, bool | dict[str, int]]:
+    """Return the engine's arguments for a vision model, which needs its tokenizer to turn images into tokens."""
     from vllm.engine.arg_utils import EngineArgs
 
-    arguments: dict[str, Any] = {"skip_tokenizer_init": False}
+    arguments: dict[str, bool | dict[str, int]] = {"skip_tokenizer_init": False}
     if "mm_device_do_normalize" in {field.name for field in dataclasses.fields(EngineArgs)}:
-        # a model that normalises pixels itself keeps for that what dummy loading overwrites and no sync brings back
+        # A model that normalises pixels holds constants for it, which dummy loading overwrites and no sync restores.
         arguments["mm_device_do_normalize"] = False
     if config.limit_images is not None:
         arguments["limit_mm_per_prompt"] = {"image": config.limit_images}
     return arguments
 
 
-def requests_of(prompts: DataProto, token_ids: Sequence[list[int]]) -> list[dict[str, Any]]:
-    """Return vLLM's requests: the tokens with one placeholder for each image or video, and these beside them."""
-    requests: list[dict[str, Any]] = [{"prompt_token_ids": ids} for ids in token_ids]
+def requests_of(prompts: DataProto, token_ids: Sequence[list[int]]) -> list[Request]:
+    """Return vLLM's requests: tokens with one placeholder for each image or video, and the images and videos."""
+    requests: list[Request] = [{"prompt_token_ids": ids} for ids in token_ids]
     media = prompts.non_tensor_batch.get("multi_modal_data")
     if media is not None:
         for request, data in zip(requests, resolve(media), strict=True):
@@ -55,47 +60,49 @@ def requests_of(prompts: DataProto, token_ids: Sequence[list[int]]) -> list[dict
     return requests
 
 
-def check_expansion(prompts: DataProto, requests: Sequence[dict[str, Any]], expanded: Sequence[Sequence[int]]) -> None:
-    """Hold the tokens that the engine saw to those that training sees.
+def check_expansion(prompts: DataProto, requests: Sequence[Request], expanded: Sequence[Sequence[int]]) -> None:
+    """Check that the engine saw the same tokens as training sees.
 
     Raises: ExpansionError naming the row.
     """
     for row, (request, tokens) in enumerate(zip(requests, expanded, strict=True)):
         if "multi_modal_data" not in request:
             continue
+        assert prompts.batch is not None
         due = prompts.batch["input_ids"][row][prompts.batch["attention_mask"][row].bool()].tolist()
         if list(tokens) != due:
             raise ExpansionError(
-                f"prompts[{row}]: the rollout engine made {len(tokens)} tokens of the prompt and its images, the data "
-                f"set {len(due)}: set the same mm_processor_kwargs for both, in "
+                f"prompts[{row}]: the prompt with its images has {len(tokens)} tokens in the rollout engine and "
+                f"{len(due)} in the data set: set the same mm_processor_kwargs for both, in "
                 "actor_rollout_ref.rollout.engine_kwargs.vllm.mm_processor_kwargs, or update vLLM and transformers"
             )
 
 
-def use_training_positions(model: nn.Module, hf_config: Any) -> None:
-    """Let the engine's model compute the positions of images and videos as training does.
+def use_training_positions(model: nn.Module, hf_config: "PreTrainedConfig") -> None:
+    """Make the engine's model compute the positions of images and videos as training does.
 
-    vLLM lets the text behind a video begin after its last frame, transformers after the longer side of a frame.
+    After a video, vLLM starts the text behind the last frame, transformers behind the longer side of a frame.
     """
     rope = _rope_of(hf_config)
     if rope is None or not hasattr(model, "get_mrope_input_positions"):
         return
 
-    def positions(input_tokens: list[int], mm_features: Sequence[Any], **kwargs: Any) -> tuple[torch.Tensor, int]:
+    def positions(input_tokens: list[int], mm_features: Sequence[Any], **unused: Any) -> tuple[torch.Tensor, int]:
         ordered = sorted(mm_features, key=lambda feature: feature.mm_position.offset)
-        grids: dict[str, list[Any]] = {"image": [], "video": [], "seconds": []}
+        grids: dict[str, list[torch.Tensor]] = {"image": [], "video": []}
+        seconds: list[float] = []
         for feature in ordered:
             grids[feature.modality].append(feature.data[f"{feature.modality}_grid_thw"].data)
             if "second_per_grid_ts" in feature.data:
-                grids["seconds"].append(float(feature.data["second_per_grid_ts"].data))
+                seconds.append(float(feature.data["second_per_grid_ts"].data))
         images, videos = (torch.stack(grids[kind]) if grids[kind] else None for kind in ("image", "video"))
-        found = rope.positions(torch.tensor(input_tokens), images, videos, grids["seconds"] or None)
+        found = rope.positions(torch.tensor(input_tokens), images, videos, seconds or None)
         return found, int(found[:, -1].max()) + 1 - len(input_tokens)
 
     model.get_mrope_input_positions = positions  # type: ignore[assignment]
 
 
-def _rope_of(hf_config: Any) -> VisionRope | None:
+def _rope_of(hf_config: "PreTrainedConfig") -> VisionRope | None:
     if hf_config.model_type not in _FAMILIES:
         return None
     vision = hf_config.vision_config

@@ -1,4 +1,4 @@
-"""Generation by a vLLM engine in the worker's own process."""
+"""Generation by a vLLM engine in the process of the worker."""
 
 import logging
 import sys
@@ -26,11 +26,12 @@ from verl.workers.rollout.batch import (
 )
 from verl.workers.rollout.random_state import preserved_random_state
 from verl.workers.rollout.vllm_rollout.engine_args import build_engine_args
-from verl.workers.rollout.vllm_rollout.media import check_expansion, requests_of, use_training_positions
+from verl.workers.rollout.vllm_rollout.media import Request, check_expansion, requests_of, use_training_positions
 from verl.workers.rollout.vllm_rollout.weights import EngineWeights
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from vllm import CompletionOutput, RequestOutput, SamplingParams
 
     from verl.workers.config import HFModelConfig, RolloutConfig
 
@@ -38,10 +39,10 @@ logger = logging.getLogger(__name__)
 
 
 class vLLMRollout(BaseRollout):
-    """One vLLM engine per tensor-parallel group; every rank of a group gets the same prompts and runs in step.
+    """One vLLM engine per tensor-parallel group; all ranks of a group get the same prompts and run in step.
 
-    Start it after ``torch.distributed.init_process_group``. It leaves the trainer's random state as it was; on a CPU
-    it turns ``torch.set_num_threads`` into a no-op (vLLM does), so set ``OMP_NUM_THREADS`` before the process starts.
+    Start it after ``torch.distributed.init_process_group``. It preserves the trainer's random state. On a CPU, vLLM
+    turns ``torch.set_num_threads`` into a no-op, so set ``OMP_NUM_THREADS`` before the process starts.
     """
 
     def __init__(
@@ -70,18 +71,18 @@ class vLLMRollout(BaseRollout):
             logger.info("free_cache_engine has no effect: this device's engine cannot give memory back between steps")
 
     def shutdown(self) -> None:
-        """End the engine and all process groups of this process, the trainer's included."""
+        """End the engine and all process groups of this process, including the trainer's."""
         self._llm.llm_engine.engine_core.shutdown()
 
     # ---- generation
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """Continue every prompt; see ``BaseRollout``.
+        """Generate a response for each prompt; see ``BaseRollout``.
 
-        A response depends on its prompt, its ``sampling_seed`` and the weights, not on what else is in the batch.
+        A response depends on its prompt, its ``sampling_seed`` and the weights, not on the other rows of the batch.
 
-        Raises: RuntimeError when the engine holds no usable weights, or makes other tokens of images than the data set;
-            ValueError when a prompt is too long.
+        Raises: RuntimeError without usable weights, or if the engine turns images into other tokens than the data set;
+            ValueError if a prompt is too long.
         """
         if not self._usable:
             raise RuntimeError(
@@ -96,10 +97,10 @@ class vLLMRollout(BaseRollout):
         with preserved_random_state():
             finished = self._run(requests, params, prompts.meta_info.get("global_steps"))
         elapsed = time.perf_counter() - started
-        check_expansion(prompts, requests, [output.prompt_token_ids for output in finished])
+        check_expansion(prompts, requests, [output.prompt_token_ids or [] for output in finished])
         outputs = [output.outputs[0] for output in finished]
         responses = [list(output.token_ids) for output in outputs]
-        log_probs = [output.logprobs.logprobs for output in outputs] if self.config.calculate_log_probs else None
+        log_probs = [_flat_log_probs(output) for output in outputs] if self.config.calculate_log_probs else None
         result = build_output(
             prompts, responses, log_probs, self.config.response_length, prompts.meta_info["pad_token_id"]
         )
@@ -111,7 +112,7 @@ class vLLMRollout(BaseRollout):
         result.meta_info["timing"] = {"generate_sequences": elapsed}
         return result
 
-    def _sampling_params(self, prompts: DataProto, eos: list[int]) -> list[Any]:
+    def _sampling_params(self, prompts: DataProto, eos: list[int]) -> "list[SamplingParams]":
         from vllm import SamplingParams
 
         values = sampling_values(prompts, self.config)
@@ -119,10 +120,10 @@ class vLLMRollout(BaseRollout):
         seeds: Sequence[int | None] = [None] * len(prompts)
         if not is_greedy(prompts, self.config):
             seeds = sampling_seeds_of(prompts)
-        common = {
+        common: dict[str, Any] = {
             "n": 1,
             "max_tokens": self.config.response_length,
-            "ignore_eos": True,  # the end is given by the batch's eos_token_id, not by the model's folder
+            "ignore_eos": True,  # the batch gives eos_token_id; the model's folder must not
             "stop_token_ids": [] if self.config.ignore_eos else eos,
             "detokenize": False,
             "logprobs": 0 if self.config.calculate_log_probs else None,
@@ -131,13 +132,13 @@ class vLLMRollout(BaseRollout):
         } | values
         return [SamplingParams(seed=seed, **common) for seed in seeds]
 
-    def _run(self, requests: list[dict[str, Any]], params: list[Any], step: int | None) -> list[Any]:
-        """Return what vLLM answers to every request, in their order."""
+    def _run(self, requests: list[Request], params: "list[SamplingParams]", step: int | None) -> "list[RequestOutput]":
+        """Return the outputs of vLLM in the order of the requests."""
         from tqdm import tqdm
 
         engine = self._llm.llm_engine
         order = self._llm.enqueue(requests, params, use_tqdm=False)
-        finished: list[Any] = []
+        finished: list[RequestOutput] = []
         entered = False
         bar = tqdm(total=len(order), desc="generate", disable=not sys.stderr.isatty(), leave=False)
         try:
@@ -154,87 +155,98 @@ class vLLMRollout(BaseRollout):
             raise
         finally:
             bar.close()
-        finished.sort(key=lambda output: int(output.request_id))  # vLLM numbers requests as they come
+        finished.sort(key=lambda output: int(output.request_id))  # vLLM numbers requests in order of arrival
         return finished
 
     # ---- memory
 
-    async def resume(self, tags: list[str]) -> None:
-        """Take back the memory of ``weights`` or ``kv_cache``; nothing to do where the engine cannot sleep."""
+    def resume_memory(self, tags: list[str]) -> None:
+        """Allocate the memory of ``weights`` or ``kv_cache`` again, if the engine can sleep."""
         waking = [tag for tag in tags if tag in self._asleep]
         if waking:
             self._llm.wake_up(tags=waking)
             self._asleep.difference_update(waking)
 
-    async def release(self, tags: list[str] | None = None) -> None:
-        """Give the engine's memory up; nothing to do where it cannot sleep. vLLM knows no single tags here."""
+    def release_memory(self, tags: list[str] | None = None) -> None:
+        """Free the engine's memory, if the engine can sleep. vLLM frees all tags at once."""
         if not self._can_sleep or self._asleep:
             return
         self._llm.sleep(level=self._sleep_level)
         self._asleep = {"weights", "kv_cache"}
         if self._sleep_level == 2:
-            self._version, self._usable = NO_WEIGHTS, False
+            self._version = NO_WEIGHTS
+            self._usable = False
 
     # ---- weights
 
     def begin_update(self) -> None:
         """Open the model for new weights; see ``BaseRollout``."""
-        self._version, self._usable = NO_WEIGHTS, False
+        self._version = NO_WEIGHTS
+        self._usable = False
         self._weights.begin()
 
     def load(self, bucket: Bucket) -> None:
-        """Take the next tensors, in this engine's type and part of them.
+        """Load this rank's part of the next tensors in the engine's dtype.
 
-        Raises: RuntimeError naming a tensor that the model does not have.
+        Raises: RuntimeError naming a tensor that the model lacks.
         """
         self._weights.load(bucket)
 
     @property
     def pending_bytes(self) -> int:
-        """Bytes that vLLM holds back until the rest of a layer comes."""
+        """Bytes that vLLM keeps until the rest of their layer arrives."""
         return self._weights.pending_bytes
 
     def finish_update(self, version: int) -> None:
         """Complete the change, drop cached prefixes and images, and record the version.
 
-        Raises: RuntimeError naming the tensors that did not come; the engine then refuses to generate.
+        Raises: RuntimeError naming tensors that did not arrive; the engine then rejects requests.
         """
         self._weights.finish()
         self._llm.reset_prefix_cache()
-        self._llm.llm_engine.engine_core.reset_encoder_cache()  # what the old vision tower saw
-        self._llm.reset_mm_cache()  # images of the last batch, which a run seldom shows again
-        self._version, self._usable = version, True
+        self._llm.llm_engine.engine_core.reset_encoder_cache()  # outputs of the old vision tower
+        self._llm.reset_mm_cache()  # images of the last batch, which seldom appear again
+        self._version = version
+        self._usable = True
 
     def abort_update(self) -> None:
-        """Give the change up; the engine refuses to generate until a whole update has succeeded."""
+        """Abort the change; the engine rejects requests until a whole update has succeeded."""
         self._weights.abort()
-        self._version, self._usable = NO_WEIGHTS, False
+        self._version = NO_WEIGHTS
+        self._usable = False
 
     @property
     def weights_version(self) -> int:
-        """Version of the last finished update; -1 before the first, and where the weights were given up since."""
+        """Version of the last finished update; -1 before the first one and after the weights were dropped."""
         return self._version
 
     def weights_checksum(self) -> dict[str, int]:
-        """Read the engine's parameters back: checkpoint name as vLLM has it -> checksum of this rank's part."""
+        """Read the engine's parameters back: checkpoint name in vLLM's form -> checksum of this rank's part."""
         return self._weights.checksums()
 
     def source_checksum(self, name: str, tensor: Tensor) -> tuple[str, Tensor] | None:
-        """Return the name in ``weights_checksum`` and the value that it must have for a full checkpoint tensor."""
+        """Return the entry that ``weights_checksum`` must have for a full checkpoint tensor."""
         return self._weights.checksum_of_source(name, tensor)
 
 
-def sleep_level(config: "RolloutConfig") -> int:
-    """Return 2, which drops the weights where the next sync brings them, or 1, which keeps a copy in host memory.
+def _flat_log_probs(output: "CompletionOutput") -> list[float]:
+    """Return the log-probabilities of the sampled tokens; ``flat_logprobs`` makes them one list."""
+    found: Any = output.logprobs
+    log_probs: list[float] = found.logprobs
+    return log_probs
 
-    vLLM Ascend is put to sleep at level 1 alone.
+
+def sleep_level(config: "RolloutConfig") -> int:
+    """Return vLLM's sleep level: 2 drops the weights, which the next sync brings back; 1 copies them to host memory.
+
+    vLLM Ascend supports level 1 only.
     """
     keeps = config.layered_summon or config.load_format != "dummy" or get_device_name() == "npu"
     return 1 if keeps else 2
 
 
 def _agree_on_shared_memory_name() -> int | None:
-    """Let all ranks name the engine's shared memory after a number that the first one draws; returns the number."""
+    """Name the engine's shared memory after a number that rank 0 draws for all ranks, and return the number."""
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return None
     from verl.utils.vllm import patch
@@ -248,7 +260,7 @@ def _agree_on_shared_memory_name() -> int | None:
 
 
 def _forget_shared_memory_name(token: int | None) -> None:
-    """Let the shared memory go with the processes, now that all ranks have opened it."""
+    """Unlink the shared memory once all ranks have opened it, so that it disappears with the processes."""
     if token is None:
         return
     from verl.utils.vllm.patch import unlink_shared_memory

@@ -1,7 +1,7 @@
-"""Loading of streamed weights into a vLLM model, whole or not at all."""
+"""Load streamed weights into a vLLM model, completely or not at all."""
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from verl.workers.rollout.vllm_rollout.layout import EngineLayout
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
+    from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +20,9 @@ logger = logging.getLogger(__name__)
 class EngineWeights:
     """The weights of one rank's vLLM model, changed by vLLM's layer-wise reload.
 
-    A raw ``load_weights`` is never used: it writes past what the engine made of its parameters after loading.
+    After loading a checkpoint, vLLM transforms parameters (it packs, transposes or quantises them). A raw
+    ``load_weights`` would write checkpoint rows into the transformed storage, so updates always use the reload, which
+    restores a layer, loads it and transforms it again.
     """
 
     def __init__(self, model: nn.Module, model_config: "ModelConfig", device: torch.device) -> None:
@@ -31,7 +34,7 @@ class EngineWeights:
         self.pending_bytes = 0
         if self.layout.opaque:
             logger.warning(
-                "no checksum is read back of %d parameters in layers of unknown layout, for instance %s",
+                "%d parameters are in layers of unknown layout, for instance %s: the weight sync cannot verify them",
                 len(self.layout.opaque),
                 min(self.layout.opaque),
             )
@@ -49,9 +52,9 @@ class EngineWeights:
 
     @torch.no_grad()
     def load(self, bucket: Bucket) -> None:
-        """Take the next tensors out of the list; none of them is referred to afterwards.
+        """Load the next tensors, removing them from the list; no reference to them remains.
 
-        Raises: RuntimeError naming a tensor that the model does not have, or that came twice.
+        Raises: RuntimeError naming a tensor that the model lacks, or that arrived twice.
         """
         for name, _ in bucket:
             key = self.layout.key(name)
@@ -67,7 +70,7 @@ class EngineWeights:
     def finish(self) -> None:
         """Close all layers.
 
-        Raises: RuntimeError naming tensors that did not come.
+        Raises: RuntimeError naming tensors that did not arrive.
         """
         from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload
 
@@ -78,18 +81,18 @@ class EngineWeights:
         finalize_layerwise_reload(self._model, self._model_config)
 
     def abort(self) -> None:
-        """Forget what came in; layers that are open stay so until the next ``begin`` and ``finish``."""
+        """Drop the tensors of unfinished layers; open layers stay open until the next ``begin`` and ``finish``."""
         for _, info in self._open_layers():
             info.loaded_weights.clear()
             info.load_numel = 0
         self.pending_bytes = 0
 
     def checksums(self) -> dict[str, int]:
-        """Read back from the engine's parameters the checksum of every tensor whose place is known."""
+        """Return the checksum of every tensor whose place is known, read from the engine's parameters."""
         return _as_ints({key: tensor_checksum(piece.read()) for key, piece in self.layout.pieces.items()})
 
     def checksum_of_source(self, name: str, full: Tensor) -> tuple[str, Tensor] | None:
-        """Return the name in ``checksums`` and the value due for a full checkpoint tensor; None where unknown."""
+        """Return the entry that ``checksums`` must have for a full checkpoint tensor; None if its place is unknown."""
         key = self.layout.key(name)
         piece = self.layout.pieces.get(key)
         if piece is None:
@@ -98,22 +101,23 @@ class EngineWeights:
         return key, tensor_checksum(piece.cut(full), held.dtype)
 
     def _pack_experts_again(self) -> None:
-        """Let layers of experts be prepared as at their first load: vLLM 0.32 packs them for the CPU only then, and
-        would read the rows of an update as if they were packed.
+        """Make vLLM prepare layers of experts as at their first load.
+
+        vLLM 0.32 packs them for the CPU only then, and would read the rows of an update as if they were packed.
         """
         for module in self._model.modules():
             method = getattr(module, "quant_method", None)
             if getattr(method, "moe_kernel", None) is not None:
                 method.moe_kernel = None  # type: ignore[union-attr]
 
-    def _open_layers(self) -> list[tuple[str, Any]]:
+    def _open_layers(self) -> list[tuple[str, "LayerReloadingInfo"]]:
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
         named = ((path, get_layerwise_info(module)) for path, module in self._model.named_modules())
         return [(path, info) for path, info in named if info.can_load()]
 
     def _own_pending(self) -> None:
-        """Copy the tensors that vLLM holds back until their layer is complete: the sender may reuse their memory."""
+        """Copy the tensors that vLLM keeps until their layer is complete, because the sender may reuse their memory."""
         self.pending_bytes = 0
         for _, info in self._open_layers():
             for _, bound in info.loaded_weights:

@@ -1,0 +1,256 @@
+"""Count what the structure of a checkout is measured by, and compare it with an earlier revision.
+
+python scripts/count_structure.py                    # this checkout
+python scripts/count_structure.py --base v0.3.0      # with a column for a revision, and the change
+python scripts/count_structure.py --list circles     # where they are: circles, config-get or tuple-assignments
+"""
+
+import argparse
+import ast
+import fnmatch
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tarfile
+import tempfile
+import tokenize
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+STRICT_PACKAGES = ("protocol", "algos", "single_controller", "workers", "trainer")
+PARSERS = ("verl/trainer/config/", "verl/workers/config/")
+"""Folders that parse the configuration, and thus may read keys that can be missing."""
+CONFIG_NAME = re.compile(r"^(\w*config|cfg|\w*_cfg|node|\w*_node|section|algorithm|optim)$")
+"""Last part of the name of a value that is a part of the configuration, by convention."""
+TOKENS_WITHOUT_CODE = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENCODING,
+    tokenize.ENDMARKER,
+}
+IMPORTS_OF = """
+import json, sys
+import grimp
+graph = grimp.build_graph("verl", exclude_type_checking_imports=False, cache_dir=None)
+json.dump({module: sorted(graph.find_modules_directly_imported_by(module)) for module in graph.modules}, sys.stdout)
+"""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One Python file: its path below the checkout, its text and its syntax tree."""
+
+    path: str
+    text: str
+    tree: ast.Module
+
+    @property
+    def lines(self) -> int:
+        """Number of lines."""
+        return len(self.text.splitlines())
+
+
+def sources_of(root: Path) -> list[Source]:
+    """Read all Python files of the package."""
+    return [
+        Source(path.relative_to(root).as_posix(), text := path.read_text(), ast.parse(text))
+        for path in sorted((root / "verl").rglob("*.py"))
+    ]
+
+
+def code_lines(source: Source) -> int:
+    """Count lines that hold code: no blank line, no comment, no docstring (of an attribute neither)."""
+    with_code: set[int] = set()
+    for token in tokenize.tokenize(BytesIO(source.text.encode()).readline):
+        if token.type not in TOKENS_WITHOUT_CODE:
+            with_code.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            with_code.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return len(with_code)
+
+
+def names_in_code(source: Source, name: str) -> int:
+    """Count a name outside of strings and comments."""
+    tokens = tokenize.tokenize(BytesIO(source.text.encode()).readline)
+    return sum(token.type == tokenize.NAME and token.string == name for token in tokens)
+
+
+def config_gets(source: Source) -> Iterator[int]:
+    """Yield the lines of ``.get(key, default)`` on a part of the configuration."""
+    for node in ast.walk(source.tree):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get"):
+            continue
+        owner = ast.unparse(node.func.value).rpartition(".")[2]
+        if len(node.args) + len(node.keywords) == 2 and CONFIG_NAME.match(owner):
+            yield node.lineno
+
+
+def tuple_assignments(source: Source) -> Iterator[int]:
+    """Yield the lines of ``a, b = x, y`` whose values do not need the old targets, as a swap does."""
+    for node in ast.walk(source.tree):
+        if not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple)):
+            continue
+        for target in node.targets:
+            if not isinstance(target, ast.Tuple):
+                continue
+            changed = {ast.unparse(element) for element in target.elts}
+            read = {ast.unparse(part) for part in ast.walk(node.value) if isinstance(part, ast.Name | ast.Attribute)}
+            if not changed & read:
+                yield node.lineno
+
+
+def imports_of(root: Path) -> dict[str, set[str]]:
+    """Return the modules that each module of the package imports, under ``TYPE_CHECKING`` too.
+
+    Raises: RuntimeError with the message of grimp, if it cannot read the package.
+    """
+    environment = os.environ | {"PYTHONPATH": str(root)}
+    done = subprocess.run([sys.executable, "-c", IMPORTS_OF], cwd=root, env=environment, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"grimp cannot read the imports of {root}/verl:\n{done.stderr[-2000:]}")
+    return {module: set(imported) for module, imported in json.loads(done.stdout).items()}
+
+
+def is_strict(path: str, mypy: dict[str, object]) -> bool:
+    """Say whether mypy checks a file by the strict rules of pyproject.toml."""
+    listed = mypy.get("files", [])
+    if not (mypy.get("strict") and isinstance(listed, list)):
+        return False
+    if not any(path == entry or path.startswith(f"{entry.rstrip('/')}/") for entry in listed):
+        return False
+    module = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    overrides = mypy.get("overrides", [])
+    assert isinstance(overrides, list)
+    for override in overrides:
+        patterns = override["module"] if isinstance(override["module"], list) else [override["module"]]
+        relaxed = override.get("ignore_errors") or override.get("disallow_untyped_defs") is False
+        if relaxed and any(fnmatch.fnmatch(module, pattern) for pattern in patterns):
+            return False
+    return True
+
+
+def strict_share(sources: list[Source], project: dict[str, object], packages: tuple[str, ...] = ()) -> float:
+    """Return the share, in percent, of the lines of packages, or of all, that mypy checks strictly."""
+    tools = project["tool"]
+    assert isinstance(tools, dict)
+    prefixes = tuple(f"verl/{package}{end}" for package in packages for end in ("/", ".py")) or ("verl/",)
+    measured = [source for source in sources if source.path.startswith(prefixes)]
+    strict = sum(source.lines for source in measured if is_strict(source.path, tools["mypy"]))
+    return 100 * strict / max(1, sum(source.lines for source in measured))
+
+
+def upward_exceptions(project: dict[str, object]) -> int:
+    """Count the imports that the layer contracts except."""
+    tools = project["tool"]
+    assert isinstance(tools, dict)
+    return sum(len(contract.get("ignore_imports", [])) for contract in tools["importlinter"]["contracts"])
+
+
+def places(sources: list[Source]) -> dict[str, list[str]]:
+    """Return where the things are that should go, by what they are."""
+    outside = [source for source in sources if not source.path.startswith(PARSERS)]
+    return {
+        "config-get": [f"{source.path}:{line}" for source in outside for line in config_gets(source)],
+        "tuple-assignments": [f"{source.path}:{line}" for source in sources for line in tuple_assignments(source)],
+    }
+
+
+def count(root: Path) -> dict[str, float]:
+    """Return all figures of a checkout."""
+    from scripts.import_circles import circles
+
+    sources = sources_of(root)
+    project = tomllib.loads((root / "pyproject.toml").read_text())
+    found = circles(imports_of(root))
+    where = places(sources)
+    text = "\n".join(source.text for source in sources)
+    return {
+        "import circles, types included": len(found),
+        "modules in circles": sum(map(len, found)),
+        "exceptions from the layers": upward_exceptions(project),
+        "Any": len(re.findall(r"\bAny\b", text)),
+        "object": sum(names_in_code(source, "object") for source in sources),
+        "cast(": sum(names_in_code(source, "cast") for source in sources),
+        "type: ignore": len(re.findall(r"#\s*type:\s*ignore", text)),
+        ".get(key, default) on config": len(where["config-get"]),
+        "tuple-assignments": len(where["tuple-assignments"]),
+        "mypy strict, % of all lines": strict_share(sources, project),
+        f"mypy strict, % of {', '.join(STRICT_PACKAGES)}": strict_share(sources, project, STRICT_PACKAGES),
+        "files": len(sources),
+        "lines": sum(source.lines for source in sources),
+        "lines of code": sum(map(code_lines, sources)),
+        "median lines of a file": statistics.median(source.lines for source in sources),
+    }
+
+
+def checkout(revision: str, folder: Path) -> Path:
+    """Write the tree of a revision to a folder and return it.
+
+    Raises: ValueError for a revision that git does not know.
+    """
+    command = ["git", "archive", revision, "verl", "pyproject.toml"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True)
+    if done.returncode != 0:
+        raise ValueError(f"--base {revision}: {done.stderr.decode().strip()}")
+    with tarfile.open(fileobj=BytesIO(done.stdout)) as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
+def table(columns: dict[str, dict[str, float]]) -> str:
+    """Return the figures as a table in Markdown; with two columns, a third one has the change."""
+
+    def cell(value: float, sign: str = "") -> str:
+        return f"{value:{sign},.0f}" if float(value).is_integer() else f"{value:{sign},.1f}"
+
+    names = list(columns)
+    change = len(names) == 2
+    rows = ["| | " + " | ".join([*names, *(["change"] if change else [])]) + " |"]
+    rows.append("|---|" + "---:|" * (len(names) + change))
+    for figure in columns[names[0]]:
+        values = [columns[name][figure] for name in names]
+        cells = [cell(value) for value in values]
+        if change:
+            cells.append(cell(round(values[1] - values[0], 1), "+"))
+        rows.append(f"| {figure} | " + " | ".join(cells) + " |")
+    return "\n".join(rows)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Print the figures, or where they come from."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("root", nargs="?", type=Path, default=ROOT, help="checkout that is counted (this one)")
+    parser.add_argument("--base", metavar="REV", help="git revision to compare with")
+    parser.add_argument("--list", choices=["circles", "config-get", "tuple-assignments"], help="print places instead")
+    options = parser.parse_args(arguments)
+    root = options.root.resolve()
+    if options.list == "circles":
+        from scripts.import_circles import circles
+
+        print("\n".join(", ".join(circle) for circle in circles(imports_of(root))))
+        return
+    if options.list:
+        print("\n".join(places(sources_of(root))[options.list]))
+        return
+    columns = {}
+    if options.base:
+        with tempfile.TemporaryDirectory() as folder:
+            columns[options.base] = count(checkout(options.base, Path(folder)))
+    columns["now"] = count(root)
+    print(table(columns))
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    main()

@@ -1,0 +1,523 @@
+"""The mismatch of rollout and trainer: its metrics, and the importance weights that correct for it.
+
+The engine that samples and the model that trains compute different log-probabilities for the same tokens. Two groups of
+metrics show by how much:
+
+- ``mismatch/*`` and the weights, by ``compute_rollout_importance_weights``, from the log-ratio
+  ``old_log_prob - rollout_log_prob`` of each token, once per batch on the driver.
+- ``training/rollout_*``, by ``calculate_debug_metrics``, from the absolute gap of the probabilities. They are made from
+  sums (``gap_sums``), so that a worker can compute them next to the loss when the old log-probabilities never reach the
+  driver (``gap_sum_metrics`` and ``finish_gap_metrics``).
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl.algos.aggregate import Extreme, Metric, Sum
+from verl.algos.config import rollout_is_rules
+from verl.base_config import ConfigError
+from verl.protocol import DataProto
+from verl.utils.numerics.quantiles import Floats, StreamedQuantiles, weighted_quantiles
+
+PREFIX = "mismatch/"
+MAX_LOG_WEIGHT = 20.0
+PERCENTILES = (25, 50, 75, 95, 99)
+QUANTILES = tuple(percentile / 100 for percentile in PERCENTILES)
+
+_BLOCK = 1 << 17  # elements
+_SAMPLE = 1 << 15
+_EPSILON = 1e-8
+
+# Importance weights
+
+
+Columns = dict[str, Tensor]
+"""Statistics of the rows, each (B,) float64."""
+
+
+class EmptyMaskError(ValueError, AssertionError):
+    """The response mask is zero everywhere."""
+
+
+@dataclass(frozen=True)
+class WeightOptions:
+    """The level of the weights, the thresholds, and what happens outside the thresholds.
+
+    Raises: ConfigError, a ValueError, for unknown names and for limits with no number between them.
+    """
+
+    level: str = "token"
+    mode: str = "truncate"
+    upper: float = 2.0
+    given_lower: float | None = None
+    veto: float | None = 1e-4
+
+    def __post_init__(self) -> None:
+        rules = rollout_is_rules(self.level, self.mode, self.upper, self.given_lower, self.veto)
+        violations = [violation.under("algorithm") for violation in rules]
+        if violations:
+            raise ConfigError(violations)
+
+    @cached_property
+    def lower(self) -> float:
+        """The lower threshold; by default the reciprocal of the upper one."""
+        return 1.0 / self.upper if self.given_lower is None else self.given_lower
+
+    @property
+    def masks(self) -> bool:
+        """Whether weights outside the thresholds become zero; ``clip`` is another name of ``mask``."""
+        return self.mode in ("mask", "clip")
+
+
+@dataclass
+class Scan:
+    """The result of one pass over a batch: sums of the rows that hold a token, and the weights if requested."""
+
+    columns: Columns
+    weights: Tensor | None = None
+    percentiles: list[float] | None = None
+
+
+def scan_log_probs(
+    old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, options: WeightOptions | None = None
+) -> Scan:
+    """Read (B, T) log-probabilities once; with ``options``, compute the importance weights (B, T) as well.
+
+    Plain form, with ratio = old_log_prob - rollout_log_prob, at the level ``token``::
+
+        weights = ratio.clamp(-20, 20).exp()
+        weights = where((lower <= weights) & (weights <= upper), weights, 0)  # mode mask
+        weights = weights.clamp(max=upper)  # mode truncate
+        weights = weights * (ratio >= log(veto)).all(-1, keepdim=True) * response_mask
+
+    It reads the batch in blocks of whole rows that fit a cache, and each block leaves only sums per row, from which all
+    metrics are computed. So it allocates nothing of the size of the batch except the weights, and neither the order of
+    the rows nor padding changes a number. Weights are in fp32, or fp64 if the inputs are, and zero outside the mask.
+
+    Raises: EmptyMaskError, a ValueError and an AssertionError; ValueError when the shapes differ or a token inside the
+    mask has no finite log-probability.
+    Source: truncated importance sampling between engines, "Your Efficient RL Framework Secretly Brings You Off-Policy
+    RL Training" (Yao et al. 2025); sequence level and masks, "When Speed Kills Stability" (Liu et al. 2025).
+    """
+    shapes = {tuple(tensor.shape) for tensor in (old_log_prob, rollout_log_prob, response_mask)}
+    if len(shapes) != 1 or old_log_prob.dim() != 2:
+        raise ValueError(f"old_log_prob, rollout_log_prob and response_mask must have one shape (B, T), got {shapes}")
+    batch = _Batch(old_log_prob, rollout_log_prob, response_mask)
+    weights = torch.empty(old_log_prob.shape, dtype=batch.dtype, device=old_log_prob.device) if options else None
+    by_token = options is not None and options.level == "token"
+    quantiles = StreamedQuantiles(QUANTILES, batch.sample()) if by_token else None
+    parts = []
+    for block in batch:
+        part = block.columns(options.veto if options else None)
+        if options and weights is not None and quantiles:
+            part |= block.weigh(options, part["catastrophic"] > 0, weights[block.rows])
+            quantiles.add(block.ratio_or_inf.cpu().numpy())
+        parts.append(part)
+    columns = {name: torch.cat([part[name] for part in parts]).double() for name in parts[0]} if parts else {}
+    _check(columns)
+    percentiles = None
+    if quantiles:
+        count = int(columns["tokens"].sum())
+        percentiles = quantiles.result(count, _exp) or batch.all_quantiles(count)
+    elif options and weights is not None:
+        factors, more = _weigh_rows(columns, options)
+        weights.copy_(response_mask).mul_(factors.to(batch.dtype).unsqueeze(-1))
+        columns |= more
+        percentiles = weighted_quantiles(
+            _exp(columns["log_weight"].cpu().numpy()), columns["tokens"].long().cpu().numpy(), QUANTILES
+        )
+    used = columns["tokens"] > 0
+    return Scan({name: column[used] for name, column in columns.items()}, weights, percentiles)
+
+
+def _exp(log_ratio: Floats) -> Floats:
+    return np.exp(np.clip(log_ratio, -MAX_LOG_WEIGHT, MAX_LOG_WEIGHT))
+
+
+def _check(columns: Columns) -> None:
+    """Reject sums without a token and sums that are not finite."""
+    if not columns or not columns["tokens"].any():
+        raise EmptyMaskError("response_mask keeps no token: there is nothing to compare and nothing to weigh")
+    for name, tensor in (("old", "old_log_prob"), ("log_ratio", "rollout_log_prob")):
+        bad = (~columns[name].isfinite()).nonzero().flatten().tolist()
+        if bad:
+            shown = ", ".join(map(str, bad[:5])) + (", ..." if len(bad) > 5 else "")
+            raise ValueError(f"{tensor} holds NaN or an infinity where response_mask is 1, in rows {shown}")
+
+
+class _Batch:
+    """The inputs, read in blocks of whole rows. Blocks share their buffers: use each one before taking the next."""
+
+    def __init__(self, old: Tensor, rollout: Tensor, mask: Tensor) -> None:
+        self.old = old
+        self.rollout = rollout
+        self.mask = mask
+        self.dtype = torch.promote_types(torch.promote_types(old.dtype, rollout.dtype), torch.float32)
+        self.bits_dtype = torch.int64 if self.dtype == torch.float64 else torch.int32
+
+    def __iter__(self) -> Iterator["_Block"]:
+        num_rows, width = self.mask.shape
+        step = min(num_rows, max(1, _BLOCK // max(width, 1)))
+        buffers = [torch.empty(step, width, dtype=self.dtype, device=self.mask.device) for _ in range(6)]
+        for start in range(0, num_rows if width else 0, max(step, 1)):
+            rows = slice(start, min(start + step, num_rows))
+            yield _Block(self, rows, [buffer[: rows.stop - start] for buffer in buffers])
+
+    def sample(self) -> Floats:
+        """Return the log-ratios (m,) of tokens spread evenly over the batch; none if the batch is small."""
+        num_rows, width = self.mask.shape
+        if num_rows * width <= 2 * _SAMPLE:
+            return self._empty()
+        step = num_rows * width // _SAMPLE
+        while math.gcd(step, width) > 1:  # otherwise the sample would skip some columns
+            step += 1
+        flat = torch.arange(0, num_rows * width, step, device=self.mask.device)
+        place = (flat // width, flat % width)
+        ratio = self.old[place].to(self.dtype) - self.rollout[place].to(self.dtype)
+        return ratio[self.mask[place].bool()].cpu().numpy()
+
+    def all_quantiles(self, count: int) -> list[float]:
+        """Return the percentiles by keeping all log-ratios: for the few batches whose sample misled."""
+        quantiles = StreamedQuantiles(QUANTILES, self._empty())
+        for block in self:
+            quantiles.add(block.ratio_or_inf.cpu().numpy())
+        found = quantiles.result(count, _exp)
+        assert found is not None, "without a sample all elements are kept, so each quantile is among them"
+        return found
+
+    def _empty(self) -> Floats:
+        return torch.empty(0, dtype=self.dtype).numpy()
+
+
+class _Block:
+    """Some rows of a batch, (b, T). Values outside the mask, NaN included, are cleared by a bitwise and."""
+
+    def __init__(self, batch: _Batch, rows: slice, buffers: list[Tensor]) -> None:
+        self.rows = rows
+        self.dtype = batch.dtype
+        bits, self.old, self.ratio, self.excess, self._spare, self._other = buffers
+        inside = batch.mask[rows].bool()
+        self.tokens = self._spare.copy_(inside).sum(-1)
+        self.bits = bits.view(batch.bits_dtype).copy_(inside).neg_()  # all ones inside the mask
+        self._keep(batch.old[rows].to(batch.dtype), out=self.old)
+        self._keep(batch.rollout[rows].to(batch.dtype), out=self.ratio)
+        torch.sub(self.old, self.ratio, out=self.ratio)
+
+    def _keep(self, values: Tensor, out: Tensor) -> Tensor:
+        """Write the values to ``out``, zeros outside the mask."""
+        torch.bitwise_and(values.view(self.bits.dtype), self.bits, out=out.view(self.bits.dtype))
+        return out
+
+    def _or(self, outside: float, out: Tensor) -> Tensor:
+        """Write the log-ratios to ``out``, and a given number outside the mask."""
+        number = torch.tensor(outside, dtype=self.dtype, device=out.device).view(self.bits.dtype)
+        pattern = out.view(self.bits.dtype)
+        torch.bitwise_not(self.bits, out=pattern).bitwise_and_(number).bitwise_or_(self.ratio.view(pattern.dtype))
+        return out
+
+    @property
+    def ratio_or_inf(self) -> Tensor:
+        """The log-ratios, infinite outside the mask."""
+        return self._or(math.inf, self._spare)
+
+    def columns(self, veto: float | None) -> Columns:
+        """Return the sums of the rows that every level needs, and leave ``weight - 1`` in ``excess``.
+
+        ``expm1`` keeps the digits of weights near one, which ``exp`` would round away.
+        """
+        torch.clamp(self.ratio, -MAX_LOG_WEIGHT, MAX_LOG_WEIGHT, out=self.excess).expm1_()
+        columns = {
+            "tokens": self.tokens,
+            "old": self.old.sum(-1),
+            "log_ratio": self.ratio.sum(-1),
+            "k3": torch.sub(self.excess, self.ratio, out=self._spare).sum(-1),
+            "catastrophic": torch.zeros_like(self.tokens),
+        }
+        if veto is not None:  # log(veto) < 0, so the zeros outside the mask do not count
+            columns["catastrophic"] = torch.lt(self.ratio, math.log(veto), out=self._spare).sum(-1)
+        return columns
+
+    def weigh(self, options: WeightOptions, vetoed: Tensor, out: Tensor) -> Columns:
+        """Write the weights of the tokens to ``out`` (b, T) and return the sums of the rows for the metrics."""
+        columns = {"excess": self.excess.sum(-1)}
+        clamped = self.excess.clamp_(options.lower - 1, options.upper - 1)
+        if not options.lower <= 1 <= options.upper:  # otherwise the zeros outside the mask stay as they are
+            self._keep(clamped, out=clamped)
+        columns |= {"clamped": clamped.sum(-1), "clamped_sq": torch.mul(clamped, clamped, out=self._spare).sum(-1)}
+        columns["smallest"] = self.ratio_or_inf.amin(-1)
+        columns["largest"] = self._or(-math.inf, self._spare).amax(-1)
+        torch.exp(self.ratio, out=out).clamp_(math.exp(-MAX_LOG_WEIGHT), math.exp(MAX_LOG_WEIGHT))
+        self._keep(out, out=out)
+        high = torch.gt(out, options.upper, out=self._spare)
+        low = self._keep(torch.lt(out, options.lower, out=self._other), out=self._other)
+        columns |= {"high": high.sum(-1), "low": low.sum(-1)}
+        if options.masks:
+            out.addcmul_(out, high.add_(low), value=-1)
+        else:
+            out.clamp_(max=options.upper)
+        if vetoed.any():
+            out[vetoed] = 0
+        return columns
+
+
+def _weigh_rows(columns: Columns, options: WeightOptions) -> tuple[Tensor, Columns]:
+    """Return the final weight (B,) of each sequence, and the sums of its tokens for the metrics."""
+    tokens = columns["tokens"]
+    log_weight = columns["log_ratio"]
+    if options.level == "geometric":
+        log_weight = log_weight / tokens.clamp(min=1)
+    excess = log_weight.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).expm1()
+    weight = log_weight.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp()
+    clamped = excess.clamp(options.lower - 1, options.upper - 1)
+    high = weight > options.upper
+    low = weight < options.lower
+    final = torch.where(high | low, 0.0, weight) if options.masks else weight.clamp(max=options.upper)
+    return torch.where(columns["catastrophic"] > 0, 0.0, final), {
+        "log_weight": log_weight,
+        "smallest": log_weight,
+        "largest": log_weight,
+        "excess": excess * tokens,
+        "clamped": clamped * tokens,
+        "clamped_sq": clamped.square() * tokens,
+        "high": high * tokens,
+        "low": low * tokens,
+    }
+
+
+def _weight_metrics(scan: Scan, options: WeightOptions) -> dict[str, float]:
+    """Return statistics of the importance weights before thresholds and veto, over tokens and over sequences."""
+    columns = scan.columns
+    tokens = columns["tokens"]
+    outside = columns["high"] + columns["low"]
+    count = tokens.sum()
+
+    def mean(name: str) -> Tensor:
+        return columns[name].sum() / count
+
+    def of_sequences(name: str) -> Tensor:
+        return (columns[name] > 0).double().mean()
+
+    # Clamped weights are held as their distance from one: differences of squares would lose small spreads.
+    clamped = mean("clamped")
+    clamped_sq = mean("clamped_sq")
+    normaliser = 1 + clamped + _EPSILON
+    share = of_sequences if options.level == "sequence" else mean
+    found = {
+        "rollout_is_mean": 1 + mean("excess"),
+        "rollout_is_std": (clamped_sq - clamped.square()).clamp(min=0).sqrt(),
+        "rollout_is_max": columns["largest"].max().clamp(max=MAX_LOG_WEIGHT).exp(),
+        "rollout_is_min": columns["smallest"].min().clamp(max=MAX_LOG_WEIGHT).exp(),
+        "rollout_is_eff_sample_size": normaliser.square() / (clamped_sq + 2 * clamped + 1),
+        "rollout_is_ratio_fraction_high": share("high"),
+        "rollout_is_ratio_fraction_low": share("low"),
+        "rollout_is_veto_fraction": of_sequences("catastrophic"),
+        "rollout_is_catastrophic_token_fraction": mean("catastrophic"),
+    }
+    if options.level == "token":
+        found["rollout_is_min"].clamp_(min=math.exp(-MAX_LOG_WEIGHT))
+    found |= _sequence_metrics(1 + columns["excess"] / tokens, options)
+    if options.masks:
+        found["rollout_is_masked_fraction"] = outside.sum() / count
+        found["rollout_is_seq_masked_fraction"] = (outside > 0).double().mean()
+    if options.mode == "clip":
+        found["rollout_is_clipped_fraction"] = found["rollout_is_masked_fraction"]
+    assert scan.percentiles is not None
+    percentiles = {f"rollout_is_p{p}": value for p, value in zip(PERCENTILES, scan.percentiles, strict=True)}
+    return {name: value.item() for name, value in found.items()} | percentiles
+
+
+def _sequence_metrics(means: Tensor, options: WeightOptions) -> Columns:
+    """Return the statistics of the mean weights (N,) of the sequences."""
+    return {
+        "rollout_is_seq_mean": means.mean(),
+        "rollout_is_seq_std": means.std(correction=min(1, len(means) - 1)),
+        "rollout_is_seq_max": means.max(),
+        "rollout_is_seq_min": means.min(),
+        "rollout_is_seq_max_deviation": (means - 1).abs().max(),
+        "rollout_is_seq_fraction_high": (means > options.upper).double().mean(),
+        "rollout_is_seq_fraction_low": (means < options.lower).double().mean(),
+    }
+
+
+def _log_prob_metrics(columns: Columns, with_rollout: bool = True) -> dict[str, float]:
+    """Return perplexities, KL and the differences of rollout and trainer; without rollout, those of the trainer."""
+    tokens = columns["tokens"]
+    training = columns["old"] / tokens
+    found = {"mismatch_training_ppl": (-training).exp().mean(), "mismatch_training_log_ppl": -training.mean()}
+    if with_rollout:
+        difference = -columns["log_ratio"] / tokens
+        rollout = training + difference
+        found |= {
+            "mismatch_rollout_ppl": (-rollout).exp().mean(),
+            "mismatch_rollout_log_ppl": -rollout.mean(),
+            "mismatch_kl": -columns["log_ratio"].sum() / tokens.sum(),
+            "mismatch_k3_kl": columns["k3"].sum() / tokens.sum(),
+            "mismatch_log_ppl_diff": difference.mean(),
+            "mismatch_log_ppl_abs_diff": difference.abs().mean(),
+            "mismatch_log_ppl_diff_max": difference.max(),
+            "mismatch_log_ppl_diff_min": difference.min(),
+            "mismatch_ppl_ratio": difference.exp().mean(),
+        }
+    return {name: value.item() for name, value in found.items()}
+
+
+def compute_rollout_importance_weights(
+    old_log_prob: Tensor,
+    rollout_log_prob: Tensor,
+    response_mask: Tensor,
+    rollout_is_level: str = "token",
+    rollout_is_mode: str = "truncate",
+    rollout_is_threshold: float | None = None,
+    rollout_is_threshold_lower: float | None = None,
+    rollout_is_veto_threshold: float | None = 1e-4,
+) -> tuple[DataProto | None, dict[str, float]]:
+    """Weigh each token by how much likelier it is in training than in the rollout, within thresholds.
+
+    Args: log-probabilities and mask are (B, T). ``token`` weighs each token by its own ratio, ``sequence`` by the
+        product over its sequence, ``geometric`` by the product's geometric mean. ``truncate`` caps at the upper
+        threshold; ``mask``, also spelled ``clip``, sets weights outside both thresholds to zero. The lower threshold
+        defaults to the reciprocal of the upper one. A sequence with a token whose ratio is below the veto threshold
+        gets zero.
+    Returns: a batch with ``rollout_is_weights`` (B, T), and metrics under ``mismatch/``; (None, {}) without threshold.
+    Raises: ValueError for an unknown level or mode, thresholds with no number between them, shapes that differ, and NaN
+        inside the mask; for an empty mask one that is also an AssertionError.
+    """
+    if rollout_is_threshold is None:
+        return None, {}
+    options = WeightOptions(
+        rollout_is_level, rollout_is_mode, rollout_is_threshold, rollout_is_threshold_lower, rollout_is_veto_threshold
+    )
+    scan = scan_log_probs(old_log_prob, rollout_log_prob, response_mask, options)
+    metrics = _weight_metrics(scan, options) | _log_prob_metrics(scan.columns)
+    assert scan.weights is not None
+    weights = DataProto.from_dict(tensors={"rollout_is_weights": scan.weights})
+    return weights, {PREFIX + name: value for name, value in metrics.items()}
+
+
+def compute_is_metrics(
+    old_log_prob: Tensor,
+    rollout_log_prob: Tensor,
+    response_mask: Tensor,
+    rollout_is_level: str = "token",
+    rollout_is_mode: str = "truncate",
+    rollout_is_threshold: float = 2.0,
+    rollout_is_threshold_lower: float | None = None,
+    rollout_is_veto_threshold: float | None = 1e-4,
+) -> dict[str, float]:
+    """Return the statistics of the importance weights, without prefix; arguments as above.
+
+    Raises: ValueError as above.
+    """
+    options = WeightOptions(
+        rollout_is_level, rollout_is_mode, rollout_is_threshold, rollout_is_threshold_lower, rollout_is_veto_threshold
+    )
+    return _weight_metrics(scan_log_probs(old_log_prob, rollout_log_prob, response_mask, options), options)
+
+
+def compute_mismatch_metrics(
+    old_log_prob: Tensor, rollout_log_prob: Tensor | None, response_mask: Tensor
+) -> dict[str, float]:
+    """Return KL and perplexities of rollout and trainer, without prefix; without a rollout, those of the trainer.
+
+    Raises: ValueError as above.
+    """
+    other = old_log_prob if rollout_log_prob is None else rollout_log_prob
+    columns = scan_log_probs(old_log_prob, other, response_mask).columns
+    return _log_prob_metrics(columns, with_rollout=rollout_log_prob is not None)
+
+
+# Gap of the probabilities
+
+GAP_MAXIMA = frozenset({"log_gap_max", "gap_max"})
+"""The entries of ``gap_sums`` that combine by maximum."""
+
+_BLOCK_ROWS = 256
+_CONSTANT = 1e-12
+"""Variance relative to the mean square below which numbers count as equal; rounding in fp64 stays below it."""
+_SUMS = "training/rollout_sums/"
+
+
+def gap_sums(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """Return float64 sums over the (b, R) tokens inside the mask, from which ``gap_metrics`` makes the metrics."""
+    keep = mask.bool()
+    ours = log_probs[keep].double()
+    theirs = rollout_log_probs[keep].double()
+    log_gap = (ours - theirs).abs()
+    x = ours.exp()
+    y = theirs.exp()
+    gap = (x - y).abs()
+    nothing = log_gap.new_zeros(1)
+    sums = {"log_gap": log_gap, "gap": gap, "gap_sq": gap**2, "x": x, "y": y, "xx": x**2, "yy": y**2, "xy": x * y}
+    return {
+        "count": keep.sum().double(),
+        "log_gap_max": torch.cat([log_gap, nothing]).max(),
+        "gap_max": torch.cat([gap, nothing]).max(),
+        **{name: value.sum() for name, value in sums.items()},
+    }
+
+
+def gap_metrics(sums: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics of a whole batch from its sums.
+
+    Without a token the only metric is ``valid`` = 0. The correlation is left out if all tokens of one side are equally
+    likely.
+    """
+    count = sums["count"]
+    if not count:
+        return {"training/rollout_probs_diff_valid": 0}
+    mean = {name: value / count for name, value in sums.items()}
+    unbiased = count / max(count - 1, 1)
+    metrics: dict[str, float] = {
+        "training/rollout_probs_diff_valid": 1,
+        "training/rollout_probs_diff_max": sums["gap_max"],
+        "training/rollout_probs_diff_mean": mean["gap"],
+        "training/rollout_probs_diff_std": math.sqrt(max(mean["gap_sq"] - mean["gap"] ** 2, 0.0) * unbiased),
+        "training/rollout_log_prob_diff_max": sums["log_gap_max"],
+        "training/rollout_log_prob_diff_mean": mean["log_gap"],
+    }
+    spread_x = mean["xx"] - mean["x"] ** 2
+    spread_y = mean["yy"] - mean["y"] ** 2
+    if spread_x > _CONSTANT * mean["xx"] and spread_y > _CONSTANT * mean["yy"]:
+        correlation = (mean["xy"] - mean["x"] * mean["y"]) / math.sqrt(spread_x * spread_y)
+        metrics["training/rollout_actor_probs_pearson_corr"] = min(max(correlation, -1.0), 1.0)
+    return metrics
+
+
+def calculate_debug_metrics(data: DataProto) -> dict[str, float]:
+    """Compare ``rollout_log_probs`` with ``old_log_probs`` over the sampled tokens.
+
+    Returns: the difference of the probabilities (``valid, max, mean, std``), their correlation where it is defined, and
+        the largest and mean absolute difference of the log-probabilities.
+    """
+    batch = data.batch
+    assert batch is not None
+    mask = batch["response_mask"] if "response_mask" in batch.keys() else batch["attention_mask"]
+    columns = (batch["old_log_probs"], batch["rollout_log_probs"], mask[:, -batch["responses"].shape[-1] :])
+    total: dict[str, float] = {}
+    for block in zip(*(column.split(_BLOCK_ROWS) for column in columns), strict=True):
+        for name, value in gap_sums(*block).items():
+            before = total.get(name, 0.0)
+            number = value.item()
+            total[name] = max(before, number) if name in GAP_MAXIMA else before + number
+    return gap_metrics(total)
+
+
+def gap_sum_metrics(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict[str, Metric]:
+    """Return ``gap_sums`` of a micro-batch (b, R) as metrics, which an engine adds up over the mini-batch."""
+    return {
+        _SUMS + name: Extreme(value, "max") if name in GAP_MAXIMA else Sum(value, "constant")
+        for name, value in gap_sums(log_probs, rollout_log_probs, mask).items()
+    }
+
+
+def finish_gap_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Replace the sums of ``gap_sum_metrics`` by the metrics that they make; other metrics pass through."""
+    sums = {name.removeprefix(_SUMS): value for name, value in metrics.items() if name.startswith(_SUMS)}
+    rest = {name: value for name, value in metrics.items() if not name.startswith(_SUMS)}
+    return rest | gap_metrics(sums) if sums else rest

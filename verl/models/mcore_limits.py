@@ -1,0 +1,134 @@
+"""Settings of ``config.json`` that Megatron-Core cannot compute, by model family.
+
+The families apply these rules to a ``PretrainedConfig``, the launching process to the fields that it has read from the
+file, so nothing here imports torch or Megatron-Core.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+NOT_SUPPORTED = "is not supported with strategy=megatron"
+
+
+class Limit(NamedTuple):
+    """A field of ``config.json``, its value, and why it is not supported."""
+
+    field: str
+    value: Any
+    fault: str
+
+    def __str__(self) -> str:
+        what = self.field if isinstance(self.value, Mapping) else f"{self.field}={self.value}"
+        return f"{what} {self.fault}"
+
+
+Rule = Callable[[Any], Iterator[Limit]]
+"""Yields the violated limits of a configuration; absent attributes violate none."""
+
+
+def dense_limits(hf: Any) -> Iterator[Limit]:
+    """Yield the limits of every layer."""
+    if window := getattr(hf, "use_sliding_window", False):
+        yield Limit("use_sliding_window", window, NOT_SUPPORTED)
+    if hf.hidden_act != "silu":
+        yield Limit("hidden_act", hf.hidden_act, f"{NOT_SUPPORTED}: it knows silu")
+
+
+def bias_limits(hf: Any) -> Iterator[Limit]:
+    """Yield MLP biases in a model without attention biases."""
+    if getattr(hf, "mlp_bias", False) and not getattr(hf, "attention_bias", False):
+        yield Limit("mlp_bias", True, f"without attention_bias {NOT_SUPPORTED}")
+
+
+def expert_limits(hf: Any) -> Iterator[Limit]:
+    """Yield the limits of expert layers."""
+    if window := getattr(hf, "sliding_window", None):
+        yield Limit("sliding_window", window, NOT_SUPPORTED)
+    if noise := getattr(hf, "router_jitter_noise", 0.0):
+        yield Limit("router_jitter_noise", noise, f"{NOT_SUPPORTED}: set it to 0.0 in model.override_config")
+
+
+def rope_of(hf: Any) -> dict[str, Any]:
+    """Return the rotary position parameters."""
+    rope = getattr(hf, "rope_parameters", None)
+    return dict(rope) if isinstance(rope, Mapping) else {}
+
+
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""Constants of this scaling in Megatron-Core."""
+
+
+def rope_limits(hf: Any) -> Iterator[Limit]:
+    """Yield the limits of rotary positions."""
+    rope = rope_of(hf)
+    if (part := rope.get("partial_rotary_factor")) not in (None, 1):  # transformers ignores it for unscaled positions
+        yield Limit("partial_rotary_factor", part, NOT_SUPPORTED)
+    kind = rope.get("rope_type", "default")
+    other = {name: rope.get(name) for name, value in LLAMA3.items() if rope.get(name) != value}
+    if kind == "llama3" and other:
+        yield Limit("rope_scaling", rope, f"of type llama3 with {other} {NOT_SUPPORTED}, which has {LLAMA3}")
+    elif kind not in ("default", "linear", "llama3"):
+        yield Limit("rope_scaling", rope, f"of type {kind} {NOT_SUPPORTED}: it knows default, linear and llama3")
+
+
+def latent_limits(hf: Any) -> Iterator[Limit]:
+    """Yield the limits of latent attention and of its rotary positions."""
+    if getattr(hf, "attention_bias", False):
+        yield Limit("attention_bias", True, f"{NOT_SUPPORTED} for this model")
+    if not getattr(hf, "rope_interleave", True):
+        yield Limit("rope_interleave", False, f"{NOT_SUPPORTED} for this model")
+    rope = rope_of(hf)
+    kind = rope.get("rope_type", "default")
+    scale_all = rope.get("mscale_all_dim")
+    if kind not in ("default", "yarn"):
+        fault = f"of type {kind} {NOT_SUPPORTED} for this model, which knows default and yarn"
+        yield Limit("rope_scaling", rope, fault)
+    elif kind == "yarn" and (rope.get("truncate") is False or rope.get("attention_factor") is not None):
+        yield Limit("rope_scaling", rope, f"of type yarn with truncate=false or attention_factor {NOT_SUPPORTED}")
+    elif kind == "yarn" and scale_all and not rope.get("mscale"):
+        yield Limit("rope_scaling", rope, f"of type yarn with mscale_all_dim={scale_all} and no mscale {NOT_SUPPORTED}")
+
+
+def expert_groups(hf: Any) -> tuple[int, int] | None:
+    """Return the number of expert groups and how many of them a token chooses; None if it may choose all."""
+    groups = getattr(hf, "n_group", None) or 1
+    chosen = getattr(hf, "topk_group", groups) or 1
+    return (groups, chosen) if groups > 1 and chosen < groups else None
+
+
+def router_limits(hf: Any) -> Iterator[Limit]:
+    """Yield the limits of the router."""
+    groups = expert_groups(hf)
+    each = getattr(hf, "num_experts_per_tok", None)
+    if groups and each is not None and each // groups[1] != 2:
+        fault = (
+            f"with topk_group={groups[1]} {NOT_SUPPORTED}: Megatron-Core ranks a group by its two best experts, so a "
+            "token must choose two experts per group"
+        )
+        yield Limit("num_experts_per_tok", each, fault)
+    if not getattr(hf, "norm_topk_prob", True) and (each or 1) > 1:
+        yield Limit("norm_topk_prob", hf.norm_topk_prob, f"{NOT_SUPPORTED} for this model")
+
+
+_DENSE: tuple[Rule, ...] = (bias_limits, dense_limits, rope_limits)
+_EXPERTS: tuple[Rule, ...] = (expert_limits, dense_limits, rope_limits)
+LIMITS: dict[str, tuple[Rule, ...]] = {
+    **dict.fromkeys(("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"), _DENSE),
+    **dict.fromkeys(("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"), _EXPERTS),
+    "DeepseekV3ForCausalLM": (dense_limits, router_limits, latent_limits),
+}
+"""The rules of each architecture, in order."""
+
+_CLASSIFIERS = re.compile("For(Token|Sequence)Classification$")
+
+
+def causal_name(architecture: str) -> str:
+    """Return the causal architecture of a classifier; other names are returned unchanged."""
+    return _CLASSIFIERS.sub("ForCausalLM", architecture)
+
+
+def model_limits(architecture: str, hf: Any) -> Iterator[Limit]:
+    """Yield the violated limits of a model; unknown architectures have none."""
+    for rule in LIMITS.get(causal_name(architecture), ()):
+        yield from rule(hf)

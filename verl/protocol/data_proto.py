@@ -1,0 +1,574 @@
+"""DataProto: the batch that travels between the driver and the workers.
+
+Slices and chunks are views. Concatenation and repetition allocate once. A batch is pickled as numpy buffers, so that
+Ray moves it out of band; the receiver can write to it.
+"""
+
+import copy
+import io
+import os
+import pickle
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self, cast, overload
+
+import numpy as np
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict, set_lazy_legacy
+from torch import Tensor
+
+from verl.utils import envs
+from verl.utils.batch.dicts import (
+    as_key_list,
+    concat_arrays,
+    concat_entries,
+    merge_meta_info,
+    object_array,
+    pick,
+    rows_as_objects,
+    union_numpy_dict,
+)
+from verl.utils.batch.serialization import (
+    available_device,
+    deserialize_tensordict,
+    pack_objects,
+    serialize_tensordict,
+    writable,
+)
+from verl.utils.py_functional import ConflictError, union_two_dict
+from verl.utils.tensordict_utils import (
+    BatchError,
+    concat_tensors,
+    get_tensordict,
+    index_select_tensor_dict,
+    mini_batch_indices,
+    repeat_counts,
+    resolve_indices,
+    shared_rows,
+    union_tensor_dict,
+)
+
+__all__ = ["DataProto", "DataProtoConfig", "DataProtoItem", "union_tensor_dict"]
+
+set_lazy_legacy(False).set()
+
+MetaInfo = dict[str, Any]
+Arrays = dict[str, np.ndarray]
+# The encoded tensors (bytes of torch.save, or the triples of serialize_tensordict), the arrays and meta_info.
+State = tuple[bytes | tuple[tuple[int, ...], str | None, MetaInfo] | None, MetaInfo, MetaInfo]
+
+SERIALIZATION_ENV = "VERL_DATAPROTO_SERIALIZATION_METHOD"
+_padding_size_key = "_padding_size_key_x123d"  # the keyword argument that carries the number of padded rows of a call
+_AUTO_PADDING_META_KEY = "_verl_auto_padding"
+
+
+class _DataProtoConfigMeta(type):
+    _value: bool | None = None
+
+    @property
+    def auto_padding(cls) -> bool:
+        """Whether batches are padded to divide among workers; defaults to ``VERL_AUTO_PADDING``."""
+        return envs.flag("VERL_AUTO_PADDING") if cls._value is None else cls._value
+
+    @auto_padding.setter
+    def auto_padding(cls, enabled: bool) -> None:
+        if not isinstance(enabled, bool):
+            raise BatchError(f"DataProtoConfig.auto_padding must be a bool, got {enabled!r}")
+        cls._value = enabled
+
+
+class DataProtoConfig(metaclass=_DataProtoConfigMeta):
+    """Process-wide switches of the protocol."""
+
+
+@dataclass
+class DataProtoItem:
+    """One row of a DataProto: ``batch`` has no batch dim, ``meta_info`` is shared with the whole batch."""
+
+    batch: TensorDict | None = None
+    non_tensor_batch: dict[str, Any] = field(default_factory=dict)
+    meta_info: MetaInfo = field(default_factory=dict)
+
+
+@dataclass
+class DataProto:
+    """Tensors with one batch dim, arrays with the same number of rows, and values that all rows share."""
+
+    batch: TensorDict | None = None
+    non_tensor_batch: Arrays = field(default_factory=dict)
+    meta_info: MetaInfo = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.check_consistency()
+
+    # ---- construction
+
+    @classmethod
+    def from_single_dict(
+        cls,
+        data: Mapping[str, Tensor | np.ndarray],
+        meta_info: MetaInfo | None = None,
+        auto_padding: bool = False,
+    ) -> Self:
+        """Build from one dict; the type of a value tells tensors from arrays.
+
+        Raises: ValueError for a value that is neither a tensor nor an array.
+        """
+        tensors: dict[str, Tensor] = {}
+        arrays: Arrays = {}
+        for key, value in data.items():
+            if isinstance(value, Tensor):
+                tensors[key] = value
+            elif isinstance(value, np.ndarray):
+                arrays[key] = value
+            else:
+                raise BatchError(f"entry {key!r} must be a tensor or an array, got {type(value).__name__}")
+        return cls.from_dict(tensors, arrays, meta_info, auto_padding=auto_padding)
+
+    @classmethod
+    def from_dict(
+        cls,
+        tensors: Mapping[str, Tensor] | None = None,
+        non_tensors: Mapping[str, Any] | None = None,
+        meta_info: MetaInfo | None = None,
+        num_batch_dims: int = 1,
+        auto_padding: bool = False,
+    ) -> Self:
+        """Build from a dict of tensors and a dict of non-tensors; lists of non-tensors become object arrays.
+
+        Raises: ValueError, which is also an AssertionError, when the first ``num_batch_dims`` dims disagree.
+        """
+        if num_batch_dims <= 0:
+            raise BatchError(f"num_batch_dims must be positive, got {num_batch_dims}")
+        if num_batch_dims > 1 and non_tensors:
+            raise BatchError(f"num_batch_dims must be 1 with non-tensors, got {num_batch_dims}")
+        batch = TensorDict(dict(tensors), batch_size=[shared_rows(tensors, num_batch_dims)]) if tensors else None
+        arrays = {
+            key: value if isinstance(value, np.ndarray) else rows_as_objects(key, value)
+            for key, value in (non_tensors or {}).items()
+        }
+        meta = {} if meta_info is None else meta_info
+        if auto_padding:
+            meta[_AUTO_PADDING_META_KEY] = True
+        return cls(batch=batch, non_tensor_batch=arrays, meta_info=meta)
+
+    @classmethod
+    def from_tensordict(
+        cls, tensor_dict: TensorDict | None = None, meta_info: MetaInfo | None = None, num_batch_dims: int = 1
+    ) -> Self:
+        """Build from a TensorDict; ``NonTensorStack`` becomes an object array, ``NonTensorData`` goes to meta_info."""
+        tensors: dict[str, Tensor] = {}
+        arrays: Arrays = {}
+        meta = dict(meta_info or {})
+        for key, value in tensor_dict.items() if tensor_dict is not None else ():
+            if isinstance(value, NonTensorStack):
+                arrays[key] = object_array(value.tolist())
+            elif isinstance(value, NonTensorData):
+                meta[key] = value.data
+            else:
+                tensors[key] = cast(Tensor, value)
+        return cls.from_dict(tensors, arrays, meta, num_batch_dims=num_batch_dims)
+
+    def to_tensordict(self) -> TensorDict:
+        """Return tensors, arrays as lists, and meta_info in one TensorDict.
+
+        Raises: ValueError, which is also an AssertionError, when a key occurs in two of the three.
+        """
+        entries = self._tensors()
+        both = entries.keys() & self.non_tensor_batch.keys()
+        if both:
+            raise BatchError(f"keys {sorted(both)} are both tensors and arrays")
+        lists = {key: value.tolist() for key, value in self.non_tensor_batch.items()}
+        return get_tensordict({**entries, **lists}, self.meta_info)
+
+    def save_to_disk(self, filepath: str | os.PathLike[str]) -> None:
+        """Pickle to a file."""
+        with open(filepath, "wb") as file:
+            pickle.dump(self, file, protocol=5)
+
+    @staticmethod
+    def load_from_disk(filepath: str | os.PathLike[str]) -> "DataProto":
+        """Read a file of ``save_to_disk``. Unpickling runs code: load only files that you trust.
+
+        Raises: ValueError when the file does not hold a DataProto.
+        """
+        with open(filepath, "rb") as file:
+            data = pickle.load(file)
+        if not isinstance(data, DataProto):
+            raise BatchError(f"{os.fspath(filepath)!r} holds a {type(data).__name__}, not a DataProto")
+        return data
+
+    def __copy__(self) -> Self:
+        """Return an object that shares all values.
+
+        Without this method ``copy.copy`` would go through ``__getstate__``, which encodes for another process.
+        """
+        return self.select()
+
+    # ---- serialization
+
+    def __getstate__(self) -> State:
+        method = (envs.read(SERIALIZATION_ENV) or "numpy").lower()
+        if method not in ("numpy", "torch"):
+            raise ValueError(f"environment variable {SERIALIZATION_ENV} must be numpy or torch, got {method!r}")
+        arrays = {key: pack_objects(value) for key, value in self.non_tensor_batch.items()}
+        meta_info = pack_objects(self.meta_info)
+        if method == "torch":
+            buffer = io.BytesIO()
+            torch.save(None if self.batch is None else self.batch.contiguous(), buffer)
+            return buffer.getvalue(), arrays, meta_info
+        return None if self.batch is None else serialize_tensordict(self.batch), arrays, meta_info
+
+    def __setstate__(self, state: State) -> None:
+        batch, arrays, meta_info = state
+        if isinstance(batch, bytes):
+            location = None if torch.accelerator.is_available() else "cpu"
+            loaded = torch.load(io.BytesIO(batch), weights_only=False, map_location=location)
+            if loaded is not None and loaded.device is not None:
+                loaded = loaded.to(available_device(str(loaded.device)))
+            self.batch = loaded
+        else:
+            self.batch = None if batch is None else deserialize_tensordict(batch)
+        # Packed arrays arrive writable. The others may lie in shared memory, which is read-only.
+        self.non_tensor_batch = {
+            key: writable(value) if isinstance(value, np.ndarray) else value for key, value in arrays.items()
+        }
+        self.meta_info = meta_info
+
+    # ---- inspection
+
+    def __len__(self) -> int:
+        if self.batch is not None:
+            return int(self.batch.batch_size[0])
+        return next((len(value) for value in self.non_tensor_batch.values()), 0)
+
+    @overload
+    def __getitem__(self, item: int | np.integer) -> DataProtoItem: ...
+    @overload
+    def __getitem__(self, item: "slice | list[int] | list[bool] | np.ndarray | Tensor") -> Self: ...
+    def __getitem__(
+        self, item: "int | np.integer | slice | list[int] | list[bool] | np.ndarray | Tensor"
+    ) -> "Self | DataProtoItem":
+        """Return a DataProtoItem for an integer, else a DataProto; a slice is a view."""
+        if isinstance(item, slice):
+            return self.slice(item.start, item.stop, item.step)
+        if isinstance(item, int | np.integer) and not isinstance(item, bool):
+            row = int(resolve_indices([int(item)], len(self))[0])
+            arrays = {key: value[row] for key, value in self.non_tensor_batch.items()}
+            return DataProtoItem(None if self.batch is None else self.batch[row], arrays, self.meta_info)
+        if isinstance(item, list | np.ndarray | Tensor):
+            return self.select_idxs(item)
+        raise TypeError(f"index a DataProto by an integer, slice, list, array or tensor, got {type(item).__name__}")
+
+    def __iter__(self) -> Iterator[DataProtoItem]:
+        return (self[row] for row in range(len(self)))
+
+    def check_consistency(self) -> None:
+        """Check that all entries have the same number of rows.
+
+        Raises: ValueError, which is also an AssertionError.
+        """
+        if self.batch is not None and not isinstance(self.batch, TensorDict):
+            raise BatchError(f"batch must be a TensorDict (see from_dict), got {type(self.batch).__name__}")
+        if self.batch is not None and len(self.batch.batch_size) != 1:
+            raise BatchError(f"batch must have exactly one batch dim, got batch size {tuple(self.batch.batch_size)}")
+        for key, value in self.non_tensor_batch.items():
+            if not isinstance(value, np.ndarray):
+                raise BatchError(f"non_tensor_batch[{key!r}] must be an array, got {type(value).__name__}")
+            if value.ndim == 0 or value.shape[0] != len(self):
+                raise BatchError(f"non_tensor_batch[{key!r}] has shape {value.shape}, the batch has {len(self)} rows")
+
+    def print_size(self, prefix: str = "") -> None:
+        """Write the size of tensors and arrays in GiB to standard output."""
+        tensors = sum(value.numel() * value.element_size() for value in self._tensors().values())
+        arrays = sum(value.nbytes for value in self.non_tensor_batch.values())
+        start = f"{prefix}, " if prefix else ""
+        sys.stdout.write(f"{start}tensors {tensors / 2**30} GiB, arrays {arrays / 2**30} GiB\n")
+
+    def get_data_info(self) -> str:
+        """Describe keys, shapes, dtypes, devices and the types in meta_info, one per line."""
+        lines = ["batch"]
+        for key, value in self._tensors().items():
+            lines.append(f"  {key}: {tuple(value.shape)} ({value.dtype}) {value.device}")
+        lines.append("non_tensor_batch")
+        lines.extend(f"  {key}: ndarray{value.shape} ({value.dtype})" for key, value in self.non_tensor_batch.items())
+        lines.append("meta_info")
+        lines.extend(f"  {key}: {type(value).__name__}" for key, value in self.meta_info.items())
+        return "\n".join(lines)
+
+    def is_padding_enabled(self) -> bool:
+        """Whether this batch may be padded, or cut into unequal chunks."""
+        return bool(self.meta_info.get(_AUTO_PADDING_META_KEY, False)) or DataProtoConfig.auto_padding
+
+    # ---- rows
+
+    def _with(self, batch: TensorDict | None, arrays: Arrays) -> Self:
+        return type(self)(batch=batch, non_tensor_batch=arrays, meta_info=self.meta_info)
+
+    def _gather(self, index: Tensor) -> Self:
+        rows = index.cpu().numpy()
+        arrays = {key: value[rows] for key, value in self.non_tensor_batch.items()}
+        return self._with(index_select_tensor_dict(self.batch, index), arrays)
+
+    def select_idxs(self, idxs: Sequence[int] | Sequence[bool] | np.ndarray | Tensor) -> Self:
+        """Gather rows by integers or by a boolean mask.
+
+        Raises: IndexError when an index is out of range or a mask has another length.
+        """
+        return self._gather(resolve_indices(idxs, len(self)))
+
+    def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> Self:
+        """Return rows as views; a negative step copies."""
+        rows = slice(start, end, step)
+        if step is not None and step < 0:
+            return self._gather(torch.arange(len(self))[list(range(*rows.indices(len(self))))])
+        arrays = {key: value[rows] for key, value in self.non_tensor_batch.items()}
+        return self._with(None if self.batch is None else self.batch[rows], arrays)
+
+    def reorder(self, indices: Tensor) -> None:
+        """Reorder the rows, in place."""
+        other = self._gather(resolve_indices(indices, len(self)))
+        self.batch = other.batch
+        self.non_tensor_batch = other.non_tensor_batch
+
+    def map_entries(
+        self,
+        num_rows: int,
+        on_tensor: Callable[[str, Tensor], Tensor],
+        on_array: Callable[[str, np.ndarray], np.ndarray],
+    ) -> Self:
+        """Replace every entry by ``on_tensor(key, value)`` or ``on_array(key, value)``, in a batch of ``num_rows``."""
+        arrays = {key: on_array(key, value) for key, value in self.non_tensor_batch.items()}
+        if self.batch is None:
+            return self._with(None, arrays)
+        tensors = {key: on_tensor(key, value) for key, value in self._tensors().items()}
+        return self._with(TensorDict(tensors, batch_size=[num_rows], device=self.batch.device), arrays)
+
+    def repeat(self, repeat_times: int = 2, interleave: bool = True) -> Self:
+        """Repeat every row (aabb), or the whole batch (abab)."""
+        if repeat_times < 0:
+            raise BatchError(f"repeat_times must not be negative, got {repeat_times}")
+        num_rows = len(self) * repeat_times
+
+        def tile(_: str, value: Tensor) -> Tensor:
+            if repeat_times == 1:
+                return value.clone()  # a reshape of one repetition would be a view
+            return value.unsqueeze(0).expand(repeat_times, *value.shape).reshape(num_rows, *value.shape[1:])
+
+        if interleave:
+            return self.map_entries(
+                num_rows,
+                lambda _, value: value.repeat_interleave(repeat_times, dim=0),
+                lambda _, value: value.repeat(repeat_times, axis=0),
+            )
+        return self.map_entries(
+            num_rows, tile, lambda _, value: np.tile(value, (repeat_times, *[1] * (value.ndim - 1)))
+        )
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {} if self.batch is None else cast(dict[str, Tensor], dict(self.batch.items()))
+
+    def sample_level_repeat(self, repeat_times: Sequence[int] | Tensor | np.ndarray) -> Self:
+        """Repeat every row by its own count, interleaved.
+
+        Raises: ValueError, which is also an AssertionError, unless each row has one whole, non-negative count.
+        """
+        counts = repeat_counts(repeat_times, len(self))
+        return self._gather(torch.arange(len(self)).repeat_interleave(counts))
+
+    def padding(self, padding_size: int, padding_candidate: str = "") -> None:
+        """Append copies of the first row (candidate ``first``), else of the last, in place."""
+        if padding_size < 0:
+            raise BatchError(f"padding_size must not be negative, got {padding_size}")
+        if padding_size == 0:
+            return
+        if len(self) == 0:
+            raise BatchError("cannot pad a batch that has no rows")
+        row = 0 if padding_candidate == "first" else len(self) - 1
+        padded = self._gather(torch.tensor([*range(len(self)), *[row] * padding_size]))
+        self.batch = padded.batch
+        self.non_tensor_batch = padded.non_tensor_batch
+
+    def chunk(self, chunks: int) -> list[Self]:
+        """Cut into ``chunks`` parts, as views.
+
+        Raises: ValueError, which is also an AssertionError, when rows do not divide evenly and padding is not enabled.
+        """
+        num_rows = len(self)
+        if chunks <= 0:
+            raise BatchError(f"chunks must be positive, got {chunks}")
+        if num_rows % chunks != 0 and not self.is_padding_enabled():
+            raise BatchError(
+                f"{num_rows} rows do not divide into {chunks} equal chunks; pad the batch or enable padding"
+            )
+        base, larger = divmod(num_rows, chunks)
+        bounds = [part * base + min(part, larger) for part in range(chunks + 1)]
+        return [self.slice(start, end) for start, end in zip(bounds, bounds[1:], strict=False)]
+
+    def split(self, split_size: int) -> list[Self]:
+        """Cut into parts of ``split_size`` rows, as views; the last may be shorter."""
+        if split_size <= 0:
+            raise BatchError(f"split_size must be positive, got {split_size}")
+        return [self.slice(start, start + split_size) for start in range(0, len(self), split_size)]
+
+    @staticmethod
+    def concat(data: "Sequence[DataProto]") -> "DataProto":
+        """Join the rows of all parts; a single part shares its memory with the result.
+
+        ``meta_info["metrics"]`` of all parts become one dict of lists; other keys must hold equal values.
+
+        Raises: ValueError, which is also an AssertionError, when keys, row shapes or meta_info disagree.
+        """
+        if not data:
+            raise BatchError("concat needs at least one part")
+        first = data[0]
+        batch = None
+        tensors = concat_entries([part._tensors() for part in data], concat_tensors)
+        if first.batch is not None:
+            batch = TensorDict(tensors, batch_size=[sum(len(part) for part in data)], device=first.batch.device)
+        arrays = concat_entries([part.non_tensor_batch for part in data], concat_arrays)
+        return type(first)(
+            batch=batch, non_tensor_batch=arrays, meta_info=merge_meta_info([part.meta_info for part in data])
+        )
+
+    def make_iterator(
+        self,
+        mini_batch_size: int,
+        epochs: int,
+        seed: int | None = None,
+        dataloader_kwargs: dict[str, Any] | None = None,
+    ) -> Iterator[Self]:
+        """Iterate over mini-batches ``epochs`` times; ``dataloader_kwargs={"shuffle": True}`` orders them by ``seed``.
+
+        Rows in order are views, shuffled rows copies.
+
+        Raises: ValueError, which is also an AssertionError, when rows do not divide evenly.
+        """
+        rows = mini_batch_indices(len(self), mini_batch_size, epochs, seed, dataloader_kwargs)
+        return (self.slice(part.start, part.stop) if isinstance(part, slice) else self._gather(part) for part in rows)
+
+    def unfold_column_chunks(self, n_split: int, split_keys: Sequence[str] | None = None) -> Self:
+        """Turn every row into ``n_split``: (B, C, ...) to (B * n, C / n, ...) for ``split_keys``, others repeated.
+
+        Raises: ValueError, which is also an AssertionError, when C does not divide evenly.
+        """
+        if n_split <= 0:
+            raise BatchError(f"n_split must be positive, got {n_split}")
+        keys = set(split_keys or ())
+        num_rows = len(self) * n_split
+
+        def shape_of(key: str, shape: Sequence[int]) -> tuple[int, ...]:
+            if len(shape) < 2 or shape[1] % n_split != 0:
+                raise BatchError(f"the columns of {key!r} with shape {tuple(shape)} do not divide by {n_split}")
+            return (num_rows, shape[1] // n_split, *shape[2:])
+
+        return self.map_entries(
+            num_rows,
+            lambda key, value: (
+                value.reshape(shape_of(key, value.shape)) if key in keys else value.repeat_interleave(n_split, dim=0)
+            ),
+            lambda key, value: (
+                value.reshape(shape_of(key, value.shape)) if key in keys else value.repeat(n_split, axis=0)
+            ),
+        )
+
+    # ---- columns
+
+    def to(self, device: str | torch.device | int) -> Self:
+        """Move the tensors to a device, in place."""
+        if self.batch is not None:
+            self.batch = self.batch.to(device)
+        return self
+
+    def select(
+        self,
+        batch_keys: Sequence[str] | None = None,
+        non_tensor_batch_keys: Sequence[str] | None = None,
+        meta_info_keys: Sequence[str] | None = None,
+        deepcopy: bool = False,
+    ) -> Self:
+        """Return a new object with the given keys; None keeps all of a kind, ``deepcopy`` copies all but the tensors.
+
+        Raises: KeyError naming the missing keys.
+        """
+        batch = self.batch
+        if batch is not None and batch_keys is not None:
+            batch = TensorDict(
+                pick("batch", self._tensors(), batch_keys), batch_size=batch.batch_size, device=batch.device
+            )
+        elif batch is not None:
+            batch = batch.copy()
+        elif batch_keys:
+            pick("batch", {}, batch_keys)
+        arrays = pick("non_tensor_batch", self.non_tensor_batch, non_tensor_batch_keys)
+        meta_info = pick("meta_info", self.meta_info, meta_info_keys)
+        if deepcopy:
+            arrays = copy.deepcopy(arrays)
+            meta_info = copy.deepcopy(meta_info)
+        return type(self)(batch=batch, non_tensor_batch=arrays, meta_info=meta_info)
+
+    def pop(
+        self,
+        batch_keys: Sequence[str] | None = None,
+        non_tensor_batch_keys: Sequence[str] | None = None,
+        meta_info_keys: Sequence[str] | None = None,
+    ) -> Self:
+        """Remove keys and return them as a new object; remove nothing when one is missing.
+
+        Raises: ValueError, which is also an AssertionError, naming the missing keys.
+        """
+        try:
+            part = self.select(batch_keys or [], non_tensor_batch_keys or [], meta_info_keys or [])
+        except KeyError as error:
+            raise BatchError(f"cannot pop: {error.args[0]}") from None
+        for key in batch_keys or ():
+            assert self.batch is not None  # select has found the keys
+            self.batch.del_(key)
+        for key in non_tensor_batch_keys or ():
+            del self.non_tensor_batch[key]
+        for key in meta_info_keys or ():
+            del self.meta_info[key]
+        return part if batch_keys else type(self)(None, part.non_tensor_batch, part.meta_info)
+
+    def rename(self, old_keys: str | Sequence[str] | None = None, new_keys: str | Sequence[str] | None = None) -> Self:
+        """Rename tensor keys in place, all at once, so that names can be swapped.
+
+        Raises: TypeError for keys that are not strings, ValueError when counts differ or a new name is taken.
+        """
+        old = as_key_list("old_keys", old_keys)
+        new = as_key_list("new_keys", new_keys)
+        if len(old) != len(new):
+            raise BatchError(f"rename needs one new key per old key, got {old} and {new}")
+        if not old:
+            return self
+        if self.batch is None:
+            raise BatchError(f"cannot rename {old}: the batch has no tensors")
+        entries = self._tensors()
+        values = pick("batch", entries, old)
+        taken = [key for key in new if key in entries and key not in old]
+        if taken or len(set(new)) != len(new):
+            raise BatchError(f"cannot rename {old} to {new}: {taken or 'a new key'} would occur twice")
+        for key in old:
+            self.batch.del_(key)
+        for key, value in zip(new, values.values(), strict=True):
+            self.batch[key] = value
+        return self
+
+    def union(self, other: "DataProto") -> Self:
+        """Merge another batch of the same rows into this one; change nothing when they conflict.
+
+        Raises: ValueError, which is also an AssertionError, when row counts or the values of a shared key differ.
+        """
+        has_rows = [part for part in (self, other) if part.batch is not None or part.non_tensor_batch]
+        if len({len(part) for part in has_rows}) > 1:
+            raise ConflictError(f"parts to unite must have the same number of rows, got {len(self)} and {len(other)}")
+        meta_info = union_two_dict(dict(self.meta_info), other.meta_info)
+        arrays = union_numpy_dict(dict(self.non_tensor_batch), other.non_tensor_batch)
+        if self.batch is not None and other.batch is not None:
+            self.batch = union_tensor_dict(self.batch, other.batch)
+        elif other.batch is not None:
+            self.batch = other.batch.copy()
+        self.non_tensor_batch = arrays
+        self.meta_info = meta_info
+        return self

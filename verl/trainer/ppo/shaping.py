@@ -1,0 +1,124 @@
+"""Turn token-level scores into rewards and advantages, on the batch of the driver."""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from verl.algos.config import AlgoConfig
+from verl.algos.kl import KLController
+from verl.algos.kl import kl_penalty as compute_kl
+from verl.protocol import DataProto
+from verl.trainer.ppo import core_algos
+from verl.trainer.ppo.core_algos import AdvantageEstimator
+from verl.trainer.ppo.mismatch_helper import compute_rollout_importance_weights
+from verl.trainer.ppo.phases import tensors_of
+from verl.utils.torch_functional import masked_mean
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+
+def compute_response_mask(data: DataProto) -> torch.Tensor:
+    """Return the (B, R) columns of the attention mask that belong to the response."""
+    tensors = tensors_of(data)
+    width = tensors["responses"].shape[1]
+    mask: torch.Tensor = tensors["attention_mask"][:, -width:]
+    return mask
+
+
+def apply_kl_penalty(
+    data: DataProto, kl_ctrl: KLController, kl_penalty: str = "kl"
+) -> tuple[DataProto, dict[str, float]]:
+    """Subtract the KL to the reference policy from the scores and adapt its coefficient.
+
+    Adds ``token_level_rewards`` (B, R). Returns: the batch, and metrics of the penalty and of the coefficient used.
+
+    Source: Ziegler et al. (arXiv:1909.08593), section 2.2.
+    """
+    tensors = tensors_of(data)
+    mask = tensors["response_mask"]
+    kl = compute_kl(tensors["old_log_probs"], tensors["ref_log_prob"], kl_penalty)
+    kl = torch.where(mask.bool(), kl, 0.0)  # padding may hold any number, also infinity
+    beta = kl_ctrl.value
+    tensors["token_level_rewards"] = tensors["token_level_scores"] - beta * kl
+    current = masked_mean(kl, mask=mask, axis=-1).mean().item()
+    kl_ctrl.update(current_kl=current, n_steps=len(data))
+    return data, {"actor/reward_kl_penalty": current, "actor/reward_kl_penalty_coeff": beta}
+
+
+def add_rollout_weights(batch: DataProto, algorithm: AlgoConfig) -> tuple[DataProto, dict[str, float]]:
+    """Return the batch, with importance weights if the loss uses them, and metrics of the mismatch of the rollout.
+
+    Both need ``algorithm.rollout_is_threshold``.
+
+    Raises: ValueError when the loss uses them and the rollout returned no log-probabilities.
+    """
+    if algorithm.rollout_is_threshold is None:
+        return batch, {}
+    tensors = tensors_of(batch)
+    if "rollout_log_probs" not in tensors.keys():
+        if algorithm.rollout_is:
+            raise ValueError(
+                "algorithm.rollout_is=true: the rollout returned no rollout_log_probs, which importance weights need; "
+                "set actor_rollout_ref.rollout.calculate_log_probs=true, or algorithm.rollout_is=false"
+            )
+        return batch, {}
+    weights, metrics = compute_rollout_importance_weights(
+        old_log_prob=tensors["old_log_probs"],
+        rollout_log_prob=tensors["rollout_log_probs"],
+        response_mask=tensors["response_mask"],
+        rollout_is_level=algorithm.rollout_is_level,
+        rollout_is_mode=algorithm.rollout_is_mode,
+        rollout_is_threshold=algorithm.rollout_is_threshold,
+        rollout_is_threshold_lower=algorithm.rollout_is_threshold_lower,
+        rollout_is_veto_threshold=algorithm.rollout_is_veto_threshold,
+    )
+    if not algorithm.rollout_is:
+        return batch, metrics
+    assert weights is not None
+    return batch.union(weights), metrics
+
+
+def compute_advantage(
+    data: DataProto,
+    adv_estimator: str | AdvantageEstimator,
+    gamma: float | None = None,
+    lam: float | None = None,
+    num_repeat: int = 1,
+    norm_adv_by_std_in_grpo: bool = True,
+    config: "AlgoConfig | DictConfig | None" = None,
+    generator: torch.Generator | None = None,
+) -> DataProto:
+    """Add ``advantages`` and ``returns`` (B, R) by a registered estimator.
+
+    The estimator gets the values that it has parameters for, see ``verl.algos.advantage``.
+
+    Args:
+        gamma: discount; None takes the config's, else 1. ``lam`` likewise.
+        num_repeat: samples per prompt; accepted and not read, because ``uid`` tells the groups apart.
+        norm_adv_by_std_in_grpo: divide by the deviation of the group, unless the config says no.
+        generator: source of PF-PPO's draw of rows.
+    Raises: ValueError for an unknown estimator, and when the batch lacks a column that the estimator needs.
+    """
+    batch = tensors_of(data)
+    if "response_mask" not in batch.keys():
+        batch["response_mask"] = compute_response_mask(data)
+    columns = {name: batch[name] for name in ("values", "reward_baselines") if name in batch.keys()}
+    if "uid" in data.non_tensor_batch:
+        columns["index"] = data.non_tensor_batch["uid"]
+    discounts = {name: value for name, value in (("gamma", gamma), ("lam", lam)) if value is not None}
+    batch["advantages"], batch["returns"] = core_algos.estimate_advantages(
+        adv_estimator,
+        token_level_rewards=batch["token_level_rewards"],
+        response_mask=batch["response_mask"],
+        config=config,
+        norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo,
+        **columns,
+        **discounts,
+    )
+    if adv_estimator == AdvantageEstimator.GAE and config is not None and "use_pf_ppo" in config and config.use_pf_ppo:
+        options = AlgoConfig().pf_ppo | dict(config.pf_ppo)
+        data = core_algos.compute_pf_ppo_reweight_data(
+            data, options["reweight_method"], options["weight_pow"], generator
+        )
+    return data

@@ -1,0 +1,57 @@
+"""The state of a training run: what a checkpoint restores, and what one phase of a step leaves for a later one."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from verl.single_controller.ray import RayWorkerGroup
+from verl.trainer.ppo.reward import PendingReward
+
+Metrics = dict[str, float]
+"""The metrics of a step by name."""
+Timing = dict[str, float]
+"""The seconds of a step by timer."""
+
+
+@dataclass
+class RunState:
+    """Where a run stands.
+
+    Attributes:
+        seed: seed of the run; every random draw derives from it and from the step.
+        total_steps: number of steps of the whole run.
+        step: number of the current step, from 1; 0 before the first.
+        epoch: number of finished passes over the training data.
+        prompts_drawn: prompts that the current step has drawn so far.
+        row_order: the rows of the batch in the order in which they were asked for, whatever ranks they went to.
+        extra_columns: columns that the reward function added to the batch.
+        pending_reward: reward that ``score`` started and ``shape`` takes.
+        weights_version: version of the actor's weights; each update and each load raises it.
+        engine_version: version of the rollout engine's weights; None before its first sync.
+        max_step_s: seconds of the longest step.
+        unfinished_checkpoint: step of the checkpoint that workers still write in the background.
+        profiled_groups: worker groups whose profilers run.
+    """
+
+    seed: int
+    total_steps: int = 0
+    step: int = 0
+    epoch: int = 0
+    prompts_drawn: int = 0
+    row_order: list[int] = field(default_factory=list)
+    extra_columns: list[str] = field(default_factory=list)
+    pending_reward: PendingReward | None = None
+    weights_version: int = 0
+    engine_version: int | None = None
+    max_step_s: float = 0.0
+    unfinished_checkpoint: int | None = None
+    profiled_groups: Sequence[RayWorkerGroup] = ()
+
+    @property
+    def is_last_step(self) -> bool:
+        """Whether the current step is the last one."""
+        return self.step >= self.total_steps
+
+    def begin_step(self) -> None:
+        """Move to the next step, which has not drawn any prompt yet."""
+        self.step += 1
+        self.prompts_drawn = 0

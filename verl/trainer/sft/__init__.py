@@ -1,0 +1,1 @@
+"""Supervised training: one process per device, started by ``torchrun``."""

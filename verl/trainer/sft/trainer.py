@@ -1,0 +1,314 @@
+"""The supervised trainer: engine, data, loop, validation and checkpoints of one process."""
+
+import importlib.util
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from omegaconf import DictConfig
+from torch import Tensor
+from torch.utils.data import Dataset, Sampler, SequentialSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from verl.base_config import ConfigError, Violation
+from verl.protocol import DataProto
+from verl.trainer.config.sft import parallel_sizes, validate_sft_config
+from verl.trainer.sft.config import SFTConfig
+from verl.trainer.sft.record import SupervisedOutput
+from verl.utils import envs
+from verl.utils.batch.dicts import object_array
+from verl.utils.checkpoint.checkpoint_handler import CheckpointHandler
+from verl.utils.dataset.dataset_utils import SFTTensorCollator
+from verl.utils.dataset.factory import SeededRandomSampler, load_class, stateful_loader
+from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
+from verl.utils.dataset.sft_dataset import SFTDataset
+from verl.utils.device import get_device_name
+from verl.utils.distributed import initialize_global_process_group
+from verl.utils.flops_counter import FlopsCounter
+from verl.utils.numerics.seeding import seed_process
+from verl.utils.observe.tracking import check_backends
+from verl.utils.profiler.ranges import marked_timer
+from verl.utils.vision.flops import image_lengths
+from verl.workers.engine import EngineRegistry
+from verl.workers.engine.base import BaseEngine
+from verl.workers.roles.accounting import mfu
+from verl.workers.roles.losses import sft_loss
+
+EACH_EPOCH = "after_each_epoch"
+LOADER_WORKERS = 8
+
+
+def padded_batch(rows: Mapping[str, Any], pad_token_id: int, marks_predictors: bool = False) -> DataProto:
+    """Turn collated rows, jagged or right-padded, into a batch for an engine.
+
+    Every token but the first is a response to the tokens before it: ``responses`` and ``response_mask`` are (B, L - 1).
+    With ``marks_predictors`` the ``loss_mask`` marks the positions before the learnt tokens, as ``SFTDataset`` does.
+    Rows of a vision-language model also have ``position_ids`` (C, L) and ``multi_modal_inputs``.
+    """
+    ids = rows["input_ids"]
+    mask = rows["loss_mask"]
+    if ids.is_nested:
+        lengths = ids.offsets().diff()
+        ids = torch.nested.to_padded_tensor(ids, pad_token_id)
+        mask = torch.nested.to_padded_tensor(mask, 0)
+    else:
+        lengths = rows["attention_mask"].sum(-1)
+    width = int(lengths.max())
+    columns = torch.arange(width).expand(len(ids), -1)
+    attended = columns < lengths.unsqueeze(-1)
+    ids = ids[:, :width]
+    mask = mask[:, :width]
+    media = rows.get("multi_modal_inputs")
+    axes = _position_axes(rows.get("position_ids"), width)
+    return DataProto.from_dict(
+        tensors={
+            "input_ids": ids,
+            "attention_mask": attended.long(),
+            "position_ids": columns * attended if axes is None else axes,
+            "responses": ids[:, 1:],
+            "response_mask": (mask[:, :-1] if marks_predictors else mask[:, 1:]) * attended[:, 1:],
+        },
+        non_tensors={} if media is None else {"multi_modal_inputs": object_array(media)},
+    )
+
+
+def _position_axes(positions: Tensor | Sequence[Tensor] | None, width: int) -> Tensor | None:
+    """Return (B, C, width) for rows (C, L) of any length; None for positions with one axis."""
+    if positions is None or positions[0].dim() == 1:
+        return None
+    return torch.stack([F.pad(row[:, :width], (0, max(0, width - row.shape[1]))) for row in positions])
+
+
+class SFTTrainer:
+    """One process of a supervised run; all processes of it construct and fit together.
+
+    Args: the composed ``sft_trainer_engine`` tree, or the older ``sft_trainer``.
+    Raises: ValueError naming the dotted key, or file, row and column, of a value that cannot be used.
+    """
+
+    def __init__(self, tree: DictConfig) -> None:
+        self._check(tree)
+        distributed = torch.distributed.is_initialized()
+        self.rank = torch.distributed.get_rank() if distributed else 0
+        seed_process(tree.trainer.seed, "sft", self.rank)
+        self.config = config = SFTConfig.parse(tree)
+        self.tokenizer = config.model.tokenizer
+        # Reading the data before the model shows its errors sooner.
+        self.train_dataset = self._dataset(config.data.train_files)
+        self.val_dataset = self._dataset(config.data.val_files) if config.data.val_files else None
+        self._plan(torch.distributed.get_world_size() if distributed else 1)
+        self.engine = self._engine()
+        self.engine.initialize()
+        self.train_loader = self._loader(self.train_dataset, train=True)
+        self.val_loader = None if self.val_dataset is None else self._loader(self.val_dataset, train=False)
+        self.checkpoints = CheckpointHandler(
+            self.engine,
+            self.train_loader,
+            default_local_dir=config.trainer.default_local_dir,
+            max_ckpt_to_keep=config.trainer.max_ckpt_to_keep,
+            default_hdfs_dir=config.trainer.default_hdfs_dir,
+            resume_mode=config.trainer.resume_mode,
+            resume_from_path=config.trainer.resume_from_path,
+        )
+        self.flops = FlopsCounter(config.model.hf_config, adapters=self.engine.adapter_sizes)
+        self.loss_fn = partial(sft_loss, None)
+
+    # ---- start
+
+    @staticmethod
+    def _check(tree: DictConfig) -> None:
+        device = tree.trainer.device
+        if device != get_device_name():
+            expected = f"this machine has {get_device_name()}: write trainer.device={get_device_name()}"
+            if device == "npu" and importlib.util.find_spec("torch_npu") is None:
+                expected = f"needs the package torch_npu, which is not installed: install it; {expected}"
+            raise ConfigError([Violation("trainer.device", device, expected)])
+        validate_sft_config(tree, envs.integer("WORLD_SIZE", 1))
+        check_backends(tree.trainer.logger)
+
+    def _dataset(self, files: str | list[str]) -> Dataset:
+        data = self.config.tree.data  # a data set of the user reads keys that this trainer does not know
+        columns_of_text = "prompt_key" in data and not data.multiturn.enable
+        usual = SFTDataset if columns_of_text else MultiTurnSFTDataset
+        cls = load_class(data.custom_cls, "data.custom_cls", Dataset, ("path", "name")) or usual
+        self.marks_predictors = issubclass(cls, SFTDataset)
+        if issubclass(cls, MultiTurnSFTDataset):
+            return cls(
+                parquet_files=files, tokenizer=self.tokenizer, config=data, processor=self.config.model.processor
+            )
+        return cls(parquet_files=files, tokenizer=self.tokenizer, config=data)
+
+    def _plan(self, world_size: int) -> None:
+        """Set the steps per epoch and in total."""
+        data = self.config.data
+        trainer = self.config.trainer
+        ranks = world_size // math.prod(parallel_sizes(self.config.tree.engine).values())
+        if data.train_batch_size % ranks:
+            expected = f"must be a multiple of the {ranks} data-parallel ranks"
+            raise ConfigError([Violation("data.train_batch_size", data.train_batch_size, expected)])
+        rows = len(self.train_dataset)  # type: ignore[arg-type]
+        self.steps_per_epoch = rows // data.train_batch_size
+        if not self.steps_per_epoch:
+            raise ConfigError(
+                [Violation("data.train_batch_size", data.train_batch_size, f"is more than the {rows} training rows")]
+            )
+        self.total_steps = trainer.total_training_steps or self.steps_per_epoch * trainer.total_epochs
+
+    def _engine(self) -> BaseEngine:
+        engine: BaseEngine = EngineRegistry.new(
+            model_type="language_model",
+            backend=self.config.engine.strategy,
+            model_config=self.config.model,
+            engine_config=self.config.engine,
+            optimizer_config=self.config.optimizer(self.total_steps),
+            checkpoint_config=self.config.checkpoint,
+        )
+        return engine
+
+    def _loader(self, dataset: Dataset, train: bool) -> StatefulDataLoader:
+        ranks = self.engine.get_data_parallel_size()
+        rank = self.engine.get_data_parallel_rank()
+        rows = len(dataset)  # type: ignore[arg-type]
+        sampler: Sampler[int]
+        if train:
+            sampler = SeededRandomSampler(dataset, self.config.trainer.seed, rank=rank, num_replicas=ranks)  # type: ignore[arg-type]
+        else:
+            # A pass of the engine is collective, so every rank takes equally many rows, some of them a second time.
+            # ``validate`` masks the second time.
+            count = -(-rows // ranks)
+            dataset = torch.utils.data.Subset(dataset, [(rank + i * ranks) % rows for i in range(count)])
+            sampler = SequentialSampler(dataset)
+        return stateful_loader(
+            dataset,
+            batch_size=self.config.data.train_batch_size // ranks,
+            sampler=sampler,
+            drop_last=train,
+            num_workers=0 if get_device_name() == "cpu" else LOADER_WORKERS,
+            collate_fn=SFTTensorCollator(self.config.data.pad_mode),
+            # Creating an iterator draws the seed of its workers; the global generator must keep its restored state.
+            generator=torch.Generator().manual_seed(self.config.trainer.seed),
+        )
+
+    # ---- the loop
+
+    def fit(self) -> None:
+        """Train to the last step with validation and checkpoints; continue from a checkpoint if there is one."""
+        step = self.checkpoints.load_checkpoint()
+        output = SupervisedOutput(self.config.trainer, self.config.tree, self.engine, self.rank, step, self.total_steps)
+        self.total_tokens = int(self.checkpoints.run_state.get("total_tokens", 0))
+        batches = self._batches()
+        try:
+            while step < self.total_steps:
+                step += 1
+                self._step(next(batches), step, output)
+                self._save(step, output)
+            self.checkpoints.finish_checkpoint()
+        finally:
+            output.close()
+
+    def _step(self, batch: DataProto, step: int, output: SupervisedOutput) -> None:
+        """Train on a batch, validate if it is due, and publish the metrics."""
+        timing: dict[str, float] = {}
+        with marked_timer("step", timing):
+            metrics = self._train_step(batch, step)
+        self.total_tokens += int(metrics["train/global_tokens"])
+        metrics["train/total_tokens(B)"] = self.total_tokens / 1e9
+        if self.val_loader is not None and self._due(self.config.trainer.test_freq, step):
+            with marked_timer("testing", timing):
+                metrics["val/loss"] = self.validate()
+        output.step(metrics, timing, batch, step)
+
+    def _save(self, step: int, output: SupervisedOutput) -> None:
+        self.checkpoints.finish_checkpoint(wait=False)
+        if self._due(self.config.trainer.save_freq, step):
+            timing: dict[str, float] = {}
+            with marked_timer("save_checkpoint", timing):
+                self.checkpoints.save_checkpoint(step, {"total_tokens": self.total_tokens})
+            output.add(timing, step)
+
+    def _batches(self) -> Iterator[DataProto]:
+        while True:
+            for rows in self.train_loader:
+                yield self._padded(rows)
+
+    def _padded(self, rows: Mapping[str, Any]) -> DataProto:
+        return padded_batch(rows, self.tokenizer.pad_token_id, self.marks_predictors)
+
+    def _due(self, frequency: int | str, step: int) -> bool:
+        """Whether an action is due after ``step``; every enabled action is due after the last step."""
+        every = self.steps_per_epoch if frequency == EACH_EPOCH else int(frequency)
+        return every > 0 and (step % every == 0 or step == self.total_steps)
+
+    def _train_step(self, batch: DataProto, step: int) -> dict[str, float]:
+        start = time.perf_counter()
+        batch.meta_info = self._meta(step)
+        with self.engine.train_mode():
+            metrics = self.engine.train_batch(batch, self.loss_fn)
+        learning_rate = self.engine.lr_scheduler_step()
+        assert batch.batch is not None
+        lengths = batch.batch["attention_mask"].sum(-1)
+        tokens = self._sum_over_ranks(lengths.sum().double())
+        images = image_lengths(batch.non_tensor_batch.get("multi_modal_inputs", ()))
+        world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+        sharing = world_size // self.engine.get_data_parallel_size()
+        return {
+            "train/loss": metrics["loss"],
+            "train/grad_norm": metrics["grad_norm"],
+            "train/lr": learning_rate,
+            "train/global_tokens": tokens,
+            "train/mfu": mfu(self.flops, lengths.tolist(), time.perf_counter() - start, sharing, images),
+        }
+
+    def _meta(self, step: int) -> dict[str, Any]:
+        data = self.config.data
+        return {
+            "use_dynamic_bsz": data.use_dynamic_bsz,
+            "max_token_len_per_gpu": data.max_token_len_per_gpu,
+            "micro_batch_size_per_gpu": data.micro_batch_size_per_gpu,
+            "temperature": 1.0,
+            "global_steps": step,
+        }
+
+    def validate(self) -> float:
+        """Return the negative log-likelihood of the validation set, averaged over its trained tokens."""
+        assert self.val_loader is not None and self.val_dataset is not None
+        ranks = self.engine.get_data_parallel_size()
+        rank = self.engine.get_data_parallel_rank()
+        own = len(range(rank, len(self.val_dataset), ranks))  # type: ignore[arg-type]
+        total = torch.zeros(2, dtype=torch.float64)
+        with self.engine.eval_mode():
+            for rows in self.val_loader:
+                batch = self._padded(rows)
+                batch.meta_info = self._meta(0)
+                assert batch.batch is not None
+                mask = batch.batch["response_mask"]
+                mask[max(own, 0) :] = 0
+                own -= len(batch)
+                log_probs = self.engine.infer_batch(batch)["log_probs"].double()
+                total += torch.stack([-(log_probs * mask).sum(), mask.sum().double()])
+        loss, tokens = (self._sum_over_ranks(part) for part in total)
+        return loss / max(tokens, 1.0)
+
+    def _sum_over_ranks(self, value: Tensor) -> float:
+        group = self.engine.get_data_parallel_group()
+        if group is None:
+            return float(value)
+        value = value.to(get_device_name())
+        parts = [torch.empty_like(value) for _ in range(torch.distributed.get_world_size(group))]
+        torch.distributed.all_gather(parts, value, group=group)  # HCCL can gather float64 but not reduce it
+        return float(torch.stack(parts).cpu().sum())
+
+
+def run_sft(config: DictConfig) -> None:
+    """Train by a composed configuration, alone or as one of the processes of torchrun."""
+    if envs.integer("WORLD_SIZE", 1) > 1:
+        initialize_global_process_group()
+    try:
+        SFTTrainer(config).fit()
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()

@@ -1,0 +1,103 @@
+"""The ``data`` node: files, columns, lengths, batches and classes of the user."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl.base_config import BaseConfig, Violation, setting
+
+TRUNCATIONS = ("error", "left", "right", "middle")
+
+
+@dataclass
+class CustomClassConfig(BaseConfig):
+    """A class of the user, in place of the built-in one."""
+
+    path: str | None = setting(None, "Python file or pkg://module that holds the class; null takes the built-in one")
+    name: str | None = setting(None, "name of the class")
+
+    def rules(self) -> Iterator[Violation]:
+        """Yield a file without a class, and a class without a file."""
+        yield from half_named_class(("path", self.path), ("name", self.name))
+
+
+@dataclass
+class SamplerConfig(BaseConfig):
+    """A sampler of the user, for instance a curriculum."""
+
+    class_path: str | None = setting(None, "Python file or pkg://module that holds the class")
+    class_name: str | None = setting(None, "name of the class, derived from AbstractSampler")
+
+    def rules(self) -> Iterator[Violation]:
+        """Yield a file without a class, and a class without a file."""
+        yield from half_named_class(("class_path", self.class_path), ("class_name", self.class_name))
+
+
+def half_named_class(path: tuple[str, str | None], name: tuple[str, str | None]) -> Iterator[Violation]:
+    """Yield the missing half of a class that is named by its file and its name; both are (key, value)."""
+    if path[1] is not None and name[1] is None:
+        yield Violation(name[0], None, f"is missing: name the class in {path[0]}={path[1]}")
+    if path[1] is None and name[1] is not None:
+        yield Violation(path[0], None, f"is missing: write the file that holds {name[1]}")
+
+
+@dataclass
+class DataConfig(BaseConfig):
+    """Training and validation rows, and how they become batches."""
+
+    tokenizer: str | None = setting(None, "for a data set of the user; else null")
+    use_shm: bool = setting(False, "read the files from a copy in shared memory")
+    train_files: str | list[str] = setting("~/data/rlhf/gsm8k/train.parquet", "training rows: a file or a list")
+    val_files: str | list[str] | None = setting("~/data/rlhf/gsm8k/test.parquet", "validation rows: a file or a list")
+    prompt_key: str = setting("prompt", "column of the prompt, a list of messages", empty=False)
+    reward_fn_key: str = setting("data_source", "column whose value selects the scorer", empty=False)
+    max_prompt_length: int = setting(512, "tokens of the longest prompt", at_least=1)
+    max_response_length: int = setting(512, "tokens of the longest response", at_least=1)
+    train_batch_size: int = setting(1024, "prompts of one training step", at_least=1)
+    gen_batch_size: int | None = setting(None, "prompts of one loader batch; null: train_batch_size", at_least=1)
+    val_batch_size: int | None = setting(None, "deprecated: prompts of one validation batch", at_least=1)
+    return_raw_input_ids: bool = setting(False, "for a data set of the user; else false")
+    return_raw_chat: bool = setting(False, "rows carry their messages as raw_prompt")
+    return_full_prompt: bool = setting(False, "rows carry their templated text as full_prompts")
+    shuffle: bool = setting(True, "training rows come in random order")
+    seed: int | None = setting(None, "seed of that order; null: trainer.seed")
+    dataloader_num_workers: int = setting(8, "processes that prepare rows", at_least=0)
+    validation_shuffle: bool = setting(False, "validation rows come in random order")
+    filter_overlong_prompts: bool = setting(False, "drop rows whose prompt exceeds max_prompt_length")
+    filter_overlong_prompts_workers: int = setting(1, "processes that count tokens for the filter", at_least=1)
+    truncation: str = setting("error", "what happens to longer prompts", one_of=TRUNCATIONS)
+    image_key: str = setting("images", "column of the images", empty=False)
+    video_key: str = setting("videos", "column of the videos", empty=False)
+    trust_remote_code: bool = setting(False, "code from the tokenizer's repository may run in the driver")
+    custom_cls: CustomClassConfig = field(default_factory=CustomClassConfig)
+    return_multi_modal_inputs: bool = setting(True, "rows carry the tensors of the image processor")
+    sampler: SamplerConfig = field(default_factory=SamplerConfig)
+    datagen: CustomClassConfig = field(default_factory=CustomClassConfig)
+    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    cache_dir: str | None = setting(None, "folder of downloaded files")
+    need_tools_kwargs: bool = setting(False, "default for rows without extra_info.need_tools_kwargs")
+
+    def rules(self) -> Iterator[Violation]:
+        """Yield loader processes next to a sampler of the user."""
+        if self.sampler["class_path"] is not None and self.dataloader_num_workers != 0:
+            expected = "must be 0 with data.sampler.class_path"
+            yield Violation("dataloader_num_workers", self.dataloader_num_workers, expected)
+
+    @property
+    def loader_batch_size(self) -> int:
+        """The prompts of one batch of the training loader."""
+        return self.gen_batch_size or self.train_batch_size
+
+    @property
+    def train_paths(self) -> list[str]:
+        """The training files."""
+        return _as_list(self.train_files)
+
+    @property
+    def val_paths(self) -> list[str]:
+        """The validation files."""
+        return _as_list(self.val_files)
+
+
+def _as_list(files: str | list[str] | None) -> list[str]:
+    return [files] if isinstance(files, str) else list(files or ())

@@ -1,0 +1,41 @@
+"""The arguments by which each reward manager calls a scorer, and the check that a scorer takes them.
+
+This module imports nothing heavy: the launching process uses it on the source of a scorer, before torch is loaded.
+"""
+
+import inspect
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ScorerCall:
+    """The names of the arguments of a scorer, and whether the manager passes them by position."""
+
+    arguments: tuple[str, ...]
+    by_position: bool = False
+
+    def problem(self, signature: inspect.Signature, more_keywords: Iterable[str] = ()) -> str | None:
+        """Return why this call does not fit a signature, naming the arguments; None if it fits.
+
+        Args: ``more_keywords`` are the names of ``custom_reward_function.reward_kwargs``.
+        """
+        keywords = dict.fromkeys([*([] if self.by_position else self.arguments), *more_keywords])
+        positional = [None] * len(self.arguments) if self.by_position else []
+        try:
+            signature.bind(*positional, **keywords)
+        except TypeError as error:
+            passed = ", ".join(dict.fromkeys([*self.arguments, *more_keywords]))
+            return f"with ({passed}): {error}"
+        return None
+
+
+_ONE_RESPONSE = ("data_source", "solution_str", "ground_truth", "extra_info")
+
+SCORER_CALLS = {
+    "naive": ScorerCall(_ONE_RESPONSE),
+    "dapo": ScorerCall(_ONE_RESPONSE),
+    "batch": ScorerCall(("data_sources", "solution_strs", "ground_truths", "extra_infos")),
+    "prime": ScorerCall(_ONE_RESPONSE, by_position=True),
+}
+"""Manager -> how it calls a scorer."""

@@ -1,0 +1,355 @@
+"""Actors, critics and reward models without a worker, around modules that the caller has built.
+
+They share the engines, losses and batching of the workers. With FSDP the module is a transformers model, with
+Megatron-Core the chunks of this rank.
+"""
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from verl.algos.mismatch import finish_gap_metrics
+from verl.models.transformers.dense_common import has_fused_head, install_fused_head
+from verl.protocol import DataProto
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.config import ActorConfig, CriticConfig, McoreEngineConfig, RewardModelConfig
+from verl.workers.config.reward_model import reward_model_config
+from verl.workers.engine import BaseEngine, EngineRegistry, FSDPEngineWithLMHead, FSDPEngineWithValueHead
+from verl.workers.engine.micro_batch import tensors_of
+from verl.workers.engine.pass_spec import PassSpec
+from verl.workers.rewards.chat_rendering import ChatRenderer
+from verl.workers.roles.base import effective_engine_config, list_metrics
+from verl.workers.roles.batching import caller_spec, policy_update_spec, temperature_of, training_spec
+from verl.workers.roles.losses import ppo_loss, value_loss
+from verl.workers.roles.reward_model import at_last_token, inference_engine_config, last_values
+from verl.workers.roles.selection import select_tokens
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer import ChainedOptimizer
+    from megatron.core.transformer.module import MegatronModule
+    from omegaconf import DictConfig
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+    from verl.workers.config import (
+        FSDPActorConfig,
+        FSDPCriticConfig,
+        McoreActorConfig,
+        McoreCriticConfig,
+        McoreOptimizerConfig,
+    )
+
+ActorConfigT = TypeVar("ActorConfigT", bound=ActorConfig)
+CriticConfigT = TypeVar("CriticConfigT", bound=CriticConfig)
+
+# Actors
+
+
+class BasePPOActor(ABC, Generic[ActorConfigT]):
+    """The interface of every actor around a module."""
+
+    def __init__(self, config: ActorConfigT) -> None:
+        self.config = config
+
+    @abstractmethod
+    def compute_log_prob(self, data: DataProto, calculate_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+        """Return log-probabilities and, on request, entropies of the response tokens (B, R)."""
+
+    @abstractmethod
+    def update_policy(self, data: DataProto | Iterable[DataProto]) -> dict[str, list[float]]:
+        """Run the optimizer steps of one PPO update; returns each metric of each step."""
+
+
+class EngineActor(BasePPOActor[ActorConfigT]):
+    """Log-probabilities and PPO updates of one rank, through the engine that the workers use."""
+
+    engine: BaseEngine
+
+    def compute_log_prob(self, data: DataProto, calculate_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+        """Return log-probabilities and, on request, entropies (B, R), zero outside the response mask.
+
+        ``meta_info`` holds ``temperature``, ``use_dynamic_bsz``, and ``max_token_len`` or ``micro_batch_size``.
+
+        Raises: ValueError naming what ``meta_info`` lacks.
+        """
+        spec = dataclasses.replace(caller_spec(data), entropy="value" if calculate_entropy else "none")
+        with self.engine.eval_mode():
+            output = self.engine.infer_batch(data, spec)
+        return output["log_probs"], output.get("entropy")
+
+    def update_policy(self, data: DataProto | Iterable[DataProto]) -> dict[str, list[float]]:
+        """Take one optimizer step per mini-batch and epoch; returns each metric of each step.
+
+        Args: ``data`` is the batch, or its mini-batches as ``make_minibatch_iterator`` returns them.
+
+        Raises: ValueError when ``meta_info`` lacks ``temperature``, or the rows do not divide into mini-batches.
+        """
+        config = self.config
+        steps: list[dict[str, float]] = []
+        loss_fn = partial(ppo_loss, config)
+        per_pass = len(data) // config.ppo_mini_batch_size if isinstance(data, DataProto) else 1
+        mini_batches = self.make_minibatch_iterator(data) if isinstance(data, DataProto) else data
+        with self.engine.train_mode():
+            for at, each in enumerate(mini_batches):
+                spec = policy_update_spec(training_spec(config), config, each, temperature_of(each))
+                select_tokens(config, self.engine, each, at // per_pass, spec)
+                steps.append(finish_gap_metrics(self.engine.train_batch(each, loss_fn, spec)))
+        return list_metrics(steps, prefix="actor/")
+
+    def make_minibatch_iterator(self, data: DataProto) -> Iterator[DataProto]:
+        """Return the mini-batches of all epochs.
+
+        Raises: ValueError when ``meta_info`` lacks ``temperature``, or the rows do not divide into mini-batches.
+        """
+        config = self.config
+        temperature_of(data)
+        return data.make_iterator(
+            config.ppo_mini_batch_size,
+            config.ppo_epochs,
+            seed=config.data_loader_seed or 0,
+            dataloader_kwargs={"shuffle": config.shuffle},
+        )
+
+
+class DataParallelPPOActor(EngineActor["FSDPActorConfig"]):
+    """An actor on FSDP.
+
+    Args:
+        config: an actor node, whose batch sizes count rows of this rank.
+        actor_module: a causal model of transformers; with several ranks, sharded by ``fully_shard``.
+        actor_optimizer: None for an actor that only infers.
+    """
+
+    def __init__(
+        self,
+        config: "FSDPActorConfig | DictConfig",
+        actor_module: nn.Module,
+        actor_optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
+        super().__init__(omega_conf_to_dataclass(config))
+        self.actor_module = actor_module
+        self.actor_optimizer = actor_optimizer
+        if self.config.use_fused_kernels and not has_fused_head(actor_module):
+            install_fused_head(actor_module)  # type: ignore[arg-type]
+        self.engine = FSDPEngineWithLMHead.from_module(
+            actor_module,
+            actor_optimizer,
+            remove_padding=self.config.use_remove_padding,
+            engine_config=effective_engine_config(self.config.fsdp_config, self.config),
+            optimizer_config=self.config.optimizer(),
+        )
+
+
+class MegatronPPOActor(EngineActor["McoreActorConfig"]):
+    """An actor on Megatron-Core.
+
+    Args:
+        config: an actor node, whose batch sizes count rows of this data-parallel rank.
+        model_config: not read; part of the established signature, like ``tf_config``.
+        actor_module: the chunks of this rank, in Megatron-Core's ``DistributedDataParallel`` if they train.
+        actor_optimizer: an optimizer of Megatron-Core; None for an actor that only infers.
+    """
+
+    def __init__(
+        self,
+        config: "McoreActorConfig | DictConfig",
+        model_config: Any,
+        hf_config: "PretrainedConfig",
+        tf_config: Any,
+        actor_module: "Sequence[MegatronModule]",
+        actor_optimizer: "ChainedOptimizer | None" = None,
+    ) -> None:
+        super().__init__(omega_conf_to_dataclass(config))
+        self.actor_module = actor_module
+        self.actor_optimizer = actor_optimizer
+        self.engine = _engine_of_modules(
+            "language_model",
+            actor_module,
+            actor_optimizer,
+            hf_config,
+            self.config.megatron,
+            self.config.optimizer(),
+            self.config.use_fused_kernels,
+        )
+
+
+# Critics
+
+
+class BasePPOCritic(ABC, Generic[CriticConfigT]):
+    """The interface of every critic around a module."""
+
+    def __init__(self, config: CriticConfigT) -> None:
+        self.config = config
+
+    @abstractmethod
+    def compute_values(self, data: DataProto) -> Tensor:
+        """Return the values of the response tokens (B, R)."""
+
+    @abstractmethod
+    def update_critic(self, data: DataProto) -> dict[str, list[float]]:
+        """Run the optimizer steps of one update; returns each metric of each step."""
+
+
+class EngineCritic(BasePPOCritic[CriticConfigT]):
+    """Values and their updates on one rank, through the engine that the workers use."""
+
+    engine: BaseEngine
+
+    def compute_values(self, data: DataProto) -> Tensor:
+        """Return the values (B, R), zero outside the response mask.
+
+        ``meta_info`` holds ``use_dynamic_bsz``, and ``max_token_len`` or ``micro_batch_size``.
+
+        Raises: ValueError naming what ``meta_info`` lacks.
+        """
+        with self.engine.eval_mode():
+            return self.engine.infer_batch(data, caller_spec(data, needs_temperature=False))["values"]
+
+    def update_critic(self, data: DataProto) -> dict[str, list[float]]:
+        """Take one optimizer step per mini-batch and epoch; returns each metric of each step.
+
+        Raises: ValueError when the rows do not divide into mini-batches.
+        """
+        config = self.config
+        loss_fn = partial(value_loss, config)
+        mini_batches = data.make_iterator(
+            config.ppo_mini_batch_size,
+            config.ppo_epochs,
+            seed=config.data_loader_seed or 0,
+            dataloader_kwargs={"shuffle": config.shuffle},
+        )
+        with self.engine.train_mode():
+            steps = [self.engine.train_batch(each, loss_fn, training_spec(config)) for each in mini_batches]
+        return list_metrics(steps, prefix="critic/")
+
+
+class DataParallelPPOCritic(EngineCritic["FSDPCriticConfig"]):
+    """A critic on FSDP.
+
+    Args:
+        config: a critic node, whose batch sizes count rows of this rank.
+        critic_module: a token classification model of transformers with one label; with several ranks, sharded by
+            ``fully_shard``.
+    """
+
+    def __init__(
+        self,
+        config: "FSDPCriticConfig | DictConfig",
+        critic_module: nn.Module,
+        critic_optimizer: torch.optim.Optimizer | None,
+    ) -> None:
+        super().__init__(omega_conf_to_dataclass(config))
+        self.critic_module = critic_module
+        self.critic_optimizer = critic_optimizer
+        self.engine = FSDPEngineWithValueHead.from_module(
+            critic_module,
+            critic_optimizer,
+            remove_padding=self.config.model.use_remove_padding,
+            engine_config=effective_engine_config(self.config.model.fsdp_config, self.config),
+            optimizer_config=self.config.optimizer(),
+        )
+
+
+class MegatronPPOCritic(EngineCritic["McoreCriticConfig"]):
+    """A critic on Megatron-Core; arguments as for ``MegatronPPOActor``, the head of the last chunk a ``ValueHead``."""
+
+    def __init__(
+        self,
+        config: "McoreCriticConfig | DictConfig",
+        model_config: Any,
+        hf_config: "PretrainedConfig",
+        tf_config: Any,
+        critic_module: "Sequence[MegatronModule]",
+        critic_optimizer: "ChainedOptimizer | None" = None,
+    ) -> None:
+        super().__init__(omega_conf_to_dataclass(config))
+        self.critic_module = critic_module
+        self.critic_optimizer = critic_optimizer
+        self.engine = _engine_of_modules(
+            "value_model", critic_module, critic_optimizer, hf_config, self.config.megatron, self.config.optimizer()
+        )
+
+
+# Reward models
+
+
+class BasePPORewardModel(ABC):
+    """The interface of every reward model around a module."""
+
+    def __init__(self, config: RewardModelConfig) -> None:
+        self.config = config
+
+    @abstractmethod
+    def compute_reward(self, data: DataProto) -> DataProto:
+        """Return ``rm_scores`` (B, R): the score of each response at its last valid token, zero elsewhere."""
+
+
+class MegatronRewardModel(BasePPORewardModel):
+    """A reward model on Megatron-Core.
+
+    Args:
+        config: a ``reward_model`` node.
+        sft_tokenizer: the policy's tokenizer, needed with ``rm_tokenizer``.
+        rm_tokenizer: render chats again in its template; batches then hold ``raw_prompt``.
+
+    Raises: ValueError for ``rm_tokenizer`` without ``sft_tokenizer``.
+    """
+
+    def __init__(
+        self,
+        config: "RewardModelConfig | DictConfig",
+        model_config: Any,
+        reward_model_module: "Sequence[MegatronModule]",
+        hf_config: "PretrainedConfig",
+        tf_config: Any,
+        sft_tokenizer: "PreTrainedTokenizerBase | None" = None,
+        rm_tokenizer: "PreTrainedTokenizerBase | None" = None,
+    ) -> None:
+        super().__init__(reward_model_config(config))
+        self.reward_model_module = reward_model_module
+        engine_config = inference_engine_config(self.config)
+        assert isinstance(engine_config, McoreEngineConfig)
+        self.engine = _engine_of_modules("reward_model", reward_model_module, None, hf_config, engine_config, None)
+        self.switch: ChatRenderer | None = None
+        if rm_tokenizer is not None:
+            if sft_tokenizer is None:
+                raise ValueError("rm_tokenizer needs sft_tokenizer, which decodes the responses: pass the policy's")
+            ends = {sft_tokenizer.eos_token_id}
+            self.switch = ChatRenderer(
+                sft_tokenizer, rm_tokenizer, self.config.max_length, self.config.truncation, ends
+            )
+
+    def compute_reward(self, data: DataProto) -> DataProto:
+        """Return ``rm_scores`` (B, R): the score of each response at its last valid token, zero elsewhere."""
+        batch = tensors_of(data)
+        config = self.config
+        spec = PassSpec(config.use_dynamic_bsz, config.micro_batch_size_per_gpu, config.forward_max_token_len_per_gpu)
+        if self.switch is None:
+            rows = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids")}
+        else:
+            rows = self.switch(data)[0]
+        scores = last_values(self.engine, rows, spec)
+        placed = at_last_token(scores, batch["responses"], batch["attention_mask"])
+        return DataProto.from_dict(tensors={"rm_scores": placed})
+
+
+def _engine_of_modules(
+    kind: str,
+    modules: "Sequence[MegatronModule]",
+    optimizer: "ChainedOptimizer | None",
+    hf_config: "PretrainedConfig",
+    engine_config: McoreEngineConfig,
+    optimizer_config: "McoreOptimizerConfig | None",
+    fuses_head: bool = False,
+) -> BaseEngine:
+    """Return the registered engine around the chunks. Only this imports Megatron-Core, which takes seconds."""
+    cls = EngineRegistry.get_engine_cls(kind, "megatron")
+    from verl.workers.engine.megatron import MegatronEngine
+
+    assert issubclass(cls, MegatronEngine)
+    return cls.from_modules(modules, optimizer, hf_config, engine_config, optimizer_config, fuses_head)
