@@ -9,9 +9,9 @@ import yaml
 from omegaconf import OmegaConf
 
 from verl.base_config import ConfigError
-from verl.trainer.config import megatron_fields
-from verl.trainer.config.megatron_fields import stage_problem
-from verl.trainer.config.megatron_models import ARCHITECTURES
+from verl.trainer.config.rules import megatron_overrides
+from verl.trainer.config.rules.megatron import ARCHITECTURES
+from verl.trainer.config.rules.megatron_overrides import stage_problem
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.workers.config import McoreActorConfig, McoreCriticConfig, McoreEngineConfig
 from verl.workers.config.reward_model import reward_model_config
@@ -323,12 +323,16 @@ def test_stages_are_cut_as_megatron_core_cuts_them():
 def test_what_is_refused_exists():
     """Lists of fields have no effect once Megatron-Core spells one otherwise."""
     pytest.importorskip("megatron.core", reason="the extra mcore is not installed")
-    fields = megatron_fields.mcore_fields(megatron_fields.TRANSFORMER)
-    listed = {*megatron_fields.OF_LAYOUT, *megatron_fields.OF_MODEL, *megatron_fields.OF_ENGINE}
-    assert {*listed, *megatron_fields.OF_PRETRAINING, *megatron_fields.UNREAD} <= fields
-    assert set(megatron_fields.OF_MEGATRON_FSDP) <= megatron_fields.mcore_fields(megatron_fields.DDP)
-    of_optimizer = {*megatron_fields.OF_OPTIM, *megatron_fields.OPTIMIZER_OF_ENGINE, *megatron_fields.UNREAD_BY_ADAM}
-    assert of_optimizer <= megatron_fields.mcore_fields(megatron_fields.OPTIMIZER)
+    fields = megatron_overrides.mcore_fields(megatron_overrides.TRANSFORMER)
+    listed = {*megatron_overrides.OF_LAYOUT, *megatron_overrides.OF_MODEL, *megatron_overrides.OF_ENGINE}
+    assert {*listed, *megatron_overrides.OF_PRETRAINING, *megatron_overrides.UNREAD} <= fields
+    assert set(megatron_overrides.OF_MEGATRON_FSDP) <= megatron_overrides.mcore_fields(megatron_overrides.DDP)
+    of_optimizer = {
+        *megatron_overrides.OF_OPTIM,
+        *megatron_overrides.OPTIMIZER_OF_ENGINE,
+        *megatron_overrides.UNREAD_BY_ADAM,
+    }
+    assert of_optimizer <= megatron_overrides.mcore_fields(megatron_overrides.OPTIMIZER)
 
 
 def test_experts_of_the_model_count(megatron, tmp_path):

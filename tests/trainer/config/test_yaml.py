@@ -12,7 +12,7 @@ from hydra.utils import get_class
 from omegaconf import OmegaConf
 
 from verl.trainer.config import AlgoConfig
-from verl.trainer.config.refusals import select
+from verl.trainer.config.keys import select
 from verl.utils.config import omega_conf_to_dataclass
 
 ROOT = Path(__file__).resolve().parents[3]
