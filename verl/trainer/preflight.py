@@ -12,7 +12,6 @@ from omegaconf import DictConfig
 
 from verl.trainer.config.run_config import RunConfig
 from verl.trainer.config.validation import checked_config
-from verl.trainer.run.resume import find_resume_folder
 from verl.trainer.run.inputs import (
     PROCESSOR_FILES,
     InputError,
@@ -23,6 +22,7 @@ from verl.trainer.run.inputs import (
     has_chat_template,
     local_files,
 )
+from verl.trainer.run.resume import find_resume_folder
 from verl.utils import envs
 from verl.utils.observe.tracking import check_backends
 from verl.workers.config import RewardModelConfig

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 from omegaconf import OmegaConf
 
 from verl.base_config import Violation, as_yaml
+from verl.models.mcore_limits import LIMITS, Limit, causal_name, model_limits
 from verl.trainer.config.keys import select
 from verl.trainer.config.rules.megatron_overrides import optimizer_rules, override_rules, stage_problem
 from verl.trainer.config.rules.reward import reward_world_size
 from verl.trainer.config.run_config import RunConfig
 from verl.utils import envs
-from verl.models.mcore_limits import LIMITS, Limit, causal_name, model_limits
 from verl.utils.megatron.ranks import expert_layout_problem
 from verl.workers.config import (
     ActorConfig,
