@@ -138,7 +138,7 @@ def test_layouts_that_run(megatron, reward, overrides):
          f"{OVERRIDES}.num_layers_in_first_pipeline_stage", "the other 1 stages share evenly, 0 are left"),
         ([f"+{OVERRIDES}.num_layers_in_last_pipeline_stage=1"],
          f"{OVERRIDES}.num_layers_in_last_pipeline_stage", "needs pipeline_model_parallel_size of 2"),
-        ([f"{PP}=2", f"+{OVERRIDES}.account_for_loss_in_pipeline_split=true"], PP, "5 with those that count as one"),
+        ([f"{PP}=2", f"+{OVERRIDES}.account_for_loss_in_pipeline_split=true"], PP, "5 with embedding and loss counted"),
         ([f"+{OVERRIDES}.recompute_granularty=full"], f"{OVERRIDES}.recompute_granularty", "recompute_granularity?"),
         ([f"{OVERRIDES}.recompute_granularity=some"], f"{OVERRIDES}.recompute_granularity", "full, selective"),
         ([f"{OVERRIDES}.recompute_modules=[core_att]"], f"{OVERRIDES}.recompute_modules", "names core_att: it may"),
