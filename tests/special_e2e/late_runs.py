@@ -45,7 +45,7 @@ class ManyRuns(TaskRunner):
 
     def attempt(self, name: str, config: DictConfig, act: Callable[[], None]) -> None:
         """Note how an attempt fails, as the terminal would say it."""
-        from verl.trainer.run.inputs import check_inputs
+        from verl.trainer.preflight import check_inputs
         from verl.trainer.run.launch import report_failure
         from verl.trainer.run.resume import run_folder
 

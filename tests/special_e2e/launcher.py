@@ -19,7 +19,7 @@ def main() -> None:
     import ray
 
     import verl.trainer.main_ppo
-    import verl.trainer.run.inputs
+    import verl.trainer.preflight
     import verl.trainer.run.launch  # noqa: F401  # as the command does, in time that all forks share
 
     ray.init = _no_ray

@@ -12,8 +12,8 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.dapo.main_dapo import DAPOTaskRunner
-from verl.trainer.config import profiling
 from verl.trainer.config.keys import FREE_FORM, OPTIONAL, RENAMED, dotted_keys, is_under
+from verl.trainer.config.rules import profiler
 from verl.trainer.ppo.utils import config_needs_reference, need_critic
 from verl.utils.config import validate_config
 
@@ -75,8 +75,8 @@ def commands_of_script(script: Path, folder: Path) -> list[list[str]]:
 def test_script_is_a_run_that_would_start_and_passes_overrides_on(
     script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(profiling, "_PACKAGES", {})  # the machine that runs a script has the profiler that it names
-    monkeypatch.setattr(profiling.shutil, "which", str)
+    monkeypatch.setattr(profiler, "_PACKAGES", {})  # the machine that runs a script has the profiler that it names
+    monkeypatch.setattr(profiler.shutil, "which", str)
     commands = commands_of_script(script, tmp_path)
     launches = [words for words in commands if set(words) & set(CONFIG_OF_MODULE)]
     assert len(launches) == 1, json.dumps(commands)

@@ -11,13 +11,14 @@ In the formulas, S is the score of a response (the sum of its rewards), mean and
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from enum import Enum, StrEnum
+from enum import Enum
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from verl.algos.names import AdvantageEstimator as AdvantageEstimator
 from verl.protocol import DataProto
 from verl.utils.groupwise import as_torch_index, group_count, group_mean_std, group_sum
 from verl.utils.numerics.scan import as_numbers, reverse_scan
@@ -38,22 +39,6 @@ class AdvantageConfig(Protocol):
     def lam(self) -> float: ...
     @property
     def norm_adv_by_std_in_grpo(self) -> bool: ...
-
-
-class AdvantageEstimator(StrEnum):
-    """The built-in estimators."""
-
-    GAE = "gae"
-    GRPO = "grpo"
-    REINFORCE_PLUS_PLUS = "reinforce_plus_plus"
-    REINFORCE_PLUS_PLUS_BASELINE = "reinforce_plus_plus_baseline"
-    REMAX = "remax"
-    RLOO = "rloo"
-    OPO = "opo"
-    GRPO_PASSK = "grpo_passk"
-    GPG = "gpg"
-    RLOO_VECTORIZED = "rloo_vectorized"
-    GRPO_VECTORIZED = "grpo_vectorized"
 
 
 ADV_ESTIMATOR_REGISTRY: dict[str, AdvantageFn] = {}

@@ -5,12 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from verl.algos.names import IS_LEVELS, IS_MODES, KL_ESTIMATORS, REWEIGHT_METHODS
 from verl.base_config import BaseConfig, Violation
-
-KL_PENALTIES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
-IS_LEVELS = ("token", "sequence", "geometric")
-REWEIGHT_METHODS = ("pow", "max_min", "max_random")
-IS_MODES = ("truncate", "mask", "clip")
 
 
 def rollout_is_rules(
@@ -97,8 +93,8 @@ class AlgoConfig(BaseConfig):
         for key in ("gamma", "lam"):
             if not 0 <= self[key] <= 1:
                 yield Violation(key, self[key], "must be in [0, 1]")
-        if self.kl_penalty.removesuffix("+") not in KL_PENALTIES:
-            expected = f"must be one of {', '.join(KL_PENALTIES)}, or one with a +"
+        if self.kl_penalty.removesuffix("+") not in KL_ESTIMATORS:
+            expected = f"must be one of {', '.join(KL_ESTIMATORS)}, or one with a +"
             if self.kl_penalty.startswith("full"):
                 expected = (
                     "needs the distributions of both policies in one worker, and the reward is shaped from sampled "

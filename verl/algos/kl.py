@@ -4,10 +4,10 @@ from typing import Protocol
 
 from torch import Tensor
 
+from verl.algos.names import KL_ESTIMATORS
+
 _MAX_LOG_RATIO = 20.0
 _MAX_K3 = 10.0
-
-KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 
 
 class UnsupportedKLError(ValueError, NotImplementedError):

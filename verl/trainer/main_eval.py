@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from verl.base_config import ConfigError, Violation
 from verl.trainer.config.cli import hydra_main
-from verl.trainer.config.files import data_file_rules
+from verl.trainer.config.rules.files import data_file_rules
 from verl.utils.dataset.files import ColumnCheck, DataError, is_list, is_text
 
 BATCHES_PER_CORE = 4

@@ -13,8 +13,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl.base_config import ConfigError, Violation
 from verl.trainer.config.cli import hydra_main
-from verl.trainer.config.files import data_file_rules
-from verl.trainer.config.run_config import parse_node
+from verl.trainer.config.rules.files import data_file_rules
+from verl.trainer.config.run_config import RayConfig, parse_node
 
 if TYPE_CHECKING:
     from verl.trainer.generation import Generation
@@ -44,7 +44,10 @@ def prepare(config: DictConfig) -> "Generation":
         raise ConfigError(violations)
     from verl.trainer.run.inputs import check_machine, check_model
 
-    check_machine(config)
+    trainer = config.trainer
+    cluster, _ = parse_node(OmegaConf.to_container(config.ray_kwargs, resolve=True), RayConfig)
+    pools = {"trainer": (trainer.n_gpus_per_node, trainer.nnodes)}
+    check_machine(trainer.device, pools, cluster, {"rollout.name": config.rollout.name})
     check_model("model.path", config.model.path)
     from verl.trainer.generation import Generation, GenerationConfig
 

@@ -8,13 +8,17 @@ import importlib
 import logging
 import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 from omegaconf import DictConfig, OmegaConf
 
 from verl.trainer.config.cli import hydra_main
 from verl.trainer.run.clock import CLOCK, receive_moments
+
+if TYPE_CHECKING:
+    from verl.trainer.config.run_config import RunConfig
+    from verl.trainer.run.display import LocalDisplay
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +29,7 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import what needs torch when it is first asked for."""
+    """Import names that need torch when they are first asked for."""
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -41,55 +45,59 @@ def main(config: DictConfig) -> None:
 
 
 def run_ppo(config: DictConfig, task_runner_class: Any = None) -> None:
-    """Check the configuration, start Ray where it does not run yet, and train to the end.
+    """Check the configuration, start Ray unless it runs already, and train to the end.
 
     ``task_runner_class`` is a plain class derived from ``TaskRunner``, or a Ray actor class.
 
-    Raises: SystemExit after a short message on standard error when anything fails: with 2 for what was found wrong
-    before Ray was started, else with 1 and the whole trace in ``error.log`` of ``trainer.default_local_dir``.
+    Raises: SystemExit after a short message on standard error: with 2 if a check before the start of Ray failed,
+        otherwise with 1 and the whole trace in ``error.log`` of ``trainer.default_local_dir``.
     """
+    from verl.trainer.config.cli import USAGE_ERROR
+    from verl.trainer.preflight import check_inputs
     from verl.trainer.run.display import LocalDisplay
-    from verl.trainer.run.inputs import check_inputs
     from verl.trainer.run.launch import catch_sigterm, interruption, report_failure, start_ray, stop_ray
     from verl.trainer.run.resume import run_folder
 
     CLOCK.moments = []
     CLOCK.mark("launch", at=float(psutil.Process().create_time()))
     CLOCK.mark("imports")
-    owns_ray, failure = False, None
+    is_checked = False
+    owns_ray = False
+    failure: tuple[str, int] | None = None
     try:
-        check_inputs(config, getattr(task_runner_class, "recipe_nodes", ()))
-        display = LocalDisplay(config.trainer.live_view, run_folder(config))
+        run_config = check_inputs(config, getattr(task_runner_class, "recipe_nodes", ()))
+        display = LocalDisplay(run_config.trainer.live_view, run_folder(config))
+        is_checked = True
         CLOCK.mark("checks")
         catch_sigterm()
-        ray_init: Any = OmegaConf.to_container(OmegaConf.create(config.ray_kwargs.ray_init or {}), resolve=True)
-        owns_ray = start_ray(config.trainer.device, ray_init)
+        owns_ray = True  # until start_ray answers: the start itself may be interrupted
+        owns_ray = start_ray(run_config.trainer.device, dict(run_config.ray_kwargs.ray_init or {}))
         CLOCK.mark("ray_init")
-        catch_sigterm()  # Ray has set a handler of its own
-        _run_in_actor(config, task_runner_class or TaskRunner, display)
+        catch_sigterm()  # Ray has set another handler
+        _run_in_actor(config, run_config, task_runner_class or TaskRunner, display)
     except KeyboardInterrupt:
         failure = interruption()
     except Exception as error:  # whatever it is, the person at the terminal gets its cause and not Ray's frames
-        if CLOCK.last == "imports":
-            failure = f"error in the configuration: {error}", 2
-        else:
+        if is_checked:
             failure = report_failure(error, run_folder(config)), 1
+        else:
+            failure = f"error in the configuration: {error}", USAGE_ERROR
     finally:
-        stop_ray(owns_ray or CLOCK.last == "checks")  # the start itself may have been interrupted
+        stop_ray(owns_ray)
     if failure is not None:
         sys.stderr.write(f"\n{failure[0]}\n")
         sys.exit(failure[1])
 
 
-def _run_in_actor(config: DictConfig, task_runner_class: Any, display: Any) -> None:
+def _run_in_actor(config: DictConfig, run_config: "RunConfig", task_runner_class: Any, display: "LocalDisplay") -> None:
     import ray
 
     from verl.trainer.run.terminal import Terminal, attach_display
 
     if not isinstance(task_runner_class, ray.actor.ActorClass):
-        task_runner_class = ray.remote(num_cpus=0 if config.trainer.device == "cpu" else 1)(task_runner_class)
+        task_runner_class = ray.remote(num_cpus=0 if run_config.trainer.device == "cpu" else 1)(task_runner_class)
     terminal = Terminal(display)
-    runner = task_runner_class.options(**_controller_options(config)).remote()
+    runner = task_runner_class.options(**_controller_options(run_config)).remote()
     try:
         runner.__ray_call__.remote(receive_moments, CLOCK.moments)
         runner.__ray_call__.remote(attach_display, terminal.name)
@@ -99,21 +107,21 @@ def _run_in_actor(config: DictConfig, task_runner_class: Any, display: Any) -> N
         raise
     finally:
         display.close()
-        timeline = config.ray_kwargs.get("timeline_json_file", None)
+        timeline = run_config.ray_kwargs.timeline_json_file
         if timeline:
             ray.timeline(filename=os.path.expanduser(timeline))
 
 
-def _controller_options(config: DictConfig) -> dict[str, Any]:
-    """Return the actor options that have nsys trace the task runner, where that is asked for."""
-    profiler = config.global_profiler
-    if config.trainer.device != "cuda" or profiler.tool != "nsys" or not profiler.get("steps"):
+def _controller_options(run_config: "RunConfig") -> dict[str, Any]:
+    """Return the actor options that have nsys trace the task runner, if that is asked for."""
+    profiler = run_config.global_profiler
+    if run_config.trainer.device != "cuda" or profiler.tool != "nsys" or not profiler.steps:
         return {}
     from verl.utils.profiler.captures import save_folder
     from verl.utils.profiler.nsys import nsight_options
 
     assert importlib.util.find_spec("nvtx"), "global_profiler.tool=nsys needs the package nvtx"
-    options: Any = OmegaConf.to_container(profiler.global_tool_config.nsys.controller_nsight_options, resolve=True)
+    options = (profiler.global_tool_config or {})["nsys"]["controller_nsight_options"]
     save_folder(profiler.save_path).mkdir(parents=True, exist_ok=True)  # nsys makes none
     return {"runtime_env": {"nsight": nsight_options(options, profiler.save_path, "controller")}}
 
@@ -147,7 +155,7 @@ class TaskRunner:
         return cls, RayWorkerGroup
 
     def add_critic_worker(self, config: DictConfig) -> None:
-        """Choose the worker of the critic, where there is one."""
+        """Choose the worker of the critic, if one is trained."""
         import ray
 
         from verl.trainer.ppo.utils import Role, need_critic
@@ -158,7 +166,7 @@ class TaskRunner:
             self.mapping[Role.Critic] = "global_pool"
 
     def init_resource_pool_mgr(self, config: DictConfig) -> Any:
-        """Lay out the pools: ``global_pool``, and ``reward_pool`` where the reward model has its own."""
+        """Lay out the pools: ``global_pool``, and ``reward_pool`` if the reward model has its own."""
         from verl.trainer.ppo.resources import ResourcePoolManager
 
         spec = {"global_pool": [config.trainer.n_gpus_per_node] * config.trainer.nnodes}
@@ -171,7 +179,7 @@ class TaskRunner:
         return ResourcePoolManager(resource_pool_spec=spec, mapping=self.mapping, device_name=config.trainer.device)
 
     def add_reward_model_worker(self, config: DictConfig) -> None:
-        """Choose the worker of the reward model, where there is one."""
+        """Choose the worker of the reward model, if one is enabled."""
         import ray
 
         from verl.trainer.ppo.utils import Role
@@ -184,7 +192,7 @@ class TaskRunner:
             )
 
     def add_ref_policy_worker(self, config: DictConfig, ref_policy_cls: type) -> None:
-        """Choose the worker of the reference policy, where a KL term needs one."""
+        """Choose the worker of the reference policy, if a KL term needs one."""
         import ray
 
         from verl.trainer.ppo.utils import Role, config_needs_reference
@@ -202,7 +210,7 @@ class TaskRunner:
     def run(self, config: DictConfig) -> None:
         """Build everything and train to the end.
 
-        The worker processes start, and import what they need, while this one loads tokenizer and data.
+        The worker processes start and import their modules while this one loads tokenizer and data.
         """
         from verl.trainer.ppo.profiling import absolute_save_paths
         from verl.trainer.ppo.resources import start_workers_early
@@ -251,5 +259,5 @@ def worker_class(key: str, strategy: str, name: str = "ActorRolloutRefWorker") -
 
 
 if __name__ == "__main__":
-    # Under its own name, so that Ray imports TaskRunner in the actor instead of copying it there by value.
+    # Imported under its name, so that Ray imports TaskRunner in the actor instead of copying it there by value.
     importlib.import_module("verl.trainer.main_ppo").main()

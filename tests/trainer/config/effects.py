@@ -59,13 +59,13 @@ class Reader(NamedTuple):
 READERS = [
     # data
     Reader("data", "train_files val_files", "trainer/ppo/build.py", "data", ROWS + "test_rows_of_several_files_and_messages_with_other_keys"),
-    Reader("data", "prompt_key reward_fn_key image_key video_key", "utils/dataset/rl_dataset.py", "config", ROWS + "test_column_of_the_wrong_type"),
-    Reader("data", "max_prompt_length truncation", "utils/dataset/rl_dataset.py", "config", ROWS + "test_truncation"),
-    Reader("data", "return_raw_chat return_full_prompt apply_chat_template_kwargs", "utils/dataset/rl_dataset.py", "config", ROWS + "test_item_holds_every_documented_key"),
-    Reader("data", "filter_overlong_prompts filter_overlong_prompts_workers", "utils/dataset/rl_dataset.py", "config", ROWS + "test_filter_keeps_what_fits"),
-    Reader("data", "use_shm", "utils/dataset/rl_dataset.py", "config", "tests/utils/test_tokenizer_and_files.py::test_staging_in_shared_memory"),
-    Reader("data", "shuffle seed", "utils/dataset/factory.py", "data_config", LOADER + "test_epochs_and_seeds_differ_and_repeat"),
-    Reader("data", "train_batch_size", "trainer/ppo/steps.py", "data", "tests/trainer/ppo/test_phases.py::test_prompts_of_a_step"),
+    Reader("data", "prompt_key reward_fn_key image_key video_key", "utils/dataset/rl_dataset.py", "settings", ROWS + "test_column_of_the_wrong_type"),
+    Reader("data", "max_prompt_length truncation", "utils/dataset/rl_dataset.py", "settings", ROWS + "test_truncation"),
+    Reader("data", "return_raw_chat return_full_prompt apply_chat_template_kwargs", "utils/dataset/rl_dataset.py", "settings", ROWS + "test_item_holds_every_documented_key"),
+    Reader("data", "filter_overlong_prompts filter_overlong_prompts_workers", "utils/dataset/rl_dataset.py", "settings", ROWS + "test_filter_keeps_what_fits"),
+    Reader("data", "use_shm", "utils/dataset/rl_dataset.py", "settings", "tests/utils/test_tokenizer_and_files.py::test_staging_in_shared_memory"),
+    Reader("data", "shuffle seed", "utils/dataset/factory.py", "settings", LOADER + "test_epochs_and_seeds_differ_and_repeat"),
+    Reader("data", "train_batch_size", "utils/dataset/config.py", "self", "tests/trainer/ppo/test_phases.py::test_prompts_of_a_step"),
     Reader("data", "val_batch_size validation_shuffle dataloader_num_workers", "trainer/ppo/loaders.py", "data", LOADER + "test_a_resumed_loader_goes_on_with_the_same_batches"),
     Reader("data.custom_cls", "path name", "utils/dataset/factory.py", LOOP, LOADER + "test_dataset_classes"),
     Reader("data.sampler", "class_path class_name", "utils/dataset/factory.py", LOOP, LOADER + "test_curriculum_sampler"),
@@ -196,7 +196,7 @@ READERS = [
     Reader("trainer", "prometheus", "trainer/run/output.py", "options", "tests/trainer/run/test_prometheus.py::test_gauges_by_name_and_tags"),
     Reader(f"{ROLLOUT}.trace", "backend token2text", "trainer/ppo/ray_trainer.py", "trace", "tests/utils/observe/test_rollout_trace.py::test_every_response_becomes_a_trace"),
     Reader("trainer", "report", "trainer/run/output.py", "options", "tests/utils/report/test_report.py::test_a_run_ends_with_a_report"),
-    Reader("trainer", "live_view", "trainer/main_ppo.py", "config.trainer", "tests/utils/report/test_live.py::test_what_a_terminal_shows"),
+    Reader("trainer", "live_view", "trainer/main_ppo.py", "run_config.trainer", "tests/utils/report/test_live.py::test_what_a_terminal_shows"),
     Reader("trainer", "nnodes n_gpus_per_node device", "trainer/main_ppo.py", "config.trainer", BATCHES + "test_pools_count_worker_processes"),
     Reader("trainer", "ray_wait_register_center_timeout", "trainer/ppo/resources.py", "config.trainer", "tests/single_controller/test_worker_group.py::test_placement_that_cannot_be_met_is_refused"),
     # profilers
@@ -212,7 +212,7 @@ READERS = [
     Reader(TOOLS_OF["torch_memory"], "trace_alloc_max_entries stack_depth context stacks kw_args", "utils/profiler/memory.py", "options", PROFILERS + "test_torch_memory.py::test_options_reach_the_recorder_and_snapshots_their_place"),
     # Ray
     Reader("ray_kwargs.ray_init", "num_cpus", "trainer/run/launch.py", LOOP, "tests/trainer/run/test_launch.py::test_ray_is_local_unless_an_address_is_given"),
-    Reader("ray_kwargs", "timeline_json_file", "trainer/main_ppo.py", "config.ray_kwargs"),
+    Reader("ray_kwargs", "timeline_json_file", "trainer/main_ppo.py", "run_config.ray_kwargs"),
 ]
 # fmt: on
 
@@ -253,7 +253,7 @@ REFUSED = {
 
 # fmt: off
 PASSED_ON = [
-    Reader("global_profiler.global_tool_config.nsys", "controller_nsight_options", "trainer/main_ppo.py", "profiler.global_tool_config.nsys", PROFILERS + "test_nsys.py::test_options_are_those_that_ray_makes_a_command_of"),
+    Reader("global_profiler.global_tool_config.nsys", "controller_nsight_options", "trainer/main_ppo.py", "(profiler.global_tool_config or {})['nsys']", PROFILERS + "test_nsys.py::test_options_are_those_that_ray_makes_a_command_of"),
     Reader("global_profiler.global_tool_config.nsys", "worker_nsight_options", "trainer/ppo/profiling.py", LOOP, PROFILERS + "test_nsys.py::test_only_profiled_ranks_are_wrapped"),
 ]
 # fmt: on
@@ -340,7 +340,7 @@ OFFLINE = {
         Reader("data", "train_batch_size", "trainer/sft/trainer.py", "data", SFT + "test_what_is_refused"),
         Reader("data", "use_dynamic_bsz max_token_len_per_gpu micro_batch_size_per_gpu", "trainer/sft/trainer.py", "data", SFT + "test_loss_equals_transformers_and_the_export_holds_what_was_learnt"),
         Reader("data", "messages_key tools_key enable_thinking_key", "utils/dataset/multiturn_sft_dataset.py", "columns", TURNS + "test_tools_and_thinking_reach_the_template"),
-        Reader("data", "max_length truncation use_shm apply_chat_template_kwargs", "utils/dataset/multiturn_sft_dataset.py", "config", TURNS + "test_no_padding_and_truncation"),
+        Reader("data", "max_length truncation use_shm apply_chat_template_kwargs", "utils/dataset/multiturn_sft_dataset.py", "settings", TURNS + "test_no_padding_and_truncation"),
         Reader("data.custom_cls", "path name", "trainer/sft/trainer.py", LOOP, SFT + "test_what_is_refused"),
         Reader("trainer", "default_local_dir default_hdfs_dir max_ckpt_to_keep resume_mode resume_from_path", "trainer/sft/trainer.py", "config.trainer", SFT + "test_a_resumed_run_goes_on_as_if_it_had_not_stopped"),
         Reader("trainer", "logger", "trainer/sft/config.py", "self", SFT + "test_loss_equals_transformers_and_the_export_holds_what_was_learnt"),
@@ -351,7 +351,7 @@ OFFLINE = {
         Reader("trainer", "seed device", "trainer/sft/trainer.py", "tree.trainer", SFT + "test_what_is_refused"),
     ],
     "sft_trainer": [
-        Reader("data", "prompt_key response_key prompt_dict_keys response_dict_keys", "utils/dataset/sft_dataset.py", "config", TURNS + "test_single_turn_rows"),
+        Reader("data", "prompt_key response_key prompt_dict_keys response_dict_keys", "utils/dataset/sft_dataset.py", "settings", TURNS + "test_single_turn_rows"),
         Reader("data", "micro_batch_size", "trainer/config/sft.py", "data", "tests/trainer/config/test_sft.py::test_refused"),
         Reader("data", "chat_template", "trainer/config/sft.py", "raw['data']", "tests/trainer/config/test_sft.py::test_refused"),
         Reader("data.multiturn", "enable", "trainer/sft/trainer.py", "data.multiturn", "tests/trainer/test_fsdp_sft_trainer.py::test_both_entries_give_the_same_metrics"),

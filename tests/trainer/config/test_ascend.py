@@ -6,10 +6,12 @@ import pytest
 from omegaconf import OmegaConf
 
 from verl.base_config import ConfigError
-from verl.trainer.config.idle import idle_keys
+from verl.trainer.config.rules.idle import idle_keys
+from verl.trainer.config.run_config import RunConfig
 from verl.trainer.main_generation import prepare
+from verl.trainer.preflight import check_run_machine
 from verl.trainer.run import inputs
-from verl.trainer.run.inputs import InputError, check_machine
+from verl.trainer.run.inputs import InputError
 from verl.utils.config import validate_config
 
 MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
@@ -57,8 +59,9 @@ def test_it_is_checked_like_any_other_device(base, machine):
     role = "actor_rollout_ref.actor.profiler"
     profiled |= {f"{role}.enable": True, f"{role}.ranks": [0], f"{role}.tool_config.npu.discrete": True}
     assert violations(changed(base, profiled)) == {}
-    idle = [*idle_keys(OmegaConf.to_container(changed(base, {f"{ROLLOUT}.layered_summon": True})))]
-    assert idle == [f"{ROLLOUT}.layered_summon=true (trainer.device=npu)"]
+    config = changed(base, {f"{ROLLOUT}.layered_summon": True})
+    (idle,) = idle_keys(RunConfig.parse(config), OmegaConf.to_container(config, resolve=True))
+    assert (idle.key, idle.others) == (f"{ROLLOUT}.layered_summon", ("trainer.device",))
 
 
 @pytest.mark.parametrize(
@@ -89,23 +92,27 @@ def test_megatron_core_is_refused(composed):
 def test_what_this_machine_lacks(base, machine):
     machine()
     with pytest.raises(InputError, match="^trainer.device=npu: needs the package torch_npu, which is not installed"):
-        check_machine(base)
+        check_run_machine(RunConfig.parse(base))
     machine("torch_npu")
     with pytest.raises(InputError, match=r"has no Ascend device, no /dev/davinci\[0-9\]\*: write cpu, or name a clu"):
-        check_machine(base)
+        check_run_machine(RunConfig.parse(base))
     machine("torch_npu", devices=2)
     with pytest.raises(InputError, match=f"^{ROLLOUT}.name=vllm: with trainer.device=npu needs the package vllm_asce"):
-        check_machine(base)
-    check_machine(changed(base, {f"{ROLLOUT}.name": "hf"}))
+        check_run_machine(RunConfig.parse(base))
+    check_run_machine(RunConfig.parse(changed(base, {f"{ROLLOUT}.name": "hf"})))
     judge = {"reward_model.enable": True, "reward_model.model_type": "generative", "reward_model.name": "vllm"}
     with pytest.raises(InputError, match=r"^reward_model\.name=vllm"):
-        check_machine(changed(base, judge | {f"{ROLLOUT}.name": "hf"}))
+        check_run_machine(RunConfig.parse(changed(base, judge | {f"{ROLLOUT}.name": "hf"})))
     machine("torch_npu", "vllm_ascend", devices=2)
-    check_machine(changed(base, judge))
+    check_run_machine(RunConfig.parse(changed(base, judge)))
     machine("torch_npu", "vllm_ascend")
-    check_machine(changed(base, {"ray_kwargs.ray_init.resources.NPU": 2}))  # Ray is told what it cannot count
+    check_run_machine(
+        RunConfig.parse(changed(base, {"ray_kwargs.ray_init.resources.NPU": 2}))
+    )  # Ray is told what it cannot count
     machine()
-    check_machine(changed(base, {"ray_kwargs.ray_init.address": "10.0.0.1:6379"}))  # another machine may have it all
+    check_run_machine(
+        RunConfig.parse(changed(base, {"ray_kwargs.ray_init.address": "10.0.0.1:6379"}))
+    )  # another machine may have it all
 
 
 def test_generation_asks_for_the_same(composed, small_run, machine):

@@ -9,9 +9,9 @@ import yaml
 from omegaconf import OmegaConf
 
 from verl.base_config import ConfigError
-from verl.trainer.config import megatron_fields
-from verl.trainer.config.megatron_fields import stage_problem
-from verl.trainer.config.megatron_models import ARCHITECTURES
+from verl.trainer.config.rules import megatron_overrides
+from verl.trainer.config.rules.megatron import ARCHITECTURES
+from verl.trainer.config.rules.megatron_overrides import stage_problem
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.workers.config import McoreActorConfig, McoreCriticConfig, McoreEngineConfig
 from verl.workers.config.reward_model import reward_model_config
@@ -138,7 +138,7 @@ def test_layouts_that_run(megatron, reward, overrides):
          f"{OVERRIDES}.num_layers_in_first_pipeline_stage", "the other 1 stages share evenly, 0 are left"),
         ([f"+{OVERRIDES}.num_layers_in_last_pipeline_stage=1"],
          f"{OVERRIDES}.num_layers_in_last_pipeline_stage", "needs pipeline_model_parallel_size of 2"),
-        ([f"{PP}=2", f"+{OVERRIDES}.account_for_loss_in_pipeline_split=true"], PP, "5 with those that count as one"),
+        ([f"{PP}=2", f"+{OVERRIDES}.account_for_loss_in_pipeline_split=true"], PP, "5 with embedding and loss counted"),
         ([f"+{OVERRIDES}.recompute_granularty=full"], f"{OVERRIDES}.recompute_granularty", "recompute_granularity?"),
         ([f"{OVERRIDES}.recompute_granularity=some"], f"{OVERRIDES}.recompute_granularity", "full, selective"),
         ([f"{OVERRIDES}.recompute_modules=[core_att]"], f"{OVERRIDES}.recompute_modules", "names core_att: it may"),
@@ -323,12 +323,16 @@ def test_stages_are_cut_as_megatron_core_cuts_them():
 def test_what_is_refused_exists():
     """Lists of fields have no effect once Megatron-Core spells one otherwise."""
     pytest.importorskip("megatron.core", reason="the extra mcore is not installed")
-    fields = megatron_fields.mcore_fields(megatron_fields.TRANSFORMER)
-    listed = {*megatron_fields.OF_LAYOUT, *megatron_fields.OF_MODEL, *megatron_fields.OF_ENGINE}
-    assert {*listed, *megatron_fields.OF_PRETRAINING, *megatron_fields.UNREAD} <= fields
-    assert set(megatron_fields.OF_MEGATRON_FSDP) <= megatron_fields.mcore_fields(megatron_fields.DDP)
-    of_optimizer = {*megatron_fields.OF_OPTIM, *megatron_fields.OPTIMIZER_OF_ENGINE, *megatron_fields.UNREAD_BY_ADAM}
-    assert of_optimizer <= megatron_fields.mcore_fields(megatron_fields.OPTIMIZER)
+    fields = megatron_overrides.mcore_fields(megatron_overrides.TRANSFORMER)
+    listed = {*megatron_overrides.OF_LAYOUT, *megatron_overrides.OF_MODEL, *megatron_overrides.OF_ENGINE}
+    assert {*listed, *megatron_overrides.OF_PRETRAINING, *megatron_overrides.UNREAD} <= fields
+    assert set(megatron_overrides.OF_MEGATRON_FSDP) <= megatron_overrides.mcore_fields(megatron_overrides.DDP)
+    of_optimizer = {
+        *megatron_overrides.OF_OPTIM,
+        *megatron_overrides.OPTIMIZER_OF_ENGINE,
+        *megatron_overrides.UNREAD_BY_ADAM,
+    }
+    assert of_optimizer <= megatron_overrides.mcore_fields(megatron_overrides.OPTIMIZER)
 
 
 def test_experts_of_the_model_count(megatron, tmp_path):

@@ -6,8 +6,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from verl.base_config import ConfigError
-from verl.trainer.config import profiling
-from verl.trainer.config.profiling import missing_part
+from verl.trainer.config.rules import profiler
+from verl.trainer.config.rules.profiler import missing_part
 from verl.utils.config import validate_config
 
 ACTOR, REF, ROLLOUT = (f"actor_rollout_ref.{role}.profiler" for role in ("actor", "ref", "rollout"))
@@ -111,11 +111,11 @@ def test_refused(base, changes, key, message):
 
 
 def test_parts_that_are_missing(monkeypatch):
-    monkeypatch.setattr(profiling.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(profiler.importlib.util, "find_spec", lambda name: None)
     assert re.match("needs the package nvtx", missing_part("nsys", "cuda", True))
     assert re.match("needs the package torch_npu", missing_part("npu", "npu", True))
-    monkeypatch.setattr(profiling.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(profiling.shutil, "which", lambda name: None)
+    monkeypatch.setattr(profiler.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(profiler.shutil, "which", lambda name: None)
     assert re.match("needs the program nsys", missing_part("nsys", "cuda", True))
     assert missing_part("torch_memory", "npu", True).endswith("needs trainer.device=cuda, not npu, or profile with npu")
     assert missing_part("nsys", "cuda", False) is None  # another machine may have it

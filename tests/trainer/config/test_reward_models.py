@@ -9,7 +9,9 @@ from omegaconf import OmegaConf
 from safetensors.torch import save_file
 
 from verl.base_config import ConfigError
-from verl.trainer.run.inputs import InputError, check_machine, check_reward_model
+from verl.trainer.config.run_config import RunConfig
+from verl.trainer.preflight import check_reward_model, check_run_machine
+from verl.trainer.run.inputs import InputError
 from verl.utils.config import validate_config
 
 MODEL, PATH = "reward_model.model", "reward_model.model.path"
@@ -150,15 +152,15 @@ def test_workers_of_its_own_need_cores_too(base, monkeypatch):
     monkeypatch.setattr("ray.is_initialized", lambda: False)  # a cluster of other tests may run in this process
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     cores = {"ray_kwargs.ray_init.num_cpus": 3}
-    check_machine(changed(base, cores))
+    check_run_machine(RunConfig.parse(changed(base, cores)))
     with pytest.raises(
         InputError, match=r"\+ reward_model\.n_gpus_per_node=2 x reward_model\.nnodes=1 asks for 4 workers"
     ):
-        check_machine(changed(base, cores | POOL))
+        check_run_machine(RunConfig.parse(changed(base, cores | POOL)))
 
 
 def test_heads_and_templates_are_looked_for_in_the_folder(base, folder):
-    model = base.reward_model
+    model = RunConfig.parse(base).reward_model
     body = {"model.norm.weight": torch.ones(4)}
 
     def answer(**head):
@@ -174,6 +176,6 @@ def test_heads_and_templates_are_looked_for_in_the_folder(base, folder):
         answer(**{"score.weight": torch.ones(1, 4)})
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     answer(**{"score.weight": torch.ones(1, 4)})
-    model = changed(base, {f"{MODEL}.input_tokenizer": None}).reward_model
+    model = RunConfig.parse(changed(base, {f"{MODEL}.input_tokenizer": None})).reward_model
     (folder / "chat_template.jinja").unlink()
     answer(**{"score.weight": torch.ones(1, 4)})

@@ -4,8 +4,11 @@ import ast
 import inspect
 
 import pytest
+from omegaconf import OmegaConf
 
-from verl.trainer.config.scorers import MANAGER_KWARGS, manager_rules, scorer_rules
+from verl.trainer.config.rules.reward import MANAGER_KWARGS, manager_rules
+from verl.trainer.config.rules.user_code import scorer_rules
+from verl.trainer.config.run_config import RunConfig
 from verl.workers.rewards.abstract import get_reward_manager_cls
 from verl.workers.rewards.signature import SCORER_CALLS
 
@@ -16,7 +19,9 @@ MANY = "data_sources, solution_strs, ground_truths, extra_infos"
 def problems(source, manager="naive", **reward_kwargs):
     node = {"name": "score", "reward_kwargs": reward_kwargs}
     tree = {"custom_reward_function": node, "reward_model": {"reward_manager": manager}}
-    return [violation.expected for violation in scorer_rules(tree, ast.parse(source))]
+    return [
+        violation.expected for violation in scorer_rules(RunConfig.parse(OmegaConf.create(tree)), ast.parse(source))
+    ]
 
 
 @pytest.mark.parametrize("manager", SCORER_CALLS)
@@ -89,7 +94,7 @@ NO_FACTOR = {"enable": False, "len": 1}
 )  # fmt: skip
 def test_arguments_of_the_managers(manager, given, refused):
     tree = {"reward_model": {"reward_manager": manager, "reward_kwargs": given}}
-    found = {violation.key: violation.expected for violation in manager_rules(tree)}
+    found = {violation.key: violation.expected for violation in manager_rules(RunConfig.parse(OmegaConf.create(tree)))}
     assert found.keys() == {f"reward_model.reward_kwargs.{key}" for key in refused}
     assert all(text in found[f"reward_model.reward_kwargs.{key}"] for key, text in refused.items())
 

@@ -9,18 +9,20 @@ import pytest
 from omegaconf import OmegaConf
 
 from verl.algos.advantage import ADV_ESTIMATOR_REGISTRY
-from verl.algos.config import KL_PENALTIES
-from verl.algos.kl import KL_ESTIMATORS
+from verl.algos.aggregate import LOSS_AGG_UNIT
+from verl.algos.kl import check_kl_penalty
+from verl.algos.names import ADV_ESTIMATORS, KL_ESTIMATORS, LOSS_AGG_MODES, POLICY_LOSSES
 from verl.algos.policy_loss import POLICY_LOSS_REGISTRY
-from verl.base_config import ConfigError, UnsupportedConfigError
-from verl.trainer.config.files import VISION_FAMILIES, model_rules
-from verl.trainer.config.idle import IDLE
-from verl.trainer.config.refusals import REFUSALS, select
-from verl.trainer.config.reward_models import reward_model_rules
-from verl.trainer.config.validation import ADV_ESTIMATORS, POLICY_LOSSES, REWARD_MANAGERS
+from verl.base_config import BaseConfig, ConfigError, UnsupportedConfigError
+from verl.trainer.config.keys import select
+from verl.trainer.config.rules.idle import IDLE
+from verl.trainer.config.rules.model import model_rules
+from verl.trainer.config.rules.reward import reward_model_rules
+from verl.trainer.config.rules.unsupported import UNSUPPORTED
+from verl.trainer.config.run_config import ABSENT, RunConfig, default_of
 from verl.utils.config import validate_config
-from verl.workers.config.actor import KL_TYPES
 from verl.workers.rewards.abstract import REWARD_MANAGER_REGISTRY
+from verl.workers.rewards.signature import SCORER_CALLS
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -74,7 +76,7 @@ def test_the_folder_of_a_run_can_be_written_where_it_is_here(base, tmp_path, mon
     assert "is a file" in violations(base, {dumps: f"{tmp_path}/file/dumps"})[dumps]
     assert violations(base, {key: f"{tmp_path}/made", dumps: "/of/another/machine"}) == {}
     access = lambda path, mode: path != str(tmp_path)  # noqa: E731  # root may write wherever a test can be
-    monkeypatch.setattr("verl.trainer.config.files.os.access", access)
+    monkeypatch.setattr("verl.trainer.config.rules.files.os.access", access)
     assert f"{tmp_path} cannot be written" in violations(base, {key: f"{tmp_path}/made"})[key]
 
 
@@ -280,8 +282,8 @@ def test_vision_models(base, tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     seeing = {f"{MODEL}.path": str(tmp_path), "critic.model.path": str(tmp_path)}
     assert violations(base, seeing | {key: True, "critic.model.freeze_vision_tower": True}) == {}
-    tree = OmegaConf.to_container(changed(base, seeing | {f"{ACTOR}.strategy": "megatron"}), resolve=True)
-    found = {violation.key: violation.expected for violation in model_rules(tree, use_critic=True)}
+    run = RunConfig.parse(changed(base, seeing | {f"{ACTOR}.strategy": "megatron"}))
+    found = {violation.key: violation.expected for violation in model_rules(run, set())}
     assert found.keys() == {f"{ACTOR}.strategy"} and "no vision tower" in found[f"{ACTOR}.strategy"]
     assert "write fsdp" in found[f"{ACTOR}.strategy"]
 
@@ -293,16 +295,13 @@ def test_vision_models(base, tmp_path):
     assert violations(base, {f"{MODEL}.path": str(tmp_path / "text"), "critic.model.path": str(tmp_path)}) == {}
     judge = {"reward_model.enable": True, "reward_model.model.path": str(tmp_path)}
     judge |= {"reward_model.strategy": "megatron", "reward_model.model.input_tokenizer": None}
-    tree = OmegaConf.to_container(changed(base, judge), resolve=True)
-    found = {violation.key: violation.expected for violation in reward_model_rules(tree, set())}
+    run = RunConfig.parse(changed(base, judge))
+    found = {violation.key: violation.expected for violation in reward_model_rules(run, set())}
     assert found.keys() == {"reward_model.strategy"} and "no vision tower" in found["reward_model.strategy"]
 
 
 def test_vision_towers_that_several_workers_cannot_share(base, tmp_path):
     """The engine refuses them as well, but only after Ray has started."""
-    from verl.models.transformers.vision import FAMILIES
-
-    assert VISION_FAMILIES == FAMILIES
     (tmp_path / "config.json").write_text('{"model_type": "gemma3", "vision_config": {}}')
     (tmp_path / "tokenizer.json").write_text("{}")
     paths = [f"{MODEL}.path", "critic.model.path", "reward_model.model.path"]
@@ -344,17 +343,22 @@ def test_roles_that_do_not_run_are_not_checked(base):
 
 def test_what_is_not_here_yet_is_refused(base):
     other = {int: 7, float: 0.5, str: "other", list: [0], dict: {"x": 1}, type(None): 1}
-    values = {
-        refusal.key: refusal.values[-1]
-        if refusal.values
-        else not refusal.default
-        if isinstance(refusal.default, bool)
-        else other[type(refusal.default)]
-        for refusal in REFUSALS
-    }
+    run = RunConfig.parse(base)
+    values = {}
+    for entry in UNSUPPORTED:
+        for key in entry.keys:
+            default = default_of(run, key)
+            if entry.values:
+                values[key] = entry.values[-1]
+            elif isinstance(default, bool):
+                values[key] = not default
+            elif default is not ABSENT:
+                values[key] = {"timeout": 1} if isinstance(default, BaseConfig) else other[type(default)]
     found = violations(base, values)
     for key in values:
-        assert "not supported" in found[key] and "write" in found[key]
+        assert "supported" in found[key] and (
+            "write" in found[key] or "leave it out" in found[key] or ": name" in found[key]
+        )
 
 
 def test_a_data_set_of_the_users_own_may_read_what_ours_does_not(base, tmp_path):
@@ -382,8 +386,9 @@ def test_the_names_are_those_of_the_registries():
     assert set(POLICY_LOSSES) == set(POLICY_LOSS_REGISTRY)
     import verl.workers.reward_manager  # noqa: F401 (its modules register themselves)
 
-    assert set(REWARD_MANAGERS) == set(REWARD_MANAGER_REGISTRY)
-    assert KL_PENALTIES == KL_TYPES == KL_ESTIMATORS
+    assert set(SCORER_CALLS) == set(REWARD_MANAGER_REGISTRY)
+    assert tuple(LOSS_AGG_UNIT) == LOSS_AGG_MODES
+    assert all(check_kl_penalty(name) for name in KL_ESTIMATORS)
 
 
 def test_validation_imports_neither_torch_nor_ray():
@@ -411,11 +416,16 @@ def test_keys_without_effect_in_a_run_are_told_in_one_line(base, caplog):
 
 def test_the_defaults_of_keys_that_may_be_idle_are_those_of_the_yaml(composed):
     trees = [  # with keys of recipes
-        OmegaConf.to_container(composed(base=False, name=name, folder=ROOT / "recipe/dapo/config"), resolve=True)
+        composed("actor_rollout_ref.rollout.name=vllm", base=False, name=name, folder=ROOT / "recipe/dapo/config")
         for name in ("dapo_trainer", "dapo_megatron_trainer")
     ]
+    runs = [RunConfig.parse(config) for config in trees]
+    trees = [OmegaConf.to_container(config, resolve=True) for config in trees]
     for idle in IDLE:
-        tree = trees[idle.node.endswith(".megatron")]
-        assert select(tree, idle.switch, "absent") != "absent", idle.switch
-        for name, default in idle.defaults.items():
-            assert select(tree, f"{idle.node}.{name}", "absent") == default, f"{idle.node}.{name}"
+        assert select(trees[0], idle.switch, "absent") != "absent", idle.switch
+        for name in idle.names:
+            key = f"{idle.node}.{name}"
+            is_megatron = name.startswith("megatron.")
+            default = default_of(runs[is_megatron], key)
+            assert default is not ABSENT or key.startswith(("reward_model.megatron", "critic")), key
+            assert default is ABSENT or select(trees[is_megatron], key, "absent") == default, key

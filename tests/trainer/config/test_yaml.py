@@ -12,7 +12,8 @@ from hydra.utils import get_class
 from omegaconf import OmegaConf
 
 from verl.trainer.config import AlgoConfig
-from verl.trainer.config.refusals import select
+from verl.trainer.config.keys import dotted_keys, select
+from verl.trainer.config.run_config import RunConfig, default_of
 from verl.utils.config import omega_conf_to_dataclass
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -112,6 +113,38 @@ def test_yaml_and_dataclasses_have_the_same_defaults(composed, name):
             assert value == expected, dotted
             seen += 1
     assert seen > {"ppo_trainer": 150, "ppo_megatron_trainer": 150, "sft_trainer_engine": 40, "generation": 20}[name]
+
+
+PLAIN_NODES = (
+    "data",
+    "trainer",
+    "custom_reward_function",
+    "ray_kwargs",
+    "reward_model.scoring",
+    "reward_model.sandbox_fusion",
+    "reward_model.local_sandbox",
+    "actor_rollout_ref.ref",
+)
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_nodes_without_a_target_have_the_defaults_of_their_dataclasses(composed, name):
+    config = composed("actor_rollout_ref.rollout.name=vllm", name=name, base=False)
+    run = RunConfig.parse(config)
+    raw = OmegaConf.to_container(config, resolve=False)
+    seen = 0
+    for node in PLAIN_NODES:
+        for key in dotted_keys(select(raw, node), f"{node}."):
+            value = select(raw, key)
+            if isinstance(value, dict) or "_target_" in select(raw, key.rpartition(".")[0]) or ".profiler." in key:
+                continue
+            if key.startswith(("ray_kwargs.ray_init.", "actor_rollout_ref.ref.megatron.")) or "${" in str(value):
+                continue
+            if key.endswith("wrap_policy.min_num_params") or key == "actor_rollout_ref.ref.strategy":
+                continue
+            assert default_of(run, key) == value, key
+            seen += 1
+    assert seen > 70
 
 
 @pytest.mark.parametrize("group", ["engine", "optim"])

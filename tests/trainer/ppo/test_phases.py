@@ -13,7 +13,6 @@ from verl.trainer.ppo.phases import (
     checked_phase,
     needs_old_log_probs,
 )
-from verl.trainer.ppo.steps import loader_batch_size, prompts_per_step
 
 PAD, EOS = 0, 9
 
@@ -192,5 +191,6 @@ def test_old_log_probs_are_computed_where_something_reads_them(changes, needed):
 )
 def test_prompts_of_a_step(changes, drawn, trained):
     config = config_with(**changes)
-    assert (loader_batch_size(config), prompts_per_step(config)) == (drawn, trained)
+    run = RunConfig.parse(config)
+    assert (run.data.loader_batch_size, run.prompts_per_step) == (drawn, trained)
     assert needs_old_log_probs_in(config) is (trained != 8)

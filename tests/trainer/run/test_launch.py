@@ -16,6 +16,8 @@ from omegaconf import OmegaConf
 from verl.base_config import ConfigError, Violation
 from verl.single_controller.base.errors import CallSite
 from verl.single_controller.ray.waiting import Failure, Seat, explain
+from verl.trainer import preflight
+from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo.metric_utils import describe_step
 from verl.trainer.ppo.utils import Role, _tell_no_critic, need_critic
 from verl.trainer.run import inputs, launch, terminal
@@ -25,7 +27,7 @@ from verl.trainer.run.display import LocalDisplay, Progress
 
 def test_the_launching_process_needs_neither_torch_nor_transformers():
     code = (
-        "import sys, verl.trainer.main_ppo, verl.trainer.run.inputs, verl.trainer.run.launch\n"
+        "import sys, verl.trainer.main_ppo, verl.trainer.preflight, verl.trainer.run.launch\n"
         "print([name for name in ('torch', 'transformers', 'tensordict', 'vllm') if name in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
@@ -42,15 +44,15 @@ def write_rows(path, **columns):
 
 def data_config(train, val, **data):
     keys = {"train_files": train, "val_files": val, "prompt_key": "prompt", "train_batch_size": 2}
-    return OmegaConf.create({"data": keys | data})
+    return RunConfig.parse(OmegaConf.create({"data": keys | data}))
 
 
 def test_data_files_are_read_to_their_footer(tmp_path):
     good = write_rows(tmp_path / "good.parquet", prompt=["a", "b", "c"])
-    inputs.check_data(data_config(good, [good]))
-    inputs.check_data(data_config([good, good], None, train_batch_size=6))
-    inputs.check_data(data_config("hdfs://x/y.parquet", good))
-    inputs.check_data(data_config("nowhere", None, custom_cls={"path": "my.py"}))
+    preflight.check_data(data_config(good, [good]))
+    preflight.check_data(data_config([good, good], None, train_batch_size=6))
+    preflight.check_data(data_config("hdfs://x/y.parquet", good))
+    preflight.check_data(data_config("nowhere", None, custom_cls={"path": "my.py"}))
     (tmp_path / "text.parquet").write_text("no parquet")
     cases = [
         (str(tmp_path / "text.parquet"), "data.train_files=.*text.parquet: cannot be read as parquet"),
@@ -60,7 +62,7 @@ def test_data_files_are_read_to_their_footer(tmp_path):
     ]
     for path, text in cases:
         with pytest.raises(inputs.InputError, match=text):
-            inputs.check_data(data_config(path, good))
+            preflight.check_data(data_config(path, good))
 
 
 def write_safetensors(path, cut=0):

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from verl.models.transformers.names import VISION_FAMILIES
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-"""Supported values of ``model_type``; docs/advance/multi_modal.md says how to add one."""
+FAMILIES = VISION_FAMILIES
 
 _KINDS = (("pixel_values", "image_grid_thw", "image"), ("pixel_values_videos", "video_grid_thw", "video"))
 """Keys of the processor's output, images first, and the kind of their placeholder tokens."""

@@ -8,8 +8,7 @@ from typing import Any
 import hydra
 from omegaconf import OmegaConf
 
-from verl.trainer.config.keys import dotted_keys
-from verl.trainer.config.refusals import select
+from verl.trainer.config.keys import dotted_keys, select
 
 _USAGE = """\
 {what}

@@ -91,6 +91,16 @@ RENAMED = {
 """Older spellings, refused with what replaces them."""
 
 
+def select(tree: Mapping[str, Any], key: str, default: Any = None) -> Any:
+    """Return the value at a dotted key, or ``default`` if the tree has no such key."""
+    node: Any = tree
+    for name in key.split("."):
+        if not isinstance(node, Mapping) or name not in node:
+            return default
+        node = node[name]
+    return node
+
+
 def dotted_keys(node: Mapping[str, Any], prefix: str = "") -> list[str]:
     """Return every key of a tree, nodes included."""
     keys = []

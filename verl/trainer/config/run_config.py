@@ -2,7 +2,7 @@
 
 import importlib.util
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any, get_args
 
 from omegaconf import DictConfig, OmegaConf
@@ -20,6 +20,7 @@ from verl.base_config import (
     type_hints,
 )
 from verl.trainer.config.keys import nearest
+from verl.utils import envs
 from verl.utils.dataset.config import DataConfig
 from verl.utils.profiler.config import ProfilerConfig
 from verl.workers.config import (
@@ -118,6 +119,36 @@ class RayConfig(BaseConfig):
 
     ray_init: dict[str, Any] | None = setting(None, "arguments of ray.init")
     timeline_json_file: str | None = setting(None, "file for the Ray timeline at the end of the run")
+
+    @property
+    def is_local(self) -> bool:
+        """Whether Ray is going to be started on this machine alone."""
+        address = (self.ray_init or {}).get("address") or envs.read("RAY_ADDRESS")
+        return (address or "local") == "local"
+
+
+ABSENT = object()
+"""The value of a key that a tree or a dataclass does not have."""
+
+
+def default_of(run: "RunConfig", key: str) -> Any:
+    """Return the default of a dotted key, by the dataclass that holds it in this run; ABSENT if none does."""
+    value: Any = run
+    for name in key.split("."):
+        if isinstance(value, BaseConfig):
+            found = next((each for each in fields(value) if each.name == name), None)
+            node = value.__dict__.get(name)
+            if isinstance(node, BaseConfig):
+                value = node
+            elif found is None:
+                return ABSENT
+            else:
+                value = found.default if found.default_factory is MISSING else found.default_factory()
+        elif isinstance(value, Mapping):
+            value = value.get(name, ABSENT)
+        else:
+            value = getattr(value, name, ABSENT)
+    return value
 
 
 def needs_critic(enable: bool | None, adv_estimator: str) -> bool:

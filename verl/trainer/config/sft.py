@@ -7,13 +7,11 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl.base_config import ConfigError, Violation, as_yaml
-from verl.trainer.config.files import data_file_rules, folder_rules, vision_rules
-from verl.trainer.config.fused import fused_rules
-from verl.trainer.config.keys import dotted_keys
-from verl.trainer.config.megatron import ASCEND
-from verl.trainer.config.megatron_fields import optimizer_rules, override_rules
-from verl.trainer.config.megatron_models import config_fields, family_rules
-from verl.trainer.config.refusals import select
+from verl.trainer.config.keys import dotted_keys, select
+from verl.trainer.config.rules.files import RUN_FOLDERS, data_file_rules, folder_rules
+from verl.trainer.config.rules.megatron import ASCEND, config_fields, family_rules
+from verl.trainer.config.rules.megatron_overrides import optimizer_rules, override_rules
+from verl.trainer.config.rules.model import fused_rules, vision_rules
 from verl.trainer.config.run_config import parse_node
 from verl.workers.config.actor import async_save_rules
 from verl.workers.config.model import path_problems, quantized_problem, read_config_json, tokenizer_problems
@@ -81,9 +79,9 @@ def _violations(config: DictConfig, world_size: int) -> Iterator[Violation]:
         yield Violation("data.chat_template", raw["data"]["chat_template"], expected)
     tree: Any = OmegaConf.to_container(as_engine_tree(config), resolve=True)
     backwards = {} if "engine" in config else {new: old for old, new in MOVED.items()}
-    wrong = parse_node(tree)[1]
+    nodes, wrong = parse_node(tree)
     yield from (violation._replace(key=backwards.get(violation.key, violation.key)) for violation in wrong)
-    yield from folder_rules(tree)
+    yield from folder_rules({f"trainer.{name}": select(tree, f"trainer.{name}") for name in RUN_FOLDERS})
     for key in ("data.train_files", "data.val_files"):
         yield from data_file_rules(key, select(tree, key), required=key == "data.train_files")
     path, key = select(tree, "model.path"), backwards.get("model.path", "model.path")
@@ -99,6 +97,7 @@ def _violations(config: DictConfig, world_size: int) -> Iterator[Violation]:
                 yield from family_rules(node, config_fields(node), "model", "engine=fsdp", key)
     yield from _batch_rules(tree, world_size)
     yield from _choice_rules(tree)
+    yield from fused_rules(nodes["model"], "model", select(tree, "trainer.device"))
 
 
 SHARING = (
@@ -174,7 +173,6 @@ def _choice_rules(tree: Mapping[str, Any]) -> Iterator[Violation]:
     for key, value in NOT_WITH_MEGATRON.items():
         if select(tree, "engine.strategy") == "megatron" and select(tree, key, value) != value:
             yield Violation(key, select(tree, key), f"must be {as_yaml(value)} with engine=megatron")
-    yield from fused_rules(tree, "model")
     async_save, strategy = select(tree, "checkpoint.async_save", False), select(tree, "engine.strategy")
     yield from async_save_rules("checkpoint.", async_save, strategy)
     for key, names in CHOICES.items():

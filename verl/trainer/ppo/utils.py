@@ -6,7 +6,11 @@ from enum import Enum
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from verl.trainer.config.run_config import needs_critic
+
 if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
     from verl.single_controller.base import Worker
 
     WorkerType = type[Worker]
@@ -63,14 +67,13 @@ def need_reward_model(role_worker_mapping: Mapping[Role, Any]) -> bool:
     return Role.RewardModel in role_worker_mapping
 
 
-def need_critic(config: Any) -> bool:
-    """Whether a critic is trained: ``critic.enable``, or where that is null whether the estimator is GAE."""
-    if config.critic.enable is not None:
-        return bool(config.critic.enable)
-    if config.algorithm.adv_estimator == "gae":
-        return True
-    _tell_no_critic(str(config.algorithm.adv_estimator))
-    return False
+def need_critic(config: "DictConfig") -> bool:
+    """Whether a critic is trained: ``critic.enable``, or if that is null whether the estimator is GAE."""
+    estimator = str(config.algorithm.adv_estimator)
+    is_needed = needs_critic(config.critic.enable, estimator)
+    if config.critic.enable is None and not is_needed:
+        _tell_no_critic(estimator)
+    return is_needed
 
 
 @cache
@@ -81,19 +84,12 @@ def _tell_no_critic(adv_estimator: str) -> None:
     )
 
 
-def reference_is_in_actor(config: Any) -> bool:
-    """Whether the workers of the actor hold the reference: the base of its adapters, or a model that the full KL
-    compares with.
-    """
-    return bool(config.actor_rollout_ref.model.get("lora_rank", 0) > 0 or needs_full_kl(config))
-
-
-def needs_full_kl(config: Any) -> bool:
+def needs_full_kl(config: "DictConfig") -> bool:
     """Whether the loss compares the whole distributions of actor and reference."""
     actor = config.actor_rollout_ref.actor
     return bool(actor.use_kl_loss and actor.kl_loss_type == "full")
 
 
-def config_needs_reference(config: Any) -> bool:
+def config_needs_reference(config: "DictConfig") -> bool:
     """Whether a configuration asks for a reference policy: KL in the reward or in the loss."""
     return bool(config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss)

@@ -1,31 +1,25 @@
-"""What can be known to be wrong with a run before Ray, torch or a model is started."""
+"""Checks of files, models and machine before Ray, torch or a model is started. They take values, not the whole tree."""
 
 import glob
 import importlib.util
 import json
 import os
 import struct
-from collections.abc import Collection, Iterator
-from functools import partial
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from omegaconf import OmegaConf
+from verl.trainer.config.run_config import RayConfig
 
-from verl.trainer.ppo.steps import loader_batch_size
-from verl.trainer.ppo.utils import config_needs_reference, need_critic
-from verl.trainer.run.resume import find_resume_folder
-from verl.utils import envs
-from verl.utils.config import validate_config
-from verl.utils.observe.tracking import check_backends
+if TYPE_CHECKING:
+    from verl.utils.dataset.files import ColumnCheck
 
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 _WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.pt")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 _AGAIN = "copy or download the model again"
 _GPU_DEVICES = ("/dev/nvidia[0-9]*", "/dev/nvgpu*", "/dev/nvhost-gpu", "/dev/dxg", "/dev/kfd")
 _ASCEND_DEVICES = "/dev/davinci[0-9]*"  # what Ray looks for too
-_SCORE_HEAD = "score.weight"
 _CHECKED_ROWS = 1 << 18  # of each file here; the data set checks all of them
 
 
@@ -37,110 +31,71 @@ class InputNotFoundError(InputError, FileNotFoundError):
     """A file or folder that the configuration names does not exist."""
 
 
-def check_inputs(config: Any, recipe_nodes: Collection[str] = ()) -> None:
-    """Check configuration, trackers, machine, data files, model folders and the checkpoint to resume from.
-
-    ``recipe_nodes`` are nodes of the configuration that the recipe reads, and the main trainer refuses.
-
-    Raises: ValueError naming the dotted key or the file, the value, and what would be right.
-    """
-    critic = need_critic(config)
-    validate_config(config, config_needs_reference(config), critic, recipe_nodes)
-    check_backends(config.trainer.logger)
-    check_machine(config)
-    check_data(config)
-    check_rows(config)
-    check_model("actor_rollout_ref.model.path", config.actor_rollout_ref.model.path)
-    if critic:
-        check_model("critic.model.path", config.critic.model.path, tokenizer=False)
-    check_chat_template(config)
-    if config.reward_model.enable:
-        check_reward_model(config.reward_model)
-    find_resume_folder(config)
-
-
 # ---- the machine
 
 
-def check_machine(config: Any) -> None:
-    """Check that this machine has what the workers need, where Ray is going to be started on it alone.
+def check_machine(
+    device: str, pools: Mapping[str, tuple[int, int]], cluster: RayConfig, engines: Mapping[str, str]
+) -> None:
+    """Check that this machine has what the workers need, if Ray is going to be started on it alone.
 
+    Args: ``pools`` maps a node of the configuration to its (n_gpus_per_node, nnodes), ``engines`` the key of a
+        generation engine to its name.
     Raises: InputError naming the key.
     """
     import ray
 
-    ray_init, trainer = config.ray_kwargs.get("ray_init") or {}, config.trainer
-    if ray.is_initialized() or not _is_local(config):
+    if ray.is_initialized() or not cluster.is_local:
         return
-    workers, reward = trainer.nnodes * trainer.n_gpus_per_node, config.get("reward_model")
-    asked = f"trainer.n_gpus_per_node={trainer.n_gpus_per_node} x trainer.nnodes={trainer.nnodes}"
-    if reward and reward.enable and reward.enable_resource_pool:  # a run that only generates has no such node
-        workers += reward.nnodes * reward.n_gpus_per_node
-        asked += f" + reward_model.n_gpus_per_node={reward.n_gpus_per_node} x reward_model.nnodes={reward.nnodes}"
+    ray_init = cluster.ray_init or {}
+    workers = sum(per_node * nodes for per_node, nodes in pools.values())
     cores = ray_init.get("num_cpus") or os.cpu_count() or 1
-    if trainer.device == "cpu" and workers > cores:
+    if device == "cpu" and workers > cores:
+        asked = " + ".join(
+            f"{node}.n_gpus_per_node={per_node} x {node}.nnodes={nodes}" for node, (per_node, nodes) in pools.items()
+        )
         raise InputError(
             f"{asked} asks for {workers} workers, and this machine has {cores} cores: lower it, name a larger cluster "
             "in ray_kwargs.ray_init.address, or set ray_kwargs.ray_init.num_cpus to let workers share cores"
         )
-    if trainer.device == "cuda" and not ray_init.get("num_gpus") and not any(glob.glob(p) for p in _GPU_DEVICES):
+    if device == "cuda" and not ray_init.get("num_gpus") and not any(glob.glob(p) for p in _GPU_DEVICES):
         raise InputError(
             "trainer.device=cuda: this machine has no GPU: write cpu, or name a cluster in ray_kwargs.ray_init.address"
         )
-    if trainer.device == "npu":
-        _check_ascend(config, bool((ray_init.get("resources") or {}).get("NPU")))
+    if device == "npu":
+        _check_ascend(engines, bool((ray_init.get("resources") or {}).get("NPU")))
 
 
-def _check_ascend(config: Any, counted: bool) -> None:
-    """Check what a machine with Ascend devices needs; with ``counted`` the configuration says how many there are."""
+def _check_ascend(engines: Mapping[str, str], are_counted: bool) -> None:
+    """Check what a machine with Ascend devices needs; ``are_counted`` if the configuration gives their number."""
     cluster = "or name a cluster in ray_kwargs.ray_init.address"
     if importlib.util.find_spec("torch_npu") is None:
         raise InputError(
             "trainer.device=npu: needs the package torch_npu, which is not installed: install the one for this torch "
             f"and CANN, write cuda or cpu, {cluster}"
         )
-    if not counted and not glob.glob(_ASCEND_DEVICES):
+    if not are_counted and not glob.glob(_ASCEND_DEVICES):
         raise InputError(
             f"trainer.device=npu: this machine has no Ascend device, no {_ASCEND_DEVICES}: write cpu, {cluster}"
         )
-    engines = ["actor_rollout_ref.rollout.name", "rollout.name"]
-    if OmegaConf.select(config, "reward_model.enable") and config.reward_model.get("model_type") == "generative":
-        engines.append("reward_model.name")
-    for key in engines:
-        if OmegaConf.select(config, key) == "vllm" and importlib.util.find_spec("vllm_ascend") is None:
+    for key, name in engines.items():
+        if name == "vllm" and importlib.util.find_spec("vllm_ascend") is None:
             raise InputError(
                 f"{key}=vllm: with trainer.device=npu needs the package vllm_ascend, which is not installed: install "
                 f"vllm-ascend, or write hf"
             )
 
 
-def _is_local(config: Any) -> bool:
-    """Whether Ray is going to be started on this machine alone."""
-    address = (config.ray_kwargs.get("ray_init") or {}).get("address") or envs.read("RAY_ADDRESS")
-    return (address or "local") == "local"
-
-
 # ---- data
 
 
-def check_data(config: Any) -> None:
-    """Check that the data files are parquet files with rows and a prompt column; a custom class reads its own."""
-    data = config.data
-    if (data.get("custom_cls") or {}).get("path"):
-        return
-    for key in ("train_files", "val_files"):
-        paths = _files(data[key])
-        local = _local_files(paths)
-        rows = sum(count_rows(f"data.{key}", path, data.prompt_key) for path in local)
-        size = loader_batch_size(config)
-        if key == "train_files" and len(local) == len(paths) and rows < size:
-            raise InputError(
-                f"data.train_files: {rows} rows in all, fewer than data.train_batch_size={size}: add rows or lower it"
-            )
+def local_files(paths: list[str]) -> list[str]:
+    """Return those of the paths that are on this machine, in full."""
+    return [os.path.expanduser(path) for path in paths if "://" not in path]
 
 
 def count_rows(key: str, path: str, prompt_key: str) -> int:
-    """Return the rows of a parquet file from its footer.
+    """Return the number of rows of a parquet file, from its footer.
 
     Raises: InputError naming key, file and column.
     """
@@ -162,40 +117,11 @@ def count_rows(key: str, path: str, prompt_key: str) -> int:
     return int(file.metadata.num_rows)
 
 
-def _files(value: Any) -> list[str]:
-    return [value] if isinstance(value, str) else list(value or [])
+def column_checks(path: str, columns: list[str]) -> Iterator["ColumnCheck"]:
+    """Yield the columns that a parquet file has, many rows at a time, up to a limit.
 
-
-def _local_files(paths: list[str]) -> list[str]:
-    return [os.path.expanduser(path) for path in paths if "://" not in path]
-
-
-def check_rows(config: Any) -> None:
-    """Check the first rows of the data files, by the columns that prompts and rewards are made of.
-
-    Raises: DataError naming file, row and column.
+    Raises: DataError naming the file and the row.
     """
-    if not (config.data.get("custom_cls") or {}).get("path"):
-        for path in _local_files(_files(config.data.train_files) + _files(config.data.val_files)):
-            _check_rows_of(config, path)
-
-
-def _check_rows_of(config: Any, path: str) -> None:
-    from verl.utils.dataset.files import check_data_sources, check_prompt_rows
-    from verl.utils.reward_score import data_source_problem
-
-    data, framework_scores = config.data, _framework_scores(config)
-    problem_of = partial(data_source_problem, runs_code_here=_runs_code_here(config))
-    folder = Path(os.path.expanduser(config.actor_rollout_ref.model.path))
-    text_only = folder.is_dir() and not any((folder / name).exists() for name in _PROCESSOR_FILES)
-    for check in _column_checks(path, [data.prompt_key, data.reward_fn_key, "reward_model"]):
-        check_prompt_rows(check, data.prompt_key, data.reward_fn_key, text_only)
-        if framework_scores:
-            check_data_sources(check, data.reward_fn_key, problem_of)
-
-
-def _column_checks(path: str, columns: list[str]) -> Iterator[Any]:
-    """Yield the columns that a file has, in parts of many rows, up to a limit."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -217,25 +143,11 @@ def _column_checks(path: str, columns: list[str]) -> Iterator[Any]:
         raise DataError(f"{path}: cannot be read as parquet behind row {first_row}: {error}") from error
 
 
-def _runs_code_here(config: Any) -> bool:
-    """Whether code under test is going to be run on this machine, and is to be kept apart."""
-    reward = config.reward_model
-    return _is_local(config) and not reward.sandbox_fusion.url and not reward.local_sandbox.allow_unisolated
-
-
-def _framework_scores(config: Any) -> bool:
-    """Whether the scorers that come with the framework are the only ones that can be asked."""
-    if config.custom_reward_function.path or config.reward_model.enable or envs.read("VERL_USE_EXTERNAL_MODULES"):
-        return False
-    manager = config.reward_model.reward_manager
-    return manager in ("naive", "dapo", "prime") and not config.actor_rollout_ref.model.get("external_lib")
-
-
 # ---- models
 
 
 def check_model(key: str, path: str, tokenizer: bool = True) -> dict[str, list[int]]:
-    """Check that a local model folder holds whole weight files and a tokenizer; no hub is asked.
+    """Check that a local model folder holds complete weight files and a tokenizer; no hub is asked.
 
     Returns: the shapes of the tensors in its safetensors files.
     Raises: InputError naming key and file.
@@ -271,7 +183,7 @@ def _weight_files(key: str, folder: Path) -> list[Path]:
 
 
 def _check_weights(key: str, path: Path) -> dict[str, list[int]]:
-    """Hold the size of a safetensors file to what its header says; returns the shapes of its tensors."""
+    """Check the size of a safetensors file against its header; returns the shapes of its tensors."""
     if path.suffix != ".safetensors":
         return {}
     size = path.stat().st_size
@@ -293,52 +205,11 @@ def _check_weights(key: str, path: Path) -> dict[str, list[int]]:
     return shapes
 
 
-def check_reward_model(node: Any) -> None:
-    """Check that a local classifier holds a head with one label, and any reward model the chat template that it needs.
-
-    Raises: InputError naming the key.
-    """
-    model, key = node.model, "reward_model.model.path"
-    path, is_classifier = model.path, node.get("model_type", "discriminative") == "discriminative"
-    shapes = check_model(key, path, tokenizer=model.input_tokenizer is not None)
-    head = shapes.get(_SCORE_HEAD)
-    if is_classifier and shapes and head is None:
-        raise InputError(
-            f"{key}={path}: holds no {_SCORE_HEAD}, the head of a model for token or sequence classification: write a "
-            "reward model with one label. Heads of another name or shape are not supported: load such a model in "
-            "custom_reward_function.path, or serve it and ask it there"
-        )
-    if is_classifier and head is not None and head[0] != 1:
-        raise InputError(f"{key}={path}: its {_SCORE_HEAD} has {head[0]} labels: write a reward model with one label")
-    folder = Path(os.path.expanduser(path))
-    if model.input_tokenizer is not None and folder.is_dir() and not _has_chat_template(folder):
-        raise InputError(
-            f"{key}={path}: its tokenizer has no chat template: save one with it, or write "
-            "reward_model.model.input_tokenizer=null, where policy and reward model share tokenizer and template"
-        )
-
-
-def check_chat_template(config: Any) -> None:
-    """Check that prompts can be rendered by the tokenizer of a local folder; a custom data set may need no template.
-
-    Raises: InputError naming the key.
-    """
-    model, data = config.actor_rollout_ref.model, config.data
-    given = model.get("custom_chat_template") or "chat_template" in (data.get("apply_chat_template_kwargs") or {})
-    key = "tokenizer_path" if model.get("tokenizer_path") else "path"
-    folder = Path(os.path.expanduser(model[key]))
-    if given or (data.get("custom_cls") or {}).get("path") or not folder.is_dir() or _has_chat_template(folder):
-        return
-    raise InputError(
-        f"actor_rollout_ref.model.{key}={model[key]}: its tokenizer has no chat template: set "
-        "actor_rollout_ref.model.custom_chat_template, or data.apply_chat_template_kwargs.chat_template"
-    )
-
-
-def _has_chat_template(folder: Path) -> bool:
+def has_chat_template(folder: Path) -> bool:
+    """Whether the tokenizer in a folder has a chat template, or may bring one."""
     if any(folder.glob("chat_template*")) or any(folder.glob("*chat_templates")):
         return True
-    settings = [folder / name for name in ("tokenizer_config.json", *_PROCESSOR_FILES)]
+    settings = [folder / name for name in ("tokenizer_config.json", *PROCESSOR_FILES)]
     if not settings[0].exists():
         return True  # a tokenizer of another kind, which may bring one
     return any('"chat_template"' in file.read_text(encoding="utf-8") for file in settings if file.exists())

@@ -5,20 +5,21 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from verl.algos.names import FULL_KL, KL_ESTIMATORS, LOSS_AGG_MODES
 from verl.base_config import BaseConfig, ConfigError, Violation
 from verl.utils.profiler.config import ProfilerConfig
 from verl.workers.config.checkpoint import CheckpointConfig
 from verl.workers.config.engine import STRATEGIES, FSDPEngineConfig
 from verl.workers.config.optimizer import FSDPOptimizerConfig, OptimizerConfig
 
-LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 DEFAULT_CLIP_RATIO = 0.2
-KL_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
-FULL_KL = "full"
 
 
-def micro_batch_rules(node: Mapping[str, Any], global_key: str) -> Iterator[Violation]:
-    """Yield what is wrong with a micro-batch size that can be given per device or, as it once was, globally."""
+def micro_batch_rules(node: Mapping[str, Any], global_key: str, switch: str = "use_dynamic_bsz") -> Iterator[Violation]:
+    """Yield what is wrong with a micro-batch size that is given per device or, deprecated, globally.
+
+    ``switch`` is the key of dynamic batches, which need no such size.
+    """
     per_gpu_key = f"{global_key}_per_gpu"
     for key in (global_key, per_gpu_key):
         value = node.get(key)
@@ -29,7 +30,7 @@ def micro_batch_rules(node: Mapping[str, Any], global_key: str) -> Iterator[Viol
             global_key, node.get(global_key), f"is deprecated and excludes {per_gpu_key}: set only {per_gpu_key}"
         )
     if node.get(global_key) is None and node.get(per_gpu_key) is None:
-        yield Violation(per_gpu_key, None, f"set {per_gpu_key}, or use_dynamic_bsz=true")
+        yield Violation(per_gpu_key, None, f"set {per_gpu_key}, or {switch}=true")
 
 
 def positive_rules(config: BaseConfig, *keys: str) -> Iterator[Violation]:
@@ -138,8 +139,8 @@ class ActorConfig(BaseConfig):
             yield from micro_batch_rules(self, "ppo_micro_batch_size")
         if self.loss_agg_mode not in LOSS_AGG_MODES:
             yield Violation("loss_agg_mode", self.loss_agg_mode, f"must be one of {', '.join(LOSS_AGG_MODES)}")
-        if self.kl_loss_type != FULL_KL and self.kl_loss_type.removesuffix("+") not in KL_TYPES:
-            expected = f"must be one of {', '.join(KL_TYPES)}, or one with a +, or {FULL_KL}"
+        if self.kl_loss_type != FULL_KL and self.kl_loss_type.removesuffix("+") not in KL_ESTIMATORS:
+            expected = f"must be one of {', '.join(KL_ESTIMATORS)}, or one with a +, or {FULL_KL}"
             yield Violation("kl_loss_type", self.kl_loss_type, expected)
         for key in ("clip_ratio", "clip_ratio_low", "clip_ratio_high"):
             if not self[key] >= 0:
@@ -171,14 +172,13 @@ class ActorConfig(BaseConfig):
 
 
 def mini_batch_rules(
-    config: Mapping[str, Any], n_gpus: int, train_batch_size: int, sp_size: int
+    config: Mapping[str, Any], n_gpus: int, train_batch_size: int, sp_size: int, batch_key: str = "train_batch_size"
 ) -> Iterator[Violation]:
-    """Yield mini- and global micro-batch sizes that do not fit."""
-    mini, micro = config["ppo_mini_batch_size"], config["ppo_micro_batch_size"]
+    """Yield mini- and global micro-batch sizes that do not fit; ``batch_key`` is the key of the batch in ``data``."""
+    mini = config["ppo_mini_batch_size"]
+    micro = config["ppo_micro_batch_size"]
     if train_batch_size < mini:
-        yield Violation(
-            "ppo_mini_batch_size", mini, f"must be at most data.train_batch_size={train_batch_size}: lower it"
-        )
+        yield Violation("ppo_mini_batch_size", mini, f"must be at most data.{batch_key}={train_batch_size}: lower it")
     if config["use_dynamic_bsz"] or micro is None:
         return
     if mini % micro:

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from verl.algos.names import LOSS_AGG_MODES
 from verl.base_config import BaseConfig, ConfigError, Violation
 from verl.utils.profiler.config import ProfilerConfig
 from verl.workers.config.actor import (
-    LOSS_AGG_MODES,
     fsdp_role_rules,
     merged_optimizer,
     micro_batch_rules,

@@ -29,6 +29,11 @@ class RefConfig(BaseConfig):
     ulysses_sequence_parallel_size: int = setting(1, "workers that share each sequence", at_least=1)
 
     @property
+    def engine(self) -> BaseConfig:
+        """The node of the engine."""
+        return BaseConfig()
+
+    @property
     def model_path(self) -> str | None:
         """The path of a model that differs from the actor's."""
         return (self.model or {}).get("path")

@@ -13,6 +13,7 @@ from verl.workers.config.actor import positive_rules
 ROLLOUTS = ("vllm", "sglang", "hf")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "half", "float")
 MAX_TEMPERATURE_VLLM = 2.0
+MAX_LORA_RANK_VLLM = 512
 TRUNCATE_SIDES = ("left", "middle", "right")
 
 

@@ -1,6 +1,6 @@
-"""The ``override_*_config`` keys of roles on Megatron-Core against its fields.
+"""The ``override_*_config`` keys of roles on Megatron-Core, checked against its fields.
 
-They are read from its source: importing it takes seconds.
+The fields are read from the source of Megatron-Core, because importing it takes seconds.
 """
 
 import ast
@@ -18,32 +18,101 @@ DDP = ("distributed/distributed_data_parallel_config.py",)
 OPTIMIZER = ("optimizer/optimizer_config.py",)
 
 OF_LAYOUT = (
-    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
-    *("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size", "sequence_parallel"),
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "sequence_parallel",
 )
 OF_MODEL = (
-    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
-    *("activation_func", "gated_linear_unit", "normalization", "layernorm_epsilon", "add_bias_linear", "add_qkv_bias"),
-    *("qk_layernorm", "multi_latent_attention", "num_moe_experts", "moe_ffn_hidden_size", "moe_layer_freq"),
-    *("moe_router_topk", "moe_router_score_function", "moe_shared_expert_intermediate_size"),
-    *("moe_shared_expert_gate", "moe_router_pre_softmax", "moe_router_num_groups", "moe_router_group_topk"),
-    *("moe_router_topk_limited_devices", "moe_router_topk_scaling_factor", "moe_router_enable_expert_bias"),
-    *("moe_apply_probs_on_input", "moe_latent_size", "softmax_scale", "softmax_type", "window_size"),
-    *("window_attn_skip_freq", "qk_l2_norm", "attention_output_gate", "no_rope_freq", "rotary_interleaved"),
-    *("layernorm_zero_centered_gamma", "apply_residual_connection_post_layernorm", "activation_func_clamp_value"),
-    *("glu_linear_offset", "heterogeneous_block_specs", "experimental_attention_variant", "is_hybrid_model"),
-    *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rope_type", "rotary_base"),
-    *("rotary_percent", "rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
-    *("mscale", "mscale_all_dim", "mrope_section", "init_method_std", "embedding_init_method_std"),
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "activation_func",
+    "gated_linear_unit",
+    "normalization",
+    "layernorm_epsilon",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "multi_latent_attention",
+    "num_moe_experts",
+    "moe_ffn_hidden_size",
+    "moe_layer_freq",
+    "moe_router_topk",
+    "moe_router_score_function",
+    "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_gate",
+    "moe_router_pre_softmax",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_router_topk_limited_devices",
+    "moe_router_topk_scaling_factor",
+    "moe_router_enable_expert_bias",
+    "moe_apply_probs_on_input",
+    "moe_latent_size",
+    "softmax_scale",
+    "softmax_type",
+    "window_size",
+    "window_attn_skip_freq",
+    "qk_l2_norm",
+    "attention_output_gate",
+    "no_rope_freq",
+    "rotary_interleaved",
+    "layernorm_zero_centered_gamma",
+    "apply_residual_connection_post_layernorm",
+    "activation_func_clamp_value",
+    "glu_linear_offset",
+    "heterogeneous_block_specs",
+    "experimental_attention_variant",
+    "is_hybrid_model",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "v_head_dim",
+    "rope_type",
+    "rotary_base",
+    "rotary_percent",
+    "rotary_scaling_factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "mrope_section",
+    "init_method_std",
+    "embedding_init_method_std",
 )
 OF_OTHER_MODELS = ("dsa_", "linear_", "mamba_")
-"""How fields of models begin that no family here is."""
+"""Prefixes of fields of model families that are not supported."""
 OF_ENGINE = (
-    *("params_dtype", "pipeline_dtype", "bf16", "fp16", "calculate_per_token_loss", "variable_seq_lengths"),
-    *("finalize_model_grads_func", "grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func"),
-    *("perform_initialization", "use_cpu_initialization", "init_model_with_meta_device", "enable_autocast"),
-    *("autocast_dtype", "init_method", "output_layer_init_method", "embedding_init_method", "timers"),
-    *("use_ring_exchange_p2p",),
+    "params_dtype",
+    "pipeline_dtype",
+    "bf16",
+    "fp16",
+    "calculate_per_token_loss",
+    "variable_seq_lengths",
+    "finalize_model_grads_func",
+    "grad_scale_func",
+    "no_sync_func",
+    "grad_sync_func",
+    "param_sync_func",
+    "perform_initialization",
+    "use_cpu_initialization",
+    "init_model_with_meta_device",
+    "enable_autocast",
+    "autocast_dtype",
+    "init_method",
+    "output_layer_init_method",
+    "embedding_init_method",
+    "timers",
+    "use_ring_exchange_p2p",
 )
 OF_PRETRAINING: dict[str, Any] = {
     "moe_router_load_balancing_type": "none",
@@ -54,14 +123,33 @@ OF_PRETRAINING: dict[str, Any] = {
     "mtp_num_layers": 0,
     "qk_clip": False,
 }
-"""What Megatron-Core adds to a step of pretraining, and the value that adds nothing. Its losses come multiplied by the
-tokens of a micro-batch, by all of which it would divide the gradient; here the loss is divided before."""
+"""What Megatron-Core adds to a step of pretraining, and the value that adds nothing.
+
+Its losses are multiplied by the tokens of a micro-batch, and it would divide the gradient by all tokens. Here the loss
+is divided before.
+"""
 UNREAD = (
-    *("cross_entropy_loss_fusion", "cross_entropy_fusion_impl", "mtp_loss_scaling_factor", "moe_per_layer_logging"),
-    *("test_mode", "flash_decode", "inference_rng_tracker", "inference_sampling_seed", "mlp_chunks_for_prefill"),
-    *("use_inference_optimized_layers", "inference_fuse_tp_communication", "moe_extended_tp", "moe_token_dropping"),
-    *("hierarchical_context_parallel_sizes", "hybrid_context_parallel", "max_seqlen_per_dp_cp_rank"),
-    *("qk_clip_alpha", "qk_clip_threshold", "log_max_attention_logit", "config_logger_dir", "mtp_standalone"),
+    "cross_entropy_loss_fusion",
+    "cross_entropy_fusion_impl",
+    "mtp_loss_scaling_factor",
+    "moe_per_layer_logging",
+    "test_mode",
+    "flash_decode",
+    "inference_rng_tracker",
+    "inference_sampling_seed",
+    "mlp_chunks_for_prefill",
+    "use_inference_optimized_layers",
+    "inference_fuse_tp_communication",
+    "moe_extended_tp",
+    "moe_token_dropping",
+    "hierarchical_context_parallel_sizes",
+    "hybrid_context_parallel",
+    "max_seqlen_per_dp_cp_rank",
+    "qk_clip_alpha",
+    "qk_clip_threshold",
+    "log_max_attention_logit",
+    "config_logger_dir",
+    "mtp_standalone",
 )
 """Fields of TransformerConfig that nothing reads here."""
 
@@ -71,25 +159,44 @@ OF_OPTIM = {
 }
 """Fields of OptimizerConfig that are keys of ``optim``."""
 OPTIMIZER_OF_ENGINE = (
-    *("bf16", "fp16", "params_dtype", "loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window"),
-    *("hysteresis", "timers"),
+    "bf16",
+    "fp16",
+    "params_dtype",
+    "loss_scale",
+    "initial_loss_scale",
+    "min_loss_scale",
+    "loss_scale_window",
+    "hysteresis",
+    "timers",
 )
 UNREAD_BY_ADAM = (
-    *("sgd_momentum", "log_num_zeros_in_grad", "barrier_with_L1_time", "config_logger_dir", "fp8_recipe"),
-    *("reuse_grad_buf_for_mxfp8_param_ag",),
+    "sgd_momentum",
+    "log_num_zeros_in_grad",
+    "barrier_with_L1_time",
+    "config_logger_dir",
+    "fp8_recipe",
+    "reuse_grad_buf_for_mxfp8_param_ag",
 )
 
 OF_MEGATRON_FSDP = (
-    *("use_megatron_fsdp", "use_custom_fsdp", "data_parallel_sharding_strategy", "outer_dp_sharding_strategy"),
-    *("suggested_communication_unit_size", "preserve_fp32_weights", "keep_fp8_transpose_cache", "fsdp_double_buffer"),
-    *("disable_symmetric_registration", "fsdp_manual_registration", "gradient_reduce_div_fusion"),
+    "use_megatron_fsdp",
+    "use_custom_fsdp",
+    "data_parallel_sharding_strategy",
+    "outer_dp_sharding_strategy",
+    "suggested_communication_unit_size",
+    "preserve_fp32_weights",
+    "keep_fp8_transpose_cache",
+    "fsdp_double_buffer",
+    "disable_symmetric_registration",
+    "fsdp_manual_registration",
+    "gradient_reduce_div_fusion",
 )
 """Fields of DistributedDataParallelConfig that another wrapper reads."""
 
 
 @cache
 def mcore_fields(files: tuple[str, ...]) -> frozenset[str]:
-    """Return the annotated names of the classes in files of the installed Megatron-Core; empty where there is none."""
+    """Return the fields of the classes in files of the installed Megatron-Core; empty if it is not installed."""
     try:
         found = importlib.util.find_spec("megatron.core")
     except ModuleNotFoundError:
@@ -108,7 +215,7 @@ def mcore_fields(files: tuple[str, ...]) -> frozenset[str]:
 
 
 def override_rules(node: Mapping[str, Any], key: str, model: str) -> Iterator[Violation]:
-    """Yield keys of a ``megatron`` node's overrides that Megatron-Core does not have, or that are not read there.
+    """Yield overrides of a ``megatron`` node that Megatron-Core does not have or does not read.
 
     ``key`` is that of the node and ``model`` the one of the role's model.
     """
@@ -131,7 +238,7 @@ def override_rules(node: Mapping[str, Any], key: str, model: str) -> Iterator[Vi
 
 
 def _ddp_rules(overrides: Mapping[str, Any], at: str) -> Iterator[Violation]:
-    """Yield what the wrapper of the modules does not read, or cannot do beside a loss that is divided already."""
+    """Yield options that the module wrapper does not read, or that conflict with a loss that is divided already."""
     yield from _unknown(overrides, at, DDP, "DistributedDataParallelConfig")
     for name, value in overrides.items():
         if name in OF_MEGATRON_FSDP:
@@ -147,8 +254,9 @@ def _ddp_rules(overrides: Mapping[str, Any], at: str) -> Iterator[Violation]:
 
 
 def optimizer_rules(node: Mapping[str, Any], key: str) -> Iterator[Violation]:
-    """Yield keys of an ``optim`` node's overrides that Megatron-Core does not have, or that are not read there."""
-    overrides, at = node.get("override_optimizer_config") or {}, f"{key}.override_optimizer_config"
+    """Yield overrides of an ``optim`` node that Megatron-Core does not have or does not read."""
+    overrides = node.get("override_optimizer_config") or {}
+    at = f"{key}.override_optimizer_config"
     yield from _unknown(overrides, at, OPTIMIZER, "OptimizerConfig")
     for name, value in overrides.items():
         if name in OF_OPTIM:
@@ -195,14 +303,15 @@ def stage_problem(layers: int, pp: int, stages: int, overrides: Mapping[str, Any
         if pp < 2:
             return name, "needs pipeline_model_parallel_size of 2 or more"
         if ends and counted:
-            return counted[0], f"cannot stand beside {next(iter(ends))}: leave one of them out"
+            return counted[0], f"excludes {next(iter(ends))}: leave one of them out"
     for name, count in ends.items():
         if not isinstance(count, int) or count < 1 or count % stages:
             return name, f"must be 1 or more, and a multiple of the {stages} virtual stages"
-    rest, middle = layers - sum(ends.values()) + len(counted), pp - len(ends)
+    rest = layers - sum(ends.values()) + len(counted)
+    middle = pp - len(ends)
     if ends and (rest < middle or (rest % (middle * stages) if middle else rest)):
         return next(iter(ends)), f"must leave layers that the other {middle} stages share evenly, {rest} are left"
     if not ends and rest % (pp * stages):
-        means = f" ({rest} with those that count as one)" if counted else ""
+        means = f" ({rest} with embedding and loss counted)" if counted else ""
         return None, f"with {stages} virtual stages must divide the {layers} layers of the model{means}"
     return None

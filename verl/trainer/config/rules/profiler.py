@@ -1,4 +1,4 @@
-"""Rules of ``global_profiler`` and of the ``profiler`` node of each role: what would be profiled, and can be."""
+"""Profiling: the ``global_profiler`` node and the ``profiler`` node of each role."""
 
 import importlib.util
 import os
@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from verl.base_config import Violation
-from verl.trainer.config.refusals import select
-from verl.trainer.ppo.steps import prompts_per_step
-from verl.utils import envs
-from verl.utils.profiler.config import RANKS_MUST_BE_NAMED, TOOLS
+from verl.trainer.config.keys import select
+from verl.trainer.config.run_config import RunConfig
+from verl.utils.profiler.config import RANKS_MUST_BE_NAMED, TOOLS, ProfilerConfig
+from verl.workers.config import ActorConfig, CriticConfig
 
 Tree = Mapping[str, Any]
 
@@ -24,31 +24,33 @@ _OF_THE_RUN = ("steps", "profile_continuous_steps", "global_tool_config")
 _OPTIONS_OF_THE_RUN = ("nsys", "torch_memory")
 
 
-def profiler_rules(tree: Tree, use_reference: bool, use_critic: bool) -> Iterator[Violation]:
-    """Yield profilers that cannot run, and switches that profile nothing."""
-    profiler = tree[_GLOBAL]
+def profiler_rules(run: RunConfig, tree: Tree, use_reference: bool) -> Iterator[Violation]:
+    """Yield profilers that cannot run, and switches that profile nothing.
+
+    ``tree`` says which keys are written: the dataclass of roles and run has more than either reads.
+    """
     yield from _place_rules(tree)
-    enabled = dict(_enabled(tree, use_reference, use_critic))
-    chosen = [profiler.get("tool"), *(node.get("tool") for node in enabled.values())]
-    if any(tool not in (None, *TOOLS) for tool in chosen):
-        return  # said by the dataclass
-    tools = set(chosen)
-    yield from _step_rules(tree, enabled)
+    profiler = run.global_profiler
+    enabled = dict(_enabled(run, use_reference))
+    tools = {profiler.tool, *(node.tool for node in enabled.values())}
+    if any(tool not in (None, *TOOLS) for tool in tools):
+        return  # the dataclass refuses it
+    yield from _step_rules(run, enabled)
     for role, node in enabled.items():
-        yield from _role_rules(tree, role, node)
-    yield from _folder_rules(tree, enabled)
-    for tool in sorted(tools - {None}):
-        where = next((f"{role}.profiler" for role, node in enabled.items() if node.get("tool") == tool), _GLOBAL)
-        key = f"{_GLOBAL if profiler.get('tool') == tool else where}.tool"
+        yield from _role_rules(run, role, node)
+    yield from _folder_rules(run, enabled)
+    for tool in sorted(tool for tool in tools if tool is not None):
+        where = next((f"{role}.profiler" for role, node in enabled.items() if node.tool == tool), _GLOBAL)
+        key = f"{_GLOBAL if profiler.tool == tool else where}.tool"
         if tool == "nsys":
             yield from _nsys_rules(tree)
-        reason = missing_part(tool, str(select(tree, "trainer.device")), _runs_here(tree))
+        reason = missing_part(tool, run.trainer.device, run.ray_kwargs.is_local)
         if reason is not None:
             yield Violation(key, tool, reason)
 
 
 def _place_rules(tree: Tree) -> Iterator[Violation]:
-    """Yield keys of a role at the run and of the run at a role, which nothing reads, and tools that there are not."""
+    """Yield keys of a role at the run, keys of the run at a role, which nothing reads, and unknown tools."""
     for key in _OF_A_ROLE:
         if key in tree[_GLOBAL]:
             expected = f"is said by each role: write actor_rollout_ref.actor.profiler.{key}"
@@ -69,7 +71,7 @@ def _place_rules(tree: Tree) -> Iterator[Violation]:
 
 
 def _tool_config_rules(key: str, options: Any, tools: tuple[str, ...]) -> Iterator[Violation]:
-    """Yield options that are none, and those of a tool that are not read there."""
+    """Yield options that are not a mapping, and tools whose options are not read there."""
     if options is not None and not isinstance(options, Mapping):
         yield Violation(key, options, f"must be null or a mapping of {', '.join(tools)}")
         return
@@ -83,25 +85,25 @@ def _tool_config_rules(key: str, options: Any, tools: tuple[str, ...]) -> Iterat
 
 
 def _nsys_rules(tree: Tree) -> Iterator[Violation]:
-    """Yield command lines of nsys that are none."""
+    """Yield command-line options of nsys that are not a mapping."""
     for name in ("controller_nsight_options", "worker_nsight_options"):
         key = f"{_GLOBAL}.global_tool_config.nsys.{name}"
         if not isinstance(select(tree, key), Mapping):
             yield Violation(key, select(tree, key), "must be a mapping of options of nsys profile")
 
 
-def _folder_rules(tree: Tree, enabled: Mapping[str, Tree]) -> Iterator[Violation]:
-    """Yield folders that cannot be made on this machine, where it is the one that writes to them."""
+def _folder_rules(run: RunConfig, enabled: Mapping[str, ProfilerConfig]) -> Iterator[Violation]:
+    """Yield folders of profiles that this machine would write and cannot."""
     folders: dict[str, str] = {}
-    paths = [(f"{role}.profiler.save_path", node.get("save_path")) for role, node in enabled.items()]
-    run_path = tree[_GLOBAL].get("save_path")
-    if run_path in [path for _, path in paths] or tree[_GLOBAL].get("tool") in _OPTIONS_OF_THE_RUN:
+    paths = [(f"{role}.profiler.save_path", node.save_path) for role, node in enabled.items()]
+    run_path = run.global_profiler.save_path
+    if run_path in [path for _, path in paths] or run.global_profiler.tool in _OPTIONS_OF_THE_RUN:
         paths.insert(0, (f"{_GLOBAL}.save_path", run_path))
     for key, path in paths:
-        if isinstance(path, str):
+        if path is not None:
             folders.setdefault(path, key)
     for path, key in folders.items():
-        problem = _folder_problem(path, _runs_here(tree))
+        problem = _folder_problem(path, run.ray_kwargs.is_local)
         if problem is not None:
             yield Violation(key, path, problem)
 
@@ -118,27 +120,25 @@ def _folder_problem(path: str, runs_here: bool) -> str | None:
     return None if os.access(there, os.W_OK | os.X_OK) else f"cannot be written: {there} allows it to others only"
 
 
-def _enabled(tree: Tree, use_reference: bool, use_critic: bool) -> Iterator[tuple[str, Tree]]:
+def _enabled(run: RunConfig, use_reference: bool) -> Iterator[tuple[str, ProfilerConfig]]:
     """Yield the profiler node of each role of this run that is to be profiled."""
-    runs = {
-        "actor_rollout_ref.actor": True,
-        "actor_rollout_ref.rollout": True,
-        "actor_rollout_ref.ref": use_reference,
-        "critic": use_critic,
-        "reward_model": select(tree, "reward_model.enable") is True,
+    shared = run.actor_rollout_ref
+    nodes: dict[str, ProfilerConfig | None] = {
+        "actor_rollout_ref.actor": shared.actor.profiler,
+        "actor_rollout_ref.rollout": shared.rollout.profiler,
+        "actor_rollout_ref.ref": shared.ref.profiler if use_reference else None,
+        "critic": None if run.critic is None else run.critic.profiler,
+        "reward_model": run.reward_model.profiler if run.reward_model.enable else None,
     }
-    for role, is_run in runs.items():
-        node = select(tree, f"{role}.profiler")
-        if is_run and isinstance(node, Mapping) and node.get("enable") is True:
+    for role, node in nodes.items():
+        if node is not None and node.enable:
             yield role, node
 
 
-def _step_rules(tree: Tree, enabled: Mapping[str, Tree]) -> Iterator[Violation]:
-    """Yield steps that profile nothing, profilers without a step, and steps behind the end of the run."""
-    tool, steps = select(tree, f"{_GLOBAL}.tool"), select(tree, f"{_GLOBAL}.steps")
-    snapshots = tool == "torch_memory"  # of the actor, after each step
-    if not isinstance(steps, list | None) or not all(isinstance(step, int) for step in steps or ()):
-        return  # said by the dataclass
+def _step_rules(run: RunConfig, enabled: Mapping[str, ProfilerConfig]) -> Iterator[Violation]:
+    """Yield steps that profile nothing, profilers without a step, and steps after the end of the run."""
+    steps = run.global_profiler.steps
+    snapshots = run.global_profiler.tool == "torch_memory"  # of the actor, after each step
     if enabled and not steps and not snapshots:
         role = next(iter(enabled))
         expected = f"names no training step, and {role}.profiler.enable=true: write a list such as [1,2]"
@@ -146,64 +146,59 @@ def _step_rules(tree: Tree, enabled: Mapping[str, Tree]) -> Iterator[Violation]:
     if steps and not enabled and not snapshots:
         expected = "no role of this run is profiled: set actor_rollout_ref.actor.profiler.enable=true, or write null"
         yield Violation(f"{_GLOBAL}.steps", steps, expected)
-    total = select(tree, "trainer.total_training_steps")
-    beyond = [step for step in steps or () if isinstance(total, int) and step > total]
+    total = run.trainer.total_training_steps
+    beyond = [step for step in steps or () if total is not None and step > total]
     if beyond:
         expected = f"steps {beyond} never come with trainer.total_training_steps={total}"
         yield Violation(f"{_GLOBAL}.steps", steps, expected)
 
 
-def _role_rules(tree: Tree, role: str, node: Tree) -> Iterator[Violation]:
+def _role_rules(run: RunConfig, role: str, node: ProfilerConfig) -> Iterator[Violation]:
     """Yield a role without a tool, ranks that it does not have, and mini-batches that never come."""
-    key, tool, ranks = f"{role}.profiler", node.get("tool"), node.get("ranks")
-    if tool is None:
+    key = f"{role}.profiler"
+    if node.tool is None:
         yield Violation(f"{key}.enable", True, f"needs a tool: set {_GLOBAL}.tool to one of {', '.join(TOOLS)}")
-    if tool == "nsys" and select(tree, f"{_GLOBAL}.tool") != "nsys":
-        yield Violation(f"{key}.tool", tool, f"needs workers that nsys has started: set {_GLOBAL}.tool=nsys")
-    if isinstance(ranks, list) and all(isinstance(rank, int) for rank in ranks):
-        size = _world_size(tree, role)
-        beyond = [rank for rank in ranks if size is not None and rank >= size]
+    if node.tool == "nsys" and run.global_profiler.tool != "nsys":
+        yield Violation(f"{key}.tool", node.tool, f"needs workers that nsys has started: set {_GLOBAL}.tool=nsys")
+    if isinstance(node.ranks, list) and all(isinstance(rank, int) for rank in node.ranks):
+        size = _world_size(run, role)
+        beyond = [rank for rank in node.ranks if rank >= size]
         if beyond:
-            yield Violation(f"{key}.ranks", ranks, f"ranks {beyond} do not exist, {role} has {size} workers")
-        if tool in RANKS_MUST_BE_NAMED and not ranks and not node.get("all_ranks"):
-            expected = f"names no rank to profile by {tool}: write a list such as [0], or all_ranks=true"
-            yield Violation(f"{key}.ranks", ranks, expected)
+            yield Violation(f"{key}.ranks", node.ranks, f"ranks {beyond} do not exist, {role} has {size} workers")
+        if node.tool in RANKS_MUST_BE_NAMED and not node.ranks and not node.all_ranks:
+            expected = f"names no rank to profile by {node.tool}: write a list such as [0], or all_ranks=true"
+            yield Violation(f"{key}.ranks", node.ranks, expected)
     start = select(node, "tool_config.torch.step_start", 0)
-    batches = _mini_batches(tree, role)
-    if tool == "torch" and batches is not None and isinstance(start, int) and start >= batches:
+    batches = _mini_batches(run, role)
+    if node.tool == "torch" and batches is not None and isinstance(start, int) and start >= batches:
         expected = f"never comes: an update has {batches} mini-batches, the first is 0"
         yield Violation(f"{key}.tool_config.torch.step_start", start, expected)
 
 
-def _world_size(tree: Tree, role: str) -> int | None:
-    """Return the workers of a role, None where that is not known."""
-    pool = "trainer"
-    if role == "reward_model" and select(tree, "reward_model.enable_resource_pool"):
-        pool = "reward_model"
-    sizes = [select(tree, f"{pool}.{name}") for name in ("n_gpus_per_node", "nnodes")]
-    return sizes[0] * sizes[1] if all(isinstance(size, int) for size in sizes) else None
+def _world_size(run: RunConfig, role: str) -> int:
+    """Return the number of workers of a role."""
+    reward = run.reward_model
+    has_pool = role == "reward_model" and reward.enable_resource_pool
+    return reward.n_gpus_per_node * reward.nnodes if has_pool else run.trainer.world_size
 
 
-def _mini_batches(tree: Tree, role: str) -> int | None:
+def _mini_batches(run: RunConfig, role: str) -> int | None:
     """Return the optimizer steps of one update of a role, None for a role that does not train."""
-    node = select(tree, role)
-    mini, epochs = node.get("ppo_mini_batch_size"), node.get("ppo_epochs")
-    if not isinstance(mini, int) or not isinstance(epochs, int) or mini < 1:
+    node: ActorConfig | CriticConfig | None = None
+    if role == "actor_rollout_ref.actor":
+        node = run.actor_rollout_ref.actor
+    elif role == "critic":
+        node = run.critic
+    if node is None or node.ppo_mini_batch_size < 1:
         return None
-    return max(1, prompts_per_step(tree) // mini) * epochs
-
-
-def _runs_here(tree: Tree) -> bool:
-    """Whether Ray is going to be started on this machine alone."""
-    address = select(tree, "ray_kwargs.ray_init.address") or envs.read("RAY_ADDRESS")
-    return (address or "local") == "local"
+    return max(1, run.prompts_per_step // node.ppo_mini_batch_size) * node.ppo_epochs
 
 
 def missing_part(tool: str, device: str, runs_here: bool) -> str | None:
     """Return what a tool lacks, and what to do; None where it lacks nothing."""
     needed = _DEVICES.get(tool)
     if tool == "npu" and device in ("cuda", "cpu"):
-        return f"profiles Ascend devices, which trainer.device={device} has none of: profile with torch"
+        return f"profiles Ascend devices, and trainer.device={device}: profile with torch"
     if needed is not None and device != needed:
         instead = f", or profile with {'npu' if device == 'npu' else 'torch'}"
         what = {"torch_memory": "records the allocator of CUDA and "}.get(tool, "")

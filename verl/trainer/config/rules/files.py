@@ -1,0 +1,98 @@
+"""Data files, Python files and folders that a configuration names: do they exist, and can they be used?"""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from verl.base_config import Violation
+from verl.trainer.config.rules.user_code import imports_everything, python_file_rules, scorer_rules
+from verl.trainer.config.run_config import RunConfig
+
+RUN_FOLDERS = ("default_local_dir", "rollout_data_dir", "validation_data_dir")
+"""Keys of ``trainer`` that name folders of a run."""
+
+
+def file_rules(run: RunConfig) -> Iterator[Violation]:
+    """Yield missing data and Python files, functions that their file does not define, and unwritable folders."""
+    yield from folder_rules({f"trainer.{name}": run.trainer[name] for name in RUN_FOLDERS})
+    yield from _resume_rules(run)
+    yield from _validation_file_rules(run)
+    yield from data_file_rules("data.train_files", run.data.train_files, required=True)
+    yield from data_file_rules("data.val_files", run.data.val_files, required=False)
+    scorer = run.custom_reward_function
+    sampler = run.data.sampler
+    for node, path_key, path, name_key, name in (
+        ("custom_reward_function", "path", scorer.path, "name", scorer.name),
+        ("data.custom_cls", "path", run.data.custom_cls.path, "name", run.data.custom_cls.name),
+        ("data.sampler", "class_path", sampler.class_path, "class_name", sampler.class_name),
+        ("data.datagen", "path", run.data.datagen.path, "name", run.data.datagen.name),
+    ):
+        if path is None:
+            continue
+        violations, module = python_file_rules(f"{node}.{path_key}", path, f"{node}.{name_key}", name)
+        if node == "custom_reward_function" and module is not None and not imports_everything(module):
+            yield from scorer_rules(run, module)
+        yield from violations
+
+
+def folder_rules(folders: Mapping[str, str | None]) -> Iterator[Violation]:
+    """Yield folders that cannot be written, though they or their parent exist on this machine."""
+    for key, path in folders.items():
+        if not path or "://" in path:
+            continue
+        folder = os.path.abspath(os.path.expanduser(path))
+        existing = folder if os.path.exists(folder) else os.path.dirname(folder)
+        if not os.path.exists(existing):
+            continue  # on a cluster the driver may run on another machine, where it does
+        if not os.path.isdir(existing):
+            yield Violation(key, path, f"must be a folder: {existing} is a file")
+        elif not os.access(existing, os.W_OK | os.X_OK):
+            yield Violation(key, path, f"{existing} cannot be written: write another folder")
+
+
+def _resume_rules(run: RunConfig) -> Iterator[Violation]:
+    """Yield a checkpoint to resume from that does not exist."""
+    path = run.trainer.resume_from_path
+    if run.trainer.resume_mode != "resume_path":
+        return
+    if path is None or "global_step_" not in path:
+        expected = "must name a global_step_<N> folder with trainer.resume_mode=resume_path"
+        yield Violation("trainer.resume_from_path", path, expected)
+    elif not os.path.isdir(os.path.expanduser(path)):
+        yield Violation("trainer.resume_from_path", path, "no such folder: write a checkpoint's global_step_<N>")
+
+
+def _validation_file_rules(run: RunConfig) -> Iterator[Violation]:
+    """Yield a run that validates without a file."""
+    trainer = run.trainer
+    switches = {
+        "val_before_train": trainer.val_before_train,
+        "val_only": trainer.val_only,
+        "test_freq": trainer.test_freq > 0,
+    }
+    asked = ", ".join(f"trainer.{name}" for name, is_on in switches.items() if is_on)
+    if asked and run.data.val_files is None:
+        verb = "ask" if "," in asked else "asks"
+        expected = f"{asked} {verb} for validation: name a file, or write "
+        yield Violation("data.val_files", None, f"{expected}trainer.val_before_train=false and trainer.test_freq=-1")
+
+
+def data_file_rules(key: str, value: Any, required: bool) -> Iterator[Violation]:
+    """Yield the data files of a key that cannot be read; ``value`` is a path or a list of paths."""
+    files: Sequence[Any] = [value] if isinstance(value, str) else value
+    if files is None and not required:
+        return
+    if not isinstance(files, list) or not files or not all(isinstance(file, str) for file in files):
+        yield Violation(key, value, "must be a path or a list of paths of parquet files")
+        return
+    for file in files:
+        expanded = os.path.expanduser(file)
+        if "://" in file:
+            continue
+        if os.path.isdir(expanded):
+            yield Violation(key, file, "is a folder: write the parquet file in it")
+        elif not os.path.isfile(expanded):
+            expected = "no such file: examples/data_preprocess/gsm8k.py writes one, or give the right path"
+            yield Violation(key, file, expected)
+        elif os.path.getsize(expanded) == 0:
+            yield Violation(key, file, "is empty: write it again")

@@ -1,0 +1,125 @@
+"""Keys that have no effect in a run: named once, in one line, if they were changed from their default."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from verl.base_config import Kind, Violation, as_yaml
+from verl.trainer.config.keys import select
+from verl.trainer.config.run_config import ABSENT, RunConfig, default_of
+
+ACTOR = "actor_rollout_ref.actor"
+REF = "actor_rollout_ref.ref"
+ROLLOUT = "actor_rollout_ref.rollout"
+MODEL = "actor_rollout_ref.model"
+REWARD = "reward_model"
+
+
+class Idle(NamedTuple):
+    """Keys below ``node`` that nothing reads while ``switch`` has the value ``off``."""
+
+    switch: str
+    off: Any
+    node: str
+    names: tuple[str, ...]
+
+
+_SCHEDULE = ("min_lr_ratio", "num_cycles")
+_OTHER_LOSSES = (
+    "clip_cov_ratio",
+    "clip_cov_lb",
+    "clip_cov_ub",
+    "kl_cov_ratio",
+    "ppo_kl_coef",
+    "tau_pos",
+    "tau_neg",
+)
+_IMPORTANCE_WEIGHTS = (
+    "rollout_is_threshold_lower",
+    "rollout_is_level",
+    "rollout_is_mode",
+    "rollout_is_veto_threshold",
+)
+_REWARD_MODEL = (
+    "enable_resource_pool",
+    "model.path",
+    "model.trust_remote_code",
+    "model.use_shm",
+    "model.use_remove_padding",
+    "micro_batch_size",
+    "micro_batch_size_per_gpu",
+    "max_length",
+    "ulysses_sequence_parallel_size",
+)
+_VLLM_ONLY = (
+    "gpu_memory_utilization",
+    "enforce_eager",
+    "cudagraph_capture_sizes",
+    "free_cache_engine",
+    "tensor_model_parallel_size",
+    "expert_parallel_size",
+    "max_num_batched_tokens",
+    "enable_chunked_prefill",
+    "enable_prefix_caching",
+    "disable_log_stats",
+    "skip_tokenizer_init",
+    "layered_summon",
+    "engine_kwargs.vllm",
+)
+_MCORE_OFFLOADS = ("megatron.param_offload", "megatron.grad_offload", "megatron.optimizer_offload")
+_GPU_ONLY = (
+    (f"{ROLLOUT}", ("cudagraph_capture_sizes", "layered_summon")),
+    (f"{ACTOR}.fsdp_config", ("param_offload", "optimizer_offload")),
+    (f"{REF}.fsdp_config", ("param_offload", "optimizer_offload")),
+    ("critic.model.fsdp_config", ("param_offload", "optimizer_offload")),
+    (f"{REWARD}.model.fsdp_config", ("param_offload",)),
+    (ACTOR, _MCORE_OFFLOADS),
+    (REF, _MCORE_OFFLOADS),
+    ("critic", _MCORE_OFFLOADS),
+    (REWARD, _MCORE_OFFLOADS),
+    (MODEL, ("enable_activation_offload",)),
+    ("critic.model", ("enable_activation_offload",)),
+)
+
+IDLE = [
+    Idle(f"{ACTOR}.use_kl_loss", False, ACTOR, ("kl_loss_coef", "kl_loss_type")),
+    Idle(f"{ACTOR}.policy_loss.loss_mode", "vanilla", f"{ACTOR}.policy_loss", _OTHER_LOSSES),
+    Idle(f"{ACTOR}.optim.lr_scheduler_type", "constant", f"{ACTOR}.optim", _SCHEDULE),
+    Idle("critic.optim.lr_scheduler_type", "constant", "critic.optim", _SCHEDULE),
+    Idle("algorithm.use_kl_in_reward", False, "algorithm", ("kl_penalty",)),
+    Idle("algorithm.use_kl_in_reward", False, "algorithm.kl_ctrl", ("type", "kl_coef", "horizon", "target_kl")),
+    Idle("algorithm.filter_groups.enable", False, "algorithm.filter_groups", ("metric", "max_num_gen_batches")),
+    Idle(f"{ROLLOUT}.n", 1, "algorithm.filter_groups", ("enable",)),
+    Idle(f"{REWARD}.overlong_buffer.enable", False, f"{REWARD}.overlong_buffer", ("len", "penalty_factor", "log")),
+    Idle("algorithm.rollout_is_threshold", None, "algorithm", _IMPORTANCE_WEIGHTS),
+    Idle("algorithm.use_pf_ppo", False, "algorithm.pf_ppo", ("reweight_method", "weight_pow")),
+    Idle(f"{MODEL}.lora_rank", 0, MODEL, ("lora_alpha", "target_modules", "exclude_modules")),
+    Idle("critic.model.lora_rank", 0, "critic.model", ("lora_alpha", "target_modules")),
+    Idle(f"{ROLLOUT}.val_kwargs.do_sample", False, f"{ROLLOUT}.val_kwargs", ("temperature", "top_p", "top_k")),
+    Idle(f"{ROLLOUT}.do_sample", False, ROLLOUT, ("top_p", "top_k", "repetition_penalty")),
+    Idle(f"{REWARD}.enable", False, REWARD, _REWARD_MODEL),
+    Idle(f"{REWARD}.enable_resource_pool", False, REWARD, ("n_gpus_per_node", "nnodes")),
+    Idle(f"{REWARD}.model.input_tokenizer", None, REWARD, ("max_length",)),
+    Idle(f"{ROLLOUT}.skip_rollout", False, ROLLOUT, ("skip_dump_dir",)),
+    Idle("trainer.resume_mode", "auto", "trainer", ("resume_from_path",)),
+    Idle("trainer.resume_mode", "disable", "trainer", ("resume_from_path",)),
+    Idle("trainer.device", "npu", ROLLOUT, ("layered_summon",)),
+    Idle(f"{ROLLOUT}.name", "hf", ROLLOUT, _VLLM_ONLY),
+]
+IDLE += [Idle("trainer.device", "cpu", node, names) for node, names in _GPU_ONLY]
+
+_OF_AN_ENABLED_REWARD_MODEL = (f"{REWARD}.enable_", f"{REWARD}.model.")
+
+
+def idle_keys(run: RunConfig, tree: Mapping[str, Any]) -> Iterator[Violation]:
+    """Yield each key that ``tree`` changes from its default and that has no effect in this run."""
+    for switch, off, node, names in IDLE:
+        if select(tree, switch) != off or (node.startswith("critic") and run.critic is None):
+            continue
+        if not run.reward_model.enable and any(key.startswith(_OF_AN_ENABLED_REWARD_MODEL) for key in (switch, node)):
+            continue
+        for name in names:
+            key = f"{node}.{name}"
+            value = select(tree, key, ABSENT)
+            default = default_of(run, key)
+            if value is not ABSENT and default is not ABSENT and value != default:
+                yield Violation(key, value, f"{switch}={as_yaml(off)}", Kind.IDLE, (switch,))

@@ -1,0 +1,331 @@
+"""Roles on Megatron-Core: their layouts against the workers, the model and each other, and what cannot run."""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from omegaconf import OmegaConf
+
+from verl.base_config import Violation, as_yaml
+from verl.models.mcore_limits import LIMITS, Limit, causal_name, model_limits
+from verl.trainer.config.keys import select
+from verl.trainer.config.rules.megatron_overrides import optimizer_rules, override_rules, stage_problem
+from verl.trainer.config.rules.reward import reward_world_size
+from verl.trainer.config.run_config import RunConfig
+from verl.utils import envs
+from verl.utils.megatron.ranks import expert_layout_problem
+from verl.workers.config import (
+    ActorConfig,
+    ActorRolloutRefConfig,
+    BaseModelConfig,
+    CriticConfig,
+    HFModelConfig,
+    McoreEngineConfig,
+    RefConfig,
+    RewardModelConfig,
+    RewardModelModelConfig,
+)
+from verl.workers.config.model import ROPE_KEYS, ConfigFields, apply_overrides, path_problems, read_config_json
+
+Tree = Mapping[str, Any]
+
+ARCHITECTURES = tuple(sorted(LIMITS))
+
+SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+)
+SHARED = (*SIZES, "virtual_pipeline_model_parallel_size", "expert_tensor_parallel_size")
+"""Keys of a ``megatron`` node that roles of one process have in common."""
+
+CUDA_ONLY = (
+    "apply_rope_fusion",
+    "gradient_accumulation_fusion",
+    "moe_permute_fusion",
+    "moe_grouped_gemm",
+    "moe_enable_deepep",
+    "moe_router_fusion",
+    "tp_comm_overlap",
+    "cpu_offloading",
+    "enable_cuda_graph",
+    "fp8",
+    "fp4",
+    "use_kitchen",
+    "fine_grained_activation_offloading",
+    "symmetric_ar_type",
+    "batch_invariant_mode",
+)
+"""Fields of TransformerConfig whose code runs on CUDA only."""
+
+CUDA_OPTIMIZERS = ("use_precision_aware_optimizer", "optimizer_cpu_offload", "overlap_cpu_optimizer_d2h_h2d")
+"""Fields of OptimizerConfig whose code runs on CUDA only."""
+
+ASCEND = "is not supported with trainer.device=npu: Megatron-Core runs on CUDA and CPU. Write "
+
+ACTOR_MODEL = "actor_rollout_ref.model"
+"""The key of the model of actor and reference."""
+
+
+class Role(NamedTuple):
+    """A role with a training engine; ``shares`` says whether it lives in the actor's processes."""
+
+    key: str
+    node: ActorConfig | RefConfig | CriticConfig | RewardModelConfig
+    model_key: str
+    model: HFModelConfig | BaseModelConfig | RewardModelModelConfig
+    optimizer_overrides: Tree
+    world: int
+    shares: bool
+
+    @property
+    def is_megatron(self) -> bool:
+        """Whether the role runs on Megatron-Core."""
+        return self.node.strategy == "megatron"
+
+    @property
+    def engine_key(self) -> str:
+        """The key of the role's layout."""
+        return f"{self.key}.megatron"
+
+
+def _overrides_of(optim: Tree) -> Tree:
+    return optim.get("override_optimizer_config") or {}
+
+
+def _roles(run: RunConfig, use_reference: bool) -> list[Role]:
+    """Return the roles with a training engine, the actor first."""
+    shared = run.actor_rollout_ref
+    reward = run.reward_model
+    world = run.trainer.world_size
+    actor = shared.actor
+    key = "actor_rollout_ref.actor"
+    roles = [Role(key, actor, ACTOR_MODEL, shared.model, _overrides_of(actor.optim), world, True)]
+    if use_reference and not shared.model.lora_rank:
+        roles.append(Role("actor_rollout_ref.ref", shared.ref, ACTOR_MODEL, shared.model, {}, world, True))
+    if run.critic is not None:
+        overrides = _overrides_of(run.critic.optim)
+        roles.append(Role("critic", run.critic, "critic.model", run.critic.model, overrides, world, True))
+    if reward.enable and not reward.is_generative:
+        size = reward_world_size(run)
+        is_shared = not reward.enable_resource_pool
+        roles.append(Role("reward_model", reward, "reward_model.model", reward.model, {}, size, is_shared))
+    return roles
+
+
+def megatron_rules(run: RunConfig, use_reference: bool, broken: set[str]) -> Iterator[Violation]:
+    """Yield what keeps roles on Megatron-Core from running; rules that need a broken key are skipped."""
+    if any(key.startswith(("trainer.n", "reward_model.n")) for key in broken):
+        return
+    roles = _roles(run, use_reference)
+    yield from _strategy_rules(roles)
+    for role in roles:
+        if not role.is_megatron:
+            continue
+        if run.trainer.device == "npu":
+            expected = f"{ASCEND}--config-name=ppo_trainer, which is of FSDP"
+            yield Violation.unsupported(f"{role.key}.strategy", "megatron", expected)
+            continue
+        engine = role.node.engine
+        if not isinstance(engine, McoreEngineConfig):
+            yield Violation(f"{role.key}.strategy", "megatron", "needs --config-name=ppo_megatron_trainer")
+        elif not any(key.startswith(role.engine_key) for key in broken):
+            yield from _option_rules(run, role, engine)
+            yield from _world_rules(role, engine, run.trainer.device == "cpu")
+            yield from _model_rules(run.actor_rollout_ref, role, engine)
+            actor = roles[0].node.engine
+            if role.shares and isinstance(actor, McoreEngineConfig):
+                yield from _shared_rules(role, engine, actor)
+
+
+def _strategy_rules(roles: list[Role]) -> Iterator[Violation]:
+    """Yield roles on Megatron-Core that share processes with others on FSDP."""
+    actor = roles[0]
+    for role in roles[1:]:
+        if role.shares and role.is_megatron != actor.is_megatron:
+            expected = (
+                f"shares its workers with the actor, whose strategy is {actor.node.strategy}: choose both by "
+                "--config-name, ppo_trainer or ppo_megatron_trainer"
+            )
+            yield Violation(f"{role.key}.strategy", role.node.strategy, expected)
+
+
+def _option_rules(run: RunConfig, role: Role, engine: McoreEngineConfig) -> Iterator[Violation]:
+    """Yield options of model and engine that do not exist on Megatron-Core, or not on these devices."""
+    for name, wanted in (("lora_rank", 0), ("use_liger", False), ("enable_activation_offload", False)):
+        value = select(role.model, name, wanted)
+        if value != wanted:
+            expected = f"is not supported with strategy=megatron: write {as_yaml(wanted)}"
+            yield Violation.unsupported(f"{role.model_key}.{name}", value, expected)
+    folder = engine.dist_checkpointing_path
+    if folder is not None and "://" not in folder and not os.path.isdir(os.path.expanduser(folder)):
+        expected = "no such folder: write one that scripts/converter_hf_to_mcore.py made, or a checkpoint"
+        yield Violation(f"{role.engine_key}.dist_checkpointing_path", folder, expected)
+    yield from override_rules(engine, role.engine_key, role.model_key)
+    yield from optimizer_rules({"override_optimizer_config": role.optimizer_overrides}, f"{role.key}.optim")
+    on_cpu = run.trainer.device == "cpu"
+    overrides = engine.override_transformer_config
+    for name in CUDA_ONLY:
+        if on_cpu and overrides.get(name):
+            key = f"{role.engine_key}.override_transformer_config.{name}"
+            yield Violation(key, overrides[name], "needs CUDA: leave it out with trainer.device=cpu")
+    fused = f"{ACTOR_MODEL}.use_fused_kernels"
+    is_fused = role.model_key == ACTOR_MODEL and run.actor_rollout_ref.model.use_fused_kernels
+    if overrides.get("defer_embedding_wgrad_compute") and is_fused:
+        key = f"{role.engine_key}.override_transformer_config.defer_embedding_wgrad_compute"
+        yield Violation(key, True, f"needs logits: leave it out, or write {fused}=false")
+    dispatcher = overrides.get("moe_token_dispatcher_type", "alltoall")
+    if dispatcher != "alltoall" and (on_cpu or dispatcher != "flex"):
+        key = f"{role.engine_key}.override_transformer_config.moe_token_dispatcher_type"
+        also = "" if on_cpu else " or flex"
+        yield Violation(key, dispatcher, f"must be alltoall{also}: the length of micro-batches varies")
+    for name in (each for each in CUDA_OPTIMIZERS if on_cpu and role.optimizer_overrides.get(each)):
+        key = f"{role.key}.optim.override_optimizer_config.{name}"
+        yield Violation(key, role.optimizer_overrides[name], "needs CUDA: leave it out with trainer.device=cpu")
+    if on_cpu and overrides.get("deallocate_pipeline_outputs"):
+        key = f"{role.engine_key}.override_transformer_config.deallocate_pipeline_outputs"
+        yield Violation(key, True, "must be false with trainer.device=cpu: gloo still reads what would be freed")
+    if on_cpu and overrides.get("transformer_impl") == "transformer_engine":
+        key = f"{role.engine_key}.override_transformer_config.transformer_impl"
+        yield Violation(key, "transformer_engine", "needs CUDA: write local with trainer.device=cpu")
+
+
+def _world_rules(role: Role, engine: McoreEngineConfig, on_cpu: bool) -> Iterator[Violation]:
+    """Yield sizes that do not divide the workers."""
+    tp = engine.tensor_model_parallel_size
+    pp = engine.pipeline_model_parallel_size
+    cp = engine.context_parallel_size
+    if role.world % (tp * pp * cp):
+        expected = f"x pipeline_model_parallel_size={pp} x context_parallel_size={cp} must divide the {role.world}"
+        yield Violation(f"{role.engine_key}.{SIZES[0]}", tp, f"{expected} workers (n_gpus_per_node x nnodes)")
+    elif (found := expert_layout_problem(role.world, engine, on_cpu)) is not None:
+        key, value, expected = found
+        yield Violation(f"{role.engine_key}.{key}", value, expected)
+
+
+def _model_rules(shared: ActorRolloutRefConfig, role: Role, engine: McoreEngineConfig) -> Iterator[Violation]:
+    """Yield an unsupported model, and sizes that do not divide its heads, experts or layers; a hub id is not read."""
+    key = role.model_key
+    node: Tree = role.model
+    if isinstance(role.node, RefConfig):
+        key, node = reference_node(shared)
+    if (fields := config_fields(node)) is None:
+        return
+    yield from family_rules(node, fields, key, "--config-name=ppo_trainer")
+    config = vars(fields)
+    tp = engine.tensor_model_parallel_size
+    pp = engine.pipeline_model_parallel_size
+    ep = engine.expert_model_parallel_size
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        count = config.get(name)
+        if isinstance(count, int) and count % tp:
+            yield Violation(f"{role.engine_key}.{SIZES[0]}", tp, f"must divide {name}={count} of the model")
+    experts = config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts") or 0
+    if ep > 1 and "model_type" in config and (not experts or experts % ep):
+        yield Violation(f"{role.engine_key}.{SIZES[3]}", ep, f"must divide the {experts} experts of the model")
+    if experts and tp > 1 and not engine.sequence_parallel:
+        expected = f"must be true with {SIZES[0]}={tp}: the model has experts, which need it on Megatron-Core"
+        yield Violation(f"{role.engine_key}.sequence_parallel", False, expected)
+    layers = config.get("num_hidden_layers")
+    overrides = engine.override_transformer_config
+    stages = engine.virtual_pipeline_model_parallel_size or 1
+    if isinstance(layers, int) and (found := stage_problem(layers, pp, stages, overrides)) is not None:
+        name, expected = found
+        if name is None:
+            yield Violation(f"{role.engine_key}.{SIZES[1]}", pp, expected)
+        else:
+            yield Violation(f"{role.engine_key}.override_transformer_config.{name}", overrides[name], expected)
+
+
+def _shared_rules(role: Role, engine: McoreEngineConfig, actor: McoreEngineConfig) -> Iterator[Violation]:
+    """Yield differences from the layout of the actor, whose processes have one set of groups."""
+    for name in SHARED:
+        if engine[name] != actor[name]:
+            expected = (
+                f"must be {as_yaml(actor[name])}, as in actor_rollout_ref.actor.megatron: roles that share their "
+                "workers have one layout"
+            )
+            yield Violation(f"{role.engine_key}.{name}", engine[name], expected)
+
+
+# ---- models that Megatron-Core cannot hold, by their config.json
+
+
+def config_fields(node: Tree) -> ConfigFields | None:
+    """Return the fields of ``config.json`` and ``override_config`` of a model node; None if the path is wrong.
+
+    Of a hub id, whose files are not on this machine, only ``override_config`` is known.
+    """
+    path = node.get("hf_config_path") or node.get("path")
+    if not isinstance(path, str) or list(path_problems(path)):
+        return None
+    fields = ConfigFields(read_config_json(path))
+    apply_overrides(fields, node.get("override_config") or {})
+    return fields
+
+
+def reference_node(shared: ActorRolloutRefConfig) -> tuple[str, Tree]:
+    """Return the key of the reference's model node, and the node."""
+    if not shared.ref.model_path:
+        return ACTOR_MODEL, shared.model
+    names = ("path", "override_config", "external_lib", "trust_remote_code")
+    written = {name: shared.model[name] for name in names}
+    if shared.model.hf_config_path != shared.model.path:
+        written["hf_config_path"] = shared.model.hf_config_path
+    merged: Any = OmegaConf.to_container(OmegaConf.merge(written, shared.ref.model or {}))
+    return "actor_rollout_ref.ref.model", merged
+
+
+def family_rules(
+    node: Tree, fields: ConfigFields | None, key: str, on_fsdp: str, path_key: str | None = None
+) -> Iterator[Violation]:
+    """Yield an architecture that no family has, and fields that its family would compute differently.
+
+    Modules of the user may add families, and remote code may read ``config.json`` in another way: the workers judge
+    these.
+
+    Args: ``key`` is the key of ``node``, ``path_key`` the key of its path if that is not below it, ``on_fsdp`` what
+        to write for a run on FSDP.
+    """
+    if fields is None or envs.read("VERL_USE_EXTERNAL_MODULES") or node.get("external_lib"):
+        return
+    at = (path_key or f"{key}.path", node.get("path"))
+    if node.get("hf_config_path") not in (None, node.get("path")):
+        at = (f"{key}.hf_config_path", node["hf_config_path"])
+    named = getattr(fields, "architectures", None) or []
+    if named and [causal_name(name) in ARCHITECTURES for name in named] != [True]:
+        expected = f"architecture {', '.join(named)} is not supported with strategy=megatron: it knows "
+        yield Violation.unsupported(*at, f"{expected}{', '.join(ARCHITECTURES)}; write {on_fsdp}")
+    elif named and not (node.get("trust_remote_code") and getattr(fields, "auto_map", None)):
+        yield from _limit_rules(node, list(_limits(named[0], fields)), key, at, on_fsdp)
+
+
+def _limits(architecture: str, fields: ConfigFields) -> Iterator[Limit]:
+    with suppress(TypeError):  # a field is not a number: transformers says which
+        yield from model_limits(architecture, fields)
+
+
+def _limit_rules(node: Tree, limits: list[Limit], key: str, at: tuple[str, Any], on_fsdp: str) -> Iterator[Violation]:
+    """Yield the limits under the overrides that they come from, and the others together under the path."""
+    overrides = node.get("override_config") or {}
+    of_file = []
+    for limit in limits:
+        name = _override_of(limit, overrides)
+        if name is None:
+            of_file.append(str(limit))
+        else:
+            expected = f"{limit.fault}; leave it out, or write {on_fsdp}"
+            yield Violation(f"{key}.override_config.{name}", select(overrides, name), expected)
+    if of_file:
+        yield Violation(*at, f"{'; '.join(of_file)}; name another model, or write {on_fsdp}")
+
+
+def _override_of(limit: Limit, overrides: Tree) -> str | None:
+    """Return the key among ``overrides`` that a limit comes from; None if it comes from the file."""
+    for name in ROPE_KEYS if limit.field == "rope_scaling" else (limit.field,):
+        for key, place in ((f"model_config.{name}", overrides.get("model_config") or {}), (name, overrides)):
+            if name in place:
+                return key
+    return None

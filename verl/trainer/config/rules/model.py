@@ -1,0 +1,207 @@
+"""Models: their folders, their sizes against the run, adapters, and kernels that need a device or a package."""
+
+import importlib.util
+from collections.abc import Generator, Iterator, Mapping
+from typing import Any
+
+from verl.base_config import Violation
+from verl.models.transformers.names import VISION_FAMILIES
+from verl.trainer.config.run_config import RunConfig
+from verl.workers.config import FSDPActorConfig, FSDPCriticConfig, HFModelConfig
+from verl.workers.config.actor import FULL_KL
+from verl.workers.config.model import (
+    flat_overrides,
+    path_problems,
+    quantized_problem,
+    read_config_json,
+    tokenizer_problems,
+)
+
+POLICY = "actor_rollout_ref.model"
+ACTOR = "actor_rollout_ref.actor"
+NO_VISION_ON_MEGATRON = (
+    "trains language models only, its GPT model has no vision tower, and model.path names a vision-language model: "
+    "write fsdp"
+)
+
+
+# ---- folders and sizes
+
+
+def model_rules(run: RunConfig, broken: set[str]) -> Iterator[Violation]:
+    """Yield model paths that hold no model, and sizes of the model that do not fit the run."""
+    shared = run.actor_rollout_ref
+    workers = None if broken & {"trainer.n_gpus_per_node", "trainer.nnodes"} else run.trainer.world_size
+    policy = shared.model
+    if f"{POLICY}.path" not in broken:
+        hf_config = yield from _folder_rules(POLICY, policy.path, policy.tokenizer_path)
+        if hf_config is not None:
+            yield from vision_rules(
+                hf_config, (f"{ACTOR}.strategy", shared.actor.strategy), (f"{POLICY}.path", policy.path), workers
+            )
+            frozen = shared.actor.freeze_vision_tower
+            yield from _frozen_rules(hf_config, f"{ACTOR}.freeze_vision_tower", frozen, POLICY)
+            yield from _size_rules(run, hf_config, broken)
+    key = "actor_rollout_ref.ref.model"
+    if shared.ref.model_path and f"{key}.path" not in broken:
+        hf_config = yield from _folder_rules(key, shared.ref.model_path, None)
+        if hf_config is not None:
+            strategy = ("actor_rollout_ref.ref.strategy", shared.ref.strategy)
+            yield from vision_rules(hf_config, strategy, (f"{key}.path", shared.ref.model_path), workers)
+            yield from _text_only_rules(policy.path, hf_config, key, shared.ref.model_path)
+    critic = run.critic
+    if critic is not None and "critic.model.path" not in broken:
+        hf_config = yield from _folder_rules("critic.model", critic.model.path, critic.model.tokenizer_path)
+        if hf_config is not None:
+            path = ("critic.model.path", critic.model.path)
+            yield from vision_rules(hf_config, ("critic.strategy", critic.strategy), path, workers)
+            if isinstance(critic, FSDPCriticConfig):
+                frozen = critic.model.freeze_vision_tower
+                yield from _frozen_rules(hf_config, "critic.model.freeze_vision_tower", frozen, "critic.model")
+            yield from _text_only_rules(policy.path, hf_config, "critic.model", critic.model.path)
+    yield from _adapter_rules(POLICY, policy.lora_rank, policy.target_modules)
+    if isinstance(critic, FSDPCriticConfig):
+        yield from _adapter_rules("critic.model", critic.model.lora_rank, critic.model.target_modules)
+
+
+def _folder_rules(key: str, path: str, tokenizer_path: str | None) -> Generator[Violation, None, dict[str, Any] | None]:
+    """Yield what is wrong with a model folder and its tokenizer; returns its ``config.json`` if the folder is right."""
+    problems = list(path_problems(path)) or list(quantized_problem(read_config_json(path)))
+    yield from (Violation(f"{key}.path", path, problem) for problem in problems)
+    if problems:
+        return None
+    if key != "actor_rollout_ref.ref.model":  # the reference uses the tokenizer of the actor
+        tokenizer = tokenizer_path or path
+        yield from (Violation(f"{key}.tokenizer_path", tokenizer, text) for text in tokenizer_problems(tokenizer))
+    return read_config_json(path)
+
+
+def vision_rules(
+    hf_config: Mapping[str, Any], strategy: tuple[str, str], path: tuple[str, str], workers: int | None
+) -> Iterator[Violation]:
+    """Yield a vision-language model that cannot be trained: on Megatron-Core, or of a family that cannot be shared.
+
+    Args: ``strategy`` and ``path`` are a key and its value; ``workers`` is None if their number is not known.
+    """
+    if "vision_config" not in hf_config:
+        return
+    family = hf_config.get("model_type")
+    if strategy[1] == "megatron":
+        yield Violation(*strategy, NO_VISION_ON_MEGATRON)
+    elif family not in VISION_FAMILIES and workers is not None and workers > 1:
+        expected = (
+            f"is of model_type {family!r}, whose vision tower {workers} workers cannot share, as "
+            f"those without an image would not take part: name a model of {', '.join(VISION_FAMILIES)}, use one "
+            "worker, or add the family (docs/advance/multi_modal.md)"
+        )
+        yield Violation(*path, expected)
+
+
+def _frozen_rules(hf_config: Mapping[str, Any], key: str, is_frozen: bool, model: str) -> Iterator[Violation]:
+    """Yield a frozen vision tower of a model that has none."""
+    if hf_config and "vision_config" not in hf_config and is_frozen:
+        expected = f"needs a vision-language model, {model}.path names one of text (no vision_config): write false"
+        yield Violation(key, True, expected)
+
+
+def _text_only_rules(policy: str, hf_config: Mapping[str, Any], key: str, path: str) -> Iterator[Violation]:
+    """Reject a text-only model next to a vision policy: it would read the image tokens and not the images."""
+    if hf_config and "vision_config" not in hf_config and not list(path_problems(policy)):
+        if "vision_config" in read_config_json(policy):
+            expected = "must see images as the policy of actor_rollout_ref.model.path does, and this is a model of text"
+            yield Violation(f"{key}.path", path, f"{expected}: name a vision-language model")
+
+
+def _adapter_rules(key: str, rank: int, modules: str | list[str]) -> Iterator[Violation]:
+    """Yield adapters without a module to adapt."""
+    if rank and not modules:
+        yield Violation(f"{key}.target_modules", modules, "must name modules, or all-linear, with lora_rank above 0")
+
+
+def positions_of(hf_config: Mapping[str, Any], overrides: Mapping[str, Any]) -> int | None:
+    """Return the number of positions of a model, None if it is unknown or stretched by RoPE scaling."""
+    text = hf_config.get("text_config") or hf_config
+    positions = overrides.get("max_position_embeddings", text.get("max_position_embeddings"))
+    rope = overrides.get("rope_scaling") or text.get("rope_scaling") or text.get("rope_parameters") or {}
+    return positions if isinstance(positions, int) and not rope.get("factor") else None
+
+
+def heads_of(hf_config: Mapping[str, Any]) -> int | None:
+    """Return the number of attention heads of a model, None if it is unknown."""
+    heads = (hf_config.get("text_config") or hf_config).get("num_attention_heads")
+    return heads if isinstance(heads, int) else None
+
+
+def _size_rules(run: RunConfig, hf_config: Mapping[str, Any], broken: set[str]) -> Iterator[Violation]:
+    """Yield a context that is too short, and heads that do not divide over the ranks that share them."""
+    shared = run.actor_rollout_ref
+    rollout = shared.rollout
+    positions = positions_of(hf_config, flat_overrides(shared.model.override_config))
+    lengths = {"actor_rollout_ref.rollout.prompt_length", "actor_rollout_ref.rollout.response_length"}
+    if positions is not None and positions < rollout.prompt_length + rollout.response_length and not broken & lengths:
+        expected = (
+            f"with prompts of {rollout.prompt_length} exceeds the model's {positions} positions: write at most "
+            f"{positions - rollout.prompt_length}"
+        )
+        yield Violation("data.max_response_length", rollout.response_length, expected)
+    heads = heads_of(hf_config)
+    sizes = []
+    if isinstance(shared.actor, FSDPActorConfig):
+        ulysses = shared.actor.ulysses_sequence_parallel_size
+        sizes.append((f"{ACTOR}.ulysses_sequence_parallel_size", ulysses, "Ulysses ranks"))
+    if rollout.name != "hf":
+        key = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+        sizes.append((key, rollout.tensor_model_parallel_size, "tensor-parallel ranks"))
+    for key, size, ranks in sizes:
+        if heads is not None and size > 1 and heads % size:
+            yield Violation(key, size, f"the model's {heads} attention heads do not divide over {size} {ranks}")
+
+
+# ---- options of the model that exclude others
+
+
+def option_rules(run: RunConfig) -> Iterator[Violation]:
+    """Yield options of the policy that another option disables, or that this device cannot run."""
+    shared = run.actor_rollout_ref
+    actor = shared.actor
+    model = shared.model
+    device = run.trainer.device
+    if isinstance(actor, FSDPActorConfig) and actor.use_remove_padding != model.use_remove_padding:
+        expected = f"follows {POLICY}.use_remove_padding: set that one"
+        yield Violation(f"{ACTOR}.use_remove_padding", actor.use_remove_padding, expected)
+    if actor.uses_full_kl and actor.strategy == "megatron":
+        expected = "needs the whole vocabulary in one worker, as fsdp has it: write low_var_kl, or strategy=fsdp"
+        yield Violation(f"{ACTOR}.kl_loss_type", FULL_KL, expected)
+    yield from fused_rules(model, POLICY, device)
+    if actor.use_fused_kernels != model.use_fused_kernels:
+        expected = f"follows {POLICY}.use_fused_kernels: set that one"
+        yield Violation(f"{ACTOR}.use_fused_kernels", actor.use_fused_kernels, expected)
+    elif model.use_fused_kernels and actor.uses_full_kl:
+        expected = "needs logits, which a fused head does not make: write low_var_kl, or use_fused_kernels=false"
+        yield Violation(f"{ACTOR}.kl_loss_type", FULL_KL, expected)
+    if shared.ref.model_path is not None and model.lora_rank:
+        expected = "must be null with lora_rank above 0: the reference policy is the actor without its adapters"
+        yield Violation("actor_rollout_ref.ref.model.path", shared.ref.model_path, expected)
+    if model.use_liger:
+        key = f"{POLICY}.use_liger"
+        if device == "cpu":
+            yield Violation(key, True, "needs a GPU: write false with trainer.device=cpu")
+        elif importlib.util.find_spec("liger_kernel") is None:
+            expected = "needs the package liger-kernel, which is not installed: install it or write false"
+            yield Violation(key, True, expected)
+
+
+def fused_rules(model: HFModelConfig, key: str, device: str) -> Iterator[Violation]:
+    """Yield a fused head whose backend cannot run on these workers, or that has adapters; ``key`` is the model's."""
+    if not model.use_fused_kernels:
+        return
+    backend_key = f"{key}.fused_kernel_options.impl_backend"
+    if model.fused_kernel_options.get("impl_backend") == "triton":
+        if device in ("cpu", "npu"):
+            yield Violation(backend_key, "triton", f"needs CUDA: write torch with trainer.device={device}")
+        elif importlib.util.find_spec("triton") is None:
+            expected = "needs the package triton, which is not installed: install it or write torch"
+            yield Violation(backend_key, "triton", expected)
+    if model.lora_rank and isinstance(model.target_modules, list) and "lm_head" in model.target_modules:
+        expected = "must not name the head with use_fused_kernels=true: leave lm_head out, or write it false"
+        yield Violation(f"{key}.target_modules", model.target_modules, expected)

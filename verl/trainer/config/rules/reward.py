@@ -1,0 +1,251 @@
+"""Rewards: the manager, the overlong buffer, dynamic sampling, and the reward model."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from verl.base_config import Violation
+from verl.trainer.config.keys import nearest
+from verl.trainer.config.rules.model import heads_of, positions_of, vision_rules
+from verl.trainer.config.rules.user_code import python_file_rules
+from verl.trainer.config.run_config import RunConfig
+from verl.workers.config import RewardModelConfig
+from verl.workers.config.model import path_problems, quantized_problem, read_config_json, tokenizer_problems
+from verl.workers.rewards.signature import SCORER_CALLS
+
+NODE = "reward_model"
+MANAGER_KWARGS: dict[str, tuple[str, ...]] = {
+    "naive": (),
+    "dapo": ("max_resp_len", "overlong_buffer_cfg"),
+    "prime": ("num_processes",),
+}
+"""The keys that ``reward_model.reward_kwargs`` may hold for each manager; those of ``batch`` go to the scorer."""
+
+_KWARGS = f"{NODE}.reward_kwargs"
+_BUFFER = f"{NODE}.overlong_buffer"
+_BUFFER_KEYS = ("enable", "len", "penalty_factor", "log")
+_WITHOUT_BUFFER = ("naive", "batch", "prime")
+_SIZES = {f"{NODE}.n_gpus_per_node", f"{NODE}.nnodes", "trainer.n_gpus_per_node", "trainer.nnodes"}
+
+
+# ---- the manager
+
+
+def manager_rules(run: RunConfig) -> Iterator[Violation]:
+    """Yield arguments that the reward manager does not take, or that do not fit each other."""
+    manager = run.reward_model.reward_manager
+    given = run.reward_model.reward_kwargs
+    if manager not in MANAGER_KWARGS:
+        return
+    known = MANAGER_KWARGS[manager]
+    for key in given.keys() - set(known):
+        expected = f"is not taken by the reward manager {manager!r}: write {' or '.join(known) or 'none'}"
+        yield Violation(f"{_KWARGS}.{key}", given[key], expected)
+    number = given.get("num_processes", 1)
+    if not _is_count(number):
+        yield Violation(f"{_KWARGS}.num_processes", number, "must be an integer of 1 or more")
+    buffer = given.get("overlong_buffer_cfg")
+    limit = given.get("max_resp_len")
+    if isinstance(buffer, Mapping) and manager == "dapo":
+        if not _is_count(limit):
+            expected = "must be given with overlong_buffer_cfg: write the tokens that a response may have"
+            yield Violation(f"{_KWARGS}.max_resp_len", limit, expected)
+        elif buffer.get("enable") and not (_is_count(buffer.get("len")) and buffer["len"] <= limit):
+            expected = f"must be an integer in [1, max_resp_len={limit}]"
+            yield Violation(f"{_KWARGS}.overlong_buffer_cfg.len", buffer.get("len"), expected)
+        for key in ("enable", "len", "penalty_factor"):
+            if key not in buffer:
+                yield Violation(f"{_KWARGS}.overlong_buffer_cfg.{key}", None, "is missing: write a value")
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+# ---- DAPO: the overlong buffer and dynamic sampling
+
+
+def dapo_rules(run: RunConfig, tree: Mapping[str, Any]) -> Iterator[Violation]:
+    """Yield what is wrong with the nodes that DAPO adds; ``tree`` holds them as they are written."""
+    written = tree.get(NODE, {}).get("overlong_buffer")
+    if written is not None:
+        yield from _buffer_rules(written, _BUFFER, ("data.max_response_length", run.data.max_response_length))
+        if isinstance(written, Mapping) and written.get("enable") is True:
+            yield from _buffer_manager_rules(run.reward_model)
+    kwargs = run.reward_model.reward_kwargs
+    if run.reward_model.reward_manager == "dapo" and kwargs.get("overlong_buffer_cfg") is not None:
+        limit = (f"{_KWARGS}.max_resp_len", kwargs.get("max_resp_len"))
+        yield from _buffer_rules(kwargs["overlong_buffer_cfg"], f"{_KWARGS}.overlong_buffer_cfg", limit)
+    groups = run.algorithm.filter_groups
+    if groups and groups.enable and groups.metric == "seq_final_reward" and run.algorithm.use_kl_in_reward:
+        expected = "is the reward after KL, which differs for all responses and would keep every prompt"
+        yield Violation("algorithm.filter_groups.metric", groups.metric, f"{expected}: write seq_reward")
+
+
+def _buffer_rules(buffer: Any, node: str, limit: tuple[str, Any]) -> Iterator[Violation]:
+    """Yield what is wrong with the overlong buffer at ``node``; ``limit`` is the key and length of a response."""
+    if not isinstance(buffer, Mapping):
+        yield Violation(node, buffer, "must be a mapping: set keys below it")
+        return
+    for key in buffer.keys() - set(_BUFFER_KEYS):
+        near = ", ".join(nearest(key, _BUFFER_KEYS)) or ", ".join(_BUFFER_KEYS)
+        yield Violation(f"{node}.{key}", buffer[key], f"there is no such key; the nearest in this node: {near}")
+    for key in ("enable", "log"):
+        if not isinstance(buffer.get(key, False), bool):
+            yield Violation(f"{node}.{key}", buffer[key], "must be true or false")
+    if buffer.get("enable") is not True:
+        return
+    length = buffer.get("len")
+    factor = buffer.get("penalty_factor")
+    limit_key, longest = limit
+    if longest is None:
+        yield Violation(limit_key, longest, "is missing: write ${data.max_response_length}")
+    elif not _is_number(length, int) or (_is_number(longest, int) and not 0 < length <= longest):
+        yield Violation(f"{node}.len", length, f"must be an integer in [1, {limit_key}={longest}]")
+    if not _is_number(factor, int | float) or factor < 0 or (factor == 0 and not buffer.get("log")):
+        expected = "must be above 0, the penalty of a response of full length (0 only counts, with log=true)"
+        yield Violation(f"{node}.penalty_factor", factor, expected)
+
+
+def _is_number(value: Any, kind: Any) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _buffer_manager_rules(reward: RewardModelConfig) -> Iterator[Violation]:
+    """Yield a manager without an overlong buffer, and a buffer that is given twice."""
+    if reward.reward_manager in _WITHOUT_BUFFER:
+        expected = f"has no overlong buffer: write dapo, or {_BUFFER}.enable=false"
+        yield Violation(f"{NODE}.reward_manager", reward.reward_manager, expected, others=(f"{_BUFFER}.enable",))
+    for key in ("overlong_buffer_cfg", "max_resp_len"):
+        if key in reward.reward_kwargs:
+            expected = f"is given by {_BUFFER}, which is enabled: write one of the two"
+            yield Violation(f"{_KWARGS}.{key}", reward.reward_kwargs[key], expected)
+
+
+# ---- the reward model
+
+
+def reward_model_rules(run: RunConfig, broken: set[str]) -> Iterator[Violation]:
+    """Yield what keeps an enabled reward model from running; rules that need a broken key are skipped."""
+    reward = run.reward_model
+    if not reward.enable:
+        return
+    pool = list(_pool_rules(reward))
+    yield from pool
+    yield from _row_rules(run)
+    sharing = {f"{NODE}.model.fsdp_config.fsdp_size", f"{NODE}.ulysses_sequence_parallel_size"}
+    if not broken & (_SIZES | sharing) and not pool:
+        yield from _layout_rules(run)
+    workers = None if broken & _SIZES or pool else reward_world_size(run)
+    yield from _model_rules(run, workers, broken)
+    if reward.is_generative:
+        yield from _judge_rules(reward, workers, broken)
+
+
+def reward_world_size(run: RunConfig) -> int:
+    """Return the number of workers of the reward model: those of its pool, or all."""
+    reward = run.reward_model
+    return reward.n_gpus_per_node * reward.nnodes if reward.enable_resource_pool else run.trainer.world_size
+
+
+def _pool_rules(reward: RewardModelConfig) -> Iterator[Violation]:
+    if not reward.enable_resource_pool:
+        return
+    for name in ("n_gpus_per_node", "nnodes"):
+        if reward[name] < 1:
+            expected = f"must be an integer of 1 or more with {NODE}.enable_resource_pool=true"
+            yield Violation(f"{NODE}.{name}", reward[name], expected)
+
+
+def _row_rules(run: RunConfig) -> Iterator[Violation]:
+    """Yield a change of template without the messages that it renders."""
+    if run.reward_model.model.input_tokenizer is not None and not run.data.return_raw_chat:
+        expected = (
+            f"must be true, so that the chat can be rendered for the reward model; or write {NODE}.model."
+            "input_tokenizer=null if policy and reward model share tokenizer and chat template"
+        )
+        yield Violation("data.return_raw_chat", False, expected)
+
+
+def _layout_rules(run: RunConfig) -> Iterator[Violation]:
+    """Yield parallel sizes that do not divide the workers of the reward model."""
+    reward = run.reward_model
+    world = reward_world_size(run)
+    node = NODE if reward.enable_resource_pool else "trainer"
+    workers = f"the {world} workers of the reward model ({node}.n_gpus_per_node x {node}.nnodes)"
+    if world % reward.ulysses_sequence_parallel_size:
+        key = f"{NODE}.ulysses_sequence_parallel_size"
+        yield Violation(key, reward.ulysses_sequence_parallel_size, f"must divide {workers}")
+    fsdp_size = reward.model.fsdp_config.fsdp_size
+    if 0 < fsdp_size < world and world % fsdp_size:
+        yield Violation(f"{NODE}.model.fsdp_config.fsdp_size", fsdp_size, f"must divide {workers}, or be -1")
+
+
+def _model_rules(run: RunConfig, workers: int | None, broken: set[str]) -> Iterator[Violation]:
+    """Yield folders that hold no model or tokenizer, and sizes of the model that do not fit the run."""
+    reward = run.reward_model
+    key = f"{NODE}.model.path"
+    tokenizer_key = f"{NODE}.model.input_tokenizer"
+    path = reward.model.path
+    tokenizer = reward.model.input_tokenizer
+    if key in broken:
+        return
+    if tokenizer is not None:
+        for problem in tokenizer_problems(tokenizer):
+            yield Violation(tokenizer_key, tokenizer, problem)
+    problems = list(path_problems(path))
+    if not problems and tokenizer is not None:
+        without = f"; or write {tokenizer_key}=null if the policy's tokens are the reward model's"
+        problems = [problem + without for problem in tokenizer_problems(path)]
+    if not problems and not reward.is_generative:
+        problems = list(quantized_problem(read_config_json(path)))
+    yield from (Violation(key, path, problem) for problem in problems)
+    if not problems:
+        hf_config = read_config_json(path)
+        sharing = None if reward.is_generative else workers
+        yield from vision_rules(hf_config, (f"{NODE}.strategy", reward.strategy), (key, path), sharing)
+        yield from _size_rules(run, hf_config, broken)
+
+
+def _size_rules(run: RunConfig, hf_config: Mapping[str, Any], broken: set[str]) -> Iterator[Violation]:
+    """Yield sequences longer than the model's positions, and heads that do not divide over Ulysses ranks."""
+    reward = run.reward_model
+    positions = positions_of(hf_config, {})
+    if positions is not None and not reward.is_generative:
+        limit = reward.max_length
+        shown = str(limit)
+        if limit is None and not broken & {"data.max_prompt_length", "data.max_response_length"}:
+            limit = run.data.max_prompt_length + run.data.max_response_length
+            shown = f"data.max_prompt_length + data.max_response_length = {limit}"
+        if limit is not None and limit > positions:
+            expected = f"{shown} tokens exceed the {positions} positions of the reward model: write at most {positions}"
+            yield Violation(f"{NODE}.max_length", reward.max_length, expected)
+    heads = heads_of(hf_config)
+    sp_size = reward.ulysses_sequence_parallel_size
+    if heads is not None and sp_size > 1 and heads % sp_size:
+        expected = f"the reward model's {heads} attention heads do not divide over {sp_size} Ulysses ranks"
+        yield Violation(f"{NODE}.ulysses_sequence_parallel_size", sp_size, expected)
+
+
+def _judge_rules(reward: RewardModelConfig, workers: int | None, broken: set[str]) -> Iterator[Violation]:
+    """Yield a generative reward model without its functions, or whose engines do not divide the workers."""
+    functions = reward.data_processor_config
+    key = f"{NODE}.data_processor_config"
+    if functions.path is not None:
+        for name in ("preprocess_fn_name", "postprocess_fn_name"):
+            violations, _ = python_file_rules(f"{key}.path", functions.path, f"{key}.{name}", functions[name])
+            yield from violations
+    size = reward.tensor_model_parallel_size
+    size_key = f"{NODE}.tensor_model_parallel_size"
+    if workers is not None and size_key not in broken and reward.name == "vllm" and workers % size:
+        yield Violation(size_key, size, f"must divide the {workers} workers of the reward model")
+
+
+def score_notices(run: RunConfig) -> Iterator[str]:
+    """Yield effects of an enabled reward model that one might not expect."""
+    if not run.reward_model.enable:
+        return
+    if run.custom_reward_function.path and run.reward_model.reward_manager in SCORER_CALLS:
+        yield (
+            "the reward model scores training, and custom_reward_function validation only: to join both, write a "
+            "reward manager that reads rm_scores (docs/reward_models.md)"
+        )

@@ -1,0 +1,45 @@
+"""The generation engine: lengths, sampling, and the log-probs that training compares with."""
+
+from collections.abc import Iterator
+
+from verl.base_config import Violation
+from verl.trainer.config.run_config import RunConfig
+from verl.workers.config.rollout import MAX_LORA_RANK_VLLM
+
+_KEY = "actor_rollout_ref.rollout"
+_NEEDED = ("prompt_length", "response_length", "max_model_len", "max_num_batched_tokens", "temperature")
+
+
+def rollout_rules(run: RunConfig, broken: set[str]) -> Iterator[Violation]:
+    """Yield engine sizes that cannot hold a prompt with its response, and sampling that training cannot follow."""
+    if broken & {f"{_KEY}.{name}" for name in _NEEDED} or "actor_rollout_ref.model.lora_rank" in broken:
+        return
+    rollout = run.actor_rollout_ref.rollout
+    needed = rollout.prompt_length + rollout.response_length
+    longest = rollout.context_length
+    if longest < needed:
+        expected = f"must be null or at least prompt_length + response_length = {needed}"
+        yield Violation(f"{_KEY}.max_model_len", longest, expected)
+    if rollout.name == "vllm" and rollout.max_num_batched_tokens < longest:
+        expected = f"must be at least the {longest} tokens of the longest sequence: raise it"
+        yield Violation(f"{_KEY}.max_num_batched_tokens", rollout.max_num_batched_tokens, expected)
+    if rollout.temperature == 0:
+        expected = "must be above 0, training computes log-probs at it; validation has val_kwargs.temperature"
+        yield Violation(f"{_KEY}.temperature", rollout.temperature, expected)
+    rank = run.actor_rollout_ref.model.lora_rank
+    if rollout.name == "vllm" and rank > MAX_LORA_RANK_VLLM:
+        yield Violation("actor_rollout_ref.model.lora_rank", rank, f"must be at most {MAX_LORA_RANK_VLLM} with vllm")
+
+
+def importance_weight_rules(run: RunConfig) -> Iterator[Violation]:
+    """Yield importance weights of a rollout without a limit, or without the log-probs that they are made of."""
+    threshold = run.algorithm.rollout_is_threshold
+    if threshold is None and run.algorithm.rollout_is:
+        yield Violation("algorithm.rollout_is", True, "needs algorithm.rollout_is_threshold: write a limit such as 2.0")
+    if threshold is not None and not run.actor_rollout_ref.rollout.calculate_log_probs:
+        key = f"{_KEY}.calculate_log_probs"
+        expected = (
+            f"must be true with algorithm.rollout_is_threshold={threshold}, which compares the log-probs of rollout "
+            "and training: write true, or the threshold null"
+        )
+        yield Violation(key, False, expected, others=("algorithm.rollout_is_threshold",))

@@ -1,0 +1,118 @@
+"""Python files of the user: do they define the names that the configuration gives, and can a manager call the scorer?
+
+They are read, not executed.
+"""
+
+import ast
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from verl.base_config import Violation
+from verl.trainer.config.run_config import RunConfig
+from verl.utils.import_utils import python_file
+from verl.workers.rewards.signature import SCORER_CALLS
+
+_SCORER = "custom_reward_function"
+_VALUES = ast.Constant | ast.List | ast.Dict | ast.Tuple | ast.Set | ast.JoinedStr
+
+
+def python_file_rules(path_key: str, path: str, name_key: str, name: Any) -> tuple[list[Violation], ast.Module | None]:
+    """Return what is wrong with a Python file and with the name that it should define, and its syntax tree."""
+    file = python_file(path)
+    if file is None:
+        return [], None  # an installed module is imported by the workers
+    if not file.is_file():
+        expected = "no such file: write the path of a Python file, or pkg:// and the name of an installed module"
+        return [Violation(path_key, path, expected)], None
+    try:
+        module = ast.parse(file.read_text(encoding="utf-8"), file.name)
+    except (SyntaxError, UnicodeDecodeError, ValueError) as error:
+        return [Violation(path_key, path, f"is not valid Python: {error}")], None
+    defined = {
+        getattr(node, "name", None) or getattr(node, "id", None) or getattr(node, "asname", None)
+        for node in ast.walk(module)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Name | ast.alias)
+    }
+    if not isinstance(name, str) or name in defined or imports_everything(module):
+        return [], module
+    functions = [node.name for node in module.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    expected = f"{path} does not define it; it defines {', '.join(functions) or 'nothing'}"
+    return [Violation(name_key, name, expected)], module
+
+
+def imports_everything(module: ast.Module) -> bool:
+    """Whether a file imports by ``*``, so that its names cannot be told from its source."""
+    return any(isinstance(node, ast.alias) and node.name == "*" for node in ast.walk(module))
+
+
+def scorer_rules(run: RunConfig, module: ast.Module) -> Iterator[Violation]:
+    """Yield why the scorer that ``custom_reward_function`` names cannot be called.
+
+    Silent if only running the file would tell.
+    """
+    name = run.custom_reward_function.name
+    definition = _last_definition(module, name)
+    if isinstance(definition, _VALUES):
+        yield Violation(f"{_SCORER}.name", name, "must be a function, the file gives it a value: define it with `def`")
+    elif isinstance(definition, ast.AsyncFunctionDef):
+        yield Violation(f"{_SCORER}.name", name, "is asynchronous: define it with `def`")
+    elif isinstance(definition, ast.FunctionDef) and not definition.decorator_list:
+        manager = run.reward_model.reward_manager
+        yield from _call_rules(_signature(definition), name, manager, run.custom_reward_function.reward_kwargs)
+
+
+def _last_definition(module: ast.Module, name: Any) -> ast.AST | None:
+    """Return what a name of the module is bound to in the end, None where branches or imports decide."""
+    found: ast.AST | None = None
+    for node in module.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
+            found = node
+        elif isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in node.targets):
+            found = node.value
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and _binds(node, name):
+            return None
+    return found
+
+
+def _binds(node: ast.AST, name: Any) -> bool:
+    return any(
+        getattr(each, "name", None) == name
+        or getattr(each, "asname", None) == name
+        or (isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store) and each.id == name)
+        for each in ast.walk(node)
+    )
+
+
+def _signature(definition: ast.FunctionDef) -> inspect.Signature:
+    given, kind = definition.args, inspect.Parameter
+    positional = [(each, kind.POSITIONAL_ONLY) for each in given.posonlyargs]
+    positional += [(each, kind.POSITIONAL_OR_KEYWORD) for each in given.args]
+    first_default = len(positional) - len(given.defaults)
+    parameters = [
+        kind(each.arg, way, default=... if i >= first_default else kind.empty)
+        for i, (each, way) in enumerate(positional)
+    ]
+    if given.vararg:
+        parameters.append(kind(given.vararg.arg, kind.VAR_POSITIONAL))
+    for each, default in zip(given.kwonlyargs, given.kw_defaults, strict=True):
+        parameters.append(kind(each.arg, kind.KEYWORD_ONLY, default=kind.empty if default is None else ...))
+    if given.kwarg:
+        parameters.append(kind(given.kwarg.arg, kind.VAR_KEYWORD))
+    return inspect.Signature(parameters)
+
+
+def _call_rules(
+    signature: inspect.Signature, name: str, manager: str, reward_kwargs: Mapping[str, Any]
+) -> Iterator[Violation]:
+    call = SCORER_CALLS.get(manager)
+    if call is None:
+        return
+    problem = call.problem(signature, reward_kwargs)
+    if problem is not None:
+        shown = ", ".join(str(each).replace("=Ellipsis", "=...") for each in signature.parameters.values())
+        expected = (
+            f"{name}({shown}) cannot be called by the manager {manager!r} {problem}; write these parameters, or pass "
+            f"others by {_SCORER}.reward_kwargs"
+        )
+        yield Violation(f"{_SCORER}.name", name, expected, others=("reward_model.reward_manager",))

@@ -1,0 +1,175 @@
+"""Check a run before Ray starts: configuration, trackers, machine, data files, models and checkpoint.
+
+Nothing here imports torch, so that a wrong key is answered in about a second.
+"""
+
+import os
+from collections.abc import Collection
+from functools import partial
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from verl.trainer.config.run_config import RunConfig
+from verl.trainer.config.validation import checked_config
+from verl.trainer.run.inputs import (
+    PROCESSOR_FILES,
+    InputError,
+    check_machine,
+    check_model,
+    column_checks,
+    count_rows,
+    has_chat_template,
+    local_files,
+)
+from verl.trainer.run.resume import find_resume_folder
+from verl.utils import envs
+from verl.utils.observe.tracking import check_backends
+from verl.workers.config import RewardModelConfig
+
+_SCORE_HEAD = "score.weight"
+
+
+def check_inputs(config: DictConfig, recipe_nodes: Collection[str] = ()) -> RunConfig:
+    """Check everything that can be checked before Ray starts, and return the parsed configuration.
+
+    ``recipe_nodes`` are nodes that the recipe reads, and that the main trainer refuses.
+
+    Raises: ValueError naming the dotted key or the file, the value, and what would be right.
+    """
+    run = checked_config(config, recipe_nodes=recipe_nodes)
+    check_backends(run.trainer.logger)
+    check_run_machine(run)
+    check_data(run)
+    check_rows(run)
+    check_model("actor_rollout_ref.model.path", run.actor_rollout_ref.model.path)
+    if run.critic is not None:
+        check_model("critic.model.path", run.critic.model.path, tokenizer=False)
+    check_chat_template(run)
+    if run.reward_model.enable:
+        check_reward_model(run.reward_model)
+    find_resume_folder(config)
+    return run
+
+
+def check_run_machine(run: RunConfig) -> None:
+    """Check that this machine has what the workers of a run need.
+
+    Raises: InputError naming the key.
+    """
+    trainer = run.trainer
+    reward = run.reward_model
+    pools = {"trainer": (trainer.n_gpus_per_node, trainer.nnodes)}
+    if reward.enable and reward.enable_resource_pool:
+        pools["reward_model"] = (reward.n_gpus_per_node, reward.nnodes)
+    engines = {"actor_rollout_ref.rollout.name": run.actor_rollout_ref.rollout.name}
+    if reward.enable and reward.is_generative:
+        engines["reward_model.name"] = reward.name
+    check_machine(trainer.device, pools, run.ray_kwargs, engines)
+
+
+# ---- data
+
+
+def check_data(run: RunConfig) -> None:
+    """Check that the data files are parquet files with rows and a prompt column; a custom class reads its files.
+
+    Raises: InputError naming key, file and column.
+    """
+    data = run.data
+    if data.custom_cls.path:
+        return
+    for key, paths in (("train_files", data.train_paths), ("val_files", data.val_paths)):
+        local = local_files(paths)
+        rows = sum(count_rows(f"data.{key}", path, data.prompt_key) for path in local)
+        size = data.loader_batch_size
+        if key == "train_files" and len(local) == len(paths) and rows < size:
+            raise InputError(
+                f"data.train_files: {rows} rows in all, fewer than data.train_batch_size={size}: add rows or lower it"
+            )
+
+
+def check_rows(run: RunConfig) -> None:
+    """Check the first rows of the data files, by the columns that prompts and rewards are made of.
+
+    Raises: DataError naming file, row and column.
+    """
+    if not run.data.custom_cls.path:
+        for path in local_files(run.data.train_paths + run.data.val_paths):
+            _check_rows_of(run, path)
+
+
+def _check_rows_of(run: RunConfig, path: str) -> None:
+    from verl.utils.dataset.files import check_data_sources, check_prompt_rows
+    from verl.utils.reward_score import data_source_problem
+
+    data = run.data
+    framework_scores = _framework_scores(run)
+    problem_of = partial(data_source_problem, runs_code_here=_runs_code_here(run))
+    folder = Path(os.path.expanduser(run.actor_rollout_ref.model.path))
+    text_only = folder.is_dir() and not any((folder / name).exists() for name in PROCESSOR_FILES)
+    for check in column_checks(path, [data.prompt_key, data.reward_fn_key, "reward_model"]):
+        check_prompt_rows(check, data.prompt_key, data.reward_fn_key, text_only)
+        if framework_scores:
+            check_data_sources(check, data.reward_fn_key, problem_of)
+
+
+def _runs_code_here(run: RunConfig) -> bool:
+    """Whether code under test is going to run on this machine, isolated."""
+    reward = run.reward_model
+    return run.ray_kwargs.is_local and not reward.sandbox_fusion.url and not reward.local_sandbox.allow_unisolated
+
+
+def _framework_scores(run: RunConfig) -> bool:
+    """Whether only the scorers that come with the framework can be asked."""
+    reward = run.reward_model
+    if run.custom_reward_function.path or reward.enable or envs.read("VERL_USE_EXTERNAL_MODULES"):
+        return False
+    return reward.reward_manager in ("naive", "dapo", "prime") and not run.actor_rollout_ref.model.external_lib
+
+
+# ---- models
+
+
+def check_reward_model(reward: RewardModelConfig) -> None:
+    """Check that a local classifier has a head with one label, and a reward model the chat template that it needs.
+
+    Raises: InputError naming the key.
+    """
+    key = "reward_model.model.path"
+    path = reward.model.path
+    reads_text = reward.model.input_tokenizer is not None
+    shapes = check_model(key, path, tokenizer=reads_text)
+    head = shapes.get(_SCORE_HEAD)
+    if not reward.is_generative and shapes and head is None:
+        raise InputError(
+            f"{key}={path}: holds no {_SCORE_HEAD}, the head of a model for token or sequence classification: write a "
+            "reward model with one label. Heads of another name or shape are not supported: load such a model in "
+            "custom_reward_function.path, or serve it and ask it there"
+        )
+    if not reward.is_generative and head is not None and head[0] != 1:
+        raise InputError(f"{key}={path}: its {_SCORE_HEAD} has {head[0]} labels: write a reward model with one label")
+    folder = Path(os.path.expanduser(path))
+    if reads_text and folder.is_dir() and not has_chat_template(folder):
+        raise InputError(
+            f"{key}={path}: its tokenizer has no chat template: save one with it, or write "
+            "reward_model.model.input_tokenizer=null if policy and reward model share tokenizer and template"
+        )
+
+
+def check_chat_template(run: RunConfig) -> None:
+    """Check that the tokenizer of a local folder can render prompts; a custom data set may need no template.
+
+    Raises: InputError naming the key.
+    """
+    model = run.actor_rollout_ref.model
+    is_given = model.custom_chat_template or "chat_template" in run.data.apply_chat_template_kwargs
+    key = "path" if model.tokenizer_path in (None, model.path) else "tokenizer_path"
+    path = getattr(model, key)
+    folder = Path(os.path.expanduser(path))
+    if is_given or run.data.custom_cls.path or not folder.is_dir() or has_chat_template(folder):
+        return
+    raise InputError(
+        f"actor_rollout_ref.model.{key}={path}: its tokenizer has no chat template: set "
+        "actor_rollout_ref.model.custom_chat_template, or data.apply_chat_template_kwargs.chat_template"
+    )
