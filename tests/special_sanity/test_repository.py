@@ -134,7 +134,8 @@ def third_party_imports() -> dict[str, str]:
                 modules = [node.module or ""]
             for module in modules:
                 found.setdefault(module.split(".")[0], name(path))
-    return {top: where for top, where in found.items() if top not in sys.stdlib_module_names and top != "verl"}
+    ours = {"verl", "_typeshed"}  # the second exists for type checkers only
+    return {top: where for top, where in found.items() if top not in sys.stdlib_module_names | ours}
 
 
 def normalised(requirement: str) -> str:
