@@ -30,8 +30,8 @@ class PrometheusMetrics:
         """Set the gauges of the metrics and of the workers' reports."""
         for name, value in metrics.items():
             self._set(metric_name(name), value)
-        workers = details["workers"] if details and "workers" in details else {}
-        for group, reports in workers.items():
+        workers = details.get("workers") if details else None
+        for group, reports in (workers or {}).items():
             for report in reports:
                 tags = {"group": group, "rank": str(report["rank"])}
                 for call, seconds in report["seconds"].items():
