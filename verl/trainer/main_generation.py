@@ -45,7 +45,8 @@ def prepare(config: DictConfig) -> "Generation":
     from verl.trainer.run.inputs import check_machine, check_model
 
     trainer = config.trainer
-    cluster, _ = parse_node(OmegaConf.to_container(config.ray_kwargs, resolve=True), RayConfig)
+    ray_kwargs: Any = OmegaConf.to_container(config.ray_kwargs, resolve=True)
+    cluster, _ = parse_node(ray_kwargs, RayConfig)
     pools = {"trainer": (trainer.n_gpus_per_node, trainer.nnodes)}
     check_machine(trainer.device, pools, cluster, {"rollout.name": config.rollout.name})
     check_model("model.path", config.model.path)

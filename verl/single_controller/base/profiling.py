@@ -8,11 +8,14 @@ from verl.single_controller.base.decorator import Dispatch, register
 class StepProfiler(Protocol):
     """A ``DistProfiler`` or a ``RoleProfilers``."""
 
-    def start(self, **kwargs: Any) -> None:
+    def start(self, role: str | None = None, profile_step: int | str | None = None) -> None:
         """Begin a step."""
 
     def stop(self) -> None:
         """End the step and write the capture."""
+
+    def step(self) -> None:
+        """Note the end of a mini-batch."""
 
 
 class DistProfilerExtension:

@@ -14,6 +14,7 @@ from verl.trainer.ppo.samples import sample_rows
 from verl.trainer.ppo.state import Metrics
 from verl.trainer.run.reports import take_digests
 from verl.utils.observe.digest import column_digest, tensor_digest
+from verl.utils.observe.record import Details
 from verl.utils.observe.tracking import plain
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ class StepRecord:
         }
         self.seconds += time.perf_counter() - started
 
-    def finish(self, batch: "DataProto", metrics: Metrics) -> dict[str, Any]:
+    def finish(self, batch: "DataProto", metrics: Metrics) -> Details:
         """Return the details of the step that ends, ready for JSON, and begin the next step.
 
         The time that the record took goes to the metric ``timing_s/record``.
@@ -118,7 +119,7 @@ class StepRecord:
         self._phases = {}
         self._seen = {}
         self._asked = {}
-        kept: dict[str, Any] = plain(details)
+        kept: Details = plain(details)
         metrics["timing_s/record"] = self.seconds + time.perf_counter() - started
         self.seconds = 0.0
         return kept

@@ -13,6 +13,7 @@ from verl.trainer.sft.config import TrainerOptions
 from verl.utils.observe.digest import random_state_digest, tensor_digest, weights_digest
 from verl.utils.observe.record import Details
 from verl.workers.engine.base import BaseEngine
+from verl.workers.engine.micro_batch import tensors_of
 
 GROUP = "trainer"
 
@@ -63,9 +64,9 @@ class SupervisedOutput:
         """Return this rank's part of the record of a step."""
         report: RankReport = {"rank": self._rank, "seconds": {"train_batch": seconds}, "memory": memory_in_use()}
         if self._digests:
-            assert batch.batch is not None
+            tensors = tensors_of(batch)
             report["digests"] = {
-                "batch": {name: tensor_digest(value.cpu()) for name, value in sorted(batch.batch.items())},
+                "batch": {name: tensor_digest(value.cpu()) for name, value in sorted(tensors.items())},
                 "weights": weights_digest(self._engine.local_parameters()),
                 "random_state": random_state_digest(),
             }

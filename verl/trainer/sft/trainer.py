@@ -35,11 +35,15 @@ from verl.utils.profiler.ranges import marked_timer
 from verl.utils.vision.flops import image_lengths
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.base import BaseEngine
+from verl.workers.engine.pass_spec import PassSpec
 from verl.workers.roles.accounting import mfu
 from verl.workers.roles.losses import sft_loss
 
 EACH_EPOCH = "after_each_epoch"
 LOADER_WORKERS = 8
+
+Row = dict[str, Any]
+"""A row of a data set, by column."""
 
 
 def padded_batch(rows: Mapping[str, Any], pad_token_id: int, marks_predictors: bool = False) -> DataProto:
@@ -130,11 +134,11 @@ class SFTTrainer:
         validate_sft_config(tree, envs.integer("WORLD_SIZE", 1))
         check_backends(tree.trainer.logger)
 
-    def _dataset(self, files: str | list[str]) -> Dataset:
+    def _dataset(self, files: str | list[str]) -> Dataset[Row]:
         data = self.config.tree.data  # a data set of the user reads keys that this trainer does not know
         columns_of_text = "prompt_key" in data and not data.multiturn.enable
         usual = SFTDataset if columns_of_text else MultiTurnSFTDataset
-        cls = load_class(data.custom_cls, "data.custom_cls", Dataset, ("path", "name")) or usual
+        cls: type[Any] = load_class(data.custom_cls, "data.custom_cls", Dataset, ("path", "name")) or usual
         self.marks_predictors = issubclass(cls, SFTDataset)
         if issubclass(cls, MultiTurnSFTDataset):
             return cls(
@@ -169,7 +173,7 @@ class SFTTrainer:
         )
         return engine
 
-    def _loader(self, dataset: Dataset, train: bool) -> StatefulDataLoader:
+    def _loader(self, dataset: Dataset[Row], train: bool) -> StatefulDataLoader:
         ranks = self.engine.get_data_parallel_size()
         rank = self.engine.get_data_parallel_rank()
         rows = len(dataset)  # type: ignore[arg-type]
@@ -214,7 +218,7 @@ class SFTTrainer:
         """Train on a batch, validate if it is due, and publish the metrics."""
         timing: dict[str, float] = {}
         with marked_timer("step", timing):
-            metrics = self._train_step(batch, step)
+            metrics = self._train_step(batch)
         self.total_tokens += int(metrics["train/global_tokens"])
         metrics["train/total_tokens(B)"] = self.total_tokens / 1e9
         if self.val_loader is not None and self._due(self.config.trainer.test_freq, step):
@@ -243,11 +247,10 @@ class SFTTrainer:
         every = self.steps_per_epoch if frequency == EACH_EPOCH else int(frequency)
         return every > 0 and (step % every == 0 or step == self.total_steps)
 
-    def _train_step(self, batch: DataProto, step: int) -> dict[str, float]:
+    def _train_step(self, batch: DataProto) -> dict[str, float]:
         start = time.perf_counter()
-        batch.meta_info = self._meta(step)
         with self.engine.train_mode():
-            metrics = self.engine.train_batch(batch, self.loss_fn)
+            metrics = self.engine.train_batch(batch, self.loss_fn, self._pass_spec())
         learning_rate = self.engine.lr_scheduler_step()
         assert batch.batch is not None
         lengths = batch.batch["attention_mask"].sum(-1)
@@ -263,15 +266,9 @@ class SFTTrainer:
             "train/mfu": mfu(self.flops, lengths.tolist(), time.perf_counter() - start, sharing, images),
         }
 
-    def _meta(self, step: int) -> dict[str, Any]:
+    def _pass_spec(self) -> PassSpec:
         data = self.config.data
-        return {
-            "use_dynamic_bsz": data.use_dynamic_bsz,
-            "max_token_len_per_gpu": data.max_token_len_per_gpu,
-            "micro_batch_size_per_gpu": data.micro_batch_size_per_gpu,
-            "temperature": 1.0,
-            "global_steps": step,
-        }
+        return PassSpec(data.use_dynamic_bsz, data.micro_batch_size_per_gpu, data.max_token_len_per_gpu)
 
     def validate(self) -> float:
         """Return the negative log-likelihood of the validation set, averaged over its trained tokens."""
@@ -283,12 +280,11 @@ class SFTTrainer:
         with self.engine.eval_mode():
             for rows in self.val_loader:
                 batch = self._padded(rows)
-                batch.meta_info = self._meta(0)
                 assert batch.batch is not None
                 mask = batch.batch["response_mask"]
                 mask[max(own, 0) :] = 0
                 own -= len(batch)
-                log_probs = self.engine.infer_batch(batch)["log_probs"].double()
+                log_probs = self.engine.infer_batch(batch, self._pass_spec())["log_probs"].double()
                 total += torch.stack([-(log_probs * mask).sum(), mask.sum().double()])
         loss, tokens = (self._sum_over_ranks(part) for part in total)
         return loss / max(tokens, 1.0)

@@ -135,7 +135,8 @@ def _hf_config(config: "HFModelConfig") -> "PretrainedConfig":
     apply_overrides(hf_config, config.override_config)
     if hf_config.model_type == "kimi_vl":  # its default top-k method cannot be differentiated
         hf_config.text_config.topk_method = "greedy"
-    return hf_config
+    checked: PretrainedConfig = hf_config
+    return checked
 
 
 def _architectures(config: "HFModelConfig") -> list[str]:
@@ -224,8 +225,9 @@ class HFModelConfig(BaseConfig):
     @property
     def eos_token_id(self) -> int | list[int]:
         """The tokens that end a response: those of the generation config, else the tokenizer's."""
-        eos = self.generation_config.eos_token_id
-        return self.tokenizer.eos_token_id if eos is None else eos
+        eos: int | list[int] | None = self.generation_config.eos_token_id
+        own: int = self.tokenizer.eos_token_id
+        return own if eos is None else eos
 
     @property
     def pad_token_id(self) -> int:

@@ -118,9 +118,10 @@ class EngineWorker(Worker, DistProfilerExtension):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def dump_memory_snapshot(self, tag: str = "manual", sub_dir: str | None = None) -> None:
         """Write a snapshot of the allocator, on the ranks that record one."""
-        for profiler in self.profiler.profilers.values() if self.profiler is not None else ():
-            if profiler.dump_memory_snapshot(tag, sub_dir):
-                return
+        if isinstance(self.profiler, RoleProfilers):
+            for profiler in self.profiler.profilers.values():
+                if profiler.dump_memory_snapshot(tag, sub_dir):
+                    return
 
     def build_engine(
         self,

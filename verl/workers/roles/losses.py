@@ -11,6 +11,7 @@ from verl.algos.kl import kl_penalty
 from verl.algos.mismatch import gap_sum_metrics
 from verl.algos.policy_loss import get_token_selector, policy_loss_sums
 from verl.algos.value_loss import compute_value_loss
+from verl.workers.engine.micro_batch import tensors_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -82,7 +83,7 @@ def ppo_loss(
 
     Source: PPO (arXiv:1707.06347) section 3; KL in the loss: DeepSeekMath (arXiv:2402.03300) section 4.1.
     """
-    batch = data.batch
+    batch = tensors_of(data)
     mask = batch["response_mask"]
     log_probs = model_output["log_probs"]
     old_log_probs = batch.get("old_log_probs", None)
@@ -91,7 +92,7 @@ def ppo_loss(
     length = config.loss_scale_factor
     policy = policy_loss_sums(
         loss_mode,
-        old_log_prob=log_probs.detach() if on_policy else old_log_probs,
+        old_log_prob=log_probs.detach() if old_log_probs is None else old_log_probs,
         log_prob=log_probs,
         advantages=batch["advantages"],
         response_mask=mask,
@@ -132,7 +133,7 @@ def value_loss(
 
     Source: PPO (arXiv:1707.06347) section 5, with the value clipping of its reference implementation.
     """
-    batch = data.batch
+    batch = tensors_of(data)
     mask = batch["response_mask"]
     values = model_output["values"]
     mean, clip_fraction = compute_value_loss(
@@ -153,6 +154,6 @@ def sft_loss(
     config: object, model_output: ModelOutput, data: "DataProto", dp_group: "ProcessGroup | None" = None
 ) -> LossResult:
     """Compute the negative log-likelihood, averaged over the trained tokens of the global batch."""
-    mask = data.batch["response_mask"]
+    mask = tensors_of(data)["response_mask"]
     term = agg_sum(-model_output["log_probs"], mask, "token-mean")
     return [term], {"loss": term}

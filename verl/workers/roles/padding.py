@@ -22,7 +22,8 @@ def left_right_2_no_padding(data: DataProto) -> DataProto:
     if not bool(attention.any(dim=-1).all()):
         empty = int((~attention.bool().any(dim=-1)).nonzero()[0])
         raise ValueError(f"attention_mask leaves no token in row {empty}: drop the row")
-    length, width = attention.shape[1], batch["responses"].shape[1]
+    length = attention.shape[1]
+    width = batch["responses"].shape[1]
     _, indices, offsets, _, _ = unpad_input(attention.unsqueeze(-1), attention)
     loss_mask = F.pad(response_mask_of(data), (length - width, 0))
     for name, tensor in (
@@ -46,7 +47,8 @@ def no_padding_2_padding(nested: Tensor, data: DataProto) -> Tensor:
     batch = tensors_of(data)
     length: int = data.meta_info["max_seq_len"]
     width: int = data.meta_info["max_response_len"]
-    places, loss_mask = batch["indices"].values(), batch["loss_mask"].values()
+    places = batch["indices"].values()
+    loss_mask = batch["loss_mask"].values()
     rows = batch["indices"].shape[0]
     padded = pad_input(nested.values(), places, rows, length)
     kept = pad_input(loss_mask.to(padded.dtype), places, rows, length)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from verl.algos.policy_loss import Whole, get_token_selector, token_keys
 from verl.utils.device import get_device_name
+from verl.workers.engine.micro_batch import tensors_of
 from verl.workers.engine.pass_spec import PassSpec
 from verl.workers.roles.batching import BatchInfo
 from verl.workers.roles.losses import SELECTION
@@ -58,7 +59,8 @@ def select_tokens(
     selector = get_token_selector(config.policy_loss.loss_mode)
     if selector is None:
         return
-    batch, mask = data.batch, data.batch["response_mask"]
+    batch = tensors_of(data)
+    mask = batch["response_mask"]
     unchanged = BatchInfo.of(data).old_log_probs_version == engine.weights_version
     if unchanged and "old_log_probs" in batch.keys():
         current = batch["old_log_probs"]
@@ -84,7 +86,7 @@ def row_seeds(data: "DataProto") -> Tensor:
 
     It is the seed that the response was sampled with, and without one a hash of its tokens.
     """
-    batch = data.batch
+    batch = tensors_of(data)
     if "sampling_seed" in batch.keys():
         return batch["sampling_seed"]
     mask = batch["response_mask"]

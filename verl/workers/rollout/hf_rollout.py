@@ -250,7 +250,7 @@ def _build_model(config: "RolloutConfig", model_config: "HFModelConfig") -> nn.M
             model = auto_class.from_config(model_config.hf_config, **options)
         else:
             model = auto_class.from_pretrained(model_config.local_path, config=model_config.hf_config, **options)
-    return model.to(get_device_name()).eval().requires_grad_(False)  # type: ignore[no-any-return]
+    return model.to(get_device_name()).eval().requires_grad_(False)
 
 
 def _media_of(prompts: DataProto) -> np.ndarray | None:

@@ -232,11 +232,11 @@ def _model_rules(shared: ActorRolloutRefConfig, role: Role, engine: McoreEngineC
     overrides = engine.override_transformer_config
     stages = engine.virtual_pipeline_model_parallel_size or 1
     if isinstance(layers, int) and (found := stage_problem(layers, pp, stages, overrides)) is not None:
-        name, expected = found
-        if name is None:
+        override, expected = found
+        if override is None:
             yield Violation(f"{role.engine_key}.{SIZES[1]}", pp, expected)
         else:
-            yield Violation(f"{role.engine_key}.override_transformer_config.{name}", overrides[name], expected)
+            yield Violation(f"{role.engine_key}.override_transformer_config.{override}", overrides[override], expected)
 
 
 def _shared_rules(role: Role, engine: McoreEngineConfig, actor: McoreEngineConfig) -> Iterator[Violation]:

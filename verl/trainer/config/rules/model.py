@@ -4,11 +4,11 @@ import importlib.util
 from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
+from verl.algos.names import FULL_KL
 from verl.base_config import Violation
 from verl.models.transformers.names import VISION_FAMILIES
 from verl.trainer.config.run_config import RunConfig
 from verl.workers.config import FSDPActorConfig, FSDPCriticConfig, HFModelConfig
-from verl.workers.config.actor import FULL_KL
 from verl.workers.config.model import (
     flat_overrides,
     path_problems,

@@ -1,7 +1,7 @@
 """Rewards: the manager, the overlong buffer, dynamic sampling, and the reward model."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from verl.base_config import Violation
 from verl.trainer.config.keys import nearest
@@ -106,7 +106,7 @@ def _buffer_rules(buffer: Any, node: str, limit: tuple[str, Any]) -> Iterator[Vi
         yield Violation(f"{node}.penalty_factor", factor, expected)
 
 
-def _is_number(value: Any, kind: Any) -> bool:
+def _is_number(value: Any, kind: Any) -> TypeGuard[float]:
     return isinstance(value, kind) and not isinstance(value, bool)
 
 

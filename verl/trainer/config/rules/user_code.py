@@ -85,9 +85,10 @@ def _binds(node: ast.AST, name: Any) -> bool:
 
 
 def _signature(definition: ast.FunctionDef) -> inspect.Signature:
-    given, kind = definition.args, inspect.Parameter
-    positional = [(each, kind.POSITIONAL_ONLY) for each in given.posonlyargs]
-    positional += [(each, kind.POSITIONAL_OR_KEYWORD) for each in given.args]
+    given = definition.args
+    kind = inspect.Parameter
+    ways = [kind.POSITIONAL_ONLY] * len(given.posonlyargs) + [kind.POSITIONAL_OR_KEYWORD] * len(given.args)
+    positional = list(zip([*given.posonlyargs, *given.args], ways, strict=True))
     first_default = len(positional) - len(given.defaults)
     parameters = [
         kind(each.arg, way, default=... if i >= first_default else kind.empty)

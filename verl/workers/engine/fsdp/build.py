@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
     from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
+    from verl.utils.vision.value_model import VisionValueModel
     from verl.workers.config import FSDPEngineConfig, HFModelConfig
 
 logger = logging.getLogger(__name__)
@@ -203,12 +204,14 @@ class ModelBuilder:
         if self.model_config.enable_gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
-    def _reader(self, model: PreTrainedModel, auto_class: "type[_BaseAutoModelClass]") -> LocalReader:
+    def _reader(
+        self, model: PreTrainedModel, auto_class: "type[_BaseAutoModelClass] | VisionValueModel"
+    ) -> LocalReader:
         """Return a function that reads the shard of a parameter by its name in the adapted model."""
 
         def load_whole() -> dict[str, Tensor]:
             try:
-                whole, report = auto_class.from_pretrained(
+                loaded: Any = auto_class.from_pretrained(  # with output_loading_info it returns two values
                     self.path,
                     config=self._config(),
                     low_cpu_mem_usage=True,
@@ -217,6 +220,7 @@ class ModelBuilder:
                 )
             except (OSError, RuntimeError, ValueError) as error:
                 raise CheckpointError(f"cannot load the weights of model.path={self.path}: {error}") from error
+            whole, report = loaded
             # Missing tensors were drawn from the random state of this process; ``_initialize`` draws them instead.
             return {name: p for name, p in whole.named_parameters() if name not in report["missing_keys"]}
 

@@ -36,10 +36,11 @@ class Round:
 def check_positions(data: "DataProto") -> None:
     """Check that positions count the tokens of a row from 0, as Megatron-Core counts packed tokens.
 
-    Raises: ValueError naming the first row where they do not.
+    Raises: ValueError naming the first row whose positions do not.
     """
     batch = tensors_of(data)
-    positions, attention = batch["position_ids"], batch["attention_mask"]
+    positions = batch["position_ids"]
+    attention = batch["attention_mask"]
     if positions.dim() == 3:
         raise ValueError("position_ids of three dims (multi-modal rope) are not supported with strategy=megatron")
     wrong = ((positions != attention.cumsum(-1) - 1) & attention.bool()).any(-1)
