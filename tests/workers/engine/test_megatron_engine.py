@@ -366,7 +366,7 @@ def test_checkpoints_that_cannot_be_loaded_say_why(folder: Path, tmp_path: Path)
     engine = megatron_cases.build(folder, {})
     engine.save_checkpoint(str(tmp_path / "actor"), global_step=1)
     other = megatron_cases.build(folder, {"use_distributed_optimizer": False})
-    with pytest.raises(ValueError, match="use_distributed_optimizer=true: write the same"):
+    with pytest.raises(ValueError, match="use_distributed_optimizer=true: set the same"):
         other.load_checkpoint(str(tmp_path / "actor"))
     (file,) = (tmp_path / "actor" / "dist_ckpt").glob("__0_0.distcp")
     file.write_bytes(file.read_bytes()[:-100])
@@ -467,7 +467,7 @@ def test_weight_decay_follows_its_group_and_style() -> None:
         ),
         (
             {"lr_decay_style": "WSD", "total_training_steps": 4, "lr_warmup_steps": 1, "lr_wsd_decay_steps": 4},
-            "lr_wsd_decay_steps=4 must be at most 3, the steps",
+            "lr_wsd_decay_steps=4 must be at most 3, the number of steps",
         ),
     ],
 )

@@ -278,7 +278,7 @@ def way_out(local_path: str) -> str:
     """Return advice which earlier checkpoint to use instead of a broken one."""
     earlier = earlier_checkpoints(local_path, checksums=None)
     if not earlier:
-        return "There is no earlier complete checkpoint: trainer.resume_mode=disable starts afresh"
+        return "There is no earlier complete checkpoint: trainer.resume_mode=disable starts from scratch"
     place = _step_and_role(local_path)
     folder = earlier[-1] if place is None or place[2] == Path() else earlier[-1].parent
     return (

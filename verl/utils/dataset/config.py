@@ -36,7 +36,7 @@ class SamplerConfig(BaseConfig):
 def half_named_class(path: tuple[str, str | None], name: tuple[str, str | None]) -> Iterator[Violation]:
     """Yield the missing half of a class that is named by its file and its name; both are (key, value)."""
     if path[1] is not None and name[1] is None:
-        yield Violation(name[0], None, f"is missing: name the class in {path[0]}={path[1]}")
+        yield Violation(name[0], None, f"is missing: name the class in {path[1]}")
     if path[1] is None and name[1] is not None:
         yield Violation(path[0], None, f"is missing: write the file that holds {name[1]}")
 

@@ -218,5 +218,13 @@ def reward_model_config(node: Any) -> RewardModelConfig:
     from omegaconf import OmegaConf
 
     plain: Any = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else dict(node)
-    config: RewardModelConfig = omega_conf_to_dataclass(with_targets(plain))
+    typed = with_targets(plain)
+    for name, cls in (
+        ("scoring", "ScoringConfig"),
+        ("sandbox_fusion", "SandboxFusionConfig"),
+        ("local_sandbox", "LocalSandboxConfig"),
+    ):
+        if isinstance(typed.get(name), Mapping):
+            typed[name] = {"_target_": f"verl.workers.config.reward.{cls}", **typed[name]}
+    config: RewardModelConfig = omega_conf_to_dataclass(typed)
     return config
