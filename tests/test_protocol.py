@@ -80,7 +80,7 @@ def test_growing_allocates_the_result_only(grow: Any) -> None:
         (lambda: _batch().make_iterator(4, 1), "6 rows do not divide"),
         (lambda: _batch().make_iterator(2, 1, dataloader_kwargs={"num_workers": 2}), "num_workers"),
         (lambda: DataProto.concat([]), "at least one"),
-        (lambda: DataProto.concat([_batch(), _batch().select(["x"])]), "part 1 differs"),
+        (lambda: DataProto.concat([_batch(), _batch().select(["x"])]), "part 1 and part 0 differ"),
         (lambda: DataProto.concat([DataProto(meta_info={"k": 1}), DataProto(meta_info={"k": 2})]), "'k'"),
         (lambda: _batch().sample_level_repeat([1]), "one count per row"),
         (lambda: _batch(2).sample_level_repeat([1.5, 1]), "whole and not negative"),

@@ -137,28 +137,36 @@ def test_a_supervised_run_has_pictures_of_its_own(records, tmp_path):
 
 def test_a_run_ends_with_a_report(tmp_path, capsys, caplog, monkeypatch):
     """Also one that is broken off, and never one that hides why."""
+    from verl.trainer.config.run_config import TrainerConfig
     from verl.trainer.run import output as run
 
     def output(folder, report=True):
-        trainer = {"project_name": "p", "experiment_name": "e", "logger": [], "default_local_dir": str(folder)}
-        return run.RunOutput(OmegaConf.create({"trainer": trainer | {"report": report, "prometheus": False}}), None, 2)
+        options = TrainerConfig(
+            project_name="p",
+            experiment_name="e",
+            logger=[],
+            default_local_dir=str(folder),
+            report=report,
+            prometheus=False,
+        )
+        return run.RunOutput(options, OmegaConf.create({}), None, 2, lambda metrics: [])
 
     first = output(tmp_path / "a")
     first.step({"critic/score/mean": 0.5, "timing_s/step": 1.0}, 1, {"response_length": {"limit": 4, "counts": [1, 0]}})
-    first.close(finished=False)
+    first.close(curves=False)
     assert (tmp_path / "a" / "report.html").exists() and not (tmp_path / "a" / "curves.png").exists()
     second = output(tmp_path / "b", report=False)
     second.log({"val-core/x/acc/mean@1": 0.5}, 0)
-    second.close(finished=True)
+    second.close(curves=True)
     assert not (tmp_path / "b" / "report.html").exists() and (tmp_path / "b" / "curves.png").exists()
     third_party = SimpleNamespace(finish=lambda: None)  # has no table, where samples would go
     first.tracking.logger = {"wandb": third_party}
     monkeypatch.setattr(type(first.generations), "_log_wandb", lambda *given: third_party.log)
     first.log_generations([("a", "b", 1.0)], 3)
-    assert "'wandb' has not taken the validation samples of step 3" in caplog.text
+    assert "'wandb' did not take the validation samples of step 3" in caplog.text
     monkeypatch.setattr(run.RolloutTraceConfig, "finish", lambda: SimpleNamespace().missing)
     monkeypatch.setattr(run, "write_report", lambda folder: SimpleNamespace().missing)
     third = output(tmp_path / "c")
     third.log({"x": 1.0}, 0)
-    third.close(finished=False)
-    assert "the report could not be made" in caplog.text and "not all traces were sent" in caplog.text
+    third.close(curves=False)
+    assert "cannot write the report" in caplog.text and "some traces were not sent" in caplog.text
