@@ -181,7 +181,7 @@ def test_rows_and_images_that_do_not_fit_are_named(root: Path) -> None:
     data = vision.batch(root / "qwen2_5_vl", "qwen2_5_vl", [0, 2])
     swapped = vision.batch(root / "qwen2_5_vl", "qwen2_5_vl", [0, 5])
     swapped.non_tensor_batch["multi_modal_inputs"] = data.non_tensor_batch["multi_modal_inputs"]
-    with engine.eval_mode(), pytest.raises(ValueError, match="15 image and video tokens .* makes 18 features"):
+    with engine.eval_mode(), pytest.raises(ValueError, match="15 image and video tokens, .* gives 18 features"):
         engine.infer_batch(swapped)
     del data.non_tensor_batch["multi_modal_inputs"]
     with engine.eval_mode(), pytest.raises(ValueError, match="18 image tokens stand .* has no pixel_values"):
