@@ -184,7 +184,7 @@ def test_rows_and_images_that_do_not_fit_are_named(root: Path) -> None:
     with engine.eval_mode(), pytest.raises(ValueError, match="15 image and video tokens, .* gives 18 features"):
         engine.infer_batch(swapped)
     del data.non_tensor_batch["multi_modal_inputs"]
-    with engine.eval_mode(), pytest.raises(ValueError, match="18 image tokens stand .* has no pixel_values"):
+    with engine.eval_mode(), pytest.raises(ValueError, match="18 image tokens, .* has no pixel_values"):
         engine.infer_batch(data)
 
 
