@@ -19,6 +19,9 @@ from verl.utils.distributed import leave_process
 LINES = 60
 """So much of a stack is shown."""
 
+PRELOADED = ["torch.distributed.fsdp", "tensordict", "transformers.modeling_utils", "ray", "megatron.core"]
+"""What most ranks import, for seconds. A server imports it once for each test process, and ranks are forks of it."""
+
 _record: TextIO | None = None
 """What this rank tells of itself, where it is one."""
 
@@ -28,11 +31,21 @@ class RankError(Exception):
 
 
 class Ranks:
-    """Processes that run one function, each with its rank; ``join`` waits for them."""
+    """Processes that run one function, each with its rank; ``join`` waits for them.
 
-    def __init__(self, fn: Callable[..., None], args: tuple[Any, ...], nprocs: int) -> None:
+    With ``fresh`` they import everything themselves, which a test needs whose environment acts on an import.
+    """
+
+    def __init__(self, fn: Callable[..., None], args: tuple[Any, ...], nprocs: int, fresh: bool = False) -> None:
         self._folder = tempfile.mkdtemp(prefix="ranks")
-        self._context = mp.spawn(_run_and_leave, args=(fn, args, self._folder), nprocs=nprocs, join=False)
+        mp.set_forkserver_preload(PRELOADED)  # read when the server starts, thus once
+        self._context = mp.start_processes(
+            _run_and_leave,
+            args=(fn, args, self._folder, dict(os.environ)),
+            nprocs=nprocs,
+            join=False,
+            start_method="spawn" if fresh else "forkserver",
+        )
 
     def join(self, timeout_s: float = 240.0) -> None:
         """Wait until all have ended well.
@@ -75,9 +88,15 @@ class Ranks:
         return "\n".join([f"in {doing}:", *lines[:LINES], *(["..."] if len(lines) > LINES else [])])
 
 
-def spawn_ranks(fn: Callable[..., None], args: tuple[Any, ...] = (), nprocs: int = 2, timeout_s: float = 240.0) -> None:
+def spawn_ranks(
+    fn: Callable[..., None],
+    args: tuple[Any, ...] = (),
+    nprocs: int = 2,
+    timeout_s: float = 240.0,
+    fresh: bool = False,
+) -> None:
     """Run ``fn(rank, *args)`` on ``nprocs`` ranks to the end; see ``Ranks.join`` for what it raises."""
-    Ranks(fn, args, nprocs).join(timeout_s)
+    Ranks(fn, args, nprocs, fresh).join(timeout_s)
 
 
 def note(what: str) -> None:
@@ -86,9 +105,13 @@ def note(what: str) -> None:
         _record.write(f"\n-- {what}\n")
 
 
-def _run_and_leave(rank: int, fn: Callable[..., None], args: tuple[Any, ...], folder: str) -> None:
+def _run_and_leave(
+    rank: int, fn: Callable[..., None], args: tuple[Any, ...], folder: str, environment: dict[str, str]
+) -> None:
     """Run a rank; what it raises, whatever its kind, and the stacks that a signal leaves go to its record."""
     global _record
+    os.environ.clear()  # a fork has the environment that the server started with
+    os.environ.update(environment)
     file = Path(folder) / f"{rank}.new"
     _record = open(file, "w", buffering=1)  # open as long as the process lives
     faulthandler.enable(_record)
