@@ -1,4 +1,4 @@
-"""Ranks of a process group as processes of a test."""
+"""Run a function on several ranks, each a process, and report the rank that fails."""
 
 import faulthandler
 import os
@@ -17,23 +17,25 @@ from verl.utils.device.gloo import use_one_thread
 from verl.utils.distributed import leave_process
 
 LINES = 60
-"""So much of a stack is shown."""
+"""Lines of a stack that a report shows."""
 
 PRELOADED = ["torch.distributed.fsdp", "tensordict", "transformers.modeling_utils", "ray", "megatron.core"]
-"""What most ranks import, for seconds. A server imports it once for each test process, and ranks are forks of it."""
+"""Modules that most ranks need and that take seconds to import. A server imports them once per test process; ranks are
+its forks.
+"""
 
 _record: TextIO | None = None
-"""What this rank tells of itself, where it is one."""
+"""Record of this process, if it is a rank."""
 
 
 class RankError(Exception):
-    """A rank failed, died or hung; the message is what one needs to know of it."""
+    """A rank failed, died or hung; the message says which one, in which case and where."""
 
 
 class Ranks:
     """Processes that run one function, each with its rank; ``join`` waits for them.
 
-    With ``fresh`` they import everything themselves, which a test needs whose environment acts on an import.
+    With ``fresh`` they import everything themselves. A test needs that if a module reads the environment on import.
     """
 
     def __init__(self, fn: Callable[..., None], args: tuple[Any, ...], nprocs: int, fresh: bool = False) -> None:
@@ -48,7 +50,7 @@ class Ranks:
         )
 
     def join(self, timeout_s: float = 240.0) -> None:
-        """Wait until all have ended well.
+        """Wait until all ranks have succeeded.
 
         Raises: RankError naming the rank that failed first, what it ran and where; or those that still run.
         """
