@@ -97,7 +97,7 @@ make_environment() {
 }
 
 pip_install() {
-    PIP_USER=0 "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --no-input -c "$CONSTRAINTS" "$@" >>"$LOG" 2>&1
+    PIP_USER=0 "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --no-input --no-compile -c "$CONSTRAINTS" "$@" >>"$LOG" 2>&1
 }
 
 pip_failed() {
@@ -139,5 +139,7 @@ say "verl and its dependencies [$EXTRAS]: about 200 packages, 3 to 7 minutes (de
 pip_install -e ".[$EXTRAS]" || pip_failed "verl[$EXTRAS]"
 say "checking torchvision, torchaudio and torchcodec"
 "$VENV/bin/python" scripts/torch_extras.py
+say "compiling the packages on all cores" # pip would do so on one; a file that Python 3 cannot read is left as it is
+"$VENV/bin/python" -m compileall -qq -j 0 "$VENV/lib" || true
 fingerprint >"$STAMP"
 say "$VENV is ready"

@@ -36,6 +36,7 @@ BIN="$VENV/bin"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # more processes than cores: threads would only wait for each other
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+unset PYTHONDONTWRITEBYTECODE # the tests start hundreds of processes that import the same modules
 
 FAILED=()
 REPORT=()

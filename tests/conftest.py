@@ -2,12 +2,16 @@
 
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 
+REPOSITORY = Path(__file__).resolve().parents[1]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -25,13 +29,30 @@ def verification_page(request: pytest.FixtureRequest) -> Path | None:
 
 
 @pytest.fixture(scope="session")
-def ray_cluster() -> Iterator[None]:
+def preloaded_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Return the variables with which Ray workers are forks of a process that has the imports; see tests/preloaded."""
+    folder = Path(__file__).parent / "preloaded"
+    address = Path(tempfile.mkdtemp(prefix="vpre")) / "socket"  # the path of a socket may have about 100 characters
+    variables = {"VERL_TEST_PRELOADED": str(address), "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{folder}"}
+    with subprocess.Popen([sys.executable, folder / "server.py", address], stdin=subprocess.PIPE) as server:
+        while not address.exists():
+            assert server.poll() is None, "the server of tests/preloaded has ended"
+            time.sleep(0.1)
+        yield variables
+        assert server.stdin is not None
+        server.stdin.close()  # it ends
+    shutil.rmtree(address.parent, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def ray_cluster(preloaded_workers: dict[str, str]) -> Iterator[None]:
     """Start one local Ray with four CPUs for all tests that ask for it."""
     ray = pytest.importorskip("ray")
-    repository = str(Path(__file__).resolve().parent.parent)
     # Sockets live below this directory, and their paths may have about 100 characters: pytest's own are too long.
     directory = tempfile.mkdtemp(prefix="vray")
-    search_path = os.pathsep.join(filter(None, [repository, os.environ.get("PYTHONPATH", "")]))
+    search_path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
+    before = dict(os.environ)
+    os.environ.update(preloaded_workers)  # for the processes of Ray, which start here
     ray.init(
         address="local",
         num_cpus=4,
@@ -42,6 +63,8 @@ def ray_cluster() -> Iterator[None]:
         log_to_driver=False,
         runtime_env={"env_vars": {"OMP_NUM_THREADS": "1", "PYTHONPATH": search_path}},
     )
+    os.environ.clear()
+    os.environ.update(before)
     yield
     ray.shutdown()
     shutil.rmtree(directory, ignore_errors=True)

@@ -45,7 +45,8 @@ class Run:
 class Workspace:
     """A folder with a tiny model and data, in which runs are made."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, preloaded_workers: dict[str, str] | None = None) -> None:
+        self.preloaded_workers = preloaded_workers or {}
         sys.path.insert(0, str(REPOSITORY))
         from examples.tiny_model import make_tiny_model
 
@@ -125,7 +126,7 @@ class Workspace:
         environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "VERL_FILE_LOGGER_ROOT": str(self.folder)}
         with subprocess.Popen(
             self.command(name, overrides, module),
-            env=environment | (env or {}),
+            env=environment | self.preloaded_workers | (env or {}),
             cwd=self.folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -161,9 +162,9 @@ def _of(process: psutil.Process, session: int) -> bool:
 
 
 @pytest.fixture(scope="session")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+def workspace(tmp_path_factory: pytest.TempPathFactory, preloaded_workers: dict[str, str]) -> Workspace:
     """One tiny model and data set for all runs."""
-    return Workspace(tmp_path_factory.mktemp("e2e"))
+    return Workspace(tmp_path_factory.mktemp("e2e"), preloaded_workers)
 
 
 def call(command: list[str], **env: str | Path) -> None:
