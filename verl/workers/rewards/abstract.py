@@ -1,37 +1,22 @@
 """The base class of reward managers, and their registry."""
 
 import importlib
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from verl.workers.rewards.scoring import (
-    Extras,
-    RawScorer,
-    RewardOutput,
-    Sample,
-    Score,
-    ScoringLimits,
-    gather_extras,
-    given_scores,
-    log_samples,
-    place_scores,
-    read_samples,
-    report_failures,
-)
+from verl.workers.rewards import scoring
+from verl.workers.rewards.scoring import RawScorer, RewardOutput, Sample, Score, ScoringLimits
 from verl.workers.rewards.signature import SCORER_CALLS, ScorerCall
 
 if TYPE_CHECKING:
     from verl.protocol import DataProto
 
-ScoreSamples = Callable[[list[Sample]], list[Score]]
 
-
-class AbstractRewardManager(ABC):
-    """Scores a batch of prompts and responses.
+class AbstractRewardManager:
+    """Scores a batch of prompts and responses; a subclass overrides ``score``, or all of ``__call__``.
 
     Args:
         tokenizer: decodes prompts and responses.
@@ -43,6 +28,8 @@ class AbstractRewardManager(ABC):
     limits = ScoringLimits()
     """Time limits and the treatment of failures; ``load_reward_manager`` sets those of the configuration."""
     scorer_call: ClassVar[ScorerCall] = SCORER_CALLS["naive"]
+    writes_acc: ClassVar[bool] = False
+    """Whether the scores go to ``batch["acc"]`` too."""
 
     def __init__(
         self,
@@ -65,54 +52,47 @@ class AbstractRewardManager(ABC):
         self.compute_score: RawScorer = compute_score
         self.reward_fn_key = reward_fn_key
         self._has_shown_a_failure = False
-        self._known_extras: Extras = {}  # name -> its value for a response that could not be scored
+        self._known_extras: scoring.Extras = {}  # name -> its value for a response that could not be scored
 
-    @abstractmethod
     def __call__(self, data: "DataProto", return_dict: bool = False) -> RewardOutput:
-        """Score ``data``.
+        """Score ``data``; a batch that already holds ``rm_scores`` keeps them.
 
         Returns: scores (B, R), zero except at the last valid token of each response; or, with ``return_dict``, a dict
             of them as ``reward_tensor`` and of the scorer's extras as ``reward_extra_info``, a dict of lists of length
             B.
         """
-
-    # ---- for the ``__call__`` of subclasses
-
-    def score_batch(
-        self,
-        data: "DataProto",
-        return_dict: bool,
-        score: ScoreSamples,
-        to_rewards: Callable[[Sequence[Sample], Sequence[Score]], list[float]] | None = None,
-        writes_acc: bool = False,
-    ) -> RewardOutput:
-        """Score ``data`` for ``__call__``; a batch that already holds ``rm_scores`` keeps them.
-
-        Args:
-            score: scores samples; a sample that it cannot score gets a ``failure``.
-            to_rewards: turns the scores into the values of the tensor, and may add extras to them.
-            writes_acc: whether to write the scores to ``batch["acc"]`` too.
-        """
-        given = given_scores(data, return_dict)
+        given = scoring.given_scores(data, return_dict)
         if given is not None:
             return given
-        samples, scores = self.score_samples(data, score)
-        log_samples(samples, scores, self.num_examine)
-        values = [each.value for each in scores]
+        samples, scores = self._samples_and_scores(data)
+        scoring.log_samples(samples, scores, self.num_examine)
         assert data.batch is not None
-        if writes_acc:
+        if self.writes_acc:
+            values = [score.value for score in scores]
             data.batch["acc"] = torch.tensor(values, dtype=torch.float32, device=data.batch["prompts"].device)
-        rewards = values if to_rewards is None else to_rewards(samples, scores)
-        reward = place_scores(rewards, samples, data.batch["responses"])
+        reward = scoring.place_scores(self.rewards(samples, scores), samples, data.batch["responses"])
         if not return_dict:
             return reward
-        return {"reward_tensor": reward, "reward_extra_info": gather_extras(scores, self._known_extras)}
+        return {"reward_tensor": reward, "reward_extra_info": scoring.gather_extras(scores, self._known_extras)}
 
-    def score_samples(self, data: "DataProto", score: ScoreSamples) -> tuple[list[Sample], list[Score]]:
+    def verify(self, data: "DataProto") -> list[float]:
+        """Return the score of each response."""
+        return [score.value for score in self._samples_and_scores(data)[1]]
+
+    def score(self, samples: list[Sample]) -> list[Score]:
+        """Score samples; a sample that cannot be scored gets a ``failure``."""
+        raise NotImplementedError
+
+    def rewards(self, samples: list[Sample], scores: list[Score]) -> list[float]:
+        """Return the values of the tensor; may add extras to the scores."""
+        return [score.value for score in scores]
+
+    def _samples_and_scores(self, data: "DataProto") -> tuple[list[Sample], list[Score]]:
         """Return the samples of a batch and their scores, and log failures."""
-        samples = read_samples(data, self.tokenizer, self.reward_fn_key)
-        scores = score(samples)
-        self._has_shown_a_failure |= report_failures(samples, scores, self.limits, not self._has_shown_a_failure)
+        samples = scoring.read_samples(data, self.tokenizer, self.reward_fn_key)
+        scores = self.score(samples)
+        in_full = not self._has_shown_a_failure
+        self._has_shown_a_failure |= scoring.report_failures(samples, scores, self.limits, in_full)
         return samples, scores
 
 

@@ -1,17 +1,14 @@
 """A manager that calls the scorer once for the whole batch."""
 
 import traceback
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from verl.utils.time_limit import TimeLimitExceeded, time_limit
 from verl.workers.rewards.abstract import AbstractRewardManager, register
-from verl.workers.rewards.scoring import RawScorer, RewardOutput, Sample, Score, batch_timeout_text, failed, settle
+from verl.workers.rewards.scoring import RawScorer, Sample, Score, failed, raised_text, settle, timed_out
 from verl.workers.rewards.signature import SCORER_CALLS
-
-if TYPE_CHECKING:
-    from verl.protocol import DataProto
 
 
 @register("batch")
@@ -22,6 +19,7 @@ class BatchRewardManager(AbstractRewardManager):
     """
 
     scorer_call = SCORER_CALLS["batch"]
+    writes_acc = True
 
     def __init__(
         self,
@@ -40,15 +38,7 @@ class BatchRewardManager(AbstractRewardManager):
         super().__init__(tokenizer, num_examine, compute_score, reward_fn_key)
         self.reward_kwargs = reward_kwargs
 
-    def __call__(self, data: "DataProto", return_dict: bool = False) -> RewardOutput:
-        """Score ``data``; see ``AbstractRewardManager``."""
-        return self.score_batch(data, return_dict, self._score_all, writes_acc=True)
-
-    def verify(self, data: "DataProto") -> list[float]:
-        """Return the score of each response."""
-        return [score.value for score in self.score_samples(data, self._score_all)[1]]
-
-    def _score_all(self, samples: list[Sample]) -> list[Score]:
+    def score(self, samples: list[Sample]) -> list[Score]:
         """Score all samples; if the call fails, all of them fail."""
 
         def all_failed(kind: str, text: str, trace: str = "") -> list[Score]:
@@ -64,10 +54,10 @@ class BatchRewardManager(AbstractRewardManager):
                     **self.reward_kwargs,
                 )
         except TimeLimitExceeded:
-            return all_failed("timed out", batch_timeout_text(self.limits), traceback.format_exc())
+            trace = traceback.format_exc()
+            return [timed_out(sample, self.limits, of_batch=True, trace=trace) for sample in samples]
         except (Exception, SystemExit) as error:  # user code may raise anything
-            text = f"the scorer raised {type(error).__name__}: {error}"
-            return all_failed("raised", text, traceback.format_exc())
+            return all_failed("raised", raised_text(error), traceback.format_exc())
         count = len(results) if hasattr(results, "__len__") and not isinstance(results, str | dict) else None
         if count != len(samples):
             got = type(results).__name__ if count is None else f"{count} scores"

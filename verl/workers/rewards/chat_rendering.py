@@ -1,6 +1,7 @@
 """Render the policy's prompts and responses by the chat template of a reward model, and tokenize them again."""
 
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jinja2
@@ -24,6 +25,7 @@ class RawPromptTypeError(ValueError, TypeError):
     """A row of ``raw_prompt`` is not a list of messages."""
 
 
+@dataclass
 class ChatRenderer:
     """Render each conversation by the chat template of ``target`` and tokenize it again.
 
@@ -35,19 +37,11 @@ class ChatRenderer:
         ends: tokens that end a response of the policy.
     """
 
-    def __init__(
-        self,
-        source: PreTrainedTokenizerBase,
-        target: PreTrainedTokenizerBase,
-        max_length: int | None,
-        truncation: str,
-        ends: Collection[int],
-    ) -> None:
-        self.source = source
-        self.target = target
-        self.ends = ends
-        self.max_length = max_length
-        self.truncation = truncation
+    source: PreTrainedTokenizerBase
+    target: PreTrainedTokenizerBase
+    max_length: int | None
+    truncation: str
+    ends: Collection[int]
 
     def __call__(self, data: DataProto) -> tuple[dict[str, Tensor], int]:
         """Return ``input_ids``, ``attention_mask``, ``position_ids`` (B, L), right-padded, and the number of cut rows.

@@ -1,15 +1,14 @@
 """A manager with one call per response and a penalty for responses that come near the length limit."""
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from verl.workers.rewards.abstract import AbstractRewardManager, register
-from verl.workers.rewards.scoring import RawScore, RawScorer, RewardOutput, Sample, Score, score_each
-
-if TYPE_CHECKING:
-    from verl.protocol import DataProto
+from verl.workers.rewards.abstract import register
+from verl.workers.rewards.naive import NaiveRewardManager
+from verl.workers.rewards.scoring import RawScore, RawScorer, Sample, Score
 
 
 class OverlongBufferError(ValueError, AssertionError):
@@ -17,7 +16,7 @@ class OverlongBufferError(ValueError, AssertionError):
 
 
 @register("dapo")
-class DAPORewardManager(AbstractRewardManager):
+class DAPORewardManager(NaiveRewardManager):
     """Scores as ``naive`` does, records the score as ``acc``, and adds the soft overlong punishment.
 
     Source: DAPO (arXiv:2503.14476) section 3.4.
@@ -52,29 +51,20 @@ class DAPORewardManager(AbstractRewardManager):
                     f"got {overlong_buffer_cfg['len']}"
                 )
 
-    def __call__(self, data: "DataProto", return_dict: bool = False) -> RewardOutput:
-        """Score ``data``; see ``AbstractRewardManager``."""
-        return self.score_batch(data, return_dict, self._score_each, self._punish)
-
-    def _score_each(self, samples: list[Sample]) -> list[Score]:
-        scores = score_each(samples, self._score, self.limits)
+    def score(self, samples: list[Sample]) -> list[Score]:
+        """Score one sample after the other."""
+        scores = super().score(samples)
         for score in scores:
             score.extras.setdefault("acc", score.value if score.failure is None else 0.0)
         return scores
 
     def _score(self, sample: Sample) -> RawScore:
-        eos = self.tokenizer.eos_token
-        return self.compute_score(
-            data_source=sample.data_source,
-            solution_str=sample.response.removesuffix(eos) if eos else sample.response,
-            ground_truth=sample.ground_truth,
-            extra_info=sample.extra_info,
-        )
+        return super()._score(replace(sample, response=sample.response.removesuffix(self.tokenizer.eos_token or "")))
 
-    def _punish(self, samples: Sequence[Sample], scores: Sequence[Score]) -> list[float]:
+    def rewards(self, samples: list[Sample], scores: list[Score]) -> list[float]:
         """Add ``min(-(length - (max_resp_len - len)) / len * penalty_factor, 0)`` to each score."""
         if not self._punishes:
-            return [score.value for score in scores]
+            return super().rewards(samples, scores)
         assert self.overlong_buffer_cfg is not None and self.max_resp_len is not None
         buffer = self.overlong_buffer_cfg["len"]
         rewards = []

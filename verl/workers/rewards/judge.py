@@ -4,6 +4,7 @@ import logging
 import math
 import numbers
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 _SHOWN_CHARS = 500
 
 
+@dataclass
 class Judge:
     """Score responses: ``preprocess`` writes the question, ``rollout`` the answer, ``postprocess`` reads the score.
 
@@ -34,40 +36,32 @@ class Judge:
     Args: ``source`` is the policy's tokenizer, ``ends`` are the tokens at which its responses end.
     """
 
-    def __init__(
-        self,
-        config: "RewardModelConfig",
-        model_config: "HFModelConfig",
-        rollout: "BaseRollout",
-        source: PreTrainedTokenizerBase,
-        ends: set[int],
-    ) -> None:
-        functions = config.data_processor_config
-        self.preprocess: Callable[..., str | list[Message]] = load_extern_type(
-            functions.path, functions.preprocess_fn_name
-        )
-        self.postprocess: Callable[[str], RawScore] = load_extern_type(functions.path, functions.postprocess_fn_name)
-        self.failure_score = config.scoring.failure_score
-        self.max_length = config.prompt_length
-        self.rollout = rollout
-        self.source = source
-        self.ends = ends
-        self.tokenizer: PreTrainedTokenizerBase = model_config.tokenizer
-        self.eos_token_id = model_config.eos_token_id
-        self.pad_token_id = model_config.pad_token_id
+    config: "RewardModelConfig"
+    model_config: "HFModelConfig"
+    rollout: "BaseRollout"
+    source: PreTrainedTokenizerBase
+    ends: set[int]
+
+    def __post_init__(self) -> None:
+        node = self.config.data_processor_config
+        self.preprocess: Callable[..., str | list[Message]] = load_extern_type(node.path, node.preprocess_fn_name)
+        self.postprocess: Callable[[str], RawScore] = load_extern_type(node.path, node.postprocess_fn_name)
+        self.failure_score = self.config.scoring.failure_score
+        self.tokenizer: PreTrainedTokenizerBase = self.model_config.tokenizer
         self._has_shown_a_failure = False
 
     def __call__(self, data: DataProto) -> tuple[Tensor, dict[str, float]]:
         """Return scores (B,), and the shares of rows with a failure, a cut question, and an unfinished answer."""
         questions = self._questions(data)
         rows = [row for row, ids in enumerate(questions) if ids]
-        num_cut = sum(len(questions[row]) > self.max_length for row in rows)
+        limit = self.config.prompt_length
+        num_cut = sum(len(questions[row]) > limit for row in rows)
         scores = torch.full((len(questions),), self.failure_score)
         failed = len(questions) - len(rows)
         unfinished = 0
         if rows:
             # Cut the beginning, because the end tells the model to answer.
-            answers, unfinished = self._generate([questions[row][-self.max_length :] for row in rows], data)
+            answers, unfinished = self._generate([questions[row][-limit:] for row in rows], data)
             for row, answer in zip(rows, answers, strict=True):
                 value = self._score(row, answer)
                 failed += value is None
@@ -101,7 +95,9 @@ class Judge:
         """Return the answers and the number of unfinished ones."""
         width = max(map(len, prompts))
         mask = torch.arange(width).flip(0) < torch.tensor([len(ids) for ids in prompts]).unsqueeze(1)
-        ids = torch.full(mask.shape, self.pad_token_id)
+        eos = self.model_config.eos_token_id
+        pad = self.model_config.pad_token_id
+        ids = torch.full(mask.shape, pad)
         ids[mask] = torch.tensor([token for row in prompts for token in row])
         step = data.meta_info.get("global_steps") or 0
         seeds = [derive_seed(1, "judge", step, *map(str, row)) for row in prompts]  # a function of the question alone
@@ -112,13 +108,13 @@ class Judge:
                 "position_ids": (mask.long().cumsum(-1) - 1).clamp(min=0),
                 "sampling_seed": torch.tensor(seeds),
             },
-            meta_info={"eos_token_id": self.eos_token_id, "pad_token_id": self.pad_token_id, "global_steps": step},
+            meta_info={"eos_token_id": eos, "pad_token_id": pad, "global_steps": step},
         )
         output = self.rollout.generate_sequences(batch).batch
         assert output is not None
         sampled = output["response_mask"].bool()
         answers = [row[kept].tolist() for row, kept in zip(output["responses"], sampled, strict=True)]
-        ends = {self.eos_token_id} if isinstance(self.eos_token_id, int) else set(self.eos_token_id)
+        ends = {eos} if isinstance(eos, int) else set(eos)
         unfinished = sum(not row or row[-1] not in ends for row in answers)
         return self.tokenizer.batch_decode(answers, skip_special_tokens=True), unfinished
 

@@ -158,12 +158,5 @@ def load_reward_manager(
         reward_fn_key=config["data"]["reward_fn_key"],
         **reward_kwargs,
     )
-    manager.limits = scoring_limits(config)
+    manager.limits = omega_conf_to_dataclass((config.get("reward_model") or {}).get("scoring"), ScoringConfig)
     return manager
-
-
-def scoring_limits(config: Config) -> ScoringConfig:
-    """Return the limits of ``reward_model.scoring``."""
-    node = config.get("reward_model") or {}
-    limits: ScoringConfig = omega_conf_to_dataclass(node.get("scoring"), ScoringConfig)
-    return limits

@@ -1,26 +1,11 @@
 """A manager for scorers that are slow or may hang: it runs each call in a subprocess with a deadline."""
 
-from typing import TYPE_CHECKING
-
 from transformers import PreTrainedTokenizerBase
 
 from verl.utils.process_pool import DeadlineExceeded, DeadlinePool, ScorerFailed
 from verl.workers.rewards.abstract import AbstractRewardManager, register
-from verl.workers.rewards.scoring import (
-    RawScore,
-    RawScorer,
-    RewardOutput,
-    Sample,
-    Score,
-    batch_timeout_text,
-    failed,
-    settle,
-    timeout_text,
-)
+from verl.workers.rewards.scoring import RawScore, RawScorer, Sample, Score, failed, settle, timed_out
 from verl.workers.rewards.signature import SCORER_CALLS
-
-if TYPE_CHECKING:
-    from verl.protocol import DataProto
 
 
 @register("prime")
@@ -35,6 +20,7 @@ class PrimeRewardManager(AbstractRewardManager):
     """
 
     scorer_call = SCORER_CALLS["prime"]
+    writes_acc = True
 
     def __init__(
         self,
@@ -47,15 +33,8 @@ class PrimeRewardManager(AbstractRewardManager):
         super().__init__(tokenizer, num_examine, compute_score, reward_fn_key)
         self.pool = DeadlinePool(self.compute_score, num_processes)
 
-    def __call__(self, data: "DataProto", return_dict: bool = False) -> RewardOutput:
-        """Score ``data``; see ``AbstractRewardManager``."""
-        return self.score_batch(data, return_dict, self._score_all, writes_acc=True)
-
-    def verify(self, data: "DataProto") -> list[float]:
-        """Return the score of each response."""
-        return [score.value for score in self.score_samples(data, self._score_all)[1]]
-
-    def _score_all(self, samples: list[Sample]) -> list[Score]:
+    def score(self, samples: list[Sample]) -> list[Score]:
+        """Score the samples in parallel."""
         calls = [(s.data_source, s.response, s.ground_truth, s.extra_info) for s in samples]
         results = self.pool.map(calls, self.limits.timeout_s, self.limits.batch_timeout_s)
         return [self._score(result, sample) for result, sample in zip(results, samples, strict=True)]
@@ -64,8 +43,7 @@ class PrimeRewardManager(AbstractRewardManager):
         if isinstance(result, ScorerFailed):
             return failed(sample, "raised", f"the scorer raised {result.error}", self.limits, result.trace)
         if isinstance(result, DeadlineExceeded):
-            text = batch_timeout_text(self.limits) if result.of_batch else timeout_text(self.limits)
-            return failed(sample, "timed out", text, self.limits)
+            return timed_out(sample, self.limits, result.of_batch)
         score = settle(result, sample, self.limits)
         score.extras = {}
         return score

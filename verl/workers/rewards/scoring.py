@@ -147,7 +147,7 @@ def call_scorer(call: Callable[[], RawScore], sample: Sample) -> Score:
     try:
         result = call()
     except (Exception, SystemExit) as error:  # user code may raise anything
-        raise RewardError(f"{sample.describe()}: the scorer raised {type(error).__name__}: {error}") from error
+        raise RewardError(f"{sample.describe()}: {raised_text(error)}") from error
     return read_score(result, sample)
 
 
@@ -172,29 +172,27 @@ def score_each(samples: Sequence[Sample], call: Callable[[Sample], RawScore], li
 
 def _score_within(sample: Sample, call: Callable[[Sample], RawScore], limits: ScoringLimits, left_s: float) -> Score:
     if left_s <= 0:
-        return failed(sample, "timed out", batch_timeout_text(limits), limits)
+        return timed_out(sample, limits, of_batch=True)
     try:
         with time_limit(min(limits.timeout_s, left_s)):
-            return call_scorer(lambda: call(sample), sample)
-    except RewardError as error:
-        cause = error.__cause__
-        if cause is None:
-            return Score(limits.failure_score, {}, Failure("invalid", str(error)))
-        trace = "".join(traceback.format_exception(cause))
-        return Score(limits.failure_score, {}, Failure("raised", str(error), trace))
-    except TimeLimitExceeded as error:
-        text = timeout_text(limits) if left_s >= limits.timeout_s else batch_timeout_text(limits)
-        return failed(sample, "timed out", text, limits, "".join(traceback.format_exception(error)))
+            return settle(call(sample), sample, limits)
+    except TimeLimitExceeded:
+        return timed_out(sample, limits, left_s < limits.timeout_s, traceback.format_exc())
+    except (Exception, SystemExit) as error:  # user code may raise anything
+        return failed(sample, "raised", raised_text(error), limits, traceback.format_exc())
 
 
-def timeout_text(limits: ScoringLimits) -> str:
-    """Return the error of a response that took too long."""
-    return f"the scorer did not end within reward_model.scoring.timeout_s={limits.timeout_s:g}"
+def raised_text(error: BaseException) -> str:
+    """Return the error of a response whose scorer raised."""
+    return f"the scorer raised {type(error).__name__}: {error}"
 
 
-def batch_timeout_text(limits: ScoringLimits) -> str:
-    """Return the error of a batch that took too long."""
-    return f"scoring did not end within reward_model.scoring.batch_timeout_s={limits.batch_timeout_s:g}"
+def timed_out(sample: Sample, limits: ScoringLimits, of_batch: bool, trace: str = "") -> Score:
+    """Return the score of a response that took too long, or whose batch did."""
+    text = f"the scorer did not end within reward_model.scoring.timeout_s={limits.timeout_s:g}"
+    if of_batch:
+        text = f"scoring did not end within reward_model.scoring.batch_timeout_s={limits.batch_timeout_s:g}"
+    return failed(sample, "timed out", text, limits, trace)
 
 
 # ---- the whole batch
@@ -284,15 +282,9 @@ def log_samples(samples: Sequence[Sample], scores: Sequence[Score], num_examine:
     for sample, score in zip(samples, scores, strict=True):
         if shown[sample.data_source] < num_examine:
             shown[sample.data_source] += 1
-            logger.info(
-                "[data_source] %s\n[prompt] %s\n[response] %s\n[ground_truth] %s\n[score] %s %s",
-                sample.data_source,
-                sample.prompt,
-                sample.response,
-                sample.ground_truth,
-                score.value,
-                score.extras or "",
-            )
+            shown_fields = (sample.data_source, sample.prompt, sample.response, sample.ground_truth, score.value)
+            text = "[data_source] %s\n[prompt] %s\n[response] %s\n[ground_truth] %s\n[score] %s %s"
+            logger.info(text, *shown_fields, score.extras or "")
 
 
 def _valid_ids(ids: Tensor, mask: Tensor) -> list[list[int]]:
