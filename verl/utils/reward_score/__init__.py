@@ -113,21 +113,14 @@ def default_compute_score(
     if name is None:
         raise UnknownDataSourceError(data_source_problem(data_source))
     limits = {"memory_limit_mb": memory_limit_mb, "timeout": sandbox_timeout_s}
-    given = {key: value for key, value in limits.items() if value is not None}
-    if name == CODE_MODULE and sandbox_fusion_url:
-        scorer = _scorer("sandbox_fusion")
-        result = scorer(
-            sandbox_fusion_url,
-            concurrent_semaphore,
-            completion=solution_str,
-            test_cases=ground_truth,
-            continuous=True,
-            **given,
-        )
-    elif name == CODE_MODULE:
-        result = _scorer(name)(solution_str, ground_truth, continuous=True, allow_unisolated=allow_unisolated, **given)
-    else:
+    program = {"completion": solution_str, "test_cases": ground_truth, "continuous": True}
+    program |= {key: value for key, value in limits.items() if value is not None}
+    if name != CODE_MODULE:
         result = _scorer(name)(solution_str, ground_truth)
+    elif sandbox_fusion_url:
+        result = _scorer("sandbox_fusion")(sandbox_fusion_url, concurrent_semaphore, **program)
+    else:
+        result = _scorer(name)(allow_unisolated=allow_unisolated, **program)
     if isinstance(result, dict):
         return result
     return float(result[0] if isinstance(result, tuple) else result)

@@ -10,8 +10,9 @@ from verl.utils.sandbox import Test
 
 MOST_TESTS = 10
 """Number of cases that a continuous score uses."""
+SHOWN_CHARS = 500
+"""Length to which the metadata cut the output of a program."""
 FLOAT_TOLERANCE = 1e-6
-WRONG = False
 # Results of a case other than True and False
 UNKNOWN = -1
 RUNTIME_ERROR = -2
@@ -48,11 +49,6 @@ class TestCases:
         text = f"{count} inputs and {len(self.outputs)} outputs"
         return [UNKNOWN] * count, [{"status": "error", "error": text}] * count
 
-    def first(self, count: int) -> "TestCases":
-        """Return the first ``count`` cases."""
-        assertions = self.assertions[:count] if self.assertions is not None else None
-        return TestCases(self.inputs[:count], self.outputs[:count], self.fn_name, assertions)
-
     def test(self, index: int) -> Test:
         """Return the program's input in one case."""
         given = self.inputs[index]
@@ -83,8 +79,8 @@ def read_test_cases(test_cases: RawTestCases, most_tests: int | None = None) -> 
     outputs = cases.get("outputs", [None] * len(assertions) if assertions is not None else None)
     if inputs is None or outputs is None:
         raise ValueError(f"test cases must have inputs and outputs, or assert_case, got {sorted(cases)}")
-    found = TestCases(list(inputs), list(outputs), cases.get("fn_name"), assertions)
-    return found.first(most_tests) if most_tests else found
+    assertions = None if assertions is None else assertions[:most_tests]
+    return TestCases(list(inputs)[:most_tests], list(outputs)[:most_tests], cases.get("fn_name"), assertions)
 
 
 def find_code(completion: str) -> str | None:

@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import mpmath
+
 Value = Any  # a number of mpmath
 Node = Callable[[dict[str, Value]], Value]
 
@@ -42,8 +44,6 @@ def agree(one: str, other: str) -> bool | None:
 
     Args: texts in the normal form of ``math_reward.normalize``.
     """
-    import mpmath
-
     try:
         nodes = [_Parser(text).parse() for text in (one, other)]
     except (NotAnExpression, RecursionError):
@@ -124,8 +124,6 @@ class _Parser:
 
     def power(self) -> Node:
         """Parse an atom followed by factorials and an exponent."""
-        import mpmath
-
         base = self.atom()
         while self.next == "!":
             self.take()
@@ -151,8 +149,6 @@ class _Parser:
 
     def atom(self) -> Node:
         """Parse a number, a constant, a variable, a bracket, or a command with its arguments."""
-        import mpmath
-
         if self.next in _BRACKETS:
             return self.enclosed(self.next)
         token = self.take()
@@ -183,8 +179,6 @@ class _Parser:
 
     def command(self, name: str) -> Node:
         """Parse the arguments of a LaTeX command."""
-        import mpmath
-
         if name == "frac":
             return _apply(operator.truediv, self.argument(), self.argument())
         if name == "binom":
@@ -208,8 +202,6 @@ class _Parser:
 
     def logarithm(self, name: str) -> Node:
         """Parse the optional base and the argument of a logarithm."""
-        import mpmath
-
         base: Node | None = (lambda v: mpmath.mpf(10)) if name == "lg" else None
         if self.next == "_":
             self.take()
@@ -222,23 +214,15 @@ def _apply(function: Callable[..., Value], *nodes: Node) -> Node:
     return lambda v: function(*(node(v) for node in nodes))
 
 
-def _constant(name: str, *arguments: int) -> Node:
-    def value(variables: dict[str, Value]) -> Value:
-        import mpmath
-
-        constant = getattr(mpmath, name)
-        return constant(*arguments) if arguments else +constant
-
-    return value
-
-
-_CONSTANTS = {"e": _constant("e"), "i": _constant("mpc", 0, 1), "\\pi": _constant("pi")}
+_CONSTANTS: dict[str, Node] = {
+    "e": lambda v: +mpmath.e,  # evaluated to the digits of the context
+    "i": lambda v: mpmath.mpc(0, 1),
+    "\\pi": lambda v: +mpmath.pi,
+}
 
 
 def _root(radicand: Value, degree: Value) -> Value:
     """Return the real root if there is one; for odd degrees of negative numbers the principal root is complex."""
-    import mpmath
-
     if mpmath.im(radicand) == 0 and mpmath.re(radicand) < 0 and mpmath.isint(degree) and int(mpmath.re(degree)) % 2:
         return -mpmath.power(-radicand, 1 / degree)
     return mpmath.power(radicand, 1 / degree)

@@ -39,10 +39,7 @@ def compute_score(
 
 
 def verify(
-    solution_str: str,
-    answer: str,
-    strict_box_verify: bool = False,
-    pause_tokens_index: list[int] | None = None,
+    solution_str: str, answer: str, strict_box_verify: bool = False, pause_tokens_index: list[int] | None = None
 ) -> tuple[bool, str]:
     """Return whether a text's answer is correct, and the answer."""
     if strict_box_verify:

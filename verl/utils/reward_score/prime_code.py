@@ -1,23 +1,15 @@
 """Score programs by the share of test cases that they pass in the sandbox of this machine."""
 
-from verl.utils.reward_score.code_tests import (
-    COMPILE_ERROR,
-    MOST_TESTS,
-    RUNTIME_ERROR,
-    TIMEOUT,
-    UNKNOWN,
-    Metadata,
-    RawTestCases,
-    Result,
-    find_code,
-    is_expected,
-    read_test_cases,
-    score_of,
-)
-from verl.utils.sandbox import Run, run_tests
+from verl.utils.reward_score import code_tests
+from verl.utils.reward_score.code_tests import Metadata, RawTestCases, Result
+from verl.utils.sandbox import run_tests
 
-_RESULTS = {"runtime error": RUNTIME_ERROR, "output limit": RUNTIME_ERROR, "timeout": TIMEOUT}
-SHOWN_CHARS = 500
+_RESULTS: dict[str, Result] = {
+    "runtime error": code_tests.RUNTIME_ERROR,
+    "output limit": code_tests.RUNTIME_ERROR,
+    "timeout": code_tests.TIMEOUT,
+    "compile error": code_tests.COMPILE_ERROR,
+}
 
 
 def compute_score(
@@ -37,19 +29,14 @@ def compute_score(
 
     Raises: SandboxError if the program cannot be isolated; ValueError for malformed test cases.
     """
-    code = find_code(completion)
+    code = code_tests.find_code(completion)
     if code is None:
         return 0.0, [{"status": "no code"}]
+    most_tests = code_tests.MOST_TESTS if continuous else None
     results, metadata = check_correctness(
-        test_cases,
-        code,
-        timeout=timeout,
-        memory_limit_mb=memory_limit_mb,
-        allow_unisolated=allow_unisolated,
-        most_tests=MOST_TESTS if continuous else None,
-        stop_at_failure=not continuous,
+        test_cases, code, timeout, memory_limit_mb, allow_unisolated, most_tests, stop_at_failure=not continuous
     )
-    return score_of(results, continuous), metadata
+    return code_tests.score_of(results, continuous), metadata
 
 
 def check_correctness(
@@ -62,40 +49,34 @@ def check_correctness(
     stop_at_failure: bool = False,
 ) -> tuple[list[Result], list[Metadata]]:
     """Run a program on its test cases and return the result and details of each."""
-    cases = read_test_cases(in_outs, most_tests)
+    cases = code_tests.read_test_cases(in_outs, most_tests)
     if (unpaired := cases.unpaired()) is not None:
         return unpaired
     count = len(cases.inputs)
-    runs = run_tests(
-        generation,
-        [cases.test(i) for i in range(count)],
-        fn_name=cases.fn_name,
-        timeout_s=timeout,
-        memory_limit_mb=memory_limit_mb,
-        allow_unisolated=allow_unisolated,
-        stop_at_failure=stop_at_failure,
-    )
+    tests = [cases.test(i) for i in range(count)]
+    runs = run_tests(generation, tests, cases.fn_name, timeout, memory_limit_mb, allow_unisolated, stop_at_failure)
     results: list[Result] = []
-    metadata = []
+    metadata: list[Metadata] = []
     for index, run in enumerate(runs):
-        result: Result = COMPILE_ERROR if run.status == "compile error" else _RESULTS.get(run.status, False)
-        if run.status == "ok":
-            result = is_expected(cases, index, run.stdout, run.value)
+        status = run.status
+        if status == "ok":
+            result: Result = code_tests.is_expected(cases, index, run.stdout, run.value)
+            status = "success" if result else "wrong answer"
+        else:
+            result = _RESULTS[status]
         results.append(result)
-        metadata.append(_describe(index, run, result))
+        metadata.append(
+            {
+                "case_index": index,
+                "status": status,
+                "stdout": run.stdout[: code_tests.SHOWN_CHARS],
+                "stderr": run.stderr[-code_tests.SHOWN_CHARS :],
+                "seconds": run.seconds,
+                "memory_mb": run.memory_mb,
+            }
+        )
     if len(results) < count:  # the rest did not run: the program does not compile, or a failure stopped it
-        missing = results[-1] if results and results[-1] == COMPILE_ERROR else UNKNOWN
+        does_not_compile = results[-1:] == [code_tests.COMPILE_ERROR]
+        missing = code_tests.COMPILE_ERROR if does_not_compile else code_tests.UNKNOWN
         results += [missing] * (count - len(results))
     return results, metadata
-
-
-def _describe(index: int, run: Run, result: Result) -> Metadata:
-    status = run.status if run.status != "ok" else "success" if result is True else "wrong answer"
-    return {
-        "case_index": index,
-        "status": status,
-        "stdout": run.stdout[:SHOWN_CHARS],
-        "stderr": run.stderr[-SHOWN_CHARS:],
-        "seconds": run.seconds,
-        "memory_mb": run.memory_mb,
-    }

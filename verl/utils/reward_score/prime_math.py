@@ -3,13 +3,7 @@ r"""Score competition mathematics: compare the last ``\boxed`` or stated answer 
 import re
 
 from verl.utils.reward_score.latex_math import agree
-from verl.utils.reward_score.math_reward import (
-    is_equiv,
-    last_boxed_only_string,
-    normalize,
-    remove_boxed,
-    split_answer,
-)
+from verl.utils.reward_score.math_reward import is_equiv, last_boxed_only_string, normalize, remove_boxed, split_answer
 
 _STATED = re.compile(r"(?i)\banswer\s*(?:is|:|=)\s*:?\s*([^\n]+)")
 _MATH = re.compile(r"\$+([^$]+)\$+|\\\((.+?)\\\)|\\\[(.+?)\\\]")
@@ -20,8 +14,9 @@ _SETS = (r"\{", r"\}")
 def compute_score(model_output: str, ground_truth: str) -> tuple[bool, bool, str]:
     """Return whether the answer is correct, whether the response states it as an answer, and the answer."""
     answer, is_stated = extract_answer(str(model_output))
-    is_correct = is_stated and any(grade_answer(answer, truth) for truth in _truths(ground_truth))
-    return is_correct, is_stated, answer
+    boxed = last_boxed_only_string(str(ground_truth))
+    truth = str(ground_truth) if boxed is None else remove_boxed(boxed)
+    return is_stated and grade_answer(answer, truth), is_stated, answer
 
 
 def extract_answer(text: str) -> tuple[str, bool]:
@@ -42,12 +37,6 @@ def grade_answer(answer: str, truth: str) -> bool:
     if max(len(answer), len(truth)) > LONGEST_ANSWER_CHARS:
         return answer == truth
     return is_equiv(answer, truth) or _same(normalize(answer), normalize(truth))
-
-
-def _truths(ground_truth: str) -> list[str]:
-    """Return the ground truth without its box."""
-    boxed = last_boxed_only_string(str(ground_truth))
-    return [remove_boxed(boxed) if boxed is not None else str(ground_truth)]
 
 
 def _same(one: str, other: str) -> bool:

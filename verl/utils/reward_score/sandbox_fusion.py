@@ -7,24 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Any
 
-from verl.utils.reward_score.code_tests import (
-    COMPILE_ERROR,
-    MOST_TESTS,
-    RUNTIME_ERROR,
-    TIMEOUT,
-    UNKNOWN,
-    Metadata,
-    RawTestCases,
-    Result,
-    TestCases,
-    find_code,
-    is_expected,
-    read_test_cases,
-    score_of,
-)
+from verl.utils.reward_score import code_tests
+from verl.utils.reward_score.code_tests import Metadata, RawTestCases, Result, TestCases
 from verl.utils.sandbox.remote import RemoteSandboxError, run_remotely
 
-SHOWN_CHARS = 500
 _DOES_NOT_COMPILE = 86  # an exit code that Python does not use
 _TOO_LONG = "TimeLimitExceeded"
 _UNFINISHED = "the program ended before the code appended to it"
@@ -79,21 +65,16 @@ def compute_score(
 
     Raises: RemoteSandboxError if every request failed; ValueError for malformed test cases.
     """
-    code = find_code(completion)
+    code = code_tests.find_code(completion)
     if code is None:
         return 0.0, [{"status": "no code"}]
+    most_tests = code_tests.MOST_TESTS if continuous else None
     results, metadata = check_correctness(
-        sandbox_fusion_url,
-        test_cases,
-        code,
-        timeout=timeout,
-        memory_limit_mb=memory_limit_mb,
-        concurrent_semaphore=concurrent_semaphore,
-        most_tests=MOST_TESTS if continuous else None,
+        sandbox_fusion_url, test_cases, code, timeout, memory_limit_mb, concurrent_semaphore, most_tests
     )
     if metadata and all(each["status"] == "api error" for each in metadata):
         raise RemoteSandboxError(metadata[0]["error"])
-    return score_of(results, continuous), metadata
+    return code_tests.score_of(results, continuous), metadata
 
 
 def check_correctness(
@@ -102,7 +83,6 @@ def check_correctness(
     generation: str,
     timeout: float = 10.0,
     memory_limit_mb: int = 1024,
-    language: str = "python",
     concurrent_semaphore: AbstractContextManager[Any] | None = None,
     most_tests: int | None = None,
 ) -> tuple[list[Result], list[Metadata]]:
@@ -110,7 +90,7 @@ def check_correctness(
 
     The first case runs alone, so that a program that does not compile is sent only once.
     """
-    cases = read_test_cases(in_outs, most_tests)
+    cases = code_tests.read_test_cases(in_outs, most_tests)
     if (unpaired := cases.unpaired()) is not None:
         return unpaired
     count = len(cases.inputs)
@@ -121,28 +101,26 @@ def check_correctness(
         mark = f"verl-{secrets.token_hex(8)}:"
         code, stdin = _request(cases, index, generation, mark)
         try:
-            reply = run_remotely(
-                sandbox_fusion_url, code, stdin, timeout, memory_limit_mb, language, concurrent_semaphore
-            )
+            reply = run_remotely(sandbox_fusion_url, code, stdin, timeout, memory_limit_mb, concurrent_semaphore)
         except RemoteSandboxError as error:
-            return UNKNOWN, {"case_index": index, "status": "api error", "error": str(error)}
+            return code_tests.UNKNOWN, {"case_index": index, "status": "api error", "error": str(error)}
         return judge(cases, index, reply, mark)
 
     judged = [check(0)]
-    if judged[0][0] != COMPILE_ERROR:
+    if judged[0][0] != code_tests.COMPILE_ERROR:
         judged += _side_by_side(check, range(1, count))
     results = [result for result, _ in judged]
     metadata = [each for _, each in judged]
-    if COMPILE_ERROR in results:
-        first = results.index(COMPILE_ERROR)
-        results[first:] = [COMPILE_ERROR] * (count - first)
+    if code_tests.COMPILE_ERROR in results:
+        first = results.index(code_tests.COMPILE_ERROR)
+        results[first:] = [code_tests.COMPILE_ERROR] * (count - first)
     return results, metadata
 
 
 def _side_by_side(check: Callable[[int], tuple[Result, Metadata]], indices: range) -> list[tuple[Result, Metadata]]:
     if not indices:
         return []
-    pool = ThreadPoolExecutor(max_workers=min(len(indices), MOST_TESTS))
+    pool = ThreadPoolExecutor(max_workers=min(len(indices), code_tests.MOST_TESTS))
     try:
         return list(pool.map(check, indices))
     finally:
@@ -171,23 +149,24 @@ def judge(cases: TestCases, index: int, reply: dict[str, Any], mark: str | None 
         stdout = before + behind
     metadata = {
         "case_index": index,
-        "stdout": stdout[:SHOWN_CHARS],
-        "stderr": stderr[-SHOWN_CHARS:],
+        "stdout": stdout[: code_tests.SHOWN_CHARS],
+        "stderr": stderr[-code_tests.SHOWN_CHARS :],
         "api_status": reply["status"],
         "seconds": execution.get("execution_time"),
     }
     code = execution.get("return_code")
     if compilation.get("status") in ("Error", _TOO_LONG) or code == _DOES_NOT_COMPILE:
         status = "compile timeout" if compilation.get("status") == _TOO_LONG else "compile error"
-        return COMPILE_ERROR, metadata | {"status": status}
+        return code_tests.COMPILE_ERROR, metadata | {"status": status}
     if execution.get("status") == _TOO_LONG:
-        return TIMEOUT, metadata | {"status": "timeout"}
+        return code_tests.TIMEOUT, metadata | {"status": "timeout"}
     if execution.get("status") == "Error" or code not in (0, None):
-        return RUNTIME_ERROR, metadata | {"status": "runtime error"}
+        return code_tests.RUNTIME_ERROR, metadata | {"status": "runtime error"}
     if reply["status"] != "Success" or execution.get("status") != "Finished":
         text = str(reply.get("message") or f"status {reply['status']!r}")
-        return UNKNOWN, metadata | {"status": "sandbox error", "error": text}
+        return code_tests.UNKNOWN, metadata | {"status": "sandbox error", "error": text}
     if cases.assertions is not None and value is None:
-        return RUNTIME_ERROR, metadata | {"status": "runtime error", "stderr": (stderr + _UNFINISHED)[-SHOWN_CHARS:]}
-    right = is_expected(cases, index, stdout, value)
+        metadata["stderr"] = (stderr + _UNFINISHED)[-code_tests.SHOWN_CHARS :]
+        return code_tests.RUNTIME_ERROR, metadata | {"status": "runtime error"}
+    right = code_tests.is_expected(cases, index, stdout, value)
     return right, metadata | {"status": "success" if right else "wrong answer"}

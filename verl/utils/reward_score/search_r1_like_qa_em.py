@@ -16,11 +16,7 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def compute_score(
-    solution_str: str,
-    ground_truth: Accepted,
-    method: str = "strict",
-    format_score: float = 0.0,
-    score: float = 1.0,
+    solution_str: str, ground_truth: Accepted, method: str = "strict", format_score: float = 0.0, score: float = 1.0
 ) -> float:
     """Return ``score`` for an accepted answer, or a quarter of it if the response has more than 10 answer tags.
 
@@ -59,15 +55,8 @@ def extract_solution(solution_str: str) -> str | None:
 
     A regular expression would take quadratic time, because it searches for the end again at every unclosed tag.
     """
-    answer = None
-    at = 0
-    while (start := solution_str.find(_OPEN, at)) >= 0:
-        end = solution_str.find(_CLOSE, start)
-        if end < 0:
-            break
-        answer = solution_str[start + len(_OPEN) : end].strip()
-        at = end + len(_CLOSE)
-    return answer
+    closed = [part for part in solution_str.split(_CLOSE)[:-1] if _OPEN in part]
+    return closed[-1].partition(_OPEN)[2].strip() if closed else None
 
 
 def targets(ground_truth: Accepted) -> list[str]:

@@ -11,6 +11,7 @@ from types import TracebackType
 
 WAIT_TIMEOUT_S = 600.0
 _LOOK_EVERY_S = 0.02
+_HELD = threading.local()  # folder -> locks that the thread holds
 
 
 class FilePermits:
@@ -23,13 +24,6 @@ class FilePermits:
         digest = hashlib.sha256(name.encode()).hexdigest()[:16]
         self.folder = os.path.join(tempfile.gettempdir(), f"verl-permits-{os.getuid()}-{digest}")
         self.count = count
-        self._held = threading.local()
-
-    def __getstate__(self) -> dict[str, str | int]:
-        return {"folder": self.folder, "count": self.count}
-
-    def __setstate__(self, state: dict[str, str | int]) -> None:
-        self.__dict__.update(state, _held=threading.local())
 
     def __enter__(self) -> "FilePermits":
         """Wait for a permit.
@@ -58,6 +52,5 @@ class FilePermits:
         os.close(self._handles().pop())
 
     def _handles(self) -> list[int]:
-        if not hasattr(self._held, "handles"):
-            self._held.handles = []
-        return self._held.handles
+        """Return the locks that this thread holds."""
+        return _HELD.__dict__.setdefault(self.folder, [])

@@ -24,7 +24,6 @@ def run_remotely(
     stdin: str | None = None,
     timeout_s: float = 10.0,
     memory_limit_mb: int = 1024,
-    language: str = "python",
     permits: AbstractContextManager[Any] | None = None,
 ) -> dict[str, Any]:
     """Run a program in the service and return the reply.
@@ -41,7 +40,7 @@ def run_remotely(
         "code": code,
         "stdin": stdin,
         "memory_limit_MB": memory_limit_mb,
-        "language": language,
+        "language": "python",
         "files": {},
         "fetch_files": [],
     }

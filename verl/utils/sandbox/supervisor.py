@@ -62,10 +62,6 @@ def load_isolation() -> types.ModuleType:
 # ---- inside the sandbox
 
 
-class CompileError(Exception):
-    """The program is not valid Python."""
-
-
 def run_program(request: Request, test: TestInput, progress: mmap.mmap, finished: mmap.mmap) -> None:
     """Run the program as the main module of this process; with a function name, call it and report its value.
 
@@ -83,7 +79,8 @@ def run_program(request: Request, test: TestInput, progress: mmap.mmap, finished
         code = compile(request["code"], SOURCE_NAME, "exec", dont_inherit=True)
         code_after = compile(behind, SOURCE_NAME, "exec", dont_inherit=True)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise CompileError("".join(traceback.format_exception_only(error))) from None
+        os.write(2, "".join(traceback.format_exception_only(error)).encode())
+        os._exit(1)
     progress[0] = RUNNING
     progress.close()
     linecache.cache[SOURCE_NAME] = (len(source), None, source.splitlines(True), SOURCE_NAME)
@@ -149,9 +146,6 @@ def enter(
     progress[0] = COMPILING
     try:
         run_program(request, test, progress, finished)
-    except CompileError as error:
-        os.write(2, str(error).encode())
-        os._exit(1)
     except SystemExit:
         raise
     except BaseException as error:  # any exception ends the program and is shown on its standard error
