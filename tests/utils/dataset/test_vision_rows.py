@@ -25,7 +25,14 @@ from examples.tiny_model import (
 from verl.protocol import DataProto
 from verl.utils.dataset.files import DataError
 from verl.utils.dataset.rl_dataset import PromptTooLongError, RLHFDataset, collate_fn
-from verl.utils.dataset.vision_utils import MediaError, check_image, load_video, process_image, smart_resize
+from verl.utils.dataset.vision_utils import (
+    MediaError,
+    check_image,
+    load_video,
+    process_image,
+    process_video,
+    smart_resize,
+)
 from verl.utils.tokenizer import hf_processor
 
 pytest.importorskip("torchvision")
@@ -301,7 +308,8 @@ def test_videos(tmp_path: Path) -> None:
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
     pixels = {"min_pixels": 56 * 56, "max_pixels": 56 * 56}
-    frames, metadata = load_video({"video": path, **pixels}, fps=2.0)
+    frames, metadata = load_video({"video": path, "fps": 2.0, **pixels})
+    assert torch.equal(process_video({"video": path, "fps": 4.0, **pixels}, fps=2.0), frames)
     assert frames.shape == (6, 3, 56, 56) and frames.dtype == torch.uint8
     assert [round(shade / 20) for shade in frames.float().mean(dim=(1, 2, 3)).tolist()] == [0, 2, 4, 7, 9, 11]
     assert metadata["frames_indices"] == [0, 2, 4, 7, 9, 11]

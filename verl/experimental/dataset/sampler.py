@@ -1,4 +1,4 @@
-"""What a custom sampler implements; ``data.sampler.class_path`` and ``class_name`` select it."""
+"""Base classes of custom samplers, which ``data.sampler.class_path`` and ``class_name`` select."""
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sized

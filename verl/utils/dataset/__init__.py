@@ -1,6 +1,6 @@
 """Data sets: prompts for RL, conversations for supervised training, and pairs for reward models."""
 
-from importlib import import_module
+from verl.utils.import_utils import lazy_exports
 
 _EXPORTS = {
     "RLHFDataset": "verl.utils.dataset.rl_dataset",
@@ -9,9 +9,4 @@ _EXPORTS = {
 }
 
 __all__ = sorted(_EXPORTS)
-
-
-def __getattr__(name: str) -> type:
-    if name not in _EXPORTS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_EXPORTS[name]), name)
+__getattr__ = lazy_exports(__name__, _EXPORTS)

@@ -33,9 +33,9 @@ def load_class(node: Node | None, key: str, base: type, names: tuple[str, str]) 
     Raises: ValueError naming the key.
     """
     file_key, class_key = names
-    path = node.get(file_key) if node else None
-    if node is None or not path:
+    if not node or not node.get(file_key):
         return None
+    path = node[file_key]
     name = node.get(class_key)
     if not name:
         raise ValueError(f"{key}.{class_key} must name a class in {path!r}, got {name!r}")

@@ -2,8 +2,9 @@
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 import pyarrow as pa
@@ -77,7 +78,13 @@ def concat_tables(paths: list[str], tables: list[pa.Table]) -> pa.Table:
             joined = pa.concat_tables([joined, table], promote_options="permissive")
         except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
             raise DataError(f"{path}: its columns do not fit those of {paths[0]}: {error}") from error
-    return joined
+    return joined.replace_schema_metadata(None)  # with it the library datasets would decode images itself
+
+
+def place_of(row: int, ends: np.ndarray) -> tuple[int, int]:
+    """Return the file of a row of joined files, and its row there; ``ends`` are the summed row counts of the files."""
+    file = int(np.searchsorted(ends, row, side="right"))
+    return file, row - (int(ends[file - 1]) if file else 0)
 
 
 def with_columns(tables: list[pa.Table], names: Iterable[str]) -> list[pa.Table]:
@@ -94,18 +101,16 @@ def with_columns(tables: list[pa.Table], names: Iterable[str]) -> list[pa.Table]
 # ---- checks of columns
 
 
+@dataclass
 class ColumnCheck:
     """Check the columns of one file, many rows at once; an error names the first bad row."""
 
-    CHUNK_ROWS = 65536  # keeps the text of a chunk under 2 GB, the most that one string array can hold
+    CHUNK_ROWS: ClassVar[int] = 65536  # keeps the text of a chunk under 2 GB, the most that one string array can hold
 
-    def __init__(
-        self, path: str, table: pa.Table, first_row: int = 0, columns_of_file: Iterable[str] | None = None
-    ) -> None:
-        self.path = path
-        self.table = table
-        self.first_row = first_row
-        self.columns_of_file = sorted(columns_of_file or table.column_names)
+    path: str
+    table: pa.Table
+    first_row: int = 0
+    columns_of_file: Iterable[str] = ()
 
     @classmethod
     def over(cls, path: str, table: pa.Table) -> Iterator["ColumnCheck"]:
@@ -121,7 +126,8 @@ class ColumnCheck:
     def column(self, name: str, key: str | None = None) -> pa.Array:
         """Return a column as one array."""
         if name not in self.table.column_names:
-            self.fail(name, None, f"is missing; the file has {self.columns_of_file}", key)
+            columns = sorted(self.columns_of_file or self.table.column_names)
+            self.fail(name, None, f"is missing; the file has {columns}", key)
         return pa.concat_arrays(self.table[name].chunks)
 
     def refuse(self, name: str, bad: pa.Array | np.ndarray, problem: str, key: str | None = None) -> None:
@@ -165,22 +171,17 @@ class ColumnCheck:
         if not pa.types.is_struct(messages.type):
             self.fail(name, 0, f"{MESSAGES_FORM}, got a list of {messages.type}", key)
         self._per_row(name, parents, pc.is_null(messages), f"holds a null message, {MESSAGES_FORM}", key)
+        fields = [item.name for item in messages.type]
         for field in ("role", "content"):
-            self._message_field(name, messages, parents, field, text_only, key)
+            if field not in fields:
+                self.fail(name, 0, f"its messages lack {field!r}, they have {fields}", key)
+            part = pc.struct_field(messages, field)
+            if not is_text(part.type) and not (field == "content" and not text_only and is_list(part.type)):
+                self.fail(f"{name}.{field}", 0, f"must be a string, got {part.type}", key)
+            self._per_row(f"{name}.{field}", parents, pc.is_null(part), "is null, must be a string", key)
+            if field == "role":
+                self._per_row(f"{name}.role", parents, pc.equal(pc.utf8_length(part), 0), "is an empty string", key)
         return values
-
-    def _message_field(
-        self, name: str, messages: pa.Array, parents: np.ndarray, field: str, text_only: bool, key: str | None
-    ) -> None:
-        names = [item.name for item in messages.type]
-        if field not in names:
-            self.fail(name, 0, f"its messages lack {field!r}, they have {names}", key)
-        part = pc.struct_field(messages, field)
-        if not is_text(part.type) and not (field == "content" and not text_only and is_list(part.type)):
-            self.fail(f"{name}.{field}", 0, f"must be a string, got {part.type}", key)
-        self._per_row(f"{name}.{field}", parents, pc.is_null(part), "is null, must be a string", key)
-        if field == "role":
-            self._per_row(f"{name}.role", parents, pc.equal(pc.utf8_length(part), 0), "is an empty string", key)
 
     def _per_row(self, name: str, parents: np.ndarray, bad: pa.Array, problem: str, key: str | None) -> None:
         flagged = np.zeros(self.table.num_rows, dtype=bool)

@@ -92,22 +92,13 @@ class MediaEncoder:
 
         Raises: MediaError when text and media do not match.
         """
-        videos: Row = {}
+        inputs: Row = {"images": media.images or None, **self.kwargs}
         if media.videos:
-            videos = {
-                "videos": [frames for frames, _ in media.videos],
-                "video_metadata": [metadata for _, metadata in media.videos],
-                "do_sample_frames": False,
-            }
+            inputs["videos"] = [frames for frames, _ in media.videos]
+            inputs["video_metadata"] = [metadata for _, metadata in media.videos]
+            inputs["do_sample_frames"] = False
         try:
-            encoded = self.processor(
-                text=[text],
-                images=media.images or None,
-                add_special_tokens=False,
-                return_tensors="pt",
-                **videos,
-                **self.kwargs,
-            )
+            encoded = self.processor(text=[text], add_special_tokens=False, return_tensors="pt", **inputs)
         except (ValueError, IndexError, RuntimeError, StopIteration) as error:
             raise MediaError(
                 f"the processor rejects its text, images and videos: {str(error) or type(error).__name__}"
@@ -151,12 +142,10 @@ class TurnEncoder:
             elif part.get("type") == "video" and self.left.videos:
                 shown.videos.append(self.left.videos.pop(0))
         if self.media is None or not shown:
-            ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-            return ids
+            return self.tokenizer(text, add_special_tokens=False)["input_ids"]
         encoded = self.media.encode(text, shown)
         self.outputs.append(encoded)
-        ids = encoded["input_ids"][0].tolist()
-        return ids
+        return encoded["input_ids"][0].tolist()
 
     def vision_columns(self, input_ids: Tensor, length: int) -> Row:
         """Return ``position_ids`` and ``multi_modal_inputs`` of a row of ``length`` tokens, padded or not."""

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+from itertools import pairwise
 
 import jinja2
 import numpy as np
@@ -12,18 +13,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
+from verl.utils.dataset import files
 from verl.utils.dataset.config import TRUNCATIONS
 from verl.utils.dataset.dataset_utils import DatasetPadMode
-from verl.utils.dataset.files import (
-    ColumnCheck,
-    DataError,
-    Row,
-    as_file_list,
-    check_vision_rows,
-    is_list,
-    localize,
-    read_parquet,
-)
+from verl.utils.dataset.files import ColumnCheck, DataError, Row
 from verl.utils.dataset.media import MediaEncoder, Templater, TurnEncoder, check_media, templater_of
 from verl.utils.dataset.rl_dataset import truncate
 from verl.utils.dataset.settings import ConversationColumns, DataSettings, Node
@@ -91,20 +84,20 @@ class MultiTurnSFTDataset(Dataset):
         self.apply_chat_template_kwargs = dict(settings.apply_chat_template_kwargs)
         self.tokenizer = tokenizer
         self._warned = False
-        self._read(localize(as_file_list(parquet_files), use_shm=settings.use_shm))
+        self._read(files.localize(files.as_file_list(parquet_files), use_shm=settings.use_shm))
 
     def _read(self, paths: list[str]) -> None:
         self.data_files = paths
-        self._tables = [read_parquet(path) for path in paths]
+        self._tables = [files.read_parquet(path) for path in paths]
         self._ends = np.cumsum([table.num_rows for table in self._tables])
         for path, table in zip(paths, self._tables, strict=True):
             for check in ColumnCheck.over(path, table):
                 values = check.column(self.messages_key, "data.messages_key")
                 # Only the outer type is checked: a message that only calls tools has no content.
-                if not is_list(values.type):
+                if not files.is_list(values.type):
                     check.messages(self.messages_key, "data.messages_key")
                 check.refuse(self.messages_key, pc.is_null(values), "is null", "data.messages_key")
-                check_vision_rows(check, self.settings, self.media is not None, self.messages_key)
+                files.check_vision_rows(check, self.settings, self.media is not None, self.messages_key)
                 check_media(check, self.settings)
 
     def __len__(self) -> int:
@@ -112,8 +105,7 @@ class MultiTurnSFTDataset(Dataset):
 
     def _row(self, item: int) -> tuple[str, Row]:
         """Return the place of a row, for errors, and its columns."""
-        file = int(np.searchsorted(self._ends, item, side="right"))
-        row = item - (int(self._ends[file - 1]) if file else 0)
+        file, row = files.place_of(item, self._ends)
         table = self._tables[file].slice(row, 1)
         columns = {name: table[name][0].as_py() for name in table.column_names}
         return f"{self.data_files[file]}, row {row}, column {self.messages_key!r}", columns
@@ -144,21 +136,20 @@ class MultiTurnSFTDataset(Dataset):
     def _encode(self, renderer: "_Renderer", encoder: TurnEncoder, messages: list[Row], where: str) -> Turn:
         ids: list[int] = []
         mask: list[int] = []
-        at = 0
-        while at < len(messages):
-            stop = at + 1
-            if messages[at]["role"] == "tool":
-                while stop < len(messages) and messages[stop]["role"] == "tool":
-                    stop += 1
+        roles = [message["role"] for message in messages]
+        # Consecutive tool messages are one turn.
+        starts = [at for at, role in enumerate(roles) if role != "tool" or roles[at - 1] != "tool"]
+        for at, stop in pairwise([*starts, len(messages)]):
             text, learnt_from = renderer.turn(messages, at, stop, where)
             for part, learnt in ((text[:learnt_from], 0), (text[learnt_from:], 1)):
                 tokens = encoder.encode(part, messages[at:stop] if not learnt else []) if part else []
                 own = messages[at].get("loss_mask") if learnt or messages[at]["role"] != "assistant" else 0
                 ids += tokens
                 mask += [learnt if own is None else int(own)] * len(tokens)
-            at = stop
-        text = renderer.first(messages, len(messages))
-        if not encoder.outputs and ids != self._ids(text) and not self._warned:
+        whole = renderer.first(messages, len(messages))
+        if encoder.outputs or self._warned:
+            return ids, mask
+        if ids != self.tokenizer(whole, add_special_tokens=False)["input_ids"]:
             self._warned = True
             logger.warning(
                 "%s: the tokens of the single turns differ from those of the whole conversation, because the chat "
@@ -166,10 +157,6 @@ class MultiTurnSFTDataset(Dataset):
                 where,
             )
         return ids, mask
-
-    def _ids(self, text: str) -> list[int]:
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
 
     def _item(self, ids: list[int], mask: list[int]) -> dict[str, Tensor]:
         input_ids = torch.tensor(ids, dtype=torch.long)

@@ -13,19 +13,9 @@ import torch
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
+from verl.utils.dataset import files
 from verl.utils.dataset.config import TRUNCATIONS
-from verl.utils.dataset.files import (
-    ColumnCheck,
-    DataError,
-    Row,
-    as_file_list,
-    check_prompt_rows,
-    check_vision_rows,
-    concat_tables,
-    localize,
-    read_parquet,
-    with_columns,
-)
+from verl.utils.dataset.files import ColumnCheck, DataError, Row
 from verl.utils.dataset.media import Media, MediaEncoder, check_media, model_inputs, templater_of
 from verl.utils.dataset.settings import DataSettings, Node
 from verl.utils.dataset.vision_utils import MediaError
@@ -98,7 +88,7 @@ class RLHFDataset(Dataset):
         processor: ProcessorMixin | None = None,
     ) -> None:
         settings = DataSettings.of(config)
-        self.original_data_files = as_file_list(data_files)
+        self.original_data_files = files.as_file_list(data_files)
         self.tokenizer = tokenizer
         self.processor = processor
         self.config = config
@@ -139,17 +129,17 @@ class RLHFDataset(Dataset):
             )
 
     def _read_files_and_tokenize(self) -> None:
-        self.data_files = localize(self.original_data_files, self.cache_dir, self.use_shm)
-        tables = with_columns([read_parquet(path) for path in self.data_files], (self.image_key, self.video_key))
+        self.data_files = files.localize(self.original_data_files, self.cache_dir, self.use_shm)
+        tables = [files.read_parquet(path) for path in self.data_files]
+        tables = files.with_columns(tables, (self.image_key, self.video_key))
         for path, table in zip(self.data_files, tables, strict=True):
             for check in ColumnCheck.over(path, table):
                 self.check_rows(check)
         self._file_ends = np.cumsum([table.num_rows for table in tables])
         self._rows: np.ndarray | None = None  # rows of the files that the filter kept; None for all
         self.__dict__.pop("dataframe", None)
-        # The schema's metadata would make the library decode images itself.
-        table = concat_tables(self.data_files, tables).replace_schema_metadata(None)
-        self.dataframe = self.maybe_filter_out_long_prompts(datasets.Dataset(table))
+        dataframe = datasets.Dataset(files.concat_tables(self.data_files, tables))
+        self.dataframe = self.maybe_filter_out_long_prompts(dataframe)
         if len(self.dataframe) == 0:
             raise DataError(
                 f"{', '.join(self.data_files)}: all {self._file_ends[-1]} prompts are longer than "
@@ -158,8 +148,8 @@ class RLHFDataset(Dataset):
 
     def check_rows(self, check: ColumnCheck) -> None:
         """Reject rows without a usable prompt or without the fields that scoring needs."""
-        check_prompt_rows(check, self.prompt_key, self.reward_fn_key, text_only=self.processor is None)
-        check_vision_rows(check, self.settings, self.processor is not None, self.prompt_key)
+        files.check_prompt_rows(check, self.prompt_key, self.reward_fn_key, text_only=self.processor is None)
+        files.check_vision_rows(check, self.settings, self.processor is not None, self.prompt_key)
         check_media(check, self.settings)
         if "extra_info" in check.table.column_names:
             kind = check.column("extra_info").type
@@ -243,9 +233,8 @@ class RLHFDataset(Dataset):
         from_files = int(self._file_ends[-1]) if self._rows is None else len(self._rows)
         if item >= from_files:
             return f"generated row {item - from_files}"
-        row = item if self._rows is None else int(self._rows[item])
-        file = int(np.searchsorted(self._file_ends, row, side="right"))
-        return f"{self.data_files[file]}, row {row - (int(self._file_ends[file - 1]) if file else 0)}"
+        file, row = files.place_of(item if self._rows is None else int(self._rows[item]), self._file_ends)
+        return f"{self.data_files[file]}, row {row}"
 
     def __getitem__(self, item: int) -> Row:
         item = range(len(self))[item]
@@ -253,8 +242,7 @@ class RLHFDataset(Dataset):
         messages = self._build_messages(row)
         try:
             text = self.render(messages)
-            media = self.take_media(row)
-            row |= self._text_tensors(item, text) if not media else self._media_tensors(item, text, media)
+            row |= self._tensors(item, text, self.take_media(row))
         except jinja2.TemplateError as error:
             raise DataError(
                 f"{self.where(item)}, column {self.prompt_key!r}: the chat template rejects it: {error}"
@@ -278,55 +266,42 @@ class RLHFDataset(Dataset):
             row.pop(key, None)
         return Media()
 
-    def _text_tensors(self, item: int, text: str) -> Row:
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        try:
-            kept = truncate(ids, self.max_prompt_length, self.truncation)
-        except PromptTooLongError as error:
-            raise self._too_long(
-                item, len(ids), "data.truncation to left, right or middle, or data.filter_overlong_prompts=True"
-            ) from error
-        return self._tensors(kept, kept, {}, {})
-
-    def _media_tensors(self, item: int, text: str, media: Media) -> Row:
-        assert self.media is not None
-        encoded = self.media.encode(text, media)
-        ids = encoded["input_ids"][0].tolist()
-        if len(ids) > self.max_prompt_length:  # truncation would separate images from their tokens
-            raise self._too_long(item, len(ids), "data.filter_overlong_prompts=True")
-        raw = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return self._tensors(ids, raw, encoded, media.as_data())
-
-    def _too_long(self, item: int, length: int, instead: str) -> PromptTooLongError:
-        return PromptTooLongError(
-            f"{self.where(item)}, column {self.prompt_key!r}: the prompt has {length} tokens, "
-            f"data.max_prompt_length is {self.max_prompt_length}: raise it, or set {instead}"
-        )
-
-    def _tensors(self, ids: list[int], raw_ids: list[int], encoded: Row, data: Row) -> Row:
-        """Return the padded prompt; ``raw_ids`` hold one placeholder token per image, ``ids`` the expanded ones."""
-        pad = self.max_prompt_length - len(ids)
-        input_ids = torch.full((self.max_prompt_length,), self.tokenizer.pad_token_id, dtype=torch.long)
+    def _tensors(self, item: int, text: str, media: Media) -> Row:
+        """Return the padded prompt; ``raw_prompt_ids`` hold one placeholder token per image, ``input_ids`` all."""
+        raw_ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        encoded = self.media.encode(text, media) if self.media is not None and media else {}
+        ids = encoded["input_ids"][0].tolist() if encoded else raw_ids
+        length = self.max_prompt_length
+        # Truncation would separate images from their tokens.
+        if len(ids) > length and (encoded or self.truncation == "error"):
+            instead = "" if encoded else "data.truncation to left, right or middle, or "
+            raise PromptTooLongError(
+                f"{self.where(item)}, column {self.prompt_key!r}: the prompt has {len(ids)} tokens, "
+                f"data.max_prompt_length is {length}: raise it, or set {instead}data.filter_overlong_prompts=True"
+            )
+        if not encoded:
+            ids = raw_ids = truncate(raw_ids, length, self.truncation)
+        pad = length - len(ids)
+        input_ids = torch.full((length,), self.tokenizer.pad_token_id, dtype=torch.long)
         input_ids[pad:] = torch.tensor(ids, dtype=torch.long)
-        attention_mask = (torch.arange(self.max_prompt_length) >= pad).long()
+        attention_mask = (torch.arange(length) >= pad).long()
         tensors: Row = {"input_ids": input_ids, "attention_mask": attention_mask, "raw_prompt_ids": raw_ids}
         if self.media is None:
             return tensors | {"position_ids": position_ids(None, input_ids, attention_mask)}
-        tensors |= {
-            "position_ids": self.media.position_ids(input_ids, attention_mask, encoded),
-            "multi_modal_data": data,
-        }
+        tensors["position_ids"] = self.media.position_ids(input_ids, attention_mask, encoded)
+        tensors["multi_modal_data"] = media.as_data()
         if self.return_multi_modal_inputs:
             tensors["multi_modal_inputs"] = model_inputs(encoded)
         return tensors
 
     def _with_extra_info(self, item: int, row: Row) -> Row:
         extra = row.get("extra_info") or {}
-        row["extra_info"] = extra
-        index = extra.get("index")
-        row["index"] = 0 if index is None else index
-        row["tools_kwargs"] = extra.get("tools_kwargs") or {}
-        row["interaction_kwargs"] = extra.get("interaction_kwargs") or {}
+        row |= {
+            "extra_info": extra,
+            "index": 0 if extra.get("index") is None else extra["index"],
+            "tools_kwargs": extra.get("tools_kwargs") or {},
+            "interaction_kwargs": extra.get("interaction_kwargs") or {},
+        }
         needed = extra.get("need_tools_kwargs")
         if (self.need_tools_kwargs if needed is None else needed) and not row["tools_kwargs"]:
             logger.warning("%s: need_tools_kwargs is set, but extra_info.tools_kwargs is empty", self.where(item))
@@ -345,8 +320,8 @@ class RLHFDataset(Dataset):
     def __setstate__(self, state: Row) -> None:
         self.__dict__.update(state)
         if "dataframe" not in state and "_file_ends" in state:
-            tables = [read_parquet(path) for path in self.data_files]
-            self.dataframe = datasets.Dataset(concat_tables(self.data_files, tables).replace_schema_metadata(None))
+            tables = [files.read_parquet(path) for path in self.data_files]
+            self.dataframe = datasets.Dataset(files.concat_tables(self.data_files, tables))
             if self._rows is not None:
                 self.dataframe = self.dataframe.select(self._rows)
 

@@ -10,6 +10,7 @@ import math
 import os
 import urllib.request
 from collections.abc import Mapping
+from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -130,14 +131,9 @@ def _unreadable(error: BaseException) -> MediaError:
 
 
 def _ends_as_jpeg(source: str | io.BytesIO) -> bool:
-    data = source.getvalue()[-4096:] if isinstance(source, io.BytesIO) else _tail(source)
-    return b"\xff\xd9" in data
-
-
-def _tail(path: str, size: int = 4096) -> bytes:
-    with open(path, "rb") as file:
-        file.seek(max(0, os.path.getsize(path) - size))
-        return file.read()
+    with open(source, "rb") if isinstance(source, str) else nullcontext(source) as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
+        return b"\xff\xd9" in file.read()
 
 
 def _source(image: ImageLike) -> Image.Image | io.BytesIO | str:
@@ -166,8 +162,7 @@ def _download(url: str) -> bytes:
         if url.startswith("data:"):
             return base64.b64decode(url.partition("base64,")[2])
         with urllib.request.urlopen(url, timeout=DOWNLOAD_TIMEOUT_S) as response:
-            data: bytes = response.read()
-            return data
+            return response.read()
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise MediaError(f"the image {_short(url)} cannot be fetched: {error}") from error
 
@@ -211,35 +206,27 @@ def process_video(
     fps_max_frames: int | None = None,
     image_patch_size: int = 14,
 ) -> Tensor:
-    """Load a video: (frames, 3, height, width) uint8; see ``load_video``."""
-    return load_video(video, nframes, fps, fps_min_frames, fps_max_frames, image_patch_size)[0]
+    """Load a video: (frames, 3, height, width) uint8; see ``load_video``.
+
+    ``nframes``, ``fps``, ``fps_min_frames`` and ``fps_max_frames`` replace the keys of the dict.
+    """
+    given = {"nframes": nframes, "fps": fps, "min_frames": fps_min_frames, "max_frames": fps_max_frames}
+    spec = _described(video) | {name: value for name, value in given.items() if value is not None}
+    return load_video(spec, image_patch_size)[0]
 
 
-def load_video(
-    video: Described,
-    nframes: int | None = None,
-    fps: float | None = None,
-    fps_min_frames: int | None = None,
-    fps_max_frames: int | None = None,
-    image_patch_size: int = 14,
-) -> tuple[Tensor, dict[str, Any]]:
+def load_video(video: Described, image_patch_size: int = 14) -> tuple[Tensor, dict[str, Any]]:
     """Load a video and the times of its frames.
 
     Args:
         video: a dict with a path or a list of frames (images as in ``process_image``) under ``video``; optional keys
-            are ``nframes``, or ``fps``, ``min_frames`` and ``max_frames``, ``sample_fps`` for a list, and pixel limits.
-        nframes, fps, fps_min_frames, fps_max_frames: replace the keys of the dict. ``nframes`` and ``fps`` exclude
-            each other.
+            are ``nframes`` or ``fps``, ``min_frames`` and ``max_frames``, ``sample_fps`` for a list, and pixel limits.
 
     Returns: frames (T, 3, H, W) uint8, and metadata in the form that transformers' processors take.
     Raises: VideoFormError when ``video`` is no such dict; MediaError when it cannot be read; MissingVideoSupportError
         without qwen-vl-utils, torchvision or, for files, PyAV.
     """
-    if not isinstance(video, Mapping) or video.get("video") is None:
-        raise VideoFormError(_VIDEO_FORM)
-    spec = {name: value for name, value in video.items() if value is not None}
-    given = {"nframes": nframes, "fps": fps, "min_frames": fps_min_frames, "max_frames": fps_max_frames}
-    spec |= {name: value for name, value in given.items() if value is not None}
+    spec = _described(video)
     if "nframes" in spec and "fps" in spec:
         raise MediaError(f"a video takes nframes or fps, not both: got nframes={spec['nframes']}, fps={spec['fps']}")
     fetch_video = _qwen_vl_utils().fetch_video
@@ -286,9 +273,7 @@ def check_video(video: Described) -> None:
 
     Raises: MediaError when it cannot be read.
     """
-    if not isinstance(video, Mapping) or video.get("video") is None:
-        raise VideoFormError(_VIDEO_FORM)
-    source = video["video"]
+    source = _described(video)["video"]
     if not isinstance(source, str):
         for frame in source:
             check_image(frame)
@@ -296,7 +281,14 @@ def check_video(video: Described) -> None:
         raise MediaError(f"the video {_short(source)} cannot be read: no such file")
 
 
-_VIDEO_FORM = 'a video must be a dict such as {"video": path or list of frames, "fps": 2.0}'
+def _described(video: Described) -> dict[str, Any]:
+    """Return the given keys of a video.
+
+    Raises: VideoFormError when it is no dict with ``video``.
+    """
+    if not isinstance(video, Mapping) or video.get("video") is None:
+        raise VideoFormError('a video must be a dict such as {"video": path or list of frames, "fps": 2.0}')
+    return {name: value for name, value in video.items() if value is not None}
 
 
 def _local(path: str) -> str:

@@ -1,21 +1,16 @@
 """FLOPs of the vision towers of Qwen2-VL, Qwen2.5-VL and Qwen3-VL, forward and backward."""
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from transformers import PretrainedConfig
 
-
-class WithGrids(Protocol):
-    """The processor output of a row, or a handle to it."""
-
-    def get(self, name: str) -> "Tensor | None": ...
+    from verl.utils.vision.multi_modal import RowObject, SharedRow
 
 
-def image_lengths(inputs: Iterable[WithGrids | None]) -> list[int]:
-    """Return the number of patches of each image and video frame in the processor outputs of rows."""
+def image_lengths(inputs: "Iterable[SharedRow | RowObject | None]") -> list[int]:
+    """Return the number of patches of each image and frame in the processor outputs of rows, or in handles to them."""
     lengths: list[int] = []
     for row in inputs:
         for name in ("image_grid_thw", "video_grid_thw"):

@@ -83,14 +83,10 @@ def _shared(rows: np.ndarray, number: int) -> np.ndarray:
         return rows
     refs = parallel_put([pack_objects(row) for row in distinct.values()], max_workers=4)
     handles = {
-        key: SharedRow(ref, num_bytes(row), _grids(row), number)
+        key: SharedRow(ref, num_bytes(row), {name: row[name] for name in row if name.endswith("_grid_thw")}, number)
         for (key, row), ref in zip(distinct.items(), refs, strict=True)
     }
     return object_array([handles.get(id(row), row) for row in rows])
-
-
-def _grids(row: RowObject) -> dict[str, Tensor]:
-    return {name: value for name, value in row.items() if name.endswith("_grid_thw")}
 
 
 def shared_bytes(batch: Batch) -> int:
@@ -107,6 +103,7 @@ def count_shared_bytes(batch: Batch, metrics: dict[str, Any]) -> None:
         metrics["multi_modal/bytes_put"] = metrics.get("multi_modal/bytes_put", 0.0) + put
 
 
+@dataclass
 class _Cache:
     """The rows of the newest batch that this process has fetched, up to ``CACHE_BYTES``.
 
@@ -114,11 +111,10 @@ class _Cache:
     since ``take_fetched_bytes``.
     """
 
-    def __init__(self) -> None:
-        self.rows: OrderedDict[SharedRow, RowObject] = OrderedDict()
-        self.size = 0
-        self.fetched = 0
-        self.newest = 0
+    rows: OrderedDict[SharedRow, RowObject] = field(default_factory=OrderedDict)
+    size: int = 0
+    fetched: int = 0
+    newest: int = 0
 
     def get(self, handles: Sequence[SharedRow]) -> dict[SharedRow, RowObject]:
         """Return the objects of distinct handles; missing ones are fetched together."""

@@ -76,10 +76,7 @@ class VisionRope:
             is_video = (ids == self.image_token_id) & inside
         else:
             is_image = ids == self.image_token_id
-        blocks = [
-            self._blocks("image", is_image, images, None),
-            self._blocks("video", is_video, videos, seconds),
-        ]
+        blocks = [self._blocks("image", is_image, images, None), self._blocks("video", is_video, videos, seconds)]
         first, grid, interval = (torch.cat([block[i] for block in blocks]) for i in range(3))
         sizes = grid.prod(-1)
         ahead = torch.ones_like(ids)

@@ -5,10 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
-from transformers.conversion_mapping import (
-    get_checkpoint_conversion_mapping,
-    register_checkpoint_conversion_mapping,
-)
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.modeling_outputs import TokenClassifierOutput
 
 
@@ -20,8 +17,7 @@ class VisionValueModel:
 
     def from_config(self, config: PretrainedConfig, trust_remote_code: bool = False, **options: Any) -> PreTrainedModel:
         """Return the model with new weights."""
-        model: PreTrainedModel = self._class._from_config(config, **options)
-        return model
+        return self._class._from_config(config, **options)
 
     def from_pretrained(self, path: str, **options: Any) -> PreTrainedModel:
         """Return the model with the weights of a checkpoint, which may be that of a policy."""
