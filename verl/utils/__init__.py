@@ -1,7 +1,6 @@
 """Helpers that depend on no other part of verl. Nothing heavy is imported before it is used."""
 
-from importlib import import_module
-from typing import Any
+from verl.utils.import_utils import lazy_exports
 
 _EXPORTS = {
     "as_torch_index": "verl.utils.groupwise",
@@ -13,9 +12,4 @@ _EXPORTS = {
 }
 
 __all__ = sorted(_EXPORTS)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _EXPORTS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_EXPORTS[name]), name)
+__getattr__ = lazy_exports(__name__, _EXPORTS)

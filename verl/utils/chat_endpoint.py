@@ -6,11 +6,11 @@ It uses the standard library only and ignores the environment's proxy settings.
 import http.client
 import json
 import logging
-import ssl
+import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -75,18 +75,22 @@ class ChatEndpoint:
 
     def ask_all(self, conversations: Sequence[Messages], timeout_s: float | None = None) -> list[str | EndpointError]:
         """Return the answer or the error of every conversation, within ``timeout_s`` in total."""
-        end = None if timeout_s is None else time.monotonic() + timeout_s
+        limit_s = math.inf if timeout_s is None else timeout_s
+        end = time.monotonic() + limit_s
         stopped = threading.Event()
 
-        def ask(messages: Messages) -> str:
-            own = time.monotonic() + self.timeout_s
-            return self._ask(messages, own if end is None else min(own, end), stopped)
+        def ask(messages: Messages) -> str | EndpointError:
+            try:
+                return self._ask(messages, min(time.monotonic() + self.timeout_s, end), stopped)
+            except EndpointError as error:
+                return error
 
         pool = ThreadPoolExecutor(min(self.max_concurrency, max(len(conversations), 1)), thread_name_prefix="judge")
         try:
             futures = [pool.submit(ask, messages) for messages in conversations]
             wait(futures, timeout=timeout_s)
-            return [_result(future, timeout_s) for future in futures]
+            late = EndpointError(f"no answer before the batch's deadline ({limit_s:g} s)")
+            return [future.result() if future.done() else late for future in futures]
         finally:  # the caller's time limit may interrupt the wait
             stopped.set()
             pool.shutdown(wait=False, cancel_futures=True)
@@ -136,7 +140,8 @@ class ChatEndpoint:
         headers = {"Content-Type": "application/json", "Connection": "close"}
         if self.api_key:
             headers["Authorization"] = f"Bearer {self.api_key}"
-        connection = _connect(url.scheme, str(url.hostname), url.port, _left(end))
+        connect = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
+        connection = connect(str(url.hostname), url.port, timeout=_left(end))
         try:
             path = f"{url.path.rstrip('/').removesuffix('/v1')}/v1/chat/completions"
             connection.request("POST", path, json.dumps(request).encode(), headers)
@@ -152,12 +157,6 @@ class ChatEndpoint:
             return response.status, _seconds(response.getheader("Retry-After")), bytes(body)
         finally:
             connection.close()
-
-
-def _connect(scheme: str, host: str, port: int | None, timeout_s: float) -> http.client.HTTPConnection:
-    if scheme == "https":
-        return http.client.HTTPSConnection(host, port, timeout=timeout_s, context=ssl.create_default_context())
-    return http.client.HTTPConnection(host, port, timeout=timeout_s)
 
 
 def _left(end: float) -> float:
@@ -177,14 +176,3 @@ def _seconds(value: str | None) -> float | None:
         return None if value is None else max(0.0, float(value))
     except ValueError:
         return None
-
-
-def _result(future: "Future[str]", timeout_s: float | None) -> str | EndpointError:
-    if not future.done():
-        return EndpointError(f"no answer before the batch's deadline ({timeout_s:g} s)")
-    error = future.exception()
-    if error is None:
-        return future.result()
-    if isinstance(error, EndpointError):
-        return error
-    raise error

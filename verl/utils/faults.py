@@ -11,6 +11,7 @@ import signal
 import time
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 from verl.utils import envs
 
@@ -84,8 +85,5 @@ def _take(point: str, rank: int, step: int | None, skip: bool) -> Fault | None:
         envs.remove("VERL_FAULT")
     record = envs.read("VERL_FAULT_FILE")
     if record:
-        with open(record, "w") as file:
-            file.write(f"{time.time()} {point} rank={rank} step={step}")
-            file.flush()
-            os.fsync(file.fileno())
+        Path(record).write_text(f"{time.time()} {point} rank={rank} step={step}")
     return fault

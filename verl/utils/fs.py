@@ -1,10 +1,12 @@
 """Copies of files from HDFS to the local disk, and from there to shared memory."""
 
+import functools
 import hashlib
 import logging
 import os
 import shutil
 import tempfile
+from pathlib import Path
 
 from filelock import FileLock
 
@@ -79,68 +81,48 @@ def copy_to_local(
 
     Raises: ValueError when ``src`` ends with a slash.
     """
-    local = copy_local_path_from_hdfs(src, cache_dir, filelock, verbose, always_recopy)
+    if src.endswith("/"):
+        raise ValueError(f"path {src!r} must not end with a slash")
+    local = src
+    if is_non_local(src):
+        cache_dir = cache_dir or tempfile.gettempdir()
+        os.makedirs(cache_dir, exist_ok=True)
+        local = get_local_temp_path(src, cache_dir)
+        with FileLock(os.path.join(cache_dir, md5_encode(src) + filelock), timeout=LOCK_TIMEOUT_S):
+            if always_recopy or not _is_complete(local):
+                if verbose:
+                    logger.warning("copying %s to %s", src, local)
+                _copy_from_hdfs(src, local)
     return copy_to_shm(local) if use_shm else local
 
 
-def copy_local_path_from_hdfs(
-    src: str,
-    cache_dir: str | None = None,
-    filelock: str = ".file.lock",
-    verbose: bool = False,
-    always_recopy: bool = False,
-) -> str:
-    """Do the same as ``copy_to_local``, without shared memory."""
-    if src.endswith("/"):
-        raise ValueError(f"path {src!r} must not end with a slash")
-    if not is_non_local(src):
-        return src
-    cache_dir = cache_dir or tempfile.gettempdir()
-    os.makedirs(cache_dir, exist_ok=True)
-    with FileLock(os.path.join(cache_dir, md5_encode(src) + filelock), timeout=LOCK_TIMEOUT_S):
-        local = get_local_temp_path(src, cache_dir)
-        if always_recopy and os.path.exists(local):
-            shutil.rmtree(local) if os.path.isdir(local) else os.remove(local)
-        if os.path.exists(local) and _complete(local):
-            return local
-        if verbose:
-            logger.warning("copying %s to %s", src, local)
-        if os.path.isdir(local):
-            shutil.rmtree(local)
-        os.makedirs(os.path.dirname(local), exist_ok=True)
-        hdfs_io.copy(src, local)
-        if os.path.isdir(local):
-            _write_record(local)
-        return local
+copy_local_path_from_hdfs = functools.partial(copy_to_local, use_shm=False)
+"""``copy_to_local`` without shared memory."""
+
+
+def _copy_from_hdfs(src: str, local: str) -> None:
+    """Replace ``local`` by a copy of ``src``; a copied folder gets a record of its files."""
+    if os.path.isdir(local):
+        shutil.rmtree(local)
+    else:
+        Path(local).unlink(missing_ok=True)
+    os.makedirs(os.path.dirname(local), exist_ok=True)
+    hdfs_io.copy(src, local)
+    if os.path.isdir(local):
+        Path(local, RECORD_FILE).write_text(_record_of(local))
 
 
 def _listing(path: str) -> list[tuple[str, int]]:
-    if os.path.isfile(path):
-        return [("", os.path.getsize(path))]
-    found = []
-    for folder, _, names in os.walk(path):
-        for name in names:
-            full = os.path.join(folder, name)
-            found.append((os.path.relpath(full, path), os.path.getsize(full)))
-    return sorted(found)
+    """Return name and size of each file in a folder, or of a single file."""
+    files = [file for file in Path(path).rglob("*") if file.is_file()] if os.path.isdir(path) else [path]
+    return sorted((os.path.relpath(file, path), os.path.getsize(file)) for file in files)
 
 
 def _record_of(folder: str) -> str:
     return "".join(f"{name} {size}\n" for name, size in _listing(folder) if name != RECORD_FILE)
 
 
-def _write_record(folder: str) -> None:
-    record = _record_of(folder)
-    with open(os.path.join(folder, RECORD_FILE), "w") as file:
-        file.write(record)
-
-
-def _complete(local: str) -> bool:
+def _is_complete(local: str) -> bool:
     """Whether a cached copy is complete; a single file always is, a folder is compared with its record."""
-    if os.path.isfile(local):
-        return True
-    record = os.path.join(local, RECORD_FILE)
-    if not os.path.isfile(record):
-        return False
-    with open(record) as file:
-        return file.read() == _record_of(local)
+    record = Path(local, RECORD_FILE)
+    return os.path.isfile(local) or (record.is_file() and record.read_text() == _record_of(local))

@@ -7,51 +7,41 @@ import importlib.util
 import inspect
 import sys
 import warnings
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Mapping
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
+@cache
 def _has_module(name: str) -> bool:
+    """Whether a module is installed."""
     try:
         return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError:  # the parent package of a dotted name is missing
         return False
 
 
-@cache
-def is_megatron_core_available() -> bool:
-    """Whether Megatron-Core is installed."""
-    return _has_module("megatron.core")
+is_megatron_core_available = partial(_has_module, "megatron.core")
+is_vllm_available = partial(_has_module, "vllm")
+is_sglang_available = partial(_has_module, "sglang")
+is_nvtx_available = partial(_has_module, "nvtx")
+is_trl_available = partial(_has_module, "trl")
 
 
-@cache
-def is_vllm_available() -> bool:
-    """Whether vLLM is installed."""
-    return _has_module("vllm")
+def lazy_exports(module: str, exports: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return the ``__getattr__`` of a package that imports its exports (name -> module) on first use."""
 
+    def load(name: str) -> Any:
+        if name not in exports:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(exports[name]), name)
 
-@cache
-def is_sglang_available() -> bool:
-    """Whether SGLang is installed."""
-    return _has_module("sglang")
-
-
-@cache
-def is_nvtx_available() -> bool:
-    """Whether NVTX is installed."""
-    return _has_module("nvtx")
-
-
-@cache
-def is_trl_available() -> bool:
-    """Whether TRL is installed."""
-    return _has_module("trl")
+    return load
 
 
 def import_external_libs(external_libs: str | list[str] | None = None) -> None:
@@ -123,22 +113,16 @@ def deprecated(replacement: str = "") -> Callable[[Callable[P, T]], Callable[P, 
     def decorate(target: Callable[P, T]) -> Callable[P, T]:
         name = getattr(target, "__qualname__", repr(target))
         text = f"{name} is deprecated" + (f": use {replacement}" if replacement else "")
-        if inspect.isclass(target):
-            init = target.__init__
+        inner: Callable[..., T] = target.__init__ if inspect.isclass(target) else target
 
-            @functools.wraps(init)
-            def warning_init(self: Any, *args: Any, **kwargs: Any) -> None:
-                warnings.warn(text, FutureWarning, stacklevel=2)
-                init(self, *args, **kwargs)
-
-            setattr(target, "__init__", warning_init)  # noqa: B010  # an assignment to a method to type checkers
-            return cast(Callable[P, T], target)
-
-        @functools.wraps(target)
-        def warning_call(*args: P.args, **kwargs: P.kwargs) -> T:
+        @functools.wraps(inner)
+        def warn_and_call(*args: P.args, **kwargs: P.kwargs) -> T:
             warnings.warn(text, FutureWarning, stacklevel=2)
-            return target(*args, **kwargs)
+            return inner(*args, **kwargs)
 
-        return warning_call
+        if not inspect.isclass(target):
+            return warn_and_call
+        setattr(target, "__init__", warn_and_call)  # noqa: B010  # an assignment to a method to type checkers
+        return target
 
     return decorate

@@ -2,20 +2,12 @@
 
 import logging
 import time
+from dataclasses import dataclass
 
 import torch.distributed as dist
 
 from verl.utils.observe.console import get_console
-from verl.utils.observe.tracking import LocalLogger
-
-__all__ = [
-    "DecoratorLoggerBase",
-    "LocalLogger",
-    "log_with_rank",
-    "print_rank_0",
-    "print_with_rank",
-    "print_with_rank_and_timer",
-]
+from verl.utils.observe.tracking import LocalLogger as LocalLogger
 
 
 def print_rank_0(message: str) -> None:
@@ -26,8 +18,7 @@ def print_rank_0(message: str) -> None:
 
 def print_with_rank(message: str, rank: int = 0, log_only_rank_0: bool = False) -> None:
     """Write a line that names the rank; with ``log_only_rank_0`` only on rank 0."""
-    if not log_only_rank_0 or rank == 0:
-        get_console().info("[Rank %d] %s", rank, message)
+    log_with_rank(message, rank, get_console(), log_only_rank_0=log_only_rank_0)
 
 
 def print_with_rank_and_timer(message: str, rank: int = 0, log_only_rank_0: bool = False) -> None:
@@ -44,26 +35,17 @@ def log_with_rank(
         logger.log(level, "[Rank %d] %s", rank, message)
 
 
+@dataclass(eq=False)
 class DecoratorLoggerBase:
     """Base of decorators that log: ``logging_function`` writes to a logger if given, else to the console."""
 
-    def __init__(
-        self,
-        role: str,
-        logger: logging.Logger | None = None,
-        level: int = logging.DEBUG,
-        rank: int = 0,
-        log_only_rank_0: bool = True,
-    ) -> None:
-        self.role = role
-        self.logger = logger
-        self.level = level
-        self.rank = rank
-        self.log_only_rank_0 = log_only_rank_0
+    role: str
+    logger: logging.Logger | None = None
+    level: int = logging.DEBUG
+    rank: int = 0
+    log_only_rank_0: bool = True
 
     def logging_function(self, log_str: str) -> None:
         """Write a line that starts with the name of the role."""
-        if self.logger is None:
-            print_with_rank(f"{self.role} {log_str}", self.rank, self.log_only_rank_0)
-        else:
-            log_with_rank(f"{self.role} {log_str}", self.rank, self.logger, self.level, self.log_only_rank_0)
+        level = logging.INFO if self.logger is None else self.level
+        log_with_rank(f"{self.role} {log_str}", self.rank, self.logger or get_console(), level, self.log_only_rank_0)

@@ -7,9 +7,10 @@ import os
 import pickle
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 import torch
@@ -21,7 +22,6 @@ logger = logging.getLogger(__name__)
 _GIB = 1024**3
 _STACKS = {"python": "python", "cpp": "all", "all": "all"}
 """torch records C++ frames only together with Python frames."""
-TAG = "torch_memory"
 Device = torch.device | str | int | None
 
 
@@ -54,10 +54,9 @@ def return_freed_host_memory() -> None:
 def _malloc_trim() -> Callable[[int], int] | None:
     """Return glibc's ``malloc_trim``; None with another C library."""
     try:
-        function: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        return getattr(ctypes.CDLL(None), "malloc_trim", None)
     except (OSError, TypeError):
         return None
-    return function
 
 
 def reset_memory_stats() -> None:
@@ -130,15 +129,14 @@ def enable_memory_visualize(
         torch.cuda.memory._record_memory_history(device=device, **history)
 
 
+@dataclass(eq=False)
 class MemorySnapshotSampler:
     """Write snapshots of the allocator to ``<out_dir>/<sub_dir or time>/<tag>_rank<r>_pid<p>.pickle``."""
 
-    stack_depth: int | None = None
-
-    def __init__(self, out_dir: str = "./memory_snapshots", tag: str = TAG, rank: int = 0) -> None:
-        self.out_dir = out_dir
-        self.tag = tag
-        self.rank = rank
+    out_dir: str = "./memory_snapshots"
+    tag: str = "torch_memory"
+    rank: int = 0
+    stack_depth: ClassVar[int | None] = None
 
     def dump_memory_snapshot(
         self, out_dir: str | None = None, tag: str | None = None, sub_dir: str | None = None

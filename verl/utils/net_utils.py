@@ -7,20 +7,19 @@ import socket
 
 def is_ipv4(ip_str: str) -> bool:
     """Whether a string is an IPv4 address."""
-    try:
-        ipaddress.IPv4Address(ip_str)
-    except ipaddress.AddressValueError:
-        return False
-    return True
+    return _version_of(ip_str) == 4
 
 
 def is_ipv6(ip_str: str) -> bool:
     """Whether a string is an IPv6 address, without brackets."""
+    return _version_of(ip_str) == 6
+
+
+def _version_of(address: str) -> int | None:
     try:
-        ipaddress.IPv6Address(ip_str)
-    except ipaddress.AddressValueError:
-        return False
-    return True
+        return ipaddress.ip_address(address).version
+    except ValueError:
+        return None
 
 
 # Above the ports of Ray's workers (to 19999) and below the kernel's ports for outgoing connections (from 32768), so

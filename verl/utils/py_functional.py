@@ -2,11 +2,11 @@
 
 import functools
 import math
-import queue
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from types import FrameType, SimpleNamespace
 from typing import Any, ParamSpec, TypeVar
@@ -76,7 +76,7 @@ def _arrays_equal(a: np.ndarray, b: np.ndarray, seen: frozenset[tuple[int, int]]
     return bool(np.array_equal(a, b, equal_nan=a.dtype.kind in "fcmM"))
 
 
-def union_two_dict(dict1: dict[str, Any], dict2: dict[str, Any]) -> dict[str, Any]:
+def union_two_dict(dict1: dict[str, T], dict2: dict[str, T]) -> dict[str, T]:
     """Add the entries of ``dict2`` to ``dict1`` and return it.
 
     Raises: ValueError, which is also an AssertionError, when a shared key holds different values.
@@ -113,23 +113,18 @@ def _call_with_signal(seconds: float, call: Callable[[], T], message: str) -> T:
 
 
 def _call_with_thread(seconds: float, call: Callable[[], T], message: str) -> T:
-    outcome: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
+    outcome: Future[T] = Future()
 
     def run() -> None:
         try:
-            outcome.put((True, call()))
+            outcome.set_result(call())
         except BaseException as error:  # raised again in the caller's thread
-            outcome.put((False, error))
+            outcome.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
-    try:
-        succeeded, value = outcome.get(timeout=seconds)
-    except queue.Empty:
-        raise TimeoutError(message) from None
-    if not succeeded:
-        raise value
-    result: T = value
-    return result
+    if not wait([outcome], timeout=seconds).done:
+        raise TimeoutError(message)
+    return outcome.result()
 
 
 def timeout_limit(seconds: float, use_signals: bool = False) -> Callable[[Callable[P, T]], Callable[P, T]]:
@@ -179,9 +174,6 @@ class DynamicEnumMeta(type):
 
     def __len__(cls) -> int:
         return len(cls._registry)
-
-    def __reduce_ex__(cls, protocol: Any) -> Any:
-        return getattr, (sys.modules[cls.__module__], cls.__name__)
 
     def names(cls) -> list[str]:
         """Return the names in the order of registration."""

@@ -26,8 +26,6 @@ def set_pad_token_id(tokenizer: PreTrainedTokenizerBase) -> None:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token_id = tokenizer.eos_token_id
         logger.info("the tokenizer has no padding token: padding with id %s", tokenizer.eos_token_id)
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
 
 
 def hf_tokenizer(
@@ -99,8 +97,7 @@ def _image_processor(path: str, **kwargs: Any) -> ProcessorMixin | None:
     tokenizer = hf_tokenizer(path, trust_remote_code=kwargs.get("trust_remote_code", False))
     logger.warning("torchvision is not installed: the processor of %s takes images but no videos", path)
     images_only = type(cls.__name__, (_ImagesOnly, cls), {})  # same name: the model family is found by class name
-    processor: ProcessorMixin = images_only(images, tokenizer, None, chat_template=tokenizer.chat_template)
-    return processor
+    return images_only(images, tokenizer, None, chat_template=tokenizer.chat_template)
 
 
 class _ImagesOnly:

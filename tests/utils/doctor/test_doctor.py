@@ -213,11 +213,13 @@ def test_the_command_in_a_broken_environment(tmp_path):
 
 
 def test_the_command_for_people(monkeypatch, capsys):
-    monkeypatch.setattr(command, "read_environment", lambda: made(broken={"engine.fsdp": "ImportError: x"}))
+    monkeypatch.setattr(
+        "verl.utils.doctor.environment.read_environment", lambda: made(broken={"engine.fsdp": "ImportError: x"})
+    )
     assert command.main([]) == 1
     out = capsys.readouterr().out
     assert "  BAD  FSDP training" in out and "-> pip install -e ." in out and "1 of" in out
-    monkeypatch.setattr(command, "read_environment", made)
+    monkeypatch.setattr("verl.utils.doctor.environment.read_environment", made)
     assert command.main([]) == 0
     assert "no problems: runs can start" in capsys.readouterr().out
 

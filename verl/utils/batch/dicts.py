@@ -5,22 +5,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from verl.utils.py_functional import ConflictError, deep_equal
+from verl.utils.py_functional import ConflictError, deep_equal, union_two_dict
 from verl.utils.tensordict_utils import BatchError
 
 Value = TypeVar("Value")
 
 
-def union_numpy_dict(tensor_dict1: dict[str, np.ndarray], tensor_dict2: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Add the arrays of the second dict to the first and return it; nothing changes when they conflict.
-
-    Raises: ValueError, which is also an AssertionError, when a shared key holds other values.
-    """
-    for key, value in tensor_dict2.items():
-        if key in tensor_dict1 and not deep_equal(tensor_dict1[key], value):
-            raise ConflictError(f"key {key!r} holds different values in the two parts")
-    tensor_dict1.update(tensor_dict2)
-    return tensor_dict1
+union_numpy_dict = union_two_dict
 
 
 def list_of_dict_to_dict_of_list(list_of_dict: Sequence[Mapping[str, Value]]) -> dict[str, list[Value]]:

@@ -1,13 +1,7 @@
 """The established path of the timers, marks and profilers of ``verl.utils.profiler``."""
 
-from typing import Any
-
 from verl.utils import profiler
+from verl.utils.import_utils import lazy_exports
 
 __all__ = list(profiler.__all__)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(profiler, name)
+__getattr__ = lazy_exports(__name__, dict.fromkeys(__all__, "verl.utils.profiler"))

@@ -3,13 +3,13 @@
 import argparse
 import json
 import sys
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from verl.utils.observe.console import get_console
 
 if TYPE_CHECKING:
     from verl.utils.doctor.checks import Finding
-    from verl.utils.doctor.environment import Environment
 
 _SIGNS = {"ok": "ok  ", "note": "note", "bad": "BAD "}
 
@@ -21,7 +21,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="skip importing the engines, which takes a minute")
     given = parser.parse_args(arguments)
     try:
-        from verl.utils.doctor.checks import Finding, examine
+        from verl.utils.doctor import environment
+        from verl.utils.doctor.checks import examine
     except ImportError as error:  # the doctor's own packages are missing: often the wrong Python
         text = f"{sys.executable} cannot run the checks: {error}"
         fix = "activate the project's environment, or install the project: pip install -e ."
@@ -31,21 +32,14 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             get_console().info("%s\n  -> %s", text, fix)
         return 1
-    findings: list[Finding] = examine(read_environment(), with_imports=not given.quick)
+    findings = examine(environment.read_environment(), with_imports=not given.quick)
     healthy = all(finding.status != "bad" for finding in findings)
     if given.json:
-        text = json.dumps({"healthy": healthy, "findings": [finding.as_dict() for finding in findings]}, indent=2)
-        get_console().info("%s", text)
+        text = json.dumps({"healthy": healthy, "findings": [asdict(finding) for finding in findings]}, indent=2)
     else:
-        get_console().info("%s", as_text(findings))
+        text = as_text(findings)
+    get_console().info("%s", text)
     return 0 if healthy else 1
-
-
-def read_environment() -> "Environment":
-    """Inspect this machine."""
-    from verl.utils.doctor import environment
-
-    return environment.read_environment()
 
 
 def as_text(findings: "list[Finding]") -> str:

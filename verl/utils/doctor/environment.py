@@ -11,11 +11,11 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import NotRequired, TypedDict
+from typing import TypedDict
 
 from packaging.requirements import InvalidRequirement, Requirement
 
@@ -73,7 +73,7 @@ class Device(TypedDict, total=False):
     names: list[str]
     memory_gb: list[float]
     capability: list[str]
-    npu: NotRequired[Npu]
+    npu: Npu
     """Empty without torch_npu."""
     error: str
 
@@ -211,12 +211,10 @@ def declared_requirements() -> list[Requirement]:
     if not project.exists():
         return [Requirement(text) for text in importlib.metadata.requires("verl") or ()]
     declared = tomllib.loads(project.read_text(encoding="utf-8"))["project"]
-    texts = [*declared["dependencies"], *_marked(declared.get("optional-dependencies", {}))]
+    texts = list(declared["dependencies"])
+    for extra, more in declared.get("optional-dependencies", {}).items():
+        texts += [f"{text} ; extra == '{extra}'" for text in more]
     return [Requirement(text) for text in texts]
-
-
-def _marked(extras: Mapping[str, Iterable[str]]) -> list[str]:
-    return [f"{text} ; extra == '{extra}'" for extra, texts in extras.items() for text in texts]
 
 
 def _driver() -> str | None:
@@ -232,7 +230,4 @@ def _driver() -> str | None:
 
 def _device() -> Device:
     answer, error = run_python(_DEVICE_PROBE)
-    if error is not None:
-        return {"error": error}
-    found: Device = json.loads(answer)
-    return found
+    return {"error": error} if error is not None else json.loads(answer)

@@ -1,8 +1,6 @@
 """Timers, ranges, memory logs and profilers; names that need torch are imported on first use."""
 
-from importlib import import_module
-from typing import Any
-
+from verl.utils.import_utils import lazy_exports
 from verl.utils.profiler.config import ProfilerConfig
 from verl.utils.profiler.performance import reduce_timing, simple_timer, topk_reduce_ratio_min_max
 
@@ -19,9 +17,4 @@ _LAZY = {
 }
 
 __all__ = ["ProfilerConfig", "reduce_timing", "simple_timer", "topk_reduce_ratio_min_max", *sorted(_LAZY)]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_LAZY[name]), name)
+__getattr__ = lazy_exports(__name__, _LAZY)
