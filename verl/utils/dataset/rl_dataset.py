@@ -160,18 +160,15 @@ class RLHFDataset(Dataset):
         """Drop prompts longer than ``max_prompt_length`` if ``filter_overlong_prompts`` is set."""
         if not self.filter_overlong_prompts:
             return dataframe
-        fits = self.prompt_lengths(dataframe) <= self.max_prompt_length
+        limit = self.max_prompt_length
+        fits = self.prompt_lengths(dataframe) <= limit
         if fits.all():
             return dataframe
         kept = np.flatnonzero(fits)
         if "dataframe" not in self.__dict__:  # the first call filters the files, later calls filter generated rows
             self._rows = kept
-        logger.warning(
-            "dropped %d of %d prompts, which are longer than data.max_prompt_length=%d",
-            len(fits) - len(kept),
-            len(fits),
-            self.max_prompt_length,
-        )
+        share = f"{len(fits) - len(kept)} of {len(fits)}"
+        logger.warning("dropped %s prompts, which are longer than data.max_prompt_length=%d", share, limit)
         return dataframe.select(kept)
 
     def prompt_lengths(self, dataframe: datasets.Dataset) -> np.ndarray:

@@ -42,11 +42,8 @@ class RMDataset(Dataset):
 
     def __getitem__(self, item: int) -> dict[str, Tensor]:
         prompt, *responses = self.rows[item]
-        encoded = [self._encode(prompt, response) for response in responses]
-        return {
-            "input_ids": torch.stack([ids for ids, _ in encoded]),
-            "attention_mask": torch.stack([mask for _, mask in encoded]),
-        }
+        ids, masks = zip(*(self._encode(prompt, response) for response in responses), strict=True)
+        return {"input_ids": torch.stack(ids), "attention_mask": torch.stack(masks)}
 
     def _encode(self, prompt: str, response: str) -> tuple[Tensor, Tensor]:
         ids = self.tokenizer(prompt + response, add_special_tokens=False)["input_ids"]

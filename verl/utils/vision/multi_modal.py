@@ -169,9 +169,7 @@ def concat_multi_modal_inputs(rows: Iterable[SharedRow | RowObject | None]) -> d
     return extract_multi_modal_inputs(resolve(rows))
 
 
-def concat_distinct_inputs(
-    rows: Iterable[SharedRow | RowObject | None],
-) -> tuple[dict[str, Any], dict[str, list[int]]]:
+def concat_distinct_inputs(rows: Iterable[SharedRow | RowObject | None]) -> tuple[dict[str, Any], dict[str, list[int]]]:
     """Join the processor's tensors of the rows, each shared object once; handles are resolved.
 
     Returns: the tensors, and for each grid the indices of the joined entries that the rows show, in row order.

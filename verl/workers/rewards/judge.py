@@ -131,9 +131,8 @@ class Judge:
     def _log_failure(self, row: int, function: str, text: str, error: Exception) -> None:
         level = logging.DEBUG if self._has_shown_a_failure else logging.WARNING
         self._has_shown_a_failure = True
-        logger.log(
-            level,
+        message = (
             "%s of reward_model.data_processor_config failed for row %d, which gets %s; further failures are only "
-            "counted (reward_model/failed_ratio). The text: %r",
-            function, row, self.failure_score, text[:_SHOWN_CHARS], exc_info=error,
-        )  # fmt: skip
+            "counted (reward_model/failed_ratio). The text: %r"
+        )
+        logger.log(level, message, function, row, self.failure_score, text[:_SHOWN_CHARS], exc_info=error)

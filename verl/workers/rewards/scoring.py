@@ -209,26 +209,17 @@ def report_failures(samples: Sequence[Sample], scores: Sequence[Score], limits: 
     sample, first = failures[0]
     too_many = len(failures) / len(samples) > limits.max_failed_ratio
     counts = ", ".join(f"{count} {kind}" for kind, count in Counter(each.kind for _, each in failures).items())
-    logger.warning(
-        "%d of %d responses could not be scored (%s) and get reward_model.scoring.failure_score=%g",
-        len(failures),
-        len(samples),
-        counts,
-        limits.failure_score,
-    )
+    share = f"{len(failures)} of {len(samples)} responses could not be scored"
+    logger.warning("%s (%s) and get reward_model.scoring.failure_score=%g", share, counts, limits.failure_score)
     if in_full or too_many:
-        logger.log(
-            logging.ERROR if too_many else logging.WARNING,  # the run ends with this error
-            "the first response that could not be scored: %s\n[response] %s%s",
-            first.text,
-            _short(sample.response, SHOWN_RESPONSE_CHARS),
-            f"\n[trace]\n{first.trace.rstrip()}" if first.trace else "",
-        )
+        level = logging.ERROR if too_many else logging.WARNING  # with too many the run ends
+        response = _short(sample.response, SHOWN_RESPONSE_CHARS)
+        trace = f"\n[trace]\n{first.trace.rstrip()}" if first.trace else ""
+        shown = (first.text, response, trace)
+        logger.log(level, "the first response that could not be scored: %s\n[response] %s%s", *shown)
     if too_many:
-        raise RewardError(
-            f"{first.text} ({len(failures)} of {len(samples)} responses could not be scored, more than "
-            f"reward_model.scoring.max_failed_ratio={limits.max_failed_ratio:g})"
-        )
+        limit = f"reward_model.scoring.max_failed_ratio={limits.max_failed_ratio:g}"
+        raise RewardError(f"{first.text} ({share}, more than {limit})")
     return True
 
 
