@@ -33,12 +33,9 @@ _Fn = TypeVar("_Fn", bound=AdvantageFn)
 class AdvantageConfig(Protocol):
     """The fields that estimators read of ``algorithm``."""
 
-    @property
-    def gamma(self) -> float: ...
-    @property
-    def lam(self) -> float: ...
-    @property
-    def norm_adv_by_std_in_grpo(self) -> bool: ...
+    gamma: float
+    lam: float
+    norm_adv_by_std_in_grpo: bool
 
 
 ADV_ESTIMATOR_REGISTRY: dict[str, AdvantageFn] = {}
@@ -107,11 +104,13 @@ def _clean(x: Tensor, keep: Tensor) -> Tensor:
     return x if x.sum().isfinite() else torch.where(keep, x, 0.0)
 
 
-def _scores(rewards: Tensor, mask: Tensor) -> Tensor:
-    """Add the rewards of each response: (B,) float64, so that equal scores of a group cancel to the last bit.
+def _scores(rewards: Tensor, mask: Tensor, index: Index | None) -> tuple[Tensor, Tensor]:
+    """Return the score of each response and the number of its prompt, both (B,).
 
-    A reward may be on a token that the model did not sample (the last one of a tool's answer), so only NaN is dropped
-    outside the mask.
+    Scores are in float64, so that equal scores of a group cancel to the last bit. A reward may be on a token that the
+    model did not sample (the last one of a tool's answer), so only NaN is dropped outside the mask.
+
+    Raises: ValueError when the index is missing or the inputs disagree on their shapes.
     """
     if rewards.shape != mask.shape:
         raise ValueError(
@@ -120,20 +119,12 @@ def _scores(rewards: Tensor, mask: Tensor) -> Tensor:
     scores = rewards.sum(dim=-1)
     if scores.isnan().any():
         scores = torch.where(mask.bool() | ~rewards.isnan(), rewards, 0.0).sum(dim=-1)
-    return scores.double()
-
-
-def _groups(index: Index | None, scores: Tensor) -> Tensor:
-    """Number the prompts of (B,) scores.
-
-    Raises: ValueError when the index is missing or has another length.
-    """
     if index is None:
         raise ValueError("this advantage estimator compares the samples of a prompt: pass index, the uid of each row")
     group = as_torch_index(index, device=scores.device)
     if len(group) != len(scores):
         raise ValueError(f"index has {len(group)} rows, token_level_rewards has {len(scores)}")
-    return group
+    return scores.double(), group
 
 
 def _spread(per_response: Tensor, rewards: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -244,8 +235,7 @@ def compute_grpo_outcome_advantage(
     Raises: ValueError when the inputs disagree on B.
     """
     with torch.no_grad():
-        scores = _scores(token_level_rewards, response_mask)
-        group = _groups(index, scores)
+        scores, group = _scores(token_level_rewards, response_mask, index)
         mean, std, _ = group_mean_std(scores, group, eps=0.0)
         advantages = scores - mean[group]
         if _normalises(norm_adv_by_std_in_grpo, config):
@@ -274,8 +264,7 @@ def compute_grpo_passk_outcome_advantage(
     Raises: ValueError when a prompt has a single sample.
     """
     with torch.no_grad():
-        scores = _scores(token_level_rewards, response_mask)
-        group = _groups(index, scores)
+        scores, group = _scores(token_level_rewards, response_mask, index)
         size = group_count(group)
         if bool((size < 2).any()):
             raise ValueError(
@@ -331,7 +320,6 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
     response_mask: Tensor,
     index: Index | None = None,
     epsilon: float = 1e-6,
-    config: AdvantageConfig | None = None,
     **unused: object,
 ) -> tuple[Tensor, Tensor]:
     """Subtract the mean of the prompt's samples and whiten over the tokens of the batch: ``whiten((S - mean) * m)``.
@@ -343,8 +331,8 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
     Raises: ValueError when the mask holds fewer than two tokens.
     """
     with torch.no_grad():
-        scores = _scores(token_level_rewards, response_mask)
-        mean, _ = _group_means(scores, _groups(index, scores))
+        scores, group = _scores(token_level_rewards, response_mask, index)
+        mean, _ = _group_means(scores, group)
         advantages = _whiten_(_spread(scores - mean, token_level_rewards, response_mask)[0], response_mask.bool())
     return advantages, advantages
 
@@ -352,12 +340,7 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
 @register_adv_est(AdvantageEstimator.RLOO_VECTORIZED)
 @register_adv_est(AdvantageEstimator.RLOO)
 def compute_rloo_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Index | None = None,
-    epsilon: float = 1e-6,
-    config: AdvantageConfig | None = None,
-    **unused: object,
+    token_level_rewards: Tensor, response_mask: Tensor, index: Index | None = None, **unused: object
 ) -> tuple[Tensor, Tensor]:
     """Score each response against the mean of the prompt's other samples.
 
@@ -367,20 +350,15 @@ def compute_rloo_outcome_advantage(
     Source: Back to Basics (arXiv:2402.14740), section 3.3.
     """
     with torch.no_grad():
-        scores = _scores(token_level_rewards, response_mask)
-        mean, count = _group_means(scores, _groups(index, scores))
+        scores, group = _scores(token_level_rewards, response_mask, index)
+        mean, count = _group_means(scores, group)
         advantages = (scores - mean) * torch.where(count > 1, count / (count - 1).clamp(min=1), 1.0)
     return _spread(advantages, token_level_rewards, response_mask)
 
 
 @register_adv_est(AdvantageEstimator.OPO)
 def compute_opo_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Index | None = None,
-    epsilon: float = 1e-6,
-    config: AdvantageConfig | None = None,
-    **unused: object,
+    token_level_rewards: Tensor, response_mask: Tensor, index: Index | None = None, **unused: object
 ) -> tuple[Tensor, Tensor]:
     """Subtract the length-weighted mean of the prompt's samples, the baseline of least variance.
 
@@ -389,8 +367,7 @@ def compute_opo_outcome_advantage(
     Source: On-policy RL with optimal reward baseline (arXiv:2505.23585), section 3.
     """
     with torch.no_grad():
-        scores = _scores(token_level_rewards, response_mask)
-        group = _groups(index, scores)
+        scores, group = _scores(token_level_rewards, response_mask, index)
         size = group_count(group)
         length = response_mask.sum(dim=-1).double()
         weighted = group_sum(length * scores, group, len(size)) / group_sum(length, group, len(size)).clamp(min=1)
@@ -401,11 +378,7 @@ def compute_opo_outcome_advantage(
 
 @register_adv_est(AdvantageEstimator.REMAX)
 def compute_remax_outcome_advantage(
-    token_level_rewards: Tensor,
-    reward_baselines: Tensor,
-    response_mask: Tensor,
-    config: AdvantageConfig | None = None,
-    **unused: object,
+    token_level_rewards: Tensor, reward_baselines: Tensor, response_mask: Tensor, **unused: object
 ) -> tuple[Tensor, Tensor]:
     """Subtract the score of the greedy response from the reward to come of each token.
 
@@ -428,10 +401,8 @@ def compute_gpg_outcome_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,
     index: Index | None = None,
-    epsilon: float = 1e-6,
     f_norm: float = 1.0,
     alpha: float = 1.0,
-    config: AdvantageConfig | None = None,
     **unused: object,
 ) -> tuple[Tensor, Tensor]:
     """Centre the scores of each prompt and scale them up by the share of responses with a score other than zero.
@@ -442,8 +413,8 @@ def compute_gpg_outcome_advantage(
 
     """
     with torch.no_grad():
-        scores = _scores(token_level_rewards, response_mask)
-        mean, _ = _group_means(scores, _groups(index, scores))
+        scores, group = _scores(token_level_rewards, response_mask, index)
+        mean, _ = _group_means(scores, group)
         scale = alpha * len(scores) / scores.count_nonzero().clamp(min=1)
         advantages = scale * (scores - mean) / f_norm
     return _spread(advantages, token_level_rewards, response_mask)
@@ -502,26 +473,3 @@ def compute_pf_ppo_reweight_data(
         for key, value in data.meta_info.items()
     }
     return drawn
-
-
-__all__ = [
-    "ADV_ESTIMATOR_REGISTRY",
-    "AdvantageConfig",
-    "AdvantageEstimator",
-    "AdvantageFn",
-    "compute_gae_advantage_return",
-    "compute_gpg_outcome_advantage",
-    "compute_grpo_outcome_advantage",
-    "compute_grpo_passk_outcome_advantage",
-    "compute_grpo_vectorized_outcome_advantage",
-    "compute_opo_outcome_advantage",
-    "compute_pf_ppo_reweight_data",
-    "compute_reinforce_plus_plus_baseline_outcome_advantage",
-    "compute_reinforce_plus_plus_outcome_advantage",
-    "compute_remax_outcome_advantage",
-    "compute_rloo_outcome_advantage",
-    "compute_rloo_vectorized_outcome_advantage",
-    "estimate_advantages",
-    "get_adv_estimator_fn",
-    "register_adv_est",
-]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.algos.names import IS_LEVELS, IS_MODES, KL_ESTIMATORS, REWEIGHT_METHODS
-from verl.base_config import BaseConfig, Violation
+from verl.base_config import BaseConfig, Violation, setting
 
 
 def rollout_is_rules(
@@ -34,17 +34,13 @@ def rollout_is_rules(
 class KLControlConfig(BaseConfig):
     """The coefficient of the KL penalty in the reward."""
 
-    type: str = "fixed"
+    type: str = setting("fixed", one_of=("fixed", "adaptive"))
     kl_coef: float = 0.001
-    horizon: int = 10000
+    horizon: int = setting(10000, above=0)
     target_kl: float = 0.1
 
     def rules(self) -> Iterator[Violation]:
-        """Yield an unknown controller and an adaptive one without horizon or target."""
-        if self.type not in ("fixed", "adaptive"):
-            yield Violation("type", self.type, "must be fixed or adaptive")
-        if self.horizon <= 0:
-            yield Violation("horizon", self.horizon, "must be above 0")
+        """Yield an adaptive controller without a target."""
         if self.target_kl <= 0 and self.type == "adaptive":
             yield Violation("target_kl", self.target_kl, "must be above 0 with type=adaptive")
 
@@ -71,8 +67,8 @@ class FilterGroupsConfig(BaseConfig):
 class AlgoConfig(BaseConfig):
     """The algorithm."""
 
-    gamma: float = 1.0
-    lam: float = 1.0
+    gamma: float = setting(1.0, at_least=0, at_most=1)
+    lam: float = setting(1.0, at_least=0, at_most=1)
     adv_estimator: str = "gae"
     norm_adv_by_std_in_grpo: bool = True
     use_kl_in_reward: bool = False
@@ -89,10 +85,7 @@ class AlgoConfig(BaseConfig):
     rollout_is: bool = False
 
     def rules(self) -> Iterator[Violation]:
-        """Yield unknown names and values outside their range."""
-        for key in ("gamma", "lam"):
-            if not 0 <= self[key] <= 1:
-                yield Violation(key, self[key], "must be in [0, 1]")
+        """Yield unknown names, and thresholds without a number between them."""
         if self.kl_penalty.removesuffix("+") not in KL_ESTIMATORS:
             expected = f"must be one of {', '.join(KL_ESTIMATORS)}, or one with a +"
             if self.kl_penalty.startswith("full"):

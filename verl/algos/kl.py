@@ -50,7 +50,7 @@ def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) ->
     if kl_penalty in ("low_var_kl", "k3"):
         inverse = (-log_ratio).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
         return (inverse.exp() - inverse - 1).clamp(-_MAX_K3, _MAX_K3)
-    raise UnsupportedKLError(f"kl_penalty_forward has no gradient of its own for {kl_penalty!r}: call kl_penalty")
+    raise UnsupportedKLError(f"kl_penalty_forward does not support {kl_penalty!r}: call kl_penalty")
 
 
 def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
@@ -72,16 +72,6 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
 def compute_rewards(token_level_scores: Tensor, old_log_prob: Tensor, ref_log_prob: Tensor, kl_ratio: float) -> Tensor:
     """Subtract ``kl_ratio`` times the log-ratio to the reference from the scores, all (B, T)."""
     return token_level_scores - kl_ratio * (old_log_prob - ref_log_prob)
-
-
-class KLController(Protocol):
-    """The weight of the KL term and its updates."""
-
-    value: float
-
-    def update(self, current_kl: float, n_steps: int) -> None: ...
-    def state_dict(self) -> dict[str, float]: ...
-    def load_state_dict(self, state: dict[str, float]) -> None: ...
 
 
 class FixedKLController:
@@ -129,6 +119,10 @@ class AdaptiveKLController:
         self.value = float(state.get("value", self.value))
 
 
+KLController = FixedKLController | AdaptiveKLController
+"""The weight of the KL term and its updates."""
+
+
 class InvalidHorizonError(ValueError, AssertionError):
     """The horizon of an adaptive controller is not positive."""
 
@@ -136,14 +130,10 @@ class InvalidHorizonError(ValueError, AssertionError):
 class KLControlSettings(Protocol):
     """The fields of ``algorithm.kl_ctrl``."""
 
-    @property
-    def type(self) -> str: ...
-    @property
-    def kl_coef(self) -> float: ...
-    @property
-    def target_kl(self) -> float: ...
-    @property
-    def horizon(self) -> int: ...
+    type: str
+    kl_coef: float
+    target_kl: float
+    horizon: int
 
 
 def get_kl_controller(kl_ctrl: KLControlSettings) -> KLController:
@@ -159,17 +149,3 @@ def get_kl_controller(kl_ctrl: KLControlSettings) -> KLController:
                 raise InvalidHorizonError(f"algorithm.kl_ctrl.{key} must be positive, got {getattr(kl_ctrl, key)}")
         return AdaptiveKLController(kl_ctrl.kl_coef, kl_ctrl.target_kl, kl_ctrl.horizon)
     raise UnsupportedKLError(f"algorithm.kl_ctrl.type must be 'fixed' or 'adaptive', got {kl_ctrl.type!r}")
-
-
-__all__ = [
-    "KL_ESTIMATORS",
-    "AdaptiveKLController",
-    "FixedKLController",
-    "KLController",
-    "UnsupportedKLError",
-    "check_kl_penalty",
-    "compute_rewards",
-    "get_kl_controller",
-    "kl_penalty",
-    "kl_penalty_forward",
-]

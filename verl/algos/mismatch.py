@@ -492,7 +492,7 @@ def gap_metrics(sums: Mapping[str, float]) -> dict[str, float]:
 def calculate_debug_metrics(data: DataProto) -> dict[str, float]:
     """Compare ``rollout_log_probs`` with ``old_log_probs`` over the sampled tokens.
 
-    Returns: the difference of the probabilities (``valid, max, mean, std``), their correlation where it is defined, and
+    Returns: the difference of the probabilities (``valid, max, mean, std``), their correlation if it is defined, and
         the largest and mean absolute difference of the log-probabilities.
     """
     batch = data.batch

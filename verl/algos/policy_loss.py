@@ -10,16 +10,17 @@ worker the sums of any registered loss, also of one that a user registered.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction, FunctionCtx, once_differentiable
 
-from verl.algos.aggregate import Sum, Unit, agg_unit, row_weights, sum_of_mean, unit_count
+from verl.algos.aggregate import Sum, agg_unit, row_weights, sum_of_mean, unit_count
+from verl.utils.numerics.seeding import GOLDEN, MIX_FACTOR, mix
 
 PolicyLossOutput = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -33,20 +34,13 @@ _MAX_SEQUENCE_LOG_RATIO = 10.0
 class PolicyLossOptions(Protocol):
     """The fields that the losses read of ``actor_rollout_ref.actor.policy_loss``."""
 
-    @property
-    def clip_cov_ratio(self) -> float | None: ...
-    @property
-    def clip_cov_lb(self) -> float | None: ...
-    @property
-    def clip_cov_ub(self) -> float | None: ...
-    @property
-    def kl_cov_ratio(self) -> float | None: ...
-    @property
-    def ppo_kl_coef(self) -> float | None: ...
-    @property
-    def tau_pos(self) -> float: ...
-    @property
-    def tau_neg(self) -> float: ...
+    clip_cov_ratio: float | None
+    clip_cov_lb: float | None
+    clip_cov_ub: float | None
+    kl_cov_ratio: float | None
+    ppo_kl_coef: float | None
+    tau_pos: float
+    tau_neg: float
 
 
 class PolicyLossConfig(Protocol):
@@ -93,8 +87,18 @@ class PolicyLossSums:
     clipped_low: Tensor
 
 
-PolicyLossSumsFn = Callable[..., PolicyLossSums]
-"""Takes the arguments of ``PolicyLossFn`` and returns sums."""
+@dataclass(frozen=True)
+class LossInputs:
+    """The arguments of ``PolicyLossFn``, and the ``selection`` (B, T) of a loss with a selector."""
+
+    old_log_prob: Tensor
+    log_prob: Tensor
+    advantages: Tensor
+    response_mask: Tensor
+    loss_agg_mode: str
+    config: PolicyLossConfig | None
+    rollout_is_weights: Tensor | None = None
+    selection: Tensor | None = None
 
 
 class Whole:
@@ -165,37 +169,33 @@ def register_policy_loss(
 
 
 def _register_sums(
-    name: str, loss_agg_mode: str | None = None, selector: TokenSelector | None = None
-) -> Callable[[PolicyLossSumsFn], Callable[..., PolicyLossOutput]]:
-    """Register a loss that returns sums, and return it under the established signature, which returns means."""
+    name: str, only_mode: str | None = None, selector: TokenSelector | None = None
+) -> Callable[[Callable[[LossInputs], PolicyLossSums]], Callable[..., PolicyLossOutput]]:
+    """Register a loss that returns sums, and return it under the established signature, which returns means.
 
-    def enter(sums: PolicyLossSumsFn) -> Callable[..., PolicyLossOutput]:
-        @functools.wraps(sums)
+    A loss that aggregates in one way only gets ``only_mode``, whatever mode the caller asks for.
+    """
+
+    def enter(sums: Callable[[LossInputs], PolicyLossSums]) -> Callable[..., PolicyLossOutput]:
         def established(
             old_log_prob: Tensor,
             log_prob: Tensor,
             advantages: Tensor,
             response_mask: Tensor,
-            loss_agg_mode: str = loss_agg_mode or "token-mean",
+            loss_agg_mode: str = only_mode or "token-mean",
             config: PolicyLossConfig | None = None,
             rollout_is_weights: Tensor | None = None,
-            **selection: Tensor | None,
+            selection: Tensor | None = None,
         ) -> PolicyLossOutput:
-            found = sums(
-                old_log_prob,
-                log_prob,
-                advantages,
-                response_mask,
-                loss_agg_mode,
-                config,
-                rollout_is_weights,
-                **selection,
+            mode = only_mode or loss_agg_mode
+            inputs = LossInputs(
+                old_log_prob, log_prob, advantages, response_mask, mode, config, rollout_is_weights, selection
             )
-            return _means(found, response_mask)
+            return _means(sums(inputs), response_mask)
 
-        POLICY_LOSS_REGISTRY[name] = established
-        _ENTRIES[name] = _Entry(established, loss_agg_mode, selector)
-        return established
+        for attribute in ("__name__", "__qualname__", "__doc__"):
+            setattr(established, attribute, getattr(sums, attribute))
+        return register_policy_loss(name, only_mode, selector)(established)
 
     return enter
 
@@ -237,76 +237,25 @@ def get_token_selector(name: str) -> TokenSelector | None:
     return _entry(name).selector
 
 
-def policy_loss_sums(
-    name: str,
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str,
-    config: PolicyLossConfig,
-    rollout_is_weights: Tensor | None = None,
-    length: int | None = None,
-    **selection: Tensor,
-) -> PolicyLossSums:
-    """Compute the named loss over a micro-batch (B, T) as sums.
+def policy_loss_sums(name: str, inputs: LossInputs, length: int | None = None) -> PolicyLossSums:
+    """Compute the named loss over a micro-batch (B, T) as sums: mean x count.
 
-    Args: ``length`` replaces the width of the mask as the constant of ``seq-mean-token-sum-norm``; ``selection`` is for
-        losses with a selector.
+    A loss that a user registered can only divide by the counts of the tensors that it is given. The losses of this
+    module take the same way: to skip the division would change the last bit of the metrics of a run.
+
+    Args: ``length`` replaces the width of the mask as the constant of ``seq-mean-token-sum-norm``.
     Raises: ValueError for an unknown name.
     """
     loss_fn: Callable[..., PolicyLossOutput] = get_policy_loss_fn(name)
-    loss_fn_of_sums = _sums_of_means(loss_fn, agg_unit(effective_loss_agg_mode(name, loss_agg_mode)))
-    sums = loss_fn_of_sums(
-        old_log_prob=old_log_prob,
-        log_prob=log_prob,
-        advantages=advantages,
-        response_mask=response_mask,
-        loss_agg_mode=loss_agg_mode,
-        config=config,
-        rollout_is_weights=rollout_is_weights,
-        **selection,
-    )
-    if length is None or sums.loss.unit != "constant":
-        return sums
-    return dataclasses.replace(sums, loss=Sum(sums.loss.total * (response_mask.shape[-1] / length), "constant"))
-
-
-def _sums_of_means(fn: Callable[..., PolicyLossOutput], unit: Unit) -> PolicyLossSumsFn:
-    """Adapt a loss of the established signature, such as one that a user registered: sum = mean x count.
-
-    Such a loss can only divide by the counts of the tensors that it is given. The losses of this module take the same
-    way: to skip the division would change the last bit of the metrics of a run.
-    """
-
-    def sums(
-        old_log_prob: Tensor,
-        log_prob: Tensor,
-        advantages: Tensor,
-        response_mask: Tensor,
-        loss_agg_mode: str,
-        config: PolicyLossConfig,
-        rollout_is_weights: Tensor | None,
-        **selection: Tensor,
-    ) -> PolicyLossSums:
-        loss, clipped, kl, clipped_low = fn(
-            old_log_prob=old_log_prob,
-            log_prob=log_prob,
-            advantages=advantages,
-            response_mask=response_mask,
-            loss_agg_mode=loss_agg_mode,
-            config=config,
-            rollout_is_weights=rollout_is_weights,
-            **selection,
-        )
-        return PolicyLossSums(
-            loss=sum_of_mean(loss, response_mask, unit),
-            clipped=sum_of_mean(clipped, response_mask, "token").total,
-            kl=sum_of_mean(kl, response_mask, "token").total,
-            clipped_low=sum_of_mean(clipped_low, response_mask, "token").total,
-        )
-
-    return sums
+    # Only losses with a selector have the parameter ``selection``.
+    arguments = {key: value for key, value in vars(inputs).items() if key != "selection" or value is not None}
+    mean, clipped, kl, clipped_low = loss_fn(**arguments)
+    mask = inputs.response_mask
+    loss = sum_of_mean(mean, mask, agg_unit(effective_loss_agg_mode(name, inputs.loss_agg_mode)))
+    if length is not None and loss.unit == "constant":
+        loss = Sum(loss.total * (mask.shape[-1] / length), "constant")
+    counted = [sum_of_mean(value, mask, "token").total for value in (clipped, kl, clipped_low)]
+    return PolicyLossSums(loss, *counted)
 
 
 # Evaluation in blocks of rows
@@ -367,34 +316,33 @@ class _WithSlope(torch.autograd.Function):
         return slope * grad, None, None
 
 
-def token_loss(
-    fn: TokenFn,
-    log_prob: Tensor,
-    tensors: tuple[Tensor, ...],
-    response_mask: Tensor,
-    loss_agg_mode: str,
-    weights: Tensor | None = None,
-) -> PolicyLossSums:
+def token_loss(fn: TokenFn, inputs: LossInputs) -> PolicyLossSums:
     """Sum a loss over tokens, each multiplied by its weight.
 
-    Plain form: ``agg_sum(fn(log_prob, *tensors).loss * weights, response_mask, loss_agg_mode)``, with the gradient by
-    autograd. Rows are independent, so this works on a few rows at a time: intermediate results stay in the cache, and
-    the only allocation of the size of the batch is the gradient, which the formula of each loss gives in closed form.
+    Plain form: ``agg_sum(fn(log_prob, old_log_prob, advantages).loss * weights, response_mask, loss_agg_mode)``, with
+    the gradient by autograd. Rows are independent, so this works on a few rows at a time: intermediate results stay in
+    the cache, and the only allocation of the size of the batch is the gradient, which the formula of each loss gives in
+    closed form.
 
-    Args: ``fn`` gets blocks of rows of ``log_prob``, in fp32 or better, and of the other tensors, all (B, T).
+    Args: ``fn`` gets blocks of rows of ``log_prob``, in fp32 or better, of ``old_log_prob``, ``advantages`` and, if the
+        inputs hold one, of the selection, all (B, T).
     """
+    log_prob = inputs.log_prob
+    tensors = [inputs.old_log_prob, inputs.advantages]
+    if inputs.selection is not None:
+        tensors.append(inputs.selection)
     current = log_prob.detach()
     current = current.to(torch.promote_types(current.dtype, torch.float32))
-    width = response_mask.shape[-1]
+    width = inputs.response_mask.shape[-1]
     slope = torch.empty_like(current) if torch.is_grad_enabled() and log_prob.requires_grad else None
     sums = []
     with torch.no_grad():
         for block in _row_blocks(current):
-            rows = Rows(response_mask[block], current.dtype)
+            rows = Rows(inputs.response_mask[block], current.dtype)
             terms = fn(rows, current[block], *(tensor[block] for tensor in tensors))
-            scale = row_weights(rows.counts, loss_agg_mode, width).to(current.dtype).unsqueeze(-1)
-            if weights is not None:
-                scale = scale * rows.inside(weights[block])
+            scale = row_weights(rows.counts, inputs.loss_agg_mode, width).to(current.dtype).unsqueeze(-1)
+            if inputs.rollout_is_weights is not None:
+                scale = scale * rows.inside(inputs.rollout_is_weights[block])
                 total = (terms.loss * scale).sum()
             else:
                 total = torch.dot(terms.loss.sum(-1), scale.squeeze(-1))
@@ -405,7 +353,7 @@ def token_loss(
         loss, kl, clipped, clipped_low = torch.stack(sums).sum(0).unbind()
     if slope is not None:
         loss = _WithSlope.apply(log_prob, loss, slope)  # type: ignore[no-untyped-call]
-    return PolicyLossSums(Sum(loss, agg_unit(loss_agg_mode)), clipped, kl, clipped_low)
+    return PolicyLossSums(Sum(loss, agg_unit(inputs.loss_agg_mode)), clipped, kl, clipped_low)
 
 
 def _row_blocks(tensor: Tensor) -> list[slice]:
@@ -477,44 +425,23 @@ def clipped_terms(
 
 
 @_register_sums("vanilla")
-def compute_policy_loss_vanilla(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: PolicyLossConfig | None = None,
-    rollout_is_weights: Tensor | None = None,
-) -> PolicyLossSums:
+def compute_policy_loss_vanilla(inputs: LossInputs) -> PolicyLossSums:
     """Clip the ratio of each token, and the loss of tokens with a negative advantage; see ``clipped_terms``.
 
     Raises: ValueError, also an AssertionError, when ``clip_ratio_c`` is not above 1.
     """
-    low, high = clip_range(config, "vanilla")
-    dual = need(config, "vanilla").clip_ratio_c
-    return _vanilla(
-        old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, low, high, dual, rollout_is_weights
-    )
+    config = need(inputs.config, "vanilla")
+    return _vanilla(inputs, *clip_range(config, "vanilla"), config.clip_ratio_c)
 
 
-def _vanilla(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    loss_agg_mode: str,
-    low: float,
-    high: float,
-    dual: float,
-    weights: Tensor | None = None,
-) -> PolicyLossSums:
+def _vanilla(inputs: LossInputs, low: float, high: float, dual: float) -> PolicyLossSums:
     if not dual > 1.0:
         raise ClipRatioError(f"actor_rollout_ref.actor.clip_ratio_c must be above 1, got {dual}")
 
     def terms(rows: Rows, log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor) -> TokenTerms:
         return clipped_terms(rows, log_prob, old_log_prob, advantages, low, high, dual)
 
-    return token_loss(terms, log_prob, (old_log_prob, advantages), mask, loss_agg_mode, weights)
+    return token_loss(terms, inputs)
 
 
 def compute_policy_loss(
@@ -536,20 +463,12 @@ def compute_policy_loss(
     high = cliprange if cliprange_high is None else cliprange_high
     if low is None or high is None:
         raise ValueError("compute_policy_loss needs cliprange, or both cliprange_low and cliprange_high")
-    sums = _vanilla(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, low, high, clip_ratio_c)
-    return _means(sums, response_mask)
+    inputs = LossInputs(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, None)
+    return _means(_vanilla(inputs, low, high, clip_ratio_c), response_mask)
 
 
-@_register_sums("gspo", loss_agg_mode="seq-mean-token-mean")
-def compute_policy_loss_gspo(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str = "seq-mean-token-mean",
-    config: PolicyLossConfig | None = None,
-    rollout_is_weights: Tensor | None = None,
-) -> PolicyLossSums:
+@_register_sums("gspo", only_mode="seq-mean-token-mean")
+def compute_policy_loss_gspo(inputs: LossInputs) -> PolicyLossSums:
     """Clip the length-normalised ratio of the whole response; its gradient is spread over the tokens.
 
     Plain form, for each token of a response, ``sg`` being stop-gradient::
@@ -560,7 +479,7 @@ def compute_policy_loss_gspo(
 
     Source: GSPO (arXiv:2507.18071), section 4.3 (GSPO-token).
     """
-    low, high = clip_range(config, "gspo")
+    low, high = clip_range(inputs.config, "gspo")
 
     def terms(rows: Rows, log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor) -> TokenTerms:
         log_ratio = rows.inside(log_prob - old_log_prob)
@@ -583,42 +502,25 @@ def compute_policy_loss_gspo(
         loss = (positive * -low_ratio).addcmul_(negative, -high_ratio)
         return TokenTerms(loss, slope, -log_ratio.sum(), clipped.sum())
 
-    tensors = (old_log_prob, advantages)
-    return token_loss(terms, log_prob, tensors, response_mask, "seq-mean-token-mean", rollout_is_weights)
+    return token_loss(terms, inputs)
 
 
 @_register_sums("gpg")
-def compute_policy_loss_gpg(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: PolicyLossConfig | None = None,
-    rollout_is_weights: Tensor | None = None,
-) -> PolicyLossSums:
+def compute_policy_loss_gpg(inputs: LossInputs) -> PolicyLossSums:
     """Compute the plain policy gradient, without ratio or clip: ``loss = -A * log_prob``.
 
     Source: GPG (arXiv:2504.02546), section 3.
     """
 
-    def terms(rows: Rows, log_prob: Tensor, advantages: Tensor) -> TokenTerms:
+    def terms(rows: Rows, log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor) -> TokenTerms:
         slope = rows.inside(advantages).neg_()
         return TokenTerms(rows.inside(log_prob) * slope, lambda: slope)
 
-    return token_loss(terms, log_prob, (advantages,), response_mask, loss_agg_mode, rollout_is_weights)
+    return token_loss(terms, inputs)
 
 
-@_register_sums("geo_mean", loss_agg_mode="seq-mean-token-mean")
-def compute_policy_loss_geo_mean(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str = "seq-mean-token-mean",
-    config: PolicyLossConfig | None = None,
-    rollout_is_weights: Tensor | None = None,
-) -> PolicyLossSums:
+@_register_sums("geo_mean", only_mode="seq-mean-token-mean")
+def compute_policy_loss_geo_mean(inputs: LossInputs) -> PolicyLossSums:
     """Weigh each response by the geometric mean of its token ratios, clipped token by token in the log domain.
 
     Plain form, for each response, with d = log_prob - old_log_prob::
@@ -628,18 +530,18 @@ def compute_policy_loss_geo_mean(
 
     Source: GMPO (arXiv:2507.20673), section 3.
     """
-    low, high = clip_range(config, "geo_mean")
-    lengths = response_mask.sum(-1).clamp(min=1)
-    keep = response_mask.bool()
-    dtype = torch.promote_types(log_prob.dtype, torch.float32)
-    log_ratio = torch.where(keep, (log_prob.to(dtype) - old_log_prob).to(dtype), 0.0)
-    advantages = torch.where(keep, advantages.to(dtype), 0.0)
+    low, high = clip_range(inputs.config, "geo_mean")
+    lengths = inputs.response_mask.sum(-1).clamp(min=1)
+    keep = inputs.response_mask.bool()
+    dtype = torch.promote_types(inputs.log_prob.dtype, torch.float32)
+    log_ratio = torch.where(keep, (inputs.log_prob.to(dtype) - inputs.old_log_prob).to(dtype), 0.0)
+    advantages = torch.where(keep, inputs.advantages.to(dtype), 0.0)
     clamped = log_ratio.clamp(-low, high)
     sign = advantages.sign()
     pessimistic = sign * (sign * log_ratio).minimum(sign * clamped)
     loss = -(advantages.sum(-1) / lengths) * (pessimistic.sum(-1) / lengths).clamp(max=MAX_LOG_RATIO).exp()
-    if rollout_is_weights is not None:
-        log_weights = torch.where(keep, (rollout_is_weights + 1e-10).log(), 0.0)
+    if inputs.rollout_is_weights is not None:
+        log_weights = torch.where(keep, (inputs.rollout_is_weights + 1e-10).log(), 0.0)
         loss = loss * (log_weights.sum(-1) / lengths).exp()
     acted = clamped != log_ratio
     return PolicyLossSums(
@@ -651,22 +553,14 @@ def compute_policy_loss_geo_mean(
 
 
 @_register_sums("cispo")
-def compute_policy_loss_cispo(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: PolicyLossConfig | None = None,
-    rollout_is_weights: Tensor | None = None,
-) -> PolicyLossSums:
+def compute_policy_loss_cispo(inputs: LossInputs) -> PolicyLossSums:
     """Weigh the policy gradient of each token by its clipped ratio, so that no token loses its gradient.
 
     Plain form: ``loss = -ratio.detach().clamp(1 - low, 1 + high) * A * log_prob``.
 
     Source: MiniMax-M1 (arXiv:2506.13585), section 3.1 (CISPO).
     """
-    low, high = clip_range(config, "cispo")
+    low, high = clip_range(inputs.config, "cispo")
 
     def terms(rows: Rows, log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor) -> TokenTerms:
         log_ratio = rows.inside(log_prob - old_log_prob).clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -676,19 +570,11 @@ def compute_policy_loss_cispo(
         slope = weight.mul_(rows.inside(advantages)).neg_()
         return TokenTerms(slope * rows.inside(log_prob), lambda: slope, -log_ratio.sum(), acted.count_nonzero())
 
-    return token_loss(terms, log_prob, (old_log_prob, advantages), response_mask, loss_agg_mode, rollout_is_weights)
+    return token_loss(terms, inputs)
 
 
 @_register_sums("sapo")
-def compute_policy_loss_sapo(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: PolicyLossConfig | None = None,
-    rollout_is_weights: Tensor | None = None,
-) -> PolicyLossSums:
+def compute_policy_loss_sapo(inputs: LossInputs) -> PolicyLossSums:
     """Let the gradient of a token fade as its ratio leaves 1, by a sigmoid with a temperature for each sign.
 
     Plain form: ``loss = -A * 4 / tau * sigmoid(tau * (ratio - 1))``, tau being ``tau_pos`` for positive advantages and
@@ -696,7 +582,7 @@ def compute_policy_loss_sapo(
 
     Source: SAPO (arXiv:2511.20347), section 3, which aggregates by ``seq-mean-token-mean``.
     """
-    options = need(config, "sapo").policy_loss
+    options = need(inputs.config, "sapo").policy_loss
 
     def terms(rows: Rows, log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor) -> TokenTerms:
         difference = rows.inside(log_prob - old_log_prob)
@@ -707,7 +593,7 @@ def compute_policy_loss_sapo(
         loss = (gate * advantages).mul_(-4).div_(tau)
         return TokenTerms(loss, lambda: gate * (1 - gate) * ratio * advantages * -4, -difference.sum())
 
-    return token_loss(terms, log_prob, (old_log_prob, advantages), response_mask, loss_agg_mode, rollout_is_weights)
+    return token_loss(terms, inputs)
 
 
 # Losses that select tokens
@@ -717,24 +603,6 @@ def compute_policy_loss_sapo(
 # section 4. The choice is made over a whole mini-batch: a worker calls the selector before the update and passes each
 # micro-batch its part of ``selection`` (B, T). Without ``selection``, a loss selects over the tensors that it gets.
 
-_MASK_33 = (1 << 33) - 1
-_MASK_34 = (1 << 34) - 1
-_MASK_37 = (1 << 37) - 1
-# The constants of SplitMix64, as signed integers.
-_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
-_FACTOR_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
-_FACTOR_2 = 0x94D049BB133111EB - (1 << 64)
-
-
-def _mix(value: Tensor) -> Tensor:
-    """Scramble int64 values so that close inputs give unrelated outputs.
-
-    Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014), variant 13.
-    """
-    value = (value ^ ((value >> 30) & _MASK_34)) * _FACTOR_1  # the masks make the shifts of signed numbers logical
-    value = (value ^ ((value >> 27) & _MASK_37)) * _FACTOR_2
-    return value ^ ((value >> 31) & _MASK_33)
-
 
 def token_keys(seeds: Tensor, width: int, draw: int = 0) -> Tensor:
     """Return a random number of 63 bits for each token, (B, width) int64.
@@ -742,9 +610,11 @@ def token_keys(seeds: Tensor, width: int, draw: int = 0) -> Tensor:
     It depends only on the seed of the row, (B,) int64, on the number of the draw and on the token's place in the
     response.
     """
-    columns = torch.arange(1, width + 1, dtype=torch.int64, device=seeds.device)
-    rows = _mix(seeds.to(torch.int64) + torch.tensor(draw + 1, device=seeds.device) * _FACTOR_1)
-    return _mix(rows.unsqueeze(1) + columns * _GOLDEN) & ((1 << 63) - 1)
+    columns = np.arange(1, width + 1, dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        rows = mix(seeds.cpu().numpy().astype(np.uint64) + np.uint64(draw + 1) * MIX_FACTOR)
+        keys = mix(rows[:, None] + columns * GOLDEN) & np.uint64((1 << 63) - 1)
+    return torch.from_numpy(keys.astype(np.int64)).to(seeds.device)
 
 
 def _covariance(log_prob: Tensor, advantages: Tensor, mask: Tensor, across: Whole) -> tuple[Tensor, int]:
@@ -827,35 +697,27 @@ def select_kl_cov(
     return above | _first(keys, tied, rest, across)
 
 
-def _own_keys(mask: Tensor) -> Tensor:
-    """Return keys from torch's generator, for a loss that selects over the tensors that it gets."""
+def _selected(inputs: LossInputs, config: PolicyLossConfig, selector: TokenSelector) -> LossInputs:
+    """Return the inputs with a selection: the given one, or one over these tensors by torch's generator."""
+    if inputs.selection is not None:
+        return inputs
+    mask = inputs.response_mask
     draw = int(torch.randint(1 << 31, ()).item())
-    return token_keys(torch.arange(mask.shape[0], device=mask.device), mask.shape[1], draw)
+    keys = token_keys(torch.arange(mask.shape[0], device=mask.device), mask.shape[1], draw)
+    chosen = selector(inputs.old_log_prob, inputs.log_prob, inputs.advantages, mask, config, keys, Whole())
+    return dataclasses.replace(inputs, selection=chosen)
 
 
 @_register_sums("clip_cov", selector=select_clip_cov)
-def compute_policy_loss_clip_cov(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: PolicyLossConfig | None = None,
-    rollout_is_weights: Tensor | None = None,
-    selection: Tensor | None = None,
-) -> PolicyLossSums:
+def compute_policy_loss_clip_cov(inputs: LossInputs) -> PolicyLossSums:
     """Clip the ratio of each token, and drop a few tokens of high covariance from the loss.
 
     Plain form: ``loss = where(selection, 0, maximum(-A * ratio, -A * ratio.clamp(1 - low, 1 + high)))``.
 
     Source: arXiv:2505.22617, section 4.3 (Clip-Cov).
     """
-    config = need(config, "clip_cov")
+    config = need(inputs.config, "clip_cov")
     low, high = clip_range(config, "clip_cov")
-    if selection is None:
-        selection = select_clip_cov(
-            old_log_prob, log_prob, advantages, response_mask, config, _own_keys(response_mask), Whole()
-        )
 
     def terms(rows: Rows, log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, selected: Tensor) -> TokenTerms:
         log_ratio = rows.inside(log_prob - old_log_prob).clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -867,21 +729,11 @@ def compute_policy_loss_clip_cov(
         chosen = rows.inside(selected.to(loss)).sum()
         return TokenTerms(loss, lambda: torch.where(plain <= clipped, loss, 0.0), -log_ratio.sum(), chosen)
 
-    tensors = (old_log_prob, advantages, selection)
-    return token_loss(terms, log_prob, tensors, response_mask, loss_agg_mode, rollout_is_weights)
+    return token_loss(terms, _selected(inputs, config, select_clip_cov))
 
 
 @_register_sums("kl_cov", selector=select_kl_cov)
-def compute_policy_loss_kl_cov(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: PolicyLossConfig | None = None,
-    rollout_is_weights: Tensor | None = None,
-    selection: Tensor | None = None,
-) -> PolicyLossSums:
+def compute_policy_loss_kl_cov(inputs: LossInputs) -> PolicyLossSums:
     """Leave the ratio unclipped, and penalise |log_ratio| of a few tokens of the highest covariance.
 
     Plain form: ``loss = -A * ratio + where(selection, ppo_kl_coef * |log_prob - old_log_prob|, 0)``.
@@ -890,11 +742,7 @@ def compute_policy_loss_kl_cov(
 
     Returns: as every loss; ``ppo_kl`` is the mean of |log_ratio|.
     """
-    config = need(config, "kl_cov")
-    if selection is None:
-        selection = select_kl_cov(
-            old_log_prob, log_prob, advantages, response_mask, config, _own_keys(response_mask), Whole()
-        )
+    config = need(inputs.config, "kl_cov")
     coefficient = 1.0 if config.policy_loss.ppo_kl_coef is None else config.policy_loss.ppo_kl_coef
 
     def terms(rows: Rows, log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, selected: Tensor) -> TokenTerms:
@@ -909,28 +757,4 @@ def compute_policy_loss_kl_cov(
 
         return TokenTerms(plain + torch.where(selected, coefficient * distance, 0.0), slope, distance.sum())
 
-    tensors = (old_log_prob, advantages, selection)
-    return token_loss(terms, log_prob, tensors, response_mask, loss_agg_mode, rollout_is_weights)
-
-
-__all__ = [
-    "POLICY_LOSS_REGISTRY",
-    "ClipRatioError",
-    "PolicyLossConfig",
-    "PolicyLossFn",
-    "PolicyLossOutput",
-    "clipped_terms",
-    "compute_policy_loss",
-    "compute_policy_loss_cispo",
-    "compute_policy_loss_clip_cov",
-    "compute_policy_loss_geo_mean",
-    "compute_policy_loss_gpg",
-    "compute_policy_loss_gspo",
-    "compute_policy_loss_kl_cov",
-    "compute_policy_loss_sapo",
-    "compute_policy_loss_vanilla",
-    "effective_loss_agg_mode",
-    "get_policy_loss_fn",
-    "get_token_selector",
-    "register_policy_loss",
-]
+    return token_loss(terms, _selected(inputs, config, select_kl_cov))

@@ -113,7 +113,7 @@ READERS = [
     Reader(ACTOR, "ppo_epochs shuffle", "workers/roles/base.py", "config", FEATURES),
     Reader(ACTOR, "freeze_vision_tower", "workers/roles/actor_rollout_ref.py", "config", ENGINE + "test_vision_contract.py::test_a_frozen_tower_keeps_its_weights"),
     Reader(ACTOR, "clip_ratio clip_ratio_low clip_ratio_high", "algos/policy_loss.py", "config", POLICY_LOSSES + "test_policy_loss_equals_slow_reference"),
-    Reader(ACTOR, "clip_ratio_c", "algos/policy_loss.py", "need(config, 'vanilla')", POLICY_LOSSES + "test_vanilla_by_hand"),
+    Reader(ACTOR, "clip_ratio_c", "algos/policy_loss.py", "config", POLICY_LOSSES + "test_vanilla_by_hand"),
     Reader(f"{ACTOR}.policy_loss", "loss_mode", "workers/roles/losses.py", "config.policy_loss", ROLE_LOSSES + "test_no_split_changes_a_policy_loss"),
     Reader(f"{ACTOR}.policy_loss", "clip_cov_ratio clip_cov_lb clip_cov_ub", "algos/policy_loss.py", "options", POLICY_LOSSES + "test_selection_equals_slow_reference"),
     Reader(f"{ACTOR}.policy_loss", "kl_cov_ratio ppo_kl_coef", "algos/policy_loss.py", "config.policy_loss", POLICY_LOSSES + "test_policy_loss_equals_slow_reference"),

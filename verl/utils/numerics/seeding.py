@@ -11,12 +11,17 @@ from torch import Tensor
 _RUN_NAMESPACE = uuid.UUID("6f0c4ad2-7f5a-5c2b-9d0e-3b1f6e8a4c17")
 
 
-def _mix(value: np.ndarray) -> np.ndarray:
+# The constants of SplitMix64.
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+MIX_FACTOR = np.uint64(0xBF58476D1CE4E5B9)
+
+
+def mix(value: np.ndarray) -> np.ndarray:
     """Scramble uint64 values so that close inputs give unrelated outputs.
 
     Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014), variant 13.
     """
-    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(30))) * MIX_FACTOR
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return value ^ (value >> np.uint64(31))
 
@@ -38,10 +43,9 @@ def sampling_seeds(
     base = np.uint64(derive_seed(run_seed, "validate" if validate else "sample", step))
     prompts = np.arange(first_prompt, first_prompt + num_prompts, dtype=np.uint64)
     samples = np.arange(n, dtype=np.uint64)
-    golden = np.uint64(0x9E3779B97F4A7C15)
     with np.errstate(over="ignore"):
-        of_prompt = _mix(base + (prompts + np.uint64(1)) * golden)
-        seeds = _mix(of_prompt[:, None] + (samples[None, :] + np.uint64(1)) * golden)
+        of_prompt = mix(base + (prompts + np.uint64(1)) * GOLDEN)
+        seeds = mix(of_prompt[:, None] + (samples[None, :] + np.uint64(1)) * GOLDEN)
     return torch.from_numpy((seeds.reshape(-1) >> np.uint64(1)).astype(np.int64))
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from verl.algos.aggregate import Extreme, Metric, Sum, agg_sum, agg_unit, sum_of_mean
 from verl.algos.kl import kl_penalty
 from verl.algos.mismatch import gap_sum_metrics
-from verl.algos.policy_loss import get_token_selector, policy_loss_sums
+from verl.algos.policy_loss import LossInputs, get_token_selector, policy_loss_sums
 from verl.algos.value_loss import compute_value_loss
 from verl.workers.engine.micro_batch import tensors_of
 
@@ -26,19 +26,19 @@ SELECTION = "policy_loss_selection"
 """The batch key of the tokens (B, R) that a policy loss with a selector treats differently."""
 
 
-def _selection(loss_mode: str, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the selection as an argument of a loss that has a selector; nothing for other losses.
+def _selection(loss_mode: str, batch: Mapping[str, Tensor]) -> Tensor | None:
+    """Return the selection for a loss that has a selector, None for other losses.
 
     Raises: ValueError if the caller has not selected tokens over the mini-batch of this micro-batch.
     """
     if get_token_selector(loss_mode) is None:
-        return {}
+        return None
     if SELECTION not in batch.keys():
         raise ValueError(
             f"policy loss {loss_mode!r} selects tokens over the whole mini-batch: call "
             f"verl.workers.roles.selection.select_tokens before the update, which adds {SELECTION!r}"
         )
-    return {"selection": batch[SELECTION]}
+    return batch[SELECTION]
 
 
 def as_engine_loss(loss_fn: Callable[..., LossResult]) -> Callable[[ModelOutput, "DataProto"], LossResult]:
@@ -90,8 +90,7 @@ def ppo_loss(
     on_policy = old_log_probs is None
     loss_mode = config.policy_loss.loss_mode
     length = config.loss_scale_factor
-    policy = policy_loss_sums(
-        loss_mode,
+    inputs = LossInputs(
         old_log_prob=log_probs.detach() if old_log_probs is None else old_log_probs,
         log_prob=log_probs,
         advantages=batch["advantages"],
@@ -99,9 +98,9 @@ def ppo_loss(
         loss_agg_mode=config.loss_agg_mode,
         config=config,
         rollout_is_weights=batch.get("rollout_is_weights", None),
-        length=length,
-        **_selection(loss_mode, batch),
+        selection=_selection(loss_mode, batch),
     )
+    policy = policy_loss_sums(loss_mode, inputs, length)
     terms = [policy.loss]
     metrics: dict[str, Metric] = {
         "actor/pg_loss": policy.loss,
