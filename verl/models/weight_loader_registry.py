@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from verl.models.mcore.families import HEAD_NAMES, UnsupportedModelError, causal_name, supported_architectures
+from verl.models.mcore.families import HEAD_NAMES, UnsupportedModelError, supported_architectures
+from verl.models.mcore_limits import causal_name
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -77,12 +78,12 @@ def save_weights(
     """
     import torch.distributed as dist
 
-    from verl.models.mcore.modules import per_tensor_generator
+    from verl.models.mcore.gpt.export import module_weights
 
     models = wrapped_models if isinstance(wrapped_models, list | tuple) else [wrapped_models]
     keeps = not dist.is_initialized() or dist.get_rank() == 0
     whole = {}
-    for name, tensor in per_tensor_generator(list(models), config, None):
+    for name, tensor in module_weights(models, config):
         if keeps:
             whole[name] = tensor.to("cpu", dtype, copy=True)
     return whole

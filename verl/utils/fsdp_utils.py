@@ -16,21 +16,11 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, fsdp
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    FullyShardedDataParallel,
-    OptimStateDictConfig,
-    ShardingStrategy,
-    StateDictConfig,
-    StateDictType,
-    fully_shard,
-)
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from verl.utils.device import get_device_id, get_device_name, get_torch_device
+from verl.utils.device import current_device, get_device_name, get_torch_device
 from verl.utils.model import check_exclude_modules, check_target_modules
 
 if TYPE_CHECKING:
@@ -41,9 +31,9 @@ ADAPTER_MARK = ".lora_"
 
 def fsdp_version(model: nn.Module) -> int:
     """Return 1 or 2 for a wrapped module, 0 for a plain one."""
-    if isinstance(model, FullyShardedDataParallel):
+    if isinstance(model, fsdp.FullyShardedDataParallel):
         return 1
-    return 2 if isinstance(model, FSDPModule) else 0
+    return 2 if isinstance(model, fsdp.FSDPModule) else 0
 
 
 # ---- construction
@@ -84,7 +74,7 @@ def get_init_weight_context_manager(
 def init_fn(module: nn.Module) -> nn.Module:
     """Allocate the meta tensors of a module on the device, without values; a ``param_init_fn`` for FSDP1."""
     tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-    return module.to_empty(device=_device(), recurse=False) if any(t.is_meta for t in tensors) else module
+    return module.to_empty(device=current_device(), recurse=False) if any(t.is_meta for t in tensors) else module
 
 
 def parallel_load_safetensors(filepath: str) -> dict[str, Tensor | int]:
@@ -104,7 +94,7 @@ def parallel_load_safetensors(filepath: str) -> dict[str, Tensor | int]:
     reader = {file: at * ranks // len(files) if len(files) > ranks else at for at, file in enumerate(files)}
     states: dict[str, Tensor | int] = {name: reader[file] for name, file in file_of.items()}
     for file in (file for file in files if reader[file] == _rank()):
-        states |= load_file(os.path.join(filepath, file), device=str(_device()))
+        states |= load_file(os.path.join(filepath, file), device=str(current_device()))
     return states
 
 
@@ -124,13 +114,14 @@ def parallel_init_module_fn(
         if tensor not in names or name in shard_states:
             names[tensor] = name
     made: dict[Tensor, Tensor] = {}
+    device = current_device()
 
     def make(meta: Tensor) -> Tensor:
         name = names[meta]
         if name not in shard_states:
             raise ValueError(f"the checkpoint lacks {name!r}, which the model needs: use a complete checkpoint")
         state = shard_states[name]
-        new = state.to(_device(), meta.dtype) if isinstance(state, Tensor) else torch.empty_like(meta, device=_device())
+        new = state.to(device, meta.dtype) if isinstance(state, Tensor) else torch.empty_like(meta, device=device)
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.broadcast(new, src=_rank() if isinstance(state, Tensor) else state)
         if new.shape != meta.shape:
@@ -208,11 +199,11 @@ def apply_fsdp2(
     """
     units = sharding_units(model, inner if inner is not None else model, config.get("wrap_policy"))
     for unit in units:
-        fully_shard(unit, **fsdp_kwargs)
-    fully_shard(model, **fsdp_kwargs)
+        fsdp.fully_shard(unit, **fsdp_kwargs)
+    fsdp.fully_shard(model, **fsdp_kwargs)
     if config.get("forward_prefetch"):
         for unit, following in zip(units, units[1:], strict=False):
-            assert isinstance(unit, FSDPModule) and isinstance(following, FSDPModule)
+            assert isinstance(unit, fsdp.FSDPModule) and isinstance(following, fsdp.FSDPModule)
             unit.set_modules_to_forward_prefetch([following])
 
 
@@ -221,14 +212,14 @@ def maybe_patch_fsdp_module(model: nn.Module) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def get_sharding_strategy(device_mesh: DeviceMesh) -> ShardingStrategy:
+def get_sharding_strategy(device_mesh: DeviceMesh) -> fsdp.ShardingStrategy:
     """Return FSDP1's strategy for a mesh: full sharding over one axis, hybrid sharding over two.
 
     Raises: NotImplementedError, which is also a ValueError, for more axes.
     """
     if device_mesh.ndim > 2:
         raise UnknownShardingError(f"a mesh of {device_mesh.ndim} axes has no strategy: use 1 (fsdp) or 2 (ddp, fsdp)")
-    return ShardingStrategy.FULL_SHARD if device_mesh.ndim == 1 else ShardingStrategy.HYBRID_SHARD
+    return fsdp.ShardingStrategy.FULL_SHARD if device_mesh.ndim == 1 else fsdp.ShardingStrategy.HYBRID_SHARD
 
 
 class UnknownShardingError(ValueError, NotImplementedError):
@@ -303,16 +294,11 @@ def offload_fsdp_model_to_cpu(model: nn.Module, empty_cache: bool = True) -> Non
 
 def load_fsdp_model_to_gpu(model: nn.Module) -> None:
     """Move the shards of all parameters back to the device."""
-    model.to(_device())
+    model.to(current_device())
 
 
 offload_fsdp2_model_to_cpu = offload_fsdp_model_to_cpu
 load_fsdp2_model_to_gpu = load_fsdp_model_to_gpu
-
-
-def _device() -> torch.device:
-    name = get_device_name()
-    return torch.device(name) if name == "cpu" else torch.device(name, int(get_device_id()))
 
 
 def move_optimizer_state(optimizer: torch.optim.Optimizer, device: torch.device | str | int) -> None:
@@ -338,13 +324,13 @@ def load_fsdp_optimizer(optimizer: torch.optim.Optimizer, device_id: torch.devic
 
 def get_fsdp_state_ctx(
     model: nn.Module,
-    state_type: StateDictType,
-    state_cfg: StateDictConfig | None = None,
-    optim_cfg: OptimStateDictConfig | None = None,
+    state_type: fsdp.StateDictType,
+    state_cfg: fsdp.StateDictConfig | None = None,
+    optim_cfg: fsdp.OptimStateDictConfig | None = None,
 ) -> AbstractContextManager[None]:
     """Return the context that selects FSDP1's kind of state dict; FSDP2 and plain modules have one kind."""
     if fsdp_version(model) == 1:
-        return FullyShardedDataParallel.state_dict_type(model, state_type, state_cfg, optim_cfg)
+        return fsdp.FullyShardedDataParallel.state_dict_type(model, state_type, state_cfg, optim_cfg)
     return nullcontext()
 
 
@@ -407,7 +393,7 @@ def fsdp2_load_full_state_dict(
     model: nn.Module,
     full_state: dict[str, Tensor],
     device_mesh: DeviceMesh | None = None,
-    cpu_offload: CPUOffloadPolicy | None = None,
+    cpu_offload: fsdp.CPUOffloadPolicy | None = None,
 ) -> None:
     """Shard full tensors, which every rank holds, into the parameters of a model.
 

@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from verl.utils.checkpoint.torch_dist import TENSORS_FOLDER
-from verl.utils.device import get_device_id, get_device_name
+from verl.utils.device import current_device, get_device_id
 from verl.utils.fs import local_mkdir_safe
 from verl.utils.megatron import cpu_support
+from verl.utils.megatron.ranks import AXES
 
 if TYPE_CHECKING:
     from megatron.core import ModelParallelConfig
@@ -114,18 +115,20 @@ def get_model(
     ]
 
 
+def current_sizes() -> dict[str, int | None]:
+    """Return the ``<axis>_parallel_size`` fields of the parallel layout of this process."""
+    from megatron.core import parallel_state
+
+    return {f"{axis}_parallel_size": getattr(parallel_state, f"get_{axis}_parallel_world_size")() for axis in AXES}
+
+
 def mcore_model_parallel_config(sequence_parallel: bool, params_dtype: torch.dtype) -> "ModelParallelConfig":
     """Return the configuration of the parallel layout of this process."""
     cpu_support.install()
-    from megatron.core import ModelParallelConfig, parallel_state
+    from megatron.core import ModelParallelConfig
 
     return ModelParallelConfig(
-        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
-        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
-        virtual_pipeline_model_parallel_size=parallel_state.get_virtual_pipeline_model_parallel_world_size(),
-        context_parallel_size=parallel_state.get_context_parallel_world_size(),
-        expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size(),
-        expert_tensor_parallel_size=parallel_state.get_expert_tensor_parallel_world_size(),
+        **current_sizes(),
         sequence_parallel=sequence_parallel,
         params_dtype=params_dtype,
         pipeline_dtype=params_dtype,
@@ -196,9 +199,7 @@ def _offload_of(
 
     found: Offload | None = getattr(owner, _OFFLOAD, None)
     if found is None:
-        name = get_device_name()
-        device = torch.device(name) if name == "cpu" else torch.device(name, int(get_device_id()))
-        found = Offload(modules, optimizer, device)
+        found = Offload(modules, optimizer, current_device())
         setattr(owner, _OFFLOAD, found)
     return found
 

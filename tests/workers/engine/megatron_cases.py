@@ -235,7 +235,6 @@ def gradients(engine: Any) -> dict[str, Tensor]:
         engine.models,
         engine.hf_config,
         engine.is_value_model,
-        engine.layout,
         of=whole.get if shared else lambda p: getattr(p, "main_grad", None),
     )
     return {name: tensor.clone() for name, tensor in stream}

@@ -108,7 +108,7 @@ def run_forward(chunks: list[Any], hf_config: Any, model: Any) -> None:
     from megatron.core.distributed import finalize_model_grads
 
     from verl.models.mcore import get_mcore_forward_fn, get_mcore_forward_fused_fn, get_mcore_forward_no_padding_fn
-    from verl.models.mcore.gpt.export import CurrentRanks, exported_weights
+    from verl.models.mcore.gpt.export import exported_weights
 
     data, logits, expected = expectation(model)
     mask = data["attention_mask"].bool()
@@ -140,9 +140,8 @@ def run_forward(chunks: list[Any], hf_config: Any, model: Any) -> None:
     (output.log_probs * weights).sum().backward()
     (chosen * weights).sum().backward()
     finalize_model_grads(chunks, None)
-    ranks = CurrentRanks.of_process()
     inner = helpers.unwrap_model(chunks)
-    grads = dict(exported_weights(inner, hf_config, False, ranks, of=lambda p: getattr(p, "main_grad", None)))
+    grads = dict(exported_weights(inner, hf_config, False, of=lambda p: getattr(p, "main_grad", None)))
     for name, parameter in model.named_parameters():
         close(grads[name], parameter.grad, name)
 

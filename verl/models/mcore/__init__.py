@@ -7,33 +7,18 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import verl.models.mcore.deepseek  # noqa: F401  registers its family
-from verl.models.mcore.converter import get_mcore_weight_converter
-from verl.models.mcore.families import (
-    Family,
-    UnsupportedModelError,
-    find_family,
-    register_family,
-    supported_architectures,
-)
+from verl.models.mcore.converter import get_mcore_weight_converter as get_mcore_weight_converter
+from verl.models.mcore.families import Family as Family
+from verl.models.mcore.families import UnsupportedModelError as UnsupportedModelError
+from verl.models.mcore.families import find_family
+from verl.models.mcore.families import register_family as register_family
+from verl.models.mcore.families import supported_architectures as supported_architectures
 from verl.utils.megatron import cpu_support
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _NEED_MEGATRON = ("hf_to_mcore_config", "init_mcore_model")
-
-__all__ = [
-    "Family",
-    "UnsupportedModelError",
-    "get_mcore_forward_fn",
-    "get_mcore_forward_fused_fn",
-    "get_mcore_forward_no_padding_fn",
-    "get_mcore_weight_converter",
-    "hf_to_mcore_config",
-    "init_mcore_model",
-    "register_family",
-    "supported_architectures",
-]
 
 
 def get_mcore_forward_fn(hf_config: "PretrainedConfig") -> Callable[..., Any]:

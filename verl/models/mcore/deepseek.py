@@ -2,16 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from verl.models.mcore.families import (
-    Family,
-    dense_config,
-    dense_mlp_rules,
-    expert_config,
-    expert_rules,
-    refuse,
-    register_family,
-    shared_expert_rules,
-)
+from verl.models.mcore import families
 from verl.models.mcore.weights import Columns, Rows, Rule, Whole
 from verl.models.mcore_limits import expert_groups, latent_limits, rope_of, router_limits
 
@@ -24,7 +15,7 @@ def latent_attention_config(hf: "PretrainedConfig") -> dict[str, Any]:
 
     Raises: UnsupportedModelError if Megatron-Core computes this attention differently.
     """
-    refuse(latent_limits(hf))
+    families.refuse(latent_limits(hf))
     rope = rope_of(hf)
     values: dict[str, Any] = {
         "multi_latent_attention": True,
@@ -59,7 +50,7 @@ def router_config(hf: "PretrainedConfig") -> dict[str, Any]:
 
     Raises: UnsupportedModelError if Megatron-Core routes differently.
     """
-    refuse(router_limits(hf))
+    families.refuse(router_limits(hf))
     groups, chosen = expert_groups(hf) or (None, None)
     return {
         "moe_router_score_function": "sigmoid",
@@ -74,7 +65,10 @@ def router_config(hf: "PretrainedConfig") -> dict[str, Any]:
 
 def _config(hf: "PretrainedConfig") -> dict[str, Any]:
     return (
-        dense_config(hf) | expert_config(hf, hf.moe_intermediate_size) | router_config(hf) | latent_attention_config(hf)
+        families.dense_config(hf)
+        | families.expert_config(hf, hf.moe_intermediate_size)
+        | router_config(hf)
+        | latent_attention_config(hf)
     )
 
 
@@ -101,14 +95,14 @@ def _layer(hf: "PretrainedConfig") -> dict[str, Rule]:
         }
     mlp = f"{at}mlp."
     width = hf.moe_intermediate_size
-    rules |= expert_rules(mlp, ("gate_proj", "up_proj", "down_proj"), width)
+    rules |= families.expert_rules(mlp, ("gate_proj", "up_proj", "down_proj"), width)
     rules["mlp.router.expert_bias"] = Whole(f"{mlp}gate.e_score_correction_bias")
-    rules |= shared_expert_rules(f"{mlp}shared_experts.", hf.n_shared_experts * width)
-    return rules | (dense_mlp_rules(hf) if hf.first_k_dense_replace else {})
+    rules |= families.shared_expert_rules(f"{mlp}shared_experts.", hf.n_shared_experts * width)
+    return rules | (families.dense_mlp_rules(hf) if hf.first_k_dense_replace else {})
 
 
 def _rope(hf: "PretrainedConfig") -> dict[str, Any]:
     return {"position_embedding_type": "rope"}  # latent attention computes its own positions
 
 
-register_family("DeepseekV3ForCausalLM", Family(_config, _layer, _rope))
+families.register_family("DeepseekV3ForCausalLM", families.Family(_config, _layer, _rope))

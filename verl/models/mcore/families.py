@@ -8,16 +8,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from verl.models.mcore.weights import Columns, QueryKeyValue, Rows, Rule, Stacked, Vocabulary, Whole
-from verl.models.mcore_limits import (
-    Limit,
-    bias_limits,
-    causal_name,
-    dense_limits,
-    expert_limits,
-    rope_limits,
-    rope_of,
-)
+from verl.models import mcore_limits
+from verl.models.mcore.weights import QueryKeyValue, Rows, Rule, Stacked, Vocabulary, Whole
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -39,7 +31,7 @@ class UnsupportedModelError(ValueError, NotImplementedError):
     """Megatron-Core, or verl's code for it, does not support the model."""
 
 
-def refuse(limits: Iterable[Limit]) -> None:
+def refuse(limits: Iterable[mcore_limits.Limit]) -> None:
     """Raise UnsupportedModelError for the first limit, if there is any."""
     for limit in limits:
         raise UnsupportedModelError(str(limit))
@@ -88,7 +80,7 @@ def architecture_of(hf_config: "PretrainedConfig") -> str:
     named = list(hf_config.architectures or [])
     if len(named) != 1:
         raise UnsupportedModelError(f"config.json must name one architecture, it names {named}")
-    name = causal_name(named[0])
+    name = mcore_limits.causal_name(named[0])
     if name not in _FAMILIES:
         raise UnsupportedModelError(
             f"architecture {named[0]} is not supported with strategy=megatron, which supports "
@@ -139,8 +131,8 @@ def rope_arguments(hf: "PretrainedConfig") -> dict[str, Any]:
 
     Raises: UnsupportedModelError if Megatron-Core computes this scaling differently.
     """
-    refuse(rope_limits(hf))
-    rope = rope_of(hf)
+    refuse(mcore_limits.rope_limits(hf))
+    rope = mcore_limits.rope_of(hf)
     arguments: dict[str, Any] = {
         "position_embedding_type": "rope",
         "rotary_base": rope.get("rope_theta", 10000.0),
@@ -158,7 +150,7 @@ def dense_config(hf: "PretrainedConfig", **changes: Any) -> dict[str, Any]:
 
     Raises: UnsupportedModelError for options that Megatron-Core does not support.
     """
-    refuse(dense_limits(hf))
+    refuse(mcore_limits.dense_limits(hf))
     return {
         "num_layers": hf.num_hidden_layers,
         "hidden_size": hf.hidden_size,
@@ -240,7 +232,7 @@ class _Dense:
     qk_norm: bool = False
 
     def config(self, hf: "PretrainedConfig") -> dict[str, Any]:
-        refuse(bias_limits(hf))
+        refuse(mcore_limits.bias_limits(hf))
         bias = _attention_bias(hf)
         mlp_bias = bool(getattr(hf, "mlp_bias", False))
         return dense_config(
@@ -311,7 +303,7 @@ class _Experts:
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
     def config(self, hf: "PretrainedConfig") -> dict[str, Any]:
-        refuse(expert_limits(hf))
+        refuse(mcore_limits.expert_limits(hf))
         bias = _attention_bias(hf)
         experts = expert_config(hf, getattr(hf, self.width)) | {
             "moe_router_pre_softmax": getattr(hf, "norm_topk_prob", None) is False,
@@ -352,30 +344,3 @@ register_family(
     "MixtralForCausalLM",
     _Experts("intermediate_size", at="model.layers.{layer}.block_sparse_moe.", parts=("w1", "w3", "w2")).family(),
 )
-
-__all__ = [
-    "Columns",
-    "EXPERT",
-    "FUSED_NORMS",
-    "Family",
-    "HEAD_NAMES",
-    "LAYER",
-    "UnsupportedModelError",
-    "architecture_of",
-    "attention_rules",
-    "causal_name",
-    "expert_config",
-    "expert_rules",
-    "layer_has_experts",
-    "shared_expert_rules",
-    "dense_config",
-    "dense_mlp_rules",
-    "find_family",
-    "head_dim",
-    "num_experts",
-    "outer_rules",
-    "refuse",
-    "register_family",
-    "rope_arguments",
-    "supported_architectures",
-]

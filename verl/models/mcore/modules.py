@@ -6,7 +6,7 @@
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from verl.models.mcore.weights import QueryKeyValue, Stacked
 from verl.models.weight_loader_registry import get_weight_loader
 from verl.utils.fs import copy_to_local
 from verl.utils.megatron import cpu_support
+from verl.utils.megatron.ranks import AXES
 from verl.utils.megatron_utils import get_model, unwrap_model
 
 if TYPE_CHECKING:
@@ -24,11 +25,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
     from transformers import PretrainedConfig
 
-
-class WeightConverter(Protocol):
-    """Converts a Megatron-Core parameter to checkpoint tensors."""
-
-    def convert_param(self, name: str, params: list[Tensor]) -> tuple[list[str], list[Tensor]]: ...
+    from verl.models.mcore.converter import WeightConverter
 
 
 @dataclass
@@ -74,8 +71,7 @@ def make_megatron_module(
 
 def convert_config(hf_config: "PretrainedConfig", megatron_config: "ModelParallelConfig") -> "TransformerConfig":
     """Return the ``TransformerConfig`` of a model in the layout and dtype of ``megatron_config``."""
-    axes = ("tensor_model", "pipeline_model", "virtual_pipeline_model", "context", "expert_model", "expert_tensor")
-    sizes = {f"{axis}_parallel_size": getattr(megatron_config, f"{axis}_parallel_size") for axis in axes}
+    sizes = {f"{axis}_parallel_size": getattr(megatron_config, f"{axis}_parallel_size") for axis in AXES}
     return mcore.hf_to_mcore_config(
         hf_config, megatron_config.params_dtype, sequence_parallel=megatron_config.sequence_parallel, **sizes
     )
@@ -84,7 +80,7 @@ def convert_config(hf_config: "PretrainedConfig", megatron_config: "ModelParalle
 def per_tensor_generator(
     actor_module: Sequence[nn.Module],
     model_config: "PretrainedConfig",
-    weight_converter: WeightConverter | None,
+    weight_converter: "WeightConverter | None",
     transformer_config: "TransformerConfig | None" = None,
     layer_name_mapping: Mapping[str, str] | None = None,
     convert_qkv_gate_up_by_simple_split: bool = True,
@@ -95,13 +91,10 @@ def per_tensor_generator(
     convert the tensors. The remaining arguments are accepted and not used.
     """
     cpu_support.install()
-    from verl.models.mcore.gpt.export import CurrentRanks, exported_weights
-    from verl.models.mcore.gpt.heads import ValueHead
+    from verl.models.mcore.gpt.export import module_weights
 
-    chunks = unwrap_model(list(actor_module))
-    has_values = any(isinstance(getattr(chunk, "output_layer", None), ValueHead) for chunk in chunks)
     convert = None if weight_converter is None else weight_converter.convert_param
-    yield from exported_weights(chunks, model_config, has_values, CurrentRanks.of_process(), convert=convert)
+    yield from module_weights(actor_module, model_config, convert)
 
 
 def default_tp_concat_fn(

@@ -55,15 +55,19 @@ def _joined(parts: Sequence[Tensor] | Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Whole(Rule):
-    """Replicated: every rank holds the whole tensor."""
-
+class _OneTensor(Rule):
     name: str
-    shard_dim = None
 
     @property
     def names(self) -> tuple[str, ...]:  # type: ignore[override]
         return (self.name,)
+
+
+@dataclass(frozen=True)
+class Whole(_OneTensor):
+    """Replicated: every rank holds the whole tensor."""
+
+    shard_dim = None
 
     def load(self, read: ReadPart, shard: Shard, names: Sequence[str], shape: torch.Size) -> Tensor:
         return read(names[0], shape, ())
@@ -73,15 +77,10 @@ class Whole(Rule):
 
 
 @dataclass(frozen=True)
-class Columns(Rule):
+class Columns(_OneTensor):
     """Sharded by output features: dim 0, of length ``rows``, of a weight or bias."""
 
-    name: str
     rows: int
-
-    @property
-    def names(self) -> tuple[str, ...]:  # type: ignore[override]
-        return (self.name,)
 
     def load(self, read: ReadPart, shard: Shard, names: Sequence[str], shape: torch.Size) -> Tensor:
         return read(names[0], (self.rows, *shape[1:]), (shard.of(self.rows),))
@@ -91,16 +90,11 @@ class Columns(Rule):
 
 
 @dataclass(frozen=True)
-class Rows(Rule):
+class Rows(_OneTensor):
     """Sharded by input features: dim 1, of length ``columns``, of a weight."""
 
-    name: str
     columns: int
     shard_dim = 1
-
-    @property
-    def names(self) -> tuple[str, ...]:  # type: ignore[override]
-        return (self.name,)
 
     def load(self, read: ReadPart, shard: Shard, names: Sequence[str], shape: torch.Size) -> Tensor:
         return read(names[0], (shape[0], self.columns), (slice(None), shard.of(self.columns)))
@@ -110,15 +104,10 @@ class Rows(Rule):
 
 
 @dataclass(frozen=True)
-class Vocabulary(Rule):
+class Vocabulary(_OneTensor):
     """Sharded by tokens, padded with zeros to equal parts; ``export`` drops the padding."""
 
-    name: str
     vocab_size: int
-
-    @property
-    def names(self) -> tuple[str, ...]:  # type: ignore[override]
-        return (self.name,)
 
     def load(self, read: ReadPart, shard: Shard, names: Sequence[str], shape: torch.Size) -> Tensor:
         step = -(-self.vocab_size // shard.size)
@@ -136,20 +125,16 @@ class Vocabulary(Rule):
 class Stacked(Rule):
     """Several projections of ``rows`` output features, such as gate and up, sharded one by one and concatenated."""
 
-    parts: tuple[str, ...]
+    names: tuple[str, ...]
     rows: int
-
-    @property
-    def names(self) -> tuple[str, ...]:  # type: ignore[override]
-        return self.parts
 
     def load(self, read: ReadPart, shard: Shard, names: Sequence[str], shape: torch.Size) -> Tensor:
         whole = (self.rows, *shape[1:])
         return torch.cat([read(name, whole, (shard.of(self.rows),)) for name in names])
 
     def export(self, parts: Sequence[Tensor] | Tensor) -> list[Tensor]:
-        pieces = [part.chunk(len(self.parts)) for part in parts]
-        return [_joined([piece[i] for piece in pieces]) for i in range(len(self.parts))]
+        pieces = [part.chunk(len(self.names)) for part in parts]
+        return [_joined([piece[i] for piece in pieces]) for i in range(len(self.names))]
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ Works with transformers 5.16 to 5.19 (AttentionInterface and AttentionMaskInterf
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -46,26 +46,19 @@ class PackedSequences:
 
     def __init__(self, lengths: list[int], device: torch.device | str) -> None:
         self.lengths = lengths
-        self.total = sum(lengths)
         self.max_length = max(lengths)
         self.device = device
-        self._cu_seqlens: Tensor | None = None
-        self._padded_groups: list[PaddedGroup] | None = None
 
-    @property
+    @cached_property
     def cu_seqlens(self) -> Tensor:
         """Return the (n + 1,) int32 offsets on the device."""
-        if self._cu_seqlens is None:
-            offsets = F.pad(torch.tensor(self.lengths).cumsum(0), (1, 0))
-            self._cu_seqlens = offsets.to(self.device, torch.int32, non_blocking=True)
-        return self._cu_seqlens
+        offsets = F.pad(torch.tensor(self.lengths).cumsum(0), (1, 0))
+        return offsets.to(self.device, torch.int32, non_blocking=True)
 
-    @property
+    @cached_property
     def padded_groups(self) -> list[PaddedGroup]:
         """Return the sequences grouped for batched calls; built once and used by every layer."""
-        if self._padded_groups is None:
-            self._padded_groups = _group_by_length(self.lengths, self.device)
-        return self._padded_groups
+        return _group_by_length(self.lengths, self.device)
 
 
 def _group_by_length(lengths: list[int], device: torch.device | str) -> list[PaddedGroup]:
@@ -131,18 +124,13 @@ def _padded_sdpa(
     outputs = []
     for group in packed.padded_groups:
         q, k, v = (_as_batch(t, group) for t in (query, key, value))
-        banded = window is not None and group.length > window
-        mask = _band(group.length, window, query.device) if banded else None
-        out = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scale,
-            dropout_p=dropout,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
+        mask = None
+        if window is not None and group.length > window:
+            at = torch.arange(group.length, device=query.device)
+            distance = at.unsqueeze(1) - at.unsqueeze(0)
+            mask = (distance >= 0) & (distance < window)
+        is_grouped = q.shape[1] != k.shape[1]
+        out = F.scaled_dot_product_attention(q, k, v, mask, dropout, mask is None, scale=scale, enable_gqa=is_grouped)
         rows = out.transpose(1, 2).reshape(group.count * group.length, *query.shape[1:2], value.shape[2])
         if group.index is not None:
             rows = _UnpadRows.apply(rows, group.index)  # type: ignore[no-untyped-call]
@@ -156,12 +144,6 @@ def _as_batch(rows: Tensor, group: PaddedGroup) -> Tensor:
     if group.index is not None:
         rows = _PadRows.apply(rows, group.index, group.count * group.length)  # type: ignore[no-untyped-call]
     return rows.view(group.count, group.length, *rows.shape[1:]).transpose(1, 2)
-
-
-def _band(length: int, window: int | None, device: torch.device) -> Tensor:
-    at = torch.arange(length, device=device)
-    distance = at.unsqueeze(1) - at.unsqueeze(0)
-    return (distance >= 0) & (distance < (window or length))
 
 
 @cache
@@ -183,50 +165,35 @@ def _cuda_varlen(
     dropout: float,
     window: int | None,
 ) -> Tensor:
-    bounds = packed.cu_seqlens
-    longest = packed.max_length
+    bounds = (packed.cu_seqlens, packed.cu_seqlens, packed.max_length, packed.max_length)
     left = (window or 0) - 1
     if (flash := _flash_attn_varlen()) is not None:
-        window_size = (left, -1 if left < 0 else 0)
-        return flash(
-            query,
-            key,
-            value,
-            bounds,
-            bounds,
-            longest,
-            longest,
-            dropout_p=dropout,
-            softmax_scale=scale,
-            causal=True,
-            window_size=window_size,
-        )
+        sides = (left, -1 if left < 0 else 0)
+        return flash(query, key, value, *bounds, dropout_p=dropout, softmax_scale=scale, causal=True, window_size=sides)
     from torch.nn.attention.varlen import varlen_attn
 
-    heads = query.shape[1] != key.shape[1]
-    result = varlen_attn(
-        query, key, value, bounds, bounds, longest, longest, scale=scale, window_size=(left, 0), enable_gqa=heads
-    )
+    is_grouped = query.shape[1] != key.shape[1]
+    result = varlen_attn(query, key, value, *bounds, scale=scale, window_size=(left, 0), enable_gqa=is_grouped)
     assert isinstance(result, Tensor)
     return result
 
 
-Kernel = Callable[[Tensor, Tensor, Tensor, PackedSequences, float | None, float, int | None], Tensor]
-
-
-def _packed_kernel(query: Tensor, dropout: float) -> Kernel:
-    """Choose a kernel by device and dtype; torch's varlen kernel has no dropout."""
-    supported = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= 256
-    if supported and (_flash_attn_varlen() is not None or dropout == 0):
-        return _cuda_varlen
-    return _padded_sdpa
-
-
 def packed_attention(
-    query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, scale: float | None = None, dropout: float = 0.0
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packed: PackedSequences,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    window: int | None = None,
 ) -> Tensor:
-    """Attend causally within each sequence of a packed row: query (T, H, D), key and value (T, K, D) -> (T, H, D)."""
-    return _packed_kernel(query, dropout)(query, key, value, packed, scale, dropout, None)
+    """Attend causally within each sequence of a packed row: query (T, H, D), key and value (T, K, D) -> (T, H, D).
+
+    Device and dtype decide the kernel; torch's varlen kernel has no dropout.
+    """
+    supported = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= 256
+    varlen = supported and (_flash_attn_varlen() is not None or dropout == 0)
+    return (_cuda_varlen if varlen else _padded_sdpa)(query, key, value, packed, scale, dropout, window)
 
 
 def varlen_attention_forward(
@@ -267,7 +234,7 @@ def varlen_attention_forward(
         if k.shape[1] < sp_size:
             k, v = (t.repeat_interleave(sp_size // t.shape[1], dim=1) for t in (k, v))
         q, k, v = (gather_seq_scatter_heads(t, seq_dim=0, head_dim=1) for t in (q, k, v))
-    out = _packed_kernel(q, dropout)(q, k, v, packed_sequences, scaling, dropout, sliding_window)
+    out = packed_attention(q, k, v, packed_sequences, scaling, dropout, sliding_window)
     if sp_size > 1:
         out = gather_heads_scatter_seq(out, head_dim=1, seq_dim=0)
     return out.unsqueeze(0), None

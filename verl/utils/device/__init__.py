@@ -37,6 +37,12 @@ def get_device_id() -> int | str:
     return "cpu" if get_device_name() == "cpu" else get_torch_device().current_device()
 
 
+def current_device() -> torch.device:
+    """Return the device of this process, with its index if it is an accelerator."""
+    name = get_device_name()
+    return torch.device(name) if name == "cpu" else torch.device(name, int(get_device_id()))
+
+
 def get_nccl_backend() -> str:
     """Return the collective library of the device: ``nccl``, ``hccl`` or ``gloo``."""
     return {"cuda": "nccl", "npu": "hccl", "cpu": "gloo"}[get_device_name()]

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from verl.utils.megatron import cpu_support
+from verl.utils.numerics.lr_schedules import num_warmup_steps
 
 cpu_support.install()
 
@@ -140,16 +141,10 @@ def get_megatron_optimizer_param_scheduler(
 ) -> OptimizerParamScheduler:
     """Return the schedule, which also applies the weight decay of each group.
 
-    ``lr_warmup_steps`` of 0 or less means that ``lr_warmup_steps_ratio`` sets the warm-up.
-
     Raises: ValueError when the schedule needs a length that is missing, or when the warm-up is longer than it.
     """
     total = config.total_training_steps if config.total_training_steps is not None else -1
-    warmup = config.lr_warmup_steps if config.lr_warmup_steps is not None else -1
-    if warmup <= 0:
-        if config.lr_warmup_steps_ratio > 0 and total <= 0:
-            raise ValueError(f"optim.lr_warmup_steps_ratio > 0 needs optim.total_training_steps > 0, got {total}")
-        warmup = int(config.lr_warmup_steps_ratio * max(total, 0))
+    warmup = num_warmup_steps(config.lr_warmup_steps, config.lr_warmup_steps_ratio, total)
     length = config.lr_decay_steps if config.lr_decay_steps is not None else total
     if config.lr_decay_style != "constant":
         if length <= 0:

@@ -3,6 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+AXES = ("tensor_model", "pipeline_model", "virtual_pipeline_model", "context", "expert_model", "expert_tensor")
+"""The axes of a layout, as they occur in ``<axis>_parallel_size``."""
+
 Sizes = Mapping[str, int | None]
 """The ``<axis>_parallel_size`` keys of a ``megatron`` node."""
 

@@ -7,6 +7,18 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 
+def num_warmup_steps(steps: int | None, ratio: float, total: int) -> int:
+    """Return ``lr_warmup_steps``, or ``lr_warmup_steps_ratio`` of the total if that is null, 0 or negative.
+
+    Raises: ValueError when the ratio needs a total that was not given.
+    """
+    if steps is not None and steps > 0:
+        return steps
+    if ratio > 0 and total <= 0:
+        raise ValueError(f"optim.lr_warmup_steps_ratio > 0 needs optim.total_training_steps > 0, got {total}")
+    return int(ratio * max(total, 0))
+
+
 def _with_warmup(
     optimizer: Optimizer, num_warmup_steps: int, after: Callable[[int], float], start: float, last_epoch: int
 ) -> LambdaLR:

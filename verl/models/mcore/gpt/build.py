@@ -19,20 +19,13 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch.distributed import ProcessGroup
 
-from verl.models.mcore.families import (
-    EXPERT,
-    FUSED_NORMS,
-    LAYER,
-    UnsupportedModelError,
-    find_family,
-    num_experts,
-    outer_rules,
-)
+from verl.models.mcore import families
 from verl.models.mcore.gpt.heads import FusedHead, PaddingRow, PositionPicker, ValueHead
 from verl.models.mcore.gpt.layer_spec import ATTENTION_OUTPUT_BIAS, LATENT_EPSILON, torch_block_spec
 from verl.models.mcore.weights import ReadPart, Rule, Shard
 from verl.utils.device import get_device_name
 from verl.utils.megatron.tensor_parallel import padded_vocab_size
+from verl.utils.megatron_utils import current_sizes
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -75,7 +68,7 @@ def hf_to_mcore_config(hf_config: "PretrainedConfig", dtype: torch.dtype, **over
         "apply_rope_fusion": False,
         "transformer_impl": default_implementation(),
     }
-    values |= _current_layout() | find_family(hf_config).config(hf_config) | overrides
+    values |= _current_layout() | families.find_family(hf_config).config(hf_config) | overrides
     output_bias = values.pop(ATTENTION_OUTPUT_BIAS, False)
     kernels = values.pop("attention_backend", None)  # only Transformer Engine reads it
     if kernels is not None and values["transformer_impl"] == "transformer_engine":
@@ -98,17 +91,10 @@ def _current_layout() -> dict[str, Any]:
     """Return the fields of Megatron-Core's current parallel layout; empty before it is initialised."""
     if not parallel_state.model_parallel_is_initialized():
         return {}
-    stages = parallel_state.get_virtual_pipeline_model_parallel_world_size()
-    values: dict[str, Any] = {
-        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
-        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
-        "virtual_pipeline_model_parallel_size": stages,
-        "context_parallel_size": parallel_state.get_context_parallel_world_size(),
-        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
-        "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
-        "sequence_parallel": parallel_state.get_tensor_model_parallel_world_size() > 1,
-    }
-    if stages is not None:  # batched exchange gives wrong results, see McoreEngineConfig
+    values: dict[str, Any] = current_sizes()
+    values["sequence_parallel"] = values["tensor_model_parallel_size"] > 1
+    if values["virtual_pipeline_model_parallel_size"] is not None:
+        # Batched exchange gives wrong results, see McoreEngineConfig.
         values |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
     return values
 
@@ -129,7 +115,7 @@ def _refuse_transformer_engine(hf_config: "PretrainedConfig", output_bias: bool)
     latent = getattr(hf_config, "kv_lora_rank", None) and hf_config.rms_norm_eps != LATENT_EPSILON
     for unsupported, option in ((output_bias, "attention_bias"), (latent, "latent norms with a separate epsilon")):
         if unsupported:
-            raise UnsupportedModelError(
+            raise families.UnsupportedModelError(
                 f"Transformer Engine's layers do not support {option}: set "
                 "megatron.override_transformer_config.transformer_impl=local"
             )
@@ -170,7 +156,7 @@ def init_mcore_model(
         share_embeddings_and_output_weights=share_embeddings_and_output_weights and not value,
         vp_stage=vp_stage,
         pg_collection=groups,
-        **find_family(hf_config).rope(hf_config),
+        **families.find_family(hf_config).rope(hf_config),
     )
     padding = getattr(hf_config, "pad_token_id", None)
     if pre_process and padding is not None:
@@ -179,17 +165,11 @@ def init_mcore_model(
         if value:
             model.output_layer = ValueHead(tf_config)
         attach_picker(model, groups.tp)
-    if freeze_moe_router:
-        freeze_routers(model)
+    for name, parameter in model.named_parameters():
+        if freeze_moe_router and ".router." in name:
+            parameter.requires_grad_(False)
     mark_experts(model)
     return model
-
-
-def freeze_routers(model: GPTModel) -> None:
-    """Exclude a chunk's routers from training."""
-    for name, parameter in model.named_parameters():
-        if ".router." in name:
-            parameter.requires_grad_(False)
 
 
 def mark_experts(model: GPTModel) -> None:
@@ -259,12 +239,13 @@ def named_parameters(model: GPTModel, hf_config: "PretrainedConfig", is_value_mo
 
     Raises: ValueError naming a parameter without a rule.
     """
-    outer = outer_rules(hf_config, is_value_model, model.share_embeddings_and_output_weights)
-    layer_rules = find_family(hf_config).layer(hf_config)
-    layer_rules |= {te: layer_rules[name] for name, te in FUSED_NORMS.items() if name in layer_rules}
-    prefix = LAYER.split("{")[0]
-    expert_prefix = EXPERT.split("{")[0]
-    first_expert = _first_expert(hf_config)
+    outer = families.outer_rules(hf_config, is_value_model, model.share_embeddings_and_output_weights)
+    layer_rules = families.find_family(hf_config).layer(hf_config)
+    layer_rules |= {te: layer_rules[name] for name, te in families.FUSED_NORMS.items() if name in layer_rules}
+    prefix = families.LAYER.split("{")[0]
+    expert_prefix = families.EXPERT.split("{")[0]
+    held = (families.num_experts(hf_config) or 0) // parallel_state.get_expert_model_parallel_world_size()
+    first_expert = held * parallel_state.get_expert_model_parallel_rank()
     parameters = dict(model.named_parameters())
     for name, parameter in chain(parameters.items(), model.named_buffers()):
         layer = expert = None
@@ -276,7 +257,7 @@ def named_parameters(model: GPTModel, hf_config: "PretrainedConfig", is_value_mo
             if (found := expert_of(rest)) is not None:
                 local_expert, part = found
                 expert = local_expert + first_expert
-                rule = layer_rules.get(f"{EXPERT}{part}")
+                rule = layer_rules.get(f"{families.EXPERT}{part}")
                 rest = f"{expert_prefix}{expert}.{part}"
             else:
                 rule = layer_rules.get(rest)
@@ -299,12 +280,6 @@ def expert_of(name: str) -> tuple[int, str] | None:
     if found is None:
         return None
     return int(found["at"] or found["grouped"]), found["part"] or f"{found['projection']}.weight"
-
-
-def _first_expert(hf_config: "PretrainedConfig") -> int:
-    rank: int = parallel_state.get_expert_model_parallel_rank()
-    size: int = parallel_state.get_expert_model_parallel_world_size()
-    return rank * ((num_experts(hf_config) or 0) // size)
 
 
 def load_parts(chunks: Sequence[GPTModel], hf_config: "PretrainedConfig", is_value_model: bool, read: ReadPart) -> None:

@@ -2,17 +2,19 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from verl.models.mcore.gpt.build import NamedParameter, named_parameters
+from verl.models.mcore.gpt.heads import ValueHead
 from verl.models.mcore.weights import Rule
-from verl.utils.device import get_device_id, get_device_name
+from verl.utils.device import current_device
+from verl.utils.megatron_utils import unwrap_model
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -22,42 +24,15 @@ Convert = Callable[[str, Sequence[Tensor]], tuple[Sequence[str], Sequence[Tensor
 """(name of a parameter, its parts on all tensor-parallel ranks) -> (checkpoint names, tensors)."""
 
 
-class Ranks(Protocol):
-    """The device and the process groups that hold the parts of a model, such as an engine's layout."""
+class _Ranks:
+    """The device of this process, and Megatron-Core's process groups, which hold the parts of a model."""
 
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def tp_group(self) -> ProcessGroup: ...
-    @property
-    def expert_tp_group(self) -> ProcessGroup: ...
-    @property
-    def ep_group(self) -> ProcessGroup: ...
-    @property
-    def pp_group(self) -> ProcessGroup: ...
-
-
-@dataclass(frozen=True)
-class CurrentRanks:
-    """Megatron-Core's current process groups."""
-
-    device: torch.device
-    tp_group: ProcessGroup
-    expert_tp_group: ProcessGroup
-    ep_group: ProcessGroup
-    pp_group: ProcessGroup
-
-    @classmethod
-    def of_process(cls) -> "CurrentRanks":
-        """Return the groups that Megatron-Core has initialised."""
-        name = get_device_name()
-        return cls(
-            torch.device(name) if name == "cpu" else torch.device(name, int(get_device_id())),
-            parallel_state.get_tensor_model_parallel_group(),
-            parallel_state.get_expert_tensor_parallel_group(),
-            parallel_state.get_expert_model_parallel_group(),
-            parallel_state.get_pipeline_model_parallel_group(),
-        )
+    def __init__(self) -> None:
+        self.device = current_device()
+        self.tp_group = parallel_state.get_tensor_model_parallel_group()
+        self.expert_tp_group = parallel_state.get_expert_tensor_parallel_group()
+        self.ep_group = parallel_state.get_expert_model_parallel_group()
+        self.pp_group = parallel_state.get_pipeline_model_parallel_group()
 
 
 @dataclass(frozen=True)
@@ -85,7 +60,6 @@ def exported_weights(
     models: Sequence["GPTModel"],
     hf_config: "PretrainedConfig",
     is_value_model: bool,
-    layout: Ranks,
     of: Callable[[Tensor], Tensor | None] = torch.Tensor.detach,
     before: Callable[[int], None] | None = None,
     convert: Convert | None = None,
@@ -102,6 +76,7 @@ def exported_weights(
         before: called with the bytes of each parameter before its parts are gathered.
         convert: replaces the rules' conversion.
     """
+    layout = _Ranks()
     own = {each.name: each for model in models for each in named_parameters(model, hf_config, is_value_model)}
     for entry in _plan(own, of, layout):
         if before is not None:
@@ -110,8 +85,17 @@ def exported_weights(
         yield from _tensors_of(entry, part, layout, convert)
 
 
+def module_weights(
+    modules: Sequence[nn.Module], hf_config: "PretrainedConfig", convert: Convert | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield like ``exported_weights`` from chunks that may be wrapped, and that show whether they have a value head."""
+    chunks = unwrap_model(list(modules))
+    is_value_model = any(isinstance(getattr(chunk, "output_layer", None), ValueHead) for chunk in chunks)
+    return exported_weights(chunks, hf_config, is_value_model, convert=convert)
+
+
 def _tensors_of(
-    entry: Entry, part: Tensor | None, layout: Ranks, convert: Convert | None
+    entry: Entry, part: Tensor | None, layout: _Ranks, convert: Convert | None
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the checkpoint tensors of one parameter; ``part`` is this rank's part, None on other stages."""
     held = [_broadcast(part, entry, layout.pp_group, entry.stage, layout)]
@@ -140,7 +124,7 @@ def _one_by_one(names: Sequence[str], tensors: list[Tensor]) -> Iterator[tuple[s
         yield name, tensors.pop(0)
 
 
-def _plan(own: dict[str, NamedParameter], of: Callable[[Tensor], Tensor | None], layout: Ranks) -> list[Entry]:
+def _plan(own: dict[str, NamedParameter], of: Callable[[Tensor], Tensor | None], layout: _Ranks) -> list[Entry]:
     """Agree on the parameters of the whole model and their senders; collective."""
     mine = []
     for name, named in own.items():
@@ -168,7 +152,7 @@ def _plan(own: dict[str, NamedParameter], of: Callable[[Tensor], Tensor | None],
     return sorted(first.values(), key=lambda entry: _order(entry.name))
 
 
-def _with_all_experts(mine: list[Entry], layout: Ranks) -> list[Entry]:
+def _with_all_experts(mine: list[Entry], layout: _Ranks) -> list[Entry]:
     """Add to each expert the names of the experts at its place on the other expert-parallel ranks."""
     group = layout.ep_group
     if group.size() == 1 or not any(entry.is_expert for entry in mine):
@@ -192,7 +176,7 @@ def _order(name: str) -> tuple[int, int, str]:
     return (2, 0, name)
 
 
-def _broadcast(own: Tensor | None, entry: Entry, group: ProcessGroup, owner: int, layout: Ranks) -> Tensor:
+def _broadcast(own: Tensor | None, entry: Entry, group: ProcessGroup, owner: int, layout: _Ranks) -> Tensor:
     """Broadcast the part of rank ``owner`` of the group on the device; ``own`` is None on the receivers."""
     if own is None:
         part = torch.empty(entry.shape, dtype=entry.dtype, device=layout.device)
@@ -203,7 +187,7 @@ def _broadcast(own: Tensor | None, entry: Entry, group: ProcessGroup, owner: int
     return part
 
 
-def _gather(part: Tensor, entry: Entry, layout: Ranks) -> Sequence[Tensor] | Tensor:
+def _gather(part: Tensor, entry: Entry, layout: _Ranks) -> Sequence[Tensor] | Tensor:
     """Return the parts of all tensor-parallel ranks in one tensor (ranks, ...)."""
     group = layout.expert_tp_group if entry.is_expert else layout.tp_group
     if entry.rule.shard_dim is None or group.size() == 1:

@@ -128,19 +128,13 @@ class PackedCoreAttention(MegatronModule):
     def __init__(
         self,
         config: "TransformerConfig",
-        layer_number: int,
-        attn_mask_type: "AttnMaskType",
-        attention_type: str,
-        attention_dropout: float | None = None,
+        pg_collection: "ProcessGroupCollection",
         softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
-        pg_collection: "ProcessGroupCollection | None" = None,
-        **channels: int | None,
+        **others: "AttnMaskType | str | int | None",
     ) -> None:
         super().__init__(config)
-        assert pg_collection is not None
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
-        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.dropout = config.attention_dropout
         self.cp_group = pg_collection.cp
 
     def forward(

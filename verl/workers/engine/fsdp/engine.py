@@ -14,13 +14,13 @@ from torch.optim.lr_scheduler import LambdaLR
 from verl.models.transformers.dense_common import has_fused_head
 from verl.models.transformers.vision import install_vision, uses_media
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
-from verl.utils.device import get_torch_device
+from verl.utils.device import current_device, get_torch_device
 from verl.utils.fsdp_utils import full_tensor, gradient_norm, local_gradients, move_optimizer_state
 from verl.workers.engine.base import BaseEngine, EngineRegistry, OutputFn, Part
 from verl.workers.engine.fsdp import adapters
 from verl.workers.engine.fsdp.build import ModelBuilder, precision_policy, use_packed_attention
 from verl.workers.engine.fsdp.forward import Forward, ForwardOptions, Reference, sequence_parallel
-from verl.workers.engine.fsdp.layout import Layout, check_layout, current_device, make_layout
+from verl.workers.engine.fsdp.layout import Layout, check_layout, make_layout
 from verl.workers.engine.fsdp.optim import build_optimizer, build_scheduler
 from verl.workers.engine.fsdp.weights import checkpoint_names
 from verl.workers.engine.micro_batch import MicroBatch

@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from verl.utils.device import get_device_id, get_device_name
+from verl.utils.device import current_device, get_device_name
 from verl.utils.device.gloo import use_one_thread
 from verl.utils.distributed import initialize_lone_process_group, take_over_timeout
 from verl.workers.engine.accumulate import Shares
@@ -89,12 +89,6 @@ class Layout:
     def shard_rank(self) -> int:
         """Which shard of the weights this rank holds."""
         return self.fsdp_mesh["fsdp"].get_local_rank() if self.fsdp_mesh is not None else 0
-
-
-def current_device() -> torch.device:
-    """Return the device of this process, with its index where it has one."""
-    name = get_device_name()
-    return torch.device(name) if name == "cpu" else torch.device(name, int(get_device_id()))
 
 
 def make_layout(config: "FSDPEngineConfig", must_wrap: bool) -> Layout:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
+from verl.utils.numerics.lr_schedules import num_warmup_steps
 from verl.utils.torch_functional import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
 
 if TYPE_CHECKING:
@@ -27,16 +28,12 @@ def build_optimizer(parameters: Sequence[Tensor], config: "FSDPOptimizerConfig")
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, config: "FSDPOptimizerConfig") -> LambdaLR:
-    """Return the schedule. With ``lr_warmup_steps`` of 0 or less, ``lr_warmup_steps_ratio`` sets the warm-up.
+    """Return the schedule.
 
     Raises: ValueError when the schedule needs a length that was not given.
     """
     total = config.total_training_steps if config.total_training_steps is not None else -1
-    warmup = config.lr_warmup_steps if config.lr_warmup_steps is not None else -1
-    if warmup <= 0:
-        if config.lr_warmup_steps_ratio > 0 and total <= 0:
-            raise ValueError(f"optim.lr_warmup_steps_ratio > 0 needs optim.total_training_steps > 0, got {total}")
-        warmup = int(config.lr_warmup_steps_ratio * max(total, 0))
+    warmup = num_warmup_steps(config.lr_warmup_steps, config.lr_warmup_steps_ratio, total)
     if config.lr_scheduler_type == "constant":
         return get_constant_schedule_with_warmup(optimizer, warmup)
     if total <= 0:

@@ -332,7 +332,7 @@ class MegatronEngine(BaseEngine):
             raise RuntimeError("the engine holds no adapter: model.lora_rank is 0")
         self._finish_updates()
         value_of = self.offload.value_of  # moves offloaded tensors to the device one at a time
-        yield from exported_weights(self.models, self.hf_config, self.is_value_model, self.layout, value_of, before)
+        yield from exported_weights(self.models, self.hf_config, self.is_value_model, value_of, before)
 
     # ---- checkpoints
 

@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch.distributed import ProcessGroup
 
 from verl.base_config import as_yaml
-from verl.utils.device import get_device_id, get_device_name
+from verl.utils.device import current_device, get_device_name
 from verl.utils.device.gloo import use_one_thread
 from verl.utils.distributed import group_timeout, initialize_lone_process_group
 from verl.utils.megatron.ranks import expert_layout_problem
@@ -117,12 +117,6 @@ class Layout:
         """The ranks of this stage over which a mini-batch adds up."""
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         return Shares(group.size(), self.cp_size, self.device, group)
-
-
-def current_device() -> torch.device:
-    """Return the device of this process, with its index where it has one."""
-    name = get_device_name()
-    return torch.device(name) if name == "cpu" else torch.device(name, int(get_device_id()))
 
 
 def make_layout(config: "McoreEngineConfig") -> Layout:
