@@ -5,6 +5,7 @@
 
 import argparse
 import sys
+from dataclasses import fields
 
 from verl.utils import envs
 from verl.utils.observe.console import get_console
@@ -21,11 +22,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = shared.add_argument
     add("--backend", choices=BACKENDS, required=True, help="engine that wrote the checkpoint")
     add("--local_dir", required=True, help="folder of one role: <run>/global_step_<N>/actor")
-    add(
-        "--dtype",
-        choices=("bf16", "fp16", "fp32"),
-        help="dtype of the result (default: the source model's)",
-    )
+    add("--dtype", choices=("bf16", "fp16", "fp32"), help="dtype of the result (default: the source model's)")
     add("--merge-lora", action="store_true", help="merge adapters into the weights instead of writing lora_adapter/")
     add("--tie-word-embedding", action="store_true", help="tie input and output embeddings, whatever config.json says")
     add("--trust-remote-code", action="store_true", help="run code from the model's folder")
@@ -48,15 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     # imported late, because it takes seconds and wrong arguments should fail at once
     from verl.model_merger.merger import MergeOptions, adapter_note, compare, merge, upload
 
-    options = MergeOptions(
-        backend=args.backend,
-        local_dir=args.local_dir,
-        dtype=args.dtype,
-        merge_lora=args.merge_lora,
-        is_value_model=args.is_value_model,
-        tie_word_embedding=args.tie_word_embedding,
-        trust_remote_code=args.trust_remote_code,
-    )
+    options = MergeOptions(**{field.name: getattr(args, field.name) for field in fields(MergeOptions)})
     try:
         if args.command == "merge":
             folder = merge(options, args.target_dir)
@@ -66,18 +55,14 @@ def main(arguments: list[str] | None = None) -> int:
             return 0
         differences = compare(options, args.test_hf_dir)
     except (ValueError, OSError) as error:
-        return _fail(str(error))
+        sys.stderr.write(f"error: {error}\n")
+        return 2
     if differences:
         shown = "\n  ".join(differences[:SHOWN_DIFFERENCES])
         get_console().info("%d tensors differ; the first:\n  %s", len(differences), shown)
         return 1
     get_console().info("all tensors equal those of %s", args.test_hf_dir)
     return 0
-
-
-def _fail(message: str) -> int:
-    sys.stderr.write(f"error: {message}\n")
-    return 2
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from verl.utils.checkpoint.files import LAYOUT_NAMES, CheckpointError, Manifest, read_manifest
+from verl.utils.checkpoint.files import LAYOUT_NAMES, CheckpointError
 from verl.workers.engine.weights import DTYPES
 
 if TYPE_CHECKING:
@@ -33,8 +33,12 @@ class MergeOptions:
 
 
 class BaseMerger(ABC):
-    """Reads the weights of one checkpoint; ``config`` describes the model to write."""
+    """Reads the weights of one checkpoint.
 
+    Attributes: ``config`` describes the model to write; ``num_tensors`` is about how many tensors ``weights`` yields.
+    """
+
+    num_tensors: int
     has_adapter = False
     adapter_config: dict[str, Any] = {}
     config: "PretrainedConfig"
@@ -52,11 +56,6 @@ class BaseMerger(ABC):
     def adapter(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the trained adapter tensors under peft's names."""
         yield from ()
-
-    @property
-    @abstractmethod
-    def num_tensors(self) -> int:
-        """Return the approximate number of tensors that ``weights`` yields."""
 
     def read_dtypes(self, layout_name: str) -> None:
         """Read the dtypes of the model that training started from, if the checkpoint records them."""
@@ -83,18 +82,6 @@ def right_folder(folder: Path, layout_name: str) -> str:
         return f"use --backend {other.split('_')[0]}, which wrote its {other}"
     found = sorted({path.parent for depth in ("*", "*/*") for path in folder.glob(f"{depth}/{layout_name}")})
     return f"{expected}; use one of {', '.join(map(str, found))}" if found else expected
-
-
-def read_manifests(folder: Path, world_size: int) -> tuple[list[Manifest], list[str]]:
-    """Return the manifests of all ranks, and the problems of those that are missing or damaged."""
-    manifests = []
-    problems = []
-    for rank in range(world_size):
-        try:
-            manifests.append(read_manifest(folder, world_size, rank))
-        except CheckpointError as error:
-            problems.append(str(error))
-    return manifests, problems
 
 
 def load_config(folder: Path, trust_remote_code: bool) -> "PretrainedConfig":

@@ -33,6 +33,7 @@ class FSDPMerger(BaseMerger):
         self.adapter_config = self._adapter_config() if self.has_adapter else {}
         self.model = self._empty_model()
         self.config = self.model.config
+        self.num_tensors = len(dict(self.model.named_parameters()))
 
     def _adapter_config(self) -> dict[str, Any]:
         path = self.folder / ADAPTER_FOLDER / "adapter_config.json"
@@ -106,11 +107,6 @@ class FSDPMerger(BaseMerger):
         for key in self.state:
             if is_adapter(key) or key.startswith(whole):
                 yield key.replace(".default", ""), self.cast(key, self.state[key])
-
-    @property
-    def num_tensors(self) -> int:
-        """Return the approximate number of tensors that ``weights`` yields."""
-        return len(dict(self.model.named_parameters()))
 
 
 _LINEAR = ("lora_A.default.weight", "lora_B.default.weight")

@@ -6,23 +6,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from verl.model_merger.base import HF_FOLDER, BaseMerger, MergeOptions, load_config, read_manifests, right_folder
+from verl.model_merger.base import HF_FOLDER, BaseMerger, MergeOptions, load_config, right_folder
 from verl.models.mcore.families import EXPERT, FUSED_NORMS, Family, find_family, num_experts, outer_rules
 from verl.models.mcore.weights import Rule
-from verl.utils.checkpoint.files import (
-    MEGATRON_LAYOUT_NAME,
-    CheckpointError,
-    file_problems,
-    read_world_size,
-)
-from verl.utils.checkpoint.torch_dist import (
-    BACKEND_FILE,
-    HEAD,
-    OPTIMIZER_KEYS,
-    TENSORS_FOLDER,
-    TorchDistReader,
-    holds_value_head,
-)
+from verl.utils.checkpoint import files, torch_dist
 from verl.utils.model import get_value_model_class
 
 _EXPERTS = "mlp.experts.experts."
@@ -44,16 +31,17 @@ class MegatronMerger(BaseMerger):
     def __init__(self, options: MergeOptions) -> None:
         super().__init__(options)
         if options.merge_lora:
-            raise CheckpointError("--merge-lora: Megatron checkpoints hold no adapters")
-        self.reader = TorchDistReader(check_megatron_checkpoint(self.folder))
+            raise files.CheckpointError("--merge-lora: Megatron checkpoints hold no adapters")
+        self.reader = torch_dist.TorchDistReader(check_megatron_checkpoint(self.folder))
         self.config = load_config(self.folder, options.trust_remote_code)
         if options.tie_word_embedding:
             self.config.tie_word_embeddings = True
-        self.read_dtypes(MEGATRON_LAYOUT_NAME)
-        self.is_value_model = holds_value_head(self.reader)
+        self.read_dtypes(files.MEGATRON_LAYOUT_NAME)
+        self.is_value_model = torch_dist.holds_value_head(self.reader)
         if options.is_value_model and not self.is_value_model:
-            raise CheckpointError(f"--is-value-model: {self.folder} is not a critic: it has no value head")
+            raise files.CheckpointError(f"--is-value-model: {self.folder} is not a critic: it has no value head")
         self.sources = self._find_sources()
+        self.num_tensors = sum(len(source.names) for source in self.sources)
         if self.is_value_model:
             self.config.architectures = [get_value_model_class(self.config)._model_mapping[type(self.config)].__name__]
             self.config.num_labels = 1
@@ -92,26 +80,25 @@ class MegatronMerger(BaseMerger):
         if expert is not None:
             name = _EXPERTS + name.removeprefix(EXPERT)
         inner = () if expert is None else (expert,)
-        spellings = [each for each in (name, FUSED_NORMS.get(name)) if each is not None]
-        for each in spellings:
+        for each in filter(None, (name, FUSED_NORMS.get(name))):
             for key, at in ((f"decoder.layers.{each}", (layer, *inner)), (f"decoder.layers.{layer}.{each}", inner)):
                 if key in self.reader.names():
                     return key, at
-        raise CheckpointError(self._other_model(f"lacks decoder.layers.{layer}.{name}"))
+        raise files.CheckpointError(self._other_model(f"lacks decoder.layers.{layer}.{name}"))
 
     def _check_names(self, sources: Sequence[_Source]) -> None:
         used = {source.key for source in sources}
-        names = {name for name in self.reader.names() if not name.startswith(OPTIMIZER_KEYS)}
+        names = {name for name in self.reader.names() if not name.startswith(torch_dist.OPTIMIZER_KEYS)}
         if self.config.tie_word_embeddings:
-            names.discard(HEAD)
+            names.discard(torch_dist.HEAD)
         if used - names:
-            raise CheckpointError(self._other_model(f"lacks {min(used - names)}"))
+            raise files.CheckpointError(self._other_model(f"lacks {min(used - names)}"))
         if names - used:
-            raise CheckpointError(self._other_model(f"holds {min(names - used)}, which that model does not have"))
+            raise files.CheckpointError(self._other_model(f"holds {min(names - used)}, which that model does not have"))
         stacked = [key for key in used if key.startswith("decoder.layers.") and not key.split(".")[2].isdigit()]
         for key in stacked:
             if self.reader.shape(key)[0] != self.config.num_hidden_layers:
-                raise CheckpointError(self._other_model(f"holds {key} of {self.reader.shape(key)[0]} layers"))
+                raise files.CheckpointError(self._other_model(f"holds {key} of {self.reader.shape(key)[0]} layers"))
 
     def _other_model(self, problem: str) -> str:
         return f"{self.folder / HF_FOLDER / 'config.json'} is of another model: the checkpoint {problem}"
@@ -126,13 +113,8 @@ class MegatronMerger(BaseMerger):
                 parts = source.rule.export([tensor])
             except RuntimeError as error:
                 shape = tuple(tensor.shape)
-                raise CheckpointError(self._other_model(f"holds {source.key} as {shape} ({error})")) from error
+                raise files.CheckpointError(self._other_model(f"holds {source.key} as {shape} ({error})")) from error
             yield from ((name, self.cast(name, part)) for name, part in zip(source.names, parts, strict=True))
-
-    @property
-    def num_tensors(self) -> int:
-        """Return the number of tensors that ``weights`` yields."""
-        return sum(len(source.names) for source in self.sources)
 
 
 def check_megatron_checkpoint(folder: Path) -> Path:
@@ -140,15 +122,20 @@ def check_megatron_checkpoint(folder: Path) -> Path:
 
     Raises: CheckpointError naming every file that is missing, truncated or changed.
     """
-    tensors = next((each for each in (folder / TENSORS_FOLDER, folder) if (each / BACKEND_FILE).is_file()), None)
-    if not Path(folder, MEGATRON_LAYOUT_NAME).is_file():
-        raise CheckpointError(f"{folder} holds no {MEGATRON_LAYOUT_NAME}: {right_folder(folder, MEGATRON_LAYOUT_NAME)}")
-    manifests, problems = read_manifests(folder, read_world_size(folder))
+    tensors = next(
+        (each for each in (folder / torch_dist.TENSORS_FOLDER, folder) if (each / torch_dist.BACKEND_FILE).is_file()),
+        None,
+    )
+    if not Path(folder, files.MEGATRON_LAYOUT_NAME).is_file():
+        raise files.CheckpointError(
+            f"{folder} holds no {files.MEGATRON_LAYOUT_NAME}: {right_folder(folder, files.MEGATRON_LAYOUT_NAME)}"
+        )
+    manifests, problems = files.read_manifests(folder, files.read_world_size(folder))
     for manifest in manifests:
         needed = [each for each in manifest.files if not each.name.startswith("rng_")]
-        problems += file_problems(folder, replace(manifest, files=needed), checksums=True)
+        problems += files.file_problems(folder, replace(manifest, files=needed), checksums=True)
     if problems:
-        raise CheckpointError(f"checkpoint {folder} cannot be merged: {'; '.join(problems)}")
+        raise files.CheckpointError(f"checkpoint {folder} cannot be merged: {'; '.join(problems)}")
     if tensors is None:
-        raise CheckpointError(f"{folder} holds no tensors: checkpoint.save_contents must name the model")
+        raise files.CheckpointError(f"{folder} holds no tensors: checkpoint.save_contents must name the model")
     return tensors

@@ -1,6 +1,5 @@
 """Join the FSDP shards of all ranks into full tensors, one at a time."""
 
-import logging
 import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -10,14 +9,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from verl.model_merger.base import read_manifests, right_folder
-from verl.utils.checkpoint.files import (
-    LAYOUT_NAME,
-    CheckpointError,
-    file_problems,
-    read_world_size,
-)
-from verl.utils.checkpoint.fsdp_checkpoint_manager import part_name
+from verl.model_merger.base import right_folder
+from verl.utils.checkpoint.files import LAYOUT_NAME, CheckpointError, file_problems, read_manifests, read_world_size
+from verl.utils.checkpoint.fsdp_checkpoint_manager import part_name, quiet_device_mesh
 
 MESHES = (("fsdp",), ("ddp", "fsdp"))
 
@@ -113,14 +107,9 @@ def _read(path: Path) -> State:
 
 def _load(folder: Path, world_size: int, rank: int) -> State:
     """Memory-map a file; only tensors and plain containers are unpickled."""
-    name = part_name("model", world_size, rank)
-    mesh_logger = logging.getLogger("torch.distributed.device_mesh")
-    level = mesh_logger.level
-    mesh_logger.setLevel(logging.ERROR)  # it warns of missing process groups, which merging does not need
+    path = folder / part_name("model", world_size, rank)
     try:
-        state = _read(folder / name)
+        with quiet_device_mesh():
+            return _read(path)
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
-        raise CheckpointError(f"{folder / name} cannot be read ({error})") from error
-    finally:
-        mesh_logger.setLevel(level)
-    return state
+        raise CheckpointError(f"{path} cannot be read ({error})") from error

@@ -5,22 +5,18 @@ import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from verl.utils import hdfs_io
-from verl.utils.checkpoint.files import (
-    CheckpointError,
-    find_latest_ckpt_path,
-    get_checkpoint_tracker_filename,
-    write_file,
-    write_tracker_atomically,
-)
+from verl.utils.checkpoint import files
 
 if TYPE_CHECKING:
     from torchdata.stateful_dataloader import StatefulDataLoader
+
+    from verl.workers.engine import BaseEngine
 
 logger = logging.getLogger(__name__)
 
@@ -31,22 +27,6 @@ RUN_STATE_NAME = "run_state.json"
 
 class ResumeError(ValueError, AssertionError):
     """The resume keys of ``trainer`` contradict each other or name no checkpoint."""
-
-
-class CheckpointingEngine(Protocol):
-    """The part of an engine that saving and resuming call; every rank calls it."""
-
-    def save_checkpoint(self, local_path: str, hdfs_path: str | None = None, global_step: int = 0) -> None: ...
-
-    def finish_checkpoint(self, wait: bool = True) -> bool: ...
-
-    def keep_latest_checkpoints(self, local_path: str, max_ckpt_to_keep: int | None) -> None: ...
-
-    def load_checkpoint(self, local_path: str) -> None: ...
-
-    def is_mp_src_rank_with_outputs(self) -> bool: ...
-
-    def get_data_parallel_rank(self) -> int: ...
 
 
 class CheckpointHandler:
@@ -66,7 +46,7 @@ class CheckpointHandler:
 
     def __init__(
         self,
-        engine: CheckpointingEngine,
+        engine: "BaseEngine",
         train_dataloader: "StatefulDataLoader",
         *,
         default_local_dir: str,
@@ -105,10 +85,10 @@ class CheckpointHandler:
         os.makedirs(folder, exist_ok=True)
         if self.engine.is_mp_src_rank_with_outputs():
             state = self.train_dataloader.state_dict()
-            write_file(folder, self._loader_file(), lambda file: torch.save(state, file))
+            files.write_file(folder, self._loader_file(), lambda file: torch.save(state, file))
         if self.rank == 0:
             text = json.dumps(dict(run_state or {}))
-            write_file(folder, RUN_STATE_NAME, lambda file: file.write(text.encode()))
+            files.write_file(folder, RUN_STATE_NAME, lambda file: file.write(text.encode()))
         self._barrier()
         self.engine.save_checkpoint(local_path=folder, hdfs_path=None, global_step=step)
         self._unfinished = step
@@ -124,11 +104,11 @@ class CheckpointHandler:
         folder = os.path.join(self.default_local_dir, f"{STEP_FOLDER}{step}")
         self._barrier()
         if self.rank == 0:
-            write_tracker_atomically(self.default_local_dir, step)
+            files.write_tracker_atomically(self.default_local_dir, step)
             if self.default_hdfs_dir is not None:
                 hdfs_io.put_folder(folder, os.path.join(self.default_hdfs_dir, os.path.basename(folder)))
-                tracker = get_checkpoint_tracker_filename(self.default_local_dir)
-                hdfs_io.copy(tracker, get_checkpoint_tracker_filename(self.default_hdfs_dir))
+                tracker = files.get_checkpoint_tracker_filename(self.default_local_dir)
+                hdfs_io.copy(tracker, files.get_checkpoint_tracker_filename(self.default_hdfs_dir))
         self._barrier()
         self.engine.keep_latest_checkpoints(folder, self.max_ckpt_to_keep)
 
@@ -159,10 +139,10 @@ class CheckpointHandler:
         if self.resume_mode == "disable":
             return None
         if self.resume_from_path is None:
-            return find_latest_ckpt_path(self.default_local_dir)
+            return files.find_latest_ckpt_path(self.default_local_dir)
         folder = os.path.abspath(os.path.expanduser(self.resume_from_path))
         if not os.path.isdir(folder):
-            raise CheckpointError(f"trainer.resume_from_path={self.resume_from_path!r}: no such folder")
+            raise files.CheckpointError(f"trainer.resume_from_path={self.resume_from_path!r}: no such folder")
         return folder
 
     def _loader_file(self) -> str:

@@ -4,7 +4,7 @@ import logging
 import os
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,21 +15,13 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
 from verl.utils import envs, hdfs_io
-from verl.utils.checkpoint.files import (
-    CheckpointError,
-    FileRecord,
-    Manifest,
-    find_complete_checkpoints,
-    find_latest_ckpt_path,
-    get_checkpoint_tracker_filename,
-    remove_checkpoint,
-    should_save_ckpt_esi,
-    step_folders,
-    verify_checkpoint,
-    write_tracker_atomically,
-)
+from verl.utils.checkpoint import files
+from verl.utils.checkpoint.files import find_latest_ckpt_path as find_latest_ckpt_path
+from verl.utils.checkpoint.files import get_checkpoint_tracker_filename as get_checkpoint_tracker_filename
+from verl.utils.checkpoint.files import should_save_ckpt_esi as should_save_ckpt_esi
 from verl.utils.checkpoint.hf_export import other_dtypes
 from verl.utils.device import get_device_name, get_torch_device
+from verl.utils.fs import copy_to_local
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
@@ -46,6 +38,9 @@ State = dict[str, Any]
 
 class BaseCheckpointManager(ABC):
     """Save and load the parts that ``checkpoint_config`` (``save_contents, load_contents``) lists.
+
+    The parts: ``model`` and ``optimizer``, sharded; ``extra``, the learning rate schedule and the random states;
+    ``hf_model``, full weights for ``from_pretrained``.
 
     ``source_folder`` and ``source_dtype`` describe the model that training started from; its dtype may differ from
     the training dtype.
@@ -69,44 +64,16 @@ class BaseCheckpointManager(ABC):
         self.source_folder = source_folder
         self.save_contents = _contents(checkpoint_config, "save_contents", _DEFAULT_CONTENTS)
         self.load_contents = _contents(checkpoint_config, "load_contents", self.save_contents)
+        self.should_save_model = "model" in self.save_contents
+        self.should_save_optimizer = "optimizer" in self.save_contents
+        self.should_save_extra = "extra" in self.save_contents
+        self.should_save_hf_model = "hf_model" in self.save_contents
+        self.should_load_model = "model" in self.load_contents
+        self.should_load_optimizer = "optimizer" in self.load_contents
+        self.should_load_extra = "extra" in self.load_contents
         distributed = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if distributed else 0
         self.world_size = dist.get_world_size() if distributed else 1
-
-    @property
-    def should_save_model(self) -> bool:
-        """Whether the sharded parameters are saved."""
-        return "model" in self.save_contents
-
-    @property
-    def should_save_optimizer(self) -> bool:
-        """Whether the sharded optimizer state is saved."""
-        return "optimizer" in self.save_contents
-
-    @property
-    def should_save_extra(self) -> bool:
-        """Whether the learning rate schedule and random states are saved."""
-        return "extra" in self.save_contents
-
-    @property
-    def should_save_hf_model(self) -> bool:
-        """Whether full weights are exported for ``from_pretrained``."""
-        return "hf_model" in self.save_contents
-
-    @property
-    def should_load_model(self) -> bool:
-        """Whether the sharded parameters are restored."""
-        return "model" in self.load_contents
-
-    @property
-    def should_load_optimizer(self) -> bool:
-        """Whether the sharded optimizer state is restored."""
-        return "optimizer" in self.load_contents
-
-    @property
-    def should_load_extra(self) -> bool:
-        """Whether the learning rate schedule and random states are restored."""
-        return "extra" in self.load_contents
 
     @abstractmethod
     def save_checkpoint(
@@ -114,11 +81,24 @@ class BaseCheckpointManager(ABC):
     ) -> None:
         """Write this rank's part; collective."""
 
-    @abstractmethod
     def load_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
     ) -> None:
-        """Restore this rank's part; collective."""
+        """Restore the parts in ``load_contents``; collective.
+
+        Raises: CheckpointError, a ValueError, naming the file, the problem, and what to do.
+        """
+        self.check_parts("load_contents")
+        path = self.checkpath(local_path, hdfs_path)
+        folder = Path(copy_to_local(path) if hdfs_io.is_hdfs(path) else path)
+        self._load(folder, local_path)
+        self.barrier()
+        if del_local_after_load and self.is_node_leader():
+            files.remove_checkpoint(folder)
+
+    @abstractmethod
+    def _load(self, folder: Path, local_path: str) -> None:
+        """Restore this rank's part from a local folder; ``local_path`` names the checkpoint in messages."""
 
     @staticmethod
     def checkpath(local_path: str | None, hdfs_path: str | None) -> str:
@@ -159,7 +139,7 @@ class BaseCheckpointManager(ABC):
         for folder in [path] if isinstance(path, str) else path:
             if os.path.isdir(folder):
                 logger.info("removing checkpoint %s", folder)
-                remove_checkpoint(folder)
+                files.remove_checkpoint(folder)
 
     def keep_latest(self, local_path: str, max_ckpt_to_keep: int | None) -> None:
         """Remove the oldest complete checkpoints until ``max_ckpt_to_keep`` remain, including the one just written.
@@ -187,7 +167,12 @@ class BaseCheckpointManager(ABC):
         return envs.integer("LOCAL_RANK", self.rank) == 0
 
     def complete(
-        self, local_path: str, hdfs_path: str | None, step: int, records: list[FileRecord], max_ckpt_to_keep: int | None
+        self,
+        local_path: str,
+        hdfs_path: str | None,
+        step: int,
+        records: list[files.FileRecord],
+        max_ckpt_to_keep: int | None,
     ) -> None:
         """Write this rank's manifest once all ranks have written their files, then drop old checkpoints; collective.
 
@@ -195,12 +180,23 @@ class BaseCheckpointManager(ABC):
         checkpoints. A job that dies in between keeps a complete checkpoint.
         """
         self.barrier()
-        Manifest(self.world_size, self.rank, step, records).write(local_path)
+        files.Manifest(self.world_size, self.rank, step, records).write(local_path)
         self.barrier()
         self.keep_latest(local_path, max_ckpt_to_keep)
         if hdfs_path is not None and self.rank == 0:
             hdfs_io.put_folder(local_path, hdfs_path)
         self.barrier()
+
+    def write_shared_folder(
+        self, folder: Path, name: str, write: Callable[[Path | None], None]
+    ) -> list[files.FileRecord]:
+        """Write a folder that the checkpoint holds once; every rank calls ``write``, all but rank 0 with None."""
+        if self.rank != 0:
+            write(None)
+            return []
+        with files.temporary_folder(folder, name) as unfinished:
+            write(unfinished)
+            return files.move_files(unfinished, folder, name)
 
     def check_parts(self, key: str) -> None:
         """Reject contents that this manager was not given.
@@ -218,7 +214,7 @@ class BaseCheckpointManager(ABC):
         """
         found = self.agree(problems)
         if found:
-            raise CheckpointError(f"checkpoint {path} cannot be loaded: {'; '.join(found[:4])}. {way_out(path)}")
+            raise files.CheckpointError(f"checkpoint {path} cannot be loaded: {'; '.join(found[:4])}. {way_out(path)}")
 
     def agree(self, problems: list[str]) -> list[str]:
         """Return the problems of all ranks, so that all continue or all stop; collective."""
@@ -255,7 +251,7 @@ def _step_and_role(local_path: str) -> tuple[Path, int, Path] | None:
     """Split ``root/global_step_<N>[/role]`` into root, N and role."""
     path = Path(local_path).absolute()
     for folder, role in ((path, Path()), (path.parent, Path(path.name))):
-        for step, found in step_folders(folder.parent):
+        for step, found in files.step_folders(folder.parent):
             if found == folder:
                 return folder.parent, step, role
     return None
@@ -269,8 +265,8 @@ def earlier_checkpoints(local_path: str, checksums: bool | None = False) -> list
     root, current, role = place
     return [
         folder / role
-        for step, folder in step_folders(root)
-        if step < current and (folder / role).is_dir() and not verify_checkpoint(folder / role, checksums)
+        for step, folder in files.step_folders(root)
+        if step < current and (folder / role).is_dir() and not files.verify_checkpoint(folder / role, checksums)
     ]
 
 
@@ -285,18 +281,3 @@ def way_out(local_path: str) -> str:
         f"The latest earlier complete checkpoint is {folder}: resume from it with trainer.resume_mode=resume_path "
         f"trainer.resume_from_path={folder}"
     )
-
-
-__all__ = [
-    "CONTENTS",
-    "BaseCheckpointManager",
-    "CheckpointError",
-    "earlier_checkpoints",
-    "find_complete_checkpoints",
-    "find_latest_ckpt_path",
-    "get_checkpoint_tracker_filename",
-    "should_save_ckpt_esi",
-    "verify_checkpoint",
-    "way_out",
-    "write_tracker_atomically",
-]

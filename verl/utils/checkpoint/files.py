@@ -145,14 +145,21 @@ class Manifest:
     global_step: int
     files: list[FileRecord] = field(default_factory=list)
 
-    @property
-    def name(self) -> str:
-        return manifest_name(self.world_size, self.rank)
-
     def write(self, folder: StrPath) -> None:
         """Write the manifest, which completes this rank's part of the checkpoint."""
         text = json.dumps({"format": 1, **asdict(self)}, indent=1)
-        write_file(folder, self.name, lambda file: file.write(text.encode()))
+        write_file(folder, manifest_name(self.world_size, self.rank), lambda file: file.write(text.encode()))
+
+
+@contextmanager
+def reading(name: StrPath, hint: str = "") -> Iterator[None]:
+    """Raise CheckpointErrors that name a JSON file if it is missing or does not hold what the caller reads."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise CheckpointError(f"{name} is missing{hint}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{name} cannot be read ({error})") from error
 
 
 def manifest_name(world_size: int, rank: int) -> str:
@@ -166,14 +173,22 @@ def read_manifest(folder: StrPath, world_size: int, rank: int) -> Manifest:
     Raises: CheckpointError naming the file when it is missing or truncated.
     """
     name = manifest_name(world_size, rank)
-    try:
+    with reading(name, f": rank {rank} did not finish writing"):
         content = json.loads(Path(folder, name).read_text())
         files = [FileRecord(**entry) for entry in content["files"]]
         return Manifest(content["world_size"], content["rank"], content["global_step"], files)
-    except FileNotFoundError:
-        raise CheckpointError(f"{name} is missing: rank {rank} did not finish writing") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{name} cannot be read ({error})") from error
+
+
+def read_manifests(folder: StrPath, world_size: int) -> tuple[list[Manifest], list[str]]:
+    """Return the manifests of all ranks, and the problems of those that are missing or damaged."""
+    manifests = []
+    problems = []
+    for rank in range(world_size):
+        try:
+            manifests.append(read_manifest(folder, world_size, rank))
+        except CheckpointError as error:
+            problems.append(str(error))
+    return manifests, problems
 
 
 def layout_file(folder: StrPath) -> Path:
@@ -187,13 +202,8 @@ def read_world_size(folder: StrPath) -> int:
     Raises: CheckpointError when its layout file is missing or truncated.
     """
     path = layout_file(folder)
-    try:
-        world_size = json.loads(path.read_text())["world_size"]
-    except FileNotFoundError:
-        raise CheckpointError(f"{path.name} is missing") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path.name} cannot be read ({error})") from error
-    return int(world_size)
+    with reading(path.name):
+        return int(json.loads(path.read_text())["world_size"])
 
 
 def backend_problem(folder: StrPath, strategy: str) -> str | None:
@@ -258,13 +268,7 @@ def verify_checkpoint(path: StrPath, checksums: bool | None = None) -> list[str]
         world_size = read_world_size(path)
     except CheckpointError as error:
         return [str(error)]
-    manifests = []
-    problems = []
-    for rank in range(world_size):
-        try:
-            manifests.append(read_manifest(path, world_size, rank))
-        except CheckpointError as error:
-            problems.append(str(error))
+    manifests, problems = read_manifests(path, world_size)
     if checksums is None:
         checksums = sum(record.num_bytes for m in manifests for record in m.files) < _CHECKSUM_LIMIT_BYTES
     for manifest in manifests:

@@ -49,37 +49,35 @@ def export_weights(
 
     Making a tensor may be collective, so every rank drains the stream; a rank without a folder writes nothing.
     """
-    shards: list[list[str]] = []
-    pending: dict[str, Tensor] = {}
-    pending_bytes = total_bytes = 0
-
-    def flush() -> None:
-        nonlocal pending, pending_bytes
-        if pending and folder is not None:
-            _save(folder / f"shard-{len(shards)}", pending)
-            shards.append(list(pending))
-        pending = {}
-        pending_bytes = 0
-
-    for name, tensor in weights:
-        if folder is None:
-            continue
-        num_bytes = tensor.numel() * tensor.element_size()
-        if pending_bytes + num_bytes > max_shard_bytes:
-            flush()
-        # Copy: the stream may reuse the memory, and safetensors rejects views.
-        pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        pending_bytes += num_bytes
-        total_bytes += num_bytes
-    flush()
-    if folder is not None:
-        _name_shards(folder, shards, total_bytes)
-
-
-def _save(path: Path, tensors: dict[str, Tensor]) -> None:
     from safetensors.torch import save_file
 
-    save_file(tensors, path, metadata={"format": "pt"})
+    if folder is None:
+        for _ in weights:
+            pass
+        return
+    shards: list[list[str]] = []
+    total_bytes = 0
+    for tensors in _shards_of(weights, max_shard_bytes):
+        save_file(tensors, folder / f"shard-{len(shards)}", metadata={"format": "pt"})
+        shards.append(list(tensors))
+        total_bytes += sum(tensor.nbytes for tensor in tensors.values())
+    _name_shards(folder, shards, total_bytes)
+
+
+def _shards_of(weights: Iterator[tuple[str, Tensor]], max_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """Yield the tensors in dicts of at most ``max_bytes``; each is cleared before the next one is filled."""
+    pending: dict[str, Tensor] = {}
+    num_bytes = 0
+    for name, tensor in weights:
+        if pending and num_bytes + tensor.nbytes > max_bytes:
+            yield pending
+            pending.clear()
+            num_bytes = 0
+        # Copy: the stream may reuse the memory, and safetensors rejects views.
+        pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        num_bytes += tensor.nbytes
+    if pending:
+        yield pending
 
 
 def _name_shards(folder: Path, shards: list[list[str]], total_bytes: int) -> None:

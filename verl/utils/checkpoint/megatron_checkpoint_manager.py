@@ -20,37 +20,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from verl.base_config import as_yaml
-from verl.utils import hdfs_io
+from verl.utils.checkpoint import files
 from verl.utils.checkpoint.checkpoint_manager import HF_FOLDER, BaseCheckpointManager, State, way_out
-from verl.utils.checkpoint.files import (
-    MEGATRON_LAYOUT_NAME,
-    CheckpointError,
-    FileRecord,
-    backend_problem,
-    file_problems,
-    move_files,
-    read_manifest,
-    read_world_size,
-    record_file,
-    remove_checkpoint,
-    remove_stale_files,
-    temporary_folder,
-    verify_checkpoint,
-    write_file,
-)
 from verl.utils.checkpoint.hf_export import export_weights, save_config_and_tokenizer
 from verl.utils.checkpoint.torch_dist import OPTIMIZER_KEYS, TENSORS_FOLDER, TorchDistReader, vocabulary_problem
 from verl.utils.faults import fault_point
-from verl.utils.fs import copy_to_local
-from verl.utils.megatron.dist_checkpointing import (
-    METADATA,
-    PendingSave,
-    chunk_names,
-    load_dist_checkpointing,
-    save_dist_checkpointing,
-    sharded_weights,
-    tensor_names,
-)
+from verl.utils.megatron import dist_checkpointing
 
 from megatron.core import parallel_state  # isort: skip  # after what prepares it for the CPU
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # isort: skip
@@ -74,8 +49,8 @@ class _Save:
     hdfs_path: str | None
     global_step: int
     max_ckpt_to_keep: int | None
-    records: list[FileRecord] = field(default_factory=list)
-    tensors: PendingSave | None = None
+    records: list[files.FileRecord] = field(default_factory=list)
+    tensors: dist_checkpointing.PendingSave | None = None
 
 
 class MegatronCheckpointManager(BaseCheckpointManager):
@@ -101,11 +76,13 @@ class MegatronCheckpointManager(BaseCheckpointManager):
         """Describe the tensors of this rank as parts of global ones."""
         if "model" not in contents and "optimizer" not in contents:
             return {}
-        state = sharded_weights(self.model)
+        state = dist_checkpointing.sharded_weights(self.model)
         if "optimizer" not in contents:
             return state
         assert self.optimizer is not None
-        optimizer = self.optimizer.sharded_state_dict(dict(state), is_loading=is_loading, metadata=dict(METADATA))
+        optimizer = self.optimizer.sharded_state_dict(
+            dict(state), is_loading=is_loading, metadata=dict(dist_checkpointing.METADATA)
+        )
         return ({} if "model" not in contents else state) | {"optimizer": optimizer}
 
     def _place(self) -> dict[str, int]:
@@ -141,7 +118,7 @@ class MegatronCheckpointManager(BaseCheckpointManager):
         self.finish_checkpoint()
         folder = Path(local_path)
         folder.mkdir(parents=True, exist_ok=True)
-        remove_stale_files(folder, self.world_size, self.rank, MEGATRON_LAYOUT_NAME)
+        files.remove_stale_files(folder, self.world_size, self.rank, files.MEGATRON_LAYOUT_NAME)
         if self.rank == 0:
             shutil.rmtree(folder / TENSORS_FOLDER, ignore_errors=True)
             (folder / TENSORS_FOLDER).mkdir()
@@ -158,7 +135,9 @@ class MegatronCheckpointManager(BaseCheckpointManager):
             fault_point("save_checkpoint", rank=self.rank, step=global_step)
             save.records.extend(self._tensor_files(folder, f"__{self.rank}_"))
 
-        save.tensors = save_dist_checkpointing(state, folder / TENSORS_FOLDER, self.is_async, behind_tensors)
+        save.tensors = dist_checkpointing.save_dist_checkpointing(
+            state, folder / TENSORS_FOLDER, self.is_async, behind_tensors
+        )
         self._running = save
         if not self.is_async:
             self.finish_checkpoint()
@@ -180,7 +159,7 @@ class MegatronCheckpointManager(BaseCheckpointManager):
         problem = save.tensors.wait()
         found = self.agree([] if problem is None else [problem])
         if found:
-            raise CheckpointError(f"checkpoint {save.local_path} could not be written: {'; '.join(found[:4])}")
+            raise files.CheckpointError(f"checkpoint {save.local_path} could not be written: {'; '.join(found[:4])}")
         save.tensors.finish()
         if self.rank == 0:
             save.records += self._tensor_files(Path(save.local_path), "")
@@ -188,66 +167,60 @@ class MegatronCheckpointManager(BaseCheckpointManager):
         return True
 
     @staticmethod
-    def _tensor_files(folder: Path, prefix: str) -> list[FileRecord]:
+    def _tensor_files(folder: Path, prefix: str) -> list[files.FileRecord]:
         """Return the records of one rank's tensor files or, without a prefix, of the files that all ranks share."""
         names = sorted(path.name for path in (folder / TENSORS_FOLDER).iterdir())
         mine = [name for name in names if (name.startswith(prefix) if prefix else not name.startswith("__"))]
-        return [record_file(folder, f"{TENSORS_FOLDER}/{name}") for name in mine]
+        return [files.record_file(folder, f"{TENSORS_FOLDER}/{name}") for name in mine]
 
     def _random_state_name(self) -> str:
         return f"rng_world_size_{self.world_size}_rank_{self.rank}.pt"
 
-    def _write_random_state(self, folder: Path) -> FileRecord:
+    def _write_random_state(self, folder: Path) -> files.FileRecord:
         state = {"layout": self._place(), "rng": self.get_rng_state(), "tracker": get_cuda_rng_tracker().get_states()}
-        return write_file(folder, self._random_state_name(), lambda file: torch.save(state, file))
+        return files.write_file(folder, self._random_state_name(), lambda file: torch.save(state, file))
 
-    def _write_shared_files(self, folder: Path, named_weights: Iterator[tuple[str, Tensor]] | None) -> list[FileRecord]:
+    def _write_shared_files(
+        self, folder: Path, named_weights: Iterator[tuple[str, Tensor]] | None
+    ) -> list[files.FileRecord]:
         """Write the files that the checkpoint holds once, on rank 0; all ranks gather the weights."""
-        if self.rank != 0:
-            if self.should_save_hf_model and named_weights is not None:
-                export_weights(None, named_weights)
-            return []
-        layout = self._sizes() | self.layout_fields() | {_OPTIMIZER_KEY: self._is_sharded()}
-        records = [_write_json(folder, MEGATRON_LAYOUT_NAME, layout)]
-        if self.should_save_extra:
+        records = []
+        if self.rank == 0:
+            layout = self._sizes() | self.layout_fields() | {_OPTIMIZER_KEY: self._is_sharded()}
+            records.append(_write_json(folder, files.MEGATRON_LAYOUT_NAME, layout))
+        if self.rank == 0 and self.should_save_extra:
             plain = str | int | float | bool | list | None
             fields = {key: value for key, value in vars(self.model[0].config).items() if isinstance(value, plain)}
             records.append(_write_json(folder, _CONFIG_NAME, fields))
-        with temporary_folder(folder, HF_FOLDER) as unfinished:
-            save_config_and_tokenizer(unfinished, None, self.processing_class)
+
+        def write_model(unfinished: Path | None) -> None:
             config = copy.deepcopy(self.hf_config)
             if self.should_save_hf_model and named_weights is not None:
                 config.dtype = self.model[0].config.params_dtype
                 export_weights(unfinished, named_weights)
-            config.save_pretrained(unfinished)
-            records += move_files(unfinished, folder, HF_FOLDER)
-        return records
+            if unfinished is not None:
+                save_config_and_tokenizer(unfinished, None, self.processing_class)
+                config.save_pretrained(unfinished)
+
+        return records + self.write_shared_folder(folder, HF_FOLDER, write_model)
 
     # ---- loading
 
-    def load_checkpoint(
-        self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
-    ) -> None:
-        """Restore the parts in ``load_contents``, whatever layout wrote them.
-
-        Raises: CheckpointError, a ValueError, naming the file, the problem, and what to do.
-        """
-        self.check_parts("load_contents")
+    def _load(self, folder: Path, local_path: str) -> None:
+        """Restore the parts of this rank, whatever layout wrote them."""
         self.finish_checkpoint()
-        path = self.checkpath(local_path, hdfs_path)
-        folder = Path(copy_to_local(path) if hdfs_io.is_hdfs(path) else path)
         self.stop_on(local_path, self._problems(folder) if self.rank == 0 else [])
         self.stop_on(local_path, self._changed_files(folder))
         wanted = self._sharded(self.load_contents, is_loading=True)
         self.stop_on(local_path, self._other_tensors(folder, wanted))
         try:
-            state = load_dist_checkpointing(wanted, folder / TENSORS_FOLDER)
-        except CheckpointError as error:
-            raise CheckpointError(
+            state = dist_checkpointing.load_dist_checkpointing(wanted, folder / TENSORS_FOLDER)
+        except files.CheckpointError as error:
+            raise files.CheckpointError(
                 f"checkpoint {local_path} cannot be loaded: {error}. {way_out(local_path)}"
             ) from error
         if self.should_load_model:
-            for key, chunk in zip(chunk_names(self.model), self.model, strict=True):
+            for key, chunk in zip(dist_checkpointing.chunk_names(self.model), self.model, strict=True):
                 chunk.load_state_dict(state[key])
         rates = _own_rates(self.optimizer)
         if self.should_load_optimizer:
@@ -258,15 +231,12 @@ class MegatronCheckpointManager(BaseCheckpointManager):
         if self.should_load_extra:
             self._load_extra(folder, state.get("lr_scheduler"))
         self._follow_schedule(rates)
-        self.barrier()
-        if del_local_after_load and self.is_node_leader():
-            remove_checkpoint(folder)
 
     def _problems(self, folder: Path) -> list[str]:
         """Return the reasons why this model cannot load a checkpoint on any rank."""
-        if (problem := backend_problem(folder, "megatron")) is not None:
+        if (problem := files.backend_problem(folder, "megatron")) is not None:
             return [problem]
-        if problems := verify_checkpoint(folder, checksums=False):
+        if problems := files.verify_checkpoint(folder, checksums=False):
             return problems
         if self.should_load_optimizer and (problem := self._other_optimizer(folder)) is not None:
             return [problem]
@@ -275,7 +245,7 @@ class MegatronCheckpointManager(BaseCheckpointManager):
         return []
 
     def _other_optimizer(self, folder: Path) -> str | None:
-        written = json.loads((folder / MEGATRON_LAYOUT_NAME).read_text())
+        written = json.loads((folder / files.MEGATRON_LAYOUT_NAME).read_text())
         if written[_OPTIMIZER_KEY] != self._is_sharded():
             return f"it was written with megatron.{_OPTIMIZER_KEY}={as_yaml(written[_OPTIMIZER_KEY])}: set the same"
         cut = [sizes["ep"] > 1 or sizes.get("etp", sizes["tp"]) != sizes["tp"] for sizes in (written, self._sizes())]
@@ -289,13 +259,13 @@ class MegatronCheckpointManager(BaseCheckpointManager):
 
     def _changed_files(self, folder: Path) -> list[str]:
         """Check the content of this rank's share of the files; the ranks share the reading."""
-        saved = read_world_size(folder)
-        manifests = [read_manifest(folder, saved, rank) for rank in range(self.rank, saved, self.world_size)]
-        return [problem for each in manifests for problem in file_problems(folder, each, checksums=True)]
+        saved = files.read_world_size(folder)
+        manifests = [files.read_manifest(folder, saved, rank) for rank in range(self.rank, saved, self.world_size)]
+        return [problem for each in manifests for problem in files.file_problems(folder, each, checksums=True)]
 
     def _other_tensors(self, folder: Path, wanted: State) -> list[str]:
         """Return the tensors that only the model or only the checkpoint has; collective."""
-        names = [tensor_names(wanted)] * self.world_size
+        names = [dist_checkpointing.tensor_names(wanted)] * self.world_size
         if self.world_size > 1:
             dist.all_gather_object(names, names[0])
         if self.rank != 0:
@@ -303,7 +273,7 @@ class MegatronCheckpointManager(BaseCheckpointManager):
         needed: set[str] = set().union(*names)
         try:
             reader = TorchDistReader(folder / TENSORS_FOLDER)
-        except CheckpointError as error:
+        except files.CheckpointError as error:
             return [str(error)]
         found = reader.names()
         if lacking := sorted(needed - found):
@@ -315,7 +285,7 @@ class MegatronCheckpointManager(BaseCheckpointManager):
         weights = {name for name in found if not name.startswith(OPTIMIZER_KEYS)}
         if self.should_load_model and (other := sorted(weights - needed)):
             return [f"it belongs to another model: it holds {other[0]}"]
-        padding = json.loads((folder / MEGATRON_LAYOUT_NAME).read_text())["tp"]
+        padding = json.loads((folder / files.MEGATRON_LAYOUT_NAME).read_text())["tp"]
         problem = vocabulary_problem(reader, self.hf_config.vocab_size, multiple=padding)
         return [] if problem is None else [problem]
 
@@ -330,7 +300,7 @@ class MegatronCheckpointManager(BaseCheckpointManager):
         try:
             state = torch.load(file, map_location="cpu", weights_only=True) if file.is_file() else {"layout": None}
         except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
-            raise CheckpointError(f"{file} cannot be read ({error})") from error
+            raise files.CheckpointError(f"{file} cannot be read ({error})") from error
         if state["layout"] != self._place():
             logger.warning("%s was written by another parallel layout: this process keeps its random state", folder)
             return
@@ -388,6 +358,6 @@ def _as_chained(state: dict[Any, Any], optimizer: "MegatronOptimizer") -> dict[A
     return chained[0] if len(own) == 1 else dict(enumerate(chained))
 
 
-def _write_json(folder: Path, name: str, content: State) -> FileRecord:
+def _write_json(folder: Path, name: str, content: State) -> files.FileRecord:
     text = json.dumps(content, indent=4, sort_keys=True, default=str).encode()
-    return write_file(folder, name, lambda file: file.write(text))
+    return files.write_file(folder, name, lambda file: file.write(text))

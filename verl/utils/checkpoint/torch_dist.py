@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 
-from verl.utils.checkpoint.files import CheckpointError
+from verl.utils.checkpoint.files import CheckpointError, reading
 
 TENSORS_FOLDER = "dist_ckpt"
 BACKEND_FILE = "metadata.json"
@@ -50,11 +50,6 @@ class TorchDistReader:
     def shape(self, name: str) -> torch.Size:
         """Return the shape of a whole tensor."""
         return self._tensors[name].size
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of a tensor."""
-        found: torch.dtype = self._tensors[name].properties.dtype
-        return found
 
     def read(self, name: str, at: Sequence[int] = ()) -> Tensor:
         """Return ``tensor[at]``, reading only the chunks that hold it.
@@ -131,11 +126,7 @@ def check_format(folder: Path) -> None:
     Raises: CheckpointError naming the file.
     """
     path = folder / BACKEND_FILE
-    try:
+    with reading(path, ": the folder is not a complete distributed checkpoint"):
         backend = json.loads(path.read_text())["sharded_backend"]
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing: the folder is not a complete distributed checkpoint") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error})") from error
     if backend != "torch_dist":
         raise CheckpointError(f"{path} says sharded_backend={backend!r}: only torch_dist is supported")
