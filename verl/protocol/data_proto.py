@@ -19,23 +19,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, set_lazy_legac
 from torch import Tensor
 
 from verl.utils import envs
-from verl.utils.batch.dicts import (
-    as_key_list,
-    concat_arrays,
-    concat_entries,
-    merge_meta_info,
-    object_array,
-    pick,
-    rows_as_objects,
-    union_numpy_dict,
-)
-from verl.utils.batch.serialization import (
-    available_device,
-    deserialize_tensordict,
-    pack_objects,
-    serialize_tensordict,
-    writable,
-)
+from verl.utils.batch import dicts, serialization
 from verl.utils.py_functional import ConflictError, union_two_dict
 from verl.utils.tensordict_utils import (
     BatchError,
@@ -145,7 +129,7 @@ class DataProto:
             raise BatchError(f"num_batch_dims must be 1 with non-tensors, got {num_batch_dims}")
         batch = TensorDict(dict(tensors), batch_size=[shared_rows(tensors, num_batch_dims)]) if tensors else None
         arrays = {
-            key: value if isinstance(value, np.ndarray) else rows_as_objects(key, value)
+            key: value if isinstance(value, np.ndarray) else dicts.rows_as_objects(key, value)
             for key, value in (non_tensors or {}).items()
         }
         meta = {} if meta_info is None else meta_info
@@ -163,7 +147,7 @@ class DataProto:
         meta = dict(meta_info or {})
         for key, value in tensor_dict.items() if tensor_dict is not None else ():
             if isinstance(value, NonTensorStack):
-                arrays[key] = object_array(value.tolist())
+                arrays[key] = dicts.object_array(value.tolist())
             elif isinstance(value, NonTensorData):
                 meta[key] = value.data
             else:
@@ -212,13 +196,13 @@ class DataProto:
         method = (envs.read(SERIALIZATION_ENV) or "numpy").lower()
         if method not in ("numpy", "torch"):
             raise ValueError(f"environment variable {SERIALIZATION_ENV} must be numpy or torch, got {method!r}")
-        arrays = {key: pack_objects(value) for key, value in self.non_tensor_batch.items()}
-        meta_info = pack_objects(self.meta_info)
+        arrays = {key: serialization.pack_objects(value) for key, value in self.non_tensor_batch.items()}
+        meta_info = serialization.pack_objects(self.meta_info)
         if method == "torch":
             buffer = io.BytesIO()
             torch.save(None if self.batch is None else self.batch.contiguous(), buffer)
             return buffer.getvalue(), arrays, meta_info
-        return None if self.batch is None else serialize_tensordict(self.batch), arrays, meta_info
+        return None if self.batch is None else serialization.serialize_tensordict(self.batch), arrays, meta_info
 
     def __setstate__(self, state: State) -> None:
         batch, arrays, meta_info = state
@@ -226,13 +210,14 @@ class DataProto:
             location = None if torch.accelerator.is_available() else "cpu"
             loaded = torch.load(io.BytesIO(batch), weights_only=False, map_location=location)
             if loaded is not None and loaded.device is not None:
-                loaded = loaded.to(available_device(str(loaded.device)))
+                loaded = loaded.to(serialization.available_device(str(loaded.device)))
             self.batch = loaded
         else:
-            self.batch = None if batch is None else deserialize_tensordict(batch)
+            self.batch = None if batch is None else serialization.deserialize_tensordict(batch)
         # Packed arrays arrive writable. The others may lie in shared memory, which is read-only.
         self.non_tensor_batch = {
-            key: writable(value) if isinstance(value, np.ndarray) else value for key, value in arrays.items()
+            key: serialization.writable(value) if isinstance(value, np.ndarray) else value
+            for key, value in arrays.items()
         }
         self.meta_info = meta_info
 
@@ -311,6 +296,12 @@ class DataProto:
         arrays = {key: value[rows] for key, value in self.non_tensor_batch.items()}
         return self._with(index_select_tensor_dict(self.batch, index), arrays)
 
+    def _take(self, index: Tensor) -> None:
+        """Replace the rows by the given ones."""
+        other = self._gather(index)
+        self.batch = other.batch
+        self.non_tensor_batch = other.non_tensor_batch
+
     def select_idxs(self, idxs: Sequence[int] | Sequence[bool] | np.ndarray | Tensor) -> Self:
         """Gather rows by integers or by a boolean mask.
 
@@ -328,9 +319,7 @@ class DataProto:
 
     def reorder(self, indices: Tensor) -> None:
         """Reorder the rows, in place."""
-        other = self._gather(resolve_indices(indices, len(self)))
-        self.batch = other.batch
-        self.non_tensor_batch = other.non_tensor_batch
+        self._take(resolve_indices(indices, len(self)))
 
     def map_entries(
         self,
@@ -349,22 +338,8 @@ class DataProto:
         """Repeat every row (aabb), or the whole batch (abab)."""
         if repeat_times < 0:
             raise BatchError(f"repeat_times must not be negative, got {repeat_times}")
-        num_rows = len(self) * repeat_times
-
-        def tile(_: str, value: Tensor) -> Tensor:
-            if repeat_times == 1:
-                return value.clone()  # a reshape of one repetition would be a view
-            return value.unsqueeze(0).expand(repeat_times, *value.shape).reshape(num_rows, *value.shape[1:])
-
-        if interleave:
-            return self.map_entries(
-                num_rows,
-                lambda _, value: value.repeat_interleave(repeat_times, dim=0),
-                lambda _, value: value.repeat(repeat_times, axis=0),
-            )
-        return self.map_entries(
-            num_rows, tile, lambda _, value: np.tile(value, (repeat_times, *[1] * (value.ndim - 1)))
-        )
+        rows = torch.arange(len(self))
+        return self._gather(rows.repeat_interleave(repeat_times) if interleave else rows.repeat(repeat_times))
 
     def _tensors(self) -> dict[str, Tensor]:
         return {} if self.batch is None else cast(dict[str, Tensor], dict(self.batch.items()))
@@ -386,9 +361,7 @@ class DataProto:
         if len(self) == 0:
             raise BatchError("cannot pad a batch that has no rows")
         row = 0 if padding_candidate == "first" else len(self) - 1
-        padded = self._gather(torch.tensor([*range(len(self)), *[row] * padding_size]))
-        self.batch = padded.batch
-        self.non_tensor_batch = padded.non_tensor_batch
+        self._take(torch.tensor([*range(len(self)), *[row] * padding_size]))
 
     def chunk(self, chunks: int) -> list[Self]:
         """Cut into ``chunks`` parts, as views.
@@ -424,12 +397,12 @@ class DataProto:
             raise BatchError("concat needs at least one part")
         first = data[0]
         batch = None
-        tensors = concat_entries([part._tensors() for part in data], concat_tensors)
+        tensors = dicts.concat_entries([part._tensors() for part in data], concat_tensors)
         if first.batch is not None:
             batch = TensorDict(tensors, batch_size=[sum(len(part) for part in data)], device=first.batch.device)
-        arrays = concat_entries([part.non_tensor_batch for part in data], concat_arrays)
+        arrays = dicts.concat_entries([part.non_tensor_batch for part in data], dicts.concat_arrays)
         return type(first)(
-            batch=batch, non_tensor_batch=arrays, meta_info=merge_meta_info([part.meta_info for part in data])
+            batch=batch, non_tensor_batch=arrays, meta_info=dicts.merge_meta_info([part.meta_info for part in data])
         )
 
     def make_iterator(
@@ -495,14 +468,14 @@ class DataProto:
         batch = self.batch
         if batch is not None and batch_keys is not None:
             batch = TensorDict(
-                pick("batch", self._tensors(), batch_keys), batch_size=batch.batch_size, device=batch.device
+                dicts.pick("batch", self._tensors(), batch_keys), batch_size=batch.batch_size, device=batch.device
             )
         elif batch is not None:
             batch = batch.copy()
         elif batch_keys:
-            pick("batch", {}, batch_keys)
-        arrays = pick("non_tensor_batch", self.non_tensor_batch, non_tensor_batch_keys)
-        meta_info = pick("meta_info", self.meta_info, meta_info_keys)
+            dicts.pick("batch", {}, batch_keys)
+        arrays = dicts.pick("non_tensor_batch", self.non_tensor_batch, non_tensor_batch_keys)
+        meta_info = dicts.pick("meta_info", self.meta_info, meta_info_keys)
         if deepcopy:
             arrays = copy.deepcopy(arrays)
             meta_info = copy.deepcopy(meta_info)
@@ -536,8 +509,8 @@ class DataProto:
 
         Raises: TypeError for keys that are not strings, ValueError when counts differ or a new name is taken.
         """
-        old = as_key_list("old_keys", old_keys)
-        new = as_key_list("new_keys", new_keys)
+        old = dicts.as_key_list("old_keys", old_keys)
+        new = dicts.as_key_list("new_keys", new_keys)
         if len(old) != len(new):
             raise BatchError(f"rename needs one new key per old key, got {old} and {new}")
         if not old:
@@ -545,7 +518,7 @@ class DataProto:
         if self.batch is None:
             raise BatchError(f"cannot rename {old}: the batch has no tensors")
         entries = self._tensors()
-        values = pick("batch", entries, old)
+        values = dicts.pick("batch", entries, old)
         taken = [key for key in new if key in entries and key not in old]
         if taken or len(set(new)) != len(new):
             raise BatchError(f"cannot rename {old} to {new}: {taken or 'a new key'} would occur twice")
@@ -564,7 +537,7 @@ class DataProto:
         if len({len(part) for part in has_rows}) > 1:
             raise ConflictError(f"parts to unite must have the same number of rows, got {len(self)} and {len(other)}")
         meta_info = union_two_dict(dict(self.meta_info), other.meta_info)
-        arrays = union_numpy_dict(dict(self.non_tensor_batch), other.non_tensor_batch)
+        arrays = dicts.union_numpy_dict(dict(self.non_tensor_batch), other.non_tensor_batch)
         if self.batch is not None and other.batch is not None:
             self.batch = union_tensor_dict(self.batch, other.batch)
         elif other.batch is not None:
