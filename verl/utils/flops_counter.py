@@ -7,6 +7,7 @@ including those that a causal mask drops; embedding lookups count nothing.
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from verl.utils.device import get_device_name, get_torch_device
@@ -124,18 +125,13 @@ def _pairs(config: "PretrainedConfig", layer: int, lengths: Iterable[int]) -> in
     return sum(length * min(length, window or length) for length in lengths)
 
 
+@dataclass(frozen=True)
 class _Text:
     """The layers of a text model."""
 
-    def __init__(
-        self,
-        mlp: Callable[["PretrainedConfig", int], int],
-        attention: Callable[["PretrainedConfig"], int] = _attention,
-        channels: Callable[["PretrainedConfig"], int] = lambda config: 2 * _head_dim(config),
-    ) -> None:
-        self.mlp = mlp
-        self.attention = attention
-        self.channels = channels
+    mlp: Callable[["PretrainedConfig", int], int]
+    attention: Callable[["PretrainedConfig"], int] = _attention
+    channels: Callable[["PretrainedConfig"], int] = lambda config: 2 * _head_dim(config)
 
     def __call__(self, config: "PretrainedConfig", lengths: Sequence[int], num_outputs: int) -> tuple[float, float]:
         """Return weights times tokens, and channels times pairs of positions."""

@@ -146,13 +146,11 @@ def get_hf_auto_model_class(hf_config: PretrainedConfig) -> "type[_BaseAutoModel
     for name, cls in by_name.items():
         if name in auto_map:
             return cls
-    if type(hf_config) in AutoModelForCausalLM._model_mapping and not hasattr(hf_config, "vision_config"):
-        return AutoModelForCausalLM
+    is_causal = type(hf_config) in AutoModelForCausalLM._model_mapping
     if type(hf_config) in AutoModelForImageTextToText._model_mapping:
-        return AutoModelForImageTextToText
-    if type(hf_config) in AutoModelForCausalLM._model_mapping:
-        return AutoModelForCausalLM
-    return AutoModel
+        if not is_causal or hasattr(hf_config, "vision_config"):
+            return AutoModelForImageTextToText
+    return AutoModelForCausalLM if is_causal else AutoModel
 
 
 def get_value_model_class(hf_config: PretrainedConfig) -> "type[_BaseAutoModelClass] | VisionValueModel":

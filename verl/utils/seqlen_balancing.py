@@ -3,7 +3,7 @@
 import heapq
 from bisect import insort
 from collections.abc import Sequence
-from typing import Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -13,19 +13,14 @@ from torch import Tensor
 
 from verl.utils.device import get_device_id
 
+if TYPE_CHECKING:
+    from verl.protocol import DataProto
+
 Partition = list[list[int]]
 _MAX_SWAPS_PER_PART = 64
 
 
-class Rows(Protocol):
-    """A batch whose rows can be selected, such as ``DataProto``."""
-
-    batch: TensorDict | None
-
-    def select_idxs(self, idxs: list[int]) -> Self: ...
-
-
-R = TypeVar("R", bound=Rows)
+Batch = TypeVar("Batch", bound="DataProto")
 
 
 class TokenBudgetError(ValueError, AssertionError):
@@ -44,10 +39,7 @@ def roundup_divisible(a: int, b: int) -> int:
 
 def get_reverse_idx(idx_map: Sequence[int]) -> list[int]:
     """Invert a permutation: return the position of each value."""
-    reverse = [0] * len(idx_map)
-    for position, value in enumerate(idx_map):
-        reverse[value] = position
-    return reverse
+    return [int(position) for position in np.argsort(idx_map)]
 
 
 # ---- partition algorithms
@@ -189,17 +181,15 @@ def get_seqlen_balanced_partitions(seqlen_list: Sequence[int], k_partitions: int
     if k_partitions < 1 or len(seqlen_list) < k_partitions:
         raise ValueError(f"{len(seqlen_list)} sequences cannot be split into {k_partitions} non-empty parts")
     lengths = np.asarray(seqlen_list, dtype=np.int64)
+    is_even = False
     # Prefer parts of equal size if they balance as well: they are found much faster.
     if equal_size or len(lengths) % k_partitions == 0:
         parts = _even_out(lengths, karmarkar_karp(seqlen_list, k_partitions, True), True)
-    if not equal_size and (len(lengths) % k_partitions or not _is_even(lengths, parts)):
+        totals = [int(lengths[part].sum()) for part in parts]
+        is_even = max(totals) - min(totals) <= 1
+    if not equal_size and not is_even:
         parts = _even_out(lengths, karmarkar_karp(seqlen_list, k_partitions, False), False)
     return [sorted(part) for part in parts]
-
-
-def _is_even(lengths: np.ndarray, parts: Partition) -> bool:
-    totals = [int(lengths[part].sum()) for part in parts]
-    return max(totals) - min(totals) <= 1
 
 
 def log_seqlen_unbalance(seqlen_list: Sequence[int], partitions: Partition, prefix: str) -> dict[str, float]:
@@ -330,7 +320,7 @@ def rearrange_micro_batches(
     return [batch[torch.tensor(part)] for part in parts], parts
 
 
-def prepare_dynamic_batch(data: R, max_token_len: int, **options: Any) -> tuple[list[R], Partition]:
+def prepare_dynamic_batch(data: Batch, max_token_len: int, **options: Any) -> tuple[list[Batch], Partition]:
     """Split a batch with its non-tensors; options as in ``rearrange_micro_batches``."""
     assert data.batch is not None
     parts = _micro_batch_partition(*_sequence_lengths(data.batch), max_token_len, **options)

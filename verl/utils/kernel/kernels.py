@@ -1,6 +1,6 @@
-"""The two computations of a fused head in Triton: logits live in the registers of a program and nowhere else.
+"""The two computations of a fused head in Triton: logits exist only in the registers of a program.
 
-Imported where the backend is asked for. ``TRITON_INTERPRET=1`` runs the same kernels on a CPU, slowly, for tests.
+Imported only when the backend is selected. ``TRITON_INTERPRET=1`` runs the same kernels on a CPU, slowly, for tests.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor
 from verl.utils.kernel.rows import LOWEST, HeadFormula, RowGrads, Rows, RowSums, rebase
 
 PROGRAMS = 512
-"""So many programs fill a GPU; where rows alone do not make as many, the vocabulary is split among more."""
+"""Number of programs that fill a GPU. If there are fewer blocks of rows, the vocabulary is split as well."""
 
 
 @triton.jit
@@ -22,7 +22,7 @@ def _logits(
     HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return a tile of logits over the temperature; what lies outside the block is arbitrary."""
+    """Return a tile of logits divided by the temperature; values outside the block are arbitrary."""
     product = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
     for at in range(0, dim, BLOCK_K):
         k = at + tl.arange(0, BLOCK_K)
@@ -124,18 +124,19 @@ def _gradient_kernel(
 
 
 def is_interpreted() -> bool:
-    """Whether the kernels run in Triton's interpreter, which takes tensors of a CPU."""
+    """Whether the kernels run in Triton's interpreter, which accepts CPU tensors."""
     return not isinstance(_row_sums_kernel, triton.JITFunction)
 
 
 class TritonBackend:
-    """Runs on CUDA, in bf16, fp16 and fp32."""
+    """The computations on CUDA, in bf16, fp16 and fp32."""
 
     def row_sums(self, rows: Rows, formula: HeadFormula, with_entropy: bool, chunk_rows: int) -> RowSums:
         """Return the sums over all columns; no logits are stored, so ``chunk_rows`` is not needed."""
         count, hidden = len(rows.hidden), rows.hidden
         tiles = _tiles(rows)
-        splits = min(triton.cdiv(PROGRAMS, triton.cdiv(max(count, 1), tiles["BLOCK_N"])), _splittable(formula, tiles))
+        most = max(1, triton.cdiv(formula.columns, tiles["BLOCK_V"]))
+        splits = min(triton.cdiv(PROGRAMS, triton.cdiv(max(count, 1), tiles["BLOCK_N"])), most)
         parts = hidden.new_zeros(4, splits, count, dtype=torch.float32)
         parts[0].fill_(LOWEST)
         if count and formula.columns:
@@ -167,9 +168,9 @@ class TritonBackend:
 
 
 def _operands(rows: Rows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return what the kernels read.
+    """Return the inputs of the kernels.
 
-    Raises: ValueError for dtypes that they do not multiply, and columns that do not lie together.
+    Raises: ValueError for unsupported dtypes, and for rows that are not contiguous.
     """
     if (
         rows.hidden.dtype not in (torch.float32, torch.bfloat16, torch.float16)
@@ -189,7 +190,7 @@ def _strides(rows: Rows) -> tuple[int, int]:
 
 
 def _factors(formula: HeadFormula) -> tuple[float, float, float]:
-    """Return what multiplies: a product without a cap, one within the tanh, and the tanh."""
+    """Return the factors of the product without a cap, of the product inside the tanh, and of the tanh."""
     if formula.softcap is None:
         return formula.scale / formula.temperature, 0.0, 0.0
     return (
@@ -209,11 +210,7 @@ def _switches(rows: Rows, formula: HeadFormula) -> dict[str, Any]:
 
 
 def _tiles(rows: Rows) -> dict[str, int]:
-    """Return a tile of at most 72 KiB of operands in three stages, which every GPU since Ampere has room for."""
+    """Return tile sizes: at most 72 KiB of operands in three stages, which fit every GPU since Ampere."""
     half = rows.hidden.element_size() == 2
     wide = 64 if half else 32
     return {"BLOCK_N": 64, "BLOCK_V": 128, "BLOCK_K": min(wide, max(16, triton.next_power_of_2(rows.hidden.shape[1])))}
-
-
-def _splittable(formula: HeadFormula, tiles: dict[str, int]) -> int:
-    return max(1, triton.cdiv(formula.columns, tiles["BLOCK_V"]))

@@ -1,8 +1,8 @@
-"""Log-probabilities and entropies straight from hidden states and the weight of the head: the logits are never whole.
+"""Log-probabilities and entropies from hidden states and the weight of the head, without the whole logits in memory.
 
-The forward pass makes the logits of a chunk of rows, keeps four numbers of each row and lets them go. The backward
-pass makes them again, a block of the vocabulary at a time: so each part of the weight's gradient is one product, and
-only that of the hidden states, which is small, is summed over blocks, in fp32 or better.
+The forward pass computes the logits of a chunk of rows, keeps four numbers of each row and drops the logits. The
+backward pass computes them again, a block of the vocabulary at a time. So each part of the weight's gradient is one
+product, and only the gradient of the hidden states, which is small, is summed over blocks, in fp32 or better.
 """
 
 from typing import Any
@@ -18,15 +18,15 @@ from verl.utils.kernel.rows import Backend, HeadFormula, RowGrads, Rows, RowSums
 CHUNK_ROWS = 512
 CHUNK_ELEMENTS = {"cpu": 1 << 22}
 CHUNK_ELEMENTS_DEFAULT = 1 << 26
-"""Logits that are made at once where no number of rows is given, in at most ``CHUNK_ROWS`` rows."""
+"""Default number of logits in a chunk, which has at most ``CHUNK_ROWS`` rows."""
 BACKENDS = ("torch", "triton")
 ENTROPY_MODES = ("none", "value", "grad")
 
 
 def backend_of(name: str, device: torch.device) -> Backend:
-    """Return what makes the logits.
+    """Return the backend of a name.
 
-    Raises: ValueError for an unknown name, and for ``triton`` where it cannot run.
+    Raises: ValueError for an unknown name, and for ``triton`` if it cannot run here.
     """
     if name == "torch":
         return TorchBackend()
@@ -53,7 +53,7 @@ def _over_ranks(sums: RowSums, group: ProcessGroup | None) -> RowSums:
 
 
 class _LinearLogProbs(torch.autograd.Function):
-    """Keeps its inputs and two numbers of each row for the backward pass."""
+    """Keep the inputs and two numbers of each row for the backward pass."""
 
     @staticmethod
     def forward(
@@ -93,8 +93,10 @@ class _LinearLogProbs(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias) if needs_bias else None
         for block in _blocks(len(hidden), formula.columns, ctx.chunk_rows):
             grad = ctx.backend.logits_gradient(rows, formula, block, grads)
-            if grad_hidden is not None:
-                _add_product(grad_hidden, grad, weight[block])
+            if grad_hidden is not None and grad_hidden.dtype == grad.dtype:
+                grad_hidden.addmm_(grad, weight[block])
+            elif grad_hidden is not None:
+                grad_hidden.add_(grad @ weight[block])
             if grad_weight is not None:
                 torch.mm(grad.t(), hidden, out=grad_weight[block])
             if grad_bias is not None:
@@ -112,13 +114,6 @@ def _blocks(rows: int, columns: int, chunk_rows: int) -> list[slice]:
     return [slice(at, min(at + width, columns)) for at in range(0, columns, width)]
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    if total.dtype == left.dtype:
-        total.addmm_(left, right)
-    else:
-        total.add_(left @ right)
-
-
 def linear_log_probs_and_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -131,16 +126,16 @@ def linear_log_probs_and_entropy(
     chunk_rows: int | None = None,
     group: ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the log-probability of each label and, where asked for, the entropy of its distribution.
+    """Return the log-probability of each label and, on request, the entropy of its distribution.
 
-    At most ``chunk_rows`` x V logits exist at a time, by default what suits the device. Half precision is multiplied
-    as it is and summed in fp32.
+    At most ``chunk_rows`` x V logits exist at a time; the default depends on the device. Products are in the dtype of
+    the inputs, sums in fp32 or better.
 
     Args:
         hidden: (N, H).
         weight: (V, H); with a ``group`` this rank's part of the vocabulary. The gradient of ``hidden`` is then that
             of this part: ``sum_gradients`` adds up those of the ranks.
-        labels: (N,) int64, rows of ``weight``; -1 where another rank has it.
+        labels: (N,) int64, rows of ``weight``; -1 for a row of another rank.
         entropy: ``none``, ``value`` (without gradient) or ``grad``.
         backend: ``torch``, or ``triton`` on CUDA.
         group: the ranks that hold the other parts.

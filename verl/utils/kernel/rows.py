@@ -1,4 +1,4 @@
-"""What a fused head keeps of each row, and the two computations that make logits, by torch."""
+"""The numbers that a fused head keeps of each row, and the two computations that need logits, in torch."""
 
 from dataclasses import dataclass, replace
 from typing import Protocol, Self
@@ -6,17 +6,18 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-_LOG_ZERO = -1e4
-"""Stands for a log-probability of minus infinity; its exponential is zero in every dtype."""
+from verl.utils.numerics.log_probs import LOG_ZERO
 
 LOWEST = -1e30
-"""The largest logit of no column."""
+"""The largest logit if there is no column."""
 
 
 @dataclass(frozen=True)
 class HeadFormula:
-    """What becomes of ``x``, the product with the weight plus bias: ``softcap * tanh(scale * x / softcap)``, divided by
-    the temperature. The rows of the weight behind ``columns`` pad it and are no tokens.
+    """How logits follow from ``x``, the product with the weight plus the bias.
+
+    They are ``softcap * tanh(scale * x / softcap)``, or ``scale * x`` without a cap, divided by the temperature. Rows
+    of the weight after ``columns`` are padding, not tokens.
     """
 
     scale: float = 1.0
@@ -33,14 +34,14 @@ class HeadFormula:
         return self if self.columns >= 0 else replace(self, columns=len(weight))
 
     def logits(self, x: Tensor) -> Tensor:
-        """Return the logits over the temperature, made in place of ``x``."""
+        """Return the logits divided by the temperature; overwrites ``x``."""
         if self.softcap is None:
             factor = self.scale / self.temperature
             return x if factor == 1.0 else x.mul_(factor)
         return x.mul_(self.scale / self.softcap).tanh_().mul_(self.softcap / self.temperature)
 
     def gradient(self, grad: Tensor, logits: Tensor) -> Tensor:
-        """Return the gradient in ``x``, made in place of that in the logits, which are overwritten too."""
+        """Return the gradient in ``x`` from that in the logits; overwrites both arguments."""
         if self.softcap is not None:
             grad.mul_(logits.mul_(self.temperature / self.softcap).square_().neg_().add_(1.0))
         factor = self.scale / self.temperature
@@ -59,8 +60,10 @@ class Rows:
 
 @dataclass(frozen=True)
 class RowSums:
-    """Of each row over a part of the vocabulary, (N,): the largest logit; of z, the logits less that one, the sums of
-    exp(z) and of z exp(z); and the logit of the label, zero where it lies in another part.
+    """Sums over a part of the vocabulary, each (N,).
+
+    ``largest`` is the largest logit of the row. With z = logit - largest, ``total`` is the sum of exp(z) and
+    ``weighted`` that of z exp(z). ``label`` is the logit of the label, zero if it lies in another part.
     """
 
     largest: Tensor
@@ -71,8 +74,9 @@ class RowSums:
 
 @dataclass(frozen=True)
 class RowGrads:
-    """What the backward pass knows of each row, (N,): the logarithm of the sum of all exponentials; the entropy, None
-    where it has no gradient; and the gradients in the log-probability and in the entropy.
+    """Inputs of the backward pass, each (N,).
+
+    ``log_sum`` is the logarithm of the sum of all exponentials. ``entropy`` is None if it has no gradient.
     """
 
     log_sum: Tensor
@@ -89,7 +93,7 @@ def rebase(sums: RowSums, largest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class Backend(Protocol):
-    """Makes logits, uses them and lets them go."""
+    """Computes from logits without keeping them."""
 
     def row_sums(self, rows: Rows, formula: HeadFormula, with_entropy: bool, chunk_rows: int) -> RowSums:
         """Return the sums over all columns; ``weighted`` is zero unless ``with_entropy``."""
@@ -101,10 +105,10 @@ class Backend(Protocol):
 
 
 class TorchBackend:
-    """Runs on every device."""
+    """The computations in torch, for every device."""
 
     def row_sums(self, rows: Rows, formula: HeadFormula, with_entropy: bool, chunk_rows: int) -> RowSums:
-        """Make the logits of a chunk of rows at a time."""
+        """Return the sums over all columns, from the logits of a chunk of rows at a time."""
         dtype = torch.promote_types(rows.hidden.dtype, torch.float32)
         count = len(rows.hidden) if formula.columns else 0
         zeros = rows.hidden.new_zeros(4, len(rows.hidden), dtype=dtype)
@@ -121,19 +125,19 @@ class TorchBackend:
                 continue
             exponential = z.exp()
             sums.total[chunk] = exponential.sum(-1)
-            sums.weighted[chunk] = torch.einsum("nv,nv->n", exponential, z.clamp_(min=_LOG_ZERO))
+            sums.weighted[chunk] = torch.einsum("nv,nv->n", exponential, z.clamp_(min=LOG_ZERO))
         return sums
 
     def logits_gradient(self, rows: Rows, formula: HeadFormula, block: slice, grads: RowGrads) -> Tensor:
-        """Make the logits of a block of the vocabulary."""
+        """Return the gradient in the product with the weight, for a block of the vocabulary."""
         logits = formula.logits(_product(rows, slice(None), block).to(grads.log_sum.dtype))
-        kept = logits if formula.softcap is None else logits.clone()  # needed again only behind a cap
+        kept = logits if formula.softcap is None else logits.clone()  # only a cap needs them again
         log_p = logits.sub_(grads.log_sum.unsqueeze(-1))
         if grads.entropy is None:
             grad = log_p.exp_().mul_(-grads.grad_log_probs.unsqueeze(-1))
         else:
             grad = log_p.exp()
-            pull = log_p.clamp_(min=_LOG_ZERO).add_(grads.entropy.unsqueeze(-1)).mul_(grads.grad_entropy.unsqueeze(-1))
+            pull = log_p.clamp_(min=LOG_ZERO).add_(grads.entropy.unsqueeze(-1)).mul_(grads.grad_entropy.unsqueeze(-1))
             grad.mul_(pull.add_(grads.grad_log_probs.unsqueeze(-1))).neg_()
         column = rows.labels - block.start
         here = (column >= 0) & (column < grad.shape[1])

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-_LOG_ZERO = -1e4
+LOG_ZERO = -1e4
 """Stands for a log-probability of minus infinity; its exponential is zero in every dtype."""
 
 
@@ -20,13 +20,9 @@ def rows_per_chunk(logits: Tensor, chunk_size: int | None) -> int:
     return max(1, chunk_size or chunk_elements(logits) // logits.shape[-1])
 
 
-def _accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
 def scaled_log_softmax(logits: Tensor, temperature: Tensor | float) -> Tensor:
     """Return ``log_softmax(logits / temperature)`` of (N, V) rows, in fp32 or better."""
-    dtype = _accumulate_dtype(logits.dtype)
+    dtype = torch.promote_types(logits.dtype, torch.float32)
     if isinstance(temperature, float) and temperature == 1.0:
         return torch.log_softmax(logits, dim=-1, dtype=dtype)
     return torch.log_softmax(logits.to(dtype) / temperature, dim=-1)
@@ -35,7 +31,7 @@ def scaled_log_softmax(logits: Tensor, temperature: Tensor | float) -> Tensor:
 def entropy_of(log_probs: Tensor, probs: Tensor | None = None) -> Tensor:
     """Return the entropy of (N, V) log-probabilities, which are clamped in place."""
     probs = log_probs.exp() if probs is None else probs
-    return -torch.einsum("nv,nv->n", probs, log_probs.clamp_(min=_LOG_ZERO))
+    return -torch.einsum("nv,nv->n", probs, log_probs.clamp_(min=LOG_ZERO))
 
 
 def logits_gradient(
@@ -53,7 +49,7 @@ def logits_gradient(
     if grad_entropy is None or entropy is None:
         grad = probs.mul_(-grad_log_probs.unsqueeze(-1))
     else:
-        pull = log_probs.clamp_(min=_LOG_ZERO).add_(entropy.unsqueeze(-1))
+        pull = log_probs.clamp_(min=LOG_ZERO).add_(entropy.unsqueeze(-1))
         pull.mul_(grad_entropy.to(probs.dtype).unsqueeze(-1)).add_(grad_log_probs.unsqueeze(-1))
         grad = probs.mul_(pull).neg_()
     grad.scatter_add_(-1, labels.unsqueeze(-1), grad_log_probs.unsqueeze(-1))
@@ -79,7 +75,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         rows = len(logits)
         step = rows_per_chunk(logits, chunk_size)
-        dtype = _accumulate_dtype(logits.dtype)
+        dtype = torch.promote_types(logits.dtype, torch.float32)
         log_probs = logits.new_empty(rows, dtype=dtype)
         entropy = logits.new_empty(rows if entropy_mode != "none" else 0, dtype=dtype)
         for at in range(0, rows, step):
@@ -154,7 +150,7 @@ def log_probs_and_entropy(
     Returns: (log_probs, entropy or None), each (...) in fp32, float64 for float64 logits.
     Raises: ValueError for mismatched shapes, an unknown ``entropy`` or a temperature that is not positive.
     """
-    mode = {True: "value", False: "none"}.get(entropy, entropy) if isinstance(entropy, bool) else entropy
+    mode = ("value" if entropy else "none") if isinstance(entropy, bool) else entropy
     if mode not in ("none", "value", "grad"):
         raise ValueError(f"entropy must be 'none', 'value' or 'grad', got {entropy!r}")
     if logits.shape[:-1] != labels.shape:

@@ -30,9 +30,8 @@ class StreamedQuantiles:
         self._brackets = _brackets(self._probabilities, np.sort(sample))
         self._below = [0] * len(self._brackets)
         self._kept: list[Floats] = []
-        self._flags = np.empty(
-            (3, 0), dtype=bool
-        )  # reused: one allocation per block would fragment the memory of the kept elements
+        # Reused: one allocation per block would fragment the memory of the kept elements.
+        self._flags = np.empty((3, 0), dtype=bool)
 
     def add(self, block: Floats) -> None:
         """Add a block of any shape; `+inf` marks padding."""
