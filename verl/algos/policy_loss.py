@@ -394,39 +394,9 @@ class ClipRatioError(ValueError, AssertionError):
     """The constant of the dual clip is not above one."""
 
 
-def clipped_terms(
-    rows: Rows, log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, low: float, high: float, dual: float
-) -> TokenTerms:
-    """Return the dual-clipped loss of each token, and count the tokens at the upper and at the lower clip.
-
-    Plain form, with ratio = exp(log_prob - old_log_prob)::
-
-        loss = maximum(-A * ratio, -A * ratio.clamp(1 - low, 1 + high))
-        loss = where(A < 0, minimum(loss, -dual * A), loss)
-
-    Source: PPO (arXiv:1707.06347), equation 7; dual clip, arXiv:1912.09729, section 4.
-    """
-    advantages = rows.inside(advantages)
-    log_ratio = rows.inside(log_prob - old_log_prob).clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    kl = -log_ratio.sum()
-    ratio = log_ratio.exp_()
-    plain = advantages * ratio
-    gain = plain.minimum(ratio.clamp_(1 - low, 1 + high).mul_(advantages))
-    acted = plain.sub_(gain).sign_()  # 1 where the clip has lowered the gain
-    bound = advantages.clamp_(max=0).mul_(dual)  # zero for positive advantages, whose gain is never below zero
-    loss = bound.maximum(gain)
-    acted_low = gain.sub_(loss).sign_().neg_()  # 1 where the bound has raised it
-    loss.neg_()
-
-    def slope() -> Tensor:
-        return torch.addcmul(loss, loss, acted.maximum(acted_low), value=-1)  # the loss is -advantage x ratio, or fixed
-
-    return TokenTerms(loss, slope, kl, clipped=acted.sum(), clipped_low=acted_low.sum())
-
-
 @_register_sums("vanilla")
 def compute_policy_loss_vanilla(inputs: LossInputs) -> PolicyLossSums:
-    """Clip the ratio of each token, and the loss of tokens with a negative advantage; see ``clipped_terms``.
+    """Clip the ratio of each token, and the loss of tokens with a negative advantage; see ``_vanilla``.
 
     Raises: ValueError, also an AssertionError, when ``clip_ratio_c`` is not above 1.
     """
@@ -435,11 +405,37 @@ def compute_policy_loss_vanilla(inputs: LossInputs) -> PolicyLossSums:
 
 
 def _vanilla(inputs: LossInputs, low: float, high: float, dual: float) -> PolicyLossSums:
+    """Sum the dual-clipped loss of each token, and count the tokens at the upper and at the lower clip.
+
+    Plain form, with ratio = exp(log_prob - old_log_prob)::
+
+        loss = maximum(-A * ratio, -A * ratio.clamp(1 - low, 1 + high))
+        loss = where(A < 0, minimum(loss, -dual * A), loss)
+
+    Source: PPO (arXiv:1707.06347), equation 7; dual clip, arXiv:1912.09729, section 4.
+    """
     if not dual > 1.0:
         raise ClipRatioError(f"actor_rollout_ref.actor.clip_ratio_c must be above 1, got {dual}")
 
     def terms(rows: Rows, log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor) -> TokenTerms:
-        return clipped_terms(rows, log_prob, old_log_prob, advantages, low, high, dual)
+        advantages = rows.inside(advantages)
+        log_ratio = rows.inside(log_prob - old_log_prob).clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        kl = -log_ratio.sum()
+        ratio = log_ratio.exp_()
+        plain = advantages * ratio
+        gain = plain.minimum(ratio.clamp_(1 - low, 1 + high).mul_(advantages))
+        acted = plain.sub_(gain).sign_()  # 1 where the clip has lowered the gain
+        bound = advantages.clamp_(max=0).mul_(dual)  # zero for positive advantages, whose gain is never below zero
+        loss = bound.maximum(gain)
+        acted_low = gain.sub_(loss).sign_().neg_()  # 1 where the bound has raised it
+        loss.neg_()
+
+        def slope() -> Tensor:
+            return torch.addcmul(
+                loss, loss, acted.maximum(acted_low), value=-1
+            )  # the loss is -advantage x ratio, or fixed
+
+        return TokenTerms(loss, slope, kl, clipped=acted.sum(), clipped_low=acted_low.sum())
 
     return token_loss(terms, inputs)
 

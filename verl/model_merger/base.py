@@ -2,15 +2,15 @@
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from verl.utils.checkpoint.files import LAYOUT_NAMES, CheckpointError
+from verl.utils.checkpoint import files
 from verl.workers.engine.weights import DTYPES
 
 if TYPE_CHECKING:
@@ -77,11 +77,32 @@ def right_folder(folder: Path, layout_name: str) -> str:
     expected = "--local_dir must be the folder of one role, <run>/global_step_<N>/actor"
     if not folder.is_dir():
         return f"it is not a folder; {expected}"
-    other = next((name for name in LAYOUT_NAMES if name != layout_name and (folder / name).is_file()), None)
+    other = next((name for name in files.LAYOUT_NAMES if name != layout_name and (folder / name).is_file()), None)
     if other is not None:
         return f"use --backend {other.split('_')[0]}, which wrote its {other}"
     found = sorted({path.parent for depth in ("*", "*/*") for path in folder.glob(f"{depth}/{layout_name}")})
     return f"{expected}; use one of {', '.join(map(str, found))}" if found else expected
+
+
+def check_files(folder: Path, layout_name: str, needed_of: Callable[[files.Manifest], list[files.FileRecord]]) -> int:
+    """Return the number of ranks that wrote a checkpoint, after verifying the files that a merge needs of each rank.
+
+    Users may delete other files, such as the optimizer's, to free space.
+
+    Raises: CheckpointError naming every file that is missing, truncated or changed.
+    """
+    if not Path(folder, layout_name).is_file():
+        raise files.CheckpointError(f"{folder} holds no {layout_name}: {right_folder(folder, layout_name)}")
+    world_size = files.read_world_size(folder)
+    manifests, problems = files.read_manifests(folder, world_size)
+    for manifest in manifests:
+        try:
+            problems += files.file_problems(folder, replace(manifest, files=needed_of(manifest)), checksums=True)
+        except files.CheckpointError as error:
+            problems.append(str(error))
+    if problems:
+        raise files.CheckpointError(f"checkpoint {folder} cannot be merged: {'; '.join(problems)}")
+    return world_size
 
 
 def load_config(folder: Path, trust_remote_code: bool) -> "PretrainedConfig":
@@ -93,5 +114,5 @@ def load_config(folder: Path, trust_remote_code: bool) -> "PretrainedConfig":
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, StrictDataclassError) as error:
-        raise CheckpointError(f"{path} holds no valid model configuration: {error}") from error
+        raise files.CheckpointError(f"{path} holds no valid model configuration: {error}") from error
     return config

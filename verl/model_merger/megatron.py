@@ -1,12 +1,12 @@
 """Read a Megatron-Core checkpoint layer by layer, independent of the parallel layout that wrote it."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
-from verl.model_merger.base import HF_FOLDER, BaseMerger, MergeOptions, load_config, right_folder
+from verl.model_merger.base import HF_FOLDER, BaseMerger, MergeOptions, check_files, load_config
 from verl.models.mcore.families import EXPERT, FUSED_NORMS, Family, find_family, num_experts, outer_rules
 from verl.models.mcore.weights import Rule
 from verl.utils.checkpoint import files, torch_dist
@@ -122,20 +122,12 @@ def check_megatron_checkpoint(folder: Path) -> Path:
 
     Raises: CheckpointError naming every file that is missing, truncated or changed.
     """
-    tensors = next(
-        (each for each in (folder / torch_dist.TENSORS_FOLDER, folder) if (each / torch_dist.BACKEND_FILE).is_file()),
-        None,
-    )
-    if not Path(folder, files.MEGATRON_LAYOUT_NAME).is_file():
-        raise files.CheckpointError(
-            f"{folder} holds no {files.MEGATRON_LAYOUT_NAME}: {right_folder(folder, files.MEGATRON_LAYOUT_NAME)}"
-        )
-    manifests, problems = files.read_manifests(folder, files.read_world_size(folder))
-    for manifest in manifests:
-        needed = [each for each in manifest.files if not each.name.startswith("rng_")]
-        problems += files.file_problems(folder, replace(manifest, files=needed), checksums=True)
-    if problems:
-        raise files.CheckpointError(f"checkpoint {folder} cannot be merged: {'; '.join(problems)}")
-    if tensors is None:
-        raise files.CheckpointError(f"{folder} holds no tensors: checkpoint.save_contents must name the model")
-    return tensors
+
+    def needed(manifest: files.Manifest) -> list[files.FileRecord]:
+        return [each for each in manifest.files if not each.name.startswith("rng_")]
+
+    check_files(folder, files.MEGATRON_LAYOUT_NAME, needed)
+    for tensors in (folder / torch_dist.TENSORS_FOLDER, folder):
+        if (tensors / torch_dist.BACKEND_FILE).is_file():
+            return tensors
+    raise files.CheckpointError(f"{folder} holds no tensors: checkpoint.save_contents must name the model")

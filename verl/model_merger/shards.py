@@ -2,15 +2,14 @@
 
 import pickle
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from verl.model_merger.base import right_folder
-from verl.utils.checkpoint.files import LAYOUT_NAME, CheckpointError, file_problems, read_manifests, read_world_size
+from verl.model_merger.base import check_files
+from verl.utils.checkpoint.files import LAYOUT_NAME, CheckpointError, FileRecord, Manifest
 from verl.utils.checkpoint.fsdp_checkpoint_manager import part_name, quiet_device_mesh
 
 MESHES = (("fsdp",), ("ddp", "fsdp"))
@@ -23,20 +22,14 @@ def check_checkpoint(folder: Path) -> int:
 
     Raises: CheckpointError naming every file that is missing, truncated or changed.
     """
-    if not Path(folder, LAYOUT_NAME).is_file():
-        raise CheckpointError(f"{folder} holds no {LAYOUT_NAME}: {right_folder(folder, LAYOUT_NAME)}")
-    world_size = read_world_size(folder)
-    manifests, problems = read_manifests(folder, world_size)
-    for manifest in manifests:
-        name = part_name("model", world_size, manifest.rank)
+
+    def needed(manifest: Manifest) -> list[FileRecord]:
+        name = part_name("model", manifest.world_size, manifest.rank)
         if name not in {record.name for record in manifest.files}:
-            problems.append(f"{name} was never saved: checkpoint.save_contents must name the model")
-        # users may delete files that a merge does not need, such as the optimizer's, to free space
-        needed = [each for each in manifest.files if each.name == name or each.name.startswith("huggingface/")]
-        problems += file_problems(folder, replace(manifest, files=needed), checksums=True)
-    if problems:
-        raise CheckpointError(f"checkpoint {folder} cannot be merged: {'; '.join(problems)}")
-    return world_size
+            raise CheckpointError(f"{name} was never saved: checkpoint.save_contents must name the model")
+        return [each for each in manifest.files if each.name == name or each.name.startswith("huggingface/")]
+
+    return check_files(folder, LAYOUT_NAME, needed)
 
 
 class ShardedState(Mapping[str, Tensor]):
