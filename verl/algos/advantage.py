@@ -238,13 +238,9 @@ def compute_grpo_outcome_advantage(
         scores, group = _scores(token_level_rewards, response_mask, index)
         mean, std, _ = group_mean_std(scores, group, eps=0.0)
         advantages = scores - mean[group]
-        if _normalises(norm_adv_by_std_in_grpo, config):
+        if norm_adv_by_std_in_grpo and _option(None, config, "norm_adv_by_std_in_grpo", True):
             advantages = advantages / (std[group] + epsilon)
     return _spread(advantages, token_level_rewards, response_mask)
-
-
-def _normalises(argument: bool, config: AdvantageConfig | None) -> bool:
-    return argument and bool(_option(None, config, "norm_adv_by_std_in_grpo", True))
 
 
 @register_adv_est(AdvantageEstimator.GRPO_PASSK)
@@ -277,7 +273,7 @@ def compute_grpo_passk_outcome_advantage(
         best = order[first]
         second = order[first + 1]
         lead = scores[best] - scores[second]
-        if _normalises(norm_adv_by_std_in_grpo, config):
+        if norm_adv_by_std_in_grpo and _option(None, config, "norm_adv_by_std_in_grpo", True):
             lead = lead / (group_mean_std(scores, group, eps=0.0)[1] + epsilon)
         advantages = torch.zeros_like(scores).index_copy_(0, best, lead)
     return _spread(advantages, token_level_rewards, response_mask)
@@ -450,10 +446,7 @@ def pf_ppo_weights(scores: Tensor, reweight_method: str, weight_pow: float) -> T
 
 
 def compute_pf_ppo_reweight_data(
-    data: DataProto,
-    reweight_method: str = "pow",
-    weight_pow: float = 2.0,
-    generator: torch.Generator | None = None,
+    data: DataProto, reweight_method: str = "pow", weight_pow: float = 2.0, generator: torch.Generator | None = None
 ) -> DataProto:
     """Draw as many rows as the batch has, with replacement, weighted by their ``token_level_scores``.
 

@@ -1,9 +1,8 @@
 """KL divergence from the reference: estimators per token, and controllers of their weight."""
 
-from typing import Protocol
-
 from torch import Tensor
 
+from verl.algos.config import KLControlConfig
 from verl.algos.names import KL_ESTIMATORS
 
 _MAX_LOG_RATIO = 20.0
@@ -127,16 +126,7 @@ class InvalidHorizonError(ValueError, AssertionError):
     """The horizon of an adaptive controller is not positive."""
 
 
-class KLControlSettings(Protocol):
-    """The fields of ``algorithm.kl_ctrl``."""
-
-    type: str
-    kl_coef: float
-    target_kl: float
-    horizon: int
-
-
-def get_kl_controller(kl_ctrl: KLControlSettings) -> KLController:
+def get_kl_controller(kl_ctrl: KLControlConfig) -> KLController:
     """Build the controller that ``algorithm.kl_ctrl`` describes.
 
     Raises: ValueError for an unknown type, or a horizon or target that is not positive.

@@ -18,20 +18,10 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, set_lazy_legacy
 from torch import Tensor
 
-from verl.utils import envs
+from verl.utils import envs, tensordict_utils
 from verl.utils.batch import dicts, serialization
 from verl.utils.py_functional import ConflictError, union_two_dict
-from verl.utils.tensordict_utils import (
-    BatchError,
-    concat_tensors,
-    get_tensordict,
-    index_select_tensor_dict,
-    mini_batch_indices,
-    repeat_counts,
-    resolve_indices,
-    shared_rows,
-    union_tensor_dict,
-)
+from verl.utils.tensordict_utils import BatchError, union_tensor_dict
 
 __all__ = ["DataProto", "DataProtoConfig", "DataProtoItem", "union_tensor_dict"]
 
@@ -90,10 +80,7 @@ class DataProto:
 
     @classmethod
     def from_single_dict(
-        cls,
-        data: Mapping[str, Tensor | np.ndarray],
-        meta_info: MetaInfo | None = None,
-        auto_padding: bool = False,
+        cls, data: Mapping[str, Tensor | np.ndarray], meta_info: MetaInfo | None = None, auto_padding: bool = False
     ) -> Self:
         """Build from one dict; the type of a value tells tensors from arrays.
 
@@ -127,7 +114,9 @@ class DataProto:
             raise BatchError(f"num_batch_dims must be positive, got {num_batch_dims}")
         if num_batch_dims > 1 and non_tensors:
             raise BatchError(f"num_batch_dims must be 1 with non-tensors, got {num_batch_dims}")
-        batch = TensorDict(dict(tensors), batch_size=[shared_rows(tensors, num_batch_dims)]) if tensors else None
+        batch = None
+        if tensors:
+            batch = TensorDict(dict(tensors), batch_size=[tensordict_utils.shared_rows(tensors, num_batch_dims)])
         arrays = {
             key: value if isinstance(value, np.ndarray) else dicts.rows_as_objects(key, value)
             for key, value in (non_tensors or {}).items()
@@ -164,7 +153,7 @@ class DataProto:
         if both:
             raise BatchError(f"keys {sorted(both)} are both tensors and arrays")
         lists = {key: value.tolist() for key, value in self.non_tensor_batch.items()}
-        return get_tensordict({**entries, **lists}, self.meta_info)
+        return tensordict_utils.get_tensordict({**entries, **lists}, self.meta_info)
 
     def save_to_disk(self, filepath: str | os.PathLike[str]) -> None:
         """Pickle to a file."""
@@ -239,7 +228,7 @@ class DataProto:
         if isinstance(item, slice):
             return self.slice(item.start, item.stop, item.step)
         if isinstance(item, int | np.integer) and not isinstance(item, bool):
-            row = int(resolve_indices([int(item)], len(self))[0])
+            row = int(tensordict_utils.resolve_indices([int(item)], len(self))[0])
             arrays = {key: value[row] for key, value in self.non_tensor_batch.items()}
             return DataProtoItem(None if self.batch is None else self.batch[row], arrays, self.meta_info)
         if isinstance(item, list | np.ndarray | Tensor):
@@ -294,7 +283,7 @@ class DataProto:
     def _gather(self, index: Tensor) -> Self:
         rows = index.cpu().numpy()
         arrays = {key: value[rows] for key, value in self.non_tensor_batch.items()}
-        return self._with(index_select_tensor_dict(self.batch, index), arrays)
+        return self._with(tensordict_utils.index_select_tensor_dict(self.batch, index), arrays)
 
     def _take(self, index: Tensor) -> None:
         """Replace the rows by the given ones."""
@@ -307,7 +296,7 @@ class DataProto:
 
         Raises: IndexError when an index is out of range or a mask has another length.
         """
-        return self._gather(resolve_indices(idxs, len(self)))
+        return self._gather(tensordict_utils.resolve_indices(idxs, len(self)))
 
     def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> Self:
         """Return rows as views; a negative step copies."""
@@ -319,7 +308,7 @@ class DataProto:
 
     def reorder(self, indices: Tensor) -> None:
         """Reorder the rows, in place."""
-        self._take(resolve_indices(indices, len(self)))
+        self._take(tensordict_utils.resolve_indices(indices, len(self)))
 
     def map_entries(
         self,
@@ -349,7 +338,7 @@ class DataProto:
 
         Raises: ValueError, which is also an AssertionError, unless each row has one whole, non-negative count.
         """
-        counts = repeat_counts(repeat_times, len(self))
+        counts = tensordict_utils.repeat_counts(repeat_times, len(self))
         return self._gather(torch.arange(len(self)).repeat_interleave(counts))
 
     def padding(self, padding_size: int, padding_candidate: str = "") -> None:
@@ -397,7 +386,7 @@ class DataProto:
             raise BatchError("concat needs at least one part")
         first = data[0]
         batch = None
-        tensors = dicts.concat_entries([part._tensors() for part in data], concat_tensors)
+        tensors = dicts.concat_entries([part._tensors() for part in data], tensordict_utils.concat_tensors)
         if first.batch is not None:
             batch = TensorDict(tensors, batch_size=[sum(len(part) for part in data)], device=first.batch.device)
         arrays = dicts.concat_entries([part.non_tensor_batch for part in data], dicts.concat_arrays)
@@ -418,7 +407,7 @@ class DataProto:
 
         Raises: ValueError, which is also an AssertionError, when rows do not divide evenly.
         """
-        rows = mini_batch_indices(len(self), mini_batch_size, epochs, seed, dataloader_kwargs)
+        rows = tensordict_utils.mini_batch_indices(len(self), mini_batch_size, epochs, seed, dataloader_kwargs)
         return (self.slice(part.start, part.stop) if isinstance(part, slice) else self._gather(part) for part in rows)
 
     def unfold_column_chunks(self, n_split: int, split_keys: Sequence[str] | None = None) -> Self:

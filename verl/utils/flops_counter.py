@@ -54,7 +54,7 @@ def get_device_flops(device_name: str | None = None) -> float:
 def _attention(config: "PretrainedConfig") -> int:
     """Count the projections of queries, keys, values and outputs."""
     heads = config.num_attention_heads
-    kv_heads = _kv_heads(config)
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
     return int(config.hidden_size * (2 * heads + 2 * kv_heads) * _head_dim(config))
 
 
@@ -68,10 +68,6 @@ def _latent_attention(config: "PretrainedConfig") -> int:
     latent = hidden * (config.kv_lora_rank + config.qk_rope_head_dim)
     expand = config.kv_lora_rank * heads * (config.qk_nope_head_dim + config.v_head_dim)
     return int(query + latent + expand + heads * config.v_head_dim * hidden)
-
-
-def _kv_heads(config: "PretrainedConfig") -> int:
-    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
 
 
 def _head_dim(config: "PretrainedConfig") -> int:

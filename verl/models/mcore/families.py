@@ -133,10 +133,7 @@ def rope_arguments(hf: "PretrainedConfig") -> dict[str, Any]:
     """
     refuse(mcore_limits.rope_limits(hf))
     rope = mcore_limits.rope_of(hf)
-    arguments: dict[str, Any] = {
-        "position_embedding_type": "rope",
-        "rotary_base": rope.get("rope_theta", 10000.0),
-    }
+    arguments: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": rope.get("rope_theta", 10000.0)}
     kind = rope.get("rope_type", "default")
     if kind == "linear":
         arguments["seq_len_interpolation_factor"] = rope["factor"]
@@ -306,7 +303,7 @@ class _Experts:
         refuse(mcore_limits.expert_limits(hf))
         bias = _attention_bias(hf)
         experts = expert_config(hf, getattr(hf, self.width)) | {
-            "moe_router_pre_softmax": getattr(hf, "norm_topk_prob", None) is False,
+            "moe_router_pre_softmax": getattr(hf, "norm_topk_prob", None) is False
         }
         if self.shared:
             experts["moe_shared_expert_intermediate_size"] = hf.shared_expert_intermediate_size

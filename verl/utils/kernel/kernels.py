@@ -193,11 +193,7 @@ def _factors(formula: HeadFormula) -> tuple[float, float, float]:
     """Return the factors of the product without a cap, of the product inside the tanh, and of the tanh."""
     if formula.softcap is None:
         return formula.scale / formula.temperature, 0.0, 0.0
-    return (
-        formula.scale / formula.temperature,
-        formula.scale / formula.softcap,
-        formula.softcap / formula.temperature,
-    )
+    return (formula.scale / formula.temperature, formula.scale / formula.softcap, formula.softcap / formula.temperature)
 
 
 def _switches(rows: Rows, formula: HeadFormula) -> dict[str, Any]:

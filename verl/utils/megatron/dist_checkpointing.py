@@ -116,10 +116,7 @@ class PendingSave:
 
 
 def save_dist_checkpointing(
-    sharded_state_dict: State,
-    ckpt_path: str | Path,
-    async_save: bool = False,
-    then: Callable[[], None] = lambda: None,
+    sharded_state_dict: State, ckpt_path: str | Path, async_save: bool = False, then: Callable[[], None] = lambda: None
 ) -> PendingSave:
     """Start to write a state into an empty folder from a thread on every rank; collective.
 

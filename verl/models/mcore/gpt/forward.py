@@ -71,11 +71,7 @@ class _Row:
         return output
 
     def outputs(
-        self,
-        output: Tensor,
-        process: LogitsProcessor | None,
-        arguments: dict[str, Tensor],
-        vocab_size: int | None,
+        self, output: Tensor, process: LogitsProcessor | None, arguments: dict[str, Tensor], vocab_size: int | None
     ) -> Tensor | dict[str, Tensor]:
         """Return the head's output, or ``process`` of it, for all tokens; ``vocab_size`` is None for a value model."""
         if vocab_size is not None:
