@@ -431,9 +431,8 @@ def _vanilla(inputs: LossInputs, low: float, high: float, dual: float) -> Policy
         loss.neg_()
 
         def slope() -> Tensor:
-            return torch.addcmul(
-                loss, loss, acted.maximum(acted_low), value=-1
-            )  # the loss is -advantage x ratio, or fixed
+            # The loss is -advantage x ratio, or fixed.
+            return torch.addcmul(loss, loss, acted.maximum(acted_low), value=-1)
 
         return TokenTerms(loss, slope, kl, clipped=acted.sum(), clipped_low=acted_low.sum())
 

@@ -20,7 +20,7 @@ Partition = list[list[int]]
 _MAX_SWAPS_PER_PART = 64
 
 
-Batch = TypeVar("Batch", bound="DataProto")
+Batch = TypeVar("Batch", TensorDict, "DataProto")
 
 
 class TokenBudgetError(ValueError, AssertionError):
@@ -255,17 +255,27 @@ def _max_over_ranks(value: int, group: dist.ProcessGroup) -> int:
     return int(count.item())
 
 
-def _micro_batch_partition(
-    lengths: list[int],
-    width: int,
+def rearrange_micro_batches(
+    batch: Batch,
     max_token_len: int,
     dp_group: dist.ProcessGroup | None = None,
     num_batches_divided_by: int | None = None,
     same_micro_num_in_dp: bool = True,
     min_num_micro_batch: int | None = None,
     use_dynamic_bsz_balance: bool = True,
-) -> Partition:
-    """Choose the rows of each micro-batch; see ``rearrange_micro_batches``."""
+) -> tuple[list[Batch], Partition]:
+    """Split a TensorDict or DataProto into micro-batches of balanced token counts, none above ``max_token_len``.
+
+    Collective over ``dp_group`` if given: all ranks then make the same number of micro-batches.
+
+    Args: ``batch`` holds ``attention_mask`` (B, L) or nested ``input_ids``.
+    Returns: (micro-batches, the rows of each), ordered by descending sum of squared lengths.
+    Raises: TokenBudgetError, a ValueError and an AssertionError, when a padded row exceeds the budget or there are
+        fewer rows than micro-batches.
+    """
+    tensors = batch if isinstance(batch, TensorDict) else batch.batch
+    assert tensors is not None
+    lengths, width = _sequence_lengths(tensors)
     if max_token_len < width:
         raise TokenBudgetError(
             f"max_token_len={max_token_len} is below the longest padded row, {width} tokens: raise "
@@ -287,44 +297,14 @@ def _micro_batch_partition(
     if use_dynamic_bsz_balance:
         # Heaviest first: ranks then process similar micro-batches at the same time, and memory peaks early.
         parts = sorted(parts, key=lambda part: (-sum(lengths[i] ** 2 for i in part), part))
-    return parts
-
-
-def rearrange_micro_batches(
-    batch: TensorDict,
-    max_token_len: int,
-    dp_group: dist.ProcessGroup | None = None,
-    num_batches_divided_by: int | None = None,
-    same_micro_num_in_dp: bool = True,
-    min_num_micro_batch: int | None = None,
-    use_dynamic_bsz_balance: bool = True,
-) -> tuple[list[TensorDict], Partition]:
-    """Split a TensorDict into micro-batches of balanced token counts, none above ``max_token_len``.
-
-    Collective over ``dp_group`` if given: all ranks then make the same number of micro-batches.
-
-    Args: ``batch`` holds ``attention_mask`` (B, L) or nested ``input_ids``.
-    Returns: (micro-batches, the rows of each), ordered by descending sum of squared lengths.
-    Raises: TokenBudgetError, a ValueError and an AssertionError, when a padded row exceeds the budget or there are
-        fewer rows than micro-batches.
-    """
-    parts = _micro_batch_partition(
-        *_sequence_lengths(batch),
-        max_token_len,
-        dp_group,
-        num_batches_divided_by,
-        same_micro_num_in_dp,
-        min_num_micro_batch,
-        use_dynamic_bsz_balance,
-    )
-    return [batch[torch.tensor(part)] for part in parts], parts
+    if isinstance(batch, TensorDict):
+        return [batch[torch.tensor(part)] for part in parts], parts
+    return [batch.select_idxs(part) for part in parts], parts
 
 
 def prepare_dynamic_batch(data: Batch, max_token_len: int, **options: Any) -> tuple[list[Batch], Partition]:
     """Split a batch with its non-tensors; options as in ``rearrange_micro_batches``."""
-    assert data.batch is not None
-    parts = _micro_batch_partition(*_sequence_lengths(data.batch), max_token_len, **options)
-    return [data.select_idxs(part) for part in parts], parts
+    return rearrange_micro_batches(data, max_token_len, **options)
 
 
 def restore_dynamic_batch(data: Tensor, batch_idx_list: Partition) -> Tensor:
