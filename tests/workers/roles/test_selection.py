@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from verl.algos.policy_loss import token_keys
 from verl.protocol import DataProto
-from verl.utils.numerics.seeding import _mix, sampling_seeds
+from verl.utils.numerics.seeding import sampling_seeds
 from verl.workers.config import FSDPActorConfig, PolicyLossConfig
 from verl.workers.engine.pass_spec import PassSpec
 from verl.workers.roles.batching import OLD_LOG_PROBS_VERSION
@@ -111,9 +112,17 @@ def test_a_row_without_seed_is_named_by_its_tokens() -> None:
     assert torch.equal(row_seeds(wide), seeds)
 
 
-def test_the_hash_is_that_of_the_sampling_seeds() -> None:
-    from verl.algos.policy_loss import _mix as of_tensors
+def splitmix64(value: int) -> int:
+    value %= 1 << 64
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 % (1 << 64)
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB % (1 << 64)
+    return value ^ (value >> 31)
 
-    values = sampling_seeds(3, 4, 100, 1)
-    with_numpy = torch.from_numpy(_mix(values.numpy().astype("uint64")).astype("int64"))
-    assert torch.equal(of_tensors(values), with_numpy)
+
+def test_the_keys_of_tokens_are_those_of_splitmix64() -> None:
+    seeds = torch.cat([sampling_seeds(3, 4, 5, 1), torch.tensor([-7, 0, -(1 << 63)])])
+    for draw in (0, 3):
+        rows = [splitmix64(seed + (draw + 1) * 0xBF58476D1CE4E5B9) for seed in seeds.tolist()]
+        places = [column * 0x9E3779B97F4A7C15 for column in range(1, WIDTH + 1)]
+        want = [[splitmix64(row + place) & ((1 << 63) - 1) for place in places] for row in rows]
+        assert token_keys(seeds, WIDTH, draw).tolist() == want
