@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from verl.trainer.ppo.samples import dump_generations
-from verl.utils.observe.curves import draw_curves, main, series
+from verl.utils.observe.curves import draw_curves, main
 from verl.utils.observe.record import RunRecord, read_entries, read_record
 from verl.utils.observe.tracking import Tracking
-from verl.utils.report.flags import find_flags
+from verl.utils.report.flags import find_flags, points_of
 
 
 def steps_in(path):
@@ -144,7 +144,7 @@ def test_curves_are_drawn_from_the_record(tmp_path, capsys):
 
     pixels = image.imread(picture)
     assert pixels.shape[0] > 700 and pixels.shape[1] > 1000 and pixels.std() > 0.05
-    assert series(read_record(record.path), "critic/score/mean") == (list(range(1, 8)), [s / 8 for s in range(1, 8)])
+    assert points_of(read_entries(record.path), "critic/score/mean") == [(step, step / 8) for step in range(1, 8)]
 
 
 def test_curves_of_nothing_are_refused(tmp_path):

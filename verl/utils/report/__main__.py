@@ -17,11 +17,10 @@ from verl.utils.report.page import REPORT_NAME, write_report
 def main(arguments: list[str] | None = None) -> int:
     """Run a command and return the exit code."""
     words = sys.argv[1:] if arguments is None else arguments
+    commands = {"compare": _compare, "live": _live}
     try:
-        if words[:1] == ["compare"]:
-            return _compare(words[1:])
-        if words[:1] == ["live"]:
-            return _live(words[1:])
+        if words and words[0] in commands:
+            return commands[words[0]](words[1:])
         return _report(words)
     except (OSError, ValueError, ImportError) as error:
         sys.stderr.write(f"{error}\n")

@@ -2,11 +2,12 @@
 
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from verl.utils.observe.record import Entry
+from verl.utils.observe.record import Entry, WorkerReport
 
 T = TypeVar("T")
 
@@ -74,13 +75,16 @@ def points_of(entries: Entries, key: str) -> Points:
     return [(step, float(value)) for step, value in values if isinstance(value, int | float) and math.isfinite(value)]
 
 
+def keys_of(entries: Entries, prefix: str = "") -> list[str]:
+    """Return the names of all metrics that begin with ``prefix``."""
+    return sorted({key for entry in entries.values() for key in entry["data"] if key.startswith(prefix)})
+
+
 def smoothed(points: Points) -> Points:
     """Return the running median over a twentieth of the run, at least three steps."""
     width = max(3, len(points) // 20)
-    return [
-        (step, statistics.median(value for _, value in points[max(0, i + 1 - width) : i + 1]))
-        for i, (step, _) in enumerate(points)
-    ][width - 1 :]
+    stretches = [points[end - width : end] for end in range(width, len(points) + 1)]
+    return [(part[-1][0], statistics.median(value for _, value in part)) for part in stretches]
 
 
 def _first_for_good(points: Points, holds: Callable[[float], bool]) -> int | None:
@@ -247,30 +251,35 @@ def _is_slow(of_rank: Sequence[tuple[float, float]]) -> bool:
 
 def seconds_of_workers(entries: Entries) -> dict[tuple[str, str], list[tuple[int, list[float]]]]:
     """Return (group, call) -> [(step, seconds of every rank)] for groups of several workers."""
-    found: dict[tuple[str, str], list[tuple[int, list[float]]]] = {}
-    for step, entry in sorted(entries.items()):
-        for group, reports in (entry.get("workers") or {}).items():
-            calls = set.intersection(*(set(report["seconds"]) for report in reports)) if len(reports) > 1 else set()
-            for call in sorted(calls):
-                seconds = [float(report["seconds"][call]) for report in reports]
-                found.setdefault((group, call), []).append((step, seconds))
+    found: dict[tuple[str, str], list[tuple[int, list[float]]]] = defaultdict(list)
+    for step, group, reports in _reports(entries):
+        calls = set.intersection(*(set(report["seconds"]) for report in reports)) if len(reports) > 1 else set()
+        for call in sorted(calls):
+            found[group, call].append((step, [float(report["seconds"][call]) for report in reports]))
     return found
 
 
 def memory_of_workers(entries: Entries) -> dict[tuple[str, int, str], Points]:
     """Return (group, rank, kind of memory) -> GiB by step."""
-    found: dict[tuple[str, int, str], Points] = {}
+    found: dict[tuple[str, int, str], Points] = defaultdict(list)
+    for step, group, reports in _reports(entries):
+        for report in reports:
+            for kind, gigabytes in report["memory"].items():
+                found[group, report["rank"], kind].append((step, float(gigabytes)))
+    return found
+
+
+def _reports(entries: Entries) -> Iterator[tuple[int, str, list[WorkerReport]]]:
+    """Yield step, group and reports of its ranks."""
     for step, entry in sorted(entries.items()):
         for group, reports in (entry.get("workers") or {}).items():
-            for report in reports:
-                for kind, gigabytes in report["memory"].items():
-                    found.setdefault((group, report["rank"], kind), []).append((step, float(gigabytes)))
-    return found
+            yield step, group, reports
 
 
 def _memory_growth(entries: Entries) -> Iterator[Flag]:
     """Flag the worker whose memory grows most after the first third of the run, if it keeps growing."""
-    worst: tuple[float, Flag] | None = None
+    largest = 0.0
+    flags: list[Flag] = []
     for (group, rank, kind), points in memory_of_workers(entries).items():
         course = points[len(points) // 3 :]
         if len(course) < MIN_STEPS:
@@ -279,7 +288,7 @@ def _memory_growth(entries: Entries) -> Iterator[Flag]:
         growth = values[-1] - values[0]
         late = values[-1] - values[len(values) * 2 // 3]
         grows = growth > max(GROWTH_SHARE * values[0], GROWTH_GB) and late > STILL_GROWING * growth
-        if grows and _order(values) > GROWTH_ORDER and (worst is None or growth > worst[0]):
+        if grows and growth > largest and _order(values) > GROWTH_ORDER:
             where = {"host_gb": "the host memory", "device_gb": "the device memory"}.get(kind, kind)
             start, first = course[0]
             end, last = course[-1]
@@ -287,9 +296,9 @@ def _memory_growth(entries: Entries) -> Iterator[Flag]:
                 f"{where} of rank {rank} of {group} grew from {first:.2f} to {last:.2f} GiB in {end - start} steps, "
                 f"{(last - first) * 1024 / (end - start):.0f} MiB a step, and is still growing"
             )
-            worst = (growth, Flag("memory growth", start, reason, "memory"))
-    if worst is not None:
-        yield worst[1]
+            largest = growth
+            flags = [Flag("memory growth", start, reason, "memory")]
+    yield from flags
 
 
 def _medians(values: Sequence[float]) -> list[float]:
@@ -330,10 +339,8 @@ _FINITE = (
 
 def _unscored(entries: Entries) -> Iterator[Flag]:
     """Flag responses that could not be scored."""
-    for key, what, panel in (
-        ("reward", "responses", "reward"),
-        ("val-aux/reward", "validation responses", "validation"),
-    ):
+    validation = ("val-aux/reward", "validation responses", "validation")
+    for key, what, panel in (("reward", "responses", "reward"), validation):
         failed = [(step, share) for step, share in points_of(entries, f"{key}/failed_ratio") if share > 0]
         if failed:
             most = max(share for _, share in failed)

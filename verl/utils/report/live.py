@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from verl.utils.observe.console import get_console
 from verl.utils.observe.record import RECORD_NAME, Entry, merge_entry, parse_line
-from verl.utils.report.flags import find_flags, points_of
+from verl.utils.report.flags import find_flags, keys_of, points_of
 
 if TYPE_CHECKING:
     from rich.console import Console, Group
@@ -97,23 +97,18 @@ def table_rows(entries: dict[int, Entry]) -> list[tuple[str, str, str, str]]:
     steps = sorted(entries)
     last = entries[steps[-1]]["data"]
     recent = {step: entries[step] for step in steps[-2 * _WIDTH :]}  # more than a sparkline shows
-    validated = {step: entries[step] for step in steps if _is_validated(entries[step])}
-    found = {key for entry in validated.values() for key in entry["data"] if key.startswith("val-core/")}
+    validations = keys_of(entries, "val-core/")
     below = 1 + [key for key, _, _ in ROWS].index("critic/score/mean")
-    for key in sorted(found)[:3]:
+    for key in validations[:3]:
         keys.insert(below, (key, key.removeprefix("val-core/"), "{:.3f}"))
     rows = []
     for key, name, form in keys:
-        values = [value for _, value in points_of(validated if key in found else recent, key)]
-        if not values or (key not in last and not key.startswith("val-core/")):
+        values = [value for _, value in points_of(entries if key in validations else recent, key)]
+        if not values or (key not in last and key not in validations):
             continue
         change = values[-1] - values[-2] if len(values) > 1 else 0.0
         rows.append((name, form.format(values[-1]), f"{change:+.2g}" if len(values) > 1 else "", sparkline(values)))
     return rows
-
-
-def _is_validated(entry: Entry) -> bool:
-    return any(key.startswith("val-core/") for key in entry["data"])
 
 
 def fitted(rows: list[tuple[str, str, str, str]], width: int) -> tuple[list[str], list[tuple[str, ...]]]:
@@ -204,9 +199,8 @@ class LiveLines:
         entries = self._follower.read()
         for step in sorted(step for step in entries if step > self._shown):
             rows = table_rows({step: entries[step]})
-            get_console().info(
-                "step %d | %s", step, " | ".join(f"{name.strip()} {value}" for name, value, _, _ in rows)
-            )
+            figures = " | ".join(f"{name.strip()} {value}" for name, value, _, _ in rows)
+            get_console().info("step %d | %s", step, figures)
         self._shown = max(entries, default=-1)
         return max(self._shown, 0)
 

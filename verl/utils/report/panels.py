@@ -3,14 +3,12 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from verl.utils.observe.curves import KL_METRICS, MISMATCH_METRICS, STEP_PHASES, as_bars
-from verl.utils.report.flags import Entries, Flag, Points, memory_of_workers, points_of, seconds_of_workers
+from verl.utils.report.flags import Entries, Flag, Points, keys_of, memory_of_workers, points_of, seconds_of_workers
 from verl.utils.report.style import COLORS, HEAT, RC, as_svg
 
 if TYPE_CHECKING:
-    import numpy as np
     from matplotlib.axes import Axes
-    from numpy.typing import NDArray
+    from matplotlib.figure import Figure
 
 MAX_POINTS = 400
 """Most points of a line; in a longer run each point is the mean of several steps, drawn with their range."""
@@ -24,40 +22,78 @@ TWO_COLUMNS = 26
 THREE_COLUMNS = 12
 
 
+KL_METRICS = {
+    "actor/kl_loss": "KL to the reference (loss)",
+    "actor/reward_kl_penalty": "KL to the reference (reward)",
+    "actor/ppo_kl": "KL to the old policy",
+}
+MISMATCH_METRICS = {
+    "training/rollout_log_prob_diff_max": "|log-prob gap| rollout and trainer, max",
+    "training/rollout_log_prob_diff_mean": "|log-prob gap| rollout and trainer, mean",
+    "training/rollout_probs_diff_max": "|probability gap| rollout and trainer, max",
+    "training/rollout_probs_diff_mean": "|probability gap| rollout and trainer, mean",
+    "mismatch/mismatch_k3_kl": "KL of rollout and trainer (K3)",
+}
+_LOSS = {"train/loss": "training batch", "val/loss": "validation"}
+_CLIPPED = {
+    "actor/pg_clipfrac": "policy, ratio clipped",
+    "actor/pg_clipfrac_lower": "policy, dual clip",
+    "critic/vf_clipfrac": "value",
+}
+_ENTROPY = {"actor/entropy": "entropy of the policy"}
+_GRADIENTS = {
+    "actor/grad_norm": "actor, before clipping",
+    "critic/grad_norm": "critic, before clipping",
+    "train/grad_norm": "before clipping",
+}
+_TRUNCATED = {"response_length/clip_ratio": "truncated at the limit", "response/aborted_ratio": "empty (aborted)"}
+_THROUGHPUT = {"perf/throughput": "all tokens of a step, per worker"}
+STEP_PHASES = (
+    "gen",
+    "gen_max",
+    "reward",
+    "old_log_prob",
+    "ref",
+    "values",
+    "adv",
+    "update_critic",
+    "update_actor",
+    "dump_rollout_generations",
+    "train_batch",
+)
+AFTER_STEP = ("testing", "save_checkpoint")
+"""Phases that ``timing_s/step`` does not include."""
+
+Draw = Callable[["Axes", Entries], None]
+
+
 class Panel(NamedTuple):
     """One chart: name, title, unit of its axis, and the function that draws it."""
 
     name: str
     title: str
     unit: str
-    draw: "Callable[[Axes, Entries], None]"
-
-    @property
-    def note(self) -> str:
-        """Return the caption; empty if there is none."""
-        return _NOTES.get(self.name, "")
+    draw: Draw
 
 
 def draw_panels(entries: Entries, flags: Sequence[Flag]) -> dict[str, str]:
     """Return the name and SVG of every chart that the record has data for, with flags marked in it."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
 
     drawn = {}
-    with plt.rc_context(RC):  # type: ignore[arg-type]
+    with rc_context(RC):  # type: ignore[arg-type]
         for panel in PANELS:
-            figure, ax = plt.subplots(figsize=(WIDTH_INCHES, PLOT_INCHES), constrained_layout=True)
+            figure = Figure(figsize=(WIDTH_INCHES, PLOT_INCHES), layout="constrained")
+            ax = figure.subplots()
             panel.draw(ax, entries)
             if ax.has_data():
-                _finish(ax, panel, [flag for flag in flags if flag.panel == panel.name], entries)
+                _finish(figure, ax, panel, [flag for flag in flags if flag.panel == panel.name], entries)
                 drawn[panel.name] = as_svg(figure, panel.name, panel.title)
-            plt.close(figure)
     return drawn
 
 
-def _finish(ax: "Axes", panel: Panel, flags: Sequence[Flag], entries: Entries) -> None:
+def _finish(figure: "Figure", ax: "Axes", panel: Panel, flags: Sequence[Flag], entries: Entries) -> None:
     from matplotlib.ticker import MaxNLocator
 
     ax.set_title(panel.title)
@@ -67,17 +103,14 @@ def _finish(ax: "Axes", panel: Panel, flags: Sequence[Flag], entries: Entries) -
     low, high = min(entries), max(entries)
     ax.set_xlim(low - 0.5, max(high, low + 1) + 0.5)
     for flag in flags:
-        ax.axvline(
-            flag.step, color=WARNING, linestyle=(0, (4, 2)), linewidth=1.3, label=f"{flag.name}, step {flag.step}"
-        )
+        label = f"{flag.name}, step {flag.step}"
+        ax.axvline(flag.step, color=WARNING, linestyle=(0, (4, 2)), linewidth=1.3, label=label)
     handles, labels = ax.get_legend_handles_labels()
     if handles:
         longest = max(map(len, labels))
         fitting = 1 if longest > TWO_COLUMNS else 2 if longest > THREE_COLUMNS else 3
         columns = 1 if len(handles) < 3 else min(fitting, 2 if len(handles) < 5 else 3)
         rows = -(-len(handles) // columns)
-        figure = ax.get_figure(root=True)
-        assert figure is not None
         figure.set_figheight(PLOT_INCHES + LEGEND_ROW_INCHES * rows)
         figure.legend(handles, labels, loc="outside lower left", ncols=columns, columnspacing=1.2)
 
@@ -102,8 +135,9 @@ def _line(ax: "Axes", points: Points, label: str, color: str, marker: str = ".",
         ax.fill_between(steps, lows, highs, color=color, alpha=0.18, linewidth=0)
 
 
-def _lines(ax: "Axes", entries: Entries, metrics: Mapping[str, str], absolute: bool = False, first: int = 0) -> int:
-    drawn = first
+def _lines(ax: "Axes", entries: Entries, metrics: Mapping[str, str], absolute: bool = False) -> int:
+    """Draw a line for each metric that the run logged, and return their number."""
+    drawn = 0
     for key, label in metrics.items():
         points = points_of(entries, key)
         if absolute:
@@ -114,7 +148,7 @@ def _lines(ax: "Axes", entries: Entries, metrics: Mapping[str, str], absolute: b
     return drawn
 
 
-def _logarithmic(ax: "Axes") -> None:
+def logarithmic(ax: "Axes") -> None:
     values = [float(value) for line in ax.get_lines() for value in line.get_ydata()]  # type: ignore[union-attr]
     positive = [value for value in values if value > 0]
     if positive and len(positive) == len(values) and max(positive) > 20 * min(positive):
@@ -130,17 +164,28 @@ def _from_zero(ax: "Axes") -> None:
         ax.set_ylim(0, top * 1.06 if top > 0 else 1.0)
 
 
-def _band(ax: "Axes", low: Points, high: Points, color: str, label: str) -> None:
-    """Fill the range between two lines of the same steps."""
+def _band(
+    ax: "Axes", low: Points, high: Points, color: str, label: str, alpha: float = 0.14
+) -> tuple[list[float], list[float], list[float]]:
+    """Fill the range between two lines of the same steps; return steps and both edges as drawn."""
     steps, _, lows, _ = thin(low)
-    ax.fill_between(steps, lows, thin(high)[3], color=color, alpha=0.14, linewidth=0, label=label)
+    highs = thin(high)[3]
+    ax.fill_between(steps, lows, highs, color=color, alpha=alpha, linewidth=0, label=label)
+    return steps, lows, highs
 
 
 # ---- the charts
 
 
-def _loss(ax: "Axes", entries: Entries) -> None:
-    _lines(ax, entries, {"train/loss": "training batch", "val/loss": "validation"})
+def lines_of(metrics: Mapping[str, str], scale: "Callable[[Axes], None] | None" = None, absolute: bool = False) -> Draw:
+    """Return the function that draws a line for each of the metrics, given with their labels."""
+
+    def draw(ax: "Axes", entries: Entries) -> None:
+        _lines(ax, entries, metrics, absolute)
+        if scale is not None:
+            scale(ax)
+
+    return draw
 
 
 def _reward(ax: "Axes", entries: Entries) -> None:
@@ -154,45 +199,11 @@ def _reward(ax: "Axes", entries: Entries) -> None:
 
 
 def _validation(ax: "Axes", entries: Entries) -> None:
-    keys = sorted({key for entry in entries.values() for key in entry["data"] if key.startswith("val-core/")})
-    for number, key in enumerate(keys[:8]):
+    for number, key in enumerate(keys_of(entries, "val-core/")[:8]):
         points = points_of(entries, key)
         if points:
             label = f"{key.removeprefix('val-core/')} (last: {points[-1][1]:.3g})"
             _line(ax, points, label, COLORS[number], marker="o", markersize=4)
-
-
-def _kl(ax: "Axes", entries: Entries) -> None:
-    _lines(ax, entries, KL_METRICS, absolute=True)
-    _logarithmic(ax)
-
-
-def _mismatch(ax: "Axes", entries: Entries) -> None:
-    _lines(ax, entries, MISMATCH_METRICS, absolute=True)
-    _logarithmic(ax)
-
-
-def _clip(ax: "Axes", entries: Entries) -> None:
-    drawn = _lines(ax, entries, {"actor/pg_clipfrac": "policy, ratio clipped"})
-    _lines(ax, entries, {"actor/pg_clipfrac_lower": "policy, dual clip", "critic/vf_clipfrac": "value"}, first=drawn)
-    _from_zero(ax)
-
-
-def _entropy(ax: "Axes", entries: Entries) -> None:
-    _lines(ax, entries, {"actor/entropy": "entropy of the policy"})
-    _from_zero(ax)
-
-
-def _gradient(ax: "Axes", entries: Entries) -> None:
-    _lines(ax, entries, _GRADIENTS)
-    _logarithmic(ax)
-
-
-_GRADIENTS = {
-    "actor/grad_norm": "actor, before clipping",
-    "critic/grad_norm": "critic, before clipping",
-    "train/grad_norm": "before clipping",
-}
 
 
 def _lengths(ax: "Axes", entries: Entries) -> None:
@@ -207,7 +218,7 @@ def _lengths(ax: "Axes", entries: Entries) -> None:
 def _distribution(ax: "Axes", entries: Entries) -> None:
     """Draw the share of responses by length as the opacity of one colour."""
     import numpy as np
-    from matplotlib.colors import to_rgb
+    from matplotlib.colors import LinearSegmentedColormap, PowerNorm, to_rgba
 
     kept = [(step, each) for step, entry in sorted(entries.items()) if (each := entry.get("response_length"))]
     if not kept or len({(each["limit"], len(each["counts"])) for _, each in kept}) != 1:
@@ -217,61 +228,44 @@ def _distribution(ax: "Axes", entries: Entries) -> None:
     counts = np.array([np.sum([each["counts"] for _, each in part], axis=0) for part in parts], dtype=float)
     share = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     most = max(float(share.max()), 1e-9)
-
-    def opacity(part: "NDArray[np.float64] | float") -> "NDArray[np.float64]":
-        return 0.15 + 0.85 * np.sqrt(part / most)  # even the smallest share stays visible on a dark page
-
-    color = to_rgb(HEAT)
-    image = np.empty((share.shape[1], share.shape[0], 4))
-    image[..., :3] = color
-    image[..., 3] = np.where(share.T > 0, opacity(share.T), 0.0)
-    limit = kept[0][1]["limit"]
-    ax.imshow(
-        image,
-        origin="lower",
-        aspect="auto",
-        interpolation="nearest",
-        extent=(kept[0][0] - 0.5, kept[-1][0] + 0.5, 0, limit),
-    )
+    # Even the smallest share stays visible on a dark page.
+    colors = LinearSegmentedColormap.from_list("share", [to_rgba(HEAT, 0.15), to_rgba(HEAT, 1.0)])
+    scale = PowerNorm(0.5, vmin=0, vmax=most)
+    extent = (kept[0][0] - 0.5, kept[-1][0] + 0.5, 0, kept[0][1]["limit"])
+    image = np.ma.masked_equal(share.T, 0)
+    ax.imshow(image, colors, scale, origin="lower", aspect="auto", interpolation="nearest", extent=extent)
     ax.grid(False)
     for part in (most, most / 4, most / 100):
         label = f"{100 * part:.{0 if part > 0.1 else 2}f} %"
-        ax.fill_between([], [], facecolor=(*color, float(opacity(part))), linewidth=0, label=label)
-
-
-def _cut(ax: "Axes", entries: Entries) -> None:
-    metrics = {"response_length/clip_ratio": "truncated at the limit", "response/aborted_ratio": "empty (aborted)"}
-    _lines(ax, entries, metrics)
-    _from_zero(ax)
+        ax.fill_between([], [], facecolor=colors(float(scale(part))), linewidth=0, label=label)
 
 
 def _times(ax: "Axes", entries: Entries) -> None:
     steps = [step for step, entry in sorted(entries.items()) if "timing_s/step" in entry["data"]]
-    names = [n for n in STEP_PHASES if any(f"timing_s/{n}" in entries[step]["data"] for step in steps)]
     if not steps:
         return
-    courses = {name: [float(entries[step]["data"].get(f"timing_s/{name}", 0.0)) for step in steps] for name in names}
-    inside = [sum(courses[n][i] for n in names if n not in ("testing", "save_checkpoint")) for i in range(len(steps))]
-    courses["other"] = [
-        max(0.0, float(entries[step]["data"]["timing_s/step"]) - part) for step, part in zip(steps, inside, strict=True)
-    ]
+    courses: dict[str, list[float]] = {}
+    other = [float(entries[step]["data"]["timing_s/step"]) for step in steps]
+    for name in (*STEP_PHASES, *AFTER_STEP):
+        course = [float(entries[step]["data"].get(f"timing_s/{name}", 0.0)) for step in steps]
+        if any(f"timing_s/{name}" in entries[step]["data"] for step in steps):
+            courses[name] = course
+        if name not in AFTER_STEP:
+            other = [whole - part for whole, part in zip(other, course, strict=True)]
+    courses["other"] = [max(0.0, rest) for rest in other]
     thinned = [thin(list(zip(steps, course, strict=True))) for course in courses.values()]
     at = thinned[0][0]
     heights = [means for _, means, _, _ in thinned]
     bars = len(at) < 60
-    if bars:
-        at, heights = as_bars(at, heights)
+    if bars:  # half a step around each step, and the last height once more for the right edge
+        at = [*(step - 0.5 for step in at), at[-1] + 0.5]
+        heights = [[*each, each[-1]] for each in heights]
     ax.stackplot(at, *heights, labels=list(courses), colors=COLORS, alpha=0.9, step="post" if bars else None)
 
 
-def _throughput(ax: "Axes", entries: Entries) -> None:
-    _lines(ax, entries, {"perf/throughput": "all tokens of a step, per worker"})
-    _from_zero(ax)
-
-
 def _mfu(ax: "Axes", entries: Entries) -> None:
-    keys = sorted({key for entry in entries.values() for key in entry["data"] if key.startswith("perf/mfu/")})
-    _lines(ax, entries, {key: key.removeprefix("perf/mfu/") for key in keys} | {"train/mfu": "training"})
+    labels = {key: key.removeprefix("perf/mfu/") for key in keys_of(entries, "perf/mfu/")}
+    _lines(ax, entries, labels | {"train/mfu": "training"})
     _from_zero(ax)
 
 
@@ -292,7 +286,7 @@ def _memory(ax: "Axes", entries: Entries) -> None:
 
 def _memory_by_phase(ax: "Axes", entries: Entries) -> None:
     """Draw the device's peak in each phase, or the process's memory after it if there is no device."""
-    keys = sorted({key for entry in entries.values() for key in entry["data"] if key.startswith("perf/memory/")})
+    keys = keys_of(entries, "perf/memory/")
     of_device = [key for key in keys if key.endswith("/max_allocated_gb")]
     chosen = of_device or [key for key in keys if key.endswith("/max_rss_gb")]
     kind = "device, peak" if of_device else "host, process"
@@ -311,22 +305,19 @@ def _workers(ax: "Axes", entries: Entries) -> None:
     for number, key in enumerate(sorted(spread, key=lambda key: -cost[key])[:5]):
         fastest = [(step, min(seconds)) for step, seconds in spread[key]]
         slowest = [(step, max(seconds)) for step, seconds in spread[key]]
-        label = f"{key[1]} ({key[0]})"
-        steps, _, lows, _ = thin(fastest)
-        highs = thin(slowest)[3]
-        ax.fill_between(steps, lows, highs, color=COLORS[number], alpha=0.3, linewidth=0, label=label)
-        for course in (lows, highs):
-            ax.plot(steps, course, color=COLORS[number], linewidth=1.0)
+        steps, *edges = _band(ax, fastest, slowest, COLORS[number], f"{key[1]} ({key[0]})", alpha=0.3)
+        for edge in edges:
+            ax.plot(steps, edge, color=COLORS[number], linewidth=1.0)
     _from_zero(ax)
 
 
-_NOTES = {
+NOTES = {
     "kl": "from the current policy to the reference, and to the policy before the update",
     "mismatch": "log-probabilities of the same tokens; with equal weights they differ by rounding only",
     "distribution": "share of a step's responses by length",
     "workers": "fastest to slowest rank; calls with collectives wait for the slowest rank, generation does not",
 }
-
+"""Captions of the charts that need one."""
 WHY_ABSENT = {
     "validation": "trainer.test_freq never validates, or the data has no ground truth",
     "kl": "the run has no reference policy and makes one update per batch",
@@ -336,19 +327,24 @@ WHY_ABSENT = {
 """Why a chart of a sound run may be missing."""
 
 PANELS = (
-    Panel("loss", "Loss", "nats per trained token", _loss),
+    Panel("loss", "Loss", "nats per trained token", lines_of(_LOSS)),
     Panel("reward", "Training reward", "score per response", _reward),
     Panel("validation", "Validation", "mean over the prompts", _validation),
-    Panel("kl", "KL divergence", "nats per token", _kl),
-    Panel("mismatch", "Mismatch of rollout and trainer", "difference (nats, or probability)", _mismatch),
-    Panel("clip", "Clipped updates", "share of tokens", _clip),
-    Panel("entropy", "Entropy", "nats per token", _entropy),
-    Panel("gradient", "Gradient norm", "L2 norm", _gradient),
+    Panel("kl", "KL divergence", "nats per token", lines_of(KL_METRICS, logarithmic, absolute=True)),
+    Panel(
+        "mismatch",
+        "Mismatch of rollout and trainer",
+        "difference (nats, or probability)",
+        lines_of(MISMATCH_METRICS, logarithmic, absolute=True),
+    ),
+    Panel("clip", "Clipped updates", "share of tokens", lines_of(_CLIPPED, _from_zero)),
+    Panel("entropy", "Entropy", "nats per token", lines_of(_ENTROPY, _from_zero)),
+    Panel("gradient", "Gradient norm", "L2 norm", lines_of(_GRADIENTS, logarithmic)),
     Panel("lengths", "Response length", "tokens", _lengths),
     Panel("distribution", "Distribution of response lengths", "tokens", _distribution),
-    Panel("cut", "Truncated responses", "share of responses", _cut),
+    Panel("cut", "Truncated responses", "share of responses", lines_of(_TRUNCATED, _from_zero)),
     Panel("times", "Step time by phase", "seconds", _times),
-    Panel("throughput", "Throughput", "tokens per second and worker", _throughput),
+    Panel("throughput", "Throughput", "tokens per second and worker", lines_of(_THROUGHPUT, _from_zero)),
     Panel("mfu", "Model FLOPs utilization", "share of the device's peak", _mfu),
     Panel("memory", "Memory", "GiB", _memory),
     Panel("memory_phases", "Memory by phase, highest rank", "GiB", _memory_by_phase),
@@ -359,8 +355,13 @@ OF_BOTH = frozenset({"gradient", "times", "throughput", "mfu", "memory", "worker
 """Charts that supervised training shares with RL training; it adds the loss."""
 
 
+def is_supervised(entries: Entries) -> bool:
+    """Return whether the record is that of supervised training."""
+    return any("train/loss" in entry["data"] for entry in entries.values())
+
+
 def expected_panels(entries: Entries) -> list[Panel]:
     """Return the charts that a run of this kind can have."""
-    if any("train/loss" in entry["data"] for entry in entries.values()):
+    if is_supervised(entries):
         return [panel for panel in PANELS if panel.name in OF_BOTH | {"loss"}]
     return [panel for panel in PANELS if panel.name != "loss"]

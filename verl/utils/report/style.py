@@ -36,8 +36,6 @@ COLORS = list(SERIES)
 VARIABLES = {light: f"--c{number}" for number, light in enumerate([*SERIES, *_DARK])}
 
 RC = {
-    "font.size": 10,
-    "font.family": "sans-serif",
     "svg.fonttype": "none",
     "svg.hashsalt": "verl",
     "text.color": INK,
@@ -61,7 +59,6 @@ RC = {
     "legend.fontsize": 9,
     "lines.linewidth": 1.7,
     "figure.facecolor": "none",
-    "savefig.facecolor": "none",
 }
 
 
