@@ -11,7 +11,6 @@ from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo import ray_trainer
 from verl.trainer.ppo.loaders import EndOfDataError
 from verl.trainer.ppo.profiling import (
-    ProfiledSteps,
     absolute_save_paths,
     check_steps,
     dump_memory,
@@ -19,6 +18,7 @@ from verl.trainer.ppo.profiling import (
     stop_profiling,
 )
 from verl.trainer.ppo.state import RunState
+from verl.utils.profiler import ProfilerConfig
 
 
 class Group:
@@ -41,15 +41,15 @@ class Group:
 def run(steps, continuous=False, total=5, first=1, groups=()):
     """Return the calls of a run by step; it begins, or goes on, with step ``first``."""
     calls = []
-    profiled = ProfiledSteps(steps or (), continuous)
+    profiler = ProfilerConfig(steps=steps, profile_continuous_steps=continuous)
     state = RunState(seed=1, total_steps=total)
     groups = {name: Group(name, calls) for name in ["actor_rollout", *groups]}
     by_step = {}
     for step in range(first, total + 1):
         state.step = step
-        start_profiling(profiled, state, groups, {})
+        start_profiling(profiler, state, groups, {})
         begun = len(calls)
-        stop_profiling(profiled, state, {})
+        stop_profiling(profiler, state, {})
         by_step[step] = (calls[:begun], calls[begun:])
         calls[:] = []
     return by_step
@@ -98,7 +98,7 @@ class BrokenTrainer(ray_trainer.RayPPOTrainer):
         self.run_config = RunConfig.parse(self.config)
         self.state = RunState(seed=1, total_steps=5)
         self.tokenizer = None
-        self.train_dataloader = None
+        self.train_dataloader = self.kl_ctrl_in_reward = None
         self.ref_in_actor = False
         groups = {"ref_policy": {}, "critic": {}, "rm": {}, **groups}
         self.actor_rollout_wg = Group("actor_rollout", self.calls, **groups.pop("actor_rollout", {}))

@@ -8,7 +8,6 @@ import pytest
 
 from verl.utils.profiler import DistProfiler, ProfilerConfig, ranges
 from verl.utils.profiler.config import NPUToolConfig
-from verl.utils.profiler.ranges import _Mstx
 
 
 @pytest.fixture
@@ -49,8 +48,8 @@ def events(monkeypatch):
     torch_npu.profiler, torch_npu.npu, npu.mstx = profiler, npu, mstx
     for name, module in (("torch_npu", torch_npu), ("torch_npu.profiler", profiler), ("torch_npu.npu", npu)):
         monkeypatch.setitem(sys.modules, name, module)
-    marks = _Mstx()
-    monkeypatch.setattr(ranges, "marks", lambda: marks)
+    monkeypatch.setattr("verl.utils.device.is_npu_available", True)
+    monkeypatch.setattr(ranges, "marks", ranges.marks.__wrapped__)  # without the answer for this machine
     return seen
 
 

@@ -3,18 +3,15 @@
 import itertools
 import logging
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl.base_config import ConfigError, Violation
+from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.ppo.state import RunState, Timing
-from verl.utils.profiler import marked_timer
+from verl.utils.profiler import ProfilerConfig, marked_timer
 from verl.utils.profiler.captures import save_folder
-
-if TYPE_CHECKING:
-    from verl.single_controller.ray import RayWorkerGroup
 
 logger = logging.getLogger(__name__)
 
@@ -87,23 +84,11 @@ def nsys_group_options(config: DictConfig, groups: Iterable[str]) -> dict[str, A
 # ---- around the steps
 
 
-@dataclass(frozen=True)
-class ProfiledSteps:
-    """Which steps of a run are profiled: ``global_profiler.steps`` and ``profile_continuous_steps``."""
-
-    steps: Collection[int] = ()
-    continuous: bool = False
-
-    def runs_on(self, state: RunState) -> bool:
-        """Whether the capture of the current step goes on into the next one."""
-        return self.continuous and state.step + 1 in self.steps and not state.is_last_step
-
-
 def start_profiling(
-    profiled: ProfiledSteps, state: RunState, groups: Mapping[str, "RayWorkerGroup"], timing: Timing
+    profiler: ProfilerConfig, state: RunState, groups: Mapping[str, RayWorkerGroup], timing: Timing
 ) -> None:
     """Start the profilers of all groups, unless the step is not listed or they still run from the step before."""
-    if state.step not in profiled.steps or state.profiled_groups:
+    if state.step not in (profiler.steps or ()) or state.profiled_groups:
         return
     state.profiled_groups = list(groups.values())
     with marked_timer("start_profile", timing):
@@ -112,9 +97,11 @@ def start_profiling(
             group.start_profile(**role, profile_step=str(state.step))
 
 
-def stop_profiling(profiled: ProfiledSteps, state: RunState, timing: Timing) -> None:
-    """Stop the profilers that run, unless they go on into the next step."""
-    if state.profiled_groups and not profiled.runs_on(state):
+def stop_profiling(profiler: ProfilerConfig, state: RunState, timing: Timing) -> None:
+    """Stop the profilers that run, unless their capture goes on into the next step."""
+    next_step = state.step + 1
+    runs_on = profiler.profile_continuous_steps and next_step in (profiler.steps or ()) and not state.is_last_step
+    if state.profiled_groups and not runs_on:
         with marked_timer("stop_profile", timing):
             for group in state.profiled_groups:
                 group.stop_profile()
@@ -139,7 +126,7 @@ def end_profiling(state: RunState) -> None:
             logger.warning("the profile of a worker group could not be written", exc_info=True)
 
 
-def dump_memory(tool: str | None, steps: Collection[int] | None, step: int, actor: "RayWorkerGroup") -> None:
+def dump_memory(tool: str | None, steps: Collection[int] | None, step: int, actor: RayWorkerGroup) -> None:
     """Let the actor write a snapshot of its memory after a listed step, or after every step if none is listed."""
     if tool == "torch_memory" and (steps is None or step in steps):
         actor.dump_memory_snapshot(tag=f"post_update_step{step}", sub_dir=f"step{step}")

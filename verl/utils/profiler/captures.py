@@ -1,37 +1,43 @@
 """Captures of a whole process, which the roles in it share, and the folders of what profilers write."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import ClassVar
 
 from verl.utils.profiler.ranges import Range, marked_range
 
 
-class SharedCapture:
-    """Counts the roles that use a capture: the first one starts it, the last one stops it."""
+class Tool:
+    """Captures one role on one rank; a subclass does what its tool supports, and nothing for the rest."""
 
-    def __init__(self) -> None:
-        self._users = 0
+    def start(self, role: str | None = None, profile_step: int | str | None = None) -> None:
+        """Begin a step; ``role`` names a capture of the whole process."""
 
-    def open(self, start: Callable[[], None]) -> None:
-        """Call ``start`` for the first user."""
-        if not self._users:
-            start()
-        self._users += 1
+    def stop(self) -> None:
+        """End a step and write its capture."""
 
-    def close(self, stop: Callable[[], None]) -> None:
-        """Call ``stop`` for the last user."""
-        self._users -= 1
-        if not self._users:
-            stop()
+    def task(self, name: str, role: str, mini_batches: bool = False, **marks: str | None) -> Range:
+        """Capture a task of the step; one with ``mini_batches`` calls ``step`` after each."""
+        return nullcontext()
+
+    def range(self, name: str) -> Range:
+        """Mark a part of a task."""
+        return nullcontext()
+
+    def step(self) -> None:
+        """Note the end of a mini-batch."""
 
 
-class ProcessTool(ABC):
-    """A profiler of which a process can run only one: one capture per step, or with ``discrete`` one per task."""
+class ProcessTool(Tool, ABC):
+    """A profiler of which a process can run only one: one capture per step, or with ``discrete`` one per task.
 
-    capture: SharedCapture
-    """One for each subclass, because the roles of a process share it."""
+    The roles of a process share a capture: the first one that uses it starts it, the last one stops it.
+    """
+
+    users: ClassVar[int] = 0
+    """Roles that use the capture now, by subclass."""
 
     def __init__(self, role: str, discrete: bool) -> None:
         self.role = role
@@ -50,32 +56,38 @@ class ProcessTool(ABC):
         """Begin a step; ``role`` names its capture."""
         self.profiled_step = profile_step
         if not self.discrete:
-            self.capture.open(lambda: self.begin(role or self.role))
+            self._open(role or self.role)
 
     def stop(self) -> None:
         """End a step."""
         if not self.discrete:
-            self.capture.close(self.end)
+            self._close()
 
     @contextmanager
     def task(self, name: str, role: str, mini_batches: bool = False, **marks: str | None) -> Iterator[None]:
         """Mark a task, and with ``discrete`` capture it."""
         if self.discrete:
-            self.capture.open(lambda: self.begin(role))
+            self._open(role)
         try:
             with marked_range(name, **{key: marks.get(key) for key in ("color", "domain", "category")}):
                 yield
         finally:
             if self.discrete:
-                self.capture.close(self.end)
+                self._close()
 
     def range(self, name: str) -> Range:
         """Mark a part of a task."""
         return marked_range(name)
 
-    def step(self) -> None:
-        """Do nothing: a capture holds all mini-batches."""
-        return None
+    def _open(self, role: str) -> None:
+        if not self.users:
+            self.begin(role)
+        type(self).users += 1
+
+    def _close(self) -> None:
+        type(self).users -= 1
+        if not self.users:
+            self.end()
 
 
 def save_folder(save_path: str | None) -> Path:

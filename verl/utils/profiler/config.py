@@ -4,15 +4,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl.base_config import BaseConfig, Violation
+from verl.base_config import BaseConfig, Violation, setting
 
 TOOLS = ("nsys", "npu", "torch", "torch_memory")
 RANKS_MUST_BE_NAMED = ("nsys", "npu")
 """Tools that profile no rank by default: ``all_ranks`` or ``ranks`` must select some."""
 NPU_CONTENTS = ("npu", "cpu", "memory", "shapes", "module", "stack")
-NPU_LEVELS = ("level_none", "level0", "level1", "level2")
-MEMORY_CONTEXTS = ("alloc", "state", "all")
-MEMORY_STACKS = ("python", "cpp", "all")
 
 
 @dataclass
@@ -28,13 +25,11 @@ class NsightToolConfig(BaseConfig):
 class TorchProfilerToolConfig(BaseConfig):
     """``torch.profiler``; its steps are the mini-batches of one update."""
 
-    step_start: int = 0
+    step_start: int = setting(0, "first mini-batch that is recorded", at_least=0)
     step_end: int | None = None
 
     def rules(self) -> Iterator[Violation]:
-        """Yield a violation for an empty or negative range of steps."""
-        if self.step_start < 0:
-            yield Violation("step_start", self.step_start, "must be 0 or more")
+        """Yield a violation for an empty range of steps."""
         if self.step_end is not None and self.step_end <= self.step_start:
             yield Violation("step_end", self.step_end, f"must be above step_start={self.step_start}, or null")
 
@@ -43,20 +38,11 @@ class TorchProfilerToolConfig(BaseConfig):
 class TorchMemoryToolConfig(BaseConfig):
     """torch's allocator history; ``kw_args`` are passed to its recorder unchanged."""
 
-    trace_alloc_max_entries: int = 100_000
-    stack_depth: int = 32
-    context: str = "all"
-    stacks: str = "all"
+    trace_alloc_max_entries: int = setting(100_000, "allocations that the history keeps", at_least=1)
+    stack_depth: int = setting(32, "frames of a stack that the history keeps", at_least=1)
+    context: str = setting("all", "events with a stack", one_of=("alloc", "state", "all"))
+    stacks: str = setting("all", "kind of stacks", one_of=("python", "cpp", "all"))
     kw_args: dict[str, Any] = field(default_factory=dict)
-
-    def rules(self) -> Iterator[Violation]:
-        """Yield violations for sizes below one and unknown choices."""
-        for key in ("trace_alloc_max_entries", "stack_depth"):
-            if self[key] < 1:
-                yield Violation(key, self[key], "must be 1 or more")
-        for key, known in (("context", MEMORY_CONTEXTS), ("stacks", MEMORY_STACKS)):
-            if self[key] not in known:
-                yield Violation(key, self[key], f"must be one of {', '.join(known)}")
 
 
 @dataclass
@@ -64,17 +50,15 @@ class NPUToolConfig(BaseConfig):
     """torch_npu's Ascend profiler."""
 
     contents: list[str] = field(default_factory=list)
-    level: str = "level1"
+    level: str = setting("level1", "detail of a trace", one_of=("level_none", "level0", "level1", "level2"))
     analysis: bool = True
     discrete: bool = False
 
     def rules(self) -> Iterator[Violation]:
-        """Yield violations for unknown contents and levels."""
+        """Yield a violation for unknown contents."""
         unknown = [part for part in self.contents if part not in NPU_CONTENTS]
         if unknown:
             yield Violation("contents", self.contents, f"must be a subset of [{','.join(NPU_CONTENTS)}]")
-        if self.level not in NPU_LEVELS:
-            yield Violation("level", self.level, f"must be one of {', '.join(NPU_LEVELS)}")
 
 
 @dataclass

@@ -3,13 +3,11 @@
 import functools
 import logging
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import ParamSpec, TypeVar
 
 from verl.utils.memory_utils import MemorySnapshotSampler, enable_memory_visualize, get_memory_info
-from verl.utils.profiler.captures import make_save_folder
+from verl.utils.profiler.captures import Tool, make_save_folder
 from verl.utils.profiler.config import TorchMemoryToolConfig
-from verl.utils.profiler.ranges import Range
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -62,13 +60,15 @@ class GPUMemoryLogger:
 
 # ---- snapshots of the allocator
 
-_NOTHING = nullcontext()
 _recording: list[bool] = []
 _written: set[tuple[str, str]] = set()
 
 
-class TorchMemoryProfiler:
-    """Records the allocator's history from construction on and writes a snapshot at the end of each step."""
+class TorchMemoryProfiler(Tool):
+    """Records the allocator's history from construction on and writes a snapshot at the end of each step.
+
+    Tasks are not marked, because the history holds the lines that allocate.
+    """
 
     def __init__(self, options: TorchMemoryToolConfig, save_path: str | None, rank: int) -> None:
         self.sampler = MemorySnapshotSampler(str(make_save_folder(save_path)), rank=rank)
@@ -92,14 +92,3 @@ class TorchMemoryProfiler:
         if (self.sampler.out_dir, self._step) not in _written:
             _written.add((self.sampler.out_dir, self._step))
             self.sampler.dump_memory_snapshot(sub_dir=self._step)
-
-    def task(self, name: str, role: str, mini_batches: bool = False, **marks: str | None) -> Range:
-        """Do nothing: the history holds the lines that allocate."""
-        return _NOTHING
-
-    def range(self, name: str) -> Range:
-        """Do nothing."""
-        return _NOTHING
-
-    def step(self) -> None:
-        """Do nothing."""

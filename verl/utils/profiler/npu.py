@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from verl.utils.profiler.captures import ProcessTool, SharedCapture, step_folder
+from verl.utils.profiler.captures import ProcessTool, step_folder
 from verl.utils.profiler.config import NPUToolConfig
 
 if TYPE_CHECKING:
@@ -14,7 +14,6 @@ _DEFAULT_CONTENTS = ("npu", "cpu")
 class NPUProfiler(ProcessTool):
     """Writes one trace per step, or with ``discrete`` one per task."""
 
-    capture = SharedCapture()
     running: "list[profile]" = []
     """The running profiler of this process; shared, because another role may end the capture."""
 

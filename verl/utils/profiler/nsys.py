@@ -8,14 +8,12 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from verl.utils.profiler.captures import ProcessTool, SharedCapture
+from verl.utils.profiler.captures import ProcessTool
 from verl.utils.profiler.config import NsightToolConfig
 
 
 class NsightSystemsProfiler(ProcessTool):
     """Makes one capture per step, or with ``discrete`` one per task; nsys writes its database."""
-
-    capture = SharedCapture()
 
     def __init__(self, options: NsightToolConfig, role: str) -> None:
         super().__init__(role, options.discrete)

@@ -4,9 +4,10 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, ParamSpec, Protocol, TypeVar, cast
+from contextlib import contextmanager, nullcontext
+from typing import Any, ParamSpec, TypeVar, cast
 
+from verl.utils.profiler.captures import Tool
 from verl.utils.profiler.config import (
     NPUToolConfig,
     NsightToolConfig,
@@ -27,25 +28,6 @@ OF_TOOL = {
     "torch": TorchProfilerToolConfig,
     "torch_memory": TorchMemoryToolConfig,
 }
-
-
-class Tool(Protocol):
-    """Captures one role on one rank."""
-
-    def start(self, role: str | None = None, profile_step: int | str | None = None) -> None:
-        """Begin a step."""
-
-    def stop(self) -> None:
-        """End a step and write its capture."""
-
-    def task(self, name: str, role: str, mini_batches: bool = False, **marks: str | None) -> Range:
-        """Capture a task of the step; one with ``mini_batches`` calls ``step`` after each."""
-
-    def range(self, name: str) -> Range:
-        """Mark a part of a task."""
-
-    def step(self) -> None:
-        """Note the end of a mini-batch."""
 
 
 class DistProfiler:
@@ -134,12 +116,10 @@ class DistProfiler:
         def decorate(func: Callable[P, T]) -> Callable[P, T]:
             task = role or func.__name__
 
-            def running(worker: Any, *args: P.args, **kwargs: P.kwargs) -> DistProfiler | None:
+            def capture(worker: Any) -> Range:
                 profiler = getattr(worker, "profiler", None)
-                if profiler is None or not profiler.running:
-                    return None
-                own: DistProfiler = profiler.of_task(task)
-                return own if own.running else None
+                own = profiler.of_task(task) if profiler is not None and profiler.running else None
+                return captured(own) if own is not None and own.running else _NOTHING
 
             @contextmanager
             def captured(profiler: DistProfiler) -> Iterator[None]:
@@ -153,25 +133,20 @@ class DistProfiler:
 
             @functools.wraps(func)
             def call(*args: P.args, **kwargs: P.kwargs) -> T:
-                profiler = running(*args, **kwargs)
-                if profiler is None:
-                    return func(*args, **kwargs)
-                with captured(profiler):
+                with capture(args[0]):
                     return func(*args, **kwargs)
 
             @functools.wraps(func)
             async def call_async(*args: P.args, **kwargs: P.kwargs) -> Any:
-                profiler = running(*args, **kwargs)
-                if profiler is None:
+                with capture(args[0]):
                     return await func(*args, **kwargs)  # type: ignore[misc]  # a coroutine function
-                with captured(profiler):
-                    return await func(*args, **kwargs)  # type: ignore[misc]
 
             return cast(Callable[P, T], call_async if inspect.iscoroutinefunction(func) else call)
 
         return decorate
 
 
+_NOTHING = nullcontext()
 _of_this_process: list[DistProfiler] = []
 """The running profilers of all workers that share the process."""
 
@@ -217,13 +192,13 @@ class RoleProfilers:
 def tool_config_of(config: ProfilerConfig) -> Any:
     """Return the options of a role's tool, or the defaults of their dataclass if there are none."""
     assert config.tool is not None
+    cls = OF_TOOL[config.tool]
     options = config.tool_config
-    if isinstance(options, OF_TOOL[config.tool]):
-        return options
-    node = options.get(config.tool) if isinstance(options, Mapping) else None
-    if isinstance(node, Mapping) and not isinstance(node, OF_TOOL[config.tool]):
-        return OF_TOOL[config.tool](**{key: value for key, value in node.items() if key != "_target_"})
-    return node if node is not None else OF_TOOL[config.tool]()
+    if isinstance(options, Mapping) and not isinstance(options, cls):
+        options = options.get(config.tool)
+    if isinstance(options, Mapping) and not isinstance(options, cls):
+        return cls(**{key: value for key, value in options.items() if key != "_target_"})
+    return options if options is not None else cls()
 
 
 def build_tool(rank: int, config: ProfilerConfig, tool_config: Any, role: str) -> Tool:

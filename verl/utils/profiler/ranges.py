@@ -1,10 +1,9 @@
 """Mark named ranges for profilers: by MSTX on an Ascend device, else by NVTX if it is installed, else not at all."""
 
-import functools
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from verl.utils.import_utils import is_nvtx_available
 from verl.utils.profiler.performance import simple_timer
@@ -17,72 +16,41 @@ RangeId = int | tuple[Any, ...] | None
 """Identifies an open range: a number for MSTX, a pair for NVTX."""
 
 
-class Marks(Protocol):
-    """A library that marks ranges; each uses the options of ``mark_start_range`` that it supports."""
-
-    def start(self, message: str | None, **options: str | None) -> RangeId:
-        """Open a range and return its id."""
-
-    def end(self, range_id: RangeId) -> None:
-        """Close a range."""
-
-
-class _Nvtx:
-    def __init__(self) -> None:
-        import nvtx
-
-        self._nvtx = nvtx
-
-    def start(self, message: str | None, **options: str | None) -> RangeId:
-        range_id: RangeId = self._nvtx.start_range(message=message, **options)
-        return range_id
-
-    def end(self, range_id: RangeId) -> None:
-        self._nvtx.end_range(range_id)
-
-
-class _Mstx:
-    def __init__(self) -> None:
-        from torch_npu.npu import mstx
-
-        self._mstx = mstx
-
-    def start(self, message: str | None, **options: str | None) -> RangeId:
-        range_id: RangeId = self._mstx.range_start(message)  # MSTX has neither colors nor domains
-        return range_id
-
-    def end(self, range_id: RangeId) -> None:
-        self._mstx.range_end(range_id)
-
-
-class _NoMarks:
-    def start(self, message: str | None, **options: str | None) -> RangeId:
-        return None
-
-    def end(self, range_id: RangeId) -> None:
-        return None
-
-
 @cache
-def marks() -> Marks:
-    """Return the library that marks ranges in this process."""
+def marks() -> tuple[Callable[..., RangeId], Callable[[RangeId], None]]:
+    """Return the functions that open and close a range, of the library that this process marks ranges with."""
     from verl.utils.device import is_npu_available
 
     if is_npu_available:  # Ascend tools ignore NVTX, even if nvtx is installed
-        return _Mstx()
-    return _Nvtx() if is_nvtx_available() else _NoMarks()
+        from torch_npu.npu import mstx
+
+        def start(message: str | None, **options: str | None) -> RangeId:
+            return mstx.range_start(message)  # MSTX has neither colors nor domains
+
+        return start, mstx.range_end
+    if is_nvtx_available():
+        import nvtx
+
+        return nvtx.start_range, nvtx.end_range
+    return _mark_nothing, _mark_nothing
+
+
+def _mark_nothing(*range_id: RangeId, **options: str | None) -> None:
+    """Open or close no range, because no library is installed."""
 
 
 def mark_start_range(
     message: str | None = None, color: str | None = None, domain: str | None = None, category: str | None = None
 ) -> RangeId:
     """Open a range and return its id for ``mark_end_range``."""
-    return marks().start(message, color=color, domain=domain, category=category)
+    start, _ = marks()
+    return start(message=message, color=color, domain=domain, category=category)
 
 
 def mark_end_range(range_id: RangeId) -> None:
     """Close a range."""
-    marks().end(range_id)
+    _, end = marks()
+    end(range_id)
 
 
 @contextmanager
@@ -101,12 +69,7 @@ def mark_annotate(
     """Mark every call of a function with ``message``, or with its name."""
 
     def decorate(func: Callable[P, T]) -> Callable[P, T]:
-        @functools.wraps(func)
-        def call(*args: P.args, **kwargs: P.kwargs) -> T:
-            with marked_range(message or func.__name__, color=color, domain=domain, category=category):
-                return func(*args, **kwargs)
-
-        return call
+        return marked_range(message or func.__name__, color=color, domain=domain, category=category)(func)
 
     return decorate
 

@@ -12,7 +12,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from verl.utils.memory_utils import return_freed_host_memory
-from verl.utils.profiler.captures import make_save_folder, step_folder
+from verl.utils.profiler.captures import Tool, make_save_folder, step_folder
 from verl.utils.profiler.config import TorchProfilerToolConfig
 from verl.utils.profiler.ranges import Range
 
@@ -22,7 +22,7 @@ _running: list[profile] = []
 """The recording profiler of this process, at most one."""
 
 
-class TorchTrace:
+class TorchTrace(Tool):
     """Records every task of a role; of a task with mini-batches only those in [``step_start``, ``step_end``)."""
 
     def __init__(self, options: TorchProfilerToolConfig, save_path: str | None, role: str, rank: int) -> None:
