@@ -10,14 +10,14 @@ from hydra import compose, initialize_config_dir
 
 from verl.trainer import main_eval
 from verl.trainer.config.cli import CONFIG_DIR
-from verl.trainer.run import offline
+from verl.trainer.run import launch
 
 GSM8K = "openai/gsm8k"
 
 
 @pytest.fixture(autouse=True)
 def handlers(monkeypatch):
-    monkeypatch.setattr(offline, "catch_sigterm", lambda: None)
+    monkeypatch.setattr(launch, "catch_sigterm", lambda: None)
 
 
 def row(source, responses, truth, **more):

@@ -13,14 +13,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from examples.tiny_model import make_tiny_model
 from verl.trainer import main_generation
 from verl.trainer.config.cli import CONFIG_DIR
-from verl.trainer.run import offline
+from verl.trainer.run import launch
 
 QUESTIONS = ["1+1=?", "What is 12 times 12?", "a", "Name three colours.", "2+3=?"]
 
 
 @pytest.fixture(autouse=True)
 def handlers(monkeypatch):
-    monkeypatch.setattr(offline, "catch_sigterm", lambda: None)
+    monkeypatch.setattr(launch, "catch_sigterm", lambda: None)
 
 
 @pytest.fixture(scope="module")

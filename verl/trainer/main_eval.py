@@ -56,14 +56,14 @@ class RowScore:
 
 def run_eval(config: DictConfig) -> None:
     """Score all rows on Ray and log ``{"test_score/<source>": mean}`` to standard output."""
-    from verl.trainer.run.offline import RayOptions, run_offline
+    from verl.trainer.run.launch import checked
+    from verl.trainer.run.offline import offline_session
     from verl.utils.observe.console import get_console
 
-    def evaluate(prepared: tuple[str, list[Row], Scorer]) -> None:
-        scores = score_on_ray(*prepared, **config.scoring)
-        get_console().info(json.dumps(summarise(prepared[1], scores)))
-
-    run_offline(RayOptions.parse(config.ray_kwargs, "cpu"), lambda: prepare(config), evaluate)
+    path, rows, scorer = checked(lambda: prepare(config))
+    with offline_session(config.ray_kwargs, "cpu"):
+        scores = score_on_ray(path, rows, scorer, **config.scoring)
+        get_console().info(json.dumps(summarise(rows, scores)))
 
 
 def prepare(config: DictConfig) -> tuple[str, list[Row], Scorer]:

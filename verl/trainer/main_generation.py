@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl.base_config import ConfigError, Violation
 from verl.trainer.config.cli import hydra_main
 from verl.trainer.config.rules.files import data_file_rules
-from verl.trainer.config.run_config import RayConfig, parse_node
+from verl.trainer.config.run_config import parse_node
 
 if TYPE_CHECKING:
     from verl.trainer.generation import Generation
@@ -26,12 +26,12 @@ DEVICES = ("cuda", "npu", "cpu")
 
 def run_generation(config: DictConfig) -> None:
     """Check the configuration, start Ray, generate and write ``data.output_path``."""
-    from verl.trainer.run.offline import RayOptions, run_offline
+    from verl.trainer.run.launch import checked
+    from verl.trainer.run.offline import offline_session
 
-    def generate(generation: "Generation") -> None:
+    generation = checked(lambda: prepare(config))
+    with offline_session(config.ray_kwargs, config.trainer.device):
         generation.run()
-
-    run_offline(RayOptions.parse(config.ray_kwargs, config.trainer.device), lambda: prepare(config), generate)
 
 
 def prepare(config: DictConfig) -> "Generation":
@@ -43,12 +43,11 @@ def prepare(config: DictConfig) -> "Generation":
     if violations:
         raise ConfigError(violations)
     from verl.trainer.run.inputs import check_machine, check_model
+    from verl.trainer.run.offline import cluster_of
 
     trainer = config.trainer
-    ray_kwargs: Any = OmegaConf.to_container(config.ray_kwargs, resolve=True)
-    cluster, _ = parse_node(ray_kwargs, RayConfig)
     pools = {"trainer": (trainer.n_gpus_per_node, trainer.nnodes)}
-    check_machine(trainer.device, pools, cluster, {"rollout.name": config.rollout.name})
+    check_machine(trainer.device, pools, cluster_of(config.ray_kwargs), {"rollout.name": config.rollout.name})
     check_model("model.path", config.model.path)
     from verl.trainer.generation import Generation, GenerationConfig
 

@@ -6,32 +6,24 @@ trainer runs. It imports neither torch nor transformers.
 
 import importlib
 import logging
-import os
-import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 from omegaconf import DictConfig, OmegaConf
 
 from verl.trainer.config.cli import hydra_main
+from verl.trainer.config.run_config import RunConfig
+from verl.trainer.ppo.utils import Role, config_needs_reference, need_critic
 from verl.trainer.run.clock import CLOCK, receive_moments
-
-if TYPE_CHECKING:
-    from verl.trainer.config.run_config import RunConfig
-    from verl.trainer.run.display import LocalDisplay
+from verl.trainer.run.display import LocalDisplay
 
 logger = logging.getLogger(__name__)
 
-_LAZY = {
-    "create_rl_dataset": "verl.utils.dataset.factory",
-    "create_rl_sampler": "verl.utils.dataset.factory",
-}
-
 
 def __getattr__(name: str) -> Any:
-    """Import names that need torch when they are first asked for."""
-    if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name]), name)
+    """Import the names that need torch when they are first asked for."""
+    if name in ("create_rl_dataset", "create_rl_sampler"):
+        return getattr(importlib.import_module("verl.utils.dataset.factory"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -52,44 +44,26 @@ def run_ppo(config: DictConfig, task_runner_class: Any = None) -> None:
     Raises: SystemExit after a short message on standard error: with 2 if a check before the start of Ray failed,
         otherwise with 1 and the whole trace in ``error.log`` of ``trainer.default_local_dir``.
     """
-    from verl.trainer.config.cli import USAGE_ERROR
     from verl.trainer.preflight import check_inputs
-    from verl.trainer.run.display import LocalDisplay
-    from verl.trainer.run.launch import catch_sigterm, interruption, report_failure, start_ray, stop_ray
+    from verl.trainer.run.launch import checked, ray_session
     from verl.trainer.run.resume import run_folder
 
     CLOCK.moments = []
     CLOCK.mark("launch", at=float(psutil.Process().create_time()))
     CLOCK.mark("imports")
-    is_checked = False
-    owns_ray = False
-    failure: tuple[str, int] | None = None
-    try:
+
+    def check() -> tuple[RunConfig, LocalDisplay]:
         run_config = check_inputs(config, getattr(task_runner_class, "recipe_nodes", ()))
-        display = LocalDisplay(run_config.trainer.live_view, run_folder(config))
-        is_checked = True
-        CLOCK.mark("checks")
-        catch_sigterm()
-        owns_ray = True  # until start_ray answers: the start itself may be interrupted
-        owns_ray = start_ray(run_config.trainer.device, dict(run_config.ray_kwargs.ray_init or {}))
+        return run_config, LocalDisplay(run_config.trainer.live_view, run_folder(config))
+
+    run_config, display = checked(check)
+    CLOCK.mark("checks")
+    with ray_session(run_config.ray_kwargs, run_config.trainer.device, run_folder(config)):
         CLOCK.mark("ray_init")
-        catch_sigterm()  # Ray has set another handler
         _run_in_actor(config, run_config, task_runner_class or TaskRunner, display)
-    except KeyboardInterrupt:
-        failure = interruption()
-    except Exception as error:  # whatever it is, the person at the terminal gets its cause and not Ray's frames
-        if is_checked:
-            failure = report_failure(error, run_folder(config)), 1
-        else:
-            failure = f"error in the configuration: {error}", USAGE_ERROR
-    finally:
-        stop_ray(owns_ray)
-    if failure is not None:
-        sys.stderr.write(f"\n{failure[0]}\n")
-        sys.exit(failure[1])
 
 
-def _run_in_actor(config: DictConfig, run_config: "RunConfig", task_runner_class: Any, display: "LocalDisplay") -> None:
+def _run_in_actor(config: DictConfig, run_config: RunConfig, task_runner_class: Any, display: LocalDisplay) -> None:
     import ray
 
     from verl.trainer.run.terminal import Terminal, attach_display
@@ -107,12 +81,9 @@ def _run_in_actor(config: DictConfig, run_config: "RunConfig", task_runner_class
         raise
     finally:
         display.close()
-        timeline = run_config.ray_kwargs.timeline_json_file
-        if timeline:
-            ray.timeline(filename=os.path.expanduser(timeline))
 
 
-def _controller_options(run_config: "RunConfig") -> dict[str, Any]:
+def _controller_options(run_config: RunConfig) -> dict[str, Any]:
     """Return the actor options that have nsys trace the task runner, if that is asked for."""
     profiler = run_config.global_profiler
     if run_config.trainer.device != "cuda" or profiler.tool != "nsys" or not profiler.steps:
@@ -144,26 +115,16 @@ class TaskRunner:
 
     def add_actor_rollout_worker(self, config: DictConfig) -> tuple[type, Any]:
         """Choose the worker of actor and rollout; returns its class and that of its worker group."""
-        import ray
-
         from verl.single_controller.ray import RayWorkerGroup
-        from verl.trainer.ppo.utils import Role
 
         cls = worker_class("actor_rollout_ref.actor.strategy", config.actor_rollout_ref.actor.strategy)
-        self.role_worker_mapping[Role.ActorRollout] = ray.remote(cls)
-        self.mapping[Role.ActorRollout] = "global_pool"
+        self._add(Role.ActorRollout, cls)
         return cls, RayWorkerGroup
 
     def add_critic_worker(self, config: DictConfig) -> None:
         """Choose the worker of the critic, if one is trained."""
-        import ray
-
-        from verl.trainer.ppo.utils import Role, need_critic
-
         if need_critic(config):
-            cls = worker_class("critic.strategy", config.critic.strategy, "CriticWorker")
-            self.role_worker_mapping[Role.Critic] = ray.remote(cls)
-            self.mapping[Role.Critic] = "global_pool"
+            self._add(Role.Critic, worker_class("critic.strategy", config.critic.strategy, "CriticWorker"))
 
     def init_resource_pool_mgr(self, config: DictConfig) -> Any:
         """Lay out the pools: ``global_pool``, and ``reward_pool`` if the reward model has its own."""
@@ -172,34 +133,26 @@ class TaskRunner:
         spec = {"global_pool": [config.trainer.n_gpus_per_node] * config.trainer.nnodes}
         reward = config.reward_model
         if reward.enable and reward.enable_resource_pool:
-            for key in ("n_gpus_per_node", "nnodes"):
-                if reward[key] <= 0:
-                    raise ValueError(f"reward_model.{key}={reward[key]} must be above 0 with enable_resource_pool=true")
             spec["reward_pool"] = [reward.n_gpus_per_node] * reward.nnodes
         return ResourcePoolManager(resource_pool_spec=spec, mapping=self.mapping, device_name=config.trainer.device)
 
     def add_reward_model_worker(self, config: DictConfig) -> None:
         """Choose the worker of the reward model, if one is enabled."""
-        import ray
-
-        from verl.trainer.ppo.utils import Role
-
-        if config.reward_model.enable:
-            cls = worker_class("reward_model.strategy", config.reward_model.strategy, "RewardModelWorker")
-            self.role_worker_mapping[Role.RewardModel] = ray.remote(cls)
-            self.mapping[Role.RewardModel] = (
-                "reward_pool" if config.reward_model.enable_resource_pool else "global_pool"
-            )
+        reward = config.reward_model
+        if reward.enable:
+            cls = worker_class("reward_model.strategy", reward.strategy, "RewardModelWorker")
+            self._add(Role.RewardModel, cls, "reward_pool" if reward.enable_resource_pool else "global_pool")
 
     def add_ref_policy_worker(self, config: DictConfig, ref_policy_cls: type) -> None:
         """Choose the worker of the reference policy, if a KL term needs one."""
+        if config_needs_reference(config):
+            self._add(Role.RefPolicy, ref_policy_cls)
+
+    def _add(self, role: Role, cls: type, pool: str = "global_pool") -> None:
         import ray
 
-        from verl.trainer.ppo.utils import Role, config_needs_reference
-
-        if config_needs_reference(config):
-            self.role_worker_mapping[Role.RefPolicy] = ray.remote(ref_policy_cls)
-            self.mapping[Role.RefPolicy] = "global_pool"
+        self.role_worker_mapping[role] = ray.remote(cls)
+        self.mapping[role] = pool
 
     def trainer_class(self) -> type:
         """Choose the trainer, a ``RayPPOTrainer``; imported here, since that takes seconds."""
@@ -236,11 +189,7 @@ class TaskRunner:
         trainer.fit()
 
 
-_MODULE_OF_STRATEGY = {
-    "fsdp": "verl.workers.fsdp_workers",
-    "fsdp2": "verl.workers.fsdp_workers",
-    "megatron": "verl.workers.megatron_workers",
-}
+STRATEGIES = ("fsdp", "fsdp2", "megatron")
 
 
 class UnknownStrategyError(ValueError, NotImplementedError):
@@ -248,13 +197,13 @@ class UnknownStrategyError(ValueError, NotImplementedError):
 
 
 def worker_class(key: str, strategy: str, name: str = "ActorRolloutRefWorker") -> type:
-    """Return the worker class of a strategy.
+    """Return the worker class of a role; every strategy has the same one.
 
     Raises: UnknownStrategyError, a ValueError and NotImplementedError, naming the key.
     """
-    if strategy not in _MODULE_OF_STRATEGY:
-        raise UnknownStrategyError(f"{key}={strategy!r} must be one of {sorted(_MODULE_OF_STRATEGY)}")
-    cls: type = getattr(importlib.import_module(_MODULE_OF_STRATEGY[strategy]), name)
+    if strategy not in STRATEGIES:
+        raise UnknownStrategyError(f"{key}={strategy!r} must be one of {list(STRATEGIES)}")
+    cls: type = getattr(importlib.import_module("verl.workers.roles"), name)
     return cls
 
 

@@ -58,7 +58,7 @@ class Reader(NamedTuple):
 # fmt: off
 READERS = [
     # data
-    Reader("data", "train_files val_files", "trainer/ppo/build.py", "data", ROWS + "test_rows_of_several_files_and_messages_with_other_keys"),
+    Reader("data", "train_files val_files", "trainer/ppo/ray_trainer.py", "node", ROWS + "test_rows_of_several_files_and_messages_with_other_keys"),
     Reader("data", "prompt_key reward_fn_key image_key video_key", "utils/dataset/rl_dataset.py", "settings", ROWS + "test_column_of_the_wrong_type"),
     Reader("data", "max_prompt_length truncation", "utils/dataset/rl_dataset.py", "settings", ROWS + "test_truncation"),
     Reader("data", "return_raw_chat return_full_prompt apply_chat_template_kwargs", "utils/dataset/rl_dataset.py", "settings", ROWS + "test_item_holds_every_documented_key"),
@@ -149,7 +149,7 @@ READERS = [
     Reader(ROLLOUT, "layered_summon", "workers/rollout/vllm_rollout/vllm_rollout.py", "config"),
     Reader(ROLLOUT, "update_weights_bucket_megabytes", "workers/sharding_manager/__init__.py", "rollout.config", "tests/workers/sharding_manager/test_bucket.py::test_buckets_keep_the_order_and_the_limit"),
     # reward
-    Reader("reward_model", "enable", "trainer/main_ppo.py", "config.reward_model", E2E + "test_reward_models.py::test_a_reward_model_scores_training"),
+    Reader("reward_model", "enable", "trainer/main_ppo.py", "reward", E2E + "test_reward_models.py::test_a_reward_model_scores_training"),
     Reader("reward_model", "enable_resource_pool n_gpus_per_node nnodes", "trainer/main_ppo.py", "reward", E2E + "test_reward_models.py::test_workers_of_its_own_change_no_number"),
     Reader("reward_model", "micro_batch_size micro_batch_size_per_gpu use_dynamic_bsz forward_max_token_len_per_gpu max_length", "workers/roles/reward_model.py", "config", SCORES),
     Reader("reward_model", "ulysses_sequence_parallel_size", "workers/roles/base.py", LOOP, SCORES),
@@ -212,7 +212,7 @@ READERS = [
     Reader(TOOLS_OF["torch_memory"], "trace_alloc_max_entries stack_depth context stacks kw_args", "utils/profiler/memory.py", "options", PROFILERS + "test_torch_memory.py::test_options_reach_the_recorder_and_snapshots_their_place"),
     # Ray
     Reader("ray_kwargs.ray_init", "num_cpus", "trainer/run/launch.py", LOOP, "tests/trainer/run/test_launch.py::test_ray_is_local_unless_an_address_is_given"),
-    Reader("ray_kwargs", "timeline_json_file", "trainer/main_ppo.py", "run_config.ray_kwargs"),
+    Reader("ray_kwargs", "timeline_json_file", "trainer/run/launch.py", "cluster"),
 ]
 # fmt: on
 
@@ -331,7 +331,7 @@ OFFLINE = {
         Reader("rollout", "response_length max_num_batched_tokens dtype max_num_seqs enable_chunked_prefill gpu_memory_utilization enforce_eager free_cache_engine disable_log_stats", "workers/rollout/vllm_rollout/engine_args.py", "config", ARGS),
         Reader("rollout", "max_model_len", "workers/config/rollout.py", "self", ARGS),
         Reader("rollout", "ignore_eos", "workers/rollout/vllm_rollout/vllm_rollout.py", "self.config", CONTRACT + "test_mask_follows_what_was_sampled"),
-        Reader("ray_kwargs", "timeline_json_file", "trainer/run/offline.py", "node"),
+        Reader("ray_kwargs", "timeline_json_file", "trainer/run/launch.py", "cluster"),
         Reader("ray_kwargs.ray_init", "num_cpus", "trainer/run/launch.py", LOOP, "tests/trainer/run/test_launch.py::test_ray_is_local_unless_an_address_is_given"),
     ],
     "sft_trainer_engine": [
@@ -343,7 +343,7 @@ OFFLINE = {
         Reader("data", "max_length truncation use_shm apply_chat_template_kwargs", "utils/dataset/multiturn_sft_dataset.py", "settings", TURNS + "test_no_padding_and_truncation"),
         Reader("data.custom_cls", "path name", "trainer/sft/trainer.py", LOOP, SFT + "test_what_is_refused"),
         Reader("trainer", "default_local_dir default_hdfs_dir max_ckpt_to_keep resume_mode resume_from_path", "trainer/sft/trainer.py", "config.trainer", SFT + "test_a_resumed_run_goes_on_as_if_it_had_not_stopped"),
-        Reader("trainer", "logger", "trainer/sft/config.py", "self", SFT + "test_loss_equals_transformers_and_the_export_holds_what_was_learnt"),
+        Reader("trainer", "logger", "trainer/run/output.py", "options", SFT + "test_loss_equals_transformers_and_the_export_holds_what_was_learnt"),
         Reader("trainer", "save_freq test_freq", "trainer/sft/trainer.py", "self.config.trainer", SFT + "test_loss_equals_transformers_and_the_export_holds_what_was_learnt"),
         Reader("trainer", "total_epochs total_training_steps", "trainer/sft/trainer.py", "trainer", SFT + "test_a_resumed_run_goes_on_as_if_it_had_not_stopped"),
         Reader("trainer", "record_digests", "trainer/sft/record.py", "options", SFT + "test_a_resumed_run_goes_on_as_if_it_had_not_stopped"),
@@ -363,7 +363,7 @@ OFFLINE = {
         Reader("data", "response_key data_source_key reward_model_key", "trainer/main_eval.py", "data", SCORED + "test_what_is_refused_before_ray"),
         Reader("scoring", "timeout_s failure_score", "trainer/main_eval.py", "scoring", SCORED + "test_a_response_that_takes_too_long_costs_its_own_score_alone"),
         Reader("custom_reward_function", "path name", "workers/rewards/loading.py", "node", SCORED + "test_a_scorer_of_ones_own_over_many_rows"),
-        Reader("ray_kwargs", "timeline_json_file", "trainer/run/offline.py", "node"),
+        Reader("ray_kwargs", "timeline_json_file", "trainer/run/launch.py", "cluster"),
         Reader("ray_kwargs.ray_init", "num_cpus", "trainer/run/launch.py", LOOP, "tests/trainer/run/test_launch.py::test_ray_is_local_unless_an_address_is_given"),
     ],
 }

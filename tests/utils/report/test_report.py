@@ -152,7 +152,8 @@ def test_a_run_ends_with_a_report(tmp_path, capsys, caplog, monkeypatch):
         return run.RunOutput(options, OmegaConf.create({}), None, 2, lambda metrics: [])
 
     first = output(tmp_path / "a")
-    first.step({"critic/score/mean": 0.5, "timing_s/step": 1.0}, 1, {"response_length": {"limit": 4, "counts": [1, 0]}})
+    details = {"response_length": {"limit": 4, "counts": [1, 0]}}
+    first.log({"critic/score/mean": 0.5, "timing_s/step": 1.0}, 1, details, finished=True)
     first.close(curves=False)
     assert (tmp_path / "a" / "report.html").exists() and not (tmp_path / "a" / "curves.png").exists()
     second = output(tmp_path / "b", report=False)

@@ -103,11 +103,6 @@ class TrainerConfig(BaseConfig):
                 yield Violation("logger", self.logger, f"must be a list of trackers out of {', '.join(TRACKERS)}")
 
     @property
-    def loggers(self) -> list[str]:
-        """The trackers."""
-        return [self.logger] if isinstance(self.logger, str) else list(self.logger)
-
-    @property
     def world_size(self) -> int:
         """The number of workers."""
         return self.n_gpus_per_node * self.nnodes

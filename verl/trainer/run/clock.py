@@ -18,11 +18,6 @@ class StartupClock:
         self.moments: list[tuple[str, float]] = []
         self.reported = False
 
-    @property
-    def last(self) -> str:
-        """The name of the last moment."""
-        return self.moments[-1][0] if self.moments else ""
-
     def mark(self, name: str, at: float | None = None) -> None:
         """Record that part ``name`` ended now, or at a unix time; ignored after the report."""
         if not self.reported:

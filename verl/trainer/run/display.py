@@ -8,12 +8,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from tqdm import tqdm
+
 from verl.utils import envs
 from verl.utils.observe.console import send_console_to
 
 if TYPE_CHECKING:
-    from tqdm import tqdm
-
     from verl.utils.report.live import LiveTable
 
 DescribeStep = Callable[[Mapping[str, Any]], Sequence[str | None]]
@@ -81,8 +81,6 @@ class LocalDisplay:
 
     def _move_bar(self, step: int, total: int, start: int, text: str) -> None:
         if self._bar is None:
-            from tqdm import tqdm
-
             self._bar = tqdm(total=total, initial=start, desc="training", dynamic_ncols=True, bar_format=_BAR_FORMAT)
         self._bar.set_postfix_str(text, refresh=False)
         self._bar.n = step

@@ -5,19 +5,25 @@ import logging
 import os
 import secrets
 import signal
+import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 import ray
 
+from verl.trainer.config.cli import USAGE_ERROR
+from verl.trainer.config.run_config import RayConfig
 from verl.utils import envs
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 RUNTIME_ENV_VARS = {
     "TOKENIZERS_PARALLELISM": "true",
@@ -43,6 +49,52 @@ _LOG_GRACE_S = 0.5  # time for the last lines of the actors to reach this termin
 
 
 # ---- Ray
+
+
+def checked(check: Callable[[], T]) -> T:
+    """Return the result of the checks before the start of Ray.
+
+    Raises: SystemExit with 2 after a short message on standard error if they refuse the input.
+    """
+    try:
+        return check()
+    except KeyboardInterrupt:
+        _leave(*interruption())
+    except Exception as error:  # whatever it is, the person at the terminal gets its cause and not a trace
+        _leave(f"error in the configuration: {error}", USAGE_ERROR)
+
+
+@contextmanager
+def ray_session(cluster: RayConfig, device: str, folder: Path) -> Iterator[None]:
+    """Run the enclosed code on Ray: start or join it, stop it afterwards, and report a failure.
+
+    Raises: SystemExit after a short message on standard error: with 1 and the whole trace in ``error.log`` of
+        ``folder``, or with the code of a signal.
+    """
+    failure: tuple[str, int] | None = None
+    catch_sigterm()
+    owns_ray = True  # until start_ray answers: the start itself may be interrupted
+    try:
+        owns_ray = start_ray(device, cluster.ray_init)
+        catch_sigterm()  # Ray has set another handler
+        try:
+            yield
+        finally:
+            if cluster.timeline_json_file:
+                ray.timeline(filename=os.path.expanduser(cluster.timeline_json_file))
+    except KeyboardInterrupt:
+        failure = interruption()
+    except Exception as error:  # whatever it is, the person at the terminal gets its cause and not Ray's frames
+        failure = report_failure(error, folder), 1
+    finally:
+        stop_ray(owns_ray)
+    if failure is not None:
+        _leave(*failure)
+
+
+def _leave(message: str, code: int) -> NoReturn:
+    sys.stderr.write(f"\n{message}\n")
+    sys.exit(code)
 
 
 def start_ray(device: str, ray_init: Mapping[str, Any] | None) -> bool:
@@ -147,20 +199,14 @@ def report_failure(error: BaseException, folder: Path) -> str:
 
 def root_cause(error: BaseException) -> BaseException:
     """Return the exception of a Ray process without the exceptions that Ray wraps around it."""
-    for wrapped in _unwrapped(error):
-        error = wrapped
-    return error
-
-
-def _unwrapped(error: BaseException) -> Iterator[BaseException]:
     seen: set[int] = set()
     while isinstance(error, ray.exceptions.RayTaskError) and id(error) not in seen:
         seen.add(id(error))
         cause = getattr(error, "cause", None)
         if not isinstance(cause, BaseException):
-            return
+            break
         error = cause
-        yield error
+    return error
 
 
 def describe(error: BaseException) -> str:

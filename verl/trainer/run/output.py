@@ -11,9 +11,10 @@ from verl.trainer.run.display import DescribeStep, Progress
 from verl.trainer.run.prometheus import PrometheusMetrics
 from verl.utils.observe.console import get_console
 from verl.utils.observe.curves import draw_curves
+from verl.utils.observe.generations import ValidationGenerationsLogger
 from verl.utils.observe.record import Details, RunRecord
 from verl.utils.observe.rollout_trace import RolloutTraceConfig
-from verl.utils.observe.tracking import Tracking, ValidationGenerationsLogger
+from verl.utils.observe.tracking import Tracking
 from verl.utils.report.page import write_report
 
 logger = logging.getLogger(__name__)
@@ -22,25 +23,11 @@ logger = logging.getLogger(__name__)
 class OutputOptions(Protocol):
     """The keys of a ``trainer`` node that say where a run publishes its metrics."""
 
-    @property
-    def default_local_dir(self) -> str:
-        """Folder of the record, the curves and the report."""
-
-    @property
-    def project_name(self) -> str:
-        """Project in the trackers."""
-
-    @property
-    def experiment_name(self) -> str:
-        """Run in the trackers."""
-
-    @property
-    def loggers(self) -> list[str]:
-        """The trackers."""
-
-    @property
-    def report(self) -> bool:
-        """Whether to write a report at the end."""
+    default_local_dir: str
+    project_name: str
+    experiment_name: str
+    logger: str | list[str]
+    report: bool
 
     @property
     def prometheus(self) -> bool:
@@ -66,12 +53,12 @@ class RunOutput:
         self.record = RunRecord(self.folder, resumed_step)
         self.makes_report = options.report
         resolved: Any = OmegaConf.to_container(config, resolve=True)
-        self.tracking = Tracking(options.project_name, options.experiment_name, options.loggers, resolved)
+        self.tracking = Tracking(options.project_name, options.experiment_name, options.logger, resolved)
         self.generations = ValidationGenerationsLogger(options.project_name, options.experiment_name)
         self.progress = Progress(total_steps, resumed_step or 0, describe_step)
-        self.prometheus = (
-            PrometheusMetrics(options.project_name, options.experiment_name) if options.prometheus else None
-        )
+        self.prometheus = None
+        if options.prometheus:
+            self.prometheus = PrometheusMetrics(options.project_name, options.experiment_name)
         if resumed_step is not None:
             get_console().info("resumed after step %d of %d", resumed_step, total_steps)
 
@@ -81,24 +68,21 @@ class RunOutput:
         step: int,
         details: Details | None = None,
         record_only: Mapping[str, float] | None = None,
+        finished: bool = False,
     ) -> None:
-        """Publish metrics of a part of a step; ``details`` and the metrics in ``record_only`` go to the record only."""
-        self.record.log({**metrics, **(record_only or {})}, step, details)
+        """Publish metrics of a step; the display moves on when the step is ``finished``.
+
+        ``details`` and the metrics in ``record_only`` go to the record only.
+        """
+        recorded = {**metrics, **(record_only or {})}
+        self.record.log(recorded, step, details)
         self.tracking.log(metrics, step)
-        self.progress.note(metrics)
+        if finished:
+            self.progress.update(step, recorded)
+        else:
+            self.progress.note(metrics)
         if self.prometheus is not None:
             self.prometheus.publish(metrics, details)
-
-    def step(
-        self,
-        metrics: Mapping[str, Any],
-        step: int,
-        details: Details | None = None,
-        record_only: Mapping[str, float] | None = None,
-    ) -> None:
-        """Publish the metrics of a finished step, as ``log`` does."""
-        self.log(metrics, step, details, record_only)
-        self.progress.update(step, {**metrics, **(record_only or {})})
 
     def log_generations(self, rows: list[tuple[str, str, float]], step: int) -> None:
         """Send validation samples to the trackers; a tracker that fails does not end the run."""
@@ -106,18 +90,16 @@ class RunOutput:
             try:
                 self.generations.log({name: backend}, rows, step)
             except Exception as error:  # each library raises its own
-                logger.warning(
-                    "trainer.logger: %r did not take the validation samples of step %d; the run continues: %s: %s",
-                    name,
-                    step,
-                    type(error).__name__,
-                    error,
-                )
+                text = f"trainer.logger: {name!r} did not take the validation samples of step {step}; the run continues"
+                logger.warning("%s: %s: %s", text, type(error).__name__, error)
 
     def close(self, curves: bool = False) -> None:
         """Close the outputs and write the report; draw the ``curves`` of a policy that has finished training."""
         self.progress.close()
-        self._finish_traces()
+        try:
+            RolloutTraceConfig.finish()
+        except Exception as error:  # each library raises its own, and the report is still to come
+            logger.warning("rollout.trace: some traces were not sent: %s: %s", type(error).__name__, error)
         self.tracking.finish()
         if not self.record.steps:
             return
@@ -130,10 +112,3 @@ class RunOutput:
             logger.warning("no curves and no report: %s; pip install matplotlib", error)
         except Exception:  # the run is saved; and if it has failed, the user must see that error and not this one
             logger.warning("cannot write the report", exc_info=True)
-
-    @staticmethod
-    def _finish_traces() -> None:
-        try:
-            RolloutTraceConfig.finish()
-        except Exception as error:  # each library raises its own, and the report is still to come
-            logger.warning("rollout.trace: some traces were not sent: %s: %s", type(error).__name__, error)

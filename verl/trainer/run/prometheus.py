@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from ray.util.metrics import Gauge
 
 PREFIX = "verl_"
-_RUN_TAGS = ("project", "experiment")
 
 
 class PrometheusMetrics:

@@ -6,15 +6,12 @@ The launching process does this, so nothing here imports torch.
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
+from verl.trainer.config.run_config import RunConfig, needs_critic
 from verl.utils.checkpoint import find_complete_checkpoints, get_checkpoint_tracker_filename, verify_checkpoint
 from verl.utils.checkpoint.files import archive_problem, backend_problem, world_size_problem
-
-if TYPE_CHECKING:
-    from verl.trainer.config.run_config import RunConfig
 
 FOLDER_PREFIX = "global_step_"
 DATA_NAME = "data.pt"
@@ -32,7 +29,7 @@ class IncompleteCheckpointError(ValueError):
     """The checkpoint to resume from is incomplete or damaged."""
 
 
-def run_folder(config: "DictConfig | RunConfig") -> Path:
+def run_folder(config: DictConfig | RunConfig) -> Path:
     """Return the folder of the record and the checkpoints of a run."""
     return Path(os.path.expanduser(config.trainer.default_local_dir)).absolute()
 
@@ -55,22 +52,17 @@ def find_resume_folder(config: DictConfig) -> Path | None:
         )
     root = run_folder(config)
     if trainer.resume_mode == "resume_path":
-        return _checked(_explicit_folder(trainer.resume_from_path), root, config)
+        path = trainer.resume_from_path
+        if not isinstance(path, str) or FOLDER_PREFIX not in path:
+            raise ResumeError(
+                f"trainer.resume_from_path={path!r} must be the path of a folder named {FOLDER_PREFIX}<step> when "
+                "trainer.resume_mode=resume_path"
+            )
+        folder = Path(os.path.expanduser(path)).absolute()
+        step_of(folder)
+        return _checked(folder, root, config)
     step = read_tracker(root, config)
-    if step is None:
-        return None
-    return _checked(root / f"{FOLDER_PREFIX}{step}", root, config)
-
-
-def _explicit_folder(path: str | None) -> Path:
-    if not isinstance(path, str) or FOLDER_PREFIX not in path:
-        raise ResumeError(
-            f"trainer.resume_from_path={path!r} must be the path of a folder named {FOLDER_PREFIX}<step> when "
-            "trainer.resume_mode=resume_path"
-        )
-    folder = Path(os.path.expanduser(path)).absolute()
-    step_of(folder)
-    return folder
+    return None if step is None else _checked(root / f"{FOLDER_PREFIX}{step}", root, config)
 
 
 def step_of(folder: Path) -> int:
@@ -111,14 +103,9 @@ def _checked(folder: Path, root: Path, config: DictConfig) -> Path:
 
 
 def _problems(folder: Path, config: DictConfig) -> list[str]:
-    roles = _roles(config)
+    trains_critic = needs_critic(config.critic.enable, str(config.algorithm.adv_estimator))
+    roles = ["actor", "critic"] if trains_critic else ["actor"]
     return find_problems(folder, roles) or find_misfits(folder, roles, config)
-
-
-def _roles(config: DictConfig) -> list[str]:
-    from verl.trainer.ppo.utils import need_critic
-
-    return ["actor", "critic"] if need_critic(config) else ["actor"]
 
 
 def find_problems(folder: Path, roles: Sequence[str]) -> list[str]:

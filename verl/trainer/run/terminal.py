@@ -8,15 +8,12 @@ import json
 import logging
 import secrets
 import threading
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import ray
 from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
 
 from verl.trainer.run.display import LocalDisplay, set_display
-
-if TYPE_CHECKING:
-    from ray import ObjectRef
 
 T = TypeVar("T")
 
@@ -79,7 +76,7 @@ class Terminal:
         self._display = display
         self._count = 0
 
-    def watch(self, result: "ObjectRef[T]") -> T:
+    def watch(self, result: "ray.ObjectRef[T]") -> T:
         """Show the trainer's display until its result arrives, and return the result."""
         while True:
             done, _ = ray.wait([result], timeout=_POLL_S)

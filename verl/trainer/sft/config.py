@@ -1,18 +1,15 @@
 """The typed configuration of a supervised run."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from omegaconf import DictConfig, OmegaConf
 
 from verl.trainer.config.sft import as_engine_tree
 from verl.utils.structured import omega_conf_to_dataclass, read_fields
-from verl.workers.config import HFModelConfig
+from verl.workers.config import CheckpointConfig, HFModelConfig
 from verl.workers.config.engine import FSDPEngineConfig, McoreEngineConfig
 from verl.workers.config.optimizer import OptimizerConfig
-
-if TYPE_CHECKING:
-    from verl.trainer.config import CheckpointConfig
 
 
 @dataclass(frozen=True)
@@ -28,7 +25,7 @@ class DataOptions:
     pad_mode: str
 
 
-@dataclass(frozen=True)
+@dataclass
 class TrainerOptions:
     """Length of the run, records, validation and checkpoints."""
 
@@ -50,11 +47,6 @@ class TrainerOptions:
     device: str
 
     @property
-    def loggers(self) -> list[str]:
-        """The trackers."""
-        return [self.logger] if isinstance(self.logger, str) else list(self.logger)
-
-    @property
     def prometheus(self) -> bool:
         """False: only a run on Ray exports metrics."""
         return False
@@ -69,7 +61,7 @@ class SFTConfig:
     trainer: TrainerOptions
     model: HFModelConfig
     engine: FSDPEngineConfig | McoreEngineConfig
-    checkpoint: "CheckpointConfig"
+    checkpoint: CheckpointConfig
 
     @classmethod
     def parse(cls, config: DictConfig) -> Self:

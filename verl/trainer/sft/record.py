@@ -48,7 +48,7 @@ class SupervisedOutput:
                 batches |= {f"{name}, rank {report['rank']}": digest for name, digest in found.items()}
             details["phases"] = {"batch": batches} | take_digests({GROUP: reports})
         details["workers"] = {GROUP: [*reports]}
-        self._output.step(metrics, step, details, times)
+        self._output.log(metrics, step, details, times, finished=True)
 
     def add(self, timing: Mapping[str, float], step: int) -> None:
         """Add to the record the seconds spent after a step."""

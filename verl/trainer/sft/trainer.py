@@ -1,9 +1,10 @@
 """The supervised trainer: engine, data, loop, validation and checkpoints of one process."""
 
 import importlib.util
+import itertools
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -140,11 +141,8 @@ class SFTTrainer:
         usual = SFTDataset if columns_of_text else MultiTurnSFTDataset
         cls: type[Any] = load_class(data.custom_cls, "data.custom_cls", Dataset, ("path", "name")) or usual
         self.marks_predictors = issubclass(cls, SFTDataset)
-        if issubclass(cls, MultiTurnSFTDataset):
-            return cls(
-                parquet_files=files, tokenizer=self.tokenizer, config=data, processor=self.config.model.processor
-            )
-        return cls(parquet_files=files, tokenizer=self.tokenizer, config=data)
+        media = {"processor": self.config.model.processor} if issubclass(cls, MultiTurnSFTDataset) else {}
+        return cls(parquet_files=files, tokenizer=self.tokenizer, config=data, **media)
 
     def _plan(self, world_size: int) -> None:
         """Set the steps per epoch and in total."""
@@ -157,9 +155,8 @@ class SFTTrainer:
         rows = len(self.train_dataset)  # type: ignore[arg-type]
         self.steps_per_epoch = rows // data.train_batch_size
         if not self.steps_per_epoch:
-            raise ConfigError(
-                [Violation("data.train_batch_size", data.train_batch_size, f"is more than the {rows} training rows")]
-            )
+            expected = f"is more than the {rows} training rows"
+            raise ConfigError([Violation("data.train_batch_size", data.train_batch_size, expected)])
         self.total_steps = trainer.total_training_steps or self.steps_per_epoch * trainer.total_epochs
 
     def _engine(self) -> BaseEngine:
@@ -204,7 +201,7 @@ class SFTTrainer:
         step = self.checkpoints.load_checkpoint()
         output = SupervisedOutput(self.config.trainer, self.config.tree, self.engine, self.rank, step, self.total_steps)
         self.total_tokens = int(self.checkpoints.run_state.get("total_tokens", 0))
-        batches = self._batches()
+        batches = (self._padded(rows) for _ in itertools.count() for rows in self.train_loader)  # epoch after epoch
         try:
             while step < self.total_steps:
                 step += 1
@@ -233,11 +230,6 @@ class SFTTrainer:
             with marked_timer("save_checkpoint", timing):
                 self.checkpoints.save_checkpoint(step, {"total_tokens": self.total_tokens})
             output.add(timing, step)
-
-    def _batches(self) -> Iterator[DataProto]:
-        while True:
-            for rows in self.train_loader:
-                yield self._padded(rows)
 
     def _padded(self, rows: Mapping[str, Any]) -> DataProto:
         return padded_batch(rows, self.tokenizer.pad_token_id, self.marks_predictors)
