@@ -114,13 +114,8 @@ class Generation:
         limit = self.rollout.prompt_length
         long = [row for row, ids in enumerate(self.prompts) if len(ids) > limit]
         if long:
-            logger.warning(
-                "%d of %d prompts, the first in row %d, exceed rollout.prompt_length=%d and lose their beginning",
-                len(long),
-                len(self.prompts),
-                long[0],
-                limit,
-            )
+            which = f"{len(long)} of {len(self.prompts)} prompts, the first in row {long[0]}"
+            logger.warning("%s, exceed rollout.prompt_length=%d and lose their beginning", which, limit)
         self.prompts = [truncate(ids, limit, "left") for ids in self.prompts]
 
     def _fingerprint(self) -> str:
@@ -206,8 +201,8 @@ class Generation:
 
     def _write(self) -> None:
         column = pa.array([self.done.responses[row] for row in range(len(self.prompts))], pa.list_(pa.string()))
-        at = self.table.column_names.index(COLUMN) if COLUMN in self.table.column_names else None
-        table = self.table.append_column(COLUMN, column) if at is None else self.table.set_column(at, COLUMN, column)
+        at = self.table.schema.get_field_index(COLUMN)  # -1 if there is no such column
+        table = self.table.append_column(COLUMN, column) if at < 0 else self.table.set_column(at, COLUMN, column)
         unfinished = self.output.with_name(f".{self.output.name}.tmp")
         pq.write_table(table, unfinished)
         os.replace(unfinished, self.output)

@@ -16,10 +16,9 @@ from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo import loaders
 from verl.trainer.ppo.checkpoint import (
     CheckpointPlan,
-    finish_checkpoint,
+    Checkpoints,
     load_driver_state,
     remove_emptied_folders,
-    save_checkpoint,
     save_driver_state,
 )
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
@@ -265,11 +264,11 @@ def test_a_checkpoint_is_removed_only_when_the_next_one_is_named(tmp_path):
     state = RunState(seed=1, total_steps=9)
     groups = {"actor": WritingGroup(tmp_path), "critic": WritingGroup(tmp_path, dies_at=3)}
     for state.step in (1, 2):
-        save_checkpoint(plan_for(tmp_path), state, groups, LOADER, KL_CONTROLLER)
+        Checkpoints(plan_for(tmp_path), state, groups, LOADER, KL_CONTROLLER).save()
         assert [path.name for path in tmp_path.glob("global_step_*")] == [f"global_step_{state.step}"]
     state.step = 3
     with pytest.raises(RuntimeError, match="killed"):
-        save_checkpoint(plan_for(tmp_path), state, groups, LOADER, KL_CONTROLLER)
+        Checkpoints(plan_for(tmp_path), state, groups, LOADER, KL_CONTROLLER).save()
     assert read_tracker(tmp_path, None) == 2
     assert load_driver_state(tmp_path / "remote" / "global_step_1") == (
         {},
@@ -288,15 +287,15 @@ def test_a_checkpoint_in_the_background_is_named_when_all_workers_are_done(tmp_p
     plan = plan_for(tmp_path, in_background=True)
     state = RunState(seed=1, total_steps=9, step=1)
     groups = {"actor": SlowGroup(tmp_path)}
-    save_checkpoint(plan, state, groups, LOADER, KL_CONTROLLER)
-    finish_checkpoint(plan, state, groups, wait=False)
+    Checkpoints(plan, state, groups, LOADER, KL_CONTROLLER).save()
+    Checkpoints(plan, state, groups, LOADER, KL_CONTROLLER).finish(wait=False)
     assert state.unfinished_checkpoint == 1 and read_tracker(tmp_path, None) is None
     groups["actor"].done = True
-    finish_checkpoint(plan, state, groups, wait=False)
+    Checkpoints(plan, state, groups, LOADER, KL_CONTROLLER).finish(wait=False)
     assert state.unfinished_checkpoint is None and read_tracker(tmp_path, None) == 1
     groups["actor"].done = False
     state.step = 9
-    save_checkpoint(plan, state, groups, LOADER, KL_CONTROLLER)  # the last step waits
+    Checkpoints(plan, state, groups, LOADER, KL_CONTROLLER).save()  # the last step waits
     assert read_tracker(tmp_path, None) == 9
 
 

@@ -7,12 +7,12 @@ import torch
 
 from verl.utils.observe import tracking
 from verl.utils.observe.console import get_console
+from verl.utils.observe.generations import ValidationGenerationsLogger
 from verl.utils.observe.tracking import (
     FileLogger,
     MissingBackendError,
     Tracking,
     UnknownBackendError,
-    ValidationGenerationsLogger,
     check_backends,
     flatten,
     mlflow_key,
@@ -176,8 +176,7 @@ def test_a_backend_that_fails_does_not_end_the_run(tmp_path, monkeypatch, caplog
             raise ConnectionError("no end")
 
     service = Service()
-    monkeypatch.setitem(tracking.PACKAGE_OF_BACKEND, "wandb", None)
-    monkeypatch.setitem(tracking._BACKENDS, "wandb", lambda *_: service)
+    monkeypatch.setitem(tracking._BACKENDS, "wandb", (None, lambda *_: service))
     monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "log.jsonl"))
     log = Tracking("project", "run", ["wandb", "file"])
     for step in range(1, 32):
@@ -194,8 +193,7 @@ def test_a_backend_that_cannot_start_is_named(monkeypatch):
     def refuse(*_):
         raise ConnectionError("no answer")
 
-    monkeypatch.setitem(tracking.PACKAGE_OF_BACKEND, "wandb", None)
-    monkeypatch.setitem(tracking._BACKENDS, "wandb", refuse)
+    monkeypatch.setitem(tracking._BACKENDS, "wandb", (None, refuse))
     with pytest.raises(ConnectionError) as error:
         Tracking("project", "run", ["wandb"])
     assert error.value.__notes__ == ["trainer.logger: 'wandb' could not be started"]

@@ -1,19 +1,15 @@
 """Builds the trainer from a configuration, in the process of the task runner."""
 
 import os
-from collections.abc import Sized
 
 from omegaconf import DictConfig
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from verl.single_controller.ray import RayWorkerGroup
-from verl.trainer.ppo.loaders import complete_data_node
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.resources import ResourcePoolManager, WorkerClasses
 from verl.trainer.ppo.reward import load_reward_manager, reward_kwargs
 from verl.utils import hf_processor, hf_tokenizer
-from verl.utils.dataset.factory import create_rl_dataset, create_rl_sampler
-from verl.utils.dataset.rl_dataset import collate_fn
 from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import import_external_libs
 
@@ -25,17 +21,10 @@ def build_trainer(
     group_cls: type[RayWorkerGroup],
     trainer_cls: type[RayPPOTrainer] = RayPPOTrainer,
 ) -> RayPPOTrainer:
-    """Load tokenizer, data and reward functions, and build the trainer from them."""
-    complete_data_node(config)
+    """Load tokenizer and reward functions, and build the trainer from them; it builds the data sets."""
     # An external module may register classes that the configuration names, so it comes before the rest.
     import_external_libs(config.actor_rollout_ref.model.external_lib)
     tokenizer, processor = load_tokenizer(config)
-    data = config.data
-    train_dataset = create_rl_dataset(data.train_files, data, tokenizer, processor)
-    assert isinstance(train_dataset, Sized), "a training set needs a length"
-    val_dataset = None
-    if data.val_files:
-        val_dataset = create_rl_dataset(data.val_files, data, tokenizer, processor, is_train=False)
     return trainer_cls(
         config=config,
         tokenizer=tokenizer,
@@ -45,10 +34,6 @@ def build_trainer(
         ray_worker_group_cls=group_cls,
         reward_fn=load_reward_manager(config, tokenizer, num_examine=0, **reward_kwargs(config)),
         val_reward_fn=load_reward_manager(config, tokenizer, num_examine=1, **reward_kwargs(config)),
-        train_dataset=train_dataset,
-        val_dataset=val_dataset,
-        collate_fn=collate_fn,
-        train_sampler=create_rl_sampler(data, train_dataset),
         device_name=config.trainer.device,
     )
 

@@ -1,27 +1,24 @@
 """Checkpoints of a run: the workers' parts, the state of the driver, and the tracker file that names the latest."""
 
 import logging
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
+from torchdata.stateful_dataloader import StatefulDataLoader
 
+from verl.algos.kl import KLController
 from verl.single_controller.base.phase import phase
+from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo.state import RunState
 from verl.trainer.run.resume import DATA_NAME, FOLDER_PREFIX, IncompleteCheckpointError, run_folder, step_of
 from verl.utils import hdfs_io
 from verl.utils.checkpoint import should_save_ckpt_esi, write_tracker_atomically
 from verl.utils.checkpoint.files import write_file
-
-if TYPE_CHECKING:
-    from torchdata.stateful_dataloader import StatefulDataLoader
-
-    from verl.algos.kl import KLController
-    from verl.single_controller.ray import RayWorkerGroup
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +50,7 @@ class CheckpointPlan:
         keep = {"actor": options.max_actor_ckpt_to_keep, "critic": options.max_critic_ckpt_to_keep}
         if options.remove_previous_ckpt_in_save:
             keep = {"actor": 1, "critic": 1}
-            _warn_of_deprecated_key()
+            logger.warning("trainer.remove_previous_ckpt_in_save is deprecated: set max_actor_ckpt_to_keep=1")
         return cls(
             root=run_folder(run),
             remote=options.default_hdfs_dir,
@@ -74,11 +71,6 @@ class CheckpointPlan:
             logger.warning("the rented capacity is about to expire: saving step %d early", state.step)
             return True
         return state.is_last_step or state.step % self.frequency == 0
-
-
-@cache
-def _warn_of_deprecated_key() -> None:
-    logger.warning("trainer.remove_previous_ckpt_in_save is deprecated: set max_actor_ckpt_to_keep=1")
 
 
 # ---- the state of the driver
@@ -113,90 +105,77 @@ def load_driver_state(folder: str | Path) -> tuple[dict[str, Any] | None, dict[s
 def remove_emptied_folders(root: str | Path) -> None:
     """Remove checkpoint folders whose parts the workers have deleted."""
     for folder in Path(root).glob(f"{FOLDER_PREFIX}*"):
-        children = list(folder.iterdir())
-        parts = [child for child in children if child.is_dir() and any(child.iterdir())]
-        if not parts and any(child.name == DATA_NAME for child in children):
-            for child in children:
-                if child.is_dir():
-                    child.rmdir()
-                else:
-                    child.unlink()
-            folder.rmdir()
+        has_part = any(child.is_dir() and any(child.iterdir()) for child in folder.iterdir())
+        if not has_part and (folder / DATA_NAME).exists():
+            shutil.rmtree(folder)
 
 
 # ---- a whole checkpoint
 
 
-def save_checkpoint(
-    plan: CheckpointPlan,
-    state: RunState,
-    groups: Mapping[str, "RayWorkerGroup"],
-    loader: "StatefulDataLoader",
-    kl_ctrl: "KLController",
-) -> None:
-    """Write the parts of the workers, the state of the driver, and last the tracker; then remove older checkpoints.
+@dataclass
+class Checkpoints:
+    """The checkpoints of a run: parts of the workers, the state of the driver, and the tracker that names the latest.
 
-    If workers write in the background, the tracker waits for ``finish_checkpoint``.
-
-    Args: ``groups`` maps a role, actor or critic, to its workers.
+    Attributes: ``groups`` maps a role, actor or critic, to its workers.
     """
-    finish_checkpoint(plan, state, groups)
-    folder = plan.folder(state.step)
-    remote = None if plan.remote is None else f"{plan.remote}/{folder.name}"
-    for role, group in groups.items():
-        group.save_checkpoint(f"{folder}/{role}", None if remote is None else f"{remote}/{role}", state.step)
-    driver = {"kl_ctrl_in_reward": kl_ctrl.state_dict(), "seed": state.seed, "epoch": state.epoch}
-    save_driver_state(folder, loader.state_dict(), driver)
-    if remote is not None:
-        hdfs_io.makedirs(remote, exist_ok=True)
-        hdfs_io.copy(f"{folder}/{DATA_NAME}", f"{remote}/{DATA_NAME}")
-    state.unfinished_checkpoint = state.step
-    finish_checkpoint(plan, state, groups, wait=not plan.in_background or state.is_last_step)
 
+    plan: CheckpointPlan
+    state: RunState
+    groups: Mapping[str, RayWorkerGroup]
+    loader: StatefulDataLoader
+    kl_ctrl: KLController
 
-def finish_checkpoint(
-    plan: CheckpointPlan, state: RunState, groups: Mapping[str, "RayWorkerGroup"], wait: bool = True
-) -> None:
-    """Name the unfinished checkpoint as the latest if all workers are done; ``wait`` waits for them."""
-    step = state.unfinished_checkpoint
-    if step is None:
-        return
-    if plan.in_background:
-        done = [all(group.finish_checkpoint(wait)) for group in groups.values()]
-        if not all(done):
+    def save(self) -> None:
+        """Write the parts of the workers, the state of the driver, and last the tracker; then remove older checkpoints.
+
+        If workers write in the background, the tracker waits for ``finish``.
+        """
+        self.finish()
+        state = self.state
+        folder = self.plan.folder(state.step)
+        remote = None if self.plan.remote is None else f"{self.plan.remote}/{folder.name}"
+        for role, group in self.groups.items():
+            group.save_checkpoint(f"{folder}/{role}", None if remote is None else f"{remote}/{role}", state.step)
+        driver = {"kl_ctrl_in_reward": self.kl_ctrl.state_dict(), "seed": state.seed, "epoch": state.epoch}
+        save_driver_state(folder, self.loader.state_dict(), driver)
+        if remote is not None:
+            hdfs_io.makedirs(remote, exist_ok=True)
+            hdfs_io.copy(f"{folder}/{DATA_NAME}", f"{remote}/{DATA_NAME}")
+        state.unfinished_checkpoint = state.step
+        self.finish(wait=not self.plan.in_background or state.is_last_step)
+
+    def finish(self, wait: bool = True) -> None:
+        """Name the unfinished checkpoint as the latest if all workers are done; ``wait`` waits for them."""
+        step = self.state.unfinished_checkpoint
+        if step is None:
             return
-    state.unfinished_checkpoint = None
-    write_tracker_atomically(plan.root, step)
-    for role, group in groups.items():
-        keep = plan.keep[role]
-        if keep:
-            group.keep_latest_checkpoints(f"{plan.folder(step)}/{role}", keep)
-    remove_emptied_folders(plan.root)
+        if self.plan.in_background:
+            done = [all(group.finish_checkpoint(wait)) for group in self.groups.values()]  # asks every group
+            if not all(done):
+                return
+        self.state.unfinished_checkpoint = None
+        write_tracker_atomically(self.plan.root, step)
+        for role, group in self.groups.items():
+            keep = self.plan.keep[role]
+            if keep:
+                group.keep_latest_checkpoints(f"{self.plan.folder(step)}/{role}", keep)
+        remove_emptied_folders(self.plan.root)
 
-
-def load_checkpoint(
-    folder: Path,
-    state: RunState,
-    groups: Mapping[str, "RayWorkerGroup"],
-    loader: "StatefulDataLoader",
-    kl_ctrl: "KLController",
-    delete_after_load: bool = False,
-) -> None:
-    """Restore workers and driver from the folder of a checkpoint.
-
-    Args: ``groups`` maps a role, actor or critic, to its workers.
-    """
-    state.step = step_of(folder)
-    with phase("load_checkpoint", step=state.step):
-        for role, group in groups.items():
-            group.load_checkpoint(str(folder / role), del_local_after_load=delete_after_load)
-    state.weights_version += 1
-    loader_state, driver = load_driver_state(folder)
-    if loader_state is not None:
-        loader.load_state_dict(loader_state)
-    # Checkpoints of older versions do not hold the epoch.
-    state.epoch = driver.get("epoch", (state.step - 1) // len(loader))
-    if "kl_ctrl_in_reward" in driver:
-        kl_ctrl.load_state_dict(driver["kl_ctrl_in_reward"])
-    if driver.get("seed", state.seed) != state.seed:
-        logger.warning("trainer.seed is %d, and was %d in the checkpoint", state.seed, driver["seed"])
+    def load(self, folder: Path, delete_after_load: bool = False) -> None:
+        """Restore workers and driver from the folder of a checkpoint."""
+        state = self.state
+        state.step = step_of(folder)
+        with phase("load_checkpoint", step=state.step):
+            for role, group in self.groups.items():
+                group.load_checkpoint(str(folder / role), del_local_after_load=delete_after_load)
+        state.weights_version += 1
+        loader_state, driver = load_driver_state(folder)
+        if loader_state is not None:
+            self.loader.load_state_dict(loader_state)
+        # Checkpoints of older versions do not hold the epoch.
+        state.epoch = driver.get("epoch", (state.step - 1) // len(self.loader))
+        if "kl_ctrl_in_reward" in driver:
+            self.kl_ctrl.load_state_dict(driver["kl_ctrl_in_reward"])
+        if driver.get("seed", state.seed) != state.seed:
+            logger.warning("trainer.seed is %d, and was %d in the checkpoint", state.seed, driver["seed"])

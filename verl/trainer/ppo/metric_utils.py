@@ -3,17 +3,15 @@
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from numbers import Number
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from verl.protocol import DataProto
 from verl.trainer.ppo.phases import tensors_of
-from verl.utils.metric import reduce_metrics
-
-if TYPE_CHECKING:
-    from verl.protocol import DataProto
+from verl.utils.metric import reduce_metrics as reduce_metrics
 
 _TIMERS_OVER_RESPONSE = ("gen",)
 _TIMERS_OVER_ALL = ("ref", "values", "adv", "update_critic", "update_actor")
@@ -25,7 +23,7 @@ _PROMPTS_AT_ONCE = 256
 # Training
 
 
-def _lengths(batch: "DataProto") -> tuple[Tensor, Tensor]:
+def _lengths(batch: DataProto) -> tuple[Tensor, Tensor]:
     """Return the tokens of each prompt and each response: two (B,) float tensors."""
     tensors = tensors_of(batch)
     width = tensors["responses"].shape[-1]
@@ -45,7 +43,7 @@ def _length_summary(name: str, lengths: Tensor, limit: int) -> dict[str, float]:
     return {**_summary(name, lengths), f"{name}/clip_ratio": (lengths == limit).float().mean().item()}
 
 
-def compute_data_metrics(batch: "DataProto", use_critic: bool = True) -> dict[str, float]:
+def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str, float]:
     """Summarise scores, rewards, advantages, returns, values and lengths of a training batch.
 
     Scores and rewards leave out aborted responses, which have no token.
@@ -92,23 +90,20 @@ def failure_metrics(name: str, reasons: Sequence[str | None] | np.ndarray | None
     return {f"{name}/failed": failed, f"{name}/failed_ratio": failed / len(reasons)}
 
 
-def compute_timing_metrics(batch: "DataProto", timing_raw: Mapping[str, float]) -> dict[str, float]:
+def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) -> dict[str, float]:
     """Report each timer in seconds, and the main ones in milliseconds per token."""
     prompt_length, response_length = _lengths(batch)
     response_tokens = response_length.sum().item()
     all_tokens = prompt_length.sum().item() + response_tokens
     tokens = dict.fromkeys(_TIMERS_OVER_RESPONSE, response_tokens) | dict.fromkeys(_TIMERS_OVER_ALL, all_tokens)
-    return {
-        **{f"timing_s/{name}": seconds for name, seconds in timing_raw.items()},
-        **{
-            f"timing_per_token_ms/{name}": timing_raw[name] * 1000 / count
-            for name, count in tokens.items()
-            if name in timing_raw and count
-        },
-    }
+    metrics = {f"timing_s/{name}": seconds for name, seconds in timing_raw.items()}
+    for name, count in tokens.items():
+        if name in timing_raw and count:
+            metrics[f"timing_per_token_ms/{name}"] = timing_raw[name] * 1000 / count
+    return metrics
 
 
-def compute_throughput_metrics(batch: "DataProto", timing_raw: Mapping[str, float], n_gpus: int) -> dict[str, float]:
+def compute_throughput_metrics(batch: DataProto, timing_raw: Mapping[str, float], n_gpus: int) -> dict[str, float]:
     """Report tokens, seconds, and tokens per second and device, of the timer ``step``."""
     tokens = sum(batch.meta_info["global_token_num"])
     seconds = timing_raw["step"]
@@ -127,17 +122,10 @@ compute_throughout_metrics = compute_throughput_metrics  # the established spell
 
 def subset_sizes(num_responses: int) -> list[int]:
     """Return 2, 4, 8 and so on below the number of responses, and that number; nothing for a single response."""
-    sizes = []
-    size = 2
-    while size < num_responses:
-        sizes.append(size)
-        size *= 2
-    return [*sizes, num_responses] if num_responses > 1 else []
-
-
-def _draws(num_responses: int, size: int, seed: int) -> np.ndarray:
-    """Draw ``size`` of the responses with replacement, many times: (1000, size). The same for every prompt."""
-    return np.random.RandomState(seed).choice(num_responses, size=(_NUM_BOOTSTRAP, size), replace=True)
+    if num_responses < 2:
+        return []
+    powers = range(1, (num_responses - 1).bit_length())
+    return [*(2**power for power in powers), num_responses]
 
 
 def _ranks(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -244,7 +232,8 @@ def _prompt_metrics(
     for name, values in variables.items():
         result[name] = {f"mean@{k}": values.mean(1)} | ({f"std@{k}": values.std(1)} if k > 1 else {})
     for size in subset_sizes(k):
-        draws = _draws(k, size, seed)
+        # ``size`` of the responses with replacement, many times: (1000, size), the same for every prompt
+        draws = np.random.RandomState(seed).choice(k, size=(_NUM_BOOTSTRAP, size), replace=True)
         chosen = _times(_majority(codes, draws), k) if codes is not None else None
         for name, (rank, levels) in ranks.items():
             for kind, drawn in zip(("best", "worst"), _extremes(rank, draws), strict=True):
@@ -278,37 +267,19 @@ def process_validation_metrics(
     for (source, _), rows in rows_of.items():
         alike[source, len(rows)].append(rows)
 
-    per_prompt: dict[str, dict[str, dict[str, list[np.ndarray]]]] = {}
+    result: dict[str, dict[str, dict[str, float]]] = {source: {} for source, _ in alike}
+    values: dict[tuple[str, str, str], list[np.ndarray]] = defaultdict(list)  # of (source, variable, metric), by chunk
     for (source, _), prompts in alike.items():
-        of_source = per_prompt.setdefault(source, {})
-        for at in range(0, len(prompts), _PROMPTS_AT_ONCE):
+        for at in range(0, len(prompts) if numeric else 0, _PROMPTS_AT_ONCE):
             chunk = np.array(prompts[at : at + _PROMPTS_AT_ONCE])
             codes = _codes([[answers[i] for i in row] for row in chunk]) if answers is not None else None
-            if not numeric:
-                continue
             computed = _prompt_metrics({name: v[chunk] for name, v in numeric.items()}, codes, seed)
             for name, metrics in computed.items():
-                collected = of_source.setdefault(name, defaultdict(list))
                 for metric, value in metrics.items():
-                    collected[metric].append(value)
-    return {
-        source: {
-            name: {metric: float(np.concatenate(parts).mean()) for metric, parts in metrics.items()}
-            for name, metrics in variables.items()
-        }
-        for source, variables in per_prompt.items()
-    }
-
-
-__all__ = [
-    "compute_data_metrics",
-    "compute_throughout_metrics",
-    "compute_throughput_metrics",
-    "compute_timing_metrics",
-    "process_validation_metrics",
-    "reduce_metrics",
-    "subset_sizes",
-]
+                    values[source, name, metric].append(value)
+    for (source, name, metric), parts in values.items():
+        result[source].setdefault(name, {})[metric] = float(np.concatenate(parts).mean())
+    return result
 
 
 # Progress

@@ -6,20 +6,16 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
 import torch
+from tensordict import TensorDict
 from torch import Tensor
 
 from verl.algos.config import AlgoConfig
+from verl.protocol import DataProto
 from verl.utils import envs
 from verl.workers.config import ActorConfig, FSDPActorConfig
-
-if TYPE_CHECKING:
-    from tensordict import TensorDict
-
-    from verl.protocol import DataProto
 
 
 @dataclass(frozen=True)
@@ -60,7 +56,7 @@ class PhaseContractError(AssertionError):
 
 
 @contextmanager
-def checked_phase(name: str, before: "DataProto | None") -> Iterator[list["DataProto"]]:
+def checked_phase(name: str, before: DataProto | None) -> Iterator[list[DataProto]]:
     """Check a phase against its row of ``PHASES`` if ``VERL_CHECK_PHASES`` is set; the body appends its result.
 
     Columns without a fixed name are not checked: those of the data set, and the extras of reward functions.
@@ -86,7 +82,7 @@ def _require(name: str, verb: str, wanted: frozenset[str], found: frozenset[str]
         raise PhaseContractError(f"phase {name!r} {verb} {sorted(wanted - found)}, which the batch does not hold")
 
 
-def batch_keys(batch: "DataProto | None") -> frozenset[str]:
+def batch_keys(batch: DataProto | None) -> frozenset[str]:
     """Return the tensor and array keys of a batch."""
     if batch is None:
         return frozenset()
@@ -94,7 +90,7 @@ def batch_keys(batch: "DataProto | None") -> frozenset[str]:
     return frozenset(map(str, tensors)) | frozenset(batch.non_tensor_batch)
 
 
-def tensors_of(batch: "DataProto") -> "TensorDict":
+def tensors_of(batch: DataProto) -> TensorDict:
     """Return the tensors of a batch that has some."""
     assert batch.batch is not None
     return batch.batch
@@ -107,71 +103,65 @@ class RolloutInvariantError(RuntimeError):
     """The output of the rollout does not fit the requests."""
 
 
-def check_rollout(asked: "DataProto", output: "DataProto", step: int, single_turn: bool = True) -> None:
+def check_rollout(asked: DataProto, output: DataProto, step: int, single_turn: bool = True) -> None:
     """Check the output of a rollout against the requests, row by row.
 
     Args: ``asked`` holds ``input_ids`` and ``attention_mask`` (B, P) and ``uid``; ``output`` is the rollout's batch.
     Raises: RolloutInvariantError naming the step, the first wrong row and its fault.
     """
-    check = _RowCheck(step, asked.non_tensor_batch.get("uid"))
-    got = tensors_of(output)
-    requests = tensors_of(asked)
     if len(output) != len(asked):
         raise RolloutInvariantError(f"step {step}: {len(asked)} responses were asked for, {len(output)} came back")
+    uids = asked.non_tensor_batch.get("uid")
+    for bad_rows, fault in _faults(asked, output, single_turn):
+        if bad_rows.any():
+            row = int(bad_rows.nonzero()[0])
+            uid = "" if uids is None else f" (uid {uids[row]})"
+            others = int(bad_rows.sum()) - 1
+            raise RolloutInvariantError(f"step {step}, row {row}{uid}: {fault}; {others} more rows likewise")
+
+
+def _faults(asked: DataProto, output: DataProto, single_turn: bool) -> Iterator[tuple[Tensor, str]]:
+    """Yield for each invariant the rows that break it, (B,), and how."""
+    got = tensors_of(output)
+    requests = tensors_of(asked)
     prompts = got["prompts"]
     responses = got["responses"]
     mask = got["response_mask"]
     width = prompts.shape[1]
     attended = got["attention_mask"]
     alive = attended.any(-1)  # an aborted request may come back as a row of padding
-    check(alive & _differ(prompts, requests["input_ids"]), "the prompt is not the one that was asked for")
-    check(alive & _differ(attended[:, :width], requests["attention_mask"]), "the prompt's attention mask was changed")
-    check(_differ(got["input_ids"], torch.cat([prompts, responses], -1)), "input_ids are not prompt and response")
+    yield alive & _differ(prompts, requests["input_ids"]), "the prompt is not the one that was asked for"
+    yield alive & _differ(attended[:, :width], requests["attention_mask"]), "the prompt's attention mask was changed"
+    yield _differ(got["input_ids"], torch.cat([prompts, responses], -1)), "input_ids are not prompt and response"
     if "uid" in asked.non_tensor_batch and "uid" in output.non_tensor_batch:
         moved = torch.from_numpy(asked.non_tensor_batch["uid"] != output.non_tensor_batch["uid"])
-        check(moved, "the row belongs to another prompt (uid)")
-    check(((mask != 0) & (mask != 1)).any(-1), "response_mask holds something other than 0 and 1")
-    check(((mask != 0) & (attended[:, width:] == 0)).any(-1), "response_mask covers a position that is not attended")
+        yield moved, "the row belongs to another prompt (uid)"
+    yield ((mask != 0) & (mask != 1)).any(-1), "response_mask holds something other than 0 and 1"
+    yield ((mask != 0) & (attended[:, width:] == 0)).any(-1), "response_mask covers a position that is not attended"
     if single_turn:
-        _check_single_turn(check, responses, mask, attended[:, width:], output.meta_info)
+        yield from _single_turn_faults(responses, mask, attended[:, width:], output.meta_info)
     if "rollout_log_probs" in got.keys():
         log_probs = got["rollout_log_probs"]
         sampled = mask.bool()
-        check((sampled & ~torch.isfinite(log_probs)).any(-1), "a sampled token has no finite log-probability")
-        check((sampled & (log_probs > 1e-4)).any(-1), "a sampled token has a log-probability above 0")
+        yield (sampled & ~torch.isfinite(log_probs)).any(-1), "a sampled token has no finite log-probability"
+        yield (sampled & (log_probs > 1e-4)).any(-1), "a sampled token has a log-probability above 0"
 
 
-def _check_single_turn(
-    check: "_RowCheck", responses: Tensor, mask: Tensor, attended: Tensor, meta: dict[str, Any]
-) -> None:
-    """Check that each response is one run of sampled tokens from position 0, followed by padding."""
-    check((mask[:, 1:] > mask[:, :-1]).any(-1), "response_mask is not one run from position 0")
-    check(_differ(mask, attended), "response_mask and attention mask of the response differ")
+def _single_turn_faults(
+    responses: Tensor, mask: Tensor, attended: Tensor, meta: dict[str, Any]
+) -> Iterator[tuple[Tensor, str]]:
+    """Yield the responses that are not one run of sampled tokens from position 0, followed by padding."""
+    yield (mask[:, 1:] > mask[:, :-1]).any(-1), "response_mask is not one run from position 0"
+    yield _differ(mask, attended), "response_mask and attention mask of the response differ"
     outside = mask == 0
     if outside.any():
         pad = meta.get("pad_token_id")
         pad = responses[outside][0].item() if pad is None else pad
-        check((outside & (responses != pad)).any(-1), "there is a token other than padding behind the response")
+        yield (outside & (responses != pad)).any(-1), "there is a token other than padding behind the response"
     eos = meta.get("eos_token_id")
     if eos is not None and not meta.get("ignore_eos", False):
         is_eos = torch.isin(responses, torch.as_tensor(eos)) & (mask != 0)
-        check((is_eos[:, :-1] & (mask[:, 1:] != 0)).any(-1), "tokens were sampled after the end-of-sequence token")
-
-
-class _RowCheck:
-    """Raise for the first row of a (B,) tensor of violations."""
-
-    def __init__(self, step: int, uids: np.ndarray | None) -> None:
-        self.step = step
-        self.uids = uids
-
-    def __call__(self, bad_rows: Tensor, what: str) -> None:
-        if not bad_rows.any():
-            return
-        row = int(bad_rows.nonzero()[0])
-        uid = "" if self.uids is None else f" (uid {self.uids[row]})"
-        others = int(bad_rows.sum()) - 1
-        raise RolloutInvariantError(f"step {self.step}, row {row}{uid}: {what}; {others} more rows likewise")
+        yield (is_eos[:, :-1] & (mask[:, 1:] != 0)).any(-1), "tokens were sampled after the end-of-sequence token"
 
 
 def _differ(left: Tensor, right: Tensor) -> Tensor:

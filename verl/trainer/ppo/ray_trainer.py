@@ -4,51 +4,32 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from omegaconf import DictConfig
 from torch.utils.data import Dataset, Sampler
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from verl.algos.kl import get_kl_controller
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.single_controller.base.phase import phase
 from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.config.run_config import RunConfig
-from verl.trainer.ppo import checkpoint, loaders
-from verl.trainer.ppo.checkpoint import CheckpointPlan
+from verl.trainer.ppo import loaders, metric_utils, profiling
+from verl.trainer.ppo.checkpoint import CheckpointPlan, Checkpoints
 from verl.trainer.ppo.core_algos import AdvantageEstimator, agg_loss
 from verl.trainer.ppo.loaders import CollateFn, Rows
-from verl.trainer.ppo.metric_utils import (
-    compute_data_metrics,
-    compute_throughput_metrics,
-    compute_timing_metrics,
-    describe_step,
-    failure_metrics,
-)
 from verl.trainer.ppo.phases import check_rollout, checked_phase, needs_old_log_probs, tensors_of
-from verl.trainer.ppo.profiling import (
-    ProfiledSteps,
-    check_steps,
-    dump_memory,
-    end_profiling,
-    start_profiling,
-    stop_profiling,
-)
 from verl.trainer.ppo.resources import ResourcePoolManager, WorkerClasses, create_worker_groups
 from verl.trainer.ppo.reward import PendingReward, RewardFn
 from verl.trainer.ppo.samples import dump_training_batch, trace_batch
-from verl.trainer.ppo.shaping import (
-    add_rollout_weights,
-    apply_kl_penalty,
-    compute_advantage,
-    compute_response_mask,
-)
+from verl.trainer.ppo.shaping import add_rollout_weights, apply_kl_penalty, compute_advantage, compute_response_mask
 from verl.trainer.ppo.state import Metrics, RunState, Timing
 from verl.trainer.ppo.step_record import StepRecord
 from verl.trainer.ppo.steps import set_total_training_steps
-from verl.trainer.ppo.utils import Role, need_critic, need_reference_policy, need_reward_model
+from verl.trainer.ppo.utils import need_critic, need_reference_policy, need_reward_model
 from verl.trainer.ppo.validation import collect_samples, repeat_prompts, summarise
 from verl.trainer.run.clock import CLOCK
 from verl.trainer.run.output import RunOutput
@@ -63,20 +44,6 @@ from verl.utils.rollout_skip import RolloutSkip
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions, log_seqlen_unbalance
 from verl.utils.vision.flops import image_lengths
 from verl.utils.vision.multi_modal import count_shared_bytes, share
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase, ProcessorMixin
-
-__all__ = [
-    "Metrics",
-    "RayPPOTrainer",
-    "ResourcePoolManager",
-    "Role",
-    "Timing",
-    "apply_kl_penalty",
-    "compute_advantage",
-    "compute_response_mask",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -99,11 +66,11 @@ class RayPPOTrainer:
     def __init__(
         self,
         config: DictConfig,
-        tokenizer: "PreTrainedTokenizerBase",
+        tokenizer: PreTrainedTokenizerBase,
         role_worker_mapping: WorkerClasses,
         resource_pool_manager: ResourcePoolManager,
         ray_worker_group_cls: type[RayWorkerGroup] = RayWorkerGroup,
-        processor: "ProcessorMixin | None" = None,
+        processor: ProcessorMixin | None = None,
         reward_fn: RewardFn | None = None,
         val_reward_fn: RewardFn | None = None,
         train_dataset: Dataset[Rows] | None = None,
@@ -167,11 +134,6 @@ class RayPPOTrainer:
         self.state.max_step_s = seconds
 
     @property
-    def run_seed(self) -> int:
-        """Seed of the run."""
-        return self.state.seed
-
-    @property
     def is_last_step(self) -> bool:
         """Whether the current step is the last one."""
         return self.state.is_last_step
@@ -190,7 +152,7 @@ class RayPPOTrainer:
         node = self.config.data  # data sets and samplers of a fork may read keys that DataConfig does not have
         if train_dataset is None:
             train_dataset = create_rl_dataset(node.train_files, node, self.tokenizer, self.processor)
-        if val_dataset is None and node.val_files is not None:
+        if val_dataset is None and node.val_files:
             val_dataset = create_rl_dataset(node.val_files, node, self.tokenizer, self.processor, is_train=False)
         if train_sampler is None:
             assert isinstance(train_dataset, Sized), "a training set needs a length"
@@ -209,7 +171,7 @@ class RayPPOTrainer:
         self.state.total_steps = steps
         set_total_training_steps(self.config, steps)
         self.run_config.set_total_training_steps(steps)
-        check_steps(self.run_config.global_profiler.steps, steps)
+        profiling.check_steps(self.run_config.global_profiler.steps, steps)
 
     # ---- workers
 
@@ -249,10 +211,6 @@ class RayPPOTrainer:
         """Return the worker groups whose weights a checkpoint holds, by role."""
         groups = {"actor": self.actor_rollout_wg, "critic": self.critic_wg}
         return {role: group for role, group in groups.items() if group is not None}
-
-    def rollout_divisor(self) -> int:
-        """Return the number that the requests of one call must be a multiple of."""
-        return self.actor_rollout_wg.world_size
 
     def rollout_wg_generate(self, requests: DataProto) -> DataProto:
         """Generate on the worker group, which syncs the weights first if the engine is behind."""
@@ -307,9 +265,12 @@ class RayPPOTrainer:
         """Resume, keep the records of the run, and close them in every case."""
         options = self.run_config.trainer
         rollout = self.run_config.actor_rollout_ref.rollout
+        plan = CheckpointPlan.of(self.run_config)
+        loader = self.train_dataloader
+        self.checkpoints = Checkpoints(plan, self.state, self.trained_groups(), loader, self.kl_ctrl_in_reward)
         resumed = self._load_checkpoint()
-        check_steps(self.run_config.global_profiler.steps, self.state.total_steps, resumed or 0)
-        self.output = RunOutput(options, self.config, resumed, self.state.total_steps, describe_step)
+        profiling.check_steps(self.run_config.global_profiler.steps, self.state.total_steps, resumed or 0)
+        self.output = RunOutput(options, self.config, resumed, self.state.total_steps, metric_utils.describe_step)
         trace = rollout.trace
         RolloutTraceConfig.init(options.project_name, options.experiment_name, trace.backend, trace.token2text)
         self.step_record = self._new_step_record()
@@ -327,7 +288,7 @@ class RayPPOTrainer:
             error.add_note(f"in training step {self.state.step} of {self.state.total_steps}")
             raise
         finally:
-            end_profiling(self.state)
+            profiling.end_profiling(self.state)
             self.output.close(finished)
 
     def _training_rows(self) -> Iterator[Rows]:
@@ -385,7 +346,9 @@ class RayPPOTrainer:
         with self._timed("gen", timing):
             output = self.rollout_wg_generate(requests)
         check_rollout(requests, output, self.state.step, self.single_turn)
-        self._take_timing(output, metrics, timing)
+        for name, value in output.meta_info.pop("timing", {}).items():  # several calls in a step add up
+            timing[name] = value if "/" in name else timing.get(name, 0.0) + value
+        _without_metrics(output, metrics)
         if self.run_config.algorithm.adv_estimator == AdvantageEstimator.REMAX:
             tensors_of(batch)["reward_baselines"] = self._greedy_baseline(batch, prompts, metrics, timing)
         batch = batch.repeat(repeat_times=num_samples, interleave=True).union(output)
@@ -437,7 +400,6 @@ class RayPPOTrainer:
                 adv_estimator=algorithm.adv_estimator,
                 gamma=algorithm.gamma,
                 lam=algorithm.lam,
-                num_repeat=self.run_config.actor_rollout_ref.rollout.n,
                 norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
                 config=self.config.algorithm,  # an estimator of a fork may read keys that AlgoConfig does not have
                 generator=torch.Generator().manual_seed(derive_seed(self.state.seed, "pf_ppo", self.state.step)),
@@ -486,15 +448,9 @@ class RayPPOTrainer:
         batch.meta_info["images_seqlens"] = image_lengths(batch.non_tensor_batch.get("multi_modal_inputs", ()))
         return batch
 
-    def _take_timing(self, output: DataProto, metrics: Metrics, timing: Timing) -> None:
-        """Move metrics and timers out of the output of the rollout; seconds of several calls in a step add up."""
-        for name, value in output.meta_info.pop("timing", {}).items():
-            timing[name] = value if "/" in name else timing.get(name, 0.0) + value
-        _without_metrics(output, metrics)
-
     def _generate_padded(self, requests: DataProto) -> DataProto:
         """Generate for any number of requests, and drop the timers and metrics of the rollout."""
-        padded, pad_size = pad_dataproto_to_divisor(requests, self.rollout_divisor())
+        padded, pad_size = pad_dataproto_to_divisor(requests, self.actor_rollout_wg.world_size)
         output = unpad_dataproto(self.rollout_wg_generate(padded), pad_size=pad_size)
         check_rollout(requests, output, self.state.step, self.single_turn)
         output.meta_info.pop("timing", None)
@@ -513,7 +469,7 @@ class RayPPOTrainer:
             greedy = batch.repeat(repeat_times=1).union(self._generate_padded(requests))
             found: Metrics = {}
             scores, extras = self._new_reward().start(greedy, found).take(greedy, found)
-        found |= failure_metrics("reward", extras.get("reward_failure"))
+        found |= metric_utils.failure_metrics("reward", extras.get("reward_failure"))
         metrics |= {f"greedy/{name}": value for name, value in found.items() if not name.startswith("perf/")}
         return scores.sum(dim=-1)
 
@@ -547,12 +503,8 @@ class RayPPOTrainer:
         output = _without_metrics(self.actor_rollout_wg.compute_log_prob(_for_model(batch)), metrics)
         entropies = tensors_of(output).pop("entropys")
         assert isinstance(entropies, torch.Tensor)
-        entropy = agg_loss(
-            loss_mat=entropies,
-            loss_mask=tensors_of(batch)["response_mask"],
-            loss_agg_mode=actor.loss_agg_mode,
-            length=actor.loss_scale_factor,
-        )
+        mask = tensors_of(batch)["response_mask"]
+        entropy = agg_loss(entropies, mask, actor.loss_agg_mode, length=actor.loss_scale_factor)
         metrics["actor/entropy"] = entropy.item()
         batch = batch.union(output)
         if "rollout_log_probs" in tensors_of(batch).keys():
@@ -575,7 +527,8 @@ class RayPPOTrainer:
         scores, extras = pending.take(batch, {} if metrics is None else metrics)
         tensors_of(batch)["token_level_scores"] = scores
         self.state.extra_columns = list(extras)
-        batch.non_tensor_batch.update({name: _column(values) for name, values in extras.items()})
+        for name, values in extras.items():  # one axis: lists among the values stay lists
+            batch.non_tensor_batch[name] = np.fromiter(values, dtype=object, count=len(values))
 
     # ---- after the phases of a step
 
@@ -592,9 +545,10 @@ class RayPPOTrainer:
         self.step_record.ask_workers(self.worker_groups())
         metrics["training/global_step"] = state.step
         metrics["training/epoch"] = state.epoch
-        metrics.update(compute_data_metrics(batch, use_critic=self.use_critic))
-        metrics.update(compute_timing_metrics(batch, timing))
-        metrics.update(compute_throughput_metrics(batch, timing, n_gpus=self.resource_pool_manager.get_n_gpus()))
+        metrics.update(metric_utils.compute_data_metrics(batch, use_critic=self.use_critic))
+        metrics.update(metric_utils.compute_timing_metrics(batch, timing))
+        workers = self.resource_pool_manager.get_n_gpus()
+        metrics.update(metric_utils.compute_throughput_metrics(batch, timing, workers))
         CLOCK.mark("first_step")
         metrics.update(CLOCK.report())
         sampler = self.train_dataloader.sampler
@@ -602,9 +556,9 @@ class RayPPOTrainer:
             sampler.update(batch=batch)
         trace_batch(batch, tensors_of(batch)["token_level_scores"].sum(-1), state.step, self.tokenizer)
         details = self.step_record.finish(batch, metrics)
-        self.output.step(metrics, state.step, details)
+        self.output.log(metrics, state.step, details, finished=True)
         profiler = self.run_config.global_profiler
-        dump_memory(profiler.tool, profiler.steps, state.step, self.actor_rollout_wg)
+        profiling.dump_memory(profiler.tool, profiler.steps, state.step, self.actor_rollout_wg)
         if not state.is_last_step and hasattr(self.train_dataset, "on_batch_end"):
             self.train_dataset.on_batch_end(batch=batch)
 
@@ -625,10 +579,9 @@ class RayPPOTrainer:
         timing: Timing = {}
         if options.test_freq > 0 and state.step % options.test_freq:
             self._validate_after_step(metrics, timing)
-        plan = CheckpointPlan.of(self.run_config)
-        if not plan.folder(state.step).exists():
+        if not self.checkpoints.plan.folder(state.step).exists():
             self._save_after_step(timing)
-        checkpoint.finish_checkpoint(plan, state, self.trained_groups())
+        self.checkpoints.finish()
         metrics |= {f"timing_s/{name}": seconds for name, seconds in timing.items()}
         self.output.log(metrics, state.step)
 
@@ -671,7 +624,7 @@ class RayPPOTrainer:
         if samples is None:
             return {}
         if options.log_val_generations > 0:
-            self.log_val_generations(samples.choose(options.log_val_generations))
+            self.output.log_generations(samples.choose(options.log_val_generations), self.state.step)
         if options.validation_data_dir:
             samples.dump(options.validation_data_dir, self.state.step)
         return summarise(samples)
@@ -692,54 +645,32 @@ class RayPPOTrainer:
         batch.meta_info["validate"] = True
         return batch
 
-    def log_val_generations(self, rows: list[tuple[str, str, float]]) -> None:
-        """Show some validation samples in the trackers that can."""
-        self.output.log_generations(rows, self.state.step)
-
     # ---- checkpoints and profiling
 
     def _save_after_step(self, timing: Timing) -> None:
         """Write a checkpoint every ``trainer.save_freq`` steps, after the last one, and before capacity expires."""
-        plan = CheckpointPlan.of(self.run_config)
-        if plan.frequency <= 0:
+        if self.checkpoints.plan.frequency <= 0:
             return
-        checkpoint.finish_checkpoint(plan, self.state, self.trained_groups(), wait=self.is_last_step)
-        if plan.is_due(self.state):
+        self.checkpoints.finish(wait=self.is_last_step)
+        if self.checkpoints.plan.is_due(self.state):
             with self._timed("save_checkpoint", timing):
-                self._save_checkpoint()
-
-    def _save_checkpoint(self) -> None:
-        """Write all parts of a checkpoint, and last the file that names it."""
-        plan = CheckpointPlan.of(self.run_config)
-        groups = self.trained_groups()
-        checkpoint.save_checkpoint(plan, self.state, groups, self.train_dataloader, self.kl_ctrl_in_reward)
+                self.checkpoints.save()
 
     def _load_checkpoint(self) -> int | None:
         """Restore the run that the configuration resumes; return its step, None for a fresh start."""
         folder = find_resume_folder(self.config)
         if folder is None:
             return None
-        checkpoint.load_checkpoint(
-            folder,
-            self.state,
-            self.trained_groups(),
-            self.train_dataloader,
-            self.kl_ctrl_in_reward,
-            delete_after_load=self.run_config.trainer.del_local_ckpt_after_load,
-        )
+        self.checkpoints.load(folder, delete_after_load=self.run_config.trainer.del_local_ckpt_after_load)
         return self.state.step
-
-    def _profiled_steps(self) -> ProfiledSteps:
-        profiler = self.run_config.global_profiler
-        return ProfiledSteps(profiler.steps or (), profiler.profile_continuous_steps)
 
     def _start_profiling(self, timing: Timing) -> None:
         """Start the profilers of the roles, if this step is listed and they do not run on from the one before."""
-        start_profiling(self._profiled_steps(), self.state, self.worker_groups(), timing)
+        profiling.start_profiling(self.run_config.global_profiler, self.state, self.worker_groups(), timing)
 
     def _stop_profiling(self, timing: Timing) -> None:
         """Stop the profilers of the roles, unless they run on into the next step."""
-        stop_profiling(self._profiled_steps(), self.state, timing)
+        profiling.stop_profiling(self.run_config.global_profiler, self.state, timing)
 
 
 def _without_metrics(output: DataProto, metrics: Metrics) -> DataProto:
@@ -752,8 +683,3 @@ def _for_model(batch: DataProto) -> DataProto:
     """Select the part of a batch that models read: tensors, multi-modal inputs and meta_info."""
     columns = [name for name in ("multi_modal_inputs",) if name in batch.non_tensor_batch]
     return batch.select(non_tensor_batch_keys=columns)
-
-
-def _column(values: list[Any]) -> np.ndarray:
-    """Return values as an object array of one axis; lists among them stay lists."""
-    return np.fromiter(values, dtype=object, count=len(values))

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -53,12 +54,9 @@ class ResourcePoolManager:
             return
         self._check_resource_available()
         for name, processes_on_nodes in self.resource_pool_spec.items():
-            self.resource_pool_dict[name] = RayResourcePool(
-                process_on_nodes=processes_on_nodes,
-                use_gpu=self.device_name != "cpu",
-                max_colocate_count=1,
-                name_prefix=name,
-            )
+            use_gpu = self.device_name != "cpu"
+            pool = RayResourcePool(processes_on_nodes, use_gpu=use_gpu, max_colocate_count=1, name_prefix=name)
+            self.resource_pool_dict[name] = pool
 
     def get_resource_pool(self, role: Role) -> RayResourcePool:
         """Return the pool of a role."""
@@ -138,33 +136,29 @@ class WorkerStart:
 
     def __init__(self, total_training_steps: int, start: Callable[[], dict[str, RayWorkerGroup]]) -> None:
         """Begin ``start`` in the background, for a run of ``total_training_steps``."""
-        self._start = start
         self._total_training_steps = total_training_steps
-        self._groups: dict[str, RayWorkerGroup] = {}
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="worker-start", daemon=True)
-        self._thread.start()
+        self._groups: Future[dict[str, RayWorkerGroup]] = Future()
+        # A daemon, unlike the threads of an executor: if loading the data fails, nobody waits for the workers.
+        threading.Thread(target=self._run, args=(start,), name="worker-start", daemon=True).start()
 
-    def _run(self) -> None:
+    def _run(self, start: Callable[[], dict[str, RayWorkerGroup]]) -> None:
         try:
-            self._groups = self._start()
+            self._groups.set_result(start())
         except BaseException as error:  # handed to the caller of result()
-            self._error = error
+            self._groups.set_exception(error)
 
     def result(self, total_training_steps: int) -> dict[str, RayWorkerGroup]:
         """Wait for the processes and return their worker groups.
 
         Raises: the error of the start; RuntimeError when the run turns out to have another number of steps.
         """
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
+        groups = self._groups.result()
         if total_training_steps != self._total_training_steps:
             raise RuntimeError(
                 f"the data set gives {total_training_steps} steps, but its files gave {self._total_training_steps}: "
                 "set trainer.total_training_steps"
             )
-        return self._groups
+        return groups
 
 
 def start_workers_early(

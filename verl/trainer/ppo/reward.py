@@ -3,29 +3,27 @@
 import inspect
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import ray
 import torch
 from omegaconf import DictConfig
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from verl.protocol import DataProto, DataProtoFuture
+from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.ppo.phases import tensors_of
 from verl.utils.metric import reduce_metrics
 from verl.utils.ray_utils import without_nsight
-from verl.workers.rewards.loading import get_custom_reward_fn, load_reward_manager
+from verl.workers.rewards.loading import get_custom_reward_fn as get_custom_reward_fn
+from verl.workers.rewards.loading import load_reward_manager as load_reward_manager
 from verl.workers.rewards.scoring import FAILURE_COLUMN, RewardError, ScoringLimits
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from verl.single_controller.ray import RayWorkerGroup
-
-__all__ = ["PendingReward", "compute_reward", "compute_reward_async", "get_custom_reward_fn", "load_reward_manager"]
-
 logger = logging.getLogger(__name__)
+_warn_once = cache(logger.warning)
 
 Extras = dict[str, list[Any]]
 """Extra values that scorers return, as lists of length B."""
@@ -57,14 +55,9 @@ def compute_reward(data: DataProto, reward_fn: RewardFn) -> Reward:
     """
     scores, extras = _call(data, reward_fn)
     for name in OWN_COLUMNS & extras.keys():
-        _tell_own_column(name)
+        _warn_once("the reward function returns %r, a column of the trainer: the trainer's values are kept", name)
     extras = {name: values for name, values in extras.items() if name not in OWN_COLUMNS}
     return settled(data, scores, extras, limits=getattr(reward_fn, "limits", ScoringLimits()))
-
-
-@cache
-def _tell_own_column(name: str) -> None:
-    logger.warning("the reward function returns %r, a column of the trainer: the trainer's values are kept", name)
 
 
 def _call(data: DataProto, reward_fn: RewardFn) -> Reward:
@@ -110,7 +103,7 @@ def settled(data: DataProto, scores: Tensor, extras: Extras, limits: ScoringLimi
 def compute_reward_async(
     data: DataProto,
     config: DictConfig | None = None,
-    tokenizer: "PreTrainedTokenizerBase | None" = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     reward_fn: RewardFn | None = None,
 ) -> Reward:
     """Score a batch in a Ray task, while the workers compute log-probabilities.
@@ -124,12 +117,13 @@ def compute_reward_async(
     return compute_reward(data, reward_fn)
 
 
+@dataclass
 class PendingReward:
     """The reward of one batch: the reward model scores it first, then the reward function.
 
     Either may run while the driver goes on.
 
-    Args:
+    Attributes:
         reward_fn: the reward function.
         reward_model: worker group of the reward model; None if there is none.
         own_pool: whether the reward model has its own devices, so that the driver need not wait for it.
@@ -138,29 +132,20 @@ class PendingReward:
         timeout_s: seconds to wait for such a task; None for no limit.
     """
 
-    def __init__(
-        self,
-        reward_fn: RewardFn,
-        reward_model: "RayWorkerGroup | None" = None,
-        own_pool: bool = False,
-        in_task: bool = False,
-        num_cpus: int = 1,
-        timeout_s: float | None = None,
-    ) -> None:
-        self._reward_fn = reward_fn
-        self._reward_model = reward_model
-        self._own_pool = own_pool
-        self._in_task = in_task
-        self._num_cpus = num_cpus
-        self._timeout_s = timeout_s
-        self._model_scores: DataProtoFuture | None = None
-        self._rule: Reward | ray.ObjectRef[Reward] | None = None
+    reward_fn: RewardFn
+    reward_model: RayWorkerGroup | None = None
+    own_pool: bool = False
+    in_task: bool = False
+    num_cpus: int = 1
+    timeout_s: float | None = None
+    _model_scores: DataProtoFuture | None = field(init=False, default=None)
+    _rule: Reward | ray.ObjectRef[Reward] | None = field(init=False, default=None)
 
     def start(self, batch: DataProto, metrics: dict[str, float]) -> Self:
         """Start scoring; defer what must wait to ``take``."""
-        if self._reward_model is not None and "rm_scores" not in tensors_of(batch).keys():
-            self._model_scores = self._reward_model.start_rm_score(_for_reward_model(batch))
-            if self._own_pool:
+        if self.reward_model is not None and "rm_scores" not in tensors_of(batch).keys():
+            self._model_scores = self.reward_model.start_rm_score(_for_reward_model(batch))
+            if self.own_pool:
                 return self
         self._start_rule(batch, metrics)
         return self
@@ -177,9 +162,8 @@ class PendingReward:
         self._rule = None
         assert rule is not None, "take() needs start(), and works once"
         if isinstance(rule, ray.ObjectRef):
-            rule = ray.get(rule, timeout=self._timeout_s)
-        scores, extras = rule
-        return scores, extras
+            rule = ray.get(rule, timeout=self.timeout_s)
+        return rule
 
     def _start_rule(self, batch: DataProto, metrics: dict[str, float]) -> None:
         """Add the scores of the reward model to the batch, then call the reward function or start its task."""
@@ -188,12 +172,12 @@ class PendingReward:
             self._model_scores = None
             metrics.update(reduce_metrics(output.meta_info.pop("metrics", {})))
             tensors_of(batch)["rm_scores"] = tensors_of(output)["rm_scores"]
-        if not self._in_task:
-            self._rule = compute_reward(batch, self._reward_fn)
+        if not self.in_task:
+            self._rule = compute_reward(batch, self.reward_fn)
             return
         # Ray's types know no arguments with a default.
-        task: Any = compute_reward_async.options(num_cpus=self._num_cpus, **without_nsight())
-        self._rule = task.remote(data=batch, reward_fn=self._reward_fn)
+        task: Any = compute_reward_async.options(num_cpus=self.num_cpus, **without_nsight())
+        self._rule = task.remote(data=batch, reward_fn=self.reward_fn)
 
 
 def _for_reward_model(batch: DataProto) -> DataProto:

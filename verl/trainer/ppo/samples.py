@@ -6,20 +6,17 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
+from verl.protocol import DataProto
 from verl.trainer.ppo.phases import tensors_of
 from verl.utils.observe.rollout_trace import RolloutTraceConfig, rollout_trace_attr, rollout_trace_op
 from verl.utils.observe.tracking import plain
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from verl.protocol import DataProto
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +26,7 @@ MAX_TEXT = 1200
 """Longest prompt or response in a sample, in characters; a longer one loses its middle."""
 
 
-def ground_truths(batch: "DataProto") -> list[Any]:
+def ground_truths(batch: DataProto) -> list[Any]:
     """Return ``reward_model.ground_truth`` of every row, None for rows without one."""
     rows = batch.non_tensor_batch.get("reward_model", np.full(len(batch), None, dtype=object))
     return [row.get("ground_truth") if isinstance(row, Mapping) else None for row in rows]
@@ -70,8 +67,8 @@ def dump_generations(
 def dump_training_batch(
     folder: str,
     step: int,
-    batch: "DataProto",
-    tokenizer: "PreTrainedTokenizerBase",
+    batch: DataProto,
+    tokenizer: PreTrainedTokenizerBase,
     extras: Mapping[str, Sequence[Any]],
     order: Sequence[int],
 ) -> Path:
@@ -99,7 +96,7 @@ def dump_training_batch(
 
 
 def trace_batch(
-    batch: "DataProto", scores: Tensor, step: int, tokenizer: "PreTrainedTokenizerBase", validate: bool = False
+    batch: DataProto, scores: Tensor, step: int, tokenizer: PreTrainedTokenizerBase, validate: bool = False
 ) -> None:
     """Send a trace of every response of a scored batch to ``rollout.trace.backend``; ``scores`` is (B,).
 
@@ -113,48 +110,36 @@ def trace_batch(
             sample = num_traced.get(uid, 0)
             num_traced[uid] = sample + 1
             with rollout_trace_attr(sample_index=uid, step=step, rollout_n=sample, validate=validate):
-                traced = _Row(tokenizer, batch, row)
-                traced.trajectory(**traced.prompt(), score=score)
+                _trace_row(batch, row, score, tokenizer)
     except Exception as error:  # each tracing library raises its own classes
-        logger.warning(
-            "rollout.trace.backend=%s has not taken all traces of step %d, and the run goes on: %s: %s",
-            RolloutTraceConfig.get_backend(),
-            step,
-            type(error).__name__,
-            error,
-        )
+        backend = RolloutTraceConfig.get_backend()
+        text = f"rollout.trace.backend={backend} has not taken all traces of step {step}, and the run goes on"
+        logger.warning("%s: %s: %s", text, type(error).__name__, error)
 
 
-class _Row:
-    """One response of a batch."""
+def _trace_row(batch: DataProto, row: int, score: float, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Trace one response: token ids, and their text if the backend takes text."""
+    tensors = tensors_of(batch)
+    attended = tensors["attention_mask"][row].bool()
+    width = tensors["prompts"].shape[-1]
+    prompt_ids = tensors["prompts"][row][attended[:width]].tolist()
+    response_ids = tensors["responses"][row][attended[width:]].tolist()
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", batch: "DataProto", row: int) -> None:
-        self._tokenizer = tokenizer
-        tensors = tensors_of(batch)
-        self._prompt = tensors["prompts"][row]
-        self._response = tensors["responses"][row]
-        self._attended = tensors["attention_mask"][row].bool()
-
-    def prompt(self) -> dict[str, Any]:
-        """Return the token ids of the prompt, and its text if the backend takes text."""
-        ids = self._prompt[self._attended[: len(self._prompt)]].tolist()
-        return {"prompt_ids": ids, **self._text("prompt_text", ids)}
+    def text(name: str, ids: list[int]) -> dict[str, str]:
+        return {name: str(tokenizer.decode(ids))} if RolloutTraceConfig.enable_token2text() else {}
 
     @rollout_trace_op
-    def trajectory(self, prompt_ids: list[int], score: float, prompt_text: str | None = None) -> dict[str, Any]:
-        """Return the response of the model and its score."""
-        ids = self._response[self._attended[-len(self._response) :]].tolist()
-        return {"response_ids": ids, "score": score, **self._text("response_text", ids)}
+    def trajectory(prompt_ids: list[int], score: float, prompt_text: str | None = None) -> dict[str, Any]:
+        return {"response_ids": response_ids, "score": score, **text("response_text", response_ids)}
 
-    def _text(self, name: str, ids: list[int]) -> dict[str, str]:
-        return {name: str(self._tokenizer.decode(ids))} if RolloutTraceConfig.enable_token2text() else {}
+    trajectory(prompt_ids, score, **text("prompt_text", prompt_ids))
 
 
 # ---- samples in the record
 
 
 def sample_rows(
-    batch: "DataProto", tokenizer: "PreTrainedTokenizerBase", count: int, veto_threshold: float | None
+    batch: DataProto, tokenizer: PreTrainedTokenizerBase, count: int, veto_threshold: float | None
 ) -> list[Sample]:
     """Return texts and scores of at most ``count`` responses: the best, the worst, and some that were vetoed."""
     tensors = tensors_of(batch)
@@ -214,7 +199,7 @@ def _spread(order: Iterable[int], scores: Tensor, uids: Sequence[Hashable] | np.
     return sorted(rows, key=keys.__getitem__)
 
 
-def vetoed_rows(batch: "DataProto", threshold: float | None) -> Tensor:
+def vetoed_rows(batch: DataProto, threshold: float | None) -> Tensor:
     """Return the responses with a token whose ratio of trainer to rollout is below the veto threshold, (B,) bool."""
     tensors = tensors_of(batch)
     if threshold is None or not {"old_log_probs", "rollout_log_probs"} <= set(tensors.keys()):

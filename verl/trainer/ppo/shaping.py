@@ -1,8 +1,7 @@
 """Turn token-level scores into rewards and advantages, on the batch of the driver."""
 
-from typing import TYPE_CHECKING
-
 import torch
+from omegaconf import DictConfig
 
 from verl.algos.config import AlgoConfig
 from verl.algos.kl import KLController
@@ -13,9 +12,6 @@ from verl.trainer.ppo.core_algos import AdvantageEstimator
 from verl.trainer.ppo.mismatch_helper import compute_rollout_importance_weights
 from verl.trainer.ppo.phases import tensors_of
 from verl.utils.torch_functional import masked_mean
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
 
 
 def compute_response_mask(data: DataProto) -> torch.Tensor:
@@ -86,7 +82,7 @@ def compute_advantage(
     lam: float | None = None,
     num_repeat: int = 1,
     norm_adv_by_std_in_grpo: bool = True,
-    config: "AlgoConfig | DictConfig | None" = None,
+    config: AlgoConfig | DictConfig | None = None,
     generator: torch.Generator | None = None,
 ) -> DataProto:
     """Add ``advantages`` and ``returns`` (B, R) by a registered estimator.

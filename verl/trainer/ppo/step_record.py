@@ -2,13 +2,18 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import psutil
+import ray
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
+from verl.protocol import DataProto
+from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.ppo.phases import tensors_of
 from verl.trainer.ppo.samples import sample_rows
 from verl.trainer.ppo.state import Metrics
@@ -16,13 +21,6 @@ from verl.trainer.run.reports import take_digests
 from verl.utils.observe.digest import column_digest, tensor_digest
 from verl.utils.observe.record import Details
 from verl.utils.observe.tracking import plain
-
-if TYPE_CHECKING:
-    from ray import ObjectRef
-    from transformers import PreTrainedTokenizerBase
-
-    from verl.protocol import DataProto
-    from verl.single_controller.ray import RayWorkerGroup
 
 Report = dict[str, Any]
 """The report of a worker on a step: rank, seconds by call, memory, and digests if asked for."""
@@ -33,33 +31,28 @@ _COPY_OF = {"multi_modal_data": "multi_modal_inputs", "raw_prompt_ids": "input_i
 """Columns of the data set, and the column of the batch that holds the same content."""
 
 
+@dataclass
 class StepRecord:
     """Gathers the details of one step after the other.
 
-    Args:
+    Attributes:
         digests: whether to digest batches, weights and random states.
         num_samples: how many sample responses to keep of a step.
         tokenizer: decodes the samples; may be None if there are none.
         veto_threshold: ratio of trainer to rollout below which a token vetoes its response; None if nothing does.
+        seconds: time spent on the record of the current step.
     """
 
-    def __init__(
-        self,
-        digests: bool,
-        num_samples: int,
-        tokenizer: "PreTrainedTokenizerBase | None" = None,
-        veto_threshold: float | None = None,
-    ) -> None:
-        self.digests = digests
-        self.num_samples = num_samples
-        self.seconds = 0.0
-        self._tokenizer = tokenizer
-        self._veto_threshold = veto_threshold
-        self._phases: dict[str, dict[str, str]] = {}
-        self._seen: dict[str, Tensor] = {}
-        self._asked: dict[str, tuple[RayWorkerGroup, list[ObjectRef[Report]]]] = {}
+    digests: bool
+    num_samples: int
+    tokenizer: PreTrainedTokenizerBase | None = None
+    veto_threshold: float | None = None
+    seconds: float = field(init=False, default=0.0)
+    _phases: dict[str, dict[str, str]] = field(init=False, default_factory=dict)
+    _seen: dict[str, Tensor] = field(init=False, default_factory=dict)
+    _asked: dict[str, tuple[RayWorkerGroup, list[ray.ObjectRef[Report]]]] = field(init=False, default_factory=dict)
 
-    def phase(self, name: str, batch: "DataProto", row_order: Sequence[int] | None = None) -> None:
+    def phase(self, name: str, batch: DataProto, row_order: Sequence[int] | None = None) -> None:
         """Digest the columns that a phase has added or replaced; a second run of a phase gets its own number.
 
         ``row_order`` puts the rows back in the order of the data, so that digests do not depend on the ranks. Columns
@@ -88,7 +81,7 @@ class StepRecord:
             self._phases[scored if key in _OF_SCORE else label][key] = digest
         self.seconds += time.perf_counter() - started
 
-    def ask_workers(self, groups: Mapping[str, "RayWorkerGroup"]) -> None:
+    def ask_workers(self, groups: Mapping[str, RayWorkerGroup]) -> None:
         """Let the workers report while the driver goes on; ``finish`` takes their reports."""
         started = time.perf_counter()
         self._asked = {
@@ -98,7 +91,7 @@ class StepRecord:
         }
         self.seconds += time.perf_counter() - started
 
-    def finish(self, batch: "DataProto", metrics: Metrics) -> Details:
+    def finish(self, batch: DataProto, metrics: Metrics) -> Details:
         """Return the details of the step that ends, ready for JSON, and begin the next step.
 
         The time that the record took goes to the metric ``timing_s/record``.
@@ -107,8 +100,8 @@ class StepRecord:
         details: dict[str, Any] = {"response_length": length_histogram(batch)}
         samples = []
         if self.num_samples:
-            assert self._tokenizer is not None
-            samples = sample_rows(batch, self._tokenizer, self.num_samples, self._veto_threshold)
+            assert self.tokenizer is not None
+            samples = sample_rows(batch, self.tokenizer, self.num_samples, self.veto_threshold)
         workers = {name: group.wait(reports, "report_step") for name, (group, reports) in self._asked.items()}
         if self.digests:
             details["phases"] = self._phases | take_digests(workers)
@@ -125,7 +118,7 @@ class StepRecord:
         return kept
 
 
-def length_histogram(batch: "DataProto") -> dict[str, Any]:
+def length_histogram(batch: DataProto) -> dict[str, Any]:
     """Return the counts of response lengths in equal bins from 0 to ``limit`` tokens."""
     tensors = tensors_of(batch)
     limit = tensors["responses"].shape[-1]

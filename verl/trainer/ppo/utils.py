@@ -6,22 +6,20 @@ from enum import Enum
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from omegaconf import DictConfig
+
 from verl.trainer.config.run_config import needs_critic
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
     from verl.single_controller.base import Worker
 
-    WorkerType = type[Worker]
-else:
-    WorkerType = type
+WorkerType = type["Worker"]
 
 logger = logging.getLogger(__name__)
 
 
 class Role(Enum):
-    """What a worker does."""
+    """The job of a worker."""
 
     Actor = 0
     Rollout = 1
@@ -40,10 +38,10 @@ class Role(Enum):
 
         Raises: ValueError for an unknown name.
         """
-        for role, known in _NAMES.items():
-            if known == name.lower():
-                return role
-        raise ValueError(f"there is no role {name!r}; choose of {sorted(_NAMES.values())}")
+        roles = {known: role for role, known in _NAMES.items()}
+        if name.lower() not in roles:
+            raise ValueError(f"there is no role {name!r}; choose one of {sorted(roles)}")
+        return roles[name.lower()]
 
 
 _NAMES: dict[Role, str] = {
@@ -67,7 +65,7 @@ def need_reward_model(role_worker_mapping: Mapping[Role, Any]) -> bool:
     return Role.RewardModel in role_worker_mapping
 
 
-def need_critic(config: "DictConfig") -> bool:
+def need_critic(config: DictConfig) -> bool:
     """Whether a critic is trained: ``critic.enable``, or if that is null whether the estimator is GAE."""
     estimator = str(config.algorithm.adv_estimator)
     is_needed = needs_critic(config.critic.enable, estimator)
@@ -84,12 +82,12 @@ def _tell_no_critic(adv_estimator: str) -> None:
     )
 
 
-def needs_full_kl(config: "DictConfig") -> bool:
+def needs_full_kl(config: DictConfig) -> bool:
     """Whether the loss compares the whole distributions of actor and reference."""
     actor = config.actor_rollout_ref.actor
     return bool(actor.use_kl_loss and actor.kl_loss_type == "full")
 
 
-def config_needs_reference(config: "DictConfig") -> bool:
+def config_needs_reference(config: DictConfig) -> bool:
     """Whether a configuration asks for a reference policy: KL in the reward or in the loss."""
     return bool(config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss)

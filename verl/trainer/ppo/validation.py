@@ -4,10 +4,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from numbers import Number
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from verl.protocol import DataProto
 from verl.trainer.ppo.loaders import Rows
@@ -16,12 +17,7 @@ from verl.trainer.ppo.phases import tensors_of
 from verl.trainer.ppo.reward import Extras, RewardFn, compute_reward
 from verl.trainer.ppo.samples import dump_generations, ground_truths, trace_batch
 from verl.utils.numerics.seeding import prompt_uids, sampling_seeds
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-_FAILURE = "reward_failure"
-"""Extra of the reward managers: why a response could not be scored."""
+from verl.workers.rewards.scoring import FAILURE_COLUMN
 
 
 @dataclass
@@ -38,11 +34,7 @@ class ValidationSamples:
     extras: Extras = field(default_factory=lambda: defaultdict(list))
 
     def add(
-        self,
-        batch: DataProto,
-        scores: Sequence[float],
-        extras: Extras,
-        tokenizer: "PreTrainedTokenizerBase",
+        self, batch: DataProto, scores: Sequence[float], extras: Extras, tokenizer: PreTrainedTokenizerBase
     ) -> None:
         """Add the responses of a batch with their scores and the extras of the reward function."""
         tensors = tensors_of(batch)
@@ -73,7 +65,7 @@ def collect_samples(
     loader: Iterable[Rows],
     generate: Callable[[DataProto, int], DataProto],
     reward_fn: RewardFn | None,
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: PreTrainedTokenizerBase,
     step: int,
     with_reward_model: bool = False,
 ) -> ValidationSamples | None:
@@ -125,8 +117,8 @@ def add_extras(known: Extras, extras: Extras, before: int, count: int) -> None:
     If the scorers failed for all of either, their extras are unknown there: None.
     """
     extras.pop("reward", None)
-    all_failed = _has_failed_only(extras.get(_FAILURE, ()), count)
-    all_failed_before = _has_failed_only(known.get(_FAILURE, ()), before)
+    all_failed = _has_failed_only(extras.get(FAILURE_COLUMN, ()), count)
+    all_failed_before = _has_failed_only(known.get(FAILURE_COLUMN, ()), before)
     for name in [*extras, *(name for name in known if name not in extras and name != "reward")]:
         if name not in known and all_failed_before:
             known[name] += [None] * before
@@ -139,13 +131,13 @@ def _has_failed_only(reasons: Sequence[str | None], count: int) -> bool:
 
 def _without_gaps(extras: Extras) -> Extras:
     """Count unknown extras of responses that could not be scored as 0, if the other responses have numbers."""
-    reasons = extras.get(_FAILURE)
+    reasons = extras.get(FAILURE_COLUMN)
     if reasons is None:
         return extras
     filled = {}
     for name, values in extras.items():
         is_number = all(isinstance(v, Number | np.bool_) for v, r in zip(values, reasons, strict=True) if r is None)
-        missing = 0.0 if is_number and name != _FAILURE else None
+        missing = 0.0 if is_number and name != FAILURE_COLUMN else None
         filled[name] = [missing if v is None and r else v for v, r in zip(values, reasons, strict=True)]
     return filled
 
@@ -163,21 +155,19 @@ def summarise(samples: ValidationSamples) -> dict[str, float]:
                 "for all of them, whatever their data_source"
             )
     by_source = process_validation_metrics(samples.sources, samples.uids, _without_gaps(samples.extras))
-    metrics: dict[str, float] = failure_metrics("val-aux/reward", samples.extras.get(_FAILURE))
+    metrics: dict[str, float] = failure_metrics("val-aux/reward", samples.extras.get(FAILURE_COLUMN))
     for source, variables in by_source.items():
         headline = "acc" if "acc" in variables else "reward"
         for variable, values in variables.items():
             largest = max(_sample_count(name) for name in values)
             for name, value in values.items():
-                is_core = (
-                    variable == headline and name.startswith(("mean", "maj", "best")) and _sample_count(name) == largest
-                )
-                metrics[f"{'val-core' if is_core else 'val-aux'}/{source}/{variable}/{name}"] = value
+                is_largest = name.startswith(("mean", "maj", "best")) and _sample_count(name) == largest
+                section = "val-core" if variable == headline and is_largest else "val-aux"
+                metrics[f"{section}/{source}/{variable}/{name}"] = value
     if samples.turns:
         turns = np.array(samples.turns)
-        metrics["val-aux/num_turns/min"] = float(turns.min())
-        metrics["val-aux/num_turns/max"] = float(turns.max())
-        metrics["val-aux/num_turns/mean"] = float(turns.mean())
+        figures = {"min": turns.min(), "max": turns.max(), "mean": turns.mean()}
+        metrics |= {f"val-aux/num_turns/{name}": float(value) for name, value in figures.items()}
     return metrics
 
 

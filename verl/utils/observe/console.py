@@ -5,20 +5,17 @@ import sys
 from collections.abc import Callable
 
 
-def _to_stdout(text: str) -> None:
-    sys.stdout.write(f"{text}\n")  # looked up at each call, because Ray and pytest replace it
-    sys.stdout.flush()
-
-
 class _ConsoleHandler(logging.Handler):
-    """Passes formatted lines to a function."""
+    """Passes formatted lines to a function, or writes them to standard output."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.write: Callable[[str], None] = _to_stdout
+    write: Callable[[str], None] | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.write(self.format(record))
+        if self.write is not None:
+            self.write(self.format(record))
+        else:
+            sys.stdout.write(f"{self.format(record)}\n")
+            sys.stdout.flush()
 
 
 _handler = _ConsoleHandler()

@@ -85,9 +85,7 @@ def _sums_of_bits(part: Tensor) -> list[Tensor]:
     words = raw[: raw.numel() // 8 * 8].view(torch.int64)
     whole = words.numel() // _COLUMNS * _COLUMNS
     sums = words[:whole].view(-1, _COLUMNS).sum(dim=0)
-    rest = [words[whole:]] if whole < words.numel() else []
-    tail = raw[words.numel() * 8 :]
-    return [sums, *rest, tail.to(torch.int64)] if tail.numel() else [sums, *rest]
+    return [sums, words[whole:], raw[words.numel() * 8 :].to(torch.int64)]
 
 
 def random_state_digest() -> str:

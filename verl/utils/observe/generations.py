@@ -66,7 +66,7 @@ class ValidationGenerationsLogger:
     def _log_mlflow(self, samples: Sequence[Sample], step: int) -> None:
         import mlflow
 
-        rows = [{"input": given, "output": output, "score": score} for given, output, score in samples]
+        rows = [dict(zip(("input", "output", "score"), sample, strict=True)) for sample in samples]
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, f"val_step{step}.json")
             file.write_text(json.dumps(rows, ensure_ascii=False, allow_nan=False), encoding="utf-8")
@@ -78,16 +78,14 @@ class ValidationGenerationsLogger:
 
         task = clearml.Task.current_task()
         if task is not None:
-            rows = [
-                {"step": step, "input": given, "output": output, "score": score} for given, output, score in samples
-            ]
+            table = pd.DataFrame(samples, columns=["input", "output", "score"])
+            table.insert(0, "step", step)
             task.get_logger().report_table(
-                series="Validation generations", title="Validation", table_plot=pd.DataFrame(rows), iteration=step
+                series="Validation generations", title="Validation", table_plot=table, iteration=step
             )
 
     def _log_tensorboard(self, writer: "SummaryWriter", samples: Sequence[Sample], step: int) -> None:
-        parts = [
-            f"**sample {i}** (score {s})\n\n{given}\n\n{output}" for i, (given, output, s) in enumerate(samples, 1)
-        ]
+        named = enumerate(samples, 1)
+        parts = [f"**sample {i}** (score {score})\n\n{given}\n\n{output}" for i, (given, output, score) in named]
         writer.add_text("val/generations", "\n\n---\n\n".join(parts), step)
         writer.flush()

@@ -29,7 +29,7 @@ class LengthHistogram(TypedDict):
 
 
 class WorkerReport(TypedDict):
-    """What one rank reports of a step: seconds by call, GiB by kind of memory, figures of its inference engine."""
+    """The report of one rank on a step: seconds by call, GiB by kind of memory, figures of its inference engine."""
 
     rank: int
     seconds: dict[str, float]
@@ -50,7 +50,7 @@ class Sample(TypedDict):
 
 
 class Details(TypedDict, total=False):
-    """What a step may record in addition to its metrics; ``phases`` maps phase and part to a digest."""
+    """Details of a step in addition to its metrics; ``phases`` maps phase and part to a digest."""
 
     response_length: LengthHistogram | None
     workers: dict[str, list[WorkerReport]] | None

@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any, ParamSpec, Protocol, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 from verl.utils import envs
 
@@ -30,7 +30,7 @@ _is_traced: ContextVar[bool] = ContextVar("is_traced", default=False)
 class RolloutTraceConfig:
     """The trace backend of this process."""
 
-    _backend: "_Backend | None" = None
+    _backend: "_Mlflow | _Weave | None" = None
     _token2text = False
 
     @classmethod
@@ -126,21 +126,6 @@ def rollout_trace_op(func: Callable[P, T]) -> Callable[P, T]:
 
 
 # ---- backends
-
-
-class _Backend(Protocol):
-    name: str
-    client: Any
-    experiment_name: str
-
-    def trace(self, name: str, attributes: Values) -> AbstractContextManager[None]:
-        """Open a trace."""
-
-    def span(self, name: str, inputs: Values) -> AbstractContextManager[Keep]:
-        """Open a span and yield a function that takes its result."""
-
-    def flush(self) -> None:
-        """Wait until all traces are sent."""
 
 
 class _Mlflow:

@@ -18,9 +18,6 @@ from typing import Any, Protocol
 
 from verl.utils import envs
 from verl.utils.observe.console import get_console
-from verl.utils.observe.generations import ValidationGenerationsLogger
-
-__all__ = ["Tracking", "ValidationGenerationsLogger", "check_backends"]
 
 logger = logging.getLogger(__name__)
 
@@ -28,65 +25,6 @@ Metrics = Mapping[str, Any]
 """Metric -> value: numbers, and text, arrays or tensors for backends that can hold them."""
 Config = Mapping[str, Any]
 """The resolved configuration of a run, as plain mappings and lists."""
-
-PACKAGE_OF_BACKEND: dict[str, str | None] = {
-    "wandb": "wandb",
-    "mlflow": "mlflow",
-    "swanlab": "swanlab",
-    "vemlp_wandb": "volcengine_ml_platform",
-    "tensorboard": "tensorboard",
-    "console": None,
-    "clearml": "clearml",
-    "trackio": "trackio",
-    "file": None,
-}
-
-
-class UnknownBackendError(ValueError, AssertionError):
-    """``trainer.logger`` names an unknown backend."""
-
-
-class MissingBackendError(ValueError, ImportError):
-    """``trainer.logger`` names a backend whose package is not installed."""
-
-
-def backend_names(backends: str | Iterable[str]) -> list[str]:
-    """Return the backends that ``trainer.logger`` names, with the deprecated ``tracking`` replaced by ``wandb``.
-
-    Raises: UnknownBackendError, which is a ValueError and an AssertionError.
-    """
-    names = [backends] if isinstance(backends, str) else list(backends)
-    for position, name in enumerate(names):
-        if name == "tracking":
-            logger.warning("trainer.logger: 'tracking' is deprecated, write 'wandb'")
-            names[position] = "wandb"
-        elif name not in PACKAGE_OF_BACKEND:
-            raise UnknownBackendError(f"trainer.logger: {name!r} must be one of {sorted(PACKAGE_OF_BACKEND)}")
-    return list(dict.fromkeys(names))
-
-
-def check_backends(backends: str | Iterable[str]) -> list[str]:
-    """Return the backends that ``trainer.logger`` names after checking that their packages are installed.
-
-    Raises: UnknownBackendError; MissingBackendError, a ValueError that names the package and an alternative.
-    """
-    names = backend_names(backends)
-    missing = {name: package for name in names if (package := PACKAGE_OF_BACKEND[name]) and not _installed(package)}
-    if missing:
-        rest = [name for name in names if name not in missing] or ["console"]
-        packages = ", ".join(f"{name!r} needs the package {package}" for name, package in missing.items())
-        raise MissingBackendError(
-            f"trainer.logger={names}: {packages}, which is not installed. Install it, or set "
-            f"trainer.logger='[{','.join(rest)}]'"
-        )
-    return names
-
-
-def _installed(package: str) -> bool:
-    try:
-        return importlib.util.find_spec(package) is not None
-    except (ImportError, ValueError):
-        return False
 
 
 class Backend(Protocol):
@@ -97,65 +35,6 @@ class Backend(Protocol):
 
     def finish(self) -> None:
         """Flush and close."""
-
-
-class Tracking:
-    """Sends metrics to every backend of ``trainer.logger``."""
-
-    supported_backend = [*PACKAGE_OF_BACKEND, "tracking"]
-
-    def __init__(
-        self,
-        project_name: str,
-        experiment_name: str,
-        default_backend: str | list[str] = "console",
-        config: Config | None = None,
-    ) -> None:
-        config = config or {}
-        self.failures: Counter[str] = Counter()
-        self.logger: dict[str, Backend] = {}
-        for name in check_backends(default_backend):
-            try:
-                self.logger[name] = _BACKENDS[name](project_name, experiment_name, config)
-            except Exception as error:  # libraries raise arbitrary classes
-                error.add_note(f"trainer.logger: {name!r} could not be started")
-                raise
-
-    def log(self, data: Metrics, step: int, backend: str | list[str] | None = None) -> None:
-        """Send the metrics of a step to all backends, or to those that ``backend`` names.
-
-        A failing backend causes a warning and does not end the run: the run's record holds the metrics too.
-        """
-        wanted = self.logger if backend is None else [backend] if isinstance(backend, str) else backend
-        for name, instance in self.logger.items():
-            if name in wanted:
-                try:
-                    instance.log(data=data, step=step)
-                except Exception as error:  # libraries raise arbitrary classes
-                    self._warn(name, step, error)
-
-    def finish(self) -> None:
-        """Flush and close every backend."""
-        backends = self.logger
-        self.logger = {}
-        for name, instance in backends.items():
-            try:
-                instance.finish()
-            except Exception as error:  # as above; the other backends must be closed too
-                logger.warning("trainer.logger: %r could not be closed: %s: %s", name, type(error).__name__, error)
-            if self.failures[name]:
-                logger.warning("trainer.logger: %r missed the metrics of %d steps", name, self.failures[name])
-
-    def _warn(self, name: str, step: int, error: Exception) -> None:
-        """Warn about the 1st, 10th, 100th, ... failure of a backend."""
-        self.failures[name] += 1
-        if str(self.failures[name]).rstrip("0") == "1":
-            text = f"{type(error).__name__}: {error}"
-            logger.warning("trainer.logger: %r failed to log step %d; the run goes on: %s", name, step, text)
-
-    def __del__(self) -> None:
-        if hasattr(self, "logger"):
-            self.finish()
 
 
 # ---- backends
@@ -220,7 +99,7 @@ def plain(value: Any) -> Any:
     A number that is not finite becomes ``"NaN"``, ``"Infinity"`` or ``"-Infinity"``; ``numbers_of`` reverses it.
     """
     if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+        return json.dumps(value)
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if hasattr(value, "tolist"):
@@ -261,15 +140,19 @@ def _wandb(project_name: str, experiment_name: str, config: Config) -> Backend:
     return _ModuleLogger(wandb, exit_code=0)
 
 
+def _required(variable: str) -> str:
+    value = envs.read(variable)
+    if not value:
+        raise ValueError(f"trainer.logger: 'vemlp_wandb' needs the environment variable {variable}")
+    return value
+
+
 def _vemlp_wandb(project_name: str, experiment_name: str, config: Config) -> Backend:
     import volcengine_ml_platform
     from volcengine_ml_platform import wandb
 
-    volcengine_ml_platform.init(
-        ak=_required_variable("VOLC_ACCESS_KEY_ID", "vemlp_wandb"),
-        sk=_required_variable("VOLC_SECRET_ACCESS_KEY", "vemlp_wandb"),
-        region=_required_variable("MLP_TRACKING_REGION", "vemlp_wandb"),
-    )
+    variables = {"ak": "VOLC_ACCESS_KEY_ID", "sk": "VOLC_SECRET_ACCESS_KEY", "region": "MLP_TRACKING_REGION"}
+    volcengine_ml_platform.init(**{name: _required(variable) for name, variable in variables.items()})
     wandb.init(project=project_name, name=experiment_name, config=dict(config), sync_tensorboard=True)
     return _ModuleLogger(wandb, exit_code=0)
 
@@ -324,13 +207,12 @@ def flatten(config: Config, separator: str = "/") -> dict[str, Any]:
     flat: dict[str, Any] = {}
 
     def visit(prefix: str, value: Any) -> None:
-        children = (
-            value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else None
-        )
-        if children is None:
+        if isinstance(value, list):
+            value = dict(enumerate(value))
+        if not isinstance(value, Mapping):
             flat[prefix] = value
             return
-        for key, child in children:
+        for key, child in value.items():
             visit(f"{prefix}{separator}{key}" if prefix else str(key), child)
 
     visit("", config)
@@ -378,21 +260,126 @@ class _ClearmlLogger:
         self.task.close()
 
 
-_BACKENDS: dict[str, Callable[[str, str, Config], Backend]] = {
-    "wandb": _wandb,
-    "mlflow": _MlflowLogger,
-    "swanlab": _swanlab,
-    "vemlp_wandb": _vemlp_wandb,
-    "tensorboard": _TensorboardLogger,
-    "console": LocalLogger,
-    "clearml": _ClearmlLogger,
-    "trackio": _trackio,
-    "file": FileLogger,
+_BACKENDS: dict[str, tuple[str | None, Callable[[str, str, Config], Backend]]] = {
+    "wandb": ("wandb", _wandb),
+    "mlflow": ("mlflow", _MlflowLogger),
+    "swanlab": ("swanlab", _swanlab),
+    "vemlp_wandb": ("volcengine_ml_platform", _vemlp_wandb),
+    "tensorboard": ("tensorboard", _TensorboardLogger),
+    "console": (None, LocalLogger),
+    "clearml": ("clearml", _ClearmlLogger),
+    "trackio": ("trackio", _trackio),
+    "file": (None, FileLogger),
 }
+"""Name in ``trainer.logger`` -> the package that it needs, and what starts it."""
 
 
-def _required_variable(name: str, backend: str) -> str:
-    value = envs.read(name)
-    if not value:
-        raise ValueError(f"trainer.logger: {backend!r} needs the environment variable {name}")
-    return value
+# ---- the trackers of a run
+
+
+class UnknownBackendError(ValueError, AssertionError):
+    """``trainer.logger`` names an unknown backend."""
+
+
+class MissingBackendError(ValueError, ImportError):
+    """``trainer.logger`` names a backend whose package is not installed."""
+
+
+def backend_names(backends: str | Iterable[str]) -> list[str]:
+    """Return the backends that ``trainer.logger`` names, with the deprecated ``tracking`` replaced by ``wandb``.
+
+    Raises: UnknownBackendError, which is a ValueError and an AssertionError.
+    """
+    names = [backends] if isinstance(backends, str) else list(backends)
+    if "tracking" in names:
+        logger.warning("trainer.logger: 'tracking' is deprecated, write 'wandb'")
+    names = ["wandb" if name == "tracking" else name for name in names]
+    for name in names:
+        if name not in _BACKENDS:
+            raise UnknownBackendError(f"trainer.logger: {name!r} must be one of {sorted(_BACKENDS)}")
+    return list(dict.fromkeys(names))
+
+
+def check_backends(backends: str | Iterable[str]) -> list[str]:
+    """Return the backends that ``trainer.logger`` names after checking that their packages are installed.
+
+    Raises: UnknownBackendError; MissingBackendError, a ValueError that names the package and an alternative.
+    """
+    names = backend_names(backends)
+    needed = {name: _BACKENDS[name][0] for name in names}
+    missing = {name: package for name, package in needed.items() if package and not _installed(package)}
+    if missing:
+        rest = [name for name in names if name not in missing] or ["console"]
+        packages = ", ".join(f"{name!r} needs the package {package}" for name, package in missing.items())
+        raise MissingBackendError(
+            f"trainer.logger={names}: {packages}, which is not installed. Install it, or set "
+            f"trainer.logger='[{','.join(rest)}]'"
+        )
+    return names
+
+
+def _installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+class Tracking:
+    """Sends metrics to every backend of ``trainer.logger``."""
+
+    supported_backend = [*_BACKENDS, "tracking"]
+
+    def __init__(
+        self,
+        project_name: str,
+        experiment_name: str,
+        default_backend: str | list[str] = "console",
+        config: Config | None = None,
+    ) -> None:
+        config = config or {}
+        self.failures: Counter[str] = Counter()
+        self.logger: dict[str, Backend] = {}
+        for name in check_backends(default_backend):
+            try:
+                _, start = _BACKENDS[name]
+                self.logger[name] = start(project_name, experiment_name, config)
+            except Exception as error:  # libraries raise arbitrary classes
+                error.add_note(f"trainer.logger: {name!r} could not be started")
+                raise
+
+    def log(self, data: Metrics, step: int, backend: str | list[str] | None = None) -> None:
+        """Send the metrics of a step to all backends, or to those that ``backend`` names.
+
+        A failing backend causes a warning and does not end the run: the run's record holds the metrics too.
+        """
+        wanted = self.logger if backend is None else [backend] if isinstance(backend, str) else backend
+        for name, instance in self.logger.items():
+            if name in wanted:
+                try:
+                    instance.log(data=data, step=step)
+                except Exception as error:  # libraries raise arbitrary classes
+                    self._warn(name, step, error)
+
+    def finish(self) -> None:
+        """Flush and close every backend."""
+        backends = self.logger
+        self.logger = {}
+        for name, instance in backends.items():
+            try:
+                instance.finish()
+            except Exception as error:  # as above; the other backends must be closed too
+                logger.warning("trainer.logger: %r could not be closed: %s: %s", name, type(error).__name__, error)
+            if self.failures[name]:
+                logger.warning("trainer.logger: %r missed the metrics of %d steps", name, self.failures[name])
+
+    def _warn(self, name: str, step: int, error: Exception) -> None:
+        """Warn about the 1st, 10th, 100th, ... failure of a backend."""
+        self.failures[name] += 1
+        if str(self.failures[name]).rstrip("0") == "1":
+            text = f"{type(error).__name__}: {error}"
+            logger.warning("trainer.logger: %r failed to log step %d; the run goes on: %s", name, step, text)
+
+    def __del__(self) -> None:
+        if hasattr(self, "logger"):
+            self.finish()
