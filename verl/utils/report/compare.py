@@ -88,7 +88,7 @@ def _differing(a: Entry, b: Entry) -> Iterator[tuple[str, list[str]]]:
     first = a.get("phases")
     second = b.get("phases")
     if first is not None and second is not None:
-        for phase in [*first, *(name for name in second if name not in first)]:
+        for phase in {**first, **second}:
             parts = _unequal(first.get(phase, {}), second.get(phase, {}))
             if parts:
                 yield phase, _by_group(parts, first.get(phase, {}), second.get(phase, {}))
@@ -96,15 +96,11 @@ def _differing(a: Entry, b: Entry) -> Iterator[tuple[str, list[str]]]:
     # Runs may validate at different steps, and an entry of initial weights has no training metrics: compare those of
     # them that both have.
     both = a["data"].keys() & b["data"].keys()
-    metrics = [
-        {
-            key: value
-            for key, value in entry["data"].items()
-            if not key.startswith(VOLATILE) and (key in both or (trained and not key.startswith(VALIDATION)))
-        }
-        for entry in (a, b)
+    parts = [
+        key
+        for key in _unequal(a["data"], b["data"])
+        if not key.startswith(VOLATILE) and (key in both or (trained and not key.startswith(VALIDATION)))
     ]
-    parts = _unequal(metrics[0], metrics[1])
     if parts:
         yield "metrics", parts
 
@@ -122,4 +118,4 @@ def _by_group(parts: list[str], *of_runs: Mapping[str, str]) -> list[str]:
 
 def _unequal(a: Mapping[str, T], b: Mapping[str, T]) -> list[str]:
     """Return the keys whose values differ; ``repr`` makes NaN equal to itself."""
-    return [key for key in [*a, *(key for key in b if key not in a)] if repr(a.get(key)) != repr(b.get(key))]
+    return [key for key in {**a, **b} if repr(a.get(key)) != repr(b.get(key))]

@@ -1,10 +1,12 @@
 """Find problems in the record of a run and say why each is one."""
 
+import itertools
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TypeVar
 
 from verl.utils.observe.record import Entry, WorkerReport
@@ -87,14 +89,10 @@ def smoothed(points: Points) -> Points:
     return [(part[-1][0], statistics.median(value for _, value in part)) for part in stretches]
 
 
-def _first_for_good(points: Points, holds: Callable[[float], bool]) -> int | None:
-    """Return the first step from which ``holds`` stays true to the end; None if it is false at the end."""
-    first = None
-    for step, value in reversed(points):
-        if not holds(value):
-            break
-        first = step
-    return first
+def _first_for_good(course: Sequence[tuple[int, bool]]) -> int | None:
+    """Return the first step from which a condition stays true to the end; None if it is false at the end."""
+    true_to_the_end = list(itertools.takewhile(itemgetter(1), reversed(course)))
+    return true_to_the_end[-1][0] if true_to_the_end else None
 
 
 # ---- rules
@@ -118,8 +116,7 @@ def _reward_collapse(entries: Entries) -> Iterator[Flag]:
         last = course[-1][1]
         drop = max(COLLAPSED_SHARE * (peak - start), HEIGHT_SHARE * height, least)
         if 0 < drop < peak - last:
-            lost = [(step, float(peak - value > drop)) for step, value in course if step >= peak_step]
-            step = _first_for_good(lost, bool)
+            step = _first_for_good([(step, peak - value > drop) for step, value in course if step >= peak_step])
             assert step is not None
             reason = f"the mean score was {peak:.3g} around step {peak_step} and is {last:.3g} at the end"
             yield Flag("reward collapse", step, reason, "reward")
@@ -147,7 +144,7 @@ def _entropy_collapse(entries: Entries) -> Iterator[Flag]:
     best = points_of(entries, "critic/score/max")
     if scores and best and scores[-1][1] >= SOLVED * max(value for _, value in best) > 0:
         return
-    step = _first_for_good(level, lambda value: value < limit)
+    step = _first_for_good([(step, value < limit) for step, value in level])
     assert step is not None
     reason = f"the entropy per token fell from {start:.3g} to {last:.3g} nats: the policy hardly explores"
     yield Flag("entropy collapse", step, reason, "entropy")
@@ -195,8 +192,8 @@ def _length_explosion(entries: Entries) -> Iterator[Flag]:
     for (at, length), (_, share) in zip(level, cut_level, strict=True):
         doubled = length >= LENGTH_FACTOR * start and share >= CUT_SHARE
         mostly_cut = length > start and share >= most
-        exploded.append((at, float(doubled or mostly_cut)))
-    step = _first_for_good(exploded, bool)
+        exploded.append((at, doubled or mostly_cut))
+    step = _first_for_good(exploded)
     if step is not None:
         reason = (
             f"the mean length rose from {start:.0f} to {level[-1][1]:.0f} tokens, and {cut_level[-1][1]:.0%} of the "
@@ -315,26 +312,23 @@ def _order(values: Sequence[float]) -> float:
 
 def _not_finite(entries: Entries) -> Iterator[Flag]:
     """Flag losses, gradients, scores and entropies that are NaN or infinite."""
-    for key, panel in _FINITE:
-        values = ((step, entry["data"].get(key)) for step, entry in sorted(entries.items()))
-        steps = [step for step, value in values if isinstance(value, float) and not math.isfinite(value)]
-        if steps:
-            yield Flag("not finite", steps[0], f"{key} is not a finite number in {_listed(steps)}", panel)
+    for panel, keys in _FINITE.items():
+        for key in keys:
+            values = ((step, entry["data"].get(key)) for step, entry in sorted(entries.items()))
+            steps = [step for step, value in values if isinstance(value, float) and not math.isfinite(value)]
+            if steps:
+                yield Flag("not finite", steps[0], f"{key} is not a finite number in {_listed(steps)}", panel)
 
 
-_FINITE = (
-    ("actor/grad_norm", "gradient"),
-    ("critic/grad_norm", "gradient"),
-    ("train/grad_norm", "gradient"),
-    ("actor/pg_loss", "clip"),
-    ("critic/vf_loss", "clip"),
-    ("train/loss", "loss"),
-    ("val/loss", "loss"),
-    ("actor/kl_loss", "kl"),
-    ("actor/entropy", "entropy"),
-    ("critic/score/mean", "reward"),
-)
-"""Metrics that are finite in a sound run, each with the panel that shows it."""
+_FINITE = {
+    "gradient": ("actor/grad_norm", "critic/grad_norm", "train/grad_norm"),
+    "clip": ("actor/pg_loss", "critic/vf_loss"),
+    "loss": ("train/loss", "val/loss"),
+    "kl": ("actor/kl_loss",),
+    "entropy": ("actor/entropy",),
+    "reward": ("critic/score/mean",),
+}
+"""Panel -> the metrics that it shows and that are finite in a sound run."""
 
 
 def _unscored(entries: Entries) -> Iterator[Flag]:
@@ -356,11 +350,5 @@ def _some(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers[:5])) + (f" and {len(numbers) - 5} more" if len(numbers) > 5 else "")
 
 
-RULES_OF_COURSE: tuple[Callable[[Entries], Iterator[Flag]], ...] = (
-    _reward_collapse,
-    _entropy_collapse,
-    _length_explosion,
-    _straggler,
-    _memory_growth,
-)
-RULES_OF_STEPS: tuple[Callable[[Entries], Iterator[Flag]], ...] = (_stale_weights, _not_finite, _unscored)
+RULES_OF_COURSE = (_reward_collapse, _entropy_collapse, _length_explosion, _straggler, _memory_growth)
+RULES_OF_STEPS = (_stale_weights, _not_finite, _unscored)

@@ -11,7 +11,7 @@ from verl.utils.observe.record import RECORD_NAME, Entry, merge_entry, parse_lin
 from verl.utils.report.flags import find_flags, keys_of, points_of
 
 if TYPE_CHECKING:
-    from rich.console import Console, Group
+    from rich.console import Group
 
 ROWS: tuple[tuple[str, str, str], ...] = (
     ("train/loss", "loss", "{:.4f}"),
@@ -127,13 +127,13 @@ def fitted(rows: list[tuple[str, str, str, str]], width: int) -> tuple[list[str]
 class LiveTable:
     """Draws the table on standard error, below the run's log lines. Needs the package rich."""
 
-    def __init__(self, folder: str | Path, total_steps: int | None = None, console: "Console | None" = None) -> None:
+    def __init__(self, folder: str | Path, total_steps: int | None = None) -> None:
         from rich.console import Console
         from rich.live import Live
 
         self._follower = RecordFollower(folder)
         self._total = total_steps
-        self._console = console or Console(stderr=True)
+        self._console = Console(stderr=True)
         self._live = Live(console=self._console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
         self._live.start()
 

@@ -150,8 +150,7 @@ def _lines(ax: "Axes", entries: Entries, metrics: Mapping[str, str], absolute: b
 
 def logarithmic(ax: "Axes") -> None:
     values = [float(value) for line in ax.get_lines() for value in line.get_ydata()]  # type: ignore[union-attr]
-    positive = [value for value in values if value > 0]
-    if positive and len(positive) == len(values) and max(positive) > 20 * min(positive):
+    if values and max(values) > 20 * min(values) > 0:
         ax.set_yscale("log")
     elif values:
         ax.set_ylim(bottom=min(0.0, *values) if len(values) > 1 else None)
@@ -188,11 +187,17 @@ def lines_of(metrics: Mapping[str, str], scale: "Callable[[Axes], None] | None" 
     return draw
 
 
+def _mean_in_range(ax: "Axes", entries: Entries, metric: str, color: str, label: str, range_label: str) -> Points:
+    """Draw the mean of a metric over the range from its lowest to its highest value, and return the mean."""
+    mean, low, high = (points_of(entries, f"{metric}/{name}") for name in ("mean", "min", "max"))
+    if low and len(mean) == len(low) == len(high):
+        _band(ax, low, high, color, range_label)
+    _line(ax, mean, label, color)
+    return mean
+
+
 def _reward(ax: "Axes", entries: Entries) -> None:
-    mean, low, high = (points_of(entries, f"critic/score/{name}") for name in ("mean", "min", "max"))
-    if mean and len(mean) == len(low) == len(high):
-        _band(ax, low, high, COLORS[0], "score, lowest to highest")
-    _line(ax, mean, "score, mean", COLORS[0])
+    mean = _mean_in_range(ax, entries, "critic/score", COLORS[0], "score, mean", "score, lowest to highest")
     rewards = points_of(entries, "critic/rewards/mean")
     if [value for _, value in rewards] != [value for _, value in mean]:
         _line(ax, rewards, "reward after KL, mean", COLORS[1])
@@ -207,11 +212,7 @@ def _validation(ax: "Axes", entries: Entries) -> None:
 
 
 def _lengths(ax: "Axes", entries: Entries) -> None:
-    low = points_of(entries, "response_length/min")
-    high = points_of(entries, "response_length/max")
-    if low and len(low) == len(high):
-        _band(ax, low, high, COLORS[2], "shortest to longest")
-    _line(ax, points_of(entries, "response_length/mean"), "mean", COLORS[2])
+    _mean_in_range(ax, entries, "response_length", COLORS[2], "mean", "shortest to longest")
     _from_zero(ax)
 
 
