@@ -23,20 +23,13 @@ class StartupClock:
         if not self.reported:
             self.moments.append((name, time.time() if at is None else at))
 
-    def seconds(self) -> dict[str, float]:
-        """Return the seconds of each part after the first moment, and ``total``."""
-        if not self.moments:
-            return {}
-        spans: dict[str, float] = {}
-        for (_, start), (name, end) in zip(self.moments, self.moments[1:], strict=False):
-            spans[name] = spans.get(name, 0.0) + end - start
-        spans["total"] = self.moments[-1][1] - self.moments[0][1]
-        return spans
-
     def report(self) -> dict[str, float]:
-        """Show the parts and return them as ``timing_s/startup/<part>``, once."""
-        spans = {} if self.reported else self.seconds()
-        if spans:
+        """Show the seconds of each part after the first moment; return them as ``timing_s/startup/<part>``, once."""
+        spans: dict[str, float] = {}
+        if self.moments and not self.reported:
+            for (_, start), (name, end) in zip(self.moments, self.moments[1:], strict=False):
+                spans[name] = spans.get(name, 0.0) + end - start
+            spans["total"] = self.moments[-1][1] - self.moments[0][1]
             parts = ", ".join(f"{name} {value:.1f}" for name, value in spans.items() if name != "total")
             get_console().info("launch to the end of the first step: %.1f s (%s)", spans["total"], parts)
         self.reported = True

@@ -99,13 +99,14 @@ class SFTTrainer:
         self._check(tree)
         distributed = torch.distributed.is_initialized()
         self.rank = torch.distributed.get_rank() if distributed else 0
+        self.world_size = torch.distributed.get_world_size() if distributed else 1
         seed_process(tree.trainer.seed, "sft", self.rank)
         self.config = config = SFTConfig.parse(tree)
         self.tokenizer = config.model.tokenizer
         # Reading the data before the model shows its errors sooner.
         self.train_dataset = self._dataset(config.data.train_files)
         self.val_dataset = self._dataset(config.data.val_files) if config.data.val_files else None
-        self._plan(torch.distributed.get_world_size() if distributed else 1)
+        self._plan()
         self.engine = self._engine()
         self.engine.initialize()
         self.train_loader = self._loader(self.train_dataset, train=True)
@@ -144,11 +145,11 @@ class SFTTrainer:
         media = {"processor": self.config.model.processor} if issubclass(cls, MultiTurnSFTDataset) else {}
         return cls(parquet_files=files, tokenizer=self.tokenizer, config=data, **media)
 
-    def _plan(self, world_size: int) -> None:
+    def _plan(self) -> None:
         """Set the steps per epoch and in total."""
         data = self.config.data
         trainer = self.config.trainer
-        ranks = world_size // math.prod(parallel_sizes(self.config.tree.engine).values())
+        ranks = self.world_size // math.prod(parallel_sizes(self.config.tree.engine).values())
         if data.train_batch_size % ranks:
             expected = f"must be a multiple of the {ranks} data-parallel ranks"
             raise ConfigError([Violation("data.train_batch_size", data.train_batch_size, expected)])
@@ -248,8 +249,7 @@ class SFTTrainer:
         lengths = batch.batch["attention_mask"].sum(-1)
         tokens = self._sum_over_ranks(lengths.sum().double())
         images = image_lengths(batch.non_tensor_batch.get("multi_modal_inputs", ()))
-        world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-        sharing = world_size // self.engine.get_data_parallel_size()
+        sharing = self.world_size // self.engine.get_data_parallel_size()
         return {
             "train/loss": metrics["loss"],
             "train/grad_norm": metrics["grad_norm"],

@@ -285,27 +285,21 @@ class MissingBackendError(ValueError, ImportError):
     """``trainer.logger`` names a backend whose package is not installed."""
 
 
-def backend_names(backends: str | Iterable[str]) -> list[str]:
-    """Return the backends that ``trainer.logger`` names, with the deprecated ``tracking`` replaced by ``wandb``.
-
-    Raises: UnknownBackendError, which is a ValueError and an AssertionError.
-    """
-    names = [backends] if isinstance(backends, str) else list(backends)
-    if "tracking" in names:
-        logger.warning("trainer.logger: 'tracking' is deprecated, write 'wandb'")
-    names = ["wandb" if name == "tracking" else name for name in names]
-    for name in names:
-        if name not in _BACKENDS:
-            raise UnknownBackendError(f"trainer.logger: {name!r} must be one of {sorted(_BACKENDS)}")
-    return list(dict.fromkeys(names))
-
-
 def check_backends(backends: str | Iterable[str]) -> list[str]:
     """Return the backends that ``trainer.logger`` names after checking that their packages are installed.
 
-    Raises: UnknownBackendError; MissingBackendError, a ValueError that names the package and an alternative.
+    The deprecated ``tracking`` means ``wandb``.
+
+    Raises: UnknownBackendError, which is a ValueError and an AssertionError; MissingBackendError, a ValueError that
+        names the package and an alternative.
     """
-    names = backend_names(backends)
+    given = [backends] if isinstance(backends, str) else list(backends)
+    if "tracking" in given:
+        logger.warning("trainer.logger: 'tracking' is deprecated, write 'wandb'")
+    names = list(dict.fromkeys("wandb" if name == "tracking" else name for name in given))
+    for name in names:
+        if name not in _BACKENDS:
+            raise UnknownBackendError(f"trainer.logger: {name!r} must be one of {sorted(_BACKENDS)}")
     needed = {name: _BACKENDS[name][0] for name in names}
     missing = {name: package for name, package in needed.items() if package and not _installed(package)}
     if missing:
@@ -355,11 +349,15 @@ class Tracking:
         """
         wanted = self.logger if backend is None else [backend] if isinstance(backend, str) else backend
         for name, instance in self.logger.items():
-            if name in wanted:
-                try:
-                    instance.log(data=data, step=step)
-                except Exception as error:  # libraries raise arbitrary classes
-                    self._warn(name, step, error)
+            if name not in wanted:
+                continue
+            try:
+                instance.log(data=data, step=step)
+            except Exception as error:  # libraries raise arbitrary classes
+                self.failures[name] += 1
+                if str(self.failures[name]).rstrip("0") == "1":  # the 1st, 10th, 100th, ... failure
+                    text = f"{type(error).__name__}: {error}"
+                    logger.warning("trainer.logger: %r failed to log step %d; the run goes on: %s", name, step, text)
 
     def finish(self) -> None:
         """Flush and close every backend."""
@@ -372,13 +370,6 @@ class Tracking:
                 logger.warning("trainer.logger: %r could not be closed: %s: %s", name, type(error).__name__, error)
             if self.failures[name]:
                 logger.warning("trainer.logger: %r missed the metrics of %d steps", name, self.failures[name])
-
-    def _warn(self, name: str, step: int, error: Exception) -> None:
-        """Warn about the 1st, 10th, 100th, ... failure of a backend."""
-        self.failures[name] += 1
-        if str(self.failures[name]).rstrip("0") == "1":
-            text = f"{type(error).__name__}: {error}"
-            logger.warning("trainer.logger: %r failed to log step %d; the run goes on: %s", name, step, text)
 
     def __del__(self) -> None:
         if hasattr(self, "logger"):

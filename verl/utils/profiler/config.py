@@ -1,7 +1,7 @@
 """Configure which ranks and steps are profiled, by which tool, and with which options."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from verl.base_config import BaseConfig, Violation, setting
@@ -108,14 +108,8 @@ class ProfilerConfig(BaseConfig):
         self, other: "ProfilerConfig", all_ranks: bool, enable: bool, combine: Callable[[set[int], set[int]], set[int]]
     ) -> "ProfilerConfig":
         assert self.tool == other.tool, f"cannot combine the profilers {self.tool} and {other.tool}"
-        return ProfilerConfig(
-            tool=self.tool,
-            enable=enable,
-            all_ranks=all_ranks,
-            ranks=sorted(combine(set(self.ranks), set(other.ranks))),
-            save_path=self.save_path,
-            tool_config=self.tool_config,
-        )
+        ranks = sorted(combine(set(self.ranks), set(other.ranks)))
+        return replace(self, enable=enable, all_ranks=all_ranks, ranks=ranks)
 
 
 def _is_count(value: Any) -> bool:

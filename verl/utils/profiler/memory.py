@@ -3,6 +3,7 @@
 import functools
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
 from verl.utils.memory_utils import MemorySnapshotSampler, enable_memory_visualize, get_memory_info
@@ -29,20 +30,14 @@ def log_gpu_memory_usage(
     logger.log(level, "%s, memory in GiB: %s", head, figures)
 
 
+@dataclass
 class GPUMemoryLogger:
     """Decorator that logs memory before and after each call."""
 
-    def __init__(
-        self,
-        role: str,
-        logger: logging.Logger | None = None,
-        level: int = logging.DEBUG,
-        log_only_rank_0: bool = True,
-    ) -> None:
-        self.role = role
-        self.logger = logger
-        self.level = level
-        self.rank = 0 if log_only_rank_0 else None
+    role: str
+    logger: logging.Logger | None = None
+    level: int = logging.DEBUG
+    log_only_rank_0: bool = True
 
     def __call__(self, func: Callable[P, T]) -> Callable[P, T]:
         """Decorate a function."""
@@ -50,9 +45,10 @@ class GPUMemoryLogger:
         @functools.wraps(func)
         def call(*args: P.args, **kwargs: P.kwargs) -> T:
             name = f"{self.role} {func.__name__}"
-            log_gpu_memory_usage(f"before {name}", self.logger, self.level, self.rank)
+            rank = 0 if self.log_only_rank_0 else None
+            log_gpu_memory_usage(f"before {name}", self.logger, self.level, rank)
             result = func(*args, **kwargs)
-            log_gpu_memory_usage(f"after {name}", self.logger, self.level, self.rank)
+            log_gpu_memory_usage(f"after {name}", self.logger, self.level, rank)
             return result
 
         return call

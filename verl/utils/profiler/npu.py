@@ -40,12 +40,7 @@ def npu_profile(options: NPUToolConfig, folder: str) -> "profile":
     from torch_npu import profiler
 
     contents = options.contents or _DEFAULT_CONTENTS
-    level = {
-        "level_none": profiler.ProfilerLevel.Level_none,
-        "level0": profiler.ProfilerLevel.Level0,
-        "level1": profiler.ProfilerLevel.Level1,
-        "level2": profiler.ProfilerLevel.Level2,
-    }[options.level]
+    level = getattr(profiler.ProfilerLevel, options.level.capitalize())  # level_none is Level_none, level0 is Level0
     activities = {"npu": profiler.ProfilerActivity.NPU, "cpu": profiler.ProfilerActivity.CPU}
     return profiler.profile(
         activities=[activity for name, activity in activities.items() if name in contents],
