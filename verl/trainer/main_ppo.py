@@ -76,7 +76,7 @@ def _run_in_actor(config: DictConfig, run_config: RunConfig, task_runner_class: 
         runner.__ray_call__.remote(receive_moments, CLOCK.moments)
         runner.__ray_call__.remote(attach_display, terminal.name)
         terminal.watch(runner.run.remote(config))
-    except BaseException:
+    except BaseException:  # also an interruption: nobody waits for the runner any more
         ray.kill(runner)
         raise
     finally:

@@ -19,7 +19,7 @@ from verl.single_controller.ray.waiting import Failure, Seat, explain
 from verl.trainer import preflight
 from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo.metric_utils import describe_step
-from verl.trainer.ppo.utils import Role, _tell_no_critic, need_critic
+from verl.trainer.ppo.utils import Role, _say_once, need_critic
 from verl.trainer.run import inputs, launch, terminal
 from verl.trainer.run.clock import StartupClock
 from verl.trainer.run.display import LocalDisplay, Progress
@@ -269,7 +269,7 @@ def test_roles_and_their_names():
 )
 def test_who_needs_a_critic(enable, estimator, needed, caplog):
     config = SimpleNamespace(critic=SimpleNamespace(enable=enable), algorithm=SimpleNamespace(adv_estimator=estimator))
-    _tell_no_critic.cache_clear()
+    _say_once.cache_clear()
     with caplog.at_level(logging.INFO):
         assert need_critic(config) is needed
     assert ("no critic" in caplog.text) is (not needed)

@@ -1,4 +1,4 @@
-"""The state of a training run: what a checkpoint restores, and what one phase of a step leaves for a later one."""
+"""The state of a training run: the progress that a checkpoint restores, and values that phases leave for later ones."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ Timing = dict[str, float]
 
 @dataclass
 class RunState:
-    """Where a run stands.
+    """Progress of a run, and values that one phase of a step leaves for a later one.
 
     Attributes:
         seed: seed of the run; every random draw derives from it and from the step.

@@ -98,17 +98,14 @@ class StepRecord:
         """
         started = time.perf_counter()
         details: dict[str, Any] = {"response_length": length_histogram(batch)}
-        samples = []
-        if self.num_samples:
+        if self.num_samples:  # while the workers report
             assert self.tokenizer is not None
-            samples = sample_rows(batch, self.tokenizer, self.num_samples, self.veto_threshold)
+            details["samples"] = sample_rows(batch, self.tokenizer, self.num_samples, self.veto_threshold)
         workers = {name: group.wait(reports, "report_step") for name, (group, reports) in self._asked.items()}
         if self.digests:
             details["phases"] = self._phases | take_digests(workers)
         driver = {"rank": 0, "seconds": {}, "memory": {"host_gb": psutil.Process().memory_info().rss / 1024**3}}
         details["workers"] = workers | {"driver": [driver]}
-        if self.num_samples:
-            details["samples"] = samples
         self._phases = {}
         self._seen = {}
         self._asked = {}

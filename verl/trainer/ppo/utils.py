@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 WorkerType = type["Worker"]
 
 logger = logging.getLogger(__name__)
+_say_once = cache(logger.info)
 
 
 class Role(Enum):
@@ -70,16 +71,9 @@ def need_critic(config: DictConfig) -> bool:
     estimator = str(config.algorithm.adv_estimator)
     is_needed = needs_critic(config.critic.enable, estimator)
     if config.critic.enable is None and not is_needed:
-        _tell_no_critic(estimator)
+        reason = f"algorithm.adv_estimator={estimator} does not need one"
+        _say_once("no critic: %s; set critic.enable=true to train one all the same", reason)
     return is_needed
-
-
-@cache
-def _tell_no_critic(adv_estimator: str) -> None:
-    logger.info(
-        "no critic: algorithm.adv_estimator=%s does not need one; set critic.enable=true to train one all the same",
-        adv_estimator,
-    )
 
 
 def needs_full_kl(config: DictConfig) -> bool:

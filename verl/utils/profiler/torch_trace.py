@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
-import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import profile, record_function
 
 from verl.utils.memory_utils import return_freed_host_memory
 from verl.utils.profiler.captures import Tool, make_save_folder, step_folder
@@ -69,10 +68,7 @@ class TorchTrace(Tool):
             with record_function(name):
                 yield
             return
-        activities = [ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(ProfilerActivity.CUDA)
-        recorder = profile(activities=activities, record_shapes=True)
+        recorder = profile(record_shapes=True)
         start = self.options.step_start if mini_batches else 0
         window = Window(recorder, name, start, self.options.step_end if mini_batches else None)
         _running.append(recorder)
