@@ -17,19 +17,16 @@ from verl.single_controller.ray import (
     RayWorkerGroup,
     create_colocated_worker_cls,
 )
+from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo.profiling import nsys_group_options
 from verl.trainer.ppo.steps import set_total_training_steps, steps_known_early
-from verl.trainer.ppo.utils import Role, needs_full_kl
+from verl.trainer.ppo.utils import Role
 from verl.utils.config import omega_conf_to_dataclass
 
 WorkerClasses = Mapping[Role, Any]
 """Role -> Ray actor class of its worker."""
-GROUP_OF_ROLE = {
-    Role.ActorRollout: "actor_rollout",
-    Role.Critic: "critic",
-    Role.RefPolicy: "ref",
-    Role.RewardModel: "rm",
-}
+GROUP_ROLES = (Role.ActorRollout, Role.Critic, Role.RefPolicy, Role.RewardModel)
+"""Roles that get a worker group, which has the name of the role."""
 
 
 @dataclass
@@ -93,7 +90,8 @@ class ResourcePoolManager:
 def worker_arguments(config: DictConfig, role: Role, actor_cls: Any) -> RayClassWithInitArgs:
     """Return a worker class with the arguments of its constructor."""
     if role == Role.ActorRollout:
-        with_reference = needs_full_kl(config) and config.actor_rollout_ref.model.lora_rank == 0
+        node = RunConfig.parse(config).actor_rollout_ref
+        with_reference = node.actor.uses_full_kl and node.model.lora_rank == 0
         name = str(Role.ActorRolloutRef if with_reference else role)
         return RayClassWithInitArgs(cls=actor_cls, config=config.actor_rollout_ref, role=name)
     if role == Role.RefPolicy:
@@ -113,10 +111,10 @@ def create_worker_groups(
     """Start the processes of all roles, one group of processes per pool; return a worker group per role name."""
     pools.create_resource_pool()
     classes: dict[str, dict[str, RayClassWithInitArgs]] = {}
-    for role, name in GROUP_OF_ROLE.items():
+    for role in GROUP_ROLES:
         if role in role_worker_mapping:
             arguments = worker_arguments(config, role, role_worker_mapping[role])
-            classes.setdefault(pools.mapping[role], {})[name] = arguments
+            classes.setdefault(pools.mapping[role], {})[str(role)] = arguments
     groups: dict[str, RayWorkerGroup] = {}
     for pool_name, class_dict in classes.items():
         group = group_cls(

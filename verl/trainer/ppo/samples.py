@@ -1,5 +1,6 @@
 """Samples of a batch for people to read: JSON-lines dumps, traces, and the samples in the record of a step."""
 
+import itertools
 import json
 import logging
 import math
@@ -189,14 +190,14 @@ def _spread(order: Iterable[int], scores: Tensor, uids: Sequence[Hashable] | np.
     """Keep the order of the scores; among equal ones, put the first row of each prompt before the second."""
     rows = list(order)
     values = scores.tolist()
-    level = {value: place for place, value in enumerate(dict.fromkeys(values[row] for row in rows))}
     times: Counter[Hashable] = Counter()
-    keys: dict[int, tuple[int, int]] = {}
+    before: dict[int, int] = {}  # rows of the same prompt before each row
     for row in rows:
         uid = None if uids is None else uids[row]
-        keys[row] = (level[values[row]], times[uid])
+        before[row] = times[uid]
         times[uid] += 1
-    return sorted(rows, key=keys.__getitem__)
+    levels = itertools.groupby(rows, key=values.__getitem__)
+    return [row for _, level in levels for row in sorted(level, key=before.__getitem__)]
 
 
 def vetoed_rows(batch: DataProto, threshold: float | None) -> Tensor:

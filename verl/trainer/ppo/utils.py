@@ -76,12 +76,6 @@ def need_critic(config: DictConfig) -> bool:
     return is_needed
 
 
-def needs_full_kl(config: DictConfig) -> bool:
-    """Whether the loss compares the whole distributions of actor and reference."""
-    actor = config.actor_rollout_ref.actor
-    return bool(actor.use_kl_loss and actor.kl_loss_type == "full")
-
-
 def config_needs_reference(config: DictConfig) -> bool:
     """Whether a configuration asks for a reference policy: KL in the reward or in the loss."""
     return bool(config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss)

@@ -83,8 +83,7 @@ def read_entries(path: str | Path, strict: bool = True) -> dict[int, Entry]:
     warning.
     """
     entries: dict[int, Entry] = {}
-    lines = Path(path).read_bytes().split(b"\n")
-    lines = lines[:-1] if not lines[-1] else lines
+    lines = Path(path).read_bytes().splitlines()
     for number, line in enumerate(lines, 1):
         try:
             step, data, details = parse_line(line)
