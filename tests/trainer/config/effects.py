@@ -201,7 +201,7 @@ READERS = [
     Reader("trainer", "ray_wait_register_center_timeout", "trainer/ppo/resources.py", "config.trainer", "tests/single_controller/test_worker_group.py::test_placement_that_cannot_be_met_is_refused"),
     # profilers
     Reader("global_profiler", "steps", "trainer/ppo/ray_trainer.py", "profiler", PROFILERS + "test_driver.py::test_which_steps_start_and_stop"),
-    Reader("global_profiler", "profile_continuous_steps", "trainer/ppo/ray_trainer.py", "profiler", PROFILERS + "test_driver.py::test_which_steps_start_and_stop"),
+    Reader("global_profiler", "profile_continuous_steps", "trainer/ppo/profiling.py", "profiler", PROFILERS + "test_driver.py::test_which_steps_start_and_stop"),
     Reader("global_profiler", "tool save_path", "trainer/main_ppo.py", "profiler", PROFILERS + "test_nsys.py::test_options_are_those_that_ray_makes_a_command_of"),
     Reader(PROFILED, "enable tool all_ranks ranks", "utils/profiler/config.py", "self", PROFILERS + "test_profile.py::test_which_ranks_are_profiled"),
     Reader(PROFILED, "save_path", "utils/profiler/profile.py", "config", PROFILERS + "test_torch_trace.py::test_one_trace_per_role_rank_and_step"),
