@@ -654,7 +654,11 @@ class RayPPOTrainer:
         self.checkpoints.finish(wait=self.is_last_step)
         if self.checkpoints.plan.is_due(self.state):
             with self._timed("save_checkpoint", timing):
-                self.checkpoints.save()
+                self._save_checkpoint()
+
+    def _save_checkpoint(self) -> None:
+        """Write all parts of a checkpoint, and last the file that names it."""
+        self.checkpoints.save()
 
     def _load_checkpoint(self) -> int | None:
         """Restore the run that the configuration resumes; return its step, None for a fresh start."""
