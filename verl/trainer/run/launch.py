@@ -187,12 +187,12 @@ def report_failure(error: BaseException, folder: Path) -> str:
     notes = [note for note in getattr(root, "__notes__", []) if "\n" not in note]  # longer ones are stack traces
     lines = [f"Error: {describe(root)}", *notes]
     path = folder / ERROR_LOG
+    trace = "".join(traceback.format_exception(error))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+        path.write_text(trace, encoding="utf-8")
         lines.append(f"The whole trace is in {path}")
     except OSError as failed:
-        trace = "".join(traceback.format_exception(error))
         lines.append(f"The trace could not be written to {path} ({failed}):\n{trace}")
     return "\n".join(lines)
 
