@@ -54,16 +54,17 @@ class LocalDisplay:
             self.mode = "lines"
         self._folder = folder
         self._started = time.monotonic()
-        self._view: tqdm[None] | LiveTable | None = None
+        self._bar: tqdm[None] | None = None
+        self._table: LiveTable | None = None
 
     def write(self, text: str) -> None:
         """Show a line, above the bar if one is shown."""
-        if self._view is None:
-            sys.stdout.write(f"{text}\n")
-        elif isinstance(self._view, tqdm):
-            self._view.write(text, file=sys.stdout)
+        if self._bar is not None:
+            self._bar.write(text, file=sys.stdout)
+        elif self._table is not None:
+            self._table.write(text)
         else:
-            self._view.write(text)
+            sys.stdout.write(f"{text}\n")
         sys.stdout.flush()
 
     def progress(self, step: int, total: int, start: int, text: str, seconds: float) -> None:
@@ -79,25 +80,28 @@ class LocalDisplay:
             self.write(f"step {step}/{total} | {text} | {seconds:.2f} s | {timedelta(seconds=round(left))} left")
 
     def _move_bar(self, step: int, total: int, start: int, text: str) -> None:
-        if not isinstance(self._view, tqdm):
-            self._view = tqdm(total=total, initial=start, desc="training", dynamic_ncols=True, bar_format=_BAR_FORMAT)
-        self._view.set_postfix_str(text, refresh=False)
-        self._view.n = step
-        self._view.refresh()
+        if self._bar is None:
+            self._bar = tqdm(total=total, initial=start, desc="training", dynamic_ncols=True, bar_format=_BAR_FORMAT)
+        self._bar.set_postfix_str(text, refresh=False)
+        self._bar.n = step
+        self._bar.refresh()
 
     def _draw_table(self, total: int) -> None:
-        from verl.utils.report.live import LiveTable
+        if self._table is None:
+            from verl.utils.report.live import LiveTable
 
-        if not isinstance(self._view, LiveTable):
             assert self._folder is not None
-            self._view = LiveTable(self._folder, total)
-        self._view.update()
+            self._table = LiveTable(self._folder, total)
+        self._table.update()
 
     def close(self) -> None:
         """Leave the bar or the table on the terminal; later lines follow below it."""
-        if self._view is not None:
-            self._view.close()
-        self._view = None
+        if self._bar is not None:
+            self._bar.close()
+        if self._table is not None:
+            self._table.close()
+        self._bar = None
+        self._table = None
 
 
 _display: Display | None = None
