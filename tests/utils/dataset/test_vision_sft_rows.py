@@ -16,11 +16,11 @@ from examples.tiny_model import (
 )
 from tests.utils.dataset.test_vision_rows import clip, encoded, picture
 from verl.trainer.sft_trainer import padded_batch
+from verl.utils.dataset.config import DataConfig
 from verl.utils.dataset.dataset_utils import SFTTensorCollator
 from verl.utils.dataset.files import DataError
 from verl.utils.dataset.media import MediaEncoder
 from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
-from verl.utils.dataset.settings import DataSettings
 
 pytest.importorskip("torchvision")
 
@@ -65,7 +65,7 @@ def test_items_are_what_the_whole_conversation_gives(kind: str, processors: Any,
     dataset = build(processor, parquet(ROWS))
     config = tiny_vl_config(kind, processor.tokenizer, hidden_size=32, num_layers=1)
     model = getattr(transformers, f"{VL_KINDS[kind]}Model")(config)
-    encoder = MediaEncoder(processor, DataSettings())
+    encoder = MediaEncoder(processor, DataConfig())
     for row, expected in enumerate(ROWS):
         item, columns = dataset[row], {"images": expected["images"], "videos": expected["videos"]}
         messages = encoder.typed(expected["messages"], columns)

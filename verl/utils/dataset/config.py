@@ -1,12 +1,16 @@
 """The ``data`` node: files, columns, lengths, batches and classes of the user."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Self
 
-from verl.base_config import BaseConfig, Violation, setting
+from verl.base_config import BaseConfig, Violation, collected_violations, setting
 
 TRUNCATIONS = ("error", "left", "right", "middle")
+
+Node = Mapping[str, Any]
+"""A node of the configuration: a plain dict, a DictConfig, or a config dataclass."""
 
 
 @dataclass
@@ -76,12 +80,45 @@ class DataConfig(BaseConfig):
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     cache_dir: str | None = setting(None, "folder of downloaded files")
     need_tools_kwargs: bool = setting(False, "default for rows without extra_info.need_tools_kwargs")
+    limit_images: int | None = setting(None, "images of the longest prompt")
+    limit_mm_per_prompt: dict[str, Any] = field(default_factory=dict)
+    mm_processor_kwargs: dict[str, Any] = field(default_factory=dict)
+    response_key: str = setting("response", "supervised training: column of the response")
+    prompt_dict_keys: list[str] | None = setting(None, "supervised training: path of the prompt in its column")
+    response_dict_keys: list[str] | None = setting(None, "supervised training: path of the response in its column")
+    messages_key: str = setting("messages", "supervised training: column of the messages")
+    tools_key: str = setting("tools", "supervised training: column of the tools")
+    enable_thinking_key: str = setting("enable_thinking", "supervised training: column of the switch of thinking")
+    max_length: int = setting(1024, "supervised training: tokens of the longest row", at_least=1)
+    pad_mode: str = setting("right", "supervised training: where rows are padded")
 
     def rules(self) -> Iterator[Violation]:
         """Yield loader processes next to a sampler of the user."""
         if self.sampler["class_path"] is not None and self.dataloader_num_workers != 0:
             expected = "must be 0 with data.sampler.class_path"
             yield Violation("dataloader_num_workers", self.dataloader_num_workers, expected)
+
+    @classmethod
+    def of_data_set(cls, node: Node) -> Self:
+        """Read the keys of a node for a data set that a caller constructs, with the defaults of data sets.
+
+        A null counts as left out. The data set checks what it reads.
+        """
+        cores = os.cpu_count() or 1
+        defaults: dict[str, Any] = {
+            "cache_dir": "~/.cache/verl/rlhf",
+            "max_prompt_length": 1024,
+            "filter_overlong_prompts": True,
+            "filter_overlong_prompts_workers": max(1, cores // 4),
+        }
+        classes_of_the_user = ("custom_cls", "sampler", "datagen")
+        keys = [each.name for each in fields(cls) if each.name not in classes_of_the_user]
+        with collected_violations():
+            return cls(**defaults | {key: node[key] for key in keys if node.get(key) is not None})
+
+    def media_columns(self) -> dict[str, str]:
+        """Return the column of each kind of media."""
+        return {"image": self.image_key, "video": self.video_key}
 
     @property
     def loader_batch_size(self) -> int:

@@ -9,8 +9,8 @@ from torch.utils.data import Dataset, Sampler, SequentialSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
+from verl.utils.dataset.config import DataConfig, Node
 from verl.utils.dataset.rl_dataset import RLHFDataset
-from verl.utils.dataset.settings import DataSettings, Node
 from verl.utils.import_utils import load_extern_type
 
 
@@ -63,7 +63,7 @@ def create_rl_dataset(
 
 def create_rl_sampler(data_config: Node, dataset: Sized) -> Sampler:
     """Build the training sampler: a custom class, a seeded permutation per epoch, or file order."""
-    settings = DataSettings.of(data_config)
+    settings = DataConfig.of_data_set(data_config)
     node = data_config.get("sampler")
     if node and node.get("class_path"):
         abstract = load_extern_type("pkg://verl.experimental.dataset.sampler", "AbstractSampler")

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 import pyarrow.json as pj
 import pyarrow.parquet as pq
 
-from verl.utils.dataset.settings import DataSettings
+from verl.utils.dataset.config import DataConfig
 from verl.utils.fs import copy_to_local
 
 Row = dict[str, Any]
@@ -241,7 +241,7 @@ def check_data_sources(check: ColumnCheck, reward_fn_key: str, problem_of: Calla
             check.refuse(reward_fn_key, pc.equal(values, source), problem, "data.reward_fn_key")
 
 
-def check_vision_rows(check: ColumnCheck, settings: DataSettings, has_processor: bool, prompt_key: str) -> None:
+def check_vision_rows(check: ColumnCheck, settings: DataConfig, has_processor: bool, prompt_key: str) -> None:
     """Reject images and videos that the model or the prompt cannot take; ``prompt_key`` is the column of messages.
 
     Raises: DataError naming file, row and column.
@@ -271,7 +271,7 @@ def check_vision_rows(check: ColumnCheck, settings: DataSettings, has_processor:
             check.fail(name, row, problem, key)
 
 
-def _limits(settings: DataSettings, kind: str) -> Iterator[tuple[str, int]]:
+def _limits(settings: DataConfig, kind: str) -> Iterator[tuple[str, int]]:
     """Yield the rollout keys that limit the images or videos of a prompt, with the limits."""
     if kind == "image" and settings.limit_images is not None:
         yield "limit_images", settings.limit_images

@@ -10,8 +10,8 @@ from PIL import Image
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
+from verl.utils.dataset.config import DataConfig
 from verl.utils.dataset.files import ColumnCheck, Row
-from verl.utils.dataset.settings import DataSettings
 from verl.utils.dataset.vision_utils import MediaError, check_image, check_video, load_video, process_image
 from verl.utils.vision.positions import PositionError, vision_rope
 from verl.utils.vision.positions import position_ids as vision_position_ids
@@ -54,7 +54,7 @@ class MediaEncoder:
     Every call of the processor gets ``settings.mm_processor_kwargs``.
     """
 
-    def __init__(self, processor: ProcessorMixin, settings: DataSettings) -> None:
+    def __init__(self, processor: ProcessorMixin, settings: DataConfig) -> None:
         self.processor = processor
         self.keys = settings.media_columns()
         self.kwargs = dict(settings.mm_processor_kwargs)
@@ -163,7 +163,7 @@ class TurnEncoder:
         return {"position_ids": positions, "multi_modal_inputs": model_inputs(joined)}
 
 
-def check_media(check: ColumnCheck, settings: DataSettings) -> None:
+def check_media(check: ColumnCheck, settings: DataConfig) -> None:
     """Reject broken images and videos, without decoding common formats.
 
     Raises: DataError naming file, row and column.

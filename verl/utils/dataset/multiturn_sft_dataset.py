@@ -14,12 +14,11 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from verl.utils.dataset import files
-from verl.utils.dataset.config import TRUNCATIONS
+from verl.utils.dataset.config import TRUNCATIONS, DataConfig, Node
 from verl.utils.dataset.dataset_utils import DatasetPadMode
 from verl.utils.dataset.files import ColumnCheck, DataError, Row
 from verl.utils.dataset.media import MediaEncoder, Templater, TurnEncoder, check_media, templater_of
 from verl.utils.dataset.rl_dataset import truncate
-from verl.utils.dataset.settings import ConversationColumns, DataSettings, Node
 from verl.utils.dataset.vision_utils import MediaError
 
 logger = logging.getLogger(__name__)
@@ -66,8 +65,8 @@ class MultiTurnSFTDataset(Dataset):
         processor: ProcessorMixin | None = None,
     ) -> None:
         config = config or {}
-        settings = DataSettings.of(config)
-        columns = ConversationColumns.of(config.get("multiturn") or config)
+        settings = DataConfig.of_data_set(config)
+        columns = DataConfig.of_data_set(config.get("multiturn") or config)
         self.settings = settings
         self.media = None if processor is None else MediaEncoder(processor, settings)
         self.templater = templater_of(tokenizer, processor)

@@ -14,10 +14,9 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from verl.utils.dataset import files
-from verl.utils.dataset.config import TRUNCATIONS
+from verl.utils.dataset.config import TRUNCATIONS, DataConfig, Node
 from verl.utils.dataset.files import ColumnCheck, DataError, Row
 from verl.utils.dataset.media import Media, MediaEncoder, check_media, model_inputs, templater_of
-from verl.utils.dataset.settings import DataSettings, Node
 from verl.utils.dataset.vision_utils import MediaError
 from verl.utils.vision.positions import position_ids
 
@@ -87,7 +86,7 @@ class RLHFDataset(Dataset):
         config: Node,
         processor: ProcessorMixin | None = None,
     ) -> None:
-        settings = DataSettings.of(config)
+        settings = DataConfig.of_data_set(config)
         self.original_data_files = files.as_file_list(data_files)
         self.tokenizer = tokenizer
         self.processor = processor
@@ -108,8 +107,7 @@ class RLHFDataset(Dataset):
         self.return_multi_modal_inputs = settings.return_multi_modal_inputs
         self.truncation = settings.truncation
         self.filter_overlong_prompts = settings.filter_overlong_prompts
-        cores = os.cpu_count() or 1
-        self.num_workers = min(settings.filter_overlong_prompts_workers or max(1, cores // 4), cores)
+        self.num_workers = min(settings.filter_overlong_prompts_workers, os.cpu_count() or 1)
         self.need_tools_kwargs = settings.need_tools_kwargs
         self.apply_chat_template_kwargs = dict(settings.apply_chat_template_kwargs)
         self._templater = templater_of(tokenizer, processor)

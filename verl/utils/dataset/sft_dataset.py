@@ -5,9 +5,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from verl.utils.dataset.config import DataConfig, Node
 from verl.utils.dataset.files import ColumnCheck, as_file_list, localize, read_parquet
 from verl.utils.dataset.multiturn_sft_dataset import cut_sequence, pad_right
-from verl.utils.dataset.settings import DataSettings, Node
 
 
 class SFTDataset(Dataset):
@@ -21,7 +21,7 @@ class SFTDataset(Dataset):
     """
 
     def __init__(self, parquet_files: str | list[str], tokenizer: PreTrainedTokenizerBase, config: Node) -> None:
-        settings = DataSettings.of(config)
+        settings = DataConfig.of_data_set(config)
         self.tokenizer = tokenizer
         self.max_length = settings.max_length
         self.truncation = settings.truncation
