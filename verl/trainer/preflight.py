@@ -44,11 +44,11 @@ def check_inputs(config: DictConfig, recipe_nodes: Collection[str] = ()) -> RunC
     check_rows(run)
     check_model("actor_rollout_ref.model.path", run.actor_rollout_ref.model.path)
     if run.critic is not None:
-        check_model("critic.model.path", run.critic.model.path, tokenizer=False)
+        check_model("critic.model.path", run.critic.model.path)
     check_chat_template(run)
     if run.reward_model.enable:
         check_reward_model(run.reward_model)
-    find_resume_folder(config)
+    find_resume_folder(run)
     return run
 
 
@@ -94,30 +94,23 @@ def check_rows(run: RunConfig) -> None:
 
     Raises: DataError naming file, row and column.
     """
-    if not run.data.custom_cls.path:
-        for path in local_files(run.data.train_paths + run.data.val_paths):
-            _check_rows_of(run, path)
-
-
-def _check_rows_of(run: RunConfig, path: str) -> None:
     from verl.utils.dataset.files import check_data_sources, check_prompt_rows
     from verl.utils.reward_score import data_source_problem
 
     data = run.data
+    if data.custom_cls.path:
+        return
+    reward = run.reward_model
+    isolates = not reward.sandbox_fusion.url and not reward.local_sandbox.allow_unisolated
+    problem_of = partial(data_source_problem, runs_code_here=run.ray_kwargs.is_local and isolates)
     framework_scores = _framework_scores(run)
-    problem_of = partial(data_source_problem, runs_code_here=_runs_code_here(run))
     folder = Path(os.path.expanduser(run.actor_rollout_ref.model.path))
     text_only = folder.is_dir() and not any((folder / name).exists() for name in PROCESSOR_FILES)
-    for check in column_checks(path, [data.prompt_key, data.reward_fn_key, "reward_model"]):
-        check_prompt_rows(check, data.prompt_key, data.reward_fn_key, text_only)
-        if framework_scores:
-            check_data_sources(check, data.reward_fn_key, problem_of)
-
-
-def _runs_code_here(run: RunConfig) -> bool:
-    """Whether code under test is going to run on this machine, isolated."""
-    reward = run.reward_model
-    return run.ray_kwargs.is_local and not reward.sandbox_fusion.url and not reward.local_sandbox.allow_unisolated
+    for path in local_files(data.train_paths + data.val_paths):
+        for check in column_checks(path, [data.prompt_key, data.reward_fn_key, "reward_model"]):
+            check_prompt_rows(check, data.prompt_key, data.reward_fn_key, text_only)
+            if framework_scores:
+                check_data_sources(check, data.reward_fn_key, problem_of)
 
 
 def _framework_scores(run: RunConfig) -> bool:
@@ -139,7 +132,7 @@ def check_reward_model(reward: RewardModelConfig) -> None:
     key = "reward_model.model.path"
     path = reward.model.path
     reads_text = reward.model.input_tokenizer is not None
-    shapes = check_model(key, path, tokenizer=reads_text)
+    shapes = check_model(key, path)
     head = shapes.get(_SCORE_HEAD)
     if not reward.is_generative and shapes and head is None:
         raise InputError(
@@ -149,8 +142,7 @@ def check_reward_model(reward: RewardModelConfig) -> None:
         )
     if not reward.is_generative and head is not None and head[0] != 1:
         raise InputError(f"{key}={path}: its {_SCORE_HEAD} has {head[0]} labels: write a reward model with one label")
-    folder = Path(os.path.expanduser(path))
-    if reads_text and folder.is_dir() and not has_chat_template(folder):
+    if reads_text and not _may_have_template(path):
         raise InputError(
             f"{key}={path}: its tokenizer has no chat template: save one with it, or write "
             "reward_model.model.input_tokenizer=null if policy and reward model share tokenizer and template"
@@ -166,10 +158,13 @@ def check_chat_template(run: RunConfig) -> None:
     is_given = model.custom_chat_template or "chat_template" in run.data.apply_chat_template_kwargs
     key = "path" if model.tokenizer_path in (None, model.path) else "tokenizer_path"
     path = getattr(model, key)
+    if not is_given and not run.data.custom_cls.path and not _may_have_template(path):
+        raise InputError(
+            f"actor_rollout_ref.model.{key}={path}: its tokenizer has no chat template: set "
+            "actor_rollout_ref.model.custom_chat_template, or data.apply_chat_template_kwargs.chat_template"
+        )
+
+
+def _may_have_template(path: str) -> bool:
     folder = Path(os.path.expanduser(path))
-    if is_given or run.data.custom_cls.path or not folder.is_dir() or has_chat_template(folder):
-        return
-    raise InputError(
-        f"actor_rollout_ref.model.{key}={path}: its tokenizer has no chat template: set "
-        "actor_rollout_ref.model.custom_chat_template, or data.apply_chat_template_kwargs.chat_template"
-    )
+    return not folder.is_dir() or has_chat_template(folder)

@@ -125,16 +125,15 @@ def test_every_draw_starts_from_its_own_random_state():
 # ---- checkpoints
 
 
-def config_for(root, **trainer) -> OmegaConf:
+def config_for(root, **trainer) -> RunConfig:
     defaults = {
         "default_local_dir": str(root),
         "resume_mode": "auto",
         "resume_from_path": None,
         "default_hdfs_dir": None,
     }
-    return OmegaConf.create(
-        {"trainer": defaults | trainer, "critic": {"enable": False}, "algorithm": {"adv_estimator": "grpo"}}
-    )
+    tree = {"trainer": defaults | trainer, "critic": {"enable": False}, "algorithm": {"adv_estimator": "grpo"}}
+    return RunConfig.parse(OmegaConf.create(tree))
 
 
 @pytest.fixture

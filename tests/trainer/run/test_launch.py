@@ -71,7 +71,7 @@ def write_safetensors(path, cut=0):
     path.write_bytes(content[: len(content) - cut])
 
 
-def test_model_folders_must_hold_whole_weights_and_a_tokenizer(tmp_path):
+def test_model_folders_must_hold_whole_weights(tmp_path):
     key, weights = "actor_rollout_ref.model.path", tmp_path / "model.safetensors"
     inputs.check_model(key, "Qwen/Qwen2.5-0.5B")  # the hub is not asked
     with pytest.raises(inputs.InputNotFoundError, match="holds no weights"):
@@ -81,10 +81,6 @@ def test_model_folders_must_hold_whole_weights_and_a_tokenizer(tmp_path):
         with pytest.raises(inputs.InputError, match=text):
             inputs.check_model(key, str(tmp_path))
     write_safetensors(weights)
-    inputs.check_model(key, str(tmp_path), tokenizer=False)
-    with pytest.raises(FileNotFoundError, match="has no tokenizer"):
-        inputs.check_model(key, str(tmp_path))
-    (tmp_path / "tokenizer.json").write_text("{}")
     inputs.check_model(key, str(tmp_path))
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "gone.safetensors"}}))
     with pytest.raises(inputs.InputNotFoundError, match=r"missing: \['gone.safetensors'\]"):

@@ -164,8 +164,8 @@ def test_another_backend_is_refused_on_both_sides(root: Path, tmp_path: Path) ->
 
     def misfits(folder: Path, strategy: str) -> list[str]:
         actor = Node(actor=Node(strategy=strategy))
-        config = Node(trainer=Node(nnodes=1, n_gpus_per_node=1), actor_rollout_ref=actor, critic=None)
-        return find_misfits(folder, ["actor"], config)
+        config = Node(trainer=Node(world_size=1), actor_rollout_ref=actor, critic=None)
+        return find_misfits(folder, config)
 
     assert misfits(tmp_path, "fsdp2") == misfits(tmp_path / "megatron", "megatron") == []
     assert "strategy=fsdp wrote it" in misfits(tmp_path, "megatron")[0]

@@ -662,7 +662,7 @@ class RayPPOTrainer:
 
     def _load_checkpoint(self) -> int | None:
         """Restore the run that the configuration resumes; return its step, None for a fresh start."""
-        folder = find_resume_folder(self.config)
+        folder = find_resume_folder(self.run_config)
         if folder is None:
             return None
         self.checkpoints.load(folder, delete_after_load=self.run_config.trainer.del_local_ckpt_after_load)

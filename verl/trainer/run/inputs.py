@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 _WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.pt")
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _AGAIN = "copy or download the model again"
 _GPU_DEVICES = ("/dev/nvidia[0-9]*", "/dev/nvgpu*", "/dev/nvhost-gpu", "/dev/dxg", "/dev/kfd")
 _ASCEND_DEVICES = "/dev/davinci[0-9]*"  # what Ray looks for too
@@ -146,8 +145,8 @@ def column_checks(path: str, columns: list[str]) -> Iterator["ColumnCheck"]:
 # ---- models
 
 
-def check_model(key: str, path: str, tokenizer: bool = True) -> dict[str, list[int]]:
-    """Check that a local model folder holds complete weight files and a tokenizer; no hub is asked.
+def check_model(key: str, path: str) -> dict[str, list[int]]:
+    """Check that a local model folder holds complete weight files; no hub is asked.
 
     Returns: the shapes of the tensors in its safetensors files.
     Raises: InputError naming key and file.
@@ -158,8 +157,6 @@ def check_model(key: str, path: str, tokenizer: bool = True) -> dict[str, list[i
     shapes: dict[str, list[int]] = {}
     for weights in _weight_files(key, folder):
         shapes |= _check_weights(key, weights)
-    if tokenizer and not any((folder / name).exists() for name in _TOKENIZER_FILES):
-        raise InputNotFoundError(f"{key}={path}: has no tokenizer, none of {', '.join(_TOKENIZER_FILES)}")
     return shapes
 
 

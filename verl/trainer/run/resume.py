@@ -9,7 +9,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from verl.trainer.config.run_config import RunConfig, needs_critic
+from verl.trainer.config.run_config import RunConfig
 from verl.utils.checkpoint import find_complete_checkpoints, get_checkpoint_tracker_filename, verify_checkpoint
 from verl.utils.checkpoint.files import archive_problem, backend_problem, world_size_problem
 
@@ -34,12 +34,12 @@ def run_folder(config: DictConfig | RunConfig) -> Path:
     return Path(os.path.expanduser(config.trainer.default_local_dir)).absolute()
 
 
-def find_resume_folder(config: DictConfig) -> Path | None:
+def find_resume_folder(run: RunConfig) -> Path | None:
     """Return the folder of the checkpoint that a run resumes from; None if it starts from scratch.
 
     Raises: ResumeError, RemoteResumeError, IncompleteCheckpointError; all are a ValueError.
     """
-    trainer = config.trainer
+    trainer = run.trainer
     if trainer.resume_mode not in ("auto", "disable", "resume_path"):
         raise ResumeError(f"trainer.resume_mode={trainer.resume_mode!r} must be auto, disable or resume_path")
     if trainer.resume_mode == "disable":
@@ -50,7 +50,7 @@ def find_resume_folder(config: DictConfig) -> Path | None:
             "checkpoint to trainer.default_local_dir and leave default_hdfs_dir null, or set "
             "trainer.resume_mode=disable"
         )
-    root = run_folder(config)
+    root = run_folder(run)
     if trainer.resume_mode == "resume_path":
         path = trainer.resume_from_path
         if not isinstance(path, str) or FOLDER_PREFIX not in path:
@@ -60,9 +60,9 @@ def find_resume_folder(config: DictConfig) -> Path | None:
             )
         folder = Path(os.path.expanduser(path)).absolute()
         step_of(folder)
-        return _checked(folder, root, config)
-    step = read_tracker(root, config)
-    return None if step is None else _checked(root / f"{FOLDER_PREFIX}{step}", root, config)
+        return _checked(folder, root, run)
+    step = read_tracker(root, run)
+    return None if step is None else _checked(root / f"{FOLDER_PREFIX}{step}", root, run)
 
 
 def step_of(folder: Path) -> int:
@@ -76,7 +76,7 @@ def step_of(folder: Path) -> int:
     return int(digits)
 
 
-def read_tracker(root: Path, config: DictConfig) -> int | None:
+def read_tracker(root: Path, run: RunConfig) -> int | None:
     """Return the step in the tracker file of ``trainer.default_local_dir``; None if there is no such file.
 
     Raises: IncompleteCheckpointError when the file does not hold a number.
@@ -86,26 +86,25 @@ def read_tracker(root: Path, config: DictConfig) -> int | None:
         return None
     text = path.read_text().strip()
     if not text.isdigit():
-        raise IncompleteCheckpointError(f"{path} holds {text[:40]!r} instead of a step. {_offer(root, config)}")
+        raise IncompleteCheckpointError(f"{path} holds {text[:40]!r} instead of a step. {_offer(root, run)}")
     return int(text)
 
 
 # ---- integrity
 
 
-def _checked(folder: Path, root: Path, config: DictConfig) -> Path:
+def _checked(folder: Path, root: Path, run: RunConfig) -> Path:
     """Return the folder if the checkpoint is whole and fits this run."""
-    problems = _problems(folder, config)
+    problems = _problems(folder, run)
     if problems:
         shown = "; ".join(problems[:4])
-        raise IncompleteCheckpointError(f"checkpoint {folder} cannot be resumed from: {shown}. {_offer(root, config)}")
+        raise IncompleteCheckpointError(f"checkpoint {folder} cannot be resumed from: {shown}. {_offer(root, run)}")
     return folder
 
 
-def _problems(folder: Path, config: DictConfig) -> list[str]:
-    trains_critic = needs_critic(config.critic.enable, str(config.algorithm.adv_estimator))
-    roles = ["actor", "critic"] if trains_critic else ["actor"]
-    return find_problems(folder, roles) or find_misfits(folder, roles, config)
+def _problems(folder: Path, run: RunConfig) -> list[str]:
+    roles = ["actor"] if run.critic is None else ["actor", "critic"]
+    return find_problems(folder, roles) or find_misfits(folder, run)
 
 
 def find_problems(folder: Path, roles: Sequence[str]) -> list[str]:
@@ -119,21 +118,22 @@ def find_problems(folder: Path, roles: Sequence[str]) -> list[str]:
     return problems
 
 
-def find_misfits(folder: Path, roles: Sequence[str], config: DictConfig) -> list[str]:
+def find_misfits(folder: Path, run: RunConfig) -> list[str]:
     """Return one sentence for each role whose workers cannot read a checkpoint that is whole."""
-    workers = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    nodes = {"actor": config.actor_rollout_ref.actor, "critic": config.critic}
-    problems = {
-        role: backend_problem(folder / role, nodes[role].strategy) or world_size_problem(folder / role, workers)
-        for role in roles
-    }
-    return [f"{role}: {problem}" for role, problem in problems.items() if problem is not None]
+    problems = []
+    for role, node in (("actor", run.actor_rollout_ref.actor), ("critic", run.critic)):
+        if node is not None:
+            problem = backend_problem(folder / role, node.strategy)
+            problem = problem or world_size_problem(folder / role, run.trainer.world_size)
+            if problem is not None:
+                problems.append(f"{role}: {problem}")
+    return problems
 
 
-def _offer(root: Path, config: DictConfig) -> str:
+def _offer(root: Path, run: RunConfig) -> str:
     """Tell the user how to go on without the checkpoint."""
     afresh = "trainer.resume_mode=disable starts from scratch"
-    usable = [path for path in find_complete_checkpoints(root) if not _problems(Path(path), config)]
+    usable = [path for path in find_complete_checkpoints(root) if not _problems(Path(path), run)]
     if not usable:
         return f"There is no other checkpoint under {root} that this run can resume from; {afresh}"
     return (
