@@ -75,6 +75,7 @@ class Range(NamedTuple):
     below: float | None = None
     one_of: tuple[Any, ...] = ()
     empty: bool = True
+    hint: str = ""
 
     def holds(self, value: Any) -> bool:
         """Whether ``value``, which has the right type, lies in the range; null always does."""
@@ -112,12 +113,14 @@ def setting(
     below: float | None = None,
     one_of: tuple[Any, ...] = (),
     empty: bool = True,
+    hint: str = "",
 ) -> T:
     """Declare a field of a configuration node: its default, its meaning in one line, and its range.
 
-    The node checks type and range when it is built. ``empty=False`` refuses an empty string.
+    The node checks type and range when it is built. ``empty=False`` refuses an empty string, and ``hint`` says in the
+    error what else one may want to know.
     """
-    limits = Range(at_least, above, at_most, below, one_of, empty)
+    limits = Range(at_least, above, at_most, below, one_of, empty, hint)
     return field(default=default, metadata={"meaning": meaning, "range": limits})
 
 
@@ -155,11 +158,15 @@ class BaseConfig(Mapping[str, Any]):
     """
 
     _mutable_fields: ClassVar[frozenset[str]] = frozenset()
+    _is_closed: ClassVar[bool] = False  # whether a node that names no class may hold no other keys either
 
     _target_: str = ""
 
     def __post_init__(self) -> None:
-        violations = list(_field_violations(self)) or list(self.rules())
+        mistyped, beyond = _broken_fields(self)
+        violations = [field_violation(type(self), name, self[name]) for name in mistyped + beyond]
+        if not mistyped:
+            violations += self.rules()
         collected = _collected.get()
         if collected is not None:
             collected += violations
@@ -205,8 +212,9 @@ def type_hints(cls: type) -> dict[str, Any]:
 
 def field_violation(cls: type, name: str, value: Any) -> Violation:
     """Return what to say of a value that its field cannot hold."""
-    expected = _describe_range(type_hints(cls)[name], _ranges(cls).get(name, Range()))
-    return Violation(name, value, f"must be {expected}")
+    limits = _ranges(cls).get(name, Range())
+    hint = f"; {limits.hint}" if limits.hint else ""
+    return Violation(name, value, f"must be {_describe_range(type_hints(cls)[name], limits)}{hint}")
 
 
 @cache
@@ -214,16 +222,20 @@ def _ranges(cls: type) -> dict[str, Range]:
     return {each.name: each.metadata["range"] for each in fields(cls) if "range" in each.metadata}
 
 
-def _field_violations(config: BaseConfig) -> Iterator[Violation]:
-    """Yield the values of the wrong type, and those outside the range of their field."""
+def _broken_fields(config: BaseConfig) -> tuple[list[str], list[str]]:
+    """Return the fields whose value has the wrong type, and those whose value is outside its range."""
     ranges = _ranges(type(config))
+    mistyped = []
+    beyond = []
     for name, hint in type_hints(type(config)).items():
         value = config.__dict__.get(name)
         if name not in config.__dict__ or value == "???":
             continue
-        limits = ranges.get(name, Range())
-        if not matches(value, hint) or not limits.holds(value):
-            yield field_violation(type(config), name, value)
+        if not matches(value, hint):
+            mistyped.append(name)
+        elif name in ranges and not ranges[name].holds(value):
+            beyond.append(name)
+    return mistyped, beyond
 
 
 def _describe_range(hint: Any, limits: Range) -> str:
@@ -233,7 +245,8 @@ def _describe_range(hint: Any, limits: Range) -> str:
     kinds = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     null = ", or null" if type(None) in kinds else ""
     if limits.one_of:
-        return f"one of {', '.join(map(as_yaml, limits.one_of))}{null}"
+        choice = "one of " if len(limits.one_of) > 1 else ""
+        return f"{'null or ' if null else ''}{choice}{', '.join(map(as_yaml, limits.one_of))}"
     return f"{' or '.join(_describe(kind) for kind in kinds if kind is not type(None))} {limits}{null}"
 
 

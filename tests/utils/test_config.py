@@ -3,7 +3,8 @@
 import pytest
 from omegaconf import OmegaConf
 
-from verl.utils.config import ConfigError, omega_conf_to_dataclass, update_dict_with_config
+from verl.base_config import ConfigError
+from verl.utils.config import omega_conf_to_dataclass, update_dict_with_config
 from verl.workers.config import FSDPOptimizerConfig, RolloutConfig, SamplingConfig
 
 
@@ -45,7 +46,7 @@ def test_empty_foreign_and_wrong_inputs():
 
 
 def test_what_a_dataclass_refuses_is_raised_as_it_is():
-    with pytest.raises(ConfigError, match="lr=-1: must be 0 or more") as info:
+    with pytest.raises(ConfigError, match="lr=-1: must be a number of 0 or more") as info:
         omega_conf_to_dataclass({"_target_": "verl.workers.config.FSDPOptimizerConfig", "lr": -1})
     assert [violation.key for violation in info.value.violations] == ["lr"]
 

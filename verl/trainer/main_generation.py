@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl.base_config import ConfigError, Violation
 from verl.trainer.config.cli import hydra_main
 from verl.trainer.config.rules.files import data_file_rules
-from verl.trainer.config.run_config import parse_node
+from verl.utils.structured import parse_node
 
 if TYPE_CHECKING:
     from verl.trainer.generation import Generation

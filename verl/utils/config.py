@@ -5,17 +5,9 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from verl.base_config import ConfigError, UnsupportedConfigError, Violation
 from verl.utils.structured import omega_conf_to_dataclass
 
-__all__ = [
-    "ConfigError",
-    "UnsupportedConfigError",
-    "Violation",
-    "omega_conf_to_dataclass",
-    "update_dict_with_config",
-    "validate_config",
-]
+__all__ = ["omega_conf_to_dataclass", "update_dict_with_config", "validate_config"]
 
 
 def update_dict_with_config(dictionary: MutableMapping[str, Any], config: Any) -> None:

@@ -40,9 +40,13 @@ ACTOR = {"ppo_micro_batch_size_per_gpu": 1}
         (FSDPEngineConfig, {"wrap_policy": {"min_params": 1}}, "wrap_policy.min_params=1: unknown key"),
         (FSDPEngineConfig, {"mixed_precision": {"param_dtype": "bf17"}}, "mixed_precision.param_dtype=bf17"),
         (McoreEngineConfig, {"strategy": "fsdp"}, "must be megatron"),
-        (McoreEngineConfig, {"context_parallel_size": 0}, "context_parallel_size=0: must be 1 or more"),
+        (McoreEngineConfig, {"context_parallel_size": 0}, "context_parallel_size=0: must be an integer of 1 or more"),
         (McoreEngineConfig, {"virtual_pipeline_model_parallel_size": 2}, "pipeline_model_parallel_size of 2 or more"),
-        (McoreEngineConfig, {"expert_tensor_parallel_size": 0}, "expert_tensor_parallel_size=0: must be 1 or more"),
+        (
+            McoreEngineConfig,
+            {"expert_tensor_parallel_size": 0},
+            "expert_tensor_parallel_size=0: must be an integer of 1 or more",
+        ),
         (McoreEngineConfig, {"use_mbridge": True}, "not supported: write false"),
         (McoreEngineConfig, {"dtype": "fp16"}, "null or one of fp32"),
         (

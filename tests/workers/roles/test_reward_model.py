@@ -224,7 +224,7 @@ def test_what_cannot_be_rendered_is_named() -> None:
         ({}, "micro_batch_size_per_gpu=null: set micro_batch_size_per_gpu, or use_dynamic_bsz=true"),
         ({"micro_batch_size_per_gpu": 2, "micro_batch_size": 2}, "is deprecated and excludes"),
         ({"micro_batch_size_per_gpu": 2, "truncation": "both"}, "must be one of right, left, middle, error"),
-        ({"micro_batch_size_per_gpu": 2, "max_length": 0}, "max_length=0: must be 1 or more"),
+        ({"micro_batch_size_per_gpu": 2, "max_length": 0}, "max_length=0: must be an integer of 1 or more"),
         ({"micro_batch_size_per_gpu": 2, "model_type": "ranking"}, "must be one of discriminative, generative"),
         ({"micro_batch_size_per_gpu": 2, "ulysses_sequence_parallel_size": 2}, "use_remove_padding=true"),
         ({"micro_batch_size_per_gpu": 2, "strategy": "deepspeed"}, "must be one of fsdp, fsdp2, megatron"),
@@ -357,7 +357,7 @@ def test_a_long_question_is_cut_at_its_beginning_and_sampling_repeats(judge_fold
         ({"response_length": 0}, "response_length=0: must be 1 or more"),
         ({"model.input_tokenizer": None}, "must name the policy's tokenizer"),
         ({"data_processor_config": {}}, "is missing: write the Python file"),
-        ({"sampling_config": {"temperature": -1.0}}, "must be 0 or more"),
+        ({"sampling_config": {"temperature": -1.0}}, "must be a number of 0 or more"),
     ],
 )
 def test_wrong_nodes_of_a_generative_model(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

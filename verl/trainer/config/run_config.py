@@ -1,30 +1,19 @@
 """The typed configuration of a run: one dataclass per node, parsed once from the tree that Hydra composes."""
 
-import importlib.util
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
-from typing import Any, get_args
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from verl.algos.config import AlgoConfig
-from verl.base_config import (
-    BaseConfig,
-    ConfigError,
-    Violation,
-    collected_violations,
-    config_error,
-    field_violation,
-    matches,
-    setting,
-    type_hints,
-)
-from verl.trainer.config.keys import nearest
+from verl.base_config import BaseConfig, Violation, config_error, setting
 from verl.utils import envs
 from verl.utils.dataset.config import DataConfig
+from verl.utils.observe.tracking import PACKAGE_OF_BACKEND
 from verl.utils.profiler.config import ProfilerConfig
+from verl.utils.structured import NodeReader, Tree
 from verl.workers.config import (
-    ActorConfig,
     ActorRolloutRefConfig,
     CriticConfig,
     CustomRewardFunctionConfig,
@@ -37,22 +26,9 @@ from verl.workers.config import (
     RolloutConfig,
 )
 from verl.workers.config.ref import ref_class
-from verl.workers.config.reward_model import WITHOUT_MODEL, with_targets
+from verl.workers.config.reward_model import WITHOUT_MODEL
 
-Tree = Mapping[str, Any]
-
-TRACKERS = (
-    "console",
-    "file",
-    "tensorboard",
-    "wandb",
-    "mlflow",
-    "swanlab",
-    "tracking",
-    "vemlp_wandb",
-    "clearml",
-    "trackio",
-)
+TRACKERS = (*PACKAGE_OF_BACKEND, "tracking")
 
 
 @dataclass
@@ -98,9 +74,8 @@ class TrainerConfig(BaseConfig):
 
     def rules(self) -> Iterator[Violation]:
         """Yield unknown trackers."""
-        if not isinstance(self.logger, list | tuple) or any(name not in TRACKERS for name in self.logger):
-            if self.logger not in TRACKERS:
-                yield Violation("logger", self.logger, f"must be a list of trackers out of {', '.join(TRACKERS)}")
+        if any(name not in TRACKERS for name in self.loggers):
+            yield Violation("logger", self.logger, f"must be a list of trackers out of {', '.join(TRACKERS)}")
 
     @property
     def world_size(self) -> int:
@@ -178,10 +153,10 @@ class RunConfig:
         Raises: ConfigError listing every value of the wrong type.
         """
         tree: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=False)
-        parsed = parse_tree(tree)
-        if parsed.mistyped:
-            raise config_error(parsed.mistyped)
-        return parsed.run
+        run, reader = parse_tree(tree)
+        if reader.mistyped:
+            raise config_error(reader.mistyped)
+        return run
 
     @property
     def needs_reference(self) -> bool:
@@ -201,35 +176,26 @@ class RunConfig:
             self.critic.optim.total_training_steps = steps
 
 
-@dataclass(frozen=True)
-class Parsed:
-    """A parsed tree, what its nodes refuse, and the part of that whose values have the wrong type.
+def parse_tree(tree: Tree, use_critic: bool | None = None) -> tuple[RunConfig, NodeReader]:
+    """Parse a resolved tree; the reader holds everything that its nodes refuse.
 
-    In ``run`` a value of the wrong type is replaced by its default, so that the remaining rules can be applied.
-    """
-
-    run: RunConfig
-    violations: list[Violation]
-    mistyped: list[Violation]
-
-
-def parse_tree(tree: Tree, use_critic: bool | None = None) -> Parsed:
-    """Parse a resolved tree and collect everything that its nodes refuse.
-
+    In the result a value of the wrong type is replaced by its default, so that the remaining rules can be applied.
     ``use_critic`` says whether a critic is trained; None follows the tree.
     """
-    reader = _Reader()
+    reader = NodeReader()
     shared = _node(tree, "actor_rollout_ref")
     reward = _node(tree, "reward_model")
     algorithm = reader.node(tree, "algorithm", AlgoConfig)
     critic_node = _node(tree, "critic")
     if use_critic is None:
         use_critic = needs_critic(critic_node.get("enable"), algorithm.adv_estimator)
+    actor = McoreActorConfig if _is_megatron(_node(shared, "actor")) else FSDPActorConfig
+    critic = McoreCriticConfig if _is_megatron(critic_node) else FSDPCriticConfig
     ref = ref_class(_node(shared, "ref"))
     actor_rollout_ref = reader.build(
         {name: value for name, value in shared.items() if name in ("hybrid_engine", "nccl_timeout")}
         | {
-            "actor": reader.node(shared, "actor", _actor_class(shared), "actor_rollout_ref"),
+            "actor": reader.node(shared, "actor", actor, "actor_rollout_ref"),
             "ref": reader.node(shared, "ref", ref, "actor_rollout_ref"),
             "rollout": reader.node(shared, "rollout", RolloutConfig, "actor_rollout_ref"),
             "model": reader.node(shared, "model", HFModelConfig, "actor_rollout_ref"),
@@ -241,9 +207,8 @@ def parse_tree(tree: Tree, use_critic: bool | None = None) -> Parsed:
     if isinstance(own_model, Mapping):
         strict = {"_target_": "verl.workers.config.HFModelConfig", **own_model}
         reader.build(strict, "actor_rollout_ref.ref.model", HFModelConfig)
-    if reward.get("enable") is True:
-        reward = with_targets(reward)
-    else:  # only the nodes in it are checked: nothing reads the other keys of a model that is not used
+    if reward.get("enable") is not True:
+        # Only the nodes in it are checked: nothing reads the other keys of a model that is not used.
         reader.build({name: value for name, value in reward.items() if name not in WITHOUT_MODEL}, "reward_model")
         reward = {name: value for name, value in reward.items() if name in WITHOUT_MODEL}
     run = RunConfig(
@@ -251,22 +216,13 @@ def parse_tree(tree: Tree, use_critic: bool | None = None) -> Parsed:
         trainer=reader.node(tree, "trainer", TrainerConfig),
         algorithm=algorithm,
         actor_rollout_ref=actor_rollout_ref,
-        critic=reader.node(tree, "critic", _critic_class(critic_node)) if use_critic else None,
+        critic=reader.node(tree, "critic", critic) if use_critic else None,
         reward_model=reader.node({"reward_model": reward}, "reward_model", RewardModelConfig),
         custom_reward_function=reader.node(tree, "custom_reward_function", CustomRewardFunctionConfig),
         global_profiler=reader.node(tree, "global_profiler", ProfilerConfig),
         ray_kwargs=reader.node(tree, "ray_kwargs", RayConfig),
     )
-    return Parsed(run, reader.violations, reader.mistyped)
-
-
-def parse_node(tree: Tree, cls: type[BaseConfig] | None = None, path: str = "") -> tuple[Any, list[Violation]]:
-    """Parse one resolved node and return it with what it refuses.
-
-    ``cls`` is its dataclass unless its ``_target_`` names one; ``path`` is the dotted key of the node.
-    """
-    reader = _Reader()
-    return reader.build(tree, path, cls), reader.violations
+    return run, reader
 
 
 def _node(tree: Tree, name: str) -> Tree:
@@ -274,115 +230,5 @@ def _node(tree: Tree, name: str) -> Tree:
     return node if isinstance(node, Mapping) else {}
 
 
-def _actor_class(shared: Tree) -> type[ActorConfig]:
-    return McoreActorConfig if _node(shared, "actor").get("strategy") == "megatron" else FSDPActorConfig
-
-
-def _critic_class(node: Tree) -> type[CriticConfig]:
-    return McoreCriticConfig if node.get("strategy") == "megatron" else FSDPCriticConfig
-
-
-class _Reader:
-    """Builds dataclasses from mappings and keeps what they refuse.
-
-    A node with a ``_target_`` has no other keys than its dataclass; a plain node may hold keys that recipes add.
-    """
-
-    def __init__(self) -> None:
-        self.violations: list[Violation] = []
-        self.mistyped: list[Violation] = []
-
-    def node(self, tree: Tree, name: str, cls: type[BaseConfig], prefix: str = "") -> Any:
-        """Return the node ``name`` of a tree; its defaults, unchecked, if it is absent."""
-        value = tree.get(name)
-        if isinstance(value, Mapping):
-            return self.build(value, f"{prefix}.{name}" if prefix else name, cls)
-        return _default(cls)
-
-    def build(self, value: Any, path: str, cls: type[BaseConfig] | None = None) -> Any:
-        """Return the dataclass of a mapping, or what is not a node with the nodes in it."""
-        if not isinstance(value, Mapping) or is_dataclass(value):
-            return value
-        is_strict = "_target_" in value
-        own = self._target_class(value["_target_"], path) if is_strict else cls
-        if is_strict and own is None:
-            return None if cls is None else _default(cls)
-        hints = {} if own is None else type_hints(own)
-        children = {
-            key: self.build(child, f"{path}.{key}" if path else str(key), _node_class(hints.get(key)))
-            for key, child in value.items()
-            if key != "_target_"
-        }
-        if own is None:
-            return children
-        known = [each.name for each in fields(own) if each.init]
-        for key in [key for key in children if key not in known]:
-            child = value[key]
-            del children[key]
-            if is_strict:
-                similar = ", ".join(nearest(key, known)) or "none"
-                expected = f"there is no such key; the nearest in this node: {similar}"
-                self.violations.append(Violation(f"{path}.{key}", child, expected))
-        return self._made(own, children, path, is_strict)
-
-    def _made(self, cls: Any, children: dict[str, Any], path: str, is_strict: bool) -> Any:
-        """Return the dataclass of the given values, without those of the wrong type."""
-        hints = type_hints(cls) if issubclass(cls, BaseConfig) else {}
-        external_lib = children.pop("external_lib", None)  # building the node would import it
-        self.violations += external_lib_violations(path, external_lib)
-        for key in [key for key in hints if key in children]:
-            child = children[key]
-            if child == "???" or matches(child, hints[key]):
-                continue
-            del children[key]
-            if child is not None or is_strict or _node_class(hints[key]) is None:  # a plain node may be null
-                wrong = field_violation(cls, key, child).under(path)
-                self.mistyped.append(wrong)
-                self.violations.append(wrong)
-        with collected_violations() as refused:
-            try:
-                node = cls(**children)
-            except ConfigError as error:  # a class of the user may raise by itself
-                refused += error.violations
-                node = None
-        self.violations += [violation.under(path) for violation in refused]
-        if external_lib is not None and node is not None:
-            node.__dict__["external_lib"] = external_lib
-        return node
-
-    def _target_class(self, target: Any, path: str) -> Any:
-        from hydra.utils import get_class
-
-        try:
-            cls = get_class(str(target))
-        except Exception as error:  # Hydra wraps every failure of an import of the user's own module
-            self.violations.append(Violation(f"{path}._target_", target, f"cannot be imported: {error}"))
-            return None
-        if not is_dataclass(cls):
-            self.violations.append(Violation(f"{path}._target_", target, "must be a dataclass"))
-            return None
-        return cls
-
-
-def _default(cls: type[BaseConfig]) -> BaseConfig:
-    """Return a node with its defaults, also if they lack what must be given."""
-    with collected_violations():
-        return cls()
-
-
-def _node_class(hint: Any) -> type[BaseConfig] | None:
-    """Return the dataclass among the types of a field, None if its values are not nodes."""
-    for kind in get_args(hint) or (hint,):
-        if isinstance(kind, type) and issubclass(kind, BaseConfig):
-            return kind
-    return None
-
-
-def external_lib_violations(path: str, external_lib: Any) -> list[Violation]:
-    """Return what is wrong with modules that workers import; here they need only exist."""
-    names = [external_lib] if isinstance(external_lib, str) else [] if external_lib is None else external_lib
-    if not isinstance(names, list | tuple) or not all(isinstance(name, str) and name for name in names):
-        return [Violation(f"{path}.external_lib", external_lib, "must be the name of a module, or a list of names")]
-    missing = [name for name in names if importlib.util.find_spec(name.split(".")[0]) is None]
-    expected = f"cannot find {', '.join(missing)}: write modules that are installed or on PYTHONPATH"
-    return [Violation(f"{path}.external_lib", external_lib, expected)] if missing else []
+def _is_megatron(node: Tree) -> bool:
+    return node.get("strategy") == "megatron"

@@ -8,15 +8,9 @@ from verl.workers.config.engine import FSDPEngineConfig, McoreEngineConfig
 from verl.workers.config.megatron import McoreActorConfig, McoreCriticConfig, McoreCriticModelConfig
 from verl.workers.config.model import BaseModelConfig, HFModelConfig
 from verl.workers.config.optimizer import FSDPOptimizerConfig, McoreOptimizerConfig, OptimizerConfig
-from verl.workers.config.ref import FSDPRefConfig, McoreRefConfig, RefConfig
-from verl.workers.config.reward import (
-    CustomRewardFunctionConfig,
-    LocalSandboxConfig,
-    OverlongBufferConfig,
-    SandboxFusionConfig,
-    ScoringConfig,
-)
-from verl.workers.config.reward_model import RewardDataProcessorConfig, RewardModelConfig, RewardModelModelConfig
+from verl.workers.config.ref import FSDPRefConfig, RefConfig
+from verl.workers.config.reward import CustomRewardFunctionConfig, OverlongBufferConfig
+from verl.workers.config.reward_model import RewardModelConfig, RewardModelModelConfig
 from verl.workers.config.rollout import (
     AgentLoopConfig,
     CustomAsyncServerConfig,
@@ -43,25 +37,20 @@ __all__ = [
     "FSDPOptimizerConfig",
     "FSDPRefConfig",
     "HFModelConfig",
-    "LocalSandboxConfig",
     "McoreActorConfig",
     "McoreCriticConfig",
     "McoreCriticModelConfig",
     "McoreEngineConfig",
     "McoreOptimizerConfig",
-    "McoreRefConfig",
     "MultiTurnConfig",
     "OptimizerConfig",
     "OverlongBufferConfig",
     "PolicyLossConfig",
     "RefConfig",
-    "RewardDataProcessorConfig",
     "RewardModelConfig",
     "RewardModelModelConfig",
     "RolloutConfig",
     "SamplingConfig",
-    "SandboxFusionConfig",
-    "ScoringConfig",
     "ServerConfig",
     "TraceConfig",
 ]

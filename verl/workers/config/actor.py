@@ -1,18 +1,18 @@
 """The actor: batches, loss, optimizer and engine of the policy."""
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from verl.algos.names import FULL_KL, KL_ESTIMATORS, LOSS_AGG_MODES
-from verl.base_config import BaseConfig, ConfigError, Violation
+from verl.base_config import BaseConfig, ConfigError, Violation, setting
 from verl.utils.profiler.config import ProfilerConfig
 from verl.workers.config.checkpoint import CheckpointConfig
 from verl.workers.config.engine import STRATEGIES, FSDPEngineConfig
-from verl.workers.config.optimizer import FSDPOptimizerConfig, OptimizerConfig
+from verl.workers.config.optimizer import CLIP_NOTHING, FSDPOptimizerConfig, OptimizerConfig
 
 DEFAULT_CLIP_RATIO = 0.2
+OTHER_TRAINER = "megatron is chosen by --config-name=ppo_megatron_trainer"
 
 
 def micro_batch_rules(node: Mapping[str, Any], global_key: str, switch: str = "use_dynamic_bsz") -> Iterator[Violation]:
@@ -21,59 +21,47 @@ def micro_batch_rules(node: Mapping[str, Any], global_key: str, switch: str = "u
     ``switch`` is the key of dynamic batches, which need no such size.
     """
     per_gpu_key = f"{global_key}_per_gpu"
-    for key in (global_key, per_gpu_key):
-        value = node.get(key)
-        if value is not None and value < 1:
-            yield Violation(key, value, "must be 1 or more")
-    if node.get(global_key) is not None and node.get(per_gpu_key) is not None:
-        yield Violation(
-            global_key, node.get(global_key), f"is deprecated and excludes {per_gpu_key}: set only {per_gpu_key}"
-        )
-    if node.get(global_key) is None and node.get(per_gpu_key) is None:
+    value = node.get(global_key)
+    per_gpu = node.get(per_gpu_key)
+    if value is not None and per_gpu is not None:
+        yield Violation(global_key, value, f"is deprecated and excludes {per_gpu_key}: set only {per_gpu_key}")
+    if value is None and per_gpu is None:
         yield Violation(per_gpu_key, None, f"set {per_gpu_key}, or {switch}=true")
 
 
-def positive_rules(config: BaseConfig, *keys: str) -> Iterator[Violation]:
-    """Yield those of the given integers that are below one."""
-    for key in keys:
-        if config[key] is not None and config[key] < 1:
-            yield Violation(key, config[key], "must be 1 or more")
+def packing_rules(sp_size: int, is_packed: bool, model: str) -> Iterator[Violation]:
+    """Yield sequence parallelism without padding removal; ``model`` is the key of the role's model."""
+    if sp_size > 1 and not is_packed:
+        expected = f"needs packed sequences: set {model}.use_remove_padding=true"
+        yield Violation("ulysses_sequence_parallel_size", sp_size, expected)
 
 
-def merged_optimizer(optim: OptimizerConfig, grad_clip: float) -> Any:
-    """Return the optimizer of a role, whose gradient-norm limit stands in the role's node and in ``optim``: the one
-    that was changed from the common default counts.
-    """
-    clip_grad = grad_clip if grad_clip != 1.0 else optim.clip_grad
-    return dataclasses.replace(optim, clip_grad=clip_grad, grad_clip=None)
+def role_rules(config: Mapping[str, Any]) -> Iterator[Violation]:
+    """Yield a missing strategy and micro-batch sizes that exclude each other, of a role that trains."""
+    if config["strategy"] == "???":
+        yield Violation("strategy", "???", f"is missing: write one of {', '.join(STRATEGIES)}")
+    if not config["use_dynamic_bsz"]:
+        yield from micro_batch_rules(config, "ppo_micro_batch_size")
 
 
 @dataclass
 class PolicyLossConfig(BaseConfig):
     """Which registered policy loss, and its parameters."""
 
-    loss_mode: str = "vanilla"
-    clip_cov_ratio: float | None = 0.0002
-    clip_cov_lb: float | None = 1.0
-    clip_cov_ub: float | None = 5.0
-    kl_cov_ratio: float | None = 0.0002
-    ppo_kl_coef: float | None = 0.1
-    tau_pos: float = 1.0
-    tau_neg: float = 1.05
+    loss_mode: str = setting("vanilla", "name of the loss")
+    clip_cov_ratio: float | None = setting(0.0002, "share of the tokens that clip_cov clips", above=0, at_most=1)
+    clip_cov_lb: float | None = setting(1.0, "least covariance that clip_cov clips")
+    clip_cov_ub: float | None = setting(5.0, "largest covariance that clip_cov clips")
+    kl_cov_ratio: float | None = setting(0.0002, "share of the tokens with a KL term in kl_cov", above=0, at_most=1)
+    ppo_kl_coef: float | None = setting(0.1, "weight of that KL term", at_least=0)
+    tau_pos: float = setting(1.0, "temperature of sapo for positive advantages", above=0)
+    tau_neg: float = setting(1.05, "temperature of sapo for negative advantages", above=0)
 
     def rules(self) -> Iterator[Violation]:
-        """Yield values outside their range."""
-        for key in ("clip_cov_ratio", "kl_cov_ratio"):
-            if self[key] is not None and not 0 < self[key] <= 1:
-                yield Violation(key, self[key], "must be above 0 and at most 1, a share of the tokens")
+        """Yield an empty range of covariances."""
         lower, upper = self.clip_cov_lb, self.clip_cov_ub
         if lower is not None and upper is not None and lower >= upper:
             yield Violation("clip_cov_ub", upper, f"must be above clip_cov_lb={lower}")
-        if self.ppo_kl_coef is not None and self.ppo_kl_coef < 0:
-            yield Violation("ppo_kl_coef", self.ppo_kl_coef, "must be 0 or more")
-        for key in ("tau_pos", "tau_neg"):
-            if not self[key] > 0:
-                yield Violation(key, self[key], "must be above 0")
 
 
 @dataclass
@@ -91,36 +79,36 @@ class ActorConfig(BaseConfig):
         }
     )
 
-    strategy: str = "???"
-    ppo_mini_batch_size: int = 256
-    ppo_micro_batch_size: int | None = None
-    ppo_micro_batch_size_per_gpu: int | None = None
+    strategy: str = setting("???", "training engine")
+    ppo_mini_batch_size: int = setting(256, "prompts of one optimizer step", at_least=1)
+    ppo_micro_batch_size: int | None = setting(None, "deprecated: sequences of a pass over all workers", at_least=1)
+    ppo_micro_batch_size_per_gpu: int | None = setting(None, "sequences of a pass of one worker", at_least=1)
     ppo_infer_micro_batch_size_per_gpu: int | None = None
-    use_dynamic_bsz: bool = False
-    ppo_max_token_len_per_gpu: int = 16384
+    use_dynamic_bsz: bool = setting(False, "fill a pass up to a number of tokens")
+    ppo_max_token_len_per_gpu: int = setting(16384, "tokens of a pass of one worker", at_least=1)
     ppo_infer_max_token_len_per_gpu: int = 16384
-    clip_ratio: float = DEFAULT_CLIP_RATIO
-    clip_ratio_low: float = DEFAULT_CLIP_RATIO
-    clip_ratio_high: float = DEFAULT_CLIP_RATIO
-    freeze_vision_tower: bool = False
+    clip_ratio: float = setting(DEFAULT_CLIP_RATIO, "how far the probability ratio may leave 1", at_least=0)
+    clip_ratio_low: float = setting(DEFAULT_CLIP_RATIO, "how far below 1", at_least=0)
+    clip_ratio_high: float = setting(DEFAULT_CLIP_RATIO, "how far above 1", at_least=0)
+    freeze_vision_tower: bool = setting(False, "stop gradients in the vision tower")
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
-    clip_ratio_c: float = 3.0
-    loss_agg_mode: str = "token-mean"
-    loss_scale_factor: int | None = None
-    entropy_coeff: float = 0
-    use_kl_loss: bool = False
-    use_torch_compile: bool = True
-    kl_loss_coef: float = 0.001
-    kl_loss_type: str = "low_var_kl"
-    ppo_epochs: int = 1
-    shuffle: bool = False
-    data_loader_seed: int | None = 1
+    clip_ratio_c: float = setting(3.0, "largest ratio for negative advantages (dual clip)", above=1)
+    loss_agg_mode: str = setting("token-mean", "how token losses become one number", one_of=LOSS_AGG_MODES)
+    loss_scale_factor: int | None = setting(None, "divisor of seq-mean-token-sum-norm; null: the width", at_least=1)
+    entropy_coeff: float = setting(0, "weight of the entropy bonus")
+    use_kl_loss: bool = setting(False, "add the KL to the reference policy to the loss")
+    use_torch_compile: bool = setting(True, "every value means the one implementation")
+    kl_loss_coef: float = setting(0.001, "weight of that KL")
+    kl_loss_type: str = setting("low_var_kl", "estimator of that KL")
+    ppo_epochs: int = setting(1, "passes over a batch", at_least=1)
+    shuffle: bool = setting(False, "mini-batches are drawn in random order")
+    data_loader_seed: int | None = setting(1, "seed of that order")
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     optim: OptimizerConfig = field(default_factory=OptimizerConfig)
-    use_fused_kernels: bool = False
+    use_fused_kernels: bool = setting(False, "follows actor_rollout_ref.model.use_fused_kernels")
     profiler: ProfilerConfig | None = field(default_factory=ProfilerConfig)
     engine: BaseConfig = field(default_factory=BaseConfig)
-    rollout_n: int = 1
+    rollout_n: int = setting(1, "responses of one prompt", at_least=1)
     model_config: Any = None
 
     def __post_init__(self) -> None:
@@ -130,23 +118,11 @@ class ActorConfig(BaseConfig):
                 self.__dict__[key] = self.clip_ratio
 
     def rules(self) -> Iterator[Violation]:
-        """Yield unknown names, batch sizes that exclude each other, and values outside their range."""
-        if self.strategy == "???":
-            yield Violation("strategy", self.strategy, f"is missing: write one of {', '.join(STRATEGIES)}")
-        sizes = ("ppo_mini_batch_size", "ppo_max_token_len_per_gpu", "ppo_epochs", "rollout_n", "loss_scale_factor")
-        yield from positive_rules(self, *sizes)
-        if not self.use_dynamic_bsz:
-            yield from micro_batch_rules(self, "ppo_micro_batch_size")
-        if self.loss_agg_mode not in LOSS_AGG_MODES:
-            yield Violation("loss_agg_mode", self.loss_agg_mode, f"must be one of {', '.join(LOSS_AGG_MODES)}")
+        """Yield what is wrong with any role that trains, and an unknown estimator of the KL."""
+        yield from role_rules(self)
         if self.kl_loss_type != FULL_KL and self.kl_loss_type.removesuffix("+") not in KL_ESTIMATORS:
             expected = f"must be one of {', '.join(KL_ESTIMATORS)}, or one with a +, or {FULL_KL}"
             yield Violation("kl_loss_type", self.kl_loss_type, expected)
-        for key in ("clip_ratio", "clip_ratio_low", "clip_ratio_high"):
-            if not self[key] >= 0:
-                yield Violation(key, self[key], "must be 0 or more")
-        if not self.clip_ratio_c > 1:
-            yield Violation("clip_ratio_c", self.clip_ratio_c, "must be above 1")
 
     @property
     def uses_full_kl(self) -> bool:
@@ -154,21 +130,16 @@ class ActorConfig(BaseConfig):
         return self.use_kl_loss and self.kl_loss_type == FULL_KL
 
     def validate(self, n_gpus: int, train_batch_size: int, model_config: Any = None) -> None:
-        """Check the batch sizes against the number of workers.
+        """Check the batch sizes against the number of workers, and that sequences are packed where they are shared.
 
         Raises: ConfigError listing what does not fit.
         """
-        violations = list(self.batch_rules(n_gpus, train_batch_size)) + list(self.model_rules(model_config or {}))
+        sp_size = self.get("ulysses_sequence_parallel_size", 1)
+        is_packed = self.get("use_remove_padding") or (model_config or {}).get("use_remove_padding", False)
+        violations = list(mini_batch_rules(self, n_gpus, train_batch_size, sp_size))
+        violations += packing_rules(sp_size, is_packed, "actor_rollout_ref.model")
         if violations:
             raise ConfigError(violations)
-
-    def batch_rules(self, n_gpus: int, train_batch_size: int) -> Iterator[Violation]:
-        """Yield batch sizes that do not fit the training batch or the number of workers."""
-        yield from mini_batch_rules(self, n_gpus, train_batch_size, self.get("ulysses_sequence_parallel_size", 1))
-
-    def model_rules(self, model_config: Any) -> Iterator[Violation]:
-        """Yield what does not fit the model node."""
-        return iter(())
 
 
 def mini_batch_rules(
@@ -188,64 +159,36 @@ def mini_batch_rules(
         yield Violation("ppo_micro_batch_size", micro, f"{expected}: set ppo_micro_batch_size_per_gpu instead")
 
 
-def ulysses_rules(config: Mapping[str, Any], model: Mapping[str, Any]) -> Iterator[Violation]:
-    """Yield sequence parallelism of an actor without padding removal."""
-    packed = config["use_remove_padding"] or model.get("use_remove_padding", False)
-    if config["ulysses_sequence_parallel_size"] > 1 and not packed:
-        yield Violation(
-            "ulysses_sequence_parallel_size",
-            config["ulysses_sequence_parallel_size"],
-            "needs packed sequences: set actor_rollout_ref.model.use_remove_padding=true",
-        )
-
-
 @dataclass
 class FSDPActorConfig(ActorConfig):
     """The policy under training, on FSDP."""
 
-    strategy: str = "fsdp"
-    grad_clip: float = 1.0
-    ulysses_sequence_parallel_size: int = 1
-    entropy_from_logits_with_chunking: bool = False
-    entropy_checkpointing: bool = False
+    strategy: str = setting("fsdp", "training engine", one_of=STRATEGIES, hint=OTHER_TRAINER)
+    grad_clip: float = setting(1.0, "limit of the gradient norm", above=0, hint=CLIP_NOTHING)
+    ulysses_sequence_parallel_size: int = setting(1, "workers that share each sequence", at_least=1)
+    entropy_from_logits_with_chunking: bool = setting(False, "compute log-probs 2048 rows at a time")
+    entropy_checkpointing: bool = setting(False, "every value means the one implementation")
     optim: FSDPOptimizerConfig = field(default_factory=lambda: FSDPOptimizerConfig(lr=1e-6))
     fsdp_config: FSDPEngineConfig = field(default_factory=FSDPEngineConfig)
-    use_remove_padding: bool = False
-    use_rollout_log_probs: bool = False
+    use_remove_padding: bool = setting(False, "follows actor_rollout_ref.model.use_remove_padding")
+    use_rollout_log_probs: bool = setting(False, "use the old log-probs of the batch even where on-policy")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.engine = self.fsdp_config
 
     def rules(self) -> Iterator[Violation]:
-        """Yield what ``ActorConfig`` does, unknown strategies and sizes below one."""
+        """Yield what ``ActorConfig`` does, and asynchronous saving."""
         yield from super().rules()
-        yield from fsdp_role_rules(self)
-
-    def model_rules(self, model_config: Any) -> Iterator[Violation]:
-        """Yield sequence parallelism without padding removal."""
-        yield from ulysses_rules(self, model_config)
+        yield from async_save_rules(self.checkpoint.async_save, self.strategy)
 
     def optimizer(self) -> FSDPOptimizerConfig:
         """Return the optimizer with the gradient-norm limit that counts."""
-        merged: FSDPOptimizerConfig = merged_optimizer(self.optim, self.grad_clip)
-        return merged
+        return self.optim.limited(self.grad_clip)
 
 
-def async_save_rules(prefix: str, async_save: bool, strategy: str) -> Iterator[Violation]:
-    """Yield a save beside training that the engine does not know; ``prefix`` is that of the key."""
+def async_save_rules(async_save: bool, strategy: str) -> Iterator[Violation]:
+    """Yield ``checkpoint.async_save`` with an engine that does not support it."""
     if async_save and strategy != "megatron":
-        yield Violation.unsupported(
-            f"{prefix}async_save", True, f"is not supported with strategy={strategy}: write false"
-        )
-
-
-def fsdp_role_rules(config: Any) -> Iterator[Violation]:
-    """Yield what is wrong with the keys that every role on FSDP has."""
-    if config.strategy not in STRATEGIES:
-        expected = f"must be one of {', '.join(STRATEGIES)}; megatron is chosen by --config-name=ppo_megatron_trainer"
-        yield Violation("strategy", config.strategy, expected)
-    if config.grad_clip <= 0:
-        yield Violation("grad_clip", config.grad_clip, "must be above 0; write a large number to clip nothing")
-    yield from async_save_rules("checkpoint.", config.checkpoint.async_save, config.strategy)
-    yield from positive_rules(config, "ulysses_sequence_parallel_size")
+        expected = f"is not supported with strategy={strategy}: write false"
+        yield Violation.unsupported("checkpoint.async_save", True, expected)

@@ -1,9 +1,8 @@
 """The policy under training, its generation engine and the reference policy: the node of the shared workers."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from verl.base_config import BaseConfig, Violation, setting
+from verl.base_config import BaseConfig, setting
 from verl.workers.config.actor import ActorConfig
 from verl.workers.config.engine import NCCL_TIMEOUT_S
 from verl.workers.config.model import HFModelConfig
@@ -19,13 +18,10 @@ class ActorRolloutRefConfig(BaseConfig):
     ref: RefConfig = field(default_factory=FSDPRefConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     model: HFModelConfig = field(default_factory=HFModelConfig)
-    hybrid_engine: bool = setting(True, "actor and rollout share their devices")
+    hybrid_engine: bool = setting(
+        True, "actor and rollout share their devices", one_of=(True,), hint="actor and rollout share their devices"
+    )
     nccl_timeout: float = setting(NCCL_TIMEOUT_S, "seconds that a collective may take", above=0)
-
-    def rules(self) -> Iterator[Violation]:
-        """Yield an actor and a rollout on different devices."""
-        if not self.hybrid_engine:
-            yield Violation("hybrid_engine", False, "must be true: actor and rollout share their devices")
 
     @property
     def reference_is_in_actor(self) -> bool:

@@ -5,19 +5,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.algos.names import LOSS_AGG_MODES
-from verl.base_config import BaseConfig, ConfigError, Violation
+from verl.base_config import BaseConfig, ConfigError, Violation, setting
 from verl.utils.profiler.config import ProfilerConfig
-from verl.workers.config.actor import (
-    fsdp_role_rules,
-    merged_optimizer,
-    micro_batch_rules,
-    mini_batch_rules,
-    positive_rules,
-)
+from verl.workers.config.actor import OTHER_TRAINER, async_save_rules, mini_batch_rules, packing_rules, role_rules
 from verl.workers.config.checkpoint import CheckpointConfig
 from verl.workers.config.engine import NCCL_TIMEOUT_S, STRATEGIES, FSDPEngineConfig
-from verl.workers.config.model import BaseModelConfig, HFModelConfig
-from verl.workers.config.optimizer import FSDPOptimizerConfig, OptimizerConfig
+from verl.workers.config.model import BaseModelConfig
+from verl.workers.config.optimizer import CLIP_NOTHING, FSDPOptimizerConfig, OptimizerConfig
 
 
 @dataclass
@@ -25,33 +19,43 @@ class CriticConfig(BaseConfig):
     """The value function under training, whatever its engine."""
 
     _mutable_fields = frozenset(
-        {"ppo_micro_batch_size_per_gpu", "ppo_mini_batch_size", "ppo_micro_batch_size", "model_config", "engine"}
+        {
+            "ppo_micro_batch_size_per_gpu",
+            "ppo_mini_batch_size",
+            "ppo_micro_batch_size",
+            "forward_micro_batch_size",
+            "forward_micro_batch_size_per_gpu",
+            "model_config",
+            "engine",
+        }
     )
 
-    rollout_n: int = 1
-    strategy: str = "???"
-    enable: bool | None = None
+    rollout_n: int = setting(1, "responses of one prompt", at_least=1)
+    strategy: str = setting("???", "training engine")
+    enable: bool | None = setting(None, "train a critic; null: if the estimator needs one")
     optim: OptimizerConfig = field(default_factory=OptimizerConfig)
     model: BaseModelConfig = field(default_factory=BaseModelConfig)
-    ppo_mini_batch_size: int = 256
-    ppo_micro_batch_size: int | None = None
-    ppo_micro_batch_size_per_gpu: int | None = None
+    ppo_mini_batch_size: int = setting(256, "prompts of one optimizer step", at_least=1)
+    ppo_micro_batch_size: int | None = setting(None, "deprecated: sequences of a pass over all workers", at_least=1)
+    ppo_micro_batch_size_per_gpu: int | None = setting(None, "sequences of a pass of one worker", at_least=1)
     ppo_infer_micro_batch_size_per_gpu: int | None = None
-    use_dynamic_bsz: bool = False
-    ppo_max_token_len_per_gpu: int = 32768
+    use_dynamic_bsz: bool = setting(False, "fill a pass up to a number of tokens")
+    ppo_max_token_len_per_gpu: int = setting(32768, "tokens of a pass of one worker", at_least=1)
     ppo_infer_max_token_len_per_gpu: int = 32768
-    forward_max_token_len_per_gpu: int = 32768
-    ppo_epochs: int = 1
-    shuffle: bool = False
-    data_loader_seed: int | None = 1
-    cliprange_value: float = 0.5
-    loss_agg_mode: str = "token-mean"
-    loss_scale_factor: int | None = None
+    forward_micro_batch_size: int | None = setting(None, "deprecated: as ppo_micro_batch_size", at_least=1)
+    forward_micro_batch_size_per_gpu: int | None = setting(None, "sequences of a forward pass", at_least=1)
+    forward_max_token_len_per_gpu: int = setting(32768, "tokens of a forward pass of one worker", at_least=1)
+    ppo_epochs: int = setting(1, "passes over a batch", at_least=1)
+    shuffle: bool = setting(False, "mini-batches are drawn in random order")
+    data_loader_seed: int | None = setting(1, "seed of that order")
+    cliprange_value: float = setting(0.5, "how far a value may leave its old one", above=0)
+    loss_agg_mode: str = setting("token-mean", "how token losses become one number", one_of=LOSS_AGG_MODES)
+    loss_scale_factor: int | None = setting(None, "divisor of seq-mean-token-sum-norm; null: the width", at_least=1)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     profiler: ProfilerConfig | None = field(default_factory=ProfilerConfig)
     engine: BaseConfig = field(default_factory=BaseConfig)
     model_config: Any = None
-    nccl_timeout: int = NCCL_TIMEOUT_S
+    nccl_timeout: int = setting(NCCL_TIMEOUT_S, "seconds that a collective may take", at_least=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -59,97 +63,57 @@ class CriticConfig(BaseConfig):
             self.model_config = self.model
 
     def rules(self) -> Iterator[Violation]:
-        """Yield unknown names, batch sizes that exclude each other, and values outside their range."""
-        if self.strategy == "???":
-            yield Violation("strategy", self.strategy, f"is missing: write one of {', '.join(STRATEGIES)}")
-        yield from positive_rules(
-            self,
-            "ppo_mini_batch_size",
-            "ppo_max_token_len_per_gpu",
-            "forward_max_token_len_per_gpu",
-            "ppo_epochs",
-            "rollout_n",
-            "loss_scale_factor",
-            "nccl_timeout",
-        )
-        if not self.use_dynamic_bsz:
-            yield from micro_batch_rules(self, "ppo_micro_batch_size")
-        if self.loss_agg_mode not in LOSS_AGG_MODES:
-            yield Violation("loss_agg_mode", self.loss_agg_mode, f"must be one of {', '.join(LOSS_AGG_MODES)}")
-        if self.cliprange_value <= 0:
-            yield Violation("cliprange_value", self.cliprange_value, "must be above 0")
+        """Yield what is wrong with any role that trains."""
+        return role_rules(self)
 
     def validate(self, n_gpus: int, train_batch_size: int) -> None:
         """Check the batch sizes against the number of workers.
 
         Raises: ConfigError listing what does not fit.
         """
-        violations = list(self.batch_rules(n_gpus, train_batch_size))
+        sp_size = self.get("ulysses_sequence_parallel_size", 1)
+        violations = list(mini_batch_rules(self, n_gpus, train_batch_size, sp_size))
         if violations:
             raise ConfigError(violations)
-
-    def batch_rules(self, n_gpus: int, train_batch_size: int) -> Iterator[Violation]:
-        """Yield batch sizes that do not fit the training batch or the number of workers."""
-        yield from mini_batch_rules(self, n_gpus, train_batch_size, self.get("ulysses_sequence_parallel_size", 1))
 
 
 @dataclass
 class FSDPCriticModelCfg(BaseModelConfig):
     """The model of the value function, on FSDP."""
 
-    use_shm: bool = False
-    enable_activation_offload: bool = False
-    use_remove_padding: bool = False
-    enable_gradient_checkpointing: bool = True
+    use_shm: bool = setting(False, "load from a copy in shared memory")
+    enable_activation_offload: bool = setting(False, "keep activations in CPU memory")
+    use_remove_padding: bool = setting(False, "pack sequences instead of padding them")
+    enable_gradient_checkpointing: bool = setting(True, "compute activations again in the backward pass")
     fsdp_config: FSDPEngineConfig = field(default_factory=FSDPEngineConfig)
-    lora_rank: int = 0
-    lora_alpha: int = 16
-    target_modules: str | list[str] = "all-linear"
-    freeze_vision_tower: bool = False
-    custom_chat_template: str | None = None
-
-    def rules(self) -> Iterator[Violation]:
-        """Yield a negative adapter rank."""
-        if self.lora_rank < 0:
-            yield Violation("lora_rank", self.lora_rank, "must be 0 (no adapters) or more")
-
-    def as_model_config(self) -> HFModelConfig:
-        """Return the node from which an engine builds the value model."""
-        own = ("_target_", "fsdp_config", "freeze_vision_tower")
-        return HFModelConfig(**{name: value for name, value in self.items() if name not in own})
+    lora_rank: int = setting(0, "rank of the adapters; 0: none", at_least=0)
+    lora_alpha: int = setting(16, "scale of the adapters, divided by their rank")
+    target_modules: str | list[str] = setting("all-linear", "modules with adapters")
+    freeze_vision_tower: bool = setting(False, "stop gradients in the vision tower")
+    custom_chat_template: str | None = setting(None, "Jinja text instead of the chat template")
 
 
 @dataclass
 class FSDPCriticConfig(CriticConfig):
     """The value function under training, on FSDP."""
 
-    _mutable_fields = CriticConfig._mutable_fields | {"forward_micro_batch_size", "forward_micro_batch_size_per_gpu"}
-
-    strategy: str = "fsdp"
+    strategy: str = setting("fsdp", "training engine", one_of=STRATEGIES, hint=OTHER_TRAINER)
     optim: FSDPOptimizerConfig = field(default_factory=lambda: FSDPOptimizerConfig(lr=1e-5))
     model: FSDPCriticModelCfg = field(default_factory=FSDPCriticModelCfg)
-    forward_micro_batch_size: int | None = None
-    forward_micro_batch_size_per_gpu: int | None = None
-    ulysses_sequence_parallel_size: int = 1
-    grad_clip: float = 1.0
+    ulysses_sequence_parallel_size: int = setting(1, "workers that share each sequence", at_least=1)
+    grad_clip: float = setting(1.0, "limit of the gradient norm", above=0, hint=CLIP_NOTHING)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.engine = self.model["fsdp_config"]
 
     def rules(self) -> Iterator[Violation]:
-        """Yield what ``CriticConfig`` does, and sequence parallelism without padding removal."""
+        """Yield what ``CriticConfig`` does, asynchronous saving, and sequence parallelism without padding removal."""
         yield from super().rules()
-        yield from fsdp_role_rules(self)
-        yield from positive_rules(self, "forward_micro_batch_size", "forward_micro_batch_size_per_gpu")
-        if self.ulysses_sequence_parallel_size > 1 and not self.model["use_remove_padding"]:
-            yield Violation(
-                "ulysses_sequence_parallel_size",
-                self.ulysses_sequence_parallel_size,
-                "needs packed sequences: set critic.model.use_remove_padding=true",
-            )
+        yield from async_save_rules(self.checkpoint.async_save, self.strategy)
+        is_packed = self.model["use_remove_padding"]
+        yield from packing_rules(self.ulysses_sequence_parallel_size, is_packed, "critic.model")
 
     def optimizer(self) -> FSDPOptimizerConfig:
         """Return the optimizer with the gradient-norm limit that counts."""
-        merged: FSDPOptimizerConfig = merged_optimizer(self.optim, self.grad_clip)
-        return merged
+        return self.optim.limited(self.grad_clip)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl.base_config import BaseConfig, Violation
+from verl.base_config import BaseConfig, Violation, matches, setting
 
 STRATEGIES = ("fsdp", "fsdp2")
 DTYPES = ("fp32", "float32", "bf16", "bfloat16", "fp16", "float16")
@@ -13,21 +13,14 @@ MCORE_DTYPES = ("fp32", "float32", "bf16", "bfloat16")
 PRECISION_KEYS = ("param_dtype", "reduce_dtype", "buffer_dtype")
 
 
-def _is_count_or_null(value: Any) -> bool:
-    return value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0)
-
-
-def _is_name_or_names(value: Any) -> bool:
-    names = [value] if value is None or isinstance(value, str) else value
-    return isinstance(names, list | tuple) and all(name is None or isinstance(name, str) for name in names)
-
-
 _WRAP_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "min_num_params": (_is_count_or_null, "must be an integer of 0 or more"),
-    "disable": (lambda value: value is None or isinstance(value, bool), "must be true or false"),
-    "transformer_layer_cls_to_wrap": (_is_name_or_names, "must be the name of a class, or a list of names"),
+    "min_num_params": (lambda value: matches(value, int) and value >= 0, "must be an integer of 0 or more"),
+    "disable": (lambda value: matches(value, bool), "must be true or false"),
+    "transformer_layer_cls_to_wrap": (
+        lambda value: matches(value, str | list[str | None]),
+        "must be the name of a class, or a list of names",
+    ),
 }
-WRAP_KEYS = tuple(_WRAP_CHECKS)
 
 NCCL_TIMEOUT_S = 600
 """How long a collective may take where no configuration says it."""
@@ -38,37 +31,32 @@ class FSDPEngineConfig(BaseConfig):
     """One FSDP engine."""
 
     wrap_policy: dict[str, Any] = field(default_factory=lambda: {"min_num_params": 0})
-    param_offload: bool = False
-    optimizer_offload: bool = False
-    offload_policy: bool = False
-    reshard_after_forward: bool = True
-    fsdp_size: int = -1
-    forward_prefetch: bool = False
-    model_dtype: str = "fp32"
-    use_orig_params: bool = False
-    ulysses_sequence_parallel_size: int = 1
-    entropy_from_logits_with_chunking: bool = False
-    use_torch_compile: bool = True
-    entropy_checkpointing: bool = False
-    forward_only: bool = False
-    strategy: str = "fsdp"
-    mixed_precision: dict[str, Any] | None = None
-    seed: int = 42
+    param_offload: bool = setting(False, "keep the weights in CPU memory between tasks")
+    optimizer_offload: bool = setting(False, "keep the optimizer's state in CPU memory between tasks")
+    offload_policy: bool = setting(False, "keep weights and state in CPU memory during tasks too")
+    reshard_after_forward: bool = setting(True, "free gathered weights after the forward pass")
+    fsdp_size: int = setting(-1, "ranks of a shard group; -1: all")
+    forward_prefetch: bool = setting(False, "gather the next layer during the forward pass")
+    model_dtype: str = setting("fp32", "dtype of the weights in memory", one_of=DTYPES)
+    use_orig_params: bool = setting(False, "every value means the one implementation")
+    ulysses_sequence_parallel_size: int = setting(1, "workers that share each sequence", at_least=1)
+    entropy_from_logits_with_chunking: bool = setting(False, "compute log-probs 2048 rows at a time")
+    use_torch_compile: bool = setting(True, "every value means the one implementation")
+    entropy_checkpointing: bool = setting(False, "every value means the one implementation")
+    forward_only: bool = setting(False, "there is no optimizer")
+    strategy: str = setting("fsdp", "training engine", one_of=STRATEGIES)
+    mixed_precision: dict[str, Any] | None = setting(None, "dtypes of computation, reduction and buffers")
+    seed: int = setting(42, "seed of random weights and of dropout")
 
     def rules(self) -> Iterator[Violation]:
-        """Yield unknown names and sizes below one."""
-        if self.strategy not in STRATEGIES:
-            yield Violation("strategy", self.strategy, f"must be one of {', '.join(STRATEGIES)}")
+        """Yield a size below one, and unknown keys and dtypes."""
         if self.fsdp_size != -1 and self.fsdp_size < 1:
             yield Violation("fsdp_size", self.fsdp_size, "must be -1 (shard over all ranks) or 1 or more")
-        if self.ulysses_sequence_parallel_size < 1:
-            yield Violation("ulysses_sequence_parallel_size", self.ulysses_sequence_parallel_size, "must be 1 or more")
-        if self.model_dtype not in DTYPES:
-            yield Violation("model_dtype", self.model_dtype, f"must be one of {', '.join(DTYPES)}")
         for key, value in self.wrap_policy.items():
-            if key not in WRAP_KEYS:
-                yield Violation(f"wrap_policy.{key}", value, f"unknown key: write one of {', '.join(WRAP_KEYS)}")
-            elif not _WRAP_CHECKS[key][0](value):
+            if key not in _WRAP_CHECKS:
+                expected = f"unknown key: write one of {', '.join(_WRAP_CHECKS)}"
+                yield Violation(f"wrap_policy.{key}", value, expected)
+            elif value is not None and not _WRAP_CHECKS[key][0](value):
                 yield Violation(f"wrap_policy.{key}", value, _WRAP_CHECKS[key][1])
         for key, dtype in (self.mixed_precision or {}).items():
             if key not in PRECISION_KEYS:
@@ -100,29 +88,30 @@ class McoreEngineConfig(BaseConfig):
     """One Megatron-Core engine."""
 
     _mutable_fields = frozenset({"sequence_parallel"})
+    _is_closed = True
 
-    param_offload: bool = False
-    grad_offload: bool = False
-    optimizer_offload: bool = False
-    tensor_model_parallel_size: int = 1
-    expert_model_parallel_size: int = 1
-    expert_tensor_parallel_size: int | None = None
-    pipeline_model_parallel_size: int = 1
-    virtual_pipeline_model_parallel_size: int | None = None
-    context_parallel_size: int = 1
-    sequence_parallel: bool = True
-    use_distributed_optimizer: bool = True
-    use_dist_checkpointing: bool = False
-    dist_checkpointing_path: str | None = None
-    seed: int = 42
-    dtype: str | None = None
+    param_offload: bool = setting(False, "keep the weights in CPU memory between tasks")
+    grad_offload: bool = setting(False, "keep the gradients in CPU memory between tasks")
+    optimizer_offload: bool = setting(False, "keep the optimizer's state in CPU memory between tasks")
+    tensor_model_parallel_size: int = setting(1, "ranks that share each layer", at_least=1)
+    expert_model_parallel_size: int = setting(1, "ranks that share the experts", at_least=1)
+    expert_tensor_parallel_size: int | None = setting(None, "ranks that share each expert", at_least=1)
+    pipeline_model_parallel_size: int = setting(1, "stages of layers", at_least=1)
+    virtual_pipeline_model_parallel_size: int | None = setting(None, "parts of each stage", at_least=2)
+    context_parallel_size: int = setting(1, "ranks that share each sequence", at_least=1)
+    sequence_parallel: bool = setting(True, "cut activations between layers over the tensor-parallel ranks")
+    use_distributed_optimizer: bool = setting(True, "cut the optimizer's state over the data-parallel ranks")
+    use_dist_checkpointing: bool = setting(False, "load the weights of dist_checkpointing_path")
+    dist_checkpointing_path: str | None = setting(None, "folder of weights in the format of Megatron-Core")
+    seed: int = setting(42, "seed of random weights and of dropout")
+    dtype: str | None = setting(None, "dtype of the weights; null: bf16 on GPUs, fp32 on CPUs", one_of=MCORE_DTYPES)
     override_ddp_config: dict[str, Any] = field(default_factory=dict)
     override_transformer_config: dict[str, Any] = field(default_factory=_default_transformer_overrides)
     override_mcore_model_config: dict[str, Any] = field(default_factory=dict)
-    use_mbridge: bool = False
-    share_model_files: bool = False
-    forward_only: bool = False
-    strategy: str = "megatron"
+    use_mbridge: bool = setting(False, "kept for established commands")
+    share_model_files: bool = setting(False, "workers get files of model.path that their node lacks from others")
+    forward_only: bool = setting(False, "there is no optimizer")
+    strategy: str = setting("megatron", "training engine", one_of=("megatron",))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -135,74 +124,57 @@ class McoreEngineConfig(BaseConfig):
             self.sequence_parallel = False
 
     def rules(self) -> Iterator[Violation]:
-        """Yield unknown names, sizes below one, and what is not supported yet."""
-        if self.strategy != "megatron":
-            yield Violation("strategy", self.strategy, "must be megatron")
-        for axis in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor"):
-            key = f"{axis}_parallel_size"
-            if (size := getattr(self, key)) is not None and size < 1:
-                yield Violation(key, size, "must be 1 or more")
-        if self.dtype not in (None, *MCORE_DTYPES):
-            yield Violation("dtype", self.dtype, f"must be null or one of {', '.join(MCORE_DTYPES)}")
+        """Yield options that exclude each other, and those that are not supported or change the model."""
         if self.use_dist_checkpointing != (self.dist_checkpointing_path is not None):
-            missing = self.dist_checkpointing_path is None
-            yield Violation(
-                "dist_checkpointing_path", self.dist_checkpointing_path,
-                "must name a folder with use_dist_checkpointing=true" if missing
-                else "is read with use_dist_checkpointing=true only: write that, or null here",
-            )  # fmt: skip
-        yield from self._virtual_stages()
-        yield from self._unsupported()
+            expected = "is read with use_dist_checkpointing=true only: write that, or null here"
+            if self.use_dist_checkpointing:
+                expected = "must name a folder with use_dist_checkpointing=true"
+            yield Violation("dist_checkpointing_path", self.dist_checkpointing_path, expected)
+        if self.override_mcore_model_config:
+            expected = (
+                "would change the model that trains and not the one that generates: write what config.json has in "
+                "model.override_config"
+            )
+            yield Violation("override_mcore_model_config", self.override_mcore_model_config, expected)
+        if self.use_mbridge:
+            expected = "is not supported: write false, the tables of verl.models.mcore convert the weights"
+            yield Violation.unsupported("use_mbridge", True, expected)
+        if self.virtual_pipeline_model_parallel_size is not None:
+            yield from self._stage_rules(self.virtual_pipeline_model_parallel_size)
+        yield from self._ddp_rules()
+        yield from self._choice_rules()
 
-    def _virtual_stages(self) -> Iterator[Violation]:
-        key, stages = "virtual_pipeline_model_parallel_size", self.virtual_pipeline_model_parallel_size
-        if stages is None:
-            return
-        if stages < 2:
-            yield Violation(key, stages, "must be 2 or more, or null")
+    def _stage_rules(self, stages: int) -> Iterator[Violation]:
         if self.pipeline_model_parallel_size < 2:
-            yield Violation(key, stages, "needs pipeline_model_parallel_size of 2 or more: write null")
+            expected = "needs pipeline_model_parallel_size of 2 or more: write null"
+            yield Violation("virtual_pipeline_model_parallel_size", stages, expected)
         if self.override_transformer_config.get("batch_p2p_comm", False):
-            yield Violation(
-                "override_transformer_config.batch_p2p_comm", True,
-                "must be false with virtual stages: Megatron-Core exchanges the wrong activations, silently",
-            )  # fmt: skip
+            expected = "must be false with virtual stages: Megatron-Core exchanges the wrong activations, silently"
+            yield Violation("override_transformer_config.batch_p2p_comm", True, expected)
         if self.override_transformer_config.get("overlap_p2p_comm") is False:
             expected = "must be true with virtual stages, whose exchange is not tested otherwise: leave it out"
             yield Violation("override_transformer_config.overlap_p2p_comm", False, expected)
 
-    def _gather_in_forward(self) -> Iterator[Violation]:
-        key, options = "override_ddp_config.overlap_param_gather", self.override_ddp_config
-        if not options.get("overlap_param_gather"):
-            return
-        if not self.use_distributed_optimizer:
+    def _ddp_rules(self) -> Iterator[Violation]:
+        options = self.override_ddp_config
+        key = "override_ddp_config.overlap_param_gather"
+        if options.get("overlap_param_gather") and not self.use_distributed_optimizer:
             expected = "needs megatron.use_distributed_optimizer=true: without it no step leaves weights to gather"
             yield Violation(key, True, expected)
-        if not options.get("overlap_grad_reduce"):
-            yield Violation(key, True, "needs overlap_grad_reduce=true beside it, which cuts the weights into buckets")
-
-    def _unsupported(self) -> Iterator[Violation]:
-        if self.override_mcore_model_config:
-            expected = (
-                "would change the model that trains and not the one that generates: write what config.json has in "
-            )
-            yield Violation(
-                "override_mcore_model_config", self.override_mcore_model_config, f"{expected}model.override_config"
-            )
-        if self.use_mbridge:
-            expected = "is not supported: write false, the tables of verl.models.mcore convert the weights"
-            yield Violation.unsupported("use_mbridge", True, expected)
-        yield from self._gather_in_forward()
-        own = self.override_ddp_config.get("use_distributed_optimizer", self.use_distributed_optimizer)
+        if options.get("overlap_param_gather") and not options.get("overlap_grad_reduce"):
+            yield Violation(key, True, "needs overlap_grad_reduce=true too, which cuts the weights into buckets")
+        own = options.get("use_distributed_optimizer", self.use_distributed_optimizer)
         if own != self.use_distributed_optimizer:
             expected = "stands one level higher: write megatron.use_distributed_optimizer"
             yield Violation("override_ddp_config.use_distributed_optimizer", own, expected)
-        modules = self.override_transformer_config.get("recompute_modules") or ()
+
+    def _choice_rules(self) -> Iterator[Violation]:
+        overrides = self.override_transformer_config
+        modules = overrides.get("recompute_modules") or ()
         if unknown := [name for name in modules if name not in RECOMPUTED]:
             expected = f"names {', '.join(map(str, unknown))}: it may name {', '.join(RECOMPUTED)}"
             yield Violation("override_transformer_config.recompute_modules", modules, expected)
         for key, values in OVERRIDE_VALUES.items():
-            value = self.override_transformer_config.get(key)
-            if value is not None and value not in values:
+            if overrides.get(key) not in (None, *values):
                 expected = f"must be null or one of {', '.join(values)}"
-                yield Violation(f"override_transformer_config.{key}", value, expected)
+                yield Violation(f"override_transformer_config.{key}", overrides[key], expected)

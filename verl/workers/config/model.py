@@ -3,14 +3,15 @@
 import importlib.util
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
-from verl.base_config import BaseConfig, ConfigError, Violation
+from verl.base_config import BaseConfig, ConfigError, Violation, setting, type_hints
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -24,11 +25,16 @@ TOKENIZER_SUFFIXES = (".model", ".tiktoken", ".bpe")
 class BaseModelConfig(BaseConfig):
     """What every model node names."""
 
-    path: str = "~/models/deepseek-llm-7b-chat"
-    tokenizer_path: str | None = None
+    path: str = setting("~/models/deepseek-llm-7b-chat", "folder or hub id of the model")
+    tokenizer_path: str | None = setting(None, "folder or hub id of its tokenizer; null: path")
     override_config: dict[str, Any] = field(default_factory=dict)
-    external_lib: str | list[str] | None = None
-    trust_remote_code: bool = False
+    external_lib: str | list[str] | None = setting(None, "modules that workers import first")
+    trust_remote_code: bool = setting(False, "code from the model's repository may run")
+
+    def as_model_config(self) -> "HFModelConfig":
+        """Return the node from which an engine builds the model."""
+        shared = type_hints(HFModelConfig).keys() - {"_target_"}
+        return HFModelConfig(**{name: value for name, value in self.items() if name in shared})
 
 
 class Loaded:
@@ -54,29 +60,29 @@ class Loaded:
         instance.__dict__[self._name] = value
 
 
-def _local_path(config: "HFModelConfig") -> str:
-    return _to_local("model.path", config.path, config.use_shm)
+def _local(key: str) -> Callable[["HFModelConfig"], str]:
+    """Return the loader of a local folder: of what ``key`` names, or of ``path`` if it names nothing else."""
+
+    def load(config: "HFModelConfig") -> str:
+        from verl.utils.fs import copy_to_local
+
+        path = config[key]
+        if key != "path" and path in (None, config.path):
+            return config.local_path
+        if not path or path == "???":
+            expected = "is missing: write a folder that save_pretrained wrote, or a hub id"
+            raise ConfigError([Violation(f"model.{key}", path, expected)])
+        _refuse(f"model.{key}", path, path_problems(path))
+        return copy_to_local(os.path.expanduser(path).rstrip("/"), use_shm=config.use_shm)
+
+    return load
 
 
-def _local_hf_config_path(config: "HFModelConfig") -> str:
-    same = config.hf_config_path in (None, config.path)
-    return config.local_path if same else _to_local("model.hf_config_path", config.hf_config_path, config.use_shm)
-
-
-def _local_tokenizer_path(config: "HFModelConfig") -> str:
-    same = config.tokenizer_path in (None, config.path)
-    return config.local_path if same else _to_local("model.tokenizer_path", config.tokenizer_path, config.use_shm)
-
-
-def _to_local(key: str, path: str | None, use_shm: bool) -> str:
-    from verl.utils.fs import copy_to_local
-
-    if not path or path == "???":
-        raise ConfigError([Violation(key, path, "is missing: write a folder that save_pretrained wrote, or a hub id")])
-    found = [Violation(key, path, problem) for problem in path_problems(path)]
+def _refuse(key: str, value: Any, problems: Iterable[str]) -> None:
+    """Raise ConfigError if there is a problem."""
+    found = [Violation(key, value, problem) for problem in problems]
     if found:
         raise ConfigError(found)
-    return copy_to_local(os.path.expanduser(path).rstrip("/"), use_shm=use_shm)
 
 
 def _tokenizer(config: "HFModelConfig") -> Any:
@@ -84,12 +90,7 @@ def _tokenizer(config: "HFModelConfig") -> Any:
 
     if not config.load_tokenizer:
         return None
-    problems = [
-        Violation("model.tokenizer_path", config.tokenizer_path, text)
-        for text in tokenizer_problems(config.local_tokenizer_path)
-    ]
-    if problems:
-        raise ConfigError(problems)
+    _refuse("model.tokenizer_path", config.tokenizer_path, tokenizer_problems(config.local_tokenizer_path))
     tokenizer = hf_tokenizer(config.local_tokenizer_path, trust_remote_code=config.trust_remote_code)
     if config.custom_chat_template is not None:
         tokenizer.chat_template = config.custom_chat_template
@@ -135,8 +136,7 @@ def _hf_config(config: "HFModelConfig") -> "PretrainedConfig":
     apply_overrides(hf_config, config.override_config)
     if hf_config.model_type == "kimi_vl":  # its default top-k method cannot be differentiated
         hf_config.text_config.topk_method = "greedy"
-    checked: PretrainedConfig = hf_config
-    return checked
+    return hf_config
 
 
 def _architectures(config: "HFModelConfig") -> list[str]:
@@ -148,7 +148,7 @@ def _architectures(config: "HFModelConfig") -> list[str]:
 
 
 @dataclass(repr=False, eq=False)
-class HFModelConfig(BaseConfig):
+class HFModelConfig(BaseModelConfig):
     """A Hugging Face model. What is read from its folder is loaded on first use, so that a node can be checked
     without loading anything.
 
@@ -170,28 +170,23 @@ class HFModelConfig(BaseConfig):
         }
     )
 
-    path: str = "~/models/deepseek-llm-7b-chat"
-    hf_config_path: str | None = None
-    tokenizer_path: str | None = None
-    use_shm: bool = False
-    trust_remote_code: bool = False
-    custom_chat_template: str | None = None
-    external_lib: str | list[str] | None = None
-    override_config: dict[str, Any] = field(default_factory=dict)
-    enable_gradient_checkpointing: bool = True
-    enable_activation_offload: bool = False
-    use_remove_padding: bool = False
-    lora_rank: int = 0
-    lora_alpha: int = 16
-    target_modules: str | list[str] = "all-linear"
-    exclude_modules: str | list[str] | None = None
-    use_liger: bool = False
-    use_fused_kernels: bool = False
+    hf_config_path: str | None = setting(None, "folder or hub id of its config.json; null: path")
+    use_shm: bool = setting(False, "load from a copy in shared memory")
+    custom_chat_template: str | None = setting(None, "Jinja text instead of the chat template")
+    enable_gradient_checkpointing: bool = setting(True, "compute activations again in the backward pass")
+    enable_activation_offload: bool = setting(False, "keep activations in CPU memory")
+    use_remove_padding: bool = setting(False, "pack sequences instead of padding them")
+    lora_rank: int = setting(0, "rank of the adapters; 0: none", at_least=0)
+    lora_alpha: int = setting(16, "scale of the adapters, divided by their rank")
+    target_modules: str | list[str] = setting("all-linear", "modules with adapters")
+    exclude_modules: str | list[str] | None = setting(None, "modules without adapters")
+    use_liger: bool = setting(False, "use the kernels of liger-kernel")
+    use_fused_kernels: bool = setting(False, "compute log-probs in the head, without logits")
     fused_kernel_options: dict[str, Any] = field(default_factory=lambda: {"impl_backend": "torch"})
-    load_tokenizer: bool = True
-    local_path: Any = Loaded(_local_path)
-    local_hf_config_path: Any = Loaded(_local_hf_config_path)
-    local_tokenizer_path: Any = Loaded(_local_tokenizer_path)
+    load_tokenizer: bool = setting(True, "load tokenizer and processor")
+    local_path: Any = Loaded(_local("path"))
+    local_hf_config_path: Any = Loaded(_local("hf_config_path"))
+    local_tokenizer_path: Any = Loaded(_local("tokenizer_path"))
     tokenizer: Any = Loaded(_tokenizer)
     processor: Any = Loaded(_processor)
     hf_config: Any = Loaded(_hf_config)
@@ -208,9 +203,7 @@ class HFModelConfig(BaseConfig):
         self.tokenizer_path = self.tokenizer_path or self.path
 
     def rules(self) -> Iterator[Violation]:
-        """Yield adapters and kernels that do not exist."""
-        if self.lora_rank < 0:
-            yield Violation("lora_rank", self.lora_rank, "must be 0 (no adapters) or more")
+        """Yield adapters without a scale, and kernels that do not exist."""
         if self.lora_rank > 0 and self.lora_alpha <= 0:
             yield Violation("lora_alpha", self.lora_alpha, "must be above 0")
         backend = self.fused_kernel_options.get("impl_backend", "torch")
@@ -225,15 +218,13 @@ class HFModelConfig(BaseConfig):
     @property
     def eos_token_id(self) -> int | list[int]:
         """The tokens that end a response: those of the generation config, else the tokenizer's."""
-        eos: int | list[int] | None = self.generation_config.eos_token_id
-        own: int = self.tokenizer.eos_token_id
-        return own if eos is None else eos
+        eos = self.generation_config.eos_token_id
+        return self.tokenizer.eos_token_id if eos is None else eos
 
     @property
     def pad_token_id(self) -> int:
         """The token that fills prompts and responses."""
-        pad: int = self.tokenizer.pad_token_id
-        return pad
+        return self.tokenizer.pad_token_id
 
     def changed(self, changes: Mapping[str, Any]) -> "HFModelConfig":
         """Return the node with other values; mappings in it are merged. Nothing loaded is taken over."""
@@ -287,29 +278,25 @@ def _is_known_type(model_type: Any) -> bool:
     found = importlib.util.find_spec("transformers")
     if found is None or not found.submodule_search_locations:
         return True
-    auto = os.path.join(found.submodule_search_locations[0], "models", "auto")
-    for name in ("auto_mappings.py", "configuration_auto.py"):
-        if os.path.isfile(file := os.path.join(auto, name)):
-            with open(file, encoding="utf-8") as source:
-                if f'"{model_type}"' in source.read():
-                    return True
-    return not os.path.isdir(auto)
+    auto = Path(found.submodule_search_locations[0], "models", "auto")
+    files = [auto / name for name in ("auto_mappings.py", "configuration_auto.py") if (auto / name).is_file()]
+    return not files or any(f'"{model_type}"' in file.read_text(encoding="utf-8") for file in files)
 
 
 def tokenizer_problems(path: str) -> Iterator[str]:
     """Yield why a local folder holds no tokenizer: without its files transformers builds one that knows no word."""
-    expanded = os.path.expanduser(path)
-    if not os.path.isdir(expanded):
+    folder = Path(os.path.expanduser(path))
+    if not folder.is_dir():
         return
-    names = [name for name in os.listdir(expanded) if name.startswith(TOKENIZER_PREFIXES)]
-    if not names and not any(name.endswith(TOKENIZER_SUFFIXES) for name in os.listdir(expanded)):
+    files = sorted(file for file in folder.iterdir() if file.name.startswith(TOKENIZER_PREFIXES))
+    if not files and not any(file.name.endswith(TOKENIZER_SUFFIXES) for file in folder.iterdir()):
         yield "the folder holds no tokenizer: save the tokenizer beside the model, or name another tokenizer_path"
-    for name in sorted(name for name in names if name.endswith(".json")):
-        try:
-            with open(os.path.join(expanded, name), encoding="utf-8") as stream:
-                json.load(stream)
-        except (ValueError, OSError) as error:
-            yield f"{name} is not readable JSON ({error}): copy the tokenizer again"
+    for file in files:
+        if file.suffix == ".json":
+            try:
+                json.loads(file.read_text(encoding="utf-8"))
+            except (ValueError, OSError) as error:
+                yield f"{file.name} is not readable JSON ({error}): copy the tokenizer again"
 
 
 def read_config_json(path: str) -> dict[str, Any]:

@@ -1,16 +1,18 @@
 """AdamW and its learning-rate schedule."""
 
+import dataclasses
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
-from verl.base_config import BaseConfig, Violation
+from verl.base_config import BaseConfig, Violation, setting
 
 SCHEDULES = ("constant", "cosine")
 DECAY_STYLES = ("constant", "linear", "cosine", "inverse_square_root", "WSD")
 WSD_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")
 WEIGHT_DECAY_STYLES = ("constant", "linear", "cosine")
+CLIP_NOTHING = "write a large number to clip nothing"
 
 
 @dataclass
@@ -19,14 +21,14 @@ class OptimizerConfig(BaseConfig):
 
     _mutable_fields = frozenset({"clip_grad", "total_training_steps", "lr_warmup_steps"})
 
-    lr: float = 1e-3
-    lr_warmup_steps_ratio: float = 0.0
-    total_training_steps: int | None = -1
-    weight_decay: float = 0.01
-    lr_warmup_steps: int | None = -1
-    betas: tuple[float, float] = (0.9, 0.999)
-    clip_grad: float = 1.0
-    grad_clip: float | None = None
+    lr: float = setting(1e-3, "learning rate after the warm-up", at_least=0)
+    lr_warmup_steps_ratio: float = setting(0.0, "share of the steps that warm up", at_least=0, at_most=1)
+    total_training_steps: int | None = setting(-1, "length of the schedule; the trainer sets it")
+    weight_decay: float = setting(0.01, "decay of the weights per step, times lr", at_least=0)
+    lr_warmup_steps: int | None = setting(-1, "steps that warm up; 0 or less: by the ratio")
+    betas: tuple[float, float] = setting((0.9, 0.999), "decay of the moments of the gradient")
+    clip_grad: float = setting(1.0, "limit of the gradient norm", above=0, hint=CLIP_NOTHING)
+    grad_clip: float | None = setting(None, "deprecated: clip_grad", above=0, hint=CLIP_NOTHING)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -35,19 +37,15 @@ class OptimizerConfig(BaseConfig):
             self.clip_grad = self.grad_clip
 
     def rules(self) -> Iterator[Violation]:
-        """Yield values outside their range."""
-        if self.lr < 0:
-            yield Violation("lr", self.lr, "must be 0 or more")
-        if not 0 <= self.lr_warmup_steps_ratio <= 1:
-            yield Violation("lr_warmup_steps_ratio", self.lr_warmup_steps_ratio, "must be in [0, 1]")
-        if self.weight_decay < 0:
-            yield Violation("weight_decay", self.weight_decay, "must be 0 or more")
+        """Yield decays outside their range."""
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             yield Violation("betas", self.betas, "must be two numbers in [0, 1)")
-        for key in ("clip_grad", "grad_clip"):
-            value = getattr(self, key)
-            if value is not None and value <= 0:
-                yield Violation(key, value, "must be above 0; write a large number to clip nothing")
+
+    def limited(self, grad_clip: float) -> Self:
+        """Return the optimizer of a role, whose gradient-norm limit stands in the role's node and here: the one that
+        was changed from the common default counts.
+        """
+        return dataclasses.replace(self, clip_grad=grad_clip if grad_clip != 1.0 else self.clip_grad, grad_clip=None)
 
 
 @dataclass
@@ -56,10 +54,12 @@ class FSDPOptimizerConfig(OptimizerConfig):
 
     _mutable_fields = OptimizerConfig._mutable_fields | {"lr_scheduler_type"}
 
-    min_lr_ratio: float | None = 0.0
-    num_cycles: float = 0.5
-    lr_scheduler_type: str = "constant"
-    warmup_style: str | None = None
+    min_lr_ratio: float | None = setting(0.0, "last learning rate, as a share of lr", at_least=0, at_most=1)
+    num_cycles: float = setting(0.5, "waves of the cosine; 0.5 falls once", above=0)
+    lr_scheduler_type: str = setting("constant", "schedule after the warm-up", one_of=SCHEDULES)
+    warmup_style: str | None = setting(
+        None, "deprecated: lr_scheduler_type", one_of=SCHEDULES, hint="write lr_scheduler_type instead"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -69,55 +69,29 @@ class FSDPOptimizerConfig(OptimizerConfig):
             )
             self.lr_scheduler_type = self.warmup_style
 
-    def rules(self) -> Iterator[Violation]:
-        """Yield unknown schedules and values outside their range."""
-        yield from super().rules()
-        if self.lr_scheduler_type not in SCHEDULES:
-            yield Violation("lr_scheduler_type", self.lr_scheduler_type, f"must be one of {', '.join(SCHEDULES)}")
-        if self.warmup_style not in (None, *SCHEDULES):
-            yield Violation(
-                "warmup_style",
-                self.warmup_style,
-                f"must be null: write lr_scheduler_type, one of {', '.join(SCHEDULES)}",
-            )
-        if self.min_lr_ratio is not None and not 0 <= self.min_lr_ratio <= 1:
-            yield Violation("min_lr_ratio", self.min_lr_ratio, "must be in [0, 1]")
-        if self.num_cycles <= 0:
-            yield Violation("num_cycles", self.num_cycles, "must be above 0")
-
 
 @dataclass
 class McoreOptimizerConfig(OptimizerConfig):
     """The optimizer and schedule of the Megatron-Core engine."""
 
-    optimizer: str = "adam"
-    lr_warmup_init: float = 0.0
-    lr_decay_steps: int | None = None
-    lr_decay_style: str = "constant"
-    min_lr: float = 0.0
-    weight_decay_incr_style: str = "constant"
-    lr_wsd_decay_style: str = "exponential"
-    lr_wsd_decay_steps: int | None = None
-    use_checkpoint_opt_param_scheduler: bool = False
+    optimizer: str = setting("adam", "AdamW")
+    lr_warmup_init: float = setting(0.0, "learning rate before the warm-up")
+    lr_decay_steps: int | None = setting(None, "steps until min_lr; null: all", at_least=1)
+    lr_decay_style: str = setting("constant", "schedule after the warm-up", one_of=DECAY_STYLES)
+    min_lr: float = setting(0.0, "last learning rate")
+    weight_decay_incr_style: str = setting("constant", "schedule of weight_decay", one_of=WEIGHT_DECAY_STYLES)
+    lr_wsd_decay_style: str = setting("exponential", "decay at the end of WSD", one_of=WSD_STYLES)
+    lr_wsd_decay_steps: int | None = setting(None, "steps of that decay", at_least=1)
+    use_checkpoint_opt_param_scheduler: bool = setting(False, "a resumed run keeps the schedule of its checkpoint")
     override_optimizer_config: dict[str, Any] = field(default_factory=dict)
 
     def rules(self) -> Iterator[Violation]:
-        """Yield unknown styles and values outside their range."""
+        """Yield other optimizers, and learning rates and steps that do not fit each other."""
         yield from super().rules()
         if self.optimizer != "adam":
             yield Violation.unsupported("optimizer", self.optimizer, "is not supported: write adam")
-        for key, styles in (
-            ("lr_decay_style", DECAY_STYLES),
-            ("lr_wsd_decay_style", WSD_STYLES),
-            ("weight_decay_incr_style", WEIGHT_DECAY_STYLES),
-        ):
-            if getattr(self, key) not in styles:
-                yield Violation(key, getattr(self, key), f"must be one of {', '.join(styles)}")
         for key in ("min_lr", "lr_warmup_init"):
-            if not 0 <= getattr(self, key) <= self.lr:
-                yield Violation(key, getattr(self, key), f"must be from 0 to lr, which is {self.lr}")
-        for key in ("lr_decay_steps", "lr_wsd_decay_steps"):
-            if (steps := getattr(self, key)) is not None and steps < 1:
-                yield Violation(key, steps, "must be 1 or more, or null")
+            if not 0 <= self[key] <= self.lr:
+                yield Violation(key, self[key], f"must be from 0 to lr, which is {self.lr}")
         if self.lr_decay_style == "WSD" and self.lr_wsd_decay_steps is None:
             yield Violation("lr_wsd_decay_steps", None, "must be given with lr_decay_style=WSD")

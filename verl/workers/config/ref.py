@@ -1,14 +1,12 @@
 """The reference policy: how its log-probs are computed, and the engine that computes them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
-
-from omegaconf import OmegaConf
 
 from verl.base_config import BaseConfig, setting
 from verl.utils.profiler.config import ProfilerConfig
-from verl.utils.structured import omega_conf_to_dataclass
+from verl.utils.structured import build_node
 from verl.workers.config.engine import FSDPEngineConfig, McoreEngineConfig
 
 
@@ -67,20 +65,11 @@ class McoreRefConfig(RefConfig):
         return self.megatron
 
 
-def ref_class(node: Mapping[str, Any]) -> type[RefConfig]:
+def ref_class(node: Mapping[str, Any]) -> type[FSDPRefConfig | McoreRefConfig]:
     """Return the dataclass of a ``ref`` node, which names none: by the layout that it holds."""
     return McoreRefConfig if isinstance(node.get("megatron"), Mapping) else FSDPRefConfig
 
 
 def ref_config(node: Any) -> FSDPRefConfig | McoreRefConfig | None:
     """Build the dataclass of a ``ref`` node; a dataclass, or None, comes back as it is. Unknown keys are left out."""
-    if node is None or isinstance(node, FSDPRefConfig | McoreRefConfig):
-        return node
-    cls = ref_class(node)
-    known = {each.name for each in fields(cls)}
-    plain: Any = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
-    own = {name: value for name, value in plain.items() if name in known}
-    config: FSDPRefConfig | McoreRefConfig = omega_conf_to_dataclass(
-        own | {"_target_": f"{cls.__module__}.{cls.__qualname__}"}
-    )
-    return config
+    return None if node is None else build_node(node, ref_class(node))

@@ -62,7 +62,9 @@ class OverlongBufferConfig(BaseConfig):
     Source: DAPO (arXiv:2503.14476), section 3.4.
     """
 
-    enable: bool = False
+    _is_closed = True
+
+    enable: bool = setting(False, "subtract the penalty")
     len: int = setting(0, "tokens before the limit in which the penalty grows")
     penalty_factor: float = setting(0.0, "penalty of a response of full length")
     log: bool = setting(False, "report penalties as metrics")

@@ -1,20 +1,18 @@
 """The reward model: its model, its tokenizers, its engine, how batches are cut, and what a generative one is asked."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
-from verl.base_config import BaseConfig, Violation, setting
+from verl.base_config import BaseConfig, Violation, setting, type_hints
 from verl.utils.profiler.config import ProfilerConfig
-from verl.utils.structured import omega_conf_to_dataclass
-from verl.workers.config.actor import micro_batch_rules, positive_rules
+from verl.utils.structured import build_node
+from verl.workers.config.actor import micro_batch_rules, packing_rules
 from verl.workers.config.engine import NCCL_TIMEOUT_S, STRATEGIES, FSDPEngineConfig, McoreEngineConfig
 from verl.workers.config.model import HFModelConfig
 from verl.workers.config.reward import LocalSandboxConfig, OverlongBufferConfig, SandboxFusionConfig, ScoringConfig
 from verl.workers.config.rollout import RolloutConfig, SamplingConfig
 
-TRUNCATIONS = ("right", "left", "middle", "error")
-MODEL_TYPES = ("discriminative", "generative")
 GENERATORS = ("vllm", "hf")
 WITHOUT_MODEL = (
     "enable",
@@ -37,23 +35,22 @@ class RewardModelModelConfig(BaseConfig):
     ``input_tokenizer`` is null where both share tokenizer and chat template.
     """
 
-    path: str = "~/models/FsfairX-LLaMA3-RM-v0.1"
-    input_tokenizer: str | None = None
-    external_lib: str | list[str] | None = None
-    trust_remote_code: bool = False
-    use_shm: bool = False
-    use_remove_padding: bool = False
-    use_fused_kernels: bool = False
+    _is_closed = True
+
+    path: str = setting("~/models/FsfairX-LLaMA3-RM-v0.1", "folder or hub id of the model")
+    input_tokenizer: str | None = setting(None, "folder or hub id of the policy's tokenizer")
+    external_lib: str | list[str] | None = setting(None, "modules that workers import first")
+    trust_remote_code: bool = setting(False, "code from the model's repository may run")
+    use_shm: bool = setting(False, "load from a copy in shared memory")
+    use_remove_padding: bool = setting(False, "pack sequences instead of padding them")
+    use_fused_kernels: bool = setting(False, "every value means the one implementation")
     fsdp_config: FSDPEngineConfig = field(default_factory=FSDPEngineConfig)
 
     def as_model_config(self) -> HFModelConfig:
         """Return the node from which an engine builds the model; the tokenizer is loaded where it renders chats."""
+        shared = ("path", "external_lib", "trust_remote_code", "use_shm", "use_remove_padding")
         return HFModelConfig(
-            path=self.path,
-            external_lib=self.external_lib,
-            trust_remote_code=self.trust_remote_code,
-            use_shm=self.use_shm,
-            use_remove_padding=self.use_remove_padding,
+            **{name: self[name] for name in shared},
             enable_gradient_checkpointing=False,
             load_tokenizer=self.input_tokenizer is not None,
         )
@@ -61,15 +58,17 @@ class RewardModelModelConfig(BaseConfig):
 
 @dataclass
 class RewardDataProcessorConfig(BaseConfig):
-    """Functions of the user's own file around a generative reward model.
+    """Functions of the user around a generative reward model.
 
     ``preprocess(rollout_question=, rollout_response=, ground_truth=)`` returns what it is asked, ``postprocess(text)``
     the score in its answer.
     """
 
-    path: str | None = None
-    preprocess_fn_name: str = "preprocess"
-    postprocess_fn_name: str = "postprocess"
+    _is_closed = True
+
+    path: str | None = setting(None, "Python file or pkg://module that defines both")
+    preprocess_fn_name: str = setting("preprocess", "name of the first")
+    postprocess_fn_name: str = setting("postprocess", "name of the second")
 
 
 @dataclass
@@ -78,40 +77,40 @@ class RewardModelConfig(BaseConfig):
     engine.
     """
 
-    enable: bool = False
-    enable_resource_pool: bool = False
-    n_gpus_per_node: int = 0
-    nnodes: int = 0
-    strategy: str = "fsdp"
-    model_type: str = "discriminative"
+    enable: bool = setting(False, "score by a model")
+    enable_resource_pool: bool = setting(False, "the model has workers that it shares with no other role")
+    n_gpus_per_node: int = setting(0, "those workers on each node")
+    nnodes: int = setting(0, "nodes with such workers")
+    strategy: str = setting("fsdp", "engine of a classifier", one_of=(*STRATEGIES, "megatron"))
+    model_type: str = setting("discriminative", "classifier or judge", one_of=("discriminative", "generative"))
     model: RewardModelModelConfig = field(default_factory=RewardModelModelConfig)
     megatron: McoreEngineConfig | None = None
-    load_weight: bool = True
-    micro_batch_size: int | None = None
-    micro_batch_size_per_gpu: int | None = None
-    max_length: int | None = None
-    truncation: str = "right"
-    use_dynamic_bsz: bool = False
-    forward_max_token_len_per_gpu: int = 32768
-    ulysses_sequence_parallel_size: int = 1
-    name: str = "vllm"
-    prompt_length: int = 1024
-    response_length: int = 0
+    load_weight: bool = setting(True, "load the weights of model.path; false starts from random ones")
+    micro_batch_size: int | None = setting(None, "deprecated: sequences of a pass over all workers", at_least=1)
+    micro_batch_size_per_gpu: int | None = setting(None, "sequences of a pass of one worker", at_least=1)
+    max_length: int | None = setting(None, "tokens of the longest chat; null: what the policy has", at_least=1)
+    truncation: str = setting("right", "what happens to longer ones", one_of=("right", "left", "middle", "error"))
+    use_dynamic_bsz: bool = setting(False, "fill a pass up to a number of tokens")
+    forward_max_token_len_per_gpu: int = setting(32768, "tokens of a pass of one worker", at_least=1)
+    ulysses_sequence_parallel_size: int = setting(1, "workers that share each sequence", at_least=1)
+    name: str = setting("vllm", "engine of a judge")
+    prompt_length: int = setting(1024, "tokens of the longest question to a judge", at_least=1)
+    response_length: int = setting(0, "tokens of its longest answer")
     dtype: str = "bfloat16"
     gpu_memory_utilization: float = 0.5
     enforce_eager: bool = True
-    tensor_model_parallel_size: int = 2
+    tensor_model_parallel_size: int = setting(2, "workers that share each layer of a judge", at_least=1)
     max_num_batched_tokens: int = 8192
-    max_model_len: int | None = None
-    max_num_seqs: int = 1024
+    max_model_len: int | None = setting(None, "tokens of question and answer", at_least=1)
+    max_num_seqs: int = setting(1024, "sequences of one pass of a judge", at_least=1)
     enable_chunked_prefill: bool = True
     enable_prefix_caching: bool = True
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     sampling_config: SamplingConfig = field(default_factory=SamplingConfig)
     data_processor_config: RewardDataProcessorConfig = field(default_factory=RewardDataProcessorConfig)
-    nccl_timeout: int = NCCL_TIMEOUT_S
+    nccl_timeout: int = setting(NCCL_TIMEOUT_S, "seconds that a collective may take", at_least=1)
     reward_manager: str = setting("naive", "what turns responses into scores", empty=False)
-    launch_reward_fn_async: bool = False
+    launch_reward_fn_async: bool = setting(False, "score while the workers compute log-probs")
     reward_kwargs: dict[str, Any] = field(default_factory=dict)
     overlong_buffer: OverlongBufferConfig | None = None
     scoring: ScoringConfig = field(default_factory=ScoringConfig)
@@ -120,31 +119,18 @@ class RewardModelConfig(BaseConfig):
     profiler: ProfilerConfig | None = field(default_factory=ProfilerConfig)
 
     def rules(self) -> Iterator[Violation]:
-        """Yield unknown names, batch sizes that exclude each other, and values outside their range."""
-        if self.strategy not in (*STRATEGIES, "megatron"):
-            yield Violation("strategy", self.strategy, f"must be one of {', '.join(STRATEGIES)}, megatron")
-        elif self.strategy == "megatron" and self.megatron is None:
+        """Yield keys that another one needs or excludes."""
+        if self.strategy == "megatron" and self.megatron is None:
             expected = "needs the keys of Megatron-Core: choose reward_model@reward_model=megatron_reward_model"
             yield Violation("strategy", self.strategy, expected)
         if not self.load_weight and self.strategy != "megatron":
             yield Violation("load_weight", False, "is of strategy=megatron: write true")
-        if self.model_type not in MODEL_TYPES:
-            yield Violation("model_type", self.model_type, f"must be one of {', '.join(MODEL_TYPES)}")
-        if self.truncation not in TRUNCATIONS:
-            yield Violation("truncation", self.truncation, f"must be one of {', '.join(TRUNCATIONS)}")
-        yield from positive_rules(
-            self, "max_length", "forward_max_token_len_per_gpu", "ulysses_sequence_parallel_size", "nccl_timeout"
-        )
         if self.is_generative:
             yield from self._generative_rules()
         elif self.enable and not self.use_dynamic_bsz:
             yield from micro_batch_rules(self, "micro_batch_size")
-        if self.ulysses_sequence_parallel_size > 1 and not self.model["use_remove_padding"]:
-            yield Violation(
-                "ulysses_sequence_parallel_size",
-                self.ulysses_sequence_parallel_size,
-                "needs packed sequences: set reward_model.model.use_remove_padding=true",
-            )
+        is_packed = self.model["use_remove_padding"]
+        yield from packing_rules(self.ulysses_sequence_parallel_size, is_packed, "reward_model.model")
 
     @property
     def engine(self) -> Any:
@@ -162,9 +148,8 @@ class RewardModelConfig(BaseConfig):
         elif self.name == "vllm" and not self.enable_resource_pool:
             expected = "needs workers of its own: set reward_model.enable_resource_pool=true, or write hf"
             yield Violation("name", self.name, expected)
-        yield from positive_rules(
-            self, "prompt_length", "response_length", "tensor_model_parallel_size", "max_model_len", "max_num_seqs"
-        )
+        if self.response_length < 1:
+            yield Violation("response_length", self.response_length, "must be 1 or more")
         if self.model["input_tokenizer"] is None:
             expected = "must name the policy's tokenizer: a generative reward model reads text"
             yield Violation("model.input_tokenizer", None, expected)
@@ -174,14 +159,11 @@ class RewardModelConfig(BaseConfig):
 
     def as_rollout_config(self) -> RolloutConfig:
         """Return the node of the engine that a generative reward model writes with; it loads its own weights."""
-        shared = (
-            *("name", "prompt_length", "response_length", "dtype", "gpu_memory_utilization", "enforce_eager"),
-            *("tensor_model_parallel_size", "max_num_batched_tokens", "max_model_len", "max_num_seqs"),
-            *("enable_chunked_prefill", "enable_prefix_caching"),
-        )
+        own = ("_target_", "engine_kwargs", "profiler")
+        shared = {name: self[name] for name in type_hints(RolloutConfig) if name in self and name not in own}
         sampling: Any = self.sampling_config
         return RolloutConfig(
-            **{name: self[name] for name in shared},
+            **shared,
             **{name: sampling[name] for name in ("temperature", "top_k", "top_p", "do_sample")},
             engine_kwargs={"vllm": {}, "sglang": {}, **self.engine_kwargs},
             load_format="auto",
@@ -189,42 +171,9 @@ class RewardModelConfig(BaseConfig):
         )
 
 
-def with_targets(node: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ``reward_model`` node, a plain mapping in the YAML, with the dataclasses that hold its checks.
-
-    What else stands there belongs to the reward functions.
-    """
-    known = {each.name for each in fields(RewardModelConfig)}
-    inner = {
-        "model": "RewardModelModelConfig",
-        "data_processor_config": "RewardDataProcessorConfig",
-        "sampling_config": "SamplingConfig",
-    }
-    typed = {
-        name: {"_target_": f"verl.workers.config.{cls}", **(node.get(name) or {})}
-        for name, cls in inner.items()
-        if isinstance(node.get(name) or {}, Mapping)
-    }
-    if isinstance(node.get("megatron"), Mapping):
-        typed["megatron"] = {"_target_": "verl.workers.config.McoreEngineConfig", **node["megatron"]}
-    own = {name: value for name, value in node.items() if name in known}
-    return {"_target_": "verl.workers.config.RewardModelConfig", **own, **typed}
-
-
 def reward_model_config(node: Any) -> RewardModelConfig:
-    """Build the dataclass of the ``reward_model`` node; a dataclass comes back as it is."""
-    if isinstance(node, RewardModelConfig):
-        return node
-    from omegaconf import OmegaConf
+    """Build the dataclass of the ``reward_model`` node; a dataclass comes back as it is.
 
-    plain: Any = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else dict(node)
-    typed = with_targets(plain)
-    for name, cls in (
-        ("scoring", "ScoringConfig"),
-        ("sandbox_fusion", "SandboxFusionConfig"),
-        ("local_sandbox", "LocalSandboxConfig"),
-    ):
-        if isinstance(typed.get(name), Mapping):
-            typed[name] = {"_target_": f"verl.workers.config.reward.{cls}", **typed[name]}
-    config: RewardModelConfig = omega_conf_to_dataclass(typed)
-    return config
+    Keys that it does not have belong to the reward functions.
+    """
+    return build_node(node, RewardModelConfig)
