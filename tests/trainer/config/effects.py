@@ -153,7 +153,7 @@ READERS = [
     Reader("reward_model", "enable_resource_pool n_gpus_per_node nnodes", "trainer/main_ppo.py", "reward", E2E + "test_reward_models.py::test_workers_of_its_own_change_no_number"),
     Reader("reward_model", "micro_batch_size micro_batch_size_per_gpu use_dynamic_bsz forward_max_token_len_per_gpu max_length", "workers/roles/reward_model.py", "config", SCORES),
     Reader("reward_model", "ulysses_sequence_parallel_size", "workers/roles/base.py", LOOP, SCORES),
-    Reader("reward_model.model", "path use_remove_padding trust_remote_code use_shm external_lib", "workers/config/reward_model.py", "self", SCORES),
+    Reader("reward_model.model", "path use_remove_padding trust_remote_code use_shm external_lib", "workers/config/reward_model.py", LOOP, SCORES),
     Reader("reward_model.model", "input_tokenizer", "workers/roles/reward_model.py", "config.model", SCORES),
     Reader("reward_model.model.fsdp_config", "param_offload", "workers/engine/fsdp/engine.py", "config", SCORES),
     Reader("reward_model.model.fsdp_config", "reshard_after_forward", "workers/engine/fsdp/build.py", "config"),

@@ -129,7 +129,7 @@ def test_layouts_that_run(megatron, reward, overrides):
          f"{LAYOUT}.expert_tensor_parallel_size", "must be 1 with expert_model_parallel_size=2 on CPU workers"),
         ([f"{TP}=2", f"{LAYOUT}.expert_tensor_parallel_size=3"],
          f"{LAYOUT}.expert_tensor_parallel_size", "must be null, 1 or tensor_model_parallel_size=2"),
-        ([f"{TP}=0"], TP, "must be 1 or more"),
+        ([f"{TP}=0"], TP, "must be an integer of 1 or more"),
         ([f"{TP}=2", f"{CRITIC}.tensor_model_parallel_size=1"],
          f"{CRITIC}.tensor_model_parallel_size", "must be 2, as in actor_rollout_ref.actor.megatron"),
         ([REWARD, f"{TP}=2", "reward_model.megatron.tensor_model_parallel_size=1"],
@@ -324,7 +324,9 @@ def test_what_is_refused_exists():
     """Lists of fields have no effect once Megatron-Core spells one otherwise."""
     pytest.importorskip("megatron.core", reason="the extra mcore is not installed")
     fields = megatron_overrides.mcore_fields(megatron_overrides.TRANSFORMER)
-    listed = {*megatron_overrides.OF_LAYOUT, *megatron_overrides.OF_MODEL, *megatron_overrides.OF_ENGINE}
+    layout = {name for name in McoreEngineConfig() if "parallel" in name}
+    assert len(layout) == 7
+    listed = {*layout, *megatron_overrides.OF_MODEL, *megatron_overrides.OF_ENGINE}
     assert {*listed, *megatron_overrides.OF_PRETRAINING, *megatron_overrides.UNREAD} <= fields
     assert set(megatron_overrides.OF_MEGATRON_FSDP) <= megatron_overrides.mcore_fields(megatron_overrides.DDP)
     of_optimizer = {

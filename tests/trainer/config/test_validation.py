@@ -425,7 +425,7 @@ def test_the_defaults_of_keys_that_may_be_idle_are_those_of_the_yaml(composed):
         assert select(trees[0], idle.switch, "absent") != "absent", idle.switch
         for name in idle.names:
             key = f"{idle.node}.{name}"
-            is_megatron = name.startswith("megatron.")
+            is_megatron = idle.node.endswith(".megatron")
             default = default_of(runs[is_megatron], key)
             assert default is not ABSENT or key.startswith(("reward_model.megatron", "critic")), key
             assert default is ABSENT or select(trees[is_megatron], key, "absent") == default, key

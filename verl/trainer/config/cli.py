@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl.base_config import ConfigError, Violation
 from verl.trainer.config.help import help_text
-from verl.trainer.config.keys import FREE_FORM, NO_READER, OPTIONAL, dotted_keys, is_under, renamed, unknown_key_text
+from verl.trainer.config.keys import NO_READER, OPTIONAL, dotted_keys, is_free, renamed, unknown_key_text
 
 logger = logging.getLogger(__name__)
 
@@ -120,13 +120,9 @@ def fitted_overrides(
         if line in groups or override.key_or_group.startswith("hydra"):
             fitted.append(line)
             continue
-        if override.is_delete():
-            fitted.append(line)
-            keys_of_line: Iterable[str] = [override.key_or_group]
-        else:
-            fitted.append(_with_prefix(line, override, known))
-            keys_of_line = _keys_of(override)
-        violations += [violation for key in keys_of_line for violation in _key_violations(key, override, known)]
+        stays = override.is_delete() or (override.key_or_group in known and not override.is_add())
+        fitted.append(line if stays else f"++{line.lstrip('+')}")
+        violations += [violation for key in _keys_of(override) for violation in _key_violations(key, override, known)]
         if override.is_sweep_override() and not multirun:
             expected = "are several values: write a list as [a,b], or quote a text that holds a comma"
             violations.append(Violation(override.key_or_group, _value_text(override), expected))
@@ -148,17 +144,11 @@ def _is_group(override: Override, loader: Any) -> bool:
     return "." not in name and not sets_a_node and bool(loader.get_group_options(name))
 
 
-def _with_prefix(line: str, override: Override, known: set[str]) -> str:
-    bare = line.lstrip("+")
-    may_be_absent = override.key_or_group not in known or override.is_add()
-    return f"++{bare}" if may_be_absent else line
-
-
 def _keys_of(override: Override) -> Iterator[str]:
-    """Yield the keys that an override sets: one, or those of the mapping that is its value."""
+    """Yield the keys that an override sets or deletes: one, or those of the mapping that is its value."""
     value = None if override.is_sweep_override() else override.value()
     if isinstance(value, Mapping) and value:
-        yield from (key for key in dotted_keys(value, f"{override.key_or_group}."))
+        yield from dotted_keys(value, f"{override.key_or_group}.")
     else:
         yield override.key_or_group
 
@@ -177,7 +167,7 @@ def _key_violations(key: str, override: Override, known: set[str]) -> Iterator[V
     text = renamed(key)
     if text is not None:
         yield Violation(key, value, text)
-    elif key in known or key in OPTIONAL or is_under(key, FREE_FORM):
+    elif key in known or key in OPTIONAL or is_free(key, known):
         return
     elif key in NO_READER:
         logger.warning("%s=%s: accepted, but nothing reads it", key, value)

@@ -6,36 +6,30 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl.base_config import ConfigError, Violation, as_yaml
+from verl.base_config import ConfigError, Violation, as_yaml, matches
 from verl.trainer.config.keys import dotted_keys, select
 from verl.trainer.config.rules.files import RUN_FOLDERS, data_file_rules, folder_rules
 from verl.trainer.config.rules.megatron import ASCEND, config_fields, family_rules
 from verl.trainer.config.rules.megatron_overrides import optimizer_rules, override_rules
 from verl.trainer.config.rules.model import fused_rules, vision_rules
-from verl.trainer.config.run_config import parse_node
+from verl.utils.dataset.config import TRUNCATIONS
+from verl.utils.structured import parse_node
 from verl.workers.config.actor import async_save_rules
 from verl.workers.config.model import path_problems, quantized_problem, read_config_json, tokenizer_problems
 
+_LOADING = ("use_shm", "external_lib", "trust_remote_code", "enable_gradient_checkpointing", "use_liger")
+_ADAPTERS = ("lora_rank", "lora_alpha", "target_modules")
+
 # From the keys of ``sft_trainer`` to those of ``sft_trainer_engine``; ``data`` and ``trainer`` keep their keys.
 MOVED = {
+    **{f"model.{name}": f"model.{name}" for name in _LOADING + _ADAPTERS},
     "model.partial_pretrain": "model.path",
-    "model.use_shm": "model.use_shm",
-    "model.external_lib": "model.external_lib",
-    "model.enable_gradient_checkpointing": "model.enable_gradient_checkpointing",
-    "model.trust_remote_code": "model.trust_remote_code",
-    "model.lora_rank": "model.lora_rank",
-    "model.lora_alpha": "model.lora_alpha",
-    "model.target_modules": "model.target_modules",
-    "model.use_liger": "model.use_liger",
     "use_remove_padding": "model.use_remove_padding",
     "model.strategy": "engine.strategy",
     "model.fsdp_config.model_dtype": "engine.model_dtype",
     "model.fsdp_config.wrap_policy": "engine.wrap_policy",
     "ulysses_sequence_parallel_size": "engine.ulysses_sequence_parallel_size",
-    "optim.lr": "optim.lr",
-    "optim.betas": "optim.betas",
-    "optim.weight_decay": "optim.weight_decay",
-    "optim.clip_grad": "optim.clip_grad",
+    **{f"optim.{name}": f"optim.{name}" for name in ("lr", "betas", "weight_decay", "clip_grad")},
     "optim.warmup_steps_ratio": "optim.lr_warmup_steps_ratio",
     "optim.lr_scheduler": "optim.lr_scheduler_type",
     "trainer.checkpoint": "checkpoint",
@@ -84,7 +78,8 @@ def _violations(config: DictConfig, world_size: int) -> Iterator[Violation]:
     yield from folder_rules({f"trainer.{name}": select(tree, f"trainer.{name}") for name in RUN_FOLDERS})
     for key in ("data.train_files", "data.val_files"):
         yield from data_file_rules(key, select(tree, key), required=key == "data.train_files")
-    path, key = select(tree, "model.path"), backwards.get("model.path", "model.path")
+    path = select(tree, "model.path")
+    key = backwards.get("model.path", "model.path")
     if isinstance(path, str):
         problems = [*path_problems(path)] or [*tokenizer_problems(select(tree, "model.tokenizer_path") or path)]
         problems = problems or [*quantized_problem(read_config_json(path))]
@@ -100,26 +95,20 @@ def _violations(config: DictConfig, world_size: int) -> Iterator[Violation]:
     yield from fused_rules(nodes["model"], "model", select(tree, "trainer.device"))
 
 
-SHARING = (
-    "ulysses_sequence_parallel_size",
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-)
-"""Axes over which workers take the same rows."""
-
-
 def parallel_sizes(engine: Mapping[str, Any]) -> dict[str, int]:
     """Return over how many workers each axis of an engine node shares the same rows."""
-    return {key: engine[key] for key in SHARING if key in engine}
+    axes = ("ulysses_sequence", "tensor_model", "pipeline_model", "context")
+    keys = [f"{axis}_parallel_size" for axis in axes]
+    return {key: engine[key] for key in keys if key in engine}
 
 
 def _batch_rules(tree: Mapping[str, Any], world_size: int) -> Iterator[Violation]:
-    data, axes = tree["data"], parallel_sizes(tree["engine"])
+    data = tree["data"]
+    axes = parallel_sizes(tree["engine"])
     sizes = ["train_batch_size", "max_length"]
     sizes.append("max_token_len_per_gpu" if data["use_dynamic_bsz"] else "micro_batch_size_per_gpu")
     for name in sizes:
-        if not isinstance(data[name], int) or isinstance(data[name], bool) or data[name] < 1:
+        if not matches(data[name], int) or data[name] < 1:
             yield Violation(f"data.{name}", data[name], "must be an integer of 1 or more")
             return
     if data.get("micro_batch_size") is not None:
@@ -127,8 +116,7 @@ def _batch_rules(tree: Mapping[str, Any], world_size: int) -> Iterator[Violation
     sharing = math.prod(axes.values())
     if world_size % sharing:
         product = " x ".join(key for key, size in axes.items() if size > 1)
-        expected = f"must divide the {world_size} workers"
-        yield Violation(f"engine.{product}", sharing, expected)
+        yield Violation(f"engine.{product}", sharing, f"must divide the {world_size} workers")
         return
     dp_size = world_size // sharing
     if axes.get("ulysses_sequence_parallel_size", 1) > 1 and not select(tree, "model.use_remove_padding"):
@@ -142,45 +130,37 @@ def _batch_rules(tree: Mapping[str, Any], world_size: int) -> Iterator[Violation
 
 
 CHOICES = {
-    "data.truncation": ("error", "left", "right", "middle"),
+    "data.truncation": TRUNCATIONS,
     "data.pad_mode": ("no_padding", "right"),
     "trainer.resume_mode": ("auto", "disable", "resume_path"),
     "trainer.device": ("cuda", "npu", "cpu"),
 }
-
-
-FIXED = {
-    "engine.forward_only": (False, "must be false: the model is trained"),
-    "optim.total_training_steps": (-1, "is set by the trainer: leave it at -1, and write trainer.total_training_steps"),
-}
-
-
-NOT_WITH_MEGATRON = {
-    "model.lora_rank": 0,
-    **{f"model.{name}": False for name in ("use_liger", "enable_activation_offload")},
-}
+NOT_WITH_MEGATRON = {"model.lora_rank": 0, "model.use_liger": False, "model.enable_activation_offload": False}
 
 
 def _choice_rules(tree: Mapping[str, Any]) -> Iterator[Violation]:
-    for key, (value, expected) in FIXED.items():
-        if select(tree, key, value) != value:
-            yield Violation(key, select(tree, key), expected)
-    if select(tree, "engine.strategy") == "megatron":
+    if select(tree, "engine.forward_only", False):
+        yield Violation("engine.forward_only", True, "must be false: the model is trained")
+    steps = select(tree, "optim.total_training_steps", -1)
+    if steps != -1:
+        expected = "is set by the trainer: leave it at -1, and write trainer.total_training_steps"
+        yield Violation("optim.total_training_steps", steps, expected)
+    strategy = select(tree, "engine.strategy")
+    if strategy == "megatron":
         if select(tree, "trainer.device") == "npu":
             yield Violation.unsupported("engine.strategy", "megatron", f"{ASCEND}engine=fsdp")
         yield from override_rules(tree["engine"], "engine", "model")
         yield from optimizer_rules(tree["optim"], "optim")
-    for key, value in NOT_WITH_MEGATRON.items():
-        if select(tree, "engine.strategy") == "megatron" and select(tree, key, value) != value:
-            yield Violation(key, select(tree, key), f"must be {as_yaml(value)} with engine=megatron")
-    async_save, strategy = select(tree, "checkpoint.async_save", False), select(tree, "engine.strategy")
-    yield from async_save_rules("checkpoint.", async_save, strategy)
+        for key, value in NOT_WITH_MEGATRON.items():
+            if select(tree, key, value) != value:
+                yield Violation(key, select(tree, key), f"must be {as_yaml(value)} with engine=megatron")
+    yield from async_save_rules(select(tree, "checkpoint.async_save", False), strategy)
     for key, names in CHOICES.items():
         if select(tree, key) not in names:
             yield Violation(key, select(tree, key), f"must be one of {', '.join(names)}")
     for key in ("trainer.save_freq", "trainer.test_freq"):
         value = select(tree, key)
-        if value != "after_each_epoch" and (not isinstance(value, int) or isinstance(value, bool)):
+        if value != "after_each_epoch" and not matches(value, int):
             yield Violation(key, value, "must be an integer, or after_each_epoch")
     if select(tree, "trainer.resume_mode") == "resume_path" and not select(tree, "trainer.resume_from_path"):
         yield Violation("trainer.resume_from_path", None, "must name a global_step_<N> folder")

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import fields
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -25,21 +26,8 @@ logger = logging.getLogger(__name__)
 
 Tree = Mapping[str, Any]
 
-_NODES = (
-    "data",
-    "actor_rollout_ref",
-    "critic",
-    "reward_model",
-    "custom_reward_function",
-    "algorithm",
-    "trainer",
-    "actor_rollout_ref.actor",
-    "actor_rollout_ref.ref",
-    "actor_rollout_ref.rollout",
-    "actor_rollout_ref.model",
-    "global_profiler",
-    "ray_kwargs",
-)
+_NODES = [each.name for each in fields(RunConfig)]
+_NODES += [f"actor_rollout_ref.{name}" for name in ("actor", "ref", "rollout", "model")]
 
 _MISSING = {
     "actor_rollout_ref.rollout.name": "write vllm or hf",
@@ -72,11 +60,10 @@ def checked_config(
     tree, violations = _resolved(config)
     if tree is None:
         raise config_error(_once_per_key(violations))
-    parsed = parse_tree(tree, use_critic)
-    run = parsed.run
+    run, reader = parse_tree(tree, use_critic)
     if use_reference is None:
         use_reference = run.needs_reference
-    found = [*unsupported_rules(run, tree, recipe_nodes), *parsed.violations]
+    found = [*unsupported_rules(run, tree, recipe_nodes), *reader.violations]
     missing = {violation.key for violation in violations}
     found = [violation for violation in found if violation.key not in missing]
     violations += [*found, *_rules(run, tree, use_reference, {violation.key for violation in found} | missing)]
@@ -110,7 +97,7 @@ def _rules(run: RunConfig, tree: Tree, use_reference: bool, broken: set[str]) ->
         *_step_rules(run),
         *importance_weight_rules(run),
         *option_rules(run),
-        *dapo_rules(run, tree),
+        *dapo_rules(run),
         *manager_rules(run),
         *profiler_rules(run, tree, use_reference),
     ]

@@ -15,11 +15,12 @@ from verl.workers.config import (
     McoreEngineConfig,
     RefConfig,
 )
-from verl.workers.config.actor import micro_batch_rules, mini_batch_rules
+from verl.workers.config.actor import micro_batch_rules, mini_batch_rules, packing_rules
 
 ACTOR = "actor_rollout_ref.actor"
 REF = "actor_rollout_ref.ref"
 ROLLOUT = "actor_rollout_ref.rollout"
+Role = ActorConfig | CriticConfig | RefConfig
 _WORLD = {"trainer.n_gpus_per_node", "trainer.nnodes"}
 _GROUP = {f"{ROLLOUT}.tensor_model_parallel_size", f"{ROLLOUT}.data_parallel_size"}
 _OWN_SIZES = ("ppo_mini_batch_size", "ppo_micro_batch_size", "ulysses_sequence_parallel_size", "use_dynamic_bsz")
@@ -47,8 +48,9 @@ def batch_rules(run: RunConfig, use_reference: bool, broken: set[str]) -> Iterat
     yield from _log_prob_rules(run, use_reference, broken)
 
 
-def workers_of_a_shard(role: BaseConfig, engine: BaseConfig) -> int:
+def workers_of_a_shard(role: Role) -> int:
     """Return how many workers share each shard of a batch in a role: by its layout, or its sequence parallelism."""
+    engine = role.engine
     if isinstance(engine, McoreEngineConfig):
         return max(1, model_parallel_size(engine))
     own = 1
@@ -59,7 +61,7 @@ def workers_of_a_shard(role: BaseConfig, engine: BaseConfig) -> int:
     return engine.ulysses_sequence_parallel_size
 
 
-def _engines(run: RunConfig, use_reference: bool) -> Iterator[tuple[str, BaseConfig, str, FSDPEngineConfig, str, bool]]:
+def _engines(run: RunConfig, use_reference: bool) -> Iterator[tuple[str, Role, str, FSDPEngineConfig, str, bool]]:
     """Yield (key, role, engine key, engine, model key, whether rows are packed) of each FSDP engine that trains."""
     shared = run.actor_rollout_ref
     model = "actor_rollout_ref.model"
@@ -83,14 +85,19 @@ def _layout_rules(run: RunConfig, use_reference: bool) -> Iterator[Violation]:
         expected = f"x data_parallel_size={rollout.data_parallel_size} must divide {workers}: write one of {fitting}"
         yield Violation(f"{ROLLOUT}.tensor_model_parallel_size", rollout.tensor_model_parallel_size, expected)
     for key, role, engine_key, engine, model, is_packed in _engines(run, use_reference):
-        sp_size = workers_of_a_shard(role, engine)
-        if world % sp_size:
-            yield Violation(f"{key}.ulysses_sequence_parallel_size", sp_size, f"must divide {workers}")
-        if sp_size > 1 and not is_packed:
-            expected = f"needs packed sequences: set {model}.use_remove_padding=true"
-            yield Violation(f"{key}.ulysses_sequence_parallel_size", sp_size, expected)
-        if 0 < engine.fsdp_size < world and world % engine.fsdp_size:
-            yield Violation(f"{key}.{engine_key}.fsdp_size", engine.fsdp_size, f"must divide {workers}, or be -1")
+        sp_size = workers_of_a_shard(role)
+        yield from sharding_rules(key, sp_size, f"{key}.{engine_key}", engine.fsdp_size, world, workers)
+        yield from (violation.under(key) for violation in packing_rules(sp_size, is_packed, model))
+
+
+def sharding_rules(
+    key: str, sp_size: int, engine_key: str, fsdp_size: int, world: int, workers: str
+) -> Iterator[Violation]:
+    """Yield sequence parallelism and shard groups that do not divide ``world`` workers, which ``workers`` describes."""
+    if world % sp_size:
+        yield Violation(f"{key}.ulysses_sequence_parallel_size", sp_size, f"must divide {workers}")
+    if 0 < fsdp_size < world and world % fsdp_size:
+        yield Violation(f"{engine_key}.fsdp_size", fsdp_size, f"must divide {workers}, or be -1")
 
 
 def _train_batch_rules(run: RunConfig, use_reference: bool) -> Iterator[Violation]:
@@ -100,9 +107,9 @@ def _train_batch_rules(run: RunConfig, use_reference: bool) -> Iterator[Violatio
     n = shared.rollout.n
     unit = world
     if shared.actor.use_dynamic_bsz or shared.actor.strategy == "megatron":
-        shards = [world // workers_of_a_shard(shared.actor, shared.actor.engine)]
+        shards = [world // workers_of_a_shard(shared.actor)]
         if use_reference and not shared.model.lora_rank:
-            shards.append(world // workers_of_a_shard(shared.ref, shared.ref.engine))
+            shards.append(world // workers_of_a_shard(shared.ref))
         unit = math.lcm(*(max(1, size) for size in (*shards, world // shared.rollout.workers_per_engine)))
     for key in ("train_batch_size", "gen_batch_size"):
         size = run.data[key]
@@ -118,7 +125,7 @@ def _role_rules(run: RunConfig, role: ActorConfig | CriticConfig, per_gpu_is_wro
     train = run.prompts_per_step
     size_key = "train_batch_size" if train == run.data.train_batch_size else "gen_batch_size"
     n = run.actor_rollout_ref.rollout.n
-    sharers = workers_of_a_shard(role, role.engine)
+    sharers = workers_of_a_shard(role)
     yield from mini_batch_rules(role, world, train, sharers, size_key)
     key = "ppo_mini_batch_size"
     mini = role.ppo_mini_batch_size

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from verl.base_config import Kind, Violation, as_yaml
 from verl.trainer.config.keys import select
 from verl.trainer.config.run_config import ABSENT, RunConfig, default_of
+from verl.workers.config import PolicyLossConfig
 
 ACTOR = "actor_rollout_ref.actor"
 REF = "actor_rollout_ref.ref"
@@ -23,62 +24,14 @@ class Idle(NamedTuple):
     names: tuple[str, ...]
 
 
+_OTHER_LOSSES = tuple(name for name in PolicyLossConfig() if name not in ("_target_", "loss_mode"))
 _SCHEDULE = ("min_lr_ratio", "num_cycles")
-_OTHER_LOSSES = (
-    "clip_cov_ratio",
-    "clip_cov_lb",
-    "clip_cov_ub",
-    "kl_cov_ratio",
-    "ppo_kl_coef",
-    "tau_pos",
-    "tau_neg",
-)
-_IMPORTANCE_WEIGHTS = (
-    "rollout_is_threshold_lower",
-    "rollout_is_level",
-    "rollout_is_mode",
-    "rollout_is_veto_threshold",
-)
-_REWARD_MODEL = (
-    "enable_resource_pool",
-    "model.path",
-    "model.trust_remote_code",
-    "model.use_shm",
-    "model.use_remove_padding",
-    "micro_batch_size",
-    "micro_batch_size_per_gpu",
-    "max_length",
-    "ulysses_sequence_parallel_size",
-)
-_VLLM_ONLY = (
-    "gpu_memory_utilization",
-    "enforce_eager",
-    "cudagraph_capture_sizes",
-    "free_cache_engine",
-    "tensor_model_parallel_size",
-    "expert_parallel_size",
-    "max_num_batched_tokens",
-    "enable_chunked_prefill",
-    "enable_prefix_caching",
-    "disable_log_stats",
-    "skip_tokenizer_init",
-    "layered_summon",
-    "engine_kwargs.vllm",
-)
-_MCORE_OFFLOADS = ("megatron.param_offload", "megatron.grad_offload", "megatron.optimizer_offload")
-_GPU_ONLY = (
-    (f"{ROLLOUT}", ("cudagraph_capture_sizes", "layered_summon")),
-    (f"{ACTOR}.fsdp_config", ("param_offload", "optimizer_offload")),
-    (f"{REF}.fsdp_config", ("param_offload", "optimizer_offload")),
-    ("critic.model.fsdp_config", ("param_offload", "optimizer_offload")),
-    (f"{REWARD}.model.fsdp_config", ("param_offload",)),
-    (ACTOR, _MCORE_OFFLOADS),
-    (REF, _MCORE_OFFLOADS),
-    ("critic", _MCORE_OFFLOADS),
-    (REWARD, _MCORE_OFFLOADS),
-    (MODEL, ("enable_activation_offload",)),
-    ("critic.model", ("enable_activation_offload",)),
-)
+_OFFLOADS = ("param_offload", "optimizer_offload")
+_MCORE_OFFLOADS = ("param_offload", "grad_offload", "optimizer_offload")
+_WEIGHTS = ("rollout_is_threshold_lower", "rollout_is_level", "rollout_is_mode", "rollout_is_veto_threshold")
+_PASSES = ("micro_batch_size", "micro_batch_size_per_gpu", "max_length", "ulysses_sequence_parallel_size")
+_ENGINE = f"{ROLLOUT}.name"
+_DEVICE = "trainer.device"
 
 IDLE = [
     Idle(f"{ACTOR}.use_kl_loss", False, ACTOR, ("kl_loss_coef", "kl_loss_type")),
@@ -90,22 +43,34 @@ IDLE = [
     Idle("algorithm.filter_groups.enable", False, "algorithm.filter_groups", ("metric", "max_num_gen_batches")),
     Idle(f"{ROLLOUT}.n", 1, "algorithm.filter_groups", ("enable",)),
     Idle(f"{REWARD}.overlong_buffer.enable", False, f"{REWARD}.overlong_buffer", ("len", "penalty_factor", "log")),
-    Idle("algorithm.rollout_is_threshold", None, "algorithm", _IMPORTANCE_WEIGHTS),
+    Idle("algorithm.rollout_is_threshold", None, "algorithm", _WEIGHTS),
     Idle("algorithm.use_pf_ppo", False, "algorithm.pf_ppo", ("reweight_method", "weight_pow")),
     Idle(f"{MODEL}.lora_rank", 0, MODEL, ("lora_alpha", "target_modules", "exclude_modules")),
     Idle("critic.model.lora_rank", 0, "critic.model", ("lora_alpha", "target_modules")),
     Idle(f"{ROLLOUT}.val_kwargs.do_sample", False, f"{ROLLOUT}.val_kwargs", ("temperature", "top_p", "top_k")),
     Idle(f"{ROLLOUT}.do_sample", False, ROLLOUT, ("top_p", "top_k", "repetition_penalty")),
-    Idle(f"{REWARD}.enable", False, REWARD, _REWARD_MODEL),
+    Idle(f"{REWARD}.enable", False, REWARD, ("enable_resource_pool", *_PASSES)),
+    Idle(f"{REWARD}.enable", False, f"{REWARD}.model", ("path", "trust_remote_code", "use_shm", "use_remove_padding")),
     Idle(f"{REWARD}.enable_resource_pool", False, REWARD, ("n_gpus_per_node", "nnodes")),
     Idle(f"{REWARD}.model.input_tokenizer", None, REWARD, ("max_length",)),
     Idle(f"{ROLLOUT}.skip_rollout", False, ROLLOUT, ("skip_dump_dir",)),
     Idle("trainer.resume_mode", "auto", "trainer", ("resume_from_path",)),
     Idle("trainer.resume_mode", "disable", "trainer", ("resume_from_path",)),
-    Idle("trainer.device", "npu", ROLLOUT, ("layered_summon",)),
-    Idle(f"{ROLLOUT}.name", "hf", ROLLOUT, _VLLM_ONLY),
+    Idle(_ENGINE, "hf", ROLLOUT, ("gpu_memory_utilization", "free_cache_engine", "max_num_batched_tokens")),
+    Idle(_ENGINE, "hf", ROLLOUT, ("enforce_eager", "cudagraph_capture_sizes", "layered_summon")),
+    Idle(_ENGINE, "hf", ROLLOUT, ("tensor_model_parallel_size", "expert_parallel_size")),
+    Idle(_ENGINE, "hf", ROLLOUT, ("enable_chunked_prefill", "enable_prefix_caching", "engine_kwargs.vllm")),
+    Idle(_ENGINE, "hf", ROLLOUT, ("disable_log_stats", "skip_tokenizer_init")),
+    Idle(_DEVICE, "npu", ROLLOUT, ("layered_summon",)),
+    Idle(_DEVICE, "cpu", ROLLOUT, ("cudagraph_capture_sizes", "layered_summon")),
+    Idle(_DEVICE, "cpu", f"{ACTOR}.fsdp_config", _OFFLOADS),
+    Idle(_DEVICE, "cpu", f"{REF}.fsdp_config", _OFFLOADS),
+    Idle(_DEVICE, "cpu", "critic.model.fsdp_config", _OFFLOADS),
+    Idle(_DEVICE, "cpu", f"{REWARD}.model.fsdp_config", ("param_offload",)),
+    Idle(_DEVICE, "cpu", MODEL, ("enable_activation_offload",)),
+    Idle(_DEVICE, "cpu", "critic.model", ("enable_activation_offload",)),
+    *(Idle(_DEVICE, "cpu", f"{role}.megatron", _MCORE_OFFLOADS) for role in (ACTOR, REF, "critic", REWARD)),
 ]
-IDLE += [Idle("trainer.device", "cpu", node, names) for node, names in _GPU_ONLY]
 
 _OF_AN_ENABLED_REWARD_MODEL = (f"{REWARD}.enable_", f"{REWARD}.model.")
 

@@ -21,6 +21,8 @@ from verl.workers.config import (
     BaseModelConfig,
     CriticConfig,
     HFModelConfig,
+    McoreActorConfig,
+    McoreCriticConfig,
     McoreEngineConfig,
     RefConfig,
     RewardModelConfig,
@@ -32,32 +34,17 @@ Tree = Mapping[str, Any]
 
 ARCHITECTURES = tuple(sorted(LIMITS))
 
-SIZES = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-)
-SHARED = (*SIZES, "virtual_pipeline_model_parallel_size", "expert_tensor_parallel_size")
+TP = "tensor_model_parallel_size"
+PP = "pipeline_model_parallel_size"
+EP = "expert_model_parallel_size"
+SHARED = (TP, PP, "context_parallel_size", EP, f"virtual_{PP}", "expert_tensor_parallel_size")
 """Keys of a ``megatron`` node that roles of one process have in common."""
 
-CUDA_ONLY = (
-    "apply_rope_fusion",
-    "gradient_accumulation_fusion",
-    "moe_permute_fusion",
-    "moe_grouped_gemm",
-    "moe_enable_deepep",
-    "moe_router_fusion",
-    "tp_comm_overlap",
-    "cpu_offloading",
-    "enable_cuda_graph",
-    "fp8",
-    "fp4",
-    "use_kitchen",
-    "fine_grained_activation_offloading",
-    "symmetric_ar_type",
-    "batch_invariant_mode",
-)
+_FUSIONS = ("apply_rope_fusion", "gradient_accumulation_fusion", "moe_permute_fusion", "moe_router_fusion")
+_KERNELS = ("moe_grouped_gemm", "moe_enable_deepep", "tp_comm_overlap", "enable_cuda_graph", "use_kitchen")
+_LOW_PRECISION = ("fp8", "fp4", "symmetric_ar_type", "batch_invariant_mode")
+_OFFLOADS = ("cpu_offloading", "fine_grained_activation_offloading")
+CUDA_ONLY = _FUSIONS + _KERNELS + _LOW_PRECISION + _OFFLOADS
 """Fields of TransformerConfig whose code runs on CUDA only."""
 
 CUDA_OPTIMIZERS = ("use_precision_aware_optimizer", "optimizer_cpu_offload", "overlap_cpu_optimizer_d2h_h2d")
@@ -76,9 +63,8 @@ class Role(NamedTuple):
     node: ActorConfig | RefConfig | CriticConfig | RewardModelConfig
     model_key: str
     model: HFModelConfig | BaseModelConfig | RewardModelModelConfig
-    optimizer_overrides: Tree
     world: int
-    shares: bool
+    shares: bool = True
 
     @property
     def is_megatron(self) -> bool:
@@ -90,9 +76,12 @@ class Role(NamedTuple):
         """The key of the role's layout."""
         return f"{self.key}.megatron"
 
-
-def _overrides_of(optim: Tree) -> Tree:
-    return optim.get("override_optimizer_config") or {}
+    @property
+    def optimizer_overrides(self) -> Tree:
+        """The fields of Megatron-Core's optimizer that are set."""
+        if isinstance(self.node, McoreActorConfig | McoreCriticConfig):
+            return self.node.optim.override_optimizer_config
+        return {}
 
 
 def _roles(run: RunConfig, use_reference: bool) -> list[Role]:
@@ -100,18 +89,15 @@ def _roles(run: RunConfig, use_reference: bool) -> list[Role]:
     shared = run.actor_rollout_ref
     reward = run.reward_model
     world = run.trainer.world_size
-    actor = shared.actor
-    key = "actor_rollout_ref.actor"
-    roles = [Role(key, actor, ACTOR_MODEL, shared.model, _overrides_of(actor.optim), world, True)]
+    roles = [Role("actor_rollout_ref.actor", shared.actor, ACTOR_MODEL, shared.model, world)]
     if use_reference and not shared.model.lora_rank:
-        roles.append(Role("actor_rollout_ref.ref", shared.ref, ACTOR_MODEL, shared.model, {}, world, True))
+        roles.append(Role("actor_rollout_ref.ref", shared.ref, ACTOR_MODEL, shared.model, world))
     if run.critic is not None:
-        overrides = _overrides_of(run.critic.optim)
-        roles.append(Role("critic", run.critic, "critic.model", run.critic.model, overrides, world, True))
+        roles.append(Role("critic", run.critic, "critic.model", run.critic.model, world))
     if reward.enable and not reward.is_generative:
         size = reward_world_size(run)
-        is_shared = not reward.enable_resource_pool
-        roles.append(Role("reward_model", reward, "reward_model.model", reward.model, {}, size, is_shared))
+        shares = not reward.enable_resource_pool
+        roles.append(Role("reward_model", reward, "reward_model.model", reward.model, size, shares))
     return roles
 
 
@@ -164,32 +150,35 @@ def _option_rules(run: RunConfig, role: Role, engine: McoreEngineConfig) -> Iter
         expected = "no such folder: write one that scripts/converter_hf_to_mcore.py made, or a checkpoint"
         yield Violation(f"{role.engine_key}.dist_checkpointing_path", folder, expected)
     yield from override_rules(engine, role.engine_key, role.model_key)
-    yield from optimizer_rules({"override_optimizer_config": role.optimizer_overrides}, f"{role.key}.optim")
-    on_cpu = run.trainer.device == "cpu"
-    overrides = engine.override_transformer_config
-    for name in CUDA_ONLY:
-        if on_cpu and overrides.get(name):
-            key = f"{role.engine_key}.override_transformer_config.{name}"
-            yield Violation(key, overrides[name], "needs CUDA: leave it out with trainer.device=cpu")
+    of_optimizer = role.optimizer_overrides
+    yield from optimizer_rules({"override_optimizer_config": of_optimizer}, f"{role.key}.optim")
+    of_model = engine.override_transformer_config
+    key = f"{role.engine_key}.override_transformer_config"
     fused = f"{ACTOR_MODEL}.use_fused_kernels"
     is_fused = role.model_key == ACTOR_MODEL and run.actor_rollout_ref.model.use_fused_kernels
-    if overrides.get("defer_embedding_wgrad_compute") and is_fused:
-        key = f"{role.engine_key}.override_transformer_config.defer_embedding_wgrad_compute"
-        yield Violation(key, True, f"needs logits: leave it out, or write {fused}=false")
-    dispatcher = overrides.get("moe_token_dispatcher_type", "alltoall")
-    if dispatcher != "alltoall" and (on_cpu or dispatcher != "flex"):
-        key = f"{role.engine_key}.override_transformer_config.moe_token_dispatcher_type"
-        also = "" if on_cpu else " or flex"
-        yield Violation(key, dispatcher, f"must be alltoall{also}: the length of micro-batches varies")
-    for name in (each for each in CUDA_OPTIMIZERS if on_cpu and role.optimizer_overrides.get(each)):
-        key = f"{role.key}.optim.override_optimizer_config.{name}"
-        yield Violation(key, role.optimizer_overrides[name], "needs CUDA: leave it out with trainer.device=cpu")
-    if on_cpu and overrides.get("deallocate_pipeline_outputs"):
-        key = f"{role.engine_key}.override_transformer_config.deallocate_pipeline_outputs"
-        yield Violation(key, True, "must be false with trainer.device=cpu: gloo still reads what would be freed")
-    if on_cpu and overrides.get("transformer_impl") == "transformer_engine":
-        key = f"{role.engine_key}.override_transformer_config.transformer_impl"
-        yield Violation(key, "transformer_engine", "needs CUDA: write local with trainer.device=cpu")
+    if of_model.get("defer_embedding_wgrad_compute") and is_fused:
+        expected = f"needs logits: leave it out, or write {fused}=false"
+        yield Violation(f"{key}.defer_embedding_wgrad_compute", True, expected)
+    on_cpu = run.trainer.device == "cpu"
+    dispatcher = of_model.get("moe_token_dispatcher_type", "alltoall")
+    dispatchers = ("alltoall",) if on_cpu else ("alltoall", "flex")
+    if dispatcher not in dispatchers:
+        expected = f"must be {' or '.join(dispatchers)}: the length of micro-batches varies"
+        yield Violation(f"{key}.moe_token_dispatcher_type", dispatcher, expected)
+    if not on_cpu:
+        return
+    if of_model.get("deallocate_pipeline_outputs"):
+        expected = "must be false with trainer.device=cpu: gloo still reads what would be freed"
+        yield Violation(f"{key}.deallocate_pipeline_outputs", True, expected)
+    if of_model.get("transformer_impl") == "transformer_engine":
+        expected = "needs CUDA: write local with trainer.device=cpu"
+        yield Violation(f"{key}.transformer_impl", "transformer_engine", expected)
+    at_optimizer = f"{role.key}.optim.override_optimizer_config"
+    for node, overrides, names in ((key, of_model, CUDA_ONLY), (at_optimizer, of_optimizer, CUDA_OPTIMIZERS)):
+        for name in names:
+            if overrides.get(name):
+                expected = "needs CUDA: leave it out with trainer.device=cpu"
+                yield Violation(f"{node}.{name}", overrides[name], expected)
 
 
 def _world_rules(role: Role, engine: McoreEngineConfig, on_cpu: bool) -> Iterator[Violation]:
@@ -199,7 +188,7 @@ def _world_rules(role: Role, engine: McoreEngineConfig, on_cpu: bool) -> Iterato
     cp = engine.context_parallel_size
     if role.world % (tp * pp * cp):
         expected = f"x pipeline_model_parallel_size={pp} x context_parallel_size={cp} must divide the {role.world}"
-        yield Violation(f"{role.engine_key}.{SIZES[0]}", tp, f"{expected} workers (n_gpus_per_node x nnodes)")
+        yield Violation(f"{role.engine_key}.{TP}", tp, f"{expected} workers (n_gpus_per_node x nnodes)")
     elif (found := expert_layout_problem(role.world, engine, on_cpu)) is not None:
         key, value, expected = found
         yield Violation(f"{role.engine_key}.{key}", value, expected)
@@ -221,12 +210,12 @@ def _model_rules(shared: ActorRolloutRefConfig, role: Role, engine: McoreEngineC
     for name in ("num_attention_heads", "num_key_value_heads"):
         count = config.get(name)
         if isinstance(count, int) and count % tp:
-            yield Violation(f"{role.engine_key}.{SIZES[0]}", tp, f"must divide {name}={count} of the model")
+            yield Violation(f"{role.engine_key}.{TP}", tp, f"must divide {name}={count} of the model")
     experts = config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts") or 0
     if ep > 1 and "model_type" in config and (not experts or experts % ep):
-        yield Violation(f"{role.engine_key}.{SIZES[3]}", ep, f"must divide the {experts} experts of the model")
+        yield Violation(f"{role.engine_key}.{EP}", ep, f"must divide the {experts} experts of the model")
     if experts and tp > 1 and not engine.sequence_parallel:
-        expected = f"must be true with {SIZES[0]}={tp}: the model has experts, which need it on Megatron-Core"
+        expected = f"must be true with {TP}={tp}: the model has experts, which need it on Megatron-Core"
         yield Violation(f"{role.engine_key}.sequence_parallel", False, expected)
     layers = config.get("num_hidden_layers")
     overrides = engine.override_transformer_config
@@ -234,7 +223,7 @@ def _model_rules(shared: ActorRolloutRefConfig, role: Role, engine: McoreEngineC
     if isinstance(layers, int) and (found := stage_problem(layers, pp, stages, overrides)) is not None:
         override, expected = found
         if override is None:
-            yield Violation(f"{role.engine_key}.{SIZES[1]}", pp, expected)
+            yield Violation(f"{role.engine_key}.{PP}", pp, expected)
         else:
             yield Violation(f"{role.engine_key}.override_transformer_config.{override}", overrides[override], expected)
 
@@ -299,25 +288,23 @@ def family_rules(
         expected = f"architecture {', '.join(named)} is not supported with strategy=megatron: it knows "
         yield Violation.unsupported(*at, f"{expected}{', '.join(ARCHITECTURES)}; write {on_fsdp}")
     elif named and not (node.get("trust_remote_code") and getattr(fields, "auto_map", None)):
-        yield from _limit_rules(node, list(_limits(named[0], fields)), key, at, on_fsdp)
+        yield from _limit_rules(node, named[0], fields, key, at, on_fsdp)
 
 
-def _limits(architecture: str, fields: ConfigFields) -> Iterator[Limit]:
-    with suppress(TypeError):  # a field is not a number: transformers says which
-        yield from model_limits(architecture, fields)
-
-
-def _limit_rules(node: Tree, limits: list[Limit], key: str, at: tuple[str, Any], on_fsdp: str) -> Iterator[Violation]:
+def _limit_rules(
+    node: Tree, architecture: str, fields: ConfigFields, key: str, at: tuple[str, Any], on_fsdp: str
+) -> Iterator[Violation]:
     """Yield the limits under the overrides that they come from, and the others together under the path."""
     overrides = node.get("override_config") or {}
     of_file = []
-    for limit in limits:
-        name = _override_of(limit, overrides)
-        if name is None:
-            of_file.append(str(limit))
-        else:
-            expected = f"{limit.fault}; leave it out, or write {on_fsdp}"
-            yield Violation(f"{key}.override_config.{name}", select(overrides, name), expected)
+    with suppress(TypeError):  # a field is not a number: transformers says which
+        for limit in model_limits(architecture, fields):
+            name = _override_of(limit, overrides)
+            if name is None:
+                of_file.append(str(limit))
+            else:
+                expected = f"{limit.fault}; leave it out, or write {on_fsdp}"
+                yield Violation(f"{key}.override_config.{name}", select(overrides, name), expected)
     if of_file:
         yield Violation(*at, f"{'; '.join(of_file)}; name another model, or write {on_fsdp}")
 

@@ -17,103 +17,37 @@ TRANSFORMER = ("transformer/transformer_config.py", "model_parallel_config.py")
 DDP = ("distributed/distributed_data_parallel_config.py",)
 OPTIMIZER = ("optimizer/optimizer_config.py",)
 
-OF_LAYOUT = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-    "sequence_parallel",
-)
-OF_MODEL = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "kv_channels",
-    "activation_func",
-    "gated_linear_unit",
-    "normalization",
-    "layernorm_epsilon",
-    "add_bias_linear",
-    "add_qkv_bias",
-    "qk_layernorm",
-    "multi_latent_attention",
-    "num_moe_experts",
-    "moe_ffn_hidden_size",
-    "moe_layer_freq",
-    "moe_router_topk",
-    "moe_router_score_function",
-    "moe_shared_expert_intermediate_size",
-    "moe_shared_expert_gate",
-    "moe_router_pre_softmax",
-    "moe_router_num_groups",
-    "moe_router_group_topk",
-    "moe_router_topk_limited_devices",
-    "moe_router_topk_scaling_factor",
-    "moe_router_enable_expert_bias",
-    "moe_apply_probs_on_input",
-    "moe_latent_size",
-    "softmax_scale",
-    "softmax_type",
-    "window_size",
-    "window_attn_skip_freq",
-    "qk_l2_norm",
-    "attention_output_gate",
-    "no_rope_freq",
-    "rotary_interleaved",
-    "layernorm_zero_centered_gamma",
-    "apply_residual_connection_post_layernorm",
-    "activation_func_clamp_value",
-    "glu_linear_offset",
-    "heterogeneous_block_specs",
-    "experimental_attention_variant",
-    "is_hybrid_model",
-    "q_lora_rank",
-    "kv_lora_rank",
-    "qk_head_dim",
-    "qk_pos_emb_head_dim",
-    "v_head_dim",
-    "rope_type",
-    "rotary_base",
-    "rotary_percent",
-    "rotary_scaling_factor",
-    "original_max_position_embeddings",
-    "beta_fast",
-    "beta_slow",
-    "mscale",
-    "mscale_all_dim",
-    "mrope_section",
-    "init_method_std",
-    "embedding_init_method_std",
-)
+_SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")
+_LAYERS = ("activation_func", "activation_func_clamp_value", "gated_linear_unit", "glu_linear_offset")
+_NORMS = ("normalization", "layernorm_epsilon", "layernorm_zero_centered_gamma", "qk_layernorm", "qk_l2_norm")
+_RESIDUALS = ("apply_residual_connection_post_layernorm", "add_bias_linear", "add_qkv_bias")
+_ATTENTION = ("softmax_scale", "softmax_type", "window_size", "window_attn_skip_freq", "attention_output_gate")
+_LATENT_SIZES = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+_KINDS = ("multi_latent_attention", "experimental_attention_variant", "heterogeneous_block_specs", "is_hybrid_model")
+_ROPE = ("rope_type", "rotary_base", "rotary_percent", "rotary_scaling_factor", "rotary_interleaved")
+_POSITIONS = ("original_max_position_embeddings", "no_rope_freq", "mrope_section")
+_YARN = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+_EXPERTS = ("num_moe_experts", "moe_ffn_hidden_size", "moe_layer_freq", "moe_latent_size", "moe_apply_probs_on_input")
+_SHARED_EXPERTS = ("moe_shared_expert_intermediate_size", "moe_shared_expert_gate")
+_ROUTER = ("moe_router_topk", "moe_router_topk_scaling_factor", "moe_router_topk_limited_devices")
+_ROUTER_GROUPS = ("moe_router_num_groups", "moe_router_group_topk")
+_ROUTER_SCORES = ("moe_router_score_function", "moe_router_pre_softmax", "moe_router_enable_expert_bias")
+_RANDOM_WEIGHTS = ("init_method_std", "embedding_init_method_std")
+_BLOCKS = _SIZES + _LAYERS + _NORMS + _RESIDUALS + _ATTENTION + _LATENT_SIZES + _KINDS + _RANDOM_WEIGHTS
+_MIXTURES = _EXPERTS + _SHARED_EXPERTS + _ROUTER + _ROUTER_GROUPS + _ROUTER_SCORES
+OF_MODEL = frozenset(_BLOCKS + _ROPE + _POSITIONS + _YARN + _MIXTURES)
+"""Fields that a family takes from ``config.json``, or leaves alone as the model has nothing of the kind."""
 OF_OTHER_MODELS = ("dsa_", "linear_", "mamba_")
 """Prefixes of fields of model families that are not supported."""
-OF_ENGINE = (
-    "params_dtype",
-    "pipeline_dtype",
-    "bf16",
-    "fp16",
-    "calculate_per_token_loss",
-    "variable_seq_lengths",
-    "finalize_model_grads_func",
-    "grad_scale_func",
-    "no_sync_func",
-    "grad_sync_func",
-    "param_sync_func",
-    "perform_initialization",
-    "use_cpu_initialization",
-    "init_model_with_meta_device",
-    "enable_autocast",
-    "autocast_dtype",
-    "init_method",
-    "output_layer_init_method",
-    "embedding_init_method",
-    "timers",
-    "use_ring_exchange_p2p",
-)
+
+_DTYPES = ("params_dtype", "pipeline_dtype", "bf16", "fp16", "enable_autocast", "autocast_dtype")
+_GRADIENTS = ("calculate_per_token_loss", "finalize_model_grads_func", "grad_scale_func", "no_sync_func")
+_COMMUNICATION = ("grad_sync_func", "param_sync_func", "variable_seq_lengths", "use_ring_exchange_p2p", "timers")
+_FIRST_WEIGHTS = ("perform_initialization", "use_cpu_initialization", "init_model_with_meta_device")
+_INIT_METHODS = ("init_method", "output_layer_init_method", "embedding_init_method")
+OF_ENGINE = frozenset(_DTYPES + _GRADIENTS + _COMMUNICATION + _FIRST_WEIGHTS + _INIT_METHODS)
+"""Fields that the engine sets."""
+
 OF_PRETRAINING: dict[str, Any] = {
     "moe_router_load_balancing_type": "none",
     "moe_aux_loss_coeff": 0.0,
@@ -128,29 +62,15 @@ OF_PRETRAINING: dict[str, Any] = {
 Its losses are multiplied by the tokens of a micro-batch, and it would divide the gradient by all tokens. Here the loss
 is divided before.
 """
-UNREAD = (
-    "cross_entropy_loss_fusion",
-    "cross_entropy_fusion_impl",
-    "mtp_loss_scaling_factor",
-    "moe_per_layer_logging",
-    "test_mode",
-    "flash_decode",
-    "inference_rng_tracker",
-    "inference_sampling_seed",
-    "mlp_chunks_for_prefill",
-    "use_inference_optimized_layers",
-    "inference_fuse_tp_communication",
-    "moe_extended_tp",
-    "moe_token_dropping",
-    "hierarchical_context_parallel_sizes",
-    "hybrid_context_parallel",
-    "max_seqlen_per_dp_cp_rank",
-    "qk_clip_alpha",
-    "qk_clip_threshold",
-    "log_max_attention_logit",
-    "config_logger_dir",
-    "mtp_standalone",
-)
+
+_LOSSES = ("cross_entropy_loss_fusion", "cross_entropy_fusion_impl", "mtp_loss_scaling_factor", "mtp_standalone")
+_LOGS = ("moe_per_layer_logging", "log_max_attention_logit", "config_logger_dir", "test_mode")
+_INFERENCE = ("flash_decode", "inference_rng_tracker", "inference_sampling_seed")
+_FAST_INFERENCE = ("mlp_chunks_for_prefill", "use_inference_optimized_layers", "inference_fuse_tp_communication")
+_OTHER_EXPERTS = ("moe_extended_tp", "moe_token_dropping")
+_OTHER_CONTEXT = ("hierarchical_context_parallel_sizes", "hybrid_context_parallel", "max_seqlen_per_dp_cp_rank")
+_QK_CLIP = ("qk_clip_alpha", "qk_clip_threshold")
+UNREAD = frozenset(_LOSSES + _LOGS + _INFERENCE + _FAST_INFERENCE + _OTHER_EXPERTS + _OTHER_CONTEXT + _QK_CLIP)
 """Fields of TransformerConfig that nothing reads here."""
 
 OF_OPTIM = {
@@ -158,39 +78,15 @@ OF_OPTIM = {
     **dict.fromkeys(("adam_beta1", "adam_beta2"), "betas"),
 }
 """Fields of OptimizerConfig that are keys of ``optim``."""
-OPTIMIZER_OF_ENGINE = (
-    "bf16",
-    "fp16",
-    "params_dtype",
-    "loss_scale",
-    "initial_loss_scale",
-    "min_loss_scale",
-    "loss_scale_window",
-    "hysteresis",
-    "timers",
-)
-UNREAD_BY_ADAM = (
-    "sgd_momentum",
-    "log_num_zeros_in_grad",
-    "barrier_with_L1_time",
-    "config_logger_dir",
-    "fp8_recipe",
-    "reuse_grad_buf_for_mxfp8_param_ag",
-)
+_LOSS_SCALE = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+OPTIMIZER_OF_ENGINE = frozenset(_LOSS_SCALE + ("bf16", "fp16", "params_dtype", "timers"))
+_OPTIMIZER_LOGS = ("log_num_zeros_in_grad", "barrier_with_L1_time", "config_logger_dir")
+UNREAD_BY_ADAM = frozenset(_OPTIMIZER_LOGS + ("sgd_momentum", "fp8_recipe", "reuse_grad_buf_for_mxfp8_param_ag"))
 
-OF_MEGATRON_FSDP = (
-    "use_megatron_fsdp",
-    "use_custom_fsdp",
-    "data_parallel_sharding_strategy",
-    "outer_dp_sharding_strategy",
-    "suggested_communication_unit_size",
-    "preserve_fp32_weights",
-    "keep_fp8_transpose_cache",
-    "fsdp_double_buffer",
-    "disable_symmetric_registration",
-    "fsdp_manual_registration",
-    "gradient_reduce_div_fusion",
-)
+_SWITCHES = ("use_megatron_fsdp", "use_custom_fsdp", "fsdp_double_buffer", "fsdp_manual_registration")
+_SHARDING = ("data_parallel_sharding_strategy", "outer_dp_sharding_strategy", "suggested_communication_unit_size")
+_BUFFERS = ("preserve_fp32_weights", "keep_fp8_transpose_cache", "disable_symmetric_registration")
+OF_MEGATRON_FSDP = frozenset(_SWITCHES + _SHARDING + _BUFFERS + ("gradient_reduce_div_fusion",))
 """Fields of DistributedDataParallelConfig that another wrapper reads."""
 
 
@@ -223,7 +119,7 @@ def override_rules(node: Mapping[str, Any], key: str, model: str) -> Iterator[Vi
     at = f"{key}.override_transformer_config"
     yield from _unknown(overrides, at, TRANSFORMER, "TransformerConfig")
     for name, value in overrides.items():
-        if name in OF_LAYOUT:
+        if name in node:
             yield Violation(f"{at}.{name}", value, f"stands one level higher: write {key}.{name}")
         elif name in OF_MODEL or name.startswith(OF_OTHER_MODELS):
             expected = f"is of the model, which generates too: write what config.json has in {model}.override_config"

@@ -18,6 +18,7 @@ from verl.workers.config.model import (
 )
 
 POLICY = "actor_rollout_ref.model"
+REFERENCE = "actor_rollout_ref.ref.model"
 ACTOR = "actor_rollout_ref.actor"
 NO_VISION_ON_MEGATRON = (
     "trains language models only, its GPT model has no vision tower, and model.path names a vision-language model: "
@@ -42,7 +43,7 @@ def model_rules(run: RunConfig, broken: set[str]) -> Iterator[Violation]:
             frozen = shared.actor.freeze_vision_tower
             yield from _frozen_rules(hf_config, f"{ACTOR}.freeze_vision_tower", frozen, POLICY)
             yield from _size_rules(run, hf_config, broken)
-    key = "actor_rollout_ref.ref.model"
+    key = REFERENCE
     if shared.ref.model_path and f"{key}.path" not in broken:
         hf_config = yield from _folder_rules(key, shared.ref.model_path, None)
         if hf_config is not None:
@@ -70,7 +71,7 @@ def _folder_rules(key: str, path: str, tokenizer_path: str | None) -> Generator[
     yield from (Violation(f"{key}.path", path, problem) for problem in problems)
     if problems:
         return None
-    if key != "actor_rollout_ref.ref.model":  # the reference uses the tokenizer of the actor
+    if key != REFERENCE:  # the reference uses the tokenizer of the actor
         tokenizer = tokenizer_path or path
         yield from (Violation(f"{key}.tokenizer_path", tokenizer, text) for text in tokenizer_problems(tokenizer))
     return read_config_json(path)
@@ -126,10 +127,13 @@ def positions_of(hf_config: Mapping[str, Any], overrides: Mapping[str, Any]) -> 
     return positions if isinstance(positions, int) and not rope.get("factor") else None
 
 
-def heads_of(hf_config: Mapping[str, Any]) -> int | None:
-    """Return the number of attention heads of a model, None if it is unknown."""
+def head_rules(
+    hf_config: Mapping[str, Any], key: str, size: int, ranks: str, model: str = "model"
+) -> Iterator[Violation]:
+    """Yield attention heads that do not divide over the ranks that share them."""
     heads = (hf_config.get("text_config") or hf_config).get("num_attention_heads")
-    return heads if isinstance(heads, int) else None
+    if isinstance(heads, int) and size > 1 and heads % size:
+        yield Violation(key, size, f"the {model}'s {heads} attention heads do not divide over {size} {ranks}")
 
 
 def _size_rules(run: RunConfig, hf_config: Mapping[str, Any], broken: set[str]) -> Iterator[Violation]:
@@ -144,17 +148,12 @@ def _size_rules(run: RunConfig, hf_config: Mapping[str, Any], broken: set[str]) 
             f"{positions - rollout.prompt_length}"
         )
         yield Violation("data.max_response_length", rollout.response_length, expected)
-    heads = heads_of(hf_config)
-    sizes = []
     if isinstance(shared.actor, FSDPActorConfig):
         ulysses = shared.actor.ulysses_sequence_parallel_size
-        sizes.append((f"{ACTOR}.ulysses_sequence_parallel_size", ulysses, "Ulysses ranks"))
+        yield from head_rules(hf_config, f"{ACTOR}.ulysses_sequence_parallel_size", ulysses, "Ulysses ranks")
     if rollout.name != "hf":
         key = "actor_rollout_ref.rollout.tensor_model_parallel_size"
-        sizes.append((key, rollout.tensor_model_parallel_size, "tensor-parallel ranks"))
-    for key, size, ranks in sizes:
-        if heads is not None and size > 1 and heads % size:
-            yield Violation(key, size, f"the model's {heads} attention heads do not divide over {size} {ranks}")
+        yield from head_rules(hf_config, key, rollout.tensor_model_parallel_size, "tensor-parallel ranks")
 
 
 # ---- options of the model that exclude others
@@ -166,17 +165,14 @@ def option_rules(run: RunConfig) -> Iterator[Violation]:
     actor = shared.actor
     model = shared.model
     device = run.trainer.device
-    if isinstance(actor, FSDPActorConfig) and actor.use_remove_padding != model.use_remove_padding:
-        expected = f"follows {POLICY}.use_remove_padding: set that one"
-        yield Violation(f"{ACTOR}.use_remove_padding", actor.use_remove_padding, expected)
+    for name in ("use_remove_padding", "use_fused_kernels"):
+        if name in actor and actor[name] != model[name]:
+            yield Violation(f"{ACTOR}.{name}", actor[name], f"follows {POLICY}.{name}: set that one")
     if actor.uses_full_kl and actor.strategy == "megatron":
         expected = "needs the whole vocabulary in one worker, as fsdp has it: write low_var_kl, or strategy=fsdp"
         yield Violation(f"{ACTOR}.kl_loss_type", FULL_KL, expected)
     yield from fused_rules(model, POLICY, device)
-    if actor.use_fused_kernels != model.use_fused_kernels:
-        expected = f"follows {POLICY}.use_fused_kernels: set that one"
-        yield Violation(f"{ACTOR}.use_fused_kernels", actor.use_fused_kernels, expected)
-    elif model.use_fused_kernels and actor.uses_full_kl:
+    if model.use_fused_kernels and actor.uses_full_kl:
         expected = "needs logits, which a fused head does not make: write low_var_kl, or use_fused_kernels=false"
         yield Violation(f"{ACTOR}.kl_loss_type", FULL_KL, expected)
     if shared.ref.model_path is not None and model.lora_rank:

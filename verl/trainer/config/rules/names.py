@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 from verl.algos.names import ADV_ESTIMATORS, POLICY_LOSSES
 from verl.base_config import Violation
-from verl.trainer.config.keys import nearest
 from verl.trainer.config.run_config import RunConfig
 from verl.utils import envs
+from verl.utils.structured import nearest
 from verl.workers.rewards.signature import SCORER_CALLS
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from verl.base_config import Violation
 from verl.trainer.config.keys import select
+from verl.trainer.config.rules.reward import reward_world_size
 from verl.trainer.config.run_config import RunConfig
 from verl.utils.profiler.config import RANKS_MUST_BE_NAMED, TOOLS, ProfilerConfig
 from verl.workers.config import ActorConfig, CriticConfig
@@ -42,8 +43,11 @@ def profiler_rules(run: RunConfig, tree: Tree, use_reference: bool) -> Iterator[
     for tool in sorted(tool for tool in tools if tool is not None):
         where = next((f"{role}.profiler" for role, node in enabled.items() if node.tool == tool), _GLOBAL)
         key = f"{_GLOBAL if profiler.tool == tool else where}.tool"
-        if tool == "nsys":
-            yield from _nsys_rules(tree)
+        for name in ("controller_nsight_options", "worker_nsight_options"):
+            options = select(tree, f"{_GLOBAL}.global_tool_config.nsys.{name}")
+            if tool == "nsys" and not isinstance(options, Mapping):
+                expected = "must be a mapping of options of nsys profile"
+                yield Violation(f"{_GLOBAL}.global_tool_config.nsys.{name}", options, expected)
         reason = missing_part(tool, run.trainer.device, run.ray_kwargs.is_local)
         if reason is not None:
             yield Violation(key, tool, reason)
@@ -84,14 +88,6 @@ def _tool_config_rules(key: str, options: Any, tools: tuple[str, ...]) -> Iterat
             yield Violation(f"{key}.{tool}", node, "must be a mapping: set keys below it")
 
 
-def _nsys_rules(tree: Tree) -> Iterator[Violation]:
-    """Yield command-line options of nsys that are not a mapping."""
-    for name in ("controller_nsight_options", "worker_nsight_options"):
-        key = f"{_GLOBAL}.global_tool_config.nsys.{name}"
-        if not isinstance(select(tree, key), Mapping):
-            yield Violation(key, select(tree, key), "must be a mapping of options of nsys profile")
-
-
 def _folder_rules(run: RunConfig, enabled: Mapping[str, ProfilerConfig]) -> Iterator[Violation]:
     """Yield folders of profiles that this machine would write and cannot."""
     folders: dict[str, str] = {}
@@ -103,21 +99,15 @@ def _folder_rules(run: RunConfig, enabled: Mapping[str, ProfilerConfig]) -> Iter
         if path is not None:
             folders.setdefault(path, key)
     for path, key in folders.items():
-        problem = _folder_problem(path, run.ray_kwargs.is_local)
-        if problem is not None:
-            yield Violation(key, path, problem)
-
-
-def _folder_problem(path: str, runs_here: bool) -> str | None:
-    if "://" in path:
-        return "must be a folder: a profiler writes to no other storage"
-    if not runs_here:
-        return None
-    folder = Path(path).expanduser().absolute()
-    there = next(each for each in (folder, *folder.parents) if os.path.exists(each))
-    if not there.is_dir():
-        return f"cannot be a folder: {there} is a file"
-    return None if os.access(there, os.W_OK | os.X_OK) else f"cannot be written: {there} allows it to others only"
+        if "://" in path:
+            yield Violation(key, path, "must be a folder: a profiler writes to no other storage")
+        elif run.ray_kwargs.is_local:
+            folder = Path(path).expanduser().absolute()
+            there = next(each for each in (folder, *folder.parents) if each.exists())
+            if not there.is_dir():
+                yield Violation(key, path, f"cannot be a folder: {there} is a file")
+            elif not os.access(there, os.W_OK | os.X_OK):
+                yield Violation(key, path, f"cannot be written: {there} allows it to others only")
 
 
 def _enabled(run: RunConfig, use_reference: bool) -> Iterator[tuple[str, ProfilerConfig]]:
@@ -161,7 +151,7 @@ def _role_rules(run: RunConfig, role: str, node: ProfilerConfig) -> Iterator[Vio
     if node.tool == "nsys" and run.global_profiler.tool != "nsys":
         yield Violation(f"{key}.tool", node.tool, f"needs workers that nsys has started: set {_GLOBAL}.tool=nsys")
     if isinstance(node.ranks, list) and all(isinstance(rank, int) for rank in node.ranks):
-        size = _world_size(run, role)
+        size = reward_world_size(run) if role == "reward_model" else run.trainer.world_size
         beyond = [rank for rank in node.ranks if rank >= size]
         if beyond:
             yield Violation(f"{key}.ranks", node.ranks, f"ranks {beyond} do not exist, {role} has {size} workers")
@@ -175,20 +165,13 @@ def _role_rules(run: RunConfig, role: str, node: ProfilerConfig) -> Iterator[Vio
         yield Violation(f"{key}.tool_config.torch.step_start", start, expected)
 
 
-def _world_size(run: RunConfig, role: str) -> int:
-    """Return the number of workers of a role."""
-    reward = run.reward_model
-    has_pool = role == "reward_model" and reward.enable_resource_pool
-    return reward.n_gpus_per_node * reward.nnodes if has_pool else run.trainer.world_size
-
-
 def _mini_batches(run: RunConfig, role: str) -> int | None:
     """Return the optimizer steps of one update of a role, None for a role that does not train."""
-    node: ActorConfig | CriticConfig | None = None
-    if role == "actor_rollout_ref.actor":
-        node = run.actor_rollout_ref.actor
-    elif role == "critic":
-        node = run.critic
+    roles: dict[str, ActorConfig | CriticConfig | None] = {
+        "actor_rollout_ref.actor": run.actor_rollout_ref.actor,
+        "critic": run.critic,
+    }
+    node = roles.get(role)
     if node is None or node.ppo_mini_batch_size < 1:
         return None
     return max(1, run.prompts_per_step // node.ppo_mini_batch_size) * node.ppo_epochs

@@ -1,14 +1,15 @@
 """Rewards: the manager, the overlong buffer, dynamic sampling, and the reward model."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeGuard
+from typing import Any
 
-from verl.base_config import Violation
-from verl.trainer.config.keys import nearest
-from verl.trainer.config.rules.model import heads_of, positions_of, vision_rules
+from verl.base_config import Violation, matches
+from verl.trainer.config.rules.batch import sharding_rules
+from verl.trainer.config.rules.model import head_rules, positions_of, vision_rules
 from verl.trainer.config.rules.user_code import python_file_rules
 from verl.trainer.config.run_config import RunConfig
-from verl.workers.config import RewardModelConfig
+from verl.utils.structured import parse_node
+from verl.workers.config import OverlongBufferConfig, RewardModelConfig
 from verl.workers.config.model import path_problems, quantized_problem, read_config_json, tokenizer_problems
 from verl.workers.rewards.signature import SCORER_CALLS
 
@@ -22,7 +23,6 @@ MANAGER_KWARGS: dict[str, tuple[str, ...]] = {
 
 _KWARGS = f"{NODE}.reward_kwargs"
 _BUFFER = f"{NODE}.overlong_buffer"
-_BUFFER_KEYS = ("enable", "len", "penalty_factor", "log")
 _WITHOUT_BUFFER = ("naive", "batch", "prime")
 _SIZES = {f"{NODE}.n_gpus_per_node", f"{NODE}.nnodes", "trainer.n_gpus_per_node", "trainer.nnodes"}
 
@@ -43,71 +43,57 @@ def manager_rules(run: RunConfig) -> Iterator[Violation]:
     number = given.get("num_processes", 1)
     if not _is_count(number):
         yield Violation(f"{_KWARGS}.num_processes", number, "must be an integer of 1 or more")
-    buffer = given.get("overlong_buffer_cfg")
+    written = given.get("overlong_buffer_cfg")
+    if written is None or manager != "dapo":
+        return
+    key = f"{_KWARGS}.overlong_buffer_cfg"
+    if not isinstance(written, Mapping):
+        yield Violation(key, written, "must be a mapping: set keys below it")
+        return
+    buffer, violations = parse_node(written, OverlongBufferConfig, key)
+    yield from violations
+    for name in ("enable", "len", "penalty_factor"):
+        if name not in written:
+            yield Violation(f"{key}.{name}", None, "is missing: write a value")
     limit = given.get("max_resp_len")
-    if isinstance(buffer, Mapping) and manager == "dapo":
-        if not _is_count(limit):
-            expected = "must be given with overlong_buffer_cfg: write the tokens that a response may have"
-            yield Violation(f"{_KWARGS}.max_resp_len", limit, expected)
-        elif buffer.get("enable") and not (_is_count(buffer.get("len")) and buffer["len"] <= limit):
-            expected = f"must be an integer in [1, max_resp_len={limit}]"
-            yield Violation(f"{_KWARGS}.overlong_buffer_cfg.len", buffer.get("len"), expected)
-        for key in ("enable", "len", "penalty_factor"):
-            if key not in buffer:
-                yield Violation(f"{_KWARGS}.overlong_buffer_cfg.{key}", None, "is missing: write a value")
+    if _is_count(limit):
+        yield from _buffer_rules(buffer, key, f"{_KWARGS}.max_resp_len", limit)
+    else:
+        expected = (
+            "must be given with overlong_buffer_cfg, as an integer of 1 or more; where it is missing write "
+            "${data.max_response_length}"
+        )
+        yield Violation(f"{_KWARGS}.max_resp_len", limit, expected)
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return matches(value, int) and value >= 1
 
 
 # ---- DAPO: the overlong buffer and dynamic sampling
 
 
-def dapo_rules(run: RunConfig, tree: Mapping[str, Any]) -> Iterator[Violation]:
-    """Yield what is wrong with the nodes that DAPO adds; ``tree`` holds them as they are written."""
-    written = tree.get(NODE, {}).get("overlong_buffer")
-    if written is not None:
-        yield from _buffer_rules(written, _BUFFER, ("data.max_response_length", run.data.max_response_length))
-        if isinstance(written, Mapping) and written.get("enable") is True:
-            yield from _buffer_manager_rules(run.reward_model)
-    kwargs = run.reward_model.reward_kwargs
-    if run.reward_model.reward_manager == "dapo" and kwargs.get("overlong_buffer_cfg") is not None:
-        limit = (f"{_KWARGS}.max_resp_len", kwargs.get("max_resp_len"))
-        yield from _buffer_rules(kwargs["overlong_buffer_cfg"], f"{_KWARGS}.overlong_buffer_cfg", limit)
+def dapo_rules(run: RunConfig) -> Iterator[Violation]:
+    """Yield what is wrong with the nodes that DAPO adds."""
+    buffer = run.reward_model.overlong_buffer
+    if buffer is not None and buffer.enable:
+        yield from _buffer_rules(buffer, _BUFFER, "data.max_response_length", run.data.max_response_length)
+        yield from _buffer_manager_rules(run.reward_model)
     groups = run.algorithm.filter_groups
     if groups and groups.enable and groups.metric == "seq_final_reward" and run.algorithm.use_kl_in_reward:
         expected = "is the reward after KL, which differs for all responses and would keep every prompt"
         yield Violation("algorithm.filter_groups.metric", groups.metric, f"{expected}: write seq_reward")
 
 
-def _buffer_rules(buffer: Any, node: str, limit: tuple[str, Any]) -> Iterator[Violation]:
-    """Yield what is wrong with the overlong buffer at ``node``; ``limit`` is the key and length of a response."""
-    if not isinstance(buffer, Mapping):
-        yield Violation(node, buffer, "must be a mapping: set keys below it")
+def _buffer_rules(buffer: OverlongBufferConfig, node: str, limit_key: str, limit: int) -> Iterator[Violation]:
+    """Yield a range and a penalty that punish nothing; ``limit`` is the length of a response."""
+    if not buffer.enable:
         return
-    for key in buffer.keys() - set(_BUFFER_KEYS):
-        near = ", ".join(nearest(key, _BUFFER_KEYS)) or ", ".join(_BUFFER_KEYS)
-        yield Violation(f"{node}.{key}", buffer[key], f"there is no such key; the nearest in this node: {near}")
-    for key in ("enable", "log"):
-        if not isinstance(buffer.get(key, False), bool):
-            yield Violation(f"{node}.{key}", buffer[key], "must be true or false")
-    if buffer.get("enable") is not True:
-        return
-    length = buffer.get("len")
-    factor = buffer.get("penalty_factor")
-    limit_key, longest = limit
-    if longest is None:
-        yield Violation(limit_key, longest, "is missing: write ${data.max_response_length}")
-    elif not _is_number(length, int) or (_is_number(longest, int) and not 0 < length <= longest):
-        yield Violation(f"{node}.len", length, f"must be an integer in [1, {limit_key}={longest}]")
-    if not _is_number(factor, int | float) or factor < 0 or (factor == 0 and not buffer.get("log")):
+    if not 0 < buffer.len <= limit:
+        yield Violation(f"{node}.len", buffer.len, f"must be an integer in [1, {limit_key}={limit}]")
+    if buffer.penalty_factor < 0 or (buffer.penalty_factor == 0 and not buffer.log):
         expected = "must be above 0, the penalty of a response of full length (0 only counts, with log=true)"
-        yield Violation(f"{node}.penalty_factor", factor, expected)
-
-
-def _is_number(value: Any, kind: Any) -> TypeGuard[float]:
-    return isinstance(value, kind) and not isinstance(value, bool)
+        yield Violation(f"{node}.penalty_factor", buffer.penalty_factor, expected)
 
 
 def _buffer_manager_rules(reward: RewardModelConfig) -> Iterator[Violation]:
@@ -131,11 +117,20 @@ def reward_model_rules(run: RunConfig, broken: set[str]) -> Iterator[Violation]:
         return
     pool = list(_pool_rules(reward))
     yield from pool
-    yield from _row_rules(run)
-    sharing = {f"{NODE}.model.fsdp_config.fsdp_size", f"{NODE}.ulysses_sequence_parallel_size"}
-    if not broken & (_SIZES | sharing) and not pool:
-        yield from _layout_rules(run)
+    if reward.model.input_tokenizer is not None and not run.data.return_raw_chat:
+        expected = (
+            f"must be true, so that the chat can be rendered for the reward model; or write {NODE}.model."
+            "input_tokenizer=null if policy and reward model share tokenizer and chat template"
+        )
+        yield Violation("data.return_raw_chat", False, expected)
+    engine_key = f"{NODE}.model.fsdp_config"
     workers = None if broken & _SIZES or pool else reward_world_size(run)
+    if workers is not None and not broken & {f"{engine_key}.fsdp_size", f"{NODE}.ulysses_sequence_parallel_size"}:
+        node = NODE if reward.enable_resource_pool else "trainer"
+        shown = f"the {workers} workers of the reward model ({node}.n_gpus_per_node x {node}.nnodes)"
+        sp_size = reward.ulysses_sequence_parallel_size
+        fsdp_size = reward.model.fsdp_config.fsdp_size
+        yield from sharding_rules(NODE, sp_size, engine_key, fsdp_size, workers, shown)
     yield from _model_rules(run, workers, broken)
     if reward.is_generative:
         yield from _judge_rules(reward, workers, broken)
@@ -154,30 +149,6 @@ def _pool_rules(reward: RewardModelConfig) -> Iterator[Violation]:
         if reward[name] < 1:
             expected = f"must be an integer of 1 or more with {NODE}.enable_resource_pool=true"
             yield Violation(f"{NODE}.{name}", reward[name], expected)
-
-
-def _row_rules(run: RunConfig) -> Iterator[Violation]:
-    """Yield a change of template without the messages that it renders."""
-    if run.reward_model.model.input_tokenizer is not None and not run.data.return_raw_chat:
-        expected = (
-            f"must be true, so that the chat can be rendered for the reward model; or write {NODE}.model."
-            "input_tokenizer=null if policy and reward model share tokenizer and chat template"
-        )
-        yield Violation("data.return_raw_chat", False, expected)
-
-
-def _layout_rules(run: RunConfig) -> Iterator[Violation]:
-    """Yield parallel sizes that do not divide the workers of the reward model."""
-    reward = run.reward_model
-    world = reward_world_size(run)
-    node = NODE if reward.enable_resource_pool else "trainer"
-    workers = f"the {world} workers of the reward model ({node}.n_gpus_per_node x {node}.nnodes)"
-    if world % reward.ulysses_sequence_parallel_size:
-        key = f"{NODE}.ulysses_sequence_parallel_size"
-        yield Violation(key, reward.ulysses_sequence_parallel_size, f"must divide {workers}")
-    fsdp_size = reward.model.fsdp_config.fsdp_size
-    if 0 < fsdp_size < world and world % fsdp_size:
-        yield Violation(f"{NODE}.model.fsdp_config.fsdp_size", fsdp_size, f"must divide {workers}, or be -1")
 
 
 def _model_rules(run: RunConfig, workers: int | None, broken: set[str]) -> Iterator[Violation]:
@@ -219,11 +190,8 @@ def _size_rules(run: RunConfig, hf_config: Mapping[str, Any], broken: set[str]) 
         if limit is not None and limit > positions:
             expected = f"{shown} tokens exceed the {positions} positions of the reward model: write at most {positions}"
             yield Violation(f"{NODE}.max_length", reward.max_length, expected)
-    heads = heads_of(hf_config)
-    sp_size = reward.ulysses_sequence_parallel_size
-    if heads is not None and sp_size > 1 and heads % sp_size:
-        expected = f"the reward model's {heads} attention heads do not divide over {sp_size} Ulysses ranks"
-        yield Violation(f"{NODE}.ulysses_sequence_parallel_size", sp_size, expected)
+    key = f"{NODE}.ulysses_sequence_parallel_size"
+    yield from head_rules(hf_config, key, reward.ulysses_sequence_parallel_size, "Ulysses ranks", "reward model")
 
 
 def _judge_rules(reward: RewardModelConfig, workers: int | None, broken: set[str]) -> Iterator[Violation]:
@@ -242,9 +210,8 @@ def _judge_rules(reward: RewardModelConfig, workers: int | None, broken: set[str
 
 def score_notices(run: RunConfig) -> Iterator[str]:
     """Yield effects of an enabled reward model that one might not expect."""
-    if not run.reward_model.enable:
-        return
-    if run.custom_reward_function.path and run.reward_model.reward_manager in SCORER_CALLS:
+    reward = run.reward_model
+    if reward.enable and run.custom_reward_function.path and reward.reward_manager in SCORER_CALLS:
         yield (
             "the reward model scores training, and custom_reward_function validation only: to join both, write a "
             "reward manager that reads rm_scores (docs/reward_models.md)"

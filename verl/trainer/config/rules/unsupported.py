@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from verl.base_config import Violation, as_yaml
 from verl.trainer.config.keys import is_under, select
 from verl.trainer.config.run_config import ABSENT, RunConfig, default_of
+from verl.workers.config import MultiTurnConfig
 
 ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -24,58 +25,26 @@ class Unsupported(NamedTuple):
         return [f"{self.node}.{name}" for name in self.names]
 
 
+_TURNS = tuple(name for name in MultiTurnConfig() if name != "_target_")
+_NO_TURNS = "multi-turn rollout is not supported yet"
+_NO_AGENTS = "agent loops are not supported yet"
+_NO_SGLANG = "is read by SGLang, which is not supported yet"
+_TRAINS = "is not supported for a role that trains"
+
 UNSUPPORTED = [
     Unsupported(ROLLOUT, ("mode",), "is not supported yet: write sync", ("async",)),
     Unsupported(ROLLOUT, ("name",), "is not supported yet: write vllm or hf", ("sglang",)),
-    Unsupported(
-        f"{ROLLOUT}.multi_turn",
-        (
-            "enable",
-            "max_assistant_turns",
-            "tool_config_path",
-            "max_user_turns",
-            "max_parallel_calls",
-            "max_tool_response_length",
-            "tool_response_truncate_side",
-            "interaction_config_path",
-            "use_inference_chat_template",
-            "tokenization_sanity_check_mode",
-            "format",
-            "num_repeat_rollouts",
-        ),
-        "multi-turn rollout is not supported yet",
-    ),
-    Unsupported(
-        f"{ROLLOUT}.agent",
-        (
-            "num_workers",
-            "default_agent_loop",
-            "agent_loop_config_path",
-            "custom_async_server.path",
-            "custom_async_server.name",
-        ),
-        "agent loops are not supported yet",
-    ),
-    Unsupported(
-        ROLLOUT,
-        ("over_sample_rate", "engine_kwargs.sglang", "sglang_engine_mode", "server"),
-        "is read by SGLang, which is not supported yet",
-    ),
+    Unsupported(f"{ROLLOUT}.multi_turn", _TURNS, _NO_TURNS),
+    Unsupported(f"{ROLLOUT}.agent", ("num_workers", "default_agent_loop", "agent_loop_config_path"), _NO_AGENTS),
+    Unsupported(f"{ROLLOUT}.agent.custom_async_server", ("path", "name"), _NO_AGENTS),
+    Unsupported(ROLLOUT, ("over_sample_rate", "engine_kwargs.sglang", "sglang_engine_mode", "server"), _NO_SGLANG),
     Unsupported(
         ROLLOUT,
         ("data_parallel_size",),
         "is not supported: each group of tensor_model_parallel_size workers has one engine and its share of the batch",
     ),
-    Unsupported(
-        "actor_rollout_ref.actor",
-        ("fsdp_config.forward_only", "megatron.forward_only"),
-        "is not supported for a role that trains",
-    ),
-    Unsupported(
-        "critic",
-        ("model.fsdp_config.forward_only", "megatron.forward_only"),
-        "is not supported for a role that trains",
-    ),
+    Unsupported("actor_rollout_ref.actor", ("fsdp_config.forward_only", "megatron.forward_only"), _TRAINS),
+    Unsupported("critic", ("model.fsdp_config.forward_only", "megatron.forward_only"), _TRAINS),
     Unsupported(
         "critic.model.fsdp_config",
         ("entropy_from_logits_with_chunking",),

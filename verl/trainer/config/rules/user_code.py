@@ -85,22 +85,15 @@ def _binds(node: ast.AST, name: Any) -> bool:
 
 
 def _signature(definition: ast.FunctionDef) -> inspect.Signature:
+    """Return the parameters of a definition, by a function of the same names: its defaults are not evaluated."""
     given = definition.args
-    kind = inspect.Parameter
-    ways = [kind.POSITIONAL_ONLY] * len(given.posonlyargs) + [kind.POSITIONAL_OR_KEYWORD] * len(given.args)
-    positional = list(zip([*given.posonlyargs, *given.args], ways, strict=True))
-    first_default = len(positional) - len(given.defaults)
-    parameters = [
-        kind(each.arg, way, default=... if i >= first_default else kind.empty)
-        for i, (each, way) in enumerate(positional)
-    ]
-    if given.vararg:
-        parameters.append(kind(given.vararg.arg, kind.VAR_POSITIONAL))
-    for each, default in zip(given.kwonlyargs, given.kw_defaults, strict=True):
-        parameters.append(kind(each.arg, kind.KEYWORD_ONLY, default=kind.empty if default is None else ...))
-    if given.kwarg:
-        parameters.append(kind(given.kwarg.arg, kind.VAR_KEYWORD))
-    return inspect.Signature(parameters)
+    given.defaults = [ast.Constant(...) for _ in given.defaults]
+    given.kw_defaults = [None if default is None else ast.Constant(...) for default in given.kw_defaults]
+    for each in ast.walk(given):
+        if isinstance(each, ast.arg):
+            each.annotation = None
+    empty = ast.fix_missing_locations(ast.Expression(ast.Lambda(given, ast.Constant(None))))
+    return inspect.signature(eval(compile(empty, definition.name, "eval")))
 
 
 def _call_rules(
