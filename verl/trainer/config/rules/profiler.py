@@ -32,7 +32,7 @@ def profiler_rules(run: RunConfig, tree: Tree, use_reference: bool) -> Iterator[
     """
     yield from _place_rules(tree)
     profiler = run.global_profiler
-    enabled = dict(_enabled(run, use_reference))
+    enabled = _enabled(run, use_reference)
     tools = {profiler.tool, *(node.tool for node in enabled.values())}
     if any(tool not in (None, *TOOLS) for tool in tools):
         return  # the dataclass refuses it
@@ -110,8 +110,8 @@ def _folder_rules(run: RunConfig, enabled: Mapping[str, ProfilerConfig]) -> Iter
                 yield Violation(key, path, f"cannot be written: {there} allows it to others only")
 
 
-def _enabled(run: RunConfig, use_reference: bool) -> Iterator[tuple[str, ProfilerConfig]]:
-    """Yield the profiler node of each role of this run that is to be profiled."""
+def _enabled(run: RunConfig, use_reference: bool) -> dict[str, ProfilerConfig]:
+    """Return the profiler node of each role of this run that is to be profiled."""
     shared = run.actor_rollout_ref
     nodes: dict[str, ProfilerConfig | None] = {
         "actor_rollout_ref.actor": shared.actor.profiler,
@@ -120,9 +120,7 @@ def _enabled(run: RunConfig, use_reference: bool) -> Iterator[tuple[str, Profile
         "critic": None if run.critic is None else run.critic.profiler,
         "reward_model": run.reward_model.profiler if run.reward_model.enable else None,
     }
-    for role, node in nodes.items():
-        if node is not None and node.enable:
-            yield role, node
+    return {role: node for role, node in nodes.items() if node is not None and node.enable}
 
 
 def _step_rules(run: RunConfig, enabled: Mapping[str, ProfilerConfig]) -> Iterator[Violation]:

@@ -1,7 +1,7 @@
 """Rewards: the manager, the overlong buffer, dynamic sampling, and the reward model."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from verl.base_config import Violation, matches
 from verl.trainer.config.rules.batch import sharding_rules
@@ -66,7 +66,7 @@ def manager_rules(run: RunConfig) -> Iterator[Violation]:
         yield Violation(f"{_KWARGS}.max_resp_len", limit, expected)
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: Any) -> TypeGuard[int]:
     return matches(value, int) and value >= 1
 
 
@@ -115,8 +115,11 @@ def reward_model_rules(run: RunConfig, broken: set[str]) -> Iterator[Violation]:
     reward = run.reward_model
     if not reward.enable:
         return
-    pool = list(_pool_rules(reward))
-    yield from pool
+    sizes = ("n_gpus_per_node", "nnodes") if reward.enable_resource_pool else ()
+    empty = [name for name in sizes if reward[name] < 1]
+    for name in empty:
+        expected = f"must be an integer of 1 or more with {NODE}.enable_resource_pool=true"
+        yield Violation(f"{NODE}.{name}", reward[name], expected)
     if reward.model.input_tokenizer is not None and not run.data.return_raw_chat:
         expected = (
             f"must be true, so that the chat can be rendered for the reward model; or write {NODE}.model."
@@ -124,7 +127,7 @@ def reward_model_rules(run: RunConfig, broken: set[str]) -> Iterator[Violation]:
         )
         yield Violation("data.return_raw_chat", False, expected)
     engine_key = f"{NODE}.model.fsdp_config"
-    workers = None if broken & _SIZES or pool else reward_world_size(run)
+    workers = None if broken & _SIZES or empty else reward_world_size(run)
     if workers is not None and not broken & {f"{engine_key}.fsdp_size", f"{NODE}.ulysses_sequence_parallel_size"}:
         node = NODE if reward.enable_resource_pool else "trainer"
         shown = f"the {workers} workers of the reward model ({node}.n_gpus_per_node x {node}.nnodes)"
@@ -140,15 +143,6 @@ def reward_world_size(run: RunConfig) -> int:
     """Return the number of workers of the reward model: those of its pool, or all."""
     reward = run.reward_model
     return reward.n_gpus_per_node * reward.nnodes if reward.enable_resource_pool else run.trainer.world_size
-
-
-def _pool_rules(reward: RewardModelConfig) -> Iterator[Violation]:
-    if not reward.enable_resource_pool:
-        return
-    for name in ("n_gpus_per_node", "nnodes"):
-        if reward[name] < 1:
-            expected = f"must be an integer of 1 or more with {NODE}.enable_resource_pool=true"
-            yield Violation(f"{NODE}.{name}", reward[name], expected)
 
 
 def _model_rules(run: RunConfig, workers: int | None, broken: set[str]) -> Iterator[Violation]:
