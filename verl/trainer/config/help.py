@@ -1,4 +1,4 @@
-"""What ``--help`` of a command shows: how overrides are written, and which keys there are."""
+"""The text of ``--help``: how overrides are written, and which keys there are."""
 
 import inspect
 import textwrap

@@ -1,4 +1,4 @@
-"""What a checkpoint holds."""
+"""The contents of a checkpoint."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -73,9 +73,9 @@ OVERRIDE_VALUES = {
     "transformer_impl": ("local", "transformer_engine"),
     "moe_router_dtype": ("fp32", "fp64"),
 }
-"""What some fields of Megatron-Core may be."""
+"""The values of some fields of Megatron-Core."""
 RECOMPUTED = ("core_attn", "mlp", "moe", "shared_experts", "moe_act", "layernorm", "mla_up_proj")
-"""What ``recompute_modules`` may name."""
+"""The names for ``recompute_modules``."""
 
 
 def _default_transformer_overrides() -> dict[str, Any]:

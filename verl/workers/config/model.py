@@ -1,4 +1,4 @@
-"""The Hugging Face model of a worker: where it is, how it is changed, and what is loaded from it."""
+"""The Hugging Face model of a worker: its folder, the changes to it, and the parts that are loaded."""
 
 import importlib.util
 import json
@@ -23,7 +23,7 @@ TOKENIZER_SUFFIXES = (".model", ".tiktoken", ".bpe")
 
 @dataclass
 class BaseModelConfig(BaseConfig):
-    """What every model node names."""
+    """The keys of every model node."""
 
     path: str = setting("~/models/deepseek-llm-7b-chat", "folder or hub id of the model")
     tokenizer_path: str | None = setting(None, "folder or hub id of its tokenizer; null: path")
@@ -290,7 +290,7 @@ def tokenizer_problems(path: str) -> Iterator[str]:
         return
     files = sorted(file for file in folder.iterdir() if file.name.startswith(TOKENIZER_PREFIXES))
     if not files and not any(file.name.endswith(TOKENIZER_SUFFIXES) for file in folder.iterdir()):
-        yield "the folder holds no tokenizer: save the tokenizer beside the model, or name another tokenizer_path"
+        yield "the folder holds no tokenizer: save the tokenizer next to the model, or name another tokenizer_path"
     for file in files:
         if file.suffix == ".json":
             try:
@@ -363,7 +363,7 @@ class ConfigFields(SimpleNamespace):
         fields = {name: value for name, value in content.items() if name != "original_max_position_embeddings"}
         rope = fields.pop("rope_scaling", None) or fields.get("rope_parameters")
         if fields.get("model_type") != "mixtral" and not fields.get("use_sliding_window"):
-            fields["sliding_window"] = None  # the others have a switch beside the width
+            fields["sliding_window"] = None  # the others have a switch next to the width
         super().__init__(**fields | {"rope_parameters": dict(rope) if isinstance(rope, Mapping) else {}})
         self.standardize_rope_params()
         if content.get("partial_rotary_factor") is not None:
@@ -388,7 +388,7 @@ class ConfigFields(SimpleNamespace):
         kind = rope.setdefault("rope_type", rope.get("type", "default"))
         if kind in ("llama3", "yarn", "longrope"):
             length = getattr(self, "original_max_position_embeddings", None)
-            if length is not None:  # beside the parameters it goes first
+            if length is not None:  # next to the parameters it goes first
                 rope["original_max_position_embeddings"] = length
             elif hasattr(self, "max_position_embeddings"):
                 rope.setdefault("original_max_position_embeddings", self.max_position_embeddings)

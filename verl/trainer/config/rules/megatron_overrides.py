@@ -57,7 +57,7 @@ OF_PRETRAINING: dict[str, Any] = {
     "mtp_num_layers": 0,
     "qk_clip": False,
 }
-"""What Megatron-Core adds to a step of pretraining, and the value that adds nothing.
+"""Fields that add something to a step of pretraining, and the value that adds nothing.
 
 Its losses are multiplied by the tokens of a micro-batch, and it would divide the gradient by all tokens. Here the loss
 is divided before.
