@@ -9,9 +9,10 @@ import pyarrow as pa
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from verl.trainer.config.run_config import RayConfig, parse_node
+from verl.trainer.config.run_config import RayConfig
 from verl.trainer.run.launch import ray_session
 from verl.utils.dataset.files import localize, read_parquet
+from verl.utils.structured import parse_node
 
 
 def cluster_of(ray_kwargs: DictConfig) -> RayConfig:
