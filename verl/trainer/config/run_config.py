@@ -10,7 +10,7 @@ from verl.algos.config import AlgoConfig
 from verl.base_config import BaseConfig, Violation, config_error, setting
 from verl.utils import envs
 from verl.utils.dataset.config import DataConfig
-from verl.utils.observe.tracking import PACKAGE_OF_BACKEND
+from verl.utils.observe.tracking import Tracking
 from verl.utils.profiler.config import ProfilerConfig
 from verl.utils.structured import NodeReader, Tree
 from verl.workers.config import (
@@ -28,7 +28,7 @@ from verl.workers.config import (
 from verl.workers.config.ref import ref_class
 from verl.workers.config.reward_model import WITHOUT_MODEL
 
-TRACKERS = (*PACKAGE_OF_BACKEND, "tracking")
+TRACKERS = Tracking.supported_backend
 
 
 @dataclass
