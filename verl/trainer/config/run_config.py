@@ -74,7 +74,8 @@ class TrainerConfig(BaseConfig):
 
     def rules(self) -> Iterator[Violation]:
         """Yield unknown trackers."""
-        if any(name not in TRACKERS for name in self.loggers):
+        names = [self.logger] if isinstance(self.logger, str) else self.logger
+        if any(name not in TRACKERS for name in names):
             yield Violation("logger", self.logger, f"must be a list of trackers out of {', '.join(TRACKERS)}")
 
     @property
