@@ -87,7 +87,7 @@ ACTOR = {"ppo_micro_batch_size_per_gpu": 1}
         (AlgoConfig, {"kl_penalty": "k9"}, "kl_penalty=k9"),
         (AlgoConfig, {"rollout_is_level": "word"}, "token, sequence, geometric"),
         (KLControlConfig, {"horizon": 0}, "horizon=0"),
-        (KLControlConfig, {"type": "pid"}, "fixed or adaptive"),
+        (KLControlConfig, {"type": "pid"}, "one of fixed, adaptive"),
         (ProfilerConfig, {"ranks": 3}, "ranks=3: must be a list"),
         (ProfilerConfig, {"tool": "perf"}, "tool=perf"),
         (NPUToolConfig, {"contents": ["gpu"]}, r"contents=\[gpu\]"),
