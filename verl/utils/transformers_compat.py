@@ -10,9 +10,6 @@ def is_transformers_version_in_range(min_version: str | None = None, max_version
 
     Raises: ImportError if transformers is not installed.
     """
-    try:
-        installed = Version(importlib.metadata.version("transformers"))
-    except importlib.metadata.PackageNotFoundError as error:
-        raise ImportError("transformers is not installed") from error
+    installed = Version(importlib.metadata.version("transformers"))
     above = min_version is None or Version(min_version) <= installed
     return above and (max_version is None or installed <= Version(max_version))

@@ -66,17 +66,16 @@ class MediaEncoder:
 
         Raises: MediaError naming the entry that cannot be read.
         """
-        columns = {kind: row.pop(key, None) or [] for kind, key in self.keys.items()}
         media = Media()
-        for kind, entries in columns.items():
-            for index, entry in enumerate(entries):
+        for kind, key in self.keys.items():
+            for index, entry in enumerate(row.pop(key, None) or []):
                 try:
                     if kind == "image":
                         media.images.append(process_image(entry, image_patch_size=self.patch_size))
                     else:
                         media.videos.append(load_video(entry, image_patch_size=self.patch_size))
                 except MediaError as error:
-                    raise MediaError(f"column {self.keys[kind]!r}: entry {index}: {error}") from error
+                    raise MediaError(f"column {key!r}: entry {index}: {error}") from error
         return media
 
     def typed(self, messages: list[Row], columns: Iterable[str]) -> list[Row]:
