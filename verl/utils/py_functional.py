@@ -1,15 +1,16 @@
 """Helpers on plain Python values."""
 
 import functools
+import inspect
 import math
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType, SimpleNamespace
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import numpy as np
 
@@ -17,6 +18,31 @@ from verl.utils import envs
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def run_in_context(
+    func: Callable[P, T], context: Callable[P, AbstractContextManager[Callable[[Any], None]]]
+) -> Callable[P, T]:
+    """Wrap a sync or async function so that each call runs in a context.
+
+    ``context`` gets the arguments of the call, and yields a function that gets the result.
+    """
+
+    @functools.wraps(func)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        with context(*args, **kwargs) as keep:
+            result = func(*args, **kwargs)
+            keep(result)
+        return result
+
+    @functools.wraps(func)
+    async def call_async(*args: P.args, **kwargs: P.kwargs) -> Any:
+        with context(*args, **kwargs) as keep:
+            result = await func(*args, **kwargs)  # type: ignore[misc]  # a coroutine function
+            keep(result)
+        return result
+
+    return cast(Callable[P, T], call_async if inspect.iscoroutinefunction(func) else call)
 
 
 def deep_equal(a: Any, b: Any, _seen: frozenset[tuple[int, int]] = frozenset()) -> bool:

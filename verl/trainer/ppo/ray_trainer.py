@@ -411,14 +411,12 @@ class RayPPOTrainer:
         if self.use_critic:
             assert self.critic_wg is not None
             with self._timed("update_critic", timing):
-                output = self.critic_wg.update_critic(_for_model(batch))
-            metrics.update(reduce_metrics(output.meta_info["metrics"]))
+                _without_metrics(self.critic_wg.update_critic(_for_model(batch)), metrics)
         if self.run_config.trainer.critic_warmup <= self.state.step:
             with self._timed("update_actor", timing):
                 batch.meta_info["multi_turn"] = self.run_config.actor_rollout_ref.rollout.multi_turn.enable
-                output = self.actor_rollout_wg.update_actor(_for_model(batch))
+                _without_metrics(self.actor_rollout_wg.update_actor(_for_model(batch)), metrics)
             self.state.weights_version += 1
-            metrics.update(reduce_metrics(output.meta_info["metrics"]))
         return batch
 
     # ---- parts of the phases

@@ -83,9 +83,8 @@ def collect_samples(
         prompts = DataProto.from_single_dict(rows)
         if with_reward_model and judged_by_model(prompts):
             return None
-        first_prompt = num_prompts
+        batch = generate(prompts, num_prompts)
         num_prompts += len(prompts)
-        batch = generate(prompts, first_prompt)
         if reward_fn is None:
             raise ValueError("validation needs a reward function: val_reward_fn of the trainer is None")
         token_scores, extras = compute_reward(batch, reward_fn)

@@ -4,14 +4,14 @@
 Functions decorated with ``rollout_trace_op`` become its spans. Without a backend, each costs one attribute lookup.
 """
 
-import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar
 
 from verl.utils import envs
+from verl.utils.py_functional import run_in_context
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -43,10 +43,8 @@ class RolloutTraceConfig:
             raise ValueError(f"rollout.trace.backend={backend!r} must be null or one of {', '.join(BACKENDS)}")
         cls.finish()
         cls._token2text = token2text
-        if backend == "mlflow":
-            cls._backend = _Mlflow(project_name, experiment_name)
-        elif backend == "weave":
-            cls._backend = _Weave(project_name, experiment_name)
+        if backend is not None:
+            cls._backend = (_Mlflow if backend == "mlflow" else _Weave)(project_name, experiment_name)
 
     @classmethod
     def get_backend(cls) -> str | None:
@@ -108,21 +106,7 @@ def rollout_trace_op(func: Callable[P, T]) -> Callable[P, T]:
         inputs.pop("self", None)
         return backend.span(func.__qualname__, inputs)
 
-    @functools.wraps(func)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        with span(*args, **kwargs) as keep:
-            result = func(*args, **kwargs)
-            keep(result)
-        return result
-
-    @functools.wraps(func)
-    async def call_async(*args: P.args, **kwargs: P.kwargs) -> Any:
-        with span(*args, **kwargs) as keep:
-            result = await func(*args, **kwargs)  # type: ignore[misc]  # a coroutine function
-            keep(result)
-        return result
-
-    return cast(Callable[P, T], call_async if inspect.iscoroutinefunction(func) else call)
+    return run_in_context(func, span)
 
 
 # ---- backends

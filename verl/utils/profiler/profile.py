@@ -1,11 +1,9 @@
 """Profile one role: this module decides which ranks and steps are captured, and a tool captures them."""
 
-import functools
-import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar
 
 from verl.utils.profiler.captures import Tool
 from verl.utils.profiler.config import (
@@ -16,6 +14,7 @@ from verl.utils.profiler.config import (
     TorchProfilerToolConfig,
 )
 from verl.utils.profiler.ranges import Range, capturing, is_capturing
+from verl.utils.py_functional import run_in_context
 
 logger = logging.getLogger(__name__)
 
@@ -116,37 +115,31 @@ class DistProfiler:
         def decorate(func: Callable[P, T]) -> Callable[P, T]:
             task = role or func.__name__
 
-            def capture(worker: Any) -> Range:
+            def capture(worker: Any, *args: Any, **kwargs: Any) -> Range:
                 profiler = getattr(worker, "profiler", None)
                 own = profiler.of_task(task) if profiler is not None and profiler.running else None
                 return captured(own) if own is not None and own.running else _NOTHING
 
             @contextmanager
-            def captured(profiler: DistProfiler) -> Iterator[None]:
+            def captured(profiler: DistProfiler) -> Iterator[Callable[[Any], None]]:
                 try:
                     with profiler.task(message or task, task, mini_batches, **marks):
-                        yield
+                        yield _drop
                 except Exception:
                     if not is_capturing():  # of nested tasks, only the outermost ends the step
                         stop_after_error()
                     raise
 
-            @functools.wraps(func)
-            def call(*args: P.args, **kwargs: P.kwargs) -> T:
-                with capture(args[0]):
-                    return func(*args, **kwargs)
-
-            @functools.wraps(func)
-            async def call_async(*args: P.args, **kwargs: P.kwargs) -> Any:
-                with capture(args[0]):
-                    return await func(*args, **kwargs)  # type: ignore[misc]  # a coroutine function
-
-            return cast(Callable[P, T], call_async if inspect.iscoroutinefunction(func) else call)
+            return run_in_context(func, capture)
 
         return decorate
 
 
-_NOTHING = nullcontext()
+def _drop(result: Any) -> None:
+    """Take the result of a task, which no profiler needs."""
+
+
+_NOTHING = nullcontext(_drop)
 _of_this_process: list[DistProfiler] = []
 """The running profilers of all workers that share the process."""
 

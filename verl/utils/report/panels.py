@@ -279,9 +279,8 @@ def _memory(ax: "Axes", entries: Entries) -> None:
             course[step] = max(course.get(step, 0.0), gigabytes)
     device = {f"perf/max_memory_{name}_gb": f"actor: device, {name}, peak" for name in ("allocated", "reserved")}
     drawn = _lines(ax, entries, device)
-    for label, course in highest.items():
-        _line(ax, sorted(course.items()), label, COLORS[drawn % len(COLORS)])
-        drawn += 1
+    for number, (label, course) in enumerate(highest.items(), start=drawn):
+        _line(ax, sorted(course.items()), label, COLORS[number % len(COLORS)])
     _from_zero(ax)
 
 
