@@ -10,23 +10,14 @@ from verl.utils import envs
 if TYPE_CHECKING:
     from ray import ObjectRef
 
-# Variables that tell Ray not to change the visible devices of its workers.
-_NOSET_VISIBLE_DEVICES = (
-    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES",
-    "RAY_EXPERIMENTAL_NOSET_ROCR_VISIBLE_DEVICES",
-    "RAY_EXPERIMENTAL_NOSET_HIP_VISIBLE_DEVICES",
-    "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES",
-    "RAY_EXPERIMENTAL_NOSET_HABANA_VISIBLE_MODULES",
-    "RAY_EXPERIMENTAL_NOSET_NEURON_RT_VISIBLE_CORES",
-    "RAY_EXPERIMENTAL_NOSET_TPU_VISIBLE_CHIPS",
-    "RAY_EXPERIMENTAL_NOSET_ONEAPI_DEVICE_SELECTOR",
-)
+_NOSET = "RAY_EXPERIMENTAL_NOSET_"
+"""Prefix of the variables, one per kind of device, that tell Ray not to change what its workers see."""
 
 
 def ray_noset_visible_devices(env_vars: Mapping[str, str] | None = None) -> bool:
     """Whether Ray leaves the visible devices of its workers unchanged; reads this process's environment by default."""
     variables = envs.mapping() if env_vars is None else env_vars
-    return any(variables.get(name) for name in _NOSET_VISIBLE_DEVICES)
+    return any(name.startswith(_NOSET) and value for name, value in variables.items())
 
 
 def parallel_put(data_list: list[Any], max_workers: int | None = None) -> "list[ObjectRef[Any]]":
@@ -39,8 +30,6 @@ def parallel_put(data_list: list[Any], max_workers: int | None = None) -> "list[
     if not data_list:
         raise ValueError("parallel_put needs at least one object, got an empty list")
     workers = min(len(data_list), max_workers or os.cpu_count() or 1)
-    if workers == 1:
-        return [ray.put(item) for item in data_list]
     with ThreadPoolExecutor(max_workers=workers) as pool:
         return list(pool.map(ray.put, data_list))
 

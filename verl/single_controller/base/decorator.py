@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, Protocol, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypedDict, TypeVar
 
 from verl.protocol import DataProto, DataProtoFuture, _padding_size_key
-from verl.single_controller.base import layout
+from verl.single_controller.base.layout import DispatchGroup, Split, data_parallel, pipeline_as_data
 from verl.utils.py_functional import DynamicEnum
 from verl.utils.ray_utils import parallel_put
 
@@ -43,23 +43,6 @@ class MethodAttrs(TypedDict):
     blocking: bool
 
 
-class DispatchGroup(layout.LayoutGroup, Protocol):
-    """The part of a worker group that dispatch reads. The two tables keep the answers of the two queries, by mesh."""
-
-    _dispatch_info: dict[str, list[int]]
-    _collect_info: dict[str, list[bool]]
-
-    @property
-    def world_size(self) -> int:
-        """Number of workers."""
-
-    def _query_dispatch_info(self, mesh_name: str) -> list[int]:
-        """Ask every worker for its data-parallel rank on a mesh."""
-
-    def _query_collect_info(self, mesh_name: str) -> list[bool]:
-        """Ask every worker whether its output on a mesh is collected."""
-
-
 class Dispatch(DynamicEnum):
     """How the arguments of a call are split among the workers and their outputs merged."""
 
@@ -78,7 +61,7 @@ class Dispatch(DynamicEnum):
 
 
 class Execute(DynamicEnum):
-    """Which workers run a call."""
+    """The workers that run a call."""
 
     ALL: "Execute"
     RANK_ZERO: "Execute"
@@ -94,15 +77,11 @@ class DispatchError(ValueError, AssertionError):
     """Arguments or a dispatch mode do not have the form that dispatch needs."""
 
 
+def _fns(dispatch_fn: DispatchFn, collect_fn: CollectFn) -> DispatchFns:
+    return {"dispatch_fn": dispatch_fn, "collect_fn": collect_fn}
+
+
 # ---- splitting
-
-
-def _check_batches(args: Sequence[Batch], kwargs: Mapping[str, Batch]) -> None:
-    for name, value in (*enumerate(args), *kwargs.items()):
-        if not isinstance(value, DataProto | DataProtoFuture):
-            raise DispatchError(
-                f"argument {name!r} must be a DataProto or a DataProtoFuture, got {type(value).__name__}"
-            )
 
 
 def _pad_size(chunks: int, values: Sequence[Batch]) -> int:
@@ -123,7 +102,11 @@ def _split_batches(
 
     Returns: the parts of args and kwargs, and the keyword that tells the caller how many rows were appended.
     """
-    _check_batches(args, kwargs)
+    for name, batch in (*enumerate(args), *kwargs.items()):
+        if not isinstance(batch, DataProto | DataProtoFuture):
+            raise DispatchError(
+                f"argument {name!r} must be a DataProto or a DataProtoFuture, got {type(batch).__name__}"
+            )
     pad = _pad_size(chunks, (*args, *kwargs.values()))
 
     def split(value: Batch) -> list[Batch]:
@@ -173,17 +156,12 @@ def dispatch_dp_compute_data_proto_with_func(
         raise DispatchError(
             f"the first argument must be a plain function, got {type(args[0]).__name__ if args else 'none'}"
         )
-    size = worker_group.world_size
-    parts, split_kwargs, padding = _split_batches(size, args[1:], kwargs)
-    return ([args[0]] * size, *parts), {**split_kwargs, **padding}
+    parts, split_kwargs = dispatch_dp_compute_data_proto(worker_group, *args[1:], **kwargs)
+    return ([args[0]] * worker_group.world_size, *parts), split_kwargs
 
 
 def dispatch_nd_compute(
-    dp_rank_mapping: Sequence[int],
-    dp_size: int,
-    worker_group: DispatchGroup,
-    *args: Sequence[T],
-    **kwargs: Sequence[T],
+    dp_rank_mapping: Sequence[int], dp_size: int, worker_group: DispatchGroup, *args: Sequence[T], **kwargs: Sequence[T]
 ) -> tuple[Args, Kwargs]:
     """Hand the parts of every argument, one per data-parallel rank, to the workers of that rank.
 
@@ -222,15 +200,6 @@ def dispatch_lazy_compute_data_proto(
         worker_group._collect_info[mesh_name] = worker_group._query_collect_info(mesh_name)
     mapping = worker_group._dispatch_info[mesh_name]
     return dispatch_nd_compute_dataproto(mapping, max(mapping) + 1, worker_group, *args, **kwargs)
-
-
-def _by_layout(split: DispatchFn, parts: Callable[[layout.LayoutGroup], tuple[list[int], int]]) -> DispatchFn:
-    """Return a dispatch that splits by ``parts`` of the layout that Megatron-Core workers report."""
-
-    def dispatch(worker_group: DispatchGroup, *args: T, **kwargs: T) -> tuple[Args, Kwargs]:
-        return split(*parts(worker_group), worker_group, *args, **kwargs)
-
-    return dispatch
 
 
 def _call_forbidden(worker_group: DispatchGroup, *args: T, **kwargs: T) -> NoReturn:
@@ -287,27 +256,24 @@ def collect_lazy_compute_data_proto(mesh_name: str, worker_group: DispatchGroup,
 
 def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> DispatchFns:
     """Return a ``dispatch_mode`` that follows the device mesh of that name."""
-    return {
-        "dispatch_fn": partial(dispatch_lazy_compute_data_proto, mesh_name),
-        "collect_fn": partial(collect_lazy_compute_data_proto, mesh_name),
-    }
-
-
-def _of_layout(join: CollectFn, mask: Callable[[layout.LayoutGroup], list[bool]]) -> CollectFn:
-    """Return a collection of the outputs of the Megatron-Core workers that ``mask`` marks."""
-
-    def collect(worker_group: DispatchGroup, output: list[T]) -> "Batch | list[T]":
-        joined: Batch | list[T] = join(mask(worker_group), worker_group, output)
-        return joined
-
-    return collect
+    collect_fn = partial(collect_lazy_compute_data_proto, mesh_name)
+    return _fns(partial(dispatch_lazy_compute_data_proto, mesh_name), collect_fn)
 
 
 # ---- the tables
 
 
-def _fns(dispatch_fn: DispatchFn, collect_fn: CollectFn) -> DispatchFns:
-    return {"dispatch_fn": dispatch_fn, "collect_fn": collect_fn}
+def _by_layout(split: Callable[[DispatchGroup], Split], dispatch_nd: DispatchFn, collect_nd: CollectFn) -> DispatchFns:
+    """Return the functions of a mode that follows the layout which Megatron-Core workers report."""
+
+    def dispatch(worker_group: DispatchGroup, *args: T, **kwargs: T) -> tuple[Args, Kwargs]:
+        found = split(worker_group)
+        return dispatch_nd(found.parts, found.num_parts, worker_group, *args, **kwargs)
+
+    def collect(worker_group: DispatchGroup, output: list[T]) -> Batch | list[T]:
+        return collect_nd(split(worker_group).collected, worker_group, output)
+
+    return _fns(dispatch, collect)
 
 
 _DISPATCH_FNS: dict[DynamicEnum, DispatchFns] = {
@@ -318,21 +284,13 @@ _DISPATCH_FNS: dict[DynamicEnum, DispatchFns] = {
     Dispatch.DP_COMPUTE_PROTO_WITH_FUNC: _fns(dispatch_dp_compute_data_proto_with_func, collect_dp_compute_data_proto),
     Dispatch.DP_COMPUTE_METRIC: _fns(dispatch_dp_compute_data_proto, collect_dp_compute),
     Dispatch.DIRECT_ROLLOUT_METHOD: _fns(_call_forbidden, _call_forbidden),
-    Dispatch.MEGATRON_COMPUTE: _fns(
-        _by_layout(dispatch_nd_compute, layout.data_parallel_map),
-        _of_layout(collect_nd_compute, layout.output_mask),
+    Dispatch.MEGATRON_COMPUTE: _by_layout(data_parallel, dispatch_nd_compute, collect_nd_compute),
+    Dispatch.MEGATRON_PP_AS_DP: _by_layout(pipeline_as_data, dispatch_nd_compute, collect_nd_compute),
+    Dispatch.MEGATRON_COMPUTE_PROTO: _by_layout(
+        data_parallel, dispatch_nd_compute_dataproto, collect_nd_compute_dataproto
     ),
-    Dispatch.MEGATRON_COMPUTE_PROTO: _fns(
-        _by_layout(dispatch_nd_compute_dataproto, layout.data_parallel_map),
-        _of_layout(collect_nd_compute_dataproto, layout.output_mask),
-    ),
-    Dispatch.MEGATRON_PP_AS_DP: _fns(
-        _by_layout(dispatch_nd_compute, layout.pipeline_as_data_map),
-        _of_layout(collect_nd_compute, layout.pipeline_as_data_mask),
-    ),
-    Dispatch.MEGATRON_PP_AS_DP_PROTO: _fns(
-        _by_layout(dispatch_nd_compute_dataproto, layout.pipeline_as_data_map),
-        _of_layout(collect_nd_compute_dataproto, layout.pipeline_as_data_mask),
+    Dispatch.MEGATRON_PP_AS_DP_PROTO: _by_layout(
+        pipeline_as_data, dispatch_nd_compute_dataproto, collect_nd_compute_dataproto
     ),
 }
 
@@ -410,30 +368,20 @@ def attach_future_values(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     return new_args, {**new_kwargs, **values}
 
 
-def _take_future_values(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    """Undo ``attach_future_values`` on the worker, where Ray has replaced the references by values."""
-    values = {key: kwargs.pop(key) for key in list(kwargs) if key.startswith(_FUTURE_KEY)}
-    if not values:
-        return args, kwargs
+def _received(args: Args, kwargs: Kwargs, materialize_futures: bool) -> tuple[Args, Kwargs]:
+    """Return the arguments of a call as the worker's method takes them.
 
-    def attached(value: T) -> T | DataProtoFuture:
+    It undoes ``attach_future_values``: Ray has replaced the references by values.
+    """
+    values = {key: kwargs.pop(key) for key in list(kwargs) if key.startswith(_FUTURE_KEY)}
+
+    def received(value: T) -> T | DataProto | DataProtoFuture:
         if not isinstance(value, DataProtoFuture):
             return value
-        return replace(value, futures=[values[name] for name in value.futures])
+        future = replace(value, futures=[values[name] for name in value.futures]) if values else value
+        return future.get() if materialize_futures else future
 
-    return tuple(map(attached, args)), {key: attached(value) for key, value in kwargs.items()}
-
-
-def _received(args: Args, kwargs: Kwargs, materialize_futures: bool) -> tuple[Args, Kwargs]:
-    """Return the arguments of a call as the worker's method takes them."""
-
-    def value_of(value: T) -> T | DataProto:
-        return value.get() if isinstance(value, DataProtoFuture) else value
-
-    args, kwargs = _take_future_values(args, kwargs)
-    if not materialize_futures:
-        return args, kwargs
-    return tuple(map(value_of, args)), {key: value_of(value) for key, value in kwargs.items()}
+    return tuple(map(received, args)), {key: received(value) for key, value in kwargs.items()}
 
 
 @contextmanager
@@ -484,32 +432,3 @@ def register(
         return wrapper
 
     return decorate
-
-
-__all__ = [
-    "MAGIC_ATTR",
-    "Dispatch",
-    "DispatchError",
-    "Execute",
-    "attach_future_values",
-    "collect_all_to_all",
-    "collect_dp_compute",
-    "collect_dp_compute_data_proto",
-    "collect_lazy_compute_data_proto",
-    "collect_nd_compute",
-    "collect_nd_compute_dataproto",
-    "dispatch_all_to_all",
-    "dispatch_dp_compute",
-    "dispatch_dp_compute_data_proto",
-    "dispatch_dp_compute_data_proto_with_func",
-    "dispatch_lazy_compute_data_proto",
-    "dispatch_nd_compute",
-    "dispatch_nd_compute_dataproto",
-    "dispatch_one_to_all",
-    "get_predefined_dispatch_fn",
-    "get_predefined_execute_fn",
-    "make_nd_compute_dataproto_dispatch_fn",
-    "register",
-    "register_dispatch_mode",
-    "update_dispatch_mode",
-]

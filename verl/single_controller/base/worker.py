@@ -1,6 +1,6 @@
 """The worker: the process that a role runs in."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Concatenate, ParamSpec, Self, TypeVar
 
 from verl.single_controller.base.decorator import Dispatch, Execute, register
@@ -16,21 +16,15 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def node_address() -> str:
-    """Return the address under which other nodes reach this one, without brackets."""
-    import ray
-
-    address: str = ray.util.get_node_ip_address()
-    return address.strip("[]")
-
-
 class WorkerHelper:
     """Address and free port of the node."""
 
     @staticmethod
     def get_available_master_addr_port() -> tuple[str, str]:
         """Return this node's address and a free port for a rendezvous."""
-        return node_address(), str(get_free_port())
+        import ray
+
+        return ray.util.get_node_ip_address().strip("[]"), str(get_free_port())  # without the brackets of IPv6
 
     @staticmethod
     @deprecated("get_available_master_addr_port")
@@ -59,21 +53,13 @@ class Worker(WorkerHelper):
             envs.write({"MASTER_ADDR": address.strip("[]"), "REDIS_STORE_SERVER_HOST": address.strip("[]")})
         self.fused_worker_dict: dict[str, Worker] = {}
         self.seconds_by_call: dict[str, float] = {}
-        self.__dispatch_dp_rank: dict[str, int] = {}
-        self.__collect_dp_rank: dict[str, bool] = {}
+        self.__meshes: dict[str, tuple[int, bool]] = {}
 
     @classmethod
     def env_keys(cls) -> list[str]:
         """Return the environment variables that tell a worker its place in the group."""
-        return [
-            "WORLD_SIZE",
-            "RANK",
-            "LOCAL_WORLD_SIZE",
-            "LOCAL_RANK",
-            "MASTER_ADDR",
-            "MASTER_PORT",
-            get_visible_devices_keyword().upper(),
-        ]
+        names = ["WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"]
+        return [*names, get_visible_devices_keyword().upper()]
 
     @property
     def world_size(self) -> int:
@@ -141,26 +127,25 @@ class Worker(WorkerHelper):
 
         Raises: ValueError when the mesh is registered already.
         """
-        if mesh_name in self.__dispatch_dp_rank:
+        if mesh_name in self.__meshes:
             raise ValueError(f"mesh {mesh_name!r} is registered already")
-        self.__dispatch_dp_rank[mesh_name] = dp_rank
-        self.__collect_dp_rank[mesh_name] = is_collect
+        self.__meshes[mesh_name] = (dp_rank, is_collect)
 
-    def _mesh_entry(self, table: Mapping[str, T], mesh_name: str) -> T:
-        if mesh_name not in table:
+    def _mesh(self, name: str) -> tuple[int, bool]:
+        if name not in self.__meshes:
             raise ValueError(
-                f"{type(self).__name__} has no mesh {mesh_name!r}, it has {sorted(table)}: "
+                f"{type(self).__name__} has no mesh {name!r}, it has {sorted(self.__meshes)}: "
                 "call _register_dispatch_collect_info first"
             )
-        return table[mesh_name]
+        return self.__meshes[name]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def _query_dispatch_info(self, mesh_name: str) -> int:
-        return self._mesh_entry(self.__dispatch_dp_rank, mesh_name)
+        return self._mesh(mesh_name)[0]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def _query_collect_info(self, mesh_name: str) -> bool:
-        return self._mesh_entry(self.__collect_dp_rank, mesh_name)
+        return self._mesh(mesh_name)[1]
 
     # ---- functions from the driver
 

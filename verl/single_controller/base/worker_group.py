@@ -5,10 +5,11 @@ import os
 import signal
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from verl.protocol import DataProto, DataProtoFuture, _padding_size_key
+from verl.protocol import DataProto, DataProtoFuture
 from verl.single_controller.base.decorator import (
     MAGIC_ATTR,
     Dispatch,
@@ -16,7 +17,7 @@ from verl.single_controller.base.decorator import (
     get_predefined_dispatch_fn,
     get_predefined_execute_fn,
 )
-from verl.single_controller.base.layout import DistGlobalInfo, DistRankInfo
+from verl.single_controller.base.layout import DispatchGroup
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +64,6 @@ class ResourcePool:
 class ClassWithInitArgs:
     """A class and its constructor arguments, for construction later."""
 
-    fused_worker_used = False
-
     def __init__(self, cls: Any, *args: Any, **kwargs: Any) -> None:
         self.cls = cls
         self.args = args
@@ -97,7 +96,7 @@ def registered_methods(cls: type) -> dict[str, MethodAttrs]:
     return found
 
 
-class WorkerGroup:
+class WorkerGroup(DispatchGroup, ABC):
     """Workers of one class; each of their registered methods becomes a method of the group.
 
     ``ended`` is true once the group has ended its workers.
@@ -106,31 +105,18 @@ class WorkerGroup:
     fused_worker_execute_fn_name = "_fuw_execute"
 
     def __init__(self, resource_pool: ResourcePool | None, **kwargs: Any) -> None:
-        self._is_init_with_detached_workers = resource_pool is None
+        super().__init__()
         self.resource_pool = resource_pool
         self.fused_worker_used = False
         self.ended = False
-        self._procecss_dispatch_config = resource_pool() if resource_pool is not None else None
-        self._workers: list[Any] = []
         self._worker_names: list[str] = []
-        self._dispatch_info: dict[str, list[int]] = {}
-        self._collect_info: dict[str, list[bool]] = {}
-        self._megatron_layout: tuple[list[DistRankInfo], DistGlobalInfo] | None = None
         self._master_addr: str | None = None
         self._master_port: str | None = None
         self._checker_thread: threading.Thread | None = None
 
-    def __getattr__(self, name: str) -> Any:
-        # Python calls this for missing names only. It also tells type checkers that methods are bound at run time.
-        raise AttributeError(f"{type(self).__name__} has no method {name!r}: register it on the worker's class")
-
-    @property
-    def world_size(self) -> int:
-        """Number of workers."""
-        return len(self._workers)
-
+    @abstractmethod
     def _is_worker_alive(self, worker: Any) -> bool:
-        raise NotImplementedError(f"{type(self).__name__} must override _is_worker_alive")
+        """Whether the process of a worker runs."""
 
     def _block_until_all_workers_alive(self, timeout_s: float = 300) -> None:
         deadline = time.monotonic() + timeout_s
@@ -153,15 +139,8 @@ class WorkerGroup:
         for name, attrs in registered_methods(user_defined_cls).items():
             mode = attrs["dispatch_mode"]
             fns = get_predefined_dispatch_fn(mode) if isinstance(mode, Dispatch) else mode
-            execute_fn_name = get_predefined_execute_fn(attrs["execute_mode"])["execute_fn_name"]
-            call = func_generator(
-                self,
-                name,
-                dispatch_fn=fns["dispatch_fn"],
-                collect_fn=fns["collect_fn"],
-                execute_fn=getattr(self, execute_fn_name),
-                blocking=attrs["blocking"],
-            )
+            execute_fn = getattr(self, get_predefined_execute_fn(attrs["execute_mode"])["execute_fn_name"])
+            call = func_generator(self, name, **fns, execute_fn=execute_fn, blocking=attrs["blocking"])
             setattr(self, name, call)
             names.append(name)
         return names
@@ -183,14 +162,3 @@ def strip_padding(output: DataProto | DataProtoFuture | list[T], count: int) -> 
     if isinstance(output, list):
         return output[: len(output) - count]
     return output
-
-
-__all__ = [
-    "ClassWithInitArgs",
-    "ResourcePool",
-    "WorkerGroup",
-    "_padding_size_key",
-    "check_workers_alive",
-    "registered_methods",
-    "strip_padding",
-]

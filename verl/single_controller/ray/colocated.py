@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import ray
 
@@ -13,15 +13,14 @@ from verl.single_controller.ray.resource_pool import RayClassWithInitArgs
 from verl.utils.py_functional import temp_env_var
 
 
-class RoleHolder(Protocol):
-    """An actor that holds one worker per role."""
+class Roles:
+    """The part of an actor that holds one worker per role."""
 
-    worker_dict: dict[str, Worker]
+    class_dict: dict[str, RayClassWithInitArgs]
 
-
-def _role_classes(class_dict: dict[str, RayClassWithInitArgs]) -> dict[str, type]:
-    """Return the plain class of each role, behind ``ray.remote`` or not."""
-    return {role: getattr(cia.cls, "__ray_actor_class__", cia.cls) for role, cia in class_dict.items()}
+    def __init__(self) -> None:
+        super().__init__()
+        self.worker_dict = {role: _construct(cia) for role, cia in self.class_dict.items()}
 
 
 def _determine_base(cls: type) -> type:
@@ -32,19 +31,18 @@ def _determine_base(cls: type) -> type:
     raise ValueError(f"{cls.__name__} must derive from Worker to share an actor")
 
 
-def _construct(cia: RayClassWithInitArgs, cls: type) -> Worker:
+def _construct(cia: RayClassWithInitArgs) -> Worker:
     with temp_env_var("DISABLE_WORKER_INIT", "1"):
-        worker: Worker = cls(*cia.args, **cia.kwargs)
-    return worker
+        return cia.raw_class(*cia.args, **cia.kwargs)
 
 
 def _forward(role: str, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a method of the actor that calls the role's method of that name."""
 
-    def call(self: RoleHolder, *args: Any, **kwargs: Any) -> Any:
+    def call(self: Roles, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.worker_dict[role], name)(*args, **kwargs)
 
-    async def call_async(self: RoleHolder, *args: Any, **kwargs: Any) -> Any:
+    async def call_async(self: Roles, *args: Any, **kwargs: Any) -> Any:
         return await getattr(self.worker_dict[role], name)(*args, **kwargs)
 
     forward: Callable[..., Any] = call_async if inspect.iscoroutinefunction(method) else call
@@ -64,17 +62,9 @@ def _bind_role(parent: type, role: str, cls: type) -> None:
 
 def create_colocated_worker_cls(class_dict: dict[str, RayClassWithInitArgs]) -> RayClassWithInitArgs:
     """Build an actor class with one instance per role; method ``m`` of role ``k`` is called as ``k_m``."""
-    classes = _role_classes(class_dict)
+    classes = {role: cia.raw_class for role, cia in class_dict.items()}
     base = _determine_base(next(iter(classes.values())))
-
-    class Roles:
-        role_classes = classes
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.worker_dict = {role: _construct(cia, classes[role]) for role, cia in class_dict.items()}
-
-    worker_dict = type("WorkerDict", (Roles, base), {})
+    worker_dict = type("WorkerDict", (Roles, base), {"class_dict": class_dict, "role_classes": classes})
     for role, cls in classes.items():
         _bind_role(worker_dict, role, cls)
     return RayClassWithInitArgs(cls=ray.remote(worker_dict))
@@ -82,16 +72,15 @@ def create_colocated_worker_cls(class_dict: dict[str, RayClassWithInitArgs]) -> 
 
 def create_colocated_worker_raw_cls(class_dict: dict[str, RayClassWithInitArgs]) -> type:
     """Build the plain class of fused roles; each role is an attribute and can find the others."""
-    classes = _role_classes(class_dict)
+    classes = {role: cia.raw_class for role, cia in class_dict.items()}
 
     class FusedWorker(Worker):
         role_classes = classes
-        is_fused_worker = True
 
         def __init__(self) -> None:
             super().__init__()
             for role, cia in class_dict.items():
-                self.fused_worker_dict[role] = _construct(cia, classes[role])
+                self.fused_worker_dict[role] = _construct(cia)
                 setattr(self, role, self.fused_worker_dict[role])
             for worker in self.fused_worker_dict.values():
                 setattr(worker, Worker.fused_worker_attr_name, self.fused_worker_dict)
@@ -102,8 +91,7 @@ def create_colocated_worker_raw_cls(class_dict: dict[str, RayClassWithInitArgs])
                 raise ValueError(
                     f"no role {role!r} in {type(self).__name__}, it holds {sorted(self.fused_worker_dict)}"
                 )
-            method: Callable[..., Any] = getattr(self.fused_worker_dict[role], name)
-            return method
+            return getattr(self.fused_worker_dict[role], name)
 
         def _fuw_execute(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
             return self._find(method_name)(*args, **kwargs)

@@ -55,11 +55,7 @@ class RayResourcePool(ResourcePool):
         return bundle
 
     def get_placement_groups(
-        self,
-        strategy: str = "STRICT_PACK",
-        name: str | None = None,
-        device_name: str = "cuda",
-        timeout_s: float = 300,
+        self, strategy: str = "STRICT_PACK", name: str | None = None, device_name: str = "cuda", timeout_s: float = 300
     ) -> list[PlacementGroup]:
         """Return one ready placement group per node; the first call creates them.
 
@@ -123,10 +119,7 @@ def check_placement(schemes: Sequence[Sequence[Bundle]], strategy: str, pool_nam
     """
     asked = _sum_bundles(schemes)
     nodes = [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]
-    total: dict[str, float] = {}
-    for node in nodes:
-        for name, amount in node.items():
-            total[name] = total.get(name, 0) + amount
+    total = _sum_bundles([nodes])
     start = f"resource pool {pool_name!r} asks for {_describe(schemes)}"
     missing = _shortage(asked, total)
     if missing:
@@ -201,6 +194,11 @@ class RayClassWithInitArgs(ClassWithInitArgs):
         super().__init__(cls, *args, **kwargs)
         self._options: dict[str, Any] = {}
         self._additional_resource: dict[str, float] = {}
+
+    @property
+    def raw_class(self) -> type:
+        """The plain class behind the actor class."""
+        return getattr(self.cls, "__ray_actor_class__", self.cls)
 
     def set_additional_resource(self, additional_resource: dict[str, float]) -> None:
         """Ask for more resources than the device; applied when there is more than one."""

@@ -9,26 +9,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import (
-    ActorDiedError,
-    ActorUnavailableError,
-    GetTimeoutError,
-    LocalRayletDiedError,
-    NodeDiedError,
-    OwnerDiedError,
-    RayActorError,
-    RayError,
-    RayTaskError,
-    WorkerCrashedError,
-)
+from ray import exceptions
+from ray.exceptions import RayError, RayTaskError
 
-from verl.single_controller.base.errors import (
-    CallSite,
-    WorkerDiedError,
-    WorkerError,
-    WorkerTaskError,
-    WorkerTimeoutError,
-)
+from verl.single_controller.base import WorkerDiedError, WorkerError, WorkerTaskError, WorkerTimeoutError
+from verl.single_controller.base.errors import CallSite
 from verl.single_controller.ray.resource_pool import Actor
 
 if TYPE_CHECKING:
@@ -39,12 +24,12 @@ logger = logging.getLogger(__name__)
 Refs = Sequence["ObjectRef[Any]"]
 
 _DEATHS = (
-    ActorDiedError,
-    ActorUnavailableError,
-    LocalRayletDiedError,
-    NodeDiedError,
-    OwnerDiedError,
-    WorkerCrashedError,
+    exceptions.ActorDiedError,
+    exceptions.ActorUnavailableError,
+    exceptions.LocalRayletDiedError,
+    exceptions.NodeDiedError,
+    exceptions.OwnerDiedError,
+    exceptions.WorkerCrashedError,
 )
 
 # An error of a living worker may follow from the death of a peer, which can show this much later.
@@ -86,7 +71,7 @@ def wait_all(refs: Refs, deadline: float) -> list[Any]:
         try:
             values[position[done[0]]] = ray.get(done[0], timeout=max(1.0, deadline - time.monotonic()))
         except RayError as error:
-            if isinstance(error, GetTimeoutError) and not isinstance(error, RayTaskError):
+            if isinstance(error, exceptions.GetTimeoutError) and not isinstance(error, RayTaskError):
                 raise TimeoutError from None
             raise Failure(position[done[0]], error) from error
     if len(position) < len(refs):  # the same reference was given more than once
@@ -135,7 +120,7 @@ def _is_death(error: RayError) -> bool:
 
 def _text(error: RayError) -> str:
     """Return the type and message of an error, those of the worker's own exception first."""
-    if isinstance(error, RayActorError) and error.actor_init_failed:
+    if isinstance(error, exceptions.RayActorError) and error.actor_init_failed:
         return f"{_last_raised(str(error))}\n--- in the worker\n{error}"
     if not isinstance(error, RayTaskError):
         return f"{type(error).__name__}: {error}"

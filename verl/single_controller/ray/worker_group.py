@@ -4,8 +4,10 @@ import copy
 import logging
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import ray
 from ray.util.placement_group import PlacementGroup
@@ -36,45 +38,27 @@ logger = logging.getLogger(__name__)
 DEFAULT_CALL_TIMEOUT_S = 7200.0
 
 
-@ray.remote(num_cpus=0)
-def _master_addr_port_there() -> tuple[str, str]:
-    return WorkerHelper.get_available_master_addr_port()
+def func_generator(
+    group: "RayWorkerGroup",
+    method_name: str,
+    dispatch_fn: DispatchFn,
+    collect_fn: CollectFn,
+    execute_fn: Callable[..., Any],
+    blocking: bool,
+) -> Callable[..., Any]:
+    """Return the driver's side of a registered method: dispatch, execute, wait, collect, strip padding."""
 
-
-class _Call:
-    """A registered method of a group on the driver: dispatch, execute, wait, collect, strip padding."""
-
-    def __init__(
-        self,
-        group: "RayWorkerGroup",
-        method_name: str,
-        dispatch_fn: DispatchFn,
-        collect_fn: CollectFn,
-        execute_fn: Callable[..., Any],
-        blocking: bool,
-    ) -> None:
-        self.group = group
-        self.method_name = method_name
-        self.dispatch_fn = dispatch_fn
-        self.collect_fn = collect_fn
-        self.execute_fn = execute_fn
-        self.blocking = blocking
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = self.dispatch_fn(self.group, *args, **kwargs)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = dispatch_fn(group, *args, **kwargs)
         padding = kwargs.pop(_padding_size_key, 0)
-        started = self.execute_fn(self.method_name, *args, **kwargs)
-        finished = self.group.wait(started, self.method_name) if self.blocking else started
-        output = self.collect_fn(self.group, finished)
+        started = execute_fn(method_name, *args, **kwargs)
+        output = collect_fn(group, group.wait(started, method_name) if blocking else started)
         if isinstance(output, DataProtoFuture):
-            output.wait_fn = self.group.waiter(self.method_name, started)
-            output.timeout_s = self.group.call_timeout_s
+            output.wait_fn = group.waiter(method_name, started)
+            output.timeout_s = group.call_timeout_s
         return strip_padding(output, padding) if padding else output
 
-
-def func_generator(group: "RayWorkerGroup", method_name: str, **functions: Any) -> Callable[..., Any]:
-    """Return the driver's side of a registered method."""
-    return _Call(group, method_name, **functions)
+    return call
 
 
 class RayWorkerGroup(WorkerGroup):
@@ -99,7 +83,7 @@ class RayWorkerGroup(WorkerGroup):
         super().__init__(resource_pool, **kwargs)
         self.ray_cls_with_init = ray_cls_with_init
         self.name_prefix = secrets.token_hex(3) if name_prefix is None else name_prefix
-        self.role = _class_name(ray_cls_with_init) if ray_cls_with_init is not None else self.name_prefix
+        self.role = ray_cls_with_init.raw_class.__name__ if ray_cls_with_init is not None else self.name_prefix
         self.call_timeout_s = float(kwargs.get("call_timeout_s") or DEFAULT_CALL_TIMEOUT_S)
         self.device_name: str = kwargs.get("device_name", "cuda")
         self.customized_worker_env = _checked_worker_env(kwargs.get("worker_env") or {})
@@ -110,8 +94,7 @@ class RayWorkerGroup(WorkerGroup):
         self._pools: list[RayResourcePool] = []
         self.fused_worker_used = ray_cls_with_init is not None and ray_cls_with_init.fused_worker_used
         self.sub_cls_name = ""
-        self.wg_dict: dict[str, RayWorkerGroup] | None = None
-        self.method_names: list[str] = []
+        self.wg_dict: dict[str, RayWorkerGroup] = {}
         if resource_pool is None:
             self._attach(worker_names or [], worker_handles)
         elif ray_cls_with_init is None:
@@ -120,7 +103,7 @@ class RayWorkerGroup(WorkerGroup):
             self._create_workers(resource_pool, ray_cls_with_init, bin_pack, detached)
             self._join_pool(resource_pool)
         if ray_cls_with_init is not None:
-            self.method_names = self._bind_worker_method(_raw_class(ray_cls_with_init), func_generator)
+            self._bind_worker_method(ray_cls_with_init.raw_class, func_generator)
 
     # ---- construction
 
@@ -149,10 +132,9 @@ class RayWorkerGroup(WorkerGroup):
                     f"placement group {pg_index} has {group.bundle_count} bundles, needs {local_world_size}"
                 )
             for local_rank in range(local_world_size):
-                name = f"{self.name_prefix}{_class_name(cia)}_{pg_index}:{local_rank}"
-                env = self._worker_env(rank, pool.world_size, local_world_size, local_rank)
-                options = self._actor_options(cia, pool, name, env, detached)
-                cia.update_options(options)
+                name = f"{self.name_prefix}{cia.raw_class.__name__}_{pg_index}:{local_rank}"
+                env = self._worker_env(rank, pool.world_size, local_world_size)
+                cia.update_options(self._actor_options(cia, pool, name, env, detached))
                 worker = cia(
                     placement_group=group,
                     placement_group_bundle_idx=local_rank,
@@ -169,11 +151,11 @@ class RayWorkerGroup(WorkerGroup):
         if bundle_nodes(group)[0] == ray.get_runtime_context().get_node_id():
             return WorkerHelper.get_available_master_addr_port()
         strategy = PlacementGroupSchedulingStrategy(group, 0)
-        ref = _master_addr_port_there.options(scheduling_strategy=strategy, **without_nsight()).remote()
-        address, port = ray.get(ref, timeout=self._start_timeout_s)
-        return address, port
+        ask = ray.remote(num_cpus=0)(WorkerHelper.get_available_master_addr_port)
+        ref = ask.options(scheduling_strategy=strategy, **without_nsight()).remote()
+        return ray.get(ref, timeout=self._start_timeout_s)
 
-    def _worker_env(self, rank: int, world_size: int, local_world_size: int, local_rank: int) -> dict[str, str]:
+    def _worker_env(self, rank: int, world_size: int, local_world_size: int) -> dict[str, str]:
         return {
             "WORLD_SIZE": str(world_size),
             "RANK": str(rank),
@@ -217,36 +199,31 @@ class RayWorkerGroup(WorkerGroup):
         **kwargs: Any,
     ) -> Self:
         """Attach to existing actors, by names or handles."""
-        return cls(
-            resource_pool=None,
-            ray_cls_with_init=ray_cls_with_init,
-            name_prefix=name_prefix,
-            worker_names=worker_names,
-            worker_handles=worker_handles,
-            **kwargs,
-        )
+        kwargs |= {"worker_names": worker_names, "worker_handles": worker_handles}
+        return cls(None, ray_cls_with_init, name_prefix=name_prefix, **kwargs)
 
     # ---- roles that share the actors
 
     def spawn(self, prefix_set: Iterable[str]) -> dict[str, Self]:
         """Return one group per role; all share the actors, and ``<role>_<method>`` is called as ``<method>``."""
-        if self.fused_worker_used:
-            return self.spawn_fused(prefix_set)
         groups = {}
         for role in prefix_set:
+            cls = self._role_class(role)
             group = self._twin()
             group.role = role
-            group.bind_role_methods(role)
+            if self.fused_worker_used:
+                group.sub_cls_name = role
+                group._bind_worker_method(cls, func_generator)
+            else:
+                for name in registered_methods(cls):
+                    if hasattr(group, f"{role}_{name}"):
+                        setattr(group, name, getattr(group, f"{role}_{name}"))
             groups[role] = group
         return groups
 
     def _twin(self) -> Self:
         twin = self.from_detached(
-            name_prefix=self.name_prefix,
-            worker_names=self._worker_names,
-            worker_handles=self._workers,
-            ray_cls_with_init=self.ray_cls_with_init,
-            **self._kwargs,
+            self.name_prefix, self._worker_names, self._workers, self.ray_cls_with_init, **self._kwargs
         )
         twin._master_addr = self._master_addr
         twin._master_port = self._master_port
@@ -255,38 +232,21 @@ class RayWorkerGroup(WorkerGroup):
             twin._join_pool(pool)
         return twin
 
-    def bind_role_methods(self, role: str) -> None:
-        """Give the methods of a colocated role their own names.
-
-        Raises: ValueError when the actors do not hold the role.
-        """
-        for name in registered_methods(self._role_class(role)):
-            if hasattr(self, f"{role}_{name}"):
-                setattr(self, name, getattr(self, f"{role}_{name}"))
-
     def _role_class(self, role: str) -> type:
-        roles: dict[str, type] = getattr(_raw_class(self.ray_cls_with_init), "role_classes", {})
+        if self.ray_cls_with_init is None:
+            raise ValueError("the group knows no class: attach to actors with ray_cls_with_init")
+        roles: dict[str, type] = getattr(self.ray_cls_with_init.raw_class, "role_classes", {})
         if role not in roles:
             raise ValueError(f"the actors hold no role {role!r}, they hold {sorted(roles)}")
         return roles[role]
 
     def spawn_fused(self, prefix_set: Iterable[str]) -> dict[str, Self]:
         """Return one group per role of fused actors."""
-        groups = {}
-        for role in prefix_set:
-            cls = self._role_class(role)
-            group = self._twin()
-            group.role = role
-            group.sub_cls_name = role
-            group.method_names = []
-            group._bind_worker_method(cls, func_generator)
-            groups[role] = group
-        return groups
+        return self.spawn(prefix_set)
 
     def fuse(self, prefix_set: Iterable[str]) -> None:
         """Set the group of each role as an attribute of this one."""
-        if self.wg_dict is None:
-            self.wg_dict = dict(self.spawn(prefix_set))
+        self.wg_dict = self.wg_dict or dict(self.spawn(prefix_set))
         for role, group in self.wg_dict.items():
             setattr(self, role, group)
 
@@ -297,8 +257,7 @@ class RayWorkerGroup(WorkerGroup):
         if self.sub_cls_name:
             args = (f"{self.sub_cls_name}_fwmn_{method_name}", *args)
             method_name = self.fused_worker_execute_fn_name
-        reference: ObjectRef[Any] = getattr(worker, method_name).remote(*args, **kwargs)
-        return reference
+        return getattr(worker, method_name).remote(*args, **kwargs)
 
     def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> "ObjectRef[Any]":
         """Start a method on rank zero and return its reference."""
@@ -308,9 +267,7 @@ class RayWorkerGroup(WorkerGroup):
         """Run a method on rank zero and return its output."""
         return self.wait(self.execute_rank_zero_async(method_name, *args, **kwargs), method_name)
 
-    def execute_rank_zero(self, method_name: str, *args: Any, **kwargs: Any) -> "ObjectRef[Any]":
-        """Start a method on rank zero and return its reference."""
-        return self.execute_rank_zero_async(method_name, *args, **kwargs)
+    execute_rank_zero = execute_rank_zero_async
 
     def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> "list[ObjectRef[Any]]":
         """Start a method on all ranks and return their references.
@@ -332,12 +289,9 @@ class RayWorkerGroup(WorkerGroup):
 
     def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Run a method on all ranks and return their outputs."""
-        outputs: list[Any] = self.wait(self.execute_all_async(method_name, *args, **kwargs), method_name)
-        return outputs
+        return self.wait(self.execute_all_async(method_name, *args, **kwargs), method_name)
 
-    def execute_all(self, method_name: str, *args: Any, **kwargs: Any) -> "list[ObjectRef[Any]]":
-        """Start a method on all ranks and return their references."""
-        return self.execute_all_async(method_name, *args, **kwargs)
+    execute_all = execute_all_async
 
     # ---- waiting
 
@@ -349,29 +303,21 @@ class RayWorkerGroup(WorkerGroup):
         single = isinstance(refs, ray.ObjectRef)
         ref_list: list[ObjectRef[Any]] = [refs] if single else list(refs)
         where = site or self._site(method_name)
-        seats = [Seat(rank, *pair) for rank, pair in enumerate(zip(self._worker_names, self._workers, strict=True))]
-        try:
-            if self._starting:
-                self._wait_started(seats, where)
-            limit = self.call_timeout_s
-            values = wait_all(ref_list, time.monotonic() + limit)
-        except Failure as failure:
-            self._fail(explain(where, seats, ref_list, failure))
-        except TimeoutError:
-            self._fail(explain_timeout(where, seats, ref_list, limit))
+        if self._starting:  # once, until all workers are constructed
+            construction = replace(where, method=f"__init__ (before {where.method})")
+            self._wait_for(self._starting, self._start_timeout_s, construction)
+            self._starting = []
+        values = self._wait_for(ref_list, self.call_timeout_s, where)
         return values[0] if single else values
 
-    def _wait_started(self, seats: list[Seat], site: CallSite) -> None:
-        """Wait once until all workers are constructed, under the deadline of the start."""
-        starting = self._starting
-        where = CallSite(site.group, site.role, f"__init__ (before {site.method})", site.phase, site.step)
+    def _wait_for(self, refs: "list[ObjectRef[Any]]", limit_s: float, site: CallSite) -> list[Any]:
+        seats = [Seat(rank, *pair) for rank, pair in enumerate(zip(self._worker_names, self._workers, strict=True))]
         try:
-            wait_all(starting, time.monotonic() + self._start_timeout_s)
+            return wait_all(refs, time.monotonic() + limit_s)
         except Failure as failure:
-            self._fail(explain(where, seats, starting, failure))
+            self._fail(explain(site, seats, refs, failure))
         except TimeoutError:
-            self._fail(explain_timeout(where, seats, starting, self._start_timeout_s))
-        self._starting = []
+            self._fail(explain_timeout(site, seats, refs, limit_s))
 
     def waiter(self, method_name: str, started: Any) -> "Callable[[list[ObjectRef[Any]]], list[Any]]":
         """Return a function that waits for a call made now, and reports errors under the phase of now.
@@ -393,7 +339,7 @@ class RayWorkerGroup(WorkerGroup):
         name = method_name.removeprefix(f"{self.role}_")
         return CallSite(pool or self.name_prefix, self.role, name, *current_phase())
 
-    def _fail(self, error: WorkerError) -> None:
+    def _fail(self, error: WorkerError) -> NoReturn:
         """End every actor of this group and of the groups of its pools, then raise."""
         logger.error("%s", str(error).partition("\n")[0])  # the raised error carries the trace
         self.kill()
@@ -448,26 +394,11 @@ def _put_batch(value: Any) -> Any:
 
 
 def _share_batches(values: list[Any]) -> list[Any]:
-    first: dict[int, Any] = {}
-    repeated = {id(value) for i, value in enumerate(values) if any(value is other for other in values[:i])}
-    for value in values:
-        if id(value) in repeated and id(value) not in first:
-            first[id(value)] = _put_batch(value)
-    return [first.get(id(value), value) for value in values]
-
-
-def _raw_class(cia: RayClassWithInitArgs | None) -> type:
-    """Return the plain class behind an actor class."""
-    if cia is None:
-        raise ValueError("the group knows no class: attach to actors with ray_cls_with_init")
-    metadata = getattr(cia.cls, "__ray_metadata__", None)
-    raw: type = cia.cls if metadata is None else metadata.modified_class
-    return raw
-
-
-def _class_name(cia: RayClassWithInitArgs) -> str:
-    metadata = getattr(cia.cls, "__ray_metadata__", None)
-    return str(metadata.class_name).rsplit(".", maxsplit=1)[-1] if metadata is not None else cia.cls.__name__
+    """Put a batch that several workers get into the object store once."""
+    uses = Counter(map(id, values))
+    shared = {id(value): value for value in values if uses[id(value)] > 1}
+    stored = {key: _put_batch(value) for key, value in shared.items()}
+    return [stored.get(id(value), value) for value in values]
 
 
 _RESERVED_ENV = ("WORLD_SIZE", "RANK", "WG_PREFIX", "WG_BACKEND", "RAY_LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
