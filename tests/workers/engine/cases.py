@@ -266,7 +266,7 @@ def run_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
     )
     rows = rows_of(engine, case.get("uneven", False))
     result: dict[str, Any] = {"rows": rows, "before": export(engine)}
-    groups = (engine.layout.shard_group, engine.layout.sp_group, engine.layout.dp_group)
+    groups = (engine.layout.shard_group, engine.layout.sp_group, engine.shares.dp_group)
     result["timeouts"] = [group_timeout(group).total_seconds() for group in groups if group is not None]
     if case.get("model", {}).get("lora_rank"):
         result["adapter before"] = export(engine, adapter_only=True)

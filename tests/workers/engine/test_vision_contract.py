@@ -204,7 +204,7 @@ def test_a_family_without_an_entry_runs_as_transformers_does(
     """In one process; several are refused, as a rank without an image would not take part."""
     monkeypatch.setattr("verl.models.transformers.vision.FAMILIES", ())
     engine = cases.build(root / "qwen2_5_vl", {"use_remove_padding": packed}, {"offload_policy": wrapped})
-    assert not engine.forward.options.takes_media
+    assert not engine.forward.takes_media
     index = [0, 2, 3, 5]
     with engine.eval_mode():
         output = engine.infer_batch(vision.batch(root / "qwen2_5_vl", "qwen2_5_vl", index, micro_batch_size_per_gpu=2))

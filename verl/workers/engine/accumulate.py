@@ -16,12 +16,22 @@ from verl.algos.aggregate import UNITS, Extreme, Metric, Sum, count_units
 
 @dataclass(frozen=True)
 class Shares:
-    """The ``size`` ranks whose rows make up a mini-batch; ``copies`` of them share each row."""
+    """The ``size`` ranks whose rows make up a mini-batch; ``copies`` of them share each row.
+
+    This rank takes shard ``dp_rank`` of a batch. ``dp_group`` holds the ranks with the other shards.
+    """
 
     size: int
     copies: int
     device: torch.device
-    group: ProcessGroup | None = None
+    group: ProcessGroup | None
+    dp_rank: int
+    dp_group: ProcessGroup | None
+
+    @property
+    def dp_size(self) -> int:
+        """Number of shards into which a batch is cut."""
+        return self.size // self.copies
 
 
 def gather_rows(row: Tensor, shares: Shares) -> Tensor:

@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -48,34 +48,6 @@ T = TypeVar("T")
 _LAZY_BACKENDS = {"megatron": "verl.workers.engine.megatron"}  # optional or slow to import, and what registers them
 
 
-class DataParallelLayout(Protocol):
-    """What ``BaseEngine`` reads of a backend's layout."""
-
-    @property
-    def rank(self) -> int:
-        """The rank of this process."""
-
-    @property
-    def device(self) -> torch.device:
-        """The device of this process."""
-
-    @property
-    def dp_rank(self) -> int:
-        """Which shard of a batch this rank takes."""
-
-    @property
-    def dp_size(self) -> int:
-        """Into how many shards a batch is cut."""
-
-    @property
-    def dp_group(self) -> ProcessGroup | None:
-        """The ranks that hold the other shards."""
-
-    @property
-    def shares(self) -> Shares:
-        """The ranks over which a mini-batch adds up."""
-
-
 class BaseEngine(ABC):
     """A model with its optimizer, laid out over the ranks of this process group.
 
@@ -98,13 +70,14 @@ class BaseEngine(ABC):
         lead: a token is read this many positions before itself: 1 where it is predicted, 0 where it has been seen.
         makes_head: draw a new value head if the checkpoint holds none.
         config_key: the configuration node of the backend, for messages.
+        shares: the ranks over which a mini-batch adds up, set by ``initialize``.
     """
 
     is_value_model = False
     lead = 1
     makes_head = True
     config_key: str
-    layout: DataParallelLayout
+    shares: Shares
 
     def __init__(
         self,
@@ -210,7 +183,7 @@ class BaseEngine(ABC):
         """
         spec = spec or PassSpec.from_meta(data.meta_info)
         micro_batches = self._split(data, spec)
-        units, rounds = agree(response_mask_of(data), len(micro_batches), self.layout.shares)
+        units, rounds = agree(response_mask_of(data), len(micro_batches), self.shares)
         metrics = MetricSums()
 
         def loss_of(output: ModelOutput, micro_batch: MicroBatch) -> Tensor:
@@ -219,20 +192,20 @@ class BaseEngine(ABC):
             return torch.stack([term.total.float() / units[term.unit] for term in terms]).sum()
 
         self._run_micro_batches(micro_batches, rounds, loss_of, spec, forward_only)
-        return self._from_output_ranks(lambda: metrics.reduce(units, self.layout.shares))
+        return self._from_output_ranks(lambda: metrics.reduce(units, self.shares))
 
     def infer_batch(self, data: "DataProto", spec: PassSpec | None = None) -> ModelOutput:
         """Run the model without gradient; outputs are (B, R) on the CPU, in the order of the rows."""
         spec = spec or PassSpec.from_meta(data.meta_info)
         micro_batches = self._split(data, spec)
-        rounds = agree(None, len(micro_batches), self.layout.shares)[1]
+        rounds = agree(None, len(micro_batches), self.shares)[1]
         parts: list[ModelOutput] = []
         index: list[int] = []
 
         def keep(output: ModelOutput, micro_batch: MicroBatch) -> Tensor:
             parts.append({name: value.cpu() for name, value in output.items()})
             index.extend(micro_batch.index)
-            return torch.zeros((), device=self.layout.device)
+            return torch.zeros((), device=self.shares.device)
 
         def joined() -> ModelOutput:
             order = torch.tensor(index).argsort()
@@ -244,7 +217,7 @@ class BaseEngine(ABC):
     def _split(self, data: "DataProto", spec: PassSpec) -> list[MicroBatch]:
         """Check a batch and cut it into micro-batches."""
         check_rows(data, self.lead)
-        return split_batch(data, spec, self.layout.shares.copies)
+        return split_batch(data, spec, self.shares.copies)
 
     @abstractmethod
     def _run_micro_batches(
@@ -276,7 +249,7 @@ class BaseEngine(ABC):
 
     def optimizer_step(self) -> float:
         """Clip and apply the gradient; returns its norm. A step with a non-finite norm is skipped."""
-        if not self._has_optimizer or self.optimizer_config is None:
+        if self.optimizer_config is None:
             raise RuntimeError(f"this engine only infers: it has no optimizer ({self.config_key}.forward_only)")
         gradients, norm = self._reduce_gradients()
         if not math.isfinite(norm):
@@ -288,11 +261,6 @@ class BaseEngine(ABC):
             self._version += 1
         self.optimizer_zero_grad()
         return norm
-
-    @property
-    @abstractmethod
-    def _has_optimizer(self) -> bool:
-        """Whether this engine trains."""
 
     @abstractmethod
     def _reduce_gradients(self) -> tuple[list[Tensor], float]:
@@ -372,15 +340,15 @@ class BaseEngine(ABC):
 
     def get_data_parallel_rank(self) -> int:
         """Return which shard of a batch this rank takes."""
-        return self.layout.dp_rank
+        return self.shares.dp_rank
 
     def get_data_parallel_size(self) -> int:
         """Return into how many shards a batch is cut."""
-        return self.layout.dp_size
+        return self.shares.dp_size
 
     def get_data_parallel_group(self) -> ProcessGroup | None:
         """Return the ranks that hold the other shards; None if there is only one shard."""
-        return self.layout.dp_group if self.layout.dp_size > 1 else None
+        return self.shares.dp_group if self.shares.dp_size > 1 else None
 
     @abstractmethod
     def is_mp_src_rank_with_outputs(self) -> bool:

@@ -1,14 +1,16 @@
 """Cut a batch into micro-batches, mark its counted positions, and pack its rows."""
 
-from collections.abc import MutableMapping
+from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from verl.utils.seqlen_balancing import prepare_dynamic_batch
+from verl.utils.ulysses import all_gather_tensor
 
 if TYPE_CHECKING:
     from verl.protocol import DataProto
@@ -35,8 +37,7 @@ def tensors_of(data: "DataProto") -> MutableMapping[str, Tensor]:
     if data.batch is None:
         raise ValueError("the batch holds no tensors: it needs input_ids, attention_mask, position_ids and responses")
     tensors: Any = data.batch  # a TensorDict behaves like a mapping but does not inherit from MutableMapping
-    mapping: MutableMapping[str, Tensor] = tensors
-    return mapping
+    return tensors
 
 
 def response_mask_of(data: "DataProto") -> Tensor:
@@ -76,11 +77,10 @@ def split_batch(data: "DataProto", spec: "PassSpec", ranks_per_sequence: int = 1
         parts, indices = prepare_dynamic_batch(data, max_token_len=spec.max_token_len * ranks_per_sequence)
         return [MicroBatch(rows, index) for rows, index in zip(parts, indices, strict=True)]
     size = spec.micro_batch_size or len(data)
-    micro_batches = []
-    for start in range(0, len(data), size):
-        stop = min(start + size, len(data))
-        micro_batches.append(MicroBatch(data.slice(start, stop), list(range(start, stop))))
-    return micro_batches
+    starts = range(0, len(data), size)
+    return [
+        MicroBatch(rows, list(range(at, at + len(rows)))) for at, rows in zip(starts, data.split(size), strict=True)
+    ]
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,18 @@ def _shift_right(columns: Tensor, lead: int) -> Tensor:
     return F.pad(columns[:, : columns.shape[1] - lead], (lead, 0))
 
 
-def unpack(values: Tensor, target: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Put (K,) values at their places in (b, R); zero elsewhere."""
-    flat = values.new_zeros(shape[0] * shape[1])
-    return flat.scatter(0, target, values).view(shape)
+def named_scores(scores: Iterable[Tensor | None]) -> dict[str, Tensor]:
+    """Name the log-probabilities and, where they were asked for, the entropies."""
+    named = zip(("log_probs", "entropy"), scores, strict=False)
+    return {name: values for name, values in named if values is not None}
+
+
+def whole_outputs(
+    values: dict[str, Tensor], target: Tensor, shape: tuple[int, int], group: ProcessGroup | None
+) -> dict[str, Tensor]:
+    """Put (k,) values at their places in (b, R), zero elsewhere; each is on one rank of the group."""
+    outputs = {}
+    for name, part in values.items():
+        output = part.new_zeros(shape[0] * shape[1]).scatter(0, target, part).view(shape)
+        outputs[name] = output if group is None else all_gather_tensor(output.unsqueeze(0), 0, group).sum(0)
+    return outputs

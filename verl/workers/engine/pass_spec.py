@@ -62,5 +62,5 @@ class PassSpec:
 
     @property
     def entropy_mode(self) -> EntropyMode:
-        """What to compute now: without autograd, ``grad`` is ``value``."""
+        """The entropy to compute now: without autograd, ``grad`` is ``value``."""
         return "value" if self.entropy == "grad" and not torch.is_grad_enabled() else self.entropy

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from verl.utils.model import text_config_of
+from verl.utils.torch_dtypes import PrecisionType
+from verl.workers.config.engine import DTYPES as DTYPE_NAMES
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -123,11 +125,7 @@ class SafetensorsReader:
 
 # New weights
 
-DTYPES = {
-    "fp32": torch.float32, "float32": torch.float32,
-    "bf16": torch.bfloat16, "bfloat16": torch.bfloat16,
-    "fp16": torch.float16, "float16": torch.float16,
-}  # fmt: skip
+DTYPES = {name: PrecisionType.to_dtype(name) for name in DTYPE_NAMES}
 
 HEAD = "score."
 """Prefix of the value head, which a causal checkpoint lacks."""
@@ -139,8 +137,8 @@ def tensor_seed(seed: int, name: str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def new_head(name: str, shape: torch.Size, seed: int, hf_config: "PretrainedConfig") -> Tensor:
-    """Draw a tensor of a new value head from the seed and its name, so that every layout and engine has the same."""
+def draw_tensor(name: str, shape: torch.Size, seed: int, hf_config: "PretrainedConfig") -> Tensor:
+    """Draw a new tensor from the seed and its name, so that every layout and engine has the same; biases are 0."""
     if name.endswith("bias"):
         return torch.zeros(shape)
     generator = torch.Generator().manual_seed(tensor_seed(seed, name))

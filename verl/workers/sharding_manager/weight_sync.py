@@ -1,6 +1,8 @@
 """Stream the trainer's weights into the rollout of the same process, verified, on all ranks or on none."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -51,18 +53,14 @@ class WeightSync:
         """
         started = time.perf_counter()
         version = self._engine.weights_version
-        try:
+        with self._failure_kept():
             self._rollout.begin_update()
-        except Exception as error:  # see "Abort" above
-            self._failure = error
         self._stream()
-        self._agree(self._failure)
-        try:
+        self._agree()
+        with self._failure_kept():
             self._rollout.finish_update(version)
             self._verify()
-        except Exception as error:  # see "Abort" above
-            self._failure = error
-        self._agree(self._failure)
+        self._agree()
         if self._num_buckets > 1:
             self._return_freed()
         return {
@@ -99,10 +97,8 @@ class WeightSync:
     def _take(self, bucket: Bucket) -> None:
         self._num_buckets += 1
         if self._failure is None:
-            try:
+            with self._failure_kept():
                 self._load(bucket)
-            except Exception as error:  # see "Abort" above
-                self._failure = error
         if self._num_buckets == 1:
             fault_point("weight_sync", rank=envs.integer("RANK", 0), step=self._step)
 
@@ -129,8 +125,17 @@ class WeightSync:
                 f"{len(wrong)} of {len(expected)} tensors in the rollout engine differ from what was sent: {shown}"
             )
 
-    def _agree(self, failure: Exception | None) -> None:
+    @contextmanager
+    def _failure_kept(self) -> Iterator[None]:
+        """Keep any error of this rank until the ranks exchange failures; see "Abort" above."""
+        try:
+            yield
+        except Exception as error:  # whatever it is, the other ranks wait for this one
+            self._failure = error
+
+    def _agree(self) -> None:
         """Raise on all ranks, with the messages of all ranks, if any rank has failed."""
+        failure = self._failure
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         if not distributed or torch.distributed.get_world_size() == 1:
             if failure is not None:

@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,7 +100,7 @@ def _excluding(exclude: ModuleNames, patterns: list[str]) -> str | list[str] | N
 
 
 def merged_weights(module: nn.Module, before: Callable[[int], None] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield (in-memory name of the base model, whole tensor) with adapters added in; collective.
+    """Yield (in-memory name of the base model, whole tensor) with any adapters added in; collective.
 
     The trained parameters stay as they are. ``before`` is told the bytes of each tensor before it is gathered.
     """
@@ -127,8 +126,7 @@ def _merged(layer: Any, weight: Tensor) -> Tensor:
     delta = full_tensor(b).float() @ full_tensor(a).float()
     if embedding or layer.fan_in_fan_out:
         delta = delta.T
-    scaling: float = layer.scaling[_DEFAULT]
-    return (weight.float() + scaling * delta.to(weight.device)).to(weight.dtype)
+    return (weight.float() + layer.scaling[_DEFAULT] * delta.to(weight.device)).to(weight.dtype)
 
 
 def adapter_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -151,16 +149,8 @@ def save_adapter(module: Any, folder: Path | None) -> None:
     if folder is None:
         return
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    config = {name: _plain(value) for name, value in module.peft_config[_DEFAULT].to_dict().items()}
+    config = module.peft_config[_DEFAULT].to_dict()
     whole = sorted({name.removeprefix(_PREFIX).split(".")[0] for name in tensors if not is_adapter(name)})
     config |= {"inference_mode": True, "modules_to_save": whole or None}
-    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
-
-
-def _plain(value: Any) -> Any:
-    """Return a value of peft's configuration as JSON holds it."""
-    if isinstance(value, set | frozenset | tuple):
-        return sorted(value)
-    if isinstance(value, str | int | float | bool | list | dict | None):
-        return value
-    return str(value.value if isinstance(value, Enum) else value)
+    content = json.dumps(config, indent=2, sort_keys=True, default=sorted)  # sets of module names
+    (folder / "adapter_config.json").write_text(content, encoding="utf-8")

@@ -4,6 +4,7 @@ import logging
 import math
 import warnings
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +22,7 @@ from verl.utils.ulysses import validate_ulysses_config
 from verl.workers.engine.fsdp.adapters import adapter_sizes, add_adapters, base_name, is_adapter
 from verl.workers.engine.fsdp.layout import Layout
 from verl.workers.engine.fsdp.weights import LocalReader, checkpoint_reader, materialize, remember_conversions
-from verl.workers.engine.weights import DTYPES, HEAD, CheckpointError, new_head, tensor_seed
+from verl.workers.engine.weights import DTYPES, HEAD, CheckpointError, draw_tensor, tensor_seed
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -89,28 +90,17 @@ def use_packed_attention(module: nn.Module) -> None:
 # The module
 
 
+@dataclass
 class ModelBuilder:
-    """Make the module of one engine, step by step."""
+    """Make the module of one engine, step by step; ``build`` sets ``adapter_sizes``."""
 
-    def __init__(
-        self,
-        model_config: "HFModelConfig",
-        engine_config: "FSDPEngineConfig",
-        layout: Layout,
-        is_value_model: bool,
-        makes_head: bool = True,
-        freeze_vision_tower: bool = False,
-    ) -> None:
-        self.model_config = model_config
-        self.engine_config = engine_config
-        self.layout = layout
-        self.is_value_model = is_value_model
-        self.makes_head = makes_head
-        self.freeze_vision_tower = freeze_vision_tower
-        self.adapter_sizes: AdapterSizes | None = None
-        self.policy = precision_policy(engine_config, layout.device)
-        self.attention = attention_implementation(model_config, layout.sp_size)
-        self.path: str = model_config.local_path
+    model_config: "HFModelConfig"
+    engine_config: "FSDPEngineConfig"
+    layout: Layout
+    is_value_model: bool
+    makes_head: bool = True
+    freeze_vision_tower: bool = False
+    adapter_sizes: AdapterSizes | None = None
 
     def build(self) -> nn.Module:
         """Return the module with its weights, sharded as the layout says.
@@ -130,14 +120,18 @@ class ModelBuilder:
         remember_conversions(model)
         read = self._reader(model, auto_class)
         self._freeze(model)
-        with parameters_on_meta():
-            module = self._add_adapters(model)
+        module: nn.Module = model
+        if self.model_config.lora_rank:
+            trained = ("score",) if self.is_value_model else ()
+            with parameters_on_meta():
+                module = add_adapters(model, self.model_config, trained, self.freeze_vision_tower)
+            self.adapter_sizes = adapter_sizes(module)
         model.config.use_cache = False
         self._patch(model)
         if self.layout.fsdp_mesh is not None:
-            shard(module, model, self.engine_config, self.layout, self.policy)
+            shard(module, model, self.engine_config, self.layout)
         home = torch.device("cpu") if self.engine_config.offload_policy else self.layout.device
-        materialize(module, self.layout, home, read, self._initialize)
+        materialize(module, self.layout.shard_group, home, read, self._initialize)
         for part in module.modules():
             for name, buffer in part._buffers.items():
                 if buffer is not None:
@@ -163,18 +157,10 @@ class ModelBuilder:
 
     def _load_kwargs(self) -> dict[str, Any]:
         return {
-            "attn_implementation": self.attention,
+            "attn_implementation": attention_implementation(self.model_config, self.layout.sp_size),
             "dtype": DTYPES[self.engine_config.model_dtype],
             "trust_remote_code": self.model_config.trust_remote_code,
         }
-
-    def _add_adapters(self, model: PreTrainedModel) -> nn.Module:
-        if not self.model_config.lora_rank:
-            return model
-        trained = ("score",) if self.is_value_model else ()
-        wrapped = add_adapters(model, self.model_config, trained, self.freeze_vision_tower)
-        self.adapter_sizes = adapter_sizes(wrapped)
-        return wrapped
 
     def _freeze(self, model: PreTrainedModel) -> None:
         """Keep the weights of the vision tower.
@@ -209,22 +195,19 @@ class ModelBuilder:
     ) -> LocalReader:
         """Return a function that reads the shard of a parameter by its name in the adapted model."""
 
+        path: str = self.model_config.local_path
+
         def load_whole() -> dict[str, Tensor]:
+            options = self._load_kwargs() | {"low_cpu_mem_usage": True, "output_loading_info": True}
             try:
-                loaded: Any = auto_class.from_pretrained(  # with output_loading_info it returns two values
-                    self.path,
-                    config=self._config(),
-                    low_cpu_mem_usage=True,
-                    output_loading_info=True,
-                    **self._load_kwargs(),
-                )
+                loaded: Any = auto_class.from_pretrained(path, config=self._config(), **options)
             except (OSError, RuntimeError, ValueError) as error:
-                raise CheckpointError(f"cannot load the weights of model.path={self.path}: {error}") from error
-            whole, report = loaded
+                raise CheckpointError(f"cannot load the weights of model.path={path}: {error}") from error
+            whole, report = loaded  # two values, because of output_loading_info
             # Missing tensors were drawn from the random state of this process; ``_initialize`` draws them instead.
             return {name: p for name, p in whole.named_parameters() if name not in report["missing_keys"]}
 
-        read_base = checkpoint_reader(self.path, model, load_whole)
+        read_base = checkpoint_reader(path, model, load_whole)
 
         def read(name: str, shape: torch.Size, rows: slice) -> Tensor | None:
             plain = base_name(name)
@@ -240,22 +223,16 @@ class ModelBuilder:
                 return torch.zeros(shape)[rows]
             bound = 1.0 / math.sqrt(shape[-1])  # kaiming_uniform with a = sqrt(5), as peft starts lora_A
             return (torch.rand(shape, generator=generator) * 2 - 1).mul_(bound)[rows]
-        if self.is_value_model and HEAD in name:
-            if not self.makes_head and not name.endswith("bias"):  # sequence classification has no bias
-                return None
-            return new_head(name, shape, self.engine_config.seed, self.model_config.hf_config)[rows]
+        # Heads for sequence classification have no bias.
+        if self.is_value_model and HEAD in name and (self.makes_head or name.endswith("bias")):
+            return draw_tensor(name, shape, self.engine_config.seed, self.model_config.hf_config)[rows]
         return None
 
 
-def shard(
-    module: nn.Module,
-    model: PreTrainedModel,
-    config: "FSDPEngineConfig",
-    layout: Layout,
-    policy: MixedPrecisionPolicy | None,
-) -> None:
+def shard(module: nn.Module, model: PreTrainedModel, config: "FSDPEngineConfig", layout: Layout) -> None:
     """Apply ``fully_shard`` to every unit and to the root."""
     kwargs: dict[str, Any] = {"mesh": layout.fsdp_mesh, "reshard_after_forward": config.reshard_after_forward}
+    policy = precision_policy(config, layout.device)
     if policy is not None:
         kwargs["mp_policy"] = policy
     if config.offload_policy:

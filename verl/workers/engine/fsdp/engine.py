@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -15,19 +15,19 @@ from verl.models.transformers.dense_common import has_fused_head
 from verl.models.transformers.vision import install_vision, uses_media
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from verl.utils.device import current_device, get_torch_device
-from verl.utils.fsdp_utils import full_tensor, gradient_norm, local_gradients, move_optimizer_state
+from verl.utils.fsdp_utils import gradient_norm, local_gradients, move_optimizer_state
 from verl.workers.engine.base import BaseEngine, EngineRegistry, OutputFn, Part
 from verl.workers.engine.fsdp import adapters
 from verl.workers.engine.fsdp.build import ModelBuilder, precision_policy, use_packed_attention
-from verl.workers.engine.fsdp.forward import Forward, ForwardOptions, Reference, sequence_parallel
-from verl.workers.engine.fsdp.layout import Layout, check_layout, make_layout
+from verl.workers.engine.fsdp.forward import Forward, Reference, sequence_parallel
+from verl.workers.engine.fsdp.layout import check_layout, make_layout
 from verl.workers.engine.fsdp.optim import build_optimizer, build_scheduler
 from verl.workers.engine.fsdp.weights import checkpoint_names
 from verl.workers.engine.micro_batch import MicroBatch
 from verl.workers.engine.pass_spec import PassSpec
 
 if TYPE_CHECKING:
-    from verl.workers.config import CheckpointConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+    from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig
 
 ACCUMULATION_BUDGET_BYTES = 2 << 30  # largest model whose gradients accumulate whole between micro-batches
 
@@ -38,24 +38,8 @@ class FSDPEngine(BaseEngine):
     config_key = "fsdp_config"
     engine_config: "FSDPEngineConfig"
     optimizer_config: "FSDPOptimizerConfig | None"
-    layout: Layout
-    module: nn.Module
-
-    def __init__(
-        self,
-        model_config: "HFModelConfig | None",
-        engine_config: "FSDPEngineConfig",
-        optimizer_config: "FSDPOptimizerConfig | None" = None,
-        checkpoint_config: "CheckpointConfig | None" = None,
-        freeze_vision_tower: bool = False,
-        load_weight: bool = True,
-    ) -> None:
-        super().__init__(
-            model_config, engine_config, optimizer_config, checkpoint_config, freeze_vision_tower, load_weight
-        )
-        self.optimizer: torch.optim.Optimizer | None = None
-        self.lr_scheduler: LambdaLR | None = None
-        self._checkpoint_manager: FSDPCheckpointManager | None = None
+    optimizer: torch.optim.Optimizer | None = None
+    lr_scheduler: LambdaLR | None = None
 
     # ---- start
 
@@ -95,7 +79,7 @@ class FSDPEngine(BaseEngine):
         packed sequences.
         """
         settings = dataclasses.replace(engine_config, param_offload=False, optimizer_offload=False)
-        engine = cls(None, settings, optimizer_config)
+        engine = cls(None, settings, None if optimizer is None else optimizer_config)
         engine.layout = make_layout(settings, must_wrap=isinstance(module, FSDPModule))
         check_layout(module, engine.layout)
         if remove_padding:
@@ -112,7 +96,10 @@ class FSDPEngine(BaseEngine):
         takes_media = uses_media(getattr(self.base_model, "config", None))
         if takes_media:
             install_vision(self.base_model)
-        options = ForwardOptions(
+        self.shares = self.layout.shares
+        self.forward = Forward(
+            self.module,
+            self.layout,
             remove_padding=remove_padding,
             is_value_model=self.is_value_model,
             lead=self.lead,
@@ -121,7 +108,6 @@ class FSDPEngine(BaseEngine):
             entropy_chunk_size=2048 if self.engine_config.entropy_from_logits_with_chunking else None,
             offload_activations=offload_activations,
         )
-        self.forward = Forward(self.module, self.layout, options)
         self._parameters = [p for p in self.module.parameters() if p.requires_grad]
         size = sum(p.numel() * p.element_size() for p in self.module.parameters())
         self._accumulates_whole = size <= ACCUMULATION_BUDGET_BYTES
@@ -206,10 +192,6 @@ class FSDPEngine(BaseEngine):
         for parameter in self._parameters:
             parameter.grad = None
 
-    @property
-    def _has_optimizer(self) -> bool:
-        return self.optimizer is not None
-
     def _reduce_gradients(self) -> tuple[list[Tensor], float]:
         gradients = local_gradients(self._parameters)
         return gradients, gradient_norm(gradients, self.layout.shard_group, self.layout.device)
@@ -239,14 +221,7 @@ class FSDPEngine(BaseEngine):
         if adapter_only:
             yield from adapters.adapter_weights(self.module)
             return
-        stream = adapters.merged_weights(self.module, before) if self._has_adapters else self._plain_weights(before)
-        yield from checkpoint_names(self.base_model, stream)
-
-    def _plain_weights(self, before: Callable[[int], None] | None) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self.module.named_parameters():
-            if before is not None:
-                before(parameter.numel() * parameter.element_size())
-            yield name, full_tensor(parameter)
+        yield from checkpoint_names(self.base_model, adapters.merged_weights(self.module, before))
 
     @property
     def base_model(self) -> Any:
@@ -257,8 +232,7 @@ class FSDPEngine(BaseEngine):
         """Run the base model without its adapters; the reference policy under LoRA."""
         if not self._has_adapters:
             return super().disable_adapter()
-        context: AbstractContextManager[None] = self.module.disable_adapter()  # type: ignore[operator]
-        return context
+        return self.module.disable_adapter()  # type: ignore[operator]
 
     def set_reference(self, engine: "BaseEngine | None") -> None:
         """Set the model that ``PassSpec.full_kl`` compares with; None is this engine without its adapters.
@@ -283,28 +257,21 @@ class FSDPEngine(BaseEngine):
         folders = {adapters.ADAPTER_FOLDER: partial(adapters.save_adapter, self.module)} if self._has_adapters else {}
         with self._on_device("model", "optimizer"):
             self.checkpoint_manager.save_checkpoint(
-                local_path=local_path,
-                hdfs_path=hdfs_path,
-                global_step=global_step,
-                max_ckpt_to_keep=max_ckpt_to_keep,
-                named_weights=self.named_weights(),
-                shared_folders=folders,
+                local_path, hdfs_path, global_step, max_ckpt_to_keep, self.named_weights(), folders
             )
 
-    @property
+    @cached_property
     def checkpoint_manager(self) -> FSDPCheckpointManager:
         """Write and read the parts that ``checkpoint_config`` names."""
-        if self._checkpoint_manager is None:
-            self._checkpoint_manager = FSDPCheckpointManager(
-                model=self.module,
-                optimizer=self.optimizer,
-                lr_scheduler=self.lr_scheduler,
-                processing_class=self.model_config.get_processor(),
-                checkpoint_config=self.checkpoint_config,
-                source_dtype=self.model_config.hf_config.dtype,
-                source_folder=self.model_config.local_path,
-            )
-        return self._checkpoint_manager
+        return FSDPCheckpointManager(
+            model=self.module,
+            optimizer=self.optimizer,
+            lr_scheduler=self.lr_scheduler,
+            processing_class=self.model_config.get_processor(),
+            checkpoint_config=self.checkpoint_config,
+            source_dtype=self.model_config.hf_config.dtype,
+            source_folder=self.model_config.local_path,
+        )
 
     # ---- layout
 

@@ -12,74 +12,98 @@ from torch import Tensor, nn
 from verl.models.transformers.attention import PackedSequences
 from verl.models.transformers.dense_common import HeadRequest
 from verl.models.transformers.vision import MEDIA, Media
+from verl.protocol import DataProto
 from verl.utils.activation_offload import offloaded_activations
 from verl.utils.numerics.full_kl import full_kl
 from verl.utils.numerics.log_probs import log_probs_and_entropy
-from verl.utils.ulysses import all_gather_tensor, set_ulysses_sequence_parallel_group, ulysses_pad
+from verl.utils.ulysses import set_ulysses_sequence_parallel_group, ulysses_pad
 from verl.utils.vision.multi_modal import concat_distinct_inputs, concat_multi_modal_inputs
 from verl.workers.engine.fsdp.layout import Layout
-from verl.workers.engine.micro_batch import PackedRows, pack_rows, response_mask_of, tensors_of, unpack
+from verl.workers.engine.micro_batch import (
+    PackedRows,
+    named_scores,
+    pack_rows,
+    response_mask_of,
+    tensors_of,
+    whole_outputs,
+)
 from verl.workers.engine.pass_spec import PassSpec
 
 if TYPE_CHECKING:
-    from verl.protocol import DataProto
     from verl.workers.engine.base import ModelOutput
 
 _SHOWN = "shown"  # key of ``Media.shown`` among the inputs of a multi-modal model
 
 ModelInputs = dict[str, Any]  # keyword arguments of a transformers model: tensors, and objects of our patches
+Read = tuple[Tensor, Tensor, Tensor]  # logits (k, V), labels (k,) and targets (k,) of this rank's positions
 
 
-@dataclass(frozen=True)
-class ForwardOptions:
-    """The options of an engine that hold for every pass.
-
-    Args:
-        lead: a token is read this many positions before itself.
-        takes_media: the model merges images itself (``verl.models.transformers.vision``).
-        fused_head: the head scores tokens without making logits (``verl.models.transformers.dense_common``).
-    """
-
-    remove_padding: bool
-    is_value_model: bool
-    lead: int = 1
-    takes_media: bool = False
-    fused_head: bool = False
-    entropy_chunk_size: int | None = None
-    offload_activations: bool = False
-
-
+@dataclass(eq=False)
 class Forward:
     """Run the model so that logits exist only where a counted token is read.
 
     A head over the whole sequence would make (T, V) logits, the largest tensor of a pass. Most of them are for the
     prompt and padding, which no loss reads.
+
+    Args:
+        lead: a token is read this many positions before itself.
+        takes_media: the model merges images itself (``verl.models.transformers.vision``).
+        fused_head: the head scores tokens without making logits (``verl.models.transformers.dense_common``).
+        reference: the policy that ``PassSpec.full_kl`` compares with.
     """
 
-    def __init__(self, module: nn.Module, layout: Layout, options: ForwardOptions) -> None:
-        self.module = module
-        self.layout = layout
-        self.options = options
-        self.reference: Reference | None = None
+    module: nn.Module
+    layout: Layout
+    remove_padding: bool
+    is_value_model: bool
+    lead: int
+    takes_media: bool
+    fused_head: bool
+    entropy_chunk_size: int | None
+    offload_activations: bool
+    reference: "Reference | None" = None
 
-    def __call__(self, rows: "DataProto", spec: PassSpec) -> "ModelOutput":
+    def __call__(self, rows: DataProto, spec: PassSpec) -> "ModelOutput":
         """Return (b, R) outputs on the device, zero outside the response mask."""
         reference = self._reference_of(spec)
         ref_logits = None if reference is None else reference.logits(rows)
         # The divergence from a reference needs logits, which a fused head does not make.
-        fused = spec if self.options.fused_head and reference is None else None
+        fused = spec if self.fused_head and reference is None else None
         with self._activations():
-            packed, logits, labels, target = self._read(rows, fused)
-            return self._outputs(packed, logits, labels, target, spec, ref_logits, fused is not None)
+            packed, (logits, labels, target) = self.read(rows, fused)
+            if self.is_value_model:
+                values = {"values": logits[:, 0].float()}
+            elif fused is not None:
+                values = named_scores(logits.unbind(1))
+            else:
+                scores = log_probs_and_entropy(
+                    logits,
+                    labels,
+                    spec.temperature,
+                    entropy=spec.entropy_mode,
+                    chunk_size=self.entropy_chunk_size,
+                    # The backward pass writes the gradient over the logits, unless the full KL reads them too.
+                    inplace_backward=ref_logits is None,
+                )
+                values = named_scores(scores)
+            if ref_logits is not None:
+                values["full_kl"] = full_kl(logits, ref_logits, spec.temperature, self.entropy_chunk_size)
+            return whole_outputs(values, target, packed.shape, self.layout.sp_group)
 
-    def _reference_of(self, spec: PassSpec) -> "Reference | None":
-        if not spec.full_kl:
-            return None
-        if self.reference is None:
-            raise ValueError("full_kl needs a reference in this engine: call set_reference")
-        return self.reference
+    def idle(self, spec: PassSpec) -> Tensor:
+        """Take part in the collectives of a forward pass without any row; returns a zero that has a gradient."""
+        reference = self._reference_of(spec)
+        if reference is not None:
+            reference.idle()
+        ids = torch.zeros(1, self.layout.sp_size, dtype=torch.long)
+        positions = torch.arange(self.layout.sp_size).unsqueeze(0)
+        tensors = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": positions}
+        rows = DataProto.from_dict(tensors | {"response_mask": ids})
+        with self._activations():
+            logits, _, _ = self.read(rows, None)[1]
+        return logits.sum() * 0.0
 
-    def _read(self, rows: "DataProto", fused: PassSpec | None) -> tuple[PackedRows, Tensor, Tensor, Tensor]:
+    def read(self, rows: DataProto, fused: PassSpec | None) -> tuple[PackedRows, Read]:
         """Return the packed rows and, for this rank's positions, logits (k, V), labels (k,) and targets (k,).
 
         With ``fused`` the columns are the log-probability of the label and, on request, the entropy.
@@ -89,49 +113,21 @@ class Forward:
         names = ("input_ids", "attention_mask", "position_ids")
         ids, attention, positions = (batch[name].to(device, non_blocking=True) for name in names)
         counted = response_mask_of(rows).to(device, non_blocking=True)
-        packed = pack_rows(ids, attention, positions, counted, self.options.lead)
-        inputs = self._multi_modal_inputs(rows, packed.row_order if self.options.remove_padding else None)
-        if not self.options.remove_padding:
-            return packed, *self._padded(packed, ids, attention, positions, counted, inputs, fused)
-        if self.layout.sp_size > 1:
-            return packed, *self._sliced(packed, inputs, fused)
-        return packed, *self._packed(packed, inputs, fused)
+        packed = pack_rows(ids, attention, positions, counted, self.lead)
+        inputs = self._multi_modal_inputs(rows, packed.row_order if self.remove_padding else None)
+        if self.remove_padding:
+            return packed, self._packed(packed, inputs, fused)
+        return packed, self._padded(packed, ids, attention, positions, counted, inputs, fused)
 
-    def idle(self, spec: PassSpec) -> Tensor:
-        """Take part in the collectives of a forward pass without any row; returns a zero that has a gradient."""
-        reference = self._reference_of(spec)
-        if reference is not None:
-            reference.idle()
-        device = self.layout.device
-        tokens = self.layout.sp_size
-        ids = torch.zeros(1, tokens, dtype=torch.long, device=device)
-        mask = torch.ones(1, tokens, dtype=torch.long, device=device)
-        positions = torch.arange(tokens, device=device).unsqueeze(0)
-        packed = pack_rows(ids, mask, positions, torch.zeros_like(ids))
-        with self._activations():
-            if not self.options.remove_padding:
-                logits, _, _ = self._padded(packed, ids, mask, positions, torch.zeros_like(ids), {})
-            elif self.layout.sp_size > 1:
-                logits, _, _ = self._sliced(packed, {})
-            else:
-                logits, _, _ = self._packed(packed, {})
-        return logits.sum() * 0.0
+    def _reference_of(self, spec: PassSpec) -> "Reference | None":
+        if spec.full_kl and self.reference is None:
+            raise ValueError("full_kl needs a reference in this engine: call set_reference")
+        return self.reference if spec.full_kl else None
 
-    # ---- three ways to the logits: each returns (logits (k, V), labels (k,), targets (k,)) of this rank's positions
+    # ---- two ways to the logits
 
-    def _packed(
-        self, packed: PackedRows, inputs: ModelInputs, fused: PassSpec | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        sequences = PackedSequences(packed.lengths, self.layout.device)
-        extra = self._extra(inputs, self._sampled(packed, packed.input_ids))
-        kept = self._kept(packed.keep, packed.labels, fused)
-        logits = self._run(packed.input_ids, None, packed.position_ids, kept, sequences, extra)
-        return logits, packed.labels, packed.target
-
-    def _sliced(
-        self, packed: PackedRows, inputs: ModelInputs, fused: PassSpec | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Run this rank's slice of each sequence.
+    def _packed(self, packed: PackedRows, inputs: ModelInputs, fused: PassSpec | None) -> Read:
+        """Run the packed rows or, with sequence parallelism, this rank's slice of them.
 
         The ranks of a sequence exchange heads in attention (Ulysses). Elsewhere each rank works on a contiguous slice
         of the packed tokens, so it also scores only the positions of its slice.
@@ -140,16 +136,21 @@ class Forward:
         ids, positions, padding = ulysses_pad(packed.input_ids, packed.position_ids, sp_size)
         assert positions is not None
         lengths = [*packed.lengths, padding] if padding else packed.lengths
-        sequences = PackedSequences(lengths, self.layout.device)
-        width = ids.shape[1] // sp_size
-        start = self.layout.sp_rank * width
-        mine = (packed.keep >= start) & (packed.keep < start + width)
-        extra = self._extra(inputs, self._sampled(packed, ids), (start, width))
-        if not self.options.takes_media:  # such a model slices itself, after it has merged the images
-            ids = ids.narrow(-1, start, width)
-            positions = positions.narrow(-1, start, width)
+        sampled = self._sampled(packed, ids)
+        window = None
+        start = 0
+        mine: Tensor | slice = slice(None)
+        if sp_size > 1:
+            width = ids.shape[1] // sp_size
+            start = self.layout.sp_rank * width
+            window = (start, width)
+            mine = (packed.keep >= start) & (packed.keep < start + width)
+            if not self.takes_media:  # such a model slices itself, after it has merged the images
+                ids = ids.narrow(-1, start, width)
+                positions = positions.narrow(-1, start, width)
         kept = self._kept(packed.keep[mine] - start, packed.labels[mine], fused)
-        logits = self._run(ids, None, positions, kept, sequences, extra)
+        extra = self._extra(inputs, sampled, window)
+        logits = self._run(ids, None, positions, kept, PackedSequences(lengths, self.layout.device), extra)
         return logits, packed.labels[mine], packed.target[mine]
 
     def _padded(
@@ -160,8 +161,8 @@ class Forward:
         positions: Tensor,
         counted: Tensor,
         inputs: ModelInputs,
-        fused: PassSpec | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        fused: PassSpec | None,
+    ) -> Read:
         """Run whole rows.
 
         An ordinary head sees the response columns, from which the counted positions are picked afterwards; a fused
@@ -171,7 +172,7 @@ class Forward:
             positions = positions.transpose(0, 1)
         rows, width = packed.shape
         length = ids.shape[1]
-        before = length - width - self.options.lead
+        before = length - width - self.lead
         first = max(before, 0)
         columns = torch.arange(first, length, device=ids.device)
         extra = self._extra(inputs, F.pad(counted.bool(), (length - width, 0)))
@@ -186,9 +187,9 @@ class Forward:
 
     def _sampled(self, packed: PackedRows, ids: Tensor) -> Tensor:
         """Mark the counted tokens among packed ones (1, T)."""
-        return torch.zeros_like(ids, dtype=torch.bool).index_fill(1, packed.keep + self.options.lead, True)
+        return torch.zeros_like(ids, dtype=torch.bool).index_fill(1, packed.keep + self.lead, True)
 
-    def _multi_modal_inputs(self, rows: "DataProto", order: Tensor | None) -> ModelInputs:
+    def _multi_modal_inputs(self, rows: DataProto, order: Tensor | None) -> ModelInputs:
         """Join the processor's outputs of the rows, in the order in which they are packed.
 
         Rows may share images: ``_SHOWN`` tells a model that takes media which rows show which.
@@ -197,18 +198,17 @@ class Forward:
         if column is None:
             return {}
         ordered = list(column) if order is None else [column[at] for at in order.tolist()]
-        if not self.options.takes_media:
-            return self._on_device(concat_multi_modal_inputs(ordered))
-        inputs, shown = concat_distinct_inputs(ordered)
-        return self._on_device(inputs) | {_SHOWN: shown}
-
-    def _on_device(self, inputs: ModelInputs) -> ModelInputs:
+        if self.takes_media:
+            inputs, shown = concat_distinct_inputs(ordered)
+            inputs = inputs | {_SHOWN: shown}
+        else:
+            inputs = concat_multi_modal_inputs(ordered)
         device = self.layout.device
         return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
 
     def _extra(self, inputs: ModelInputs, sampled: Tensor, window: tuple[int, int] | None = None) -> ModelInputs:
         """Return the inputs of a multi-modal model other than tokens."""
-        if not self.options.takes_media:
+        if not self.takes_media:
             return inputs
         return {MEDIA: Media(sampled, inputs, inputs.get(_SHOWN, {}), window)}
 
@@ -232,62 +232,19 @@ class Forward:
             kwargs["max_length_q"] = kwargs["max_length_k"] = sequences.max_length
         if isinstance(keep, HeadRequest):
             kwargs["head_request"] = keep
-        elif not self.options.is_value_model:
+        elif not self.is_value_model:
             kwargs["logits_to_keep"] = keep
         output = self.module(input_ids=ids, attention_mask=attention, position_ids=positions, use_cache=False, **kwargs)
         if isinstance(keep, HeadRequest):
             scores = (output.log_probs, output.entropy)
             return torch.stack([each for each in scores if each is not None], dim=1)
         logits: Tensor = output.logits
-        if self.options.is_value_model:
+        if self.is_value_model:
             logits = logits.index_select(1, keep)
         return logits.squeeze(0) if sequences is not None else logits
 
-    # ---- outputs
-
-    def _outputs(
-        self,
-        packed: PackedRows,
-        logits: Tensor,
-        labels: Tensor,
-        target: Tensor,
-        spec: PassSpec,
-        ref_logits: Tensor | None,
-        fused: bool,
-    ) -> "ModelOutput":
-        if self.options.is_value_model:
-            values = {"values": logits[:, 0].float()}
-        elif fused:
-            values = dict(zip(("log_probs", "entropy"), logits.unbind(1), strict=False))
-        else:
-            values = self._log_probs(logits, labels, spec, shared=ref_logits is not None)
-        if ref_logits is not None:
-            values["full_kl"] = full_kl(logits, ref_logits, spec.temperature, self.options.entropy_chunk_size)
-        output = {name: unpack(value, target, packed.shape) for name, value in values.items()}
-        if self.layout.sp_size > 1:  # every position is on one rank and zero on the others
-            output = {
-                name: all_gather_tensor(value.unsqueeze(0), 0, self.layout.sp_group).sum(0)
-                for name, value in output.items()
-            }
-        return output
-
-    def _log_probs(self, logits: Tensor, labels: Tensor, spec: PassSpec, shared: bool) -> dict[str, Tensor]:
-        """Return log-probabilities and entropies.
-
-        The backward pass writes the gradient over the logits, unless they are ``shared`` with the full KL.
-        """
-        log_probs, entropies = log_probs_and_entropy(
-            logits,
-            labels,
-            spec.temperature,
-            entropy=spec.entropy_mode,
-            chunk_size=self.options.entropy_chunk_size,
-            inplace_backward=not shared,
-        )
-        return {"log_probs": log_probs} if entropies is None else {"log_probs": log_probs, "entropy": entropies}
-
     def _activations(self) -> AbstractContextManager[None]:
-        if self.options.offload_activations and torch.is_grad_enabled():
+        if self.offload_activations and torch.is_grad_enabled():
             return offloaded_activations(self.module, pin_memory=self.layout.device.type != "cpu")
         return nullcontext()
 
@@ -302,10 +259,11 @@ class Reference:
         self.forward = forward
         self.context = context
 
-    def logits(self, rows: "DataProto") -> Tensor:
+    def logits(self, rows: DataProto) -> Tensor:
         """Return the logits (k, V) at the positions that the policy is asked for, without gradient."""
         with torch.no_grad(), self.context():
-            return self.forward._read(rows, None)[1]
+            _, (logits, _, _) = self.forward.read(rows, None)
+        return logits
 
     def idle(self) -> None:
         """Take part in the collectives of ``logits``."""

@@ -1,4 +1,4 @@
-"""Which ranks shard the weights, which hold replicas, and which share a sequence."""
+"""The ranks that shard the weights, hold replicas of them, or share a sequence."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -34,61 +34,20 @@ def create_device_mesh(world_size: int, fsdp_size: int) -> DeviceMesh:
 
 @dataclass(frozen=True)
 class Layout:
-    """The place of this process; ``fsdp_mesh`` is None when the model is an ordinary module."""
+    """The place of this process.
 
-    rank: int
+    ``fsdp_mesh`` is None when the model is an ordinary module. The ranks of ``sp_group`` share a sequence, of which
+    this rank holds slice ``sp_rank``; neighbours share one. ``shard_group`` holds one copy of the weights.
+    """
+
     world_size: int
-    sp_size: int
     device: torch.device
-    fsdp_mesh: DeviceMesh | None = None
-    sequence_mesh: DeviceMesh | None = None
-
-    @property
-    def dp_size(self) -> int:
-        """Into how many shards a batch is cut."""
-        return self.world_size // self.sp_size
-
-    @property
-    def dp_rank(self) -> int:
-        """Which shard this rank takes; neighbours share one."""
-        return self.rank // self.sp_size
-
-    @property
-    def sp_rank(self) -> int:
-        """Which slice of its sequences this rank holds."""
-        return self.rank % self.sp_size
-
-    @property
-    def sp_group(self) -> ProcessGroup | None:
-        """The ranks that share a sequence."""
-        return self.sequence_mesh["sp"].get_group() if self.sequence_mesh is not None else None
-
-    @property
-    def dp_group(self) -> ProcessGroup | None:
-        """The ranks that hold the other shards."""
-        if self.sequence_mesh is not None:
-            return self.sequence_mesh["dp"].get_group()
-        return dist.group.WORLD if self.world_size > 1 else None
-
-    @property
-    def shares(self) -> Shares:
-        """The ranks over which a mini-batch adds up."""
-        return Shares(self.world_size, self.sp_size, self.device)
-
-    @property
-    def shard_group(self) -> ProcessGroup | None:
-        """The ranks over which one copy of the weights is sharded."""
-        return self.fsdp_mesh["fsdp"].get_group() if self.fsdp_mesh is not None else None
-
-    @property
-    def shard_size(self) -> int:
-        """Over how many ranks one copy of the weights is sharded."""
-        return self.fsdp_mesh["fsdp"].size() if self.fsdp_mesh is not None else 1
-
-    @property
-    def shard_rank(self) -> int:
-        """Which shard of the weights this rank holds."""
-        return self.fsdp_mesh["fsdp"].get_local_rank() if self.fsdp_mesh is not None else 0
+    shares: Shares
+    sp_size: int
+    sp_rank: int
+    sp_group: ProcessGroup | None
+    fsdp_mesh: DeviceMesh | None
+    shard_group: ProcessGroup | None
 
 
 def make_layout(config: "FSDPEngineConfig", must_wrap: bool) -> Layout:
@@ -104,18 +63,23 @@ def make_layout(config: "FSDPEngineConfig", must_wrap: bool) -> Layout:
     if world_size % sp_size:
         raise ValueError(f"ulysses_sequence_parallel_size={sp_size} must divide the {world_size} ranks")
     device = current_device()
-    if world_size == 1 and not must_wrap:
-        return Layout(rank, world_size, sp_size, device)
-    if not ready:
-        initialize_lone_process_group()
-    fsdp_mesh = create_device_mesh(world_size, config.fsdp_size)
-    take_over_timeout(fsdp_mesh)
-    sequence_mesh = None
+    fsdp_mesh = shard_group = sp_group = dp_group = None
+    if world_size > 1 or must_wrap:
+        if not ready:
+            initialize_lone_process_group()
+        fsdp_mesh = create_device_mesh(world_size, config.fsdp_size)
+        take_over_timeout(fsdp_mesh)
+        shard_group = fsdp_mesh["fsdp"].get_group()
     if sp_size > 1:
         shape = (world_size // sp_size, sp_size)
         sequence_mesh = init_device_mesh(get_device_name(), shape, mesh_dim_names=("dp", "sp"))
         take_over_timeout(sequence_mesh)
-    return Layout(rank, world_size, sp_size, device, fsdp_mesh, sequence_mesh)
+        sp_group = sequence_mesh["sp"].get_group()
+        dp_group = sequence_mesh["dp"].get_group()
+    elif world_size > 1:
+        dp_group = dist.group.WORLD
+    shares = Shares(world_size, sp_size, device, None, rank // sp_size, dp_group)
+    return Layout(world_size, device, shares, sp_size, rank % sp_size, sp_group, fsdp_mesh, shard_group)
 
 
 def check_layout(module: nn.Module, layout: Layout) -> None:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from verl.workers.engine.fsdp.layout import Layout
 from verl.workers.engine.weights import CheckpointError, SafetensorsReader
 
 if TYPE_CHECKING:
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def local_rows(shape: torch.Size, layout: Layout) -> slice:
-    """Return the rows of a tensor that this rank's shard holds, cut as ``Shard(0)`` does."""
-    if not shape:
+def local_rows(shape: torch.Size, group: ProcessGroup | None) -> slice:
+    """Return the rows of a tensor that this rank's shard holds, cut over the group as ``Shard(0)`` does."""
+    if not shape or group is None:
         return slice(None)
-    step = -(-shape[0] // layout.shard_size)
-    start = min(layout.shard_rank * step, shape[0])
+    step = -(-shape[0] // group.size())
+    start = min(group.rank() * step, shape[0])
     return slice(start, min(start + step, shape[0]))
 
 
@@ -32,7 +32,7 @@ LocalReader = Callable[[str, torch.Size, slice], Tensor | None]
 
 
 def materialize(
-    model: nn.Module, layout: Layout, device: torch.device, read: LocalReader, initialize: LocalReader
+    model: nn.Module, group: ProcessGroup | None, device: torch.device, read: LocalReader, initialize: LocalReader
 ) -> None:
     """Give every meta parameter its shard on ``device``, from the checkpoint or, if it is new, from ``initialize``.
 
@@ -49,7 +49,7 @@ def materialize(
     for name, parameter in list(model.named_parameters()):
         if not parameter.is_meta:
             continue
-        rows = local_rows(parameter.shape, layout)
+        rows = local_rows(parameter.shape, group)
         local = read(name, parameter.shape, rows)
         if local is None:
             local = initialize(name, parameter.shape, rows)
@@ -57,7 +57,8 @@ def materialize(
             missing.append(name)
             continue
         # A slice of a file may be a view into all of it. Saving such a shard would save the whole file.
-        filled = _filled(parameter.detach(), local, device)
+        filled = torch.empty_like(parameter.detach(), device=device)
+        (filled.to_local() if isinstance(filled, DTensor) else filled).copy_(local)
         new = nn.Parameter(filled, requires_grad=parameter.requires_grad)
         for module, attribute in places[id(parameter)]:
             setattr(module, attribute, new)
@@ -66,13 +67,6 @@ def materialize(
             f"the checkpoint lacks {len(missing)} tensors of the model, the first is {missing[0]!r}: "
             "model.path must hold the whole model of its config.json"
         )
-
-
-def _filled(parameter: Tensor, local: Tensor, device: torch.device) -> Tensor:
-    """Return storage for a meta parameter on ``device``, which may be the host, filled with this rank's rows."""
-    new = torch.empty_like(parameter, device=device)
-    (new.to_local() if isinstance(new, DTensor) else new).copy_(local)
-    return new
 
 
 def checkpoint_reader(
@@ -88,7 +82,8 @@ def checkpoint_reader(
     if SafetensorsReader.serves(folder):
         reader = SafetensorsReader(folder)
         wanted = {name for name, _ in model.named_parameters()}
-        if not get_model_conversion_mapping(model, add_legacy=False) and _shares_names(wanted, reader.names()):
+        most_are_stored = len(wanted & reader.names()) * 2 > len(wanted)
+        if most_are_stored and not get_model_conversion_mapping(model, add_legacy=False):
             aliases = _tied_aliases(model)
 
             def read(name: str, shape: torch.Size, rows: slice) -> Tensor | None:
@@ -97,10 +92,6 @@ def checkpoint_reader(
 
             return read
     return _broadcast_reader(load_whole)
-
-
-def _shares_names(wanted: set[str], stored: set[str]) -> bool:
-    return len(wanted & stored) * 2 > len(wanted)
 
 
 def _tied_aliases(model: nn.Module) -> dict[str, list[str]]:

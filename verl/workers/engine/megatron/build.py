@@ -1,6 +1,7 @@
 """Build the chunks of the model on this rank, with their weights, and the wrapper that reduces their gradients."""
 
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,15 +23,10 @@ from verl.utils.checkpoint.files import CheckpointError as TensorsError
 from verl.utils.checkpoint.torch_dist import TENSORS_FOLDER, TorchDistReader, holds_value_head, vocabulary_problem
 from verl.utils.fs import copy_to_local
 from verl.utils.kernel.linear_cross_entropy import backend_of
-from verl.utils.megatron.dist_checkpointing import (
-    chunk_names,
-    load_dist_checkpointing,
-    sharded_weights,
-    tensor_names,
-)
+from verl.utils.megatron.dist_checkpointing import chunk_names, load_dist_checkpointing, sharded_weights, tensor_names
 from verl.workers.engine.megatron.layout import Layout
 from verl.workers.engine.megatron.sources import SharedWeights, new_weights
-from verl.workers.engine.weights import DTYPES, CheckpointError, SafetensorsReader, new_head
+from verl.workers.engine.weights import DTYPES, CheckpointError, SafetensorsReader, draw_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -38,6 +34,16 @@ if TYPE_CHECKING:
     from verl.models.mcore.weights import ReadPart
     from verl.workers.config import HFModelConfig, McoreEngineConfig
 
+_KEYS_OF_THE_LAYOUT = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "sequence_parallel",
+)
+"""Keys of ``megatron`` that are also fields of Megatron-Core's configuration."""
 _OF_TRANSFORMER_ENGINE = {"layernorm", "moe_act"}
 """Modules that only the layers of Transformer Engine can recompute."""
 
@@ -49,26 +55,20 @@ def model_dtype(config: "McoreEngineConfig", device: torch.device) -> torch.dtyp
     return DTYPES[config.dtype or ("fp32" if device.type == "cpu" else "bf16")]
 
 
+@dataclass
 class ModelBuilder:
     """Make the module of one engine, step by step."""
 
-    def __init__(
-        self,
-        model_config: "HFModelConfig",
-        engine_config: "McoreEngineConfig",
-        layout: Layout,
-        is_value_model: bool,
-        makes_head: bool,
-        load_weight: bool = True,
-    ) -> None:
-        self.makes_head = makes_head
-        self.load_weight = load_weight
-        self.model_config = model_config
-        self.engine_config = engine_config
-        self.layout = layout
-        self.is_value_model = is_value_model
-        self.hf_config = model_config.hf_config
-        self.path: str = model_config.local_path
+    model_config: "HFModelConfig"
+    engine_config: "McoreEngineConfig"
+    layout: Layout
+    is_value_model: bool
+    makes_head: bool
+    load_weight: bool = True
+
+    def __post_init__(self) -> None:
+        self.hf_config = self.model_config.hf_config
+        self.path: str = self.model_config.local_path
 
     def build(self) -> list[Any]:
         """Return the chunks with their weights.
@@ -139,26 +139,17 @@ class ModelBuilder:
     def transformer_config(self) -> Any:
         """Return the configuration of Megatron-Core for this layout."""
         config = self.engine_config
-        values: dict[str, Any] = {
-            "tensor_model_parallel_size": self.layout.tp_size,
-            "pipeline_model_parallel_size": self.layout.pp_size,
-            "virtual_pipeline_model_parallel_size": config.virtual_pipeline_model_parallel_size,
-            "context_parallel_size": self.layout.cp_size,
-            "expert_model_parallel_size": config.expert_model_parallel_size,
-            "expert_tensor_parallel_size": config.expert_tensor_parallel_size,
-            "sequence_parallel": config.sequence_parallel,
-        }
+        values = {key: getattr(config, key) for key in _KEYS_OF_THE_LAYOUT}
         # Megatron-Core's default exchange passes wrong activations between virtual stages; see McoreEngineConfig.
         if self.layout.virtual_stages > 1:
             values |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
-        if self.model_config.enable_gradient_checkpointing:
-            values |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
         overrides = {key: value for key, value in config.override_transformer_config.items() if value is not None}
-        if overrides.get("recompute_granularity") == "selective":
-            values |= {"recompute_method": None, "recompute_num_layers": None}
-        elif overrides.get("recompute_granularity") == "full":
+        if self.model_config.enable_gradient_checkpointing:
+            overrides.setdefault("recompute_granularity", "full")
+        granularity = overrides.get("recompute_granularity")
+        if granularity == "full":
             values |= {"recompute_method": "uniform", "recompute_num_layers": 1}
-        if overrides.get("recompute_granularity") != "selective":
+        if granularity != "selective":
             overrides.pop("recompute_modules", None)
         needing = sorted(_OF_TRANSFORMER_ENGINE & set(overrides.get("recompute_modules") or ()))
         if needing and overrides.get("transformer_impl", default_implementation()) == "local":
@@ -218,7 +209,7 @@ class ModelBuilder:
                 return read_stored(name, shape, part)
             # Heads for sequence classification have no bias.
             if name in HEAD_NAMES and (self.makes_head or name.endswith("bias")):
-                return new_head(name, torch.Size(shape), self.engine_config.seed, self.hf_config)
+                return draw_tensor(name, torch.Size(shape), self.engine_config.seed, self.hf_config)
             raise CheckpointError(
                 f"the checkpoint lacks {name!r}: model.path must hold the whole model of its config.json"
             )
@@ -262,7 +253,7 @@ class ModelBuilder:
                     name = named.checkpoint_names[0]
                     if name in HEAD_NAMES:
                         shape = named.parameter.shape
-                        named.parameter.copy_(new_head(name, shape, self.engine_config.seed, self.hf_config))
+                        named.parameter.copy_(draw_tensor(name, shape, self.engine_config.seed, self.hf_config))
 
 
 # Gradients

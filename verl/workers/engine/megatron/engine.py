@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Self
 
 import torch
@@ -24,7 +24,7 @@ from verl.utils.megatron.optimizer import (
 from verl.workers.engine.base import BaseEngine, EngineRegistry, OutputFn, Part, T
 from verl.workers.engine.megatron.build import ModelBuilder, gather_weights, model_dtype, wrap
 from verl.workers.engine.megatron.forward import Forward, Round, check_positions
-from verl.workers.engine.megatron.layout import Layout, make_layout
+from verl.workers.engine.megatron.layout import make_layout
 from verl.workers.engine.megatron.sources import share_folder
 from verl.workers.engine.micro_batch import MicroBatch
 from verl.workers.engine.pass_spec import PassSpec
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from verl.protocol import DataProto
-    from verl.workers.config import CheckpointConfig, HFModelConfig, McoreEngineConfig, McoreOptimizerConfig
+    from verl.workers.config import McoreEngineConfig, McoreOptimizerConfig
 
 
 class MegatronEngine(BaseEngine):
@@ -48,55 +48,36 @@ class MegatronEngine(BaseEngine):
     config_key = "megatron"
     engine_config: "McoreEngineConfig"
     optimizer_config: "McoreOptimizerConfig | None"
-    layout: Layout
-    offload: Offload
-    forward: Forward
-    hf_config: "PretrainedConfig"
-
-    def __init__(
-        self,
-        model_config: "HFModelConfig | None",
-        engine_config: "McoreEngineConfig",
-        optimizer_config: "McoreOptimizerConfig | None" = None,
-        checkpoint_config: "CheckpointConfig | None" = None,
-        freeze_vision_tower: bool = False,
-        load_weight: bool = True,
-    ) -> None:
-        super().__init__(
-            model_config, engine_config, optimizer_config, checkpoint_config, freeze_vision_tower, load_weight
-        )
-        self.models: list[GPTModel] = []
-        self.module: list[MegatronModule] = []  # what runs: the models, wrapped when they train
-        self.optimizer: ChainedOptimizer | None = None
-        self.lr_scheduler: OptimizerParamScheduler | None = None
-        self._checkpoint_manager: MegatronCheckpointManager | None = None
-        self._depth = 0
-        self._weights_are_shards = False
+    models: list["GPTModel"]
+    module: list[MegatronModule]  # the models, wrapped when they train
+    optimizer: "ChainedOptimizer | None" = None
+    lr_scheduler: "OptimizerParamScheduler | None" = None
+    _depth = 0
+    _weights_are_shards = False
 
     # ---- start
 
     def initialize(self) -> None:
         """Build the model, optimizer and schedule, and load the pretrained weights."""
         config = self.engine_config
-        layout = make_layout(config)
-        if config.share_model_files and layout.world_size > 1:
+        self.layout = make_layout(config)
+        if config.share_model_files and self.layout.world_size > 1:
             share_folder(self.model_config)
         builder = ModelBuilder(
-            self.model_config, config, layout, self.is_value_model, self.makes_head, self.load_weight
+            self.model_config, config, self.layout, self.is_value_model, self.makes_head, self.load_weight
         )
-        models = builder.build()
-        module = list(models)
-        optimizer = None
+        self.models = builder.build()
+        self.module = list(self.models)
         if self.optimizer_config is None:
-            for model in models:
+            for model in self.models:
                 model.requires_grad_(False)
         else:
-            module = wrap(models, config)
-            dtype = model_dtype(config, layout.device)
+            self.module = wrap(self.models, config)
+            dtype = model_dtype(config, self.layout.device)
             settings = init_megatron_optim_config(self.optimizer_config, dtype, config.use_distributed_optimizer)
-            optimizer = get_megatron_optimizer(module, settings)
-            self.lr_scheduler = get_megatron_optimizer_param_scheduler(optimizer, self.optimizer_config)
-        self._adopt(layout, self.model_config.hf_config, models, module, optimizer, builder.fuses_head)
+            self.optimizer = get_megatron_optimizer(self.module, settings)
+            self.lr_scheduler = get_megatron_optimizer_param_scheduler(self.optimizer, self.optimizer_config)
+        self._adopt(self.model_config.hf_config, builder.fuses_head)
         self._unload()
 
     @classmethod
@@ -116,45 +97,32 @@ class MegatronEngine(BaseEngine):
 
         Raises: ValueError when the chunks train and are not wrapped, or the process has another layout.
         """
-        engine = cls(None, engine_config, optimizer_config)
-        layout = make_layout(engine_config)
+        engine = cls(None, engine_config, None if optimizer is None else optimizer_config)
+        engine.layout = make_layout(engine_config)
         wrapped = [isinstance(each, DistributedDataParallel) for each in modules]
         if optimizer is not None and not all(wrapped):
             raise ValueError(
                 "an optimizer needs modules in Megatron-Core's DistributedDataParallel, which accumulates gradients"
             )
-        models = [each.module if has_wrapper else each for each, has_wrapper in zip(modules, wrapped, strict=True)]
-        for model in models:
-            attach_picker(model, layout.tp_group)
+        engine.models = [each.module if outer else each for each, outer in zip(modules, wrapped, strict=True)]
+        engine.module = list(modules)
+        engine.optimizer = optimizer
+        for model in engine.models:
+            attach_picker(model, engine.layout.tp_group)
             if fuses_head:
-                attach_fused_head(model, hf_config.vocab_size, layout.tp_group)
-        engine._adopt(layout, hf_config, models, list(modules), optimizer, fuses_head)
+                attach_fused_head(model, hf_config.vocab_size, engine.layout.tp_group)
+        engine._adopt(hf_config, fuses_head)
         return engine
 
-    def _adopt(
-        self,
-        layout: Layout,
-        hf_config: "PretrainedConfig",
-        models: list["GPTModel"],
-        module: list[MegatronModule],
-        optimizer: "ChainedOptimizer | None",
-        fuses_head: bool,
-    ) -> None:
+    def _adopt(self, hf_config: "PretrainedConfig", fuses_head: bool) -> None:
         """Prepare passes over the chunks."""
-        self.layout = layout
+        self.shares = self.layout.shares
         self.hf_config = hf_config
-        self.models = models
-        self.module = module
-        self.optimizer = optimizer
+        sequence_parallel = self.models[0].config.sequence_parallel
         self.forward = Forward(
-            layout,
-            self.is_value_model,
-            hf_config.vocab_size,
-            models[0].config.sequence_parallel,
-            self.lead,
-            fuses_head,
+            self.layout, self.is_value_model, hf_config.vocab_size, sequence_parallel, self.lead, fuses_head
         )
-        self.offload = Offload(module, optimizer, layout.device)
+        self.offload = Offload(self.module, self.optimizer, self.layout.device)
         self._set_training(False)
 
     # ---- modes
@@ -187,12 +155,13 @@ class MegatronEngine(BaseEngine):
 
         Raises: ValueError for another device.
         """
-        away = torch.device(device).type == "cpu" if device != "device" else False
-        if not away and device != "device" and torch.device(device).type != self.layout.device.type:
+        kind = "device" if device == "device" else torch.device(device).type
+        if kind not in ("device", "cpu", self.layout.device.type):
             raise ValueError(f"the Megatron engine cannot move to {device!r}: write cpu or {self.layout.device.type}")
+        move = self.offload.unload if kind == "cpu" else self.offload.load
         for part, wanted in (("model", model), ("grad", grad), ("optimizer", optimizer)):
             if wanted:
-                (self.offload.unload if away else self.offload.load)(part)
+                move(part)
 
     # ---- forward and backward
 
@@ -254,8 +223,9 @@ class MegatronEngine(BaseEngine):
         """Return what the last stage of this pipeline makes, on all of its ranks; collective."""
         if self.layout.pp_size == 1:
             return make()
+        group = self.layout.pp_group
         box: list[T | None] = [make() if self.layout.is_last_stage else None]
-        dist.broadcast_object_list(box, src=self.layout.last_stage_rank, group=self.layout.pp_group)
+        dist.broadcast_object_list(box, src=dist.get_global_rank(group, group.size() - 1), group=group)
         received = box[0]
         assert received is not None
         return received
@@ -269,10 +239,6 @@ class MegatronEngine(BaseEngine):
         for module in self.module:
             module.zero_grad_buffer()
         self.optimizer.zero_grad()
-
-    @property
-    def _has_optimizer(self) -> bool:
-        return self.optimizer is not None
 
     def _reduce_gradients(self) -> tuple[list[Tensor], float]:
         """Return the gradients of the main parameters, which ``step_with_ready_grads`` applies.
@@ -343,42 +309,37 @@ class MegatronEngine(BaseEngine):
         with self._on_device("model", "optimizer"):
             self._finish_updates()
             self.checkpoint_manager.save_checkpoint(
-                local_path=local_path,
-                hdfs_path=hdfs_path,
-                global_step=global_step,
-                max_ckpt_to_keep=max_ckpt_to_keep,
-                named_weights=self.named_weights(),
+                local_path, hdfs_path, global_step, max_ckpt_to_keep, self.named_weights()
             )
 
     def finish_checkpoint(self, wait: bool = True) -> bool:
         """Complete an asynchronous save; returns whether none is left. Collective."""
-        return self._checkpoint_manager is None or self._checkpoint_manager.finish_checkpoint(wait)
+        return self.checkpoint_manager.finish_checkpoint(wait)
 
-    @property
+    @cached_property
     def checkpoint_manager(self) -> MegatronCheckpointManager:
         """Write and read the parts that ``checkpoint_config`` names.
 
         Optimizer state goes into torch_dist files as parts of whole tensors, with the offset of each part. So another
         layout, whose distributed optimizer cuts the state at other places, can read it.
         """
-        if self._checkpoint_manager is None:
-            self._checkpoint_manager = MegatronCheckpointManager(
-                model=self.models,
-                hf_config=self.hf_config,
-                optimizer=self.optimizer,
-                lr_scheduler=self.lr_scheduler,
-                processing_class=self.model_config.get_processor(),
-                checkpoint_config=self.checkpoint_config,
-                source_dtype=self.hf_config.dtype,
-                source_folder=self.model_config.local_path,
-            )
-        return self._checkpoint_manager
+        return MegatronCheckpointManager(
+            model=self.models,
+            hf_config=self.hf_config,
+            optimizer=self.optimizer,
+            lr_scheduler=self.lr_scheduler,
+            processing_class=self.model_config.get_processor(),
+            checkpoint_config=self.checkpoint_config,
+            source_dtype=self.hf_config.dtype,
+            source_folder=self.model_config.local_path,
+        )
 
     # ---- layout
 
     def is_mp_src_rank_with_outputs(self) -> bool:
         """Whether this rank's outputs are the ones collected."""
-        return self.layout.is_last_stage and self.layout.tp_rank == 0 and self.layout.cp_rank == 0
+        layout = self.layout
+        return layout.is_last_stage and layout.tp_group.rank() == 0 and layout.cp_group.rank() == 0
 
 
 def _grad_of(parameter: Tensor) -> Tensor | None:

@@ -9,10 +9,16 @@ from torch import Tensor
 from verl.models.mcore.gpt.heads import HeadRequest
 from verl.models.mcore.gpt.layer_spec import PackedRowParams, packed_row_params
 from verl.utils.megatron.tensor_parallel import vocab_parallel_log_probs_and_entropy
-from verl.utils.ulysses import all_gather_tensor
 from verl.workers.engine.megatron.layout import Layout
 from verl.workers.engine.megatron.packing import PackedShare, share_of
-from verl.workers.engine.micro_batch import MicroBatch, pack_rows, response_mask_of, tensors_of, unpack
+from verl.workers.engine.micro_batch import (
+    MicroBatch,
+    named_scores,
+    pack_rows,
+    response_mask_of,
+    tensors_of,
+    whole_outputs,
+)
 from verl.workers.engine.pass_spec import PassSpec
 
 if TYPE_CHECKING:
@@ -51,27 +57,19 @@ def check_positions(data: "DataProto") -> None:
         )
 
 
+@dataclass(frozen=True)
 class Forward:
     """Pack micro-batches and run them so that logits exist only where a counted token is read.
 
     With ``fuses_head`` the head scores tokens without making logits (``verl.models.mcore.gpt.heads.FusedHead``).
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        is_value_model: bool,
-        vocab_size: int,
-        sequence_parallel: bool,
-        lead: int = 1,
-        fuses_head: bool = False,
-    ) -> None:
-        self.layout = layout
-        self.lead = lead
-        self.fuses_head = fuses_head
-        self.is_value_model = is_value_model
-        self.vocab_size = vocab_size
-        self.tp_multiple = layout.tp_size if sequence_parallel else 1
+    layout: Layout
+    is_value_model: bool
+    vocab_size: int
+    sequence_parallel: bool
+    lead: int
+    fuses_head: bool
 
     def prepare(self, at: int, micro_batch: MicroBatch | None) -> Round:
         """Pack a micro-batch; a missing one becomes a single token that does not count."""
@@ -82,16 +80,11 @@ class Forward:
         else:
             micro_batch = micro_batch.to(device)
             batch = tensors_of(micro_batch.rows)
-            packed = pack_rows(
-                batch["input_ids"],
-                batch["attention_mask"],
-                batch["position_ids"],
-                response_mask_of(micro_batch.rows),
-                self.lead,
-            )
-        share = share_of(packed, self.layout.cp_size, self.layout.cp_rank, self.tp_multiple)
-        params = packed_row_params(share.lengths, device)
-        return Round(at, micro_batch, share, params)
+            counted = response_mask_of(micro_batch.rows)
+            packed = pack_rows(batch["input_ids"], batch["attention_mask"], batch["position_ids"], counted, self.lead)
+        tp_multiple = self.layout.tp_size if self.sequence_parallel else 1
+        share = share_of(packed, self.layout.cp_size, self.layout.cp_group.rank(), tp_multiple)
+        return Round(at, micro_batch, share, packed_row_params(share.lengths, device))
 
     def run(self, model: "MegatronModule", chunk: "GPTModel", round_: Round, spec: PassSpec) -> Tensor:
         """Return the output of this chunk: hidden states, or its head's logits (1, k, V / ranks) or values (1, k, 1).
@@ -102,12 +95,11 @@ class Forward:
         if hasattr(chunk, "picker"):
             chunk.picker.keep = round_.share.keep
         if self.fuses_head and hasattr(chunk, "fused_head"):
-            chunk.fused_head.request = _request_of(round_.share, spec)
+            share = round_.share
+            labels = share.labels if len(share.labels) else share.keep.new_zeros(len(share.keep))
+            chunk.fused_head.request = HeadRequest(labels, spec.temperature, spec.entropy_mode)
         # Rotary positions come from the boundaries of the sequences; position_ids only have to be there.
-        output: Tensor = model(
-            round_.share.input_ids, position_ids=None, attention_mask=None, packed_seq_params=round_.params
-        )
-        return output
+        return model(round_.share.input_ids, position_ids=None, attention_mask=None, packed_seq_params=round_.params)
 
     def outputs(self, found: Tensor, round_: Round, spec: PassSpec) -> "ModelOutput":
         """Return (b, R) outputs on the device, zero outside the response mask, whole on every rank of the stage."""
@@ -116,29 +108,16 @@ class Forward:
         if self.is_value_model:
             values = {"values": rows[:, 0].float()}
         elif self.fuses_head:
-            values = dict(zip(("log_probs", "entropy"), rows.unbind(-1), strict=False))
+            values = named_scores(rows.unbind(-1))
         else:
-            values = self._log_probs(rows, share.labels, spec)
-        output = {name: unpack(value, share.target, share.shape) for name, value in values.items()}
-        if self.layout.cp_size > 1:  # every position is on one rank and zero on the others
-            output = {
-                name: all_gather_tensor(value.unsqueeze(0), 0, self.layout.cp_group).sum(0)
-                for name, value in output.items()
-            }
-        return output
-
-    def _log_probs(self, logits: Tensor, labels: Tensor, spec: PassSpec) -> dict[str, Tensor]:
-        log_probs, entropies = vocab_parallel_log_probs_and_entropy(
-            logits,
-            labels,
-            spec.temperature,
-            entropy=spec.entropy_mode,
-            vocab_size=self.vocab_size,
-            group=self.layout.tp_group,
-        )
-        return {"log_probs": log_probs} if entropies is None else {"log_probs": log_probs, "entropy": entropies}
-
-
-def _request_of(share: PackedShare, spec: PassSpec) -> HeadRequest:
-    labels = share.labels if len(share.labels) else share.keep.new_zeros(len(share.keep))
-    return HeadRequest(labels, spec.temperature, spec.entropy_mode)
+            scores = vocab_parallel_log_probs_and_entropy(
+                rows,
+                share.labels,
+                spec.temperature,
+                entropy=spec.entropy_mode,
+                vocab_size=self.vocab_size,
+                group=self.layout.tp_group,
+            )
+            values = named_scores(scores)
+        group = self.layout.cp_group if self.layout.cp_size > 1 else None
+        return whole_outputs(values, share.target, share.shape, group)

@@ -26,97 +26,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Layout:
-    """The place of this process; ``virtual_stages`` counts the chunks of the model that it holds."""
+    """The place of this process; ``virtual_stages`` counts the chunks of the model that it holds.
+
+    ``shares`` are the ranks of this stage over which a mini-batch adds up.
+    """
 
     rank: int
     world_size: int
     device: torch.device
+    shares: Shares
     tp_size: int
     pp_size: int
     cp_size: int
+    tp_group: ProcessGroup
+    pp_group: ProcessGroup
+    cp_group: ProcessGroup
     virtual_stages: int
-
-    @property
-    def tp_group(self) -> ProcessGroup:
-        """The ranks that hold the other parts of each layer."""
-        group: ProcessGroup = parallel_state.get_tensor_model_parallel_group()
-        return group
-
-    @property
-    def pp_group(self) -> ProcessGroup:
-        """The ranks that hold the other layers."""
-        group: ProcessGroup = parallel_state.get_pipeline_model_parallel_group()
-        return group
-
-    @property
-    def cp_group(self) -> ProcessGroup:
-        """The ranks that hold the other parts of each sequence."""
-        group: ProcessGroup = parallel_state.get_context_parallel_group()
-        return group
-
-    @property
-    def dp_group(self) -> ProcessGroup:
-        """The ranks that hold the other rows of a batch."""
-        group: ProcessGroup = parallel_state.get_data_parallel_group()
-        return group
-
-    @property
-    def ep_group(self) -> ProcessGroup:
-        """The ranks that hold the other experts."""
-        group: ProcessGroup = parallel_state.get_expert_model_parallel_group()
-        return group
-
-    @property
-    def expert_tp_group(self) -> ProcessGroup:
-        """The ranks that hold the other parts of each expert."""
-        group: ProcessGroup = parallel_state.get_expert_tensor_parallel_group()
-        return group
-
-    @property
-    def tp_rank(self) -> int:
-        """Which part of each layer this rank holds."""
-        return int(parallel_state.get_tensor_model_parallel_rank())
-
-    @property
-    def pp_rank(self) -> int:
-        """Which layers this rank holds."""
-        return int(parallel_state.get_pipeline_model_parallel_rank())
-
-    @property
-    def cp_rank(self) -> int:
-        """Which part of each sequence this rank holds."""
-        return int(parallel_state.get_context_parallel_rank())
-
-    @property
-    def ep_rank(self) -> int:
-        """Which experts this rank holds."""
-        return int(parallel_state.get_expert_model_parallel_rank())
-
-    @property
-    def dp_rank(self) -> int:
-        """Which shard of a batch this rank takes."""
-        return int(parallel_state.get_data_parallel_rank())
-
-    @property
-    def dp_size(self) -> int:
-        """Into how many shards a batch is cut."""
-        return int(parallel_state.get_data_parallel_world_size())
 
     @property
     def is_last_stage(self) -> bool:
         """Whether this rank holds the head."""
-        return self.pp_rank == self.pp_size - 1
-
-    @property
-    def last_stage_rank(self) -> int:
-        """The global rank that holds the head of this rank's pipeline."""
-        return int(parallel_state.get_pipeline_model_parallel_last_rank())
-
-    @property
-    def shares(self) -> Shares:
-        """The ranks of this stage over which a mini-batch adds up."""
-        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        return Shares(group.size(), self.cp_size, self.device, group)
+        return self.pp_group.rank() == self.pp_size - 1
 
 
 def make_layout(config: "McoreEngineConfig") -> Layout:
@@ -128,16 +58,16 @@ def make_layout(config: "McoreEngineConfig") -> Layout:
     if not dist.is_initialized():
         initialize_lone_process_group()
     world_size = dist.get_world_size()
-    sizes = {
-        "tensor_model_parallel_size": config.tensor_model_parallel_size,
-        "pipeline_model_parallel_size": config.pipeline_model_parallel_size,
-        "context_parallel_size": config.context_parallel_size,
-        "expert_model_parallel_size": config.expert_model_parallel_size,
-    }
     tp = config.tensor_model_parallel_size
     pp = config.pipeline_model_parallel_size
     cp = config.context_parallel_size
-    sizes["expert_tensor_parallel_size"] = config.expert_tensor_parallel_size or tp
+    sizes = {
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": pp,
+        "context_parallel_size": cp,
+        "expert_model_parallel_size": config.expert_model_parallel_size,
+        "expert_tensor_parallel_size": config.expert_tensor_parallel_size or tp,
+    }
     if world_size % (tp * pp * cp):
         raise ValueError(
             f"megatron.tensor_model_parallel_size={tp} x pipeline_model_parallel_size={pp} x "
@@ -151,18 +81,27 @@ def make_layout(config: "McoreEngineConfig") -> Layout:
         parallel_state.set_virtual_pipeline_model_parallel_world_size(config.virtual_pipeline_model_parallel_size)
     else:
         parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=tp,
-            pipeline_model_parallel_size=pp,
+            **sizes,
             virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
-            context_parallel_size=cp,
-            expert_model_parallel_size=config.expert_model_parallel_size,
-            expert_tensor_parallel_size=config.expert_tensor_parallel_size,
             create_gloo_process_groups=False,
             distributed_timeout_minutes=group_timeout().total_seconds() / 60,
         )
         _seed(config.seed)
+    device = current_device()
+    whole = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    dp_group = parallel_state.get_data_parallel_group()
     return Layout(
-        dist.get_rank(), world_size, current_device(), tp, pp, cp, config.virtual_pipeline_model_parallel_size or 1
+        rank=dist.get_rank(),
+        world_size=world_size,
+        device=device,
+        shares=Shares(whole.size(), cp, device, whole, dp_group.rank(), dp_group),
+        tp_size=tp,
+        pp_size=pp,
+        cp_size=cp,
+        tp_group=parallel_state.get_tensor_model_parallel_group(),
+        pp_group=parallel_state.get_pipeline_model_parallel_group(),
+        cp_group=parallel_state.get_context_parallel_group(),
+        virtual_stages=config.virtual_pipeline_model_parallel_size or 1,
     )
 
 
@@ -182,13 +121,7 @@ def _seed(seed: int) -> None:
 
 
 def _same_layout(sizes: dict[str, int]) -> None:
-    have = {
-        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
-        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
-        "context_parallel_size": parallel_state.get_context_parallel_world_size(),
-        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
-        "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
-    }
+    have = {key: getattr(parallel_state, f"get_{key.removesuffix('_size')}_world_size")() for key in sizes}
     other = {key: size for key, size in sizes.items() if have[key] != size}
     if other:
         found = ", ".join(f"megatron.{key}={size}, which is {have[key]} there" for key, size in other.items())

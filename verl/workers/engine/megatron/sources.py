@@ -5,14 +5,14 @@ import os
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl.utils.model import text_config_of
-from verl.workers.engine.weights import CheckpointError, SafetensorsReader, tensor_seed
+from verl.workers.engine.weights import CheckpointError, SafetensorsReader, draw_tensor
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -42,16 +42,10 @@ class Request(NamedTuple):
 
 def new_weights(hf_config: "PretrainedConfig", seed: int) -> "ReadPart":
     """Return a function that draws each tensor, the same on every layout: norms are 1, biases 0, matrices normal."""
-    std = getattr(text_config_of(hf_config), "initializer_range", 0.02)
 
     def make(name: str, shape: Sequence[int], part: tuple[slice, ...]) -> Tensor:
-        if name.endswith("bias"):
-            whole = torch.zeros(*shape)
-        elif len(shape) == 1:
-            whole = torch.ones(*shape)
-        else:
-            generator = torch.Generator().manual_seed(tensor_seed(seed, name))
-            whole = torch.randn(*shape, generator=generator) * std
+        is_norm = len(shape) == 1 and not name.endswith("bias")
+        whole = torch.ones(*shape) if is_norm else draw_tensor(name, torch.Size(shape), seed, hf_config)
         return whole[part]
 
     return make
@@ -77,13 +71,8 @@ def share_folder(config: "HFModelConfig") -> None:
 
 
 def _small_files(folder: str) -> dict[str, bytes]:
-    files = {}
-    for name in sorted(os.listdir(folder)):
-        path = os.path.join(folder, name)
-        if os.path.isfile(path) and not name.endswith((*WEIGHT_SUFFIXES, ".index.json")):
-            with open(path, "rb") as file:
-                files[name] = file.read()
-    return files
+    files = (path for path in sorted(Path(folder).iterdir()) if path.is_file())
+    return {path.name: path.read_bytes() for path in files if not path.name.endswith((*WEIGHT_SUFFIXES, ".index.json"))}
 
 
 def _written(files: dict[str, bytes]) -> str:
