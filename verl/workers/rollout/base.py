@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from verl.workers.rollout.batch import LogProbs, build_output
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -37,6 +39,8 @@ class BaseRollout(ABC):
         self.model_config = model_config
         self.device_mesh = device_mesh
         self.last_generation: dict[str, float] = {}
+        self._version = NO_WEIGHTS
+        self._usable = config.load_format != "dummy"
 
     @abstractmethod
     def generate_sequences(self, prompts: "DataProto") -> "DataProto":
@@ -47,6 +51,24 @@ class BaseRollout(ABC):
         Returns: ``prompts`` (B, P), ``responses`` (B, R), ``input_ids``, ``attention_mask``, ``position_ids`` (B, L),
         ``response_mask`` (B, R) and, with ``calculate_log_probs``, ``rollout_log_probs`` (B, R) float32.
         """
+
+    def _check_usable(self) -> None:
+        if not self._usable:
+            raise RuntimeError(
+                "the rollout engine holds no usable weights: the last update failed, or none has been finished yet"
+            )
+
+    def _finished(
+        self, prompts: "DataProto", responses: list[list[int]], log_probs: LogProbs, seconds: float, truncated: int
+    ) -> "DataProto":
+        """Describe a generation, and return its output as a batch."""
+        tokens = sum(map(len, responses))
+        self.last_generation = {"seconds": seconds, "tokens": float(tokens), "truncated": float(truncated)}
+        output = build_output(
+            prompts, responses, log_probs, self.config.response_length, prompts.meta_info["pad_token_id"]
+        )
+        output.meta_info["timing"] = {"generate_sequences": seconds}
+        return output
 
     @abstractmethod
     def resume_memory(self, tags: list[str]) -> None:
@@ -64,9 +86,9 @@ class BaseRollout(ABC):
         """Free the memory of the named tags, or all of it."""
         self.release_memory(tags)
 
-    @abstractmethod
     def begin_update(self) -> None:
         """Start a change of all weights; the engine rejects requests until the change is finished."""
+        self._drop_weights()
 
     @abstractmethod
     def load(self, bucket: Bucket) -> None:
@@ -80,21 +102,26 @@ class BaseRollout(ABC):
         """Bytes of loaded tensors that the engine keeps until the rest of their layer arrives."""
         return 0
 
-    @abstractmethod
     def finish_update(self, version: int) -> None:
         """Complete the change, drop cached prefixes and record the version.
 
         Raises: RuntimeError if a tensor of the model is missing.
         """
+        self._version = version
+        self._usable = True
 
-    @abstractmethod
     def abort_update(self) -> None:
         """Abort the change; the engine holds no usable weights afterwards."""
+        self._drop_weights()
+
+    def _drop_weights(self) -> None:
+        self._version = NO_WEIGHTS
+        self._usable = False
 
     @property
-    @abstractmethod
     def weights_version(self) -> int:
-        """Version of the last finished update; -1 before the first one."""
+        """Version of the last finished update; -1 before the first one and after the weights were dropped."""
+        return self._version
 
     @abstractmethod
     def weights_checksum(self) -> dict[str, int]:
@@ -145,5 +172,4 @@ def get_rollout_class(rollout_name: str, mode: str = "sync") -> type[BaseRollout
             f"{sorted(_ROLLOUTS)}"
         )
     module, _, name = _ROLLOUTS[rollout_name, mode].rpartition(".")
-    cls: type[BaseRollout] = getattr(importlib.import_module(module), name)
-    return cls
+    return getattr(importlib.import_module(module), name)

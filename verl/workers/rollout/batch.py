@@ -13,6 +13,9 @@ from verl.utils.vision.positions import continued
 if TYPE_CHECKING:
     from verl.workers.config import RolloutConfig
 
+LogProbs = Sequence[Sequence[float]] | None
+"""The log-probabilities of the tokens of each response, if they were asked for."""
+
 DROPPED_KEYS = ("raw_prompt_ids", "multi_modal_data", "multi_modal_inputs")
 """Non-tensors that only generation reads; the driver keeps those that training needs."""
 
@@ -85,8 +88,7 @@ def sampling_seeds_of(prompts: DataProto) -> list[int]:
             "the batch has no sampling_seed (B,): add it with "
             "verl.utils.numerics.seeding.sampling_seeds(run_seed, step, ...)"
         )
-    seeds: list[int] = prompts.batch["sampling_seed"].tolist()
-    return seeds
+    return prompts.batch["sampling_seed"].tolist()
 
 
 def eos_token_ids(value: int | Sequence[int] | None) -> list[int]:
@@ -106,11 +108,7 @@ def pad_rows(rows: Sequence[Sequence[float]], width: int, fill: float, dtype: ty
 
 
 def build_output(
-    prompts: DataProto,
-    responses: Sequence[Sequence[int]],
-    log_probs: Sequence[Sequence[float]] | None,
-    response_length: int,
-    pad_token_id: int,
+    prompts: DataProto, responses: Sequence[Sequence[int]], log_probs: LogProbs, response_length: int, pad_token_id: int
 ) -> DataProto:
     """Return the batch of prompts (B, P) and responses (B, R) that training reads.
 

@@ -1,7 +1,7 @@
 """Generation by the forward pass of transformers: slow, but it needs no other engine."""
 
 import time
-from typing import TYPE_CHECKING, Any, TypeVar, Union
+from typing import TYPE_CHECKING, Any, Union
 
 import numpy as np
 import torch
@@ -13,9 +13,8 @@ from verl.utils.device import get_device_name
 from verl.utils.faults import fault_point
 from verl.utils.vision.multi_modal import concat_multi_modal_inputs
 from verl.utils.vision.positions import continued
-from verl.workers.rollout.base import NO_WEIGHTS, BaseRollout, Bucket
+from verl.workers.rollout.base import BaseRollout, Bucket
 from verl.workers.rollout.batch import (
-    build_output,
     check_prompt_lengths,
     eos_token_ids,
     is_greedy,
@@ -31,8 +30,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from verl.workers.config import HFModelConfig, RolloutConfig
-
-_Number = TypeVar("_Number", int, float)
 
 
 class HFRollout(BaseRollout):
@@ -53,9 +50,7 @@ class HFRollout(BaseRollout):
         rollout_config: Any = model_config if given else config
         super().__init__(rollout_config, None if given else model_config, device_mesh)  # type: ignore[arg-type]
         self.module: nn.Module = config if given else _build_model(rollout_config, model_config)  # type: ignore[assignment,arg-type]
-        self.last_generation: dict[str, float] = {}
-        self._usable = given or rollout_config.load_format != "dummy"
-        self._version = NO_WEIGHTS
+        self._usable = self._usable or given
         self._arrived: set[str] = set()
 
     # ---- generation
@@ -67,10 +62,7 @@ class HFRollout(BaseRollout):
         Raises: RuntimeError without usable weights; ValueError if a prompt is too long, or has images without
             ``multi_modal_inputs``.
         """
-        if not self._usable:
-            raise RuntimeError(
-                "the rollout engine holds no usable weights: the last update failed, or none has been finished yet"
-            )
+        self._check_usable()
         started = time.perf_counter()
         media = _media_of(prompts)
         token_ids = prompt_token_ids(prompts) if media is None else padded_token_ids(prompts)
@@ -94,22 +86,15 @@ class HFRollout(BaseRollout):
             log_probs += scores
         self.module.train(was_training)
         elapsed = time.perf_counter() - started
-        result = build_output(
-            prompts,
-            responses,
-            log_probs if self.config.calculate_log_probs else None,
-            self.config.response_length,
-            prompts.meta_info["pad_token_id"],
-        )
-        ended = sum(row[-1] in eos for row in responses)
-        tokens_made = float(sum(map(len, responses)))
-        self.last_generation = {"seconds": elapsed, "tokens": tokens_made, "truncated": float(len(responses) - ended)}
-        result.meta_info["timing"] = {"generate_sequences": elapsed}
-        return result
+        truncated = sum(row[-1] not in eos for row in responses)
+        kept_log_probs = log_probs if self.config.calculate_log_probs else None
+        return self._finished(prompts, responses, kept_log_probs, elapsed, truncated)
 
     def _inputs(self, token_ids: list[list[int]], positions: Tensor, media: np.ndarray | None) -> dict[str, Tensor]:
         """Return the model's inputs for the prompts of the rows, padded to the longest one."""
-        ids, mask = _left_pad(token_ids, self._device)
+        width = max(map(len, token_ids))
+        ids = torch.tensor([[0] * (width - len(row)) + row for row in token_ids], device=self._device)
+        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in token_ids], device=self._device)
         inputs = {"input_ids": ids, "attention_mask": mask}
         if positions.dim() == 2:
             inputs["position_ids"] = (mask.cumsum(dim=1) - 1).clamp(min=0)
@@ -151,7 +136,9 @@ class HFRollout(BaseRollout):
             seen = torch.cat([seen, token[:, None]], dim=1)
             mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
         lengths = torch.stack(alive, dim=1).sum(dim=1).tolist()
-        return _rows(torch.stack(tokens, dim=1).tolist(), lengths), _rows(torch.stack(scores, dim=1).tolist(), lengths)
+        made = zip(torch.stack(tokens, dim=1).tolist(), lengths, strict=True)
+        scored = zip(torch.stack(scores, dim=1).tolist(), lengths, strict=True)
+        return [row[:length] for row, length in made], [row[:length] for row, length in scored]
 
     @property
     def _device(self) -> torch.device:
@@ -174,8 +161,7 @@ class HFRollout(BaseRollout):
 
     def begin_update(self) -> None:
         """Start a change of all weights."""
-        self._usable = False
-        self._version = NO_WEIGHTS
+        super().begin_update()
         self._arrived.clear()
 
     @torch.no_grad()
@@ -205,18 +191,7 @@ class HFRollout(BaseRollout):
         if missing:
             shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
             raise RuntimeError(f"weight sync: {len(missing)} tensors of the rollout's model are missing: {shown}")
-        self._version = version
-        self._usable = True
-
-    def abort_update(self) -> None:
-        """Abort the change; the module is half-loaded, so generation is rejected."""
-        self._usable = False
-        self._version = NO_WEIGHTS
-
-    @property
-    def weights_version(self) -> int:
-        """Version of the last finished update; -1 before the first."""
-        return self._version
+        super().finish_update(version)
 
     def weights_checksum(self) -> dict[str, int]:
         """Return the checksum of every parameter."""
@@ -271,14 +246,3 @@ def _next_positions(positions: Tensor) -> Tensor:
     if positions.dim() == 2:
         return continued(positions, 1)
     return continued(positions.transpose(0, 1), 1).transpose(0, 1)
-
-
-def _left_pad(rows: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    width = max(map(len, rows))
-    ids = torch.tensor([[0] * (width - len(row)) + row for row in rows], device=device)
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
-    return ids, mask
-
-
-def _rows(matrix: list[list[_Number]], lengths: list[int]) -> list[list[_Number]]:
-    return [row[:length] for row, length in zip(matrix, lengths, strict=True)]

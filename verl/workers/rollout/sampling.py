@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from transformers import LogitsProcessor, TopKLogitsWarper, TopPLogitsWarper
 
 
 class Sampler:
@@ -15,8 +16,11 @@ class Sampler:
 
     def __init__(self, values: dict[str, float], seeds: Sequence[int], device: torch.device) -> None:
         self._temperature = values["temperature"]
-        self._top_p = values["top_p"]
-        self._top_k = int(values["top_k"])
+        self._filters: list[LogitsProcessor] = []
+        if values["top_k"] > 0:
+            self._filters.append(TopKLogitsWarper(int(values["top_k"])))
+        if values["top_p"] < 1:
+            self._filters.append(TopPLogitsWarper(values["top_p"]))
         self._penalty = values["repetition_penalty"]
         self._generators = [torch.Generator(device=device).manual_seed(seed) for seed in seeds]
 
@@ -28,7 +32,9 @@ class Sampler:
         if self._penalty != 1.0:
             logits = self._penalise(logits, seen)
         if self._temperature > 0:
-            logits = filter_top_p(filter_top_k(logits / self._temperature, self._top_k), self._top_p)
+            logits = logits / self._temperature
+            for keep_likely in self._filters:
+                logits = keep_likely(seen, logits)
         log_probs = logits.log_softmax(dim=-1)
         token = self._draw(log_probs) if self._temperature > 0 else logits.argmax(dim=-1)
         return token, log_probs.gather(-1, token[:, None])[:, 0]
@@ -49,21 +55,3 @@ class Sampler:
         hit.scatter_(1, torch.where(seen < 0, logits.shape[1], seen), True)
         penalised = torch.where(logits > 0, logits / self._penalty, logits * self._penalty)
         return torch.where(hit[:, :-1], penalised, logits)
-
-
-def filter_top_k(logits: Tensor, k: int) -> Tensor:
-    """Keep the ``k`` largest logits of each row; 0 or -1 keeps all."""
-    if k <= 0 or k >= logits.shape[-1]:
-        return logits
-    least = logits.topk(k, dim=-1).values[:, -1:]
-    return logits.masked_fill(logits < least, float("-inf"))
-
-
-def filter_top_p(logits: Tensor, p: float) -> Tensor:
-    """Keep the smallest set of most likely tokens whose probability reaches ``p``, at least one."""
-    if p >= 1:
-        return logits
-    ordered, index = logits.sort(dim=-1)
-    drop = ordered.softmax(dim=-1).cumsum(dim=-1) <= 1 - p
-    drop[:, -1] = False
-    return logits.masked_fill(torch.zeros_like(drop).scatter(1, index, drop), float("-inf"))

@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from verl.models.transformers.vision import is_vision_config
 from verl.utils import envs
 from verl.utils.device import get_device_name
-from verl.workers.rollout.vllm_rollout.media import is_vision_model, media_arguments
+from verl.workers.rollout.vllm_rollout.media import media_arguments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -67,7 +68,7 @@ def build_engine_args(config: "RolloutConfig", model_config: "HFModelConfig") ->
         args["enable_sleep_mode"] = config.free_cache_engine
         if config.cudagraph_capture_sizes and not config.enforce_eager:
             args["compilation_config"] = {"cudagraph_capture_sizes": list(config.cudagraph_capture_sizes)}
-    if is_vision_model(model_config.hf_config):
+    if is_vision_config(model_config.hf_config):
         args |= media_arguments(config)
     args |= dict(config.engine_kwargs.get("vllm") or {})
     return {name: value for name, value in args.items() if value is not None}
@@ -139,11 +140,17 @@ def cpu_kv_cache_bytes(config: "RolloutConfig", hf_config: "PreTrainedConfig", m
     Raises: ValueError if the attention kernel does not support the head size, or if not even one sequence fits.
     """
     import psutil
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     text_config = hf_config.get_text_config()
     heads = text_config.num_attention_heads
     head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
-    check_cpu_head_size(head_dim)
+    sizes = CPUAttentionBackend.get_supported_head_sizes()
+    if head_dim not in sizes:  # vLLM accepts others at start and fails later
+        raise ValueError(
+            f"vLLM's CPU attention has no kernel for head size {head_dim} of actor_rollout_ref.model.path; it has "
+            f"{sizes}. Use such a model, or {_NODE}.name=hf"
+        )
     kv_heads = max(1, (getattr(text_config, "num_key_value_heads", None) or heads) // config.tensor_model_parallel_size)
     item_bytes = 4 if config.dtype in ("float32", "float") else 2
     if config.dtype == "auto":
@@ -161,18 +168,6 @@ def cpu_kv_cache_bytes(config: "RolloutConfig", hf_config: "PreTrainedConfig", m
             f"workers, is {available >> 20} MiB: shorten the context, raise the share, or use fewer workers"
         )
     return int(min(sequence_bytes * config.max_num_seqs, available))
-
-
-def check_cpu_head_size(head_dim: int) -> None:
-    """Raise ValueError for a head size that vLLM's CPU attention accepts at start and fails on later."""
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-    sizes = CPUAttentionBackend.get_supported_head_sizes()
-    if head_dim not in sizes:
-        raise ValueError(
-            f"vLLM's CPU attention has no kernel for head size {head_dim} of actor_rollout_ref.model.path; it has "
-            f"{sizes}. Use such a model, or {_NODE}.name=hf"
-        )
 
 
 def _if_other(path: str | None, usual: str) -> str | None:

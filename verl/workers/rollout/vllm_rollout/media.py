@@ -29,11 +29,6 @@ class ExpansionError(RuntimeError):
     """The engine turned the images or videos of a prompt into other tokens than the data set did."""
 
 
-def is_vision_model(hf_config: "PreTrainedConfig") -> bool:
-    """Whether a configuration belongs to a model with a vision tower."""
-    return getattr(hf_config, "vision_config", None) is not None
-
-
 def media_arguments(config: "RolloutConfig") -> dict[str, bool | dict[str, int]]:
     """Return the engine's arguments for a vision model, which needs its tokenizer to turn images into tokens."""
     from vllm.engine.arg_utils import EngineArgs

@@ -14,9 +14,8 @@ from verl.utils import envs
 from verl.utils.device import get_device_name
 from verl.utils.faults import fault_point
 from verl.utils.vllm import import_vllm
-from verl.workers.rollout.base import NO_WEIGHTS, BaseRollout, Bucket
+from verl.workers.rollout.base import BaseRollout, Bucket
 from verl.workers.rollout.batch import (
-    build_output,
     check_prompt_lengths,
     eos_token_ids,
     is_greedy,
@@ -49,9 +48,6 @@ class vLLMRollout(BaseRollout):
         self, config: "RolloutConfig", model_config: "HFModelConfig", device_mesh: "DeviceMesh | None" = None
     ) -> None:
         super().__init__(config, model_config, device_mesh)
-        self.last_generation: dict[str, float] = {}
-        self._version = NO_WEIGHTS
-        self._usable = config.load_format != "dummy"
         self._asleep: set[str] = set()
         with preserved_random_state():
             vllm = import_vllm()
@@ -84,10 +80,7 @@ class vLLMRollout(BaseRollout):
         Raises: RuntimeError without usable weights, or if the engine turns images into other tokens than the data set;
             ValueError if a prompt is too long.
         """
-        if not self._usable:
-            raise RuntimeError(
-                "the rollout engine holds no usable weights: the last update failed, or none has been finished yet"
-            )
+        self._check_usable()
         token_ids = prompt_token_ids(prompts)
         check_prompt_lengths(prompts, token_ids, self._llm.model_config.max_model_len, self.config.response_length)
         eos = eos_token_ids(prompts.meta_info.get("eos_token_id"))
@@ -101,16 +94,8 @@ class vLLMRollout(BaseRollout):
         outputs = [output.outputs[0] for output in finished]
         responses = [list(output.token_ids) for output in outputs]
         log_probs = [_flat_log_probs(output) for output in outputs] if self.config.calculate_log_probs else None
-        result = build_output(
-            prompts, responses, log_probs, self.config.response_length, prompts.meta_info["pad_token_id"]
-        )
-        self.last_generation = {
-            "seconds": elapsed,
-            "tokens": float(sum(map(len, responses))),
-            "truncated": float(sum(output.finish_reason == "length" for output in outputs)),
-        }
-        result.meta_info["timing"] = {"generate_sequences": elapsed}
-        return result
+        truncated = sum(output.finish_reason == "length" for output in outputs)
+        return self._finished(prompts, responses, log_probs, elapsed, truncated)
 
     def _sampling_params(self, prompts: DataProto, eos: list[int]) -> "list[SamplingParams]":
         from vllm import SamplingParams
@@ -174,15 +159,13 @@ class vLLMRollout(BaseRollout):
         self._llm.sleep(level=self._sleep_level)
         self._asleep = {"weights", "kv_cache"}
         if self._sleep_level == 2:
-            self._version = NO_WEIGHTS
-            self._usable = False
+            self._drop_weights()
 
     # ---- weights
 
     def begin_update(self) -> None:
         """Open the model for new weights; see ``BaseRollout``."""
-        self._version = NO_WEIGHTS
-        self._usable = False
+        super().begin_update()
         self._weights.begin()
 
     def load(self, bucket: Bucket) -> None:
@@ -206,19 +189,12 @@ class vLLMRollout(BaseRollout):
         self._llm.reset_prefix_cache()
         self._llm.llm_engine.engine_core.reset_encoder_cache()  # outputs of the old vision tower
         self._llm.reset_mm_cache()  # images of the last batch, which seldom appear again
-        self._version = version
-        self._usable = True
+        super().finish_update(version)
 
     def abort_update(self) -> None:
         """Abort the change; the engine rejects requests until a whole update has succeeded."""
         self._weights.abort()
-        self._version = NO_WEIGHTS
-        self._usable = False
-
-    @property
-    def weights_version(self) -> int:
-        """Version of the last finished update; -1 before the first one and after the weights were dropped."""
-        return self._version
+        super().abort_update()
 
     def weights_checksum(self) -> dict[str, int]:
         """Read the engine's parameters back: checkpoint name in vLLM's form -> checksum of this rank's part."""
@@ -232,8 +208,7 @@ class vLLMRollout(BaseRollout):
 def _flat_log_probs(output: "CompletionOutput") -> list[float]:
     """Return the log-probabilities of the sampled tokens; ``flat_logprobs`` makes them one list."""
     found: Any = output.logprobs
-    log_probs: list[float] = found.logprobs
-    return log_probs
+    return found.logprobs
 
 
 def sleep_level(config: "RolloutConfig") -> int:
