@@ -110,7 +110,7 @@ READERS = [
     Reader(ACTOR, "ppo_mini_batch_size", "workers/roles/actor_rollout_ref.py", "config", "tests/workers/roles/test_batching.py::test_a_mini_batch_is_in_prompts_and_shared_by_the_ranks"),
     Reader((ACTOR, "critic"), "ppo_micro_batch_size ppo_micro_batch_size_per_gpu", "workers/roles/batching.py", "config", "tests/workers/roles/test_batching.py::test_a_micro_batch_of_one_device"),
     Reader((ACTOR, "critic"), "use_dynamic_bsz ppo_max_token_len_per_gpu", "workers/roles/batching.py", "config", UNCHANGED),
-    Reader(ACTOR, "ppo_epochs shuffle", "workers/roles/base.py", "config", FEATURES),
+    Reader(ACTOR, "ppo_epochs shuffle", "workers/roles/batching.py", "config", FEATURES),
     Reader(ACTOR, "freeze_vision_tower", "workers/roles/actor_rollout_ref.py", "config", ENGINE + "test_vision_contract.py::test_a_frozen_tower_keeps_its_weights"),
     Reader(ACTOR, "clip_ratio clip_ratio_low clip_ratio_high", "algos/policy_loss.py", "config", POLICY_LOSSES + "test_policy_loss_equals_slow_reference"),
     Reader(ACTOR, "clip_ratio_c", "algos/policy_loss.py", "config", POLICY_LOSSES + "test_vanilla_by_hand"),
@@ -129,7 +129,7 @@ READERS = [
     # critic
     Reader("critic", "rollout_n ppo_mini_batch_size", "workers/roles/critic.py", "config", "tests/workers/roles/test_batching.py::test_a_mini_batch_is_in_prompts_and_shared_by_the_ranks"),
     Reader("critic", "forward_max_token_len_per_gpu forward_micro_batch_size forward_micro_batch_size_per_gpu", "workers/roles/critic.py", "config", "tests/workers/roles/test_batching.py::test_a_micro_batch_of_one_device"),
-    Reader("critic", "ppo_epochs shuffle", "workers/roles/base.py", "config", E2E + "test_train.py::test_ppo_with_a_critic_on_two_workers_with_tensor_parallel_generation"),
+    Reader("critic", "ppo_epochs shuffle", "workers/roles/batching.py", "config", E2E + "test_train.py::test_ppo_with_a_critic_on_two_workers_with_tensor_parallel_generation"),
     Reader("critic", "cliprange_value loss_agg_mode", "workers/roles/losses.py", "config", ROLE_LOSSES + "test_value_loss_by_its_definition"),
     Reader("critic", "enable", "trainer/ppo/utils.py", "config.critic", "tests/trainer/run/test_launch.py::test_who_needs_a_critic"),
     # rollout
@@ -267,14 +267,14 @@ MEGATRON_FUSED = ENGINE + "test_megatron_fused.py::"
 # fmt: off
 MEGATRON = [
     Reader(LAYOUTS, "tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size context_parallel_size expert_model_parallel_size expert_tensor_parallel_size seed", "workers/engine/megatron/layout.py", "config", CONTRACT_MEGATRON + "test_equals_plain_transformers"),
-    Reader(LAYOUTS, "sequence_parallel", "workers/engine/megatron/build.py", "config", CONTRACT_MEGATRON + "test_equals_plain_transformers"),
+    Reader(LAYOUTS, "sequence_parallel", "workers/engine/megatron/build.py", LOOP, CONTRACT_MEGATRON + "test_equals_plain_transformers"),
     Reader(LAYOUTS, "use_distributed_optimizer override_ddp_config", "workers/engine/megatron/build.py", "config", CONTRACT_MEGATRON + "test_three_steps_of_adamw"),
     Reader(LAYOUTS, "dtype", "workers/engine/megatron/build.py", "config", MEGATRON_ENGINE + "test_half_precision_keeps_an_fp32_copy"),
     Reader(LAYOUTS, "use_dist_checkpointing dist_checkpointing_path", "workers/engine/megatron/build.py", "self.engine_config", "tests/scripts/test_converter_hf_to_mcore.py::test_engines_start_from_what_was_converted"),
     Reader(LAYOUTS, "share_model_files", "workers/engine/megatron/build.py", "self.engine_config", "tests/workers/engine/test_megatron_helpers.py::test_a_worker_without_files_gets_its_parts_and_no_more"),
     Reader((ACTOR, REF), "load_weight", "workers/roles/base.py", "config", "tests/workers/engine/test_megatron_engine.py::test_weights_come_from_the_seed_where_none_are_loaded"),
     Reader("critic", "load_weight", "workers/roles/base.py", "config", "tests/workers/engine/test_megatron_engine.py::test_weights_come_from_the_seed_where_none_are_loaded"),
-    Reader("reward_model", "load_weight", "workers/roles/reward_model.py", "config", "tests/workers/engine/test_megatron_engine.py::test_weights_come_from_the_seed_where_none_are_loaded"),
+    Reader("reward_model", "load_weight", "workers/roles/base.py", "config", "tests/workers/engine/test_megatron_engine.py::test_weights_come_from_the_seed_where_none_are_loaded"),
     Reader(CHECKPOINTS, "async_save", "utils/checkpoint/megatron_checkpoint_manager.py", "config", "tests/utils/checkpoint/test_megatron_checkpoint_manager.py::test_training_goes_on_while_a_rank_writes"),
     Reader(LAYOUTS, "override_transformer_config", "workers/engine/megatron/build.py", "config", MEGATRON_ENGINE + "test_recompute_computes_layers_again"),
     Reader(MODEL, "use_fused_kernels", "workers/engine/megatron/build.py", "self.model_config", MEGATRON_FUSED + "test_equals_plain_transformers"),
@@ -284,8 +284,8 @@ MEGATRON = [
     Reader(OPTIMIZERS, "lr_warmup_steps_ratio lr_warmup_steps lr_warmup_init lr_decay_steps lr_decay_style min_lr lr_wsd_decay_style lr_wsd_decay_steps", "utils/megatron/optimizer.py", "config", MEGATRON_ENGINE + "test_schedules"),
     Reader(OPTIMIZERS, "weight_decay_incr_style", "utils/megatron/optimizer.py", "config", MEGATRON_ENGINE + "test_weight_decay_follows_its_group_and_style"),
     Reader(OPTIMIZERS, "use_checkpoint_opt_param_scheduler", "utils/megatron/optimizer.py", "config", MEGATRON_ENGINE + "test_a_resumed_run_has_the_schedule_that_it_names"),
-    Reader(ACTOR, "data_loader_seed", "workers/roles/base.py", "config", "tests/workers/roles/test_megatron_roles.py::test_roles_give_what_one_fsdp_process_gives"),
-    Reader("critic", "data_loader_seed", "workers/roles/base.py", "config", "tests/workers/roles/test_megatron_roles.py::test_roles_give_what_one_fsdp_process_gives"),
+    Reader(ACTOR, "data_loader_seed", "workers/roles/batching.py", "config", "tests/workers/roles/test_megatron_roles.py::test_roles_give_what_one_fsdp_process_gives"),
+    Reader("critic", "data_loader_seed", "workers/roles/batching.py", "config", "tests/workers/roles/test_megatron_roles.py::test_roles_give_what_one_fsdp_process_gives"),
     Reader(tuple(f"{node}.override_config.moe_config" for node in MODELS), "freeze_moe_router", "workers/engine/megatron/build.py", "options", MEGATRON_ENGINE + "test_routers_can_be_kept"),
     Reader(tuple(f"{node}.override_config" for node in MODELS), "model_config", "workers/config/model.py", LOOP, PARTS + "test_overrides_win_and_mappings_merge"),
 ]

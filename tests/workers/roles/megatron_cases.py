@@ -156,7 +156,7 @@ def run_roles(root: Path, rank: int, world_size: int, layout: dict[str, Any] | N
         result[name] |= {key: log_probs[key] for key in ("old_log_probs", "entropy")} | {"away": away(worker)}
         if layout is not None:
             sizes, own = worker.get_megatron_global_info(), worker.get_megatron_rank_info()
-            groups = (worker.engine.layout.tp_group, worker.engine.layout.pp_group, worker.engine.layout.dp_group)
+            groups = (worker.engine.layout.tp_group, worker.engine.layout.pp_group, worker.engine.shares.dp_group)
             result["timeouts"] = [group_timeout(group).total_seconds() for group in groups]
             result["info"] = dataclasses.asdict(sizes) | dataclasses.asdict(own)
         if layout is not None and name == "vanilla" and not is_offloaded(layout):
@@ -181,7 +181,7 @@ def _bare_actor(root: Path, layout: dict[str, Any], dp_size: int) -> dict[str, f
 
     worker = actor(root, layout, "vanilla")
     worker.init_model()
-    config = dataclasses.replace(worker.config, ppo_mini_batch_size=worker.mini_batches.rows, model_config=None)
+    config = dataclasses.replace(worker.config, ppo_mini_batch_size=worker.rows_per_step, model_config=None)
     engine = worker.engine
     bare = MegatronPPOActor(config, None, engine.hf_config, None, engine.module, engine.optimizer)
     rows = Group(worker, "actor").shard(batch(), dp_size)

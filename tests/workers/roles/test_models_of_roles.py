@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 from verl.trainer.config.cli import CONFIG_DIR
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.roles.actor_rollout_ref import ActorRolloutRefWorker
+from verl.workers.roles.base import TrainedConfig, engine_config_of
 
 
 def node(*overrides):
@@ -30,9 +31,8 @@ def test_a_reference_of_its_own_differs_in_the_keys_that_it_names(monkeypatch):
     OmegaConf.update(config, "model.override_config", {"a": 1}, force_add=True)
     built = []
 
-    def build_engine(self, kind, model, engine, optimizer, checkpoint, load_weight):
-        built.append((kind, model, engine, optimizer))
-        assert load_weight
+    def build_engine(self, kind, model, config):
+        built.append((kind, model, config))
         return SimpleNamespace(get_data_parallel_size=lambda: 1)
 
     monkeypatch.setattr("verl.workers.roles.base.initialize_global_process_group_ray", lambda timeout_second: None)
@@ -47,8 +47,9 @@ def test_a_reference_of_its_own_differs_in_the_keys_that_it_names(monkeypatch):
     config.ref.model = None
     same = ActorRolloutRefWorker(config, "ref")
     same.init_model()
-    (kind, other, engine, optimizer), (_, actor_model, _, _) = built
-    assert kind == "language_model" and engine.forward_only and optimizer is None
+    (kind, other, config), (_, actor_model, _) = built
+    assert kind == "language_model" and engine_config_of(config).forward_only
+    assert not isinstance(config, TrainedConfig)  # which alone have an optimizer
     assert (other.path, other.use_remove_padding, other.override_config) == ("other", True, {"a": 1, "b": 2})
     assert other.tokenizer_path == other.hf_config_path == "other"
     assert actor_model is same.model_config and actor_model.path == "actor"

@@ -85,7 +85,7 @@ def test_dropout_repeats_and_a_resumed_run_takes_it_up(start: Any, tmp_path: Pat
     assert train(resumed, STEPS - SAVED_AFTER) == expected[SAVED_AFTER:]
 
     others: list[dict[str, Any]] = [{"dropout": 0.2, "seed": 43}, {"dropout": 0.0}]
-    if resumed.engine_config.strategy != "megatron":  # where the place in the layout counts
+    if resumed.config.strategy != "megatron":  # where the place in the layout counts
         others.append({"dropout": 0.2, "rank": 1})
     norms = [report["actor/grad_norm"] for report in [expected[0], *(train(start(**each), 1)[0] for each in others)]]
     assert len(set(norms)) == len(norms) and all(0 < norm < 1e3 for norm in norms)

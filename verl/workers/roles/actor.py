@@ -12,14 +12,7 @@ from verl.utils.profiler.profile import DistProfiler
 from verl.workers.config.engine import NCCL_TIMEOUT_S
 from verl.workers.engine.pass_spec import PassSpec
 from verl.workers.roles.accounting import memory_metrics
-from verl.workers.roles.base import (
-    EngineWorker,
-    MiniBatchPlan,
-    average_metrics,
-    effective_engine_config,
-    engine_node,
-    loads_weights,
-)
+from verl.workers.roles.base import EngineWorker
 from verl.workers.roles.batching import per_rank_mini_batch, policy_update_spec, temperature_of, training_spec
 from verl.workers.roles.losses import as_engine_loss, ppo_loss
 from verl.workers.roles.selection import select_tokens
@@ -45,8 +38,7 @@ class ActorWorker(EngineWorker):
         if self.config.model_config is None:
             raise ValueError("actor.model_config=None: ActorWorker needs the model node there, an HFModelConfig")
         self.model_config: HFModelConfig = omega_conf_to_dataclass(self.config.model_config)
-        self.engine_config = effective_engine_config(engine_node(self.config), self.config)
-        self.register_engine_mesh("actor", self.engine_config)
+        self.register_engine_mesh("actor", self.config)
         self.loss_fn: Any = partial(ppo_loss, self.config)
         self.prepare: Any = None
         self.use_profilers(actor=self.config.profiler)
@@ -55,20 +47,13 @@ class ActorWorker(EngineWorker):
     def init_model(self) -> None:
         """Build the policy, its optimizer and schedule."""
         config = self.config
-        self.engine = self.build_engine(
-            "language_model",
-            self.model_config,
-            self.engine_config,
-            config.optimizer(),
-            config.checkpoint,
-            load_weight=loads_weights(config),
-        )
+        self.engine = self.build_engine("language_model", self.model_config, config)
         self.prepare = partial(select_tokens, config, self.engine)
         if config.uses_full_kl:
             self.engine.set_reference(None)
         dp_size = self.engine.get_data_parallel_size()
-        rows = per_rank_mini_batch("actor.ppo_mini_batch_size", config.ppo_mini_batch_size, config.rollout_n, dp_size)
-        self.mini_batches = MiniBatchPlan.of(config, rows)
+        key = "actor.ppo_mini_batch_size"
+        self.rows_per_step = per_rank_mini_batch(key, config.ppo_mini_batch_size, config.rollout_n, dp_size)
         self.train_spec = training_spec(config, dp_size)
         self.infer_spec = PassSpec(
             config.use_dynamic_bsz,
@@ -96,10 +81,5 @@ class ActorWorker(EngineWorker):
     def update_actor(self, data: DataProto) -> DataProto:
         """Run ``ppo_epochs`` passes over this rank's shard and return metrics only."""
         spec = policy_update_spec(self.train_spec, self.config, data, temperature_of(data))
-        spec = self.with_fault_point("update_actor", data, spec)
-        metrics: dict[str, Any] = {}
-        with self.accounted(metrics, "actor", data, self.config.ppo_epochs), self.engine.train_mode():
-            steps = self.train_mini_batches(data, self.mini_batches, self.loss_fn, spec, self.prepare)
-            metrics["actor/lr"] = self.engine.lr_scheduler_step()
-        step = finish_gap_metrics(average_metrics(steps, prefix="actor/"))
-        return DataProto(meta_info={"metrics": metrics | step | memory_metrics()})
+        metrics = self.update("actor", data, self.config, self.loss_fn, spec, self.prepare)
+        return DataProto(meta_info={"metrics": finish_gap_metrics(metrics) | memory_metrics()})

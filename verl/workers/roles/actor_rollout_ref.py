@@ -14,22 +14,13 @@ from verl.utils.profiler import ProfilerConfig
 from verl.utils.profiler.performance import reduce_timing, simple_timer, topk_reduce_ratio_min_max
 from verl.utils.profiler.profile import DistProfiler
 from verl.utils.vision.multi_modal import take_fetched_bytes
-from verl.workers.config import CheckpointConfig
-from verl.workers.config.ref import ref_config
+from verl.workers.config.ref import FSDPRefConfig, McoreRefConfig, ref_config
 from verl.workers.engine import BaseEngine
 from verl.workers.engine.base import ModelOutput
 from verl.workers.engine.micro_batch import tensors_of
 from verl.workers.engine.pass_spec import PassSpec
 from verl.workers.roles.accounting import begin_peak, memory_metrics, memory_of, mfu
-from verl.workers.roles.base import (
-    AnyEngineConfig,
-    EngineWorker,
-    MiniBatchPlan,
-    average_metrics,
-    effective_engine_config,
-    engine_node,
-    loads_weights,
-)
+from verl.workers.roles.base import EngineWorker
 from verl.workers.roles.batching import (
     OLD_LOG_PROBS_VERSION,
     BatchInfo,
@@ -40,8 +31,8 @@ from verl.workers.roles.batching import (
 )
 from verl.workers.roles.losses import ppo_loss
 from verl.workers.roles.selection import select_tokens
-from verl.workers.rollout import BaseRollout, build_rollout
-from verl.workers.sharding_manager import HybridShardingManager, build_sharding_manager
+from verl.workers.rollout import build_rollout
+from verl.workers.sharding_manager import build_sharding_manager
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -64,14 +55,6 @@ class ActorRolloutRefWorker(EngineWorker):
     Args: ``config`` is the node ``actor_rollout_ref``; ``role`` is one of ``ROLES``.
     """
 
-    rollout: BaseRollout
-    sharding_manager: HybridShardingManager
-    ref_engine: BaseEngine
-    mini_batches: MiniBatchPlan
-    train_spec: PassSpec
-    log_prob_spec: PassSpec
-    ref_spec: PassSpec
-
     def __init__(self, config: "ActorRolloutRefConfig | DictConfig", role: str, **kwargs: Any) -> None:
         if role not in ROLES:
             raise ValueError(f"role must be one of {ROLES}, got {role!r}")
@@ -82,9 +65,8 @@ class ActorRolloutRefWorker(EngineWorker):
         self._is_ref = role == "ref" or role.endswith("_ref")
         self.model_config: HFModelConfig = omega_conf_to_dataclass(config.model)
         self.rollout_config: RolloutConfig = omega_conf_to_dataclass(config.rollout)
-        self.actor_config: FSDPActorConfig | McoreActorConfig | None = (
-            omega_conf_to_dataclass(config.actor) if self._is_actor else None
-        )
+        if self._is_actor:
+            self.actor_config: FSDPActorConfig | McoreActorConfig = omega_conf_to_dataclass(config.actor)
         self._is_lora = self.model_config.lora_rank > 0  # then the actor without its adapters is the reference
         plays_ref = self._is_ref or self._is_lora
         self.ref_config = ref_config(config.ref) if plays_ref and "ref" in config else None
@@ -95,9 +77,9 @@ class ActorRolloutRefWorker(EngineWorker):
 
     def _register_meshes(self) -> None:
         if self._is_actor:
-            self.register_engine_mesh("actor", self._actor_engine)
+            self.register_engine_mesh("actor", self.actor_config)
         elif self._is_ref:
-            self.register_engine_mesh("actor", self._ref_engine)
+            self.register_engine_mesh("actor", self._ref_node)
         else:
             self.register_mesh("actor", 1)
         if self._is_rollout:
@@ -112,7 +94,7 @@ class ActorRolloutRefWorker(EngineWorker):
     def _profilers(self) -> dict[str, ProfilerConfig | None]:
         """Return the profiler nodes of the roles that this worker plays, that of the actor first."""
         configs: dict[str, ProfilerConfig | None] = {}
-        if self.actor_config is not None:
+        if self._is_actor:
             config = self.actor_config.profiler or ProfilerConfig()
             if config.tool == "torch_memory":  # the driver asks the actor for the snapshots of every role
                 config = dataclasses.replace(config, enable=True)
@@ -128,11 +110,11 @@ class ActorRolloutRefWorker(EngineWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Build what the role needs: training engine, reference engine, rollout and the manager between them."""
-        if self.actor_config is not None:
-            self._build_actor(self.actor_config)
+        if self._is_actor:
+            self._build_actor()
         if self._is_ref:
             self._build_ref()
-        if self.actor_config is not None and self.actor_config.uses_full_kl:
+        if self._is_actor and self.actor_config.uses_full_kl:
             self.engine.set_reference(self.ref_engine if self._is_ref else None)
         if self._is_rollout:
             engine = self.engine if self._is_actor else None
@@ -140,46 +122,25 @@ class ActorRolloutRefWorker(EngineWorker):
             self.sharding_manager = build_sharding_manager(engine, self.rollout)
 
     @property
-    def _actor_engine(self) -> AnyEngineConfig:
-        assert self.actor_config is not None
-        return effective_engine_config(engine_node(self.actor_config), self.actor_config)
-
-    @property
-    def _ref_engine(self) -> AnyEngineConfig:
+    def _ref_node(self) -> FSDPRefConfig | McoreRefConfig:
         assert self.ref_config is not None
-        return effective_engine_config(engine_node(self.ref_config), self.ref_config, forward_only=True)
+        return self.ref_config
 
-    def _build_actor(self, config: "FSDPActorConfig | McoreActorConfig") -> None:
-        self.engine = self.build_engine(
-            "language_model",
-            self.model_config,
-            self._actor_engine,
-            config.optimizer(),
-            config.checkpoint,
-            config.freeze_vision_tower,
-            loads_weights(config),
-        )
+    def _build_actor(self) -> None:
+        config = self.actor_config
+        self.engine = self.build_engine("language_model", self.model_config, config, config.freeze_vision_tower)
         dp_size = self.engine.get_data_parallel_size()
         key = "actor_rollout_ref.actor.ppo_mini_batch_size"
-        rows = per_rank_mini_batch(key, config.ppo_mini_batch_size, self.rollout_config.n, dp_size)
-        self.mini_batches = MiniBatchPlan.of(config, rows)
+        self.rows_per_step = per_rank_mini_batch(key, config.ppo_mini_batch_size, self.rollout_config.n, dp_size)
         self.train_spec = training_spec(config, dp_size)
         self.log_prob_spec = log_prob_spec(self.rollout_config, dp_size, self.rollout_config.temperature)
 
     def _build_ref(self) -> None:
-        config = self.ref_config
-        assert config is not None
+        config = self._ref_node
         model_config = self.model_config
         if config.model_path:
             model_config = model_config.changed(config.model or {})
-        self.ref_engine = self.build_engine(
-            "language_model",
-            model_config,
-            self._ref_engine,
-            None,
-            CheckpointConfig(),
-            load_weight=loads_weights(config),
-        )
+        self.ref_engine = self.build_engine("language_model", model_config, config)
         dp_size = self.ref_engine.get_data_parallel_size()
         self.ref_spec = log_prob_spec(config, dp_size, self.rollout_config.temperature)
         if not self._is_actor:
@@ -213,7 +174,10 @@ class ActorRolloutRefWorker(EngineWorker):
         with ExitStack() as awake:
             with simple_timer("wake_and_sync", timing):
                 awake.enter_context(self.sharding_manager)
-            behind = self._versions_behind()
+            behind = {}
+            if self._is_actor:
+                updates = self.engine.weights_version - self.rollout.weights_version
+                behind = {"weight_sync/versions_behind": float(updates)}
             try:
                 with simple_timer("generate_sequences", timing):
                     output = self.rollout.generate_sequences(prompts)
@@ -241,12 +205,6 @@ class ActorRolloutRefWorker(EngineWorker):
             group = self.rollout_config.workers_per_engine
             used["perf/mfu/rollout"] = mfu(counter, lengths, seconds, group, forward_only=True)
         return used
-
-    def _versions_behind(self) -> dict[str, float]:
-        """Return how many updates the weights of the rollout are behind those of the trainer."""
-        if not self._is_actor:
-            return {}
-        return {"weight_sync/versions_behind": float(self.engine.weights_version - self.rollout.weights_version)}
 
     def _weight_sync_metrics(self) -> dict[str, float]:
         """Return the figures of the sync that brought the present weights, which an earlier call may have run."""
@@ -296,17 +254,12 @@ class ActorRolloutRefWorker(EngineWorker):
     def update_actor(self, data: DataProto) -> DataProto:
         """Run ``ppo_epochs`` passes over this rank's shard and return metrics only."""
         config = self.actor_config
-        assert config is not None
         spec = policy_update_spec(self.train_spec, config, data, self.rollout_config.temperature)
-        spec = self.with_fault_point("update_actor", data, spec)
-        metrics: dict[str, Any] = {}
-        reference = self.ref_engine.eval_mode() if self._is_ref and config.uses_full_kl else nullcontext()
-        with self.accounted(metrics, "actor", data, config.ppo_epochs), reference, self.engine.train_mode():
-            prepare = partial(select_tokens, config, self.engine)
-            steps = self.train_mini_batches(data, self.mini_batches, partial(ppo_loss, config), spec, prepare)
-            metrics["actor/lr"] = self.engine.lr_scheduler_step()
-        step = finish_gap_metrics(average_metrics(steps, prefix="actor/"))
-        return DataProto(meta_info={"metrics": metrics | step | memory_metrics() | self._transfer_metrics()})
+        prepare = partial(select_tokens, config, self.engine)
+        with self.ref_engine.eval_mode() if self._is_ref and config.uses_full_kl else nullcontext():
+            metrics = self.update("actor", data, config, partial(ppo_loss, config), spec, prepare)
+        metrics = finish_gap_metrics(metrics) | memory_metrics() | self._transfer_metrics()
+        return DataProto(meta_info={"metrics": metrics})
 
     def _transfer_metrics(self) -> dict[str, float]:
         """Return the bytes of images and their tensors that came to the workers since the last update.

@@ -4,16 +4,15 @@ import dataclasses
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.base.profiling import DistProfilerExtension
-from verl.utils.device import get_torch_device, is_cuda_available, is_npu_available
+from verl.utils.device import get_device_name, get_torch_device, is_cuda_available, is_npu_available
 from verl.utils.distributed import initialize_global_process_group_ray
 from verl.utils.faults import fault_point
 from verl.utils.flops_counter import FlopsCounter
@@ -25,30 +24,30 @@ from verl.utils.profiler.config import ProfilerConfig
 from verl.utils.profiler.profile import DistProfiler, RoleProfilers
 from verl.utils.profiler.ranges import captured_range
 from verl.utils.py_functional import append_to_dict
-from verl.workers.config.engine import FSDPEngineConfig, McoreEngineConfig
-from verl.workers.config.megatron import McoreActorConfig, McoreCriticConfig
-from verl.workers.config.ref import McoreRefConfig
+from verl.workers.config import (
+    CheckpointConfig,
+    FSDPActorConfig,
+    FSDPCriticConfig,
+    FSDPEngineConfig,
+    McoreActorConfig,
+    McoreCriticConfig,
+    McoreEngineConfig,
+    RewardModelConfig,
+)
+from verl.workers.config.ref import FSDPRefConfig, McoreRefConfig
 from verl.workers.engine import BaseEngine, EngineRegistry
 from verl.workers.engine.base import LossFn
 from verl.workers.engine.pass_spec import PassSpec
 from verl.workers.roles.accounting import INFERENCE, accounted
-from verl.workers.roles.batching import BatchInfo
+from verl.workers.roles.batching import BatchInfo, mini_batches_of
 
 if TYPE_CHECKING:
     from verl.protocol import DataProto
-    from verl.workers.config import (
-        ActorConfig,
-        CheckpointConfig,
-        CriticConfig,
-        FSDPRefConfig,
-        HFModelConfig,
-        OptimizerConfig,
-        RefConfig,
-        RewardModelConfig,
-    )
+    from verl.workers.config import HFModelConfig
 
 AnyEngineConfig = FSDPEngineConfig | McoreEngineConfig
-EngineConfigT = TypeVar("EngineConfigT", bound=FSDPEngineConfig | McoreEngineConfig)
+TrainedConfig = FSDPActorConfig | McoreActorConfig | FSDPCriticConfig | McoreCriticConfig
+RoleConfig = TrainedConfig | FSDPRefConfig | McoreRefConfig | RewardModelConfig
 
 logger = logging.getLogger(__name__)
 
@@ -56,23 +55,13 @@ _GIB = 1024**3
 _NOT_OF_A_STEP = ("init_model", "load_checkpoint", "report_step")
 
 
-@dataclass(frozen=True)
-class MiniBatchPlan:
-    """How an update goes through its batch: ``rows`` of this rank per optimizer step."""
-
-    rows: int
-    epochs: int
-    shuffle: bool
-    seed: int | None
-
-    @classmethod
-    def of(cls, config: "ActorConfig | CriticConfig", rows: int) -> Self:
-        """Read an actor's or critic's node."""
-        return cls(rows, config.ppo_epochs, config.shuffle, config.data_loader_seed)
-
-
 class EngineWorker(Worker, DistProfilerExtension):
-    """A worker around one training engine; a role says which model, loss and batches."""
+    """A worker around one training engine; a role says which model, loss and batches.
+
+    ``rows_per_step`` counts the rows of this rank in one optimizer step, for a role that trains.
+    """
+
+    rows_per_step: int
 
     def __init__(self, timeout_s: float) -> None:
         super().__init__()
@@ -101,8 +90,9 @@ class EngineWorker(Worker, DistProfilerExtension):
         """Let ``group_size`` neighbouring ranks take the same shard, and the first of them answer."""
         self._register_dispatch_collect_info(name, self.rank // group_size, self.rank % group_size == 0)
 
-    def register_engine_mesh(self, name: str, engine: AnyEngineConfig) -> None:
+    def register_engine_mesh(self, name: str, config: RoleConfig) -> None:
         """Let the ranks that share rows in the layout of an engine take the same shard, and one of them answer."""
+        engine = engine_config_of(config)
         if isinstance(engine, FSDPEngineConfig):
             self.register_mesh(name, engine.ulysses_sequence_parallel_size)
         else:
@@ -124,33 +114,27 @@ class EngineWorker(Worker, DistProfilerExtension):
                     return
 
     def build_engine(
-        self,
-        model_type: str,
-        model_config: "HFModelConfig",
-        engine_config: AnyEngineConfig,
-        optimizer_config: "OptimizerConfig | None",
-        checkpoint_config: "CheckpointConfig",
-        freeze_vision_tower: bool = False,
-        load_weight: bool = True,
+        self, model_type: str, model_config: "HFModelConfig", config: RoleConfig, freeze_vision_tower: bool = False
     ) -> BaseEngine:
-        """Construct and initialize an engine for the strategy of its configuration, and seed this process for it.
+        """Construct and initialize the engine of a role's node, and seed this process for it.
 
         With Megatron-Core and without ``load_weight``, its weights come from a seed.
         """
+        engine_config = engine_config_of(config)
+        trained = config if isinstance(config, TrainedConfig) else None
         engine = EngineRegistry.new(
             model_type,
             engine_config.strategy,
             model_config=model_config,
             engine_config=engine_config,
-            optimizer_config=optimizer_config,
-            checkpoint_config=checkpoint_config,
+            optimizer_config=trained.optimizer() if trained else None,
+            checkpoint_config=trained.checkpoint if trained else CheckpointConfig(),
             freeze_vision_tower=freeze_vision_tower,
-            load_weight=load_weight,
+            load_weight=isinstance(config, FSDPActorConfig | FSDPCriticConfig | FSDPRefConfig) or config.load_weight,
         )
         engine.initialize()
         # A reference next to an actor draws nothing. Megatron-Core has seeded the process by its place in the layout.
-        draws = optimizer_config is not None or not self.flops_counters
-        if draws and engine_config.strategy != "megatron":
+        if (trained or not self.flops_counters) and engine_config.strategy != "megatron":
             seed_process(engine_config.seed, model_type, self.rank)
         num_outputs = None if model_type == "language_model" else 1
         counter = FlopsCounter(model_config.hf_config, num_outputs, freeze_vision_tower, engine.adapter_sizes)
@@ -215,39 +199,36 @@ class EngineWorker(Worker, DistProfilerExtension):
         """Restore this rank's part of a checkpoint."""
         self.engine.load_checkpoint(local_path, hdfs_path, del_local_after_load)
 
-    def train_mini_batches(
+    def update(
         self,
+        role: str,
         data: "DataProto",
-        plan: "MiniBatchPlan",
+        config: TrainedConfig,
         loss_fn: LossFn,
         spec: PassSpec,
         prepare: "Callable[[DataProto, int, PassSpec], None] | None" = None,
-    ) -> list[dict[str, float]]:
-        """Take one optimizer step per mini-batch and epoch; returns the metrics of each.
+    ) -> dict[str, Any]:
+        """Take one optimizer step per mini-batch and epoch; returns the metrics, averaged over the steps.
 
-        ``prepare(mini_batch, epoch, spec)`` is called right before each step. Rows are shuffled by the plan's seed
-        plus the step's number.
+        ``prepare(mini_batch, epoch, spec)`` is called right before each step. Rows are shuffled by the seed of the
+        node plus the number of the step.
         """
-        batches = data.make_iterator(
-            mini_batch_size=plan.rows,
-            epochs=plan.epochs,
-            seed=(BatchInfo.of(data).step or 0) + (plan.seed or 0),
-            dataloader_kwargs={"shuffle": plan.shuffle},
-        )
-        metrics = []
-        for at, mini_batch in enumerate(batches):
-            if prepare is not None:
-                prepare(mini_batch, at * plan.rows // len(data), spec)
-            with captured_range(f"mini_batch {at}"):
-                metrics.append(self.engine.train_batch(mini_batch, loss_fn, spec))
-            if self.profiler is not None:
-                self.profiler.step()
-        return metrics
-
-    def with_fault_point(self, point: str, data: "DataProto", spec: PassSpec) -> PassSpec:
-        """Let a test inject a fault between forward and backward of an update."""
-        fault = partial(fault_point, point, rank=self.rank, step=BatchInfo.of(data).step)
-        return dataclasses.replace(spec, after_first_forward=fault)
+        step = BatchInfo.of(data).step
+        fault = partial(fault_point, f"update_{role}", rank=self.rank, step=step)
+        spec = dataclasses.replace(spec, after_first_forward=fault)
+        rows = self.rows_per_step
+        metrics: dict[str, Any] = {}
+        steps = []
+        with self.accounted(metrics, role, data, config.ppo_epochs), self.engine.train_mode():
+            for at, mini_batch in enumerate(mini_batches_of(data, config, rows, step or 0)):
+                if prepare is not None:
+                    prepare(mini_batch, at * rows // len(data), spec)
+                with captured_range(f"mini_batch {at}"):
+                    steps.append(self.engine.train_batch(mini_batch, loss_fn, spec))
+                if self.profiler is not None:
+                    self.profiler.step()
+            metrics[f"{role}/lr"] = self.engine.lr_scheduler_step()
+        return metrics | reduce_metrics(list_metrics(steps, prefix=f"{role}/"))
 
     def accounted(
         self,
@@ -262,35 +243,26 @@ class EngineWorker(Worker, DistProfilerExtension):
         return accounted(metrics, phase, data, passes, counter, self.world_size)
 
 
-def engine_node(
-    config: "ActorConfig | CriticConfig | FSDPRefConfig | McoreRefConfig | RewardModelConfig",
-) -> AnyEngineConfig:
-    """Return the node of a role's engine.
+def engine_config_of(config: RoleConfig) -> AnyEngineConfig:
+    """Return the node of the engine as a role uses it: one that does not train is ``forward_only``.
 
-    Raises: TypeError for a node that holds none.
+    Some keys of ``fsdp_config`` stand in the role's node, too. The role's value wins if it is not the default. On an
+    accelerator, the weights of a reward model are held in the dtype of the compute, since they do not learn.
+
+    Raises: TypeError for a node that holds no engine.
     """
     engine = config.engine
     if not isinstance(engine, FSDPEngineConfig | McoreEngineConfig):
         raise TypeError(f"{type(config).__name__} holds no fsdp_config or megatron node: use the config of a strategy")
-    return engine
-
-
-def effective_engine_config(
-    engine: EngineConfigT,
-    node: "ActorConfig | CriticConfig | RefConfig | RewardModelConfig",
-    forward_only: bool = False,
-) -> EngineConfigT:
-    """Return the engine's node as a role uses it: one that does not train is ``forward_only``.
-
-    Some keys of ``fsdp_config`` stand in the role's node, too. The role's value wins if it is not the default.
-    """
-    forward_only = forward_only or engine.forward_only
-    if engine.strategy == "megatron":
+    forward_only = engine.forward_only or not isinstance(config, TrainedConfig)
+    if isinstance(engine, McoreEngineConfig):
         return dataclasses.replace(engine, forward_only=forward_only)
-    values: dict[str, Any] = {"strategy": node.strategy, "forward_only": forward_only}
+    values: dict[str, Any] = {"strategy": config.strategy, "forward_only": forward_only}
     for name, default in _SHARED_KEYS.items():
-        if name in node and node[name] != default:
-            values[name] = node[name]
+        if name in config and config[name] != default:
+            values[name] = config[name]
+    if isinstance(config, RewardModelConfig) and get_device_name() != "cpu" and not engine.mixed_precision:
+        values["model_dtype"] = "bf16"
     return dataclasses.replace(engine, **values)
 
 
@@ -300,18 +272,6 @@ _SHARED_KEYS: dict[str, int | bool] = {
     "entropy_checkpointing": False,
     "use_torch_compile": True,
 }
-
-
-def loads_weights(config: "ActorConfig | CriticConfig | RefConfig") -> bool:
-    """Whether an engine loads the weights of ``model.path``; only Megatron-Core can start without them."""
-    if isinstance(config, McoreActorConfig | McoreCriticConfig | McoreRefConfig):
-        return config.load_weight
-    return True
-
-
-def average_metrics(per_step: list[dict[str, float]], prefix: str) -> dict[str, float]:
-    """Average the metrics of the optimizer steps, and take the maximum of maxima and the minimum of minima."""
-    return reduce_metrics(list_metrics(per_step, prefix))
 
 
 def list_metrics(per_step: list[dict[str, float]], prefix: str) -> dict[str, list[float]]:

@@ -1,10 +1,10 @@
-"""What a rank does with a batch: its mini-batch and micro-batch sizes, and the options of its passes.
+"""Mini-batches and micro-batches of one rank, and the options of its passes.
 
 Batch sizes in the configuration are global and count prompts; a rank works on its shard and counts rows.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
@@ -21,7 +21,7 @@ OLD_LOG_PROBS_VERSION = "old_log_probs_version"
 
 @dataclass(frozen=True)
 class BatchInfo:
-    """What the driver says about a batch in ``meta_info``, apart from the options of a pass (``PassSpec.from_meta``).
+    """Facts about a batch from its ``meta_info``, apart from the options of a pass (``PassSpec.from_meta``).
 
     Args:
         step: the global step.
@@ -48,6 +48,14 @@ class BatchInfo:
             without_adapter=bool(meta.get("is_lora", False)),
             old_log_probs_version=meta.get(OLD_LOG_PROBS_VERSION),
         )
+
+
+def mini_batches_of(
+    data: "DataProto", config: "ActorConfig | CriticConfig", rows: int, step: int = 0
+) -> Iterator["DataProto"]:
+    """Return the mini-batches of all epochs, of ``rows`` each, shuffled by the seed of the node plus the step."""
+    seed = step + (config.data_loader_seed or 0)
+    return data.make_iterator(rows, config.ppo_epochs, seed, dataloader_kwargs={"shuffle": config.shuffle})
 
 
 def per_rank_mini_batch(key: str, mini_batch_size: int, rollout_n: int, dp_size: int) -> int:

@@ -9,14 +9,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.profiler.profile import DistProfiler
 from verl.workers.config import FSDPCriticConfig
 from verl.workers.engine.pass_spec import PassSpec
-from verl.workers.roles.base import (
-    EngineWorker,
-    MiniBatchPlan,
-    average_metrics,
-    effective_engine_config,
-    engine_node,
-    loads_weights,
-)
+from verl.workers.roles.base import EngineWorker
 from verl.workers.roles.batching import per_rank_micro_batch, per_rank_mini_batch, training_spec
 from verl.workers.roles.losses import as_engine_loss, value_loss
 
@@ -32,8 +25,7 @@ class CriticWorker(EngineWorker):
     def __init__(self, config: "FSDPCriticConfig | McoreCriticConfig | DictConfig") -> None:
         self.config: FSDPCriticConfig | McoreCriticConfig = omega_conf_to_dataclass(config)
         super().__init__(timeout_s=self.config.nccl_timeout)
-        self.engine_config = effective_engine_config(engine_node(self.config), self.config)
-        self.register_engine_mesh("critic", self.engine_config)
+        self.register_engine_mesh("critic", self.config)
         self.loss_fn: Any = partial(value_loss, self.config)
         self.use_profilers(critic=self.config.profiler)
 
@@ -41,18 +33,11 @@ class CriticWorker(EngineWorker):
     def init_model(self) -> None:
         """Build the value model, its optimizer and schedule."""
         config = self.config
-        self.engine = self.build_engine(
-            "value_model",
-            config.model.as_model_config(),
-            self.engine_config,
-            config.optimizer(),
-            config.checkpoint,
-            isinstance(config, FSDPCriticConfig) and config.model.freeze_vision_tower,
-            loads_weights(config),
-        )
+        freezes_tower = isinstance(config, FSDPCriticConfig) and config.model.freeze_vision_tower
+        self.engine = self.build_engine("value_model", config.model.as_model_config(), config, freezes_tower)
         dp_size = self.engine.get_data_parallel_size()
-        rows = per_rank_mini_batch("critic.ppo_mini_batch_size", config.ppo_mini_batch_size, config.rollout_n, dp_size)
-        self.mini_batches = MiniBatchPlan.of(config, rows)
+        key = "critic.ppo_mini_batch_size"
+        self.rows_per_step = per_rank_mini_batch(key, config.ppo_mini_batch_size, config.rollout_n, dp_size)
         self.train_spec = training_spec(config, dp_size)
         self.infer_spec = PassSpec(
             config.use_dynamic_bsz,
@@ -78,9 +63,5 @@ class CriticWorker(EngineWorker):
     @DistProfiler.annotate(color="pink", role="critic_update", mini_batches=True)
     def update_critic(self, data: DataProto) -> DataProto:
         """Run ``ppo_epochs`` passes over this rank's shard and return metrics only."""
-        spec = self.with_fault_point("update_critic", data, self.train_spec)
-        metrics: dict[str, float] = {}
-        with self.accounted(metrics, "critic", data, self.config.ppo_epochs), self.engine.train_mode():
-            steps = self.train_mini_batches(data, self.mini_batches, self.loss_fn, spec)
-            metrics["critic/lr"] = self.engine.lr_scheduler_step()
-        return DataProto(meta_info={"metrics": metrics | average_metrics(steps, prefix="critic/")})
+        metrics = self.update("critic", data, self.config, self.loss_fn, self.train_spec)
+        return DataProto(meta_info={"metrics": metrics})

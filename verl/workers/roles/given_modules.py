@@ -17,16 +17,16 @@ from verl.algos.mismatch import finish_gap_metrics
 from verl.models.transformers.dense_common import has_fused_head, install_fused_head
 from verl.protocol import DataProto
 from verl.utils.config import omega_conf_to_dataclass
-from verl.workers.config import ActorConfig, CriticConfig, McoreEngineConfig, RewardModelConfig
+from verl.workers.config import ActorConfig, CriticConfig, FSDPEngineConfig, McoreEngineConfig, RewardModelConfig
 from verl.workers.config.reward_model import reward_model_config
-from verl.workers.engine import BaseEngine, EngineRegistry, FSDPEngineWithLMHead, FSDPEngineWithValueHead
+from verl.workers.engine import BaseEngine, EngineRegistry, FSDPEngine, FSDPEngineWithLMHead, FSDPEngineWithValueHead
 from verl.workers.engine.micro_batch import tensors_of
 from verl.workers.engine.pass_spec import PassSpec
 from verl.workers.rewards.chat_rendering import ChatRenderer
-from verl.workers.roles.base import effective_engine_config, list_metrics
-from verl.workers.roles.batching import caller_spec, policy_update_spec, temperature_of, training_spec
+from verl.workers.roles.base import engine_config_of, list_metrics
+from verl.workers.roles.batching import caller_spec, mini_batches_of, policy_update_spec, temperature_of, training_spec
 from verl.workers.roles.losses import ppo_loss, value_loss
-from verl.workers.roles.reward_model import at_last_token, inference_engine_config, last_values
+from verl.workers.roles.reward_model import at_last_token, last_values
 from verl.workers.roles.selection import select_tokens
 
 if TYPE_CHECKING:
@@ -35,13 +35,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-    from verl.workers.config import (
-        FSDPActorConfig,
-        FSDPCriticConfig,
-        McoreActorConfig,
-        McoreCriticConfig,
-        McoreOptimizerConfig,
-    )
+    from verl.workers.config import FSDPActorConfig, FSDPCriticConfig, McoreActorConfig, McoreCriticConfig
 
 ActorConfigT = TypeVar("ActorConfigT", bound=ActorConfig)
 CriticConfigT = TypeVar("CriticConfigT", bound=CriticConfig)
@@ -49,25 +43,16 @@ CriticConfigT = TypeVar("CriticConfigT", bound=CriticConfig)
 # Actors
 
 
-class BasePPOActor(ABC, Generic[ActorConfigT]):
-    """The interface of every actor around a module."""
+class BasePPOActor(Generic[ActorConfigT]):
+    """The base of every actor around a module, which runs in the engine that the workers use.
+
+    An actor without such an engine overrides ``compute_log_prob`` and ``update_policy``.
+    """
+
+    engine: BaseEngine
 
     def __init__(self, config: ActorConfigT) -> None:
         self.config = config
-
-    @abstractmethod
-    def compute_log_prob(self, data: DataProto, calculate_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Return log-probabilities and, on request, entropies of the response tokens (B, R)."""
-
-    @abstractmethod
-    def update_policy(self, data: DataProto | Iterable[DataProto]) -> dict[str, list[float]]:
-        """Run the optimizer steps of one PPO update; returns each metric of each step."""
-
-
-class EngineActor(BasePPOActor[ActorConfigT]):
-    """Log-probabilities and PPO updates of one rank, through the engine that the workers use."""
-
-    engine: BaseEngine
 
     def compute_log_prob(self, data: DataProto, calculate_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
         """Return log-probabilities and, on request, entropies (B, R), zero outside the response mask.
@@ -105,17 +90,11 @@ class EngineActor(BasePPOActor[ActorConfigT]):
 
         Raises: ValueError when ``meta_info`` lacks ``temperature``, or the rows do not divide into mini-batches.
         """
-        config = self.config
         temperature_of(data)
-        return data.make_iterator(
-            config.ppo_mini_batch_size,
-            config.ppo_epochs,
-            seed=config.data_loader_seed or 0,
-            dataloader_kwargs={"shuffle": config.shuffle},
-        )
+        return mini_batches_of(data, self.config, self.config.ppo_mini_batch_size)
 
 
-class DataParallelPPOActor(EngineActor["FSDPActorConfig"]):
+class DataParallelPPOActor(BasePPOActor["FSDPActorConfig"]):
     """An actor on FSDP.
 
     Args:
@@ -135,16 +114,13 @@ class DataParallelPPOActor(EngineActor["FSDPActorConfig"]):
         self.actor_optimizer = actor_optimizer
         if self.config.use_fused_kernels and not has_fused_head(actor_module):
             install_fused_head(actor_module)  # type: ignore[arg-type]
-        self.engine = FSDPEngineWithLMHead.from_module(
-            actor_module,
-            actor_optimizer,
-            remove_padding=self.config.use_remove_padding,
-            engine_config=effective_engine_config(self.config.fsdp_config, self.config),
-            optimizer_config=self.config.optimizer(),
+        remove_padding = self.config.use_remove_padding
+        self.engine = _engine_of_module(
+            FSDPEngineWithLMHead, actor_module, actor_optimizer, self.config, remove_padding
         )
 
 
-class MegatronPPOActor(EngineActor["McoreActorConfig"]):
+class MegatronPPOActor(BasePPOActor["McoreActorConfig"]):
     """An actor on Megatron-Core.
 
     Args:
@@ -166,39 +142,25 @@ class MegatronPPOActor(EngineActor["McoreActorConfig"]):
         super().__init__(omega_conf_to_dataclass(config))
         self.actor_module = actor_module
         self.actor_optimizer = actor_optimizer
+        fuses_head = self.config.use_fused_kernels
         self.engine = _engine_of_modules(
-            "language_model",
-            actor_module,
-            actor_optimizer,
-            hf_config,
-            self.config.megatron,
-            self.config.optimizer(),
-            self.config.use_fused_kernels,
+            "language_model", actor_module, actor_optimizer, hf_config, self.config, fuses_head
         )
 
 
 # Critics
 
 
-class BasePPOCritic(ABC, Generic[CriticConfigT]):
-    """The interface of every critic around a module."""
+class BasePPOCritic(Generic[CriticConfigT]):
+    """The base of every critic around a module, which runs in the engine that the workers use.
+
+    A critic without such an engine overrides ``compute_values`` and ``update_critic``.
+    """
+
+    engine: BaseEngine
 
     def __init__(self, config: CriticConfigT) -> None:
         self.config = config
-
-    @abstractmethod
-    def compute_values(self, data: DataProto) -> Tensor:
-        """Return the values of the response tokens (B, R)."""
-
-    @abstractmethod
-    def update_critic(self, data: DataProto) -> dict[str, list[float]]:
-        """Run the optimizer steps of one update; returns each metric of each step."""
-
-
-class EngineCritic(BasePPOCritic[CriticConfigT]):
-    """Values and their updates on one rank, through the engine that the workers use."""
-
-    engine: BaseEngine
 
     def compute_values(self, data: DataProto) -> Tensor:
         """Return the values (B, R), zero outside the response mask.
@@ -217,18 +179,13 @@ class EngineCritic(BasePPOCritic[CriticConfigT]):
         """
         config = self.config
         loss_fn = partial(value_loss, config)
-        mini_batches = data.make_iterator(
-            config.ppo_mini_batch_size,
-            config.ppo_epochs,
-            seed=config.data_loader_seed or 0,
-            dataloader_kwargs={"shuffle": config.shuffle},
-        )
+        mini_batches = mini_batches_of(data, config, config.ppo_mini_batch_size)
         with self.engine.train_mode():
             steps = [self.engine.train_batch(each, loss_fn, training_spec(config)) for each in mini_batches]
         return list_metrics(steps, prefix="critic/")
 
 
-class DataParallelPPOCritic(EngineCritic["FSDPCriticConfig"]):
+class DataParallelPPOCritic(BasePPOCritic["FSDPCriticConfig"]):
     """A critic on FSDP.
 
     Args:
@@ -246,16 +203,13 @@ class DataParallelPPOCritic(EngineCritic["FSDPCriticConfig"]):
         super().__init__(omega_conf_to_dataclass(config))
         self.critic_module = critic_module
         self.critic_optimizer = critic_optimizer
-        self.engine = FSDPEngineWithValueHead.from_module(
-            critic_module,
-            critic_optimizer,
-            remove_padding=self.config.model.use_remove_padding,
-            engine_config=effective_engine_config(self.config.model.fsdp_config, self.config),
-            optimizer_config=self.config.optimizer(),
+        remove_padding = self.config.model.use_remove_padding
+        self.engine = _engine_of_module(
+            FSDPEngineWithValueHead, critic_module, critic_optimizer, self.config, remove_padding
         )
 
 
-class MegatronPPOCritic(EngineCritic["McoreCriticConfig"]):
+class MegatronPPOCritic(BasePPOCritic["McoreCriticConfig"]):
     """A critic on Megatron-Core; arguments as for ``MegatronPPOActor``, the head of the last chunk a ``ValueHead``."""
 
     def __init__(
@@ -270,9 +224,7 @@ class MegatronPPOCritic(EngineCritic["McoreCriticConfig"]):
         super().__init__(omega_conf_to_dataclass(config))
         self.critic_module = critic_module
         self.critic_optimizer = critic_optimizer
-        self.engine = _engine_of_modules(
-            "value_model", critic_module, critic_optimizer, hf_config, self.config.megatron, self.config.optimizer()
-        )
+        self.engine = _engine_of_modules("value_model", critic_module, critic_optimizer, hf_config, self.config)
 
 
 # Reward models
@@ -312,9 +264,7 @@ class MegatronRewardModel(BasePPORewardModel):
     ) -> None:
         super().__init__(reward_model_config(config))
         self.reward_model_module = reward_model_module
-        engine_config = inference_engine_config(self.config)
-        assert isinstance(engine_config, McoreEngineConfig)
-        self.engine = _engine_of_modules("reward_model", reward_model_module, None, hf_config, engine_config, None)
+        self.engine = _engine_of_modules("reward_model", reward_model_module, None, hf_config, self.config)
         self.switch: ChatRenderer | None = None
         if rm_tokenizer is not None:
             if sft_tokenizer is None:
@@ -338,18 +288,38 @@ class MegatronRewardModel(BasePPORewardModel):
         return DataProto.from_dict(tensors={"rm_scores": placed})
 
 
+def _engine_of_module(
+    cls: type[FSDPEngine],
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    config: "FSDPActorConfig | FSDPCriticConfig",
+    remove_padding: bool,
+) -> FSDPEngine:
+    """Return an FSDP engine around the module."""
+    engine_config = engine_config_of(config)
+    assert isinstance(engine_config, FSDPEngineConfig)
+    return cls.from_module(
+        module,
+        optimizer,
+        remove_padding=remove_padding,
+        engine_config=engine_config,
+        optimizer_config=config.optimizer(),
+    )
+
+
 def _engine_of_modules(
     kind: str,
     modules: "Sequence[MegatronModule]",
     optimizer: "ChainedOptimizer | None",
     hf_config: "PretrainedConfig",
-    engine_config: McoreEngineConfig,
-    optimizer_config: "McoreOptimizerConfig | None",
+    config: "McoreActorConfig | McoreCriticConfig | RewardModelConfig",
     fuses_head: bool = False,
 ) -> BaseEngine:
     """Return the registered engine around the chunks. Only this imports Megatron-Core, which takes seconds."""
     cls = EngineRegistry.get_engine_cls(kind, "megatron")
     from verl.workers.engine.megatron import MegatronEngine
 
-    assert issubclass(cls, MegatronEngine)
+    engine_config = engine_config_of(config)
+    assert issubclass(cls, MegatronEngine) and isinstance(engine_config, McoreEngineConfig)
+    optimizer_config = None if isinstance(config, RewardModelConfig) else config.optimizer()
     return cls.from_modules(modules, optimizer, hf_config, engine_config, optimizer_config, fuses_head)

@@ -1,6 +1,5 @@
 """The reward model: one score per response."""
 
-import dataclasses
 import logging
 import os
 from typing import TYPE_CHECKING
@@ -13,19 +12,17 @@ from transformers import PreTrainedTokenizerBase
 from verl.models.transformers.vision import is_vision_config
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
-from verl.utils.device import get_device_name
 from verl.utils.faults import fault_point
 from verl.utils.fs import copy_to_local
 from verl.utils.model import get_generation_config, text_config_of
 from verl.utils.profiler.profile import DistProfiler
 from verl.utils.tokenizer import hf_tokenizer
-from verl.workers.config import CheckpointConfig, FSDPEngineConfig, HFModelConfig, McoreEngineConfig
 from verl.workers.config.reward_model import reward_model_config
 from verl.workers.engine.micro_batch import tensors_of
 from verl.workers.engine.pass_spec import PassSpec
 from verl.workers.rewards.chat_rendering import ChatRenderer
 from verl.workers.rewards.judge import Judge
-from verl.workers.roles.base import EngineWorker, effective_engine_config, engine_node
+from verl.workers.roles.base import EngineWorker
 from verl.workers.roles.batching import BatchInfo, per_rank_micro_batch
 from verl.workers.rollout import build_rollout
 
@@ -47,12 +44,11 @@ class RewardModelWorker(EngineWorker):
     def __init__(self, config: "RewardModelConfig | DictConfig") -> None:
         self.config: RewardModelConfig = reward_model_config(config)
         super().__init__(timeout_s=self.config.nccl_timeout)
-        self.engine_config = inference_engine_config(self.config)
         for mesh in MESHES:
             if self.config.is_generative:
                 self.register_mesh(mesh, self.config.tensor_model_parallel_size if self.config.name == "vllm" else 1)
             else:
-                self.register_engine_mesh(mesh, self.engine_config)
+                self.register_engine_mesh(mesh, self.config)
         self.use_profilers(reward_model=self.config.profiler)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -64,14 +60,7 @@ class RewardModelWorker(EngineWorker):
             rollout = build_rollout(config.as_rollout_config(), model_config)
             self.judge = Judge(config, model_config, rollout, *self._policy_tokenizer())
             return
-        self.engine = self.build_engine(
-            "reward_model",
-            model_config,
-            self.engine_config,
-            None,
-            CheckpointConfig(),
-            load_weight=config.load_weight,
-        )
+        self.engine = self.build_engine("reward_model", model_config, config)
         dp_size = self.engine.get_data_parallel_size()
         self.spec = PassSpec(
             config.use_dynamic_bsz,
@@ -80,19 +69,15 @@ class RewardModelWorker(EngineWorker):
         )
         self.vocab_size: int = text_config_of(model_config.hf_config).vocab_size
         self.sees = is_vision_config(model_config.hf_config)
-        self.switch = self._chat_switch(model_config)
+        self.switch: ChatRenderer | None = None
+        if config.model.input_tokenizer is not None:
+            source, ends = self._policy_tokenizer()
+            self.switch = ChatRenderer(source, model_config.tokenizer, config.max_length, config.truncation, ends)
         if self.sees and self.switch is not None:
             logger.warning(
                 "reward_model.model.input_tokenizer is set: chats are rendered again, without their images; write null "
                 "if policy and reward model share the processor"
             )
-
-    def _chat_switch(self, model_config: HFModelConfig) -> ChatRenderer | None:
-        config = self.config
-        if config.model.input_tokenizer is None:
-            return None
-        source, ends = self._policy_tokenizer()
-        return ChatRenderer(source, model_config.tokenizer, config.max_length, config.truncation, ends)
 
     def _policy_tokenizer(self) -> tuple[PreTrainedTokenizerBase, set[int]]:
         """Return the policy's tokenizer, and the tokens at which its responses end."""
@@ -107,14 +92,12 @@ class RewardModelWorker(EngineWorker):
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="reward"))
     def compute_rm_score(self, data: DataProto) -> DataProto:
         """Return ``rm_scores`` (B, R): the score of each response at its last valid token, zero elsewhere."""
-        scores: DataProto = self._compute(data)
-        return scores
+        return self._compute(data)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="reward"), blocking=False)
     def start_rm_score(self, data: DataProto) -> DataProto:
         """Compute what ``compute_rm_score`` does, while the driver goes on with a future."""
-        scores: DataProto = self._compute(data)
-        return scores
+        return self._compute(data)
 
     @DistProfiler.annotate(color="brown", role="reward_model_score")
     def _compute(self, data: DataProto) -> DataProto:
@@ -143,7 +126,12 @@ class RewardModelWorker(EngineWorker):
         else:
             rows, num_cut = self.switch(data)
             metrics["reward_model/truncated_ratio"] = num_cut / len(data)
-        self._check_vocabulary(rows["input_ids"])
+        largest = int(rows["input_ids"].max())
+        if largest >= self.vocab_size:
+            raise ValueError(
+                f"the batch holds token {largest}, but the reward model has {self.vocab_size} tokens: set "
+                "reward_model.model.input_tokenizer to the policy's tokenizer, which tokenizes the texts again"
+            )
         return last_values(self.engine, rows, self.spec, shown, batch["responses"].shape[1]), metrics
 
     def _shown(self, data: DataProto, rows: dict[str, Tensor]) -> np.ndarray | None:
@@ -164,14 +152,6 @@ class RewardModelWorker(EngineWorker):
                     "scores the text alone"
                 )
         return None
-
-    def _check_vocabulary(self, ids: Tensor) -> None:
-        largest = int(ids.max())
-        if largest >= self.vocab_size:
-            raise ValueError(
-                f"the batch holds token {largest}, but the reward model has {self.vocab_size} tokens: set "
-                "reward_model.model.input_tokenizer to the policy's tokenizer, which tokenizes the texts again"
-            )
 
 
 def last_values(
@@ -207,11 +187,3 @@ def at_last_token(scores: Tensor, responses: Tensor, attention_mask: Tensor) -> 
     last = (attention_mask[:, -width:] * torch.arange(1, width + 1)).amax(-1)
     placed = torch.zeros(responses.shape, dtype=torch.float32)
     return placed.scatter(1, (last - 1).clamp(min=0).unsqueeze(1), scores.float().unsqueeze(1))
-
-
-def inference_engine_config(config: "RewardModelConfig") -> FSDPEngineConfig | McoreEngineConfig:
-    """Return the engine's node. On an accelerator, weights that do not learn are held in the dtype of the compute."""
-    engine = effective_engine_config(engine_node(config), config, forward_only=True)
-    if isinstance(engine, McoreEngineConfig) or get_device_name() == "cpu" or engine.mixed_precision:
-        return engine
-    return dataclasses.replace(engine, model_dtype="bf16")
