@@ -67,10 +67,9 @@ class Execute(DynamicEnum):
     RANK_ZERO: "Execute"
 
 
-for _name in Dispatch.__annotations__:
-    Dispatch.register(_name)
-for _name in Execute.__annotations__:
-    Execute.register(_name)
+for _modes in (Dispatch, Execute):
+    for _name in _modes.__annotations__:
+        _modes.register(_name)
 
 
 class DispatchError(ValueError, AssertionError):

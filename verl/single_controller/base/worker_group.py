@@ -110,8 +110,8 @@ class WorkerGroup(DispatchGroup, ABC):
         self.fused_worker_used = False
         self.ended = False
         self._worker_names: list[str] = []
-        self._master_addr: str | None = None
-        self._master_port: str | None = None
+        self.master_address: str | None = None
+        self.master_port: str | None = None
         self._checker_thread: threading.Thread | None = None
 
     @abstractmethod

@@ -124,7 +124,7 @@ class RayWorkerGroup(WorkerGroup):
         groups = pool.get_placement_groups(strategy, device_name=self.device_name, timeout_s=self._start_timeout_s)
         groups = sort_placement_group_by_node_ip(groups)
         local_world_size = pool.store[0]
-        self._master_addr, self._master_port = self._choose_rendezvous(groups[0])
+        self.master_address, self.master_port = self._choose_rendezvous(groups[0])
         rank = 0
         for pg_index, group in enumerate(groups):
             if group.bundle_count < local_world_size:
@@ -162,8 +162,8 @@ class RayWorkerGroup(WorkerGroup):
             "WG_PREFIX": self.name_prefix,
             "WG_BACKEND": "ray",
             "RAY_LOCAL_WORLD_SIZE": str(local_world_size),
-            "MASTER_ADDR": str(self._master_addr),
-            "MASTER_PORT": str(self._master_port),
+            "MASTER_ADDR": str(self.master_address),
+            "MASTER_PORT": str(self.master_port),
             **self.customized_worker_env,
         }
 
@@ -225,8 +225,8 @@ class RayWorkerGroup(WorkerGroup):
         twin = self.from_detached(
             self.name_prefix, self._worker_names, self._workers, self.ray_cls_with_init, **self._kwargs
         )
-        twin._master_addr = self._master_addr
-        twin._master_port = self._master_port
+        twin.master_address = self.master_address
+        twin.master_port = self.master_port
         twin._starting = self._starting
         for pool in self._pools:
             twin._join_pool(pool)
@@ -361,16 +361,6 @@ class RayWorkerGroup(WorkerGroup):
         return state is not None and getattr(state, "state", "") == "ALIVE"
 
     # ---- properties
-
-    @property
-    def master_address(self) -> str | None:
-        """Address of the group's rendezvous."""
-        return self._master_addr
-
-    @property
-    def master_port(self) -> str | None:
-        """Port of the group's rendezvous."""
-        return self._master_port
 
     @property
     def workers(self) -> list[Actor]:

@@ -10,6 +10,7 @@ import os
 import re
 import time
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +19,14 @@ from torch import Tensor
 
 from verl.utils import envs
 
-_applied: set[str] = set()
 
-
+@cache
 def apply(on_cpu: bool) -> None:
     """Apply the patches for the device."""
-    if "all" in _applied:
-        return
     quiet_reload()
     if on_cpu:
         keep_plain_weights()
         draw_seeds_by_counter()
-    _applied.add("all")
 
 
 def quiet_reload() -> None:

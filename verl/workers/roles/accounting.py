@@ -57,32 +57,33 @@ def mfu(
 
 def begin_peak() -> None:
     """Reset the peaks of the device, and keep the earlier ones for ``memory_metrics``."""
-    if is_cuda_available or is_npu_available:
+    if _device_peaks():
         _keep_peaks()
         get_torch_device().reset_peak_memory_stats()
 
 
-def _keep_peaks() -> None:
+def _device_peaks() -> dict[str, float]:
+    """Return the peaks of device memory in GiB since they were reset; empty on a CPU."""
+    if not (is_cuda_available or is_npu_available):
+        return {}
     device = get_torch_device()
-    _peaks["allocated"] = max(_peaks["allocated"], device.max_memory_allocated() / _GIB)
-    _peaks["reserved"] = max(_peaks["reserved"], device.max_memory_reserved() / _GIB)
+    return {"allocated": device.max_memory_allocated() / _GIB, "reserved": device.max_memory_reserved() / _GIB}
+
+
+def _keep_peaks() -> None:
+    for name, peak in _device_peaks().items():
+        _peaks[name] = max(_peaks[name], peak)
 
 
 def memory_of(phase: str) -> dict[str, float]:
     """Return, in GiB, the peaks of device memory since ``begin_peak`` and the resident memory of this process now."""
     figures = {"max_rss_gb": psutil.Process().memory_info().rss / _GIB}  # over the ranks
-    if is_cuda_available or is_npu_available:
-        device = get_torch_device()
-        figures["max_allocated_gb"] = device.max_memory_allocated() / _GIB
-        figures["max_reserved_gb"] = device.max_memory_reserved() / _GIB
+    figures |= {f"max_{name}_gb": peak for name, peak in _device_peaks().items()}
     return {f"perf/memory/{phase}/{name}": value for name, value in figures.items()}
 
 
 def memory_metrics() -> dict[str, float]:
     """Return, in GiB, the peaks of device memory since the start of this process, and the host memory in use."""
-    metrics = {"perf/cpu_memory_used_gb": psutil.virtual_memory().used / _GIB}
-    if is_cuda_available or is_npu_available:
-        _keep_peaks()
-        metrics["perf/max_memory_allocated_gb"] = _peaks["allocated"]
-        metrics["perf/max_memory_reserved_gb"] = _peaks["reserved"]
-    return metrics
+    _keep_peaks()
+    peaks = {f"perf/max_memory_{name}_gb": _peaks[name] for name in _device_peaks()}
+    return {"perf/cpu_memory_used_gb": psutil.virtual_memory().used / _GIB} | peaks

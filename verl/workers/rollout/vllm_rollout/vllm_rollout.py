@@ -3,7 +3,8 @@
 import logging
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,7 @@ from verl.protocol import DataProto
 from verl.utils import envs
 from verl.utils.device import get_device_name
 from verl.utils.faults import fault_point
-from verl.utils.vllm import import_vllm
+from verl.utils.vllm import import_vllm, patch
 from verl.workers.rollout.base import BaseRollout, Bucket
 from verl.workers.rollout.batch import (
     check_prompt_lengths,
@@ -51,11 +52,10 @@ class vLLMRollout(BaseRollout):
         self._asleep: set[str] = set()
         with preserved_random_state():
             vllm = import_vllm()
-            token = _agree_on_shared_memory_name()
-            args = build_engine_args(config, model_config)
-            started = time.perf_counter()
-            self._llm = vllm.LLM(**args)
-            _forget_shared_memory_name(token)
+            with _shared_memory_named():
+                args = build_engine_args(config, model_config)
+                started = time.perf_counter()
+                self._llm = vllm.LLM(**args)
         self._can_sleep = bool(args.get("enable_sleep_mode", False))
         self._sleep_level = sleep_level(config)
         worker = self._llm.collective_rpc(lambda worker: worker)[0]
@@ -220,25 +220,20 @@ def sleep_level(config: "RolloutConfig") -> int:
     return 1 if keeps else 2
 
 
-def _agree_on_shared_memory_name() -> int | None:
-    """Name the engine's shared memory after a number that rank 0 draws for all ranks, and return the number."""
-    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
-        return None
-    from verl.utils.vllm import patch
+@contextmanager
+def _shared_memory_named() -> Iterator[None]:
+    """Name the engine's shared memory after a number that rank 0 draws for all ranks.
 
+    It is unlinked once all ranks have opened it, so that it disappears with the processes.
+    """
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        yield
+        return
     if envs.integer("LOCAL_RANK", 0) == 0:
         patch.remove_stale_shared_memory()
     token = [time.time_ns()]
     torch.distributed.broadcast_object_list(token, src=0)
     patch.name_shared_memory(token[0])
-    return token[0]
-
-
-def _forget_shared_memory_name(token: int | None) -> None:
-    """Unlink the shared memory once all ranks have opened it, so that it disappears with the processes."""
-    if token is None:
-        return
-    from verl.utils.vllm.patch import unlink_shared_memory
-
+    yield
     torch.distributed.barrier()
-    unlink_shared_memory(token)
+    patch.unlink_shared_memory(token[0])
