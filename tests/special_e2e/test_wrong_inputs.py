@@ -68,7 +68,7 @@ def test_refused_by_the_run(case: Case, late_runs: LateRuns) -> None:
 def run_alone(case: Case, workspace: Workspace, folder: Path) -> Answer:
     """Run the command of a case in a process of its own."""
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *words(case, Place(folder, workspace))]
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)} | workspace.preloaded_workers
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
     return Answer(done.returncode, done.stdout + done.stderr, folder)
 

@@ -92,7 +92,7 @@ class LateRuns:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.special_e2e.late_runs", str(folder / "cases.json"), *base],
                 cwd=folder,
-                env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+                env=os.environ | {"PYTHONPATH": str(REPOSITORY)} | workspace.preloaded_workers,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

@@ -118,8 +118,8 @@ def check_placement(schemes: Sequence[Sequence[Bundle]], strategy: str, pool_nam
     Raises: PlacementError, a ValueError, that names the demand, the cluster's resources and the shortage.
     """
     asked = _sum_bundles(schemes)
-    nodes = [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]
-    total = _sum_bundles([nodes])
+    machines = [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]
+    total = _sum_bundles([machines])
     start = f"resource pool {pool_name!r} asks for {_describe(schemes)}"
     missing = _shortage(asked, total)
     if missing:
@@ -128,11 +128,11 @@ def check_placement(schemes: Sequence[Sequence[Bundle]], strategy: str, pool_nam
         return
     for bundles in sorted(schemes, key=len, reverse=True):
         need = _sum_bundles([bundles])
-        fitting = [node for node in nodes if not _shortage(need, node)]
+        fitting = [machine for machine in machines if not _shortage(need, machine)]
         if not fitting:
-            sizes = [_pick_resources(node, need) for node in nodes]
+            sizes = [_pick_resources(machine, need) for machine in machines]
             raise PlacementError(f"{start}, the nodes still have {sizes}: missing one node with {need}")
-        host = min(fitting, key=lambda node: sum(node.get(name, 0) for name in need))
+        host = min(fitting, key=lambda machine: sum(machine.get(name, 0) for name in need))
         for name, amount in need.items():
             host[name] -= amount
 

@@ -72,7 +72,7 @@ class DAPORewardManager(NaiveRewardManager):
             exceeded = sample.length - (self.max_resp_len - buffer)
             penalty = min(-exceeded / buffer * self.overlong_buffer_cfg["penalty_factor"], 0.0)
             score.extras.setdefault("score", score.value)  # without the penalty, for the filter of DAPO
-            if self.overlong_buffer_cfg.get("log", False):
+            if self.overlong_buffer_cfg.get("log"):
                 score.extras |= {"overlong_reward": penalty, "overlong": penalty < 0}
             rewards.append(score.value + penalty)
         return rewards
