@@ -35,12 +35,7 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
 
 
 def rearrange(tensor: Tensor, pattern: str, **axes_lengths: int) -> Tensor:
-    """Reorder axes by an einops pattern.
+    """Reorder axes by an einops pattern; this needs the package einops."""
+    import einops
 
-    Raises: ImportError that says what to install.
-    """
-    try:
-        import einops
-    except ImportError as error:
-        raise ImportError("rearrange needs the package einops: pip install einops") from error
     return einops.rearrange(tensor, pattern, **axes_lengths)

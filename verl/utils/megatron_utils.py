@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from verl.utils.checkpoint.torch_dist import TENSORS_FOLDER
 from verl.utils.device import current_device, get_device_id
 from verl.utils.fs import local_mkdir_safe
+from verl.utils.import_utils import lazy_exports
 from verl.utils.megatron import cpu_support
 from verl.utils.megatron.ranks import AXES
 
@@ -34,10 +34,7 @@ _ABOVE = (
 """Established names whose code needs the model families; it lives in the layer above."""
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _ABOVE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module("verl.models.mcore.modules"), name)
+__getattr__ = lazy_exports(__name__, dict.fromkeys(_ABOVE, "verl.models.mcore.modules"))
 
 
 # ---- checkpoint folders, created if missing

@@ -3,8 +3,8 @@
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +21,7 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from verl.utils.fs import copy_to_local
+from verl.utils.import_utils import lazy_exports
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -34,10 +35,7 @@ _ABOVE = ("load_mcore_dist_weights", "load_megatron_gptmodel_weights")
 """Established names whose code needs the model families; it lives in the layer above."""
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _ABOVE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module("verl.models.mcore.modules"), name)
+__getattr__ = lazy_exports(__name__, dict.fromkeys(_ABOVE, "verl.models.mcore.modules"))
 
 
 @dataclass
@@ -116,16 +114,12 @@ def get_huggingface_actor_config(
 
 def get_generation_config(model: str, trust_remote_code: bool = False) -> GenerationConfig | None:
     """Load the generation configuration of a checkpoint, or derive it from the model's; None if both are missing."""
-    try:
+    with suppress(OSError):
         return GenerationConfig.from_pretrained(model)
-    except OSError:
-        pass
-    try:
-        return GenerationConfig.from_model_config(
-            AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
-        )
-    except (OSError, ValueError):  # ValueError: a folder without config.json
-        return None
+    with suppress(OSError, ValueError):  # ValueError: a folder without config.json
+        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+        return GenerationConfig.from_model_config(config)
+    return None
 
 
 def get_hf_model_path(config: Any, local_cache_path: str | None = None) -> str:

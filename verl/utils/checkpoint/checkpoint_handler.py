@@ -4,6 +4,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,15 +21,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-RESUME_MODES = ("auto", "disable", "resume_path")
 STEP_FOLDER = "global_step_"
 RUN_STATE_NAME = "run_state.json"
 
 
 class ResumeError(ValueError, AssertionError):
-    """The resume keys of ``trainer`` contradict each other or name no checkpoint."""
+    """``trainer.resume_from_path`` names no checkpoint."""
 
 
+@dataclass
 class CheckpointHandler:
     """Write ``<default_local_dir>/global_step_<N>/`` and resume from it.
 
@@ -44,35 +45,23 @@ class CheckpointHandler:
     Attributes: ``run_state`` holds the counters of the run, restored from the checkpoint.
     """
 
-    def __init__(
-        self,
-        engine: "BaseEngine",
-        train_dataloader: "StatefulDataLoader",
-        *,
-        default_local_dir: str,
-        max_ckpt_to_keep: int | None = None,
-        default_hdfs_dir: str | None = None,
-        resume_mode: str = "auto",
-        resume_from_path: str | None = None,
-    ) -> None:
-        if resume_mode not in RESUME_MODES:
-            raise ResumeError(f"trainer.resume_mode must be one of {RESUME_MODES}, got {resume_mode!r}")
-        if resume_mode == "resume_path" and not resume_from_path:
-            raise ResumeError(
-                "trainer.resume_mode=resume_path needs trainer.resume_from_path, a folder global_step_<N>"
-            )
-        if resume_from_path is not None and not Path(resume_from_path).name.removeprefix(STEP_FOLDER).isdigit():
-            raise ResumeError(f"trainer.resume_from_path={resume_from_path!r} must be a folder global_step_<N>")
-        self.engine = engine
-        self.train_dataloader = train_dataloader
-        self.default_local_dir = os.path.abspath(os.path.expanduser(default_local_dir))
-        self.max_ckpt_to_keep = max_ckpt_to_keep
-        self.default_hdfs_dir = default_hdfs_dir
-        self.resume_mode = resume_mode
-        self.resume_from_path = resume_from_path
+    engine: "BaseEngine"
+    train_dataloader: "StatefulDataLoader"
+    _: KW_ONLY
+    default_local_dir: str
+    max_ckpt_to_keep: int | None = None
+    default_hdfs_dir: str | None = None
+    resume_mode: str = "auto"
+    resume_from_path: str | None = None
+    run_state: dict[str, Any] = field(default_factory=dict, init=False)
+    _unfinished: int | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        path = self.resume_from_path
+        if path is not None and not Path(path).name.removeprefix(STEP_FOLDER).isdigit():
+            raise ResumeError(f"trainer.resume_from_path={path!r} must be a folder global_step_<N>")
+        self.default_local_dir = os.path.abspath(os.path.expanduser(self.default_local_dir))
         self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self.run_state: dict[str, Any] = {}
-        self._unfinished: int | None = None
 
     def save_checkpoint(self, step: int, run_state: Mapping[str, Any] | None = None) -> str:
         """Write a checkpoint, name it as the latest, and return its folder; collective.

@@ -5,6 +5,7 @@ import os
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import InitVar, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,7 @@ State = dict[str, Any]
 """A state dict: tensors and plain values under names."""
 
 
+@dataclass(eq=False)
 class BaseCheckpointManager(ABC):
     """Save and load the parts that ``checkpoint_config`` (``save_contents, load_contents``) lists.
 
@@ -46,22 +48,15 @@ class BaseCheckpointManager(ABC):
     the training dtype.
     """
 
-    def __init__(
-        self,
-        model: nn.Module | list[nn.Module],
-        optimizer: torch.optim.Optimizer | None = None,
-        lr_scheduler: Stateful | None = None,
-        processing_class: "PreTrainedTokenizerBase | ProcessorMixin | None" = None,
-        checkpoint_config: Mapping[str, Any] | None = None,
-        source_dtype: torch.dtype | None = None,
-        source_folder: str | None = None,
-    ) -> None:
-        self.model = model
-        self.optimizer = optimizer
-        self.lr_scheduler = lr_scheduler
-        self.processing_class = processing_class
-        self.source_dtype = source_dtype
-        self.source_folder = source_folder
+    model: nn.Module | list[nn.Module]
+    optimizer: torch.optim.Optimizer | None = None
+    lr_scheduler: Stateful | None = None
+    processing_class: "PreTrainedTokenizerBase | ProcessorMixin | None" = None
+    checkpoint_config: InitVar[Mapping[str, Any] | None] = None
+    source_dtype: torch.dtype | None = None
+    source_folder: str | None = None
+
+    def __post_init__(self, checkpoint_config: Mapping[str, Any] | None) -> None:
         self.save_contents = _contents(checkpoint_config, "save_contents", _DEFAULT_CONTENTS)
         self.load_contents = _contents(checkpoint_config, "load_contents", self.save_contents)
         self.should_save_model = "model" in self.save_contents

@@ -276,13 +276,11 @@ class MegatronCheckpointManager(BaseCheckpointManager):
         except files.CheckpointError as error:
             return [str(error)]
         found = reader.names()
+        weights = {name for name in found if not name.startswith(OPTIMIZER_KEYS)}
         if lacking := sorted(needed - found):
-            if all(name.startswith(OPTIMIZER_KEYS) for name in lacking) and not any(
-                name.startswith(OPTIMIZER_KEYS) for name in found
-            ):
+            if weights == found and all(name.startswith(OPTIMIZER_KEYS) for name in lacking):
                 return ["the optimizer was never saved: leave that part out of checkpoint.load_contents"]
             return [f"it belongs to another model: it lacks {lacking[0]}"]
-        weights = {name for name in found if not name.startswith(OPTIMIZER_KEYS)}
         if self.should_load_model and (other := sorted(weights - needed)):
             return [f"it belongs to another model: it holds {other[0]}"]
         padding = json.loads((folder / files.MEGATRON_LAYOUT_NAME).read_text())["tp"]
@@ -338,11 +336,8 @@ def _as_chained(state: dict[Any, Any], optimizer: "MegatronOptimizer") -> dict[A
     places = [state] if len(own) == 1 else [state.get(at, {}) for at in range(len(own))]
     if all("optimizer" in place for place in places) and (len(own) == 1 or "optimizer" not in state):
         return state
-    saved = [
-        part
-        for part in (state, *(state[key] for key in sorted(k for k in state if isinstance(k, int))))
-        if "optimizer" in part
-    ]
+    parts = [state, *(state[key] for key in sorted(k for k in state if isinstance(k, int)))]
+    saved = [part for part in parts if "optimizer" in part]
     if not saved:  # the plain fp32 optimizer, whose state is torch's
         return state
     names = ("wd_mult", "lr_mult", "is_decoupled_lr")

@@ -1,8 +1,7 @@
 """Parameters and tokens under Megatron-Core's sequence parallelism."""
 
+import torch
 from torch import Tensor
-
-from verl.utils.seqlen_balancing import roundup_divisible
 
 
 def mark_parameter_as_sequence_parallel(parameter: Tensor) -> None:
@@ -23,9 +22,5 @@ def pad_to_sequence_parallel(unpad_tokens: Tensor) -> Tensor:
     from megatron.core import parallel_state
 
     size = parallel_state.get_tensor_model_parallel_world_size()
-    missing = roundup_divisible(len(unpad_tokens), size) - len(unpad_tokens)
-    if not missing:
-        return unpad_tokens
-    padded = unpad_tokens.new_zeros(len(unpad_tokens) + missing, *unpad_tokens.shape[1:])
-    padded[: len(unpad_tokens)] = unpad_tokens
-    return padded
+    padding = unpad_tokens.new_zeros(-len(unpad_tokens) % size, *unpad_tokens.shape[1:])
+    return torch.cat([unpad_tokens, padding])
