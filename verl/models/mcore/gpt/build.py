@@ -165,24 +165,16 @@ def init_mcore_model(
         if value:
             model.output_layer = ValueHead(tf_config)
         attach_picker(model, groups.tp)
+    # The optimizer must reduce the gradients of experts over their own group if their tensor parallelism differs from
+    # that of the dense layers. Megatron-Core 0.16.1 marks them for expert parallelism only. Without the mark it would
+    # not sum the gradients of experts that each tensor-parallel worker holds whole.
+    marks_experts = tf_config.expert_tensor_parallel_size != tf_config.tensor_model_parallel_size
     for name, parameter in model.named_parameters():
         if freeze_moe_router and ".router." in name:
             parameter.requires_grad_(False)
-    mark_experts(model)
+        if marks_experts and ".experts." in name:
+            parameter.allreduce = False
     return model
-
-
-def mark_experts(model: GPTModel) -> None:
-    """Mark experts whose tensor parallelism differs from the dense layers', so that the optimizer reduces their
-    gradients over the right group.
-
-    Megatron-Core 0.16.1 marks them for expert parallelism only. Without the mark it would not sum the gradients of
-    experts that each tensor-parallel worker holds whole.
-    """
-    if model.config.expert_tensor_parallel_size != model.config.tensor_model_parallel_size:
-        for name, parameter in model.named_parameters():
-            if ".experts." in name:
-                parameter.allreduce = False
 
 
 def attach_picker(model: GPTModel, tp_group: ProcessGroup) -> None:

@@ -16,7 +16,7 @@ from verl.base_config import as_yaml
 from verl.utils.device import current_device, get_device_name
 from verl.utils.device.gloo import use_one_thread
 from verl.utils.distributed import group_timeout, initialize_lone_process_group
-from verl.utils.megatron.ranks import expert_layout_problem
+from verl.utils.megatron.ranks import expert_layout_problem, place_of
 from verl.utils.numerics.seeding import derive_seed, seed_process
 from verl.workers.engine.accumulate import Shares
 
@@ -58,21 +58,14 @@ def make_layout(config: "McoreEngineConfig") -> Layout:
     if not dist.is_initialized():
         initialize_lone_process_group()
     world_size = dist.get_world_size()
-    tp = config.tensor_model_parallel_size
-    pp = config.pipeline_model_parallel_size
-    cp = config.context_parallel_size
+    place = place_of(dist.get_rank(), world_size, vars(config))
     sizes = {
-        "tensor_model_parallel_size": tp,
-        "pipeline_model_parallel_size": pp,
-        "context_parallel_size": cp,
+        "tensor_model_parallel_size": place.tp_size,
+        "pipeline_model_parallel_size": place.pp_size,
+        "context_parallel_size": place.cp_size,
         "expert_model_parallel_size": config.expert_model_parallel_size,
-        "expert_tensor_parallel_size": config.expert_tensor_parallel_size or tp,
+        "expert_tensor_parallel_size": config.expert_tensor_parallel_size or place.tp_size,
     }
-    if world_size % (tp * pp * cp):
-        raise ValueError(
-            f"megatron.tensor_model_parallel_size={tp} x pipeline_model_parallel_size={pp} x "
-            f"context_parallel_size={cp} must divide the {world_size} workers"
-        )
     if (found := expert_layout_problem(world_size, vars(config), get_device_name() == "cpu")) is not None:
         key, value, fault = found
         raise ValueError(f"megatron.{key}={as_yaml(value)} {fault}")
@@ -94,10 +87,10 @@ def make_layout(config: "McoreEngineConfig") -> Layout:
         rank=dist.get_rank(),
         world_size=world_size,
         device=device,
-        shares=Shares(whole.size(), cp, device, whole, dp_group.rank(), dp_group),
-        tp_size=tp,
-        pp_size=pp,
-        cp_size=cp,
+        shares=Shares(whole.size(), place.cp_size, device, whole, dp_group.rank(), dp_group),
+        tp_size=place.tp_size,
+        pp_size=place.pp_size,
+        cp_size=place.cp_size,
         tp_group=parallel_state.get_tensor_model_parallel_group(),
         pp_group=parallel_state.get_pipeline_model_parallel_group(),
         cp_group=parallel_state.get_context_parallel_group(),
