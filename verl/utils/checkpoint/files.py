@@ -96,7 +96,6 @@ def write_file(folder: StrPath, name: str, write: Callable[[BinaryIO], object]) 
     path = Path(folder, name)
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    summing: _Summing | None = None
     try:
         with unfinished.open("wb") as file:
             summing = _Summing(file)
@@ -105,14 +104,13 @@ def write_file(folder: StrPath, name: str, write: Callable[[BinaryIO], object]) 
             os.fsync(file.fileno())
         unfinished.replace(path)
     except (OSError, RuntimeError) as error:
-        reason = error if isinstance(error, OSError) else summing.error if summing else None
+        reason = error if isinstance(error, OSError) else summing.error
         if reason is None:
             raise
         hint = "free disk space or set trainer.default_local_dir to another disk"
         raise OSError(reason.errno, f"{reason.strerror}: {hint}", str(path)) from error
     finally:
         unfinished.unlink(missing_ok=True)
-    assert summing is not None
     sync_folder(path.parent)
     return FileRecord(name, summing.num_bytes, summing.crc32)
 

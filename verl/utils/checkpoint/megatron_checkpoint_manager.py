@@ -11,7 +11,7 @@ import logging
 import pickle
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,8 +49,8 @@ class _Save:
     hdfs_path: str | None
     global_step: int
     max_ckpt_to_keep: int | None
-    records: list[files.FileRecord] = field(default_factory=list)
-    tensors: dist_checkpointing.PendingSave | None = None
+    records: list[files.FileRecord]
+    tensors: dist_checkpointing.PendingSave
 
 
 class MegatronCheckpointManager(BaseCheckpointManager):
@@ -123,22 +123,20 @@ class MegatronCheckpointManager(BaseCheckpointManager):
             shutil.rmtree(folder / TENSORS_FOLDER, ignore_errors=True)
             (folder / TENSORS_FOLDER).mkdir()
         self.barrier()
-        save = _Save(local_path, hdfs_path, global_step, max_ckpt_to_keep)
-        if self.should_save_extra:
-            save.records.append(self._write_random_state(folder))
-        save.records += self._write_shared_files(folder, named_weights)
+        records = [self._write_random_state(folder)] if self.should_save_extra else []
+        records += self._write_shared_files(folder, named_weights)
         state = self._sharded(self.save_contents, is_loading=False)
         if self.should_save_extra and self.lr_scheduler is not None:
             state["lr_scheduler"] = self.lr_scheduler.state_dict()
 
         def behind_tensors() -> None:
             fault_point("save_checkpoint", rank=self.rank, step=global_step)
-            save.records.extend(self._tensor_files(folder, f"__{self.rank}_"))
+            records.extend(self._tensor_files(folder, f"__{self.rank}_"))
 
-        save.tensors = dist_checkpointing.save_dist_checkpointing(
+        tensors = dist_checkpointing.save_dist_checkpointing(
             state, folder / TENSORS_FOLDER, self.is_async, behind_tensors
         )
-        self._running = save
+        self._running = _Save(local_path, hdfs_path, global_step, max_ckpt_to_keep, records, tensors)
         if not self.is_async:
             self.finish_checkpoint()
 
@@ -152,7 +150,6 @@ class MegatronCheckpointManager(BaseCheckpointManager):
         save = self._running
         if save is None:
             return True
-        assert save.tensors is not None
         if not wait and self.agree([] if save.tensors.is_written else ["writing"]):
             return False
         self._running = None
