@@ -151,8 +151,10 @@ def index_select_tensor_dict(batch: TensorDict | None, indices: Indices) -> Tens
 
     Raises: IndexError when an index is out of range.
     """
-    if batch is None:
-        return None
+    return None if batch is None else _select_rows(batch, indices)
+
+
+def _select_rows(batch: TensorDict, indices: Indices) -> TensorDict:
     index = resolve_indices(indices, batch.batch_size[0])
     rows = {key: take_rows(value, index) for key, value in batch.items()}
     return TensorDict(rows, batch_size=[len(index)], device=batch.device)
@@ -237,9 +239,7 @@ def _rows_of(tensordict: TensorDict, rows: slice | Tensor) -> TensorDict:
         if not any(isinstance(value, Tensor) and value.is_nested for value in tensordict.values()):
             return tensordict[rows]
         rows = torch.arange(*rows.indices(tensordict.batch_size[0]))
-    selected = index_select_tensor_dict(tensordict, rows)
-    assert selected is not None
-    return selected
+    return _select_rows(tensordict, rows)
 
 
 def assert_tensordict_eq(tensordict1: TensorDict, tensordict2: TensorDict) -> None:
@@ -293,9 +293,7 @@ def pad_to_divisor(data: TensorDict, size_divisor: int) -> tuple[TensorDict, int
         logger.warning("an empty TensorDict is not padded")
     if not added:
         return data, 0
-    padded = index_select_tensor_dict(data, torch.tensor([*range(num_rows), *added]))
-    assert padded is not None
-    return padded, len(added)
+    return _select_rows(data, torch.tensor([*range(num_rows), *added])), len(added)
 
 
 def unpad(data: TensorDict, pad_size: int) -> TensorDict:

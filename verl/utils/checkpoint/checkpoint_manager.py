@@ -226,7 +226,7 @@ class BaseCheckpointManager(ABC):
 
 
 class _NoPathError(ValueError, AssertionError):
-    pass
+    """Neither a local nor a remote path was given."""
 
 
 def _contents(config: Mapping[str, Any] | None, key: str, default: Iterable[str]) -> list[str]:
