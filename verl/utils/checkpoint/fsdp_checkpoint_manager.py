@@ -122,8 +122,7 @@ class FSDPCheckpointManager(BaseCheckpointManager):
                     name = part_name(content, self.world_size, self.rank)
                     if content == "model":
                         weights = _matched(name, self.model.state_dict(), state)
-                    elif content == "optimizer":
-                        assert self.optimizer is not None
+                    elif content == "optimizer" and self.optimizer is not None:
                         state = _matched_optimizer(name, self.optimizer, state)
                     states[content] = state
                 except files.CheckpointError as error:
@@ -132,8 +131,7 @@ class FSDPCheckpointManager(BaseCheckpointManager):
         with torch.no_grad():
             for value, saved in weights:
                 _local(value).copy_(saved)
-        if "optimizer" in states:
-            assert self.optimizer is not None
+        if "optimizer" in states and self.optimizer is not None:
             self.optimizer.load_state_dict(states["optimizer"])
         if "extra" in states:
             self._load_extra(states["extra"])

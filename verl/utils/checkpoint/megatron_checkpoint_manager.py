@@ -77,9 +77,8 @@ class MegatronCheckpointManager(BaseCheckpointManager):
         if "model" not in contents and "optimizer" not in contents:
             return {}
         state = dist_checkpointing.sharded_weights(self.model)
-        if "optimizer" not in contents:
+        if "optimizer" not in contents or self.optimizer is None:
             return state
-        assert self.optimizer is not None
         optimizer = self.optimizer.sharded_state_dict(
             dict(state), is_loading=is_loading, metadata=dict(dist_checkpointing.METADATA)
         )
@@ -220,8 +219,7 @@ class MegatronCheckpointManager(BaseCheckpointManager):
             for key, chunk in zip(dist_checkpointing.chunk_names(self.model), self.model, strict=True):
                 chunk.load_state_dict(state[key])
         rates = _own_rates(self.optimizer)
-        if self.should_load_optimizer:
-            assert self.optimizer is not None
+        if self.should_load_optimizer and self.optimizer is not None:
             self.optimizer.load_state_dict(_as_chained(state["optimizer"], self.optimizer))
         elif self.optimizer is not None and self.should_load_model:
             self.optimizer.reload_model_params()
