@@ -1,4 +1,4 @@
-"""Writes ``docs/errors.md``: every wrong input of the tests with the message that it gets now.
+"""Write ``docs/errors.md``: every wrong input of the tests with its message.
 
 python -m tests.special_e2e.errors_page
 """
@@ -22,10 +22,10 @@ TITLES = {
 }
 HEAD = (
     "# Messages\n\n"
-    "What a wrong input gets from `python -m verl.trainer.main_ppo`. Nearly all are found before Ray starts, in a "
-    "second or two and without importing torch: exit code 2. Those marked with ◦ only your code or the workers can "
-    "find: exit code 1, with the whole trace in `error.log` of `trainer.default_local_dir`.\n\n"
-    "The inputs are those of `tests/special_e2e/wrong_input_cases.py`, where each is tried; `python -m "
+    "Messages of `python -m verl.trainer.main_ppo` for wrong input. Nearly all errors are found before Ray starts, in "
+    "a second or two and without importing torch; the exit code is 2. Only your code or the workers can find those "
+    "marked with ◦; the exit code is 1, and `error.log` in `trainer.default_local_dir` holds the whole trace.\n\n"
+    "`tests/special_e2e/wrong_input_cases.py` lists the inputs, and a test tries each. `python -m "
     "tests.special_e2e.errors_page` writes this page. `…` stands for a folder.\n"
 )
 
