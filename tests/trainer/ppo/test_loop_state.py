@@ -1,6 +1,5 @@
 """What a resumed run continues from: the position in the data, the checkpoint folder; and the dumps of a step."""
 
-import dataclasses
 import json
 import shutil
 import time
@@ -15,7 +14,6 @@ from omegaconf import OmegaConf
 from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo import loaders
 from verl.trainer.ppo.checkpoint import (
-    CheckpointPlan,
     Checkpoints,
     load_driver_state,
     remove_emptied_folders,
@@ -247,15 +245,11 @@ LOADER = SimpleNamespace(state_dict=dict)
 KL_CONTROLLER = SimpleNamespace(state_dict=dict)
 
 
-def plan_for(root, in_background=False):
-    return CheckpointPlan(
-        root=root,
-        remote=f"{root}/remote",
-        frequency=1,
-        redundant_s=0.0,
-        keep={"actor": 1, "critic": 1},
-        in_background=in_background,
-    )
+def checkpoints_of(root, state, groups, in_background=False, save_freq=1):
+    trainer = {"default_local_dir": str(root), "default_hdfs_dir": f"{root}/remote", "save_freq": save_freq}
+    trainer |= {"max_actor_ckpt_to_keep": 1, "max_critic_ckpt_to_keep": 1}
+    node = {"trainer": trainer, "actor_rollout_ref": {"actor": {"checkpoint": {"async_save": in_background}}}}
+    return Checkpoints(RunConfig.parse(OmegaConf.create(node)), state, groups, LOADER, KL_CONTROLLER)
 
 
 def test_a_checkpoint_is_removed_only_when_the_next_one_is_named(tmp_path):
@@ -263,11 +257,11 @@ def test_a_checkpoint_is_removed_only_when_the_next_one_is_named(tmp_path):
     state = RunState(seed=1, total_steps=9)
     groups = {"actor": WritingGroup(tmp_path), "critic": WritingGroup(tmp_path, dies_at=3)}
     for state.step in (1, 2):
-        Checkpoints(plan_for(tmp_path), state, groups, LOADER, KL_CONTROLLER).save()
+        checkpoints_of(tmp_path, state, groups).save()
         assert [path.name for path in tmp_path.glob("global_step_*")] == [f"global_step_{state.step}"]
     state.step = 3
     with pytest.raises(RuntimeError, match="killed"):
-        Checkpoints(plan_for(tmp_path), state, groups, LOADER, KL_CONTROLLER).save()
+        checkpoints_of(tmp_path, state, groups).save()
     assert read_tracker(tmp_path, None) == 2
     assert load_driver_state(tmp_path / "remote" / "global_step_1") == (
         {},
@@ -283,30 +277,30 @@ def test_a_checkpoint_in_the_background_is_named_when_all_workers_are_done(tmp_p
         def finish_checkpoint(self, wait):
             return [True, self.done or wait]
 
-    plan = plan_for(tmp_path, in_background=True)
     state = RunState(seed=1, total_steps=9, step=1)
     groups = {"actor": SlowGroup(tmp_path)}
-    Checkpoints(plan, state, groups, LOADER, KL_CONTROLLER).save()
-    Checkpoints(plan, state, groups, LOADER, KL_CONTROLLER).finish(wait=False)
+    checkpoints = checkpoints_of(tmp_path, state, groups, in_background=True)
+    checkpoints.save()
+    checkpoints.finish(wait=False)
     assert state.unfinished_checkpoint == 1 and read_tracker(tmp_path, None) is None
     groups["actor"].done = True
-    Checkpoints(plan, state, groups, LOADER, KL_CONTROLLER).finish(wait=False)
+    checkpoints.finish(wait=False)
     assert state.unfinished_checkpoint is None and read_tracker(tmp_path, None) == 1
     groups["actor"].done = False
     state.step = 9
-    Checkpoints(plan, state, groups, LOADER, KL_CONTROLLER).save()  # the last step waits
+    checkpoints.save()  # the last step waits
     assert read_tracker(tmp_path, None) == 9
 
 
 def test_when_a_checkpoint_is_due(tmp_path, monkeypatch):
-    plan = dataclasses.replace(plan_for(tmp_path), frequency=3)
     state = RunState(seed=1, total_steps=7)
-    assert [state.step for state.step in range(1, 8) if plan.is_due(state)] == [3, 6, 7]
+    checkpoints = checkpoints_of(tmp_path, state, {}, save_freq=3)
+    assert [state.step for state.step in range(1, 8) if checkpoints.is_due()] == [3, 6, 7]
     monkeypatch.setenv("MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP", str(int(time.time()) + 100))
     state.step = 1
-    assert not plan.is_due(state)
+    assert not checkpoints.is_due()
     state.max_step_s = 60.0
-    assert plan.is_due(state)
+    assert checkpoints.is_due()
 
 
 def test_dumps_are_in_the_order_in_which_rows_were_asked_for(tmp_path, monkeypatch):

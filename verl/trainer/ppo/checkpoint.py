@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -21,56 +21,6 @@ from verl.utils.checkpoint import should_save_ckpt_esi, write_tracker_atomically
 from verl.utils.checkpoint.files import write_file
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class CheckpointPlan:
-    """When checkpoints are written, and where to.
-
-    Attributes:
-        root: folder of the run.
-        remote: folder that checkpoints are copied to; None for no copy.
-        frequency: steps between two checkpoints; 0 or less for none.
-        redundant_s: margin in seconds of the save before rented capacity expires.
-        keep: role -> number of checkpoints that are kept; None keeps all.
-        in_background: whether workers write while training goes on.
-    """
-
-    root: Path
-    remote: str | None
-    frequency: int
-    redundant_s: float
-    keep: Mapping[str, int | None]
-    in_background: bool
-
-    @classmethod
-    def of(cls, run: RunConfig) -> Self:
-        """Read the plan from the configuration of a run."""
-        options = run.trainer
-        keep = {"actor": options.max_actor_ckpt_to_keep, "critic": options.max_critic_ckpt_to_keep}
-        if options.remove_previous_ckpt_in_save:
-            keep = {"actor": 1, "critic": 1}
-            logger.warning("trainer.remove_previous_ckpt_in_save is deprecated: set max_actor_ckpt_to_keep=1")
-        return cls(
-            root=run_folder(run),
-            remote=options.default_hdfs_dir,
-            frequency=options.save_freq,
-            redundant_s=options.esi_redundant_time,
-            keep=keep,
-            in_background=run.actor_rollout_ref.actor.checkpoint.async_save
-            or (run.critic is not None and run.critic.checkpoint.async_save),
-        )
-
-    def folder(self, step: int) -> Path:
-        """Return the folder of the checkpoint of a step."""
-        return self.root / f"{FOLDER_PREFIX}{step}"
-
-    def is_due(self, state: RunState) -> bool:
-        """Whether to save after the current step: by frequency, at the end, or because capacity is about to expire."""
-        if should_save_ckpt_esi(state.max_step_s, redundant_time=self.redundant_s):
-            logger.warning("the rented capacity is about to expire: saving step %d early", state.step)
-            return True
-        return state.is_last_step or state.step % self.frequency == 0
 
 
 # ---- the state of the driver
@@ -117,14 +67,37 @@ def remove_emptied_folders(root: str | Path) -> None:
 class Checkpoints:
     """The checkpoints of a run: parts of the workers, the state of the driver, and the tracker that names the latest.
 
-    Attributes: ``groups`` maps a role, actor or critic, to its workers.
+    Attributes: ``groups`` maps a role, actor or critic, to its workers, and ``keep`` to the number of checkpoints that
+        are kept, None for all. With ``in_background`` workers write while training goes on.
     """
 
-    plan: CheckpointPlan
+    run: RunConfig
     state: RunState
     groups: Mapping[str, RayWorkerGroup]
     loader: StatefulDataLoader
     kl_ctrl: KLController
+
+    def __post_init__(self) -> None:
+        options = self.run.trainer
+        self.root = run_folder(self.run)
+        self.keep = {"actor": options.max_actor_ckpt_to_keep, "critic": options.max_critic_ckpt_to_keep}
+        if options.remove_previous_ckpt_in_save:
+            self.keep = {"actor": 1, "critic": 1}
+            logger.warning("trainer.remove_previous_ckpt_in_save is deprecated: set max_actor_ckpt_to_keep=1")
+        nodes = (self.run.actor_rollout_ref.actor, self.run.critic)
+        self.in_background = any(node is not None and node.checkpoint.async_save for node in nodes)
+
+    def folder(self, step: int) -> Path:
+        """Return the folder of the checkpoint of a step."""
+        return self.root / f"{FOLDER_PREFIX}{step}"
+
+    def is_due(self) -> bool:
+        """Whether to save after the current step: by frequency, at the end, or because capacity is about to expire."""
+        options = self.run.trainer
+        if should_save_ckpt_esi(self.state.max_step_s, redundant_time=options.esi_redundant_time):
+            logger.warning("the rented capacity is about to expire: saving step %d early", self.state.step)
+            return True
+        return self.state.is_last_step or self.state.step % options.save_freq == 0
 
     def save(self) -> None:
         """Write the parts of the workers, the state of the driver, and last the tracker; then remove older checkpoints.
@@ -133,8 +106,9 @@ class Checkpoints:
         """
         self.finish()
         state = self.state
-        folder = self.plan.folder(state.step)
-        remote = None if self.plan.remote is None else f"{self.plan.remote}/{folder.name}"
+        folder = self.folder(state.step)
+        remote = self.run.trainer.default_hdfs_dir
+        remote = None if remote is None else f"{remote}/{folder.name}"
         for role, group in self.groups.items():
             group.save_checkpoint(f"{folder}/{role}", None if remote is None else f"{remote}/{role}", state.step)
         driver = {"kl_ctrl_in_reward": self.kl_ctrl.state_dict(), "seed": state.seed, "epoch": state.epoch}
@@ -143,24 +117,24 @@ class Checkpoints:
             hdfs_io.makedirs(remote, exist_ok=True)
             hdfs_io.copy(f"{folder}/{DATA_NAME}", f"{remote}/{DATA_NAME}")
         state.unfinished_checkpoint = state.step
-        self.finish(wait=not self.plan.in_background or state.is_last_step)
+        self.finish(wait=not self.in_background or state.is_last_step)
 
     def finish(self, wait: bool = True) -> None:
         """Name the unfinished checkpoint as the latest if all workers are done; ``wait`` waits for them."""
         step = self.state.unfinished_checkpoint
         if step is None:
             return
-        if self.plan.in_background:
+        if self.in_background:
             done = [all(group.finish_checkpoint(wait)) for group in self.groups.values()]  # asks every group
             if not all(done):
                 return
         self.state.unfinished_checkpoint = None
-        write_tracker_atomically(self.plan.root, step)
+        write_tracker_atomically(self.root, step)
         for role, group in self.groups.items():
-            keep = self.plan.keep[role]
+            keep = self.keep[role]
             if keep:
-                group.keep_latest_checkpoints(f"{self.plan.folder(step)}/{role}", keep)
-        remove_emptied_folders(self.plan.root)
+                group.keep_latest_checkpoints(f"{self.folder(step)}/{role}", keep)
+        remove_emptied_folders(self.root)
 
     def load(self, folder: Path, delete_after_load: bool = False) -> None:
         """Restore workers and driver from the folder of a checkpoint."""

@@ -18,7 +18,7 @@ from verl.single_controller.base.phase import phase
 from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo import loaders, metric_utils, profiling
-from verl.trainer.ppo.checkpoint import CheckpointPlan, Checkpoints
+from verl.trainer.ppo.checkpoint import Checkpoints
 from verl.trainer.ppo.core_algos import AdvantageEstimator, agg_loss
 from verl.trainer.ppo.loaders import CollateFn, Rows
 from verl.trainer.ppo.phases import check_rollout, checked_phase, needs_old_log_probs, tensors_of
@@ -265,9 +265,9 @@ class RayPPOTrainer:
         """Resume, keep the records of the run, and close them in every case."""
         options = self.run_config.trainer
         rollout = self.run_config.actor_rollout_ref.rollout
-        plan = CheckpointPlan.of(self.run_config)
+        groups = self.trained_groups()
         loader = self.train_dataloader
-        self.checkpoints = Checkpoints(plan, self.state, self.trained_groups(), loader, self.kl_ctrl_in_reward)
+        self.checkpoints = Checkpoints(self.run_config, self.state, groups, loader, self.kl_ctrl_in_reward)
         resumed = self._load_checkpoint()
         profiling.check_steps(self.run_config.global_profiler.steps, self.state.total_steps, resumed or 0)
         self.output = RunOutput(options, self.config, resumed, self.state.total_steps, metric_utils.describe_step)
@@ -577,7 +577,7 @@ class RayPPOTrainer:
         timing: Timing = {}
         if options.test_freq > 0 and state.step % options.test_freq:
             self._validate_after_step(metrics, timing)
-        if not self.checkpoints.plan.folder(state.step).exists():
+        if not self.checkpoints.folder(state.step).exists():
             self._save_after_step(timing)
         self.checkpoints.finish()
         metrics |= {f"timing_s/{name}": seconds for name, seconds in timing.items()}
@@ -647,10 +647,10 @@ class RayPPOTrainer:
 
     def _save_after_step(self, timing: Timing) -> None:
         """Write a checkpoint every ``trainer.save_freq`` steps, after the last one, and before capacity expires."""
-        if self.checkpoints.plan.frequency <= 0:
+        if self.run_config.trainer.save_freq <= 0:
             return
         self.checkpoints.finish(wait=self.is_last_step)
-        if self.checkpoints.plan.is_due(self.state):
+        if self.checkpoints.is_due():
             with self._timed("save_checkpoint", timing):
                 self._save_checkpoint()
 
