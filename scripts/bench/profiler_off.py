@@ -19,7 +19,7 @@ import torch
 
 from verl.single_controller.base.decorator import MAGIC_ATTR, Dispatch, register
 from verl.single_controller.base.worker_group import registered_methods
-from verl.trainer.main_ppo import TaskRunner, run_ppo, worker_class
+from verl.trainer.main_ppo import TaskRunner, run_ppo
 from verl.utils.observe.console import get_console
 from verl.utils.profiler import DistProfiler, ProfilerConfig, marked_timer
 from verl.utils.profiler import profile as profile_module
@@ -176,8 +176,8 @@ class SwitchedRunner(TaskRunner):
 
         from verl.trainer.ppo.utils import Role
 
-        _, group = super().add_actor_rollout_worker(config)
-        cls = switched_worker(worker_class("actor_rollout_ref.actor.strategy", config.actor_rollout_ref.actor.strategy))
+        cls, group = super().add_actor_rollout_worker(config)
+        cls = switched_worker(cls)
         self.role_worker_mapping[Role.ActorRollout] = ray.remote(cls)
         return cls, group
 

@@ -16,15 +16,13 @@ from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo.utils import Role, config_needs_reference, need_critic
 from verl.trainer.run.clock import CLOCK, receive_moments
 from verl.trainer.run.display import LocalDisplay
+from verl.utils.import_utils import lazy_exports
 
 logger = logging.getLogger(__name__)
 
 
-def __getattr__(name: str) -> Any:
-    """Import the names that need torch when they are first asked for."""
-    if name in ("create_rl_dataset", "create_rl_sampler"):
-        return getattr(importlib.import_module("verl.utils.dataset.factory"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+_FACTORY = "verl.utils.dataset.factory"
+__getattr__ = lazy_exports(__name__, {"create_rl_dataset": _FACTORY, "create_rl_sampler": _FACTORY})  # they need torch
 
 
 @hydra_main("ppo_trainer")
@@ -116,15 +114,17 @@ class TaskRunner:
     def add_actor_rollout_worker(self, config: DictConfig) -> tuple[type, Any]:
         """Choose the worker of actor and rollout; returns its class and that of its worker group."""
         from verl.single_controller.ray import RayWorkerGroup
+        from verl.workers.roles import ActorRolloutRefWorker
 
-        cls = worker_class("actor_rollout_ref.actor.strategy", config.actor_rollout_ref.actor.strategy)
-        self._add(Role.ActorRollout, cls)
-        return cls, RayWorkerGroup
+        self._add(Role.ActorRollout, ActorRolloutRefWorker)
+        return ActorRolloutRefWorker, RayWorkerGroup
 
     def add_critic_worker(self, config: DictConfig) -> None:
         """Choose the worker of the critic, if one is trained."""
         if need_critic(config):
-            self._add(Role.Critic, worker_class("critic.strategy", config.critic.strategy, "CriticWorker"))
+            from verl.workers.roles import CriticWorker
+
+            self._add(Role.Critic, CriticWorker)
 
     def init_resource_pool_mgr(self, config: DictConfig) -> Any:
         """Lay out the pools: ``global_pool``, and ``reward_pool`` if the reward model has its own."""
@@ -140,8 +140,10 @@ class TaskRunner:
         """Choose the worker of the reward model, if one is enabled."""
         reward = config.reward_model
         if reward.enable:
-            cls = worker_class("reward_model.strategy", reward.strategy, "RewardModelWorker")
-            self._add(Role.RewardModel, cls, "reward_pool" if reward.enable_resource_pool else "global_pool")
+            from verl.workers.roles import RewardModelWorker
+
+            pool = "reward_pool" if reward.enable_resource_pool else "global_pool"
+            self._add(Role.RewardModel, RewardModelWorker, pool)
 
     def add_ref_policy_worker(self, config: DictConfig, ref_policy_cls: type) -> None:
         """Choose the worker of the reference policy, if a KL term needs one."""
@@ -187,24 +189,6 @@ class TaskRunner:
         CLOCK.mark("tokenizer_and_data")
         trainer.init_workers(workers.result(trainer.total_training_steps) if workers else None)
         trainer.fit()
-
-
-STRATEGIES = ("fsdp", "fsdp2", "megatron")
-
-
-class UnknownStrategyError(ValueError, NotImplementedError):
-    """A ``strategy`` that no worker implements."""
-
-
-def worker_class(key: str, strategy: str, name: str = "ActorRolloutRefWorker") -> type:
-    """Return the worker class of a role; every strategy has the same one.
-
-    Raises: UnknownStrategyError, a ValueError and NotImplementedError, naming the key.
-    """
-    if strategy not in STRATEGIES:
-        raise UnknownStrategyError(f"{key}={strategy!r} must be one of {list(STRATEGIES)}")
-    cls: type = getattr(importlib.import_module("verl.workers.roles"), name)
-    return cls
 
 
 if __name__ == "__main__":

@@ -607,10 +607,7 @@ class RayPPOTrainer:
     def _validate(self) -> Metrics:
         """Return the metrics of the current weights on the validation set."""
         options = self.run_config.trainer
-        if self.val_dataloader is None:
-            raise ValueError(
-                "data.val_files=null: validation needs a file, or trainer.val_before_train=false and test_freq=-1"
-            )
+        assert self.val_dataloader is not None, "validation needs data.val_files"
         samples = collect_samples(
             self.val_dataloader,
             self._generate_for_validation,

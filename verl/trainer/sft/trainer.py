@@ -2,7 +2,6 @@
 
 import importlib.util
 import itertools
-import math
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -17,7 +16,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from verl.base_config import ConfigError, Violation
 from verl.protocol import DataProto
-from verl.trainer.config.sft import parallel_sizes, validate_sft_config
+from verl.trainer.config.sft import validate_sft_config
 from verl.trainer.sft.config import SFTConfig
 from verl.trainer.sft.record import SupervisedOutput
 from verl.utils import envs
@@ -149,10 +148,6 @@ class SFTTrainer:
         """Set the steps per epoch and in total."""
         data = self.config.data
         trainer = self.config.trainer
-        ranks = self.world_size // math.prod(parallel_sizes(self.config.tree.engine).values())
-        if data.train_batch_size % ranks:
-            expected = f"must be a multiple of the {ranks} data-parallel ranks"
-            raise ConfigError([Violation("data.train_batch_size", data.train_batch_size, expected)])
         rows = len(self.train_dataset)  # type: ignore[arg-type]
         self.steps_per_epoch = rows // data.train_batch_size
         if not self.steps_per_epoch:
