@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from verl.protocol import DataProto
 from verl.trainer.ppo.phases import tensors_of
+from verl.trainer.ppo.shaping import compute_response_mask
 from verl.utils.observe.rollout_trace import RolloutTraceConfig, rollout_trace_attr, rollout_trace_op
 from verl.utils.observe.tracking import plain
 
@@ -147,10 +148,9 @@ def sample_rows(
     scores = tensors["token_level_scores"].sum(-1)
     chosen = choose_rows(scores, vetoed_rows(batch, veto_threshold), count, batch.non_tensor_batch.get("uid"))
     rows = list(chosen)
-    width = tensors["responses"].shape[-1]
     prompts = tokenizer.batch_decode(tensors["prompts"][rows], skip_special_tokens=True)
     responses = tokenizer.batch_decode(tensors["responses"][rows], skip_special_tokens=True)
-    lengths = tensors["attention_mask"][:, -width:].sum(-1).tolist()
+    lengths = compute_response_mask(batch).sum(-1).tolist()
     truths = ground_truths(batch)
     extras = batch.non_tensor_batch
     samples = []

@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerBase
 
 from verl.protocol import DataProto
 from verl.single_controller.ray import RayWorkerGroup
-from verl.trainer.ppo.phases import tensors_of
 from verl.trainer.ppo.samples import sample_rows
+from verl.trainer.ppo.shaping import compute_response_mask
 from verl.trainer.ppo.state import Metrics
 from verl.trainer.run.reports import take_digests
 from verl.utils.observe.digest import column_digest, tensor_digest
@@ -117,8 +117,8 @@ class StepRecord:
 
 def length_histogram(batch: DataProto) -> dict[str, Any]:
     """Return the counts of response lengths in equal bins from 0 to ``limit`` tokens."""
-    tensors = tensors_of(batch)
-    limit = tensors["responses"].shape[-1]
-    lengths = tensors["attention_mask"][:, -limit:].sum(-1).numpy()
+    attended = compute_response_mask(batch)
+    limit = attended.shape[-1]
+    lengths = attended.sum(-1).numpy()
     counts, _ = np.histogram(lengths, bins=min(LENGTH_BINS, limit), range=(0, limit))
     return {"limit": limit, "counts": counts.tolist()}

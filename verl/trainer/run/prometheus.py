@@ -29,8 +29,7 @@ class PrometheusMetrics:
         """Set the gauges of the metrics and of the workers' reports."""
         for name, value in metrics.items():
             self._set(metric_name(name), value)
-        workers = details.get("workers") if details else None
-        for group, reports in (workers or {}).items():
+        for group, reports in ((details or {}).get("workers") or {}).items():
             for report in reports:
                 tags = {"group": group, "rank": str(report["rank"])}
                 for call, seconds in report["seconds"].items():

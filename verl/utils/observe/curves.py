@@ -53,15 +53,11 @@ def _validation(ax: "Axes", entries: Entries) -> None:
         ax.set_ylim(bottom=min(-0.02, ax.get_ylim()[0]), top=max(1.02, ax.get_ylim()[1]))
 
 
+_kl_and_mismatch = lines_of(KL_METRICS | MISMATCH_METRICS, logarithmic, absolute=True)
 _CURVES = (
     _OF_REPORT["reward"],
     _OF_REPORT["validation"]._replace(draw=_validation),
-    Panel(
-        "KL and mismatch",
-        "KL divergence and train/rollout mismatch",
-        "nats per token, or gap",
-        lines_of(KL_METRICS | MISMATCH_METRICS, logarithmic, absolute=True),
-    ),
+    Panel("KL and mismatch", "KL divergence and train/rollout mismatch", "nats per token, or gap", _kl_and_mismatch),
     _OF_REPORT["times"],
 )
 

@@ -40,7 +40,6 @@ _CLIPPED = {
     "actor/pg_clipfrac_lower": "policy, dual clip",
     "critic/vf_clipfrac": "value",
 }
-_ENTROPY = {"actor/entropy": "entropy of the policy"}
 _GRADIENTS = {
     "actor/grad_norm": "actor, before clipping",
     "critic/grad_norm": "critic, before clipping",
@@ -326,19 +325,16 @@ WHY_ABSENT = {
 }
 """Why a chart of a sound run may be missing."""
 
+_mismatch = lines_of(MISMATCH_METRICS, logarithmic, absolute=True)
+
 PANELS = (
     Panel("loss", "Loss", "nats per trained token", lines_of(_LOSS)),
     Panel("reward", "Training reward", "score per response", _reward),
     Panel("validation", "Validation", "mean over the prompts", _validation),
     Panel("kl", "KL divergence", "nats per token", lines_of(KL_METRICS, logarithmic, absolute=True)),
-    Panel(
-        "mismatch",
-        "Mismatch of rollout and trainer",
-        "difference (nats, or probability)",
-        lines_of(MISMATCH_METRICS, logarithmic, absolute=True),
-    ),
+    Panel("mismatch", "Mismatch of rollout and trainer", "difference (nats, or probability)", _mismatch),
     Panel("clip", "Clipped updates", "share of tokens", lines_of(_CLIPPED, _from_zero)),
-    Panel("entropy", "Entropy", "nats per token", lines_of(_ENTROPY, _from_zero)),
+    Panel("entropy", "Entropy", "nats per token", lines_of({"actor/entropy": "entropy of the policy"}, _from_zero)),
     Panel("gradient", "Gradient norm", "L2 norm", lines_of(_GRADIENTS, logarithmic)),
     Panel("lengths", "Response length", "tokens", _lengths),
     Panel("distribution", "Distribution of response lengths", "tokens", _distribution),
