@@ -48,7 +48,6 @@ from verl.utils.vision.multi_modal import count_shared_bytes, share
 logger = logging.getLogger(__name__)
 
 _PHASE_OF_TIMER = {"gen": "generate", "gen_max": "generate", "testing": "validate"}
-_PROMPT_TENSORS = ("input_ids", "attention_mask", "position_ids")
 _SCORING_COLUMNS = frozenset({"data_source", "reward_model", "extra_info", "uid"})
 
 
@@ -425,7 +424,7 @@ class RayPPOTrainer:
         """Move the columns that the rollout reads out of ``batch``; ``uid`` is copied, to name each row."""
         share(batch)  # so that images and their tensors go to the workers once, however often a prompt is sampled
         columns = [name for name in batch.non_tensor_batch if name not in _SCORING_COLUMNS]
-        prompts = batch.pop(batch_keys=list(_PROMPT_TENSORS), non_tensor_batch_keys=columns)
+        prompts = batch.pop(["input_ids", "attention_mask", "position_ids"], non_tensor_batch_keys=columns)
         prompts.non_tensor_batch["uid"] = batch.non_tensor_batch["uid"]
         if "multi_modal_inputs" in columns:  # the models read it too
             batch.non_tensor_batch["multi_modal_inputs"] = prompts.non_tensor_batch["multi_modal_inputs"]
@@ -516,13 +515,13 @@ class RayPPOTrainer:
         """
         return add_rollout_weights(batch, self.run_config.algorithm)
 
-    def _add_scores(self, batch: DataProto, metrics: Metrics | None = None) -> None:
+    def _add_scores(self, batch: DataProto, metrics: Metrics) -> None:
         """Wait for the reward that ``score`` started, and add scores and extras to the batch; once per batch."""
         pending = self.state.pending_reward
         self.state.pending_reward = None
         if pending is None:
             return
-        scores, extras = pending.take(batch, {} if metrics is None else metrics)
+        scores, extras = pending.take(batch, metrics)
         tensors_of(batch)["token_level_scores"] = scores
         self.state.extra_columns = list(extras)
         for name, values in extras.items():  # one axis: lists among the values stay lists

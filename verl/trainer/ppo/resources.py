@@ -96,9 +96,8 @@ def worker_arguments(config: DictConfig, role: Role, actor_cls: Any) -> RayClass
         return RayClassWithInitArgs(cls=actor_cls, config=config.actor_rollout_ref, role=name)
     if role == Role.RefPolicy:
         return RayClassWithInitArgs(cls=actor_cls, config=config.actor_rollout_ref, role="ref")
-    if role == Role.Critic:
-        return RayClassWithInitArgs(cls=actor_cls, config=omega_conf_to_dataclass(config.critic))
-    return RayClassWithInitArgs(cls=actor_cls, config=config.reward_model)
+    node = omega_conf_to_dataclass(config.critic) if role == Role.Critic else config.reward_model
+    return RayClassWithInitArgs(cls=actor_cls, config=node)
 
 
 def create_worker_groups(
