@@ -40,9 +40,7 @@ def local_mkdir_safe(path: str) -> str:
 
 def verify_copy(src: str, dest: str) -> bool:
     """Whether ``dest`` holds the files of ``src``, compared by name and size."""
-    if not os.path.exists(src) or not os.path.exists(dest):
-        return False
-    return _listing(src) == _listing(dest)
+    return os.path.exists(src) and os.path.exists(dest) and _listing(src) == _listing(dest)
 
 
 def copy_to_shm(src: str) -> str:

@@ -8,7 +8,6 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-HDFS_PREFIX = "hdfs://"
 COMMAND_TIMEOUT_S = 3600
 
 
@@ -78,7 +77,7 @@ def _remove(folder: str) -> None:
 
 def is_hdfs(path: str) -> bool:
     """Whether ``path`` names a remote file."""
-    return str(path).startswith(HDFS_PREFIX)
+    return str(path).startswith("hdfs://")
 
 
 def _run(arguments: list[str], timeout: float = COMMAND_TIMEOUT_S, check: bool = True) -> int:

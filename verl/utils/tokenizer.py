@@ -13,9 +13,6 @@ from transformers import AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase, 
 
 logger = logging.getLogger(__name__)
 
-GEMMA2_EOS_TOKEN = "<end_of_turn>"
-GEMMA2_EOS_TOKEN_ID = 107
-
 
 class TokenizerNotFoundError(ValueError, OSError):
     """A name or path holds no loadable tokenizer."""
@@ -41,7 +38,7 @@ def hf_tokenizer(
     Raises: TokenizerNotFoundError when the folder or repository holds no tokenizer.
     """
     if correct_gemma2 and "gemma-2-2b-it" in str(name_or_path):
-        kwargs |= {"eos_token": GEMMA2_EOS_TOKEN, "eos_token_id": GEMMA2_EOS_TOKEN_ID}
+        kwargs |= {"eos_token": "<end_of_turn>", "eos_token_id": 107}
     path = os.path.expanduser(name_or_path)
     looks_local = path.startswith((os.sep, "." + os.sep, ".." + os.sep)) or path != name_or_path
     if looks_local and not os.path.isdir(path):

@@ -214,9 +214,7 @@ class _Renderer:
         """Return the text of messages."""
         if not messages:
             return ""
-        text = self.templater.apply_chat_template(messages, add_generation_prompt=generation_prompt, **self.options)
-        assert isinstance(text, str)
-        return text
+        return self.templater.apply_chat_template(messages, add_generation_prompt=generation_prompt, **self.options)
 
     def turn(self, messages: list[Row], start: int, stop: int, where: str) -> tuple[str, int]:
         """Return the text that ``messages[start:stop]`` add, and the offset at which its learnt part starts.

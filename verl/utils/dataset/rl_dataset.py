@@ -217,11 +217,9 @@ class RLHFDataset(Dataset):
 
     def render(self, messages: list[Row]) -> str:
         """Apply the chat template, with the generation prompt at the end."""
-        text = self._templater.apply_chat_template(
+        return self._templater.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=False, **self.apply_chat_template_kwargs
         )
-        assert isinstance(text, str)
-        return text
 
     def where(self, item: int) -> str:
         """Name the file and row of an item."""

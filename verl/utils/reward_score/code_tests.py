@@ -126,7 +126,7 @@ def is_expected(cases: TestCases, index: int, stdout: str, value: str | None) ->
 
 def same_output(actual: str, expected: str) -> bool:
     """Return whether two outputs have the same words line by line, decimal numbers up to rounding."""
-    lines, expected_lines = (_lines(text) for text in (actual, expected))
+    lines, expected_lines = ([line.split() for line in text.strip().splitlines()] for text in (actual, expected))
     return len(lines) == len(expected_lines) and all(
         len(line) == len(wanted) and all(map(_same_word, line, wanted))
         for line, wanted in zip(lines, expected_lines, strict=True)
@@ -144,10 +144,6 @@ def same_value(actual: Json, expected: Json) -> bool:
     if isinstance(actual, dict) and isinstance(expected, dict):
         return actual.keys() == expected.keys() and all(same_value(actual[key], expected[key]) for key in actual)
     return actual == expected
-
-
-def _lines(text: str) -> list[list[str]]:
-    return [line.split() for line in text.strip().splitlines()]
 
 
 def _same_word(actual: str, expected: str) -> bool:
