@@ -66,13 +66,6 @@ class ChatEndpoint:
         if self.retry_delay_s < 0:
             raise ValueError(f"retry_delay_s={self.retry_delay_s} must be 0 or more")
 
-    def ask(self, messages: Messages) -> str:
-        """Return the answer to one conversation.
-
-        Raises: EndpointError if no attempt succeeds in time, or the server refuses the request.
-        """
-        return self._ask(messages, time.monotonic() + self.timeout_s, threading.Event())
-
     def ask_all(self, conversations: Sequence[Messages], timeout_s: float | None = None) -> list[str | EndpointError]:
         """Return the answer or the error of every conversation, within ``timeout_s`` in total."""
         limit_s = math.inf if timeout_s is None else timeout_s

@@ -187,17 +187,14 @@ class RLHFDataset(Dataset):
             desc="Filtering overlong prompts",
         )
         found = lengths.with_format("numpy")["length"][:]
-        if (found == UNREADABLE).any():
-            self._name_unreadable(dataframe, int(np.argmax(found == UNREADABLE)))
+        # The processes that count mark an unreadable row; reading it again gives the error.
+        for item in map(int, np.flatnonzero(found == UNREADABLE)):
+            try:
+                _count_media_tokens(self, dataframe[item])
+            except MediaError as error:
+                where = f"generated row {item}" if "dataframe" in self.__dict__ else self.where(item)
+                raise DataError(f"{where}, {error}") from error
         return found
-
-    def _name_unreadable(self, dataframe: datasets.Dataset, item: int) -> None:
-        """Raise the error of a row with unreadable images or videos."""
-        try:
-            _count_media_tokens(self, dataframe[item])
-        except MediaError as error:
-            where = f"generated row {item}" if "dataframe" in self.__dict__ else self.where(item)
-            raise DataError(f"{where}, {error}") from error
 
     def _without_data(self) -> "RLHFDataset":
         """Return a copy without rows, cheap to send to the processes that count."""

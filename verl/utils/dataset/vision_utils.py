@@ -204,7 +204,6 @@ def process_video(
     fps: float | None = None,
     fps_min_frames: int | None = None,
     fps_max_frames: int | None = None,
-    image_patch_size: int = 14,
 ) -> Tensor:
     """Load a video: (frames, 3, height, width) uint8; see ``load_video``.
 
@@ -212,7 +211,7 @@ def process_video(
     """
     given = {"nframes": nframes, "fps": fps, "min_frames": fps_min_frames, "max_frames": fps_max_frames}
     spec = _described(video) | {name: value for name, value in given.items() if value is not None}
-    return load_video(spec, image_patch_size)[0]
+    return load_video(spec)[0]
 
 
 def load_video(video: Described, image_patch_size: int = 14) -> tuple[Tensor, dict[str, Any]]:

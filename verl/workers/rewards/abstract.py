@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from verl.utils.reward_score import default_compute_score
 from verl.workers.rewards import scoring
 from verl.workers.rewards.scoring import RawScorer, RewardOutput, Sample, Score, ScoringLimits
 from verl.workers.rewards.signature import SCORER_CALLS, ScorerCall
@@ -43,13 +44,9 @@ class AbstractRewardManager:
             raise ValueError(
                 f"reward_model.reward_kwargs holds {sorted(kwargs)}, which {type(self).__name__} does not take"
             )
-        if compute_score is None:
-            from verl.utils.reward_score import default_compute_score
-
-            compute_score = default_compute_score
         self.tokenizer = tokenizer
         self.num_examine = num_examine
-        self.compute_score: RawScorer = compute_score
+        self.compute_score: RawScorer = default_compute_score if compute_score is None else compute_score
         self.reward_fn_key = reward_fn_key
         self._has_shown_a_failure = False
         self._known_extras: scoring.Extras = {}  # name -> its value for a response that could not be scored
