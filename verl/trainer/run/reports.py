@@ -1,14 +1,9 @@
-"""Reports of the ranks in the record of a step: memory, and digests of weights and random states."""
+"""Reports of the ranks in the record of a step, with digests of weights and random states."""
 
 from collections.abc import Mapping, Sequence
 from typing import NotRequired, TypedDict
 
-import psutil
-
-from verl.utils.device import get_device_name, get_torch_device
 from verl.utils.observe.record import WorkerReport
-
-_GIB = 1024**3
 
 
 class Digests(TypedDict):
@@ -23,14 +18,6 @@ class RankReport(WorkerReport):
     """A rank's report, with its digests if they were asked for."""
 
     digests: NotRequired[Digests]
-
-
-def memory_in_use() -> dict[str, float]:
-    """Return the memory of this process in GiB: ``host_gb``, and ``device_gb`` on an accelerator."""
-    memory = {"host_gb": psutil.Process().memory_info().rss / _GIB}
-    if get_device_name() != "cpu":
-        memory["device_gb"] = get_torch_device().memory_allocated() / _GIB
-    return memory
 
 
 def take_digests(workers: Mapping[str, Sequence[RankReport]]) -> dict[str, dict[str, str]]:

@@ -8,12 +8,13 @@ from omegaconf import DictConfig
 
 from verl.protocol import DataProto
 from verl.trainer.run.output import RunOutput
-from verl.trainer.run.reports import RankReport, memory_in_use, take_digests
+from verl.trainer.run.reports import RankReport, take_digests
 from verl.trainer.sft.config import TrainerOptions
 from verl.utils.observe.digest import random_state_digest, tensor_digest, weights_digest
 from verl.utils.observe.record import Details
 from verl.workers.engine.base import BaseEngine
 from verl.workers.engine.micro_batch import tensors_of
+from verl.workers.roles.accounting import memory_in_use
 
 GROUP = "trainer"
 

@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from itertools import product
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
@@ -369,9 +370,8 @@ class EngineRegistry:
         devices = [device] if isinstance(device, str) else device
 
         def enter(engine: type[BaseEngine]) -> type[BaseEngine]:
-            for name in backends:
-                for kind in devices:
-                    cls._engines[model_type, name, kind] = engine
+            for name, kind in product(backends, devices):
+                cls._engines[model_type, name, kind] = engine
             return engine
 
         return enter

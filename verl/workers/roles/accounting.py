@@ -75,6 +75,14 @@ def _keep_peaks() -> None:
         _peaks[name] = max(_peaks[name], peak)
 
 
+def memory_in_use() -> dict[str, float]:
+    """Return the memory of this process in GiB: ``host_gb``, and ``device_gb`` on an accelerator."""
+    memory = {"host_gb": psutil.Process().memory_info().rss / _GIB}
+    if is_cuda_available or is_npu_available:
+        memory["device_gb"] = get_torch_device().memory_allocated() / _GIB
+    return memory
+
+
 def memory_of(phase: str) -> dict[str, float]:
     """Return, in GiB, the peaks of device memory since ``begin_peak`` and the resident memory of this process now."""
     figures = {"max_rss_gb": psutil.Process().memory_info().rss / _GIB}  # over the ranks

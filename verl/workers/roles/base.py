@@ -7,12 +7,10 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.base.profiling import DistProfilerExtension
-from verl.utils.device import get_device_name, get_torch_device, is_cuda_available, is_npu_available
+from verl.utils.device import get_device_name
 from verl.utils.distributed import initialize_global_process_group_ray
 from verl.utils.faults import fault_point
 from verl.utils.flops_counter import FlopsCounter
@@ -38,7 +36,7 @@ from verl.workers.config.ref import FSDPRefConfig, McoreRefConfig
 from verl.workers.engine import BaseEngine, EngineRegistry
 from verl.workers.engine.base import LossFn
 from verl.workers.engine.pass_spec import PassSpec
-from verl.workers.roles.accounting import INFERENCE, accounted
+from verl.workers.roles.accounting import INFERENCE, accounted, memory_in_use
 from verl.workers.roles.batching import BatchInfo, mini_batches_of
 
 if TYPE_CHECKING:
@@ -51,7 +49,6 @@ RoleConfig = TrainedConfig | FSDPRefConfig | McoreRefConfig | RewardModelConfig
 
 logger = logging.getLogger(__name__)
 
-_GIB = 1024**3
 _NOT_OF_A_STEP = ("init_model", "load_checkpoint", "report_step")
 
 
@@ -152,10 +149,7 @@ class EngineWorker(Worker, DistProfilerExtension):
         calls = self.seconds_by_call
         self.seconds_by_call = {}
         seconds = {call: spent for call, spent in calls.items() if call[0] != "_" and call not in _NOT_OF_A_STEP}
-        memory = {"host_gb": psutil.Process().memory_info().rss / _GIB}
-        if is_cuda_available or is_npu_available:
-            memory["device_gb"] = get_torch_device().memory_allocated() / _GIB
-        report = {"rank": self.rank, "seconds": seconds, "memory": memory}
+        report = {"rank": self.rank, "seconds": seconds, "memory": memory_in_use()}
         if generation := self._last_generation():
             report["generation"] = generation
         if digests:

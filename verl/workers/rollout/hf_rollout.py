@@ -112,7 +112,11 @@ class HFRollout(BaseRollout):
         ids = inputs["input_ids"]
         mask = inputs.pop("attention_mask")
         ends = torch.tensor(eos, dtype=torch.long, device=self._device)
-        position = _next_positions(inputs["position_ids"])
+        positions = inputs["position_ids"]
+        if positions.dim() == 2:
+            position = continued(positions, 1)
+        else:  # (C, B, P)
+            position = continued(positions.transpose(0, 1), 1).transpose(0, 1)
         cache = None
         seen = ids.masked_fill(mask == 0, -1)
         running = torch.ones(len(ids), dtype=torch.bool, device=self._device)
@@ -239,10 +243,3 @@ def _media_of(prompts: DataProto) -> np.ndarray | None:
             "actor_rollout_ref.rollout.name=hf reads multi_modal_inputs: write data.return_multi_modal_inputs=true"
         )
     return rows
-
-
-def _next_positions(positions: Tensor) -> Tensor:
-    """Return the positions of the first generated tokens: (B, 1), or (C, B, 1) with C position axes."""
-    if positions.dim() == 2:
-        return continued(positions, 1)
-    return continued(positions.transpose(0, 1), 1).transpose(0, 1)
