@@ -258,17 +258,10 @@ class ActorRolloutRefWorker(EngineWorker):
         prepare = partial(select_tokens, config, self.engine)
         with self.ref_engine.eval_mode() if self._is_ref and config.uses_full_kl else nullcontext():
             metrics = self.update("actor", data, config, partial(ppo_loss, config), spec, prepare)
-        metrics = finish_gap_metrics(metrics) | memory_metrics() | self._transfer_metrics()
+        metrics = finish_gap_metrics(metrics) | memory_metrics()
+        if is_vision_config(self.model_config.hf_config):  # each rank counts for all, as the driver averages over them
+            metrics["multi_modal/bytes_fetched"] = float(take_fetched_bytes() * self.world_size)
         return DataProto(meta_info={"metrics": metrics})
-
-    def _transfer_metrics(self) -> dict[str, float]:
-        """Return the bytes of images and their tensors that came to the workers since the last update.
-
-        The driver averages over the ranks, so each rank multiplies its bytes by their number.
-        """
-        if not is_vision_config(self.model_config.hf_config):
-            return {}
-        return {"multi_modal/bytes_fetched": float(take_fetched_bytes() * self.world_size)}
 
 
 def log_prob_spec(node: "RolloutConfig | RefConfig", dp_size: int, temperature: float) -> PassSpec:

@@ -3,10 +3,10 @@
 from typing import TYPE_CHECKING, Any
 
 from verl.workers.rollout.base import BaseRollout, get_rollout_class
+from verl.workers.rollout.hf_rollout import HFRollout, NaiveRollout
 
 if TYPE_CHECKING:
     from verl.workers.config import HFModelConfig, RolloutConfig
-    from verl.workers.rollout.hf_rollout import HFRollout, NaiveRollout
 
 __all__ = ["BaseRollout", "HFRollout", "NaiveRollout", "build_rollout", "get_rollout_class"]
 
@@ -22,11 +22,3 @@ def build_rollout(config: "RolloutConfig", model_config: "HFModelConfig", engine
             "write load_format=auto"
         )
     return get_rollout_class(config.name, config.mode)(config, model_config, None)
-
-
-def __getattr__(name: str) -> Any:
-    if name in ("HFRollout", "NaiveRollout"):
-        from verl.workers.rollout import hf_rollout
-
-        return getattr(hf_rollout, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,6 +11,7 @@ from verl.protocol import DataProto
 from verl.utils import envs
 from verl.utils.device import get_device_name
 from verl.utils.faults import fault_point
+from verl.utils.model import get_hf_auto_model_class
 from verl.utils.vision.multi_modal import concat_multi_modal_inputs
 from verl.utils.vision.positions import continued
 from verl.workers.rollout.base import BaseRollout, Bucket
@@ -24,6 +25,7 @@ from verl.workers.rollout.batch import (
     sampling_values,
 )
 from verl.workers.rollout.checksum import tensor_checksum
+from verl.workers.rollout.random_state import preserved_random_state
 from verl.workers.rollout.sampling import Sampler
 
 if TYPE_CHECKING:
@@ -216,9 +218,6 @@ NaiveRollout = HFRollout
 
 
 def _build_model(config: "RolloutConfig", model_config: "HFModelConfig") -> nn.Module:
-    from verl.utils.model import get_hf_auto_model_class
-    from verl.workers.rollout.random_state import preserved_random_state
-
     dtype = getattr(model_config.hf_config, "dtype", None) or torch.float32
     if config.dtype != "auto":
         dtype = getattr(torch, config.dtype)

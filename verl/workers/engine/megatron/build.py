@@ -184,9 +184,9 @@ class ModelBuilder:
         elif SafetensorsReader.serves(self.path):
             reader = SafetensorsReader(self.path)
         if shared is not None and shared.is_needed:
-            shared.exchange(lambda: self._fill(chunks, self._reading(shared.want, shared.names())))
+            shared.exchange(lambda: self._fill(chunks, self._reading(shared.want, shared.stored)))
             if reader is None:
-                self._fill(chunks, self._reading(shared.receive, shared.names()))
+                self._fill(chunks, self._reading(shared.receive, shared.stored))
                 shared.finish()
                 return
         if reader is None:

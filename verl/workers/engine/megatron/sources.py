@@ -140,10 +140,6 @@ class SharedWeights:
         """Whether some workers have files and others have none."""
         return bool(self._wanting and self._owners)
 
-    def names(self) -> set[str]:
-        """Return the names of all tensors."""
-        return set(self.stored)
-
     def exchange(self, plan: Callable[[], None]) -> None:
         """Collect the requests that ``plan`` makes by ``want``, and send what other workers request.
 

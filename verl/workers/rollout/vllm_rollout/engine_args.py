@@ -35,12 +35,14 @@ def build_engine_args(config: "RolloutConfig", model_config: "HFModelConfig") ->
     check_batched_tokens(config, max_model_len)
     check_parallel_sizes(config)
     check_temperature(config)
+    overrides = {name: value for name, value in model_config.override_config.items() if name != "attn_implementation"}
+    overrides |= overrides.pop("model_config", None) or {}
     args: dict[str, Any] = {
         "model": model_config.local_path,
         "hf_config_path": _if_other(model_config.local_hf_config_path, model_config.local_path),
         "tokenizer": _if_other(model_config.local_tokenizer_path, model_config.local_path),
         "trust_remote_code": model_config.trust_remote_code,
-        "hf_overrides": _hf_overrides(model_config),
+        "hf_overrides": overrides or None,
         "skip_tokenizer_init": config.skip_tokenizer_init,
         "generation_config": "vllm",  # the sampling defaults of the model's folder must not apply
         "load_format": config.load_format,
@@ -172,9 +174,3 @@ def cpu_kv_cache_bytes(config: "RolloutConfig", hf_config: "PreTrainedConfig", m
 
 def _if_other(path: str | None, usual: str) -> str | None:
     return path if path != usual else None
-
-
-def _hf_overrides(model_config: "HFModelConfig") -> dict[str, Any] | None:
-    overrides = {name: value for name, value in model_config.override_config.items() if name != "attn_implementation"}
-    overrides |= overrides.pop("model_config", None) or {}
-    return overrides or None
