@@ -70,13 +70,13 @@ class BaseRollout(ABC):
         output.meta_info["timing"] = {"generate_sequences": seconds}
         return output
 
-    @abstractmethod
     def resume_memory(self, tags: list[str]) -> None:
-        """Allocate the memory of ``weights`` or ``kv_cache`` again."""
+        """Allocate the memory of ``weights`` or ``kv_cache`` again; an engine that keeps its memory does nothing."""
+        return
 
-    @abstractmethod
     def release_memory(self, tags: list[str] | None = None) -> None:
-        """Free the memory of the named tags, or all of it."""
+        """Free the memory of the named tags, or all of it; an engine that keeps its memory does nothing."""
+        return
 
     async def resume(self, tags: list[str]) -> None:
         """Allocate the memory of ``weights`` or ``kv_cache`` again."""

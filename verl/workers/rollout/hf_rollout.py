@@ -155,14 +155,6 @@ class HFRollout(BaseRollout):
         """Whether a forward pass is collective, so that all ranks must run the same number of passes."""
         return any(hasattr(parameter, "full_tensor") for parameter in self.module.parameters())
 
-    # ---- memory
-
-    def resume_memory(self, tags: list[str]) -> None:
-        """Do nothing: the copy of the model stays, and a cache lives only during a generation."""
-
-    def release_memory(self, tags: list[str] | None = None) -> None:
-        """Do nothing; see ``resume_memory``."""
-
     # ---- weights
 
     def begin_update(self) -> None:

@@ -8,6 +8,7 @@ import torch
 from verl.models.transformers.vision import is_vision_config
 from verl.utils import envs
 from verl.utils.device import get_device_name
+from verl.workers.config.model import flat_overrides
 from verl.workers.rollout.vllm_rollout.media import media_arguments
 
 if TYPE_CHECKING:
@@ -35,14 +36,12 @@ def build_engine_args(config: "RolloutConfig", model_config: "HFModelConfig") ->
     check_batched_tokens(config, max_model_len)
     check_parallel_sizes(config)
     check_temperature(config)
-    overrides = {name: value for name, value in model_config.override_config.items() if name != "attn_implementation"}
-    overrides |= overrides.pop("model_config", None) or {}
     args: dict[str, Any] = {
         "model": model_config.local_path,
         "hf_config_path": _if_other(model_config.local_hf_config_path, model_config.local_path),
         "tokenizer": _if_other(model_config.local_tokenizer_path, model_config.local_path),
         "trust_remote_code": model_config.trust_remote_code,
-        "hf_overrides": overrides or None,
+        "hf_overrides": flat_overrides(model_config.override_config) or None,
         "skip_tokenizer_init": config.skip_tokenizer_init,
         "generation_config": "vllm",  # the sampling defaults of the model's folder must not apply
         "load_format": config.load_format,
