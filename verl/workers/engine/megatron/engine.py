@@ -338,8 +338,7 @@ class MegatronEngine(BaseEngine):
 
     def is_mp_src_rank_with_outputs(self) -> bool:
         """Whether this rank's outputs are the ones collected."""
-        layout = self.layout
-        return layout.is_last_stage and layout.tp_group.rank() == 0 and layout.cp_group.rank() == 0
+        return self.layout.holds_outputs
 
 
 def _grad_of(parameter: Tensor) -> Tensor | None:

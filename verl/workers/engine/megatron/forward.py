@@ -83,7 +83,7 @@ class Forward:
             counted = response_mask_of(micro_batch.rows)
             packed = pack_rows(batch["input_ids"], batch["attention_mask"], batch["position_ids"], counted, self.lead)
         tp_multiple = self.layout.tp_size if self.sequence_parallel else 1
-        share = share_of(packed, self.layout.cp_size, self.layout.cp_group.rank(), tp_multiple)
+        share = share_of(packed, self.layout.cp_size, self.layout.cp_rank, tp_multiple)
         return Round(at, micro_batch, share, packed_row_params(share.lengths, device))
 
     def run(self, model: "MegatronModule", chunk: "GPTModel", round_: Round, spec: PassSpec) -> Tensor:

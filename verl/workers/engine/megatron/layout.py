@@ -16,7 +16,7 @@ from verl.base_config import as_yaml
 from verl.utils.device import current_device, get_device_name
 from verl.utils.device.gloo import use_one_thread
 from verl.utils.distributed import group_timeout, initialize_lone_process_group
-from verl.utils.megatron.ranks import expert_layout_problem, place_of
+from verl.utils.megatron.ranks import Place, expert_layout_problem, place_of
 from verl.utils.numerics.seeding import derive_seed, seed_process
 from verl.workers.engine.accumulate import Shares
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Layout:
+class Layout(Place):
     """The place of this process; ``virtual_stages`` counts the chunks of the model that it holds.
 
     ``shares`` are the ranks of this stage over which a mini-batch adds up.
@@ -35,9 +35,6 @@ class Layout:
     world_size: int
     device: torch.device
     shares: Shares
-    tp_size: int
-    pp_size: int
-    cp_size: int
     tp_group: ProcessGroup
     pp_group: ProcessGroup
     cp_group: ProcessGroup
@@ -46,7 +43,7 @@ class Layout:
     @property
     def is_last_stage(self) -> bool:
         """Whether this rank holds the head."""
-        return self.pp_group.rank() == self.pp_size - 1
+        return self.pp_rank == self.pp_size - 1
 
 
 def make_layout(config: "McoreEngineConfig") -> Layout:
@@ -84,13 +81,11 @@ def make_layout(config: "McoreEngineConfig") -> Layout:
     whole = parallel_state.get_data_parallel_group(with_context_parallel=True)
     dp_group = parallel_state.get_data_parallel_group()
     return Layout(
+        **vars(place),
         rank=dist.get_rank(),
         world_size=world_size,
         device=device,
-        shares=Shares(whole.size(), place.cp_size, device, whole, dp_group.rank(), dp_group),
-        tp_size=place.tp_size,
-        pp_size=place.pp_size,
-        cp_size=place.cp_size,
+        shares=Shares(whole.size(), place.cp_size, device, whole, place.dp_rank, dp_group),
         tp_group=parallel_state.get_tensor_model_parallel_group(),
         pp_group=parallel_state.get_pipeline_model_parallel_group(),
         cp_group=parallel_state.get_context_parallel_group(),
