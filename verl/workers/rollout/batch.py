@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from verl.protocol import DataProto
+from verl.utils.torch_functional import remove_pad_token
 from verl.utils.vision.positions import continued
 
 if TYPE_CHECKING:
@@ -39,9 +40,7 @@ def prompt_token_ids(prompts: DataProto) -> list[list[int]]:
 def padded_token_ids(prompts: DataProto) -> list[list[int]]:
     """Return the token ids of each prompt as training sees them, without padding."""
     assert prompts.batch is not None
-    ids = prompts.batch["input_ids"].numpy()
-    mask = prompts.batch["attention_mask"].numpy().astype(bool)
-    return [row[keep].tolist() for row, keep in zip(ids, mask, strict=True)]
+    return remove_pad_token(prompts.batch["input_ids"], prompts.batch["attention_mask"])
 
 
 def check_prompt_lengths(
