@@ -29,6 +29,7 @@ from verl.trainer.ppo.shaping import add_rollout_weights, apply_kl_penalty, comp
 from verl.trainer.ppo.state import Metrics, RunState, Timing
 from verl.trainer.ppo.step_record import StepRecord
 from verl.trainer.ppo.steps import set_total_training_steps
+from verl.trainer.ppo.utils import Role as Role  # forks import it from here
 from verl.trainer.ppo.utils import need_critic, need_reference_policy, need_reward_model
 from verl.trainer.ppo.validation import collect_samples, repeat_prompts, summarise
 from verl.trainer.run.clock import CLOCK
