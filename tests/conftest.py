@@ -74,6 +74,7 @@ SLOWEST_FIRST = ("special_e2e", "workers", "scripts", "trainer", "single_control
 """Folders in the order in which their tests start; the others follow, and fill what the two processes have left."""
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the slow tests, order them, and group those that share something for one test process."""
     for item in items:

@@ -107,8 +107,7 @@ class Generation:
         except (jinja2.TemplateError, ValueError) as error:  # ValueError: the tokenizer has no template
             column = self.config.data.prompt_key
             raise DataError(f"{self.path}, row {row}, column {column!r}: the chat template: {error}") from error
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _cut_prompts(self) -> None:
         limit = self.rollout.prompt_length

@@ -138,8 +138,7 @@ def get_transformer_layer_offset(pipeline_rank: int | None, vp_stage: int | None
     cpu_support.install()
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset as offset
 
-    found: int = offset(config, vp_stage=vp_stage, pp_rank=pipeline_rank)
-    return found
+    return offset(config, vp_stage=vp_stage, pp_rank=pipeline_rank)
 
 
 # ---- pipelines

@@ -172,8 +172,7 @@ def create_huggingface_actor(
     """Build a policy with new weights from the configuration of a checkpoint."""
     options = dict(automodel_kwargs or {})
     config = get_huggingface_actor_config(model_name, override_config_kwargs, options.get("trust_remote_code", False))
-    model: PreTrainedModel = get_hf_auto_model_class(config).from_config(config, **options)
-    return model
+    return get_hf_auto_model_class(config).from_config(config, **options)
 
 
 def create_huggingface_critic(
@@ -188,8 +187,7 @@ def create_huggingface_critic(
     options = dict(automodel_kwargs or {})
     changes = {"num_labels": 1, **(override_config_kwargs or {})}
     config = get_huggingface_actor_config(model_name, changes, options.get("trust_remote_code", False))
-    model: PreTrainedModel = get_value_model_class(config).from_config(config, **options)
-    return model
+    return get_value_model_class(config).from_config(config, **options)
 
 
 def load_valuehead_model(
@@ -200,17 +198,15 @@ def load_valuehead_model(
     Raises: ValueError if transformers has no such model of this type.
     """
     model_config.num_labels = 1
-    model: PreTrainedModel = get_value_model_class(model_config).from_pretrained(
+    return get_value_model_class(model_config).from_pretrained(
         local_path, config=model_config, dtype=torch_dtype, trust_remote_code=trust_remote_code
     )
-    return model
 
 
 def get_vl_model_vision_tower(vl_model_instance: nn.Module) -> nn.Module | None:
     """Return the vision tower of a vision-language model, or None."""
     inner = getattr(vl_model_instance, "model", None)
-    tower: nn.Module | None = getattr(inner, "visual", None) or getattr(vl_model_instance, "visual", None)
-    return tower
+    return getattr(inner, "visual", None) or getattr(vl_model_instance, "visual", None)
 
 
 # ---- adapters
@@ -243,8 +239,7 @@ def convert_weight_keys(state_dict: dict[str, Tensor], model: PreTrainedModel) -
 
     if not get_model_conversion_mapping(model, add_legacy=False):
         return state_dict
-    converted: dict[str, Tensor] = revert_weight_conversion(model, state_dict)
-    return converted
+    return revert_weight_conversion(model, state_dict)
 
 
 def get_model_size(model: nn.Module, scale: str = "auto") -> tuple[float, str]:
@@ -266,5 +261,4 @@ def print_model_size(model: nn.Module, name: str | None = None) -> None:
 
 def text_config_of(config: PretrainedConfig) -> PretrainedConfig:
     """Return the configuration of the language model."""
-    text: PretrainedConfig = config.get_text_config()
-    return text
+    return config.get_text_config()

@@ -108,8 +108,7 @@ def head_dim(hf: "PretrainedConfig") -> int:
 
 def num_experts(hf: "PretrainedConfig") -> int | None:
     """Return the number of experts of a layer; None for a dense model."""
-    count: int | None = getattr(hf, "num_local_experts", None) or getattr(hf, "num_experts", None)
-    return count
+    return getattr(hf, "num_local_experts", None) or getattr(hf, "num_experts", None)
 
 
 def layer_has_experts(hf: "PretrainedConfig", layer: int) -> bool:

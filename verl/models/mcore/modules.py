@@ -137,8 +137,7 @@ class _FolderTensors(Mapping[str, Tensor]):
         self._files = {name: file for file in opened for name in file.keys()}
 
     def __getitem__(self, name: str) -> Tensor:
-        tensor: Tensor = self._files[name].get_tensor(name)
-        return tensor
+        return self._files[name].get_tensor(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)

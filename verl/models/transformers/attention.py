@@ -152,8 +152,7 @@ def _flash_attn_varlen() -> Callable[..., Tensor] | None:
         from flash_attn import flash_attn_varlen_func
     except ImportError:
         return None
-    kernel: Callable[..., Tensor] = flash_attn_varlen_func
-    return kernel
+    return flash_attn_varlen_func
 
 
 def _cuda_varlen(
@@ -246,8 +245,7 @@ def _varlen_mask(attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor 
         return None
     from transformers.masking_utils import sdpa_mask
 
-    mask: Tensor | None = sdpa_mask(attention_mask=attention_mask, **kwargs)
-    return mask
+    return sdpa_mask(attention_mask=attention_mask, **kwargs)
 
 
 @cache

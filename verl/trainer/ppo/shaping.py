@@ -18,8 +18,7 @@ def compute_response_mask(data: DataProto) -> torch.Tensor:
     """Return the (B, R) columns of the attention mask that belong to the response."""
     tensors = tensors_of(data)
     width = tensors["responses"].shape[1]
-    mask: torch.Tensor = tensors["attention_mask"][:, -width:]
-    return mask
+    return tensors["attention_mask"][:, -width:]
 
 
 def apply_kl_penalty(

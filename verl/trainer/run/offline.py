@@ -18,8 +18,7 @@ from verl.utils.structured import parse_node
 def cluster_of(ray_kwargs: DictConfig) -> RayConfig:
     """Parse the node ``ray_kwargs``."""
     tree: Any = OmegaConf.to_container(ray_kwargs, resolve=True)
-    cluster: RayConfig = parse_node(tree, RayConfig)[0]
-    return cluster
+    return parse_node(tree, RayConfig)[0]
 
 
 def offline_session(ray_kwargs: DictConfig, device: str) -> AbstractContextManager[None]:

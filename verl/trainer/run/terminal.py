@@ -82,8 +82,7 @@ class Terminal:
             done, _ = ray.wait([result], timeout=_POLL_S)
             self.show()
             if done:
-                value: T = ray.get(result)
-                return value
+                return ray.get(result)
 
     def show(self) -> None:
         """Show the messages that have arrived."""

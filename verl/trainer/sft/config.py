@@ -83,5 +83,4 @@ class SFTConfig:
         """Return the optimizer's node for a run of ``total_steps``, which only the data set tells."""
         node = self.tree.optim.copy()
         OmegaConf.update(node, "total_training_steps", total_steps, force_add=True)
-        optimizer: OptimizerConfig = omega_conf_to_dataclass(node)
-        return optimizer
+        return omega_conf_to_dataclass(node)

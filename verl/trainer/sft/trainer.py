@@ -156,7 +156,7 @@ class SFTTrainer:
         self.total_steps = trainer.total_training_steps or self.steps_per_epoch * trainer.total_epochs
 
     def _engine(self) -> BaseEngine:
-        engine: BaseEngine = EngineRegistry.new(
+        return EngineRegistry.new(
             model_type="language_model",
             backend=self.config.engine.strategy,
             model_config=self.config.model,
@@ -164,7 +164,6 @@ class SFTTrainer:
             optimizer_config=self.config.optimizer(self.total_steps),
             checkpoint_config=self.config.checkpoint,
         )
-        return engine
 
     def _loader(self, dataset: Dataset[Row], train: bool) -> StatefulDataLoader:
         ranks = self.engine.get_data_parallel_size()

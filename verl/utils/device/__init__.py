@@ -28,8 +28,7 @@ def get_device_name() -> str:
 
 def get_torch_device() -> ModuleType:
     """Return ``torch.cuda``, ``torch.npu`` or ``torch.cpu``."""
-    module: ModuleType = getattr(torch, get_device_name())
-    return module
+    return getattr(torch, get_device_name())
 
 
 def get_device_id() -> int | str:

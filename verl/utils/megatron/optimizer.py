@@ -132,8 +132,7 @@ def _places_without_padding(buffer: _ParamAndGradBuffer) -> dict[nn.Parameter, t
 
 def get_megatron_last_lr(optimizer: MegatronOptimizer) -> float:
     """Return the learning rate of the next step."""
-    rate: float = optimizer.param_groups[0]["lr"]
-    return rate
+    return optimizer.param_groups[0]["lr"]
 
 
 def get_megatron_optimizer_param_scheduler(

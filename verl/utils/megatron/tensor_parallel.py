@@ -211,5 +211,4 @@ def _default(group: ProcessGroup | None) -> ProcessGroup | None:
     state = sys.modules.get("megatron.core.parallel_state")
     if group is not None or state is None or not state.model_parallel_is_initialized():
         return group
-    current: ProcessGroup = state.get_tensor_model_parallel_group()
-    return current
+    return state.get_tensor_model_parallel_group()

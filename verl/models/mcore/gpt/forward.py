@@ -65,10 +65,9 @@ class _Row:
         """Return hidden states or, from the head, the output (1, t, ...) at the places ``keep`` of this rank's part."""
         if self.head is not None:
             self.head.keep = torch.arange(len(self.held), device=self.device) if keep is None else keep
-        output: Tensor = self.model(
+        return self.model(
             self.take(tokens).unsqueeze(0), position_ids=None, attention_mask=None, packed_seq_params=self.params
         )
-        return output
 
     def outputs(
         self, output: Tensor, process: LogitsProcessor | None, arguments: dict[str, Tensor], vocab_size: int | None

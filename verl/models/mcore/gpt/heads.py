@@ -71,8 +71,7 @@ class FusedHead:
         request = self.request
         self.request = None
         if request is None:
-            found: tuple[Tensor, Tensor | None] = self._plain(hidden, weight=weight, **kwargs)
-            return found
+            return self._plain(hidden, weight=weight, **kwargs)
         first, last = vocab_range(self._vocab_size, self._tp_group)
         mine = (request.labels >= first) & (request.labels < last)
         log_probs, entropy = linear_log_probs_and_entropy(
