@@ -53,8 +53,9 @@ run_pytest() {
     local -a select=(-m "not full")
     [ "$MODE" = fast ] && select=(-m "not full and not slow")
     [ "$MODE" = full ] && select=(-m "full or not full")
-    # In the order of tests/conftest.py, slowest first, so that both processes end at about the same time.
-    local -a processes=(-n 2 --dist loadgroup --no-loadscope-reorder)
+    # A file stays in one process, because its tests share fixtures (an engine, ranks, a run). In the order of
+    # tests/conftest.py, slowest first, so that both processes end at about the same time.
+    local -a processes=(-n 2 --dist loadfile --no-loadscope-reorder)
     stage tests "$BIN/python" -m pytest -ra --durations=20 --junit-xml="$TIMES" -o junit_family=xunit1 \
         --session-timeout="$SESSION_TIMEOUT_S" "${processes[@]}" "${select[@]}" "$@"
 }

@@ -74,19 +74,20 @@ SLOWEST_FIRST = ("special_e2e", "workers", "scripts", "trainer", "single_control
 """Folders in the order in which their tests start; the others follow, and fill what the two processes have left."""
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the slow tests, order them, and group those that share something for one test process."""
+    """Mark the slow tests, and order them for two test processes, which take whole files from the first to the last."""
     for item in items:
         uses_ray = "ray_cluster" in getattr(item, "fixturenames", ())
         if uses_ray or _folders(item) & {"special_e2e", "special_distributed"}:
             item.add_marker(pytest.mark.slow)
-    if not config.pluginmanager.hasplugin("xdist"):
-        return
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(_group(item)))
-    if config.getoption("numprocesses", None) or hasattr(config, "workerinput"):
+    if getattr(config.option, "numprocesses", None) or hasattr(config, "workerinput"):
         items.sort(key=lambda item: min(_rank(folder) for folder in _folders(item)))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuse two processes that would write the same page."""
+    if config.getoption("--verification") and getattr(config.option, "numprocesses", None):
+        raise pytest.UsageError("--verification needs one process: add -n 0")
 
 
 def _folders(item: pytest.Item) -> set[str]:
@@ -95,27 +96,6 @@ def _folders(item: pytest.Item) -> set[str]:
 
 def _rank(folder: str) -> int:
     return SLOWEST_FIRST.index(folder) if folder in SLOWEST_FIRST else len(SLOWEST_FIRST)
-
-
-def _group(item: pytest.Item) -> str:
-    """Return the group whose tests run in one process.
-
-    Tests that use the Ray cluster form one group, so that there is one cluster; so do those that start from the
-    supervised model, and those that write measurements to a page. Otherwise a file is a group, because its tests share
-    fixtures (an engine, ranks, a run). A real run that shares nothing is its own group.
-    """
-    names = getattr(item, "fixturenames", ())
-    if "ray_cluster" in names:
-        return "ray_cluster"
-    if "warmed_up" in names:
-        return "warmed_up"
-    if "verification_page" in names and item.config.getoption("--verification"):
-        return "verification"
-    if "special_e2e" in _folders(item) and isinstance(item, pytest.Function):
-        fixtures = [overriding[-1] for overriding in item._fixtureinfo.name2fixturedefs.values()]
-        if not any(fixture.scope == "module" for fixture in fixtures):
-            return item.name
-    return item.path.relative_to(Path(__file__).parent).with_suffix("").as_posix()
 
 
 _told: dict[BaseException, str] = {}

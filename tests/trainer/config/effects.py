@@ -266,7 +266,8 @@ CONTRACT_MEGATRON, MEGATRON_ENGINE = ENGINE + "test_megatron_contract.py::", ENG
 MEGATRON_FUSED = ENGINE + "test_megatron_fused.py::"
 # fmt: off
 MEGATRON = [
-    Reader(LAYOUTS, "tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size context_parallel_size expert_model_parallel_size expert_tensor_parallel_size seed", "workers/engine/megatron/layout.py", "config", CONTRACT_MEGATRON + "test_equals_plain_transformers"),
+    Reader(LAYOUTS, "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size", "workers/engine/megatron/layout.py", LOOP, CONTRACT_MEGATRON + "test_equals_plain_transformers"),
+    Reader(LAYOUTS, "virtual_pipeline_model_parallel_size expert_model_parallel_size expert_tensor_parallel_size seed", "workers/engine/megatron/layout.py", "config", CONTRACT_MEGATRON + "test_equals_plain_transformers"),
     Reader(LAYOUTS, "sequence_parallel", "workers/engine/megatron/build.py", LOOP, CONTRACT_MEGATRON + "test_equals_plain_transformers"),
     Reader(LAYOUTS, "use_distributed_optimizer override_ddp_config", "workers/engine/megatron/build.py", "config", CONTRACT_MEGATRON + "test_three_steps_of_adamw"),
     Reader(LAYOUTS, "dtype", "workers/engine/megatron/build.py", "config", MEGATRON_ENGINE + "test_half_precision_keeps_an_fp32_copy"),

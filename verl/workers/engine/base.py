@@ -46,7 +46,7 @@ OutputFn = Callable[[ModelOutput, MicroBatch], Tensor]
 Part = Literal["model", "grad", "optimizer"]
 T = TypeVar("T")
 
-_LAZY_BACKENDS = {"megatron": "verl.workers.engine.megatron"}  # optional or slow to import, and what registers them
+_LAZY_BACKENDS = {"megatron": "verl.workers.engine.megatron"}  # backend -> the module that registers it
 
 
 class BaseEngine(ABC):
