@@ -28,6 +28,10 @@ def verification_page(request: pytest.FixtureRequest) -> Path | None:
     return Path(page) if page else None
 
 
+PRELOAD_TIMEOUT_S = 300
+"""The imports take about 15 s on an idle core, and several times that on a busy machine."""
+
+
 @pytest.fixture(scope="session")
 def preloaded_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """Return the variables with which Ray workers are forks of a process that has the imports; see tests/preloaded."""
@@ -35,8 +39,10 @@ def preloaded_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict
     address = Path(tempfile.mkdtemp(prefix="vpre")) / "socket"  # the path of a socket may have about 100 characters
     variables = {"VERL_TEST_PRELOADED": str(address), "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{folder}"}
     with subprocess.Popen([sys.executable, folder / "server.py", address], stdin=subprocess.PIPE) as server:
+        deadline = time.monotonic() + PRELOAD_TIMEOUT_S
         while not address.exists():
             assert server.poll() is None, "the server of tests/preloaded has ended"
+            assert time.monotonic() < deadline, f"the server of tests/preloaded has not started in {PRELOAD_TIMEOUT_S} s"
             time.sleep(0.1)
         yield variables
         assert server.stdin is not None

@@ -121,7 +121,7 @@ def _become_worker(request: dict, streams: list[int]) -> None:
         code = 0
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    except BaseException:
+    except BaseException:  # as an interpreter does at its top: print it, and end with code 1
         import traceback
 
         traceback.print_exc()
