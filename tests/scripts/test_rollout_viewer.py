@@ -3,7 +3,7 @@
 import pytest
 
 from scripts.rollout_viewer import main
-from verl.trainer.ppo.samples import dump_generations
+from verl.trainer.ppo.records import dump_generations
 
 
 @pytest.fixture

@@ -26,7 +26,6 @@ class ManyRuns(TaskRunner):
     def run(self, config: DictConfig) -> None:
         """Try every case; those of an early group have workers of their own, the others share one trainer."""
         from verl.single_controller.ray import RayWorkerGroup
-        from verl.trainer.ppo.build import build_trainer
 
         path = Path(os.environ[CASES_VARIABLE])
         cases, self.messages = json.loads(path.read_text()), path.with_name("messages.json")
@@ -37,7 +36,7 @@ class ManyRuns(TaskRunner):
             remove_placements()
         self.add_actor_rollout_worker(config)
         pools = self.init_resource_pool_mgr(config)
-        trainer = build_trainer(config, self.role_worker_mapping, pools, RayWorkerGroup)
+        trainer = self._build_trainer(config, pools, RayWorkerGroup)
         trainer.init_workers()
         for name, words in cases["together"].items():
             changed = compose(words)

@@ -14,7 +14,8 @@ from omegaconf import DictConfig, OmegaConf
 from recipe.dapo.main_dapo import DAPOTaskRunner
 from verl.trainer.config.keys import OPTIONAL, RENAMED, dotted_keys, is_free
 from verl.trainer.config.rules import profiler
-from verl.trainer.ppo.utils import config_needs_reference, need_critic
+from verl.trainer.config.run_config import RunConfig
+from verl.trainer.ppo.utils import need_critic
 from verl.utils.config import validate_config
 
 ROOT = Path(__file__).parents[2]
@@ -85,7 +86,7 @@ def test_script_is_a_run_that_would_start_and_passes_overrides_on(
     (module,) = set(launches[0]) & set(CONFIG_OF_MODULE)
     if module in RECIPE_NODES:
         use_files_of_the_test(config, tmp_path)
-        validate_config(config, config_needs_reference(config), need_critic(config), RECIPE_NODES[module])
+        validate_config(config, RunConfig.parse(config).needs_reference, need_critic(config), RECIPE_NODES[module])
 
 
 def use_files_of_the_test(config: DictConfig, folder: Path) -> None:

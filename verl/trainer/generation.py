@@ -22,8 +22,7 @@ from tqdm import tqdm
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.single_controller.base.phase import phase
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-from verl.trainer.run.offline import read_rows
-from verl.utils.dataset.files import ColumnCheck, DataError
+from verl.utils.dataset.files import ColumnCheck, DataError, localize, read_parquet
 from verl.utils.dataset.rl_dataset import truncate
 from verl.utils.numerics.seeding import sampling_seeds
 from verl.utils.observe.console import get_console
@@ -89,13 +88,12 @@ class Generation:
         self.rollout = config.rollout
         self.model = config.model
         self.tokenizer = config.model.tokenizer
-        self.path, self.table = read_rows(config.data.path)
+        (self.path,) = localize([config.data.path])
+        self.table = read_parquet(self.path)
         self.output = Path(config.data.output_path).expanduser()
         key = config.data.prompt_key
         for check in ColumnCheck.over(self.path, self.table):
             check.messages(key, "data.prompt_key")
-        if self.table.num_rows == 0:
-            raise DataError(f"{self.path} has no rows")
         self.prompts = [self._tokens(row, messages) for row, messages in enumerate(self.table[key].to_pylist())]
         self._cut_prompts()
         self.done = _Done(self.output.with_name(f".{self.output.name}.part.jsonl"), self._fingerprint())

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from verl.base_config import ConfigError, Violation
 from verl.trainer.config.cli import hydra_main
 from verl.trainer.config.rules.files import data_file_rules
-from verl.utils.dataset.files import ColumnCheck, DataError, is_list, is_text
+from verl.utils.dataset.files import ColumnCheck, DataError, is_list, is_text, localize, read_parquet
 
 BATCHES_PER_CORE = 4
 MIN_BATCH_ROWS = 8  # a process takes seconds for its imports
@@ -56,8 +56,7 @@ class RowScore:
 
 def run_eval(config: DictConfig) -> None:
     """Score all rows on Ray and log ``{"test_score/<source>": mean}`` to standard output."""
-    from verl.trainer.run.launch import checked
-    from verl.trainer.run.offline import offline_session
+    from verl.trainer.run.launch import checked, offline_session
     from verl.utils.observe.console import get_console
 
     path, rows, scorer = checked(lambda: prepare(config))
@@ -71,18 +70,16 @@ def prepare(config: DictConfig) -> tuple[str, list[Row], Scorer]:
 
     Raises: ValueError naming the key, or file, row and column.
     """
-    from verl.trainer.run.offline import read_rows
     from verl.utils.reward_score import data_source_problem, default_compute_score
     from verl.workers.rewards.loading import get_custom_reward_fn
 
     violations = [*data_file_rules("data.path", config.data.path, required=True), *_scoring_rules(config.scoring)]
     if violations:
         raise ConfigError(violations)
-    path, table = read_rows(config.data.path)
+    (path,) = localize([config.data.path])
+    table = read_parquet(path)
     scorer = get_custom_reward_fn(config)
     rows = [row for check in ColumnCheck.over(path, table) for row in _rows(check, config.data)]
-    if not rows:
-        raise DataError(f"{path} has no rows")
     if scorer is None:
         for row in rows:
             problem = data_source_problem(row.data_source)

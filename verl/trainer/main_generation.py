@@ -26,8 +26,7 @@ DEVICES = ("cuda", "npu", "cpu")
 
 def run_generation(config: DictConfig) -> None:
     """Check the configuration, start Ray, generate and write ``data.output_path``."""
-    from verl.trainer.run.launch import checked
-    from verl.trainer.run.offline import offline_session
+    from verl.trainer.run.launch import checked, offline_session
 
     generation = checked(lambda: prepare(config))
     with offline_session(config.ray_kwargs, config.trainer.device):
@@ -42,8 +41,8 @@ def prepare(config: DictConfig) -> "Generation":
     violations = list(generation_violations(config))
     if violations:
         raise ConfigError(violations)
-    from verl.trainer.run.inputs import check_machine, check_model
-    from verl.trainer.run.offline import cluster_of
+    from verl.trainer.preflight import check_machine, check_model
+    from verl.trainer.run.launch import cluster_of
 
     trainer = config.trainer
     pools = {"trainer": (trainer.n_gpus_per_node, trainer.nnodes)}

@@ -6,17 +6,23 @@ trainer runs. It imports neither torch nor transformers.
 
 import importlib
 import logging
-from typing import Any
+import os
+from typing import TYPE_CHECKING, Any
 
 import psutil
 from omegaconf import DictConfig, OmegaConf
 
 from verl.trainer.config.cli import hydra_main
 from verl.trainer.config.run_config import RunConfig
-from verl.trainer.ppo.utils import Role, config_needs_reference, need_critic
-from verl.trainer.run.clock import CLOCK, receive_moments
-from verl.trainer.run.display import LocalDisplay
-from verl.utils.import_utils import lazy_exports
+from verl.trainer.ppo.utils import Role, need_critic
+from verl.trainer.run.clock import CLOCK
+from verl.trainer.run.display import LocalDisplay, Terminal, attach_to_launch
+from verl.utils.import_utils import import_external_libs, lazy_exports
+
+if TYPE_CHECKING:
+    from verl.single_controller.ray import RayWorkerGroup
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+    from verl.trainer.ppo.resources import ResourcePoolManager
 
 logger = logging.getLogger(__name__)
 
@@ -64,15 +70,12 @@ def run_ppo(config: DictConfig, task_runner_class: Any = None) -> None:
 def _run_in_actor(config: DictConfig, run_config: RunConfig, task_runner_class: Any, display: LocalDisplay) -> None:
     import ray
 
-    from verl.trainer.run.terminal import Terminal, attach_display
-
     if not isinstance(task_runner_class, ray.actor.ActorClass):
         task_runner_class = ray.remote(num_cpus=0 if run_config.trainer.device == "cpu" else 1)(task_runner_class)
     terminal = Terminal(display)
     runner = task_runner_class.options(**_controller_options(run_config)).remote()
     try:
-        runner.__ray_call__.remote(receive_moments, CLOCK.moments)
-        runner.__ray_call__.remote(attach_display, terminal.name)
+        runner.__ray_call__.remote(attach_to_launch, terminal.name, CLOCK.moments)
         terminal.watch(runner.run.remote(config))
     except BaseException:  # also an interruption: nobody waits for the runner any more
         ray.kill(runner)
@@ -82,14 +85,16 @@ def _run_in_actor(config: DictConfig, run_config: RunConfig, task_runner_class: 
 
 
 def _controller_options(run_config: RunConfig) -> dict[str, Any]:
-    """Return the actor options that have nsys trace the task runner, if that is asked for."""
+    """Return the actor options that have nsys trace the task runner, if that is asked for.
+
+    The checks before the start have refused ``tool=nsys`` without the package nvtx.
+    """
     profiler = run_config.global_profiler
     if run_config.trainer.device != "cuda" or profiler.tool != "nsys" or not profiler.steps:
         return {}
     from verl.utils.profiler.captures import save_folder
     from verl.utils.profiler.nsys import nsight_options
 
-    assert importlib.util.find_spec("nvtx"), "global_profiler.tool=nsys needs the package nvtx"
     options = (profiler.global_tool_config or {})["nsys"]["controller_nsight_options"]
     save_folder(profiler.save_path).mkdir(parents=True, exist_ok=True)  # nsys makes none
     return {"runtime_env": {"nsight": nsight_options(options, profiler.save_path, "controller")}}
@@ -111,7 +116,7 @@ class TaskRunner:
         self.role_worker_mapping: dict[Any, Any] = {}
         self.mapping: dict[Any, str] = {}
 
-    def add_actor_rollout_worker(self, config: DictConfig) -> tuple[type, Any]:
+    def add_actor_rollout_worker(self, config: DictConfig) -> tuple[type, type["RayWorkerGroup"]]:
         """Choose the worker of actor and rollout; returns its class and that of its worker group."""
         from verl.single_controller.ray import RayWorkerGroup
         from verl.workers.roles import ActorRolloutRefWorker
@@ -126,7 +131,7 @@ class TaskRunner:
 
             self._add(Role.Critic, CriticWorker)
 
-    def init_resource_pool_mgr(self, config: DictConfig) -> Any:
+    def init_resource_pool_mgr(self, config: DictConfig) -> "ResourcePoolManager":
         """Lay out the pools: ``global_pool``, and ``reward_pool`` if the reward model has its own."""
         from verl.trainer.ppo.resources import ResourcePoolManager
 
@@ -147,7 +152,7 @@ class TaskRunner:
 
     def add_ref_policy_worker(self, config: DictConfig, ref_policy_cls: type) -> None:
         """Choose the worker of the reference policy, if a KL term needs one."""
-        if config_needs_reference(config):
+        if RunConfig.parse(config).needs_reference:
             self._add(Role.RefPolicy, ref_policy_cls)
 
     def _add(self, role: Role, cls: type, pool: str = "global_pool") -> None:
@@ -156,11 +161,39 @@ class TaskRunner:
         self.role_worker_mapping[role] = ray.remote(cls)
         self.mapping[role] = pool
 
-    def trainer_class(self) -> type:
-        """Choose the trainer, a ``RayPPOTrainer``; imported here, since that takes seconds."""
+    def trainer_class(self) -> type["RayPPOTrainer"]:
+        """Choose the trainer; imported here, since that takes seconds."""
         from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
         return RayPPOTrainer
+
+    def _build_trainer(
+        self, config: DictConfig, pools: "ResourcePoolManager", group_cls: type["RayWorkerGroup"]
+    ) -> "RayPPOTrainer":
+        """Load tokenizer and reward functions, and build the trainer from them; it builds the data sets."""
+        from verl.trainer.ppo.reward import load_reward_manager, reward_kwargs
+        from verl.utils import hf_processor, hf_tokenizer
+        from verl.utils.fs import copy_to_local
+
+        model = config.actor_rollout_ref.model
+        import_external_libs(model.external_lib)  # may register classes that the configuration names
+        path = copy_to_local(os.path.expanduser(model.tokenizer_path or model.path), use_shm=model.use_shm)
+        trust = config.data.trust_remote_code
+        tokenizer = hf_tokenizer(path, trust_remote_code=trust)
+        processor = hf_processor(path, trust_remote_code=trust, use_fast=True)
+        if model.custom_chat_template:
+            (processor or tokenizer).chat_template = model.custom_chat_template
+        return self.trainer_class()(
+            config=config,
+            tokenizer=tokenizer,
+            processor=processor,
+            role_worker_mapping=self.role_worker_mapping,
+            resource_pool_manager=pools,
+            ray_worker_group_cls=group_cls,
+            reward_fn=load_reward_manager(config, tokenizer, num_examine=0, **reward_kwargs(config)),
+            val_reward_fn=load_reward_manager(config, tokenizer, num_examine=1, **reward_kwargs(config)),
+            device_name=config.trainer.device,
+        )
 
     def run(self, config: DictConfig) -> None:
         """Build everything and train to the end.
@@ -182,10 +215,7 @@ class TaskRunner:
         workers = start_workers_early(config, self.role_worker_mapping, pools, ray_worker_group_cls)
         CLOCK.mark("worker_imports")
 
-        from verl.trainer.ppo.build import build_trainer  # only now, since its imports take seconds
-
-        trainer_cls = self.trainer_class()
-        trainer = build_trainer(config, self.role_worker_mapping, pools, ray_worker_group_cls, trainer_cls)
+        trainer = self._build_trainer(config, pools, ray_worker_group_cls)
         CLOCK.mark("tokenizer_and_data")
         trainer.init_workers(workers.result(trainer.total_training_steps) if workers else None)
         trainer.fit()

@@ -5,7 +5,7 @@ from transformers import AutoConfig
 
 from verl.models.mcore import UnsupportedModelError, families, supported_architectures
 from verl.models.mcore.families import find_family
-from verl.trainer.config.rules.megatron_overrides import OF_MODEL, OF_PRETRAINING
+from verl.trainer.config.rules.megatron import OF_MODEL, OF_PRETRAINING
 
 TRAINING = {"attention_dropout", "hidden_dropout", "moe_router_dtype", "moe_grouped_gemm", "attention_output_bias"}
 """What a family sets that is no part of what the model computes where it generates, or no field."""

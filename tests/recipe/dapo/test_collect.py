@@ -11,8 +11,8 @@ from recipe.dapo.dapo_ray_trainer import RayDAPOTrainer, joined
 from verl.protocol import DataProto
 from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo import loaders
+from verl.trainer.ppo.records import StepRecord
 from verl.trainer.ppo.state import RunState
-from verl.trainer.ppo.step_record import StepRecord
 from verl.utils.dataset.factory import SeededRandomSampler
 from verl.utils.numerics.seeding import prompt_uids, sampling_seeds
 

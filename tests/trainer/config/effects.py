@@ -70,7 +70,7 @@ READERS = [
     Reader("data.custom_cls", "path name", "utils/dataset/factory.py", LOOP, LOADER + "test_dataset_classes"),
     Reader("data.sampler", "class_path class_name", "utils/dataset/factory.py", LOOP, LOADER + "test_curriculum_sampler"),
     Reader("data.datagen", "path name", "experimental/dynamic_dataset/dynamicgen_dataset.py", LOOP, LOADER + "test_generated_rows"),
-    Reader("data", "trust_remote_code", "trainer/ppo/build.py", "config.data"),
+    Reader("data", "trust_remote_code", "trainer/main_ppo.py", "config.data"),
     # actor, reference, critic: model
     Reader(MODELS, "path", "workers/config/model.py", "config", ENGINE + "test_engine_contract.py::test_equals_plain_transformers"),
     Reader(MODELS, "tokenizer_path", "workers/config/model.py", "config", PARTS + "test_parts_are_loaded_on_first_use_and_can_be_given"),
@@ -347,7 +347,7 @@ OFFLINE = {
         Reader("trainer", "logger", "trainer/run/output.py", "options", SFT + "test_loss_equals_transformers_and_the_export_holds_what_was_learnt"),
         Reader("trainer", "save_freq test_freq", "trainer/sft/trainer.py", "self.config.trainer", SFT + "test_loss_equals_transformers_and_the_export_holds_what_was_learnt"),
         Reader("trainer", "total_epochs total_training_steps", "trainer/sft/trainer.py", "trainer", SFT + "test_a_resumed_run_goes_on_as_if_it_had_not_stopped"),
-        Reader("trainer", "record_digests", "trainer/sft/record.py", "options", SFT + "test_a_resumed_run_goes_on_as_if_it_had_not_stopped"),
+        Reader("trainer", "record_digests", "trainer/sft/trainer.py", "options", SFT + "test_a_resumed_run_goes_on_as_if_it_had_not_stopped"),
         Reader("trainer", "project_name experiment_name report", "trainer/run/output.py", "options", SFT + "test_a_resumed_run_goes_on_as_if_it_had_not_stopped"),
         Reader("trainer", "seed device", "trainer/sft/trainer.py", "tree.trainer", SFT + "test_what_is_refused"),
     ],

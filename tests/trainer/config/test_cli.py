@@ -10,9 +10,8 @@ from hydra.errors import HydraException
 
 from verl.base_config import ConfigError
 from verl.trainer import main_ppo
-from verl.trainer.config.cli import CONFIG_DIR, fitted_overrides, prepare_arguments, unreadable
-from verl.trainer.config.help import help_text
-from verl.trainer.config.keys import nearest
+from verl.trainer.config.cli import CONFIG_DIR, fitted_overrides, help_text, prepare_arguments, unreadable
+from verl.utils.structured import nearest
 
 ROOT = Path(__file__).resolve().parents[3]
 

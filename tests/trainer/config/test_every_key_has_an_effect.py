@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from verl.base_config import ConfigError
 from verl.trainer.config.keys import is_under
-from verl.trainer.config.rules.unsupported import UNSUPPORTED
+from verl.trainer.config.rules.no_effect import UNSUPPORTED
 from verl.trainer.config.sft import MOVED
 from verl.utils.config import validate_config
 
@@ -46,7 +46,8 @@ ALL_READERS = [
     *(reader for readers in effects.OFFLINE.values() for reader in readers),
 ]
 ONE = {key for keys in effects.ONE_IMPLEMENTATION.values() for key in keys}
-HELD = {key for entry in UNSUPPORTED if not entry.values for key in entry.keys} | effects.REFUSED.keys()
+HELD = {f"{entry.node}.{name}" for entry in UNSUPPORTED if not entry.values for name in entry.names}
+HELD |= effects.REFUSED.keys()
 
 
 def test_the_table_is_complete_and_says_one_thing_of_each_key():

@@ -9,9 +9,8 @@ import yaml
 from omegaconf import OmegaConf
 
 from verl.base_config import ConfigError
-from verl.trainer.config.rules import megatron_overrides
-from verl.trainer.config.rules.megatron import ARCHITECTURES
-from verl.trainer.config.rules.megatron_overrides import stage_problem
+from verl.trainer.config.rules import megatron as rules
+from verl.trainer.config.rules.megatron import ARCHITECTURES, stage_problem
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.workers.config import McoreActorConfig, McoreCriticConfig, McoreEngineConfig
 from verl.workers.config.reward_model import reward_model_config
@@ -323,18 +322,18 @@ def test_stages_are_cut_as_megatron_core_cuts_them():
 def test_what_is_refused_exists():
     """Lists of fields have no effect once Megatron-Core spells one otherwise."""
     pytest.importorskip("megatron.core", reason="the extra mcore is not installed")
-    fields = megatron_overrides.mcore_fields(megatron_overrides.TRANSFORMER)
+    fields = rules.mcore_fields(rules.TRANSFORMER)
     layout = {name for name in McoreEngineConfig() if "parallel" in name}
     assert len(layout) == 7
-    listed = {*layout, *megatron_overrides.OF_MODEL, *megatron_overrides.OF_ENGINE}
-    assert {*listed, *megatron_overrides.OF_PRETRAINING, *megatron_overrides.UNREAD} <= fields
-    assert set(megatron_overrides.OF_MEGATRON_FSDP) <= megatron_overrides.mcore_fields(megatron_overrides.DDP)
+    listed = {*layout, *rules.OF_MODEL, *rules.OF_ENGINE}
+    assert {*listed, *rules.OF_PRETRAINING, *rules.UNREAD} <= fields
+    assert set(rules.OF_MEGATRON_FSDP) <= rules.mcore_fields(rules.DDP)
     of_optimizer = {
-        *megatron_overrides.OF_OPTIM,
-        *megatron_overrides.OPTIMIZER_OF_ENGINE,
-        *megatron_overrides.UNREAD_BY_ADAM,
+        *rules.OF_OPTIM,
+        *rules.OPTIMIZER_OF_ENGINE,
+        *rules.UNREAD_BY_ADAM,
     }
-    assert of_optimizer <= megatron_overrides.mcore_fields(megatron_overrides.OPTIMIZER)
+    assert of_optimizer <= rules.mcore_fields(rules.OPTIMIZER)
 
 
 def test_experts_of_the_model_count(megatron, tmp_path):

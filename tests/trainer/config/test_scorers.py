@@ -6,8 +6,8 @@ import inspect
 import pytest
 from omegaconf import OmegaConf
 
+from verl.trainer.config.rules.files import scorer_rules
 from verl.trainer.config.rules.reward import MANAGER_KWARGS, manager_rules
-from verl.trainer.config.rules.user_code import scorer_rules
 from verl.trainer.config.run_config import RunConfig
 from verl.workers.rewards.abstract import get_reward_manager_cls
 from verl.workers.rewards.signature import SCORER_CALLS

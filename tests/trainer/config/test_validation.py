@@ -15,10 +15,9 @@ from verl.algos.names import ADV_ESTIMATORS, KL_ESTIMATORS, LOSS_AGG_MODES, POLI
 from verl.algos.policy_loss import POLICY_LOSS_REGISTRY
 from verl.base_config import BaseConfig, ConfigError, UnsupportedConfigError
 from verl.trainer.config.keys import select
-from verl.trainer.config.rules.idle import IDLE
 from verl.trainer.config.rules.model import model_rules
+from verl.trainer.config.rules.no_effect import IDLE, UNSUPPORTED
 from verl.trainer.config.rules.reward import reward_model_rules
-from verl.trainer.config.rules.unsupported import UNSUPPORTED
 from verl.trainer.config.run_config import ABSENT, RunConfig, default_of
 from verl.utils.config import validate_config
 from verl.workers.rewards.abstract import REWARD_MANAGER_REGISTRY
@@ -346,7 +345,7 @@ def test_what_is_not_here_yet_is_refused(base):
     run = RunConfig.parse(base)
     values = {}
     for entry in UNSUPPORTED:
-        for key in entry.keys:
+        for key in [f"{entry.node}.{name}" for name in entry.names]:
             default = default_of(run, key)
             if entry.values:
                 values[key] = entry.values[-1]

@@ -57,7 +57,7 @@ def trainer_at_start(total_steps: int, workers: int = 0, epochs: int | None = No
 def draw(trainer: RayPPOTrainer, batches: int = 1) -> Iterator[list[list[int]]]:
     """Draw the batches of the remaining steps as ``fit`` does, so many in each step; yields those of a step."""
     rows = trainer._training_rows()
-    while not trainer.is_last_step:
+    while not trainer.state.is_last_step:
         trainer.state.begin_step()
         drawn = []
         for _ in range(batches):
@@ -109,7 +109,7 @@ def test_every_draw_starts_from_its_own_random_state():
         trainer = trainer_at_start(6)
         trainer.global_steps = start
         rows = trainer._training_rows()
-        while not trainer.is_last_step:
+        while not trainer.state.is_last_step:
             trainer.global_steps += 1
             for before in (0, BATCH):
                 trainer.state.prompts_drawn = before
@@ -307,7 +307,7 @@ def test_dumps_are_in_the_order_in_which_rows_were_asked_for(tmp_path, monkeypat
     import numpy as np
 
     from verl.protocol import DataProto
-    from verl.trainer.ppo.samples import dump_training_batch
+    from verl.trainer.ppo.records import dump_training_batch
 
     truths = np.array([{"ground_truth": "5"}, {}], dtype=object)
     batch = DataProto.from_dict(

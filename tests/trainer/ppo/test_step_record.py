@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from verl.protocol import DataProto
-from verl.trainer.ppo.samples import choose_rows, shortened, vetoed_rows
-from verl.trainer.ppo.step_record import StepRecord, length_histogram
+from verl.trainer.ppo.records import StepRecord, choose_rows, length_histogram, shortened, vetoed_rows
 
 ROWS, WIDTH = 6, 8
 VETO_THRESHOLD = 1e-4

@@ -20,9 +20,9 @@ from verl.trainer import preflight
 from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo.metric_utils import describe_step
 from verl.trainer.ppo.utils import Role, _say_once, need_critic
-from verl.trainer.run import inputs, launch, terminal
+from verl.trainer.run import launch
 from verl.trainer.run.clock import StartupClock
-from verl.trainer.run.display import LocalDisplay, Progress
+from verl.trainer.run.display import LocalDisplay, Progress, RemoteDisplay, Terminal, _Warnings
 
 
 def test_the_launching_process_needs_neither_torch_nor_transformers():
@@ -61,7 +61,7 @@ def test_data_files_are_read_to_their_footer(tmp_path):
         (write_rows(tmp_path / "one.parquet", prompt=["a"]), "1 rows in all, fewer than data.train_batch_size=2"),
     ]
     for path, text in cases:
-        with pytest.raises(inputs.InputError, match=text):
+        with pytest.raises(preflight.InputError, match=text):
             preflight.check_data(data_config(path, good))
 
 
@@ -73,18 +73,18 @@ def write_safetensors(path, cut=0):
 
 def test_model_folders_must_hold_whole_weights(tmp_path):
     key, weights = "actor_rollout_ref.model.path", tmp_path / "model.safetensors"
-    inputs.check_model(key, "Qwen/Qwen2.5-0.5B")  # the hub is not asked
-    with pytest.raises(inputs.InputNotFoundError, match="holds no weights"):
-        inputs.check_model(key, str(tmp_path))
+    preflight.check_model(key, "Qwen/Qwen2.5-0.5B")  # the hub is not asked
+    with pytest.raises(preflight.InputNotFoundError, match="holds no weights"):
+        preflight.check_model(key, str(tmp_path))
     for cut, text in ((1, "is cut short: "), (30, "cut short in its header"), (1000, "not a safetensors file")):
         write_safetensors(weights, cut)
-        with pytest.raises(inputs.InputError, match=text):
-            inputs.check_model(key, str(tmp_path))
+        with pytest.raises(preflight.InputError, match=text):
+            preflight.check_model(key, str(tmp_path))
     write_safetensors(weights)
-    inputs.check_model(key, str(tmp_path))
+    preflight.check_model(key, str(tmp_path))
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "gone.safetensors"}}))
-    with pytest.raises(inputs.InputNotFoundError, match=r"missing: \['gone.safetensors'\]"):
-        inputs.check_model(key, str(tmp_path))
+    with pytest.raises(preflight.InputNotFoundError, match=r"missing: \['gone.safetensors'\]"):
+        preflight.check_model(key, str(tmp_path))
 
 
 # ---- Ray
@@ -166,6 +166,7 @@ def test_stack_traces_of_other_processes_are_left_to_the_log():
 # ---- what a person sees
 
 
+KV = "ray.experimental.internal_kv._internal_kv"
 STEP = {"critic/score/mean": 0.5, "perf/total_num_tokens": 3000, "perf/time_per_step": 2.0, "timing_s/step": 2.0}
 
 
@@ -202,12 +203,12 @@ def test_a_bar_moves_below_the_lines(capsys, monkeypatch):
 def test_what_the_trainer_sends_arrives_in_order(capsys, monkeypatch):
     store = {}
     monkeypatch.setenv("VERL_PROGRESS", "lines")
-    monkeypatch.setattr(terminal, "_internal_kv_put", lambda key, value, namespace: store.update({key: value}))
-    monkeypatch.setattr(terminal, "_internal_kv_get", lambda key, namespace: store.get(key))
-    monkeypatch.setattr(terminal, "_internal_kv_del", lambda key, namespace: store.pop(key))
-    receiver = terminal.Terminal(LocalDisplay())
-    sender = terminal.RemoteDisplay(receiver.name)
-    handler = terminal._Warnings(sender)
+    monkeypatch.setattr(f"{KV}_put", lambda key, value, namespace: store.update({key: value}))
+    monkeypatch.setattr(f"{KV}_get", lambda key, namespace: store.get(key))
+    monkeypatch.setattr(f"{KV}_del", lambda key, namespace: store.pop(key))
+    receiver = Terminal(LocalDisplay())
+    sender = RemoteDisplay(receiver.name)
+    handler = _Warnings(sender)
     sender.write("one")
     handler.handle(logging.LogRecord("verl.x", logging.WARNING, "x.py", 1, "two %d", (2,), None))
     handler.handle(logging.LogRecord("verl.x", logging.ERROR, "x.py", 1, "the end", (), None))
@@ -230,8 +231,8 @@ def test_lines_of_two_threads_do_not_overwrite_each_other(monkeypatch):
             second[0].join(timeout=0.2)
         store[key] = value
 
-    monkeypatch.setattr(terminal, "_internal_kv_put", put)
-    sender = terminal.RemoteDisplay("x")
+    monkeypatch.setattr(f"{KV}_put", put)
+    sender = RemoteDisplay("x")
     sender.write("one")
     second[0].join()
     assert sorted(store) == [b"x:0", b"x:1"]

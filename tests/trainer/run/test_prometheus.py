@@ -7,8 +7,8 @@ import urllib.request
 
 import pytest
 
-from verl.trainer.run import prometheus
-from verl.trainer.run.prometheus import PrometheusMetrics, endpoints, metric_name
+from verl.trainer.run import output
+from verl.trainer.run.output import PrometheusMetrics, endpoints, metric_name
 
 DETAILS = {
     "workers": {
@@ -37,7 +37,7 @@ def test_gauges_by_name_and_tags(monkeypatch):
             values[self.name, tuple(tags.values())[2:]] = value
 
     monkeypatch.setattr("ray.util.metrics.Gauge", Gauge)
-    monkeypatch.setattr(prometheus, "endpoints", lambda: [])
+    monkeypatch.setattr(output, "endpoints", lambda: [])
     PrometheusMetrics("p", "e").publish(METRICS, DETAILS)
     worker = ("actor_rollout", "1")
     assert math.isnan(values.pop(("verl_bad", ())))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from verl.trainer.ppo.samples import dump_generations
+from verl.trainer.ppo.records import dump_generations
 from verl.utils.observe.curves import draw_curves, main
 from verl.utils.observe.record import RunRecord, read_entries, read_record
 from verl.utils.observe.tracking import Tracking

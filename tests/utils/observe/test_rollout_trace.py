@@ -16,7 +16,7 @@ import torch
 
 from verl.base_config import ConfigError
 from verl.protocol import DataProto
-from verl.trainer.ppo.samples import trace_batch
+from verl.trainer.ppo.records import trace_batch
 from verl.utils.observe.rollout_trace import RolloutTraceConfig, rollout_trace_attr, rollout_trace_op
 from verl.workers.config import TraceConfig
 

@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.base_config import ConfigError, Violation
-from verl.trainer.config.help import help_text
-from verl.trainer.config.keys import NO_READER, OPTIONAL, dotted_keys, is_free, renamed, unknown_key_text
+from verl.trainer.config.keys import NO_READER, OPTIONAL, dotted_keys, is_free, renamed, select
+from verl.utils.structured import nearest
 
 logger = logging.getLogger(__name__)
 
@@ -108,13 +109,16 @@ def fitted_overrides(
 
     Raises: ConfigError listing every key that does not exist, and, but for ``multirun``, those with several values.
     """
-    parsed = OverridesParser.create().parse_overrides([_short_group(override) for override in overrides])
+    # Hydra knows a group that is mounted under its own name, as in data@data=x, by data=x only.
+    short = [re.sub(r"^(\W?)(\w+)@\2=", r"\1\2=", override) for override in overrides]
+    parsed = OverridesParser.create().parse_overrides(short)
     with hydra.initialize_config_dir(folder, version_base=None):
         loader = GlobalHydra.instance().config_loader()
         groups = [str(each.input_line) for each in parsed if _is_group(each, loader)]
         base = hydra.compose(config_name, [*groups, *extra])
-    keys = dotted_keys(OmegaConf.to_container(base, resolve=False))  # type: ignore[arg-type]
-    known, violations, fitted = set(keys), [], []
+    known = set(dotted_keys(OmegaConf.to_container(base, resolve=False)))  # type: ignore[arg-type]
+    violations: list[Violation] = []
+    fitted: list[str] = []
     for override in parsed:
         line = str(override.input_line)
         if line in groups or override.key_or_group.startswith("hydra"):
@@ -129,11 +133,6 @@ def fitted_overrides(
     if violations:
         raise ConfigError(violations)
     return fitted
-
-
-def _short_group(override: str) -> str:
-    """Return ``data=x`` for ``data@data=x``: Hydra knows a group that is mounted under its own name only so."""
-    return re.sub(r"^(\W?)(\w+)@\2=", r"\1\2=", override)
 
 
 def _is_group(override: Override, loader: Any) -> bool:
@@ -172,4 +171,52 @@ def _key_violations(key: str, override: Override, known: set[str]) -> Iterator[V
     elif key in NO_READER:
         logger.warning("%s=%s: accepted, but nothing reads it", key, value)
     else:
-        yield Violation(key, value, unknown_key_text(key, {*known, *OPTIONAL}))
+        similar = ", ".join(nearest(key, {*known, *OPTIONAL}))
+        yield Violation(key, value, f"there is no such key{f'; the nearest: {similar}' if similar else ''}")
+
+
+# ---- the text of ``--help``
+
+
+_USAGE = """\
+{what}
+
+usage: python -m {module} [key=value ...] [flags]
+
+  a.b.c=value             set a key; one that does not exist is refused with the nearest that do
+  +a.b.c=value            add a key below a free node, such as actor_rollout_ref.model.override_config
+  ~a.b.c                  delete a key
+  --cfg job               show the composed configuration and end; --resolve resolves its interpolations
+  --config-name NAME      compose another file of {folder}, or of --config-dir
+  --hydra-help            flags and groups of Hydra itself
+
+Every key has its meaning, units and legal values in a comment in the YAML files of {folder};
+docs/configuration.md says which to begin with."""
+
+
+def help_text(function: Callable[..., Any], config_name: str, folder: str) -> str:
+    """Return the text for a command whose function and configuration are given."""
+    with hydra.initialize_config_dir(folder, version_base=None):
+        tree: Any = OmegaConf.to_container(hydra.compose(config_name), resolve=False)
+    module = inspect.getmodule(function)
+    name = module.__spec__.name if module is not None and module.__spec__ is not None else function.__module__
+    doc = (inspect.getdoc(function) or "").split("\n", 1)[0]
+    missing = [key for key in dotted_keys(tree) if select(tree, key) == "???"]
+    parts = [_USAGE.format(what=doc, module=name, folder=folder)]
+    if missing:
+        parts.append(f"Keys that must be given: {', '.join(missing)}")
+    parts.append("Keys:\n" + "\n".join(_nodes(tree)))
+    return "\n\n".join(parts) + "\n"
+
+
+def _nodes(node: Mapping[str, Any], prefix: str = "", depth: int = 0) -> Iterator[str]:
+    """Yield a paragraph for each node of the first two levels: its dotted name, and the keys and nodes in it."""
+    own = [f"{key}{'.*' if isinstance(value, Mapping) else ''}" for key, value in node.items() if key != "_target_"]
+    if prefix:
+        yield textwrap.fill(
+            f"{prefix}: {' '.join(own)}", 110, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False
+        )
+    if depth < 2:
+        for key, value in node.items():
+            if isinstance(value, Mapping) and (depth == 0 or prefix == "actor_rollout_ref"):
+                yield from _nodes(value, f"{prefix}.{key}" if prefix else key, depth + 1)

@@ -4,7 +4,6 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
-from verl.utils.structured import nearest
 from verl.workers.config import RewardModelConfig
 
 FREE_FORM = (
@@ -99,9 +98,3 @@ def is_free(key: str, known: Collection[str]) -> bool:
 def renamed(key: str) -> str | None:
     """Return what replaces an older spelling, or None for a key that is none."""
     return next((text for old, text in RENAMED.items() if is_under(key, [old])), None)
-
-
-def unknown_key_text(key: str, known: Iterable[str]) -> str:
-    """Return what to say of a key that does not exist."""
-    similar = nearest(key, known)
-    return f"there is no such key; the nearest: {', '.join(similar)}" if similar else "there is no such key"

@@ -190,8 +190,8 @@ def parse_tree(tree: Tree, use_critic: bool | None = None) -> tuple[RunConfig, N
     critic_node = _node(tree, "critic")
     if use_critic is None:
         use_critic = needs_critic(critic_node.get("enable"), algorithm.adv_estimator)
-    actor = McoreActorConfig if _is_megatron(_node(shared, "actor")) else FSDPActorConfig
-    critic = McoreCriticConfig if _is_megatron(critic_node) else FSDPCriticConfig
+    actor = McoreActorConfig if _node(shared, "actor").get("strategy") == "megatron" else FSDPActorConfig
+    critic = McoreCriticConfig if critic_node.get("strategy") == "megatron" else FSDPCriticConfig
     ref = ref_class(_node(shared, "ref"))
     actor_rollout_ref = reader.build(
         {name: value for name, value in shared.items() if name in ("hybrid_engine", "nccl_timeout")}
@@ -229,7 +229,3 @@ def parse_tree(tree: Tree, use_critic: bool | None = None) -> tuple[RunConfig, N
 def _node(tree: Tree, name: str) -> Tree:
     node = tree.get(name)
     return node if isinstance(node, Mapping) else {}
-
-
-def _is_megatron(node: Tree) -> bool:
-    return node.get("strategy") == "megatron"

@@ -1,19 +1,20 @@
-"""Supervised fine-tuning: one tree for the engine, from either of the two established ones, and its checks."""
+"""The configuration of a supervised run: one tree from either of the two established ones, its types, its checks."""
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 from omegaconf import DictConfig, OmegaConf
 
 from verl.base_config import ConfigError, Violation, as_yaml, matches
 from verl.trainer.config.keys import dotted_keys, select
 from verl.trainer.config.rules.files import RUN_FOLDERS, data_file_rules, folder_rules
-from verl.trainer.config.rules.megatron import ASCEND, config_fields, family_rules
-from verl.trainer.config.rules.megatron_overrides import optimizer_rules, override_rules
+from verl.trainer.config.rules.megatron import ASCEND, config_fields, family_rules, optimizer_rules, override_rules
 from verl.trainer.config.rules.model import fused_rules, vision_rules
 from verl.utils.dataset.config import TRUNCATIONS
-from verl.utils.structured import parse_node
+from verl.utils.structured import omega_conf_to_dataclass, parse_node, read_fields
+from verl.workers.config import CheckpointConfig, FSDPEngineConfig, HFModelConfig, McoreEngineConfig, OptimizerConfig
 from verl.workers.config.actor import async_save_rules
 from verl.workers.config.model import path_problems, quantized_problem, read_config_json, tokenizer_problems
 
@@ -53,6 +54,81 @@ def as_engine_tree(config: DictConfig) -> DictConfig:
     moved.checkpoint._target_ = "verl.trainer.config.CheckpointConfig"
     moved.data.update({"use_dynamic_bsz": False, "max_token_len_per_gpu": None, "pad_mode": "right"})
     return moved
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """The keys of ``data`` that the trainer reads; the data sets read their own."""
+
+    train_files: str | list[str]
+    val_files: str | list[str] | None
+    train_batch_size: int
+    micro_batch_size_per_gpu: int | None
+    max_token_len_per_gpu: int | None
+    use_dynamic_bsz: bool
+    pad_mode: str
+
+
+@dataclass
+class TrainerOptions:
+    """Length of the run, records, validation and checkpoints."""
+
+    default_local_dir: str
+    default_hdfs_dir: str | None
+    project_name: str
+    experiment_name: str
+    total_epochs: int
+    total_training_steps: int | None
+    logger: str | list[str]
+    record_digests: bool
+    report: bool
+    seed: int
+    save_freq: int | str
+    test_freq: int | str
+    max_ckpt_to_keep: int | None
+    resume_mode: str
+    resume_from_path: str | None
+    device: str
+
+    prometheus = False
+    """Only a run on Ray exports metrics."""
+
+
+@dataclass(frozen=True)
+class SFTConfig:
+    """A ``sft_trainer_engine`` tree with types; ``tree`` is the tree itself, which data sets and trackers read."""
+
+    tree: DictConfig
+    data: DataOptions
+    trainer: TrainerOptions
+    model: HFModelConfig
+    engine: FSDPEngineConfig | McoreEngineConfig
+    checkpoint: CheckpointConfig
+
+    @classmethod
+    def parse(cls, config: DictConfig) -> Self:
+        """Parse a tree of either entry point.
+
+        Raises: ConfigError when a value has the wrong type or breaks a rule.
+        """
+        tree = as_engine_tree(config)
+        return cls(
+            tree=tree,
+            data=read_fields(DataOptions, tree.data),
+            trainer=read_fields(TrainerOptions, tree.trainer),
+            model=omega_conf_to_dataclass(tree.model),
+            engine=omega_conf_to_dataclass(tree.engine),
+            checkpoint=omega_conf_to_dataclass(tree.checkpoint),
+        )
+
+    def optimizer(self, total_steps: int) -> OptimizerConfig:
+        """Return the optimizer's node for a run of ``total_steps``, which only the data set tells."""
+        node = self.tree.optim.copy()
+        OmegaConf.update(node, "total_training_steps", total_steps, force_add=True)
+        return omega_conf_to_dataclass(node)
+
+
+# ---- the checks
 
 
 def validate_sft_config(config: DictConfig, world_size: int = 1) -> None:
@@ -150,7 +226,7 @@ def _choice_rules(tree: Mapping[str, Any]) -> Iterator[Violation]:
         if select(tree, "trainer.device") == "npu":
             yield Violation.unsupported("engine.strategy", "megatron", f"{ASCEND}engine=fsdp")
         yield from override_rules(tree["engine"], "engine", "model")
-        yield from optimizer_rules(tree["optim"], "optim")
+        yield from optimizer_rules(tree["optim"].get("override_optimizer_config") or {}, "optim")
         for key, value in NOT_WITH_MEGATRON.items():
             if select(tree, key, value) != value:
                 yield Violation(key, select(tree, key), f"must be {as_yaml(value)} with engine=megatron")

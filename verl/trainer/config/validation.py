@@ -8,19 +8,21 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from verl.algos.names import ADV_ESTIMATORS, POLICY_LOSSES
 from verl.base_config import Violation, as_yaml, config_error
 from verl.trainer.config.keys import dotted_keys, select
 from verl.trainer.config.rules.batch import batch_rules
 from verl.trainer.config.rules.files import file_rules
-from verl.trainer.config.rules.idle import idle_keys
 from verl.trainer.config.rules.megatron import megatron_rules
 from verl.trainer.config.rules.model import model_rules, option_rules
-from verl.trainer.config.rules.names import name_rules
+from verl.trainer.config.rules.no_effect import idle_keys, unsupported_rules
 from verl.trainer.config.rules.profiler import profiler_rules
-from verl.trainer.config.rules.reward import dapo_rules, manager_rules, reward_model_rules, score_notices
+from verl.trainer.config.rules.reward import dapo_rules, manager_rules, reward_model_rules
 from verl.trainer.config.rules.rollout import importance_weight_rules, rollout_rules
-from verl.trainer.config.rules.unsupported import unsupported_rules
 from verl.trainer.config.run_config import RunConfig, parse_tree
+from verl.utils import envs
+from verl.utils.structured import nearest
+from verl.workers.rewards.signature import SCORER_CALLS
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +105,7 @@ def _rules(run: RunConfig, tree: Tree, use_reference: bool, broken: set[str]) ->
     ]
     yield from first
     broken = broken | {violation.key for violation in first}
-    yield from name_rules(run)
+    yield from _name_rules(run)
     yield from file_rules(run)
     yield from model_rules(run, broken)
     yield from batch_rules(run, use_reference, broken)
@@ -117,14 +119,29 @@ def _step_rules(run: RunConfig) -> Iterator[Violation]:
     if run.algorithm.use_pf_ppo and run.algorithm.adv_estimator != "gae":
         expected = "needs algorithm.adv_estimator=gae: write false"
         yield Violation("algorithm.use_pf_ppo", True, expected, others=("algorithm.adv_estimator",))
-    optimizers = [("actor_rollout_ref.actor", run.actor_rollout_ref.actor.optim)]
-    if run.critic is not None:
-        optimizers.append(("critic", run.critic.optim))
-    for role, optim in optimizers:
-        if optim.total_training_steps not in (None, -1):
-            key = f"{role}.optim.total_training_steps"
+    for key, role in (("actor_rollout_ref.actor", run.actor_rollout_ref.actor), ("critic", run.critic)):
+        if role is not None and role.optim.total_training_steps not in (None, -1):
             expected = "is set by the trainer: leave it at -1, and write trainer.total_training_steps"
-            yield Violation(key, optim.total_training_steps, expected)
+            yield Violation(f"{key}.optim.total_training_steps", role.optim.total_training_steps, expected)
+
+
+def _name_rules(run: RunConfig) -> Iterator[Violation]:
+    """Yield unregistered estimators, losses and managers, unless a module of the user may register them."""
+    shared = run.actor_rollout_ref
+    if envs.read("VERL_USE_EXTERNAL_MODULES") or shared.model.external_lib:
+        return
+    for key, name, known in (
+        ("algorithm.adv_estimator", run.algorithm.adv_estimator, ADV_ESTIMATORS),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode", shared.actor.policy_loss.loss_mode, POLICY_LOSSES),
+        ("reward_model.reward_manager", run.reward_model.reward_manager, tuple(SCORER_CALLS)),
+    ):
+        if name not in known:
+            similar = ", ".join(nearest(name, known)) or ", ".join(known)
+            expected = (
+                f"is not registered; the nearest: {similar}. A name that you add needs a module that registers it in "
+                "VERL_USE_EXTERNAL_MODULES or actor_rollout_ref.model.external_lib"
+            )
+            yield Violation(key, name, expected)
 
 
 def _once_per_key(violations: Iterable[Violation]) -> list[Violation]:
@@ -140,8 +157,12 @@ def _give_notices(run: RunConfig, tree: Tree) -> None:
     idle = [f"{each.key}={as_yaml(each.value)} ({each.expected})" for each in idle_keys(run, tree)]
     if idle:
         logger.warning("without effect in this run: %s", "; ".join(idle))
-    for notice in score_notices(run):
-        logger.warning("%s", notice)
+    reward = run.reward_model
+    if reward.enable and run.custom_reward_function.path and reward.reward_manager in SCORER_CALLS:
+        logger.warning(
+            "the reward model scores training, and custom_reward_function validation only: to join both, write a "
+            "reward manager that reads rm_scores (docs/reward_models.md)"
+        )
     if run.algorithm.use_kl_in_reward and run.actor_rollout_ref.actor.use_kl_loss:
         logger.warning("KL is in the reward (algorithm.use_kl_in_reward) and in the loss (actor.use_kl_loss)")
     if run.data.val_batch_size is not None:

@@ -62,13 +62,12 @@ def checked_phase(name: str, before: DataProto | None) -> Iterator[list[DataProt
     Columns without a fixed name are not checked: those of the data set, and the extras of reward functions.
     """
     result: list[DataProto] = []
-    checking = envs.flag("VERL_CHECK_PHASES")
-    keys_before = batch_keys(before)
-    if checking:
-        _require(name, "reads", PHASES[name].reads, keys_before)
-    yield result
-    if not checking:
+    if not envs.flag("VERL_CHECK_PHASES"):
+        yield result
         return
+    keys_before = batch_keys(before)
+    _require(name, "reads", PHASES[name].reads, keys_before)
+    yield result
     after = batch_keys(result[0] if result else before)
     _require(name, "writes", PHASES[name].writes, after)
     known = frozenset().union(*(phase.writes | phase.optional for phase in PHASES.values()))

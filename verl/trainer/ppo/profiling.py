@@ -53,24 +53,18 @@ def check_steps(steps: Collection[int] | None, total_steps: int, resumed_step: i
         logger.warning("global_profiler.steps: %s are not profiled, the run resumes after step %d", done, resumed_step)
 
 
-def nsys_ranks(config: DictConfig, groups: Iterable[str]) -> list[int] | None:
-    """Return the ranks that nsys wraps for the groups of one pool; None for all ranks."""
-    nodes = [OmegaConf.select(config, node) for group in groups for node in NODES[group]]
-    used = [node for node in nodes if node is not None and node.enable and node.tool == "nsys"]
-    if any(node.all_ranks for node in used):
-        return None
-    return sorted({rank for node in used for rank in node.ranks})
-
-
 def nsys_group_options(config: DictConfig, groups: Iterable[str]) -> dict[str, Any]:
     """Return the options with which nsys wraps the processes of a pool; none if nsys is not used."""
     steps = OmegaConf.select(config, "global_profiler.steps")
     if not steps or config.global_profiler.tool != "nsys":
         return {}
     options = OmegaConf.select(config, "global_profiler.global_tool_config.nsys.worker_nsight_options")
+    nodes = [OmegaConf.select(config, node) for group in groups for node in NODES[group]]
+    used = [node for node in nodes if node is not None and node.enable and node.tool == "nsys"]
+    ranks = sorted({rank for node in used for rank in node.ranks})
     return {
         "profile_steps": list(steps),
-        "profile_ranks": nsys_ranks(config, groups),
+        "profile_ranks": None if any(node.all_ranks for node in used) else ranks,  # None: all
         "profile_save_path": config.global_profiler.save_path,
         "worker_nsight_options": OmegaConf.to_container(options),
     }
@@ -106,8 +100,7 @@ def stop_profiling(profiler: ProfilerConfig, state: RunState, timing: Timing) ->
 def end_profiling(state: RunState) -> None:
     """Flush captures still open at exit.
 
-    Workers that an error has ended wrote theirs. A failure here is only logged: the run is over, and if an error
-    ended it, that error is the one to show.
+    Workers that an error has ended wrote theirs. A failure here is only logged, because the run is over.
     """
     groups = state.profiled_groups
     state.profiled_groups = ()
@@ -117,7 +110,7 @@ def end_profiling(state: RunState) -> None:
         group.call_timeout_s = min(group.call_timeout_s, STOP_TIMEOUT_S)
         try:
             group.stop_profile()
-        except Exception:  # see above
+        except Exception:  # whatever it is, it must not hide the error that ended the run
             logger.warning("the profile of a worker group could not be written", exc_info=True)
 
 

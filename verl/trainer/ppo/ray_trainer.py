@@ -22,13 +22,11 @@ from verl.trainer.ppo.checkpoint import Checkpoints
 from verl.trainer.ppo.core_algos import AdvantageEstimator, agg_loss
 from verl.trainer.ppo.loaders import CollateFn, Rows
 from verl.trainer.ppo.phases import check_rollout, checked_phase, needs_old_log_probs, tensors_of
-from verl.trainer.ppo.resources import ResourcePoolManager, WorkerClasses, create_worker_groups
+from verl.trainer.ppo.records import StepRecord, dump_training_batch, trace_batch
+from verl.trainer.ppo.resources import ResourcePoolManager, WorkerClasses, create_worker_groups, set_schedule_steps
 from verl.trainer.ppo.reward import PendingReward, RewardFn
-from verl.trainer.ppo.samples import dump_training_batch, trace_batch
 from verl.trainer.ppo.shaping import add_rollout_weights, apply_kl_penalty, compute_advantage, compute_response_mask
 from verl.trainer.ppo.state import Metrics, RunState, Timing
-from verl.trainer.ppo.step_record import StepRecord
-from verl.trainer.ppo.steps import set_total_training_steps
 from verl.trainer.ppo.utils import Role as Role  # forks import it from here
 from verl.trainer.ppo.utils import need_critic, need_reference_policy, need_reward_model
 from verl.trainer.ppo.validation import collect_samples, repeat_prompts, summarise
@@ -133,11 +131,6 @@ class RayPPOTrainer:
     def max_steps_duration(self, seconds: float) -> None:
         self.state.max_step_s = seconds
 
-    @property
-    def is_last_step(self) -> bool:
-        """Whether the current step is the last one."""
-        return self.state.is_last_step
-
     # ---- data
 
     def _create_dataloader(
@@ -169,7 +162,7 @@ class RayPPOTrainer:
         if steps is None:
             steps = len(self.train_dataloader) * self.run_config.trainer.total_epochs
         self.state.total_steps = steps
-        set_total_training_steps(self.config, steps)
+        set_schedule_steps(self.config, steps)
         self.run_config.set_total_training_steps(steps)
         profiling.check_steps(self.run_config.global_profiler.steps, steps)
 
@@ -207,11 +200,6 @@ class RayPPOTrainer:
         }
         return {name: group for name, group in groups.items() if group is not None}
 
-    def trained_groups(self) -> dict[str, RayWorkerGroup]:
-        """Return the worker groups whose weights a checkpoint holds, by role."""
-        groups = {"actor": self.actor_rollout_wg, "critic": self.critic_wg}
-        return {role: group for role, group in groups.items() if group is not None}
-
     def rollout_wg_generate(self, requests: DataProto) -> DataProto:
         """Generate on the worker group, which syncs the weights first if the engine is behind."""
         output: DataProto = self.actor_rollout_wg.generate_sequences(requests)
@@ -240,7 +228,7 @@ class RayPPOTrainer:
             if self._validate_before_training():
                 return
             rows = self._training_rows()
-            while not self.is_last_step:
+            while not self.state.is_last_step:
                 self.state.begin_step()
                 metrics: Metrics = {}
                 timing: Timing = {}
@@ -265,15 +253,19 @@ class RayPPOTrainer:
         """Resume, keep the records of the run, and close them in every case."""
         options = self.run_config.trainer
         rollout = self.run_config.actor_rollout_ref.rollout
-        groups = self.trained_groups()
+        trained = {"actor": self.actor_rollout_wg}
+        if self.critic_wg is not None:
+            trained["critic"] = self.critic_wg
         loader = self.train_dataloader
-        self.checkpoints = Checkpoints(self.run_config, self.state, groups, loader, self.kl_ctrl_in_reward)
+        self.checkpoints = Checkpoints(self.run_config, self.state, trained, loader, self.kl_ctrl_in_reward)
         resumed = self._load_checkpoint()
         profiling.check_steps(self.run_config.global_profiler.steps, self.state.total_steps, resumed or 0)
         self.output = RunOutput(options, self.config, resumed, self.state.total_steps, metric_utils.describe_step)
         trace = rollout.trace
         RolloutTraceConfig.init(options.project_name, options.experiment_name, trace.backend, trace.token2text)
-        self.step_record = self._new_step_record()
+        algorithm = self.run_config.algorithm
+        veto = None if algorithm.rollout_is_threshold is None else algorithm.rollout_is_veto_threshold
+        self.step_record = StepRecord(options.record_digests, options.record_samples, self.tokenizer, veto)
         if rollout.skip_rollout:
             RolloutSkip(self.config, self.actor_rollout_wg).wrap_generate_sequences()
         CLOCK.mark("resume")
@@ -284,7 +276,7 @@ class RayPPOTrainer:
         except loaders.EndOfDataError as end:
             self._end_early(end)
             finished = True
-        except Exception as error:
+        except Exception as error:  # whatever ends the run, its message names the step
             error.add_note(f"in training step {self.state.step} of {self.state.total_steps}")
             raise
         finally:
@@ -295,13 +287,6 @@ class RayPPOTrainer:
         options = self.run_config.trainer
         total_epochs = options.total_epochs if options.total_training_steps is None else None
         return loaders.training_rows(self.train_dataloader, self.state, total_epochs)
-
-    def _new_step_record(self) -> StepRecord:
-        options = self.run_config.trainer
-        algorithm = self.run_config.algorithm
-        weighs = algorithm.rollout_is_threshold is not None
-        veto = algorithm.rollout_is_veto_threshold if weighs else None
-        return StepRecord(options.record_digests, options.record_samples, self.tokenizer, veto)
 
     def _checked(self, name: str, batch: DataProto | None, method: Callable[..., DataProto], *args: Any) -> DataProto:
         with checked_phase(name, batch) as result:
@@ -600,7 +585,7 @@ class RayPPOTrainer:
     def _validate_after_step(self, metrics: Metrics, timing: Timing) -> None:
         """Validate every ``trainer.test_freq`` steps and after the last one."""
         frequency = self.run_config.trainer.test_freq
-        if frequency > 0 and (self.is_last_step or self.state.step % frequency == 0):
+        if frequency > 0 and (self.state.is_last_step or self.state.step % frequency == 0):
             with self._timed("testing", timing):
                 metrics.update(self._validate())
 
@@ -646,7 +631,7 @@ class RayPPOTrainer:
         """Write a checkpoint every ``trainer.save_freq`` steps, after the last one, and before capacity expires."""
         if self.run_config.trainer.save_freq <= 0:
             return
-        self.checkpoints.finish(wait=self.is_last_step)
+        self.checkpoints.finish(wait=self.state.is_last_step)
         if self.checkpoints.is_due():
             with self._timed("save_checkpoint", timing):
                 self._save_checkpoint()

@@ -1,4 +1,4 @@
-"""Worker processes of a run: the pools of devices they run on, and how they start."""
+"""Worker processes of a run: the pools of devices they run on, and how they start, if possible before the data load."""
 
 import threading
 from collections.abc import Callable, Mapping
@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import ray
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl.single_controller.base.errors import PlacementError
 from verl.single_controller.ray import (
@@ -19,7 +19,6 @@ from verl.single_controller.ray import (
 )
 from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo.profiling import nsys_group_options
-from verl.trainer.ppo.steps import set_total_training_steps, steps_known_early
 from verl.trainer.ppo.utils import Role
 from verl.utils.config import omega_conf_to_dataclass
 
@@ -128,6 +127,39 @@ def create_worker_groups(
     return groups
 
 
+# ---- starting them before the data are loaded
+
+
+def set_schedule_steps(config: DictConfig, steps: int) -> None:
+    """Write the number of steps to the keys that the learning-rate schedules of the workers read."""
+    with open_dict(config):
+        for key in ("actor_rollout_ref.actor.optim", "critic.optim"):
+            if OmegaConf.select(config, key) is not None:
+                OmegaConf.update(config, f"{key}.total_training_steps", steps)
+
+
+def steps_known_early(config: DictConfig) -> int | None:
+    """Return the number of training steps if it is known without loading the data, else None.
+
+    Workers are constructed with this number, so they can start early only if it is known.
+    """
+    run = RunConfig.parse(config)
+    data = run.data
+    if run.trainer.total_training_steps is not None:
+        return run.trainer.total_training_steps
+    if data.filter_overlong_prompts or data.custom_cls.path or data.datagen.path or data.sampler.class_path:
+        return None  # the number of rows changes
+    import pyarrow.parquet as pq
+
+    from verl.utils.dataset.files import localize
+
+    files = localize(data.train_paths)
+    if not all(path.endswith(".parquet") for path in files):
+        return None
+    rows = sum(pq.read_metadata(path).num_rows for path in files)
+    return int(rows) // data.loader_batch_size * run.trainer.total_epochs
+
+
 class WorkerStart:
     """Starts the worker processes in a thread, while the driver loads tokenizer and data."""
 
@@ -168,7 +200,7 @@ def start_workers_early(
     steps = steps_known_early(config)
     if steps is None:
         return None
-    set_total_training_steps(config, steps)
+    set_schedule_steps(config, steps)
     device = config.trainer.device
     start = partial(create_worker_groups, config.copy(), role_worker_mapping, pools, group_cls, device)
     return WorkerStart(steps, start)

@@ -74,8 +74,3 @@ def need_critic(config: DictConfig) -> bool:
         reason = f"algorithm.adv_estimator={estimator} does not need one"
         _say_once("no critic: %s; set critic.enable=true to train one all the same", reason)
     return is_needed
-
-
-def config_needs_reference(config: DictConfig) -> bool:
-    """Whether a configuration asks for a reference policy: KL in the reward or in the loss."""
-    return bool(config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss)

@@ -14,8 +14,8 @@ from verl.protocol import DataProto
 from verl.trainer.ppo.loaders import Rows
 from verl.trainer.ppo.metric_utils import failure_metrics, process_validation_metrics
 from verl.trainer.ppo.phases import tensors_of
+from verl.trainer.ppo.records import dump_generations, ground_truths, trace_batch
 from verl.trainer.ppo.reward import Extras, RewardFn, compute_reward
-from verl.trainer.ppo.samples import dump_generations, ground_truths, trace_batch
 from verl.utils.numerics.seeding import prompt_uids, sampling_seeds
 from verl.workers.rewards.scoring import FAILURE_COLUMN
 

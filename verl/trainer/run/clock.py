@@ -1,11 +1,8 @@
 """Time the parts of a start, from launch to the end of the first step."""
 
 import time
-from typing import TypeVar
 
 from verl.utils.observe.console import get_console
-
-T = TypeVar("T")
 
 
 class StartupClock:
@@ -38,8 +35,3 @@ class StartupClock:
 
 CLOCK = StartupClock()
 """The clock of this process."""
-
-
-def receive_moments(actor: T, moments: list[tuple[str, float]]) -> None:
-    """Take over the moments of the launching process, in the process of ``actor`` (Ray passes it, unused)."""
-    CLOCK.moments = [*moments, *CLOCK.moments]

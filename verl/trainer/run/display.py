@@ -1,39 +1,41 @@
-"""Show the progress of a run: a table or a bar on a terminal, one line per step elsewhere."""
+"""Show the progress of a run: a table or a bar on a terminal, one line per step elsewhere.
+
+The trainer is a Ray actor, and Ray prints the output of an actor late and with a prefix. So its lines for the user go
+through the key-value store of the cluster, which keeps them complete and in order on every node, to the launching
+process, which shows them.
+"""
 
 import importlib.util
+import json
+import logging
+import secrets
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tqdm import tqdm
 
+from verl.trainer.run.clock import CLOCK
 from verl.utils import envs
 from verl.utils.observe.console import send_console_to
 
 if TYPE_CHECKING:
+    import ray
+
     from verl.utils.report.live import LiveTable
 
+T = TypeVar("T")
 DescribeStep = Callable[[Mapping[str, Any]], Sequence[str | None]]
 """Returns the parts of a step's text, always the same number; None keeps the part of an earlier step."""
 
 MODES = ("table", "bar", "lines", "off")
+_NAMESPACE = b"verl_terminal"
+_POLL_S = 0.2
 _BAR_FORMAT = "{desc} {percentage:3.0f}% |{bar:16}| {n_fmt}/{total_fmt} | {remaining} left{postfix}"
-
-
-class Display(Protocol):
-    """A place that shows lines and progress."""
-
-    def write(self, text: str) -> None:
-        """Show a line."""
-
-    def progress(self, step: int, total: int, start: int, text: str, seconds: float) -> None:
-        """Show that ``step`` of ``total`` took ``seconds``, in a run that began after ``start``."""
-
-    def close(self) -> None:
-        """End the progress display; lines may still follow."""
 
 
 class LocalDisplay:
@@ -68,7 +70,7 @@ class LocalDisplay:
         sys.stdout.flush()
 
     def progress(self, step: int, total: int, start: int, text: str, seconds: float) -> None:
-        """Move the bar, or write the line of a finished step; with ``step == start`` training begins."""
+        """Show that ``step`` of ``total`` took ``seconds``; with ``step == start`` training begins."""
         if self.mode == "bar":
             self._move_bar(step, total, start, text)
         elif self.mode == "table":
@@ -104,14 +106,93 @@ class LocalDisplay:
         self._table = None
 
 
-_display: Display | None = None
+class RemoteDisplay:
+    """A display in the trainer's process that sends everything to the ``Terminal`` of a name."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._count = 0
+        self._lock = threading.Lock()  # any thread may warn, and the terminal waits for every number
+
+    def _send(self, method: str, **content: str | float) -> None:
+        from ray.experimental.internal_kv import _internal_kv_put
+
+        with self._lock:
+            key = f"{self._name}:{self._count}".encode()
+            _internal_kv_put(key, json.dumps([method, content]).encode(), namespace=_NAMESPACE)
+            self._count += 1
+
+    def write(self, text: str) -> None:
+        """Show a line."""
+        self._send("write", text=text)
+
+    def progress(self, step: int, total: int, start: int, text: str, seconds: float) -> None:
+        """Show that ``step`` of ``total`` took ``seconds``, in a run that began after ``start``."""
+        self._send("progress", step=step, total=total, start=start, text=text, seconds=seconds)
+
+    def close(self) -> None:
+        """End the progress display; lines may still follow."""
+        self._send("close")
 
 
-def set_display(display: Display) -> None:
-    """Show the lines and the progress of this process on ``display``."""
+class Terminal:
+    """Shows the trainer's display in the launching process."""
+
+    def __init__(self, display: LocalDisplay) -> None:
+        self.name = secrets.token_hex(8)
+        self._display = display
+        self._count = 0
+
+    def watch(self, result: "ray.ObjectRef[T]") -> T:
+        """Show the trainer's display until its result arrives, and return the result."""
+        import ray
+
+        while True:
+            done, _ = ray.wait([result], timeout=_POLL_S)
+            self.show()
+            if done:
+                return ray.get(result)
+
+    def show(self) -> None:
+        """Show the messages that have arrived."""
+        from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get
+
+        while True:
+            key = f"{self.name}:{self._count}".encode()
+            message = _internal_kv_get(key, namespace=_NAMESPACE)
+            if message is None:
+                return
+            _internal_kv_del(key, namespace=_NAMESPACE)
+            self._count += 1
+            method, content = json.loads(message)
+            getattr(self._display, method)(**content)
+
+
+class _Warnings(logging.Handler):
+    """Show the library's warnings. Errors end the run, whose last message shows them."""
+
+    def __init__(self, display: RemoteDisplay) -> None:
+        super().__init__(logging.WARNING)
+        self._display = display
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno < logging.ERROR:
+            self._display.write(f"{record.levelname}: {record.getMessage()}")
+
+
+_display: LocalDisplay | RemoteDisplay | None = None
+
+
+def attach_to_launch(actor: T, name: str, moments: list[tuple[str, float]]) -> None:
+    """Connect the process of ``actor``, which Ray passes, with the launching process.
+
+    The lines and the progress go to the ``Terminal`` of that name; the start-up clock goes on from ``moments``.
+    """
     global _display
-    _display = display
-    send_console_to(display.write)
+    CLOCK.moments = [*moments, *CLOCK.moments]
+    _display = RemoteDisplay(name)
+    send_console_to(_display.write)
+    logging.getLogger("verl").addHandler(_Warnings(_display))
 
 
 class Progress:

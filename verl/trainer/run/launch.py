@@ -10,16 +10,19 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 import ray
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
 
 from verl.trainer.config.cli import USAGE_ERROR
 from verl.trainer.config.run_config import RayConfig
 from verl.utils import envs
+from verl.utils.structured import parse_node
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +93,18 @@ def ray_session(cluster: RayConfig, device: str, folder: Path) -> Iterator[None]
         stop_ray(owns_ray)
     if failure is not None:
         _leave(*failure)
+
+
+def cluster_of(ray_kwargs: DictConfig) -> RayConfig:
+    """Parse the node ``ray_kwargs``."""
+    tree: Any = OmegaConf.to_container(ray_kwargs, resolve=True)
+    return parse_node(tree, RayConfig)[0]
+
+
+def offline_session(ray_kwargs: DictConfig, device: str) -> AbstractContextManager[None]:
+    """Run a command without a training loop on Ray, as ``ray_session``; its ``error.log`` goes to Hydra's folder."""
+    folder = HydraConfig.get().runtime.output_dir if HydraConfig.initialized() else os.getcwd()
+    return ray_session(cluster_of(ray_kwargs), device, Path(folder))
 
 
 def _leave(message: str, code: int) -> NoReturn:
@@ -199,13 +214,8 @@ def report_failure(error: BaseException, folder: Path) -> str:
 
 def root_cause(error: BaseException) -> BaseException:
     """Return the exception of a Ray process without the exceptions that Ray wraps around it."""
-    seen: set[int] = set()
-    while isinstance(error, ray.exceptions.RayTaskError) and id(error) not in seen:
-        seen.add(id(error))
-        cause = getattr(error, "cause", None)
-        if not isinstance(cause, BaseException):
-            break
-        error = cause
+    while isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, BaseException):
+        error = error.cause
     return error
 
 

@@ -1,37 +1,30 @@
-"""The outputs of a run: its record, the trackers, the progress display, the curves and the report."""
+"""The outputs of a run: its record, the trackers, the progress display, Prometheus, the curves and the report."""
 
 import logging
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 from omegaconf import DictConfig, OmegaConf
 
+from verl.trainer.config.run_config import TrainerConfig
+from verl.trainer.config.sft import TrainerOptions
 from verl.trainer.run.display import DescribeStep, Progress
-from verl.trainer.run.prometheus import PrometheusMetrics
 from verl.utils.observe.console import get_console
 from verl.utils.observe.curves import draw_curves
 from verl.utils.observe.generations import ValidationGenerationsLogger
-from verl.utils.observe.record import Details, RunRecord
+from verl.utils.observe.record import Details, RunRecord, WorkerReport
 from verl.utils.observe.rollout_trace import RolloutTraceConfig
 from verl.utils.observe.tracking import Tracking
 from verl.utils.report.page import write_report
 
+if TYPE_CHECKING:
+    from ray.util.metrics import Gauge
+
 logger = logging.getLogger(__name__)
 
-
-class OutputOptions(Protocol):
-    """The keys of a ``trainer`` node that say where a run publishes its metrics."""
-
-    default_local_dir: str
-    project_name: str
-    experiment_name: str
-    logger: str | list[str]
-    report: bool
-
-    @property
-    def prometheus(self) -> bool:
-        """Whether to export the metrics for Prometheus."""
+PREFIX = "verl_"
 
 
 class RunOutput:
@@ -39,7 +32,7 @@ class RunOutput:
 
     def __init__(
         self,
-        options: OutputOptions,
+        options: TrainerConfig | TrainerOptions,
         config: DictConfig,
         resumed_step: int | None,
         total_steps: int,
@@ -112,3 +105,90 @@ class RunOutput:
             logger.warning("no curves and no report: %s; pip install matplotlib", error)
         except Exception:  # the run is saved; and if it has failed, the user must see that error and not this one
             logger.warning("cannot write the report", exc_info=True)
+
+
+# ---- Prometheus, through Ray (``trainer.prometheus``)
+
+
+class PrometheusMetrics:
+    """Gauges with the last value of every metric; those of a worker have the tags ``group`` and ``rank``.
+
+    Every Ray process sends its gauges to the agent of its node, which serves them at ``/metrics``. Ray prefixes each
+    name with ``ray_``.
+    """
+
+    def __init__(self, project: str, experiment: str) -> None:
+        self._tags = {"project": project, "experiment": experiment}
+        self._gauges: dict[str, Gauge] = {}
+        get_console().info("metrics for Prometheus: %s", ", ".join(endpoints()) or "Ray exports none")
+
+    def publish(self, metrics: Mapping[str, Any], details: Details | None = None) -> None:
+        """Set the gauges of the metrics and of the workers' reports."""
+        for name, value in metrics.items():
+            self._set(metric_name(name), value)
+        for group, reports in ((details or {}).get("workers") or {}).items():
+            for report in reports:
+                tags = {"group": group, "rank": str(report["rank"])}
+                for call, seconds in report["seconds"].items():
+                    self._set(f"{PREFIX}worker_seconds", seconds, tags | {"call": call})
+                for kind, gigabytes in report["memory"].items():
+                    self._set(f"{PREFIX}worker_memory_gb", gigabytes, tags | {"kind": kind.removesuffix("_gb")})
+                for name, value in report.get("generation", {}).items():
+                    self._set(f"{PREFIX}engine_{name}", value, tags)
+
+    def _set(self, name: str, value: Any, tags: Mapping[str, str] | None = None) -> None:
+        from ray.util.metrics import Gauge
+
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return  # for a number that is not finite, Ray then serves nothing instead of the last finite value
+        tags = {**self._tags, **(tags or {})}
+        if name not in self._gauges:
+            self._gauges[name] = Gauge(name, description=f"{name}, last value", tag_keys=tuple(tags))
+        self._gauges[name].set(float(value), tags=tags)
+
+
+def metric_name(metric: str) -> str:
+    """Return the name of a metric in the characters that Prometheus allows: ``actor/lr`` is ``verl_actor_lr``."""
+    return PREFIX + re.sub(r"\W+", "_", metric, flags=re.ASCII).strip("_")
+
+
+def endpoints() -> list[str]:
+    """Return the address at which each node of the cluster serves its metrics."""
+    import ray
+
+    return [
+        f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+        for node in ray.nodes()
+        if node["Alive"] and node.get("MetricsExportPort")
+    ]
+
+
+# ---- reports of the ranks, with digests of weights and random states
+
+
+class Digests(TypedDict):
+    """Digests of a rank: its random state, its part of the weights if it has any, and its part of the batch."""
+
+    random_state: str
+    weights: NotRequired[str]
+    batch: NotRequired[dict[str, str]]
+
+
+class RankReport(WorkerReport):
+    """A rank's report, with its digests if they were asked for."""
+
+    digests: NotRequired[Digests]
+
+
+def take_digests(workers: Mapping[str, Sequence[RankReport]]) -> dict[str, dict[str, str]]:
+    """Move the digests out of the reports of all ranks, by group, into the phases ``weights`` and ``random state``."""
+    weights: dict[str, str] = {}
+    states: dict[str, str] = {}
+    for group, reports in workers.items():
+        for report in reports:
+            digests = report.pop("digests")
+            name = f"{group}, rank {report['rank']}"
+            states[name] = digests["random_state"]
+            if "weights" in digests:
+                weights[name] = digests["weights"]
+    return {"weights": weights, "random state": states}

@@ -1,4 +1,4 @@
-"""The supervised trainer: engine, data, loop, validation and checkpoints of one process."""
+"""The supervised trainer: engine, data, loop, validation, checkpoints and outputs of one process."""
 
 import importlib.util
 import itertools
@@ -16,9 +16,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from verl.base_config import ConfigError, Violation
 from verl.protocol import DataProto
-from verl.trainer.config.sft import validate_sft_config
-from verl.trainer.sft.config import SFTConfig
-from verl.trainer.sft.record import SupervisedOutput
+from verl.trainer.config.sft import SFTConfig, TrainerOptions, validate_sft_config
+from verl.trainer.run.output import RankReport, RunOutput, take_digests
 from verl.utils import envs
 from verl.utils.batch.dicts import object_array
 from verl.utils.checkpoint.checkpoint_handler import CheckpointHandler
@@ -30,17 +29,21 @@ from verl.utils.device import get_device_name
 from verl.utils.distributed import initialize_global_process_group
 from verl.utils.flops_counter import FlopsCounter
 from verl.utils.numerics.seeding import seed_process
+from verl.utils.observe.digest import random_state_digest, tensor_digest, weights_digest
+from verl.utils.observe.record import Details
 from verl.utils.observe.tracking import check_backends
 from verl.utils.profiler.ranges import marked_timer
 from verl.utils.vision.flops import image_lengths
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.base import BaseEngine
+from verl.workers.engine.micro_batch import tensors_of
 from verl.workers.engine.pass_spec import PassSpec
-from verl.workers.roles.accounting import mfu
+from verl.workers.roles.accounting import memory_in_use, mfu
 from verl.workers.roles.losses import sft_loss
 
 EACH_EPOCH = "after_each_epoch"
 LOADER_WORKERS = 8
+GROUP = "trainer"
 
 Row = dict[str, Any]
 """A row of a data set, by column."""
@@ -87,6 +90,77 @@ def _position_axes(positions: Tensor | Sequence[Tensor] | None, width: int) -> T
     return torch.stack([F.pad(row[:, :width], (0, max(0, width - row.shape[1]))) for row in positions])
 
 
+class SupervisedOutput:
+    """Publish the metrics of a run."""
+
+    def __init__(
+        self, options: TrainerOptions, tree: DictConfig, engine: BaseEngine, rank: int, resumed_step: int, total: int
+    ) -> None:
+        """Open the outputs of a run of ``total`` steps that continues after ``resumed_step``; 0 starts from scratch."""
+        self._engine = engine
+        self._rank = rank
+        self._digests = options.record_digests
+        self._output = RunOutput(options, tree, resumed_step or None, total, describe_step) if rank == 0 else None
+
+    def step(self, metrics: Mapping[str, float], timing: Mapping[str, float], batch: DataProto, step: int) -> None:
+        """Publish a step; collective. ``timing`` holds seconds by name, ``step`` those of the training step alone."""
+        started = time.perf_counter()
+        reports = self._gather(self._report(timing["step"], batch))
+        seconds = time.perf_counter() - started
+        if self._output is None:
+            return
+        throughput = metrics["train/global_tokens"] / max(timing["step"], 1e-9) / len(reports)
+        times = {f"timing_s/{name}": spent for name, spent in timing.items()}
+        times |= {"timing_s/train_batch": timing["step"], "timing_s/record": seconds, "perf/throughput": throughput}
+        details: Details = {}
+        if self._digests:
+            batches: dict[str, str] = {}
+            for report in reports:
+                found = report["digests"].pop("batch")
+                batches |= {f"{name}, rank {report['rank']}": digest for name, digest in found.items()}
+            details["phases"] = {"batch": batches} | take_digests({GROUP: reports})
+        details["workers"] = {GROUP: [*reports]}
+        self._output.log(metrics, step, details, times, finished=True)
+
+    def add(self, timing: Mapping[str, float], step: int) -> None:
+        """Add to the record the seconds spent after a step."""
+        if self._output is not None:
+            self._output.record.log({f"timing_s/{name}": seconds for name, seconds in timing.items()}, step)
+
+    def close(self) -> None:
+        """Close the outputs and write the report, also if the run has failed."""
+        if self._output is not None:
+            self._output.close()
+
+    def _report(self, seconds: float, batch: DataProto) -> RankReport:
+        """Return this rank's part of the record of a step."""
+        report: RankReport = {"rank": self._rank, "seconds": {"train_batch": seconds}, "memory": memory_in_use()}
+        if self._digests:
+            tensors = tensors_of(batch)
+            report["digests"] = {
+                "batch": {name: tensor_digest(value.cpu()) for name, value in sorted(tensors.items())},
+                "weights": weights_digest(self._engine.local_parameters()),
+                "random_state": random_state_digest(),
+            }
+        return report
+
+    def _gather(self, report: RankReport) -> list[RankReport]:
+        """Return the reports of all ranks."""
+        if not torch.distributed.is_initialized():
+            return [report]
+        reports = [report] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(reports, report)
+        return reports
+
+
+def describe_step(metrics: Mapping[str, float]) -> list[str | None]:
+    """Return the losses as the display shows them; None keeps the value of an earlier step."""
+    return [
+        f"{name} {metrics[key]:.4f}" if key in metrics else None
+        for name, key in (("train", "train/loss"), ("val", "val/loss"))
+    ]
+
+
 class SFTTrainer:
     """One process of a supervised run; all processes of it construct and fit together.
 
@@ -106,7 +180,14 @@ class SFTTrainer:
         self.train_dataset = self._dataset(config.data.train_files)
         self.val_dataset = self._dataset(config.data.val_files) if config.data.val_files else None
         self._plan()
-        self.engine = self._engine()
+        self.engine: BaseEngine = EngineRegistry.new(
+            model_type="language_model",
+            backend=config.engine.strategy,
+            model_config=config.model,
+            engine_config=config.engine,
+            optimizer_config=config.optimizer(self.total_steps),
+            checkpoint_config=config.checkpoint,
+        )
         self.engine.initialize()
         self.train_loader = self._loader(self.train_dataset, train=True)
         self.val_loader = None if self.val_dataset is None else self._loader(self.val_dataset, train=False)
@@ -154,16 +235,6 @@ class SFTTrainer:
             expected = f"is more than the {rows} training rows"
             raise ConfigError([Violation("data.train_batch_size", data.train_batch_size, expected)])
         self.total_steps = trainer.total_training_steps or self.steps_per_epoch * trainer.total_epochs
-
-    def _engine(self) -> BaseEngine:
-        return EngineRegistry.new(
-            model_type="language_model",
-            backend=self.config.engine.strategy,
-            model_config=self.config.model,
-            engine_config=self.config.engine,
-            optimizer_config=self.config.optimizer(self.total_steps),
-            checkpoint_config=self.config.checkpoint,
-        )
 
     def _loader(self, dataset: Dataset[Row], train: bool) -> StatefulDataLoader:
         ranks = self.engine.get_data_parallel_size()

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from verl.base_config import BaseConfig, Violation
+from verl.base_config import Violation
 from verl.trainer.config.run_config import RunConfig
 from verl.utils.megatron.ranks import model_parallel_size
 from verl.workers.config import (
@@ -36,11 +36,8 @@ def batch_rules(run: RunConfig, use_reference: bool, broken: set[str]) -> Iterat
     batch = layout | {"data.train_batch_size", "data.gen_batch_size", f"{ROLLOUT}.n"}
     if not broken & batch:
         yield from _train_batch_rules(run, use_reference)
-    roles: list[tuple[str, ActorConfig | CriticConfig]] = [(ACTOR, run.actor_rollout_ref.actor)]
-    if run.critic is not None:
-        roles.append(("critic", run.critic))
-    for key, role in roles:
-        if any(each.startswith(f"{key}.megatron") for each in broken):
+    for key, role in ((ACTOR, run.actor_rollout_ref.actor), ("critic", run.critic)):
+        if role is None or any(each.startswith(f"{key}.megatron") for each in broken):
             continue
         if not broken & (batch | {f"{key}.{name}" for name in _OWN_SIZES}):
             per_gpu_is_wrong = f"{key}.ppo_micro_batch_size_per_gpu" in broken
@@ -146,10 +143,9 @@ def _role_rules(run: RunConfig, role: ActorConfig | CriticConfig, per_gpu_is_wro
 def _log_prob_rules(run: RunConfig, use_reference: bool, broken: set[str]) -> Iterator[Violation]:
     """Yield log-prob batch sizes that are missing or given twice."""
     shared = run.actor_rollout_ref
-    roles: list[tuple[str, BaseConfig, bool]] = [(ROLLOUT, shared.rollout, shared.rollout.log_prob_use_dynamic_bsz)]
-    if use_reference:
-        roles.append((REF, shared.ref, shared.ref.log_prob_use_dynamic_bsz))
-    for key, role, is_dynamic in roles:
-        if not is_dynamic and not any(each.startswith(f"{key}.log_prob_") for each in broken):
+    for key, role in ((ROLLOUT, shared.rollout), (REF, shared.ref)):
+        if role.log_prob_use_dynamic_bsz or (key == REF and not use_reference):
+            continue
+        if not any(each.startswith(f"{key}.log_prob_") for each in broken):
             rules = micro_batch_rules(role, "log_prob_micro_batch_size", "log_prob_use_dynamic_bsz")
             yield from (violation.under(key) for violation in rules)

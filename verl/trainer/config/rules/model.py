@@ -1,7 +1,7 @@
 """Models: their folders, their sizes against the run, adapters, and kernels that need a device or a package."""
 
 import importlib.util
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from verl.algos.names import FULL_KL
@@ -20,6 +20,7 @@ from verl.workers.config.model import (
 POLICY = "actor_rollout_ref.model"
 REFERENCE = "actor_rollout_ref.ref.model"
 ACTOR = "actor_rollout_ref.actor"
+CRITIC = "critic.model"
 NO_VISION_ON_MEGATRON = (
     "trains language models only, its GPT model has no vision tower, and model.path names a vision-language model: "
     "write fsdp"
@@ -34,47 +35,50 @@ def model_rules(run: RunConfig, broken: set[str]) -> Iterator[Violation]:
     shared = run.actor_rollout_ref
     workers = None if broken & {"trainer.n_gpus_per_node", "trainer.nnodes"} else run.trainer.world_size
     policy = shared.model
-    if f"{POLICY}.path" not in broken:
-        hf_config = yield from _folder_rules(POLICY, policy.path, policy.tokenizer_path)
-        if hf_config is not None:
-            yield from vision_rules(
-                hf_config, (f"{ACTOR}.strategy", shared.actor.strategy), (f"{POLICY}.path", policy.path), workers
-            )
-            frozen = shared.actor.freeze_vision_tower
-            yield from _frozen_rules(hf_config, f"{ACTOR}.freeze_vision_tower", frozen, POLICY)
-            yield from _size_rules(run, hf_config, broken)
-    key = REFERENCE
-    if shared.ref.model_path and f"{key}.path" not in broken:
-        hf_config = yield from _folder_rules(key, shared.ref.model_path, None)
-        if hf_config is not None:
-            strategy = ("actor_rollout_ref.ref.strategy", shared.ref.strategy)
-            yield from vision_rules(hf_config, strategy, (f"{key}.path", shared.ref.model_path), workers)
-            yield from _text_only_rules(policy.path, hf_config, key, shared.ref.model_path)
     critic = run.critic
-    if critic is not None and "critic.model.path" not in broken:
-        hf_config = yield from _folder_rules("critic.model", critic.model.path, critic.model.tokenizer_path)
-        if hf_config is not None:
-            path = ("critic.model.path", critic.model.path)
-            yield from vision_rules(hf_config, ("critic.strategy", critic.strategy), path, workers)
-            if isinstance(critic, FSDPCriticConfig):
-                frozen = critic.model.freeze_vision_tower
-                yield from _frozen_rules(hf_config, "critic.model.freeze_vision_tower", frozen, "critic.model")
-            yield from _text_only_rules(policy.path, hf_config, "critic.model", critic.model.path)
-    yield from _adapter_rules(POLICY, policy.lora_rank, policy.target_modules)
+    models = [(POLICY, policy.path, policy.tokenizer_path, ACTOR, shared.actor.strategy)]
+    frozen = {POLICY: (f"{ACTOR}.freeze_vision_tower", shared.actor.freeze_vision_tower)}
+    adapters = [(POLICY, policy.lora_rank, policy.target_modules)]
+    if shared.ref.model_path:
+        models.append((REFERENCE, shared.ref.model_path, None, "actor_rollout_ref.ref", shared.ref.strategy))
+    if critic is not None:
+        models.append((CRITIC, critic.model.path, critic.model.tokenizer_path, "critic", critic.strategy))
     if isinstance(critic, FSDPCriticConfig):
-        yield from _adapter_rules("critic.model", critic.model.lora_rank, critic.model.target_modules)
+        frozen[CRITIC] = (f"{CRITIC}.freeze_vision_tower", critic.model.freeze_vision_tower)
+        adapters.append((CRITIC, critic.model.lora_rank, critic.model.target_modules))
+    for key, path, tokenizer, role, strategy in models:
+        if f"{key}.path" in broken:
+            continue
+        problems = list(path_problems(path)) or list(quantized_problem(read_config_json(path)))
+        yield from (Violation(f"{key}.path", path, problem) for problem in problems)
+        if problems:
+            continue
+        if key != REFERENCE:  # the reference uses the tokenizer of the actor
+            tokenizer = tokenizer or path
+            yield from (Violation(f"{key}.tokenizer_path", tokenizer, text) for text in tokenizer_problems(tokenizer))
+        hf_config = read_config_json(path)
+        yield from vision_rules(hf_config, (f"{role}.strategy", strategy), (f"{key}.path", path), workers)
+        if hf_config and "vision_config" not in hf_config:
+            yield from _text_only_rules(key, path, policy.path, *frozen.get(key, ("", False)))
+        if key == POLICY:
+            yield from _size_rules(run, hf_config, broken)
+    for key, rank, modules in adapters:
+        if rank and not modules:
+            expected = "must name modules, or all-linear, with lora_rank above 0"
+            yield Violation(f"{key}.target_modules", modules, expected)
 
 
-def _folder_rules(key: str, path: str, tokenizer_path: str | None) -> Generator[Violation, None, dict[str, Any] | None]:
-    """Yield what is wrong with a model folder and its tokenizer; returns its ``config.json`` if the folder is right."""
-    problems = list(path_problems(path)) or list(quantized_problem(read_config_json(path)))
-    yield from (Violation(f"{key}.path", path, problem) for problem in problems)
-    if problems:
-        return None
-    if key != REFERENCE:  # the reference uses the tokenizer of the actor
-        tokenizer = tokenizer_path or path
-        yield from (Violation(f"{key}.tokenizer_path", tokenizer, text) for text in tokenizer_problems(tokenizer))
-    return read_config_json(path)
+def _text_only_rules(key: str, path: str, policy: str, frozen_key: str, is_frozen: bool) -> Iterator[Violation]:
+    """Reject a frozen vision tower of a text-only model, and such a model next to a vision policy.
+
+    The latter would read the image tokens and not the images.
+    """
+    if is_frozen:
+        expected = f"needs a vision-language model, {key}.path names one of text (no vision_config): write false"
+        yield Violation(frozen_key, True, expected)
+    if key != POLICY and not list(path_problems(policy)) and "vision_config" in read_config_json(policy):
+        expected = "must see images as the policy of actor_rollout_ref.model.path does, and this is a model of text"
+        yield Violation(f"{key}.path", path, f"{expected}: name a vision-language model")
 
 
 def vision_rules(
@@ -96,27 +100,6 @@ def vision_rules(
             "worker, or add the family (docs/advance/multi_modal.md)"
         )
         yield Violation(*path, expected)
-
-
-def _frozen_rules(hf_config: Mapping[str, Any], key: str, is_frozen: bool, model: str) -> Iterator[Violation]:
-    """Yield a frozen vision tower of a model that has none."""
-    if hf_config and "vision_config" not in hf_config and is_frozen:
-        expected = f"needs a vision-language model, {model}.path names one of text (no vision_config): write false"
-        yield Violation(key, True, expected)
-
-
-def _text_only_rules(policy: str, hf_config: Mapping[str, Any], key: str, path: str) -> Iterator[Violation]:
-    """Reject a text-only model next to a vision policy: it would read the image tokens and not the images."""
-    if hf_config and "vision_config" not in hf_config and not list(path_problems(policy)):
-        if "vision_config" in read_config_json(policy):
-            expected = "must see images as the policy of actor_rollout_ref.model.path does, and this is a model of text"
-            yield Violation(f"{key}.path", path, f"{expected}: name a vision-language model")
-
-
-def _adapter_rules(key: str, rank: int, modules: str | list[str]) -> Iterator[Violation]:
-    """Yield adapters without a module to adapt."""
-    if rank and not modules:
-        yield Violation(f"{key}.target_modules", modules, "must name modules, or all-linear, with lora_rank above 0")
 
 
 def positions_of(hf_config: Mapping[str, Any], overrides: Mapping[str, Any]) -> int | None:

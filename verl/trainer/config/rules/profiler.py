@@ -12,7 +12,6 @@ from verl.trainer.config.keys import select
 from verl.trainer.config.rules.reward import reward_world_size
 from verl.trainer.config.run_config import RunConfig
 from verl.utils.profiler.config import RANKS_MUST_BE_NAMED, TOOLS, ProfilerConfig
-from verl.workers.config import ActorConfig, CriticConfig
 
 Tree = Mapping[str, Any]
 
@@ -156,23 +155,13 @@ def _role_rules(run: RunConfig, role: str, node: ProfilerConfig) -> Iterator[Vio
         if node.tool in RANKS_MUST_BE_NAMED and not node.ranks and not node.all_ranks:
             expected = f"names no rank to profile by {node.tool}: write a list such as [0], or all_ranks=true"
             yield Violation(f"{key}.ranks", node.ranks, expected)
-    start = select(node, "tool_config.torch.step_start", 0)
-    batches = _mini_batches(run, role)
-    if node.tool == "torch" and batches is not None and isinstance(start, int) and start >= batches:
-        expected = f"never comes: an update has {batches} mini-batches, the first is 0"
-        yield Violation(f"{key}.tool_config.torch.step_start", start, expected)
-
-
-def _mini_batches(run: RunConfig, role: str) -> int | None:
-    """Return the optimizer steps of one update of a role, None for a role that does not train."""
-    roles: dict[str, ActorConfig | CriticConfig | None] = {
-        "actor_rollout_ref.actor": run.actor_rollout_ref.actor,
-        "critic": run.critic,
-    }
-    node = roles.get(role)
-    if node is None or node.ppo_mini_batch_size < 1:
-        return None
-    return max(1, run.prompts_per_step // node.ppo_mini_batch_size) * node.ppo_epochs
+    trained = {"actor_rollout_ref.actor": run.actor_rollout_ref.actor, "critic": run.critic}.get(role)
+    if node.tool == "torch" and trained is not None and trained.ppo_mini_batch_size > 0:
+        start = select(node, "tool_config.torch.step_start", 0)
+        batches = max(1, run.prompts_per_step // trained.ppo_mini_batch_size) * trained.ppo_epochs
+        if isinstance(start, int) and start >= batches:
+            expected = f"never comes: an update has {batches} mini-batches, the first is 0"
+            yield Violation(f"{key}.tool_config.torch.step_start", start, expected)
 
 
 def missing_part(tool: str, device: str, runs_here: bool) -> str | None:

@@ -5,13 +5,12 @@ from typing import Any, TypeGuard
 
 from verl.base_config import Violation, matches
 from verl.trainer.config.rules.batch import sharding_rules
+from verl.trainer.config.rules.files import python_file_rules
 from verl.trainer.config.rules.model import head_rules, positions_of, vision_rules
-from verl.trainer.config.rules.user_code import python_file_rules
 from verl.trainer.config.run_config import RunConfig
 from verl.utils.structured import parse_node
 from verl.workers.config import OverlongBufferConfig, RewardModelConfig
 from verl.workers.config.model import path_problems, quantized_problem, read_config_json, tokenizer_problems
-from verl.workers.rewards.signature import SCORER_CALLS
 
 NODE = "reward_model"
 MANAGER_KWARGS: dict[str, tuple[str, ...]] = {
@@ -78,7 +77,13 @@ def dapo_rules(run: RunConfig) -> Iterator[Violation]:
     buffer = run.reward_model.overlong_buffer
     if buffer is not None and buffer.enable:
         yield from _buffer_rules(buffer, _BUFFER, "data.max_response_length", run.data.max_response_length)
-        yield from _buffer_manager_rules(run.reward_model)
+        reward = run.reward_model
+        if reward.reward_manager in _WITHOUT_BUFFER:
+            expected = f"has no overlong buffer: write dapo, or {_BUFFER}.enable=false"
+            yield Violation(f"{NODE}.reward_manager", reward.reward_manager, expected, others=(f"{_BUFFER}.enable",))
+        for key in [key for key in ("overlong_buffer_cfg", "max_resp_len") if key in reward.reward_kwargs]:
+            expected = f"is given by {_BUFFER}, which is enabled: write one of the two"
+            yield Violation(f"{_KWARGS}.{key}", reward.reward_kwargs[key], expected)
     groups = run.algorithm.filter_groups
     if groups and groups.enable and groups.metric == "seq_final_reward" and run.algorithm.use_kl_in_reward:
         expected = "is the reward after KL, which differs for all responses and would keep every prompt"
@@ -94,17 +99,6 @@ def _buffer_rules(buffer: OverlongBufferConfig, node: str, limit_key: str, limit
     if buffer.penalty_factor < 0 or (buffer.penalty_factor == 0 and not buffer.log):
         expected = "must be above 0, the penalty of a response of full length (0 only counts, with log=true)"
         yield Violation(f"{node}.penalty_factor", buffer.penalty_factor, expected)
-
-
-def _buffer_manager_rules(reward: RewardModelConfig) -> Iterator[Violation]:
-    """Yield a manager without an overlong buffer, and a buffer that is given twice."""
-    if reward.reward_manager in _WITHOUT_BUFFER:
-        expected = f"has no overlong buffer: write dapo, or {_BUFFER}.enable=false"
-        yield Violation(f"{NODE}.reward_manager", reward.reward_manager, expected, others=(f"{_BUFFER}.enable",))
-    for key in ("overlong_buffer_cfg", "max_resp_len"):
-        if key in reward.reward_kwargs:
-            expected = f"is given by {_BUFFER}, which is enabled: write one of the two"
-            yield Violation(f"{_KWARGS}.{key}", reward.reward_kwargs[key], expected)
 
 
 # ---- the reward model
@@ -200,13 +194,3 @@ def _judge_rules(reward: RewardModelConfig, workers: int | None, broken: set[str
     size_key = f"{NODE}.tensor_model_parallel_size"
     if workers is not None and size_key not in broken and reward.name == "vllm" and workers % size:
         yield Violation(size_key, size, f"must divide the {workers} workers of the reward model")
-
-
-def score_notices(run: RunConfig) -> Iterator[str]:
-    """Yield effects of an enabled reward model that one might not expect."""
-    reward = run.reward_model
-    if reward.enable and run.custom_reward_function.path and reward.reward_manager in SCORER_CALLS:
-        yield (
-            "the reward model scores training, and custom_reward_function validation only: to join both, write a "
-            "reward manager that reads rm_scores (docs/reward_models.md)"
-        )

@@ -1,18 +1,21 @@
-"""Keys that have no effect in a run: named once, in one line, if they were changed from their default."""
+"""Changed keys without effect in a run: another option switches them off, or this version does not support them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from verl.base_config import Kind, Violation, as_yaml
-from verl.trainer.config.keys import select
+from verl.trainer.config.keys import is_under, select
 from verl.trainer.config.run_config import ABSENT, RunConfig, default_of
-from verl.workers.config import PolicyLossConfig
+from verl.workers.config import MultiTurnConfig, PolicyLossConfig
 
 ACTOR = "actor_rollout_ref.actor"
 REF = "actor_rollout_ref.ref"
 ROLLOUT = "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model"
 REWARD = "reward_model"
+
+
+# ---- switched off by another option: named once, in one line
 
 
 class Idle(NamedTuple):
@@ -63,9 +66,7 @@ IDLE = [
     Idle(_ENGINE, "hf", ROLLOUT, ("disable_log_stats", "skip_tokenizer_init")),
     Idle(_DEVICE, "npu", ROLLOUT, ("layered_summon",)),
     Idle(_DEVICE, "cpu", ROLLOUT, ("cudagraph_capture_sizes", "layered_summon")),
-    Idle(_DEVICE, "cpu", f"{ACTOR}.fsdp_config", _OFFLOADS),
-    Idle(_DEVICE, "cpu", f"{REF}.fsdp_config", _OFFLOADS),
-    Idle(_DEVICE, "cpu", "critic.model.fsdp_config", _OFFLOADS),
+    *(Idle(_DEVICE, "cpu", f"{role}.fsdp_config", _OFFLOADS) for role in (ACTOR, REF, "critic.model")),
     Idle(_DEVICE, "cpu", f"{REWARD}.model.fsdp_config", ("param_offload",)),
     Idle(_DEVICE, "cpu", MODEL, ("enable_activation_offload",)),
     Idle(_DEVICE, "cpu", "critic.model", ("enable_activation_offload",)),
@@ -82,9 +83,89 @@ def idle_keys(run: RunConfig, tree: Mapping[str, Any]) -> Iterator[Violation]:
             continue
         if not run.reward_model.enable and any(key.startswith(_OF_AN_ENABLED_REWARD_MODEL) for key in (switch, node)):
             continue
-        for name in names:
-            key = f"{node}.{name}"
-            value = select(tree, key, ABSENT)
-            default = default_of(run, key)
-            if value is not ABSENT and default is not ABSENT and value != default:
-                yield Violation(key, value, f"{switch}={as_yaml(off)}", Kind.IDLE, (switch,))
+        for key, value, _ in _changed(run, tree, node, names):
+            yield Violation(key, value, f"{switch}={as_yaml(off)}", Kind.IDLE, (switch,))
+
+
+def _changed(
+    run: RunConfig, tree: Mapping[str, Any], node: str, names: tuple[str, ...]
+) -> Iterator[tuple[str, Any, Any]]:
+    """Yield key, value and default of those of the names below a node that ``tree`` changes from their default."""
+    for name in names:
+        key = f"{node}.{name}"
+        value = select(tree, key, ABSENT)
+        default = default_of(run, key)
+        if value is not ABSENT and default is not ABSENT and value != default:
+            yield key, value, default
+
+
+# ---- not supported, and there for established commands
+
+
+class Unsupported(NamedTuple):
+    """Keys below ``node`` that must keep their default or, with ``values``, must not have one of these."""
+
+    node: str
+    names: tuple[str, ...]
+    text: str
+    values: tuple[Any, ...] = ()
+
+
+_TURNS = tuple(name for name in MultiTurnConfig() if name != "_target_")
+_NO_TURNS = "multi-turn rollout is not supported yet"
+_NO_AGENTS = "agent loops are not supported yet"
+_NO_SGLANG = "is read by SGLang, which is not supported yet"
+_TRAINS = "is not supported for a role that trains"
+
+UNSUPPORTED = [
+    Unsupported(ROLLOUT, ("mode",), "is not supported yet: write sync", ("async",)),
+    Unsupported(ROLLOUT, ("name",), "is not supported yet: write vllm or hf", ("sglang",)),
+    Unsupported(f"{ROLLOUT}.multi_turn", _TURNS, _NO_TURNS),
+    Unsupported(f"{ROLLOUT}.agent", ("num_workers", "default_agent_loop", "agent_loop_config_path"), _NO_AGENTS),
+    Unsupported(f"{ROLLOUT}.agent.custom_async_server", ("path", "name"), _NO_AGENTS),
+    Unsupported(ROLLOUT, ("over_sample_rate", "engine_kwargs.sglang", "sglang_engine_mode", "server"), _NO_SGLANG),
+    Unsupported(
+        ROLLOUT,
+        ("data_parallel_size",),
+        "is not supported: each group of tensor_model_parallel_size workers has one engine and its share of the batch",
+    ),
+    Unsupported("actor_rollout_ref.actor", ("fsdp_config.forward_only", "megatron.forward_only"), _TRAINS),
+    Unsupported("critic", ("model.fsdp_config.forward_only", "megatron.forward_only"), _TRAINS),
+    Unsupported(
+        "critic.model.fsdp_config",
+        ("entropy_from_logits_with_chunking",),
+        "is not supported: a critic computes no entropy",
+    ),
+    Unsupported(
+        "algorithm.filter_groups",
+        ("enable",),
+        "is not supported here: dynamic sampling is done by python -m recipe.dapo.main_dapo",
+    ),
+    Unsupported(
+        "data",
+        ("tokenizer",),
+        "is only supported with data.custom_cls: name the tokenizer in actor_rollout_ref.model.tokenizer_path",
+    ),
+    Unsupported("data", ("return_raw_input_ids",), "is only supported with data.custom_cls"),
+    Unsupported(
+        "data", ("return_multi_modal_inputs",), "is not supported: training reads the tensors of the image processor"
+    ),
+]
+
+_READ_BY_CUSTOM_DATASETS = ("data.tokenizer", "data.return_raw_input_ids")
+
+
+def unsupported_rules(
+    run: RunConfig, tree: Mapping[str, Any], recipe_nodes: Collection[str] = ()
+) -> Iterator[Violation]:
+    """Yield every key that asks for something not supported; nodes that the recipe reads are left to it."""
+    custom = _READ_BY_CUSTOM_DATASETS if run.data.custom_cls.path else ()
+    for entry in UNSUPPORTED:
+        for key, value, default in _changed(run, tree, entry.node, entry.names):
+            if is_under(key, recipe_nodes) or key in custom:
+                continue
+            if not entry.values:
+                instead = "leave it out" if isinstance(default, Mapping) else f"write {as_yaml(default)}"
+                yield Violation.unsupported(key, value, f"{entry.text}: {instead}")
+            elif value in entry.values:
+                yield Violation.unsupported(key, value, entry.text)

@@ -1,0 +1,328 @@
+"""Records of steps for people to read: details in the record of the run, JSON-lines dumps, and traces."""
+
+import itertools
+import json
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import ray
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from verl.protocol import DataProto
+from verl.single_controller.ray import RayWorkerGroup
+from verl.trainer.ppo.phases import tensors_of
+from verl.trainer.ppo.shaping import compute_response_mask
+from verl.trainer.ppo.state import Metrics
+from verl.trainer.run.output import RankReport, take_digests
+from verl.utils.observe.digest import column_digest, tensor_digest
+from verl.utils.observe.record import Details
+from verl.utils.observe.rollout_trace import RolloutTraceConfig, rollout_trace_attr, rollout_trace_op
+from verl.utils.observe.tracking import plain
+
+logger = logging.getLogger(__name__)
+
+LENGTH_BINS = 24
+_OF_SCORE = ("rm_scores", "token_level_scores")
+"""Columns that the phase ``score`` begins, although a later phase may add them."""
+_COPY_OF = {"multi_modal_data": "multi_modal_inputs", "raw_prompt_ids": "input_ids"}
+"""Columns of the data set, and the column of the batch that holds the same content."""
+Sample = dict[str, str | int | float]
+"""A response with its prompt, score, length and label, as the record keeps it."""
+MAX_TEXT = 1200
+"""Longest prompt or response in a sample, in characters; a longer one loses its middle."""
+
+
+# ---- the record of the run
+
+
+@dataclass
+class StepRecord:
+    """Gathers the details of one step after the other.
+
+    Attributes:
+        digests: whether to digest batches, weights and random states.
+        num_samples: how many sample responses to keep of a step.
+        tokenizer: decodes the samples; may be None if there are none.
+        veto_threshold: ratio of trainer to rollout below which a token vetoes its response; None if nothing does.
+        seconds: time spent on the record of the current step.
+    """
+
+    digests: bool
+    num_samples: int
+    tokenizer: PreTrainedTokenizerBase | None = None
+    veto_threshold: float | None = None
+    seconds: float = field(init=False, default=0.0)
+    _phases: dict[str, dict[str, str]] = field(init=False, default_factory=dict)
+    _seen: dict[str, Tensor] = field(init=False, default_factory=dict)
+    _asked: dict[str, tuple[RayWorkerGroup, list[ray.ObjectRef[RankReport]]]] = field(init=False, default_factory=dict)
+
+    def phase(self, name: str, batch: DataProto, row_order: Sequence[int] | None = None) -> None:
+        """Digest the columns that a phase has added or replaced; a second run of a phase gets its own number.
+
+        ``row_order`` puts the rows back in the order of the data, so that digests do not depend on the ranks. Columns
+        of the data set belong to the first phase, ``prepare``.
+        """
+        if not self.digests or batch.batch is None:
+            return
+        started = time.perf_counter()
+        new = {
+            key: value
+            for key, value in sorted(batch.batch.items())
+            if isinstance(value, Tensor) and self._seen.get(key) is not value
+        }
+        self._seen.update(new)
+        rows = None if row_order is None or list(row_order) == sorted(row_order) else torch.as_tensor(row_order)
+        found = {key: tensor_digest(value if rows is None else value[rows]) for key, value in new.items()}
+        if name == "prepare":
+            columns = batch.non_tensor_batch
+            chosen = [key for key in sorted(columns) if _COPY_OF.get(key) not in {*columns, *new}]
+            found |= {key: column_digest(columns[key]) for key in chosen}
+        times = sum(known.partition("#")[0] == name for known in self._phases)
+        label = f"{name}#{times + 1}" if times else name
+        self._phases[label] = {}
+        scored = next((known for known in reversed(self._phases) if known.partition("#")[0] == "score"), label)
+        for key, digest in found.items():
+            self._phases[scored if key in _OF_SCORE else label][key] = digest
+        self.seconds += time.perf_counter() - started
+
+    def ask_workers(self, groups: Mapping[str, RayWorkerGroup]) -> None:
+        """Let the workers report while the driver goes on; ``finish`` takes their reports."""
+        started = time.perf_counter()
+        self._asked = {
+            name: (group, group.report_step(self.digests))
+            for name, group in groups.items()
+            if hasattr(group, "report_step")  # a fork's worker class need not have it
+        }
+        self.seconds += time.perf_counter() - started
+
+    def finish(self, batch: DataProto, metrics: Metrics) -> Details:
+        """Return the details of the step that ends, ready for JSON, and begin the next step.
+
+        The time that the record took goes to the metric ``timing_s/record``.
+        """
+        started = time.perf_counter()
+        details: dict[str, Any] = {"response_length": length_histogram(batch)}
+        if self.num_samples:  # while the workers report
+            assert self.tokenizer is not None
+            details["samples"] = sample_rows(batch, self.tokenizer, self.num_samples, self.veto_threshold)
+        workers = {name: group.wait(reports, "report_step") for name, (group, reports) in self._asked.items()}
+        if self.digests:
+            details["phases"] = self._phases | take_digests(workers)
+        driver = {"rank": 0, "seconds": {}, "memory": {"host_gb": psutil.Process().memory_info().rss / 1024**3}}
+        details["workers"] = workers | {"driver": [driver]}
+        self._phases = {}
+        self._seen = {}
+        self._asked = {}
+        kept: Details = plain(details)
+        metrics["timing_s/record"] = self.seconds + time.perf_counter() - started
+        self.seconds = 0.0
+        return kept
+
+
+def length_histogram(batch: DataProto) -> dict[str, Any]:
+    """Return the counts of response lengths in equal bins from 0 to ``limit`` tokens."""
+    attended = compute_response_mask(batch)
+    limit = attended.shape[-1]
+    lengths = attended.sum(-1).numpy()
+    counts, _ = np.histogram(lengths, bins=min(LENGTH_BINS, limit), range=(0, limit))
+    return {"limit": limit, "counts": counts.tolist()}
+
+
+def sample_rows(
+    batch: DataProto, tokenizer: PreTrainedTokenizerBase, count: int, veto_threshold: float | None
+) -> list[Sample]:
+    """Return texts and scores of at most ``count`` responses: the best, the worst, and some that were vetoed."""
+    tensors = tensors_of(batch)
+    scores = tensors["token_level_scores"].sum(-1)
+    chosen = choose_rows(scores, vetoed_rows(batch, veto_threshold), count, batch.non_tensor_batch.get("uid"))
+    rows = list(chosen)
+    prompts = tokenizer.batch_decode(tensors["prompts"][rows], skip_special_tokens=True)
+    responses = tokenizer.batch_decode(tensors["responses"][rows], skip_special_tokens=True)
+    lengths = compute_response_mask(batch).sum(-1).tolist()
+    truths = ground_truths(batch)
+    extras = batch.non_tensor_batch
+    samples = []
+    for row, prompt, response in zip(rows, prompts, responses, strict=True):
+        sample: Sample = {
+            "kind": chosen[row],
+            "prompt": shortened(prompt),
+            "response": shortened(response),
+            "score": scores[row].item(),
+            "tokens": lengths[row],
+            "truth": _short(truths[row]),
+        }
+        for column in ("uid", "data_source", "reward_failure"):
+            if column in extras and extras[column][row] is not None:
+                sample[column] = _short(extras[column][row])
+        samples.append(sample)
+    return samples
+
+
+def choose_rows(
+    scores: Tensor, vetoed: Tensor, count: int, uids: Sequence[Hashable] | np.ndarray | None = None
+) -> dict[int, str]:
+    """Choose sample rows and their labels: a quarter ``vetoed``, the rest half ``best`` and half ``worst``.
+
+    Among equal scores, rows of different prompts come first. Args: ``scores`` and ``vetoed`` are (B,).
+    """
+    chosen = dict.fromkeys(vetoed.nonzero().flatten().tolist()[: max(1, count // 4)], "vetoed")
+    best = [row for row in torch.argsort(scores, descending=True, stable=True).tolist() if row not in chosen]
+    worst = _spread(best[::-1], scores, uids)
+    best = _spread(best, scores, uids)
+    left = min(count - len(chosen), len(best))
+    chosen |= dict.fromkeys(best[: math.ceil(left / 2)], "best")
+    return chosen | dict.fromkeys([row for row in worst if row not in chosen][: left // 2], "worst")
+
+
+def _spread(order: Iterable[int], scores: Tensor, uids: Sequence[Hashable] | np.ndarray | None) -> list[int]:
+    """Keep the order of the scores; among equal ones, put the first row of each prompt before the second."""
+    rows = list(order)
+    values = scores.tolist()
+    times: Counter[Hashable] = Counter()
+    before: dict[int, int] = {}  # rows of the same prompt before each row
+    for row in rows:
+        uid = None if uids is None else uids[row]
+        before[row] = times[uid]
+        times[uid] += 1
+    levels = itertools.groupby(rows, key=values.__getitem__)
+    return [row for _, level in levels for row in sorted(level, key=before.__getitem__)]
+
+
+def vetoed_rows(batch: DataProto, threshold: float | None) -> Tensor:
+    """Return the responses with a token whose ratio of trainer to rollout is below the veto threshold, (B,) bool."""
+    tensors = tensors_of(batch)
+    if threshold is None or not {"old_log_probs", "rollout_log_probs"} <= set(tensors.keys()):
+        return torch.zeros(len(batch), dtype=torch.bool)
+    gap = tensors["old_log_probs"] - tensors["rollout_log_probs"]
+    below: Tensor = (gap < math.log(threshold)) & tensors["response_mask"].bool()
+    return below.any(-1)
+
+
+def shortened(text: str, limit: int = MAX_TEXT) -> str:
+    """Cut the middle out of a text that is longer than ``limit`` characters."""
+    if len(text) <= limit:
+        return text
+    return f"{text[: limit // 2]}\n[... {len(text) - limit} characters ...]\n{text[-(limit - limit // 2) :]}"
+
+
+def _short(value: Any) -> int | float | str:
+    return value if isinstance(value, int | float) else shortened(str(value), 200)
+
+
+def ground_truths(batch: DataProto) -> list[Any]:
+    """Return ``reward_model.ground_truth`` of every row, None for rows without one."""
+    rows = batch.non_tensor_batch.get("reward_model", np.full(len(batch), None, dtype=object))
+    return [row.get("ground_truth") if isinstance(row, Mapping) else None for row in rows]
+
+
+# ---- dumps
+
+
+def dump_generations(
+    folder: str,
+    step: int,
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    gts: Sequence[Any],
+    scores: Sequence[float],
+    extras: Mapping[str, Sequence[Any]],
+) -> Path:
+    """Write ``<folder>/<step>.jsonl``: one object per sample with input, output, gts, score, step and the extras.
+
+    An extra is left out if its length is not the number of samples, or if its name is that of another column.
+    A number that is not finite is written as text, for instance ``"NaN"``.
+    """
+    count = len(inputs)
+    columns: dict[str, Sequence[Any]] = {"input": inputs, "output": outputs, "gts": gts, "score": scores}
+    columns["step"] = [step] * count
+    columns |= {name: values for name, values in extras.items() if len(values) == count and name not in columns}
+    path = Path(folder).expanduser() / f"{step}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".jsonl.tmp")
+    with unfinished.open("w", encoding="utf-8") as file:
+        for row in range(count):
+            sample = {name: plain(values[row]) for name, values in columns.items()}
+            file.write(json.dumps(sample, ensure_ascii=False, allow_nan=False) + "\n")
+    unfinished.replace(path)
+    return path
+
+
+def dump_training_batch(
+    folder: str,
+    step: int,
+    batch: DataProto,
+    tokenizer: PreTrainedTokenizerBase,
+    extras: Mapping[str, Sequence[Any]],
+    order: Sequence[int],
+) -> Path:
+    """Dump a scored training batch; row ``i`` of the file is row ``order[i]`` of the batch."""
+    tensors = tensors_of(batch)
+
+    def ordered(values: Sequence[Any]) -> list[Any]:
+        return [values[row] for row in order]
+
+    kept = {name: ordered(values) for name, values in extras.items() if len(values) == len(batch)}
+    if "request_id" in batch.non_tensor_batch:
+        kept.setdefault("request_id", ordered(list(batch.non_tensor_batch["request_id"])))
+    return dump_generations(
+        folder,
+        step,
+        inputs=ordered(tokenizer.batch_decode(tensors["prompts"], skip_special_tokens=True)),
+        outputs=ordered(tokenizer.batch_decode(tensors["responses"], skip_special_tokens=True)),
+        gts=ordered(ground_truths(batch)),
+        scores=ordered(tensors["token_level_scores"].sum(-1).tolist()),
+        extras=kept,
+    )
+
+
+# ---- traces
+
+
+def trace_batch(
+    batch: DataProto, scores: Tensor, step: int, tokenizer: PreTrainedTokenizerBase, validate: bool = False
+) -> None:
+    """Send a trace of every response of a scored batch to ``rollout.trace.backend``; ``scores`` is (B,).
+
+    A backend that fails does not end the run: the rest of the batch is left out, with a warning.
+    """
+    if RolloutTraceConfig.get_backend() is None:
+        return
+    num_traced: dict[Hashable, int] = {}
+    try:
+        for row, (uid, score) in enumerate(zip(batch.non_tensor_batch["uid"], scores.tolist(), strict=True)):
+            sample = num_traced.get(uid, 0)
+            num_traced[uid] = sample + 1
+            with rollout_trace_attr(sample_index=uid, step=step, rollout_n=sample, validate=validate):
+                _trace_row(batch, row, score, tokenizer)
+    except Exception as error:  # each tracing library raises its own classes
+        backend = RolloutTraceConfig.get_backend()
+        text = f"rollout.trace.backend={backend} has not taken all traces of step {step}, and the run goes on"
+        logger.warning("%s: %s: %s", text, type(error).__name__, error)
+
+
+def _trace_row(batch: DataProto, row: int, score: float, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Trace one response: token ids, and their text if the backend takes text."""
+    tensors = tensors_of(batch)
+    attended = tensors["attention_mask"][row].bool()
+    width = tensors["prompts"].shape[-1]
+    prompt_ids = tensors["prompts"][row][attended[:width]].tolist()
+    response_ids = tensors["responses"][row][attended[width:]].tolist()
+
+    def text(name: str, ids: list[int]) -> dict[str, str]:
+        return {name: str(tokenizer.decode(ids))} if RolloutTraceConfig.enable_token2text() else {}
+
+    @rollout_trace_op
+    def trajectory(prompt_ids: list[int], score: float, prompt_text: str | None = None) -> dict[str, Any]:
+        return {"response_ids": response_ids, "score": score, **text("response_text", response_ids)}
+
+    trajectory(prompt_ids, score, **text("prompt_text", prompt_ids))
