@@ -33,10 +33,10 @@ USAGE_ERROR = 2
 def hydra_main(
     config_name: str, config_path: str = CONFIG_DIR
 ) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
-    """Make a function of a config into a command: as ``hydra.main``, where a wrong key or value ends with a list of
-    what is wrong and exit code 2 instead of a stack trace.
+    """Turn a function of a config into a command, like ``hydra.main``.
 
-    Keys that may be absent from the YAML are accepted with and without a leading ``+``.
+    A wrong key or value ends the command with a list of what is wrong and exit code 2, instead of a stack trace. Keys
+    that may be absent from the YAML are accepted with and without a leading ``+``.
     """
 
     def decorate(function: Callable[[Any], None]) -> Callable[[], None]:
@@ -70,7 +70,7 @@ def hydra_main(
 
 
 def unreadable(override: str) -> str:
-    """Say how to write an override that Hydra's grammar does not take."""
+    """Say how to write an override that Hydra cannot parse."""
     key, equals, value = override.partition("=")
     quoted = f", for instance \"{key}='{value}'\"" if equals and " " not in key and "'" not in value else ""
     return f"{override!r} cannot be read: write key=value, with quotes around special characters{quoted}"
@@ -105,9 +105,9 @@ def prepare_arguments(arguments: list[str], config_name: str, folder: str) -> li
 def fitted_overrides(
     overrides: list[str], config_name: str, folder: str, extra: Iterable[str] = (), multirun: bool = False
 ) -> list[str]:
-    """Return the overrides, each spelled so that it fits whether its key is in the YAML or not.
+    """Return the overrides in the spelling that Hydra takes, whether their key is in the YAML or not.
 
-    Raises: ConfigError listing every key that does not exist, and, but for ``multirun``, those with several values.
+    Raises: ConfigError listing every key that does not exist and, without ``multirun``, those with several values.
     """
     # Hydra knows a group that is mounted under its own name, as in data@data=x, by data=x only.
     short = [re.sub(r"^(\W?)(\w+)@\2=", r"\1\2=", override) for override in overrides]
@@ -183,15 +183,15 @@ _USAGE = """\
 
 usage: python -m {module} [key=value ...] [flags]
 
-  a.b.c=value             set a key; one that does not exist is refused with the nearest that do
+  a.b.c=value             set a key; if it does not exist, the error names the nearest keys
   +a.b.c=value            add a key below a free node, such as actor_rollout_ref.model.override_config
   ~a.b.c                  delete a key
-  --cfg job               show the composed configuration and end; --resolve resolves its interpolations
-  --config-name NAME      compose another file of {folder}, or of --config-dir
+  --cfg job               show the composed configuration and exit; --resolve resolves its interpolations
+  --config-name NAME      compose another file in {folder}, or in --config-dir
   --hydra-help            flags and groups of Hydra itself
 
-Every key has its meaning, units and legal values in a comment in the YAML files of {folder};
-docs/configuration.md says which to begin with."""
+A comment above each key in the YAML files of {folder} gives its meaning, unit and legal values;
+docs/configuration.md says which keys to start with."""
 
 
 def help_text(function: Callable[..., Any], config_name: str, folder: str) -> str:
