@@ -37,15 +37,16 @@ def model_rules(run: RunConfig, broken: set[str]) -> Iterator[Violation]:
     policy = shared.model
     critic = run.critic
     models = [(POLICY, policy.path, policy.tokenizer_path, ACTOR, shared.actor.strategy)]
-    frozen = {POLICY: (f"{ACTOR}.freeze_vision_tower", shared.actor.freeze_vision_tower)}
+    frozen = {POLICY: f"{ACTOR}.freeze_vision_tower"} if shared.actor.freeze_vision_tower else {}
     adapters = [(POLICY, policy.lora_rank, policy.target_modules)]
     if shared.ref.model_path:
         models.append((REFERENCE, shared.ref.model_path, None, "actor_rollout_ref.ref", shared.ref.strategy))
     if critic is not None:
         models.append((CRITIC, critic.model.path, critic.model.tokenizer_path, "critic", critic.strategy))
     if isinstance(critic, FSDPCriticConfig):
-        frozen[CRITIC] = (f"{CRITIC}.freeze_vision_tower", critic.model.freeze_vision_tower)
         adapters.append((CRITIC, critic.model.lora_rank, critic.model.target_modules))
+        if critic.model.freeze_vision_tower:
+            frozen[CRITIC] = f"{CRITIC}.freeze_vision_tower"
     for key, path, tokenizer, role, strategy in models:
         if f"{key}.path" in broken:
             continue
@@ -58,27 +59,20 @@ def model_rules(run: RunConfig, broken: set[str]) -> Iterator[Violation]:
             yield from (Violation(f"{key}.tokenizer_path", tokenizer, text) for text in tokenizer_problems(tokenizer))
         hf_config = read_config_json(path)
         yield from vision_rules(hf_config, (f"{role}.strategy", strategy), (f"{key}.path", path), workers)
-        if hf_config and "vision_config" not in hf_config:
-            yield from _text_only_rules(key, path, policy.path, *frozen.get(key, ("", False)))
+        is_text_only = bool(hf_config) and "vision_config" not in hf_config
+        if is_text_only and key in frozen:
+            expected = f"needs a vision-language model, {key}.path names one of text (no vision_config): write false"
+            yield Violation(frozen[key], True, expected)
         if key == POLICY:
             yield from _size_rules(run, hf_config, broken)
+        elif is_text_only and not list(path_problems(policy.path)) and "vision_config" in read_config_json(policy.path):
+            # It would read the image tokens and not the images.
+            expected = "must see images as the policy of actor_rollout_ref.model.path does, and this is a model of text"
+            yield Violation(f"{key}.path", path, f"{expected}: name a vision-language model")
     for key, rank, modules in adapters:
         if rank and not modules:
             expected = "must name modules, or all-linear, with lora_rank above 0"
             yield Violation(f"{key}.target_modules", modules, expected)
-
-
-def _text_only_rules(key: str, path: str, policy: str, frozen_key: str, is_frozen: bool) -> Iterator[Violation]:
-    """Reject a frozen vision tower of a text-only model, and such a model next to a vision policy.
-
-    The latter would read the image tokens and not the images.
-    """
-    if is_frozen:
-        expected = f"needs a vision-language model, {key}.path names one of text (no vision_config): write false"
-        yield Violation(frozen_key, True, expected)
-    if key != POLICY and not list(path_problems(policy)) and "vision_config" in read_config_json(policy):
-        expected = "must see images as the policy of actor_rollout_ref.model.path does, and this is a model of text"
-        yield Violation(f"{key}.path", path, f"{expected}: name a vision-language model")
 
 
 def vision_rules(
