@@ -42,7 +42,7 @@ def preloaded_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict
         deadline = time.monotonic() + PRELOAD_TIMEOUT_S
         while not address.exists():
             assert server.poll() is None, "the server of tests/preloaded has ended"
-            assert time.monotonic() < deadline, f"the server of tests/preloaded has not started in {PRELOAD_TIMEOUT_S} s"
+            assert time.monotonic() < deadline, f"the server of tests/preloaded did not start in {PRELOAD_TIMEOUT_S} s"
             time.sleep(0.1)
         yield variables
         assert server.stdin is not None
