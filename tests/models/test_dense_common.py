@@ -10,11 +10,11 @@ from torch import Tensor
 from verl.models.transformers.dense_common import (
     FusedHeadError,
     HeadRequest,
-    check_backend,
     has_fused_head,
     install_fused_head,
 )
 from verl.models.transformers.monkey_patch import apply_monkey_patch
+from verl.utils.kernel.linear_cross_entropy import backend_of
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -106,4 +106,4 @@ def test_what_is_refused() -> None:
             install_fused_head(model)
         assert not has_fused_head(model)
     with pytest.raises(ValueError, match="impl_backend=triton needs a CUDA device, this one is cpu: write torch"):
-        check_backend("triton", torch.device("cpu"))
+        backend_of("triton", torch.device("cpu"))

@@ -10,7 +10,6 @@ from dataclasses import fields
 from verl.utils import envs
 from verl.utils.observe.console import get_console
 
-BACKENDS = ("fsdp", "megatron")
 SHOWN_DIFFERENCES = 5
 
 
@@ -20,7 +19,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     shared = argparse.ArgumentParser(add_help=False)
     add = shared.add_argument
-    add("--backend", choices=BACKENDS, required=True, help="engine that wrote the checkpoint")
+    add("--backend", choices=("fsdp", "megatron"), required=True, help="engine that wrote the checkpoint")
     add("--local_dir", required=True, help="folder of one role: <run>/global_step_<N>/actor")
     add("--dtype", choices=("bf16", "fp16", "fp32"), help="dtype of the result (default: the source model's)")
     add("--merge-lora", action="store_true", help="merge adapters into the weights instead of writing lora_adapter/")

@@ -1,14 +1,18 @@
-"""Read an FSDP checkpoint: join the shards of all ranks."""
+"""Read an FSDP checkpoint: join the shards of all ranks into full tensors, one at a time."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from verl.model_merger.base import HF_FOLDER, BaseMerger, MergeOptions, load_config
-from verl.model_merger.shards import ShardedState, check_checkpoint
-from verl.utils.checkpoint.files import LAYOUT_NAME, CheckpointError
+from verl.model_merger.base import HF_FOLDER, BaseMerger, MergeOptions
+from verl.utils.checkpoint.checkpoint_manager import read_state
+from verl.utils.checkpoint.files import LAYOUT_NAME, CheckpointError, FileRecord, Manifest
+from verl.utils.checkpoint.fsdp_checkpoint_manager import part_name
 from verl.utils.fsdp_utils import parameters_on_meta
 from verl.utils.model import get_hf_auto_model_class, get_value_model_class
 from verl.workers.engine.fsdp.adapters import ADAPTER_FOLDER, base_name, is_adapter
@@ -18,22 +22,29 @@ from verl.workers.engine.weights import HEAD
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_PEFT = "base_model.model."
+MESHES = (("fsdp",), ("ddp", "fsdp"))
 
 
 class FSDPMerger(BaseMerger):
-    """Reads the weights of one checkpoint. Raises: CheckpointError if it is incomplete or does not match its config."""
+    """Reads the weights of one checkpoint that FSDP wrote."""
+
+    layout_name = LAYOUT_NAME
 
     def __init__(self, options: MergeOptions) -> None:
         super().__init__(options)
-        self.state = ShardedState(self.folder, check_checkpoint(self.folder))
-        self.read_dtypes(LAYOUT_NAME)
+        self.state = ShardedState(self.folder, self.world_size)
         self.places = {plain: key for key in self.state if (plain := base_name(key)) is not None}
-        self.has_adapter = any(is_adapter(key) for key in self.state)
-        self.adapter_config = self._adapter_config() if self.has_adapter else {}
+        self.adapter_config = self._adapter_config() if any(map(is_adapter, self.state)) else {}
         self.model = self._empty_model()
-        self.config = self.model.config
         self.num_tensors = len(dict(self.model.named_parameters()))
+
+    @staticmethod
+    def needed_files(manifest: Manifest) -> list[FileRecord]:
+        """Return the weights and the model's configuration. Raises: CheckpointError if there are no weights."""
+        name = part_name("model", manifest.world_size, manifest.rank)
+        if name not in {record.name for record in manifest.files}:
+            raise CheckpointError(f"{name} was never saved: checkpoint.save_contents must name the model")
+        return [each for each in manifest.files if each.name == name or each.name.startswith("huggingface/")]
 
     def _adapter_config(self) -> dict[str, Any]:
         path = self.folder / ADAPTER_FOLDER / "adapter_config.json"
@@ -46,15 +57,14 @@ class FSDPMerger(BaseMerger):
 
     def _empty_model(self) -> "PreTrainedModel":
         """Build the model without storage, for its parameter names, order, ties and conversions."""
-        config = load_config(self.folder, self.options.trust_remote_code)
-        if self.options.tie_word_embedding:
-            config.tie_word_embeddings = True
         is_value = any(name.startswith(HEAD) for name in self.places)
         if self.options.is_value_model and not is_value:
             raise CheckpointError(f"--is-value-model: {self.folder} is not a critic: it has no tensor {HEAD}weight")
-        auto_class = get_value_model_class(config) if is_value else get_hf_auto_model_class(config)
+        auto_class = get_value_model_class(self.config) if is_value else get_hf_auto_model_class(self.config)
         with parameters_on_meta():
-            model: PreTrainedModel = auto_class.from_config(config, trust_remote_code=self.options.trust_remote_code)
+            model: PreTrainedModel = auto_class.from_config(
+                self.config, trust_remote_code=self.options.trust_remote_code
+            )
         model.config.architectures = [type(model).__name__]
         self._check_names(model)
         return model
@@ -93,8 +103,8 @@ class FSDPMerger(BaseMerger):
         if layer == key:
             return weight
         embedding = f"{layer}.lora_embedding_A.default" in self.state
-        ends = ("lora_embedding_A.default", "lora_embedding_B.default")
-        a, b = (self.state[f"{layer}.{end}"] for end in (ends if embedding else _LINEAR))
+        kind = "lora_embedding_{}.default" if embedding else "lora_{}.default.weight"
+        a, b = (self.state[f"{layer}.{kind.format(side)}"] for side in "AB")
         delta = b.float() @ a.float()
         if embedding or self.adapter_config.get("fan_in_fan_out"):
             delta = delta.T
@@ -103,10 +113,72 @@ class FSDPMerger(BaseMerger):
 
     def adapter(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the trained adapter tensors under peft's names."""
-        whole = tuple(f"{_PEFT}{name}." for name in self.adapter_config.get("modules_to_save") or ())
+        whole = tuple(f"base_model.model.{name}." for name in self.adapter_config.get("modules_to_save") or ())
         for key in self.state:
             if is_adapter(key) or key.startswith(whole):
                 yield key.replace(".default", ""), self.cast(key, self.state[key])
 
 
-_LINEAR = ("lora_A.default.weight", "lora_B.default.weight")
+class ShardedState(Mapping[str, Tensor]):
+    """The full state dict of a run; each access joins one tensor.
+
+    The files are memory-mapped. Raises: CheckpointError if they do not belong together.
+    """
+
+    def __init__(self, folder: Path, world_size: int) -> None:
+        self.first = _read(folder / part_name("model", world_size, 0))
+        others = range(1, self._shard_size(folder, world_size))
+        self.shards = [self.first, *(_read(folder / part_name("model", world_size, rank)) for rank in others)]
+        for rank, shard in enumerate(self.shards):
+            if shard.keys() != self.first.keys():
+                name = min(shard.keys() ^ self.first.keys())
+                raise CheckpointError(f"the files of ranks 0 and {rank} hold different tensors, such as {name}")
+
+    def _shard_size(self, folder: Path, world_size: int) -> int:
+        """Return the number of ranks that one copy of the weights is sharded over; the other ranks' files repeat it."""
+        for name, tensor in self.first.items():
+            if not isinstance(tensor, DTensor):
+                continue
+            axes = tensor.device_mesh.mesh_dim_names
+            if axes not in MESHES:
+                raise CheckpointError(f"{folder}: {name} is sharded over mesh {axes}; only {MESHES} can be merged")
+            sizes = tuple(tensor.device_mesh.shape)
+            if torch.Size(sizes).numel() != world_size:
+                raise CheckpointError(
+                    f"{folder}: {name} is sharded over mesh {sizes}, but {world_size} ranks wrote the checkpoint"
+                )
+            return int(sizes[-1])
+        return 1
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self.first[name]
+        if not isinstance(tensor, DTensor):
+            return tensor
+        placement = tensor.placements[-1]
+        if isinstance(placement, Replicate):
+            return tensor.to_local()
+        if type(placement) is not Shard:
+            raise CheckpointError(f"{name} has placement {placement}; only Shard and Replicate can be merged")
+        whole = torch.cat([shard[name].to_local() for shard in self.shards], dim=placement.dim)
+        if whole.shape != tensor.shape:
+            raise CheckpointError(f"the shards of {name} join to {tuple(whole.shape)} instead of {tuple(tensor.shape)}")
+        return whole
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.first)
+
+    def __len__(self) -> int:
+        return len(self.first)
+
+
+def _read(path: Path) -> dict[str, Tensor | DTensor]:
+    """Memory-map a file of tensors, including tensors from Ascend devices on a machine without torch_npu."""
+    try:
+        return read_state(path, mmap=True)
+    except CheckpointError as error:
+        if not str(error.__cause__).rstrip().endswith("device string: npu"):
+            raise
+    # Without torch_npu, torch does not know the device name. Registering it is irreversible, and this process cannot
+    # join a process group afterwards.
+    torch.utils.rename_privateuse1_backend("npu")
+    return read_state(path, mmap=True)

@@ -2,12 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from torch import Tensor
 
-from verl.model_merger.base import HF_FOLDER, BaseMerger, MergeOptions, check_files, load_config
-from verl.models.mcore.families import EXPERT, FUSED_NORMS, Family, find_family, num_experts, outer_rules
+from verl.model_merger.base import HF_FOLDER, BaseMerger, MergeOptions
+from verl.models.mcore.families import EXPERT, FUSED_NORMS, find_family, num_experts, outer_rules
 from verl.models.mcore.weights import Rule
 from verl.utils.checkpoint import files, torch_dist
 from verl.utils.model import get_value_model_class
@@ -26,17 +25,19 @@ class _Source:
 
 
 class MegatronMerger(BaseMerger):
-    """Reads the weights of one checkpoint. Raises: CheckpointError if it is incomplete or does not match its config."""
+    """Reads the weights of one checkpoint that Megatron wrote."""
+
+    layout_name = files.MEGATRON_LAYOUT_NAME
 
     def __init__(self, options: MergeOptions) -> None:
-        super().__init__(options)
         if options.merge_lora:
             raise files.CheckpointError("--merge-lora: Megatron checkpoints hold no adapters")
-        self.reader = torch_dist.TorchDistReader(check_megatron_checkpoint(self.folder))
-        self.config = load_config(self.folder, options.trust_remote_code)
-        if options.tie_word_embedding:
-            self.config.tie_word_embeddings = True
-        self.read_dtypes(files.MEGATRON_LAYOUT_NAME)
+        super().__init__(options)
+        places = (self.folder / torch_dist.TENSORS_FOLDER, self.folder)
+        found = next((place for place in places if (place / torch_dist.BACKEND_FILE).is_file()), None)
+        if found is None:
+            raise files.CheckpointError(f"{self.folder} holds no tensors: checkpoint.save_contents must name the model")
+        self.reader = torch_dist.TorchDistReader(found)
         self.is_value_model = torch_dist.holds_value_head(self.reader)
         if options.is_value_model and not self.is_value_model:
             raise files.CheckpointError(f"--is-value-model: {self.folder} is not a critic: it has no value head")
@@ -46,27 +47,26 @@ class MegatronMerger(BaseMerger):
             self.config.architectures = [get_value_model_class(self.config)._model_mapping[type(self.config)].__name__]
             self.config.num_labels = 1
 
+    @staticmethod
+    def needed_files(manifest: files.Manifest) -> list[files.FileRecord]:
+        """Return all files but those of random states."""
+        return [each for each in manifest.files if not each.name.startswith("rng_")]
+
     # ---- names
 
     def _find_sources(self) -> list[_Source]:
-        family = find_family(self.config)
-        outer = outer_rules(self.config, self.is_value_model, self.config.tie_word_embeddings)
-        seen: set[tuple[str, ...]] = set()
-        found = []
-        for source in self._outer(outer, "embedding."), self._layers(family), self._outer(outer, ""):
-            for each in source:
-                if each.names not in seen:
-                    seen.add(each.names)
-                    found.append(each)
+        rules = outer_rules(self.config, self.is_value_model, self.config.tie_word_embeddings)
+        outer = [_Source(name, (), rule, rule.names) for name, rule in rules.items()]
+        embedding = [source for source in outer if source.key.startswith("embedding.")]
+        first: dict[tuple[str, ...], _Source] = {}
+        for source in (*embedding, *self._layers(), *outer):
+            first.setdefault(source.names, source)
+        found = list(first.values())
         self._check_names(found)
         return found
 
-    def _outer(self, rules: dict[str, Rule], prefix: str) -> Iterator[_Source]:
-        for name, rule in rules.items():
-            if name.startswith(prefix):
-                yield _Source(name, (), rule, rule.names)
-
-    def _layers(self, family: Family) -> Iterator[_Source]:
+    def _layers(self) -> Iterator[_Source]:
+        family = find_family(self.config)
         for layer in range(self.config.num_hidden_layers):
             for name, rule in family.rules_of(self.config, layer).items():
                 is_expert = name.startswith(EXPERT)
@@ -115,19 +115,3 @@ class MegatronMerger(BaseMerger):
                 shape = tuple(tensor.shape)
                 raise files.CheckpointError(self._other_model(f"holds {source.key} as {shape} ({error})")) from error
             yield from ((name, self.cast(name, part)) for name, part in zip(source.names, parts, strict=True))
-
-
-def check_megatron_checkpoint(folder: Path) -> Path:
-    """Return the folder of a checkpoint's tensors after verifying all its files.
-
-    Raises: CheckpointError naming every file that is missing, truncated or changed.
-    """
-
-    def needed(manifest: files.Manifest) -> list[files.FileRecord]:
-        return [each for each in manifest.files if not each.name.startswith("rng_")]
-
-    check_files(folder, files.MEGATRON_LAYOUT_NAME, needed)
-    for tensors in (folder / torch_dist.TENSORS_FOLDER, folder):
-        if (tensors / torch_dist.BACKEND_FILE).is_file():
-            return tensors
-    raise files.CheckpointError(f"{folder} holds no tensors: checkpoint.save_contents must name the model")

@@ -47,7 +47,7 @@ def merge(options: MergeOptions, target_dir: str) -> Path:
         export_weights(unfinished, _counted(tqdm(merger.weights(), "merging", merger.num_tensors), dtypes))
         merger.config.dtype = max(dtypes, key=lambda dtype: dtypes[dtype])
         merger.config.save_pretrained(unfinished)
-        if merger.has_adapter and not options.merge_lora:
+        if merger.adapter_config and not options.merge_lora:
             _write_adapter(unfinished / ADAPTER_FOLDER, merger)
         for pattern in _WEIGHT_FILES:  # an earlier merge may have written another number of files
             for old in target.glob(pattern):
@@ -90,22 +90,20 @@ def compare(options: MergeOptions, reference_dir: str) -> list[str]:
             differences.append(f"{name} is not in {reference_dir}")
             continue
         left.discard(name)
-        difference = _difference(name, tensor, reader)
-        if difference is not None:
-            differences.append(difference)
+        differences += _difference(name, tensor, reader)
     return differences + [f"{name} is only in {reference_dir}" for name in sorted(left)]
 
 
-def _difference(name: str, tensor: Tensor, reader: SafetensorsReader) -> str | None:
+def _difference(name: str, tensor: Tensor, reader: SafetensorsReader) -> list[str]:
     try:
         expected = reader.read(name, tensor.shape, slice(None))
     except WeightsError as error:
-        return str(error)
+        return [str(error)]
     found = tensor.to(expected.dtype)
     if torch.equal(found, expected):
-        return None
+        return []
     gap = (found.double() - expected.double()).abs()
-    return f"{name} differs in {int((gap != 0).sum())} of {gap.numel()} values, by up to {float(gap.max()):.3g}"
+    return [f"{name} differs in {int((gap != 0).sum())} of {gap.numel()} values, by up to {float(gap.max()):.3g}"]
 
 
 def upload(folder: Path, repo_id: str, private: bool) -> str:

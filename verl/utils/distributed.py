@@ -23,10 +23,6 @@ logger = logging.getLogger(__name__)
 _ENV_KEYS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def _timeout(timeout_second: float | None) -> datetime.timedelta | None:
-    return None if timeout_second is None else datetime.timedelta(seconds=timeout_second)
-
-
 def initialize_global_process_group(timeout_second: float = 36000) -> tuple[int, int, int]:
     """Join the process group of torchrun and select this process's device.
 
@@ -34,7 +30,7 @@ def initialize_global_process_group(timeout_second: float = 36000) -> tuple[int,
     """
     use_one_thread()
     if not dist.is_initialized():
-        dist.init_process_group(get_process_group_backend(), timeout=_timeout(timeout_second))
+        dist.init_process_group(get_process_group_backend(), timeout=datetime.timedelta(seconds=timeout_second))
     local_rank = envs.integer("LOCAL_RANK", 0)
     if get_device_name() != "cpu":
         get_torch_device().set_device(local_rank)
@@ -70,7 +66,7 @@ def initialize_global_process_group_ray(timeout_second: float | None = None) -> 
             backend=get_process_group_backend(),
             rank=rank,
             world_size=world_size,
-            timeout=_timeout(timeout_second),
+            timeout=None if timeout_second is None else datetime.timedelta(seconds=timeout_second),
             init_method=init_method,
         )
     except (dist.DistError, RuntimeError) as error:

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from verl.utils.device import get_device_name, get_torch_device
-from verl.utils.vision.flops import vision_flops
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+    from verl.utils.vision.multi_modal import RowObject, SharedRow
 
 logger = logging.getLogger(__name__)
 
@@ -129,16 +130,7 @@ class _Text:
     attention: Callable[["PretrainedConfig"], int] = _attention
     channels: Callable[["PretrainedConfig"], int] = lambda config: 2 * _head_dim(config)
 
-    def __call__(self, config: "PretrainedConfig", lengths: Sequence[int], num_outputs: int) -> tuple[float, float]:
-        """Return weights times tokens, and channels times pairs of positions."""
-        layers = range(config.num_hidden_layers)
-        weights = sum(self.attention(config) + self.mlp(config, layer) for layer in layers)
-        weights += config.hidden_size * num_outputs
-        pairs = sum(_pairs(config, layer, lengths) for layer in layers)
-        return float(weights * sum(lengths)), float(pairs * config.num_attention_heads * self.channels(config))
 
-
-_DENSE = _Text(_gated)
 _LATENT = _Text(
     _deepseek_experts,
     _latent_attention,
@@ -161,13 +153,69 @@ _DENSE_FAMILIES = (
     "gemma3",
 )
 _FAMILIES: dict[str, _Text] = {
-    **dict.fromkeys(_DENSE_FAMILIES, _DENSE),
+    **dict.fromkeys(_DENSE_FAMILIES, _Text(_gated)),
     **dict.fromkeys(("qwen2_moe", "qwen3_moe", "qwen3_vl_moe"), _Text(_qwen_experts)),
     **dict.fromkeys(("mixtral", "gpt_oss"), _Text(_all_experts)),
     "glm4_moe": _Text(_deepseek_experts),
     "deepseek_v3": _LATENT,
     "apertus": _Text(_ungated),
 }
+
+
+# ---- the vision towers of Qwen2-VL, Qwen2.5-VL and Qwen3-VL
+
+
+def image_lengths(inputs: "Iterable[SharedRow | RowObject | None]") -> list[int]:
+    """Return the number of patches of each image and frame in the processor outputs of rows, or in handles to them."""
+    lengths: list[int] = []
+    for row in inputs:
+        for name in ("image_grid_thw", "video_grid_thw"):
+            grid = row.get(name) if row else None
+            for frames, height, width in [] if grid is None else grid.tolist():
+                lengths += [height * width] * frames
+    return lengths
+
+
+def _vision_flops(config: "PretrainedConfig", images: Sequence[int]) -> tuple[float, float, float]:
+    """Count the FLOPs of images with the given numbers of patches; zeros for an unknown tower.
+
+    Returns: forward FLOPs, backward FLOPs of the activations, backward FLOPs of the weights. Pixels need no gradient.
+    Attention scores have no weights, so their backward FLOPs count as those of activations.
+    """
+    kind = getattr(config, "model_type", "").removesuffix("_vision")
+    if kind not in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"):
+        return 0.0, 0.0, 0.0
+    patches = sum(images)
+    hidden = config.embed_dim if kind == "qwen2_vl" else config.hidden_size
+    out = config.hidden_size if kind == "qwen2_vl" else config.out_hidden_size
+    pixels = config.in_channels * config.temporal_patch_size * config.patch_size**2
+    if kind == "qwen2_5_vl":
+        mlp = 3 * hidden * config.intermediate_size
+    else:
+        mlp = 2 * hidden * (hidden * config.mlp_ratio if kind == "qwen2_vl" else config.intermediate_size)
+    merged = hidden * config.spatial_merge_size**2
+    mergers = 1 + len(getattr(config, "deepstack_visual_indexes", None) or ())
+    merger = mergers * merged * (merged + out) / config.spatial_merge_size**2  # weights per patch
+    matrices = (config.depth * (4 * hidden**2 + mlp) + merger) * patches
+    pixel_matrix = pixels * hidden * patches
+    attention = hidden * _patch_pairs(config, images)
+    forward = 2.0 * (matrices + pixel_matrix) + 4.0 * attention
+    return forward, 2.0 * matrices + 8.0 * attention, 2.0 * (matrices + pixel_matrix)
+
+
+def _patch_pairs(config: "PretrainedConfig", images: Sequence[int]) -> int:
+    """Count the pairs of patches that attention compares, over all layers; most layers of Qwen2.5-VL have windows."""
+    every = sum(patches**2 for patches in images)
+    whole = getattr(config, "fullatt_block_indexes", None)
+    if whole is None:
+        return int(config.depth * every)
+    merge = config.spatial_merge_size
+    window = (config.window_size // merge // config.patch_size) ** 2 * merge**2
+    inside = sum(patches * min(patches, window) for patches in images)
+    return int(len(whole) * every + (config.depth - len(whole)) * inside)
+
+
+# ---- the whole model
 
 
 class AdapterSizes(NamedTuple):
@@ -229,7 +277,13 @@ class FlopsCounter:
 
     def _of_text(self, text: _Text, lengths: Sequence[int]) -> tuple[float, float]:
         """Return the operations of the text model, forward and backward."""
-        weights, pairs = text(self.config, lengths, self.num_outputs or self.config.vocab_size)
+        config = self.config
+        layers = range(config.num_hidden_layers)
+        of_token = sum(text.attention(config) + text.mlp(config, layer) for layer in layers)
+        of_token += config.hidden_size * (self.num_outputs or config.vocab_size)
+        weights = float(of_token * sum(lengths))
+        compared = sum(_pairs(config, layer, lengths) for layer in layers)
+        pairs = float(compared * config.num_attention_heads * text.channels(config))
         if self.adapters is None:
             return 2 * (weights + pairs), 4 * (weights + pairs)
         own = float(self.adapters.text * sum(lengths))
@@ -237,7 +291,7 @@ class FlopsCounter:
 
     def _of_tower(self, images: Sequence[int]) -> tuple[float, float]:
         """Return the operations of the vision tower, forward and backward."""
-        forward, through, gradients = vision_flops(self.vision_config, images)
+        forward, through, gradients = _vision_flops(self.vision_config, images)
         if self.frozen_vision:
             return forward, 0.0
         if self.adapters is None:

@@ -21,28 +21,22 @@ def as_torch_index(index: Sequence[Hashable] | np.ndarray | Tensor, device: Devi
 
     Raises: ValueError when the labels are not one-dimensional.
     """
+    if isinstance(index, Tensor | np.ndarray) and index.ndim != 1:
+        raise ValueError(f"group index must have shape (B,), got {tuple(index.shape)}")
     if isinstance(index, Tensor):
-        if index.dim() != 1:
-            raise ValueError(f"group index must have shape (B,), got {tuple(index.shape)}")
         codes: Tensor = torch.unique(index.to(_pick_device(device, index.device)), return_inverse=True)[1]
         return codes.long()
     if isinstance(index, np.ndarray) and index.dtype != object:
-        codes_np = np.unique(_one_dimensional(index), return_inverse=True)[1]
+        codes_np = np.unique(index, return_inverse=True)[1]
     else:
         # Labels of mixed types have no order, and sorting strings takes longer than the rest of an estimator.
-        labels = _one_dimensional(index).tolist() if isinstance(index, np.ndarray) else list(index)
+        labels = index.tolist() if isinstance(index, np.ndarray) else list(index)
         try:
             number = {label: i for i, label in enumerate(dict.fromkeys(labels))}
             codes_np = np.fromiter(map(number.__getitem__, labels), dtype=np.int64, count=len(labels))
         except TypeError as error:
             raise ValueError(f"group index must hold one hashable label per row, shape (B,): {error}") from error
     return torch.as_tensor(codes_np, dtype=torch.long, device=_pick_device(device))
-
-
-def _one_dimensional(index: np.ndarray) -> np.ndarray:
-    if index.ndim != 1:
-        raise ValueError(f"group index must have shape (B,), got {index.shape}")
-    return index
 
 
 def group_sum(values: Tensor, group: Tensor, num_groups: int) -> Tensor:

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import CausalLMOutputWithPast, TokenClassifierOutput
 
 from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import lazy_exports
@@ -26,8 +27,6 @@ from verl.utils.import_utils import lazy_exports
 if TYPE_CHECKING:
     from peft import LoraConfig
     from transformers.models.auto.auto_factory import _BaseAutoModelClass
-
-    from verl.utils.vision.value_model import VisionValueModel
 
 logger = logging.getLogger(__name__)
 
@@ -154,14 +153,61 @@ def get_value_model_class(hf_config: PretrainedConfig) -> "type[_BaseAutoModelCl
     """
     if type(hf_config) not in AutoModelForTokenClassification._model_mapping:
         if type(hf_config) in AutoModelForImageTextToText._model_mapping:
-            from verl.utils.vision.value_model import VisionValueModel
-
             return VisionValueModel(hf_config)
         raise ValueError(
             f"transformers has no token classification model for model_type={hf_config.model_type!r}, "
             "which a critic or reward model needs: set another model.path"
         )
     return AutoModelForTokenClassification
+
+
+class VisionValueModel:
+    """Build a vision-language model with one number per token; it has the two constructors of an auto class.
+
+    transformers has no token classification class for these architectures.
+    """
+
+    def __init__(self, hf_config: PretrainedConfig) -> None:
+        self._class = _with_score(AutoModelForImageTextToText._model_mapping[type(hf_config)])
+
+    def from_config(self, config: PretrainedConfig, trust_remote_code: bool = False, **options: Any) -> PreTrainedModel:
+        """Return the model with new weights."""
+        return self._class._from_config(config, **options)
+
+    def from_pretrained(self, path: str, **options: Any) -> PreTrainedModel:
+        """Return the model with the weights of a checkpoint, which may be that of a policy."""
+        return self._class.from_pretrained(path, **options)
+
+
+@cache
+def _with_score(architecture: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """Return a subclass of an architecture with a head ``score`` that gives one number per token."""
+    from transformers import conversion_mapping
+
+    class VisionTokenClassification(architecture):  # type: ignore[misc]
+        _tied_weights_keys = None
+
+        def __init__(self, config: PretrainedConfig) -> None:
+            super().__init__(config)
+            del self.lm_head
+            self.score = nn.Linear(config.get_text_config().hidden_size, config.num_labels)
+
+        def get_output_embeddings(self) -> None:
+            """Return None: there is no language-model head."""
+
+        def forward(
+            self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **kwargs: Any
+        ) -> TokenClassifierOutput:
+            """Score every token: logits (b, L, 1)."""
+            hidden = self.model(input_ids=input_ids, attention_mask=attention_mask, **kwargs)[0]
+            return TokenClassifierOutput(logits=self.score(hidden))
+
+    name = architecture.__name__.replace("ForConditionalGeneration", "") + "ForTokenClassification"
+    VisionTokenClassification.__name__ = VisionTokenClassification.__qualname__ = name
+    renames = conversion_mapping.get_checkpoint_conversion_mapping(architecture.__name__)
+    if renames is not None:  # transformers maps names in files to names in memory by class name
+        conversion_mapping.register_checkpoint_conversion_mapping(name, renames, overwrite=True)
+    return VisionTokenClassification
 
 
 def create_huggingface_actor(
@@ -257,8 +303,3 @@ def print_model_size(model: nn.Module, name: str | None = None) -> None:
     """Log the number of parameters."""
     count, scale = get_model_size(model)
     logger.info("%s has %.2f%s parameters", name or type(model).__name__, count, scale)
-
-
-def text_config_of(config: PretrainedConfig) -> PretrainedConfig:
-    """Return the configuration of the language model."""
-    return config.get_text_config()

@@ -27,8 +27,8 @@ RULES: list[tuple[Rule, dict[str, Tensor]]] = [
     (Rows("out", 8), {"out": tensor(WIDTH, 8)}),
     (Vocabulary("embed", 7), {"embed": tensor(7, WIDTH)}),
     (Stacked(("gate", "up"), 6), {"gate": tensor(6, WIDTH), "up": tensor(6, WIDTH) + 50}),
-    (QueryKeyValue("q", "k", "v", HEADS, GROUPS, DIM), query_key_value(WIDTH)),
-    (QueryKeyValue("q", "k", "v", HEADS, GROUPS, DIM), query_key_value()),
+    (QueryKeyValue(("q", "k", "v"), HEADS, GROUPS, DIM), query_key_value(WIDTH)),
+    (QueryKeyValue(("q", "k", "v"), HEADS, GROUPS, DIM), query_key_value()),
 ]
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from verl.utils.numerics.full_kl import full_kl
+from verl.utils.numerics.log_probs import full_kl
 
 
 def plain(logits, reference, temperature):

@@ -9,8 +9,8 @@ from PIL import Image
 
 from verl.protocol import DataProto
 from verl.utils.batch.dicts import object_array
+from verl.utils.flops_counter import image_lengths
 from verl.utils.vision import multi_modal
-from verl.utils.vision.flops import image_lengths
 from verl.utils.vision.multi_modal import (
     SharedRow,
     concat_distinct_inputs,
@@ -39,6 +39,12 @@ def _batch() -> DataProto:
     )
 
 
+def _shared_batch() -> DataProto:
+    batch = _batch()
+    share(batch.non_tensor_batch)
+    return batch
+
+
 def _assert_row(data: dict[str, Any], inputs: dict[str, Any], row: int) -> None:
     expected = _batch()
     assert data.keys() == expected.non_tensor_batch["multi_modal_data"][row].keys()
@@ -53,7 +59,7 @@ def test_without_ray_rows_stay_and_are_joined_in_row_order(monkeypatch: pytest.M
     import ray
 
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    batch = share(_batch())
+    batch = _shared_batch()
     assert batch.non_tensor_batch["multi_modal_inputs"][0]["pixel_values"].shape == (2, 4)
     joined = concat_multi_modal_inputs(batch.non_tensor_batch["multi_modal_inputs"][[2, 1, 0]])
     assert torch.equal(
@@ -82,12 +88,14 @@ def test_a_prompt_travels_once_however_often_it_is_sampled(ray_cluster: None) ->
             return list(zip(*rows, strict=True)), multi_modal.take_fetched_bytes()
 
     pixels, tensors = 3 * 28 * 56 * 3, 4 * (8 + 16) + 8 * 9
-    batch = share(_batch())
-    assert shared_bytes(batch) == pixels + tensors
+    batch = _shared_batch()
+    assert shared_bytes(batch.non_tensor_batch) == pixels + tensors
     assert [type(row) for row in batch.non_tensor_batch["multi_modal_data"]] == [SharedRow, dict, SharedRow]
     repeated = batch.repeat(repeat_times=4, interleave=True)
-    assert shared_bytes(repeated) == pixels + tensors
-    assert share(repeated) is repeated
+    assert shared_bytes(repeated.non_tensor_batch) == pixels + tensors
+    handles = list(repeated.non_tensor_batch["multi_modal_inputs"])
+    share(repeated.non_tensor_batch)
+    assert all(a is b for a, b in zip(repeated.non_tensor_batch["multi_modal_inputs"], handles, strict=True))
     assert image_lengths(repeated.non_tensor_batch["multi_modal_inputs"]) == [8] * 4 + [4, 12] * 4
     assert repeated.union(batch.repeat(4, interleave=True)) is repeated  # equal handles
 
@@ -121,7 +129,7 @@ def test_a_newer_batch_takes_the_place_of_what_was_kept(ray_cluster: None, monke
     """Rows that a worker keeps stay in the object store of a run, which would fill up."""
     cache = multi_modal._Cache()
     monkeypatch.setattr(multi_modal, "_CACHE", cache)
-    first, second = (share(_batch()).non_tensor_batch["multi_modal_inputs"] for _ in range(2))
+    first, second = (_shared_batch().non_tensor_batch["multi_modal_inputs"] for _ in range(2))
     of_first = resolve(first)
     assert resolve(first)[0] is of_first[0]
     taken = multi_modal.take_fetched_bytes()

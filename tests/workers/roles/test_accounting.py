@@ -8,8 +8,7 @@ from transformers import AutoConfig
 
 from verl.protocol import DataProto
 from verl.utils import flops_counter
-from verl.utils.flops_counter import FlopsCounter
-from verl.utils.vision.flops import image_lengths
+from verl.utils.flops_counter import FlopsCounter, image_lengths
 from verl.workers.roles import accounting
 from verl.workers.roles.accounting import INFERENCE, accounted, memory_metrics
 

@@ -4,12 +4,16 @@ To add a family, describe it by a ``Family`` and register it with ``register_fam
 ``config.json``. This module does not import Megatron-Core.
 """
 
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
 from verl.models import mcore_limits
-from verl.models.mcore.weights import QueryKeyValue, Rows, Rule, Stacked, Vocabulary, Whole
+from verl.models.mcore.weights import Columns, QueryKeyValue, Rows, Rule, Stacked, Vocabulary, Whole
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -102,8 +106,7 @@ def find_family(hf_config: "PretrainedConfig") -> Family:
 
 def head_dim(hf: "PretrainedConfig") -> int:
     """Return the width of one attention head."""
-    own: int | None = getattr(hf, "head_dim", None)
-    return own or hf.hidden_size // hf.num_attention_heads
+    return int(getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads)
 
 
 def num_experts(hf: "PretrainedConfig") -> int | None:
@@ -171,8 +174,8 @@ def attention_rules(hf: "PretrainedConfig", bias: bool, qk_norm: bool, output_bi
     dim = head_dim(hf)
     rules: dict[str, Rule] = {"input_layernorm.weight": Whole(f"{at}input_layernorm.weight")}
     for kind in ("weight", "bias") if bias else ("weight",):
-        names = [f"{at}self_attn.{part}_proj.{kind}" for part in "qkv"]
-        rules[f"self_attention.linear_qkv.{kind}"] = QueryKeyValue(*names, heads, groups, dim)
+        names = tuple(f"{at}self_attn.{part}_proj.{kind}" for part in "qkv")
+        rules[f"self_attention.linear_qkv.{kind}"] = QueryKeyValue(names, heads, groups, dim)
     if qk_norm:
         rules["self_attention.q_layernorm.weight"] = Whole(f"{at}self_attn.q_norm.weight")
         rules["self_attention.k_layernorm.weight"] = Whole(f"{at}self_attn.k_norm.weight")
@@ -340,3 +343,141 @@ register_family(
     "MixtralForCausalLM",
     _Experts("intermediate_size", at="model.layers.{layer}.block_sparse_moe.", parts=("w1", "w3", "w2")).family(),
 )
+
+
+# DeepSeek-V3 and Moonlight: latent attention, a sigmoid router with a bias and groups, dense first layers
+
+
+def _latent_attention_config(hf: "PretrainedConfig") -> dict[str, Any]:
+    """Return the arguments of ``MLATransformerConfig``.
+
+    Raises: UnsupportedModelError if Megatron-Core computes this attention differently.
+    """
+    refuse(mcore_limits.latent_limits(hf))
+    rope = mcore_limits.rope_of(hf)
+    values: dict[str, Any] = {
+        "multi_latent_attention": True,
+        "q_lora_rank": hf.q_lora_rank,
+        "kv_lora_rank": hf.kv_lora_rank,
+        "qk_head_dim": hf.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": hf.qk_rope_head_dim,
+        "v_head_dim": hf.v_head_dim,
+        "qk_layernorm": True,
+        "rope_type": "rope",
+        "rotary_base": rope.get("rope_theta", 10000.0),
+        "rotary_scaling_factor": 1.0,
+    }
+    if rope.get("rope_type") == "yarn":
+        scale = rope.get("mscale")
+        scale_all = rope.get("mscale_all_dim")
+        values |= {
+            "rope_type": "yarn",
+            "rotary_scaling_factor": rope["factor"],
+            "original_max_position_embeddings": rope.get("original_max_position_embeddings")
+            or hf.max_position_embeddings,
+            "beta_fast": rope.get("beta_fast") or 32,
+            "beta_slow": rope.get("beta_slow") or 1,
+            "mscale": scale if scale_all else 1.0,  # transformers uses them only together
+            "mscale_all_dim": scale_all or 0.0,
+        }
+    return values
+
+
+def _deepseek_config(hf: "PretrainedConfig") -> dict[str, Any]:
+    values = dense_config(hf) | expert_config(hf, hf.moe_intermediate_size)
+    refuse(mcore_limits.router_limits(hf))
+    groups, chosen = mcore_limits.expert_groups(hf) or (None, None)
+    values |= {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.0,  # only pretraining updates the bias
+        "moe_router_topk_scaling_factor": hf.routed_scaling_factor,
+        "moe_router_num_groups": groups,
+        "moe_router_group_topk": chosen,
+        "moe_shared_expert_intermediate_size": hf.n_shared_experts * hf.moe_intermediate_size,
+    }
+    return values | _latent_attention_config(hf)
+
+
+def _deepseek_layer(hf: "PretrainedConfig") -> dict[str, Rule]:
+    at = "model.layers.{layer}."
+    heads = hf.num_attention_heads
+    query = hf.qk_nope_head_dim + hf.qk_rope_head_dim
+    key_value = hf.qk_nope_head_dim + hf.v_head_dim
+    rules: dict[str, Rule] = {
+        "input_layernorm.weight": Whole(f"{at}input_layernorm.weight"),
+        "self_attention.linear_kv_down_proj.weight": Whole(f"{at}self_attn.kv_a_proj_with_mqa.weight"),
+        "self_attention.kv_layernorm.weight": Whole(f"{at}self_attn.kv_a_layernorm.weight"),
+        "self_attention.linear_kv_up_proj.weight": Columns(f"{at}self_attn.kv_b_proj.weight", heads * key_value),
+        "self_attention.linear_proj.weight": Rows(f"{at}self_attn.o_proj.weight", heads * hf.v_head_dim),
+        "pre_mlp_layernorm.weight": Whole(f"{at}post_attention_layernorm.weight"),
+    }
+    if hf.q_lora_rank is None:
+        rules["self_attention.linear_q_proj.weight"] = Columns(f"{at}self_attn.q_proj.weight", heads * query)
+    else:
+        rules |= {
+            "self_attention.linear_q_down_proj.weight": Whole(f"{at}self_attn.q_a_proj.weight"),
+            "self_attention.q_layernorm.weight": Whole(f"{at}self_attn.q_a_layernorm.weight"),
+            "self_attention.linear_q_up_proj.weight": Columns(f"{at}self_attn.q_b_proj.weight", heads * query),
+        }
+    mlp = f"{at}mlp."
+    width = hf.moe_intermediate_size
+    rules |= expert_rules(mlp, ("gate_proj", "up_proj", "down_proj"), width)
+    rules["mlp.router.expert_bias"] = Whole(f"{mlp}gate.e_score_correction_bias")
+    rules |= shared_expert_rules(f"{mlp}shared_experts.", hf.n_shared_experts * width)
+    return rules | (dense_mlp_rules(hf) if hf.first_k_dense_replace else {})
+
+
+def _deepseek_rope(hf: "PretrainedConfig") -> dict[str, Any]:
+    return {"position_embedding_type": "rope"}  # latent attention computes its own positions
+
+
+register_family("DeepseekV3ForCausalLM", Family(_deepseek_config, _deepseek_layer, _deepseek_rope))
+
+
+# Single tensors, for callers that gather the parts themselves
+
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_EXPERT = re.compile(re.escape(EXPERT).replace(r"\{expert\}", r"(\d+)") + "(.+)")
+_PLAIN_NORMS = {fused: plain for plain, fused in FUSED_NORMS.items()}
+
+
+class WeightConverter:
+    """Converts one model's weights from Megatron-Core to checkpoint names; with ``dtype`` None it keeps their dtype."""
+
+    def __init__(self, hf_config: "PretrainedConfig", dtype: torch.dtype | None = None) -> None:
+        self.dtype = dtype
+        tied = bool(getattr(hf_config, "tie_word_embeddings", False))
+        of_value_model = outer_rules(hf_config, True, tied)
+        self._value_head = of_value_model["output_layer.weight"]
+        self._outer = of_value_model | outer_rules(
+            hf_config, False, tied
+        )  # both heads' names; the weight as a policy's
+        self._layer = find_family(hf_config).layer(hf_config)
+
+    def convert_param(self, name: str, params_one_group: Sequence[Tensor]) -> tuple[list[str], list[Tensor]]:
+        """Return checkpoint names and tensors of one parameter from its parts on all tensor-parallel ranks, in order.
+
+        ``name`` holds the global layer and expert numbers. Raises: ValueError for a name without a rule.
+        """
+        name = name.removeprefix("module.")
+        parts = list(params_one_group)
+        layer = expert = None
+        rule = self._outer.get(name)
+        if name == "output_layer.weight" and parts and len(parts[0]) == 1:
+            rule = self._value_head
+        if found := _LAYER.fullmatch(name):
+            layer, rest = found.groups()
+            if of_expert := _EXPERT.fullmatch(rest):
+                expert, rest = of_expert[1], f"{EXPERT}{of_expert[2]}"
+            rule = self._layer.get(_PLAIN_NORMS.get(rest, rest))
+        if rule is None:
+            raise ValueError(f"no rule maps Megatron-Core's {name!r} to checkpoint tensors")
+        names = [each.format(layer=layer, expert=expert) for each in rule.names]
+        return names, [tensor.to(self.dtype or tensor.dtype) for tensor in rule.export(parts)]
+
+
+def get_mcore_weight_converter(hf_config: "PretrainedConfig", dtype: torch.dtype | None = None) -> WeightConverter:
+    """Return the converter of a model. Raises: UnsupportedModelError for an unknown architecture."""
+    return WeightConverter(hf_config, dtype)

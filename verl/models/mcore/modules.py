@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from verl.models import mcore
-from verl.models.mcore.families import head_dim
+from verl.models.mcore.families import WeightConverter, head_dim
 from verl.models.mcore.weights import QueryKeyValue, Stacked
 from verl.models.weight_loader_registry import get_weight_loader
 from verl.utils.fs import copy_to_local
-from verl.utils.megatron import cpu_support
 from verl.utils.megatron.ranks import AXES
 from verl.utils.megatron_utils import get_model, unwrap_model
 
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     from megatron.core import ModelParallelConfig
     from megatron.core.transformer import TransformerConfig
     from transformers import PretrainedConfig
-
-    from verl.models.mcore.converter import WeightConverter
 
 
 @dataclass
@@ -80,7 +77,7 @@ def convert_config(hf_config: "PretrainedConfig", megatron_config: "ModelParalle
 def per_tensor_generator(
     actor_module: Sequence[nn.Module],
     model_config: "PretrainedConfig",
-    weight_converter: "WeightConverter | None",
+    weight_converter: WeightConverter | None,
     transformer_config: "TransformerConfig | None" = None,
     layer_name_mapping: Mapping[str, str] | None = None,
     convert_qkv_gate_up_by_simple_split: bool = True,
@@ -90,7 +87,6 @@ def per_tensor_generator(
     ``model_config`` is the Hugging Face configuration. Without a ``weight_converter`` the tables of the model's family
     convert the tensors. The remaining arguments are accepted and not used.
     """
-    cpu_support.install()
     from verl.models.mcore.gpt.export import module_weights
 
     convert = None if weight_converter is None else weight_converter.convert_param
@@ -115,7 +111,7 @@ def default_tp_concat_fn(
     """
     config = hf_config or model_config
     if layer_name_mapping["qkv_layer_name"] in name and "layer_norm" not in name:
-        joint = QueryKeyValue("q", "k", "v", config.num_attention_heads, config.num_key_value_heads, head_dim(config))
+        joint = QueryKeyValue(("q", "k", "v"), config.num_attention_heads, config.num_key_value_heads, head_dim(config))
         tensors = joint.export(infer_params)
     elif layer_name_mapping["gate_proj_layer_name"] in name and "layer_norm" not in name:
         tensors = Stacked(("gate", "up"), 0).export(infer_params)

@@ -144,16 +144,10 @@ class QueryKeyValue(Rule):
     It applies to weights and biases. Ranks hold whole groups.
     """
 
-    query: str
-    key: str
-    value: str
+    names: tuple[str, ...]
     num_heads: int
     num_groups: int
     head_dim: int
-
-    @property
-    def names(self) -> tuple[str, ...]:  # type: ignore[override]
-        return (self.query, self.key, self.value)
 
     def load(self, read: ReadPart, shard: Shard, names: Sequence[str], shape: torch.Size) -> Tensor:
         rest = shape[1:]

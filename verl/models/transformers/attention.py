@@ -58,29 +58,25 @@ class PackedSequences:
     @cached_property
     def padded_groups(self) -> list[PaddedGroup]:
         """Return the sequences grouped for batched calls; built once and used by every layer."""
-        return _group_by_length(self.lengths, self.device)
-
-
-def _group_by_length(lengths: list[int], device: torch.device | str) -> list[PaddedGroup]:
-    groups: list[list[int]] = []
-    for length in lengths:
-        joined = [*groups[-1], length] if groups else [length]
-        if groups and max(joined) * len(joined) <= _MAX_PADDING * sum(joined):
-            groups[-1].append(length)
-        else:
-            groups.append([length])
-    padded = []
-    start = 0
-    for group in groups:
-        stop = start + sum(group)
-        longest = max(group)
-        index = None
-        if min(group) < longest:
-            columns = torch.arange(longest)
-            index = (columns < torch.tensor(group).unsqueeze(1)).flatten().nonzero().squeeze(1).to(device)
-        padded.append(PaddedGroup(start, stop, len(group), longest, index))
-        start = stop
-    return padded
+        groups: list[list[int]] = []
+        for length in self.lengths:
+            joined = [*groups[-1], length] if groups else [length]
+            if groups and max(joined) * len(joined) <= _MAX_PADDING * sum(joined):
+                groups[-1].append(length)
+            else:
+                groups.append([length])
+        padded = []
+        start = 0
+        for group in groups:
+            stop = start + sum(group)
+            longest = max(group)
+            index = None
+            if min(group) < longest:
+                columns = torch.arange(longest)
+                index = (columns < torch.tensor(group).unsqueeze(1)).flatten().nonzero().squeeze(1).to(self.device)
+            padded.append(PaddedGroup(start, stop, len(group), longest, index))
+            start = stop
+        return padded
 
 
 class _PadRows(torch.autograd.Function):
@@ -112,32 +108,6 @@ class _UnpadRows(torch.autograd.Function):
         return grads[0].new_zeros(ctx.size, *grads[0].shape[1:]).index_copy_(0, index, grads[0]), None
 
 
-def _padded_sdpa(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    packed: PackedSequences,
-    scale: float | None,
-    dropout: float,
-    window: int | None,
-) -> Tensor:
-    outputs = []
-    for group in packed.padded_groups:
-        q, k, v = (_as_batch(t, group) for t in (query, key, value))
-        mask = None
-        if window is not None and group.length > window:
-            at = torch.arange(group.length, device=query.device)
-            distance = at.unsqueeze(1) - at.unsqueeze(0)
-            mask = (distance >= 0) & (distance < window)
-        is_grouped = q.shape[1] != k.shape[1]
-        out = F.scaled_dot_product_attention(q, k, v, mask, dropout, mask is None, scale=scale, enable_gqa=is_grouped)
-        rows = out.transpose(1, 2).reshape(group.count * group.length, *query.shape[1:2], value.shape[2])
-        if group.index is not None:
-            rows = _UnpadRows.apply(rows, group.index)  # type: ignore[no-untyped-call]
-        outputs.append(rows)
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-
-
 def _as_batch(rows: Tensor, group: PaddedGroup) -> Tensor:
     """Extract a group from (T, H, D) as (count, H, length, D)."""
     rows = rows[group.start : group.stop]
@@ -155,28 +125,6 @@ def _flash_attn_varlen() -> Callable[..., Tensor] | None:
     return flash_attn_varlen_func
 
 
-def _cuda_varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    packed: PackedSequences,
-    scale: float | None,
-    dropout: float,
-    window: int | None,
-) -> Tensor:
-    bounds = (packed.cu_seqlens, packed.cu_seqlens, packed.max_length, packed.max_length)
-    left = (window or 0) - 1
-    if (flash := _flash_attn_varlen()) is not None:
-        sides = (left, -1 if left < 0 else 0)
-        return flash(query, key, value, *bounds, dropout_p=dropout, softmax_scale=scale, causal=True, window_size=sides)
-    from torch.nn.attention.varlen import varlen_attn
-
-    is_grouped = query.shape[1] != key.shape[1]
-    result = varlen_attn(query, key, value, *bounds, scale=scale, window_size=(left, 0), enable_gqa=is_grouped)
-    assert isinstance(result, Tensor)
-    return result
-
-
 def packed_attention(
     query: Tensor,
     key: Tensor,
@@ -191,8 +139,35 @@ def packed_attention(
     Device and dtype decide the kernel; torch's varlen kernel has no dropout.
     """
     supported = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= 256
-    varlen = supported and (_flash_attn_varlen() is not None or dropout == 0)
-    return (_cuda_varlen if varlen else _padded_sdpa)(query, key, value, packed, scale, dropout, window)
+    flash = _flash_attn_varlen() if supported else None
+    is_grouped = query.shape[1] != key.shape[1]
+    if supported and (flash is not None or dropout == 0):
+        bounds = (packed.cu_seqlens, packed.cu_seqlens, packed.max_length, packed.max_length)
+        left = (window or 0) - 1
+        if flash is not None:
+            sides = (left, -1 if left < 0 else 0)
+            return flash(
+                query, key, value, *bounds, dropout_p=dropout, softmax_scale=scale, causal=True, window_size=sides
+            )
+        from torch.nn.attention.varlen import varlen_attn
+
+        result = varlen_attn(query, key, value, *bounds, scale=scale, window_size=(left, 0), enable_gqa=is_grouped)
+        assert isinstance(result, Tensor)
+        return result
+    outputs = []
+    for group in packed.padded_groups:
+        q, k, v = (_as_batch(t, group) for t in (query, key, value))
+        mask = None
+        if window is not None and group.length > window:
+            at = torch.arange(group.length, device=query.device)
+            distance = at.unsqueeze(1) - at.unsqueeze(0)
+            mask = (distance >= 0) & (distance < window)
+        out = F.scaled_dot_product_attention(q, k, v, mask, dropout, mask is None, scale=scale, enable_gqa=is_grouped)
+        rows = out.transpose(1, 2).reshape(group.count * group.length, *query.shape[1:2], value.shape[2])
+        if group.index is not None:
+            rows = _UnpadRows.apply(rows, group.index)  # type: ignore[no-untyped-call]
+        outputs.append(rows)
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 def varlen_attention_forward(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from verl.utils.kernel.linear_cross_entropy import backend_of, linear_log_probs_and_entropy
+from verl.utils.kernel.linear_cross_entropy import linear_log_probs_and_entropy
 from verl.utils.kernel.rows import HeadFormula
 from verl.utils.model import CausalLMOutputForPPO
 
@@ -95,11 +95,6 @@ def _score(self: nn.Linear, hidden: Tensor, request: HeadRequest | None = None) 
     )
 
 
-def check_backend(backend: str, device: torch.device) -> None:
-    """Raise a ValueError if a backend cannot run on the device."""
-    backend_of(backend, device)
-
-
 # How a model makes its logits
 
 
@@ -127,24 +122,17 @@ class _Outputs(BaseModelOutputWithPast):
         return None
 
 
-class _Inner(nn.Module):
-    def __init__(self, hidden: Tensor) -> None:
+class _Stub(nn.Module):
+    """Returns a known value, and remembers its inputs."""
+
+    def __init__(self, value: "_Outputs | Tensor") -> None:
         super().__init__()
-        self.hidden = hidden
+        self.value = value
+        self.seen: tuple[Any, ...] = ()
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return _Outputs(last_hidden_state=self.hidden)  # type: ignore[arg-type]
-
-
-class _Head(nn.Module):
-    def __init__(self, logits: Tensor) -> None:
-        super().__init__()
-        self.logits = logits
-        self.seen: Tensor | None = None
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        self.seen = hidden
-        return self.logits.clone()
+    def forward(self, *args: Any, **kwargs: Any) -> "_Outputs | Tensor":
+        self.seen = args
+        return self.value
 
 
 _PROBES = (1e-3, 1.0, -7.0, 0.3, 20.0, 60.0, -1e3, 1e6, 1e7)
@@ -155,8 +143,8 @@ def _formula_of(model: "PreTrainedModel", head_name: str) -> HeadFormula:
     hidden = torch.arange(12.0).view(1, 3, 4)
     logits = torch.tensor(_PROBES).view(1, 1, -1)
     shell = object.__new__(type(model))
-    inner = _Inner(hidden)
-    head = _Head(logits)
+    inner = _Stub(_Outputs(last_hidden_state=hidden))  # type: ignore[arg-type]
+    head = _Stub(logits)
     parts = dict(model._modules) | {model.base_model_prefix: inner, head_name: head}
     shell.__dict__.update(model.__dict__ | {"_modules": parts})
     ids = torch.zeros(1, 3, dtype=torch.long)
@@ -165,7 +153,7 @@ def _formula_of(model: "PreTrainedModel", head_name: str) -> HeadFormula:
     except Exception as error:  # model code raises arbitrary classes
         raise FusedHeadError(f"{_unknown(model)} ({type(error).__name__}: {error})") from error
     found = found.flatten().tolist()
-    if head.seen is None or not torch.equal(head.seen, hidden[:, 1:2]) or len(found) != len(_PROBES):
+    if not head.seen or not torch.equal(head.seen[0], hidden[:, 1:2]) or len(found) != len(_PROBES):
         raise FusedHeadError(_unknown(model))
     cap = found[-1] if math.isclose(found[-1], found[-2], rel_tol=1e-4) else None
     scale = found[1] / _PROBES[1] if cap is None else found[0] / _PROBES[0]

@@ -1,5 +1,3 @@
 """Established import path of GLM-4V's positions, see ``verl.utils.vision.positions``."""
 
-from verl.models.transformers.qwen2_vl import get_rope_index
-
-__all__ = ["get_rope_index"]
+from verl.models.transformers.qwen2_vl import get_rope_index as get_rope_index

@@ -6,7 +6,8 @@ Works with transformers 5.16 to 5.19, whose models look up their attention in a 
 from typing import TYPE_CHECKING
 
 from verl.models.transformers.attention import VARLEN_ATTENTION, register_varlen_attention
-from verl.models.transformers.dense_common import check_backend, has_fused_head, install_fused_head
+from verl.models.transformers.dense_common import has_fused_head, install_fused_head
+from verl.utils.kernel.linear_cross_entropy import backend_of
 from verl.utils.ulysses import validate_ulysses_config
 
 if TYPE_CHECKING:
@@ -37,5 +38,5 @@ def apply_monkey_patch(
         model.set_attn_implementation(VARLEN_ATTENTION)
     if use_fused_kernels and not has_fused_head(model):
         backend = fused_kernels_backend or "torch"
-        check_backend(backend, model.device)
+        backend_of(backend, model.device)  # raises if it cannot run there
         install_fused_head(model, backend)

@@ -20,5 +20,4 @@ def get_rope_index(
 
     Raises: PositionError if the tokens do not match the grids.
     """
-    rope = rope_of(processor)
-    return rope.positions(input_ids, image_grid_thw, video_grid_thw, second_per_grid_ts, attention_mask)
+    return rope_of(processor).positions(input_ids, image_grid_thw, video_grid_thw, second_per_grid_ts, attention_mask)

@@ -5,7 +5,7 @@ none. So all ranks that share its weights run the same number of collectives, an
 Media that several rows share, such as the samples of one prompt, pass through the tower once. Its features replace
 token embeddings before the sequence is sliced over ranks. Two forward hooks do this, without replacing model code.
 
-Works with transformers 5.16 to 5.19, where the families below have ``visual`` and ``language_model`` in ``model``.
+Works with transformers 5.16 to 5.19, where the supported families have ``visual`` and ``language_model`` in ``model``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,8 +19,6 @@ from verl.models.transformers.names import VISION_FAMILIES
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
-
-FAMILIES = VISION_FAMILIES
 
 _KINDS = (("pixel_values", "image_grid_thw", "image"), ("pixel_values_videos", "video_grid_thw", "video"))
 """Keys of the processor's output, images first, and the kind of their placeholder tokens."""
@@ -56,7 +54,7 @@ def is_vision_config(config: "PretrainedConfig") -> bool:
 
 def uses_media(config: "PretrainedConfig | None") -> bool:
     """Return whether models of this configuration take images as ``Media``."""
-    return getattr(config, "model_type", None) in FAMILIES
+    return getattr(config, "model_type", None) in VISION_FAMILIES
 
 
 def install_vision(model: "PreTrainedModel") -> None:
@@ -84,16 +82,24 @@ def _merge(model: Any, args: tuple[Any, ...], kwargs: Kwargs) -> tuple[tuple[Any
         features, deep = _run_tower(model.visual, pixels, grid)
         sizes = (grid.prod(-1) // model.visual.spatial_merge_size**2).tolist()
         features, *deep = (_as_shown(part, sizes, order) for part in (features, *deep))
-        _check_count(places, features)
+        if len(places) != len(features):
+            raise MediaError(
+                f"the prompts of a micro-batch hold {len(places)} image and video tokens, but multi_modal_inputs gives "
+                f"{len(features)} features: keep each row's prompt and processor output together, and do not truncate "
+                "prompts within an image"
+            )
         flat = embeddings.flatten(0, 1).index_copy(0, places, features.to(embeddings.dtype))
         embeddings = flat.view_as(embeddings)
         mask = mask.flatten().index_fill(0, places, True).view_as(ids)
         deep = [part.index_select(0, places.argsort()) for part in deep]
     positions = kwargs["position_ids"]
     if media.window is not None:
-        embeddings = embeddings.narrow(1, *media.window)
-        positions = positions.narrow(-1, *media.window)
-        mask, deep = _slice_deep(mask, deep, *media.window)
+        start, width = media.window
+        embeddings = embeddings.narrow(1, start, width)
+        positions = positions.narrow(-1, start, width)
+        before = int(mask[:, :start].sum())
+        mask = mask.narrow(1, start, width)
+        deep = [part.narrow(0, before, int(mask.sum())) for part in deep]
     kwargs |= {"input_ids": None, "inputs_embeds": embeddings, "position_ids": positions}
     if deep:
         kwargs[_FEATURES] = (mask, deep)
@@ -149,21 +155,6 @@ def _run_tower(tower: Any, pixels: Tensor, grid: Tensor) -> tuple[Tensor, list[T
     with torch.set_grad_enabled(trained and torch.is_grad_enabled()):
         output = tower(pixels, grid_thw=grid)
     return output.pooler_output, list(getattr(output, "deepstack_features", None) or [])
-
-
-def _check_count(places: Tensor, features: Tensor) -> None:
-    if len(places) != len(features):
-        raise MediaError(
-            f"the prompts of a micro-batch hold {len(places)} image and video tokens, but multi_modal_inputs gives "
-            f"{len(features)} features: keep each row's prompt and processor output together, and do not truncate "
-            "prompts within an image"
-        )
-
-
-def _slice_deep(mask: Tensor, deep: list[Tensor], start: int, width: int) -> tuple[Tensor, list[Tensor]]:
-    before = int(mask[:, :start].sum())
-    own = mask.narrow(1, start, width)
-    return own, [part.narrow(0, before, int(own.sum())) for part in deep]
 
 
 def blank_image(model: Any, device: torch.device) -> tuple[Tensor, Tensor]:

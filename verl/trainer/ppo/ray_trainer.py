@@ -35,13 +35,13 @@ from verl.trainer.run.output import RunOutput
 from verl.trainer.run.resume import find_resume_folder
 from verl.utils.dataset.factory import create_rl_dataset, create_rl_sampler
 from verl.utils.debug.metrics import calculate_debug_metrics
+from verl.utils.flops_counter import image_lengths
 from verl.utils.metric import reduce_metrics
 from verl.utils.numerics.seeding import derive_seed, prompt_uids, sampling_seeds
 from verl.utils.observe.rollout_trace import RolloutTraceConfig
 from verl.utils.profiler import marked_timer
 from verl.utils.rollout_skip import RolloutSkip
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions, log_seqlen_unbalance
-from verl.utils.vision.flops import image_lengths
 from verl.utils.vision.multi_modal import count_shared_bytes, share
 
 logger = logging.getLogger(__name__)
@@ -322,7 +322,7 @@ class RayPPOTrainer:
         """Sample ``rollout.n`` responses per prompt; the rows become the responses."""
         num_samples = self.run_config.actor_rollout_ref.rollout.n
         prompts = self._get_gen_batch(batch)
-        count_shared_bytes(prompts, metrics)
+        count_shared_bytes(prompts.non_tensor_batch, metrics)
         prompts.meta_info["first_prompt"] = batch.meta_info.get("first_prompt", 0)
         prompts.meta_info["global_steps"] = self.state.step
         requests = prompts.repeat(repeat_times=num_samples, interleave=True)
@@ -408,7 +408,8 @@ class RayPPOTrainer:
 
     def _get_gen_batch(self, batch: DataProto) -> DataProto:
         """Move the columns that the rollout reads out of ``batch``; ``uid`` is copied, to name each row."""
-        share(batch)  # so that images and their tensors go to the workers once, however often a prompt is sampled
+        # Images and their tensors go to the workers once, however often a prompt is sampled.
+        share(batch.non_tensor_batch)
         columns = [name for name in batch.non_tensor_batch if name not in _SCORING_COLUMNS]
         prompts = batch.pop(["input_ids", "attention_mask", "position_ids"], non_tensor_batch_keys=columns)
         prompts.non_tensor_batch["uid"] = batch.non_tensor_batch["uid"]

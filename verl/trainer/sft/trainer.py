@@ -27,13 +27,12 @@ from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
 from verl.utils.dataset.sft_dataset import SFTDataset
 from verl.utils.device import get_device_name
 from verl.utils.distributed import initialize_global_process_group
-from verl.utils.flops_counter import FlopsCounter
+from verl.utils.flops_counter import FlopsCounter, image_lengths
 from verl.utils.numerics.seeding import seed_process
 from verl.utils.observe.digest import random_state_digest, tensor_digest, weights_digest
 from verl.utils.observe.record import Details
 from verl.utils.observe.tracking import check_backends
 from verl.utils.profiler.ranges import marked_timer
-from verl.utils.vision.flops import image_lengths
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.base import BaseEngine
 from verl.workers.engine.micro_batch import tensors_of

@@ -76,8 +76,7 @@ class CheckpointHandler:
             state = self.train_dataloader.state_dict()
             files.write_file(folder, self._loader_file(), lambda file: torch.save(state, file))
         if self.rank == 0:
-            text = json.dumps(dict(run_state or {}))
-            files.write_file(folder, RUN_STATE_NAME, lambda file: file.write(text.encode()))
+            files.write_text(folder, RUN_STATE_NAME, json.dumps(dict(run_state or {})))
         self._barrier()
         self.engine.save_checkpoint(local_path=folder, hdfs_path=None, global_step=step)
         self._unfinished = step

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import pickle
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
@@ -223,6 +224,23 @@ class BaseCheckpointManager(ABC):
         """Wait for all ranks."""
         if self.world_size > 1:
             dist.barrier()
+
+
+def read_state(path: Path, mmap: bool = False) -> State:
+    """Read a file that can hold only tensors and plain containers, so that it cannot run code.
+
+    Raises: CheckpointError naming the file.
+    """
+    mesh_logger = logging.getLogger("torch.distributed.device_mesh")
+    level = mesh_logger.level
+    mesh_logger.setLevel(logging.ERROR)  # an unpickled mesh has no process groups: only its local tensors are used
+    try:
+        state: State = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
+        raise files.CheckpointError(f"{path} cannot be read ({error})") from error
+    finally:
+        mesh_logger.setLevel(level)
+    return state
 
 
 class _NoPathError(ValueError, AssertionError):

@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import shutil
+import tempfile
 import time
 import zipfile
 import zlib
@@ -115,6 +116,11 @@ def write_file(folder: StrPath, name: str, write: Callable[[BinaryIO], object]) 
     return FileRecord(name, summing.num_bytes, summing.crc32)
 
 
+def write_text(folder: StrPath, name: str, text: str) -> FileRecord:
+    """Write a small file of text, whole or not at all."""
+    return write_file(folder, name, lambda file: file.write(text.encode()))
+
+
 def record_file(folder: StrPath, name: str) -> FileRecord:
     """Flush a file that another library wrote to disk, and return its record."""
     path = Path(folder, name)
@@ -146,7 +152,7 @@ class Manifest:
     def write(self, folder: StrPath) -> None:
         """Write the manifest, which completes this rank's part of the checkpoint."""
         text = json.dumps({"format": 1, **asdict(self)}, indent=1)
-        write_file(folder, manifest_name(self.world_size, self.rank), lambda file: file.write(text.encode()))
+        write_text(folder, manifest_name(self.world_size, self.rank), text)
 
 
 @contextmanager
@@ -306,7 +312,7 @@ def get_checkpoint_tracker_filename(root_path: StrPath) -> str:
 
 def write_tracker_atomically(root_path: StrPath, global_step: int) -> None:
     """Name a step as the latest checkpoint; a save does this last."""
-    write_file(root_path, TRACKER_NAME, lambda file: file.write(str(global_step).encode()))
+    write_text(root_path, TRACKER_NAME, str(global_step))
 
 
 def find_latest_ckpt_path(path: StrPath | None, directory_format: str = "global_step_{}") -> str | None:
@@ -382,13 +388,8 @@ def should_save_ckpt_esi(max_steps_duration: float, save_ckpt_duration: float = 
 @contextmanager
 def temporary_folder(folder: StrPath, name: str) -> Iterator[Path]:
     """Create a temporary folder in ``folder``, on the same disk as the final place of its files."""
-    path = Path(folder, f".{name}.{os.getpid()}.tmp")
-    shutil.rmtree(path, ignore_errors=True)
-    path.mkdir(parents=True)
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
+    with tempfile.TemporaryDirectory(".tmp", f".{name}.", folder, ignore_cleanup_errors=True) as path:
+        yield Path(path)
 
 
 def move_files(source: Path, folder: StrPath, name: str) -> list[FileRecord]:

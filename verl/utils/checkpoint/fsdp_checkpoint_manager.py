@@ -2,9 +2,7 @@
 
 import json
 import logging
-import pickle
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from verl.utils.checkpoint import files
-from verl.utils.checkpoint.checkpoint_manager import HF_FOLDER, BaseCheckpointManager, State
+from verl.utils.checkpoint.checkpoint_manager import HF_FOLDER, BaseCheckpointManager, State, read_state
 from verl.utils.checkpoint.hf_export import export_weights, save_config_and_tokenizer
 from verl.utils.device import get_device_name
 from verl.utils.faults import fault_point
@@ -21,7 +19,6 @@ from verl.utils.faults import fault_point
 logger = logging.getLogger(__name__)
 
 NamedWeights = Iterator[tuple[str, Tensor]]
-SharedFolders = Mapping[str, Callable[[Path | None], None]]
 _PART_OF_CONTENT = {"model": "model", "optimizer": "optim", "extra": "extra_state"}
 
 
@@ -47,7 +44,7 @@ class FSDPCheckpointManager(BaseCheckpointManager):
         global_step: int = 0,
         max_ckpt_to_keep: int | None = None,
         named_weights: NamedWeights | None = None,
-        shared_folders: SharedFolders | None = None,
+        shared_folders: Mapping[str, Callable[[Path | None], None]] | None = None,
     ) -> None:
         """Write this rank's files, then its manifest; remove older checkpoints once all ranks have done so.
 
@@ -73,7 +70,7 @@ class FSDPCheckpointManager(BaseCheckpointManager):
             records.append(self._write_part(folder, "extra", self._extra_state))
         if self.rank == 0:
             text = json.dumps({"FSDP_version": 2} | self.layout_fields(), indent=4)
-            records.append(files.write_file(folder, files.LAYOUT_NAME, lambda file: file.write(text.encode())))
+            records.append(files.write_text(folder, files.LAYOUT_NAME, text))
 
         def write_model(unfinished: Path | None) -> None:
             if unfinished is not None:
@@ -115,18 +112,17 @@ class FSDPCheckpointManager(BaseCheckpointManager):
         weights: list[tuple[Tensor, Tensor]] = []
         states: dict[str, State] = {}
         problems: list[str] = []
-        for content in ("model", "optimizer", "extra"):
-            if content in self.load_contents:
-                try:
-                    state = self._read_part(folder, content)
-                    name = part_name(content, self.world_size, self.rank)
-                    if content == "model":
-                        weights = _matched(name, self.model.state_dict(), state)
-                    elif content == "optimizer" and self.optimizer is not None:
-                        state = _matched_optimizer(name, self.optimizer, state)
-                    states[content] = state
-                except files.CheckpointError as error:
-                    problems.append(str(error))
+        for content in (part for part in _PART_OF_CONTENT if part in self.load_contents):
+            try:
+                name = part_name(content, self.world_size, self.rank)
+                state = read_state(folder / name)
+                if content == "model":
+                    weights = _matched(name, self.model.state_dict(), state)
+                elif content == "optimizer" and self.optimizer is not None:
+                    state = _matched_optimizer(name, self.optimizer, state)
+                states[content] = state
+            except files.CheckpointError as error:
+                problems.append(str(error))
         self.stop_on(local_path, problems)
         with torch.no_grad():
             for value, saved in weights:
@@ -154,15 +150,6 @@ class FSDPCheckpointManager(BaseCheckpointManager):
             return [f"{', '.join(absent)} was never saved: leave that part out of checkpoint.load_contents"]
         needed = [record for record in manifest.files if record.name in wanted or record.name == files.LAYOUT_NAME]
         return list(files.file_problems(folder, replace(manifest, files=needed), checksums=True))
-
-    def _read_part(self, folder: Path, content: str) -> State:
-        """Read a file of this rank; it can hold only tensors and plain containers, so that it cannot run code."""
-        name = part_name(content, self.world_size, self.rank)
-        try:
-            with quiet_device_mesh():
-                return torch.load(folder / name, map_location="cpu", weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
-            raise files.CheckpointError(f"{name} cannot be read ({error})") from error
 
     def _load_extra(self, state: State) -> None:
         if self.lr_scheduler is not None and state["lr_scheduler"] is not None:
@@ -240,15 +227,3 @@ def _on_mesh_of(param: Tensor, file: str, key: str, value: Tensor | float) -> Te
     return DTensor.from_local(
         local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
     )
-
-
-@contextmanager
-def quiet_device_mesh() -> Iterator[None]:
-    """Silence the warning that an unpickled mesh has no process groups: only its local tensors are used."""
-    mesh_logger = logging.getLogger("torch.distributed.device_mesh")
-    level = mesh_logger.level
-    mesh_logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        mesh_logger.setLevel(level)

@@ -17,14 +17,9 @@ def save_config_and_tokenizer(
     folder: Path, model: nn.Module | None, processing_class: "PreTrainedTokenizerBase | ProcessorMixin | None"
 ) -> None:
     """Write the config, generation config and tokenizer or processor, each if present."""
-    config = getattr(model, "config", None)
-    if config is not None and hasattr(config, "save_pretrained"):
-        config.save_pretrained(folder)
-    generation_config = getattr(model, "generation_config", None)
-    if generation_config is not None:
-        generation_config.save_pretrained(folder)
-    if processing_class is not None:
-        processing_class.save_pretrained(folder)
+    for part in (getattr(model, "config", None), getattr(model, "generation_config", None), processing_class):
+        if hasattr(part, "save_pretrained"):
+            part.save_pretrained(folder)
 
 
 _STORED = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}

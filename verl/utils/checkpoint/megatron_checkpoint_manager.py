@@ -8,7 +8,6 @@ hold them. Random states are the exception: they belong to ranks.
 import copy
 import json
 import logging
-import pickle
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 
 from verl.base_config import as_yaml
 from verl.utils.checkpoint import files
-from verl.utils.checkpoint.checkpoint_manager import HF_FOLDER, BaseCheckpointManager, State, way_out
+from verl.utils.checkpoint.checkpoint_manager import HF_FOLDER, BaseCheckpointManager, State, read_state, way_out
 from verl.utils.checkpoint.hf_export import export_weights, save_config_and_tokenizer
 from verl.utils.checkpoint.torch_dist import OPTIMIZER_KEYS, TENSORS_FOLDER, TorchDistReader, vocabulary_problem
 from verl.utils.faults import fault_point
@@ -218,7 +217,8 @@ class MegatronCheckpointManager(BaseCheckpointManager):
         if self.should_load_model:
             for key, chunk in zip(dist_checkpointing.chunk_names(self.model), self.model, strict=True):
                 chunk.load_state_dict(state[key])
-        rates = _own_rates(self.optimizer)
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        rates = [{key: group[key] for key in ("max_lr", "min_lr") if key in group} for group in groups]
         if self.should_load_optimizer and self.optimizer is not None:
             self.optimizer.load_state_dict(_as_chained(state["optimizer"], self.optimizer))
         elif self.optimizer is not None and self.should_load_model:
@@ -290,10 +290,7 @@ class MegatronCheckpointManager(BaseCheckpointManager):
             self.lr_scheduler.num_steps = 0  # load_state_dict adds the loaded steps
             self.lr_scheduler.load_state_dict(schedule)
         file = folder / self._random_state_name()
-        try:
-            state = torch.load(file, map_location="cpu", weights_only=True) if file.is_file() else {"layout": None}
-        except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
-            raise files.CheckpointError(f"{file} cannot be read ({error})") from error
+        state = read_state(file) if file.is_file() else {"layout": None}
         if state["layout"] != self._place():
             logger.warning("%s was written by another parallel layout: this process keeps its random state", folder)
             return
@@ -313,12 +310,6 @@ class MegatronCheckpointManager(BaseCheckpointManager):
         for group, own in zip(self.optimizer.param_groups, rates, strict=True):
             group.update(of_schedule if schedule.use_checkpoint_opt_param_scheduler else own)
         schedule.step(0)
-
-
-def _own_rates(optimizer: "MegatronOptimizer | None") -> list[dict[str, float]]:
-    """Return the highest and lowest learning rate of each parameter group."""
-    groups = [] if optimizer is None else optimizer.param_groups
-    return [{key: group[key] for key in ("max_lr", "min_lr") if key in group} for group in groups]
 
 
 def _as_chained(state: dict[Any, Any], optimizer: "MegatronOptimizer") -> dict[Any, Any]:
@@ -349,5 +340,4 @@ def _as_chained(state: dict[Any, Any], optimizer: "MegatronOptimizer") -> dict[A
 
 
 def _write_json(folder: Path, name: str, content: State) -> files.FileRecord:
-    text = json.dumps(content, indent=4, sort_keys=True, default=str).encode()
-    return files.write_file(folder, name, lambda file: file.write(text))
+    return files.write_text(folder, name, json.dumps(content, indent=4, sort_keys=True, default=str))

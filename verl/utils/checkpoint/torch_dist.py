@@ -4,7 +4,7 @@ import io
 import json
 import math
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -30,7 +30,11 @@ class TorchDistReader:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        check_format(self.folder)
+        path = self.folder / BACKEND_FILE
+        with reading(path, ": the folder is not a complete distributed checkpoint"):
+            backend = json.loads(path.read_text())["sharded_backend"]
+        if backend != "torch_dist":
+            raise CheckpointError(f"{path} says sharded_backend={backend!r}: only torch_dist is supported")
         path = self.folder / INDEX_FILE
         try:
             with path.open("rb") as file:
@@ -60,7 +64,10 @@ class TorchDistReader:
         depth = len(at)
         whole = torch.empty(entry.size[depth:], dtype=entry.properties.dtype)
         filled = 0
-        for chunk, inner in self._chunks_at(entry, at):
+        for chunk in entry.chunks:
+            outer = zip(at, chunk.offsets, chunk.sizes, strict=False)
+            if not all(start <= position < start + length for position, start, length in outer):
+                continue
             part = self._read_chunk(name, chunk)
             for position, start in zip(at, chunk.offsets, strict=False):
                 part = part[position - start]
@@ -69,20 +76,12 @@ class TorchDistReader:
                 for start, length in zip(chunk.offsets[depth:], chunk.sizes[depth:], strict=True)
             )
             whole[place].copy_(part)
-            filled += inner
+            filled += math.prod(chunk.sizes[depth:])
         if filled != whole.numel():
             raise CheckpointError(
                 f"{self.folder / INDEX_FILE} lists {filled} of the {whole.numel()} values of {name}{list(at) or ''}"
             )
         return whole
-
-    @staticmethod
-    def _chunks_at(entry: TensorStorageMetadata, at: Sequence[int]) -> Iterator[tuple[ChunkStorageMetadata, int]]:
-        """Yield each chunk that holds a part of ``tensor[at]``, with the number of values in that part."""
-        for chunk in entry.chunks:
-            outer = zip(at, chunk.offsets, chunk.sizes, strict=False)
-            if all(start <= position < start + length for position, start, length in outer):
-                yield chunk, math.prod(chunk.sizes[len(at) :])
 
     def _read_chunk(self, name: str, chunk: ChunkStorageMetadata) -> Tensor:
         place = self._places[MetadataIndex(name, chunk.offsets)]
@@ -118,15 +117,3 @@ def vocabulary_problem(reader: TorchDistReader, vocab_size: int, multiple: int |
         if not is_head and (rows < least or (multiple is not None and rows != least)):
             return f"it belongs to another model: {name} has {rows} rows, but the vocabulary has {vocab_size} tokens"
     return None
-
-
-def check_format(folder: Path) -> None:
-    """Check that a folder holds a checkpoint in the torch_dist format.
-
-    Raises: CheckpointError naming the file.
-    """
-    path = folder / BACKEND_FILE
-    with reading(path, ": the folder is not a complete distributed checkpoint"):
-        backend = json.loads(path.read_text())["sharded_backend"]
-    if backend != "torch_dist":
-        raise CheckpointError(f"{path} says sharded_backend={backend!r}: only torch_dist is supported")

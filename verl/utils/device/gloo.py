@@ -31,21 +31,15 @@ def use_one_thread() -> None:
     ) -> None:
         if not isinstance(options, group_class._Options):
             timeout = options if timeout is None else timeout  # torch accepts a timeout as fourth argument
-            options = _options(group_class, timeout)
+            options = group_class._Options()
+            if timeout is not None:
+                options._timeout = timeout
+            options._devices = _devices(group_class, envs.read("GLOO_SOCKET_IFNAME") or "")
         options._threads = 1
         make(self, store, rank, size, options)
 
     __init__.one_thread = True  # type: ignore[attr-defined]
     group_class.__init__ = __init__
-
-
-def _options(group_class: Any, timeout: timedelta | None) -> Any:
-    """Return the options that torch chooses for a gloo group."""
-    options = group_class._Options()
-    if timeout is not None:
-        options._timeout = timeout
-    options._devices = _devices(group_class, envs.read("GLOO_SOCKET_IFNAME") or "")
-    return options
 
 
 @cache

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from verl.utils.kernel.rows import LOWEST, HeadFormula, RowGrads, Rows, RowSums, rebase
+from verl.utils.kernel.rows import LOWEST, Backend, HeadFormula, RowGrads, Rows, RowSums, rebase
 
 PROGRAMS = 512
 """Number of programs that fill a GPU. If there are fewer blocks of rows, the vocabulary is split as well."""
@@ -128,12 +128,13 @@ def is_interpreted() -> bool:
     return not isinstance(_row_sums_kernel, triton.JITFunction)
 
 
-class TritonBackend:
+class TritonBackend(Backend):
     """The computations on CUDA, in bf16, fp16 and fp32."""
 
     def row_sums(self, rows: Rows, formula: HeadFormula, with_entropy: bool, chunk_rows: int) -> RowSums:
         """Return the sums over all columns; no logits are stored, so ``chunk_rows`` is not needed."""
-        count, hidden = len(rows.hidden), rows.hidden
+        hidden = rows.hidden
+        count = len(hidden)
         tiles = _tiles(rows)
         most = max(1, triton.cdiv(formula.columns, tiles["BLOCK_V"]))
         splits = min(triton.cdiv(PROGRAMS, triton.cdiv(max(count, 1), tiles["BLOCK_N"])), most)
@@ -152,7 +153,8 @@ class TritonBackend:
 
     def logits_gradient(self, rows: Rows, formula: HeadFormula, block: slice, grads: RowGrads) -> Tensor:
         """Return the gradient of a block of the vocabulary, its logits made in registers."""
-        hidden, tiles = rows.hidden, _tiles(rows)
+        hidden = rows.hidden
+        tiles = _tiles(rows)
         count = len(hidden)
         grad = hidden.new_empty(count, block.stop - block.start)
         inverse = 0.0 if formula.softcap is None else formula.temperature / formula.softcap

@@ -13,13 +13,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from verl.utils.kernel.rows import Backend, HeadFormula, RowGrads, Rows, RowSums, TorchBackend, rebase
+from verl.utils.kernel.rows import Backend, HeadFormula, RowGrads, Rows, RowSums, rebase
 
 CHUNK_ROWS = 512
-CHUNK_ELEMENTS = {"cpu": 1 << 22}
-CHUNK_ELEMENTS_DEFAULT = 1 << 26
-"""Default number of logits in a chunk, which has at most ``CHUNK_ROWS`` rows."""
-BACKENDS = ("torch", "triton")
 ENTROPY_MODES = ("none", "value", "grad")
 
 
@@ -29,9 +25,9 @@ def backend_of(name: str, device: torch.device) -> Backend:
     Raises: ValueError for an unknown name, and for ``triton`` if it cannot run here.
     """
     if name == "torch":
-        return TorchBackend()
+        return Backend()
     if name != "triton":
-        raise ValueError(f"the backend of a fused head is one of {', '.join(BACKENDS)}, got {name!r}")
+        raise ValueError(f"the backend of a fused head is one of torch, triton, got {name!r}")
     try:
         from verl.utils.kernel.kernels import TritonBackend, is_interpreted
     except ImportError:
@@ -74,7 +70,9 @@ class _LinearLogProbs(torch.autograd.Function):
         log_probs = sums.label - sums.largest - log_total
         entropy = log_total - sums.weighted / sums.total if entropy_mode != "none" else log_total.new_empty(0)
         ctx.save_for_backward(hidden, weight, bias, labels, sums.largest + log_total, entropy)
-        ctx.formula, ctx.backend, ctx.chunk_rows = formula, backend, chunk_rows
+        ctx.formula = formula
+        ctx.backend = backend
+        ctx.chunk_rows = chunk_rows
         ctx.with_entropy = entropy_mode == "grad"
         if not ctx.with_entropy:
             ctx.mark_non_differentiable(entropy)
@@ -84,15 +82,15 @@ class _LinearLogProbs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, log_sum, entropy = ctx.saved_tensors
-        rows, formula = Rows(hidden, weight, bias, labels), ctx.formula
+        rows = Rows(hidden, weight, bias, labels)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         entropy = entropy if ctx.with_entropy else None
         grads = RowGrads(log_sum, entropy, grad_log_probs.contiguous(), grad_entropy.contiguous())
         grad_hidden = torch.zeros_like(hidden, dtype=log_sum.dtype) if needs_hidden else None
         grad_weight = torch.zeros_like(weight) if needs_weight else None
         grad_bias = torch.zeros_like(bias) if needs_bias else None
-        for block in _blocks(len(hidden), formula.columns, ctx.chunk_rows):
-            grad = ctx.backend.logits_gradient(rows, formula, block, grads)
+        for block in _blocks(len(hidden), ctx.formula.columns, ctx.chunk_rows):
+            grad = ctx.backend.logits_gradient(rows, ctx.formula, block, grads)
             if grad_hidden is not None and grad_hidden.dtype == grad.dtype:
                 grad_hidden.addmm_(grad, weight[block])
             elif grad_hidden is not None:
@@ -146,8 +144,8 @@ def linear_log_probs_and_entropy(
     if entropy not in ENTROPY_MODES:
         raise ValueError(f"entropy must be one of {', '.join(ENTROPY_MODES)}, got {entropy!r}")
     if chunk_rows is None:
-        limit = CHUNK_ELEMENTS.get(hidden.device.type, CHUNK_ELEMENTS_DEFAULT)
-        chunk_rows = max(1, min(CHUNK_ROWS, limit // max(1, formula.columns)))
+        elements = 1 << 22 if hidden.device.type == "cpu" else 1 << 26
+        chunk_rows = max(1, min(CHUNK_ROWS, elements // max(1, formula.columns)))
     if chunk_rows < 1:
         raise ValueError(f"chunk_rows must be at least 1, got {chunk_rows}")
     if hidden.dim() != 2 or labels.shape != hidden.shape[:1] or weight.shape[-1] != hidden.shape[-1]:
@@ -203,7 +201,8 @@ def linear_cross_entropy(
     """
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(f"reduction must be none, mean or sum, got {reduction!r}")
-    rows, flat = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    flat = labels.reshape(-1)
     if dist_process_group is not None:
         rows = sum_gradients(rows, dist_process_group)
         column = flat - dist.get_rank(dist_process_group) * len(weight)

@@ -1,7 +1,7 @@
 """The numbers that a fused head keeps of each row, and the two computations that need logits, in torch."""
 
 from dataclasses import dataclass, replace
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ class HeadFormula:
     """How logits follow from ``x``, the product with the weight plus the bias.
 
     They are ``softcap * tanh(scale * x / softcap)``, or ``scale * x`` without a cap, divided by the temperature. Rows
-    of the weight after ``columns`` are padding, not tokens.
+    of the weight after ``columns`` are padding, not tokens; -1 stands for all rows.
     """
 
     scale: float = 1.0
@@ -92,23 +92,14 @@ def rebase(sums: RowSums, largest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return sums.total * factor, (sums.weighted + shift * sums.total) * factor, sums.label
 
 
-class Backend(Protocol):
-    """Computes from logits without keeping them."""
+class Backend:
+    """Computes from logits without keeping them: in torch, for every device. Subclasses use other kernels."""
 
     def row_sums(self, rows: Rows, formula: HeadFormula, with_entropy: bool, chunk_rows: int) -> RowSums:
-        """Return the sums over all columns; ``weighted`` is zero unless ``with_entropy``."""
-        ...
+        """Return the sums over all columns, from the logits of a chunk of rows at a time.
 
-    def logits_gradient(self, rows: Rows, formula: HeadFormula, block: slice, grads: RowGrads) -> Tensor:
-        """Return the gradient (N, block) in the product with the weight, in the dtype of the hidden states."""
-        ...
-
-
-class TorchBackend:
-    """The computations in torch, for every device."""
-
-    def row_sums(self, rows: Rows, formula: HeadFormula, with_entropy: bool, chunk_rows: int) -> RowSums:
-        """Return the sums over all columns, from the logits of a chunk of rows at a time."""
+        ``weighted`` is zero unless ``with_entropy``.
+        """
         dtype = torch.promote_types(rows.hidden.dtype, torch.float32)
         count = len(rows.hidden) if formula.columns else 0
         zeros = rows.hidden.new_zeros(4, len(rows.hidden), dtype=dtype)
@@ -129,7 +120,7 @@ class TorchBackend:
         return sums
 
     def logits_gradient(self, rows: Rows, formula: HeadFormula, block: slice, grads: RowGrads) -> Tensor:
-        """Return the gradient in the product with the weight, for a block of the vocabulary."""
+        """Return the gradient (N, block) in the product with the weight, in the dtype of the hidden states."""
         logits = formula.logits(_product(rows, slice(None), block).to(grads.log_sum.dtype))
         kept = logits if formula.softcap is None else logits.clone()  # only a cap needs them again
         log_p = logits.sub_(grads.log_sum.unsqueeze(-1))

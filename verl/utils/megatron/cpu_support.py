@@ -66,16 +66,14 @@ class _PatchingFinder(importlib.abc.MetaPathFinder):
         finally:
             self._searching = False
         if spec is not None and spec.loader is not None:
-            spec.loader.exec_module = _then_patch(spec.loader.exec_module)  # type: ignore[method-assign]
+            execute = spec.loader.exec_module
+
+            def exec_module(module: types.ModuleType) -> None:
+                execute(module)
+                _patch(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
-
-
-def _then_patch(execute: Callable[[types.ModuleType], None]) -> Callable[[types.ModuleType], None]:
-    def exec_module(module: types.ModuleType) -> None:
-        execute(module)
-        _patch(module)
-
-    return exec_module
 
 
 def _patch(module: types.ModuleType) -> None:
@@ -109,30 +107,18 @@ def _do_nothing(*args: Any, **kwargs: Any) -> None:
     return None
 
 
-def _enter_nothing(*args: Any, **kwargs: Any) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext()
-
-
 class _CudaOnCpu(types.ModuleType):
     """``torch.cuda`` on a CPU."""
 
-    Stream = Event = _Nothing
-    stream = device = staticmethod(_enter_nothing)
+    Stream = Event = current_stream = default_stream = _Nothing
+    stream = device = contextlib.nullcontext
     synchronize = empty_cache = set_device = staticmethod(_do_nothing)
 
     @staticmethod
     def current_device() -> torch.device:
         return _CPU
 
-    @staticmethod
-    def current_stream(*args: Any, **kwargs: Any) -> _Nothing:
-        return _Nothing()
-
-    default_stream = current_stream
-
-    @staticmethod
-    def manual_seed(seed: int) -> None:
-        torch.manual_seed(seed)
+    manual_seed = staticmethod(torch.manual_seed)
 
     @staticmethod
     def get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:

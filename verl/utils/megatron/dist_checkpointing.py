@@ -28,7 +28,6 @@ from megatron.core.dist_checkpointing.strategies.torch import (  # noqa: E402
     mcore_to_pyt_state_dict,
 )
 
-FORMAT = ("torch_dist", 1)
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 """Optimizer state with one tensor per parameter, so that another layout can cut it differently."""
 
@@ -43,7 +42,7 @@ class _Strategy(TorchDistSaveShardedStrategy):
     """
 
     def __init__(self, copies: bool) -> None:
-        super().__init__(*FORMAT)
+        super().__init__("torch_dist", version=1)
         self.copies = copies
 
     def async_save(self, sharded_state_dict: State, checkpoint_dir: str | Path) -> AsyncRequest:

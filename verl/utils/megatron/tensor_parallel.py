@@ -15,7 +15,7 @@ from verl.utils.seqlen_balancing import ceildiv, roundup_divisible
 
 def vocab_range(vocab_size: int, group: ProcessGroup | None) -> tuple[int, int]:
     """Return the range of tokens in this rank's columns; columns after the vocabulary pad it to equal shards."""
-    rank = _rank(group)
+    rank = dist.get_rank(group) if group is not None else 0
     width = ceildiv(vocab_size, _size(group))
     return min(rank * width, vocab_size), min((rank + 1) * width, vocab_size)
 
@@ -27,10 +27,6 @@ def padded_vocab_size(vocab_size: int, size: int) -> int:
 
 def _size(group: ProcessGroup | None) -> int:
     return dist.get_world_size(group) if group is not None else 1
-
-
-def _rank(group: ProcessGroup | None) -> int:
-    return dist.get_rank(group) if group is not None else 0
 
 
 def _reduce(values: Tensor, group: ProcessGroup | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies of sampled tokens without a second copy of the logits."""
+"""Log-probabilities and entropies of sampled tokens, and the exact KL, without a second copy of the logits."""
 
 from typing import Any
 
@@ -28,34 +28,6 @@ def scaled_log_softmax(logits: Tensor, temperature: Tensor | float) -> Tensor:
     return torch.log_softmax(logits.to(dtype) / temperature, dim=-1)
 
 
-def entropy_of(log_probs: Tensor, probs: Tensor | None = None) -> Tensor:
-    """Return the entropy of (N, V) log-probabilities, which are clamped in place."""
-    probs = log_probs.exp() if probs is None else probs
-    return -torch.einsum("nv,nv->n", probs, log_probs.clamp_(min=LOG_ZERO))
-
-
-def logits_gradient(
-    logits: Tensor,
-    labels: Tensor,
-    temperature: Tensor | float,
-    entropy: Tensor | None,
-    grad_log_probs: Tensor,
-    grad_entropy: Tensor | None,
-) -> Tensor:
-    """Return the gradient of (N,) log-probabilities and entropies in their (N, V) logits, in fp32 or better."""
-    log_probs = scaled_log_softmax(logits, temperature)
-    probs = log_probs.exp()
-    grad_log_probs = grad_log_probs.to(probs.dtype)
-    if grad_entropy is None or entropy is None:
-        grad = probs.mul_(-grad_log_probs.unsqueeze(-1))
-    else:
-        pull = log_probs.clamp_(min=LOG_ZERO).add_(entropy.unsqueeze(-1))
-        pull.mul_(grad_entropy.to(probs.dtype).unsqueeze(-1)).add_(grad_log_probs.unsqueeze(-1))
-        grad = probs.mul_(pull).neg_()
-    grad.scatter_add_(-1, labels.unsqueeze(-1), grad_log_probs.unsqueeze(-1))
-    return grad if isinstance(temperature, float) and temperature == 1.0 else grad.div_(temperature)
-
-
 class _LogProbsAndEntropy(torch.autograd.Function):
     """Keep the logits for the backward pass, and overwrite them with their gradient there.
 
@@ -83,7 +55,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
             log_p = scaled_log_softmax(logits[chunk], _of_rows(temperature, chunk))
             log_probs[chunk] = log_p.gather(-1, labels[chunk].unsqueeze(-1)).squeeze(-1)
             if entropy_mode != "none":
-                entropy[chunk] = entropy_of(log_p)
+                entropy[chunk] = -torch.einsum("nv,nv->n", log_p.exp(), log_p.clamp_(min=LOG_ZERO))
         ctx.save_for_backward(logits, labels, entropy)
         ctx.temperature = temperature
         ctx.entropy_mode = entropy_mode
@@ -101,14 +73,19 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         with_entropy = ctx.entropy_mode == "grad"
         for at in range(0, len(logits), ctx.step):
             chunk = slice(at, at + ctx.step)
-            grad_logits[chunk] = logits_gradient(
-                logits[chunk],
-                labels[chunk],
-                _of_rows(ctx.temperature, chunk),
-                entropy[chunk] if with_entropy else None,
-                grad_log_probs[chunk],
-                grad_entropy[chunk] if with_entropy else None,
-            )
+            temperature = _of_rows(ctx.temperature, chunk)
+            log_p = scaled_log_softmax(logits[chunk], temperature)
+            probs = log_p.exp()
+            of_label = grad_log_probs[chunk].to(probs.dtype).unsqueeze(-1)
+            if with_entropy:
+                pull = log_p.clamp_(min=LOG_ZERO).add_(entropy[chunk].unsqueeze(-1))
+                pull.mul_(grad_entropy[chunk].to(probs.dtype).unsqueeze(-1)).add_(of_label)
+                grad = probs.mul_(pull).neg_()
+            else:
+                grad = probs.mul_(-of_label)
+            grad.scatter_add_(-1, labels[chunk].unsqueeze(-1), of_label)
+            is_one = isinstance(temperature, float) and temperature == 1.0
+            grad_logits[chunk] = grad if is_one else grad.div_(temperature)
         return grad_logits, None, None, None, None, None
 
 
@@ -163,3 +140,56 @@ def log_probs_and_entropy(
         rows, labels.reshape(-1), _row_temperature(temperature, labels.shape), mode, chunk_size, inplace
     )
     return log_probs.view(labels.shape), None if mode == "none" else entropies.view(labels.shape)
+
+
+# ---- the KL divergence of two distributions over the vocabulary
+
+
+class _FullKL(torch.autograd.Function):
+    """Keep both logits for the backward pass, which recomputes the probabilities of a chunk."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, ref_logits: Tensor, temperature: float, chunk_size: int | None) -> Tensor:
+        step = rows_per_chunk(logits, chunk_size)
+        starts = range(0, max(1, len(logits)), step)
+        kl = torch.cat([_terms(logits[at : at + step], ref_logits[at : at + step], temperature)[2] for at in starts])
+        ctx.save_for_backward(logits, ref_logits, kl)
+        ctx.temperature = temperature
+        ctx.step = step
+        return kl
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        logits, ref_logits, kl = ctx.saved_tensors
+        grad_logits = torch.empty_like(logits)
+        for at in range(0, len(logits), ctx.step):
+            chunk = slice(at, at + ctx.step)
+            probs, log_ratio, _ = _terms(logits[chunk], ref_logits[chunk], ctx.temperature)
+            slope = probs.mul_(log_ratio.sub_(kl[chunk].unsqueeze(-1)))
+            grad_logits[chunk] = slope.mul_((grad[chunk] / ctx.temperature).unsqueeze(-1))
+        return grad_logits, None, None, None
+
+
+def _terms(logits: Tensor, ref_logits: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the probabilities (n, V), the log-ratios to the reference (0 at probability 0) and the KL (n,)."""
+    log_probs = scaled_log_softmax(logits, temperature)
+    probs = log_probs.exp()
+    log_ratio = log_probs.sub_(scaled_log_softmax(ref_logits, temperature)).masked_fill_(probs == 0, 0.0)
+    return probs, log_ratio, torch.einsum("nv,nv->n", probs, log_ratio)
+
+
+def full_kl(logits: Tensor, ref_logits: Tensor, temperature: float = 1.0, chunk_size: int | None = None) -> Tensor:
+    """Return sum_v p(v) (log p(v) - log q(v)) of each row: (N,) from logits of p and q, (N, V), in fp32 or better.
+
+    Both are divided by the temperature. Only the first receives a gradient.
+
+    Raises: ValueError when the shapes differ, for instance because the vocabularies do.
+    """
+    if logits.shape != ref_logits.shape:
+        raise ValueError(
+            f"the full KL compares distributions over one vocabulary: logits {tuple(logits.shape)} of the policy, "
+            f"{tuple(ref_logits.shape)} of the reference; set another actor_rollout_ref.actor.kl_loss_type"
+        )
+    kl: Tensor = _FullKL.apply(logits, ref_logits.detach(), float(temperature), chunk_size)  # type: ignore[no-untyped-call]
+    return kl

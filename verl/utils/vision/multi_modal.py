@@ -10,7 +10,7 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
@@ -30,13 +30,8 @@ RowObject = Mapping[str, Any]
 """The ``multi_modal_data`` or ``multi_modal_inputs`` of a row."""
 
 
-class Batch(Protocol):
-    """The non-tensor columns of a ``DataProto``."""
-
-    non_tensor_batch: dict[str, np.ndarray]
-
-
-B = TypeVar("B", bound=Batch)
+Columns = dict[str, np.ndarray]
+"""The non-tensor columns of a batch."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +52,7 @@ class SharedRow:
         return self.grids.get(name, default)
 
 
-def share(batch: B) -> B:
+def share(columns: Columns) -> None:
     """Replace the multi-modal objects of a batch by handles, in place; the same object gets the same handle.
 
     Without a running Ray the objects stay in the batch.
@@ -65,12 +60,11 @@ def share(batch: B) -> B:
     import ray
 
     if not ray.is_initialized():
-        return batch
+        return
     number = next(_BATCHES)
     for key in MULTI_MODAL_KEYS:
-        if key in batch.non_tensor_batch:
-            batch.non_tensor_batch[key] = _shared(batch.non_tensor_batch[key], number)
-    return batch
+        if key in columns:
+            columns[key] = _shared(columns[key], number)
 
 
 _BATCHES = itertools.count(1)
@@ -89,17 +83,15 @@ def _shared(rows: np.ndarray, number: int) -> np.ndarray:
     return object_array([handles.get(id(row), row) for row in rows])
 
 
-def shared_bytes(batch: Batch) -> int:
+def shared_bytes(columns: Columns) -> int:
     """Return the bytes behind the handles of a batch; each handle counts once."""
-    handles = {
-        row for key in MULTI_MODAL_KEYS for row in batch.non_tensor_batch.get(key, ()) if isinstance(row, SharedRow)
-    }
+    handles = {row for key in MULTI_MODAL_KEYS for row in columns.get(key, ()) if isinstance(row, SharedRow)}
     return sum(handle.num_bytes for handle in handles)
 
 
-def count_shared_bytes(batch: Batch, metrics: dict[str, Any]) -> None:
+def count_shared_bytes(columns: Columns, metrics: dict[str, Any]) -> None:
     """Add the bytes of a batch in the object store to the metric ``multi_modal/bytes_put``."""
-    if put := shared_bytes(batch):
+    if put := shared_bytes(columns):
         metrics["multi_modal/bytes_put"] = metrics.get("multi_modal/bytes_put", 0.0) + put
 
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from verl.utils.model import text_config_of
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.config.engine import DTYPES as DTYPE_NAMES
 
@@ -142,5 +141,5 @@ def draw_tensor(name: str, shape: torch.Size, seed: int, hf_config: "PretrainedC
     if name.endswith("bias"):
         return torch.zeros(shape)
     generator = torch.Generator().manual_seed(tensor_seed(seed, name))
-    std = getattr(text_config_of(hf_config), "initializer_range", 0.02)
+    std = getattr(hf_config.get_text_config(), "initializer_range", 0.02)
     return torch.randn(shape, generator=generator) * std

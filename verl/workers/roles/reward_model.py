@@ -14,7 +14,7 @@ from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils.faults import fault_point
 from verl.utils.fs import copy_to_local
-from verl.utils.model import get_generation_config, text_config_of
+from verl.utils.model import get_generation_config
 from verl.utils.profiler.profile import DistProfiler
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.config.reward_model import reward_model_config
@@ -67,7 +67,7 @@ class RewardModelWorker(EngineWorker):
             per_rank_micro_batch(config.micro_batch_size_per_gpu, config.micro_batch_size, dp_size),
             config.forward_max_token_len_per_gpu,
         )
-        self.vocab_size: int = text_config_of(model_config.hf_config).vocab_size
+        self.vocab_size: int = model_config.hf_config.get_text_config().vocab_size
         self.sees = is_vision_config(model_config.hf_config)
         self.switch: ChatRenderer | None = None
         if config.model.input_tokenizer is not None:

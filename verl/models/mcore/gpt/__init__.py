@@ -1,1 +1,5 @@
-"""``GPTModel`` of Megatron-Core: its layers, its heads and its construction. The modules here import Megatron-Core."""
+"""The model on Megatron-Core, which is prepared for the CPU before a module of this package imports it."""
+
+from verl.utils.megatron import cpu_support
+
+cpu_support.install()

@@ -14,14 +14,19 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.enums import AttnBackend
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch.distributed import ProcessGroup
 
 from verl.models.mcore import families
-from verl.models.mcore.gpt.heads import FusedHead, PaddingRow, PositionPicker, ValueHead
-from verl.models.mcore.gpt.layer_spec import ATTENTION_OUTPUT_BIAS, LATENT_EPSILON, torch_block_spec
+from verl.models.mcore.gpt.layers import (
+    ATTENTION_OUTPUT_BIAS,
+    LATENT_EPSILON,
+    FusedHead,
+    PositionPicker,
+    ValueHead,
+    block_spec,
+    detach_padding_row,
+)
 from verl.models.mcore.weights import ReadPart, Rule, Shard
 from verl.utils.device import get_device_name
 from verl.utils.megatron.tensor_parallel import padded_vocab_size
@@ -147,7 +152,7 @@ def init_mcore_model(
     groups = ProcessGroupCollection.use_mpu_process_groups()
     model = GPTModel(
         config=tf_config,
-        transformer_layer_spec=_block_spec(tf_config, vp_stage),
+        transformer_layer_spec=block_spec(tf_config, vp_stage),
         vocab_size=padded_vocab_size(hf_config.vocab_size, tf_config.tensor_model_parallel_size),
         max_sequence_length=hf_config.max_position_embeddings,
         pre_process=pre_process,
@@ -160,7 +165,7 @@ def init_mcore_model(
     )
     padding = getattr(hf_config, "pad_token_id", None)
     if pre_process and padding is not None:
-        PaddingRow(model.embedding.word_embeddings, padding % hf_config.vocab_size, groups.tp)
+        detach_padding_row(model.embedding.word_embeddings, padding % hf_config.vocab_size, groups.tp)
     if post_process:
         if value:
             model.output_layer = ValueHead(tf_config)
@@ -202,14 +207,6 @@ def attach_fused_head(model: GPTModel, vocab_size: int, tp_group: ProcessGroup, 
         )
     attach_picker(model, tp_group)
     model.fused_head = FusedHead(model.output_layer, vocab_size, tp_group, backend)
-
-
-def _block_spec(config: TransformerConfig, vp_stage: int | None) -> ModuleSpec | TransformerBlockSubmodules:
-    if config.transformer_impl == "transformer_engine":
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-
-        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
-    return torch_block_spec(config, vp_stage)
 
 
 # Names and weights

@@ -7,32 +7,21 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from verl.models.mcore.gpt.build import NamedParameter, named_parameters
-from verl.models.mcore.gpt.heads import ValueHead
+from verl.models.mcore.gpt.layers import ValueHead
 from verl.models.mcore.weights import Rule
 from verl.utils.device import current_device
 from verl.utils.megatron_utils import unwrap_model
 
 if TYPE_CHECKING:
-    from megatron.core.models.gpt import GPTModel
     from transformers import PretrainedConfig
 
 Convert = Callable[[str, Sequence[Tensor]], tuple[Sequence[str], Sequence[Tensor]]]
 """(name of a parameter, its parts on all tensor-parallel ranks) -> (checkpoint names, tensors)."""
-
-
-class _Ranks:
-    """The device of this process, and Megatron-Core's process groups, which hold the parts of a model."""
-
-    def __init__(self) -> None:
-        self.device = current_device()
-        self.tp_group = parallel_state.get_tensor_model_parallel_group()
-        self.expert_tp_group = parallel_state.get_expert_tensor_parallel_group()
-        self.ep_group = parallel_state.get_expert_model_parallel_group()
-        self.pp_group = parallel_state.get_pipeline_model_parallel_group()
 
 
 @dataclass(frozen=True)
@@ -57,7 +46,7 @@ class Entry:
 
 
 def exported_weights(
-    models: Sequence["GPTModel"],
+    models: Sequence[GPTModel],
     hf_config: "PretrainedConfig",
     is_value_model: bool,
     of: Callable[[Tensor], Tensor | None] = torch.Tensor.detach,
@@ -76,13 +65,14 @@ def exported_weights(
         before: called with the bytes of each parameter before its parts are gathered.
         convert: replaces the rules' conversion.
     """
-    layout = _Ranks()
     own = {each.name: each for model in models for each in named_parameters(model, hf_config, is_value_model)}
-    for entry in _plan(own, of, layout):
+    tp_size = parallel_state.get_tensor_model_parallel_world_size()
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    for entry in _plan(own, of):
         if before is not None:
-            before(entry.shape.numel() * entry.dtype.itemsize * layout.tp_group.size())
-        part = of(own[entry.name].parameter) if layout.pp_group.rank() == entry.stage else None
-        yield from _tensors_of(entry, part, layout, convert)
+            before(entry.shape.numel() * entry.dtype.itemsize * tp_size)
+        part = of(own[entry.name].parameter) if stage == entry.stage else None
+        yield from _tensors_of(entry, part, convert)
 
 
 def module_weights(
@@ -94,38 +84,37 @@ def module_weights(
     return exported_weights(chunks, hf_config, is_value_model, convert=convert)
 
 
-def _tensors_of(
-    entry: Entry, part: Tensor | None, layout: _Ranks, convert: Convert | None
-) -> Iterator[tuple[str, Tensor]]:
+def _tensors_of(entry: Entry, part: Tensor | None, convert: Convert | None) -> Iterator[tuple[str, Tensor]]:
     """Yield the checkpoint tensors of one parameter; ``part`` is this rank's part, None on other stages."""
-    held = [_broadcast(part, entry, layout.pp_group, entry.stage, layout)]
+    held = [_broadcast(part, entry, parallel_state.get_pipeline_model_parallel_group(), entry.stage)]
     if len(entry.names) == 1:
-        yield from _converted(entry, 0, _gather(held.pop(), entry, layout), convert)
+        yield from _converted(entry, 0, _gather(held.pop(), entry), convert)
         return
+    group = parallel_state.get_expert_model_parallel_group()
     for owner in range(len(entry.names)):
-        mine = held[0] if layout.ep_group.rank() == owner else None
-        parts = _gather(_broadcast(mine, entry, layout.ep_group, owner, layout), entry, layout)
+        mine = held[0] if group.rank() == owner else None
+        parts = _gather(_broadcast(mine, entry, group, owner), entry)
         yield from _converted(entry, owner, parts, convert)
 
 
 def _converted(
     entry: Entry, owner: int, parts: Sequence[Tensor] | Tensor, convert: Convert | None
 ) -> Iterator[tuple[str, Tensor]]:
+    """Yield the checkpoint tensors without keeping a reference, so that the receiver can free each."""
     if convert is None:
-        yield from _one_by_one(entry.names[owner], entry.rule.export(parts))
+        names: Sequence[str] = entry.names[owner]
+        tensors = entry.rule.export(parts)
     else:
-        names, tensors = convert(entry.mcore_names[owner], list(parts))
-        yield from _one_by_one(names, list(tensors))
-
-
-def _one_by_one(names: Sequence[str], tensors: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors without keeping a reference, so that the receiver can free each."""
+        names, found = convert(entry.mcore_names[owner], list(parts))
+        tensors = list(found)
+        del found
     for name in names:
         yield name, tensors.pop(0)
 
 
-def _plan(own: dict[str, NamedParameter], of: Callable[[Tensor], Tensor | None], layout: _Ranks) -> list[Entry]:
+def _plan(own: dict[str, NamedParameter], of: Callable[[Tensor], Tensor | None]) -> list[Entry]:
     """Agree on the parameters of the whole model and their senders; collective."""
+    group = parallel_state.get_pipeline_model_parallel_group()
     mine = []
     for name, named in own.items():
         if (value := of(named.parameter)) is None:
@@ -133,7 +122,7 @@ def _plan(own: dict[str, NamedParameter], of: Callable[[Tensor], Tensor | None],
         entry = Entry(
             name=name,
             rule=named.rule,
-            stage=layout.pp_group.rank(),
+            stage=group.rank(),
             shape=value.shape,
             dtype=value.dtype,
             names=(named.checkpoint_names,),
@@ -141,20 +130,20 @@ def _plan(own: dict[str, NamedParameter], of: Callable[[Tensor], Tensor | None],
             is_expert=named.is_expert,
         )
         mine.append(entry)
-    mine = _with_all_experts(mine, layout)
+    mine = _with_all_experts(mine)
     stages: list[list[Entry]] = [mine]
-    if layout.pp_group.size() > 1:
-        stages = [[] for _ in range(layout.pp_group.size())]
-        dist.all_gather_object(stages, mine, group=layout.pp_group)
+    if group.size() > 1:
+        stages = [[] for _ in range(group.size())]
+        dist.all_gather_object(stages, mine, group=group)
     first: dict[tuple[tuple[str, ...], ...], Entry] = {}
     for entry in (entry for stage in stages for entry in stage):
         first.setdefault(entry.names, entry)
     return sorted(first.values(), key=lambda entry: _order(entry.name))
 
 
-def _with_all_experts(mine: list[Entry], layout: _Ranks) -> list[Entry]:
+def _with_all_experts(mine: list[Entry]) -> list[Entry]:
     """Add to each expert the names of the experts at its place on the other expert-parallel ranks."""
-    group = layout.ep_group
+    group = parallel_state.get_expert_model_parallel_group()
     if group.size() == 1 or not any(entry.is_expert for entry in mine):
         return mine
     everywhere: list[list[tuple[tuple[str, ...], str]]] = [[] for _ in range(group.size())]
@@ -176,20 +165,22 @@ def _order(name: str) -> tuple[int, int, str]:
     return (2, 0, name)
 
 
-def _broadcast(own: Tensor | None, entry: Entry, group: ProcessGroup, owner: int, layout: _Ranks) -> Tensor:
+def _broadcast(own: Tensor | None, entry: Entry, group: ProcessGroup, owner: int) -> Tensor:
     """Broadcast the part of rank ``owner`` of the group on the device; ``own`` is None on the receivers."""
     if own is None:
-        part = torch.empty(entry.shape, dtype=entry.dtype, device=layout.device)
+        part = torch.empty(entry.shape, dtype=entry.dtype, device=current_device())
     else:
-        part = own.to(layout.device).contiguous()
+        part = own.to(current_device()).contiguous()
     if group.size() > 1:
         dist.broadcast(part, src=dist.get_global_rank(group, owner), group=group)
     return part
 
 
-def _gather(part: Tensor, entry: Entry, layout: _Ranks) -> Sequence[Tensor] | Tensor:
+def _gather(part: Tensor, entry: Entry) -> Sequence[Tensor] | Tensor:
     """Return the parts of all tensor-parallel ranks in one tensor (ranks, ...)."""
-    group = layout.expert_tp_group if entry.is_expert else layout.tp_group
+    group = parallel_state.get_tensor_model_parallel_group()
+    if entry.is_expert:
+        group = parallel_state.get_expert_tensor_parallel_group()
     if entry.rule.shard_dim is None or group.size() == 1:
         return [part]
     whole = torch.empty(group.size(), *part.shape, dtype=part.dtype, device=part.device)

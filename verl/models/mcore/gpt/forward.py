@@ -1,22 +1,19 @@
 """Forward passes through a chunk of a ``GPTModel``, for callers that run Megatron-Core's schedules themselves."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from verl.models.mcore.gpt.build import attach_fused_head, attach_picker
-from verl.models.mcore.gpt.heads import HeadRequest
-from verl.models.mcore.gpt.layer_spec import packed_row_params
+from verl.models.mcore.gpt.layers import HeadRequest, packed_row_params
 from verl.models.mcore.packing import aligned_lengths, held_places, places_of
 from verl.utils.megatron.tensor_parallel import vocab_range
 from verl.utils.megatron_utils import unwrap_model
+from verl.utils.model import CausalLMOutputForPPO
 from verl.utils.ulysses import all_gather_tensor
-
-if TYPE_CHECKING:
-    from verl.utils.model import CausalLMOutputForPPO
 
 LogitsProcessor = Callable[..., dict[str, Tensor]]
 """(logits (1, t, V / ranks), keyword arguments (1, t)) -> tensors (1, t)."""
@@ -70,16 +67,27 @@ class _Row:
         )
 
     def outputs(
-        self, output: Tensor, process: LogitsProcessor | None, arguments: dict[str, Tensor], vocab_size: int | None
+        self,
+        tokens: Tensor,
+        process: LogitsProcessor | None,
+        arguments: dict[str, Tensor],
+        vocab_size: int | None,
+        as_rows: Callable[[Tensor], Tensor],
     ) -> Tensor | dict[str, Tensor]:
-        """Return the head's output, or ``process`` of it, for all tokens; ``vocab_size`` is None for a value model."""
+        """Run the tokens (T,); return hidden states or, from the head, its output or ``process`` of it ``as_rows``.
+
+        ``arguments`` hold one value per token. ``vocab_size`` is None for a value model.
+        """
+        output = self.run(tokens)
+        if self.head is None:
+            return output
         if vocab_size is not None:
             output = _without_padding(output, vocab_size)
         if process is None:
-            rows = self.spread(output.squeeze(0))
-            return rows[:, 0] if vocab_size is None else rows
+            values = self.spread(output.squeeze(0))
+            return as_rows(values[:, 0] if vocab_size is None else values)
         own = {name: self.take(value).unsqueeze(0) for name, value in arguments.items()}
-        return {name: self.spread(value.squeeze(0)) for name, value in process(output, **own).items()}
+        return {name: as_rows(self.spread(value.squeeze(0))) for name, value in process(output, **own).items()}
 
 
 def _without_padding(logits: Tensor, vocab_size: int) -> Tensor:
@@ -112,17 +120,13 @@ def model_forward(
     _text_only(multi_modal_inputs)
     mask = attention_mask.bool()
     row = _Row(model, mask.sum(-1).tolist(), input_ids.device)
-    output = row.run(input_ids[mask])
-    if row.head is None:
-        return output
     arguments = {name: value[mask] for name, value in (logits_processor_args or {}).items()}
-    found = row.outputs(output, logits_processor, arguments, None if value_model else vocab_size)
 
     def padded(values: Tensor) -> Tensor:
         rows = values.new_zeros(*mask.shape, *values.shape[1:])
         return rows.masked_scatter(mask.view(*mask.shape, *[1] * (values.dim() - 1)), values)
 
-    return {name: padded(value) for name, value in found.items()} if isinstance(found, dict) else padded(found)
+    return row.outputs(input_ids[mask], logits_processor, arguments, None if value_model else vocab_size, padded)
 
 
 def model_forward_no_padding(
@@ -139,16 +143,12 @@ def model_forward_no_padding(
     _text_only(multi_modal_inputs)
     lengths: list[int] = input_ids.offsets().diff().tolist()
     row = _Row(model, lengths, input_ids.device)
-    output = row.run(input_ids.values())
-    if row.head is None:
-        return output
     arguments = {name: value.values() for name, value in (logits_processor_args or {}).items()}
-    found = row.outputs(output, logits_processor, arguments, None if value_model else vocab_size)
 
     def nested(values: Tensor) -> Tensor:
         return torch.nested.nested_tensor_from_jagged(values, input_ids.offsets())
 
-    return {name: nested(value) for name, value in found.items()} if isinstance(found, dict) else nested(found)
+    return row.outputs(input_ids.values(), logits_processor, arguments, None if value_model else vocab_size, nested)
 
 
 def fused_forward(
@@ -162,15 +162,13 @@ def fused_forward(
     multi_modal_inputs: dict[str, Any] | None = None,
     *,
     vocab_size: int,
-) -> "CausalLMOutputForPPO | Tensor":
+) -> CausalLMOutputForPPO | Tensor:
     """Run rows (B, L) and score ``labels`` (B, L) where ``labels_mask`` (B, L) is set, with few logits at a time.
 
     Returns: on the last stage ``log_probs`` of the labels, each predicted at its own position, and ``entropy``, both
     (B, L) and zero outside the mask. On other stages hidden states.
     Raises: ValueError for images, which these models do not support.
     """
-    from verl.utils.model import CausalLMOutputForPPO
-
     _text_only(multi_modal_inputs)
     mask = attention_mask.bool()
     row = _Row(model, mask.sum(-1).tolist(), input_ids.device)

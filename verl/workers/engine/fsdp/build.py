@@ -13,11 +13,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from transformers import PreTrainedModel
 
 from verl.models.transformers.attention import VARLEN_ATTENTION, register_varlen_attention
-from verl.models.transformers.dense_common import check_backend, install_fused_head
-from verl.models.transformers.vision import FAMILIES, is_vision_config, uses_media
+from verl.models.transformers.dense_common import install_fused_head
+from verl.models.transformers.names import VISION_FAMILIES
+from verl.models.transformers.vision import is_vision_config, uses_media
 from verl.utils.flops_counter import AdapterSizes
 from verl.utils.fsdp_utils import apply_fsdp2, parameters_on_meta
-from verl.utils.model import get_hf_auto_model_class, get_value_model_class, get_vl_model_vision_tower, text_config_of
+from verl.utils.kernel.linear_cross_entropy import backend_of
+from verl.utils.model import VisionValueModel, get_hf_auto_model_class, get_value_model_class, get_vl_model_vision_tower
 from verl.utils.ulysses import validate_ulysses_config
 from verl.workers.engine.fsdp.adapters import adapter_sizes, add_adapters, base_name, is_adapter
 from verl.workers.engine.fsdp.layout import Layout
@@ -28,7 +30,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
     from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
-    from verl.utils.vision.value_model import VisionValueModel
     from verl.workers.config import FSDPEngineConfig, HFModelConfig
 
 logger = logging.getLogger(__name__)
@@ -109,7 +110,7 @@ class ModelBuilder:
         """
         register_varlen_attention()
         hf_config = self._config()
-        text = text_config_of(hf_config)
+        text = hf_config.get_text_config()
         validate_ulysses_config(
             text.num_attention_heads, self.layout.sp_size, getattr(text, "num_key_value_heads", None)
         )
@@ -151,8 +152,8 @@ class ModelBuilder:
         if is_vision_config(hf_config) and not uses_media(hf_config) and self.layout.world_size > 1:
             raise ValueError(
                 f"model_type={hf_config.model_type!r} has a vision tower that several ranks cannot share: ranks "
-                f"without an image would not run it. Train one of {', '.join(FAMILIES)}, use one worker, or add the "
-                "family (docs/advance/multi_modal.md)"
+                f"without an image would not run it. Train one of {', '.join(VISION_FAMILIES)}, use one worker, or add "
+                "the family (docs/advance/multi_modal.md)"
             )
 
     def _load_kwargs(self) -> dict[str, Any]:
@@ -185,7 +186,7 @@ class ModelBuilder:
             _apply_liger_kernel_to_instance(model=model)
         if self.model_config.use_fused_kernels and not self.is_value_model:
             backend = self.model_config.fused_kernel_options["impl_backend"]
-            check_backend(backend, self.layout.device)
+            backend_of(backend, self.layout.device)  # raises if it cannot run there
             install_fused_head(model, backend)
         if self.model_config.enable_gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

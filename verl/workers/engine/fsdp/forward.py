@@ -14,8 +14,7 @@ from verl.models.transformers.dense_common import HeadRequest
 from verl.models.transformers.vision import MEDIA, Media
 from verl.protocol import DataProto
 from verl.utils.activation_offload import offloaded_activations
-from verl.utils.numerics.full_kl import full_kl
-from verl.utils.numerics.log_probs import log_probs_and_entropy
+from verl.utils.numerics.log_probs import full_kl, log_probs_and_entropy
 from verl.utils.ulysses import set_ulysses_sequence_parallel_group, ulysses_pad
 from verl.utils.vision.multi_modal import concat_distinct_inputs, concat_multi_modal_inputs
 from verl.workers.engine.fsdp.layout import Layout

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from verl.models.mcore.gpt.heads import HeadRequest
-from verl.models.mcore.gpt.layer_spec import PackedRowParams, packed_row_params
+from verl.models.mcore.gpt.layers import HeadRequest, PackedRowParams, packed_row_params
 from verl.utils.megatron.tensor_parallel import vocab_parallel_log_probs_and_entropy
 from verl.workers.engine.megatron.layout import Layout
 from verl.workers.engine.megatron.packing import PackedShare, share_of
@@ -61,7 +60,7 @@ def check_positions(data: "DataProto") -> None:
 class Forward:
     """Pack micro-batches and run them so that logits exist only where a counted token is read.
 
-    With ``fuses_head`` the head scores tokens without making logits (``verl.models.mcore.gpt.heads.FusedHead``).
+    With ``fuses_head`` the head scores tokens without making logits (``verl.models.mcore.gpt.layers.FusedHead``).
     """
 
     layout: Layout

@@ -1,37 +1,39 @@
-"""The layers of a ``GPTModel`` in plain torch, for use without Transformer Engine.
+"""The layers and heads of a ``GPTModel`` in plain torch, and hooks on its head and its embedding.
 
-Megatron-Core's own local layers support neither packed sequences nor context parallelism, and their RMSNorm does not
-support sequence parallelism. These layers support all three.
+The layers are for use without Transformer Engine. Megatron-Core's own local layers support neither packed sequences nor
+context parallelism, and their RMSNorm does not support sequence parallelism. These layers support all three.
 """
 
 import copy
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel.layers import RowParallelLinear
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from verl.models.transformers.attention import PackedSequences, packed_attention
-
-if TYPE_CHECKING:
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.transformer.enums import AttnMaskType
-    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from verl.utils.kernel.linear_cross_entropy import linear_log_probs_and_entropy, sum_gradients
+from verl.utils.kernel.rows import HeadFormula
+from verl.utils.megatron.tensor_parallel import vocab_range
 
 if not isinstance(multi_latent_attention.TELinear, type):  # Megatron-Core 0.16 mistakes its placeholder for the real TE
     multi_latent_attention.HAVE_TE = False
@@ -65,14 +67,20 @@ def packed_row_params(lengths: list[int], device: torch.device) -> PackedRowPara
     )
 
 
+def _parameter(config: TransformerConfig, *shape: int) -> nn.Parameter:
+    """Return a parameter without values, on the device where Megatron-Core makes its own."""
+    device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+    return nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
+
+
 class RMSNorm(nn.Module):
     """Root-mean-square norm; with sequence parallelism Megatron-Core sums its weight gradient over the ranks."""
 
-    def __init__(self, config: "TransformerConfig", hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
         super().__init__()
         self.eps = eps
-        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
+        self.weight = _parameter(config, hidden_size)
+        nn.init.ones_(self.weight)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -83,17 +91,16 @@ class RMSNorm(nn.Module):
 class LatentNorm(RMSNorm):
     """The norm of a latent in DeepSeek's attention, whose epsilon is fixed."""
 
-    def __init__(self, config: "TransformerConfig", hidden_size: int, eps: float = 1e-6, **kwargs: Any) -> None:
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **kwargs: Any) -> None:
         super().__init__(config, hidden_size, LATENT_EPSILON)
 
 
 class WholeLinear(nn.Module):
     """A replicated projection that each rank applies to its part of the sequence."""
 
-    def __init__(self, config: "TransformerConfig", width: int) -> None:
+    def __init__(self, config: TransformerConfig, width: int) -> None:
         super().__init__()
-        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-        self.weight = nn.Parameter(torch.empty(width, config.hidden_size, dtype=config.params_dtype, device=device))
+        self.weight = _parameter(config, width, config.hidden_size)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
@@ -108,7 +115,7 @@ class LatentAttention(MLASelfAttention):
     that the heads of each rank send to the shared key. Needed from 0.12 to 0.16.
     """
 
-    def __init__(self, config: "MLATransformerConfig", *args: Any, **kwargs: Any) -> None:
+    def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         if config.q_lora_rank is not None:
             self.linear_q_down_proj = WholeLinear(config, config.q_lora_rank)
@@ -127,10 +134,10 @@ class PackedCoreAttention(MegatronModule):
 
     def __init__(
         self,
-        config: "TransformerConfig",
-        pg_collection: "ProcessGroupCollection",
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection,
         softmax_scale: float | None = None,
-        **others: "AttnMaskType | str | int | None",
+        **others: AttnMaskType | str | int | None,
     ) -> None:
         super().__init__(config)
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
@@ -143,7 +150,7 @@ class PackedCoreAttention(MegatronModule):
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None,
-        attn_mask_type: "AttnMaskType | None" = None,
+        attn_mask_type: AttnMaskType | None = None,
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedRowParams | None = None,
     ) -> Tensor:
@@ -159,10 +166,31 @@ class PackedCoreAttention(MegatronModule):
         forks = dropout and not self.config.sequence_parallel
         with get_cuda_rng_tracker().fork() if forks else nullcontext():
             if self.cp_group.size() > 1:
-                out = _context_parallel(query, key, value, packed, self.scale, dropout, self.cp_group)
+                out = self._context_parallel(query, key, value, packed, dropout)
             else:
                 out = packed_attention(query, key, value, packed, self.scale, dropout)
         return out[..., :width].reshape(out.shape[0], -1)
+
+    def _context_parallel(
+        self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, dropout: float
+    ) -> Tensor:
+        """Attend from this rank's queries to the keys and values of all ranks."""
+        group = self.cp_group
+        rank = group.rank()
+        lengths = [length // group.size() for length in packed.lengths]
+        outputs = []
+        for q, k, v in zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True):
+            k, v = (_GatherZigzag.apply(t, group) for t in (k, v))  # type: ignore[no-untyped-call]
+            chunk = len(q) // 2
+            column = torch.arange(chunk, device=q.device)
+            position = torch.cat([column + rank * chunk, column + (2 * group.size() - 1 - rank) * chunk])
+            mask = torch.arange(len(k), device=q.device).unsqueeze(0) <= position.unsqueeze(1)
+            heads = [t.transpose(0, 1).unsqueeze(0) for t in (q, k, v)]
+            out = F.scaled_dot_product_attention(
+                *heads, attn_mask=mask, scale=self.scale, dropout_p=dropout, enable_gqa=q.shape[1] != k.shape[1]
+            )
+            outputs.append(out.squeeze(0).transpose(0, 1))
+        return torch.cat(outputs)
 
 
 # Context parallelism splits a sequence into 2 x ranks chunks and gives each rank one from both ends, so that causal
@@ -189,37 +217,115 @@ class _GatherZigzag(torch.autograd.Function):
         return torch.cat([chunks[rank], chunks[-1 - rank]]), None
 
 
-def _context_parallel(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    packed: PackedSequences,
-    scale: float,
-    dropout: float,
-    group: ProcessGroup,
-) -> Tensor:
-    """Attend from this rank's queries to the keys and values of all ranks."""
-    rank = group.rank()
-    lengths = [length // group.size() for length in packed.lengths]
-    outputs = []
-    for q, k, v in zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True):
-        k, v = (_GatherZigzag.apply(t, group) for t in (k, v))  # type: ignore[no-untyped-call]
-        chunk = len(q) // 2
-        column = torch.arange(chunk, device=q.device)
-        position = torch.cat([column + rank * chunk, column + (2 * group.size() - 1 - rank) * chunk])
-        mask = torch.arange(len(k), device=q.device).unsqueeze(0) <= position.unsqueeze(1)
-        heads = [t.transpose(0, 1).unsqueeze(0) for t in (q, k, v)]
-        out = F.scaled_dot_product_attention(
-            *heads, attn_mask=mask, scale=scale, dropout_p=dropout, enable_gqa=q.shape[1] != k.shape[1]
+# Heads and hooks
+
+
+class PositionPicker:
+    """A hook before the head that passes only the hidden states of the positions ``keep``.
+
+    Sequence parallelism spreads the positions over ranks, so the hook gathers them first and the head gets whole
+    sequences.
+    """
+
+    def __init__(self, head: nn.Module, sequence_parallel: bool, tp_group: ProcessGroup) -> None:
+        self.keep: Tensor | None = None
+        self._gathers = sequence_parallel
+        self._tp_group = tp_group
+        head.register_forward_pre_hook(self)
+
+    def __call__(self, head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Replace the (t, 1, h) hidden states by those at the kept positions (k, 1, h)."""
+        assert self.keep is not None
+        hidden = args[0]
+        if self._gathers:
+            hidden = gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=False, group=self._tp_group
+            )
+        return (hidden.index_select(0, self.keep), *args[1:])
+
+
+@dataclass(frozen=True)
+class HeadRequest:
+    """A request to a fused head: score the tokens ``labels`` (k,) at the kept positions.
+
+    It is the same on all tensor-parallel ranks. ``entropy`` is ``none``, ``value`` (without gradient) or ``grad``.
+    """
+
+    labels: Tensor
+    temperature: float
+    entropy: str
+
+
+class FusedHead:
+    """Replaces the forward of a language model's head and scores tokens without materialising logits.
+
+    A request applies to the next forward pass only. Without one, the head returns logits.
+    """
+
+    def __init__(self, head: ColumnParallelLinear, vocab_size: int, tp_group: ProcessGroup, backend: str) -> None:
+        self.request: HeadRequest | None = None
+        self._head = head
+        self._plain = head.forward
+        self._vocab_size = vocab_size
+        self._tp_group = tp_group
+        self._backend = backend
+        head.forward = self
+
+    def __call__(self, hidden: Tensor, weight: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """Map hidden states (k, 1, h) to ((k, 1, 1 or 2), None) in fp32: log-probability and, if requested, entropy."""
+        request = self.request
+        self.request = None
+        if request is None:
+            return self._plain(hidden, weight=weight, **kwargs)
+        first, last = vocab_range(self._vocab_size, self._tp_group)
+        mine = (request.labels >= first) & (request.labels < last)
+        log_probs, entropy = linear_log_probs_and_entropy(
+            sum_gradients(hidden.squeeze(1), self._tp_group),
+            self._head.weight if weight is None else weight,
+            torch.where(mine, request.labels - first, -1),
+            HeadFormula(temperature=request.temperature, columns=last - first),
+            entropy=request.entropy,
+            backend=self._backend,
+            group=self._tp_group,
         )
-        outputs.append(out.squeeze(0).transpose(0, 1))
-    return torch.cat(outputs)
+        columns = [log_probs] if entropy is None else [log_probs, entropy]
+        return torch.stack(columns, dim=-1).unsqueeze(1), None
+
+
+def detach_padding_row(embedding: VocabParallelEmbedding, token: int, tp_group: ProcessGroup) -> None:
+    """Add a hook after the word embedding that stops gradients to the padding token's row.
+
+    transformers does the same (``padding_idx``), and it matters because a policy may sample that token. The row still
+    gets gradients from a tied head.
+    """
+
+    def detach(embedding: VocabParallelEmbedding, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        """Detach the output, (1, t, h) or under sequence parallelism (t / tp, 1, h), at padding ids (1, t)."""
+        is_padding = args[0] == token
+        if embedding.reduce_scatter_embeddings:
+            is_padding = is_padding.T.chunk(tp_group.size())[tp_group.rank()]
+        return torch.where(is_padding.unsqueeze(-1), output.detach(), output)
+
+    embedding.register_forward_hook(detach)
+
+
+class ValueHead(nn.Module):
+    """A projection to one number, replicated on every rank."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.weight = _parameter(config, 1, config.hidden_size)
+        self.bias = _parameter(config, 1)
+
+    def forward(self, hidden: Tensor, weight: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, None]:
+        """Return ((k, 1, 1), None), like a language model's head."""
+        return nn.functional.linear(hidden, self.weight, self.bias), None
 
 
 # Specs
 
 
-def torch_layer_spec(config: "TransformerConfig", has_experts: bool) -> ModuleSpec:
+def torch_layer_spec(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
     """Return the spec of one layer in plain torch, with experts or with an MLP."""
     spec = copy.deepcopy(
         get_gpt_layer_local_spec(
@@ -244,8 +350,10 @@ def torch_layer_spec(config: "TransformerConfig", has_experts: bool) -> ModuleSp
     return spec
 
 
-def torch_block_spec(config: "TransformerConfig", vp_stage: int | None) -> TransformerBlockSubmodules:
-    """Return the spec of one stage's layers and the norm after the last."""
+def block_spec(config: TransformerConfig, vp_stage: int | None) -> ModuleSpec | TransformerBlockSubmodules:
+    """Return the spec of one stage's layers and the norm after the last: Transformer Engine's or these."""
+    if config.transformer_impl == "transformer_engine":
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
     kinds = [torch_layer_spec(config, has_experts) for has_experts in (False, True)]
     frequency = config.moe_layer_freq
     if config.num_moe_experts is None:
