@@ -4,6 +4,7 @@ import json
 import random
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -102,14 +103,10 @@ def check_export(root, mesh, rank):
     config = {"save_contents": ["hf_model"], "load_contents": []}
     model, *_, manager = make(3, mesh, config)
     full = {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in model.state_dict().items()}
-    defaults = hf_export.export_weights.__defaults__
-    hf_export.export_weights.__defaults__ = (200,)
     folder = root / "export"
-    try:
+    with mock.patch.object(hf_export, "MAX_SHARD_BYTES", 200):
         manager.save_checkpoint(str(folder))
         manager.save_checkpoint(str(root / "named"), named_weights=iter(list(full.items())[:2]))
-    finally:
-        hf_export.export_weights.__defaults__ = defaults
     if rank == 0:
         index = json.loads((folder / "huggingface" / "model.safetensors.index.json").read_text())
         files = set(index["weight_map"].values())

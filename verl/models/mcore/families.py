@@ -76,8 +76,8 @@ def supported_architectures() -> list[str]:
     return sorted(_FAMILIES)
 
 
-def architecture_of(hf_config: "PretrainedConfig") -> str:
-    """Return the architecture of a configuration; a classifier counts as its causal model.
+def find_family(hf_config: "PretrainedConfig") -> Family:
+    """Return the family of a model; a classifier counts as its causal model.
 
     Raises: UnsupportedModelError unless it names exactly one registered architecture.
     """
@@ -90,15 +90,7 @@ def architecture_of(hf_config: "PretrainedConfig") -> str:
             f"architecture {named[0]} is not supported with strategy=megatron, which supports "
             f"{', '.join(supported_architectures())}; set strategy=fsdp"
         )
-    return name
-
-
-def find_family(hf_config: "PretrainedConfig") -> Family:
-    """Return the family of a model.
-
-    Raises: UnsupportedModelError if there is none.
-    """
-    return _FAMILIES[architecture_of(hf_config)]
+    return _FAMILIES[name]
 
 
 # Shared by dense decoders

@@ -32,7 +32,6 @@ logger = logging.getLogger(__name__)
 
 HF_FOLDER = "huggingface"
 CONTENTS = ("model", "optimizer", "extra", "hf_model")
-_DEFAULT_CONTENTS = ("model", "optimizer", "extra")
 
 State = dict[str, Any]
 """A state dict: tensors and plain values under names."""
@@ -58,7 +57,7 @@ class BaseCheckpointManager(ABC):
     source_folder: str | None = None
 
     def __post_init__(self, checkpoint_config: Mapping[str, Any] | None) -> None:
-        self.save_contents = _contents(checkpoint_config, "save_contents", _DEFAULT_CONTENTS)
+        self.save_contents = _contents(checkpoint_config, "save_contents", ("model", "optimizer", "extra"))
         self.load_contents = _contents(checkpoint_config, "load_contents", self.save_contents)
         self.should_save_model = "model" in self.save_contents
         self.should_save_optimizer = "optimizer" in self.save_contents

@@ -37,9 +37,7 @@ def other_dtypes(folder: str, dtype: str) -> dict[str, str]:
     return found
 
 
-def export_weights(
-    folder: Path | None, weights: Iterator[tuple[str, Tensor]], max_shard_bytes: int = MAX_SHARD_BYTES
-) -> None:
+def export_weights(folder: Path | None, weights: Iterator[tuple[str, Tensor]]) -> None:
     """Write (checkpoint name, full tensor) pairs to safetensors shards, holding one shard in memory.
 
     Making a tensor may be collective, so every rank drains the stream; a rank without a folder writes nothing.
@@ -52,31 +50,11 @@ def export_weights(
         return
     shards: list[list[str]] = []
     total_bytes = 0
-    for tensors in _shards_of(weights, max_shard_bytes):
+    for tensors in _shards_of(weights):
         save_file(tensors, folder / f"shard-{len(shards)}", metadata={"format": "pt"})
         shards.append(list(tensors))
         total_bytes += sum(tensor.nbytes for tensor in tensors.values())
-    _name_shards(folder, shards, total_bytes)
-
-
-def _shards_of(weights: Iterator[tuple[str, Tensor]], max_bytes: int) -> Iterator[dict[str, Tensor]]:
-    """Yield the tensors in dicts of at most ``max_bytes``; each is cleared before the next one is filled."""
-    pending: dict[str, Tensor] = {}
-    num_bytes = 0
-    for name, tensor in weights:
-        if pending and num_bytes + tensor.nbytes > max_bytes:
-            yield pending
-            pending.clear()
-            num_bytes = 0
-        # Copy: the stream may reuse the memory, and safetensors rejects views.
-        pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        num_bytes += tensor.nbytes
-    if pending:
-        yield pending
-
-
-def _name_shards(folder: Path, shards: list[list[str]], total_bytes: int) -> None:
-    """Rename the shards to the names that loaders look for; these contain the number of shards."""
+    # the names that loaders look for contain the number of shards
     if len(shards) == 1:
         (folder / "shard-0").rename(folder / "model.safetensors")
         return
@@ -87,3 +65,19 @@ def _name_shards(folder: Path, shards: list[list[str]], total_bytes: int) -> Non
         weight_map |= dict.fromkeys(names, file_name)
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def _shards_of(weights: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Yield the tensors in dicts of at most ``MAX_SHARD_BYTES``; each is cleared before the next one is filled."""
+    pending: dict[str, Tensor] = {}
+    num_bytes = 0
+    for name, tensor in weights:
+        if pending and num_bytes + tensor.nbytes > MAX_SHARD_BYTES:
+            yield pending
+            pending.clear()
+            num_bytes = 0
+        # Copy: the stream may reuse the memory, and safetensors rejects views.
+        pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        num_bytes += tensor.nbytes
+    if pending:
+        yield pending

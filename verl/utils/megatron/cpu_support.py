@@ -52,8 +52,7 @@ def _is_megatron(name: str) -> bool:
 class _PatchingFinder(importlib.abc.MetaPathFinder):
     """Patch a module of Megatron-Core right after its code has run, before another module imports its names."""
 
-    def __init__(self) -> None:
-        self._searching = False
+    _searching = False
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None

@@ -73,8 +73,7 @@ def get_wsd_schedule_with_warmup(
     stable_ratio: float = 0.9,
 ) -> LambdaLR:
     """Rise, stay for ``stable_ratio`` of the remaining steps, then fall along a cosine to ``min_lr_ratio``."""
-    num_stable_steps = int((num_training_steps - num_warmup_steps) * stable_ratio)
-    decay_start = num_warmup_steps + num_stable_steps
+    decay_start = num_warmup_steps + int((num_training_steps - num_warmup_steps) * stable_ratio)
 
     def stable_then_cosine(step: int) -> float:
         if step < decay_start:

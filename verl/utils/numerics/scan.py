@@ -45,7 +45,9 @@ def reverse_scan(x: Tensor, keep: Tensor, decay: float, decay_outside: float, ou
         y.copy_(local.addcmul_(reach, following).t())
         return out
     powers = torch.tensor([decay**i for i in range(_CHUNK + 1)], dtype=x.dtype, device=x.device)
-    torch.mm(chunks, _lower_toeplitz(powers[:-1]), out=y)
+    position = torch.arange(_CHUNK, device=x.device)
+    lower = powers[(position.unsqueeze(1) - position).clamp(min=0)].tril()  # powers[i - j] on and below the diagonal
+    torch.mm(chunks, lower, out=y)
     local, reach = _step_by_step(chunks[cut], kept[cut], decay, decay_outside)
     through = torch.where(whole, powers[-1], decay_outside)
     y[cut, 0] = local[0]
@@ -61,12 +63,6 @@ def as_numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a mask of zeros and ones as a new tensor of a type; bytes convert far faster than booleans."""
     numbers = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
     return numbers.to(dtype, copy=True)
-
-
-def _lower_toeplitz(powers: Tensor) -> Tensor:
-    """Return the (K, K) matrix of ``powers[i - j]`` below and on the diagonal."""
-    position = torch.arange(len(powers), device=powers.device)
-    return powers[(position.unsqueeze(1) - position).clamp(min=0)].tril()
 
 
 def _step_by_step(chunks: Tensor, kept: Tensor, decay: float, decay_outside: float) -> tuple[Tensor, Tensor]:

@@ -1,1 +1,1 @@
-"""Images and videos: position ids, FLOPs, transport in batches, value models."""
+"""Images and videos: position ids, and transport in batches."""
