@@ -443,9 +443,7 @@ class WeightConverter:
         tied = bool(getattr(hf_config, "tie_word_embeddings", False))
         of_value_model = outer_rules(hf_config, True, tied)
         self._value_head = of_value_model["output_layer.weight"]
-        self._outer = of_value_model | outer_rules(
-            hf_config, False, tied
-        )  # both heads' names; the weight as a policy's
+        self._outer = of_value_model | outer_rules(hf_config, False, tied)  # and a value head's bias
         self._layer = find_family(hf_config).layer(hf_config)
 
     def convert_param(self, name: str, params_one_group: Sequence[Tensor]) -> tuple[list[str], list[Tensor]]:

@@ -174,7 +174,11 @@ class PackedCoreAttention(MegatronModule):
     def _context_parallel(
         self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, dropout: float
     ) -> Tensor:
-        """Attend from this rank's queries to the keys and values of all ranks."""
+        """Attend from this rank's queries to the keys and values of all ranks.
+
+        Context parallelism splits a sequence into 2 x ranks chunks and gives each rank one from both ends, so that
+        causal attention costs every rank the same.
+        """
         group = self.cp_group
         rank = group.rank()
         lengths = [length // group.size() for length in packed.lengths]
@@ -191,10 +195,6 @@ class PackedCoreAttention(MegatronModule):
             )
             outputs.append(out.squeeze(0).transpose(0, 1))
         return torch.cat(outputs)
-
-
-# Context parallelism splits a sequence into 2 x ranks chunks and gives each rank one from both ends, so that causal
-# attention costs every rank the same
 
 
 class _GatherZigzag(torch.autograd.Function):
