@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from verl.algos import policy_loss as blocks
-from verl.algos.policy_loss import Whole, select_clip_cov, select_kl_cov, token_keys
+from verl.algos.policy_loss import LossInputs, Whole, select_clip_cov, select_kl_cov, token_keys
 from verl.trainer.ppo import core_algos
 from verl.utils.numerics.seeding import sampling_seeds
 
@@ -53,7 +53,8 @@ def selected(name, batch):
     """What a loss that selects takes besides."""
     if name not in SELECTING:
         return {}
-    return {"selection": SELECTING[name](**batch, config=CONFIG, keys=keys_of(), across=Whole())}
+    inputs = LossInputs(**batch, loss_agg_mode="token-mean", config=CONFIG)
+    return {"selection": SELECTING[name](inputs, keys_of(), Whole())}
 
 
 def run(name, batch, mode="token-mean", weights=None, **extra):
@@ -351,7 +352,8 @@ def slow_selection(name, batch, keys, options):
 
 
 def select(name, batch, keys, **options):
-    chosen = SELECTING[name](**batch, config=config(**options), keys=keys, across=Whole())
+    inputs = LossInputs(**batch, loss_agg_mode="token-mean", config=config(**options))
+    chosen = SELECTING[name](inputs, keys, Whole())
     assert chosen.dtype is torch.bool and not (chosen & (batch["response_mask"] == 0)).any()
     return chosen
 

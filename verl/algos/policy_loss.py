@@ -113,22 +113,11 @@ class Whole:
         return values
 
 
-class TokenSelector(Protocol):
-    """Choose tokens over a whole mini-batch. The tensors (B, T) are the rows of this rank.
+TokenSelector = Callable[[LossInputs, Tensor, Whole], Tensor]
+"""Choose tokens (B, T) over a whole mini-batch, of which the inputs hold the rows of this rank.
 
-    ``keys`` (B, T) holds a random number for each token that does not depend on the rank that holds the token.
-    """
-
-    def __call__(
-        self,
-        old_log_prob: Tensor,
-        log_prob: Tensor,
-        advantages: Tensor,
-        response_mask: Tensor,
-        config: PolicyLossConfig,
-        keys: Tensor,
-        across: Whole,
-    ) -> Tensor: ...
+The second argument is a random number for each token (B, T) that does not depend on the rank that holds the token.
+"""
 
 
 # Registry
@@ -612,15 +601,15 @@ def token_keys(seeds: Tensor, width: int, draw: int = 0) -> Tensor:
     return torch.from_numpy(keys.astype(np.int64)).to(seeds.device)
 
 
-def _covariance(log_prob: Tensor, advantages: Tensor, mask: Tensor, across: Whole) -> tuple[Tensor, int]:
+def _covariance(inputs: LossInputs, across: Whole) -> tuple[Tensor, int]:
     """Return each token's contribution to the covariance of log-probability and advantage, and the number of tokens.
 
     Plain form: ``(A - mean(A)) * (log_prob - mean(log_prob))``, the means over all tokens inside the mask. The means
     are rounded to the tensors' precision, so that the order of the additions does not change them.
     """
-    keep = mask.bool()
-    log_prob = torch.where(keep, log_prob.detach(), 0.0)
-    advantages = torch.where(keep, advantages, 0.0)
+    keep = inputs.response_mask.bool()
+    log_prob = torch.where(keep, inputs.log_prob.detach(), 0.0)
+    advantages = torch.where(keep, inputs.advantages, 0.0)
     sums = across.sum(torch.stack([keep.sum().double(), advantages.double().sum(), log_prob.double().sum()]))
     count = sums[0].clamp(min=1)
     mean_advantage, mean_log_prob = ((sums[at] / count).to(log_prob.dtype) for at in (1, 2))
@@ -642,49 +631,34 @@ def _first(keys: Tensor, candidates: Tensor, count: int, across: Whole) -> Tenso
     return candidates & (keys <= _threshold(keys, candidates, count, across))
 
 
-def select_clip_cov(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    config: PolicyLossConfig,
-    keys: Tensor,
-    across: Whole,
-) -> Tensor:
+def select_clip_cov(inputs: LossInputs, keys: Tensor, across: Whole) -> Tensor:
     """Choose at random among the tokens whose covariance lies between the bounds and whose ratio is not clipped.
 
     Returns: (B, T) bool. ``keys`` are the random numbers, so the choice depends on neither shards nor order.
     """
-    low, high = clip_range(config, "clip_cov")
-    options = config.policy_loss
+    low, high = clip_range(inputs.config, "clip_cov")
+    options = need(inputs.config, "clip_cov").policy_loss
     share = 2e-4 if options.clip_cov_ratio is None else options.clip_cov_ratio
     lower = 1.0 if options.clip_cov_lb is None else options.clip_cov_lb
     upper = 5.0 if options.clip_cov_ub is None else options.clip_cov_ub
-    keep = response_mask.bool()
-    covariance, tokens = _covariance(log_prob, advantages, response_mask, across)
-    ratio = (log_prob.detach() - old_log_prob).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    clipped = torch.where(advantages > 0, ratio > 1 + high, ratio < 1 - low)  # irrelevant for an advantage of zero
-    candidates = keep & (covariance > lower) & (covariance < upper) & ~clipped
+    covariance, tokens = _covariance(inputs, across)
+    ratio = (inputs.log_prob.detach() - inputs.old_log_prob).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    # Which way an advantage of zero goes is irrelevant.
+    clipped = torch.where(inputs.advantages > 0, ratio > 1 + high, ratio < 1 - low)
+    candidates = inputs.response_mask.bool() & (covariance > lower) & (covariance < upper) & ~clipped
     return _first(keys, candidates, max(1, int(share * tokens)), across)
 
 
-def select_kl_cov(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    config: PolicyLossConfig,
-    keys: Tensor,
-    across: Whole,
-) -> Tensor:
+def select_kl_cov(inputs: LossInputs, keys: Tensor, across: Whole) -> Tensor:
     """Choose the tokens of highest covariance; among ties at the threshold, those with the smallest keys.
 
     Returns: (B, T) bool.
     """
-    share = config.policy_loss.kl_cov_ratio
-    covariance, tokens = _covariance(log_prob, advantages, response_mask, across)
-    count = max(1, int((2e-4 if share is None else share) * tokens))
-    keep = response_mask.bool()
+    config = need(inputs.config, "kl_cov")
+    share = 2e-4 if config.policy_loss.kl_cov_ratio is None else config.policy_loss.kl_cov_ratio
+    covariance, tokens = _covariance(inputs, across)
+    count = max(1, int(share * tokens))
+    keep = inputs.response_mask.bool()
     threshold = _threshold(-covariance, keep, count, across)
     above = keep & (-covariance < threshold)
     tied = keep & (-covariance == threshold)
@@ -692,15 +666,14 @@ def select_kl_cov(
     return above | _first(keys, tied, rest, across)
 
 
-def _selected(inputs: LossInputs, config: PolicyLossConfig, selector: TokenSelector) -> LossInputs:
+def _selected(inputs: LossInputs, selector: TokenSelector) -> LossInputs:
     """Return the inputs with a selection: the given one, or one over these tensors by torch's generator."""
     if inputs.selection is not None:
         return inputs
     mask = inputs.response_mask
     draw = int(torch.randint(1 << 31, ()).item())
     keys = token_keys(torch.arange(mask.shape[0], device=mask.device), mask.shape[1], draw)
-    chosen = selector(inputs.old_log_prob, inputs.log_prob, inputs.advantages, mask, config, keys, Whole())
-    return dataclasses.replace(inputs, selection=chosen)
+    return dataclasses.replace(inputs, selection=selector(inputs, keys, Whole()))
 
 
 @_register_sums("clip_cov", selector=select_clip_cov)
@@ -711,8 +684,7 @@ def compute_policy_loss_clip_cov(inputs: LossInputs) -> PolicyLossSums:
 
     Source: arXiv:2505.22617, section 4.3 (Clip-Cov).
     """
-    config = need(inputs.config, "clip_cov")
-    low, high = clip_range(config, "clip_cov")
+    low, high = clip_range(inputs.config, "clip_cov")
 
     def terms(rows: Rows, log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, selected: Tensor) -> TokenTerms:
         log_ratio = rows.inside(log_prob - old_log_prob).clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -724,7 +696,7 @@ def compute_policy_loss_clip_cov(inputs: LossInputs) -> PolicyLossSums:
         chosen = rows.inside(selected.to(loss)).sum()
         return TokenTerms(loss, lambda: torch.where(plain <= clipped, loss, 0.0), -log_ratio.sum(), chosen)
 
-    return token_loss(terms, _selected(inputs, config, select_clip_cov))
+    return token_loss(terms, _selected(inputs, select_clip_cov))
 
 
 @_register_sums("kl_cov", selector=select_kl_cov)
@@ -752,4 +724,4 @@ def compute_policy_loss_kl_cov(inputs: LossInputs) -> PolicyLossSums:
 
         return TokenTerms(plain + torch.where(selected, coefficient * distance, 0.0), slope, distance.sum())
 
-    return token_loss(terms, _selected(inputs, config, select_kl_cov))
+    return token_loss(terms, _selected(inputs, select_kl_cov))

@@ -12,8 +12,8 @@ from verl.base_config import ConfigError
 from verl.trainer.config.rules import megatron as rules
 from verl.trainer.config.rules.megatron import ARCHITECTURES, stage_problem
 from verl.utils.config import omega_conf_to_dataclass, validate_config
-from verl.workers.config import McoreActorConfig, McoreCriticConfig, McoreEngineConfig
-from verl.workers.config.reward_model import reward_model_config
+from verl.utils.structured import build_node
+from verl.workers.config import McoreActorConfig, McoreCriticConfig, McoreEngineConfig, RewardModelConfig
 
 LAYOUT, CRITIC = "actor_rollout_ref.actor.megatron", "critic.megatron"
 TP, PP, CP, EP = (
@@ -77,7 +77,7 @@ def test_composition(megatron):
         assert node.strategy == "megatron" and node.megatron.tensor_model_parallel_size == 2
     reference, reward = (
         omega_conf_to_dataclass(config.actor_rollout_ref.ref.megatron),
-        reward_model_config(config.reward_model),
+        build_node(config.reward_model, RewardModelConfig),
     )
     assert isinstance(reference, McoreEngineConfig) and reference.seed == 7
     assert reference.override_transformer_config["moe_router_dtype"] == "fp64"

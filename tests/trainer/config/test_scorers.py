@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from verl.trainer.config.rules.files import scorer_rules
 from verl.trainer.config.rules.reward import MANAGER_KWARGS, manager_rules
 from verl.trainer.config.run_config import RunConfig
-from verl.workers.rewards.abstract import get_reward_manager_cls
+from verl.workers.rewards.managers import get_reward_manager_cls
 from verl.workers.rewards.signature import SCORER_CALLS
 
 ONE = "data_source, solution_str, ground_truth, extra_info"

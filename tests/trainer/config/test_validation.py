@@ -20,7 +20,7 @@ from verl.trainer.config.rules.no_effect import IDLE, UNSUPPORTED
 from verl.trainer.config.rules.reward import reward_model_rules
 from verl.trainer.config.run_config import ABSENT, RunConfig, default_of
 from verl.utils.config import validate_config
-from verl.workers.rewards.abstract import REWARD_MANAGER_REGISTRY
+from verl.workers.rewards.managers import REWARD_MANAGER_REGISTRY
 from verl.workers.rewards.signature import SCORER_CALLS
 
 ROOT = Path(__file__).resolve().parents[3]

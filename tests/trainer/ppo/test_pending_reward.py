@@ -78,7 +78,7 @@ def test_the_manager_of_the_docs_joins_model_and_rule():
     from pathlib import Path
 
     from examples.tiny_model import byte_tokenizer
-    from verl.workers.rewards.abstract import REWARD_MANAGER_REGISTRY
+    from verl.workers.rewards.managers import REWARD_MANAGER_REGISTRY
 
     page = (Path(__file__).parents[3] / "docs" / "reward_models.md").read_text()
     (code,) = [block for block in page.split("```python\n")[1:] if "model_and_rule" in block]

@@ -43,7 +43,7 @@ from verl.utils.profiler.ranges import marked_range
 from verl.single_controller.base import Worker
 from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 from verl.workers.roles import accounting
-from verl.workers.rollout.random_state import preserved_random_state
+from verl.workers.rollout.base import preserved_random_state
 
 from tests.fakes.torch_npu_calls import all_missing
 

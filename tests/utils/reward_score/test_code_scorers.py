@@ -9,7 +9,6 @@ from functools import partial
 
 import pytest
 
-from verl.utils import reward_score
 from verl.utils.reward_score import (
     code_tests,
     data_source_problem,
@@ -302,7 +301,6 @@ def test_code_is_refused_where_it_cannot_be_kept_apart(monkeypatch):
 
     monkeypatch.setattr(local, "_supervise", on_another_kernel)
     local.isolation_problem.cache_clear()
-    reward_score._sandbox_problem.cache_clear()
     try:
         assert "cannot isolate untrusted code" in local.isolation_problem()
         with pytest.raises(SandboxError, match="cannot isolate untrusted code"):
@@ -312,5 +310,4 @@ def test_code_is_refused_where_it_cannot_be_kept_apart(monkeypatch):
         assert "reward_model.sandbox_fusion.url" in problem and "local_sandbox.allow_unisolated=true" in problem
         assert data_source_problem("taco", runs_code_here=False) is None
     finally:
-        reward_score._sandbox_problem.cache_clear()
         local.isolation_problem.cache_clear()

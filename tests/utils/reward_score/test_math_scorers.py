@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from verl.utils import reward_score
 from verl.utils.reward_score import (
     SCORERS,
     data_source_problem,
     default_compute_score,
-    extras,
     geo3k,
     gsm8k,
     math_batch,
@@ -264,8 +264,8 @@ def test_search(text, score):
 
 
 def test_geo3k():
-    if not extras.GEO.is_installed():
-        with pytest.raises(extras.MissingExtraError, match=r"geo3k needs mathruler.*pip install 'verl\[geo\]'"):
+    if not reward_score.GEO.is_installed():
+        with pytest.raises(reward_score.MissingExtraError, match=r"geo3k needs mathruler.*pip install 'verl\[geo\]'"):
             geo3k.compute_score(r"\boxed{3}", "3")
         assert "'verl[geo]'" in data_source_problem("hiyouga/geometry3k")
     else:
@@ -282,7 +282,7 @@ def test_geo3k():
 
 
 def test_math_verify():
-    if not extras.MATH.is_installed():
+    if not reward_score.MATH.is_installed():
         with pytest.raises(ImportError, match=r"math_verify needs math-verify.*pip install 'verl\[math\]'"):
             math_verify.compute_score(r"\boxed{3}", "3")
         return

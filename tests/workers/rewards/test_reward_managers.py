@@ -16,8 +16,8 @@ from verl.protocol import DataProto
 from verl.trainer.ppo.reward import compute_reward
 from verl.utils.time_limit import TimeLimitExceeded, time_limit
 from verl.workers.reward_manager import AbstractRewardManager, get_reward_manager_cls, register
-from verl.workers.rewards.abstract import REWARD_MANAGER_REGISTRY
 from verl.workers.rewards.loading import load_reward_manager, resolve_reward
+from verl.workers.rewards.managers import REWARD_MANAGER_REGISTRY
 from verl.workers.rewards.scoring import RewardError, ScoringLimits
 
 PROMPT_WIDTH, RESPONSE_WIDTH = 6, 8
@@ -349,6 +349,21 @@ def test_registry():
         @register("naive")
         class Other(AbstractRewardManager):
             pass
+
+
+def test_a_manager_without_a_way_to_score(tokenizer, batch):
+    class Idle(AbstractRewardManager):
+        """Neither ``score`` nor ``__call__``."""
+
+    class Whole(AbstractRewardManager):
+        """All of ``__call__``, as the established managers of users have it."""
+
+        def __call__(self, data, return_dict=False):
+            return expected([1, 2, 3])
+
+    with pytest.raises(TypeError, match=r"Idle must define score.* or __call__"):
+        Idle(tokenizer, 0)
+    assert torch.equal(Whole(tokenizer, 0)(batch), expected([1, 2, 3]))
 
 
 def config(**nodes):

@@ -13,7 +13,7 @@ from verl.protocol import DataProto
 from verl.utils.numerics.seeding import seed_process
 from verl.workers import config as nodes
 from verl.workers.roles import ActorWorker
-from verl.workers.rollout.random_state import preserved_random_state
+from verl.workers.rollout.base import preserved_random_state
 
 STRATEGIES = ["fsdp", "megatron"]
 STEPS, SAVED_AFTER = 4, 2

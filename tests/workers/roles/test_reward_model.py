@@ -18,7 +18,8 @@ from transformers import (
 from tests.workers.roles import reward_cases as cases
 from verl.base_config import ConfigError
 from verl.protocol import DataProto
-from verl.workers.config.reward_model import reward_model_config
+from verl.utils.structured import build_node
+from verl.workers.config import RewardModelConfig
 from verl.workers.rewards.chat_rendering import ChatRenderer
 from verl.workers.roles.reward_model import RewardModelWorker, at_last_token
 
@@ -232,7 +233,7 @@ def test_what_cannot_be_rendered_is_named() -> None:
 )
 def test_wrong_nodes_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        reward_model_config(cases.node(tmp_path, changes))
+        build_node(cases.node(tmp_path, changes), RewardModelConfig)
 
 
 def test_a_model_without_a_score_is_refused(folder: Path, alone: Any) -> None:
@@ -362,4 +363,4 @@ def test_a_long_question_is_cut_at_its_beginning_and_sampling_repeats(judge_fold
 )
 def test_wrong_nodes_of_a_generative_model(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        reward_model_config(cases.node(tmp_path, judge(**changes)))
+        build_node(cases.node(tmp_path, judge(**changes)), RewardModelConfig)

@@ -8,7 +8,7 @@ import torch
 
 from tests.workers.rollout import tiny
 from verl.workers.rollout import build_rollout, get_rollout_class
-from verl.workers.rollout.batch import eos_token_ids, pad_rows, prompt_token_ids, sampling_values
+from verl.workers.rollout.base import eos_token_ids, pad_rows, prompt_token_ids, sampling_values
 from verl.workers.rollout.vllm_rollout import engine_args, vllm_rollout
 
 MODEL = SimpleNamespace(

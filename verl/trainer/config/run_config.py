@@ -25,7 +25,7 @@ from verl.workers.config import (
     RewardModelConfig,
     RolloutConfig,
 )
-from verl.workers.config.ref import ref_class
+from verl.workers.config.actor_rollout_ref import ref_class
 from verl.workers.config.reward_model import WITHOUT_MODEL
 
 TRACKERS = Tracking.supported_backend

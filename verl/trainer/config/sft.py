@@ -15,7 +15,7 @@ from verl.trainer.config.rules.model import fused_rules, vision_rules
 from verl.utils.dataset.config import TRUNCATIONS
 from verl.utils.structured import omega_conf_to_dataclass, parse_node, read_fields
 from verl.workers.config import CheckpointConfig, FSDPEngineConfig, HFModelConfig, McoreEngineConfig, OptimizerConfig
-from verl.workers.config.actor import async_save_rules
+from verl.workers.config.actor_critic import async_save_rules
 from verl.workers.config.model import path_problems, quantized_problem, read_config_json, tokenizer_problems
 
 _LOADING = ("use_shm", "external_lib", "trust_remote_code", "enable_gradient_checkpointing", "use_liger")

@@ -2,11 +2,9 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import cache
 from importlib import import_module
-from typing import Any
-
-from verl.utils.reward_score.extras import GEO, Extra
+from importlib.util import find_spec
+from typing import Any, NamedTuple
 
 _MODULES = {
     "gsm8k": ("openai/gsm8k",),
@@ -36,12 +34,44 @@ SCORERS: dict[str, str] = {source: module for module, sources in _MODULES.items(
 """Data source -> module of this package that scores it."""
 PREFIXES = {"aime": "math_dapo"}
 """Prefix of data sources -> module."""
-EXTRAS: dict[str, Extra] = {"geo3k": GEO}
-"""Module -> package that it needs."""
 CODE_MODULE = "prime_code"
 
 GroundTruth = str | int | float | Sequence[str] | Mapping[str, Any]
 """The correct answer, the accepted answers, or test cases."""
+
+
+class Extra(NamedTuple):
+    """A package that some scorers need, and the verl extra that installs it."""
+
+    module: str
+    package: str
+    extra: str
+
+    def is_installed(self) -> bool:
+        """Return whether the package can be imported."""
+        return find_spec(self.module) is not None
+
+    def problem(self) -> str:
+        """Return what is missing and how to install it."""
+        return f"needs {self.package}, which is not installed: pip install 'verl[{self.extra}]'"
+
+    def require(self, scorer: str) -> None:
+        """Check that the package is installed.
+
+        Raises: MissingExtraError naming package and extra.
+        """
+        if not self.is_installed():
+            raise MissingExtraError(f"the scorer {scorer} {self.problem()}")
+
+
+class MissingExtraError(ImportError, ValueError):
+    """A scorer needs a package that is not installed."""
+
+
+GEO = Extra("mathruler", "mathruler", "geo")
+MATH = Extra("math_verify", "math-verify", "math")
+EXTRAS = {"geo3k": GEO}
+"""Module -> package that it needs."""
 
 
 class UnknownDataSourceError(NotImplementedError, ValueError):
@@ -70,21 +100,17 @@ def data_source_problem(data_source: str, runs_code_here: bool = True) -> str | 
     extra = EXTRAS.get(module)
     if extra is not None and not extra.is_installed():
         return f"the scorer of {data_source!r} {extra.problem()}"
-    return _sandbox_problem(data_source) if module == CODE_MODULE and runs_code_here else None
+    if module == CODE_MODULE and runs_code_here:
+        from verl.utils.sandbox import isolation_problem
 
-
-@cache
-def _sandbox_problem(data_source: str) -> str | None:
-    from verl.utils.sandbox import isolation_problem
-
-    problem = isolation_problem()
-    if problem is None:
-        return None
-    return (
-        f"scoring {data_source!r} runs the responses as code, and this machine cannot isolate them from the network "
-        f"and from your files ({problem}): set reward_model.sandbox_fusion.url to a sandbox service, or set "
-        "reward_model.local_sandbox.allow_unisolated=true to run them with your own rights"
-    )
+        problem = isolation_problem()
+        if problem is not None:
+            return (
+                f"scoring {data_source!r} runs the responses as code, and this machine cannot isolate them from the "
+                f"network and from your files ({problem}): set reward_model.sandbox_fusion.url to a sandbox service, "
+                "or set reward_model.local_sandbox.allow_unisolated=true to run them with your own rights"
+            )
+    return None
 
 
 def default_compute_score(

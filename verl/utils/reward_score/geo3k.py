@@ -2,7 +2,7 @@ r"""Score Geometry3K: thoughts in ``<think>`` tags, then a ``\boxed`` answer, wh
 
 import re
 
-from verl.utils.reward_score.extras import GEO
+from verl.utils.reward_score import GEO
 
 LONGEST_ANSWER_CHARS = 500  # mathruler's parser takes minutes for a long repetitive answer
 _FORMAT = re.compile(r"<think>.*</think>.*\\boxed\{.*\}.*", re.DOTALL)

@@ -1,6 +1,6 @@
 r"""Score mathematical answers with the library math-verify, which extracts, parses and compares them by algebra."""
 
-from verl.utils.reward_score.extras import MATH
+from verl.utils.reward_score import MATH
 
 
 def compute_score(model_output: str, ground_truth: str, timeout_score: float = 0) -> float:

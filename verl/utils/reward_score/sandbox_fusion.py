@@ -2,7 +2,6 @@
 
 import json
 import secrets
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Any
@@ -107,24 +106,18 @@ def check_correctness(
         return judge(cases, index, reply, mark)
 
     judged = [check(0)]
-    if judged[0][0] != code_tests.COMPILE_ERROR:
-        judged += _side_by_side(check, range(1, count))
+    if count > 1 and judged[0][0] != code_tests.COMPILE_ERROR:
+        pool = ThreadPoolExecutor(max_workers=min(count - 1, code_tests.MOST_TESTS))
+        try:
+            judged += pool.map(check, range(1, count))
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)  # an interrupted call does not wait for answers
     results = [result for result, _ in judged]
     metadata = [each for _, each in judged]
     if code_tests.COMPILE_ERROR in results:
         first = results.index(code_tests.COMPILE_ERROR)
         results[first:] = [code_tests.COMPILE_ERROR] * (count - first)
     return results, metadata
-
-
-def _side_by_side(check: Callable[[int], tuple[Result, Metadata]], indices: range) -> list[tuple[Result, Metadata]]:
-    if not indices:
-        return []
-    pool = ThreadPoolExecutor(max_workers=min(len(indices), code_tests.MOST_TESTS))
-    try:
-        return list(pool.map(check, indices))
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)  # an interrupted call does not wait for answers
 
 
 def _request(cases: TestCases, index: int, code: str, mark: str) -> tuple[str, str | None]:

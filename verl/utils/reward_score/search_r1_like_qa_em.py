@@ -1,8 +1,9 @@
 """Score search agents: compare the text in the last ``<answer>`` with the accepted answers."""
 
+import operator
 import re
 import string
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 Accepted = str | Sequence[str] | Mapping[str, Any]
@@ -24,27 +25,28 @@ def compute_score(
 
     Args: ``method`` is ``strict``, the only one.
     """
-    return _score(solution_str, ground_truth, em_check, format_score, score)
+    return _score(solution_str, ground_truth, operator.eq, format_score, score)
 
 
 def compute_score_subem(
     solution_str: str, ground_truth: Accepted, method: str = "strict", format_score: float = 0.0, score: float = 1.0
 ) -> float:
     """Score like ``compute_score``, but accept an answer that contains an accepted one."""
-    return _score(solution_str, ground_truth, subem_check, format_score, score)
+    return _score(solution_str, ground_truth, operator.contains, format_score, score)
 
 
 def _score(
     solution_str: str,
     ground_truth: Accepted,
-    check: Callable[[str, Iterable[str]], bool],
+    accepts: Callable[[str, str], bool],
     format_score: float,
     score: float,
 ) -> float:
     answer = extract_solution(solution_str)
     if answer is None:
         return 0.0
-    if not check(answer, targets(ground_truth)):
+    prediction = normalize_answer(answer)
+    if not any(accepts(prediction, normalize_answer(golden)) for golden in targets(ground_truth)):
         return format_score
     tags = max(solution_str.count(_OPEN), solution_str.count(_CLOSE))
     return score / 4 if tags > MOST_TAGS else score
@@ -68,15 +70,3 @@ def targets(ground_truth: Accepted) -> list[str]:
 def normalize_answer(text: str) -> str:
     """Convert a text to lower case and drop punctuation, articles and repeated spaces."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
-
-
-def em_check(prediction: str, golden_answers: Iterable[str]) -> bool:
-    """Return whether the prediction is one of the answers."""
-    prediction = normalize_answer(prediction)
-    return any(normalize_answer(golden) == prediction for golden in golden_answers)
-
-
-def subem_check(prediction: str, golden_answers: Iterable[str]) -> bool:
-    """Return whether the prediction contains one of the answers."""
-    prediction = normalize_answer(prediction)
-    return any(normalize_answer(golden) in prediction for golden in golden_answers)

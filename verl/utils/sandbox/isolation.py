@@ -45,11 +45,6 @@ def die_with_parent() -> None:
     _checked(_LIBC.prctl(_PR_SET_PDEATHSIG, 9, 0, 0, 0), "prctl(PR_SET_PDEATHSIG)")
 
 
-def _drop_capabilities() -> None:
-    header = struct.pack("Ii", _CAPABILITY_VERSION_3, 0)
-    _checked(_LIBC.capset(header, bytes(24)), "capset")
-
-
 # ---- Landlock: files
 
 # system call numbers, the same on every architecture
@@ -67,11 +62,6 @@ _NET_BITS = 3  # bind and connect over TCP
 _SCOPE_BITS = 3  # abstract Unix sockets and signals
 
 
-def landlock_version() -> int:
-    """Return the kernel's Landlock ABI version; 0 if it has none."""
-    return max(0, _LIBC.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1))
-
-
 def readable_paths() -> list[str]:
     """Return the paths that an interpreter reads: its installation, system libraries, and time zones."""
     paths = [sys.prefix, sys.base_prefix, sys.exec_prefix, os.path.dirname(os.__file__)]
@@ -80,8 +70,8 @@ def readable_paths() -> list[str]:
 
 
 def _restrict_files(writable: str) -> None:
-    version = landlock_version()
-    if version == 0:
+    version = _LIBC.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1)  # of the ABI; 0 or less without Landlock
+    if version <= 0:
         raise IsolationError("the kernel has no Landlock (it needs Linux 5.13 with the security module enabled)")
     every = (1 << _ACCESS_BITS.get(version, 16)) - 1
     attributes = struct.pack("QQQ", every, _NET_BITS if version >= 4 else 0, _SCOPE_BITS if version >= 6 else 0)
@@ -238,5 +228,6 @@ def isolate(writable: str) -> None:
     _checked(_LIBC.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0), "prctl(PR_SET_DUMPABLE)")
     _checked(_LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
     _restrict_files(writable)
-    _drop_capabilities()
+    header = struct.pack("Ii", _CAPABILITY_VERSION_3, 0)
+    _checked(_LIBC.capset(header, bytes(24)), "capset")  # drop all capabilities
     _restrict_system_calls()

@@ -112,18 +112,13 @@ def draw_seeds_by_counter() -> None:
         self: Any, logits: Tensor, generators: dict[int, SeedStream], k: Tensor | None, p: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         if len(generators) < logits.shape[0] or self.use_fp64_gumbel:
-            return _forward_mixed(self, logits, generators, k, p)
+            plain = {row: torch.Generator().manual_seed(stream.draw()) for row, stream in generators.items()}
+            return forward_cpu(self, logits, plain, k, p)
         logits = topk_topp_sampler.apply_top_k_top_p(logits, k, p).to(torch.float32)
         seeds = torch.tensor([generators[row].draw() for row in range(logits.shape[0])], dtype=torch.long)
         processed = {"processed_logits": lambda: logits, "processed_logprobs": lambda: logits.log_softmax(dim=-1)}
         wanted = processed[self.logprobs_mode]() if self.logprobs_mode in processed else None
         return torch.ops._C.fused_gumbel_argmax(logits, seeds), wanted
-
-    def _forward_mixed(
-        self: Any, logits: Tensor, generators: dict[int, SeedStream], k: Tensor | None, p: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        plain = {row: torch.Generator().manual_seed(stream.draw()) for row, stream in generators.items()}
-        return forward_cpu(self, logits, plain, k, p)
 
     CPUModelRunner._update_states = update_states_with_streams
     topk_topp_sampler.TopKTopPSampler.forward_cpu = forward

@@ -1,13 +1,69 @@
-"""The policy under training, its generation engine and the reference policy: the node of the shared workers."""
+"""The node of the shared workers: the policy under training, its generation engine and the reference policy."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from verl.base_config import BaseConfig, setting
-from verl.workers.config.actor import ActorConfig
-from verl.workers.config.engine import NCCL_TIMEOUT_S
+from verl.utils.profiler.config import ProfilerConfig
+from verl.workers.config.actor_critic import ActorConfig
+from verl.workers.config.engine import NCCL_TIMEOUT_S, FSDPEngineConfig, McoreEngineConfig
 from verl.workers.config.model import HFModelConfig
-from verl.workers.config.ref import FSDPRefConfig, RefConfig
-from verl.workers.config.rollout import RolloutConfig
+from verl.workers.config.rollout import LogProbConfig, RolloutConfig
+
+
+@dataclass
+class RefConfig(LogProbConfig):
+    """The reference policy, whatever its engine."""
+
+    strategy: str = setting("fsdp", "training engine", one_of=("fsdp", "fsdp2", "megatron"))
+    use_torch_compile: bool = setting(True, "every value means the one implementation")
+    profiler: ProfilerConfig | None = field(default_factory=ProfilerConfig)
+    model: dict[str, Any] | None = setting(None, "keys of actor_rollout_ref.model that differ for the reference")
+    ulysses_sequence_parallel_size: int = setting(1, "workers that share each sequence", at_least=1)
+
+    @property
+    def engine(self) -> BaseConfig:
+        """The node of the engine."""
+        return BaseConfig()
+
+    @property
+    def model_path(self) -> str | None:
+        """The path of a model that differs from the actor's."""
+        return (self.model or {}).get("path")
+
+
+@dataclass
+class FSDPRefConfig(RefConfig):
+    """The reference policy on FSDP."""
+
+    fsdp_config: FSDPEngineConfig = field(default_factory=FSDPEngineConfig)
+    entropy_from_logits_with_chunking: bool = setting(False, "compute log-probs 2048 rows at a time")
+    entropy_checkpointing: bool = setting(False, "every value means the one implementation")
+
+    @property
+    def engine(self) -> FSDPEngineConfig:
+        """The node of the engine."""
+        return self.fsdp_config
+
+
+@dataclass
+class McoreRefConfig(RefConfig):
+    """The reference policy on Megatron-Core."""
+
+    strategy: str = setting("megatron", "training engine", one_of=("fsdp", "fsdp2", "megatron"))
+    megatron: McoreEngineConfig = field(default_factory=McoreEngineConfig)
+    load_weight: bool = setting(True, "load the weights of model.path; false starts from random ones")
+
+    @property
+    def engine(self) -> McoreEngineConfig:
+        """The node of the engine."""
+        return self.megatron
+
+
+def ref_class(node: Mapping[str, Any]) -> type[FSDPRefConfig | McoreRefConfig]:
+    """Return the dataclass of a ``ref`` node, which names none: by the layout that it holds."""
+    return McoreRefConfig if isinstance(node.get("megatron"), Mapping) else FSDPRefConfig
 
 
 @dataclass

@@ -30,6 +30,8 @@ class BaseModelConfig(BaseConfig):
     override_config: dict[str, Any] = field(default_factory=dict)
     external_lib: str | list[str] | None = setting(None, "modules that workers import first")
     trust_remote_code: bool = setting(False, "code from the model's repository may run")
+    use_shm: bool = setting(False, "load from a copy in shared memory")
+    enable_gradient_checkpointing: bool = setting(True, "compute activations again in the backward pass")
 
     def as_model_config(self) -> "HFModelConfig":
         """Return the node from which an engine builds the model."""
@@ -171,9 +173,7 @@ class HFModelConfig(BaseModelConfig):
     )
 
     hf_config_path: str | None = setting(None, "folder or hub id of its config.json; null: path")
-    use_shm: bool = setting(False, "load from a copy in shared memory")
     custom_chat_template: str | None = setting(None, "Jinja text instead of the chat template")
-    enable_gradient_checkpointing: bool = setting(True, "compute activations again in the backward pass")
     enable_activation_offload: bool = setting(False, "keep activations in CPU memory")
     use_remove_padding: bool = setting(False, "pack sequences instead of padding them")
     lora_rank: int = setting(0, "rank of the adapters; 0: none", at_least=0)

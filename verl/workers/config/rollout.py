@@ -97,7 +97,17 @@ class ServerConfig(BaseConfig):
 
 
 @dataclass
-class RolloutConfig(BaseConfig):
+class LogProbConfig(BaseConfig):
+    """How the workers cut a batch whose log-probs they compute, with the actor or with the reference."""
+
+    log_prob_micro_batch_size: int | None = setting(None, "deprecated: sequences over all workers", at_least=1)
+    log_prob_micro_batch_size_per_gpu: int | None = setting(None, "sequences of a pass of one worker", at_least=1)
+    log_prob_use_dynamic_bsz: bool = setting(False, "fill a pass up to a number of tokens")
+    log_prob_max_token_len_per_gpu: int = setting(16384, "tokens of a pass of one worker", at_least=1)
+
+
+@dataclass
+class RolloutConfig(LogProbConfig):
     """The generation engine of the actor."""
 
     _mutable_fields = frozenset({"max_model_len", "load_format"})
@@ -126,10 +136,6 @@ class RolloutConfig(BaseConfig):
     enable_chunked_prefill: bool = setting(True, "a prompt may take several passes")
     enable_prefix_caching: bool = setting(True, "prompts share what they have in common")
     load_format: str = setting("dummy", "where the first weights come from")
-    log_prob_micro_batch_size: int | None = setting(None, "deprecated: sequences over all workers", at_least=1)
-    log_prob_micro_batch_size_per_gpu: int | None = setting(None, "sequences of a pass of one worker", at_least=1)
-    log_prob_use_dynamic_bsz: bool = setting(False, "fill a pass up to a number of tokens")
-    log_prob_max_token_len_per_gpu: int = setting(16384, "tokens of a pass of one worker", at_least=1)
     disable_log_stats: bool = setting(True, "the engine logs no statistics")
     do_sample: bool = setting(True, "draw tokens; else take the most likely")
     n: int = setting(1, "responses of one prompt", at_least=1)

@@ -1,17 +1,9 @@
 """Established path of the reward managers of ``verl.workers.rewards``."""
 
-from verl.workers.rewards.abstract import AbstractRewardManager, get_reward_manager_cls, register
-from verl.workers.rewards.batch import BatchRewardManager
-from verl.workers.rewards.dapo import DAPORewardManager
-from verl.workers.rewards.naive import NaiveRewardManager
-from verl.workers.rewards.prime import PrimeRewardManager
-
-__all__ = [
-    "AbstractRewardManager",
-    "BatchRewardManager",
-    "DAPORewardManager",
-    "NaiveRewardManager",
-    "PrimeRewardManager",
-    "get_reward_manager_cls",
-    "register",
-]
+from verl.workers.rewards.managers import AbstractRewardManager as AbstractRewardManager
+from verl.workers.rewards.managers import BatchRewardManager as BatchRewardManager
+from verl.workers.rewards.managers import DAPORewardManager as DAPORewardManager
+from verl.workers.rewards.managers import NaiveRewardManager as NaiveRewardManager
+from verl.workers.rewards.managers import PrimeRewardManager as PrimeRewardManager
+from verl.workers.rewards.managers import get_reward_manager_cls as get_reward_manager_cls
+from verl.workers.rewards.managers import register as register

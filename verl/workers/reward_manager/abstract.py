@@ -1,5 +1,3 @@
 """Established path of ``AbstractRewardManager``."""
 
-from verl.workers.rewards.abstract import AbstractRewardManager
-
-__all__ = ["AbstractRewardManager"]
+from verl.workers.rewards.managers import AbstractRewardManager as AbstractRewardManager

@@ -1,5 +1,3 @@
 """Established names of the reward model around a module that the caller has built."""
 
-from verl.workers.roles.given_modules import BasePPORewardModel
-
-__all__ = ["BasePPORewardModel"]
+from verl.workers.roles.given_modules import BasePPORewardModel as BasePPORewardModel

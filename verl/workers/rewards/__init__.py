@@ -2,7 +2,7 @@
 
 - ``signature``: the arguments by which each manager calls a scorer; free of torch, for the checks before the launch.
 - ``loading``: the manager and the scorer that a config names.
-- ``abstract``: the base class and the registry of managers; ``naive``, ``dapo``, ``batch`` and ``prime`` are managers.
+- ``managers``: the base class, the registry, and the managers ``naive``, ``dapo``, ``batch`` and ``prime``.
 - ``scoring``: samples, scores and failures, which all managers share.
 - ``judge``: a generative reward model.
 - ``chat_rendering``: the chats of a reward model whose chat template differs from the policy's.

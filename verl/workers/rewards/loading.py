@@ -13,8 +13,8 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.import_utils import load_extern_type
 from verl.utils.reward_score import default_compute_score
 from verl.utils.sandbox.permits import FilePermits
-from verl.workers.config.reward import ScoringConfig
-from verl.workers.rewards.abstract import AbstractRewardManager, get_reward_manager_cls
+from verl.workers.config.reward_model import ScoringConfig
+from verl.workers.rewards.managers import AbstractRewardManager, get_reward_manager_cls
 from verl.workers.rewards.scoring import RawScorer
 
 Config = DictConfig | Mapping[str, Any]

@@ -3,8 +3,6 @@
 import logging
 import math
 import numbers
-import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,8 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from verl.utils.time_limit import TimeLimitExceeded, time_limit
-from verl.workers.config.reward import ScoringConfig
+from verl.workers.config.reward_model import ScoringConfig
 
 if TYPE_CHECKING:
     from verl.protocol import DataProto
@@ -162,24 +159,6 @@ def settle(result: RawScore, sample: Sample, limits: ScoringLimits) -> Score:
         return read_score(result, sample)
     except RewardError as error:
         return Score(limits.failure_score, {}, Failure("invalid", str(error)))
-
-
-def score_each(samples: Sequence[Sample], call: Callable[[Sample], RawScore], limits: ScoringLimits) -> list[Score]:
-    """Score one sample after the other in this process, within the limits for each and for all."""
-    end = time.monotonic() + limits.batch_timeout_s
-    return [_score_within(sample, call, limits, end - time.monotonic()) for sample in samples]
-
-
-def _score_within(sample: Sample, call: Callable[[Sample], RawScore], limits: ScoringLimits, left_s: float) -> Score:
-    if left_s <= 0:
-        return timed_out(sample, limits, of_batch=True)
-    try:
-        with time_limit(min(limits.timeout_s, left_s)):
-            return settle(call(sample), sample, limits)
-    except TimeLimitExceeded:
-        return timed_out(sample, limits, left_s < limits.timeout_s, traceback.format_exc())
-    except (Exception, SystemExit) as error:  # user code may raise anything
-        return failed(sample, "raised", raised_text(error), limits, traceback.format_exc())
 
 
 def raised_text(error: BaseException) -> str:

@@ -13,8 +13,9 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.profiler import ProfilerConfig
 from verl.utils.profiler.performance import reduce_timing, simple_timer, topk_reduce_ratio_min_max
 from verl.utils.profiler.profile import DistProfiler
+from verl.utils.structured import build_node
 from verl.utils.vision.multi_modal import take_fetched_bytes
-from verl.workers.config.ref import FSDPRefConfig, McoreRefConfig, ref_config
+from verl.workers.config.actor_rollout_ref import FSDPRefConfig, McoreRefConfig, ref_class
 from verl.workers.engine import BaseEngine
 from verl.workers.engine.base import ModelOutput
 from verl.workers.engine.micro_batch import tensors_of
@@ -69,7 +70,8 @@ class ActorRolloutRefWorker(EngineWorker):
             self.actor_config: FSDPActorConfig | McoreActorConfig = omega_conf_to_dataclass(config.actor)
         self._is_lora = self.model_config.lora_rank > 0  # then the actor without its adapters is the reference
         plays_ref = self._is_ref or self._is_lora
-        self.ref_config = ref_config(config.ref) if plays_ref and "ref" in config else None
+        ref = config.get("ref") if plays_ref else None
+        self.ref_config = None if ref is None else build_node(ref, ref_class(ref))
         self._weight_sync: dict[str, float] = {}
         self._sync_timing: dict[str, float] = {}
         self._register_meshes()

@@ -32,7 +32,7 @@ from verl.workers.config import (
     McoreEngineConfig,
     RewardModelConfig,
 )
-from verl.workers.config.ref import FSDPRefConfig, McoreRefConfig
+from verl.workers.config.actor_rollout_ref import FSDPRefConfig, McoreRefConfig
 from verl.workers.engine import BaseEngine, EngineRegistry
 from verl.workers.engine.base import LossFn
 from verl.workers.engine.pass_spec import PassSpec

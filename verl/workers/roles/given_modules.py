@@ -17,8 +17,8 @@ from verl.algos.mismatch import finish_gap_metrics
 from verl.models.transformers.dense_common import has_fused_head, install_fused_head
 from verl.protocol import DataProto
 from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.structured import build_node
 from verl.workers.config import ActorConfig, CriticConfig, FSDPEngineConfig, McoreEngineConfig, RewardModelConfig
-from verl.workers.config.reward_model import reward_model_config
 from verl.workers.engine import BaseEngine, EngineRegistry, FSDPEngine, FSDPEngineWithLMHead, FSDPEngineWithValueHead
 from verl.workers.engine.micro_batch import tensors_of
 from verl.workers.engine.pass_spec import PassSpec
@@ -262,7 +262,7 @@ class MegatronRewardModel(BasePPORewardModel):
         sft_tokenizer: "PreTrainedTokenizerBase | None" = None,
         rm_tokenizer: "PreTrainedTokenizerBase | None" = None,
     ) -> None:
-        super().__init__(reward_model_config(config))
+        super().__init__(build_node(config, RewardModelConfig))
         self.reward_model_module = reward_model_module
         self.engine = _engine_of_modules("reward_model", reward_model_module, None, hf_config, self.config)
         self.switch: ChatRenderer | None = None

@@ -16,8 +16,9 @@ from verl.utils.faults import fault_point
 from verl.utils.fs import copy_to_local
 from verl.utils.model import get_generation_config
 from verl.utils.profiler.profile import DistProfiler
+from verl.utils.structured import build_node
 from verl.utils.tokenizer import hf_tokenizer
-from verl.workers.config.reward_model import reward_model_config
+from verl.workers.config import RewardModelConfig
 from verl.workers.engine.micro_batch import tensors_of
 from verl.workers.engine.pass_spec import PassSpec
 from verl.workers.rewards.chat_rendering import ChatRenderer
@@ -29,7 +30,6 @@ from verl.workers.rollout import build_rollout
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from verl.workers.config import RewardModelConfig
     from verl.workers.engine import BaseEngine
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class RewardModelWorker(EngineWorker):
     """Scores of whole responses by a model that does not learn: a classifier, or a generative judge."""
 
     def __init__(self, config: "RewardModelConfig | DictConfig") -> None:
-        self.config: RewardModelConfig = reward_model_config(config)
+        self.config: RewardModelConfig = build_node(config, RewardModelConfig)
         super().__init__(timeout_s=self.config.nccl_timeout)
         for mesh in MESHES:
             if self.config.is_generative:

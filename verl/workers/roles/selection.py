@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl.algos.policy_loss import Whole, get_token_selector, token_keys
+from verl.algos.policy_loss import LossInputs, Whole, get_token_selector, token_keys
 from verl.utils.device import get_device_name
 from verl.workers.engine.micro_batch import tensors_of
 from verl.workers.engine.pass_spec import PassSpec
@@ -70,15 +70,10 @@ def select_tokens(
         )
         current = engine.infer_batch(data, asked)["log_probs"].to(mask.device)
     group = engine.get_data_parallel_group()
-    batch[SELECTION] = selector(
-        batch.get("old_log_probs", current),
-        current,
-        batch["advantages"],
-        mask,
-        config,
-        token_keys(row_seeds(data), mask.shape[1], draw),
-        Whole() if group is None else Shards(group),
-    )
+    old = batch.get("old_log_probs", current)
+    inputs = LossInputs(old, current, batch["advantages"], mask, config.loss_agg_mode, config)
+    keys = token_keys(row_seeds(data), mask.shape[1], draw)
+    batch[SELECTION] = selector(inputs, keys, Whole() if group is None else Shards(group))
 
 
 def row_seeds(data: "DataProto") -> Tensor:

@@ -1,21 +1,31 @@
-"""The contract of a generation engine that produces responses for the actor."""
+"""What generation engines share: their contract, and the way from a batch of prompts to a batch of responses."""
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
-from verl.workers.rollout.batch import LogProbs, build_output
+from verl.protocol import DataProto
+from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
+from verl.utils.torch_functional import remove_pad_token
+from verl.utils.vision.positions import continued
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from verl.protocol import DataProto
     from verl.workers.config import HFModelConfig, RolloutConfig
 
 Bucket = list[tuple[str, Tensor]]
+LogProbs = Sequence[Sequence[float]] | None
+"""The log-probabilities of the tokens of each response, if they were asked for."""
+
+DROPPED_KEYS = ("raw_prompt_ids", "multi_modal_data", "multi_modal_inputs")
+"""Non-tensors that only generation reads; the driver keeps those that training needs."""
 
 NO_WEIGHTS = -1
 """The weight version of an engine that holds no weights of the trainer."""
@@ -43,7 +53,7 @@ class BaseRollout(ABC):
         self._usable = config.load_format != "dummy"
 
     @abstractmethod
-    def generate_sequences(self, prompts: "DataProto") -> "DataProto":
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Generate a response for each prompt.
 
         Args: ``input_ids``, ``attention_mask``, ``position_ids`` (B, P), left-padded; ``sampling_seed`` (B,) int64;
@@ -58,15 +68,68 @@ class BaseRollout(ABC):
                 "the rollout engine holds no usable weights: the last update failed, or none has been finished yet"
             )
 
+    def _check_prompt_lengths(self, prompts: DataProto, token_ids: Sequence[Sequence[int]], context: int) -> None:
+        """Raise ValueError naming the first prompt that, with its images, leaves too little room for a response."""
+        room = context - self.config.response_length
+        assert prompts.batch is not None
+        padded_lengths = prompts.batch["attention_mask"].sum(dim=1).tolist()  # ``token_ids`` holds one token per image
+        for row, (ids, padded) in enumerate(zip(token_ids, padded_lengths, strict=True)):
+            length = max(len(ids), padded)
+            if length > room:
+                raise ValueError(
+                    f"prompts[{row}] has {length} tokens; the engine's context leaves {room}: lower "
+                    "data.max_prompt_length or raise actor_rollout_ref.rollout.max_model_len"
+                )
+
+    def _sampling_seeds(self, prompts: DataProto) -> list[int] | None:
+        """Return the seed of each row; None where the most likely tokens are taken, which needs none.
+
+        Raises: ValueError without seeds: the result would then depend on earlier requests of the engine.
+        """
+        if is_greedy(prompts, self.config):
+            return None
+        assert prompts.batch is not None
+        if "sampling_seed" not in prompts.batch:
+            raise ValueError(
+                "the batch has no sampling_seed (B,): add it with "
+                "verl.utils.numerics.seeding.sampling_seeds(run_seed, step, ...)"
+            )
+        return prompts.batch["sampling_seed"].tolist()
+
+    def _end_tokens(self, prompts: DataProto) -> list[int]:
+        """Return the tokens that end a response."""
+        return [] if self.config.ignore_eos else eos_token_ids(prompts.meta_info.get("eos_token_id"))
+
     def _finished(
-        self, prompts: "DataProto", responses: list[list[int]], log_probs: LogProbs, seconds: float, truncated: int
-    ) -> "DataProto":
-        """Describe a generation, and return its output as a batch."""
-        tokens = sum(map(len, responses))
-        self.last_generation = {"seconds": seconds, "tokens": float(tokens), "truncated": float(truncated)}
-        output = build_output(
-            prompts, responses, log_probs, self.config.response_length, prompts.meta_info["pad_token_id"]
-        )
+        self, prompts: DataProto, responses: list[list[int]], log_probs: LogProbs, seconds: float, truncated: int
+    ) -> DataProto:
+        """Describe a generation, and return the prompts (B, P) and responses (B, R) as training reads them.
+
+        ``response_mask`` is 1 on exactly the sampled tokens, including an end-of-sequence token. It follows the number
+        of tokens, not their values. ``rollout_log_probs`` is 0 outside the mask.
+        """
+        lengths = torch.tensor([len(row) for row in responses])
+        tokens = float(lengths.sum())
+        self.last_generation = {"seconds": seconds, "tokens": tokens, "truncated": float(truncated)}
+        assert prompts.batch is not None
+        input_ids = prompts.batch["input_ids"]
+        attention_mask = prompts.batch["attention_mask"]
+        position_ids = prompts.batch["position_ids"]
+        width = self.config.response_length
+        sampled = torch.from_numpy(pad_rows(responses, width, prompts.meta_info["pad_token_id"], np.int64))
+        response_mask = (torch.arange(width) < lengths[:, None]).to(attention_mask.dtype)
+        tensors = {
+            "prompts": input_ids,
+            "responses": sampled,
+            "input_ids": torch.cat([input_ids, sampled], dim=1),
+            "attention_mask": torch.cat([attention_mask, response_mask], dim=1),
+            "position_ids": torch.cat([position_ids, continued(position_ids, width)], dim=-1),
+            "response_mask": response_mask,
+        }
+        if log_probs is not None:
+            tensors["rollout_log_probs"] = torch.from_numpy(pad_rows(log_probs, width, 0.0, np.float32))
+        carried = {key: value for key, value in prompts.non_tensor_batch.items() if key not in DROPPED_KEYS}
+        output = DataProto.from_dict(tensors=tensors, non_tensors=carried)
         output.meta_info["timing"] = {"generate_sequences": seconds}
         return output
 
@@ -145,11 +208,81 @@ class BaseRollout(ABC):
         try:
             for pair in weights:
                 self.load([pair])
-        except BaseException:
+        except BaseException:  # an interrupt too leaves a mixture of old and new weights
             self.abort_update()
             raise
         self.finish_update(self.weights_version + 1 if version is None else version)
 
+
+@contextmanager
+def preserved_random_state() -> Iterator[None]:
+    """Restore the state of ``random``, numpy, torch and the current accelerator on exit, also after an error."""
+    state = BaseCheckpointManager.get_rng_state()
+    try:
+        yield
+    finally:
+        BaseCheckpointManager.load_rng_state(state)
+
+
+# Prompts and responses as lists of tokens
+
+
+def prompt_token_ids(prompts: DataProto) -> list[list[int]]:
+    """Return the token ids of each prompt without padding: ``raw_prompt_ids`` if present, else by the mask.
+
+    Raises: ValueError naming the row of an empty prompt.
+    """
+    raw = prompts.non_tensor_batch.get("raw_prompt_ids")
+    if raw is not None:
+        rows = [ids.tolist() if isinstance(ids, np.ndarray | Tensor) else list(ids) for ids in raw]
+    else:
+        rows = padded_token_ids(prompts)
+    for index, row in enumerate(rows):
+        if not row:
+            raise ValueError(f"prompts[{index}] is empty: every prompt needs at least one token")
+    return rows
+
+
+def padded_token_ids(prompts: DataProto) -> list[list[int]]:
+    """Return the token ids of each prompt as training sees them, without padding."""
+    assert prompts.batch is not None
+    return remove_pad_token(prompts.batch["input_ids"], prompts.batch["attention_mask"])
+
+
+def is_greedy(prompts: DataProto, config: "RolloutConfig") -> bool:
+    """Whether to take the most likely tokens; ``do_sample`` of the batch overrides the config."""
+    return not prompts.meta_info.get("do_sample", config.do_sample)
+
+
+def sampling_values(prompts: DataProto, config: "RolloutConfig") -> dict[str, float]:
+    """Return ``temperature``, ``top_p``, ``top_k`` and ``repetition_penalty`` of a batch.
+
+    Greedy overrides validation (``rollout.val_kwargs``), which overrides training (``rollout``).
+    """
+    if is_greedy(prompts, config):
+        return {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0}
+    source = config.val_kwargs if prompts.meta_info.get("validate", False) else config
+    values = {name: getattr(source, name) for name in ("temperature", "top_p", "top_k")}
+    return values | {"repetition_penalty": config.repetition_penalty}
+
+
+def eos_token_ids(value: int | Sequence[int] | None) -> list[int]:
+    """Return the end-of-sequence tokens as a list."""
+    if value is None:
+        return []
+    return [int(value)] if isinstance(value, int | np.integer) else [int(token) for token in value]
+
+
+def pad_rows(rows: Sequence[Sequence[float]], width: int, fill: float, dtype: type[np.number]) -> np.ndarray:
+    """Stack rows of at most ``width`` items into (len(rows), width), padded on the right with ``fill``."""
+    lengths = np.fromiter((len(row) for row in rows), dtype=np.int64, count=len(rows))
+    out = np.full((len(rows), width), fill, dtype=dtype)
+    flat = np.fromiter((item for row in rows for item in row), dtype=dtype, count=int(lengths.sum()))
+    out[np.arange(width) < lengths[:, None]] = flat
+    return out
+
+
+# Registry
 
 _ROLLOUTS: dict[tuple[str, str], str] = {
     ("vllm", "sync"): "verl.workers.rollout.vllm_rollout.vLLMRollout",

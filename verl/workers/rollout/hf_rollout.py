@@ -1,11 +1,19 @@
 """Generation by the forward pass of transformers: slow, but it needs no other engine."""
 
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Union
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import (
+    LogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from verl.protocol import DataProto
 from verl.utils import envs
@@ -14,24 +22,59 @@ from verl.utils.faults import fault_point
 from verl.utils.model import get_hf_auto_model_class
 from verl.utils.vision.multi_modal import concat_multi_modal_inputs
 from verl.utils.vision.positions import continued
-from verl.workers.rollout.base import BaseRollout, Bucket
-from verl.workers.rollout.batch import (
-    check_prompt_lengths,
-    eos_token_ids,
-    is_greedy,
+from verl.workers.rollout.base import (
+    BaseRollout,
+    Bucket,
     padded_token_ids,
+    preserved_random_state,
     prompt_token_ids,
-    sampling_seeds_of,
     sampling_values,
 )
 from verl.workers.rollout.checksum import tensor_checksum
-from verl.workers.rollout.random_state import preserved_random_state
-from verl.workers.rollout.sampling import Sampler
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from verl.workers.config import HFModelConfig, RolloutConfig
+
+
+class Sampler:
+    """Draw one token per row and call.
+
+    Args: ``values`` holds ``temperature`` (0 is greedy), ``top_p``, ``top_k`` (0 or -1 is off) and
+    ``repetition_penalty``; the draws of a row depend only on its seed and its logits.
+    """
+
+    def __init__(self, values: dict[str, float], seeds: Sequence[int], device: torch.device) -> None:
+        self._is_greedy = values["temperature"] == 0
+        self._processors: list[LogitsProcessor] = []
+        if values["repetition_penalty"] != 1:
+            self._processors.append(RepetitionPenaltyLogitsProcessor(float(values["repetition_penalty"])))
+        if not self._is_greedy:
+            self._processors.append(TemperatureLogitsWarper(float(values["temperature"])))
+            if values["top_k"] > 0:
+                self._processors.append(TopKLogitsWarper(int(values["top_k"])))
+            if values["top_p"] < 1:
+                self._processors.append(TopPLogitsWarper(values["top_p"]))
+        self._generators = [torch.Generator(device=device).manual_seed(seed) for seed in seeds]
+
+    def __call__(self, logits: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+        """Return tokens (B,) and their log-probabilities (B,) under the sampled distribution.
+
+        Args: logits are (B, V) float32; ``seen`` (B, T) are the tokens so far.
+        """
+        for process in self._processors:
+            logits = process(seen, logits)
+        log_probs = logits.log_softmax(dim=-1)
+        token = logits.argmax(dim=-1) if self._is_greedy else self._draw(log_probs)
+        return token, log_probs.gather(-1, token[:, None])[:, 0]
+
+    def _draw(self, log_probs: Tensor) -> Tensor:
+        """Sample by the exponential race: the arg max of p / Exp(1) has distribution p."""
+        noise = torch.empty_like(log_probs)
+        for row, generator in zip(noise, self._generators, strict=True):
+            row.exponential_(generator=generator)
+        return (log_probs - noise.log()).argmax(dim=-1)
 
 
 class HFRollout(BaseRollout):
@@ -70,11 +113,10 @@ class HFRollout(BaseRollout):
         token_ids = prompt_token_ids(prompts) if media is None else padded_token_ids(prompts)
         assert prompts.batch is not None
         positions = prompts.batch["position_ids"]
-        check_prompt_lengths(prompts, token_ids, self.config.context_length, self.config.response_length)
-        greedy = is_greedy(prompts, self.config)
-        seeds = [0] * len(prompts) if greedy else sampling_seeds_of(prompts)
+        self._check_prompt_lengths(prompts, token_ids, self.config.context_length)
+        seeds = self._sampling_seeds(prompts) or [0] * len(prompts)
         values = sampling_values(prompts, self.config)
-        eos = [] if self.config.ignore_eos else eos_token_ids(prompts.meta_info.get("eos_token_id"))
+        eos = self._end_tokens(prompts)
         was_training = self.module.training
         self.module.eval()
         responses: list[list[int]] = []
@@ -120,7 +162,7 @@ class HFRollout(BaseRollout):
         else:  # (C, B, P)
             position = continued(positions.transpose(0, 1), 1).transpose(0, 1)
         cache = None
-        seen = ids.masked_fill(mask == 0, -1)
+        seen = torch.where(mask == 0, ids[:, -1:], ids)  # padding repeats a token that the row has anyway
         running = torch.ones(len(ids), dtype=torch.bool, device=self._device)
         tokens: list[Tensor] = []
         scores: list[Tensor] = []

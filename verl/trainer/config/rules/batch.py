@@ -15,7 +15,7 @@ from verl.workers.config import (
     McoreEngineConfig,
     RefConfig,
 )
-from verl.workers.config.actor import micro_batch_rules, mini_batch_rules, packing_rules
+from verl.workers.config.actor_critic import micro_batch_rules, mini_batch_rules, packing_rules
 
 ACTOR = "actor_rollout_ref.actor"
 REF = "actor_rollout_ref.ref"

@@ -1,5 +1,3 @@
 """Established path of ``MegatronRewardModel``."""
 
-from verl.workers.roles.given_modules import MegatronRewardModel
-
-__all__ = ["MegatronRewardModel"]
+from verl.workers.roles.given_modules import MegatronRewardModel as MegatronRewardModel

@@ -1,5 +1,3 @@
 """The vLLM rollout."""
 
-from verl.workers.rollout.vllm_rollout.vllm_rollout import vLLMRollout
-
-__all__ = ["vLLMRollout"]
+from verl.workers.rollout.vllm_rollout.vllm_rollout import vLLMRollout as vLLMRollout

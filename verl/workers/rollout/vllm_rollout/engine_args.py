@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 _NODE = "actor_rollout_ref.rollout"
 _CPU_BLOCK_TOKENS = 32
 """The smallest size that vLLM's CPU attention takes: it wastes less of a block, and caches shorter prefixes."""
-_MAX_TEMPERATURE = 2.0
 
 
 class ContextLengthError(ValueError, AssertionError):
@@ -33,9 +32,12 @@ def build_engine_args(config: "RolloutConfig", model_config: "HFModelConfig") ->
     """
     on_cpu = get_device_name() == "cpu"
     max_model_len = check_context(config, model_config.hf_config)
-    check_batched_tokens(config, max_model_len)
+    if not config.enable_chunked_prefill and config.max_num_batched_tokens < max_model_len:
+        raise ValueError(
+            f"{_NODE}.max_num_batched_tokens={config.max_num_batched_tokens} is below the context {max_model_len} and "
+            f"enable_chunked_prefill=false: write at least {max_model_len}, or enable chunked prefill"
+        )
     check_parallel_sizes(config)
-    check_temperature(config)
     args: dict[str, Any] = {
         "model": model_config.local_path,
         "hf_config_path": _if_other(model_config.local_hf_config_path, model_config.local_path),
@@ -95,22 +97,6 @@ def check_context(config: "RolloutConfig", hf_config: "PreTrainedConfig") -> int
             "actor_rollout_ref.model.override_config.rope_scaling"
         )
     return int(length)
-
-
-def check_batched_tokens(config: "RolloutConfig", max_model_len: int) -> None:
-    """Raise ValueError if a whole prompt must fit into one scheduler step and does not."""
-    if not config.enable_chunked_prefill and config.max_num_batched_tokens < max_model_len:
-        raise ValueError(
-            f"{_NODE}.max_num_batched_tokens={config.max_num_batched_tokens} is below the context {max_model_len} and "
-            f"enable_chunked_prefill=false: write at least {max_model_len}, or enable chunked prefill"
-        )
-
-
-def check_temperature(config: "RolloutConfig") -> None:
-    """Raise ValueError for a temperature that vLLM would reject at the first request."""
-    for key, value in (("temperature", config.temperature), ("val_kwargs.temperature", config.val_kwargs.temperature)):
-        if value > _MAX_TEMPERATURE:
-            raise ValueError(f"{_NODE}.{key}={value}: vLLM samples at {_MAX_TEMPERATURE} at most")
 
 
 def check_parallel_sizes(config: "RolloutConfig") -> None:

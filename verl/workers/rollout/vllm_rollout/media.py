@@ -78,9 +78,16 @@ def use_training_positions(model: nn.Module, hf_config: "PreTrainedConfig") -> N
 
     After a video, vLLM starts the text behind the last frame, transformers behind the longer side of a frame.
     """
-    rope = _rope_of(hf_config)
-    if rope is None or not hasattr(model, "get_mrope_input_positions"):
+    if hf_config.model_type not in _FAMILIES or not hasattr(model, "get_mrope_input_positions"):
         return
+    vision = hf_config.vision_config
+    rope = VisionRope(
+        image_token_id=hf_config.image_token_id,
+        video_token_id=hf_config.video_token_id,
+        merge_size=vision.spatial_merge_size,
+        tokens_per_second=vision.tokens_per_second if hf_config.model_type == "qwen2_5_vl" else None,
+        frames_apart=hf_config.model_type.startswith("qwen3_vl"),
+    )
 
     def positions(input_tokens: list[int], mm_features: Sequence[Any], **unused: Any) -> tuple[torch.Tensor, int]:
         ordered = sorted(mm_features, key=lambda feature: feature.mm_position.offset)
@@ -95,16 +102,3 @@ def use_training_positions(model: nn.Module, hf_config: "PreTrainedConfig") -> N
         return found, int(found[:, -1].max()) + 1 - len(input_tokens)
 
     model.get_mrope_input_positions = positions  # type: ignore[assignment]
-
-
-def _rope_of(hf_config: "PreTrainedConfig") -> VisionRope | None:
-    if hf_config.model_type not in _FAMILIES:
-        return None
-    vision = hf_config.vision_config
-    return VisionRope(
-        image_token_id=hf_config.image_token_id,
-        video_token_id=hf_config.video_token_id,
-        merge_size=vision.spatial_merge_size,
-        tokens_per_second=vision.tokens_per_second if hf_config.model_type == "qwen2_5_vl" else None,
-        frames_apart=hf_config.model_type.startswith("qwen3_vl"),
-    )

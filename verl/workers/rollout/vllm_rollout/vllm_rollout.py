@@ -15,16 +15,7 @@ from verl.utils import envs
 from verl.utils.device import get_device_name
 from verl.utils.faults import fault_point
 from verl.utils.vllm import import_vllm, patch
-from verl.workers.rollout.base import BaseRollout, Bucket
-from verl.workers.rollout.batch import (
-    check_prompt_lengths,
-    eos_token_ids,
-    is_greedy,
-    prompt_token_ids,
-    sampling_seeds_of,
-    sampling_values,
-)
-from verl.workers.rollout.random_state import preserved_random_state
+from verl.workers.rollout.base import BaseRollout, Bucket, preserved_random_state, prompt_token_ids, sampling_values
 from verl.workers.rollout.vllm_rollout.engine_args import build_engine_args
 from verl.workers.rollout.vllm_rollout.media import Request, check_expansion, requests_of, use_training_positions
 from verl.workers.rollout.vllm_rollout.weights import EngineWeights
@@ -82,9 +73,8 @@ class vLLMRollout(BaseRollout):
         """
         self._check_usable()
         token_ids = prompt_token_ids(prompts)
-        check_prompt_lengths(prompts, token_ids, self._llm.model_config.max_model_len, self.config.response_length)
-        eos = eos_token_ids(prompts.meta_info.get("eos_token_id"))
-        params = self._sampling_params(prompts, eos)
+        self._check_prompt_lengths(prompts, token_ids, self._llm.model_config.max_model_len)
+        params = self._sampling_params(prompts)
         requests = requests_of(prompts, token_ids)
         started = time.perf_counter()
         with preserved_random_state():
@@ -97,19 +87,17 @@ class vLLMRollout(BaseRollout):
         truncated = sum(output.finish_reason == "length" for output in outputs)
         return self._finished(prompts, responses, log_probs, elapsed, truncated)
 
-    def _sampling_params(self, prompts: DataProto, eos: list[int]) -> "list[SamplingParams]":
+    def _sampling_params(self, prompts: DataProto) -> "list[SamplingParams]":
         from vllm import SamplingParams
 
         values = sampling_values(prompts, self.config)
         values["top_k"] = max(0, int(values["top_k"]))
-        seeds: Sequence[int | None] = [None] * len(prompts)
-        if not is_greedy(prompts, self.config):
-            seeds = sampling_seeds_of(prompts)
+        seeds: Sequence[int | None] = self._sampling_seeds(prompts) or [None] * len(prompts)
         common: dict[str, Any] = {
             "n": 1,
             "max_tokens": self.config.response_length,
             "ignore_eos": True,  # the batch gives eos_token_id; the model's folder must not
-            "stop_token_ids": [] if self.config.ignore_eos else eos,
+            "stop_token_ids": self._end_tokens(prompts),
             "detokenize": False,
             "logprobs": 0 if self.config.calculate_log_probs else None,
             "flat_logprobs": True,
@@ -135,7 +123,7 @@ class vLLMRollout(BaseRollout):
                 if not entered:
                     fault_point("generate", rank=envs.integer("RANK", 0), step=step)
                     entered = True
-        except BaseException:
+        except BaseException:  # an interrupt too: the next batch must not meet these requests
             engine.abort_request(order, internal=True)
             raise
         finally:

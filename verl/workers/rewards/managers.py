@@ -1,0 +1,329 @@
+"""Reward managers: the base class, the registry, and the managers ``naive``, ``dapo``, ``batch`` and ``prime``."""
+
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from verl.utils.process_pool import DeadlineExceeded, DeadlinePool, ScorerFailed
+from verl.utils.reward_score import default_compute_score
+from verl.utils.time_limit import TimeLimitExceeded, time_limit
+from verl.workers.rewards import scoring
+from verl.workers.rewards.scoring import RawScore, RawScorer, RewardOutput, Sample, Score, ScoringLimits
+from verl.workers.rewards.signature import SCORER_CALLS, ScorerCall
+
+if TYPE_CHECKING:
+    from verl.protocol import DataProto
+
+
+class AbstractRewardManager:
+    """Score a batch of prompts and responses; a subclass defines ``score``, or all of ``__call__``.
+
+    Args:
+        tokenizer: decodes prompts and responses.
+        num_examine: number of samples of each data source to log per batch.
+        compute_score: the scorer; ``scorer_call`` says how the manager calls it.
+        reward_fn_key: column that holds the data source.
+
+    Raises: TypeError for a subclass that defines neither method, ValueError for unknown arguments.
+    """
+
+    limits = ScoringLimits()
+    """Time limits and the treatment of failures; ``load_reward_manager`` sets those of the configuration."""
+    scorer_call: ClassVar[ScorerCall] = SCORER_CALLS["naive"]
+    writes_acc: ClassVar[bool] = False
+    """Whether the scores go to ``batch["acc"]`` too."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        num_examine: int,
+        compute_score: RawScorer | None = None,
+        reward_fn_key: str = "data_source",
+        **kwargs: Any,
+    ) -> None:
+        cls = type(self)
+        if cls.score is AbstractRewardManager.score and cls.__call__ is AbstractRewardManager.__call__:
+            raise TypeError(
+                f"the reward manager {cls.__name__} must define score(samples), or __call__(data, return_dict)"
+            )
+        if kwargs:
+            raise ValueError(f"reward_model.reward_kwargs holds {sorted(kwargs)}, which {cls.__name__} does not take")
+        self.tokenizer = tokenizer
+        self.num_examine = num_examine
+        self.compute_score: RawScorer = default_compute_score if compute_score is None else compute_score
+        self.reward_fn_key = reward_fn_key
+        self._has_shown_a_failure = False
+        self._known_extras: scoring.Extras = {}  # name -> its value for a response that could not be scored
+
+    def __call__(self, data: "DataProto", return_dict: bool = False) -> RewardOutput:
+        """Score ``data``; a batch that already holds ``rm_scores`` keeps them.
+
+        Returns: scores (B, R), zero except at the last valid token of each response; or, with ``return_dict``, a dict
+            of them as ``reward_tensor`` and of the scorer's extras as ``reward_extra_info``, a dict of lists of length
+            B.
+        """
+        given = scoring.given_scores(data, return_dict)
+        if given is not None:
+            return given
+        samples, scores = self._samples_and_scores(data)
+        scoring.log_samples(samples, scores, self.num_examine)
+        assert data.batch is not None
+        if self.writes_acc:
+            values = [score.value for score in scores]
+            data.batch["acc"] = torch.tensor(values, dtype=torch.float32, device=data.batch["prompts"].device)
+        reward = scoring.place_scores(self.rewards(samples, scores), samples, data.batch["responses"])
+        if not return_dict:
+            return reward
+        return {"reward_tensor": reward, "reward_extra_info": scoring.gather_extras(scores, self._known_extras)}
+
+    def verify(self, data: "DataProto") -> list[float]:
+        """Return the score of each response."""
+        return [score.value for score in self._samples_and_scores(data)[1]]
+
+    def score(self, samples: list[Sample]) -> list[Score]:
+        """Score samples; a sample that cannot be scored gets a ``failure``."""
+        raise NotImplementedError
+
+    def rewards(self, samples: list[Sample], scores: list[Score]) -> list[float]:
+        """Return the values of the tensor; may add extras to the scores."""
+        return [score.value for score in scores]
+
+    def _samples_and_scores(self, data: "DataProto") -> tuple[list[Sample], list[Score]]:
+        """Return the samples of a batch and their scores, and log failures."""
+        samples = scoring.read_samples(data, self.tokenizer, self.reward_fn_key)
+        scores = self.score(samples)
+        in_full = not self._has_shown_a_failure
+        self._has_shown_a_failure |= scoring.report_failures(samples, scores, self.limits, in_full)
+        return samples, scores
+
+
+# Registry
+
+Manager = TypeVar("Manager", bound=type[AbstractRewardManager])
+
+REWARD_MANAGER_REGISTRY: dict[str, type[AbstractRewardManager]] = {}
+
+
+def register(name: str) -> Callable[[Manager], Manager]:
+    """Register the decorated class under ``name``.
+
+    Raises: ValueError when another class has that name.
+    """
+
+    def enter(cls: Manager) -> Manager:
+        known = REWARD_MANAGER_REGISTRY.get(name)
+        if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise ValueError(f"reward manager {name!r} is already {known.__module__}.{known.__qualname__}")
+        REWARD_MANAGER_REGISTRY[name] = cls
+        return cls
+
+    return enter
+
+
+def get_reward_manager_cls(name: str) -> type[AbstractRewardManager]:
+    """Return the registered class of that name.
+
+    Raises: ValueError for an unknown name.
+    """
+    if name not in REWARD_MANAGER_REGISTRY:
+        raise ValueError(f"reward_model.reward_manager={name!r} is not one of {sorted(REWARD_MANAGER_REGISTRY)}")
+    return REWARD_MANAGER_REGISTRY[name]
+
+
+# Managers
+
+
+@register("naive")
+class NaiveRewardManager(AbstractRewardManager):
+    """Call ``compute_score(data_source=, solution_str=, ground_truth=, extra_info=)`` for each response."""
+
+    def score(self, samples: list[Sample]) -> list[Score]:
+        """Score one sample after the other, within the limits for each and for all."""
+        end = time.monotonic() + self.limits.batch_timeout_s
+        return [self._score_within(sample, end - time.monotonic()) for sample in samples]
+
+    def _score_within(self, sample: Sample, left_s: float) -> Score:
+        if left_s <= 0:
+            return scoring.timed_out(sample, self.limits, of_batch=True)
+        try:
+            with time_limit(min(self.limits.timeout_s, left_s)):
+                return scoring.settle(self._score(sample), sample, self.limits)
+        except TimeLimitExceeded:
+            return scoring.timed_out(sample, self.limits, left_s < self.limits.timeout_s, traceback.format_exc())
+        except (Exception, SystemExit) as error:  # user code may raise anything
+            return scoring.failed(sample, "raised", scoring.raised_text(error), self.limits, traceback.format_exc())
+
+    def _score(self, sample: Sample) -> RawScore:
+        return self.compute_score(
+            data_source=sample.data_source,
+            solution_str=sample.response,
+            ground_truth=sample.ground_truth,
+            extra_info=sample.extra_info,
+        )
+
+
+class OverlongBufferError(ValueError, AssertionError):
+    """The overlong buffer does not fit the response length."""
+
+
+@register("dapo")
+class DAPORewardManager(NaiveRewardManager):
+    """Score as ``naive`` does, record the score as ``acc``, and add the soft overlong punishment.
+
+    Source: DAPO (arXiv:2503.14476) section 3.4.
+
+    Args:
+        max_resp_len: the most tokens of a response.
+        overlong_buffer_cfg: ``enable``, ``len`` (tokens before the limit over which the penalty grows),
+            ``penalty_factor`` (the penalty at the limit), ``log`` (whether to return the penalty as an extra).
+
+    Raises: OverlongBufferError without ``max_resp_len``, or when an enabled buffer is longer than ``max_resp_len``.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        num_examine: int,
+        compute_score: RawScorer | None = None,
+        reward_fn_key: str = "data_source",
+        max_resp_len: int | None = None,
+        overlong_buffer_cfg: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(tokenizer, num_examine, compute_score, reward_fn_key)
+        self.overlong_buffer_cfg = overlong_buffer_cfg
+        self.max_resp_len = max_resp_len
+        self._punishes = overlong_buffer_cfg is not None and bool(overlong_buffer_cfg["enable"])
+        if overlong_buffer_cfg is not None:
+            if max_resp_len is None:
+                raise OverlongBufferError("max_resp_len must be given with overlong_buffer_cfg, got None")
+            if self._punishes and not 0 < overlong_buffer_cfg["len"] <= max_resp_len:
+                raise OverlongBufferError(
+                    f"overlong_buffer_cfg.len must be in [1, max_resp_len={max_resp_len}], "
+                    f"got {overlong_buffer_cfg['len']}"
+                )
+
+    def score(self, samples: list[Sample]) -> list[Score]:
+        """Score one sample after the other."""
+        scores = super().score(samples)
+        for score in scores:
+            score.extras.setdefault("acc", score.value if score.failure is None else 0.0)
+        return scores
+
+    def _score(self, sample: Sample) -> RawScore:
+        return super()._score(replace(sample, response=sample.response.removesuffix(self.tokenizer.eos_token or "")))
+
+    def rewards(self, samples: list[Sample], scores: list[Score]) -> list[float]:
+        """Add ``min(-(length - (max_resp_len - len)) / len * penalty_factor, 0)`` to each score."""
+        if not self._punishes:
+            return super().rewards(samples, scores)
+        assert self.overlong_buffer_cfg is not None and self.max_resp_len is not None
+        buffer = self.overlong_buffer_cfg["len"]
+        rewards = []
+        for sample, score in zip(samples, scores, strict=True):
+            exceeded = sample.length - (self.max_resp_len - buffer)
+            penalty = min(-exceeded / buffer * self.overlong_buffer_cfg["penalty_factor"], 0.0)
+            score.extras.setdefault("score", score.value)  # without the penalty, for the filter of DAPO
+            if self.overlong_buffer_cfg.get("log"):
+                score.extras |= {"overlong_reward": penalty, "overlong": penalty < 0}
+            rewards.append(score.value + penalty)
+        return rewards
+
+
+@register("batch")
+class BatchRewardManager(AbstractRewardManager):
+    """Call ``compute_score(data_sources=, solution_strs=, ground_truths=, extra_infos=, **reward_kwargs)`` once.
+
+    It writes the scores to ``batch["acc"]`` too.
+    """
+
+    scorer_call = SCORER_CALLS["batch"]
+    writes_acc = True
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        num_examine: int,
+        compute_score: RawScorer | None = None,
+        reward_fn_key: str = "data_source",
+        **reward_kwargs: Any,
+    ) -> None:
+        if compute_score is None:
+            raise ValueError(
+                "reward_model.reward_manager=batch scores whole batches, which no built-in scorer does: set "
+                "custom_reward_function.path to a file with compute_score(data_sources, solution_strs, ground_truths, "
+                "extra_infos)"
+            )
+        super().__init__(tokenizer, num_examine, compute_score, reward_fn_key)
+        self.reward_kwargs = reward_kwargs
+
+    def score(self, samples: list[Sample]) -> list[Score]:
+        """Score all samples; if the call fails, all of them fail."""
+
+        def all_failed(kind: str, text: str, trace: str = "") -> list[Score]:
+            return [scoring.failed(sample, kind, text, self.limits, trace) for sample in samples]
+
+        try:
+            with time_limit(self.limits.batch_timeout_s):
+                results = self.compute_score(
+                    data_sources=[sample.data_source for sample in samples],
+                    solution_strs=[sample.response for sample in samples],
+                    ground_truths=[sample.ground_truth for sample in samples],
+                    extra_infos=[sample.extra_info for sample in samples],
+                    **self.reward_kwargs,
+                )
+        except TimeLimitExceeded:
+            trace = traceback.format_exc()
+            return [scoring.timed_out(sample, self.limits, of_batch=True, trace=trace) for sample in samples]
+        except (Exception, SystemExit) as error:  # user code may raise anything
+            return all_failed("raised", scoring.raised_text(error), traceback.format_exc())
+        count = len(results) if hasattr(results, "__len__") and not isinstance(results, str | dict) else None
+        if count != len(samples):
+            got = type(results).__name__ if count is None else f"{count} scores"
+            return all_failed("invalid", f"the scorer must return {len(samples)} scores, it returned {got}")
+        return [scoring.settle(result, sample, self.limits) for result, sample in zip(results, samples, strict=True)]
+
+
+@register("prime")
+class PrimeRewardManager(AbstractRewardManager):
+    """Call ``compute_score(data_source, completion, ground_truth, extra_info)`` in parallel processes.
+
+    It kills a process whose call exceeds the time limit, along with the children of the process. It writes the scores
+    to ``batch["acc"]`` too, and drops the extras of the scorer.
+
+    Args:
+        num_processes: the most processes at once; a machine with few cores uses fewer.
+    """
+
+    scorer_call = SCORER_CALLS["prime"]
+    writes_acc = True
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        num_examine: int,
+        compute_score: RawScorer | None = None,
+        reward_fn_key: str = "data_source",
+        num_processes: int = 64,
+    ) -> None:
+        super().__init__(tokenizer, num_examine, compute_score, reward_fn_key)
+        self.pool = DeadlinePool(self.compute_score, num_processes)
+
+    def score(self, samples: list[Sample]) -> list[Score]:
+        """Score the samples in parallel."""
+        calls = [(s.data_source, s.response, s.ground_truth, s.extra_info) for s in samples]
+        results = self.pool.map(calls, self.limits.timeout_s, self.limits.batch_timeout_s)
+        return [self._score(result, sample) for result, sample in zip(results, samples, strict=True)]
+
+    def _score(self, result: RawScore | ScorerFailed | DeadlineExceeded, sample: Sample) -> Score:
+        if isinstance(result, ScorerFailed):
+            return scoring.failed(sample, "raised", f"the scorer raised {result.error}", self.limits, result.trace)
+        if isinstance(result, DeadlineExceeded):
+            return scoring.timed_out(sample, self.limits, result.of_batch)
+        score = scoring.settle(result, sample, self.limits)
+        score.extras = {}
+        return score
