@@ -98,7 +98,7 @@ class ServerConfig(BaseConfig):
 
 @dataclass
 class LogProbConfig(BaseConfig):
-    """How the workers cut a batch whose log-probs they compute, with the actor or with the reference."""
+    """Batch sizes of the passes that compute log-probs, with the actor or with the reference."""
 
     log_prob_micro_batch_size: int | None = setting(None, "deprecated: sequences over all workers", at_least=1)
     log_prob_micro_batch_size_per_gpu: int | None = setting(None, "sequences of a pass of one worker", at_least=1)

@@ -1,4 +1,4 @@
-"""What generation engines share: their contract, and the way from a batch of prompts to a batch of responses."""
+"""The contract of generation engines, and the steps that they share from a batch of prompts to one of responses."""
 
 import importlib
 from abc import ABC, abstractmethod
