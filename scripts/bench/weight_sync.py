@@ -118,7 +118,7 @@ def run_rank(rank: int, world: int, tensor_parallel: int, folder: Path, bucket_m
     manager.bucket_bytes = bucket_mib * MIB
     lines = []
     for _ in range(syncs):
-        engine._version += 1
+        engine.weights_version += 1
         dist.barrier()
         before = resident()
         reset_peak()
@@ -135,7 +135,7 @@ def run_rank(rank: int, world: int, tensor_parallel: int, folder: Path, bucket_m
                 "seconds": round(manager.last_sync["seconds"], 2),
             }
         )
-    engine._version += 1
+    engine.weights_version += 1
     with allocations() as found, manager:
         pass
     lines.append(found)

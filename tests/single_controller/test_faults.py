@@ -19,7 +19,7 @@ from ray.util.placement_group import remove_placement_group
 
 from tests.single_controller.workers import BrokenWorker, FaultyWorker
 from verl import DataProto
-from verl.single_controller.base import WorkerDiedError, WorkerTimeoutError, phase
+from verl.single_controller.base.errors import WorkerDiedError, WorkerTimeoutError, phase
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -91,8 +91,12 @@ def test_killed_worker_ends_the_group(method: str, make_group: Callable[..., Ray
     assert time.monotonic() - started < 20
     thread.join()
     error = caught.value
-    assert (error.rank, error.method, error.phase, error.step) == (1, method, "update_actor", 3)
-    assert (error.group, error.role, error.actor_name) == ("faulty_pool", "FaultyWorker", group.worker_names[1])
+    assert (error.rank, error.site.method, error.site.phase, error.site.step) == (1, method, "update_actor", 3)
+    assert (error.site.group, error.site.role, error.actor_name) == (
+        "faulty_pool",
+        "FaultyWorker",
+        group.worker_names[1],
+    )
     first_line = str(error).splitlines()[0]
     for part in ("rank 1", "faulty_pool", group.worker_names[1], method, "FaultyWorker", "update_actor", "step 3"):
         assert part in first_line

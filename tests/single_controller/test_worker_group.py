@@ -16,8 +16,8 @@ from ray.util.placement_group import remove_placement_group
 from tests.single_controller.workers import AsyncWorker, EchoWorker, times_rank
 from verl import DataProto
 from verl.protocol import DataProtoFuture
-from verl.single_controller.base import PlacementError, WorkerTaskError, phase
 from verl.single_controller.base.decorator import DispatchError
+from verl.single_controller.base.errors import PlacementError, WorkerTaskError, phase
 from verl.single_controller.ray import (
     RayClassWithInitArgs,
     RayResourcePool,

@@ -16,7 +16,7 @@ from verl.utils.checkpoint.fsdp_checkpoint_manager import part_name
 from verl.utils.fsdp_utils import parameters_on_meta
 from verl.utils.model import get_hf_auto_model_class, get_value_model_class
 from verl.workers.engine.fsdp.adapters import ADAPTER_FOLDER, base_name, is_adapter
-from verl.workers.engine.fsdp.weights import checkpoint_names
+from verl.workers.engine.fsdp.build import checkpoint_names
 from verl.workers.engine.weights import HEAD
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from ray.util.placement_group import remove_placement_group
 from tqdm import tqdm
 
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
-from verl.single_controller.base.phase import phase
+from verl.single_controller.base.errors import phase
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.utils.dataset.files import ColumnCheck, DataError, localize, read_parquet
 from verl.utils.dataset.rl_dataset import truncate

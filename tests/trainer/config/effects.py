@@ -99,8 +99,8 @@ READERS = [
     Reader((ACTOR, REF), "entropy_from_logits_with_chunking", "workers/roles/base.py", LOOP, UNCHANGED),
     Reader((ACTOR, REF, "critic"), "ulysses_sequence_parallel_size", "workers/roles/base.py", LOOP, UNCHANGED),
     # actor and critic: optimizer and checkpoint
-    Reader(OPTIMIZERS, "lr weight_decay betas", "workers/engine/fsdp/optim.py", "config", ENGINE + "test_engine_contract.py::test_equals_plain_transformers"),
-    Reader(OPTIMIZERS, "lr_warmup_steps_ratio lr_warmup_steps min_lr_ratio num_cycles lr_scheduler_type", "workers/engine/fsdp/optim.py", "config", ENGINE + "test_fsdp_engine.py::test_schedules"),
+    Reader(OPTIMIZERS, "lr weight_decay betas", "workers/engine/fsdp/engine.py", "config", ENGINE + "test_engine_contract.py::test_equals_plain_transformers"),
+    Reader(OPTIMIZERS, "lr_warmup_steps_ratio lr_warmup_steps min_lr_ratio num_cycles lr_scheduler_type", "workers/engine/fsdp/engine.py", "config", ENGINE + "test_fsdp_engine.py::test_schedules"),
     Reader(OPTIMIZERS, "clip_grad", "workers/engine/base.py", "self.optimizer_config", DATACLASSES + "test_the_changed_gradient_limit_counts"),
     Reader(OPTIMIZERS, "warmup_style", "workers/config/optimizer.py", "self", DATACLASSES + "test_deprecated_spellings_are_carried_over"),
     Reader(ACTOR, "grad_clip", "workers/config/actor_critic.py", "self", DATACLASSES + "test_the_changed_gradient_limit_counts"),

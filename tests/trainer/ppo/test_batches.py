@@ -8,7 +8,7 @@ import torch
 from omegaconf import OmegaConf
 
 from verl.protocol import DataProto
-from verl.single_controller.base import PlacementError
+from verl.single_controller.base.errors import PlacementError
 from verl.trainer.ppo import resources
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer, apply_kl_penalty, compute_advantage, compute_response_mask
 from verl.trainer.ppo.resources import ResourcePoolManager

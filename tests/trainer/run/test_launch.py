@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from verl.base_config import ConfigError, Violation
 from verl.single_controller.base.errors import CallSite
-from verl.single_controller.ray.waiting import Failure, Seat, explain
+from verl.single_controller.ray.worker_group import Seat, explain
 from verl.trainer import preflight
 from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo.metric_utils import describe_step
@@ -149,7 +149,8 @@ def test_what_the_constructor_of_a_worker_raised_is_told():
         CallSite("pool", "actor", "init_model"),
         [Seat(0, "worker_0", None)],
         [None],
-        Failure(0, launch.ray.exceptions.ActorDiedError(cause)),
+        0,
+        launch.ray.exceptions.ActorDiedError(cause),
     )
     lines = launch.describe(error).splitlines()
     assert "rank 0" in lines[0] and lines[0].endswith("ConfigError: 2 problems:")

@@ -18,8 +18,7 @@ from verl.utils.fsdp_utils import full_tensor
 from verl.utils.numerics.seeding import sampling_seeds
 from verl.workers.config import FSDPActorConfig, FSDPCriticConfig, PolicyLossConfig
 from verl.workers.engine import BaseEngine
-from verl.workers.roles.losses import SELECTION, ppo_loss, value_loss
-from verl.workers.roles.selection import select_tokens
+from verl.workers.roles.losses import SELECTION, ppo_loss, select_tokens, value_loss
 
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 LOSSES = tuple(POLICY_LOSS_REGISTRY)

@@ -185,7 +185,7 @@ def model_of(world: int, layout: str) -> str:
 
 def under_checkpoint_names(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Rename and cut what transformers holds in memory as ``save_pretrained`` does."""
-    from verl.workers.engine.fsdp.weights import checkpoint_names
+    from verl.workers.engine.fsdp.build import checkpoint_names
 
     return dict(checkpoint_names(model, iter(tensors.items())))
 

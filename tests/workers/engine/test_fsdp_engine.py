@@ -17,7 +17,7 @@ from verl.utils import activation_offload
 from verl.utils.checkpoint import verify_checkpoint
 from verl.workers.config import FSDPOptimizerConfig
 from verl.workers.engine import BaseEngine
-from verl.workers.engine.fsdp.optim import build_scheduler
+from verl.workers.engine.fsdp.engine import build_scheduler
 
 CUT = cases.MICRO[4]
 

@@ -117,7 +117,7 @@ def test_masks_of_heads_come_from_the_state_of_their_tensor_parallel_rank(folder
     results = []
     for settings in ({}, FULL):
         engine = megatron_cases.build(folder, settings, model=model)
-        layout._seed(42)
+        layout._seed(42, engine.layout)
         shared, own = torch.get_rng_state(), get_cuda_rng_tracker().get_states()["model-parallel-rng"]
         results.append(step(engine))
         assert torch.equal(torch.get_rng_state(), shared)

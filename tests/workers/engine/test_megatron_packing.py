@@ -4,18 +4,17 @@ import pytest
 import torch
 
 from tests.workers.engine import cases
-from verl.workers.engine.micro_batch import pack_rows
+from verl.protocol import DataProto
+from verl.workers.engine.passes import pack_rows
 
 pytest.importorskip("megatron.core", reason="the extra mcore is not installed")
 
 
 @pytest.mark.parametrize(("cp_size", "tp_multiple"), [(1, 1), (1, 2), (2, 1), (2, 2), (3, 2)])
 def test_every_position_is_held_once(cp_size: int, tp_multiple: int) -> None:
-    from verl.workers.engine.megatron.packing import share_of
+    from verl.workers.engine.megatron.forward import share_of
 
-    batch = cases.tensors()
-    names = ("input_ids", "attention_mask", "position_ids", "response_mask")
-    packed = pack_rows(*(batch[name] for name in names))
+    packed = pack_rows(DataProto.from_dict(cases.tensors()))
     shares = [share_of(packed, cp_size, rank, tp_multiple) for rank in range(cp_size)]
     targets = torch.cat([share.target for share in shares])
     assert sorted(targets.tolist()) == sorted(packed.target.tolist())
@@ -30,11 +29,12 @@ def test_every_position_is_held_once(cp_size: int, tp_multiple: int) -> None:
 
 def test_zigzag_of_one_sequence() -> None:
     """Rank 0 of 2 holds the first and the last quarter of an aligned sequence, rank 1 what is between."""
-    from verl.workers.engine.megatron.packing import share_of
+    from verl.workers.engine.megatron.forward import share_of
 
     ids = torch.arange(10, 17).unsqueeze(0)
     ones, asked = torch.ones_like(ids), torch.zeros(1, 3, dtype=torch.long)
-    packed = pack_rows(ids, ones, ones.cumsum(-1) - 1, asked)
+    rows = {"input_ids": ids, "attention_mask": ones, "position_ids": ones.cumsum(-1) - 1, "response_mask": asked}
+    packed = pack_rows(DataProto.from_dict(rows))
     assert [share_of(packed, 2, rank, 1).input_ids[0].tolist() for rank in (0, 1)] == [
         [10, 11, 16, 0],
         [12, 13, 14, 15],

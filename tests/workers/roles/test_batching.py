@@ -3,7 +3,7 @@
 import pytest
 
 from verl.workers.config import FSDPActorConfig
-from verl.workers.engine.pass_spec import PassSpec
+from verl.workers.engine.passes import PassSpec
 from verl.workers.roles.batching import per_rank_micro_batch, per_rank_mini_batch, training_spec
 
 

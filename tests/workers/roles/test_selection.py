@@ -10,10 +10,9 @@ from verl.algos.policy_loss import token_keys
 from verl.protocol import DataProto
 from verl.utils.numerics.seeding import sampling_seeds
 from verl.workers.config import FSDPActorConfig, PolicyLossConfig
-from verl.workers.engine.pass_spec import PassSpec
+from verl.workers.engine.passes import PassSpec
 from verl.workers.roles.batching import OLD_LOG_PROBS_VERSION
-from verl.workers.roles.losses import SELECTION
-from verl.workers.roles.selection import row_seeds, select_tokens
+from verl.workers.roles.losses import SELECTION, row_seeds, select_tokens
 
 ROWS, WIDTH = 4, 6
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.workers.rollout import tiny
 from verl.workers.sharding_manager import build_sharding_manager
-from verl.workers.sharding_manager.bucket import Bucketer, Meter
+from verl.workers.sharding_manager.weight_sync import Bucketer, Meter
 
 
 @settings(max_examples=60, deadline=None)

@@ -1,6 +1,36 @@
-"""The errors of calls to a worker group."""
+"""The errors of calls to a worker group, and the phase of the driver that they name."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Phase(NamedTuple):
+    """The name of a phase and the step it belongs to."""
+
+    name: str | None = None
+    step: int | None = None
+
+
+_NO_PHASE = Phase()
+_current: ContextVar[Phase] = ContextVar("verl_phase", default=_NO_PHASE)
+
+
+@contextmanager
+def phase(name: str, step: int | None = None) -> Iterator[None]:
+    """Name the phase of a block; an inner phase without a step keeps the outer step."""
+    token = _current.set(Phase(name, _current.get().step if step is None else step))
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def current_phase() -> Phase:
+    """Return the innermost phase; its fields are None outside any phase."""
+    return _current.get()
 
 
 @dataclass(frozen=True)
@@ -19,28 +49,27 @@ class CallSite:
         return f"method {self.method}, role {self.role}, {where}{step}"
 
 
+@dataclass(eq=False, repr=False)
 class WorkerError(RuntimeError):
-    """A call to a worker group failed, and its actors have been ended."""
+    """A call to a worker group failed, and its actors have been ended.
 
+    ``rank`` is the first rank that failed, ``ranks`` are all of them.
+    """
+
+    site: CallSite
+    rank: int
+    actor_name: str
+    last_error: str
+    ranks: tuple[int, ...] = ()
     what = "failed"
 
-    def __init__(
-        self, site: CallSite, rank: int, actor_name: str, last_error: str, ranks: tuple[int, ...] = ()
-    ) -> None:
-        self.site = site
-        self.group = site.group
-        self.role = site.role
-        self.method = site.method
-        self.phase = site.phase
-        self.step = site.step
-        self.rank = rank
-        self.ranks = ranks or (rank,)
-        self.actor_name = actor_name
-        self.last_error = last_error
-        names = f"rank {rank}" if len(self.ranks) == 1 else f"ranks {', '.join(map(str, self.ranks))}"
-        super().__init__(
-            f"worker {names} of group {site.group!r} (actor {actor_name!r}) {self.what}: {site}: {last_error}"
-        )
+    def __post_init__(self) -> None:
+        self.ranks = self.ranks or (self.rank,)
+
+    def __str__(self) -> str:
+        names = f"rank {self.rank}" if len(self.ranks) == 1 else f"ranks {', '.join(map(str, self.ranks))}"
+        actor = f"worker {names} of group {self.site.group!r} (actor {self.actor_name!r})"
+        return f"{actor} {self.what}: {self.site}: {self.last_error}"
 
     def __reduce__(self) -> tuple[type["WorkerError"], tuple[CallSite, int, str, str, tuple[int, ...]]]:
         return type(self), (self.site, self.rank, self.actor_name, self.last_error, self.ranks)

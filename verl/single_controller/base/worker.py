@@ -1,16 +1,19 @@
 """The worker: the process that a role runs in."""
 
 from collections.abc import Callable
-from typing import Concatenate, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
 from verl.single_controller.base.decorator import Dispatch, Execute, register
-from verl.single_controller.base.layout import DistGlobalInfo as DistGlobalInfo
-from verl.single_controller.base.layout import DistRankInfo as DistRankInfo
+from verl.single_controller.base.decorator import DistGlobalInfo as DistGlobalInfo
+from verl.single_controller.base.decorator import DistRankInfo as DistRankInfo
 from verl.utils import envs
 from verl.utils.device import get_visible_devices_keyword
 from verl.utils.import_utils import deprecated
 from verl.utils.net_utils import get_free_port
 from verl.utils.ray_utils import ray_noset_visible_devices
+
+if TYPE_CHECKING:
+    from verl.utils.profiler.profile import DistProfiler, RoleProfilers
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -88,27 +91,21 @@ class Worker(WorkerHelper):
         hip = envs.read("HIP_VISIBLE_DEVICES")
         cuda = envs.read("CUDA_VISIBLE_DEVICES")
         rocr = envs.read("ROCR_VISIBLE_DEVICES")
-        if hip:
-            if cuda and hip != cuda:
-                raise ValueError(
-                    f"HIP_VISIBLE_DEVICES={hip!r} and CUDA_VISIBLE_DEVICES={cuda!r} disagree: set one of them"
-                )
-            envs.remove("HIP_VISIBLE_DEVICES")
-            envs.write({"CUDA_VISIBLE_DEVICES": hip})
-            cuda = hip
-        if rocr:
-            if cuda:
-                raise ValueError(
-                    "ROCR_VISIBLE_DEVICES is set next to CUDA_VISIBLE_DEVICES or HIP_VISIBLE_DEVICES: unset one"
-                )
-            envs.remove("ROCR_VISIBLE_DEVICES")
-            envs.write({"CUDA_VISIBLE_DEVICES": rocr})
+        if hip and cuda and hip != cuda:
+            raise ValueError(f"HIP_VISIBLE_DEVICES={hip!r} and CUDA_VISIBLE_DEVICES={cuda!r} disagree: set one of them")
+        if rocr and (hip or cuda):
+            raise ValueError(
+                "ROCR_VISIBLE_DEVICES is set next to CUDA_VISIBLE_DEVICES or HIP_VISIBLE_DEVICES: unset one"
+            )
+        for name, devices in (("HIP_VISIBLE_DEVICES", hip), ("ROCR_VISIBLE_DEVICES", rocr)):
+            if devices:
+                envs.remove(name)
+                envs.write({"CUDA_VISIBLE_DEVICES": devices})
         if ray_noset_visible_devices() and envs.read("WG_BACKEND") == "ray":
             self._take_local_rank_of_accelerator()
 
     def _take_local_rank_of_accelerator(self) -> None:
         import ray
-        import torch
 
         from verl.utils.device import get_device_name, get_torch_device
 
@@ -118,7 +115,7 @@ class Worker(WorkerHelper):
         mine = ids.get("NPU" if get_device_name() == "npu" else "GPU", [])
         if mine:
             envs.write({"LOCAL_RANK": mine[0]})
-            get_torch_device().set_device(torch.device(get_device_name(), int(mine[0])))
+            get_torch_device().set_device(int(mine[0]))
 
     # ---- mesh dispatch
 
@@ -160,3 +157,24 @@ class Worker(WorkerHelper):
     def execute_func_rank_zero(self, func: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call ``func(...)`` on rank zero."""
         return func(*args, **kwargs)
+
+
+class DistProfilerExtension:
+    """A mixin of workers; ``profiler`` is None if nothing is profiled."""
+
+    profiler: "DistProfiler | RoleProfilers | None" = None
+
+    def __init__(self, profiler: "DistProfiler | RoleProfilers | None" = None) -> None:
+        self.profiler = profiler
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def start_profile(self, **kwargs: Any) -> None:
+        """Begin a step; see ``DistProfiler.start``."""
+        if self.profiler is not None:
+            self.profiler.start(**kwargs)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def stop_profile(self) -> None:
+        """End the step and write the capture."""
+        if self.profiler is not None:
+            self.profiler.stop()

@@ -10,19 +10,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from verl.protocol import DataProto, DataProtoFuture
-from verl.single_controller.base.decorator import (
-    MAGIC_ATTR,
-    Dispatch,
-    MethodAttrs,
-    get_predefined_dispatch_fn,
-    get_predefined_execute_fn,
-)
-from verl.single_controller.base.layout import DispatchGroup
+from verl.single_controller.base import decorator
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 FuncGenerator = Callable[..., Callable[..., Any]]
+ALIVE_TIMEOUT_S = 300
 
 
 class ResourcePool:
@@ -85,18 +79,18 @@ def check_workers_alive(workers: Sequence[T], is_alive: Callable[[T], bool], gap
         time.sleep(gap_time)
 
 
-def registered_methods(cls: type) -> dict[str, MethodAttrs]:
+def registered_methods(cls: type) -> dict[str, decorator.MethodAttrs]:
     """Return the attributes of every method that ``register`` has marked, by name."""
-    found: dict[str, MethodAttrs] = {}
+    found: dict[str, decorator.MethodAttrs] = {}
     for name in dir(cls):
         method = getattr(cls, name, None)  # None: a descriptor that works on instances only
-        attrs: MethodAttrs | None = getattr(method, MAGIC_ATTR, None)
+        attrs: decorator.MethodAttrs | None = getattr(method, decorator.MAGIC_ATTR, None)
         if callable(method) and isinstance(attrs, dict):
             found[name] = attrs
     return found
 
 
-class WorkerGroup(DispatchGroup, ABC):
+class WorkerGroup(decorator.DispatchGroup, ABC):
     """Workers of one class; each of their registered methods becomes a method of the group.
 
     ``ended`` is true once the group has ended its workers.
@@ -112,34 +106,32 @@ class WorkerGroup(DispatchGroup, ABC):
         self._worker_names: list[str] = []
         self.master_address: str | None = None
         self.master_port: str | None = None
-        self._checker_thread: threading.Thread | None = None
 
     @abstractmethod
     def _is_worker_alive(self, worker: Any) -> bool:
         """Whether the process of a worker runs."""
 
-    def _block_until_all_workers_alive(self, timeout_s: float = 300) -> None:
-        deadline = time.monotonic() + timeout_s
+    def start_worker_aliveness_check(self, every_n_seconds: float = 1) -> None:
+        """Wait until all workers are alive, then start a thread that aborts this process when one dies.
+
+        Raises: TimeoutError when some are not alive within ``ALIVE_TIMEOUT_S``.
+        """
+        deadline = time.monotonic() + ALIVE_TIMEOUT_S
         while not all(self._is_worker_alive(worker) for worker in self._workers):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"not all {self.world_size} workers were alive within {timeout_s} s")
+                raise TimeoutError(f"not all {self.world_size} workers were alive within {ALIVE_TIMEOUT_S} s")
             time.sleep(0.1)
-
-    def start_worker_aliveness_check(self, every_n_seconds: float = 1) -> None:
-        """Wait until all workers are alive, then start a thread that aborts this process when one dies."""
-        self._block_until_all_workers_alive()
-        self._checker_thread = threading.Thread(
+        threading.Thread(
             target=check_workers_alive, args=(self._workers, self._is_worker_alive, every_n_seconds), daemon=True
-        )
-        self._checker_thread.start()
+        ).start()
 
     def _bind_worker_method(self, user_defined_cls: type, func_generator: FuncGenerator) -> list[str]:
         """Create one method per registered method of the class and return their names."""
         names = []
         for name, attrs in registered_methods(user_defined_cls).items():
             mode = attrs["dispatch_mode"]
-            fns = get_predefined_dispatch_fn(mode) if isinstance(mode, Dispatch) else mode
-            execute_fn = getattr(self, get_predefined_execute_fn(attrs["execute_mode"])["execute_fn_name"])
+            fns = decorator.get_predefined_dispatch_fn(mode) if isinstance(mode, decorator.Dispatch) else mode
+            execute_fn = getattr(self, decorator.get_predefined_execute_fn(attrs["execute_mode"])["execute_fn_name"])
             call = func_generator(self, name, **fns, execute_fn=execute_fn, blocking=attrs["blocking"])
             setattr(self, name, call)
             names.append(name)

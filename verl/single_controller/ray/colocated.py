@@ -50,23 +50,18 @@ def _forward(role: str, name: str, method: Callable[..., Any]) -> Callable[..., 
     return forward
 
 
-def _bind_role(parent: type, role: str, cls: type) -> None:
-    for name, attrs in registered_methods(cls).items():
-        forward = _forward(role, name, getattr(cls, name))
-        direct = attrs["dispatch_mode"] == Dispatch.DIRECT_ROLLOUT_METHOD
-        bound_name = name if direct and "rollout" in role else f"{role}_{name}"
-        if direct and bound_name in vars(parent):
-            raise AssertionError(f"two roles have a direct method {name!r}: put them into different actors")
-        setattr(parent, bound_name, forward)
-
-
 def create_colocated_worker_cls(class_dict: dict[str, RayClassWithInitArgs]) -> RayClassWithInitArgs:
     """Build an actor class with one instance per role; method ``m`` of role ``k`` is called as ``k_m``."""
     classes = {role: cia.raw_class for role, cia in class_dict.items()}
     base = _determine_base(next(iter(classes.values())))
     worker_dict = type("WorkerDict", (Roles, base), {"class_dict": class_dict, "role_classes": classes})
     for role, cls in classes.items():
-        _bind_role(worker_dict, role, cls)
+        for name, attrs in registered_methods(cls).items():
+            direct = attrs["dispatch_mode"] == Dispatch.DIRECT_ROLLOUT_METHOD
+            bound_name = name if direct and "rollout" in role else f"{role}_{name}"
+            if direct and bound_name in vars(worker_dict):
+                raise AssertionError(f"two roles have a direct method {name!r}: put them into different actors")
+            setattr(worker_dict, bound_name, _forward(role, name, getattr(cls, name)))
     return RayClassWithInitArgs(cls=ray.remote(worker_dict))
 
 

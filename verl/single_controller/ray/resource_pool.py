@@ -1,6 +1,5 @@
 """Resource pools: place the actors of a group, and create them."""
 
-import logging
 import secrets
 import weakref
 from collections.abc import Sequence
@@ -12,8 +11,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from verl.single_controller.base.errors import PlacementError
 from verl.single_controller.base.worker_group import ClassWithInitArgs, ResourcePool, WorkerGroup
-
-logger = logging.getLogger(__name__)
 
 Bundle = dict[str, float]
 Actor = Any  # a ray.actor.ActorHandle; Ray types each of its methods as Never

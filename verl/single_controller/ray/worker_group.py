@@ -1,22 +1,26 @@
 """A worker group of Ray actors."""
 
 import copy
+import itertools
 import logging
 import secrets
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Self
 
 import ray
+from ray import exceptions
+from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl.protocol import DataProto, DataProtoFuture, _padding_size_key
+from verl.single_controller.base import errors
 from verl.single_controller.base.decorator import CollectFn, DispatchFn, Kwargs, attach_future_values
 from verl.single_controller.base.errors import CallSite, WorkerError
-from verl.single_controller.base.phase import current_phase
 from verl.single_controller.base.worker import WorkerHelper
 from verl.single_controller.base.worker_group import WorkerGroup, registered_methods, strip_padding
 from verl.single_controller.ray.resource_pool import (
@@ -26,7 +30,6 @@ from verl.single_controller.ray.resource_pool import (
     bundle_nodes,
     sort_placement_group_by_node_ip,
 )
-from verl.single_controller.ray.waiting import Failure, Seat, explain, explain_timeout, kill_all, wait_all
 from verl.utils.profiler.nsys import nsight_options
 from verl.utils.ray_utils import without_nsight
 
@@ -36,6 +39,22 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DEFAULT_CALL_TIMEOUT_S = 7200.0
+
+Refs = Sequence["ObjectRef[Any]"]
+
+_DEATHS = (
+    exceptions.ActorDiedError,
+    exceptions.ActorUnavailableError,
+    exceptions.LocalRayletDiedError,
+    exceptions.NodeDiedError,
+    exceptions.OwnerDiedError,
+    exceptions.WorkerCrashedError,
+)
+
+# An error of a living worker may follow from the death of a peer, which can show this much later.
+PEER_GRACE_S = 3.0
+# Time for killed actors to disappear.
+KILL_GRACE_S = 15.0
 
 
 def func_generator(
@@ -89,7 +108,6 @@ class RayWorkerGroup(WorkerGroup):
         self.customized_worker_env = _checked_worker_env(kwargs.get("worker_env") or {})
         self._start_timeout_s = float(ray_wait_register_center_timeout)
         self._kwargs = {**kwargs, "ray_wait_register_center_timeout": ray_wait_register_center_timeout}
-        self._workers: list[Actor] = []
         self._starting: list[ObjectRef[bool]] = []
         self._pools: list[RayResourcePool] = []
         self.fused_worker_used = ray_cls_with_init is not None and ray_cls_with_init.fused_worker_used
@@ -276,16 +294,15 @@ class RayWorkerGroup(WorkerGroup):
         """
         size = self.world_size
         values = [*args, *kwargs.values()]
-        if values and all(isinstance(value, list) and len(value) == size for value in values):
-            args = tuple(_share_batches(value) for value in args)
-            kwargs = {key: _share_batches(value) for key, value in kwargs.items()}
-            return [
-                self._remote(worker, method_name, [arg[i] for arg in args], {k: v[i] for k, v in kwargs.items()})
-                for i, worker in enumerate(self._workers)
-            ]
-        args = tuple(_put_batch(value) for value in args)
-        kwargs = {key: _put_batch(value) for key, value in kwargs.items()}
-        return [self._remote(worker, method_name, args, kwargs) for worker in self._workers]
+        if not all(isinstance(value, list) and len(value) == size for value in values):
+            args = tuple([value] * size for value in args)
+            kwargs = {key: [value] * size for key, value in kwargs.items()}
+        args = tuple(_share_batches(value) for value in args)
+        kwargs = {key: _share_batches(value) for key, value in kwargs.items()}
+        return [
+            self._remote(worker, method_name, [arg[i] for arg in args], {k: v[i] for k, v in kwargs.items()})
+            for i, worker in enumerate(self._workers)
+        ]
 
     def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Run a method on all ranks and return their outputs."""
@@ -313,11 +330,11 @@ class RayWorkerGroup(WorkerGroup):
     def _wait_for(self, refs: "list[ObjectRef[Any]]", limit_s: float, site: CallSite) -> list[Any]:
         seats = [Seat(rank, *pair) for rank, pair in enumerate(zip(self._worker_names, self._workers, strict=True))]
         try:
-            return wait_all(refs, time.monotonic() + limit_s)
-        except Failure as failure:
-            self._fail(explain(site, seats, refs, failure))
-        except TimeoutError:
-            self._fail(explain_timeout(site, seats, refs, limit_s))
+            return wait_all(site, seats, refs, limit_s)
+        except WorkerError as error:
+            logger.error("%s", str(error).partition("\n")[0])  # the raised error carries the trace
+            self.kill()
+            raise
 
     def waiter(self, method_name: str, started: Any) -> "Callable[[list[ObjectRef[Any]]], list[Any]]":
         """Return a function that waits for a call made now, and reports errors under the phase of now.
@@ -337,13 +354,7 @@ class RayWorkerGroup(WorkerGroup):
     def _site(self, method_name: str) -> CallSite:
         pool = self._pools[0].name_prefix if self._pools else ""
         name = method_name.removeprefix(f"{self.role}_")
-        return CallSite(pool or self.name_prefix, self.role, name, *current_phase())
-
-    def _fail(self, error: WorkerError) -> NoReturn:
-        """End every actor of this group and of the groups of its pools, then raise."""
-        logger.error("%s", str(error).partition("\n")[0])  # the raised error carries the trace
-        self.kill()
-        raise error
+        return CallSite(pool or self.name_prefix, self.role, name, *errors.current_phase())
 
     def kill(self) -> None:
         """End every actor of this group and of the groups in its resource pools, and wait until they are gone."""
@@ -378,16 +389,11 @@ def _share(max_colocate_count: int) -> float:
     return int(10000 / max_colocate_count) / 10000
 
 
-def _put_batch(value: Any) -> Any:
-    """Put a batch into the object store once, instead of once per worker that gets it."""
-    return ray.put(value) if isinstance(value, DataProto) else value
-
-
 def _share_batches(values: list[Any]) -> list[Any]:
     """Put a batch that several workers get into the object store once."""
     uses = Counter(map(id, values))
-    shared = {id(value): value for value in values if uses[id(value)] > 1}
-    stored = {key: _put_batch(value) for key, value in shared.items()}
+    shared = {id(value): value for value in values if uses[id(value)] > 1 and isinstance(value, DataProto)}
+    stored = {key: ray.put(value) for key, value in shared.items()}
     return [stored.get(id(value), value) for value in values]
 
 
@@ -408,3 +414,140 @@ def _nsight_options(options: dict[str, Any] | None, num_steps: int) -> dict[str,
     if result.get("capture-range-end") is None:
         result["capture-range-end"] = f"repeat-shutdown:{6 * num_steps}"
     return result
+
+
+# Waiting for actors under a deadline, and the cause of a failure
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A worker of a group: its rank, its name and its actor."""
+
+    rank: int
+    name: str
+    actor: Actor
+
+
+def wait_all(site: CallSite, seats: Sequence[Seat], refs: Refs, limit_s: float) -> list[Any]:
+    """Return the values of all references, the results of one call.
+
+    Raises: WorkerDiedError or WorkerTaskError for the first failed result, WorkerTimeoutError after ``limit_s``.
+    """
+    deadline = time.monotonic() + limit_s
+    position = {ref: index for index, ref in enumerate(refs)}
+    values: list[Any] = [None] * len(refs)
+    pending = list(position)
+    while pending:
+        done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+        if not done:
+            raise explain_timeout(site, seats, refs, limit_s)
+        try:
+            values[position[done[0]]] = ray.get(done[0], timeout=max(1.0, deadline - time.monotonic()))
+        except RayError as error:
+            if isinstance(error, exceptions.GetTimeoutError) and not isinstance(error, RayTaskError):
+                raise explain_timeout(site, seats, refs, limit_s) from None
+            failure = explain(site, seats, refs, position[done[0]], error)
+            raise failure from failure.__cause__
+    if len(position) < len(refs):  # the same reference was given more than once
+        values = [values[position[ref]] for ref in refs]
+    return values
+
+
+def find_death(seats: Sequence[Seat], refs: Refs, seconds: float) -> tuple[Seat, RayError] | None:
+    """Look for a dead worker in the pending results and by asking every actor.
+
+    ``refs`` are the results of the call, one per seat, or empty.
+    """
+    watched: dict[ObjectRef[Any], Seat] = dict(zip(refs, seats, strict=False))
+    watched.update({seat.actor.__ray_ready__.remote(): seat for seat in seats})
+    pending = list(watched)
+    deadline = time.monotonic() + seconds
+    while pending:
+        done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+        if not done:
+            return None
+        try:
+            ray.get(done[0], timeout=1)
+        except RayError as error:
+            if _is_death(error):
+                return watched[done[0]], error
+    return None
+
+
+def kill_all(actors: Sequence[Actor]) -> None:
+    """Kill actors and wait up to ``KILL_GRACE_S`` until their processes are gone."""
+    unique = list({actor._actor_id: actor for actor in actors}.values())
+    for actor in unique:
+        ray.kill(actor, no_restart=True)
+    gone = [actor.__ray_ready__.remote() for actor in unique]
+    if not gone:
+        return
+    _, pending = ray.wait(gone, num_returns=len(gone), timeout=KILL_GRACE_S)
+    if pending:
+        logger.warning("%d of %d actors did not end within %s s", len(pending), len(unique), KILL_GRACE_S)
+
+
+def _is_death(error: RayError) -> bool:
+    # An error of a living worker is also an instance of its cause's class, perhaps the death of an actor it started.
+    return isinstance(error, _DEATHS) and not isinstance(error, RayTaskError)
+
+
+def _text(error: RayError) -> str:
+    """Return the type and message of an error, those of the worker's own exception first."""
+    if isinstance(error, exceptions.RayActorError) and error.actor_init_failed:
+        return f"{_last_raised(str(error))}\n--- in the worker\n{error}"
+    if not isinstance(error, RayTaskError):
+        return f"{type(error).__name__}: {error}"
+    # Ray keeps the exception, or only its class if the exception could not be pickled.
+    cause = error.cause
+    if isinstance(cause, BaseException):
+        message = "".join(traceback.format_exception_only(cause)).strip()
+    else:
+        message = (cause if isinstance(cause, type) else type(error)).__name__
+    return f"{message}\n--- in the worker\n{error}"
+
+
+def _last_raised(trace: str) -> str:
+    """Return the text after the last frame of a stack trace."""
+    lines = trace.splitlines()
+    last_frame = max((at for at, line in enumerate(lines) if line.startswith("  File ")), default=-1)
+    message = itertools.dropwhile(lambda line: line.startswith(" "), lines[last_frame + 1 :])
+    return "\n".join(message).strip() or lines[0]
+
+
+def explain(site: CallSite, seats: Sequence[Seat], refs: Refs, position: int, error: RayError) -> WorkerError:
+    """Turn the first failed result of a call, that at ``position``, into an error that names its cause."""
+    seat = seats[position] if position < len(seats) else seats[0]
+    if _is_death(error):
+        return errors.WorkerDiedError(site, seat.rank, seat.name, _text(error))
+    death = find_death(seats, refs, PEER_GRACE_S)
+    if death is not None:
+        dead, death_error = death
+        first = f"\nbefore that, rank {seat.rank} reported {_text(error)}" if dead.rank != seat.rank else ""
+        return errors.WorkerDiedError(site, dead.rank, dead.name, _text(death_error) + first)
+    silent = _silent(seats, refs) if "timed out" in str(error).lower() else []
+    if silent:
+        reported = f"rank {seat.rank} gave up waiting in a collective: {_text(error)}"
+        return errors.WorkerTimeoutError(
+            site, silent[0].rank, silent[0].name, reported, tuple(quiet.rank for quiet in silent)
+        )
+    task_error = errors.WorkerTaskError(site, seat.rank, seat.name, _text(error))
+    task_error.__cause__ = (
+        error.cause if isinstance(error, RayTaskError) and isinstance(error.cause, Exception) else error
+    )
+    return task_error
+
+
+def _silent(seats: Sequence[Seat], refs: Refs) -> list[Seat]:
+    """Return the seats whose result is still pending."""
+    unique = list(dict.fromkeys(refs))
+    done, _ = ray.wait(unique, num_returns=len(unique), timeout=0)
+    return [seat for seat, ref in zip(seats, refs, strict=False) if ref not in set(done)]
+
+
+def explain_timeout(site: CallSite, seats: Sequence[Seat], refs: Refs, timeout_s: float) -> WorkerError:
+    """Name the workers that had not answered at the deadline."""
+    silent = _silent(seats, refs) or list(seats[:1])
+    return errors.WorkerTimeoutError(
+        site, silent[0].rank, silent[0].name, f"no answer within {timeout_s:g} s", tuple(seat.rank for seat in silent)
+    )

@@ -11,7 +11,7 @@ import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from verl.algos.kl import KLController
-from verl.single_controller.base.phase import phase
+from verl.single_controller.base.errors import phase
 from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo.state import RunState

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from verl.algos.kl import get_kl_controller
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
-from verl.single_controller.base.phase import phase
+from verl.single_controller.base.errors import phase
 from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo import loaders, metric_utils, profiling

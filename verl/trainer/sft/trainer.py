@@ -35,8 +35,7 @@ from verl.utils.observe.tracking import check_backends
 from verl.utils.profiler.ranges import marked_timer
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.base import BaseEngine
-from verl.workers.engine.micro_batch import tensors_of
-from verl.workers.engine.pass_spec import PassSpec
+from verl.workers.engine.passes import PassSpec, tensors_of
 from verl.workers.roles.accounting import memory_in_use, mfu
 from verl.workers.roles.losses import sft_loss
 

@@ -7,7 +7,7 @@ from verl.utils.profiler.performance import reduce_timing, simple_timer, topk_re
 _LAZY = {
     "DistProfiler": "verl.utils.profiler.profile",
     # The mixin registers methods of workers, so it lives with the workers; this is its established path.
-    "DistProfilerExtension": "verl.single_controller.base.profiling",
+    "DistProfilerExtension": "verl.single_controller.base.worker",
     "GPUMemoryLogger": "verl.utils.profiler.memory",
     "log_gpu_memory_usage": "verl.utils.profiler.memory",
     "mark_annotate": "verl.utils.profiler.ranges",

@@ -7,12 +7,11 @@ from verl.workers.engine.base import BaseEngine, EngineRegistry
 from verl.workers.engine.fsdp import FSDPEngine, FSDPEngineWithLMHead, FSDPEngineWithScoreHead, FSDPEngineWithValueHead
 
 MindspeedEngineWithLMHead = None
-_MEGATRON = ("MegatronEngine", "MegatronEngineWithLMHead", "MegatronEngineWithScoreHead", "MegatronEngineWithValueHead")
 
 
 def __getattr__(name: str) -> Any:
     """Import Megatron-Core, which takes seconds, only for those who ask; None where it is not installed."""
-    if name not in _MEGATRON:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if not is_megatron_core_available():
         return None

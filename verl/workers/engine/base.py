@@ -17,9 +17,8 @@ from verl.algos.aggregate import Metric, Sum
 from verl.utils.device import get_device_name
 from verl.utils.flops_counter import AdapterSizes
 from verl.utils.fsdp_utils import scale_to_norm
-from verl.workers.engine.accumulate import MetricSums, Shares, agree
-from verl.workers.engine.micro_batch import MicroBatch, check_rows, response_mask_of, split_batch
-from verl.workers.engine.pass_spec import PassSpec
+from verl.workers.engine import passes
+from verl.workers.engine.passes import MicroBatch, PassSpec, Shares
 
 if TYPE_CHECKING:
     from verl.protocol import DataProto
@@ -46,8 +45,6 @@ OutputFn = Callable[[ModelOutput, MicroBatch], Tensor]
 Part = Literal["model", "grad", "optimizer"]
 T = TypeVar("T")
 
-_LAZY_BACKENDS = {"megatron": "verl.workers.engine.megatron"}  # backend -> the module that registers it
-
 
 class BaseEngine(ABC):
     """A model with its optimizer, laid out over the ranks of this process group.
@@ -71,6 +68,7 @@ class BaseEngine(ABC):
         lead: a token is read this many positions before itself: 1 where it is predicted, 0 where it has been seen.
         makes_head: draw a new value head if the checkpoint holds none.
         config_key: the configuration node of the backend, for messages.
+        weights_version: how often the weights have changed, by optimizer steps and loaded checkpoints.
         shares: the ranks over which a mini-batch adds up, set by ``initialize``.
     """
 
@@ -97,7 +95,7 @@ class BaseEngine(ABC):
         self.load_weight = load_weight
         self.adapter_sizes: AdapterSizes | None = None
         self.skipped_steps = 0
-        self._version = 0
+        self.weights_version = 0
 
     @property
     def model_config(self) -> "HFModelConfig":
@@ -184,8 +182,8 @@ class BaseEngine(ABC):
         """
         spec = spec or PassSpec.from_meta(data.meta_info)
         micro_batches = self._split(data, spec)
-        units, rounds = agree(response_mask_of(data), len(micro_batches), self.shares)
-        metrics = MetricSums()
+        units, rounds = passes.agree(passes.response_mask_of(data), len(micro_batches), self.shares)
+        metrics = passes.MetricSums()
 
         def loss_of(output: ModelOutput, micro_batch: MicroBatch) -> Tensor:
             terms, values = loss_fn(output, micro_batch.rows)
@@ -199,7 +197,7 @@ class BaseEngine(ABC):
         """Run the model without gradient; outputs are (B, R) on the CPU, in the order of the rows."""
         spec = spec or PassSpec.from_meta(data.meta_info)
         micro_batches = self._split(data, spec)
-        rounds = agree(None, len(micro_batches), self.shares)[1]
+        rounds = passes.agree(None, len(micro_batches), self.shares)[1]
         parts: list[ModelOutput] = []
         index: list[int] = []
 
@@ -217,8 +215,8 @@ class BaseEngine(ABC):
 
     def _split(self, data: "DataProto", spec: PassSpec) -> list[MicroBatch]:
         """Check a batch and cut it into micro-batches."""
-        check_rows(data, self.lead)
-        return split_batch(data, spec, self.shares.copies)
+        passes.check_rows(data, self.lead)
+        return passes.split_batch(data, spec, self.shares.copies)
 
     @abstractmethod
     def _run_micro_batches(
@@ -259,7 +257,7 @@ class BaseEngine(ABC):
         else:
             scale_to_norm(gradients, norm, self.optimizer_config.clip_grad)
             self._apply_gradients()
-            self._version += 1
+            self.weights_version += 1
         self.optimizer_zero_grad()
         return norm
 
@@ -279,11 +277,6 @@ class BaseEngine(ABC):
         return RuntimeError(f"this engine only infers: it has no schedule ({self.config_key}.forward_only)")
 
     # ---- weights
-
-    @property
-    def weights_version(self) -> int:
-        """Count the changes of the weights: optimizer steps and loaded checkpoints."""
-        return self._version
 
     @abstractmethod
     def named_weights(
@@ -335,7 +328,7 @@ class BaseEngine(ABC):
             self.checkpoint_manager.load_checkpoint(
                 local_path=local_path, hdfs_path=hdfs_path, del_local_after_load=del_local_after_load
             )
-        self._version += 1
+        self.weights_version += 1
 
     # ---- layout
 
@@ -382,8 +375,8 @@ class EngineRegistry:
 
         Raises: ValueError, which is also an AssertionError, when there is none.
         """
-        if backend in _LAZY_BACKENDS:
-            importlib.import_module(_LAZY_BACKENDS[backend])
+        if backend == "megatron":  # its engines register when they are imported, which takes seconds
+            importlib.import_module("verl.workers.engine.megatron")
         key = (model_type, backend, get_device_name())
         if key not in cls._engines:
             raise UnknownEngineError(

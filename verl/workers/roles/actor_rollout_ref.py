@@ -18,20 +18,11 @@ from verl.utils.vision.multi_modal import take_fetched_bytes
 from verl.workers.config.actor_rollout_ref import FSDPRefConfig, McoreRefConfig, ref_class
 from verl.workers.engine import BaseEngine
 from verl.workers.engine.base import ModelOutput
-from verl.workers.engine.micro_batch import tensors_of
-from verl.workers.engine.pass_spec import PassSpec
+from verl.workers.engine.passes import PassSpec, tensors_of
+from verl.workers.roles import batching
 from verl.workers.roles.accounting import begin_peak, memory_metrics, memory_of, mfu
 from verl.workers.roles.base import EngineWorker
-from verl.workers.roles.batching import (
-    OLD_LOG_PROBS_VERSION,
-    BatchInfo,
-    per_rank_micro_batch,
-    per_rank_mini_batch,
-    policy_update_spec,
-    training_spec,
-)
-from verl.workers.roles.losses import ppo_loss
-from verl.workers.roles.selection import select_tokens
+from verl.workers.roles.losses import ppo_loss, select_tokens
 from verl.workers.rollout import build_rollout
 from verl.workers.sharding_manager import build_sharding_manager
 
@@ -133,8 +124,10 @@ class ActorRolloutRefWorker(EngineWorker):
         self.engine = self.build_engine("language_model", self.model_config, config, config.freeze_vision_tower)
         dp_size = self.engine.get_data_parallel_size()
         key = "actor_rollout_ref.actor.ppo_mini_batch_size"
-        self.rows_per_step = per_rank_mini_batch(key, config.ppo_mini_batch_size, self.rollout_config.n, dp_size)
-        self.train_spec = training_spec(config, dp_size)
+        self.rows_per_step = batching.per_rank_mini_batch(
+            key, config.ppo_mini_batch_size, self.rollout_config.n, dp_size
+        )
+        self.train_spec = batching.training_spec(config, dp_size)
         self.log_prob_spec = log_prob_spec(self.rollout_config, dp_size, self.rollout_config.temperature)
 
     def _build_ref(self) -> None:
@@ -170,7 +163,7 @@ class ActorRolloutRefWorker(EngineWorker):
         prompts.meta_info.setdefault("pad_token_id", self.model_config.pad_token_id)
         timing = self._sync_timing
         self._sync_timing = {}
-        self.sharding_manager.step = BatchInfo.of(prompts).step
+        self.sharding_manager.step = batching.BatchInfo.of(prompts).step
         if not timing:  # else the peak and the seconds began with the sync
             begin_peak()
         with ExitStack() as awake:
@@ -223,14 +216,14 @@ class ActorRolloutRefWorker(EngineWorker):
     @DistProfiler.annotate(color="blue", role="actor_compute_log_prob")
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """Return ``old_log_probs`` and ``entropys`` (B, R); without adapters if meta ``is_lora`` is set."""
-        without_adapter = BatchInfo.of(data).without_adapter
+        without_adapter = batching.BatchInfo.of(data).without_adapter
         spec = dataclasses.replace(self.log_prob_spec, entropy="value")
         metrics: dict[str, Any] = {}
         with self.accounted(metrics, "actor_infer", data):
             output = self._infer(self.engine, data, spec, without_adapter)
         meta_info = {"temperature": self.rollout_config.temperature, "metrics": metrics}
         if self._is_actor and not without_adapter:
-            meta_info[OLD_LOG_PROBS_VERSION] = self.engine.weights_version
+            meta_info[batching.OLD_LOG_PROBS_VERSION] = self.engine.weights_version
         return DataProto.from_dict(
             tensors={"old_log_probs": output["log_probs"], "entropys": output["entropy"]}, meta_info=meta_info
         )
@@ -256,7 +249,7 @@ class ActorRolloutRefWorker(EngineWorker):
     def update_actor(self, data: DataProto) -> DataProto:
         """Run ``ppo_epochs`` passes over this rank's shard and return metrics only."""
         config = self.actor_config
-        spec = policy_update_spec(self.train_spec, config, data, self.rollout_config.temperature)
+        spec = batching.policy_update_spec(self.train_spec, config, data, self.rollout_config.temperature)
         prepare = partial(select_tokens, config, self.engine)
         with self.ref_engine.eval_mode() if self._is_ref and config.uses_full_kl else nullcontext():
             metrics = self.update("actor", data, config, partial(ppo_loss, config), spec, prepare)
@@ -270,7 +263,7 @@ def log_prob_spec(node: "RolloutConfig | RefConfig", dp_size: int, temperature: 
     """Return the options of a log-probability pass, from the ``log_prob_*`` keys of a node."""
     return PassSpec(
         node.log_prob_use_dynamic_bsz,
-        per_rank_micro_batch(node.log_prob_micro_batch_size_per_gpu, node.log_prob_micro_batch_size, dp_size),
+        batching.per_rank_micro_batch(node.log_prob_micro_batch_size_per_gpu, node.log_prob_micro_batch_size, dp_size),
         node.log_prob_max_token_len_per_gpu,
         temperature,
     )

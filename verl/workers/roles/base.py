@@ -1,7 +1,6 @@
 """The base of the roles: process group, seeds, engine construction, checkpoints and reports."""
 
 import dataclasses
-import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -9,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
-from verl.single_controller.base.profiling import DistProfilerExtension
+from verl.single_controller.base.worker import DistProfilerExtension
 from verl.utils.device import get_device_name
 from verl.utils.distributed import initialize_global_process_group_ray
 from verl.utils.faults import fault_point
@@ -35,7 +34,7 @@ from verl.workers.config import (
 from verl.workers.config.actor_rollout_ref import FSDPRefConfig, McoreRefConfig
 from verl.workers.engine import BaseEngine, EngineRegistry
 from verl.workers.engine.base import LossFn
-from verl.workers.engine.pass_spec import PassSpec
+from verl.workers.engine.passes import PassSpec
 from verl.workers.roles.accounting import INFERENCE, accounted, memory_in_use
 from verl.workers.roles.batching import BatchInfo, mini_batches_of
 
@@ -46,8 +45,6 @@ if TYPE_CHECKING:
 AnyEngineConfig = FSDPEngineConfig | McoreEngineConfig
 TrainedConfig = FSDPActorConfig | McoreActorConfig | FSDPCriticConfig | McoreCriticConfig
 RoleConfig = TrainedConfig | FSDPRefConfig | McoreRefConfig | RewardModelConfig
-
-logger = logging.getLogger(__name__)
 
 _NOT_OF_A_STEP = ("init_model", "load_checkpoint", "report_step")
 

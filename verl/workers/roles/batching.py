@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
-from verl.workers.engine.micro_batch import tensors_of
-from verl.workers.engine.pass_spec import PassSpec
+from verl.workers.engine.passes import PassSpec, tensors_of
 
 if TYPE_CHECKING:
     from verl.protocol import DataProto

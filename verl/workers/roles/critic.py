@@ -8,7 +8,7 @@ from verl.single_controller.base.decorator import Dispatch, make_nd_compute_data
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.profiler.profile import DistProfiler
 from verl.workers.config import FSDPCriticConfig
-from verl.workers.engine.pass_spec import PassSpec
+from verl.workers.engine.passes import PassSpec
 from verl.workers.roles.base import EngineWorker
 from verl.workers.roles.batching import per_rank_micro_batch, per_rank_mini_batch, training_spec
 from verl.workers.roles.losses import as_engine_loss, value_loss

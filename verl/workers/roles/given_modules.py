@@ -20,14 +20,12 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.structured import build_node
 from verl.workers.config import ActorConfig, CriticConfig, FSDPEngineConfig, McoreEngineConfig, RewardModelConfig
 from verl.workers.engine import BaseEngine, EngineRegistry, FSDPEngine, FSDPEngineWithLMHead, FSDPEngineWithValueHead
-from verl.workers.engine.micro_batch import tensors_of
-from verl.workers.engine.pass_spec import PassSpec
+from verl.workers.engine.passes import PassSpec, tensors_of
 from verl.workers.rewards.chat_rendering import ChatRenderer
 from verl.workers.roles.base import engine_config_of, list_metrics
 from verl.workers.roles.batching import caller_spec, mini_batches_of, policy_update_spec, temperature_of, training_spec
-from verl.workers.roles.losses import ppo_loss, value_loss
+from verl.workers.roles.losses import ppo_loss, select_tokens, value_loss
 from verl.workers.roles.reward_model import at_last_token, last_values
-from verl.workers.roles.selection import select_tokens
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import ChainedOptimizer

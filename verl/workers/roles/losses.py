@@ -1,5 +1,6 @@
-"""The losses that the roles hand to an engine: sums over a micro-batch, each with the unit that divides it."""
+"""The losses that the roles hand to an engine, as sums over a micro-batch, and the tokens that a loss selects."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
@@ -9,15 +10,17 @@ from torch import Tensor
 from verl.algos.aggregate import Extreme, Metric, Sum, agg_sum, agg_unit, sum_of_mean
 from verl.algos.kl import kl_penalty
 from verl.algos.mismatch import gap_sum_metrics
-from verl.algos.policy_loss import LossInputs, get_token_selector, policy_loss_sums
+from verl.algos.policy_loss import LossInputs, Whole, get_token_selector, policy_loss_sums, token_keys
 from verl.algos.value_loss import compute_value_loss
-from verl.workers.engine.micro_batch import tensors_of
+from verl.workers.engine.passes import PassSpec, gather_rows, tensors_of
+from verl.workers.roles.batching import BatchInfo
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from verl.protocol import DataProto
     from verl.workers.config import ActorConfig, CriticConfig
+    from verl.workers.engine import BaseEngine
 
 ModelOutput = dict[str, Tensor]
 LossResult = tuple[list[Sum], dict[str, Metric]]
@@ -36,7 +39,7 @@ def _selection(loss_mode: str, batch: Mapping[str, Tensor]) -> Tensor | None:
     if SELECTION not in batch.keys():
         raise ValueError(
             f"policy loss {loss_mode!r} selects tokens over the whole mini-batch: call "
-            f"verl.workers.roles.selection.select_tokens before the update, which adds {SELECTION!r}"
+            f"verl.workers.roles.losses.select_tokens before the update, which adds {SELECTION!r}"
         )
     return batch[SELECTION]
 
@@ -156,3 +159,67 @@ def sft_loss(
     mask = tensors_of(data)["response_mask"]
     term = agg_sum(-model_output["log_probs"], mask, "token-mean")
     return [term], {"loss": term}
+
+
+# Tokens that a policy loss treats differently, selected over the whole mini-batch before its update
+
+
+class Shards(Whole):
+    """The shards of the data-parallel ranks."""
+
+    def __init__(self, group: "ProcessGroup") -> None:
+        self.group = group
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Add up (n,) values over the ranks, in their order: the result is the same on all."""
+        return gather_rows(values, self.group.size(), self.group).sum(0)
+
+    def gather(self, values: Tensor) -> Tensor:
+        """Join the (n,) values of the ranks, equally many each."""
+        return gather_rows(values, self.group.size(), self.group).flatten()
+
+
+def select_tokens(
+    config: "ActorConfig", engine: "BaseEngine", data: "DataProto", draw: int = 0, spec: PassSpec | None = None
+) -> None:
+    """Add the selection (B, R) of the configured loss to a mini-batch; do nothing if the loss has no selector.
+
+    Collective over the data-parallel ranks, whose shards make the mini-batch. The result depends neither on the
+    shards nor on the order of the rows. It needs the log-probabilities of the present weights: ``old_log_probs`` if
+    the weights have not changed since (``BatchInfo.old_log_probs_version``), else those of a forward pass.
+
+    Args:
+        draw: tells passes over the same rows apart.
+        spec: options of the update, which the forward pass shares; None reads them from ``meta_info``.
+    """
+    selector = get_token_selector(config.policy_loss.loss_mode)
+    if selector is None:
+        return
+    batch = tensors_of(data)
+    mask = batch["response_mask"]
+    unchanged = BatchInfo.of(data).old_log_probs_version == engine.weights_version
+    if unchanged and "old_log_probs" in batch.keys():
+        current = batch["old_log_probs"]
+    else:
+        asked = dataclasses.replace(
+            spec or PassSpec.from_meta(data.meta_info), entropy="none", full_kl=False, after_first_forward=None
+        )
+        current = engine.infer_batch(data, asked)["log_probs"].to(mask.device)
+    group = engine.get_data_parallel_group()
+    old = batch.get("old_log_probs", current)
+    inputs = LossInputs(old, current, batch["advantages"], mask, config.loss_agg_mode, config)
+    keys = token_keys(row_seeds(data), mask.shape[1], draw)
+    batch[SELECTION] = selector(inputs, keys, Whole() if group is None else Shards(group))
+
+
+def row_seeds(data: "DataProto") -> Tensor:
+    """Return a seed for each row, (B,) int64, that says nothing of where the row is.
+
+    It is the seed that the response was sampled with, and without one a hash of its tokens.
+    """
+    batch = tensors_of(data)
+    if "sampling_seed" in batch.keys():
+        return batch["sampling_seed"]
+    mask = batch["response_mask"]
+    places = token_keys(torch.zeros(1, dtype=torch.int64, device=mask.device), mask.shape[1])
+    return ((batch["responses"].to(torch.int64) + 1) * places * mask).sum(-1)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from verl.protocol import DataProto
 from verl.utils.attention_utils import index_first_axis, pad_input, unpad_input
-from verl.workers.engine.micro_batch import response_mask_of, tensors_of
+from verl.workers.engine.passes import response_mask_of, tensors_of
 
 
 def left_right_2_no_padding(data: DataProto) -> DataProto:

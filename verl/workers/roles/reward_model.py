@@ -19,8 +19,7 @@ from verl.utils.profiler.profile import DistProfiler
 from verl.utils.structured import build_node
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.config import RewardModelConfig
-from verl.workers.engine.micro_batch import tensors_of
-from verl.workers.engine.pass_spec import PassSpec
+from verl.workers.engine.passes import PassSpec, tensors_of
 from verl.workers.rewards.chat_rendering import ChatRenderer
 from verl.workers.rewards.judge import Judge
 from verl.workers.roles.base import EngineWorker

@@ -2,8 +2,7 @@
 
 from types import ModuleType
 
-from verl.single_controller.base.decorator import Dispatch, register
-from verl.single_controller.base.layout import DistGlobalInfo, DistRankInfo
+from verl.single_controller.base.decorator import Dispatch, DistGlobalInfo, DistRankInfo, register
 from verl.single_controller.base.worker import Worker
 
 

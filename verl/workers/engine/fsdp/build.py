@@ -1,15 +1,19 @@
-"""Build a sharded module with its weights from a model configuration."""
+"""Build a sharded module with the weights of a checkpoint, and export them under the names of a checkpoint."""
 
-import logging
 import math
 import warnings
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from verl.models.transformers.attention import VARLEN_ATTENTION, register_varlen_attention
@@ -23,8 +27,7 @@ from verl.utils.model import VisionValueModel, get_hf_auto_model_class, get_valu
 from verl.utils.ulysses import validate_ulysses_config
 from verl.workers.engine.fsdp.adapters import adapter_sizes, add_adapters, base_name, is_adapter
 from verl.workers.engine.fsdp.layout import Layout
-from verl.workers.engine.fsdp.weights import LocalReader, checkpoint_reader, materialize, remember_conversions
-from verl.workers.engine.weights import DTYPES, HEAD, CheckpointError, draw_tensor, tensor_seed
+from verl.workers.engine.weights import DTYPES, HEAD, CheckpointError, SafetensorsReader, draw_tensor, tensor_seed
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -32,7 +35,8 @@ if TYPE_CHECKING:
 
     from verl.workers.config import FSDPEngineConfig, HFModelConfig
 
-logger = logging.getLogger(__name__)
+LocalReader = Callable[[str, torch.Size, slice], Tensor | None]
+"""(name, whole shape, rows) -> those rows, or None for a tensor that the checkpoint does not hold."""
 
 # Precision and attention
 
@@ -194,27 +198,41 @@ class ModelBuilder:
     def _reader(
         self, model: PreTrainedModel, auto_class: "type[_BaseAutoModelClass] | VisionValueModel"
     ) -> LocalReader:
-        """Return a function that reads the shard of a parameter by its name in the adapted model."""
+        """Choose how to read the checkpoint.
 
-        path: str = self.model_config.local_path
+        If model and files share their names, each rank reads its slices. If transformers converts names or layouts,
+        rank 0 loads the tensors and broadcasts them one by one.
+        """
+        from transformers.conversion_mapping import get_model_conversion_mapping
 
-        def load_whole() -> dict[str, Tensor]:
-            options = self._load_kwargs() | {"low_cpu_mem_usage": True, "output_loading_info": True}
-            try:
-                loaded: Any = auto_class.from_pretrained(path, config=self._config(), **options)
-            except (OSError, RuntimeError, ValueError) as error:
-                raise CheckpointError(f"cannot load the weights of model.path={path}: {error}") from error
-            whole, report = loaded  # two values, because of output_loading_info
-            # Missing tensors were drawn from the random state of this process; ``_initialize`` draws them instead.
-            return {name: p for name, p in whole.named_parameters() if name not in report["missing_keys"]}
+        if SafetensorsReader.serves(self.model_config.local_path):
+            reader = SafetensorsReader(self.model_config.local_path)
+            wanted = {name for name, _ in model.named_parameters()}
+            most_are_stored = len(wanted & reader.names()) * 2 > len(wanted)
+            if most_are_stored and not get_model_conversion_mapping(model, add_legacy=False):
+                aliases = _tied_aliases(model)
 
-        read_base = checkpoint_reader(path, model, load_whole)
+                def read(name: str, shape: torch.Size, rows: slice) -> Tensor | None:
+                    stored = next((n for n in (name, *aliases.get(name, ())) if n in reader.files), None)
+                    return reader.read(stored, shape, rows) if stored is not None else None
 
-        def read(name: str, shape: torch.Size, rows: slice) -> Tensor | None:
-            plain = base_name(name)
-            return None if plain is None else read_base(plain, shape, rows)
+                return read
+        return _broadcast_reader(partial(self._load_whole, auto_class))
 
-        return read
+    def _load_whole(self, auto_class: "type[_BaseAutoModelClass] | VisionValueModel") -> dict[str, Tensor]:
+        """Return the tensors of the checkpoint as transformers loads and converts them.
+
+        Raises: CheckpointError naming the folder.
+        """
+        path = self.model_config.local_path
+        options = self._load_kwargs() | {"low_cpu_mem_usage": True, "output_loading_info": True}
+        try:
+            loaded: Any = auto_class.from_pretrained(path, config=self._config(), **options)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise CheckpointError(f"cannot load the weights of model.path={path}: {error}") from error
+        whole, report = loaded  # two values, because of output_loading_info
+        # Missing tensors were drawn from the random state of this process; ``_initialize`` draws them instead.
+        return {name: p for name, p in whole.named_parameters() if name not in report["missing_keys"]}
 
     def _initialize(self, name: str, shape: torch.Size, rows: slice) -> Tensor | None:
         """Draw a new head or adapter from the seed and its name, so that every layout has the same."""
@@ -241,3 +259,111 @@ def shard(module: nn.Module, model: PreTrainedModel, config: "FSDPEngineConfig",
     # The logits of a value head are a view, and FSDP2 warns of in-place changes; nothing here makes any.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     apply_fsdp2(module, kwargs, config, model)
+
+
+# Weights of a checkpoint
+
+
+def local_rows(shape: torch.Size, group: ProcessGroup | None) -> slice:
+    """Return the rows of a tensor that this rank's shard holds, cut over the group as ``Shard(0)`` does."""
+    if not shape or group is None:
+        return slice(None)
+    step = -(-shape[0] // group.size())
+    start = min(group.rank() * step, shape[0])
+    return slice(start, min(start + step, shape[0]))
+
+
+def materialize(
+    model: nn.Module, group: ProcessGroup | None, device: torch.device, read: LocalReader, initialize: LocalReader
+) -> None:
+    """Give every meta parameter its shard on ``device``, from the checkpoint or, if it is new, from ``initialize``.
+
+    Each rank reads only its shard, so no rank ever holds the whole model. Tied parameters stay one.
+
+    Raises: CheckpointError for tensors that neither source has.
+    """
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(id(parameter), []).append((module, attribute))
+    missing = []
+    for name, parameter in list(model.named_parameters()):
+        if not parameter.is_meta:
+            continue
+        rows = local_rows(parameter.shape, group)
+        plain = base_name(name)
+        local = None if plain is None else read(plain, parameter.shape, rows)
+        if local is None:
+            local = initialize(name, parameter.shape, rows)
+        if local is None:
+            missing.append(name)
+            continue
+        # A slice of a file may be a view into all of it. Saving such a shard would save the whole file.
+        filled = torch.empty_like(parameter.detach(), device=device)
+        (filled.to_local() if isinstance(filled, DTensor) else filled).copy_(local)
+        new = nn.Parameter(filled, requires_grad=parameter.requires_grad)
+        for module, attribute in places[id(parameter)]:
+            setattr(module, attribute, new)
+    if missing:
+        raise CheckpointError(
+            f"the checkpoint lacks {len(missing)} tensors of the model, the first is {missing[0]!r}: "
+            "model.path must hold the whole model of its config.json"
+        )
+
+
+def _tied_aliases(model: nn.Module) -> dict[str, list[str]]:
+    """Return, for each unique parameter name, the other names of the same parameter."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {first: rest for first, *rest in names.values() if rest}
+
+
+def _broadcast_reader(load_whole: Callable[[], dict[str, Tensor]]) -> LocalReader:
+    alone = not dist.is_initialized() or dist.get_world_size() == 1
+    first = alone or dist.get_rank() == 0
+    whole = load_whole() if first else {}
+
+    def read(name: str, shape: torch.Size, rows: slice) -> Tensor | None:
+        tensor = whole.pop(name).detach() if name in whole else None
+        if not alone:
+            tensor = _broadcast_from_first(tensor)
+        if tensor is not None and tensor.shape != shape:
+            raise CheckpointError(f"tensor {name!r} has shape {tuple(tensor.shape)}, the model needs {tuple(shape)}")
+        return tensor if tensor is None or not shape else tensor[rows]
+
+    return read
+
+
+def _broadcast_from_first(tensor: Tensor | None) -> Tensor | None:
+    header: list[Any] = [None if tensor is None else (tensor.shape, tensor.dtype)]
+    dist.broadcast_object_list(header, src=0)
+    if header[0] is None:
+        return None
+    shape, dtype = header[0]
+    received = tensor.contiguous() if tensor is not None else torch.empty(shape, dtype=dtype)
+    dist.broadcast(received, src=0)
+    return received
+
+
+def remember_conversions(model: "PreTrainedModel") -> None:
+    """Keep the conversions of transformers for this class: it finds them by a class name that sharding changes."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange
+
+    found = get_model_conversion_mapping(model, add_legacy=False)
+    # Prefix changes apply to a model without its head only; save_pretrained of a new model leaves them out, too.
+    model._weight_conversions = [step for step in found if not isinstance(step, PrefixChange)] or None  # type: ignore[assignment]
+
+
+def checkpoint_names(model: "PreTrainedModel", stream: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Rename and convert in-memory tensors to those that ``save_pretrained`` writes, one at a time."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import revert_weight_conversion
+
+    if not (getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(model, add_legacy=False)):
+        yield from stream
+        return
+    for name, tensor in stream:
+        yield from revert_weight_conversion(model, {name: tensor}).items()

@@ -1,7 +1,7 @@
 """The FSDP training engine: one implementation for both strategies, one process or many, and every device."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Self
@@ -16,15 +16,14 @@ from verl.models.transformers.vision import install_vision, uses_media
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from verl.utils.device import current_device, get_torch_device
 from verl.utils.fsdp_utils import gradient_norm, local_gradients, move_optimizer_state
+from verl.utils.numerics.lr_schedules import num_warmup_steps
+from verl.utils.torch_functional import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
 from verl.workers.engine.base import BaseEngine, EngineRegistry, OutputFn, Part
 from verl.workers.engine.fsdp import adapters
-from verl.workers.engine.fsdp.build import ModelBuilder, precision_policy, use_packed_attention
+from verl.workers.engine.fsdp.build import ModelBuilder, checkpoint_names, precision_policy, use_packed_attention
 from verl.workers.engine.fsdp.forward import Forward, Reference, sequence_parallel
 from verl.workers.engine.fsdp.layout import check_layout, make_layout
-from verl.workers.engine.fsdp.optim import build_optimizer, build_scheduler
-from verl.workers.engine.fsdp.weights import checkpoint_names
-from verl.workers.engine.micro_batch import MicroBatch
-from verl.workers.engine.pass_spec import PassSpec
+from verl.workers.engine.passes import MicroBatch, PassSpec
 
 if TYPE_CHECKING:
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig
@@ -111,10 +110,6 @@ class FSDPEngine(BaseEngine):
         self._parameters = [p for p in self.module.parameters() if p.requires_grad]
         size = sum(p.numel() * p.element_size() for p in self.module.parameters())
         self._accumulates_whole = size <= ACCUMULATION_BUDGET_BYTES
-
-    @property
-    def _has_adapters(self) -> bool:
-        return adapters.has_adapters(self.module)
 
     # ---- modes
 
@@ -226,11 +221,11 @@ class FSDPEngine(BaseEngine):
     @property
     def base_model(self) -> Any:
         """The transformers model, without the wrapper of its adapters."""
-        return self.module.get_base_model() if self._has_adapters else self.module  # type: ignore[operator]
+        return self.module.get_base_model() if adapters.has_adapters(self.module) else self.module  # type: ignore[operator]
 
     def disable_adapter(self) -> AbstractContextManager[None]:
         """Run the base model without its adapters; the reference policy under LoRA."""
-        if not self._has_adapters:
+        if not adapters.has_adapters(self.module):
             return super().disable_adapter()
         return self.module.disable_adapter()  # type: ignore[operator]
 
@@ -240,7 +235,7 @@ class FSDPEngine(BaseEngine):
         Raises: RuntimeError without adapters, ValueError for an engine that packs sequences in another way.
         """
         if engine is None:
-            if not self._has_adapters:
+            if not adapters.has_adapters(self.module):
                 self.disable_adapter()  # raises, and names the missing key
             self.forward.reference = Reference(self.forward, self.disable_adapter)
             return
@@ -254,7 +249,11 @@ class FSDPEngine(BaseEngine):
         self, local_path: str, hdfs_path: str | None = None, global_step: int = 0, max_ckpt_to_keep: int | None = None
     ) -> None:
         """Write this rank's part of a checkpoint; collective."""
-        folders = {adapters.ADAPTER_FOLDER: partial(adapters.save_adapter, self.module)} if self._has_adapters else {}
+        folders = (
+            {adapters.ADAPTER_FOLDER: partial(adapters.save_adapter, self.module)}
+            if adapters.has_adapters(self.module)
+            else {}
+        )
         with self._on_device("model", "optimizer"):
             self.checkpoint_manager.save_checkpoint(
                 local_path, hdfs_path, global_step, max_ckpt_to_keep, self.named_weights(), folders
@@ -278,6 +277,34 @@ class FSDPEngine(BaseEngine):
     def is_mp_src_rank_with_outputs(self) -> bool:
         """Whether this rank's outputs are the ones collected."""
         return self.layout.sp_rank == 0
+
+
+def build_optimizer(parameters: Sequence[Tensor], config: "FSDPOptimizerConfig") -> torch.optim.AdamW:
+    """Return AdamW over the parameters that train.
+
+    Raises: ValueError when there are none.
+    """
+    if not parameters:
+        raise ValueError("no parameter of the model trains: unfreeze some, or set fsdp_config.forward_only=True")
+    return torch.optim.AdamW(
+        parameters, lr=config.lr, betas=(config.betas[0], config.betas[1]), weight_decay=config.weight_decay, fused=True
+    )
+
+
+def build_scheduler(optimizer: torch.optim.Optimizer, config: "FSDPOptimizerConfig") -> LambdaLR:
+    """Return the schedule.
+
+    Raises: ValueError when the schedule needs a length that was not given.
+    """
+    total = config.total_training_steps if config.total_training_steps is not None else -1
+    warmup = num_warmup_steps(config.lr_warmup_steps, config.lr_warmup_steps_ratio, total)
+    if config.lr_scheduler_type == "constant":
+        return get_constant_schedule_with_warmup(optimizer, warmup)
+    if total <= 0:
+        raise ValueError(f"optim.lr_scheduler_type=cosine needs optim.total_training_steps > 0, got {total}")
+    return get_cosine_schedule_with_warmup(
+        optimizer, warmup, total, min_lr_ratio=config.min_lr_ratio or 0.0, num_cycles=config.num_cycles
+    )
 
 
 @EngineRegistry.register("language_model", ["fsdp", "fsdp2"], ["cuda", "npu", "cpu"])

@@ -17,16 +17,8 @@ from verl.utils.activation_offload import offloaded_activations
 from verl.utils.numerics.log_probs import full_kl, log_probs_and_entropy
 from verl.utils.ulysses import set_ulysses_sequence_parallel_group, ulysses_pad
 from verl.utils.vision.multi_modal import concat_distinct_inputs, concat_multi_modal_inputs
+from verl.workers.engine import passes
 from verl.workers.engine.fsdp.layout import Layout
-from verl.workers.engine.micro_batch import (
-    PackedRows,
-    named_scores,
-    pack_rows,
-    response_mask_of,
-    tensors_of,
-    whole_outputs,
-)
-from verl.workers.engine.pass_spec import PassSpec
 
 if TYPE_CHECKING:
     from verl.workers.engine.base import ModelOutput
@@ -62,7 +54,7 @@ class Forward:
     offload_activations: bool
     reference: "Reference | None" = None
 
-    def __call__(self, rows: DataProto, spec: PassSpec) -> "ModelOutput":
+    def __call__(self, rows: DataProto, spec: passes.PassSpec) -> "ModelOutput":
         """Return (b, R) outputs on the device, zero outside the response mask."""
         reference = self._reference_of(spec)
         ref_logits = None if reference is None else reference.logits(rows)
@@ -73,7 +65,7 @@ class Forward:
             if self.is_value_model:
                 values = {"values": logits[:, 0].float()}
             elif fused is not None:
-                values = named_scores(logits.unbind(1))
+                values = passes.named_scores(logits.unbind(1))
             else:
                 scores = log_probs_and_entropy(
                     logits,
@@ -84,48 +76,39 @@ class Forward:
                     # The backward pass writes the gradient over the logits, unless the full KL reads them too.
                     inplace_backward=ref_logits is None,
                 )
-                values = named_scores(scores)
+                values = passes.named_scores(scores)
             if ref_logits is not None:
                 values["full_kl"] = full_kl(logits, ref_logits, spec.temperature, self.entropy_chunk_size)
-            return whole_outputs(values, target, packed.shape, self.layout.sp_group)
+            return passes.whole_outputs(values, target, packed.shape, self.layout.sp_group)
 
-    def idle(self, spec: PassSpec) -> Tensor:
+    def idle(self, spec: passes.PassSpec) -> Tensor:
         """Take part in the collectives of a forward pass without any row; returns a zero that has a gradient."""
         reference = self._reference_of(spec)
         if reference is not None:
             reference.idle()
-        ids = torch.zeros(1, self.layout.sp_size, dtype=torch.long)
-        positions = torch.arange(self.layout.sp_size).unsqueeze(0)
-        tensors = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": positions}
-        rows = DataProto.from_dict(tensors | {"response_mask": ids})
         with self._activations():
-            logits, _, _ = self.read(rows, None)[1]
+            logits, _, _ = self.read(passes.idle_rows(self.layout.sp_size, self.layout.device), None)[1]
         return logits.sum() * 0.0
 
-    def read(self, rows: DataProto, fused: PassSpec | None) -> tuple[PackedRows, Read]:
+    def read(self, rows: DataProto, fused: passes.PassSpec | None) -> tuple[passes.PackedRows, Read]:
         """Return the packed rows and, for this rank's positions, logits (k, V), labels (k,) and targets (k,).
 
         With ``fused`` the columns are the log-probability of the label and, on request, the entropy.
         """
-        device = self.layout.device
-        batch = tensors_of(rows)
-        names = ("input_ids", "attention_mask", "position_ids")
-        ids, attention, positions = (batch[name].to(device, non_blocking=True) for name in names)
-        counted = response_mask_of(rows).to(device, non_blocking=True)
-        packed = pack_rows(ids, attention, positions, counted, self.lead)
+        packed = passes.pack_rows(rows, self.lead)
         inputs = self._multi_modal_inputs(rows, packed.row_order if self.remove_padding else None)
         if self.remove_padding:
             return packed, self._packed(packed, inputs, fused)
-        return packed, self._padded(packed, ids, attention, positions, counted, inputs, fused)
+        return packed, self._padded(packed, rows, inputs, fused)
 
-    def _reference_of(self, spec: PassSpec) -> "Reference | None":
+    def _reference_of(self, spec: passes.PassSpec) -> "Reference | None":
         if spec.full_kl and self.reference is None:
             raise ValueError("full_kl needs a reference in this engine: call set_reference")
         return self.reference if spec.full_kl else None
 
     # ---- two ways to the logits
 
-    def _packed(self, packed: PackedRows, inputs: ModelInputs, fused: PassSpec | None) -> Read:
+    def _packed(self, packed: passes.PackedRows, inputs: ModelInputs, fused: passes.PassSpec | None) -> Read:
         """Run the packed rows or, with sequence parallelism, this rank's slice of them.
 
         The ranks of a sequence exchange heads in attention (Ulysses). Elsewhere each rank works on a contiguous slice
@@ -135,7 +118,7 @@ class Forward:
         ids, positions, padding = ulysses_pad(packed.input_ids, packed.position_ids, sp_size)
         assert positions is not None
         lengths = [*packed.lengths, padding] if padding else packed.lengths
-        sampled = self._sampled(packed, ids)
+        sampled = torch.zeros_like(ids, dtype=torch.bool).index_fill(1, packed.keep + self.lead, True)
         window = None
         start = 0
         mine: Tensor | slice = slice(None)
@@ -147,26 +130,25 @@ class Forward:
             if not self.takes_media:  # such a model slices itself, after it has merged the images
                 ids = ids.narrow(-1, start, width)
                 positions = positions.narrow(-1, start, width)
-        kept = self._kept(packed.keep[mine] - start, packed.labels[mine], fused)
+        kept: Tensor | HeadRequest = packed.keep[mine] - start
+        if fused is not None:
+            kept = HeadRequest(packed.keep[mine] - start, packed.labels[mine], fused.temperature, fused.entropy_mode)
         extra = self._extra(inputs, sampled, window)
         logits = self._run(ids, None, positions, kept, PackedSequences(lengths, self.layout.device), extra)
         return logits, packed.labels[mine], packed.target[mine]
 
     def _padded(
-        self,
-        packed: PackedRows,
-        ids: Tensor,
-        attention: Tensor,
-        positions: Tensor,
-        counted: Tensor,
-        inputs: ModelInputs,
-        fused: PassSpec | None,
+        self, packed: passes.PackedRows, data: DataProto, inputs: ModelInputs, fused: passes.PassSpec | None
     ) -> Read:
         """Run whole rows.
 
         An ordinary head sees the response columns, from which the counted positions are picked afterwards; a fused
         head sees the counted positions alone.
         """
+        batch = passes.tensors_of(data)
+        ids = batch["input_ids"]
+        attention = batch["attention_mask"]
+        positions = batch["position_ids"]
         if positions.dim() == 3:
             positions = positions.transpose(0, 1)
         rows, width = packed.shape
@@ -174,19 +156,15 @@ class Forward:
         before = length - width - self.lead
         first = max(before, 0)
         columns = torch.arange(first, length, device=ids.device)
-        extra = self._extra(inputs, F.pad(counted.bool(), (length - width, 0)))
+        extra = self._extra(inputs, F.pad(passes.response_mask_of(data).bool(), (length - width, 0)))
         row = packed.target // width
         column = packed.target % width
         if fused is not None:
-            kept = self._kept(row * length + column + before, packed.labels, fused)
+            kept = HeadRequest(row * length + column + before, packed.labels, fused.temperature, fused.entropy_mode)
             return self._run(ids, attention, positions, kept, None, extra), packed.labels, packed.target
         hidden = self._run(ids, attention, positions, columns, None, extra)
         at = row * len(columns) + column + (before - first)
         return hidden.reshape(rows * len(columns), -1).index_select(0, at), packed.labels, packed.target
-
-    def _sampled(self, packed: PackedRows, ids: Tensor) -> Tensor:
-        """Mark the counted tokens among packed ones (1, T)."""
-        return torch.zeros_like(ids, dtype=torch.bool).index_fill(1, packed.keep + self.lead, True)
 
     def _multi_modal_inputs(self, rows: DataProto, order: Tensor | None) -> ModelInputs:
         """Join the processor's outputs of the rows, in the order in which they are packed.
@@ -210,10 +188,6 @@ class Forward:
         if not self.takes_media:
             return inputs
         return {MEDIA: Media(sampled, inputs, inputs.get(_SHOWN, {}), window)}
-
-    def _kept(self, at: Tensor, labels: Tensor, fused: PassSpec | None) -> Tensor | HeadRequest:
-        """Return which positions the head reads and, for a fused head, what it computes there."""
-        return at if fused is None else HeadRequest(at, labels, fused.temperature, fused.entropy_mode)
 
     def _run(
         self,
@@ -248,15 +222,15 @@ class Forward:
         return nullcontext()
 
 
+@dataclass(eq=False)
 class Reference:
     """Run the reference policy on the micro-batches of the policy.
 
     Args: ``context`` is entered around each pass, for instance to disable adapters.
     """
 
-    def __init__(self, forward: Forward, context: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
-        self.forward = forward
-        self.context = context
+    forward: Forward
+    context: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def logits(self, rows: DataProto) -> Tensor:
         """Return the logits (k, V) at the positions that the policy is asked for, without gradient."""
@@ -267,7 +241,7 @@ class Reference:
     def idle(self) -> None:
         """Take part in the collectives of ``logits``."""
         with torch.no_grad(), self.context():
-            self.forward.idle(PassSpec())
+            self.forward.idle(passes.PassSpec())
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from verl.utils.device import current_device, get_device_name
 from verl.utils.device.gloo import use_one_thread
 from verl.utils.distributed import initialize_lone_process_group, take_over_timeout
-from verl.workers.engine.accumulate import Shares
+from verl.workers.engine.passes import Shares
 
 if TYPE_CHECKING:
     from verl.workers.config import FSDPEngineConfig

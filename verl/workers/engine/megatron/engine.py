@@ -22,12 +22,10 @@ from verl.utils.megatron.optimizer import (
     init_megatron_optim_config,
 )
 from verl.workers.engine.base import BaseEngine, EngineRegistry, OutputFn, Part, T
-from verl.workers.engine.megatron.build import ModelBuilder, gather_weights, model_dtype, wrap
+from verl.workers.engine.megatron.build import ModelBuilder, gather_weights, model_dtype, share_folder, wrap
 from verl.workers.engine.megatron.forward import Forward, Round, check_positions
 from verl.workers.engine.megatron.layout import make_layout
-from verl.workers.engine.megatron.sources import share_folder
-from verl.workers.engine.micro_batch import MicroBatch
-from verl.workers.engine.pass_spec import PassSpec
+from verl.workers.engine.passes import MicroBatch, PassSpec
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -224,7 +222,7 @@ class MegatronEngine(BaseEngine):
         if self.layout.pp_size == 1:
             return make()
         group = self.layout.pp_group
-        box: list[T | None] = [make() if self.layout.is_last_stage else None]
+        box: list[T | None] = [make() if self.layout.pp_rank == self.layout.pp_size - 1 else None]
         dist.broadcast_object_list(box, src=dist.get_global_rank(group, group.size() - 1), group=group)
         received = box[0]
         assert received is not None

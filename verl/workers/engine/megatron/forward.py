@@ -7,18 +7,10 @@ import torch
 from torch import Tensor
 
 from verl.models.mcore.gpt.layers import HeadRequest, PackedRowParams, packed_row_params
+from verl.models.mcore.packing import aligned_lengths, held_places, places_of
 from verl.utils.megatron.tensor_parallel import vocab_parallel_log_probs_and_entropy
+from verl.workers.engine import passes
 from verl.workers.engine.megatron.layout import Layout
-from verl.workers.engine.megatron.packing import PackedShare, share_of
-from verl.workers.engine.micro_batch import (
-    MicroBatch,
-    named_scores,
-    pack_rows,
-    response_mask_of,
-    tensors_of,
-    whole_outputs,
-)
-from verl.workers.engine.pass_spec import PassSpec
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -29,11 +21,56 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class PackedShare:
+    """One rank's part of packed rows.
+
+    ``input_ids`` (1, t); ``lengths`` are those of the whole sequences with their padding. ``keep`` (k,) are places in
+    the (t,) tokens of this rank, before sequence parallelism cuts them, with their ``labels`` and ``target`` (k,). A
+    rank without counted tokens keeps one place without label and target: heads and collectives need a position.
+    """
+
+    input_ids: Tensor
+    lengths: list[int]
+    keep: Tensor
+    labels: Tensor
+    target: Tensor
+    shape: tuple[int, int]
+
+
+def share_of(packed: passes.PackedRows, cp_size: int, cp_rank: int, tp_multiple: int) -> PackedShare:
+    """Align the sequences, pad the whole if needed, and take this rank's part.
+
+    Context parallelism gives each rank two chunks of every sequence, one from its front and one from its back. Causal
+    attention costs more towards the end of a sequence, so contiguous parts would leave the first ranks idle.
+    """
+    lengths = aligned_lengths(packed.lengths, cp_size, tp_multiple)
+    keep = packed.keep
+    ids = packed.input_ids[0]
+    labels = packed.labels
+    target = packed.target
+    if lengths != packed.lengths or cp_size > 1:
+        device = ids.device
+        place = places_of(packed.lengths, lengths)
+        whole = ids.new_zeros(sum(lengths)).index_copy(0, place.to(device), ids)
+        held = held_places(lengths, cp_size, cp_rank)
+        local = torch.full((sum(lengths),), -1).index_copy(0, held, torch.arange(len(held)))
+        here = local[place].to(device)[keep]  # of each kept position, -1 where another rank holds it
+        mine = here >= 0
+        ids = whole[held.to(device)]
+        keep = here[mine]
+        labels = labels[mine]
+        target = target[mine]
+    if not len(keep):
+        keep = keep.new_zeros(1)
+    return PackedShare(ids.unsqueeze(0), lengths, keep, labels, target, packed.shape)
+
+
+@dataclass(frozen=True)
 class Round:
     """One micro-batch of a pipeline schedule, on the device; None if this rank only takes part."""
 
     at: int
-    micro_batch: MicroBatch | None
+    micro_batch: passes.MicroBatch | None
     share: PackedShare
     params: PackedRowParams
 
@@ -43,7 +80,7 @@ def check_positions(data: "DataProto") -> None:
 
     Raises: ValueError naming the first row whose positions do not.
     """
-    batch = tensors_of(data)
+    batch = passes.tensors_of(data)
     positions = batch["position_ids"]
     attention = batch["attention_mask"]
     if positions.dim() == 3:
@@ -70,22 +107,19 @@ class Forward:
     lead: int
     fuses_head: bool
 
-    def prepare(self, at: int, micro_batch: MicroBatch | None) -> Round:
+    def prepare(self, at: int, micro_batch: passes.MicroBatch | None) -> Round:
         """Pack a micro-batch; a missing one becomes a single token that does not count."""
         device = self.layout.device
         if micro_batch is None:
-            zeros = torch.zeros(1, 1, dtype=torch.long, device=device)
-            packed = pack_rows(zeros, torch.ones_like(zeros), zeros, zeros)
+            packed = passes.pack_rows(passes.idle_rows(1, device))
         else:
             micro_batch = micro_batch.to(device)
-            batch = tensors_of(micro_batch.rows)
-            counted = response_mask_of(micro_batch.rows)
-            packed = pack_rows(batch["input_ids"], batch["attention_mask"], batch["position_ids"], counted, self.lead)
+            packed = passes.pack_rows(micro_batch.rows, self.lead)
         tp_multiple = self.layout.tp_size if self.sequence_parallel else 1
         share = share_of(packed, self.layout.cp_size, self.layout.cp_rank, tp_multiple)
         return Round(at, micro_batch, share, packed_row_params(share.lengths, device))
 
-    def run(self, model: "MegatronModule", chunk: "GPTModel", round_: Round, spec: PassSpec) -> Tensor:
+    def run(self, model: "MegatronModule", chunk: "GPTModel", round_: Round, spec: passes.PassSpec) -> Tensor:
         """Return the output of this chunk: hidden states, or its head's logits (1, k, V / ranks) or values (1, k, 1).
 
         A fused head gives (1, k, 1 or 2): log-probabilities and, on request, entropies. ``model`` is the ``chunk``,
@@ -100,14 +134,14 @@ class Forward:
         # Rotary positions come from the boundaries of the sequences; position_ids only have to be there.
         return model(round_.share.input_ids, position_ids=None, attention_mask=None, packed_seq_params=round_.params)
 
-    def outputs(self, found: Tensor, round_: Round, spec: PassSpec) -> "ModelOutput":
+    def outputs(self, found: Tensor, round_: Round, spec: passes.PassSpec) -> "ModelOutput":
         """Return (b, R) outputs on the device, zero outside the response mask, whole on every rank of the stage."""
         share = round_.share
         rows = found.squeeze(0)[: len(share.labels)]
         if self.is_value_model:
             values = {"values": rows[:, 0].float()}
         elif self.fuses_head:
-            values = named_scores(rows.unbind(-1))
+            values = passes.named_scores(rows.unbind(-1))
         else:
             scores = vocab_parallel_log_probs_and_entropy(
                 rows,
@@ -117,6 +151,6 @@ class Forward:
                 vocab_size=self.vocab_size,
                 group=self.layout.tp_group,
             )
-            values = named_scores(scores)
+            values = passes.named_scores(scores)
         group = self.layout.cp_group if self.layout.cp_size > 1 else None
-        return whole_outputs(values, share.target, share.shape, group)
+        return passes.whole_outputs(values, share.target, share.shape, group)

@@ -18,7 +18,7 @@ from verl.utils.device.gloo import use_one_thread
 from verl.utils.distributed import group_timeout, initialize_lone_process_group
 from verl.utils.megatron.ranks import Place, expert_layout_problem, place_of
 from verl.utils.numerics.seeding import derive_seed, seed_process
-from verl.workers.engine.accumulate import Shares
+from verl.workers.engine.passes import Shares
 
 if TYPE_CHECKING:
     from verl.workers.config import McoreEngineConfig
@@ -39,11 +39,6 @@ class Layout(Place):
     pp_group: ProcessGroup
     cp_group: ProcessGroup
     virtual_stages: int
-
-    @property
-    def is_last_stage(self) -> bool:
-        """Whether this rank holds the head."""
-        return self.pp_rank == self.pp_size - 1
 
 
 def make_layout(config: "McoreEngineConfig") -> Layout:
@@ -76,7 +71,7 @@ def make_layout(config: "McoreEngineConfig") -> Layout:
             create_gloo_process_groups=False,
             distributed_timeout_minutes=group_timeout().total_seconds() / 60,
         )
-        _seed(config.seed)
+        _seed(config.seed, place)
     device = current_device()
     whole = parallel_state.get_data_parallel_group(with_context_parallel=True)
     dp_group = parallel_state.get_data_parallel_group()
@@ -93,17 +88,13 @@ def make_layout(config: "McoreEngineConfig") -> Layout:
     )
 
 
-def _seed(seed: int) -> None:
+def _seed(seed: int, place: Place) -> None:
     """Seed this process by the rows, tokens and layers that it holds.
 
     Tensor-parallel ranks start alike, since they must agree on the dropout of whole activations. Megatron-Core's
     tracker gives them different states for the parts that they hold alone.
     """
-    ranks = (
-        parallel_state.get_pipeline_model_parallel_rank(),
-        parallel_state.get_data_parallel_rank(),
-        parallel_state.get_context_parallel_rank(),
-    )
+    ranks = (place.pp_rank, place.dp_rank, place.cp_rank)
     seed_process(seed, "megatron", *ranks)
     model_parallel_cuda_manual_seed(derive_seed(seed, "megatron", *ranks))
 
