@@ -171,10 +171,9 @@ def load_mcore_dist_weights(
     chunks = unwrap_model(list(parallel_model))
     state = sharded_weights(chunks)
     if is_value_model:
-        state = {
-            chunk: {name: value for name, value in part.items() if not name.startswith("output_layer.")}
-            for chunk, part in state.items()
-        }
+        for part in state.values():
+            for name in [name for name in part if name.startswith("output_layer.")]:
+                del part[name]
     loaded = load_dist_checkpointing(state, dist_weight_path)
     for name, chunk in zip(chunk_names(chunks), chunks, strict=True):
         chunk.load_state_dict(loaded[name], strict=False)

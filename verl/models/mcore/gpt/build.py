@@ -273,8 +273,8 @@ def expert_of(name: str) -> tuple[int, str] | None:
 
 def load_parts(chunks: Sequence[GPTModel], hf_config: "PretrainedConfig", is_value_model: bool, read: ReadPart) -> None:
     """Fill the parameters of this rank's chunks, in their order; ``read`` is asked only for this rank's parts."""
-    dense = _shard(parallel_state.get_tensor_model_parallel_group())
-    in_expert = _shard(parallel_state.get_expert_tensor_parallel_group())
+    groups = (parallel_state.get_tensor_model_parallel_group(), parallel_state.get_expert_tensor_parallel_group())
+    dense, in_expert = (Shard(group.rank(), group.size()) for group in groups)
     with torch.no_grad():
         for chunk in chunks:
             for named in named_parameters(chunk, hf_config, is_value_model):
@@ -282,7 +282,3 @@ def load_parts(chunks: Sequence[GPTModel], hf_config: "PretrainedConfig", is_val
                 part = named.rule.load(read, shard, named.checkpoint_names, named.parameter.shape)
                 if part.device.type != "meta":  # a dry run reads nothing
                     named.parameter.copy_(part)
-
-
-def _shard(group: ProcessGroup) -> Shard:
-    return Shard(group.rank(), group.size())

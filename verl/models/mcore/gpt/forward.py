@@ -52,12 +52,6 @@ class _Row:
             whole = all_gather_tensor(whole.unsqueeze(0), 0, self.group).sum(0)
         return whole[self.place]
 
-    def fuse(self, request: HeadRequest, vocab_size: int) -> None:
-        """Let this chunk's head, if it has one, score tokens instead of returning logits in the next pass."""
-        if self.head is not None:
-            attach_fused_head(self.inner, vocab_size, self.tp_group)
-            self.inner.fused_head.request = request
-
     def run(self, tokens: Tensor, keep: Tensor | None = None) -> Tensor:
         """Return hidden states or, from the head, the output (1, t, ...) at the places ``keep`` of this rank's part."""
         if self.head is not None:
@@ -175,7 +169,9 @@ def fused_forward(
     asked = row.take(labels_mask.bool()[mask])
     keep = asked.nonzero().squeeze(-1)
     some = keep if len(keep) else keep.new_zeros(1)  # heads and collectives need at least one position
-    row.fuse(HeadRequest(row.take(labels[mask])[some], temperature, "grad"), vocab_size)
+    if row.head is not None:
+        attach_fused_head(row.inner, vocab_size, row.tp_group)
+        row.inner.fused_head.request = HeadRequest(row.take(labels[mask])[some], temperature, "grad")
     output = row.run(input_ids[mask], some)
     if row.head is None:
         return output
