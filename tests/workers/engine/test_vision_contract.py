@@ -202,7 +202,7 @@ def test_a_family_without_an_entry_runs_as_transformers_does(
     root: Path, references: Any, monkeypatch: pytest.MonkeyPatch, no_group_left: None, packed: bool, wrapped: bool
 ) -> None:
     """In one process; several are refused, as a rank without an image would not take part."""
-    monkeypatch.setattr("verl.models.transformers.vision.FAMILIES", ())
+    monkeypatch.setattr("verl.models.transformers.vision.VISION_FAMILIES", ())
     engine = cases.build(root / "qwen2_5_vl", {"use_remove_padding": packed}, {"offload_policy": wrapped})
     assert not engine.forward.takes_media
     index = [0, 2, 3, 5]
