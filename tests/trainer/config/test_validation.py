@@ -272,9 +272,9 @@ def test_model_folders(base, tmp_path):
 
 def test_vision_models(base, tmp_path):
     key = f"{ACTOR}.freeze_vision_tower"
-    assert "names one of text" in violations(base, {key: True})[key]
+    assert "names a text model" in violations(base, {key: True})[key]
     assert (
-        "names one of text"
+        "names a text model"
         in violations(base, {"critic.model.freeze_vision_tower": True})["critic.model.freeze_vision_tower"]
     )
     (tmp_path / "config.json").write_text('{"model_type": "qwen2_5_vl", "vision_config": {}}')

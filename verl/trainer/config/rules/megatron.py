@@ -432,12 +432,12 @@ def override_rules(node: Mapping[str, Any], key: str, model: str) -> Iterator[Vi
         if name in node:
             yield Violation(f"{at}.{name}", value, f"stands one level higher: write {key}.{name}")
         elif name in OF_MODEL or name.startswith(OF_OTHER_MODELS):
-            expected = f"is of the model, which generates too: write what config.json has in {model}.override_config"
+            expected = f"belongs to the model, which also generates: write config.json's key in {model}.override_config"
             yield Violation(f"{at}.{name}", value, expected)
         elif name in OF_ENGINE and value is not None:
             yield Violation(f"{at}.{name}", value, "is set by the engine: leave it out")
         elif name in OF_PRETRAINING and value not in (None, OF_PRETRAINING[name]):
-            yield Violation.unsupported(f"{at}.{name}", value, "is of pretraining, and not supported: leave it out")
+            yield Violation.unsupported(f"{at}.{name}", value, "is for pretraining, and not supported: leave it out")
         elif name in UNREAD:
             yield Violation(f"{at}.{name}", value, "has no effect: leave it out")
     yield from _ddp_rules(node.get("override_ddp_config") or {}, f"{key}.override_ddp_config")
@@ -467,7 +467,7 @@ def optimizer_rules(overrides: Mapping[str, Any], key: str) -> Iterator[Violatio
         if name in OF_OPTIM:
             yield Violation(f"{at}.{name}", value, f"stands one level higher: write {key}.{OF_OPTIM[name]}")
         elif name == "use_distributed_optimizer":
-            yield Violation(f"{at}.{name}", value, "is of the layout: write megatron.use_distributed_optimizer")
+            yield Violation(f"{at}.{name}", value, "belongs to the layout: write megatron.use_distributed_optimizer")
         elif name in OPTIMIZER_OF_ENGINE:
             yield Violation(f"{at}.{name}", value, "is set by the engine: leave it out")
         elif name in UNREAD_BY_ADAM or name.startswith("muon_"):

@@ -61,13 +61,13 @@ def model_rules(run: RunConfig, broken: set[str]) -> Iterator[Violation]:
         yield from vision_rules(hf_config, (f"{role}.strategy", strategy), (f"{key}.path", path), workers)
         is_text_only = bool(hf_config) and "vision_config" not in hf_config
         if is_text_only and key in frozen:
-            expected = f"needs a vision-language model, {key}.path names one of text (no vision_config): write false"
+            expected = f"needs a vision-language model, {key}.path names a text model (no vision_config): write false"
             yield Violation(frozen[key], True, expected)
         if key == POLICY:
             yield from _size_rules(run, hf_config, broken)
         elif is_text_only and not list(path_problems(policy.path)) and "vision_config" in read_config_json(policy.path):
             # It would read the image tokens and not the images.
-            expected = "must see images as the policy of actor_rollout_ref.model.path does, and this is a model of text"
+            expected = "is a text-only model, and the policy of actor_rollout_ref.model.path reads images"
             yield Violation(f"{key}.path", path, f"{expected}: name a vision-language model")
     for key, rank, modules in adapters:
         if rank and not modules:
@@ -146,7 +146,7 @@ def option_rules(run: RunConfig) -> Iterator[Violation]:
         if name in actor and actor[name] != model[name]:
             yield Violation(f"{ACTOR}.{name}", actor[name], f"follows {POLICY}.{name}: set that one")
     if actor.uses_full_kl and actor.strategy == "megatron":
-        expected = "needs the whole vocabulary in one worker, as fsdp has it: write low_var_kl, or strategy=fsdp"
+        expected = "needs the whole vocabulary in one worker, which only fsdp has: write low_var_kl, or strategy=fsdp"
         yield Violation(f"{ACTOR}.kl_loss_type", FULL_KL, expected)
     yield from fused_rules(model, POLICY, device)
     if model.use_fused_kernels and actor.uses_full_kl:

@@ -56,7 +56,7 @@ def _place_rules(tree: Tree) -> Iterator[Violation]:
     """Yield keys of a role at the run, keys of the run at a role, which nothing reads, and unknown tools."""
     for key in _OF_A_ROLE:
         if key in tree[_GLOBAL]:
-            expected = f"is said by each role: write actor_rollout_ref.actor.profiler.{key}"
+            expected = f"is set for each role: write actor_rollout_ref.actor.profiler.{key}"
             yield Violation(f"{_GLOBAL}.{key}", tree[_GLOBAL][key], expected)
     seen = []
     for role in _ROLES:
@@ -65,7 +65,7 @@ def _place_rules(tree: Tree) -> Iterator[Violation]:
             continue
         for key in _OF_THE_RUN:
             if key in node:
-                yield Violation(f"{role}.profiler.{key}", node[key], f"is said for the run: write {_GLOBAL}.{key}")
+                yield Violation(f"{role}.profiler.{key}", node[key], f"is set for the run: write {_GLOBAL}.{key}")
         if node.get("tool_config") not in seen:  # it may be that of the actor
             yield from _tool_config_rules(f"{role}.profiler.tool_config", node.get("tool_config"), TOOLS)
         seen.append(node.get("tool_config"))
@@ -106,7 +106,7 @@ def _folder_rules(run: RunConfig, enabled: Mapping[str, ProfilerConfig]) -> Iter
             if not there.is_dir():
                 yield Violation(key, path, f"cannot be a folder: {there} is a file")
             elif not os.access(there, os.W_OK | os.X_OK):
-                yield Violation(key, path, f"cannot be written: {there} allows it to others only")
+                yield Violation(key, path, f"cannot be written: you have no write permission in {there}")
 
 
 def _enabled(run: RunConfig, use_reference: bool) -> dict[str, ProfilerConfig]:
