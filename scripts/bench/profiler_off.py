@@ -23,9 +23,8 @@ from verl.trainer.main_ppo import TaskRunner, run_ppo
 from verl.utils.observe.console import get_console
 from verl.utils.profiler import DistProfiler, ProfilerConfig, marked_timer
 from verl.utils.profiler import profile as profile_module
-from verl.utils.profiler.performance import simple_timer
 from verl.utils.profiler.profile import RoleProfilers
-from verl.utils.profiler.ranges import captured_range
+from verl.utils.profiler.ranges import captured_range, simple_timer
 
 WARMUP_STEPS = 4
 RESAMPLES = 1000

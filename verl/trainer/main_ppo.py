@@ -92,8 +92,7 @@ def _controller_options(run_config: RunConfig) -> dict[str, Any]:
     profiler = run_config.global_profiler
     if run_config.trainer.device != "cuda" or profiler.tool != "nsys" or not profiler.steps:
         return {}
-    from verl.utils.profiler.captures import save_folder
-    from verl.utils.profiler.nsys import nsight_options
+    from verl.utils.profiler.captures import nsight_options, save_folder
 
     options = (profiler.global_tool_config or {})["nsys"]["controller_nsight_options"]
     save_folder(profiler.save_path).mkdir(parents=True, exist_ok=True)  # nsys makes none

@@ -207,8 +207,8 @@ READERS = [
     Reader(PROFILED, "enable tool all_ranks ranks", "utils/profiler/config.py", "self", PROFILERS + "test_profile.py::test_which_ranks_are_profiled"),
     Reader(PROFILED, "save_path", "utils/profiler/profile.py", "config", PROFILERS + "test_torch_trace.py::test_one_trace_per_role_rank_and_step"),
     Reader((f"{ROLLOUT}.profiler", "reward_model.profiler"), "tool_config", "utils/profiler/profile.py", "config", PROFILERS + "test_torch_trace.py::test_one_trace_per_role_rank_and_step"),
-    Reader(TOOLS_OF["nsys"], "discrete", "utils/profiler/nsys.py", "options", PROFILERS + "test_nsys.py::test_captures_of_a_step_and_of_a_task"),
-    Reader(TOOLS_OF["npu"], "contents level analysis discrete", "utils/profiler/npu.py", "options", PROFILERS + "test_npu.py::test_options_reach_the_profiler_of_torch_npu"),
+    Reader((*TOOLS_OF["nsys"], *TOOLS_OF["npu"]), "discrete", "utils/profiler/captures.py", "self.options", PROFILERS + "test_nsys.py::test_captures_of_a_step_and_of_a_task"),
+    Reader(TOOLS_OF["npu"], "contents level analysis", "utils/profiler/captures.py", "options", PROFILERS + "test_npu.py::test_options_reach_the_profiler_of_torch_npu"),
     Reader(TOOLS_OF["torch"], "step_start step_end", "utils/profiler/torch_trace.py", "self.options", PROFILERS + "test_torch_trace.py::test_only_some_mini_batches"),
     Reader(TOOLS_OF["torch_memory"], "trace_alloc_max_entries stack_depth context stacks kw_args", "utils/profiler/memory.py", "options", PROFILERS + "test_torch_memory.py::test_options_reach_the_recorder_and_snapshots_their_place"),
     # Ray

@@ -32,8 +32,8 @@ from verl.utils.profiler import (
     marked_timer,
     ranges,
 )
+from verl.utils.profiler.captures import nsight_options
 from verl.utils.profiler.config import NsightToolConfig
-from verl.utils.profiler.nsys import nsight_options
 from verl.utils.ray_utils import without_nsight
 
 
@@ -261,7 +261,7 @@ import json, os, ray
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-from verl.utils.profiler.nsys import nsight_options
+from verl.utils.profiler.captures import nsight_options
 from verl.utils.ray_utils import without_nsight
 
 class Wrapped(Worker):

@@ -64,7 +64,8 @@ class Worker(DistProfilerExtension):
 @pytest.fixture
 def calls(monkeypatch):
     recorded = []
-    monkeypatch.setattr(profile, "build_tool", lambda rank, config, options, role: RecordingTool(recorded))
+    for tool, (options, _) in profile.OF_TOOL.items():
+        monkeypatch.setitem(profile.OF_TOOL, tool, (options, lambda *args: RecordingTool(recorded)))
     return recorded
 
 
@@ -133,7 +134,7 @@ def test_an_error_of_a_task_is_told_where_its_capture_cannot_be_written(monkeypa
         def stop(self):
             raise OSError("no room")
 
-    monkeypatch.setattr(profile, "build_tool", lambda rank, config, options, role: FullDisk([]))
+    monkeypatch.setitem(profile.OF_TOOL, "torch", (TorchProfilerToolConfig, lambda *args: FullDisk([])))
     worker = Worker(DistProfiler(0, ProfilerConfig(tool="torch", enable=True), role="actor"))
     worker.start_profile(profile_step="1")
     with pytest.raises(KeyError, match="wrong"):

@@ -30,7 +30,7 @@ from verl.single_controller.ray.resource_pool import (
     bundle_nodes,
     sort_placement_group_by_node_ip,
 )
-from verl.utils.profiler.nsys import nsight_options
+from verl.utils.profiler.captures import nsight_options
 from verl.utils.ray_utils import without_nsight
 
 if TYPE_CHECKING:

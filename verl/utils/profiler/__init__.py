@@ -2,7 +2,7 @@
 
 from verl.utils.import_utils import lazy_exports
 from verl.utils.profiler.config import ProfilerConfig
-from verl.utils.profiler.performance import reduce_timing, simple_timer, topk_reduce_ratio_min_max
+from verl.utils.profiler.ranges import reduce_timing, simple_timer, topk_reduce_ratio_min_max
 
 _LAZY = {
     "DistProfiler": "verl.utils.profiler.profile",

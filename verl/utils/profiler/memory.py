@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
+import torch
+
 from verl.utils.memory_utils import MemorySnapshotSampler, enable_memory_visualize, get_memory_info
 from verl.utils.profiler.captures import Tool, make_save_folder
 from verl.utils.profiler.config import TorchMemoryToolConfig
@@ -18,8 +20,6 @@ def log_gpu_memory_usage(
     head: str, logger: logging.Logger | None = None, level: int = logging.DEBUG, rank: int | None = 0
 ) -> None:
     """Log allocated, reserved and used memory in GiB on one rank, or on all ranks with ``rank=None``."""
-    import torch
-
     initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
     if rank is not None and initialized and torch.distributed.get_rank() != rank:
         return
@@ -66,7 +66,8 @@ class TorchMemoryProfiler(Tool):
     Tasks are not marked, because the history holds the lines that allocate.
     """
 
-    def __init__(self, options: TorchMemoryToolConfig, save_path: str | None, rank: int) -> None:
+    def __init__(self, options: TorchMemoryToolConfig, save_path: str | None, role: str, rank: int) -> None:
+        super().__init__(options, save_path, role, rank)
         self.sampler = MemorySnapshotSampler(str(make_save_folder(save_path)), rank=rank)
         self._step = ""
         if not _recording:  # the process has one history, whatever the number of its roles

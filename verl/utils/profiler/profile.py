@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, ParamSpec, TypeVar
 
-from verl.utils.profiler.captures import Tool
+from verl.base_config import BaseConfig
+from verl.utils.profiler.captures import NPUProfiler, NsightSystemsProfiler, Tool
 from verl.utils.profiler.config import (
     NPUToolConfig,
     NsightToolConfig,
@@ -13,7 +14,9 @@ from verl.utils.profiler.config import (
     TorchMemoryToolConfig,
     TorchProfilerToolConfig,
 )
+from verl.utils.profiler.memory import TorchMemoryProfiler
 from verl.utils.profiler.ranges import Range, capturing, is_capturing
+from verl.utils.profiler.torch_trace import TorchTrace
 from verl.utils.py_functional import run_in_context
 
 logger = logging.getLogger(__name__)
@@ -21,12 +24,13 @@ logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
-OF_TOOL = {
-    "nsys": NsightToolConfig,
-    "npu": NPUToolConfig,
-    "torch": TorchProfilerToolConfig,
-    "torch_memory": TorchMemoryToolConfig,
+OF_TOOL: dict[str, tuple[type[BaseConfig], type[Tool]]] = {
+    "nsys": (NsightToolConfig, NsightSystemsProfiler),
+    "npu": (NPUToolConfig, NPUProfiler),
+    "torch": (TorchProfilerToolConfig, TorchTrace),
+    "torch_memory": (TorchMemoryToolConfig, TorchMemoryProfiler),
 }
+"""Tool -> the dataclass of its options, and its class."""
 
 
 class DistProfiler:
@@ -46,7 +50,9 @@ class DistProfiler:
         self.running = False
         self._impl: Tool | None = None
         if config.selects(rank):
-            self._impl = build_tool(rank, config, tool_config or tool_config_of(config), self.role)
+            assert config.tool is not None
+            _, tool = OF_TOOL[config.tool]
+            self._impl = tool(tool_config or tool_config_of(config), config.save_path, self.role, rank)
 
     def start(self, role: str | None = None, profile_step: int | str | None = None) -> None:
         """Begin the step ``profile_step``; ``role`` names a capture of the whole process."""
@@ -185,32 +191,10 @@ class RoleProfilers:
 def tool_config_of(config: ProfilerConfig) -> Any:
     """Return the options of a role's tool, or the defaults of their dataclass if there are none."""
     assert config.tool is not None
-    cls = OF_TOOL[config.tool]
+    cls, _ = OF_TOOL[config.tool]
     options = config.tool_config
-    if isinstance(options, Mapping) and not isinstance(options, cls):
-        options = options.get(config.tool)
-    if isinstance(options, Mapping) and not isinstance(options, cls):
-        return cls(**{key: value for key, value in options.items() if key != "_target_"})
-    return options if options is not None else cls()
-
-
-def build_tool(rank: int, config: ProfilerConfig, tool_config: Any, role: str) -> Tool:
-    """Import and construct the tool of a configuration.
-
-    Raises: ImportError or RuntimeError if this process lacks the tool's package or device.
-    """
-    if config.tool == "nsys":
-        from verl.utils.profiler.nsys import NsightSystemsProfiler
-
-        return NsightSystemsProfiler(tool_config, role)
-    if config.tool == "npu":
-        from verl.utils.profiler.npu import NPUProfiler
-
-        return NPUProfiler(tool_config, config.save_path, role)
-    if config.tool == "torch":
-        from verl.utils.profiler.torch_trace import TorchTrace
-
-        return TorchTrace(tool_config, config.save_path, role, rank)
-    from verl.utils.profiler.memory import TorchMemoryProfiler
-
-    return TorchMemoryProfiler(tool_config, config.save_path, rank)
+    if not isinstance(options, cls):
+        options = (options or {}).get(config.tool) or {}
+    if isinstance(options, cls):
+        return options
+    return cls(**{key: value for key, value in options.items() if key != "_target_"})

@@ -24,11 +24,10 @@ _running: list[profile] = []
 class TorchTrace(Tool):
     """Records every task of a role; of a task with mini-batches only those in [``step_start``, ``step_end``)."""
 
+    options: TorchProfilerToolConfig
+
     def __init__(self, options: TorchProfilerToolConfig, save_path: str | None, role: str, rank: int) -> None:
-        self.options = options
-        self.save_path = save_path
-        self.role = role
-        self.rank = rank
+        super().__init__(options, save_path, role, rank)
         make_save_folder(save_path)
         self._folder = step_folder(save_path, 0)
         self._recorded: list[profile] = []

@@ -11,8 +11,8 @@ from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.profiler import ProfilerConfig
-from verl.utils.profiler.performance import reduce_timing, simple_timer, topk_reduce_ratio_min_max
 from verl.utils.profiler.profile import DistProfiler
+from verl.utils.profiler.ranges import reduce_timing, simple_timer, topk_reduce_ratio_min_max
 from verl.utils.structured import build_node
 from verl.utils.vision.multi_modal import take_fetched_bytes
 from verl.workers.config.actor_rollout_ref import FSDPRefConfig, McoreRefConfig, ref_class
