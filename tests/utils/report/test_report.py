@@ -9,8 +9,7 @@ from omegaconf import OmegaConf
 
 from verl.utils.report.__main__ import main
 from verl.utils.report.page import MAX_SAMPLE_STEPS, render, write_report
-from verl.utils.report.panels import MAX_POINTS, expected_panels, thin
-from verl.utils.report.style import HEAT
+from verl.utils.report.panels import HEAT, MAX_POINTS, expected_panels, thin
 
 pytest.importorskip("matplotlib")
 HOSTILE = "</pre><script>alert('x')</script><img src=http://example.org/a.png>"

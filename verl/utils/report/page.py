@@ -7,8 +7,7 @@ from jinja2 import Template
 
 from verl.utils.observe.record import Sample, read_entries, record_of
 from verl.utils.report.flags import MIN_STEPS, Entries, find_flags, keys_of, points_of
-from verl.utils.report.panels import NOTES, WHY_ABSENT, draw_panels, expected_panels, is_supervised
-from verl.utils.report.style import css_variables
+from verl.utils.report.panels import NOTES, WHY_ABSENT, css_variables, draw_panels, expected_panels, is_supervised
 
 REPORT_NAME = "report.html"
 MAX_SAMPLE_STEPS = 24
