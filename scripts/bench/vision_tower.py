@@ -49,7 +49,7 @@ def model_config() -> Any:
 def batch(prompts: int, samples: int, side: int, response: int) -> Any:
     """Return samples of prompts, each of which shows one image of ``side`` x ``side`` pixels."""
     from verl.protocol import DataProto
-    from verl.utils.batch.dicts import object_array
+    from verl.utils.py_functional import object_array
     from verl.utils.vision.positions import VisionRope
 
     patches = side // 14

@@ -18,8 +18,7 @@ from examples.tiny_model import make_tiny_model
 from verl.trainer.config.cli import CONFIG_DIR
 from verl.trainer.sft_trainer import SFTTrainer, padded_batch
 from verl.utils.checkpoint import verify_checkpoint
-from verl.utils.dataset.dataset_utils import SFTTensorCollator
-from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
+from verl.utils.dataset.sft_dataset import MultiTurnSFTDataset, SFTTensorCollator
 from verl.utils.observe.record import read_entries
 from verl.utils.report.compare import compare_runs
 from verl.utils.reward_score import default_compute_score

@@ -6,26 +6,31 @@ Ray moves it out of band; the receiver can write to it.
 
 import copy
 import io
+import logging
 import os
 import pickle
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self, cast, overload
+from typing import Any, Self, TypeVar, cast, overload
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from tensordict import NonTensorData, NonTensorStack, TensorDict, set_lazy_legacy
 from torch import Tensor
 
 from verl.utils import envs, tensordict_utils
-from verl.utils.batch import dicts, serialization
-from verl.utils.py_functional import ConflictError, union_two_dict
-from verl.utils.tensordict_utils import BatchError, union_tensor_dict
-
-__all__ = ["DataProto", "DataProtoConfig", "DataProtoItem", "union_tensor_dict"]
+from verl.utils.batch import serialization
+from verl.utils.device import get_device_id
+from verl.utils.py_functional import ConflictError, deep_equal, object_array, union_two_dict
+from verl.utils.tensordict_utils import BatchError, all_gather_rows, union_tensor_dict
 
 set_lazy_legacy(False).set()
+
+logger = logging.getLogger(__name__)
+
+Value = TypeVar("Value")
 
 MetaInfo = dict[str, Any]
 Arrays = dict[str, np.ndarray]
@@ -35,6 +40,9 @@ State = tuple[bytes | tuple[tuple[int, ...], str | None, MetaInfo] | None, MetaI
 SERIALIZATION_ENV = "VERL_DATAPROTO_SERIALIZATION_METHOD"
 _padding_size_key = "_padding_size_key_x123d"  # the keyword argument that carries the number of padded rows of a call
 _AUTO_PADDING_META_KEY = "_verl_auto_padding"
+
+
+union_numpy_dict = union_two_dict
 
 
 class _DataProtoConfigMeta(type):
@@ -118,7 +126,7 @@ class DataProto:
         if tensors:
             batch = TensorDict(dict(tensors), batch_size=[tensordict_utils.shared_rows(tensors, num_batch_dims)])
         arrays = {
-            key: value if isinstance(value, np.ndarray) else dicts.rows_as_objects(key, value)
+            key: value if isinstance(value, np.ndarray) else _rows_as_objects(key, value)
             for key, value in (non_tensors or {}).items()
         }
         meta = {} if meta_info is None else meta_info
@@ -136,7 +144,7 @@ class DataProto:
         meta = dict(meta_info or {})
         for key, value in tensor_dict.items() if tensor_dict is not None else ():
             if isinstance(value, NonTensorStack):
-                arrays[key] = dicts.object_array(value.tolist())
+                arrays[key] = object_array(value.tolist())
             elif isinstance(value, NonTensorData):
                 meta[key] = value.data
             else:
@@ -386,12 +394,12 @@ class DataProto:
             raise BatchError("concat needs at least one part")
         first = data[0]
         batch = None
-        tensors = dicts.concat_entries([part._tensors() for part in data], tensordict_utils.concat_tensors)
+        tensors = _concat_entries([part._tensors() for part in data], tensordict_utils.concat_tensors)
         if first.batch is not None:
             batch = TensorDict(tensors, batch_size=[sum(len(part) for part in data)], device=first.batch.device)
-        arrays = dicts.concat_entries([part.non_tensor_batch for part in data], dicts.concat_arrays)
+        arrays = _concat_entries([part.non_tensor_batch for part in data], _concat_arrays)
         return type(first)(
-            batch=batch, non_tensor_batch=arrays, meta_info=dicts.merge_meta_info([part.meta_info for part in data])
+            batch=batch, non_tensor_batch=arrays, meta_info=_merge_meta_info([part.meta_info for part in data])
         )
 
     def make_iterator(
@@ -457,14 +465,14 @@ class DataProto:
         batch = self.batch
         if batch is not None and batch_keys is not None:
             batch = TensorDict(
-                dicts.pick("batch", self._tensors(), batch_keys), batch_size=batch.batch_size, device=batch.device
+                _pick("batch", self._tensors(), batch_keys), batch_size=batch.batch_size, device=batch.device
             )
         elif batch is not None:
             batch = batch.copy()
         elif batch_keys:
-            dicts.pick("batch", {}, batch_keys)
-        arrays = dicts.pick("non_tensor_batch", self.non_tensor_batch, non_tensor_batch_keys)
-        meta_info = dicts.pick("meta_info", self.meta_info, meta_info_keys)
+            _pick("batch", {}, batch_keys)
+        arrays = _pick("non_tensor_batch", self.non_tensor_batch, non_tensor_batch_keys)
+        meta_info = _pick("meta_info", self.meta_info, meta_info_keys)
         if deepcopy:
             arrays = copy.deepcopy(arrays)
             meta_info = copy.deepcopy(meta_info)
@@ -498,8 +506,8 @@ class DataProto:
 
         Raises: TypeError for keys that are not strings, ValueError when counts differ or a new name is taken.
         """
-        old = dicts.as_key_list("old_keys", old_keys)
-        new = dicts.as_key_list("new_keys", new_keys)
+        old = _as_key_list("old_keys", old_keys)
+        new = _as_key_list("new_keys", new_keys)
         if len(old) != len(new):
             raise BatchError(f"rename needs one new key per old key, got {old} and {new}")
         if not old:
@@ -507,7 +515,7 @@ class DataProto:
         if self.batch is None:
             raise BatchError(f"cannot rename {old}: the batch has no tensors")
         entries = self._tensors()
-        values = dicts.pick("batch", entries, old)
+        values = _pick("batch", entries, old)
         taken = [key for key in new if key in entries and key not in old]
         if taken or len(set(new)) != len(new):
             raise BatchError(f"cannot rename {old} to {new}: {taken or 'a new key'} would occur twice")
@@ -526,7 +534,7 @@ class DataProto:
         if len({len(part) for part in has_rows}) > 1:
             raise ConflictError(f"parts to unite must have the same number of rows, got {len(self)} and {len(other)}")
         meta_info = union_two_dict(dict(self.meta_info), other.meta_info)
-        arrays = dicts.union_numpy_dict(dict(self.non_tensor_batch), other.non_tensor_batch)
+        arrays = union_numpy_dict(dict(self.non_tensor_batch), other.non_tensor_batch)
         if self.batch is not None and other.batch is not None:
             self.batch = union_tensor_dict(self.batch, other.batch)
         elif other.batch is not None:
@@ -534,3 +542,178 @@ class DataProto:
         self.non_tensor_batch = arrays
         self.meta_info = meta_info
         return self
+
+
+# ---- dicts of arrays and free values
+
+
+def list_of_dict_to_dict_of_list(list_of_dict: Sequence[Mapping[str, Value]]) -> dict[str, list[Value]]:
+    """Turn dicts with the same keys into one dict of lists.
+
+    Raises: ValueError, which is also an AssertionError, when the keys of a dict differ from those of the first.
+    """
+    if not list_of_dict:
+        return {}
+    keys = list_of_dict[0].keys()
+    for entry in list_of_dict:
+        if entry.keys() != keys:
+            raise BatchError(f"all dicts must have the keys {sorted(keys)}, got {sorted(entry.keys())}")
+    return {key: [entry[key] for entry in list_of_dict] for key in keys}
+
+
+def _rows_as_objects(key: str, values: Any) -> np.ndarray:
+    """Return one value per row as an array of objects.
+
+    Raises: ValueError, which is also an AssertionError, for a string, a mapping or a value without length.
+    """
+    if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__"):
+        raise BatchError(f"non_tensors[{key!r}] must hold one value per row, got a {type(values).__name__}")
+    return object_array(values)
+
+
+def _pick(kind: str, entries: dict[str, Value], keys: Sequence[str] | None) -> dict[str, Value]:
+    """Return the entries of the given keys; None means all.
+
+    Raises: KeyError naming the missing keys.
+    """
+    if keys is None:
+        return dict(entries)
+    missing = [key for key in keys if key not in entries]
+    if missing:
+        raise KeyError(f"keys {missing} are not in {kind}; it has {sorted(entries)}")
+    return {key: entries[key] for key in keys}
+
+
+def _as_key_list(name: str, keys: str | Sequence[str] | None) -> list[str]:
+    """Return one key or several keys as a list.
+
+    Raises: TypeError unless the keys are strings.
+    """
+    if keys is None:
+        return []
+    if isinstance(keys, str):
+        return [keys]
+    if not isinstance(keys, list | tuple) or not all(isinstance(key, str) for key in keys):
+        raise TypeError(f"{name} must be a string or a list of strings, got {keys!r}")
+    return list(keys)
+
+
+def _concat_arrays(key: str, parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Concatenate rows with one allocation; a single part is returned unchanged."""
+    if len(parts) == 1:
+        return parts[0]
+    if len({part.shape[1:] for part in parts}) > 1:
+        raise BatchError(f"parts of {key!r} differ in their row shapes: {[part.shape for part in parts]}")
+    return np.concatenate(parts, axis=0)
+
+
+def _concat_entries(parts: Sequence[dict[str, Value]], join: Callable[[str, list[Value]], Value]) -> dict[str, Value]:
+    """Join the values of each key over dicts with the same keys."""
+    keys = parts[0].keys()
+    for number, part in enumerate(parts):
+        if part.keys() != keys:
+            raise BatchError(f"part {number} and part 0 differ in the keys {sorted(part.keys() ^ keys)}")
+    return {key: join(key, [part[key] for part in parts]) for key in keys}
+
+
+def _merge_meta_info(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Merge dicts; the values of ``metrics`` become one dict of lists.
+
+    Raises: ValueError, which is also an AssertionError, when another key holds different values.
+    """
+    merged: dict[str, Any] = {}
+    metrics: list[Mapping[str, Any]] = []
+    for number, part in enumerate(parts):
+        for key, value in part.items():
+            if key == "metrics":
+                metrics.extend(value) if isinstance(value, list) else metrics.append(value)
+            elif key in merged and not deep_equal(merged[key], value):
+                raise ConflictError(
+                    f"meta_info[{key!r}] of part {number} is {value!r}, an earlier part has {merged[key]!r}"
+                )
+            else:
+                merged.setdefault(key, value)
+    if any("metrics" in part for part in parts):
+        merged["metrics"] = list_of_dict_to_dict_of_list(metrics)
+    return merged
+
+
+# ---- rows of a batch
+
+
+def collate_fn(items: list[DataProtoItem]) -> DataProto:
+    """Stack rows into a batch with the meta_info of the first."""
+    if not items:
+        raise BatchError("collate_fn needs at least one row")
+    first = items[0]
+    rows = [item.batch for item in items if item.batch is not None]
+    tensors = {}
+    if first.batch is not None:
+        tensors = {str(key): torch.stack([row[key] for row in rows]) for key in first.batch.keys()}
+    arrays = {key: object_array([item.non_tensor_batch[key] for item in items]) for key in first.non_tensor_batch}
+    return DataProto.from_dict(tensors, arrays, first.meta_info)
+
+
+def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
+    """Repeat rows from the head until the row count is divisible; return the batch and the number of added rows."""
+    if not isinstance(data, DataProto):
+        raise BatchError(f"data must be a DataProto, got {type(data).__name__}")
+    added = tensordict_utils.pad_indices(len(data), size_divisor)
+    if len(data) == 0:
+        logger.warning("cannot pad a batch that has no rows")
+    if not added:
+        return data, 0
+    return data.select_idxs([*range(len(data)), *added]), len(added)
+
+
+def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
+    """Drop the last ``pad_size`` rows; the result is a view."""
+    return data if pad_size == 0 else data.slice(0, len(data) - pad_size)
+
+
+def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
+    """Reshape (B, ...) to (new, B / new, ...) in all entries, as views if possible.
+
+    Raises: ValueError, which is also an AssertionError, when B does not divide evenly.
+    """
+    if new_batch_size <= 0 or len(data) % new_batch_size != 0:
+        raise BatchError(f"{len(data)} rows do not fold into {new_batch_size}")
+    inner = len(data) // new_batch_size
+    return data.map_entries(
+        new_batch_size,
+        lambda _, tensor: tensor.reshape(new_batch_size, inner, *tensor.shape[1:]),
+        lambda _, array: array.reshape(new_batch_size, inner, *array.shape[1:]),
+    )
+
+
+def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
+    """Flatten the leading ``batch_dims`` dims of all entries into one, as views if possible."""
+    entries = [*(data.batch.values() if data.batch is not None else ()), *data.non_tensor_batch.values()]
+    leading = {tuple(value.shape[:batch_dims]) for value in entries}
+    if len(leading) > 1 or any(len(shape) < batch_dims for shape in leading):
+        raise BatchError(f"entries must agree in their first {batch_dims} dims, got {sorted(leading)}")
+    size = int(np.prod(leading.pop())) if leading else 0
+    return data.map_entries(
+        size,
+        lambda _, tensor: tensor.reshape(size, *tensor.shape[batch_dims:]),
+        lambda _, array: array.reshape(size, *array.shape[batch_dims:]),
+    )
+
+
+# ---- ranks
+
+
+def all_gather_data_proto(data: DataProto, process_group: dist.ProcessGroup) -> None:
+    """Give every rank the rows of all ranks in rank order, in place; collective. Row counts may differ."""
+    empty: dict[str, np.ndarray] = {}
+    parts = [(0, empty)] * dist.get_world_size(process_group)
+    dist.all_gather_object(parts, (len(data), data.non_tensor_batch), group=process_group)
+    counts = [count for count, _ in parts]
+    if data.batch is not None:
+        home = data.batch.device
+        tensors = {
+            key: all_gather_rows(data.batch[key].to(get_device_id()), counts, process_group).to(data.batch[key].device)
+            for key in sorted(data.batch.keys())
+        }
+        data.batch = TensorDict(tensors, batch_size=[sum(counts)], device=home)
+    data.non_tensor_batch = _concat_entries([arrays for _, arrays in parts], _concat_arrays)

@@ -6,7 +6,7 @@ import math
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType, SimpleNamespace
@@ -97,6 +97,11 @@ def _arrays_equal(a: np.ndarray, b: np.ndarray, seen: frozenset[tuple[int, int]]
     if a.dtype == object:
         return all(deep_equal(x, y, seen) for x, y in zip(a.flat, b.flat, strict=True))
     return bool(np.array_equal(a, b, equal_nan=a.dtype.kind in "fcmM"))
+
+
+def object_array(values: Sequence[Any]) -> np.ndarray:
+    """Return a one-dim array of objects; lists of equal length stay lists."""
+    return np.fromiter(values, dtype=object, count=len(values))
 
 
 def union_two_dict(dict1: dict[str, T], dict2: dict[str, T]) -> dict[str, T]:

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from verl.utils.dataset import RMDataset, SFTDataset
-from verl.utils.dataset.dataset_utils import SFTTensorCollator
 from verl.utils.dataset.files import DataError
-from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
+from verl.utils.dataset.sft_dataset import MultiTurnSFTDataset, SFTTensorCollator
 
 CHATML = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>\n{% endfor %}"

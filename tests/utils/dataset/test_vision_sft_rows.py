@@ -17,10 +17,9 @@ from examples.tiny_model import (
 from tests.utils.dataset.test_vision_rows import clip, encoded, picture
 from verl.trainer.sft_trainer import padded_batch
 from verl.utils.dataset.config import DataConfig
-from verl.utils.dataset.dataset_utils import SFTTensorCollator
 from verl.utils.dataset.files import DataError
 from verl.utils.dataset.media import MediaEncoder
-from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
+from verl.utils.dataset.sft_dataset import MultiTurnSFTDataset, SFTTensorCollator
 
 pytest.importorskip("torchvision")
 

@@ -8,8 +8,8 @@ import torch
 from PIL import Image
 
 from verl.protocol import DataProto
-from verl.utils.batch.dicts import object_array
 from verl.utils.flops_counter import image_lengths
+from verl.utils.py_functional import object_array
 from verl.utils.vision import multi_modal
 from verl.utils.vision.multi_modal import (
     SharedRow,

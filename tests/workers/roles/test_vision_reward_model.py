@@ -10,8 +10,8 @@ from transformers import AutoModelForTokenClassification
 
 from tests.workers.engine import vision_cases as vision
 from tests.workers.roles import reward_cases as cases
-from verl.utils.batch.dicts import object_array
 from verl.utils.model import get_value_model_class
+from verl.utils.py_functional import object_array
 from verl.workers.rewards.chat_rendering import raw_prompts
 
 FAMILY, TWIN = "qwen2_5_vl", 85

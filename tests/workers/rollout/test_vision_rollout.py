@@ -10,7 +10,7 @@ import torch
 
 from tests.workers.rollout import tiny, vision
 from verl.protocol import DataProto
-from verl.utils.batch.dicts import object_array
+from verl.utils.py_functional import object_array
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.vllm_rollout.engine_args import build_engine_args
 from verl.workers.rollout.vllm_rollout.media import ExpansionError, check_expansion, requests_of

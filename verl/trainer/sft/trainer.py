@@ -19,12 +19,9 @@ from verl.protocol import DataProto
 from verl.trainer.config.sft import SFTConfig, TrainerOptions, validate_sft_config
 from verl.trainer.run.output import RankReport, RunOutput, take_digests
 from verl.utils import envs
-from verl.utils.batch.dicts import object_array
 from verl.utils.checkpoint.checkpoint_handler import CheckpointHandler
-from verl.utils.dataset.dataset_utils import SFTTensorCollator
 from verl.utils.dataset.factory import SeededRandomSampler, load_class, stateful_loader
-from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
-from verl.utils.dataset.sft_dataset import SFTDataset
+from verl.utils.dataset.sft_dataset import MultiTurnSFTDataset, SFTDataset, SFTTensorCollator
 from verl.utils.device import get_device_name
 from verl.utils.distributed import initialize_global_process_group
 from verl.utils.flops_counter import FlopsCounter, image_lengths
@@ -33,6 +30,7 @@ from verl.utils.observe.digest import random_state_digest, tensor_digest, weight
 from verl.utils.observe.record import Details
 from verl.utils.observe.tracking import check_backends
 from verl.utils.profiler.ranges import marked_timer
+from verl.utils.py_functional import object_array
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.base import BaseEngine
 from verl.workers.engine.passes import PassSpec, tensors_of

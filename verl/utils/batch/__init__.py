@@ -1,1 +1,1 @@
-"""Operations on the columns that a batch is made of."""
+"""Serialization of the columns that a batch is made of."""

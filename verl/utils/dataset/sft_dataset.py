@@ -1,13 +1,100 @@
-"""Pairs of prompt and response for supervised training."""
+"""Supervised training: pairs of prompt and response, conversations, and their collation into batches."""
 
+import json
+import logging
+import os
+from enum import StrEnum
+from itertools import pairwise
+
+import jinja2
+import numpy as np
+import pyarrow.compute as pc
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
-from transformers import PreTrainedTokenizerBase
+from torch.utils.data import Dataset, default_collate
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-from verl.utils.dataset.config import DataConfig, Node
-from verl.utils.dataset.files import ColumnCheck, as_file_list, localize, read_parquet
-from verl.utils.dataset.multiturn_sft_dataset import cut_sequence, pad_right
+from verl.utils.dataset import files
+from verl.utils.dataset.config import TRUNCATIONS, DataConfig, Node
+from verl.utils.dataset.files import ColumnCheck, DataError, Row
+from verl.utils.dataset.media import MediaEncoder, Templater, TurnEncoder, check_media, templater_of
+from verl.utils.dataset.rl_dataset import truncate
+from verl.utils.dataset.vision_utils import MediaError
+
+logger = logging.getLogger(__name__)
+
+ROLES = ("system", "user", "assistant", "tool")
+Turn = tuple[list[int], list[int]]
+
+
+# ---- tokens of a row, and batches
+
+
+class SequenceTooLongError(DataError, NotImplementedError):
+    """A row is longer than ``data.max_length`` and ``data.truncation`` is ``error``."""
+
+
+def cut_sequence(values: list[int], max_length: int, truncation: str, where: str) -> list[int]:
+    """Truncate the tokens of a row, or their mask, to ``max_length``.
+
+    Raises: SequenceTooLongError under ``error``.
+    """
+    if len(values) > max_length and truncation == "error":
+        raise SequenceTooLongError(
+            f"{where}: has {len(values)} tokens, data.max_length is {max_length}: raise it, or set data.truncation to "
+            "left, right or middle"
+        )
+    return truncate(values, max_length, truncation)
+
+
+def pad_right(input_ids: Tensor, loss_mask: Tensor, length: int, pad_token_id: int) -> dict[str, Tensor]:
+    """Return ``input_ids, attention_mask, position_ids, loss_mask``, each (length,)."""
+    size = len(input_ids)
+    return {
+        "input_ids": torch.nn.functional.pad(input_ids, (0, length - size), value=pad_token_id),
+        "attention_mask": (torch.arange(length) < size).long(),
+        "position_ids": torch.nn.functional.pad(torch.arange(size), (0, length - size)),
+        "loss_mask": torch.nn.functional.pad(loss_mask, (0, length - size)),
+    }
+
+
+class DatasetPadMode(StrEnum):
+    """How rows are padded."""
+
+    RIGHT = "right"
+    LEFT_RIGHT = "left_right"
+    NO_PADDING = "no_padding"
+
+
+LISTED = ("multi_modal_inputs",)
+"""Keys that hold one object per row; a batch holds them as a list."""
+
+
+class SFTTensorCollator:
+    """Stack rows of equal length, or put rows of any length into jagged nested tensors."""
+
+    def __init__(self, pad_mode: DatasetPadMode | str = DatasetPadMode.LEFT_RIGHT) -> None:
+        try:
+            self.pad_mode = DatasetPadMode(pad_mode)
+        except ValueError:
+            raise ValueError(
+                f"data.pad_mode must be one of {[mode.value for mode in DatasetPadMode]}, got {pad_mode!r}"
+            ) from None
+
+    def __call__(self, batch: list[Row]) -> Row:
+        """Return one tensor per key; without padding, only 1-d tensors are joined and other values become lists."""
+        if self.pad_mode is not DatasetPadMode.NO_PADDING:
+            stacked = [{key: value for key, value in row.items() if key not in LISTED} for row in batch]
+            return default_collate(stacked) | {key: [row[key] for row in batch] for key in LISTED if key in batch[0]}
+        return {
+            key: torch.nested.as_nested_tensor([row[key] for row in batch], layout=torch.jagged)
+            if isinstance(value, torch.Tensor) and value.dim() == 1
+            else [row[key] for row in batch]
+            for key, value in batch[0].items()
+        }
+
+
+# ---- prompt and response
 
 
 class SFTDataset(Dataset):
@@ -26,12 +113,12 @@ class SFTDataset(Dataset):
         self.max_length = settings.max_length
         self.truncation = settings.truncation
         self.apply_chat_template_kwargs = dict(settings.apply_chat_template_kwargs)
-        self.data_files = localize(as_file_list(parquet_files), use_shm=settings.use_shm)
+        self.data_files = files.localize(files.as_file_list(parquet_files), use_shm=settings.use_shm)
         self.prompts: list[str] = []
         self.responses: list[str] = []
         self._places: list[tuple[str, int]] = []
         for path in self.data_files:
-            table = read_parquet(path)
+            table = files.read_parquet(path)
             for check in ColumnCheck.over(path, table):
                 self.prompts += check.texts(settings.prompt_key, "data.prompt_key", settings.prompt_dict_keys or ())
                 self.responses += check.texts(
@@ -57,3 +144,199 @@ class SFTDataset(Dataset):
         mask = cut_sequence(mask, self.max_length, self.truncation, where)
         mask[-1] = 0  # the last position has no next token to predict after truncation
         return pad_right(torch.tensor(ids), torch.tensor(mask), self.max_length, int(self.tokenizer.pad_token_id))
+
+
+# ---- conversations
+
+
+class MultiTurnSFTDataset(Dataset):
+    """Conversations from parquet files.
+
+    An item holds ``input_ids, attention_mask, position_ids, loss_mask``, each (max_length,) and right-padded. With
+    ``pad_mode=no_padding`` it has neither padding nor ``attention_mask``. ``loss_mask`` is 1 for the tokens of
+    assistant messages after their generation prompt and 0 elsewhere; a message's own ``loss_mask`` (0 or 1) overrides.
+
+    With the ``processor`` of a vision-language model, messages may show the images and videos of columns ``images`` and
+    ``videos``, as prompts do; items then have ``position_ids`` (4, max_length) and ``multi_modal_inputs``.
+
+    Raises: DataError naming file, row and column.
+    """
+
+    def __init__(
+        self,
+        parquet_files: str | list[str],
+        tokenizer: PreTrainedTokenizerBase,
+        config: Node | None = None,
+        processor: ProcessorMixin | None = None,
+    ) -> None:
+        config = config or {}
+        settings = DataConfig.of_data_set(config)
+        columns = DataConfig.of_data_set(config.get("multiturn") or config)
+        self.settings = settings
+        self.media = None if processor is None else MediaEncoder(processor, settings)
+        self.templater = templater_of(tokenizer, processor)
+        self.messages_key = columns.messages_key
+        self.tools_key = columns.tools_key
+        self.enable_thinking_key = columns.enable_thinking_key
+        self.pad_mode = DatasetPadMode(settings.pad_mode)
+        if self.pad_mode is DatasetPadMode.LEFT_RIGHT:
+            raise DataError("data.pad_mode must be right or no_padding, got 'left_right'")
+        self.max_length = settings.max_length
+        self.truncation = settings.truncation
+        if self.truncation not in TRUNCATIONS:
+            raise DataError(f"data.truncation must be one of {TRUNCATIONS}, got {self.truncation!r}")
+        self.apply_chat_template_kwargs = dict(settings.apply_chat_template_kwargs)
+        self.tokenizer = tokenizer
+        self._warned = False
+        self._read(files.localize(files.as_file_list(parquet_files), use_shm=settings.use_shm))
+
+    def _read(self, paths: list[str]) -> None:
+        self.data_files = paths
+        self._tables = [files.read_parquet(path) for path in paths]
+        self._ends = np.cumsum([table.num_rows for table in self._tables])
+        for path, table in zip(paths, self._tables, strict=True):
+            for check in ColumnCheck.over(path, table):
+                values = check.column(self.messages_key, "data.messages_key")
+                # Only the outer type is checked: a message that only calls tools has no content.
+                if not files.is_list(values.type):
+                    check.messages(self.messages_key, "data.messages_key")
+                check.refuse(self.messages_key, pc.is_null(values), "is null", "data.messages_key")
+                files.check_vision_rows(check, self.settings, self.media is not None, self.messages_key)
+                check_media(check, self.settings)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def _row(self, item: int) -> tuple[str, Row]:
+        """Return the place of a row, for errors, and its columns."""
+        file, row = files.place_of(item, self._ends)
+        table = self._tables[file].slice(row, 1)
+        columns = {name: table[name][0].as_py() for name in table.column_names}
+        return f"{self.data_files[file]}, row {row}, column {self.messages_key!r}", columns
+
+    def __getitem__(self, item: int) -> Row:
+        where, row = self._row(range(len(self))[item])
+        messages = [{k: v for k, v in message.items() if v is not None} for message in row[self.messages_key]]
+        check_roles(messages, where)
+        tools = row.get(self.tools_key)
+        options = dict(self.apply_chat_template_kwargs)
+        if row.get(self.enable_thinking_key) is not None:
+            options["enable_thinking"] = bool(row[self.enable_thinking_key])
+        try:
+            encoder = TurnEncoder(self.tokenizer, self.media, row)
+            messages = encoder.typed(messages)
+            renderer = _Renderer(self.templater, json.loads(tools) if isinstance(tools, str) else tools, options)
+            ids, mask = self._encode(renderer, encoder, messages, where)
+            # Truncation would separate images from their tokens.
+            truncation = "error" if encoder.outputs else self.truncation
+            ids = cut_sequence(ids, self.max_length, truncation, where)
+            tensors = self._item(ids, cut_sequence(mask, self.max_length, truncation, where))
+            return tensors | encoder.vision_columns(tensors["input_ids"], len(ids))
+        except jinja2.TemplateError as error:
+            raise DataError(f"{where}: the chat template rejects it: {error}") from error
+        except MediaError as error:
+            raise DataError(f"{where}: {error}") from error
+
+    def _encode(self, renderer: "_Renderer", encoder: TurnEncoder, messages: list[Row], where: str) -> Turn:
+        ids: list[int] = []
+        mask: list[int] = []
+        roles = [message["role"] for message in messages]
+        # Consecutive tool messages are one turn.
+        starts = [at for at, role in enumerate(roles) if role != "tool" or roles[at - 1] != "tool"]
+        for at, stop in pairwise([*starts, len(messages)]):
+            text, learnt_from = renderer.turn(messages, at, stop, where)
+            for part, learnt in ((text[:learnt_from], 0), (text[learnt_from:], 1)):
+                tokens = encoder.encode(part, messages[at:stop] if not learnt else []) if part else []
+                own = messages[at].get("loss_mask") if learnt or messages[at]["role"] != "assistant" else 0
+                ids += tokens
+                mask += [learnt if own is None else int(own)] * len(tokens)
+        whole = renderer.first(messages, len(messages))
+        if encoder.outputs or self._warned:
+            return ids, mask
+        if ids != self.tokenizer(whole, add_special_tokens=False)["input_ids"]:
+            self._warned = True
+            logger.warning(
+                "%s: the tokens of the single turns differ from those of the whole conversation, because the chat "
+                "template renders earlier turns differently; the single turns are used. Further rows are not reported",
+                where,
+            )
+        return ids, mask
+
+    def _item(self, ids: list[int], mask: list[int]) -> dict[str, Tensor]:
+        input_ids = torch.tensor(ids, dtype=torch.long)
+        loss_mask = torch.tensor(mask, dtype=torch.long)
+        if self.pad_mode is DatasetPadMode.NO_PADDING:
+            return {"input_ids": input_ids, "position_ids": torch.arange(len(ids)), "loss_mask": loss_mask}
+        return pad_right(input_ids, loss_mask, self.max_length, int(self.tokenizer.pad_token_id))
+
+
+def check_roles(messages: list[Row], where: str) -> None:
+    """Reject a conversation that does not start with user and assistant, after an optional system message.
+
+    Raises: DataError naming the row and the message.
+    """
+    roles = [message.get("role") for message in messages]
+    for i, role in enumerate(roles):
+        if role not in ROLES:
+            raise DataError(f"{where}: message {i} has role {role!r}, must be one of {ROLES}")
+        if role == "system" and i > 0:
+            raise DataError(f"{where}: message {i} is a system message, which may only be the first")
+        own = messages[i].get("loss_mask")
+        if own is not None and own not in (0, 1):
+            raise DataError(f"{where}: message {i} has loss_mask={own!r}, must be 0 or 1")
+    start = roles[1:3] if roles[:1] == ["system"] else roles[:2]
+    if start != ["user", "assistant"]:
+        raise DataError(f"{where}: must start with the roles user, assistant or system, user, assistant; got {roles}")
+
+
+class _Renderer:
+    """Apply a chat template to parts of a conversation."""
+
+    def __init__(self, templater: Templater, tools: list[Row] | None, options: Row) -> None:
+        self.templater = templater
+        self.options = {**options, "tools": tools, "tokenize": False}
+        self._rendered: dict[tuple[int, bool], str] = {}
+
+    def first(self, messages: list[Row], count: int, generation_prompt: bool = False) -> str:
+        """Return the text of the first ``count`` messages; one renderer serves one conversation."""
+        key = (count, generation_prompt)
+        if key not in self._rendered:
+            self._rendered[key] = self.render(messages[:count], generation_prompt)
+        return self._rendered[key]
+
+    def render(self, messages: list[Row], generation_prompt: bool = False) -> str:
+        """Return the text of messages."""
+        if not messages:
+            return ""
+        return self.templater.apply_chat_template(messages, add_generation_prompt=generation_prompt, **self.options)
+
+    def turn(self, messages: list[Row], start: int, stop: int, where: str) -> tuple[str, int]:
+        """Return the text that ``messages[start:stop]`` add, and the offset at which its learnt part starts.
+
+        Some templates render an earlier turn differently once another follows (they drop its reasoning, for
+        instance), so that the text before this turn is no prefix of the text with it. The turn is then rendered twice
+        in a row, and its text is the difference that the repetition makes.
+        """
+        role = messages[start]["role"]
+        before = self._before(messages, start)
+        upto = self._before(messages, stop)
+        if upto.startswith(before):
+            text = upto[len(before) :]
+        else:
+            again = self.render(messages[:stop] + messages[start:stop])
+            if not again.startswith(upto):
+                raise DataError(f"{where}: the chat template hides where the text of message {start} starts and ends")
+            text = again[len(upto) :]
+        if role != "assistant":
+            return text, len(text)
+        prompted = self.first(messages, start, generation_prompt=True)
+        prompt = prompted[len(before) :] if prompted.startswith(before) else ""
+        return text, len(os.path.commonprefix([prompt, text]))
+
+    def _before(self, messages: list[Row], start: int) -> str:
+        if not messages[:start] or any(message["role"] != "system" for message in messages[:start]):
+            return self.first(messages, start)
+        try:
+            return self.render(messages[:start])
+        except jinja2.TemplateError:  # a template that merges the system message into the first user message
+            return ""

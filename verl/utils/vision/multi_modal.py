@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from verl.utils.batch.dicts import object_array
 from verl.utils.batch.serialization import pack_objects
 from verl.utils.model import extract_multi_modal_inputs
+from verl.utils.py_functional import object_array
 from verl.utils.ray_utils import parallel_put
 
 if TYPE_CHECKING:
