@@ -1,6 +1,5 @@
 """Established import path of ``verl.utils.observe.tracking``."""
 
-from verl.utils.observe.generations import ValidationGenerationsLogger
-from verl.utils.observe.tracking import Tracking
+from verl.utils.observe.tracking import Tracking, ValidationGenerationsLogger
 
 __all__ = ["Tracking", "ValidationGenerationsLogger"]

@@ -7,12 +7,12 @@ import torch
 
 from verl.utils.observe import tracking
 from verl.utils.observe.console import get_console
-from verl.utils.observe.generations import ValidationGenerationsLogger
 from verl.utils.observe.tracking import (
     FileLogger,
     MissingBackendError,
     Tracking,
     UnknownBackendError,
+    ValidationGenerationsLogger,
     check_backends,
     flatten,
     mlflow_key,

@@ -13,10 +13,9 @@ from verl.trainer.config.sft import TrainerOptions
 from verl.trainer.run.display import DescribeStep, Progress
 from verl.utils.observe.console import get_console
 from verl.utils.observe.curves import draw_curves
-from verl.utils.observe.generations import ValidationGenerationsLogger
 from verl.utils.observe.record import Details, RunRecord, WorkerReport
 from verl.utils.observe.rollout_trace import RolloutTraceConfig
-from verl.utils.observe.tracking import Tracking
+from verl.utils.observe.tracking import Tracking, ValidationGenerationsLogger
 from verl.utils.report.page import write_report
 
 if TYPE_CHECKING:
