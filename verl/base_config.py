@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import FrozenInstanceError, dataclass, field, fields, is_dataclass
 from functools import cache
+from operator import ge, gt, le, lt
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 T = TypeVar("T")
@@ -85,12 +86,8 @@ class Range(NamedTuple):
             return value in self.one_of
         if not self.empty and not value:
             return False
-        return not (
-            (self.at_least is not None and value < self.at_least)
-            or (self.above is not None and value <= self.above)
-            or (self.at_most is not None and value > self.at_most)
-            or (self.below is not None and value >= self.below)
-        )
+        bounds = ((ge, self.at_least), (gt, self.above), (le, self.at_most), (lt, self.below))
+        return all(limit is None or holds(value, limit) for holds, limit in bounds)
 
     def __str__(self) -> str:
         if self.at_most is None and self.below is None:

@@ -1,10 +1,10 @@
 """The batch that travels between the driver and the workers, and what is done with it."""
 
+from verl.protocol.collectives import all_gather_data_proto as all_gather_data_proto
 from verl.protocol.data_proto import DataProto
 from verl.protocol.data_proto import DataProtoConfig as DataProtoConfig
 from verl.protocol.data_proto import DataProtoItem as DataProtoItem
 from verl.protocol.data_proto import _padding_size_key as _padding_size_key
-from verl.protocol.data_proto import all_gather_data_proto as all_gather_data_proto
 from verl.protocol.data_proto import collate_fn as collate_fn
 from verl.protocol.data_proto import fold_batch_dim as fold_batch_dim
 from verl.protocol.data_proto import list_of_dict_to_dict_of_list as list_of_dict_to_dict_of_list

@@ -16,15 +16,13 @@ from typing import Any, Self, TypeVar, cast, overload
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from tensordict import NonTensorData, NonTensorStack, TensorDict, set_lazy_legacy
 from torch import Tensor
 
 from verl.utils import envs, tensordict_utils
 from verl.utils.batch import serialization
-from verl.utils.device import get_device_id
 from verl.utils.py_functional import ConflictError, deep_equal, object_array, union_two_dict
-from verl.utils.tensordict_utils import BatchError, all_gather_rows, union_tensor_dict
+from verl.utils.tensordict_utils import BatchError, union_tensor_dict
 
 set_lazy_legacy(False).set()
 
@@ -394,10 +392,10 @@ class DataProto:
             raise BatchError("concat needs at least one part")
         first = data[0]
         batch = None
-        tensors = _concat_entries([part._tensors() for part in data], tensordict_utils.concat_tensors)
+        tensors = concat_entries([part._tensors() for part in data], tensordict_utils.concat_tensors)
         if first.batch is not None:
             batch = TensorDict(tensors, batch_size=[sum(len(part) for part in data)], device=first.batch.device)
-        arrays = _concat_entries([part.non_tensor_batch for part in data], _concat_arrays)
+        arrays = concat_entries([part.non_tensor_batch for part in data], concat_arrays)
         return type(first)(
             batch=batch, non_tensor_batch=arrays, meta_info=_merge_meta_info([part.meta_info for part in data])
         )
@@ -598,7 +596,7 @@ def _as_key_list(name: str, keys: str | Sequence[str] | None) -> list[str]:
     return list(keys)
 
 
-def _concat_arrays(key: str, parts: Sequence[np.ndarray]) -> np.ndarray:
+def concat_arrays(key: str, parts: Sequence[np.ndarray]) -> np.ndarray:
     """Concatenate rows with one allocation; a single part is returned unchanged."""
     if len(parts) == 1:
         return parts[0]
@@ -607,7 +605,7 @@ def _concat_arrays(key: str, parts: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate(parts, axis=0)
 
 
-def _concat_entries(parts: Sequence[dict[str, Value]], join: Callable[[str, list[Value]], Value]) -> dict[str, Value]:
+def concat_entries(parts: Sequence[dict[str, Value]], join: Callable[[str, list[Value]], Value]) -> dict[str, Value]:
     """Join the values of each key over dicts with the same keys."""
     keys = parts[0].keys()
     for number, part in enumerate(parts):
@@ -698,22 +696,3 @@ def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
         lambda _, tensor: tensor.reshape(size, *tensor.shape[batch_dims:]),
         lambda _, array: array.reshape(size, *array.shape[batch_dims:]),
     )
-
-
-# ---- ranks
-
-
-def all_gather_data_proto(data: DataProto, process_group: dist.ProcessGroup) -> None:
-    """Give every rank the rows of all ranks in rank order, in place; collective. Row counts may differ."""
-    empty: dict[str, np.ndarray] = {}
-    parts = [(0, empty)] * dist.get_world_size(process_group)
-    dist.all_gather_object(parts, (len(data), data.non_tensor_batch), group=process_group)
-    counts = [count for count, _ in parts]
-    if data.batch is not None:
-        home = data.batch.device
-        tensors = {
-            key: all_gather_rows(data.batch[key].to(get_device_id()), counts, process_group).to(data.batch[key].device)
-            for key in sorted(data.batch.keys())
-        }
-        data.batch = TensorDict(tensors, batch_size=[sum(counts)], device=home)
-    data.non_tensor_batch = _concat_entries([arrays for _, arrays in parts], _concat_arrays)

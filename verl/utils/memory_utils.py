@@ -6,9 +6,9 @@ import logging
 import os
 import pickle
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -46,17 +46,8 @@ def return_freed_host_memory() -> None:
 
     glibc keeps freed blocks of up to 32 MiB. Small live blocks between them prevent their reuse for large tensors.
     """
-    if (trim := _malloc_trim()) is not None:
-        trim(0)
-
-
-@cache
-def _malloc_trim() -> Callable[[int], int] | None:
-    """Return glibc's ``malloc_trim``; None with another C library."""
-    try:
-        return getattr(ctypes.CDLL(None), "malloc_trim", None)
-    except (OSError, TypeError):
-        return None
+    with suppress(OSError, TypeError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def reset_memory_stats() -> None:
@@ -151,7 +142,13 @@ class MemorySnapshotSampler:
         path = folder / f"{tag or self.tag}_rank{self.rank}_pid{os.getpid()}.pickle"
         snapshot = torch.cuda.memory._snapshot()
         _cut_stacks(snapshot, self.stack_depth)
-        _write_pickle(snapshot, path)
+        part = path.with_name(f"{path.name}.part")
+        try:
+            with part.open("wb") as file:
+                pickle.dump(snapshot, file)
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
         return str(path)
 
 
@@ -164,16 +161,6 @@ def _cut_stacks(snapshot: dict[str, Any], depth: int | None) -> None:
     for entry in [*snapshot.get("segments", ()), *blocks, *events]:
         if "frames" in entry:
             entry["frames"] = entry["frames"][:depth]
-
-
-def _write_pickle(snapshot: dict[str, Any], path: Path) -> None:
-    part = path.with_name(f"{path.name}.part")
-    try:
-        with part.open("wb") as file:
-            pickle.dump(snapshot, file)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def _need_cuda() -> None:

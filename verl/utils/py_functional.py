@@ -57,8 +57,12 @@ def deep_equal(a: Any, b: Any, _seen: frozenset[tuple[int, int]] = frozenset()) 
     pair = (id(a), id(b))
     if pair in _seen:
         return True
+    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+        if a.dtype != object or b.dtype != object:
+            return a.dtype == b.dtype and np.array_equal(a, b, equal_nan=a.dtype.kind in "fcmM")
+        return a.shape == b.shape and all(deep_equal(x, y, _seen | {pair}) for x, y in zip(a.flat, b.flat, strict=True))
     if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
-        return isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and _arrays_equal(a, b, _seen | {pair})
+        return False
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         return a.keys() == b.keys() and all(deep_equal(a[key], b[key], _seen | {pair}) for key in a)
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
@@ -89,14 +93,6 @@ def tensors_equal(a: Any, b: Any) -> bool:
     if sys.modules["torch"].equal(a, b):
         return True
     return bool(((a == b) | (a.isnan() & b.isnan())).all())
-
-
-def _arrays_equal(a: np.ndarray, b: np.ndarray, seen: frozenset[tuple[int, int]]) -> bool:
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    if a.dtype == object:
-        return all(deep_equal(x, y, seen) for x, y in zip(a.flat, b.flat, strict=True))
-    return bool(np.array_equal(a, b, equal_nan=a.dtype.kind in "fcmM"))
 
 
 def object_array(values: Sequence[Any]) -> np.ndarray:

@@ -18,13 +18,6 @@ class TokenizerNotFoundError(ValueError, OSError):
     """A name or path holds no loadable tokenizer."""
 
 
-def set_pad_token_id(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Pad with the end-of-sequence token if a tokenizer has no padding token."""
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token_id = tokenizer.eos_token_id
-        logger.info("the tokenizer has no padding token: padding with id %s", tokenizer.eos_token_id)
-
-
 def hf_tokenizer(
     name_or_path: str, correct_pad_token: bool = True, correct_gemma2: bool = True, **kwargs: Any
 ) -> PreTrainedTokenizerBase:
@@ -49,8 +42,9 @@ def hf_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(path, **kwargs)
     except (OSError, ValueError, KeyError, StrictDataclassError) as error:  # the last: an invalid config.json
         raise TokenizerNotFoundError(f"cannot load a tokenizer from {name_or_path!r}: {error}") from error
-    if correct_pad_token:
-        set_pad_token_id(tokenizer)
+    if correct_pad_token and tokenizer.pad_token_id is None:
+        tokenizer.pad_token_id = tokenizer.eos_token_id
+        logger.info("the tokenizer has no padding token: padding with id %s", tokenizer.eos_token_id)
     return tokenizer
 
 
@@ -68,16 +62,12 @@ def hf_processor(name_or_path: str, **kwargs: Any) -> ProcessorMixin | None:
             return None
         return _image_processor(path, **kwargs)
     except Exception as error:  # text models raise many kinds of exceptions here, all of them expected
-        level = logging.WARNING if _is_vision_language(path) else logging.DEBUG
+        file = Path(path, "config.json")
+        has_vision = file.is_file() and "vision_config" in file.read_text(encoding="utf-8")
+        level = logging.WARNING if has_vision else logging.DEBUG
         logger.log(level, "no processor in %s: %s", name_or_path, error)
         return None
     return processor if isinstance(processor, ProcessorMixin) else None
-
-
-def _is_vision_language(path: str) -> bool:
-    """Whether a folder holds a vision-language model."""
-    file = Path(path, "config.json")
-    return file.is_file() and "vision_config" in file.read_text(encoding="utf-8")
 
 
 def _image_processor(path: str, **kwargs: Any) -> ProcessorMixin | None:

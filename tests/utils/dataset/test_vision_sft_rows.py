@@ -18,8 +18,8 @@ from tests.utils.dataset.test_vision_rows import clip, encoded, picture
 from verl.trainer.sft_trainer import padded_batch
 from verl.utils.dataset.config import DataConfig
 from verl.utils.dataset.files import DataError
-from verl.utils.dataset.media import MediaEncoder
 from verl.utils.dataset.sft_dataset import MultiTurnSFTDataset, SFTTensorCollator
+from verl.utils.dataset.vision_utils import MediaEncoder
 
 pytest.importorskip("torchvision")
 

@@ -4,7 +4,7 @@ from verl.utils.import_utils import lazy_exports
 
 _EXPORTS = {
     "RLHFDataset": "verl.utils.dataset.rl_dataset",
-    "RMDataset": "verl.utils.dataset.rm_dataset",
+    "RMDataset": "verl.utils.dataset.sft_dataset",
     "SFTDataset": "verl.utils.dataset.sft_dataset",
 }
 

@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from verl.utils.dataset import files
 from verl.utils.dataset.config import TRUNCATIONS, DataConfig, Node
 from verl.utils.dataset.files import ColumnCheck, DataError, Row
-from verl.utils.dataset.media import Media, MediaEncoder, check_media, model_inputs, templater_of
-from verl.utils.dataset.vision_utils import MediaError
+from verl.utils.dataset.vision_utils import Media, MediaEncoder, MediaError, check_media, model_inputs, templater_of
+from verl.utils.py_functional import object_array
 from verl.utils.vision.positions import position_ids
 
 logger = logging.getLogger(__name__)
@@ -43,9 +43,7 @@ def collate_fn(data_list: list[Row]) -> Row:
         if len(values) != len(data_list):
             raise DataError(f"column {key!r} is in {len(values)} of the {len(data_list)} rows of a batch")
     return {
-        key: torch.stack(values)
-        if isinstance(values[0], torch.Tensor)
-        else np.fromiter(values, dtype=object, count=len(values))
+        key: torch.stack(values) if isinstance(values[0], torch.Tensor) else object_array(values)
         for key, values in columns.items()
     }
 
@@ -54,14 +52,8 @@ def truncate(ids: list[int], max_length: int, truncation: str) -> list[int]:
     """Truncate to ``max_length``: keep the tail (left), the head (right), or half of each (middle)."""
     if len(ids) <= max_length:
         return ids
-    if truncation == "left":
-        return ids[-max_length:]
-    if truncation == "right":
-        return ids[:max_length]
-    if truncation == "middle":
-        head = max_length // 2
-        return ids[:head] + ids[len(ids) - (max_length - head) :]
-    raise PromptTooLongError(f"{len(ids)} tokens are more than {max_length}")
+    head = {"left": 0, "right": max_length, "middle": max_length // 2}[truncation]
+    return ids[:head] + ids[len(ids) - (max_length - head) :]
 
 
 class RLHFDataset(Dataset):
@@ -272,8 +264,8 @@ class RLHFDataset(Dataset):
         if not encoded:
             ids = raw_ids = truncate(raw_ids, length, self.truncation)
         pad = length - len(ids)
-        input_ids = torch.full((length,), self.tokenizer.pad_token_id, dtype=torch.long)
-        input_ids[pad:] = torch.tensor(ids, dtype=torch.long)
+        padded = [self.tokenizer.pad_token_id] * pad + ids
+        input_ids = torch.tensor(padded, dtype=torch.long)
         attention_mask = (torch.arange(length) >= pad).long()
         tensors: Row = {"input_ids": input_ids, "attention_mask": attention_mask, "raw_prompt_ids": raw_ids}
         if self.media is None:

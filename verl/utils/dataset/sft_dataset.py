@@ -1,4 +1,4 @@
-"""Supervised training: pairs of prompt and response, conversations, and their collation into batches."""
+"""Rows of supervised training: prompts with a response, pairs for reward models, and conversations."""
 
 import json
 import logging
@@ -17,9 +17,8 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from verl.utils.dataset import files
 from verl.utils.dataset.config import TRUNCATIONS, DataConfig, Node
 from verl.utils.dataset.files import ColumnCheck, DataError, Row
-from verl.utils.dataset.media import MediaEncoder, Templater, TurnEncoder, check_media, templater_of
 from verl.utils.dataset.rl_dataset import truncate
-from verl.utils.dataset.vision_utils import MediaError
+from verl.utils.dataset.vision_utils import MediaEncoder, MediaError, Templater, TurnEncoder, check_media, templater_of
 
 logger = logging.getLogger(__name__)
 
@@ -144,6 +143,54 @@ class SFTDataset(Dataset):
         mask = cut_sequence(mask, self.max_length, self.truncation, where)
         mask[-1] = 0  # the last position has no next token to predict after truncation
         return pad_right(torch.tensor(ids), torch.tensor(mask), self.max_length, int(self.tokenizer.pad_token_id))
+
+
+# ---- pairs for reward models
+
+
+class RMDataset(Dataset):
+    """Rows of ``prompt``, ``chosen`` and ``rejected`` text.
+
+    An item holds ``input_ids`` and ``attention_mask``, each (2, max_length), chosen response first, right-padded and
+    truncated on the right.
+
+    Raises: DataError naming file, row and column.
+    """
+
+    def __init__(
+        self,
+        parquet_files: str | list[str],
+        tokenizer: PreTrainedTokenizerBase,
+        prompt_key: str = "prompt",
+        chosen_key: str = "chosen",
+        rejected_key: str = "rejected",
+        max_length: int = 1024,
+        add_eos: bool = True,
+        cache_dir: str = "~/.cache/verl/rm",
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.max_length = max_length
+        self.add_eos = add_eos
+        self.rows: list[tuple[str, str, str]] = []
+        for path in files.localize(files.as_file_list(parquet_files), cache_dir):
+            for check in ColumnCheck.over(path, files.read_parquet(path)):
+                columns = (check.texts(key, key) for key in (prompt_key, chosen_key, rejected_key))
+                self.rows += zip(*columns, strict=True)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, item: int) -> dict[str, Tensor]:
+        prompt, *responses = self.rows[item]
+        rows = [self._encode(prompt + response) for response in responses]
+        return {key: torch.stack([row[key] for row in rows]) for key in ("input_ids", "attention_mask")}
+
+    def _encode(self, text: str) -> dict[str, Tensor]:
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        if self.add_eos:
+            ids = [*ids, self.tokenizer.eos_token_id]
+        kept = torch.tensor(ids[: self.max_length], dtype=torch.long)
+        return pad_right(kept, torch.ones_like(kept), self.max_length, int(self.tokenizer.pad_token_id))
 
 
 # ---- conversations

@@ -12,11 +12,6 @@ from verl.utils.doctor.environment import Environment, Folder, Npu, normalised
 OK = "ok"
 NOTE = "note"
 BAD = "bad"
-PYTHONS = ((3, 11), (3, 12))
-MIN_MEMORY_GB = 6
-MIN_SHARED_GB = 1
-MIN_DISK_GB = 5
-MIN_FILES = 4096
 FULL_GB = 0.1
 
 
@@ -47,20 +42,20 @@ def examine(environment: Environment, with_imports: bool = True) -> list[Finding
 
 def _machine(env: Environment) -> Findings:
     python = ".".join(map(str, env.python))
-    if env.python in PYTHONS:
+    if env.python in ((3, 11), (3, 12)):
         yield Finding("machine", "Python", OK, f"{python} on {env.platform}")
     else:
         fix = "create an environment with Python 3.11: python3.11 -m venv .venv"
         yield Finding("machine", "Python", BAD, f"{python}; 3.11 or 3.12 is required", fix)
     yield Finding("machine", "cores", OK, f"{env.cores} available to this process")
-    yield _at_least("memory", env.memory_gb, MIN_MEMORY_GB, "GiB", "use a machine or a container with more memory")
+    yield _at_least("memory", env.memory_gb, 6, "GiB", "use a machine or a container with more memory")
     if env.shared_memory_gb is not None:
         fix = "give the container more shared memory: docker run --shm-size=8g (or --ipc=host)"
-        yield _at_least("/dev/shm", env.shared_memory_gb, MIN_SHARED_GB, "GiB", fix)
-    yield _at_least("free disk here", env.free_disk_gb, MIN_DISK_GB, "GiB", "free some space, or use another folder")
+        yield _at_least("/dev/shm", env.shared_memory_gb, 1, "GiB", fix)
+    yield _at_least("free disk here", env.free_disk_gb, 5, "GiB", "free some space, or use another folder")
     for folder in env.folders:
         yield from _writable(folder)
-    yield _at_least("open files", env.open_files, MIN_FILES, "allowed", "ulimit -n 65536", form="{:.0f}")
+    yield _at_least("open files", env.open_files, 4096, "allowed", "ulimit -n 65536", form="{:.0f}")
 
 
 def _writable(folder: Folder) -> Findings:

@@ -115,6 +115,7 @@ MISMATCH_METRICS = {
     "training/rollout_probs_diff_mean": "|probability gap| rollout and trainer, mean",
     "mismatch/mismatch_k3_kl": "KL of rollout and trainer (K3)",
 }
+
 _LOSS = {"train/loss": "training batch", "val/loss": "validation"}
 _CLIPPED = {
     "actor/pg_clipfrac": "policy, ratio clipped",
