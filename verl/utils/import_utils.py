@@ -18,19 +18,19 @@ T = TypeVar("T")
 
 
 @cache
-def _has_module(name: str) -> bool:
+def has_module(name: str) -> bool:
     """Whether a module is installed."""
     try:
         return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # the parent package of a dotted name is missing
+    except (ImportError, ValueError):  # the parent package of a dotted name is missing or broken
         return False
 
 
-is_megatron_core_available = partial(_has_module, "megatron.core")
-is_vllm_available = partial(_has_module, "vllm")
-is_sglang_available = partial(_has_module, "sglang")
-is_nvtx_available = partial(_has_module, "nvtx")
-is_trl_available = partial(_has_module, "trl")
+is_megatron_core_available = partial(has_module, "megatron.core")
+is_vllm_available = partial(has_module, "vllm")
+is_sglang_available = partial(has_module, "sglang")
+is_nvtx_available = partial(has_module, "nvtx")
+is_trl_available = partial(has_module, "trl")
 
 
 def lazy_exports(module: str, exports: Mapping[str, str]) -> Callable[[str], Any]:

@@ -205,11 +205,9 @@ def postprocess_data(
     if truncation not in ("left", "right", "middle", "error"):
         raise ValueError(f"data.truncation must be left, right, middle or error, got {truncation!r}")
     length = input_ids.shape[-1]
-    if length < max_length:
+    if length <= max_length:
         ids = pad_sequence_to_length(input_ids, max_length, pad_token_id, left_pad)
         return ids, pad_sequence_to_length(attention_mask, max_length, 0, left_pad)
-    if length == max_length:
-        return input_ids, attention_mask
     if truncation == "error":
         raise SequenceTooLongError(
             f"a sequence of {length} tokens exceeds max_length={max_length}: raise data.max_prompt_length (or "

@@ -112,8 +112,7 @@ def all_to_all_tensor(x: Tensor, scatter_dim: int, gather_dim: int, group: Proce
     group = group or _GROUP
     if group is None or dist.get_world_size(group) == 1:
         return x
-    exchanged: Tensor = _AllToAll.apply(x, scatter_dim, gather_dim, group)  # type: ignore[no-untyped-call]
-    return exchanged
+    return _AllToAll.apply(x, scatter_dim, gather_dim, group)  # type: ignore[no-untyped-call]
 
 
 def all_gather_tensor(x: Tensor, dim: int = 0, group: ProcessGroup | None = None) -> Tensor:
@@ -121,8 +120,7 @@ def all_gather_tensor(x: Tensor, dim: int = 0, group: ProcessGroup | None = None
     group = group or _GROUP
     if group is None or dist.get_world_size(group) == 1:
         return x
-    gathered: Tensor = _AllGather.apply(x, dim, group)  # type: ignore[no-untyped-call]
-    return gathered
+    return _AllGather.apply(x, dim, group)  # type: ignore[no-untyped-call]
 
 
 def gather_seq_scatter_heads(

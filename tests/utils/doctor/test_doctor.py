@@ -12,8 +12,18 @@ import pytest
 from packaging.requirements import Requirement
 
 from verl.utils.doctor import __main__ as command
-from verl.utils.doctor.checks import BAD, COMBINATIONS, ENGINES, NOTE, OK, examine
-from verl.utils.doctor.environment import Environment, Folder, declared_requirements, run_python
+from verl.utils.doctor.checks import (
+    BAD,
+    COMBINATIONS,
+    ENGINES,
+    NOTE,
+    OK,
+    Environment,
+    Folder,
+    declared_requirements,
+    examine,
+    run_python,
+)
 
 CPU = {"built_for": "cpu", "cuda": False, "gloo": True, "names": [], "memory_gb": [], "capability": []}
 GPU = {"built_for": "cuda 12.9", "cuda": True, "gloo": True, "names": ["H"], "memory_gb": [80], "capability": ["9.0"]}
@@ -214,12 +224,12 @@ def test_the_command_in_a_broken_environment(tmp_path):
 
 def test_the_command_for_people(monkeypatch, capsys):
     monkeypatch.setattr(
-        "verl.utils.doctor.environment.read_environment", lambda: made(broken={"engine.fsdp": "ImportError: x"})
+        "verl.utils.doctor.checks.read_environment", lambda: made(broken={"engine.fsdp": "ImportError: x"})
     )
     assert command.main([]) == 1
     out = capsys.readouterr().out
     assert "  BAD  FSDP training" in out and "-> pip install -e ." in out and "1 of" in out
-    monkeypatch.setattr("verl.utils.doctor.environment.read_environment", made)
+    monkeypatch.setattr("verl.utils.doctor.checks.read_environment", made)
     assert command.main([]) == 0
     assert "no problems: runs can start" in capsys.readouterr().out
 

@@ -211,10 +211,6 @@ def check_prompt_rows(check: ColumnCheck, prompt_key: str, reward_fn_key: str, t
     """
     check.messages(prompt_key, "data.prompt_key", text_only=text_only)
     check.text(reward_fn_key, "data.reward_fn_key")
-    _check_reward_model(check)
-
-
-def _check_reward_model(check: ColumnCheck) -> None:
     values = check.column("reward_model")
     if not pa.types.is_struct(values.type):
         check.fail("reward_model", 0, f"{REWARD_MODEL_FORM}, got {values.type}")

@@ -254,15 +254,10 @@ class MultiTurnSFTDataset(Dataset):
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def _row(self, item: int) -> tuple[str, Row]:
-        """Return the place of a row, for errors, and its columns."""
-        file, row = files.place_of(item, self._ends)
-        table = self._tables[file].slice(row, 1)
-        columns = {name: table[name][0].as_py() for name in table.column_names}
-        return f"{self.data_files[file]}, row {row}, column {self.messages_key!r}", columns
-
     def __getitem__(self, item: int) -> Row:
-        where, row = self._row(range(len(self))[item])
+        file, place = files.place_of(range(len(self))[item], self._ends)
+        (row,) = self._tables[file].slice(place, 1).to_pylist()
+        where = f"{self.data_files[file]}, row {place}, column {self.messages_key!r}"
         messages = [{k: v for k, v in message.items() if v is not None} for message in row[self.messages_key]]
         check_roles(messages, where)
         tools = row.get(self.tools_key)

@@ -21,8 +21,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="skip importing the engines, which takes a minute")
     given = parser.parse_args(arguments)
     try:
-        from verl.utils.doctor import environment
-        from verl.utils.doctor.checks import examine
+        from verl.utils.doctor import checks
     except ImportError as error:  # the doctor's own packages are missing: often the wrong Python
         text = f"{sys.executable} cannot run the checks: {error}"
         fix = "activate the project's environment, or install the project: pip install -e ."
@@ -32,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             get_console().info("%s\n  -> %s", text, fix)
         return 1
-    findings = examine(environment.read_environment(), with_imports=not given.quick)
+    findings = checks.examine(checks.read_environment(), with_imports=not given.quick)
     healthy = all(finding.status != "bad" for finding in findings)
     if given.json:
         text = json.dumps({"healthy": healthy, "findings": [asdict(finding) for finding in findings]}, indent=2)

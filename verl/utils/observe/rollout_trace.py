@@ -186,7 +186,7 @@ class _Weave:
         call = self.client.create_call(op=name, inputs=inputs, attributes=dict(self._attributes.get() or {}))
         try:
             yield results.append
-        except BaseException as error:
+        except BaseException as error:  # a cancelled call is finished too
             self.client.finish_call(call, exception=error)
             raise
         self.client.finish_call(call, output=results[-1] if results else None)

@@ -3,7 +3,6 @@
 Each backend imports its library when it is constructed, so importing this module imports no tracker.
 """
 
-import importlib.util
 import json
 import logging
 import math
@@ -19,6 +18,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from verl.utils import envs
+from verl.utils.import_utils import has_module
 from verl.utils.observe.console import get_console
 
 if TYPE_CHECKING:
@@ -225,7 +225,6 @@ class _TensorboardLogger:
         from torch.utils.tensorboard import SummaryWriter
 
         folder = envs.read("TENSORBOARD_DIR", f"tensorboard_log/{project_name}/{experiment_name}")
-        Path(str(folder)).mkdir(parents=True, exist_ok=True)
         self.writer = SummaryWriter(folder)
         get_console().info("tensorboard log in %s", folder)
 
@@ -302,7 +301,7 @@ def check_backends(backends: str | Iterable[str]) -> list[str]:
         if name not in _BACKENDS:
             raise UnknownBackendError(f"trainer.logger: {name!r} must be one of {sorted(_BACKENDS)}")
     needed = {name: _BACKENDS[name][0] for name in names}
-    missing = {name: package for name, package in needed.items() if package and not _installed(package)}
+    missing = {name: package for name, package in needed.items() if package and not has_module(package)}
     if missing:
         rest = [name for name in names if name not in missing] or ["console"]
         packages = ", ".join(f"{name!r} needs the package {package}" for name, package in missing.items())
@@ -311,13 +310,6 @@ def check_backends(backends: str | Iterable[str]) -> list[str]:
             f"trainer.logger='[{','.join(rest)}]'"
         )
     return names
-
-
-def _installed(package: str) -> bool:
-    try:
-        return importlib.util.find_spec(package) is not None
-    except (ImportError, ValueError):
-        return False
 
 
 class Tracking:

@@ -131,7 +131,7 @@ class DistProfiler:
                 try:
                     with profiler.task(message or task, task, mini_batches, **marks):
                         yield _drop
-                except Exception:
+                except Exception:  # whatever ends the task: the worker may be killed before it could write its captures
                     if not is_capturing():  # of nested tasks, only the outermost ends the step
                         stop_after_error()
                     raise

@@ -20,35 +20,10 @@ Points = list[tuple[int, float]]
 MIN_STEPS = 6
 """Trends of shorter runs are not judged."""
 
-# Reward collapse: the drop, as a share of the gain, of the height above the minimum, and of noise and drift.
-COLLAPSED_SHARE = 0.5
-HEIGHT_SHARE = 0.25
-NOISE_FACTOR = 2.5
-DRIFT_FACTOR = 2.0
-# Entropy collapse: the share of the initial entropy, nats, and the share of the best score that counts as solved.
-ENTROPY_LEFT = 0.1
-ENTROPY_LOW = 0.1
-SOLVED = 0.95
-# Mismatch: multiples of the median, and nats.
-MISMATCH_FACTOR = 20.0
-MISMATCH_FLOOR = 1e-3
-# Length explosion: multiples of the initial length, and shares of truncated responses.
-LENGTH_FACTOR = 2.0
-CUT_SHARE = 0.2
-CUT_MORE = 0.3
-CUT_MOST = 0.5
-# Straggler: multiples of the other ranks' time, the share of steps, seconds, and standard errors.
 SLOW_FACTOR = 1.33
-SLOW_SHARE = 0.8
-SLOW_SECONDS = 0.05
-SLOW_ERRORS = 6.0
-# Memory growth: the share of the initial memory, GiB, rank correlation, the share of growth that is late, and the
-# number of stretches whose medians are compared.
-GROWTH_SHARE = 0.1
-GROWTH_GB = 0.1
-GROWTH_ORDER = 0.9
-STILL_GROWING = 0.2
+"""A straggler takes this many times as long as the other ranks."""
 STRETCHES = 12
+"""Number of stretches whose medians are compared to find growth."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +74,10 @@ def _first_for_good(course: Sequence[tuple[int, bool]]) -> int | None:
 
 
 def _reward_collapse(entries: Entries) -> Iterator[Flag]:
-    """Flag a mean score that lost half of its gain (or of its initial height), a tenth of its range, and more than its
-    noise.
+    """Flag a mean score that fell for good.
+
+    It lost half of its gain, a quarter of its height above the minimum, a tenth of its range, and more than its noise:
+    2.5 times the usual change of a step, or twice the usual change over a tenth of the run.
     """
     points = points_of(entries, "critic/score/mean")
     if len(points) < MIN_STEPS:
@@ -108,13 +85,13 @@ def _reward_collapse(entries: Entries) -> Iterator[Flag]:
     level = smoothed(points)
     extremes = [value for key in ("max", "min") for _, value in points_of(entries, f"critic/score/{key}")]
     values = [value for _, value in points]
-    noise = max(NOISE_FACTOR * _usual_change(values, 1), DRIFT_FACTOR * _usual_change(values, len(values) // 10))
+    noise = max(2.5 * _usual_change(values, 1), 2.0 * _usual_change(values, len(values) // 10))
     least = max(0.1 * (max(extremes) - min(extremes)) if extremes else 0.0, noise)
     for course, start in ((level, level[0][1]), ([points[0], *level], min(extremes, default=0.0))):
         peak_step, peak = max(course, key=lambda point: point[1])
         height = peak - min(extremes, default=peak)
         last = course[-1][1]
-        drop = max(COLLAPSED_SHARE * (peak - start), HEIGHT_SHARE * height, least)
+        drop = max(0.5 * (peak - start), 0.25 * height, least)
         if 0 < drop < peak - last:
             step = _first_for_good([(step, peak - value > drop) for step, value in course if step >= peak_step])
             assert step is not None
@@ -130,19 +107,22 @@ def _usual_change(values: Sequence[float], steps: int) -> float:
 
 
 def _entropy_collapse(entries: Entries) -> Iterator[Flag]:
-    """Flag entropy that fell below a tenth of its start and below 0.1 nats while the task is unsolved."""
+    """Flag entropy that fell below a tenth of its start and below 0.1 nats while the task is unsolved.
+
+    A task is solved if the mean score is at 95 % of the best score.
+    """
     points = points_of(entries, "actor/entropy")
     if len(points) < MIN_STEPS:
         return
     level = smoothed(points)
     start = max(points[0][1], level[0][1])
     last = level[-1][1]
-    limit = min(ENTROPY_LEFT * start, ENTROPY_LOW)
+    limit = min(0.1 * start, 0.1)
     if last >= limit:
         return
     scores = smoothed(points_of(entries, "critic/score/mean"))
     best = points_of(entries, "critic/score/max")
-    if scores and best and scores[-1][1] >= SOLVED * max(value for _, value in best) > 0:
+    if scores and best and scores[-1][1] >= 0.95 * max(value for _, value in best) > 0:
         return
     step = _first_for_good([(step, value < limit) for step, value in level])
     assert step is not None
@@ -151,7 +131,10 @@ def _entropy_collapse(entries: Entries) -> Iterator[Flag]:
 
 
 def _stale_weights(entries: Entries) -> Iterator[Flag]:
-    """Flag generation with weights older than the trainer's, or a mismatch that suggests it."""
+    """Flag generation with weights older than the trainer's, or a mismatch that suggests it.
+
+    The mismatch is suspicious above 20 times its median and 0.001 nats.
+    """
     behind = [point for point in points_of(entries, "weight_sync/versions_behind") if point[1] > 0]
     if behind:
         steps = _listed([step for step, _ in behind])
@@ -163,7 +146,7 @@ def _stale_weights(entries: Entries) -> Iterator[Flag]:
     points = points_of(entries, "training/rollout_log_prob_diff_mean")
     if len(points) < MIN_STEPS:
         return
-    limit = max(MISMATCH_FLOOR, MISMATCH_FACTOR * statistics.median(value for _, value in points))
+    limit = max(1e-3, 20.0 * statistics.median(value for _, value in points))
     high = [point for point in points if point[1] > limit]
     if high:
         largest = max(value for _, value in high)
@@ -175,9 +158,10 @@ def _stale_weights(entries: Entries) -> Iterator[Flag]:
 
 
 def _length_explosion(entries: Entries) -> Iterator[Flag]:
-    """Flag responses that became twice as long with a fifth truncated, or of which most became truncated.
+    """Flag responses that became twice as long with a fifth truncated, or of which half became truncated.
 
-    The second rule covers runs whose length limit is below twice the initial length.
+    The second rule covers runs whose length limit is below twice the initial length. It wants 30 points more than at
+    the start.
     """
     points = points_of(entries, "response_length/mean")
     cut = points_of(entries, "response_length/clip_ratio")
@@ -187,10 +171,10 @@ def _length_explosion(entries: Entries) -> Iterator[Flag]:
     cut_level = smoothed(cut)
     start = max(min(points[0][1], level[0][1]), 1.0)
     cut_at_start = min(cut[0][1], cut_level[0][1])
-    most = max(CUT_MOST, cut_at_start + CUT_MORE)
+    most = max(0.5, cut_at_start + 0.3)
     exploded = []
     for (at, length), (_, share) in zip(level, cut_level, strict=True):
-        doubled = length >= LENGTH_FACTOR * start and share >= CUT_SHARE
+        doubled = length >= 2.0 * start and share >= 0.2
         mostly_cut = length > start and share >= most
         exploded.append((at, doubled or mostly_cut))
     step = _first_for_good(exploded)
@@ -236,14 +220,15 @@ def _ends_of(spread: Sequence[T]) -> Iterator[Sequence[T]]:
 
 
 def _is_slow(of_rank: Sequence[tuple[float, float]]) -> bool:
+    """Return whether a rank is slower in 80 % of the steps, by 50 ms as well, and by six standard errors."""
     ratios = [ratio for ratio, _ in of_rank]
     excess = [seconds for _, seconds in of_rank]
-    if sum(seconds > 0 for seconds in excess) < SLOW_SHARE * len(excess):
+    if sum(seconds > 0 for seconds in excess) < 0.8 * len(excess):
         return False
-    if statistics.median(ratios) <= math.log(SLOW_FACTOR) or statistics.median(excess) <= SLOW_SECONDS:
+    if statistics.median(ratios) <= math.log(SLOW_FACTOR) or statistics.median(excess) <= 0.05:
         return False
     error = statistics.stdev(ratios) / math.sqrt(len(ratios))
-    return statistics.mean(ratios) > SLOW_ERRORS * error
+    return statistics.mean(ratios) > 6.0 * error
 
 
 def seconds_of_workers(entries: Entries) -> dict[tuple[str, str], list[tuple[int, list[float]]]]:
@@ -274,7 +259,10 @@ def _reports(entries: Entries) -> Iterator[tuple[int, str, list[WorkerReport]]]:
 
 
 def _memory_growth(entries: Entries) -> Iterator[Flag]:
-    """Flag the worker whose memory grows most after the first third of the run, if it keeps growing."""
+    """Flag the worker whose memory grows most after the first third of the run, if it keeps growing.
+
+    It grows by a tenth and by 0.1 GiB, steadily (rank correlation above 0.9), and by a fifth of that late.
+    """
     largest = 0.0
     flags: list[Flag] = []
     for (group, rank, kind), points in memory_of_workers(entries).items():
@@ -284,8 +272,8 @@ def _memory_growth(entries: Entries) -> Iterator[Flag]:
         values = _medians([value for _, value in course])
         growth = values[-1] - values[0]
         late = values[-1] - values[len(values) * 2 // 3]
-        grows = growth > max(GROWTH_SHARE * values[0], GROWTH_GB) and late > STILL_GROWING * growth
-        if grows and growth > largest and _order(values) > GROWTH_ORDER:
+        grows = growth > max(0.1 * values[0], 0.1) and late > 0.2 * growth
+        if grows and growth > largest and _order(values) > 0.9:
             where = {"host_gb": "the host memory", "device_gb": "the device memory"}.get(kind, kind)
             start, first = course[0]
             end, last = course[-1]
