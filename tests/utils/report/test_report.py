@@ -161,7 +161,7 @@ def test_a_run_ends_with_a_report(tmp_path, capsys, caplog, monkeypatch):
     assert not (tmp_path / "b" / "report.html").exists() and (tmp_path / "b" / "curves.png").exists()
     third_party = SimpleNamespace(finish=lambda: None)  # has no table, where samples would go
     first.tracking.logger = {"wandb": third_party}
-    monkeypatch.setattr(type(first.generations), "_log_wandb", lambda *given: third_party.log)
+    monkeypatch.setattr(type(first.generations), "_log_table", lambda *given: third_party.log)
     first.log_generations([("a", "b", 1.0)], 3)
     assert "'wandb' did not take the validation samples of step 3" in caplog.text
     monkeypatch.setattr(run.RolloutTraceConfig, "finish", lambda: SimpleNamespace().missing)
