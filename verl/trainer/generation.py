@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from ray.util.placement_group import remove_placement_group
 from tqdm import tqdm
 
+from verl.base_config import omega_conf_to_dataclass, read_fields
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.single_controller.base.errors import phase
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
@@ -26,7 +27,6 @@ from verl.utils.dataset.files import ColumnCheck, DataError, localize, read_parq
 from verl.utils.dataset.rl_dataset import truncate
 from verl.utils.numerics.seeding import sampling_seeds
 from verl.utils.observe.console import get_console
-from verl.utils.structured import omega_conf_to_dataclass, read_fields
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.roles import ActorRolloutRefWorker
 

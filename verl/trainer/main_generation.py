@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl.base_config import ConfigError, Violation
+from verl.base_config import ConfigError, Violation, parse_node
 from verl.trainer.config.cli import hydra_main
 from verl.trainer.config.rules.files import data_file_rules
-from verl.utils.structured import parse_node
 
 if TYPE_CHECKING:
     from verl.trainer.generation import Generation

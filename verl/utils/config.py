@@ -5,9 +5,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from verl.utils.structured import omega_conf_to_dataclass
-
-__all__ = ["omega_conf_to_dataclass", "update_dict_with_config", "validate_config"]
+from verl.base_config import omega_conf_to_dataclass as omega_conf_to_dataclass
 
 
 def update_dict_with_config(dictionary: MutableMapping[str, Any], config: Any) -> None:

@@ -199,14 +199,6 @@ class DynamicEnumMeta(type):
     def __len__(cls) -> int:
         return len(cls._registry)
 
-    def names(cls) -> list[str]:
-        """Return the names in the order of registration."""
-        return list(cls._registry)
-
-    def values(cls) -> "list[DynamicEnum]":
-        """Return the members in the order of registration."""
-        return list(cls._registry.values())
-
 
 class DynamicEnum(metaclass=DynamicEnumMeta):
     """An enumeration that gets members at run time; members are pickled by name."""

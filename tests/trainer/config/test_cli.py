@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 from hydra.errors import HydraException
 
-from verl.base_config import ConfigError
+from verl.base_config import ConfigError, nearest
 from verl.trainer import main_ppo
 from verl.trainer.config.cli import CONFIG_DIR, fitted_overrides, help_text, prepare_arguments, unreadable
-from verl.utils.structured import nearest
 
 ROOT = Path(__file__).resolve().parents[3]
 

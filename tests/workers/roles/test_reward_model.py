@@ -16,9 +16,8 @@ from transformers import (
 )
 
 from tests.workers.roles import reward_cases as cases
-from verl.base_config import ConfigError
+from verl.base_config import ConfigError, build_node
 from verl.protocol import DataProto
-from verl.utils.structured import build_node
 from verl.workers.config import RewardModelConfig
 from verl.workers.rewards.chat_rendering import ChatRenderer
 from verl.workers.roles.reward_model import RewardModelWorker, at_last_token

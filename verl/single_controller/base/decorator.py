@@ -386,7 +386,7 @@ def register_dispatch_mode(dispatch_mode_name: str, dispatch_fn: DispatchFn, col
 
     Raises: ValueError, which is also an AssertionError, when the name is taken.
     """
-    if dispatch_mode_name.upper() in Dispatch.names():
+    if dispatch_mode_name.upper() in Dispatch:
         raise DispatchError(f"dispatch mode {dispatch_mode_name!r} exists; replace it by update_dispatch_mode")
     _DISPATCH_FNS[Dispatch.register(dispatch_mode_name)] = _fns(dispatch_fn, collect_fn)
 

@@ -20,9 +20,8 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl.base_config import ConfigError, Violation
+from verl.base_config import ConfigError, Violation, nearest
 from verl.trainer.config.keys import NO_READER, OPTIONAL, dotted_keys, is_free, renamed, select
-from verl.utils.structured import nearest
 
 logger = logging.getLogger(__name__)
 

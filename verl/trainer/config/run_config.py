@@ -7,12 +7,11 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl.algos.config import AlgoConfig
-from verl.base_config import BaseConfig, Violation, config_error, setting
+from verl.base_config import BaseConfig, NodeReader, Tree, Violation, config_error, setting
 from verl.utils import envs
 from verl.utils.dataset.config import DataConfig
 from verl.utils.observe.tracking import Tracking
 from verl.utils.profiler.config import ProfilerConfig
-from verl.utils.structured import NodeReader, Tree
 from verl.workers.config import (
     ActorRolloutRefConfig,
     CriticConfig,

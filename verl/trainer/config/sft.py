@@ -7,13 +7,12 @@ from typing import Any, Self
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl.base_config import ConfigError, Violation, as_yaml, matches
+from verl.base_config import ConfigError, Violation, as_yaml, matches, omega_conf_to_dataclass, parse_node, read_fields
 from verl.trainer.config.keys import dotted_keys, select
 from verl.trainer.config.rules.files import RUN_FOLDERS, data_file_rules, folder_rules
 from verl.trainer.config.rules.megatron import ASCEND, config_fields, family_rules, optimizer_rules, override_rules
 from verl.trainer.config.rules.model import fused_rules, vision_rules
 from verl.utils.dataset.config import TRUNCATIONS
-from verl.utils.structured import omega_conf_to_dataclass, parse_node, read_fields
 from verl.workers.config import CheckpointConfig, FSDPEngineConfig, HFModelConfig, McoreEngineConfig, OptimizerConfig
 from verl.workers.config.actor_critic import async_save_rules
 from verl.workers.config.model import path_problems, quantized_problem, read_config_json, tokenizer_problems

@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.algos.names import ADV_ESTIMATORS, POLICY_LOSSES
-from verl.base_config import Violation, as_yaml, config_error
+from verl.base_config import Violation, as_yaml, config_error, nearest
 from verl.trainer.config.keys import dotted_keys, select
 from verl.trainer.config.rules.batch import batch_rules
 from verl.trainer.config.rules.files import file_rules
@@ -21,7 +21,6 @@ from verl.trainer.config.rules.reward import dapo_rules, manager_rules, reward_m
 from verl.trainer.config.rules.rollout import importance_weight_rules, rollout_rules
 from verl.trainer.config.run_config import RunConfig, parse_tree
 from verl.utils import envs
-from verl.utils.structured import nearest
 from verl.workers.rewards.signature import SCORER_CALLS
 
 logger = logging.getLogger(__name__)

@@ -19,10 +19,10 @@ import ray
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from verl.base_config import parse_node
 from verl.trainer.config.cli import USAGE_ERROR
 from verl.trainer.config.run_config import RayConfig
 from verl.utils import envs
-from verl.utils.structured import parse_node
 
 logger = logging.getLogger(__name__)
 

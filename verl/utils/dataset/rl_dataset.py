@@ -104,10 +104,6 @@ class RLHFDataset(Dataset):
         self.apply_chat_template_kwargs = dict(settings.apply_chat_template_kwargs)
         self._templater = templater_of(tokenizer, processor)
         self.serialize_dataset = False
-        self._check_settings()
-        self._read_files_and_tokenize()
-
-    def _check_settings(self) -> None:
         if self.truncation not in TRUNCATIONS:
             raise DataError(f"data.truncation must be one of {TRUNCATIONS}, got {self.truncation!r}")
         if self.max_prompt_length < 1:
@@ -117,6 +113,7 @@ class RLHFDataset(Dataset):
                 f"the tokenizer of {self.tokenizer.name_or_path!r} has no chat template: set "
                 "actor_rollout_ref.model.custom_chat_template, or data.apply_chat_template_kwargs.chat_template"
             )
+        self._read_files_and_tokenize()
 
     def _read_files_and_tokenize(self) -> None:
         self.data_files = files.localize(self.original_data_files, self.cache_dir, self.use_shm)

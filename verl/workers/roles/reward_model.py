@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from verl.base_config import build_node
 from verl.models.transformers.vision import is_vision_config
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
@@ -16,7 +17,6 @@ from verl.utils.faults import fault_point
 from verl.utils.fs import copy_to_local
 from verl.utils.model import get_generation_config
 from verl.utils.profiler.profile import DistProfiler
-from verl.utils.structured import build_node
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.config import RewardModelConfig
 from verl.workers.engine.passes import PassSpec, tensors_of
