@@ -157,7 +157,7 @@ def read_environment() -> Environment:
         needs={canonicalize_name(found.name): requirements_of(found) for found in distributions},
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         driver=_driver(),
-        device=_device(),
+        device=_ask_torch(),
     )
 
 
@@ -232,7 +232,7 @@ def _driver() -> str | None:
     return (done.stdout.split("\n")[0] if done.returncode == 0 else done.stderr or done.stdout).strip()
 
 
-def _device() -> Device:
+def _ask_torch() -> Device:
     answer, error = run_python(_DEVICE_PROBE)
     return {"error": error} if error is not None else json.loads(answer)
 
