@@ -40,7 +40,7 @@ def prepare(config: DictConfig) -> "Generation":
     violations = list(generation_violations(config))
     if violations:
         raise ConfigError(violations)
-    from verl.trainer.preflight import check_machine, check_model
+    from verl.trainer.run.inputs import check_machine, check_model
     from verl.trainer.run.launch import cluster_of
 
     trainer = config.trainer

@@ -6,11 +6,12 @@ import pytest
 from omegaconf import OmegaConf
 
 from verl.base_config import ConfigError
-from verl.trainer import preflight
 from verl.trainer.config.rules.no_effect import idle_keys
 from verl.trainer.config.run_config import RunConfig
 from verl.trainer.main_generation import prepare
-from verl.trainer.preflight import InputError, check_run_machine
+from verl.trainer.preflight import check_run_machine
+from verl.trainer.run import inputs
+from verl.trainer.run.inputs import InputError
 from verl.utils.config import validate_config
 
 MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
@@ -41,13 +42,13 @@ def machine(monkeypatch):
     """Say which packages and device files this machine has."""
     monkeypatch.setattr("ray.is_initialized", lambda: False)  # a cluster of other tests may run in this process
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    find, glob = importlib.util.find_spec, preflight.glob.glob
+    find, glob = importlib.util.find_spec, inputs.glob.glob
 
     def have(*packages, devices=0):
         known = {name: object() if name in packages else None for name in ("torch_npu", "vllm_ascend")}
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: known[name] if name in known else find(name))
         files = [f"/dev/davinci{number}" for number in range(devices)]
-        monkeypatch.setattr(preflight.glob, "glob", lambda path: files if "davinci" in path else glob(path))
+        monkeypatch.setattr(inputs.glob, "glob", lambda path: files if "davinci" in path else glob(path))
 
     return have
 

@@ -10,7 +10,8 @@ from safetensors.torch import save_file
 
 from verl.base_config import ConfigError
 from verl.trainer.config.run_config import RunConfig
-from verl.trainer.preflight import InputError, check_reward_model, check_run_machine
+from verl.trainer.preflight import check_reward_model, check_run_machine
+from verl.trainer.run.inputs import InputError
 from verl.utils.config import validate_config
 
 MODEL, PATH = "reward_model.model", "reward_model.model.path"

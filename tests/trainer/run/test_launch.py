@@ -20,7 +20,7 @@ from verl.trainer import preflight
 from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo.metric_utils import describe_step
 from verl.trainer.ppo.utils import Role, _say_once, need_critic
-from verl.trainer.run import launch
+from verl.trainer.run import inputs, launch
 from verl.trainer.run.clock import StartupClock
 from verl.trainer.run.display import LocalDisplay, Progress, RemoteDisplay, Terminal, _Warnings
 
@@ -61,7 +61,7 @@ def test_data_files_are_read_to_their_footer(tmp_path):
         (write_rows(tmp_path / "one.parquet", prompt=["a"]), "1 rows in all, fewer than data.train_batch_size=2"),
     ]
     for path, text in cases:
-        with pytest.raises(preflight.InputError, match=text):
+        with pytest.raises(inputs.InputError, match=text):
             preflight.check_data(data_config(path, good))
 
 
@@ -73,18 +73,18 @@ def write_safetensors(path, cut=0):
 
 def test_model_folders_must_hold_whole_weights(tmp_path):
     key, weights = "actor_rollout_ref.model.path", tmp_path / "model.safetensors"
-    preflight.check_model(key, "Qwen/Qwen2.5-0.5B")  # the hub is not asked
-    with pytest.raises(preflight.InputNotFoundError, match="holds no weights"):
-        preflight.check_model(key, str(tmp_path))
+    inputs.check_model(key, "Qwen/Qwen2.5-0.5B")  # the hub is not asked
+    with pytest.raises(inputs.InputNotFoundError, match="holds no weights"):
+        inputs.check_model(key, str(tmp_path))
     for cut, text in ((1, "is cut short: "), (30, "cut short in its header"), (1000, "not a safetensors file")):
         write_safetensors(weights, cut)
-        with pytest.raises(preflight.InputError, match=text):
-            preflight.check_model(key, str(tmp_path))
+        with pytest.raises(inputs.InputError, match=text):
+            inputs.check_model(key, str(tmp_path))
     write_safetensors(weights)
-    preflight.check_model(key, str(tmp_path))
+    inputs.check_model(key, str(tmp_path))
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "gone.safetensors"}}))
-    with pytest.raises(preflight.InputNotFoundError, match=r"missing: \['gone.safetensors'\]"):
-        preflight.check_model(key, str(tmp_path))
+    with pytest.raises(inputs.InputNotFoundError, match=r"missing: \['gone.safetensors'\]"):
+        inputs.check_model(key, str(tmp_path))
 
 
 # ---- Ray
