@@ -37,3 +37,22 @@ def test_public_names_exist(module: str, names: list[tuple[str, list[str]]]) -> 
             if found[: len(parameters)] != parameters:
                 wrong.append(f"{name}{tuple(found)} does not begin with {tuple(parameters)}")
     assert not wrong, wrong
+
+
+@pytest.mark.parametrize(
+    ("path", "package", "names"),
+    [
+        ("verl.workers.config.actor", "verl.workers.config", "ActorConfig FSDPActorConfig PolicyLossConfig"),
+        ("verl.workers.config.critic", "verl.workers.config", "CriticConfig FSDPCriticConfig FSDPCriticModelCfg"),
+        ("verl.workers.reward_manager.naive", "verl.workers.reward_manager", "NaiveRewardManager"),
+        ("verl.workers.reward_manager.batch", "verl.workers.reward_manager", "BatchRewardManager"),
+        ("verl.workers.reward_manager.dapo", "verl.workers.reward_manager", "DAPORewardManager"),
+        ("verl.workers.reward_manager.prime", "verl.workers.reward_manager", "PrimeRewardManager"),
+        ("verl.workers.reward_manager.registry", "verl.workers.reward_manager", "register get_reward_manager_cls"),
+        ("verl.utils.profiler.performance", "verl.utils.profiler", "simple_timer reduce_timing"),
+        ("verl.utils.dataset.rm_dataset", "verl.utils.dataset", "RMDataset"),
+    ],
+)
+def test_paths_of_code_that_moved_give_the_same_objects(path: str, package: str, names: str) -> None:
+    for name in names.split():
+        assert getattr(importlib.import_module(path), name) is getattr(importlib.import_module(package), name)

@@ -1,0 +1,6 @@
+"""Established path of the configuration of the critic."""
+
+from verl.workers.config.actor_critic import CriticConfig as CriticConfig
+from verl.workers.config.actor_critic import FSDPCriticConfig as FSDPCriticConfig
+from verl.workers.config.actor_critic import FSDPCriticModelCfg as FSDPCriticModelCfg
+from verl.workers.config.actor_critic import McoreCriticConfig as McoreCriticConfig

@@ -1,0 +1,3 @@
+"""Established path of ``BatchRewardManager``."""
+
+from verl.workers.rewards.managers import BatchRewardManager as BatchRewardManager

@@ -1,0 +1,3 @@
+"""Established path of ``NaiveRewardManager``."""
+
+from verl.workers.rewards.managers import NaiveRewardManager as NaiveRewardManager

@@ -1,0 +1,5 @@
+"""Established path of the registry of reward managers."""
+
+from verl.workers.rewards.managers import REWARD_MANAGER_REGISTRY as REWARD_MANAGER_REGISTRY
+from verl.workers.rewards.managers import get_reward_manager_cls as get_reward_manager_cls
+from verl.workers.rewards.managers import register as register
