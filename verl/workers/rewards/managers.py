@@ -87,7 +87,7 @@ class AbstractRewardManager:
 
     def score(self, samples: list[Sample]) -> list[Score]:
         """Score samples; a sample that cannot be scored gets a ``failure``."""
-        raise NotImplementedError
+        raise NotImplementedError(f"the reward manager {type(self).__name__} defines __call__ and no score(samples)")
 
     def rewards(self, samples: list[Sample], scores: list[Score]) -> list[float]:
         """Return the values of the tensor; may add extras to the scores."""
