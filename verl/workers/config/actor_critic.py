@@ -14,7 +14,7 @@ from verl.workers.config.optimizer import CLIP_NOTHING, FSDPOptimizerConfig, Mco
 CONTENTS = ("model", "optimizer", "extra", "hf_model")
 DEFAULT_CLIP_RATIO = 0.2
 OTHER_TRAINER = "megatron is chosen by --config-name=ppo_megatron_trainer"
-OTHER_STRATEGIES = "the others are of ppo_trainer"
+OTHER_STRATEGIES = "ppo_trainer has the others"
 
 
 def micro_batch_rules(node: Mapping[str, Any], global_key: str, switch: str = "use_dynamic_bsz") -> Iterator[Violation]:

@@ -108,7 +108,7 @@ def megatron_rules(run: RunConfig, use_reference: bool, broken: set[str]) -> Ite
         if not role.is_megatron:
             continue
         if run.trainer.device == "npu":
-            expected = f"{ASCEND}--config-name=ppo_trainer, which is of FSDP"
+            expected = f"{ASCEND}--config-name=ppo_trainer, which uses FSDP"
             yield Violation.unsupported(f"{role.key}.strategy", "megatron", expected)
             continue
         engine = role.node.engine
