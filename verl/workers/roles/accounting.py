@@ -94,4 +94,9 @@ def memory_metrics() -> dict[str, float]:
     """Return, in GiB, the peaks of device memory since the start of this process, and the host memory in use."""
     _keep_peaks()
     host = {"perf/cpu_memory_used_gb": psutil.virtual_memory().used / _GIB}
-    return host | {f"perf/max_memory_{name}_gb": _peaks[name] for name in _device_peaks()}
+    if not _device_peaks():
+        return host
+    return host | {
+        "perf/max_memory_allocated_gb": _peaks["allocated"],
+        "perf/max_memory_reserved_gb": _peaks["reserved"],
+    }
