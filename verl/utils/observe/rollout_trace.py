@@ -11,7 +11,6 @@ from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar
 
 from verl.utils import envs
-from verl.utils.py_functional import run_in_context
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -105,6 +104,8 @@ def rollout_trace_op(func: Callable[P, T]) -> Callable[P, T]:
         inputs = dict(signature.bind(*args, **kwargs).arguments)
         inputs.pop("self", None)
         return backend.span(func.__qualname__, inputs)
+
+    from verl.utils.py_functional import run_in_context  # imports numpy, and the launching process reads BACKENDS only
 
     return run_in_context(func, span)
 

@@ -6,11 +6,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-import numpy as np
-
 from verl.utils.import_utils import is_nvtx_available
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch.distributed import ReduceOp
 
 P = ParamSpec("P")
@@ -34,7 +33,7 @@ def simple_timer(name: str, timing_raw: MutableMapping[str, float]) -> Iterator[
         timing_raw[name] = timing_raw.get(name, 0.0) + time.perf_counter() - start
 
 
-def gather_seconds(timing: Mapping[str, float]) -> np.ndarray:
+def gather_seconds(timing: Mapping[str, float]) -> "np.ndarray":
     """Return the timers of all ranks as (ranks, timers), in the order of the names; collective."""
     import torch
 
@@ -68,6 +67,8 @@ def topk_reduce_ratio_min_max(timing: float, k: int = 10) -> tuple[float, float,
 
     Returns: the share of ranks above the (1 - k/100) quantile, the shortest time and the longest.
     """
+    import numpy as np  # here, because the launching process imports this module and needs no numpy
+
     seconds = gather_seconds({"seconds": timing})[:, 0]
     above = seconds > np.quantile(seconds, 1 - k / 100)
     return float(above.mean()), float(seconds.min()), float(seconds.max())
