@@ -22,7 +22,7 @@ TIMES=outputs/suite_times.xml
 while [ $# -gt 0 ]; do
     case "$1" in
         --fast) MODE=fast ;;
-        --full) MODE=full SESSION_TIMEOUT_S=0 ;;
+        --full) MODE=full SESSION_TIMEOUT_S=86400 ;;
         --checks) MODE=checks ;;
         -h | --help) usage; exit 0 ;;
         --) shift; break ;;
