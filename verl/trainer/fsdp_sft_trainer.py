@@ -14,7 +14,7 @@ FSDPSFTTrainer = SFTTrainer
 
 @hydra_main("sft_trainer")
 def main(config: DictConfig) -> None:
-    """Run supervised training by the composed configuration."""
+    """Run supervised training with the composed configuration."""
     run_sft(config)
 
 

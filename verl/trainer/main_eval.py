@@ -201,7 +201,7 @@ def summarise(rows: Sequence[Row], scores: Sequence[RowScore]) -> dict[str, floa
 
 @hydra_main("evaluation")
 def main(config: DictConfig) -> None:
-    """Score by the composed configuration."""
+    """Score with the composed configuration."""
     run_eval(config)
 
 

@@ -112,7 +112,7 @@ def _output_violations(data: DictConfig) -> Iterator[Violation]:
 
 @hydra_main("generation")
 def main(config: DictConfig) -> None:
-    """Generate by the composed configuration."""
+    """Generate with the composed configuration."""
     run_generation(config)
 
 

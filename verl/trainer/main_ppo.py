@@ -33,7 +33,7 @@ __getattr__ = lazy_exports(__name__, {"create_rl_dataset": _FACTORY, "create_rl_
 
 @hydra_main("ppo_trainer")
 def main(config: DictConfig) -> None:
-    """Run PPO by the composed configuration."""
+    """Run PPO with the composed configuration."""
     run_ppo(config)
 
 

@@ -9,7 +9,7 @@ from verl.utils.distributed import run_and_leave
 
 @hydra_main("sft_trainer_engine")
 def main(config: DictConfig) -> None:
-    """Run supervised training by the composed configuration."""
+    """Run supervised training with the composed configuration."""
     run_sft(config)
 
 

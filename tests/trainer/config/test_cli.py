@@ -107,7 +107,7 @@ def test_nearest_prefers_the_last_name():
 
 def test_help_names_the_command_the_missing_keys_and_every_node():
     text = help_text(main_ppo.main, "ppo_trainer", CONFIG_DIR)
-    assert text.startswith("Run PPO by the composed configuration.\n\nusage: python -m verl.trainer.main_ppo [")
+    assert text.startswith("Run PPO with the composed configuration.\n\nusage: python -m verl.trainer.main_ppo [")
     assert "Keys that must be given: actor_rollout_ref.rollout.name\n" in text
     assert "\n  algorithm: gamma lam adv_estimator" in text and "\n  actor_rollout_ref.ref: strategy" in text
     assert max(map(len, text.replace(CONFIG_DIR, "verl/trainer/config").splitlines())) <= 110
