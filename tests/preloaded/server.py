@@ -42,6 +42,7 @@ MODULES = (
 )
 """What takes long to import and starts no thread, as pyarrow and cv2 do: a fork has the first thread only."""
 POLL_S = 0.1
+REQUEST_TIMEOUT_S = 30
 
 
 class Workers:
@@ -54,10 +55,20 @@ class Workers:
     def start(self) -> None:
         """Fork the worker that a connection asks for."""
         connection, _ = self.listener.accept()
-        size, streams, _, _ = socket.recv_fds(connection, 8, 3)
+        connection.settimeout(REQUEST_TIMEOUT_S)
+        streams: list[int] = []
+        length = 0
         message = b""
-        while len(message) < int.from_bytes(size, "little"):
-            message += connection.recv(65536)
+        with contextlib.suppress(TimeoutError, ConnectionError), connection.makefile("rb") as file:
+            size, streams, _, _ = socket.recv_fds(connection, 8, 3)
+            length = int.from_bytes(size, "little")
+            message = file.read(length)
+        if not message or len(message) < length:  # the process that asked has died, or does not go on
+            for stream in streams:
+                os.close(stream)
+            connection.close()
+            return
+        connection.settimeout(None)
         pid = os.fork()
         if not pid:
             _become_worker(json.loads(message), streams)

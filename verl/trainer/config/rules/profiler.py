@@ -104,9 +104,9 @@ def _folder_rules(run: RunConfig, enabled: Mapping[str, ProfilerConfig]) -> Iter
             folder = Path(path).expanduser().absolute()
             there = next(each for each in (folder, *folder.parents) if each.exists())
             if not there.is_dir():
-                yield Violation(key, path, f"cannot be a folder: {there} is a file")
+                yield Violation(key, path, f"cannot be a folder: {there} is a file: write another folder")
             elif not os.access(there, os.W_OK | os.X_OK):
-                yield Violation(key, path, f"cannot be written: you have no write permission in {there}")
+                yield Violation(key, path, f"cannot be written, no permission in {there}: write another folder")
 
 
 def _enabled(run: RunConfig, use_reference: bool) -> dict[str, ProfilerConfig]:
