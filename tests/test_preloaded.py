@@ -13,7 +13,8 @@ def connect(variables: dict[str, str], request: bytes, promised: int) -> socket.
     client.settimeout(60)
     client.connect(variables["VERL_TEST_PRELOADED"])
     socket.send_fds(client, [promised.to_bytes(8, "little")], [0, 1, 2])
-    client.sendall(request)
+    if request:  # the server closes a connection that promises nothing, and even an empty write then fails
+        client.sendall(request)
     return client
 
 
