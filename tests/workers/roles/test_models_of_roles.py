@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from verl.trainer.config.cli import CONFIG_DIR
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.roles.actor_rollout_ref import ActorRolloutRefWorker
-from verl.workers.roles.base import TrainedConfig, engine_config_of
+from verl.workers.roles.base import AnyTrainedConfig, engine_config_of
 
 
 def node(*overrides):
@@ -49,7 +49,7 @@ def test_a_reference_of_its_own_differs_in_the_keys_that_it_names(monkeypatch):
     same.init_model()
     (kind, other, config), (_, actor_model, _) = built
     assert kind == "language_model" and engine_config_of(config).forward_only
-    assert not isinstance(config, TrainedConfig)  # which alone have an optimizer
+    assert not isinstance(config, AnyTrainedConfig)  # which alone have an optimizer
     assert (other.path, other.use_remove_padding, other.override_config) == ("other", True, {"a": 1, "b": 2})
     assert other.tokenizer_path == other.hf_config_path == "other"
     assert actor_model is same.model_config and actor_model.path == "actor"

@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from verl.workers.config import HFModelConfig
 
 AnyEngineConfig = FSDPEngineConfig | McoreEngineConfig
-TrainedConfig = FSDPActorConfig | McoreActorConfig | FSDPCriticConfig | McoreCriticConfig
-RoleConfig = TrainedConfig | FSDPRefConfig | McoreRefConfig | RewardModelConfig
+AnyTrainedConfig = FSDPActorConfig | McoreActorConfig | FSDPCriticConfig | McoreCriticConfig
+RoleConfig = AnyTrainedConfig | FSDPRefConfig | McoreRefConfig | RewardModelConfig
 
 _NOT_OF_A_STEP = ("init_model", "load_checkpoint", "report_step")
 
@@ -115,7 +115,7 @@ class EngineWorker(Worker, DistProfilerExtension):
         With Megatron-Core and without ``load_weight``, its weights come from a seed.
         """
         engine_config = engine_config_of(config)
-        trained = config if isinstance(config, TrainedConfig) else None
+        trained = config if isinstance(config, AnyTrainedConfig) else None
         engine = EngineRegistry.new(
             model_type,
             engine_config.strategy,
@@ -194,7 +194,7 @@ class EngineWorker(Worker, DistProfilerExtension):
         self,
         role: str,
         data: "DataProto",
-        config: TrainedConfig,
+        config: AnyTrainedConfig,
         loss_fn: LossFn,
         spec: PassSpec,
         prepare: "Callable[[DataProto, int, PassSpec], None] | None" = None,
@@ -245,7 +245,7 @@ def engine_config_of(config: RoleConfig) -> AnyEngineConfig:
     engine = config.engine
     if not isinstance(engine, FSDPEngineConfig | McoreEngineConfig):
         raise TypeError(f"{type(config).__name__} holds no fsdp_config or megatron node: use the config of a strategy")
-    forward_only = engine.forward_only or not isinstance(config, TrainedConfig)
+    forward_only = engine.forward_only or not isinstance(config, AnyTrainedConfig)
     if isinstance(engine, McoreEngineConfig):
         return dataclasses.replace(engine, forward_only=forward_only)
     values: dict[str, Any] = {"strategy": config.strategy, "forward_only": forward_only}
