@@ -13,7 +13,7 @@ import psutil
 from omegaconf import DictConfig, OmegaConf
 
 from verl.trainer.config.cli import hydra_main
-from verl.trainer.config.run_config import RunConfig
+from verl.trainer.config.run_config import RunConfig, needs_reference
 from verl.trainer.ppo.utils import Role, need_critic
 from verl.trainer.run.clock import CLOCK
 from verl.trainer.run.display import LocalDisplay, Terminal, attach_to_launch
@@ -151,7 +151,7 @@ class TaskRunner:
 
     def add_ref_policy_worker(self, config: DictConfig, ref_policy_cls: type) -> None:
         """Choose the worker of the reference policy, if a KL term needs one."""
-        if RunConfig.parse(config).needs_reference:
+        if needs_reference(config.algorithm.use_kl_in_reward, config.actor_rollout_ref.actor.use_kl_loss):
             self._add(Role.RefPolicy, ref_policy_cls)
 
     def _add(self, role: Role, cls: type, pool: str = "global_pool") -> None:

@@ -185,7 +185,7 @@ READERS = [
     Reader("trainer", "critic_warmup", "trainer/ppo/ray_trainer.py", "self.run_config.trainer", E2E + "test_train.py::test_ppo_with_a_critic_on_two_workers_with_tensor_parallel_generation"),
     Reader("trainer", "save_freq", "trainer/ppo/checkpoint.py", "options", E2E + "test_train.py::test_a_killed_run_resumes_bit_for_bit"),
     Reader("trainer", "esi_redundant_time", "trainer/ppo/checkpoint.py", "options", "tests/utils/checkpoint/test_files.py::test_early_save"),
-    Reader("trainer", "worker_call_timeout_s", "trainer/ppo/resources.py", "config.trainer", "tests/single_controller/test_faults.py::test_stopped_worker_meets_the_deadline"),
+    Reader("trainer", "worker_call_timeout_s", "trainer/ppo/resources.py", "run.trainer", "tests/single_controller/test_faults.py::test_stopped_worker_meets_the_deadline"),
     Reader("trainer", "resume_mode resume_from_path default_hdfs_dir", "trainer/run/resume.py", "trainer", STATE + "test_where_a_run_resumes_from"),
     Reader("trainer", "default_local_dir", "trainer/run/resume.py", "config.trainer", STATE + "test_where_a_run_resumes_from"),
     Reader("trainer", "del_local_ckpt_after_load", "trainer/ppo/ray_trainer.py", "self.run_config.trainer"),
@@ -199,7 +199,7 @@ READERS = [
     Reader("trainer", "report", "trainer/run/output.py", "options", "tests/utils/report/test_report.py::test_a_run_ends_with_a_report"),
     Reader("trainer", "live_view", "trainer/main_ppo.py", "run_config.trainer", "tests/utils/report/test_live.py::test_what_a_terminal_shows"),
     Reader("trainer", "nnodes n_gpus_per_node device", "trainer/main_ppo.py", "config.trainer", BATCHES + "test_pools_count_worker_processes"),
-    Reader("trainer", "ray_wait_register_center_timeout", "trainer/ppo/resources.py", "config.trainer", "tests/single_controller/test_worker_group.py::test_placement_that_cannot_be_met_is_refused"),
+    Reader("trainer", "ray_wait_register_center_timeout", "trainer/ppo/resources.py", "run.trainer", "tests/single_controller/test_worker_group.py::test_placement_that_cannot_be_met_is_refused"),
     # profilers
     Reader("global_profiler", "steps", "trainer/ppo/ray_trainer.py", "profiler", PROFILERS + "test_driver.py::test_which_steps_start_and_stop"),
     Reader("global_profiler", "profile_continuous_steps", "trainer/ppo/profiling.py", "profiler", PROFILERS + "test_driver.py::test_which_steps_start_and_stop"),
@@ -255,7 +255,7 @@ REFUSED = {
 # fmt: off
 PASSED_ON = [
     Reader("global_profiler.global_tool_config.nsys", "controller_nsight_options", "trainer/main_ppo.py", "(profiler.global_tool_config or {})['nsys']", PROFILERS + "test_nsys.py::test_options_are_those_that_ray_makes_a_command_of"),
-    Reader("global_profiler.global_tool_config.nsys", "worker_nsight_options", "trainer/ppo/profiling.py", LOOP, PROFILERS + "test_nsys.py::test_only_profiled_ranks_are_wrapped"),
+    Reader("global_profiler.global_tool_config.nsys", "worker_nsight_options", "trainer/ppo/profiling.py", "(profiler.global_tool_config or {})['nsys']", PROFILERS + "test_nsys.py::test_only_profiled_ranks_are_wrapped"),
 ]
 # fmt: on
 """Nodes that are handed to another program as they are, with all that is below them."""

@@ -21,6 +21,7 @@ from ray.runtime_env.runtime_env import _merge_runtime_env
 
 from verl.single_controller.ray import RayResourcePool, RayWorkerGroup
 from verl.single_controller.ray.resource_pool import RayClassWithInitArgs
+from verl.trainer.config.run_config import RunConfig
 from verl.trainer.main_ppo import _controller_options
 from verl.trainer.ppo.profiling import nsys_group_options
 from verl.utils.profiler import (
@@ -207,10 +208,10 @@ def test_a_name_among_the_options_stays():
 )
 def test_only_profiled_ranks_are_wrapped(changes, ranks):
     config = config_of("actor_rollout_ref.actor.profiler.enable=true", "global_profiler.save_path=/profiles", *changes)
-    OmegaConf.resolve(config)
-    options = nsys_group_options(config, ["actor_rollout", "critic"])
+    options = nsys_group_options(RunConfig.parse(config), ["actor_rollout", "critic"])
     assert options["profile_ranks"] == ranks
-    assert nsys_group_options(config_of("global_profiler.tool=torch"), ["actor_rollout"]) == {}
+    unused = RunConfig.parse(config_of("global_profiler.tool=torch"))
+    assert nsys_group_options(unused, ["actor_rollout"]) == {}
 
     group = object.__new__(RayWorkerGroup)
     group._kwargs, group.device_name, group.name_prefix = options, "cuda", "ab12"

@@ -126,6 +126,11 @@ def needs_critic(enable: bool | None, adv_estimator: str) -> bool:
     return adv_estimator == "gae" if enable is None else enable
 
 
+def needs_reference(use_kl_in_reward: bool, use_kl_loss: bool) -> bool:
+    """Whether a KL term, in the reward or in the loss, asks for a reference policy."""
+    return use_kl_in_reward or use_kl_loss
+
+
 @dataclass(frozen=True)
 class RunConfig:
     """A ``ppo_trainer`` tree with types: attributes are named as the keys of the YAML.
@@ -160,8 +165,8 @@ class RunConfig:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a KL term, in the reward or in the loss, asks for a reference policy."""
-        return self.algorithm.use_kl_in_reward or self.actor_rollout_ref.actor.use_kl_loss
+        """Whether a KL term asks for a reference policy."""
+        return needs_reference(self.algorithm.use_kl_in_reward, self.actor_rollout_ref.actor.use_kl_loss)
 
     @property
     def prompts_per_step(self) -> int:

@@ -3,12 +3,14 @@
 import itertools
 import logging
 from collections.abc import Collection, Iterable, Mapping
+from operator import attrgetter
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl.base_config import ConfigError, Violation
 from verl.single_controller.ray import RayWorkerGroup
+from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo.state import RunState, Timing
 from verl.utils.profiler import ProfilerConfig, marked_timer
 from verl.utils.profiler.captures import save_folder
@@ -53,20 +55,19 @@ def check_steps(steps: Collection[int] | None, total_steps: int, resumed_step: i
         logger.warning("global_profiler.steps: %s are not profiled, the run resumes after step %d", done, resumed_step)
 
 
-def nsys_group_options(config: DictConfig, groups: Iterable[str]) -> dict[str, Any]:
+def nsys_group_options(run: RunConfig, groups: Iterable[str]) -> dict[str, Any]:
     """Return the options with which nsys wraps the processes of a pool; none if nsys is not used."""
-    steps = OmegaConf.select(config, "global_profiler.steps")
-    if not steps or config.global_profiler.tool != "nsys":
+    profiler = run.global_profiler
+    if not profiler.steps or profiler.tool != "nsys":
         return {}
-    options = OmegaConf.select(config, "global_profiler.global_tool_config.nsys.worker_nsight_options")
-    nodes = [OmegaConf.select(config, node) for group in groups for node in NODES[group]]
+    nodes = [attrgetter(node)(run) for group in groups for node in NODES[group]]
     used = [node for node in nodes if node is not None and node.enable and node.tool == "nsys"]
     ranks = sorted({rank for node in used for rank in node.ranks})
     return {
-        "profile_steps": list(steps),
+        "profile_steps": profiler.steps,
         "profile_ranks": None if any(node.all_ranks for node in used) else ranks,  # None: all
-        "profile_save_path": config.global_profiler.save_path,
-        "worker_nsight_options": OmegaConf.to_container(options),
+        "profile_save_path": profiler.save_path,
+        "worker_nsight_options": (profiler.global_tool_config or {})["nsys"]["worker_nsight_options"],
     }
 
 

@@ -12,14 +12,16 @@ from omegaconf import DictConfig
 from torch.utils.data import Dataset, Sampler
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
+from verl.algos.aggregate import agg_loss
 from verl.algos.kl import get_kl_controller
+from verl.algos.mismatch import calculate_debug_metrics
+from verl.algos.names import AdvantageEstimator
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.single_controller.base.errors import phase
 from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo import loaders, metric_utils, profiling
 from verl.trainer.ppo.checkpoint import Checkpoints
-from verl.trainer.ppo.core_algos import AdvantageEstimator, agg_loss
 from verl.trainer.ppo.loaders import CollateFn, Rows
 from verl.trainer.ppo.phases import check_rollout, checked_phase, needs_old_log_probs, tensors_of
 from verl.trainer.ppo.records import StepRecord, dump_training_batch, trace_batch
@@ -28,13 +30,12 @@ from verl.trainer.ppo.reward import PendingReward, RewardFn
 from verl.trainer.ppo.shaping import add_rollout_weights, apply_kl_penalty, compute_advantage, compute_response_mask
 from verl.trainer.ppo.state import Metrics, RunState, Timing
 from verl.trainer.ppo.utils import Role as Role  # forks import it from here
-from verl.trainer.ppo.utils import need_critic, need_reference_policy, need_reward_model
+from verl.trainer.ppo.utils import need_reference_policy, need_reward_model
 from verl.trainer.ppo.validation import collect_samples, repeat_prompts, summarise
 from verl.trainer.run.clock import CLOCK
 from verl.trainer.run.output import RunOutput
 from verl.trainer.run.resume import find_resume_folder
 from verl.utils.dataset.factory import create_rl_dataset, create_rl_sampler
-from verl.utils.debug.metrics import calculate_debug_metrics
 from verl.utils.flops_counter import image_lengths
 from verl.utils.metric import reduce_metrics
 from verl.utils.numerics.seeding import derive_seed, prompt_uids, sampling_seeds
@@ -92,7 +93,7 @@ class RayPPOTrainer:
         self.device_name = device_name or run.trainer.device
         self.use_reference_policy = need_reference_policy(role_worker_mapping)
         self.use_rm = need_reward_model(role_worker_mapping)
-        self.use_critic = need_critic(config)
+        self.use_critic = run.critic is not None
         self.ref_in_actor = run.actor_rollout_ref.reference_is_in_actor
         self.kl_ctrl_in_reward = get_kl_controller(run.algorithm.kl_ctrl)
         self.async_rollout_mode = False
@@ -173,6 +174,7 @@ class RayPPOTrainer:
         if groups is None:
             groups = create_worker_groups(
                 self.config,
+                self.run_config,
                 self.role_worker_mapping,
                 self.resource_pool_manager,
                 self.ray_worker_group_cls,

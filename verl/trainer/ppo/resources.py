@@ -10,6 +10,7 @@ from typing import Any
 import ray
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from verl.base_config import omega_conf_to_dataclass
 from verl.single_controller.base.errors import PlacementError
 from verl.single_controller.ray import (
     RayClassWithInitArgs,
@@ -20,7 +21,6 @@ from verl.single_controller.ray import (
 from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo.profiling import nsys_group_options
 from verl.trainer.ppo.utils import Role
-from verl.utils.config import omega_conf_to_dataclass
 
 WorkerClasses = Mapping[Role, Any]
 """Role -> Ray actor class of its worker."""
@@ -86,10 +86,10 @@ class ResourcePoolManager:
 # ---- starting the workers
 
 
-def worker_arguments(config: DictConfig, role: Role, actor_cls: Any) -> RayClassWithInitArgs:
-    """Return a worker class with the arguments of its constructor."""
+def worker_arguments(config: DictConfig, run: RunConfig, role: Role, actor_cls: Any) -> RayClassWithInitArgs:
+    """Return a worker class with the arguments of its constructor: a node of the tree, which may hold a fork's keys."""
     if role == Role.ActorRollout:
-        node = RunConfig.parse(config).actor_rollout_ref
+        node = run.actor_rollout_ref
         with_reference = node.actor.uses_full_kl and node.model.lora_rank == 0
         name = str(Role.ActorRolloutRef if with_reference else role)
         return RayClassWithInitArgs(cls=actor_cls, config=config.actor_rollout_ref, role=name)
@@ -101,17 +101,21 @@ def worker_arguments(config: DictConfig, role: Role, actor_cls: Any) -> RayClass
 
 def create_worker_groups(
     config: DictConfig,
+    run: RunConfig,
     role_worker_mapping: WorkerClasses,
     pools: ResourcePoolManager,
     group_cls: type[RayWorkerGroup],
     device_name: str,
 ) -> dict[str, RayWorkerGroup]:
-    """Start the processes of all roles, one group of processes per pool; return a worker group per role name."""
+    """Start the processes of all roles, one group of processes per pool; return a worker group per role name.
+
+    ``run`` is the typed form of ``config``.
+    """
     pools.create_resource_pool()
     classes: dict[str, dict[str, RayClassWithInitArgs]] = {}
     for role in GROUP_ROLES:
         if role in role_worker_mapping:
-            arguments = worker_arguments(config, role, role_worker_mapping[role])
+            arguments = worker_arguments(config, run, role, role_worker_mapping[role])
             classes.setdefault(pools.mapping[role], {})[str(role)] = arguments
     groups: dict[str, RayWorkerGroup] = {}
     for pool_name, class_dict in classes.items():
@@ -119,9 +123,9 @@ def create_worker_groups(
             resource_pool=pools.resource_pool_dict[pool_name],
             ray_cls_with_init=create_colocated_worker_cls(class_dict=class_dict),
             device_name=device_name,
-            ray_wait_register_center_timeout=config.trainer.ray_wait_register_center_timeout,
-            call_timeout_s=config.trainer.worker_call_timeout_s,
-            **nsys_group_options(config, class_dict),
+            ray_wait_register_center_timeout=run.trainer.ray_wait_register_center_timeout,
+            call_timeout_s=run.trainer.worker_call_timeout_s,
+            **nsys_group_options(run, class_dict),
         )
         groups.update(group.spawn(prefix_set=class_dict.keys()))
     return groups
@@ -138,12 +142,11 @@ def set_schedule_steps(config: DictConfig, steps: int) -> None:
                 OmegaConf.update(config, f"{key}.total_training_steps", steps)
 
 
-def steps_known_early(config: DictConfig) -> int | None:
+def steps_known_early(run: RunConfig) -> int | None:
     """Return the number of training steps if it is known without loading the data, else None.
 
     Workers are constructed with this number, so they can start early only if it is known.
     """
-    run = RunConfig.parse(config)
     data = run.data
     if run.trainer.total_training_steps is not None:
         return run.trainer.total_training_steps
@@ -196,11 +199,15 @@ def start_workers_early(
     pools: ResourcePoolManager,
     group_cls: type[RayWorkerGroup],
 ) -> WorkerStart | None:
-    """Start the workers before the data are loaded; return None if the number of steps is not known yet."""
-    steps = steps_known_early(config)
+    """Start the workers before the data are loaded; return None if the number of steps is not known yet.
+
+    The trainer, which may change the tree, does not exist yet, so this parses the tree for itself.
+    """
+    run = RunConfig.parse(config)
+    steps = steps_known_early(run)
     if steps is None:
         return None
     set_schedule_steps(config, steps)
-    device = config.trainer.device
-    start = partial(create_worker_groups, config.copy(), role_worker_mapping, pools, group_cls, device)
+    device = run.trainer.device
+    start = partial(create_worker_groups, config.copy(), run, role_worker_mapping, pools, group_cls, device)
     return WorkerStart(steps, start)

@@ -3,13 +3,13 @@
 import torch
 from omegaconf import DictConfig
 
+from verl.algos.advantage import compute_pf_ppo_reweight_data, estimate_advantages
 from verl.algos.config import AlgoConfig
 from verl.algos.kl import KLController
 from verl.algos.kl import kl_penalty as compute_kl
+from verl.algos.mismatch import compute_rollout_importance_weights
+from verl.algos.names import AdvantageEstimator
 from verl.protocol import DataProto
-from verl.trainer.ppo import core_algos
-from verl.trainer.ppo.core_algos import AdvantageEstimator
-from verl.trainer.ppo.mismatch_helper import compute_rollout_importance_weights
 from verl.trainer.ppo.phases import tensors_of
 from verl.utils.torch_functional import masked_mean
 
@@ -102,7 +102,7 @@ def compute_advantage(
     if "uid" in data.non_tensor_batch:
         columns["index"] = data.non_tensor_batch["uid"]
     discounts = {name: value for name, value in (("gamma", gamma), ("lam", lam)) if value is not None}
-    batch["advantages"], batch["returns"] = core_algos.estimate_advantages(
+    batch["advantages"], batch["returns"] = estimate_advantages(
         adv_estimator,
         token_level_rewards=batch["token_level_rewards"],
         response_mask=batch["response_mask"],
@@ -113,7 +113,5 @@ def compute_advantage(
     )
     if adv_estimator == AdvantageEstimator.GAE and config is not None and "use_pf_ppo" in config and config.use_pf_ppo:
         options = AlgoConfig().pf_ppo | dict(config.pf_ppo)
-        data = core_algos.compute_pf_ppo_reweight_data(
-            data, options["reweight_method"], options["weight_pow"], generator
-        )
+        data = compute_pf_ppo_reweight_data(data, options["reweight_method"], options["weight_pow"], generator)
     return data

@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import DictConfig
 from transformers import PreTrainedTokenizerBase
 
-from verl.utils.config import omega_conf_to_dataclass
+from verl.base_config import omega_conf_to_dataclass
 from verl.utils.import_utils import load_extern_type
 from verl.utils.reward_score import default_compute_score
 from verl.utils.sandbox.permits import FilePermits

@@ -5,9 +5,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from verl.algos.mismatch import finish_gap_metrics
+from verl.base_config import omega_conf_to_dataclass
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
-from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.profiler.profile import DistProfiler
 from verl.workers.config.engine import NCCL_TIMEOUT_S
 from verl.workers.engine.passes import PassSpec

@@ -6,11 +6,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from verl.algos.mismatch import finish_gap_metrics
-from verl.base_config import build_node
+from verl.base_config import build_node, omega_conf_to_dataclass
 from verl.models.transformers.vision import is_vision_config
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
-from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.profiler import ProfilerConfig
 from verl.utils.profiler.profile import DistProfiler
 from verl.utils.profiler.ranges import reduce_timing, simple_timer, topk_reduce_ratio_min_max

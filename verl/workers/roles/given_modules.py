@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from verl.algos.mismatch import finish_gap_metrics
-from verl.base_config import build_node
+from verl.base_config import build_node, omega_conf_to_dataclass
 from verl.models.transformers.dense_common import has_fused_head, install_fused_head
 from verl.protocol import DataProto
-from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import ActorConfig, CriticConfig, FSDPEngineConfig, McoreEngineConfig, RewardModelConfig
 from verl.workers.engine import BaseEngine, EngineRegistry, FSDPEngine, FSDPEngineWithLMHead, FSDPEngineWithValueHead
 from verl.workers.engine.passes import PassSpec, tensors_of
