@@ -169,9 +169,12 @@ class TaskRunner:
     def _build_trainer(
         self, config: DictConfig, pools: "ResourcePoolManager", group_cls: type["RayWorkerGroup"]
     ) -> "RayPPOTrainer":
-        """Load tokenizer and reward functions, and build the trainer from them; it builds the data sets."""
+        """Load tokenizer, data sets and reward functions, and build the trainer from them."""
+        from verl.trainer.ppo.loaders import complete_data_node
         from verl.trainer.ppo.reward import load_reward_manager, reward_kwargs
         from verl.utils import hf_processor, hf_tokenizer
+        from verl.utils.dataset.factory import create_rl_dataset, create_rl_sampler
+        from verl.utils.dataset.rl_dataset import collate_fn
         from verl.utils.fs import copy_to_local
 
         model = config.actor_rollout_ref.model
@@ -182,6 +185,10 @@ class TaskRunner:
         processor = hf_processor(path, trust_remote_code=trust, use_fast=True)
         if model.custom_chat_template:
             (processor or tokenizer).chat_template = model.custom_chat_template
+        complete_data_node(config)
+        data = config.data
+        train_dataset = create_rl_dataset(data.train_files, data, tokenizer, processor)
+        val_dataset = data.val_files and create_rl_dataset(data.val_files, data, tokenizer, processor, is_train=False)
         return self.trainer_class()(
             config=config,
             tokenizer=tokenizer,
@@ -191,6 +198,10 @@ class TaskRunner:
             ray_worker_group_cls=group_cls,
             reward_fn=load_reward_manager(config, tokenizer, num_examine=0, **reward_kwargs(config)),
             val_reward_fn=load_reward_manager(config, tokenizer, num_examine=1, **reward_kwargs(config)),
+            train_dataset=train_dataset,
+            val_dataset=val_dataset,
+            collate_fn=collate_fn,
+            train_sampler=create_rl_sampler(data, train_dataset),
             device_name=config.trainer.device,
         )
 

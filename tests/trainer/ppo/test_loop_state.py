@@ -158,6 +158,24 @@ def make_checkpoint(root, step, whole=True):
     return folder.parent
 
 
+def test_a_trainer_saves_without_fit(tmp_path):
+    trainer = trainer_at_start(7)
+    trainer.run_config = config_for(tmp_path)
+    trainer.state.step = 3
+
+    def save_checkpoint(folder, remote, step):
+        assert (Path(folder).name, remote, step) == ("actor", None, 3)
+        Path(folder).mkdir(parents=True)
+        (Path(folder) / "weights").touch()
+
+    trainer.actor_rollout_wg = SimpleNamespace(save_checkpoint=save_checkpoint)
+    trainer.critic_wg = trainer.ref_policy_wg = trainer.rm_wg = None
+    trainer.ref_in_actor = False
+    trainer.kl_ctrl_in_reward = SimpleNamespace(state_dict=dict)
+    trainer._save_checkpoint()
+    assert (tmp_path / "global_step_3" / "data.pt").exists()
+
+
 def test_where_a_run_resumes_from(tmp_path, whole_if_marked):
     assert find_resume_folder(config_for(tmp_path)) is None  # no tracker: from scratch
     folder = make_checkpoint(tmp_path, 4)

@@ -7,7 +7,6 @@ from omegaconf import OmegaConf
 
 from verl.protocol import DataProto
 from verl.trainer.config.run_config import RunConfig
-from verl.trainer.ppo.loaders import EndOfDataError, draw_ahead
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.state import RunState
 
@@ -17,6 +16,9 @@ class Group:
 
     def __init__(self):
         self.calls = []
+
+    def init_model(self):
+        self.calls.append("init_model")
 
     def sync_weights(self, step):
         self.calls.append(("sync", step))
@@ -67,13 +69,10 @@ def test_workers_of_a_fork_may_lack_the_call(trainer):
     trainer.rollout_wg_generate(DataProto())
 
 
-def test_a_batch_is_drawn_before_the_sync():
-    def rows(count):
-        yield from ({"number": number} for number in range(count))
-        raise EndOfDataError("end")
-
-    assert [next(draw_ahead(rows(3)))["number"] for _ in range(2)] == [0, 0]
-    drawn = draw_ahead(rows(2))
-    assert [next(drawn)["number"], next(drawn)["number"]] == [0, 1]
-    with pytest.raises(EndOfDataError):
-        draw_ahead(rows(0))
+def test_the_loop_uses_what_a_fork_writes_to_the_configuration(trainer):
+    trainer.config = OmegaConf.create({"trainer": {"critic_warmup": 9}})  # after the constructor
+    trainer.ref_in_actor = False
+    trainer.init_workers({"actor_rollout": trainer.actor_rollout_wg})
+    assert trainer.run_config.trainer.critic_warmup == 9
+    trainer.update(DataProto(), {}, {})
+    assert trainer.actor_rollout_wg.calls == ["init_model"]

@@ -1,6 +1,5 @@
 """Data loaders of the trainer, and the batches that they yield."""
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any
 
@@ -111,14 +110,6 @@ def training_rows(loader: Iterable[Rows], state: RunState, total_epochs: int | N
         if empty_epochs > 1:
             raise EmptyLoaderError("the training loader yields no batch: its sampler or data set has become empty")
     raise EndOfDataError(f"the training data were read {state.epoch} times (trainer.total_epochs)")
-
-
-def draw_ahead(rows: Iterator[Rows]) -> Iterator[Rows]:
-    """Draw the next batch now and return an iterator that begins with it.
-
-    Raises: EndOfDataError when no batch is left.
-    """
-    return itertools.chain([next(rows)], rows)
 
 
 def _seed_draw(state: RunState) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from verl.algos.config import AlgoConfig
 from verl.protocol import DataProto
 from verl.utils import envs
-from verl.workers.config import ActorConfig, FSDPActorConfig
+from verl.workers.config import ActorConfig
 
 
 @dataclass(frozen=True)
@@ -184,5 +184,5 @@ def needs_old_log_probs(actor: ActorConfig, algorithm: AlgoConfig, prompts_per_s
         not is_single_update
         or algorithm.use_kl_in_reward
         or algorithm.rollout_is_threshold is not None
-        or (isinstance(actor, FSDPActorConfig) and actor.use_rollout_log_probs)
+        or actor.use_rollout_log_probs
     )

@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -171,6 +172,7 @@ class RayPPOTrainer:
 
     def init_workers(self, groups: Mapping[str, RayWorkerGroup] | None = None) -> None:
         """Build the models on the given worker groups, or on groups that it starts."""
+        self._take_over_changes()
         if groups is None:
             groups = create_worker_groups(
                 self.config,
@@ -192,12 +194,16 @@ class RayPPOTrainer:
                     groups[name].init_model()
                 CLOCK.mark(f"init_{name}")
 
+    def _take_over_changes(self) -> None:
+        """Read the configuration again, because a fork may have written to ``config`` since."""
+        self.run_config = RunConfig.parse(self.config)
+
     def worker_groups(self) -> dict[str, RayWorkerGroup]:
         """Return the worker groups of the run by name."""
         groups = {
             "actor_rollout": self.actor_rollout_wg,
-            "critic": self.critic_wg,
             "ref": None if self.ref_in_actor else self.ref_policy_wg,
+            "critic": self.critic_wg,
             "rm": self.rm_wg,
         }
         return {name: group for name, group in groups.items() if group is not None}
@@ -236,10 +242,9 @@ class RayPPOTrainer:
                 timing: Timing = {}
                 self._start_profiling(timing)
                 with marked_timer("step", timing):
-                    drawn = loaders.draw_ahead(rows)  # the data may end here, before anything is synced
                     with self._timed("gen", timing):
                         self.sync_weights()
-                    batch = self.collect(drawn, metrics, timing)
+                    batch = self.collect(rows, metrics, timing)
                     batch = self._checked("infer", batch, self.infer, metrics, timing)
                     batch = self._checked("shape", batch, self.shape, metrics, timing)
                     batch = self._checked("update", batch, self.update, metrics, timing)
@@ -253,13 +258,9 @@ class RayPPOTrainer:
     @contextmanager
     def _run(self) -> Iterator[None]:
         """Resume, keep the records of the run, and close them in every case."""
+        self._take_over_changes()
         options = self.run_config.trainer
         rollout = self.run_config.actor_rollout_ref.rollout
-        trained = {"actor": self.actor_rollout_wg}
-        if self.critic_wg is not None:
-            trained["critic"] = self.critic_wg
-        loader = self.train_dataloader
-        self.checkpoints = Checkpoints(self.run_config, self.state, trained, loader, self.kl_ctrl_in_reward)
         resumed = self._load_checkpoint()
         profiling.check_steps(self.run_config.global_profiler.steps, self.state.total_steps, resumed or 0)
         self.output = RunOutput(options, self.config, resumed, self.state.total_steps, metric_utils.describe_step)
@@ -595,7 +596,8 @@ class RayPPOTrainer:
     def _validate(self) -> Metrics:
         """Return the metrics of the current weights on the validation set."""
         options = self.run_config.trainer
-        assert self.val_dataloader is not None, "validation needs data.val_files"
+        if self.val_dataloader is None:
+            raise ValueError("data.val_files=null: name a file, or set trainer.val_before_train=false and test_freq=-1")
         samples = collect_samples(
             self.val_dataloader,
             self._generate_for_validation,
@@ -629,6 +631,13 @@ class RayPPOTrainer:
         return batch
 
     # ---- checkpoints and profiling
+
+    @cached_property
+    def checkpoints(self) -> Checkpoints:
+        """The checkpoints of the worker groups that train."""
+        groups = {name: group for name, group in self.worker_groups().items() if name in ("actor_rollout", "critic")}
+        trained = {name.removesuffix("_rollout"): group for name, group in groups.items()}
+        return Checkpoints(self.run_config, self.state, trained, self.train_dataloader, self.kl_ctrl_in_reward)
 
     def _save_after_step(self, timing: Timing) -> None:
         """Write a checkpoint every ``trainer.save_freq`` steps, after the last one, and before capacity expires."""
