@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -150,7 +150,6 @@ class RayPPOTrainer:
         if val_dataset is None and node.val_files:
             val_dataset = create_rl_dataset(node.val_files, node, self.tokenizer, self.processor, is_train=False)
         if train_sampler is None:
-            assert isinstance(train_dataset, Sized), "a training set needs a length"
             train_sampler = create_rl_sampler(node, train_dataset)
         self.train_dataset = train_dataset
         self.val_dataset = val_dataset

@@ -61,8 +61,9 @@ def create_rl_dataset(
     return (cls or RLHFDataset)(data_files=data_paths, tokenizer=tokenizer, processor=processor, config=data_config)
 
 
-def create_rl_sampler(data_config: Node, dataset: Sized) -> Sampler:
+def create_rl_sampler(data_config: Node, dataset: Dataset | Sized) -> Sampler:
     """Build the training sampler: a custom class, a seeded permutation per epoch, or file order."""
+    assert isinstance(dataset, Sized), "a training set needs a length"
     settings = DataConfig.of_data_set(data_config)
     node = data_config.get("sampler")
     if node and node.get("class_path"):
