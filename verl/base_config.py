@@ -7,6 +7,7 @@ import typing
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from copy import deepcopy
 from dataclasses import FrozenInstanceError, dataclass, field, fields, is_dataclass
 from difflib import SequenceMatcher
 from functools import cache
@@ -125,10 +126,12 @@ def setting(
     """Declare a field of a configuration node: its default, its meaning in one line, and its range.
 
     The node checks type and range when it is built. ``empty=False`` refuses an empty string, and ``hint`` says in the
-    error what else one may want to know.
+    error what else one may want to know. Each node gets a copy of a default that is a list or mapping.
     """
-    limits = Range(at_least, above, at_most, below, one_of, empty, hint)
-    return field(default=default, metadata={"meaning": meaning, "range": limits})
+    metadata = {"meaning": meaning, "range": Range(at_least, above, at_most, below, one_of, empty, hint)}
+    if isinstance(default, list | dict):
+        return field(default_factory=lambda: deepcopy(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 def as_yaml(value: Any) -> str:

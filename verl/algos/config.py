@@ -34,10 +34,10 @@ def rollout_is_rules(
 class KLControlConfig(BaseConfig):
     """The coefficient of the KL penalty in the reward."""
 
-    type: str = setting("fixed", one_of=("fixed", "adaptive"))
-    kl_coef: float = 0.001
-    horizon: int = setting(10000, above=0)
-    target_kl: float = 0.1
+    type: str = setting("fixed", "whether the weight follows target_kl", one_of=("fixed", "adaptive"))
+    kl_coef: float = setting(0.001, "weight at the start")
+    horizon: int = setting(10000, "sequences over which an adaptive weight reacts", above=0)
+    target_kl: float = setting(0.1, "KL that an adaptive weight aims at")
 
     def rules(self) -> Iterator[Violation]:
         """Yield an adaptive controller without a target."""
@@ -52,9 +52,9 @@ class FilterGroupsConfig(BaseConfig):
     Source: DAPO (arXiv:2503.14476), section 3.2.
     """
 
-    enable: bool = False
-    metric: str | None = None
-    max_num_gen_batches: int = 0
+    enable: bool = setting(False, "drop such prompts and draw others")
+    metric: str | None = setting(None, "acc, score, seq_reward, or another value that the scorer returns")
+    max_num_gen_batches: int = setting(0, "most draws of one step; 0 or less: no limit")
 
     def rules(self) -> Iterator[Violation]:
         """Yield a filter without a metric."""
@@ -67,22 +67,22 @@ class FilterGroupsConfig(BaseConfig):
 class AlgoConfig(BaseConfig):
     """The algorithm."""
 
-    gamma: float = setting(1.0, at_least=0, at_most=1)
-    lam: float = setting(1.0, at_least=0, at_most=1)
-    adv_estimator: str = "gae"
-    norm_adv_by_std_in_grpo: bool = True
-    use_kl_in_reward: bool = False
-    kl_penalty: str = "kl"
+    gamma: float = setting(1.0, "discount per token", at_least=0, at_most=1)
+    lam: float = setting(1.0, "lambda of generalized advantage estimation", at_least=0, at_most=1)
+    adv_estimator: str = setting("gae", "advantage estimator, built in or registered by the user")
+    norm_adv_by_std_in_grpo: bool = setting(True, "GRPO divides scores by the standard deviation of their group")
+    use_kl_in_reward: bool = setting(False, "subtract the KL to the reference policy from the reward")
+    kl_penalty: str = setting("kl", "estimator of that KL")
     kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
-    use_pf_ppo: bool = False
-    pf_ppo: dict[str, Any] = field(default_factory=lambda: {"reweight_method": "pow", "weight_pow": 2.0})
-    filter_groups: FilterGroupsConfig | None = None
-    rollout_is_threshold: float | None = None
-    rollout_is_threshold_lower: float | None = None
-    rollout_is_level: str = "token"
-    rollout_is_mode: str = "truncate"
-    rollout_is_veto_threshold: float | None = 1e-4
-    rollout_is: bool = False
+    use_pf_ppo: bool = setting(False, "resample the batch by score before the update")
+    pf_ppo: dict[str, Any] = setting({"reweight_method": "pow", "weight_pow": 2.0}, "how scores become weights")
+    filter_groups: FilterGroupsConfig | None = setting(None, "dynamic sampling; null: off")
+    rollout_is_threshold: float | None = setting(None, "upper limit of importance weights; null: off")
+    rollout_is_threshold_lower: float | None = setting(None, "lower limit; null: 1 / rollout_is_threshold")
+    rollout_is_level: str = setting("token", "what one weight is computed over")
+    rollout_is_mode: str = setting("truncate", "what happens to weights outside the limits")
+    rollout_is_veto_threshold: float | None = setting(1e-4, "token ratio that drops its sequence; null: off")
+    rollout_is: bool = setting(False, "multiply the loss by the weights; false only reports them")
 
     def rules(self) -> Iterator[Violation]:
         """Yield unknown names, and thresholds without a number between them."""

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-DEVICES = ("cuda", "npu", "cpu")
-
 
 def run_generation(config: DictConfig) -> None:
     """Check the configuration, start Ray, generate and write ``data.output_path``."""
@@ -64,6 +62,7 @@ def worker_config(config: DictConfig) -> DictConfig:
 
 def generation_violations(config: DictConfig) -> Iterator[Violation]:
     """Yield the errors of a ``generation`` tree, without torch and Ray."""
+    from verl.workers.config.engine import DEVICES
     from verl.workers.config.model import path_problems, tokenizer_problems
 
     data = config.data

@@ -26,6 +26,7 @@ from verl.trainer.run.resume import find_resume_folder
 from verl.utils import envs
 from verl.utils.observe.tracking import check_backends
 from verl.workers.config import RewardModelConfig
+from verl.workers.rewards.signature import ONE_BY_ONE
 
 _SCORE_HEAD = "score.weight"
 
@@ -118,7 +119,7 @@ def _framework_scores(run: RunConfig) -> bool:
     reward = run.reward_model
     if run.custom_reward_function.path or reward.enable or envs.read("VERL_USE_EXTERNAL_MODULES"):
         return False
-    return reward.reward_manager in ("naive", "dapo", "prime") and not run.actor_rollout_ref.model.external_lib
+    return reward.reward_manager in ONE_BY_ONE and not run.actor_rollout_ref.model.external_lib
 
 
 # ---- models

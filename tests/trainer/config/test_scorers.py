@@ -7,10 +7,10 @@ import pytest
 from omegaconf import OmegaConf
 
 from verl.trainer.config.rules.files import scorer_rules
-from verl.trainer.config.rules.reward import MANAGER_KWARGS, manager_rules
+from verl.trainer.config.rules.reward import manager_rules
 from verl.trainer.config.run_config import RunConfig
 from verl.workers.rewards.managers import get_reward_manager_cls
-from verl.workers.rewards.signature import SCORER_CALLS
+from verl.workers.rewards.signature import MANAGER_KWARGS, SCORER_CALLS
 
 ONE = "data_source, solution_str, ground_truth, extra_info"
 MANY = "data_sources, solution_strs, ground_truths, extra_infos"

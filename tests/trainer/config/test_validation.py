@@ -20,8 +20,10 @@ from verl.trainer.config.rules.no_effect import IDLE, UNSUPPORTED
 from verl.trainer.config.rules.reward import reward_model_rules
 from verl.trainer.config.run_config import ABSENT, RunConfig, default_of
 from verl.utils.config import validate_config
+from verl.workers.config.rollout import ROLLOUTS, SUPPORTED_ROLLOUTS
 from verl.workers.rewards.managers import REWARD_MANAGER_REGISTRY
 from verl.workers.rewards.signature import SCORER_CALLS
+from verl.workers.rollout.base import ROLLOUT_CLASSES
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -386,6 +388,7 @@ def test_the_names_are_those_of_the_registries():
     import verl.workers.reward_manager  # noqa: F401 (its modules register themselves)
 
     assert set(SCORER_CALLS) == set(REWARD_MANAGER_REGISTRY)
+    assert {name for name, _ in ROLLOUT_CLASSES} == set(SUPPORTED_ROLLOUTS) < set(ROLLOUTS)
     assert tuple(LOSS_AGG_UNIT) == LOSS_AGG_MODES
     assert all(check_kl_penalty(name) for name in KL_ESTIMATORS)
 

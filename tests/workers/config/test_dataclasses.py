@@ -1,8 +1,12 @@
 """What each dataclass refuses, and what it makes of keys that stand twice."""
 
+from dataclasses import fields
+
 import pytest
 
 from verl.algos.config import AlgoConfig, KLControlConfig
+from verl.base_config import BaseConfig, _node_class, type_hints
+from verl.trainer.config import run_config, sft  # noqa: F401 (nodes of the trainers)
 from verl.utils.profiler import ProfilerConfig
 from verl.utils.profiler.config import NPUToolConfig, TorchMemoryToolConfig, TorchProfilerToolConfig
 from verl.workers.config import (
@@ -20,6 +24,7 @@ from verl.workers.config import (
     RolloutConfig,
     SamplingConfig,
 )
+from verl.workers.config.model import Loaded
 
 ACTOR = {"ppo_micro_batch_size_per_gpu": 1}
 
@@ -173,3 +178,19 @@ def test_profilers_combine():
 def test_a_symmetric_clip_range_is_given_by_clip_ratio_alone(values, low, high):
     config = FSDPActorConfig(**ACTOR, **values)
     assert (config.clip_ratio_low, config.clip_ratio_high) == (low, high)
+
+
+def subclasses(cls: type) -> list[type]:
+    return [each for child in cls.__subclasses__() for each in (child, *subclasses(child))]
+
+
+def test_every_key_has_a_line_of_prose():
+    """A key that holds a node is described by the docstring of its dataclass; what a node loads is no key."""
+    bare = []
+    for cls in subclasses(BaseConfig):
+        if cls.__module__.startswith("verl."):
+            loaded = {name for name, value in vars(cls).items() if isinstance(value, Loaded)}
+            keys = [each for each in fields(cls) if each.name != "_target_" and each.name not in loaded]
+            is_node = {each.name: _node_class(type_hints(cls)[each.name]) is not None for each in keys}
+            bare += [f"{cls.__name__}.{each.name}" for each in keys if not is_node[each.name] and not each.metadata]
+    assert bare == []

@@ -1,7 +1,7 @@
 """The typed configuration of a run: one dataclass per node, parsed once from the tree that Hydra composes."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -25,9 +25,11 @@ from verl.workers.config import (
     RolloutConfig,
 )
 from verl.workers.config.actor_rollout_ref import ref_class
+from verl.workers.config.engine import DEVICES
 from verl.workers.config.reward_model import WITHOUT_MODEL
 
 TRACKERS = Tracking.supported_backend
+RESUME_MODES = ("auto", "disable", "resume_path")
 
 
 @dataclass
@@ -40,7 +42,7 @@ class TrainerConfig(BaseConfig):
     project_name: str = setting("verl_examples", "project in trackers and in the checkpoint folder", empty=False)
     experiment_name: str = setting("gsm8k", "run in trackers and in the checkpoint folder", empty=False)
     seed: int = setting(1, "seed of the order of the data and of every sampled response")
-    logger: str | list[str] = field(default_factory=lambda: ["console", "wandb"])
+    logger: str | list[str] = setting(["console", "wandb"], "trackers of metrics")
     log_val_generations: int = setting(0, "validation samples shown in trackers", at_least=0)
     rollout_data_dir: str | None = setting(None, "folder for the responses of each training step")
     validation_data_dir: str | None = setting(None, "folder for the responses of each validation")
@@ -53,7 +55,7 @@ class TrainerConfig(BaseConfig):
     n_gpus_per_node: int = setting(8, "workers of each node", at_least=1)
     save_freq: int = setting(-1, "steps between checkpoints; 0 or less: none")
     esi_redundant_time: int = setting(0, "seconds of safety before rented capacity expires", at_least=0)
-    resume_mode: str = setting("auto", "where to continue", one_of=("auto", "disable", "resume_path"))
+    resume_mode: str = setting("auto", "where to continue", one_of=RESUME_MODES)
     resume_from_path: str | None = setting(None, "global_step_<N> folder, with resume_mode=resume_path")
     val_before_train: bool = setting(True, "validate the starting weights")
     val_only: bool = setting(False, "end after that validation")
@@ -67,7 +69,7 @@ class TrainerConfig(BaseConfig):
     remove_previous_ckpt_in_save: bool = setting(False, "deprecated: keep one checkpoint")
     ray_wait_register_center_timeout: float = setting(300, "seconds to wait for the workers to start", above=0)
     worker_call_timeout_s: float = setting(7200, "seconds that one call to the workers may take", above=0)
-    device: str = setting("cuda", "device of the workers", one_of=("cuda", "cpu", "npu"))
+    device: str = setting("cuda", "device of the workers", one_of=DEVICES)
     use_legacy_worker_impl: str = setting("auto", "every value means the same", one_of=("auto", "enable", "disable"))
     wandb_proxy: str | None = setting(None, "HTTPS proxy for wandb")
 

@@ -21,6 +21,7 @@ from verl.trainer.config.rules.reward import dapo_rules, manager_rules, reward_m
 from verl.trainer.config.rules.rollout import importance_weight_rules, rollout_rules
 from verl.trainer.config.run_config import RunConfig, parse_tree
 from verl.utils import envs
+from verl.workers.config.rollout import SUPPORTED_ROLLOUTS
 from verl.workers.rewards.signature import SCORER_CALLS
 
 logger = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ _NODES = [each.name for each in fields(RunConfig)]
 _NODES += [f"actor_rollout_ref.{name}" for name in ("actor", "ref", "rollout", "model")]
 
 _MISSING = {
-    "actor_rollout_ref.rollout.name": "write vllm or hf",
+    "actor_rollout_ref.rollout.name": f"write {' or '.join(SUPPORTED_ROLLOUTS)}",
     "actor_rollout_ref.actor.strategy": "write fsdp, fsdp2 or megatron",
     "critic.strategy": "write fsdp, fsdp2 or megatron",
 }

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from verl.trainer.config.run_config import RunConfig
+from verl.trainer.config.run_config import RESUME_MODES, RunConfig
 from verl.utils.checkpoint import find_complete_checkpoints, get_checkpoint_tracker_filename, verify_checkpoint
 from verl.utils.checkpoint.files import archive_problem, backend_problem, world_size_problem
 
@@ -40,8 +40,8 @@ def find_resume_folder(run: RunConfig) -> Path | None:
     Raises: ResumeError, RemoteResumeError, IncompleteCheckpointError; all are a ValueError.
     """
     trainer = run.trainer
-    if trainer.resume_mode not in ("auto", "disable", "resume_path"):
-        raise ResumeError(f"trainer.resume_mode={trainer.resume_mode!r} must be auto, disable or resume_path")
+    if trainer.resume_mode not in RESUME_MODES:
+        raise ResumeError(f"trainer.resume_mode={trainer.resume_mode!r} must be one of {', '.join(RESUME_MODES)}")
     if trainer.resume_mode == "disable":
         return None
     if trainer.default_hdfs_dir is not None:

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from verl.utils import envs, hdfs_io
 from verl.utils.checkpoint import files
+from verl.utils.checkpoint.files import CONTENTS as CONTENTS
 from verl.utils.checkpoint.files import find_latest_ckpt_path as find_latest_ckpt_path
 from verl.utils.checkpoint.files import get_checkpoint_tracker_filename as get_checkpoint_tracker_filename
 from verl.utils.checkpoint.files import should_save_ckpt_esi as should_save_ckpt_esi
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HF_FOLDER = "huggingface"
-CONTENTS = ("model", "optimizer", "extra", "hf_model")
 
 State = dict[str, Any]
 """A state dict: tensors and plain values under names."""

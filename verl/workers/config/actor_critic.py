@@ -6,12 +6,12 @@ from typing import Any
 
 from verl.algos.names import FULL_KL, KL_ESTIMATORS, LOSS_AGG_MODES
 from verl.base_config import BaseConfig, ConfigError, Violation, setting
+from verl.utils.checkpoint.files import CONTENTS
 from verl.utils.profiler.config import ProfilerConfig
 from verl.workers.config.engine import NCCL_TIMEOUT_S, STRATEGIES, FSDPEngineConfig, McoreEngineConfig
 from verl.workers.config.model import BaseModelConfig
 from verl.workers.config.optimizer import CLIP_NOTHING, FSDPOptimizerConfig, McoreOptimizerConfig, OptimizerConfig
 
-CONTENTS = ("model", "optimizer", "extra", "hf_model")
 DEFAULT_CLIP_RATIO = 0.2
 OTHER_TRAINER = "megatron is chosen by --config-name=ppo_megatron_trainer"
 OTHER_STRATEGIES = "ppo_trainer has the others"
@@ -66,9 +66,9 @@ def async_save_rules(async_save: bool, strategy: str) -> Iterator[Violation]:
 class CheckpointConfig(BaseConfig):
     """The parts of a checkpoint to save and to restore."""
 
-    save_contents: list[str] = field(default_factory=lambda: ["model", "optimizer", "extra"])
-    load_contents: list[str] = field(default_factory=lambda: ["model", "optimizer", "extra"])
-    async_save: bool = False
+    save_contents: list[str] = setting(["model", "optimizer", "extra"], "parts to save")
+    load_contents: list[str] = setting(["model", "optimizer", "extra"], "parts to restore")
+    async_save: bool = setting(False, "train on while a checkpoint is written")
 
     def rules(self) -> Iterator[Violation]:
         """Yield parts that do not exist."""
@@ -97,7 +97,7 @@ class TrainedConfig(BaseConfig):
     ppo_mini_batch_size: int = setting(256, "prompts of one optimizer step", at_least=1)
     ppo_micro_batch_size: int | None = setting(None, "deprecated: sequences of a pass over all workers", at_least=1)
     ppo_micro_batch_size_per_gpu: int | None = setting(None, "sequences of a pass of one worker", at_least=1)
-    ppo_infer_micro_batch_size_per_gpu: int | None = None
+    ppo_infer_micro_batch_size_per_gpu: int | None = setting(None, "sequences of a log-prob pass; null: as in training")
     use_dynamic_bsz: bool = setting(False, "fill a pass up to a number of tokens")
     ppo_epochs: int = setting(1, "passes over a batch", at_least=1)
     shuffle: bool = setting(False, "mini-batches are drawn in random order")
@@ -109,7 +109,7 @@ class TrainedConfig(BaseConfig):
     profiler: ProfilerConfig | None = field(default_factory=ProfilerConfig)
     engine: BaseConfig = field(default_factory=BaseConfig)
     rollout_n: int = setting(1, "responses of one prompt", at_least=1)
-    model_config: Any = None
+    model_config: Any = setting(None, "model node of the role")
 
     def rules(self) -> Iterator[Violation]:
         """Yield a missing strategy, unsupported asynchronous saving, and micro-batch sizes that exclude each other."""
@@ -148,7 +148,7 @@ class ActorConfig(TrainedConfig):
     _mutable_fields = TrainedConfig._mutable_fields | {"ppo_infer_micro_batch_size_per_gpu"}
 
     ppo_max_token_len_per_gpu: int = setting(16384, "tokens of a pass of one worker", at_least=1)
-    ppo_infer_max_token_len_per_gpu: int = 16384
+    ppo_infer_max_token_len_per_gpu: int = setting(16384, "tokens of a log-prob pass of one worker")
     clip_ratio: float = setting(DEFAULT_CLIP_RATIO, "how far the probability ratio may leave 1", at_least=0)
     clip_ratio_low: float = setting(DEFAULT_CLIP_RATIO, "how far below 1", at_least=0)
     clip_ratio_high: float = setting(DEFAULT_CLIP_RATIO, "how far above 1", at_least=0)
@@ -223,7 +223,7 @@ class McoreActorConfig(ActorConfig):
     strategy: str = setting("megatron", "training engine", one_of=("megatron",), hint=OTHER_STRATEGIES)
     optim: McoreOptimizerConfig = field(default_factory=lambda: McoreOptimizerConfig(lr=1e-6))
     megatron: McoreEngineConfig = field(default_factory=McoreEngineConfig)
-    data_loader_seed: int | None = None
+    data_loader_seed: int | None = setting(None, "seed of the order of shuffled rows; null: 0")
     load_weight: bool = setting(True, "load the weights of model.path; false starts from random ones")
 
     def __post_init__(self) -> None:
@@ -244,7 +244,7 @@ class CriticConfig(TrainedConfig):
     enable: bool | None = setting(None, "train a critic; null: if the estimator needs one")
     model: BaseModelConfig = field(default_factory=BaseModelConfig)
     ppo_max_token_len_per_gpu: int = setting(32768, "tokens of a pass of one worker", at_least=1)
-    ppo_infer_max_token_len_per_gpu: int = 32768
+    ppo_infer_max_token_len_per_gpu: int = setting(32768, "tokens of a pass without gradient of one worker")
     forward_micro_batch_size: int | None = setting(None, "deprecated: as ppo_micro_batch_size", at_least=1)
     forward_micro_batch_size_per_gpu: int | None = setting(None, "sequences of a forward pass", at_least=1)
     forward_max_token_len_per_gpu: int = setting(32768, "tokens of a forward pass of one worker", at_least=1)
@@ -319,7 +319,7 @@ class McoreCriticConfig(CriticConfig):
     optim: McoreOptimizerConfig = field(default_factory=lambda: McoreOptimizerConfig(lr=1e-5))
     model: McoreCriticModelConfig = field(default_factory=McoreCriticModelConfig)
     megatron: McoreEngineConfig = field(default_factory=McoreEngineConfig)
-    data_loader_seed: int | None = None
+    data_loader_seed: int | None = setting(None, "seed of the order of shuffled rows; null: 0")
     load_weight: bool = setting(True, "load the weights of model.path; false starts from random ones")
 
     def __post_init__(self) -> None:

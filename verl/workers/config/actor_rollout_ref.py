@@ -7,7 +7,7 @@ from typing import Any
 from verl.base_config import BaseConfig, setting
 from verl.utils.profiler.config import ProfilerConfig
 from verl.workers.config.actor_critic import ActorConfig
-from verl.workers.config.engine import NCCL_TIMEOUT_S, FSDPEngineConfig, McoreEngineConfig
+from verl.workers.config.engine import ALL_STRATEGIES, NCCL_TIMEOUT_S, FSDPEngineConfig, McoreEngineConfig
 from verl.workers.config.model import HFModelConfig
 from verl.workers.config.rollout import LogProbConfig, RolloutConfig
 
@@ -16,7 +16,7 @@ from verl.workers.config.rollout import LogProbConfig, RolloutConfig
 class RefConfig(LogProbConfig):
     """The reference policy, whatever its engine."""
 
-    strategy: str = setting("fsdp", "training engine", one_of=("fsdp", "fsdp2", "megatron"))
+    strategy: str = setting("fsdp", "training engine", one_of=ALL_STRATEGIES)
     use_torch_compile: bool = setting(True, "every value means the one implementation")
     profiler: ProfilerConfig | None = field(default_factory=ProfilerConfig)
     model: dict[str, Any] | None = setting(None, "keys of actor_rollout_ref.model that differ for the reference")
@@ -51,7 +51,7 @@ class FSDPRefConfig(RefConfig):
 class McoreRefConfig(RefConfig):
     """The reference policy on Megatron-Core."""
 
-    strategy: str = setting("megatron", "training engine", one_of=("fsdp", "fsdp2", "megatron"))
+    strategy: str = setting("megatron", "training engine", one_of=ALL_STRATEGIES)
     megatron: McoreEngineConfig = field(default_factory=McoreEngineConfig)
     load_weight: bool = setting(True, "load the weights of model.path; false starts from random ones")
 

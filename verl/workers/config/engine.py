@@ -2,12 +2,14 @@
 
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from verl.base_config import BaseConfig, Violation, matches, setting
 
 STRATEGIES = ("fsdp", "fsdp2")
+ALL_STRATEGIES = (*STRATEGIES, "megatron")
+DEVICES = ("cuda", "cpu", "npu")
 DTYPES = ("fp32", "float32", "bf16", "bfloat16", "fp16", "float16")
 MCORE_DTYPES = ("fp32", "float32", "bf16", "bfloat16")
 PRECISION_KEYS = ("param_dtype", "reduce_dtype", "buffer_dtype")
@@ -30,7 +32,7 @@ NCCL_TIMEOUT_S = 600
 class FSDPEngineConfig(BaseConfig):
     """One FSDP engine."""
 
-    wrap_policy: dict[str, Any] = field(default_factory=lambda: {"min_num_params": 0})
+    wrap_policy: dict[str, Any] = setting({"min_num_params": 0}, "which modules become one sharding unit")
     param_offload: bool = setting(False, "keep the weights in CPU memory between tasks")
     optimizer_offload: bool = setting(False, "keep the optimizer's state in CPU memory between tasks")
     offload_policy: bool = setting(False, "keep weights and state in CPU memory during tasks too")
@@ -78,9 +80,13 @@ RECOMPUTED = ("core_attn", "mlp", "moe", "shared_experts", "moe_act", "layernorm
 """The names for ``recompute_modules``."""
 
 
-def _default_transformer_overrides() -> dict[str, Any]:
-    names = ("recompute_granularity", "recompute_method", "recompute_num_layers")
-    return dict.fromkeys(names) | {"recompute_modules": ["core_attn"], "attention_backend": "flash"}
+TRANSFORMER_OVERRIDES: dict[str, Any] = {
+    "recompute_granularity": None,
+    "recompute_method": None,
+    "recompute_num_layers": None,
+    "recompute_modules": ["core_attn"],
+    "attention_backend": "flash",
+}
 
 
 @dataclass
@@ -105,9 +111,9 @@ class McoreEngineConfig(BaseConfig):
     dist_checkpointing_path: str | None = setting(None, "folder of weights in the format of Megatron-Core")
     seed: int = setting(42, "seed of random weights and of dropout")
     dtype: str | None = setting(None, "dtype of the weights; null: bf16 on GPUs, fp32 on CPUs", one_of=MCORE_DTYPES)
-    override_ddp_config: dict[str, Any] = field(default_factory=dict)
-    override_transformer_config: dict[str, Any] = field(default_factory=_default_transformer_overrides)
-    override_mcore_model_config: dict[str, Any] = field(default_factory=dict)
+    override_ddp_config: dict[str, Any] = setting({}, "fields of DistributedDataParallelConfig to set")
+    override_transformer_config: dict[str, Any] = setting(TRANSFORMER_OVERRIDES, "fields of TransformerConfig to set")
+    override_mcore_model_config: dict[str, Any] = setting({}, "must be empty: use model.override_config")
     use_mbridge: bool = setting(False, "kept for established commands")
     share_model_files: bool = setting(False, "workers get files of model.path that their node lacks from others")
     forward_only: bool = setting(False, "there is no optimizer")

@@ -4,7 +4,7 @@ import importlib.util
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ class BaseModelConfig(BaseConfig):
 
     path: str = setting("~/models/deepseek-llm-7b-chat", "folder or hub id of the model")
     tokenizer_path: str | None = setting(None, "folder or hub id of its tokenizer; null: path")
-    override_config: dict[str, Any] = field(default_factory=dict)
+    override_config: dict[str, Any] = setting({}, "fields of config.json to change")
     external_lib: str | list[str] | None = setting(None, "modules that workers import first")
     trust_remote_code: bool = setting(False, "code from the model's repository may run")
     use_shm: bool = setting(False, "load from a copy in shared memory")
@@ -182,7 +182,7 @@ class HFModelConfig(BaseModelConfig):
     exclude_modules: str | list[str] | None = setting(None, "modules without adapters")
     use_liger: bool = setting(False, "use the kernels of liger-kernel")
     use_fused_kernels: bool = setting(False, "compute log-probs in the head, without logits")
-    fused_kernel_options: dict[str, Any] = field(default_factory=lambda: {"impl_backend": "torch"})
+    fused_kernel_options: dict[str, Any] = setting({"impl_backend": "torch"}, "implementation of the fused head")
     load_tokenizer: bool = setting(True, "load tokenizer and processor")
     local_path: Any = Loaded(_local("path"))
     local_hf_config_path: Any = Loaded(_local("hf_config_path"))

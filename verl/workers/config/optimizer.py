@@ -3,7 +3,7 @@
 import dataclasses
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Self
 
 from verl.base_config import BaseConfig, Violation, setting
@@ -83,7 +83,7 @@ class McoreOptimizerConfig(OptimizerConfig):
     lr_wsd_decay_style: str = setting("exponential", "decay at the end of WSD", one_of=WSD_STYLES)
     lr_wsd_decay_steps: int | None = setting(None, "steps of that decay", at_least=1)
     use_checkpoint_opt_param_scheduler: bool = setting(False, "a resumed run keeps the schedule of its checkpoint")
-    override_optimizer_config: dict[str, Any] = field(default_factory=dict)
+    override_optimizer_config: dict[str, Any] = setting({}, "fields of OptimizerConfig to set")
 
     def rules(self) -> Iterator[Violation]:
         """Yield other optimizers, and learning rates and steps that do not fit each other."""

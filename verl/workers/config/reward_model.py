@@ -9,11 +9,10 @@ from typing import Any
 from verl.base_config import BaseConfig, Violation, setting, type_hints
 from verl.utils.profiler.config import ProfilerConfig
 from verl.workers.config.actor_critic import micro_batch_rules, packing_rules
-from verl.workers.config.engine import NCCL_TIMEOUT_S, STRATEGIES, FSDPEngineConfig, McoreEngineConfig
+from verl.workers.config.engine import ALL_STRATEGIES, NCCL_TIMEOUT_S, FSDPEngineConfig, McoreEngineConfig
 from verl.workers.config.model import HFModelConfig
-from verl.workers.config.rollout import RolloutConfig, SamplingConfig
+from verl.workers.config.rollout import SUPPORTED_ROLLOUTS, RolloutConfig, SamplingConfig
 
-GENERATORS = ("vllm", "hf")
 WITHOUT_MODEL = (
     "enable",
     "enable_resource_pool",
@@ -34,7 +33,7 @@ class CustomRewardFunctionConfig(BaseConfig):
 
     path: str | None = setting(None, "Python file or pkg://module that defines the scorer")
     name: str = setting("compute_score", "name of the function", empty=False)
-    reward_kwargs: dict[str, Any] = field(default_factory=dict)
+    reward_kwargs: dict[str, Any] = setting({}, "further arguments of the function")
 
 
 @dataclass
@@ -142,10 +141,10 @@ class RewardModelConfig(BaseConfig):
     enable_resource_pool: bool = setting(False, "the model has workers that it shares with no other role")
     n_gpus_per_node: int = setting(0, "those workers on each node")
     nnodes: int = setting(0, "nodes with such workers")
-    strategy: str = setting("fsdp", "engine of a classifier", one_of=(*STRATEGIES, "megatron"))
+    strategy: str = setting("fsdp", "engine of a classifier", one_of=ALL_STRATEGIES)
     model_type: str = setting("discriminative", "classifier or judge", one_of=("discriminative", "generative"))
     model: RewardModelModelConfig = field(default_factory=RewardModelModelConfig)
-    megatron: McoreEngineConfig | None = None
+    megatron: McoreEngineConfig | None = setting(None, "Megatron-Core engine, with strategy=megatron")
     load_weight: bool = setting(True, "load the weights of model.path; false starts from random ones")
     micro_batch_size: int | None = setting(None, "deprecated: sequences of a pass over all workers", at_least=1)
     micro_batch_size_per_gpu: int | None = setting(None, "sequences of a pass of one worker", at_least=1)
@@ -157,23 +156,23 @@ class RewardModelConfig(BaseConfig):
     name: str = setting("vllm", "engine of a judge")
     prompt_length: int = setting(1024, "tokens of the longest question to a judge", at_least=1)
     response_length: int = setting(0, "tokens of its longest answer")
-    dtype: str = "bfloat16"
-    gpu_memory_utilization: float = 0.5
-    enforce_eager: bool = True
+    dtype: str = setting("bfloat16", "dtype of weights and cache of a judge")
+    gpu_memory_utilization: float = setting(0.5, "share of the device's memory for a judge")
+    enforce_eager: bool = setting(True, "a judge captures no CUDA graphs")
     tensor_model_parallel_size: int = setting(2, "workers that share each layer of a judge", at_least=1)
-    max_num_batched_tokens: int = 8192
+    max_num_batched_tokens: int = setting(8192, "tokens of one pass of a judge")
     max_model_len: int | None = setting(None, "tokens of question and answer", at_least=1)
     max_num_seqs: int = setting(1024, "sequences of one pass of a judge", at_least=1)
-    enable_chunked_prefill: bool = True
-    enable_prefix_caching: bool = True
-    engine_kwargs: dict[str, Any] = field(default_factory=dict)
+    enable_chunked_prefill: bool = setting(True, "a question to a judge may take several passes")
+    enable_prefix_caching: bool = setting(True, "questions share what they have in common")
+    engine_kwargs: dict[str, Any] = setting({}, "arguments for the engine itself, by its name")
     sampling_config: SamplingConfig = field(default_factory=SamplingConfig)
     data_processor_config: RewardDataProcessorConfig = field(default_factory=RewardDataProcessorConfig)
     nccl_timeout: int = setting(NCCL_TIMEOUT_S, "seconds that a collective may take", at_least=1)
     reward_manager: str = setting("naive", "what turns responses into scores", empty=False)
     launch_reward_fn_async: bool = setting(False, "score while the workers compute log-probs")
-    reward_kwargs: dict[str, Any] = field(default_factory=dict)
-    overlong_buffer: OverlongBufferConfig | None = None
+    reward_kwargs: dict[str, Any] = setting({}, "further arguments of the reward manager")
+    overlong_buffer: OverlongBufferConfig | None = setting(None, "penalty on long responses; null: off")
     scoring: ScoringConfig = field(default_factory=ScoringConfig)
     sandbox_fusion: SandboxFusionConfig = field(default_factory=SandboxFusionConfig)
     local_sandbox: LocalSandboxConfig = field(default_factory=LocalSandboxConfig)
@@ -204,8 +203,8 @@ class RewardModelConfig(BaseConfig):
         return self.model_type == "generative"
 
     def _generative_rules(self) -> Iterator[Violation]:
-        if self.name not in GENERATORS:
-            yield Violation("name", self.name, f"must be one of {', '.join(GENERATORS)}")
+        if self.name not in SUPPORTED_ROLLOUTS:
+            yield Violation("name", self.name, f"must be one of {', '.join(SUPPORTED_ROLLOUTS)}")
         elif self.name == "vllm" and not self.enable_resource_pool:
             expected = "needs workers of its own: set reward_model.enable_resource_pool=true, or write hf"
             yield Violation("name", self.name, expected)

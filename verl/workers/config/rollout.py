@@ -10,6 +10,7 @@ from verl.utils.observe.rollout_trace import BACKENDS
 from verl.utils.profiler.config import ProfilerConfig
 
 ROLLOUTS = ("vllm", "sglang", "hf")
+SUPPORTED_ROLLOUTS = ("vllm", "hf")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "half", "float")
 MAX_TEMPERATURE_VLLM = 2.0
 MAX_LORA_RANK_VLLM = 512
@@ -39,35 +40,35 @@ class MultiTurnConfig(BaseConfig):
 
     _mutable_fields = frozenset({"max_assistant_turns", "max_user_turns"})
 
-    enable: bool = False
-    max_assistant_turns: int | None = None
-    tool_config_path: str | None = None
-    max_user_turns: int | None = None
-    max_parallel_calls: int = 1
-    max_tool_response_length: int = 256
+    enable: bool = setting(False, "responses may have several turns")
+    max_assistant_turns: int | None = setting(None, "assistant turns; null: as many as fit the context")
+    tool_config_path: str | None = setting(None, "YAML file that describes the tools")
+    max_user_turns: int | None = setting(None, "turns of user and tools; null: as many as fit the context")
+    max_parallel_calls: int = setting(1, "tool calls that one turn runs")
+    max_tool_response_length: int = setting(256, "characters kept of the answer of a tool")
     tool_response_truncate_side: str = setting("middle", "part to cut", one_of=("left", "middle", "right"))
-    interaction_config_path: str | None = None
-    use_inference_chat_template: bool = False
-    tokenization_sanity_check_mode: str = "strict"
-    format: str = "hermes"
-    num_repeat_rollouts: int | None = None
+    interaction_config_path: str | None = setting(None, "YAML file that describes the interactions")
+    use_inference_chat_template: bool = setting(False, "render the whole chat again in each turn")
+    tokenization_sanity_check_mode: str = setting("strict", "how turns are compared with the whole chat")
+    format: str = setting("hermes", "parser of tool calls")
+    num_repeat_rollouts: int | None = setting(None, "repetitions of an interaction; null: one")
 
 
 @dataclass
 class CustomAsyncServerConfig(BaseConfig):
     """A server class of the user's own."""
 
-    path: str | None = None
-    name: str | None = None
+    path: str | None = setting(None, "Python file that holds the class")
+    name: str | None = setting(None, "name of the class")
 
 
 @dataclass
 class AgentLoopConfig(BaseConfig):
     """The actors that run agent loops."""
 
-    num_workers: int = 8
-    default_agent_loop: str = "single_turn_agent"
-    agent_loop_config_path: str | None = None
+    num_workers: int = setting(8, "actors that run agent loops")
+    default_agent_loop: str = setting("single_turn_agent", "loop of rows without agent_name")
+    agent_loop_config_path: str | None = setting(None, "YAML list of further loops")
     custom_async_server: CustomAsyncServerConfig = field(default_factory=CustomAsyncServerConfig)
 
 
@@ -89,11 +90,11 @@ class TraceConfig(BaseConfig):
 class ServerConfig(BaseConfig):
     """Requests to a generation server; times in seconds."""
 
-    timeout: float = 60.0
-    max_attempts: int = 3
-    retry_delay: float = 2.0
-    max_connections: int = 1000
-    max_start_wait_time: float = 300.0
+    timeout: float = setting(60.0, "limit of one request")
+    max_attempts: int = setting(3, "attempts at one request")
+    retry_delay: float = setting(2.0, "pause before another attempt")
+    max_connections: int = setting(1000, "connections open at once")
+    max_start_wait_time: float = setting(300.0, "limit of the start of a server")
 
 
 @dataclass
@@ -142,7 +143,7 @@ class RolloutConfig(LogProbConfig):
     seed: int = setting(1, "seed of the engine")
     over_sample_rate: float = setting(0, "share of requests beyond the batch", at_least=0, below=1)
     multi_stage_wake_up: bool = setting(False, "every value means the one implementation")
-    engine_kwargs: dict[str, Any] = field(default_factory=lambda: {"vllm": {}, "sglang": {}})
+    engine_kwargs: dict[str, Any] = setting({"vllm": {}, "sglang": {}}, "arguments for the engine itself, by its name")
     val_kwargs: SamplingConfig = field(default_factory=SamplingConfig)
     multi_turn: MultiTurnConfig = field(default_factory=MultiTurnConfig)
     calculate_log_probs: bool = setting(False, "return the log-probs of the sampled tokens")
@@ -152,12 +153,12 @@ class RolloutConfig(LogProbConfig):
     skip_rollout: bool = setting(False, "read responses from skip_dump_dir if it has them")
     skip_dump_dir: str = setting("/tmp/rollout_dump", "folder of kept responses")
     skip_tokenizer_init: bool = setting(True, "the engine loads no tokenizer")
-    profiler: ProfilerConfig | None = None
+    profiler: ProfilerConfig | None = setting(None, "profiling of this role")
     layered_summon: bool = setting(False, "gather adapters layer by layer")
     limit_images: int | None = setting(None, "images per prompt")
     server: ServerConfig = field(default_factory=ServerConfig)
     sglang_engine_mode: str = setting("local", "kept for established commands")
-    layer_name_map: dict[str, Any] = field(default_factory=dict)
+    layer_name_map: dict[str, Any] = setting({}, "every value means the one implementation")
 
     @property
     def workers_per_engine(self) -> int:

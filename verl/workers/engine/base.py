@@ -4,7 +4,7 @@ import importlib
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import product
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -356,7 +356,7 @@ class EngineRegistry:
 
     @classmethod
     def register(
-        cls, model_type: str, backend: str | list[str], device: str | list[str] = "cuda"
+        cls, model_type: str, backend: str | Sequence[str], device: str | Sequence[str] = "cuda"
     ) -> Callable[[type[BaseEngine]], type[BaseEngine]]:
         """Enter the decorated class under every combination of the given names."""
         backends = [backend] if isinstance(backend, str) else backend

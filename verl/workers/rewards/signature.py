@@ -1,4 +1,4 @@
-"""The arguments by which each reward manager calls a scorer, and the check that a scorer takes them.
+"""The arguments of each reward manager, those by which it calls a scorer, and the check that a scorer takes them.
 
 This module imports nothing heavy: the launching process uses it on the source of a scorer, before torch is loaded.
 """
@@ -39,3 +39,11 @@ SCORER_CALLS = {
     "prime": ScorerCall(_ONE_RESPONSE, by_position=True),
 }
 """Manager -> how it calls a scorer."""
+ONE_BY_ONE = tuple(name for name, call in SCORER_CALLS.items() if call.arguments == _ONE_RESPONSE)
+"""The managers that call a scorer for each response."""
+MANAGER_KWARGS: dict[str, tuple[str, ...]] = {
+    "naive": (),
+    "dapo": ("max_resp_len", "overlong_buffer_cfg"),
+    "prime": ("num_processes",),
+}
+"""The keys that ``reward_model.reward_kwargs`` may hold for each manager; those of ``batch`` go to the scorer."""

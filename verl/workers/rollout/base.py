@@ -284,7 +284,7 @@ def pad_rows(rows: Sequence[Sequence[float]], width: int, fill: float, dtype: ty
 
 # Registry
 
-_ROLLOUTS: dict[tuple[str, str], str] = {
+ROLLOUT_CLASSES: dict[tuple[str, str], str] = {
     ("vllm", "sync"): "verl.workers.rollout.vllm_rollout.vLLMRollout",
     ("hf", "sync"): "verl.workers.rollout.hf_rollout.HFRollout",
 }
@@ -299,10 +299,10 @@ def get_rollout_class(rollout_name: str, mode: str = "sync") -> type[BaseRollout
 
     Raises: ValueError, which is also an AssertionError, for an unknown name or mode.
     """
-    if (rollout_name, mode) not in _ROLLOUTS:
+    if (rollout_name, mode) not in ROLLOUT_CLASSES:
         raise UnknownRolloutError(
             f"actor_rollout_ref.rollout.name={rollout_name!r} with mode={mode!r} does not exist: choose one of "
-            f"{sorted(_ROLLOUTS)}"
+            f"{sorted(ROLLOUT_CLASSES)}"
         )
-    module, _, name = _ROLLOUTS[rollout_name, mode].rpartition(".")
+    module, _, name = ROLLOUT_CLASSES[rollout_name, mode].rpartition(".")
     return getattr(importlib.import_module(module), name)

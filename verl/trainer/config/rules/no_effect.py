@@ -7,6 +7,7 @@ from verl.base_config import Kind, Violation, as_yaml
 from verl.trainer.config.keys import is_under, select
 from verl.trainer.config.run_config import ABSENT, RunConfig, default_of
 from verl.workers.config import MultiTurnConfig, PolicyLossConfig
+from verl.workers.config.rollout import SUPPORTED_ROLLOUTS
 
 ACTOR = "actor_rollout_ref.actor"
 REF = "actor_rollout_ref.ref"
@@ -119,7 +120,7 @@ _TRAINS = "is not supported for a role that trains"
 
 UNSUPPORTED = [
     Unsupported(ROLLOUT, ("mode",), "is not supported yet: write sync", ("async",)),
-    Unsupported(ROLLOUT, ("name",), "is not supported yet: write vllm or hf", ("sglang",)),
+    Unsupported(ROLLOUT, ("name",), f"is not supported yet: write {' or '.join(SUPPORTED_ROLLOUTS)}", ("sglang",)),
     Unsupported(f"{ROLLOUT}.multi_turn", _TURNS, _NO_TURNS),
     Unsupported(f"{ROLLOUT}.agent", ("num_workers", "default_agent_loop", "agent_loop_config_path"), _NO_AGENTS),
     Unsupported(f"{ROLLOUT}.agent.custom_async_server", ("path", "name"), _NO_AGENTS),

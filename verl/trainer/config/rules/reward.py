@@ -10,18 +10,12 @@ from verl.trainer.config.rules.model import head_rules, positions_of, vision_rul
 from verl.trainer.config.run_config import RunConfig
 from verl.workers.config import OverlongBufferConfig, RewardModelConfig
 from verl.workers.config.model import path_problems, quantized_problem, read_config_json, tokenizer_problems
+from verl.workers.rewards.signature import MANAGER_KWARGS, SCORER_CALLS
 
 NODE = "reward_model"
-MANAGER_KWARGS: dict[str, tuple[str, ...]] = {
-    "naive": (),
-    "dapo": ("max_resp_len", "overlong_buffer_cfg"),
-    "prime": ("num_processes",),
-}
-"""The keys that ``reward_model.reward_kwargs`` may hold for each manager; those of ``batch`` go to the scorer."""
-
 _KWARGS = f"{NODE}.reward_kwargs"
 _BUFFER = f"{NODE}.overlong_buffer"
-_WITHOUT_BUFFER = ("naive", "batch", "prime")
+_WITHOUT_BUFFER = [name for name in SCORER_CALLS if "overlong_buffer_cfg" not in MANAGER_KWARGS.get(name, ())]
 _SIZES = {f"{NODE}.n_gpus_per_node", f"{NODE}.nnodes", "trainer.n_gpus_per_node", "trainer.nnodes"}
 
 

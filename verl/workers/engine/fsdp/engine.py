@@ -18,6 +18,7 @@ from verl.utils.device import current_device, get_torch_device
 from verl.utils.fsdp_utils import gradient_norm, local_gradients, move_optimizer_state
 from verl.utils.numerics.lr_schedules import num_warmup_steps
 from verl.utils.torch_functional import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
+from verl.workers.config.engine import DEVICES, STRATEGIES
 from verl.workers.engine.base import BaseEngine, EngineRegistry, OutputFn, Part
 from verl.workers.engine.fsdp import adapters
 from verl.workers.engine.fsdp.build import ModelBuilder, checkpoint_names, precision_policy, use_packed_attention
@@ -307,19 +308,19 @@ def build_scheduler(optimizer: torch.optim.Optimizer, config: "FSDPOptimizerConf
     )
 
 
-@EngineRegistry.register("language_model", ["fsdp", "fsdp2"], ["cuda", "npu", "cpu"])
+@EngineRegistry.register("language_model", STRATEGIES, DEVICES)
 class FSDPEngineWithLMHead(FSDPEngine):
     """A policy: log-probabilities, and entropies on request."""
 
 
-@EngineRegistry.register("value_model", ["fsdp", "fsdp2"], ["cuda", "npu", "cpu"])
+@EngineRegistry.register("value_model", STRATEGIES, DEVICES)
 class FSDPEngineWithValueHead(FSDPEngine):
     """A critic: one value at the position that predicts each token."""
 
     is_value_model = True
 
 
-@EngineRegistry.register("reward_model", ["fsdp", "fsdp2"], ["cuda", "npu", "cpu"])
+@EngineRegistry.register("reward_model", STRATEGIES, DEVICES)
 class FSDPEngineWithScoreHead(FSDPEngineWithValueHead):
     """A reward model: one value at each token itself, by a head that the checkpoint holds."""
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from verl.models.transformers.names import VISION_FAMILIES
 from verl.protocol import DataProto
 from verl.utils.vision.multi_modal import resolve
 from verl.utils.vision.positions import VisionRope
@@ -21,8 +22,6 @@ logger = logging.getLogger(__name__)
 
 Request = dict[str, Any]
 """A prompt for vLLM: ``prompt_token_ids``, and ``multi_modal_data`` if it has images or videos."""
-
-_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 
 
 class ExpansionError(RuntimeError):
@@ -78,7 +77,7 @@ def use_training_positions(model: nn.Module, hf_config: "PreTrainedConfig") -> N
 
     After a video, vLLM starts the text behind the last frame, transformers behind the longer side of a frame.
     """
-    if hf_config.model_type not in _FAMILIES or not hasattr(model, "get_mrope_input_positions"):
+    if hf_config.model_type not in VISION_FAMILIES or not hasattr(model, "get_mrope_input_positions"):
         return
     vision = hf_config.vision_config
     rope = VisionRope(
