@@ -108,7 +108,7 @@ def test_a_batch_is_divided_by_every_engine_that_shares_it_out(base):
         ({f"{ACTOR}.ulysses_sequence_parallel_size": "two"}, f"{ACTOR}.ulysses_sequence_parallel_size", "must be an integer"),
         ({"reward_model.reward_manager": ["naive"]}, "reward_model.reward_manager", "must be a string"),
         ({"ray_kwargs.timeline_json_file": True}, "ray_kwargs.timeline_json_file", "must be a string or null"),
-        ({"global_profiler.tool": ["nsys"]}, f"{ACTOR}.profiler.tool", "must be a string or null"),
+        ({"global_profiler.tool": ["nsys"]}, f"{ACTOR}.profiler.tool", "must be null or one of nsys, npu"),
         ({f"{MODEL}.external_lib": 3}, f"{MODEL}.external_lib", "the name of a module"),
         ({f"{ACTOR}.optim.lr": float("nan")}, f"{ACTOR}.optim.lr", "must be a number"),
         ({f"{ACTOR}.fsdp_config.fsdp_size": "all"}, f"{ACTOR}.fsdp_config.fsdp_size", "must be an integer"),

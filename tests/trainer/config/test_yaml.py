@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from verl.trainer.config import AlgoConfig
 from verl.trainer.config.keys import dotted_keys, select
 from verl.trainer.config.run_config import RunConfig, default_of
+from verl.trainer.config.sft import DataOptions, TrainerOptions
 from verl.utils.config import omega_conf_to_dataclass
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -156,6 +157,13 @@ def test_groups_of_megatron_have_the_defaults_of_their_dataclasses(composed, gro
             expected = OF_FILES.get(field.name, list(default) if isinstance(default, tuple) else default)
             assert written.pop(field.name) == expected, field.name
     assert written == {}
+
+
+@pytest.mark.parametrize(("node", "cls"), [("data", DataOptions), ("trainer", TrainerOptions)])
+def test_nodes_of_supervised_runs_have_the_defaults_of_their_dataclasses(composed, node, cls):
+    written = composed(name="sft_trainer_engine", base=False)[node]
+    of_the_older_tree = ("_target_", "micro_batch_size", "chat_template")
+    assert all(written[key] == default for key, default in cls().items() if key not in of_the_older_tree)
 
 
 @pytest.mark.parametrize("name", TRAINERS)

@@ -2,20 +2,25 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Self
+from dataclasses import dataclass, field
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl.base_config import ConfigError, Violation, as_yaml, matches, omega_conf_to_dataclass, parse_node, read_fields
+from verl.base_config import BaseConfig, ConfigError, Violation, as_yaml, parse_node, setting
 from verl.trainer.config.keys import dotted_keys, select
 from verl.trainer.config.rules.files import RUN_FOLDERS, data_file_rules, folder_rules
 from verl.trainer.config.rules.megatron import ASCEND, config_fields, family_rules, optimizer_rules, override_rules
 from verl.trainer.config.rules.model import fused_rules, vision_rules
+from verl.trainer.config.run_config import RESUME_MODES
 from verl.utils.dataset.config import TRUNCATIONS
 from verl.workers.config import CheckpointConfig, FSDPEngineConfig, HFModelConfig, McoreEngineConfig, OptimizerConfig
 from verl.workers.config.actor_critic import async_save_rules
+from verl.workers.config.engine import DEVICES
 from verl.workers.config.model import path_problems, quantized_problem, read_config_json, tokenizer_problems
+
+EACH_EPOCH = "after_each_epoch"
+_PERIOD = f"write a number of steps, or {EACH_EPOCH}"
 
 _LOADING = ("use_shm", "external_lib", "trust_remote_code", "enable_gradient_checkpointing", "use_liger")
 _ADAPTERS = ("lora_rank", "lora_alpha", "target_modules")
@@ -55,76 +60,77 @@ def as_engine_tree(config: DictConfig) -> DictConfig:
     return moved
 
 
-@dataclass(frozen=True)
-class DataOptions:
+@dataclass
+class DataOptions(BaseConfig):
     """The keys of ``data`` that the trainer reads; the data sets read their own."""
 
-    train_files: str | list[str]
-    val_files: str | list[str] | None
-    train_batch_size: int
-    micro_batch_size_per_gpu: int | None
-    max_token_len_per_gpu: int | None
-    use_dynamic_bsz: bool
-    pad_mode: str
+    train_files: str | list[str] = setting("~/data/gsm8k/train.parquet", "training rows: a file or a list")
+    val_files: str | list[str] | None = setting(None, "validation rows: a file or a list")
+    train_batch_size: int = setting(256, "rows of one optimizer step", at_least=1)
+    micro_batch_size: int | None = setting(None, "deprecated: micro_batch_size_per_gpu")
+    micro_batch_size_per_gpu: int | None = setting(4, "rows of a pass of one worker")
+    use_dynamic_bsz: bool = setting(True, "fill a pass up to a number of tokens")
+    max_token_len_per_gpu: int | None = setting(8192, "tokens of a pass of one worker, with use_dynamic_bsz")
+    max_length: int = setting(1024, "tokens of the longest row", at_least=1)
+    truncation: str = setting("error", "what happens to longer rows", one_of=TRUNCATIONS)
+    pad_mode: str = setting("no_padding", "where rows are padded", one_of=("no_padding", "right"))
+    chat_template: str | None = setting(None, "kept for established commands")
+
+    def rules(self) -> Iterator[Violation]:
+        """Yield a missing size of passes, and keys that must be null."""
+        size = "max_token_len_per_gpu" if self.use_dynamic_bsz else "micro_batch_size_per_gpu"
+        if self[size] is None or self[size] < 1:
+            yield Violation(size, self[size], "must be an integer of 1 or more")
+        if self.micro_batch_size is not None:
+            yield Violation("micro_batch_size", self.micro_batch_size, "write data.micro_batch_size_per_gpu")
+        if self.chat_template is not None:
+            expected = "must be null: put the template into the tokenizer of the model"
+            yield Violation("chat_template", self.chat_template, expected)
 
 
 @dataclass
-class TrainerOptions:
+class TrainerOptions(BaseConfig):
     """Length of the run, records, validation and checkpoints."""
-
-    default_local_dir: str
-    default_hdfs_dir: str | None
-    project_name: str
-    experiment_name: str
-    total_epochs: int
-    total_training_steps: int | None
-    logger: str | list[str]
-    record_digests: bool
-    report: bool
-    seed: int
-    save_freq: int | str
-    test_freq: int | str
-    max_ckpt_to_keep: int | None
-    resume_mode: str
-    resume_from_path: str | None
-    device: str
 
     prometheus = False
     """Only a run on Ray exports metrics."""
 
+    default_local_dir: str = setting("checkpoints/gsm8k-sft/test", "folder of the run")
+    default_hdfs_dir: str | None = setting(None, "remote folder that checkpoints are copied to")
+    project_name: str = setting("gsm8k-sft", "project in trackers and in the checkpoint folder")
+    experiment_name: str = setting("test", "run in trackers and in the checkpoint folder")
+    total_epochs: int = setting(4, "passes over the training set")
+    total_training_steps: int | None = setting(None, "training steps; null: epochs x batches per epoch")
+    logger: str | list[str] = setting(["console", "wandb"], "trackers of metrics")
+    record_digests: bool = setting(True, "keep digests of batch, weights and random state")
+    report: bool = setting(True, "write report.html at the end")
+    seed: int = setting(1, "seed of the order of the data")
+    save_freq: int | str = setting(-1, "steps between checkpoints; 0 or less: none", hint=_PERIOD)
+    test_freq: int | str = setting(-1, "steps between validations; 0 or less: none", hint=_PERIOD)
+    max_ckpt_to_keep: int | None = setting(None, "checkpoints kept; null: all")
+    resume_mode: str = setting("auto", "where to continue", one_of=RESUME_MODES)
+    resume_from_path: str | None = setting(None, "global_step_<N> folder, with resume_mode=resume_path")
+    device: str = setting("cuda", "device of the workers", one_of=DEVICES)
 
-@dataclass(frozen=True)
-class SFTConfig:
-    """A ``sft_trainer_engine`` tree with types; ``tree`` is the tree itself, which data sets and trackers read."""
+    def rules(self) -> Iterator[Violation]:
+        """Yield unknown periods, and a missing folder to resume from."""
+        for key in ("save_freq", "test_freq"):
+            if isinstance(self[key], str) and self[key] != EACH_EPOCH:
+                yield Violation(key, self[key], _PERIOD)
+        if self.resume_mode == "resume_path" and not self.resume_from_path:
+            yield Violation("resume_from_path", None, "must name a global_step_<N> folder")
 
-    tree: DictConfig
-    data: DataOptions
-    trainer: TrainerOptions
-    model: HFModelConfig
-    engine: FSDPEngineConfig | McoreEngineConfig
-    checkpoint: CheckpointConfig
 
-    @classmethod
-    def parse(cls, config: DictConfig) -> Self:
-        """Parse a tree of either entry point.
+@dataclass
+class SFTConfig(BaseConfig):
+    """A ``sft_trainer_engine`` tree with types."""
 
-        Raises: ConfigError when a value has the wrong type or breaks a rule.
-        """
-        tree = as_engine_tree(config)
-        return cls(
-            tree=tree,
-            data=read_fields(DataOptions, tree.data),
-            trainer=read_fields(TrainerOptions, tree.trainer),
-            model=omega_conf_to_dataclass(tree.model),
-            engine=omega_conf_to_dataclass(tree.engine),
-            checkpoint=omega_conf_to_dataclass(tree.checkpoint),
-        )
-
-    def optimizer(self, total_steps: int) -> OptimizerConfig:
-        """Return the optimizer's node for a run of ``total_steps``, which only the data set tells."""
-        node = self.tree.optim.copy()
-        OmegaConf.update(node, "total_training_steps", total_steps, force_add=True)
-        return omega_conf_to_dataclass(node)
+    data: DataOptions = field(default_factory=DataOptions)
+    trainer: TrainerOptions = field(default_factory=TrainerOptions)
+    model: HFModelConfig = field(default_factory=HFModelConfig)
+    engine: FSDPEngineConfig | McoreEngineConfig = field(default_factory=FSDPEngineConfig)
+    optim: OptimizerConfig = field(default_factory=OptimizerConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
 
 # ---- the checks
@@ -143,12 +149,10 @@ def validate_sft_config(config: DictConfig, world_size: int = 1) -> None:
 def _violations(config: DictConfig, world_size: int) -> Iterator[Violation]:
     raw: Any = OmegaConf.to_container(config, resolve=False)
     yield from (Violation(key, "???", "is missing") for key in dotted_keys(raw) if select(raw, key) == "???")
-    if select(raw, "data.chat_template") is not None:
-        expected = "must be null: put the template into the tokenizer of the model"
-        yield Violation("data.chat_template", raw["data"]["chat_template"], expected)
     tree: Any = OmegaConf.to_container(as_engine_tree(config), resolve=True)
     backwards = {} if "engine" in config else {new: old for old, new in MOVED.items()}
-    nodes, wrong = parse_node(tree)
+    run: SFTConfig
+    run, wrong = parse_node(tree, SFTConfig)
     yield from (violation._replace(key=backwards.get(violation.key, violation.key)) for violation in wrong)
     yield from folder_rules({f"trainer.{name}": select(tree, f"trainer.{name}") for name in RUN_FOLDERS})
     for key in ("data.train_files", "data.val_files"):
@@ -160,14 +164,15 @@ def _violations(config: DictConfig, world_size: int) -> Iterator[Violation]:
         problems = problems or [*quantized_problem(read_config_json(path))]
         yield from (Violation(key, path, problem) for problem in problems)
         if not problems:
-            strategy = ("engine.strategy", select(tree, "engine.strategy"))
-            yield from vision_rules(read_config_json(path), strategy, (key, path), world_size)
-            if strategy[1] == "megatron":
+            strategy = run.engine.strategy
+            yield from vision_rules(read_config_json(path), ("engine.strategy", strategy), (key, path), world_size)
+            if strategy == "megatron":
                 node = tree["model"]
                 yield from family_rules(node, config_fields(node), "model", "engine=fsdp", key)
-    yield from _batch_rules(tree, world_size)
-    yield from _choice_rules(tree)
-    yield from fused_rules(nodes["model"], "model", select(tree, "trainer.device"))
+    if not any("_size" in violation.key for violation in wrong):
+        yield from _batch_rules(run, world_size)
+    yield from _choice_rules(run, tree)
+    yield from fused_rules(run.model, "model", run.trainer.device)
 
 
 def parallel_sizes(engine: Mapping[str, Any]) -> dict[str, int]:
@@ -177,65 +182,43 @@ def parallel_sizes(engine: Mapping[str, Any]) -> dict[str, int]:
     return {key: engine[key] for key in keys if key in engine}
 
 
-def _batch_rules(tree: Mapping[str, Any], world_size: int) -> Iterator[Violation]:
-    data = tree["data"]
-    axes = parallel_sizes(tree["engine"])
-    sizes = ["train_batch_size", "max_length"]
-    sizes.append("max_token_len_per_gpu" if data["use_dynamic_bsz"] else "micro_batch_size_per_gpu")
-    for name in sizes:
-        if not matches(data[name], int) or data[name] < 1:
-            yield Violation(f"data.{name}", data[name], "must be an integer of 1 or more")
-            return
-    if data.get("micro_batch_size") is not None:
-        yield Violation("data.micro_batch_size", data["micro_batch_size"], "write data.micro_batch_size_per_gpu")
+def _batch_rules(run: SFTConfig, world_size: int) -> Iterator[Violation]:
+    data = run.data
+    axes = parallel_sizes(run.engine)
     sharing = math.prod(axes.values())
     if world_size % sharing:
         product = " x ".join(key for key, size in axes.items() if size > 1)
         yield Violation(f"engine.{product}", sharing, f"must divide the {world_size} workers")
         return
     dp_size = world_size // sharing
-    if axes.get("ulysses_sequence_parallel_size", 1) > 1 and not select(tree, "model.use_remove_padding"):
+    if axes.get("ulysses_sequence_parallel_size", 1) > 1 and not run.model.use_remove_padding:
         yield Violation("model.use_remove_padding", False, "must be true with ulysses_sequence_parallel_size above 1")
-    if data["train_batch_size"] % dp_size:
+    rows, excess = divmod(data.train_batch_size, dp_size)
+    if excess:
         expected = f"must be a multiple of the {dp_size} data-parallel ranks"
-        yield Violation("data.train_batch_size", data["train_batch_size"], expected)
-    elif not data["use_dynamic_bsz"] and (data["train_batch_size"] // dp_size) % data["micro_batch_size_per_gpu"]:
-        expected = f"must divide the {data['train_batch_size'] // dp_size} rows of one rank"
-        yield Violation("data.micro_batch_size_per_gpu", data["micro_batch_size_per_gpu"], expected)
+        yield Violation("data.train_batch_size", data.train_batch_size, expected)
+    elif not data.use_dynamic_bsz and data.micro_batch_size_per_gpu and rows % data.micro_batch_size_per_gpu:
+        expected = f"must divide the {rows} rows of one rank"
+        yield Violation("data.micro_batch_size_per_gpu", data.micro_batch_size_per_gpu, expected)
 
 
-CHOICES = {
-    "data.truncation": TRUNCATIONS,
-    "data.pad_mode": ("no_padding", "right"),
-    "trainer.resume_mode": ("auto", "disable", "resume_path"),
-    "trainer.device": ("cuda", "npu", "cpu"),
-}
-NOT_WITH_MEGATRON = {"model.lora_rank": 0, "model.use_liger": False, "model.enable_activation_offload": False}
+NOT_WITH_MEGATRON = {"lora_rank": 0, "use_liger": False, "enable_activation_offload": False}
 
 
-def _choice_rules(tree: Mapping[str, Any]) -> Iterator[Violation]:
-    if select(tree, "engine.forward_only", False):
+def _choice_rules(run: SFTConfig, tree: Mapping[str, Any]) -> Iterator[Violation]:
+    if run.engine.forward_only:
         yield Violation("engine.forward_only", True, "must be false: the model is trained")
-    steps = select(tree, "optim.total_training_steps", -1)
+    steps = run.optim.total_training_steps
     if steps != -1:
         expected = "is set by the trainer: leave it at -1, and write trainer.total_training_steps"
         yield Violation("optim.total_training_steps", steps, expected)
-    strategy = select(tree, "engine.strategy")
+    strategy = run.engine.strategy
     if strategy == "megatron":
-        if select(tree, "trainer.device") == "npu":
+        if run.trainer.device == "npu":
             yield Violation.unsupported("engine.strategy", "megatron", f"{ASCEND}engine=fsdp")
         yield from override_rules(tree["engine"], "engine", "model")
         yield from optimizer_rules(tree["optim"].get("override_optimizer_config") or {}, "optim")
         for key, value in NOT_WITH_MEGATRON.items():
-            if select(tree, key, value) != value:
-                yield Violation(key, select(tree, key), f"must be {as_yaml(value)} with engine=megatron")
-    yield from async_save_rules(select(tree, "checkpoint.async_save", False), strategy)
-    for key, names in CHOICES.items():
-        if select(tree, key) not in names:
-            yield Violation(key, select(tree, key), f"must be one of {', '.join(names)}")
-    for key in ("trainer.save_freq", "trainer.test_freq"):
-        value = select(tree, key)
-        if value != "after_each_epoch" and not matches(value, int):
-            yield Violation(key, value, "must be an integer, or after_each_epoch")
-    if select(tree, "trainer.resume_mode") == "resume_path" and not select(tree, "trainer.resume_from_path"):
-        yield Violation("trainer.resume_from_path", None, "must name a global_step_<N> folder")
+            if run.model[key] != value:
+                yield Violation(f"model.{key}", run.model[key], f"must be {as_yaml(value)} with engine=megatron")
+    yield from async_save_rules(run.checkpoint.async_save, strategy)

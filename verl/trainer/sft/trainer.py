@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler, SequentialSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from verl.base_config import ConfigError, Violation
+from verl.base_config import ConfigError, Violation, build_node
 from verl.protocol import DataProto
-from verl.trainer.config.sft import SFTConfig, TrainerOptions, validate_sft_config
+from verl.trainer.config.sft import EACH_EPOCH, SFTConfig, TrainerOptions, as_engine_tree, validate_sft_config
 from verl.trainer.run.output import RankReport, RunOutput, take_digests
 from verl.utils import envs
 from verl.utils.checkpoint.checkpoint_handler import CheckpointHandler
@@ -37,7 +37,6 @@ from verl.workers.engine.passes import PassSpec, tensors_of
 from verl.workers.roles.accounting import memory_in_use, mfu
 from verl.workers.roles.losses import sft_loss
 
-EACH_EPOCH = "after_each_epoch"
 LOADER_WORKERS = 8
 GROUP = "trainer"
 
@@ -170,18 +169,20 @@ class SFTTrainer:
         self.rank = torch.distributed.get_rank() if distributed else 0
         self.world_size = torch.distributed.get_world_size() if distributed else 1
         seed_process(tree.trainer.seed, "sft", self.rank)
-        self.config = config = SFTConfig.parse(tree)
+        self.tree = as_engine_tree(tree)
+        self.config = config = build_node(self.tree, SFTConfig)
         self.tokenizer = config.model.tokenizer
         # Reading the data before the model shows its errors sooner.
         self.train_dataset = self._dataset(config.data.train_files)
         self.val_dataset = self._dataset(config.data.val_files) if config.data.val_files else None
         self._plan()
+        config.optim.total_training_steps = self.total_steps
         self.engine: BaseEngine = EngineRegistry.new(
             model_type="language_model",
             backend=config.engine.strategy,
             model_config=config.model,
             engine_config=config.engine,
-            optimizer_config=config.optimizer(self.total_steps),
+            optimizer_config=config.optim,
             checkpoint_config=config.checkpoint,
         )
         self.engine.initialize()
@@ -213,7 +214,7 @@ class SFTTrainer:
         check_backends(tree.trainer.logger)
 
     def _dataset(self, files: str | list[str]) -> Dataset[Row]:
-        data = self.config.tree.data  # a data set of the user reads keys that this trainer does not know
+        data = self.tree.data  # a data set of the user reads keys that this trainer does not know
         columns_of_text = "prompt_key" in data and not data.multiturn.enable
         usual = SFTDataset if columns_of_text else MultiTurnSFTDataset
         cls: type[Any] = load_class(data.custom_cls, "data.custom_cls", Dataset, ("path", "name")) or usual
@@ -261,7 +262,7 @@ class SFTTrainer:
     def fit(self) -> None:
         """Train to the last step with validation and checkpoints; continue from a checkpoint if there is one."""
         step = self.checkpoints.load_checkpoint()
-        output = SupervisedOutput(self.config.trainer, self.config.tree, self.engine, self.rank, step, self.total_steps)
+        output = SupervisedOutput(self.config.trainer, self.tree, self.engine, self.rank, step, self.total_steps)
         self.total_tokens = int(self.checkpoints.run_state.get("total_tokens", 0))
         batches = (self._padded(rows) for _ in itertools.count() for rows in self.train_loader)  # epoch after epoch
         try:
