@@ -102,6 +102,6 @@ class AlgoConfig(BaseConfig):
             self.rollout_is_threshold_lower,
             self.rollout_is_veto_threshold,
         )
-        method = self.pf_ppo.get("reweight_method", "pow")
-        if method not in REWEIGHT_METHODS:
+        if "reweight_method" in self.pf_ppo and self.pf_ppo["reweight_method"] not in REWEIGHT_METHODS:
+            method = self.pf_ppo["reweight_method"]
             yield Violation("pf_ppo.reweight_method", method, f"must be one of {', '.join(REWEIGHT_METHODS)}")

@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl.base_config import BaseConfig, ConfigError, Violation, as_yaml, parse_node, setting
+from verl.base_config import BaseConfig, ConfigError, Violation, as_yaml, matches, parse_node, setting
 from verl.trainer.config.keys import dotted_keys, select
 from verl.trainer.config.rules.files import RUN_FOLDERS, data_file_rules, folder_rules
 from verl.trainer.config.rules.megatron import ASCEND, config_fields, family_rules, optimizer_rules, override_rules
@@ -79,7 +79,7 @@ class DataOptions(BaseConfig):
     def rules(self) -> Iterator[Violation]:
         """Yield a missing size of passes, and keys that must be null."""
         size = "max_token_len_per_gpu" if self.use_dynamic_bsz else "micro_batch_size_per_gpu"
-        if self[size] is None or self[size] < 1:
+        if not matches(self[size], int) or self[size] < 1:
             yield Violation(size, self[size], "must be an integer of 1 or more")
         if self.micro_batch_size is not None:
             yield Violation("micro_batch_size", self.micro_batch_size, "write data.micro_batch_size_per_gpu")
@@ -148,7 +148,8 @@ def validate_sft_config(config: DictConfig, world_size: int = 1) -> None:
 
 def _violations(config: DictConfig, world_size: int) -> Iterator[Violation]:
     raw: Any = OmegaConf.to_container(config, resolve=False)
-    yield from (Violation(key, "???", "is missing") for key in dotted_keys(raw) if select(raw, key) == "???")
+    missing = [Violation(key, "???", "is missing") for key in dotted_keys(raw) if select(raw, key) == "???"]
+    yield from missing
     tree: Any = OmegaConf.to_container(as_engine_tree(config), resolve=True)
     backwards = {} if "engine" in config else {new: old for old, new in MOVED.items()}
     run: SFTConfig
@@ -169,7 +170,7 @@ def _violations(config: DictConfig, world_size: int) -> Iterator[Violation]:
             if strategy == "megatron":
                 node = tree["model"]
                 yield from family_rules(node, config_fields(node), "model", "engine=fsdp", key)
-    if not any("_size" in violation.key for violation in wrong):
+    if not any("_size" in violation.key for violation in missing + wrong):
         yield from _batch_rules(run, world_size)
     yield from _choice_rules(run, tree)
     yield from fused_rules(run.model, "model", run.trainer.device)

@@ -57,7 +57,7 @@ class BaseCheckpointManager(ABC):
     source_folder: str | None = None
 
     def __post_init__(self, checkpoint_config: Mapping[str, Any] | None) -> None:
-        self.save_contents = _contents(checkpoint_config, "save_contents", ("model", "optimizer", "extra"))
+        self.save_contents = _contents(checkpoint_config, "save_contents", files.DEFAULT_CONTENTS)
         self.load_contents = _contents(checkpoint_config, "load_contents", self.save_contents)
         self.should_save_model = "model" in self.save_contents
         self.should_save_optimizer = "optimizer" in self.save_contents

@@ -26,7 +26,8 @@ from verl.utils import envs
 
 logger = logging.getLogger(__name__)
 
-CONTENTS = ("model", "optimizer", "extra", "hf_model")
+DEFAULT_CONTENTS = ("model", "optimizer", "extra")
+CONTENTS = (*DEFAULT_CONTENTS, "hf_model")
 """The parts of a checkpoint."""
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
 LAYOUT_NAME = "fsdp_config.json"

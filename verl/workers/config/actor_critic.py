@@ -6,7 +6,7 @@ from typing import Any
 
 from verl.algos.names import FULL_KL, KL_ESTIMATORS, LOSS_AGG_MODES
 from verl.base_config import BaseConfig, ConfigError, Violation, setting
-from verl.utils.checkpoint.files import CONTENTS
+from verl.utils.checkpoint.files import CONTENTS, DEFAULT_CONTENTS
 from verl.utils.profiler.config import ProfilerConfig
 from verl.workers.config.engine import NCCL_TIMEOUT_S, STRATEGIES, FSDPEngineConfig, McoreEngineConfig
 from verl.workers.config.model import BaseModelConfig
@@ -66,8 +66,8 @@ def async_save_rules(async_save: bool, strategy: str) -> Iterator[Violation]:
 class CheckpointConfig(BaseConfig):
     """The parts of a checkpoint to save and to restore."""
 
-    save_contents: list[str] = setting(["model", "optimizer", "extra"], "parts to save")
-    load_contents: list[str] = setting(["model", "optimizer", "extra"], "parts to restore")
+    save_contents: list[str] = setting([*DEFAULT_CONTENTS], "parts to save")
+    load_contents: list[str] = setting([*DEFAULT_CONTENTS], "parts to restore")
     async_save: bool = setting(False, "train on while a checkpoint is written")
 
     def rules(self) -> Iterator[Violation]:

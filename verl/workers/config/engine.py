@@ -80,13 +80,8 @@ RECOMPUTED = ("core_attn", "mlp", "moe", "shared_experts", "moe_act", "layernorm
 """The names for ``recompute_modules``."""
 
 
-TRANSFORMER_OVERRIDES: dict[str, Any] = {
-    "recompute_granularity": None,
-    "recompute_method": None,
-    "recompute_num_layers": None,
-    "recompute_modules": ["core_attn"],
-    "attention_backend": "flash",
-}
+_UNSET: dict[str, Any] = dict.fromkeys(("recompute_granularity", "recompute_method", "recompute_num_layers"))
+TRANSFORMER_OVERRIDES = _UNSET | {"recompute_modules": ["core_attn"], "attention_backend": "flash"}
 
 
 @dataclass

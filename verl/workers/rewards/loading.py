@@ -13,7 +13,7 @@ from verl.base_config import omega_conf_to_dataclass
 from verl.utils.import_utils import load_extern_type
 from verl.utils.reward_score import default_compute_score
 from verl.utils.sandbox.permits import FilePermits
-from verl.workers.config.reward_model import ScoringConfig
+from verl.workers.config.reward_model import CustomRewardFunctionConfig, RewardModelConfig, ScoringConfig
 from verl.workers.rewards.managers import AbstractRewardManager, get_reward_manager_cls
 from verl.workers.rewards.scoring import RawScorer
 
@@ -49,7 +49,7 @@ def get_custom_reward_fn(config: Config) -> RawScorer | None:
     path = node.get("path")
     if not path:
         return None
-    name = node.get("name") or "compute_score"
+    name = node.get("name") or CustomRewardFunctionConfig.name
     try:
         function = load_extern_type(path, name)
     except FileNotFoundError as error:
@@ -115,7 +115,7 @@ def resolve_reward(config: Config) -> tuple[type[AbstractRewardManager], RawScor
     """
     node = config.get("reward_model") or {}
     scorer = get_custom_reward_fn(config)
-    manager = get_reward_manager_cls(node.get("reward_manager") or "naive")
+    manager = get_reward_manager_cls(node.get("reward_manager") or RewardModelConfig.reward_manager)
     if scorer is not None:
         if issubclass(manager, AbstractRewardManager):  # a user's manager may derive from nothing
             check_scorer_signature(scorer, manager)
