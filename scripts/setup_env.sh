@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes a virtual environment and installs verl with its CPU set into it; does nothing where that is done already.
+# Makes a virtual environment and installs verl with its CPU set into it; does nothing if it is up to date.
 #
 #   bash scripts/setup_env.sh
 #
@@ -80,11 +80,11 @@ has_pip() { "$VENV/bin/python" -m pip --version >/dev/null 2>&1; }
 
 is_usable() { [ -x "$VENV/bin/python" ] && fits "$VENV/bin/python"; }
 
-# Make the environment, in the place of one that this script has made and that does not serve; nothing else is removed.
+# Make the environment. It replaces an unusable one that this script has made; nothing else is removed.
 make_environment() {
     local python
     if [ -e "$VENV" ] && [ ! -f "$OURS" ] && [ -n "$(ls -A "$VENV")" ]; then
-        fail "$VENV is there, this script has not made it, and it is no environment of Python 3.11 or 3.12 (it has Python $("$VENV/bin/python" -V 2>/dev/null | cut -d' ' -f2 || echo none))." \
+        fail "$VENV exists, was not created by this script, and is not a Python 3.11 or 3.12 environment (it has Python $("$VENV/bin/python" -V 2>/dev/null | cut -d' ' -f2 || echo none))." \
             "Name another folder for the environment: VERL_VENV=/path/to/venv, or remove that one."
     fi
     [ "${VERL_SKIP_CHECKS:-0}" = 1 ] || check_disk

@@ -72,7 +72,7 @@ class UnsupportedConfigError(ConfigError, NotImplementedError):
 
 
 def config_error(violations: Iterable[Violation]) -> ConfigError:
-    """Return the error for what is wrong: an ``UnsupportedConfigError`` if nothing but support is missing."""
+    """Return the error of these violations: ``UnsupportedConfigError`` if every one is an unsupported value."""
     found = list(violations)
     unsupported = all(violation.kind is Kind.UNSUPPORTED for violation in found)
     return (UnsupportedConfigError if unsupported else ConfigError)(found)
@@ -221,7 +221,7 @@ def type_hints(cls: type) -> dict[str, Any]:
 
 
 def field_violation(cls: type, name: str, value: Any) -> Violation:
-    """Return what to say of a value that its field cannot hold."""
+    """Describe a value outside its field's type or range."""
     limits = _ranges(cls).get(name, Range())
     hint = f"; {limits.hint}" if limits.hint else ""
     return Violation(name, value, f"must be {_describe_range(type_hints(cls)[name], limits)}{hint}")
@@ -292,7 +292,7 @@ def _describe(hint: Any) -> str:
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_describe(each) for each in arguments)
     if origin in (list, tuple):
-        return f"a list of which each item is {_describe(arguments[0])}" if arguments else "a list"
+        return f"a list whose items are each {_describe(arguments[0])}" if arguments else "a list"
     return names.get(origin or hint, "a mapping")
 
 
@@ -369,7 +369,7 @@ class NodeReader:
         return _default(cls)
 
     def build(self, value: Any, path: str, cls: type[BaseConfig] | None = None) -> Any:
-        """Return the dataclass of a mapping, or what is not a node with the nodes in it."""
+        """Build the dataclass of a mapping; other values are returned unchanged."""
         if not isinstance(value, Mapping) or is_dataclass(value):
             return value
         names_class = "_target_" in value

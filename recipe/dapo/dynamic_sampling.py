@@ -54,7 +54,7 @@ def _given_values(batch: "DataProto", metric: str, extras: list[str]) -> np.ndar
     key = f"algorithm.filter_groups.metric={metric}"
     if metric not in extras:
         known = ", ".join(["seq_reward", "seq_final_reward", "score", *(name for name in extras if name != "score")])
-        raise FilterMetricError(f"{key}: the reward function returns nothing of this name: write one of {known}")
+        raise FilterMetricError(f"{key}: the reward function returns no value of this name: write one of {known}")
     values = batch.non_tensor_batch[metric]
     wrong = [value for value in values if value is not None and not isinstance(value, Real | np.bool_)]
     if wrong:
@@ -133,9 +133,9 @@ class Draws:
         mean = f"mean of all: {self.total / max(self.responses, 1):.4g}{unknown}"
         more = "raise it or write 0 for no limit, raise " if at_limit else "raise "
         return (
-            f"{limit}: {found}, a step needs data.train_batch_size={self.wanted}; for the others all responses have "
-            f"the same {self.metric!r} ({mean}), the data may be too difficult or too easy: {more}data.gen_batch_size "
-            "or actor_rollout_ref.rollout.n, or lower data.train_batch_size"
+            f"{limit}: {found}, a step needs data.train_batch_size={self.wanted}; the responses of each other "
+            f"prompt all have the same {self.metric!r} ({mean}), the data may be too difficult or too easy: {more}"
+            "data.gen_batch_size or actor_rollout_ref.rollout.n, or lower data.train_batch_size"
         )
 
     def metrics(self) -> dict[str, float]:

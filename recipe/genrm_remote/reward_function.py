@@ -66,7 +66,7 @@ def compute_score_batch(
         if info.get("split") == "test":
             scores[row] = _rule(data_sources[row], solution_strs[row], ground_truths[row], info)
         elif not info.get("question"):
-            scores[row] = JudgeError("the row has no extra_info.question, which the judge is shown")
+            scores[row] = JudgeError("the row has no extra_info.question for the judge")
         else:
             asked.append(row)
             text = prompt.format(problem=info["question"], reference=ground_truths[row], solution=solution_strs[row])

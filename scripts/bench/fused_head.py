@@ -1,4 +1,4 @@
-"""Measure what a fused head saves, on this machine: peak memory and time of one update, beside the plain head.
+"""Measure what a fused head saves, on this machine: peak memory and time of one update, compared with the plain head.
 
 Each line is one process that has run alone: a Qwen2 of two layers with a large vocabulary takes updates on the same
 rows with ``use_fused_kernels`` off or on. With ``--tp`` above 1 so many processes share it, on Megatron-Core with
@@ -21,7 +21,7 @@ MIB = 1 << 20
 
 
 def write_model(folder: Path, vocabulary: int, hidden: int) -> None:
-    """Write a Qwen2 with a head of its own."""
+    """Write a Qwen2 with an untied head."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -118,7 +118,7 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run every head in a process of its own and print a line of each."""
+    """Run every head in a separate process and print a line of each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vocabulary", type=int, default=32768)
     parser.add_argument("--hidden", type=int, default=256)

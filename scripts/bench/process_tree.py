@@ -63,7 +63,7 @@ def _proportional(pid: int) -> int:
 
 
 def _role(process: psutil.Process) -> str:
-    """Return what a process is for: workers of Ray have ``ray::Class.method`` as title, scripts their own name."""
+    """Return the role of a process: workers of Ray have ``ray::Class.method`` as title, scripts their own name."""
     title, *arguments = process.cmdline() or [process.name()]
     if title.startswith("ray::"):
         return title.removeprefix("ray::").partition(".")[0]

@@ -1,4 +1,4 @@
-"""Measure what a profiler that is off costs, beside the same code without it, in turn.
+"""Measure the cost of a disabled profiler against the same code without it, in turn.
 
 A method of a worker is called with its annotation and without. With ``--model`` and ``--data``, the checkpoint and the
 folder of the quick start, a real run follows in which every other step has no annotation and no mark in it, on the
@@ -109,8 +109,8 @@ def measure_method(milliseconds: float, rounds: int, calls: int) -> str:
     annotated, plain = (statistics.median(times[kind]) for kind in kinds[:2])
     return (
         f"a method of {plain * 1e6:.2f} us, {rounds} rounds of {calls} calls each: with the annotation "
-        f"{(annotated - plain) * 1e6:+.2f} us, ratio {_median(times['annotated'], times['plain'])}; beside itself "
-        f"{_median(times['again'], times['plain'])}"
+        f"{(annotated - plain) * 1e6:+.2f} us, ratio {_median(times['annotated'], times['plain'])}; control (plain "
+        f"against plain) {_median(times['again'], times['plain'])}"
     )
 
 

@@ -81,7 +81,7 @@ def test_nothing_is_removed_that_the_script_has_not_made(setup, tmp_path):
     home = tmp_path / "home"
     (home / "papers").mkdir(parents=True)
     code, output, _ = setup(home)
-    assert code != 0 and f"{home} is there, this script has not made it" in output and "VERL_VENV=" in output
+    assert code != 0 and f"{home} exists, was not created by this script" in output and "VERL_VENV=" in output
     assert (home / "papers").is_dir()
 
 

@@ -41,7 +41,8 @@ def shorten(message: str, folders: list[Path]) -> str:
         message = message.replace(str(folder), "…")
     message = re.sub(r"worker rank .*?, step \d+: ", "worker rank 0 raised ", message)
     lines = [line.strip().removeprefix("error in the configuration: ") for line in message.strip().splitlines()]
-    text = " ".join(line for line in lines if line and not line.startswith("The whole trace is in"))
+    kept = [line for line in lines if line and not line.startswith("The whole trace is in")]
+    text = "; ".join(kept).replace(":; ", ": ")
     text = text if len(text) <= MOST_CHARACTERS else text[:MOST_CHARACTERS].rstrip() + " ..."
     return f"`{text.replace('`', '').replace('|', chr(92) + '|')}`"
 

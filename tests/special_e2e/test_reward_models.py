@@ -1,4 +1,4 @@
-"""Training on the scores of a reward model, in the workers of the other roles and in workers of its own."""
+"""Training on the scores of a reward model, in the workers of the other roles and in separate workers."""
 
 import json
 

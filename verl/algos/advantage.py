@@ -427,7 +427,7 @@ _MIN_WEIGHT = 1e-8
 
 
 def pf_ppo_weights(scores: Tensor, reweight_method: str, weight_pow: float) -> Tensor:
-    """Return the weight by which each of (B,) scores is drawn.
+    """Return the sampling weight of each score, (B,).
 
     Raises: ValueError for an unknown method.
     """

@@ -12,7 +12,7 @@ from verl.base_config import BaseConfig, Violation, setting
 def rollout_is_rules(
     level: str, mode: str, upper: float | None, lower: float | None, veto: float | None
 ) -> Iterator[Violation]:
-    """Yield what is wrong with the keys ``rollout_is_*``: unknown names, and limits that leave nothing between them."""
+    """Reject unknown names in the keys ``rollout_is_*``, and limits that leave nothing between them."""
     if level not in IS_LEVELS:
         yield Violation("rollout_is_level", level, f"must be one of {', '.join(IS_LEVELS)}")
     if mode not in IS_MODES:
@@ -59,7 +59,7 @@ class FilterGroupsConfig(BaseConfig):
     def rules(self) -> Iterator[Violation]:
         """Yield a filter without a metric."""
         if self.enable and not self.metric:
-            expected = "is missing: write acc, score, seq_reward, or what else the reward function returns"
+            expected = "is missing: write acc, score, seq_reward, or another value that the reward function returns"
             yield Violation("metric", self.metric, expected)
 
 
@@ -91,8 +91,8 @@ class AlgoConfig(BaseConfig):
             if self.kl_penalty.startswith("full"):
                 expected = (
                     "needs the distributions of both policies in one worker, and the reward is shaped from sampled "
-                    "log-probs: write actor_rollout_ref.actor.use_kl_loss=true with kl_loss_type=full instead; here it "
-                    + expected
+                    "log-probs: write actor_rollout_ref.actor.use_kl_loss=true with kl_loss_type=full instead; "
+                    f"kl_penalty itself {expected}"
                 )
             yield Violation("kl_penalty", self.kl_penalty, expected)
         yield from rollout_is_rules(

@@ -47,7 +47,7 @@ class EmptyMaskError(ValueError, AssertionError):
 
 @dataclass(frozen=True)
 class WeightOptions:
-    """The level of the weights, the thresholds, and what happens outside the thresholds.
+    """The level of the weights, their thresholds, and the treatment of weights outside.
 
     Raises: ConfigError, a ValueError, for unknown names and for limits with no number between them.
     """

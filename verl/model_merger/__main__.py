@@ -23,7 +23,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--local_dir", required=True, help="folder of one role: <run>/global_step_<N>/actor")
     add("--dtype", choices=("bf16", "fp16", "fp32"), help="dtype of the result (default: the source model's)")
     add("--merge-lora", action="store_true", help="merge adapters into the weights instead of writing lora_adapter/")
-    add("--tie-word-embedding", action="store_true", help="tie input and output embeddings, whatever config.json says")
+    add("--tie-word-embedding", action="store_true", help="ignore tie_word_embeddings of config.json and tie")
     add("--trust-remote-code", action="store_true", help="run code from the model's folder")
     add("--is-value-model", action="store_true", help="fail unless the checkpoint has a value head")
     add("--use_cpu_initialization", action="store_true", help="accepted and ignored: merging never uses an accelerator")

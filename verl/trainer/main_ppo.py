@@ -85,7 +85,7 @@ def _run_in_actor(config: DictConfig, run_config: RunConfig, task_runner_class: 
 
 
 def _controller_options(run_config: RunConfig) -> dict[str, Any]:
-    """Return the actor options that have nsys trace the task runner, if that is asked for.
+    """Return the actor options with which nsys traces the task runner; none if it does not.
 
     The checks before the start have refused ``tool=nsys`` without the package nvtx.
     """

@@ -54,7 +54,7 @@ def check_inputs(config: DictConfig, recipe_nodes: Collection[str] = ()) -> RunC
 
 
 def check_run_machine(run: RunConfig) -> None:
-    """Check that this machine has what the workers of a run need.
+    """Check that this machine meets the needs of the workers.
 
     Raises: InputError naming the key.
     """

@@ -175,7 +175,7 @@ class VisionValueModel:
         return self._class._from_config(config, **options)
 
     def from_pretrained(self, path: str, **options: Any) -> PreTrainedModel:
-        """Return the model with the weights of a checkpoint, which may be that of a policy."""
+        """Return the model with the weights of a checkpoint, possibly of a policy."""
         return self._class.from_pretrained(path, **options)
 
 

@@ -240,7 +240,7 @@ ONE_IMPLEMENTATION = {
     "trainer/config/critic/dp_critic.yaml": ("critic.strategy",),
     "trainer/config/reward_model/dp_reward_model.yaml": ("reward_model.strategy", "reward_model.model.use_fused_kernels"),
 }  # fmt: skip
-"""YAML file -> keys of which every value means the one implementation that there is; the comment there says so."""
+"""YAML file -> keys that select between implementations of which there is one; the comment there says so."""
 
 REFUSED = {
     "actor_rollout_ref.hybrid_engine": False,
@@ -260,7 +260,7 @@ PASSED_ON = [
 # fmt: on
 """Nodes that are handed to another program as they are, with all that is below them."""
 
-# ---- ppo_megatron_trainer: what it has in the place of keys of ppo_trainer
+# ---- ppo_megatron_trainer: its replacements for keys of ppo_trainer
 
 LAYOUTS = tuple(f"{node}.megatron" for node in (ACTOR, REF, "critic", "reward_model"))
 CONTRACT_MEGATRON, MEGATRON_ENGINE = ENGINE + "test_megatron_contract.py::", ENGINE + "test_megatron_engine.py::"
@@ -377,5 +377,5 @@ SAME_NODES = {
     "checkpoint": f"{ACTOR}.checkpoint",
 }  # fmt: skip
 """Nodes of ``sft_trainer_engine`` that are those of ``ppo_trainer``: dataclass, readers and all."""
-KEPT = ("kept for established commands", "every value means")
+KEPT = ("kept for established commands", "no effect")
 """What the comment of a key says that these commands have for those of before, and that changes nothing."""

@@ -85,7 +85,7 @@ def test_what_is_right(base):
         ({**PUNISH, "reward_model.reward_manager": "naive"}, "reward_model.reward_manager", "write dapo"),
         ({**PUNISH, "reward_model.reward_kwargs": {"max_resp_len": 16}}, "reward_model.reward_kwargs.max_resp_len", "write one of the two"),
         ({"reward_model.reward_kwargs": {"max_resp_len": 16, "overlong_buffer_cfg": {"enable": True, "len": 17, "penalty_factor": 1}}}, "reward_model.reward_kwargs.overlong_buffer_cfg.len", "[1, reward_model.reward_kwargs.max_resp_len=16]"),
-        ({"reward_model.reward_kwargs": {"overlong_buffer_cfg": {"enable": True, "len": 4, "penalty_factor": 1}}}, "reward_model.reward_kwargs.max_resp_len", "is missing"),
+        ({"reward_model.reward_kwargs": {"overlong_buffer_cfg": {"enable": True, "len": 4, "penalty_factor": 1}}}, "reward_model.reward_kwargs.max_resp_len", "overlong_buffer_cfg needs it"),
         ({"data.gen_batch_size": 12}, "actor_rollout_ref.actor.ppo_mini_batch_size", "must divide data.gen_batch_size=12"),
         ({"data.gen_batch_size": 4}, "actor_rollout_ref.actor.ppo_mini_batch_size", "at most data.gen_batch_size=4"),
     ],

@@ -87,7 +87,7 @@ NO_FACTOR = {"enable": False, "len": 1}
         ("prime", {"num_processes": 0}, {"num_processes": "must be an integer of 1 or more"}),
         ("dapo", {"max_resp_len": 8, "overlong_buffer_cfg": BUFFER}, {}),
         ("dapo", {"max_resp_len": 8, "overlong_buffer_cfg": BUFFER | {"enable": False, "len": 0}}, {}),
-        ("dapo", {"overlong_buffer_cfg": BUFFER}, {"max_resp_len": "must be given with overlong_buffer_cfg"}),
+        ("dapo", {"overlong_buffer_cfg": BUFFER}, {"max_resp_len": "overlong_buffer_cfg needs it"}),
         ("dapo", {"max_resp_len": 3, "overlong_buffer_cfg": BUFFER}, {"overlong_buffer_cfg.len": "max_resp_len=3]"}),
         ("dapo", {"max_resp_len": 8, "overlong_buffer_cfg": NO_FACTOR}, {"overlong_buffer_cfg.penalty_factor": "is"}),
     ],

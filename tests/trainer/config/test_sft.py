@@ -146,4 +146,4 @@ def test_a_vision_tower_that_several_workers_cannot_share(trees, tmp_path, name,
     (tmp_path / "tokenizer.json").write_text("{}")
     changes = {key: str(tmp_path)}
     assert violations(trees[name], changes, 1) == {}
-    assert "whose vision tower 2 workers cannot share" in violations(trees[name], changes, 2)[key]
+    assert "which runs on one worker only" in violations(trees[name], changes, 2)[key]

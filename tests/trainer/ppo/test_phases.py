@@ -68,7 +68,7 @@ def swap_uids(output):
         (put("response_mask", 1, 2, 1), 1, "not attended"),
         (put("response_mask", 0, 1, 0), 0, "not one run"),
         (put("response_mask", 0, 3, 0), 0, "attention mask of the response differ"),
-        (put("responses", 1, 3, 4, [("input_ids", 3)]), 1, "other than padding"),
+        (put("responses", 1, 3, 4, [("input_ids", 3)]), 1, "a token after the response is not padding"),
         (put("responses", 0, 2, EOS, [("input_ids", 3)]), 0, "after the end-of-sequence"),
         (put("rollout_log_probs", 0, 1, float("nan")), 0, "no finite"),
         (put("rollout_log_probs", 1, 1, float("-inf")), 1, "no finite"),

@@ -170,7 +170,7 @@ def test_a_backend_that_fails_does_not_end_the_run(monkeypatch, caplog):
     monkeypatch.setattr(RolloutTraceConfig, "_backend", Away())
     batch = SimpleNamespace(non_tensor_batch={"uid": ["a"]})
     trace_batch(batch, torch.tensor([0.5]), step=4, tokenizer=None)
-    assert "mlflow has not taken all traces of step 4, and the run goes on: ConnectionError: no answer" in caplog.text
+    assert "mlflow did not take all traces of step 4; the run continues: ConnectionError: no answer" in caplog.text
 
 
 def test_nothing_is_traced_without_a_backend():

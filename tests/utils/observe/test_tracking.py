@@ -185,7 +185,7 @@ def test_a_backend_that_fails_does_not_end_the_run(tmp_path, monkeypatch, caplog
     assert service.taken == [1, 31]
     assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 31
     assert caplog.text.count("failed to log step") == 2  # of the first, and of the tenth
-    assert "'wandb' failed to log step 2; the run goes on: ConnectionError: no answer" in caplog.text
+    assert "'wandb' failed to log step 2; the run continues: ConnectionError: no answer" in caplog.text
     assert "'wandb' missed the metrics of 29 steps" in caplog.text and "no end" in caplog.text
 
 

@@ -195,7 +195,7 @@ def test_snapshots_after_a_step(tool, steps, dumped):
 
 
 def test_steps_that_never_come(caplog):
-    with pytest.raises(ConfigError, match=r"global_profiler\.steps=\[2,9\]: steps \[9\] never come, the run has 8"):
+    with pytest.raises(ConfigError, match=r"global_profiler\.steps=\[2,9\]: steps \[9\] are after the last step, 8"):
         check_steps([2, 9], total_steps=8)
     with caplog.at_level(logging.WARNING):
         check_steps([2, 9], total_steps=9, resumed_step=2)

@@ -337,7 +337,7 @@ class RayWorkerGroup(WorkerGroup):
             raise
 
     def waiter(self, method_name: str, started: Any) -> "Callable[[list[ObjectRef[Any]]], list[Any]]":
-        """Return a function that waits for a call made now, and reports errors under the phase of now.
+        """Return a function that waits for this call and reports errors under the current phase.
 
         It waits for every rank in ``started``, so that the error of a rank whose output is not collected shows at
         once, and returns the results of the given references.

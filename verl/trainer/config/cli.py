@@ -1,4 +1,4 @@
-"""The command line of every entry point: Hydra's, with messages that say what was meant."""
+"""The command line of every entry point: Hydra, with error messages that suggest the right key."""
 
 import functools
 import inspect

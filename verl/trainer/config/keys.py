@@ -1,4 +1,4 @@
-"""Which dotted keys exist beyond the YAML files, and which key a wrong one was meant to be."""
+"""Keys beyond the YAML files, and replacements of renamed keys."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import fields
@@ -96,5 +96,5 @@ def is_free(key: str, known: Collection[str]) -> bool:
 
 
 def renamed(key: str) -> str | None:
-    """Return what replaces an older spelling, or None for a key that is none."""
+    """Return the replacement of an older spelling; None if the key is not one."""
     return next((text for old, text in RENAMED.items() if is_under(key, [old])), None)

@@ -36,7 +36,7 @@ RESUME_MODES = ("auto", "disable", "resume_path")
 class TrainerConfig(BaseConfig):
     """Length of the run, devices, records, validation and checkpoints."""
 
-    balance_batch: bool = setting(True, "reorder rows so that every worker gets as many tokens")
+    balance_batch: bool = setting(True, "reorder rows so that workers get similar numbers of tokens")
     total_epochs: int = setting(30, "passes over the training set", at_least=1)
     total_training_steps: int | None = setting(None, "training steps; null: epochs x batches per epoch", at_least=1)
     project_name: str = setting("verl_examples", "project in trackers and in the checkpoint folder", empty=False)
@@ -70,7 +70,7 @@ class TrainerConfig(BaseConfig):
     ray_wait_register_center_timeout: float = setting(300, "seconds to wait for the workers to start", above=0)
     worker_call_timeout_s: float = setting(7200, "seconds that one call to the workers may take", above=0)
     device: str = setting("cuda", "device of the workers", one_of=DEVICES)
-    use_legacy_worker_impl: str = setting("auto", "every value means the same", one_of=("auto", "enable", "disable"))
+    use_legacy_worker_impl: str = setting("auto", "no effect", one_of=("auto", "enable", "disable"))
     wandb_proxy: str | None = setting(None, "HTTPS proxy for wandb")
 
     def rules(self) -> Iterator[Violation]:
@@ -94,7 +94,7 @@ class RayConfig(BaseConfig):
 
     @property
     def is_local(self) -> bool:
-        """Whether Ray is going to be started on this machine alone."""
+        """Whether the run starts Ray on this machine only."""
         address = (self.ray_init or {}).get("address") or envs.read("RAY_ADDRESS")
         return (address or "local") == "local"
 

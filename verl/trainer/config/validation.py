@@ -94,7 +94,7 @@ def _resolved(config: DictConfig) -> tuple[Tree | None, list[Violation]]:
 
 
 def _rules(run: RunConfig, tree: Tree, use_reference: bool, broken: set[str]) -> Iterator[Violation]:
-    """Yield what is wrong between values, the broad before the narrow; ``broken`` are keys that are wrong already."""
+    """Yield conflicts between values, general ones first; ``broken`` holds keys that are already wrong."""
     first = [
         *_step_rules(run),
         *importance_weight_rules(run),
@@ -115,7 +115,7 @@ def _rules(run: RunConfig, tree: Tree, use_reference: bool, broken: set[str]) ->
 
 
 def _step_rules(run: RunConfig) -> Iterator[Violation]:
-    """Yield an estimator without policy filtration, and numbers of steps that the trainer sets."""
+    """Reject PF-PPO without GAE, and schedule lengths that the trainer sets."""
     if run.algorithm.use_pf_ppo and run.algorithm.adv_estimator != "gae":
         expected = "needs algorithm.adv_estimator=gae: write false"
         yield Violation("algorithm.use_pf_ppo", True, expected, others=("algorithm.adv_estimator",))
@@ -153,7 +153,7 @@ def _once_per_key(violations: Iterable[Violation]) -> list[Violation]:
 
 
 def _give_notices(run: RunConfig, tree: Tree) -> None:
-    """Log what is allowed and rarely meant."""
+    """Warn about legal but unusual settings."""
     idle = [f"{each.key}={as_yaml(each.value)} ({each.expected})" for each in idle_keys(run, tree)]
     if idle:
         logger.warning("without effect in this run: %s", "; ".join(idle))

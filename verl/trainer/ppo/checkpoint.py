@@ -68,7 +68,7 @@ class Checkpoints:
     """The checkpoints of a run: parts of the workers, the state of the driver, and the tracker that names the latest.
 
     Attributes: ``groups`` maps a role, actor or critic, to its workers, and ``keep`` to the number of checkpoints that
-        are kept, None for all. With ``in_background`` workers write while training goes on.
+        are kept, None for all. With ``in_background`` workers write while training continues.
     """
 
     run: RunConfig

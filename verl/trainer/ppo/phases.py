@@ -116,7 +116,7 @@ def check_rollout(asked: DataProto, output: DataProto, step: int, single_turn: b
             row = int(bad_rows.nonzero()[0])
             uid = "" if uids is None else f" (uid {uids[row]})"
             others = int(bad_rows.sum()) - 1
-            raise RolloutInvariantError(f"step {step}, row {row}{uid}: {fault}; {others} more rows likewise")
+            raise RolloutInvariantError(f"step {step}, row {row}{uid}: {fault}; {others} more rows have the same fault")
 
 
 def _faults(asked: DataProto, output: DataProto, single_turn: bool) -> Iterator[tuple[Tensor, str]]:
@@ -156,7 +156,7 @@ def _single_turn_faults(
     if outside.any():
         pad = meta.get("pad_token_id")
         pad = responses[outside][0].item() if pad is None else pad
-        yield (outside & (responses != pad)).any(-1), "there is a token other than padding behind the response"
+        yield (outside & (responses != pad)).any(-1), "a token after the response is not padding"
     eos = meta.get("eos_token_id")
     if eos is not None and not meta.get("ignore_eos", False):
         is_eos = torch.isin(responses, torch.as_tensor(eos)) & (mask != 0)

@@ -43,12 +43,12 @@ def absolute_save_paths(config: DictConfig) -> None:
 def check_steps(steps: Collection[int] | None, total_steps: int, resumed_step: int = 0) -> None:
     """Check that the run reaches the steps of ``global_profiler.steps``; warn of those before a resume.
 
-    Raises: ConfigError when a step lies beyond the last one.
+    Raises: ConfigError when a step is after the last one.
     """
     steps = list(steps or ())
     beyond = [step for step in steps if step > total_steps]
     if beyond:
-        expected = f"steps {beyond} never come, the run has {total_steps}: lower them, or raise trainer.total_epochs"
+        expected = f"steps {beyond} are after the last step, {total_steps}: lower them, or raise trainer.total_epochs"
         raise ConfigError([Violation("global_profiler.steps", steps, expected)])
     done = [step for step in steps if step <= resumed_step]
     if done:
@@ -116,6 +116,6 @@ def end_profiling(state: RunState) -> None:
 
 
 def dump_memory(tool: str | None, steps: Collection[int] | None, step: int, actor: RayWorkerGroup) -> None:
-    """Let the actor write a snapshot of its memory after a listed step, or after every step if none is listed."""
+    """Let the actor write a memory snapshot after each listed step, or after every step if the list is empty."""
     if tool == "torch_memory" and (steps is None or step in steps):
         actor.dump_memory_snapshot(tag=f"post_update_step{step}", sub_dir=f"step{step}")

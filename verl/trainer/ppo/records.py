@@ -306,7 +306,7 @@ def trace_batch(
                 _trace_row(batch, row, score, tokenizer)
     except Exception as error:  # each tracing library raises its own classes
         backend = RolloutTraceConfig.get_backend()
-        text = f"rollout.trace.backend={backend} has not taken all traces of step {step}, and the run goes on"
+        text = f"rollout.trace.backend={backend} did not take all traces of step {step}; the run continues"
         logger.warning("%s: %s: %s", text, type(error).__name__, error)
 
 

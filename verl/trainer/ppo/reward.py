@@ -121,7 +121,7 @@ def compute_reward_async(
 class PendingReward:
     """The reward of one batch: the reward model scores it first, then the reward function.
 
-    Either may run while the driver goes on.
+    Either may run while the driver continues.
 
     Attributes:
         reward_fn: the reward function.
@@ -142,7 +142,7 @@ class PendingReward:
     _rule: Reward | ray.ObjectRef[Reward] | None = field(init=False, default=None)
 
     def start(self, batch: DataProto, metrics: dict[str, float]) -> Self:
-        """Start scoring; defer what must wait to ``take``."""
+        """Start scoring; ``take`` does the part that must wait."""
         if self.reward_model is not None and "rm_scores" not in tensors_of(batch).keys():
             self._model_scores = self.reward_model.start_rm_score(_for_reward_model(batch))
             if self.own_pool:

@@ -89,7 +89,7 @@ def compute_advantage(
     The estimator gets the values that it has parameters for, see ``verl.algos.advantage``.
 
     Args:
-        gamma: discount; None takes the config's, else 1. ``lam`` likewise.
+        gamma: discount; None takes the config's, else 1. The same for ``lam``.
         num_repeat: samples per prompt; accepted and not read, because ``uid`` tells the groups apart.
         norm_adv_by_std_in_grpo: divide by the deviation of the group, unless the config says no.
         generator: source of PF-PPO's draw of rows.

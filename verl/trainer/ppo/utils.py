@@ -72,5 +72,5 @@ def need_critic(config: DictConfig) -> bool:
     is_needed = needs_critic(config.critic.enable, estimator)
     if config.critic.enable is None and not is_needed:
         reason = f"algorithm.adv_estimator={estimator} does not need one"
-        _say_once("no critic: %s; set critic.enable=true to train one all the same", reason)
+        _say_once("no critic: %s; set critic.enable=true to train one anyway", reason)
     return is_needed

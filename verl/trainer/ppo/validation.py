@@ -151,7 +151,7 @@ def summarise(samples: ValidationSamples) -> dict[str, float]:
         if len(extra) != count:
             raise ValueError(
                 f"the reward function returned {name!r} for {len(extra)} of {count} validation samples: return it "
-                "for all of them, whatever their data_source"
+                "for every sample of every data_source"
             )
     by_source = process_validation_metrics(samples.sources, samples.uids, _without_gaps(samples.extras))
     metrics: dict[str, float] = failure_metrics("val-aux/reward", samples.extras.get(FAILURE_COLUMN))

@@ -186,7 +186,7 @@ _display: LocalDisplay | RemoteDisplay | None = None
 def attach_to_launch(actor: T, name: str, moments: list[tuple[str, float]]) -> None:
     """Connect the process of ``actor``, which Ray passes, with the launching process.
 
-    The lines and the progress go to the ``Terminal`` of that name; the start-up clock goes on from ``moments``.
+    The lines and the progress go to the ``Terminal`` of that name; the start-up clock continues from ``moments``.
     """
     global _display
     CLOCK.moments = [*moments, *CLOCK.moments]

@@ -36,7 +36,7 @@ class InputNotFoundError(InputError, FileNotFoundError):
 def check_machine(
     device: str, pools: Mapping[str, tuple[int, int]], cluster: RayConfig, engines: Mapping[str, str]
 ) -> None:
-    """Check that this machine has what the workers need, if Ray is going to be started on it alone.
+    """Check that this machine meets the needs of the workers, if Ray starts on it alone.
 
     Args: ``pools`` maps a node of the configuration to its (n_gpus_per_node, nnodes), ``engines`` the key of a
         generation engine to its name.
@@ -66,7 +66,7 @@ def check_machine(
 
 
 def _check_ascend(engines: Mapping[str, str], are_counted: bool) -> None:
-    """Check what a machine with Ascend devices needs; ``are_counted`` if the configuration gives their number."""
+    """Check the packages and devices of an Ascend machine; ``are_counted`` if the configuration gives their number."""
     cluster = "or name a cluster in ray_kwargs.ray_init.address"
     if importlib.util.find_spec("torch_npu") is None:
         raise InputError(
@@ -89,7 +89,7 @@ def _check_ascend(engines: Mapping[str, str], are_counted: bool) -> None:
 
 
 def local_files(paths: list[str]) -> list[str]:
-    """Return those of the paths that are on this machine, in full."""
+    """Return the full paths of the files that are on this machine."""
     return [os.path.expanduser(path) for path in paths if "://" not in path]
 
 
@@ -139,7 +139,7 @@ def column_checks(path: str, columns: list[str]) -> Iterator["ColumnCheck"]:
                 if first_row >= _CHECKED_ROWS:
                     return
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path}: cannot be read as parquet behind row {first_row}: {error}") from error
+        raise DataError(f"{path}: cannot be read as parquet after row {first_row}: {error}") from error
 
 
 # ---- models

@@ -174,7 +174,7 @@ class Digests(TypedDict):
 
 
 class RankReport(WorkerReport):
-    """A rank's report, with its digests if they were asked for."""
+    """A rank's report, with its digests if requested."""
 
     digests: NotRequired[Digests]
 

@@ -1,1 +1,1 @@
-"""Check what this machine and environment can run, and how to fix the rest."""
+"""Check which features this machine and environment can run, and say how to fix the others."""

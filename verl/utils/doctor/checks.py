@@ -1,4 +1,4 @@
-"""Read the environment of this machine, and report what works in it, what does not, and how to fix it."""
+"""Read the environment of this machine; report the parts that work, and fixes for the others."""
 
 import importlib.metadata
 import json

@@ -20,7 +20,7 @@ PARTS = ("model", "grad", "copies", "optimizer")
 
 @dataclass(frozen=True)
 class _Away:
-    """One storage that is empty on the device: its size, and its bytes on the host if it is to be restored."""
+    """One storage that is empty on the device: its size, and its bytes on the host if it will be restored."""
 
     storage: torch.UntypedStorage
     size: int

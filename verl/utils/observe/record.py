@@ -158,10 +158,12 @@ class RunRecord:
                 self._append(line.encode("utf-8", errors="backslashreplace"))
                 self.steps.add(step)
         except OSError as error:
-            logger.warning("step %d could not be written to the record %s; the run goes on: %s", step, self.path, error)
+            logger.warning(
+                "step %d could not be written to the record %s; the run continues: %s", step, self.path, error
+            )
 
     def _append(self, line: bytes) -> None:
-        """Write a whole line, or truncate the file to where it was if that fails."""
+        """Write a whole line; if that fails, restore the length of the file."""
         with self.path.open("ab", buffering=0) as file:
             begin = file.seek(0, os.SEEK_END)
             try:

@@ -99,7 +99,7 @@ _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def plain(value: Any) -> Any:
-    """Convert a value to what JSON can hold: arrays and tensors to lists and numbers, other types to text.
+    """Convert a value for JSON: arrays and tensors to lists and numbers, other types to text.
 
     A number that is not finite becomes ``"NaN"``, ``"Infinity"`` or ``"-Infinity"``; ``numbers_of`` reverses it.
     """
@@ -350,7 +350,7 @@ class Tracking:
                 self.failures[name] += 1
                 if str(self.failures[name]).rstrip("0") == "1":  # the 1st, 10th, 100th, ... failure
                     text = f"{type(error).__name__}: {error}"
-                    logger.warning("trainer.logger: %r failed to log step %d; the run goes on: %s", name, step, text)
+                    logger.warning("trainer.logger: %r failed to log step %d; the run continues: %s", name, step, text)
 
     def finish(self) -> None:
         """Flush and close every backend."""

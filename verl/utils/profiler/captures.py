@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Tool:
-    """Captures one role on one rank; a subclass does what its tool supports, and nothing for the rest."""
+    """Captures one role on one rank; a subclass overrides the methods that its tool supports."""
 
     def __init__(self, options: BaseConfig, save_path: str | None, role: str, rank: int) -> None:
         self.options = options
@@ -46,7 +46,7 @@ class Tool:
 
 
 class ProcessTool(Tool, ABC):
-    """A profiler of which a process can run only one: one capture per step, or with ``discrete`` one per task.
+    """A profiler that runs once per process: one capture per step, or with ``discrete`` one per task.
 
     The roles of a process share a capture: the first one that uses it starts it, the last one stops it.
     """

@@ -142,7 +142,7 @@ class DistProfiler:
 
 
 def _drop(result: Any) -> None:
-    """Take the result of a task, which no profiler needs."""
+    """Ignore the result of a task: no profiler needs it."""
 
 
 _NOTHING = nullcontext(_drop)

@@ -52,7 +52,7 @@ class Extra(NamedTuple):
         return find_spec(self.module) is not None
 
     def problem(self) -> str:
-        """Return what is missing and how to install it."""
+        """Name the missing package and how to install it."""
         return f"needs {self.package}, which is not installed: pip install 'verl[{self.extra}]'"
 
     def require(self, scorer: str) -> None:
@@ -94,7 +94,7 @@ def data_source_problem(data_source: str, runs_code_here: bool = True) -> str | 
     if module is None:
         known = [*sorted(SCORERS), *(f"{prefix}*" for prefix in PREFIXES)]
         return (
-            f"no scorer for {data_source!r}: for your own data set custom_reward_function.path to a Python file that "
+            f"no scorer for {data_source!r}: to score your own data, set custom_reward_function.path to a file that "
             f"defines compute_score; known are {', '.join(known)}"
         )
     extra = EXTRAS.get(module)

@@ -53,7 +53,7 @@ class Run:
     seconds: float
     memory_mb: float
     value: str = ""
-    """What the function returned, as JSON."""
+    """The value that the function returned, as JSON."""
 
 
 @cache

@@ -18,7 +18,7 @@ OTHER_STRATEGIES = "ppo_trainer has the others"
 
 
 def micro_batch_rules(node: Mapping[str, Any], global_key: str, switch: str = "use_dynamic_bsz") -> Iterator[Violation]:
-    """Yield what is wrong with a micro-batch size that is given per device or, deprecated, globally.
+    """Yield faults of a micro-batch size, given per device or (deprecated) for all.
 
     ``switch`` is the key of dynamic batches, which need no such size.
     """
@@ -81,7 +81,7 @@ class CheckpointConfig(BaseConfig):
 
 @dataclass
 class TrainedConfig(BaseConfig):
-    """A role that trains, whatever its engine."""
+    """A role that trains, on any engine."""
 
     _mutable_fields = frozenset(
         {
@@ -100,7 +100,7 @@ class TrainedConfig(BaseConfig):
     ppo_infer_micro_batch_size_per_gpu: int | None = setting(None, "sequences of a log-prob pass; null: as in training")
     use_dynamic_bsz: bool = setting(False, "fill a pass up to a number of tokens")
     ppo_epochs: int = setting(1, "passes over a batch", at_least=1)
-    shuffle: bool = setting(False, "mini-batches are drawn in random order")
+    shuffle: bool = setting(False, "draw mini-batches in random order")
     data_loader_seed: int | None = setting(1, "seed of that order")
     loss_agg_mode: str = setting("token-mean", "how token losses become one number", one_of=LOSS_AGG_MODES)
     loss_scale_factor: int | None = setting(None, "divisor of seq-mean-token-sum-norm; null: the width", at_least=1)
@@ -123,7 +123,7 @@ class TrainedConfig(BaseConfig):
 
 @dataclass
 class PolicyLossConfig(BaseConfig):
-    """Which registered policy loss, and its parameters."""
+    """The registered policy loss and its parameters."""
 
     loss_mode: str = setting("vanilla", "name of the loss")
     clip_cov_ratio: float | None = setting(0.0002, "share of the tokens that clip_cov clips", above=0, at_most=1)
@@ -143,7 +143,7 @@ class PolicyLossConfig(BaseConfig):
 
 @dataclass
 class ActorConfig(TrainedConfig):
-    """The policy under training, whatever its engine."""
+    """The policy under training, on any engine."""
 
     _mutable_fields = TrainedConfig._mutable_fields | {"ppo_infer_micro_batch_size_per_gpu"}
 
@@ -152,12 +152,12 @@ class ActorConfig(TrainedConfig):
     clip_ratio: float = setting(DEFAULT_CLIP_RATIO, "how far the probability ratio may leave 1", at_least=0)
     clip_ratio_low: float = setting(DEFAULT_CLIP_RATIO, "how far below 1", at_least=0)
     clip_ratio_high: float = setting(DEFAULT_CLIP_RATIO, "how far above 1", at_least=0)
-    freeze_vision_tower: bool = setting(False, "stop gradients in the vision tower")
+    freeze_vision_tower: bool = setting(False, "freeze the vision tower")
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
-    clip_ratio_c: float = setting(3.0, "largest ratio for negative advantages (dual clip)", above=1)
+    clip_ratio_c: float = setting(3.0, "dual clip: loss limit at negative advantages, times -advantage", above=1)
     entropy_coeff: float = setting(0, "weight of the entropy bonus")
     use_kl_loss: bool = setting(False, "add the KL to the reference policy to the loss")
-    use_torch_compile: bool = setting(True, "every value means the one implementation")
+    use_torch_compile: bool = setting(True, "no effect: there is one implementation")
     kl_loss_coef: float = setting(0.001, "weight of that KL")
     kl_loss_type: str = setting("low_var_kl", "estimator of that KL")
     use_fused_kernels: bool = setting(False, "follows actor_rollout_ref.model.use_fused_kernels")
@@ -170,7 +170,7 @@ class ActorConfig(TrainedConfig):
                 self.__dict__[key] = self.clip_ratio
 
     def rules(self) -> Iterator[Violation]:
-        """Yield what ``TrainedConfig`` does, and an unknown estimator of the KL."""
+        """Apply the rules of ``TrainedConfig``, and reject an unknown estimator of the KL."""
         yield from super().rules()
         if self.kl_loss_type != FULL_KL and self.kl_loss_type.removesuffix("+") not in KL_ESTIMATORS:
             expected = f"must be one of {', '.join(KL_ESTIMATORS)}, or one with a +, or {FULL_KL}"
@@ -202,7 +202,7 @@ class FSDPActorConfig(ActorConfig):
     grad_clip: float = setting(1.0, "limit of the gradient norm", above=0, hint=CLIP_NOTHING)
     ulysses_sequence_parallel_size: int = setting(1, "workers that share each sequence", at_least=1)
     entropy_from_logits_with_chunking: bool = setting(False, "compute log-probs 2048 rows at a time")
-    entropy_checkpointing: bool = setting(False, "every value means the one implementation")
+    entropy_checkpointing: bool = setting(False, "no effect: there is one implementation")
     optim: FSDPOptimizerConfig = field(default_factory=lambda: FSDPOptimizerConfig(lr=1e-6))
     fsdp_config: FSDPEngineConfig = field(default_factory=FSDPEngineConfig)
     use_remove_padding: bool = setting(False, "follows actor_rollout_ref.model.use_remove_padding")
@@ -237,7 +237,7 @@ class McoreActorConfig(ActorConfig):
 
 @dataclass
 class CriticConfig(TrainedConfig):
-    """The value function under training, whatever its engine."""
+    """The value function under training, on any engine."""
 
     _mutable_fields = TrainedConfig._mutable_fields | {"forward_micro_batch_size", "forward_micro_batch_size_per_gpu"}
 
@@ -277,7 +277,7 @@ class FSDPCriticModelCfg(BaseModelConfig):
     lora_rank: int = setting(0, "rank of the adapters; 0: none", at_least=0)
     lora_alpha: int = setting(16, "scale of the adapters, divided by their rank")
     target_modules: str | list[str] = setting("all-linear", "modules with adapters")
-    freeze_vision_tower: bool = setting(False, "stop gradients in the vision tower")
+    freeze_vision_tower: bool = setting(False, "freeze the vision tower")
     custom_chat_template: str | None = setting(None, "Jinja text instead of the chat template")
 
 
@@ -296,7 +296,7 @@ class FSDPCriticConfig(CriticConfig):
         self.engine = self.model["fsdp_config"]
 
     def rules(self) -> Iterator[Violation]:
-        """Yield what ``TrainedConfig`` does, and sequence parallelism without padding removal."""
+        """Apply the rules of ``TrainedConfig``, and reject sequence parallelism without padding removal."""
         yield from super().rules()
         is_packed = self.model["use_remove_padding"]
         yield from packing_rules(self.ulysses_sequence_parallel_size, is_packed, "critic.model")

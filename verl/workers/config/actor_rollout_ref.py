@@ -14,10 +14,10 @@ from verl.workers.config.rollout import LogProbConfig, RolloutConfig
 
 @dataclass
 class RefConfig(LogProbConfig):
-    """The reference policy, whatever its engine."""
+    """The reference policy, on any engine."""
 
     strategy: str = setting("fsdp", "training engine", one_of=ALL_STRATEGIES)
-    use_torch_compile: bool = setting(True, "every value means the one implementation")
+    use_torch_compile: bool = setting(True, "no effect: there is one implementation")
     profiler: ProfilerConfig | None = field(default_factory=ProfilerConfig)
     model: dict[str, Any] | None = setting(None, "keys of actor_rollout_ref.model that differ for the reference")
     ulysses_sequence_parallel_size: int = setting(1, "workers that share each sequence", at_least=1)
@@ -39,7 +39,7 @@ class FSDPRefConfig(RefConfig):
 
     fsdp_config: FSDPEngineConfig = field(default_factory=FSDPEngineConfig)
     entropy_from_logits_with_chunking: bool = setting(False, "compute log-probs 2048 rows at a time")
-    entropy_checkpointing: bool = setting(False, "every value means the one implementation")
+    entropy_checkpointing: bool = setting(False, "no effect: there is one implementation")
 
     @property
     def engine(self) -> FSDPEngineConfig:
@@ -62,7 +62,7 @@ class McoreRefConfig(RefConfig):
 
 
 def ref_class(node: Mapping[str, Any]) -> type[FSDPRefConfig | McoreRefConfig]:
-    """Return the dataclass of a ``ref`` node, which names none: by the layout that it holds."""
+    """Return the dataclass of a ``ref`` node, by the layout that it holds: the node names none."""
     return McoreRefConfig if isinstance(node.get("megatron"), Mapping) else FSDPRefConfig
 
 

@@ -25,7 +25,7 @@ _WRAP_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 NCCL_TIMEOUT_S = 600
-"""How long a collective may take where no configuration says it."""
+"""Time limit of a collective if the configuration sets none."""
 
 
 @dataclass
@@ -40,11 +40,11 @@ class FSDPEngineConfig(BaseConfig):
     fsdp_size: int = setting(-1, "ranks of a shard group; -1: all")
     forward_prefetch: bool = setting(False, "gather the next layer during the forward pass")
     model_dtype: str = setting("fp32", "dtype of the weights in memory", one_of=DTYPES)
-    use_orig_params: bool = setting(False, "every value means the one implementation")
+    use_orig_params: bool = setting(False, "no effect: there is one implementation")
     ulysses_sequence_parallel_size: int = setting(1, "workers that share each sequence", at_least=1)
     entropy_from_logits_with_chunking: bool = setting(False, "compute log-probs 2048 rows at a time")
-    use_torch_compile: bool = setting(True, "every value means the one implementation")
-    entropy_checkpointing: bool = setting(False, "every value means the one implementation")
+    use_torch_compile: bool = setting(True, "no effect: there is one implementation")
+    entropy_checkpointing: bool = setting(False, "no effect: there is one implementation")
     forward_only: bool = setting(False, "there is no optimizer")
     strategy: str = setting("fsdp", "training engine", one_of=STRATEGIES)
     mixed_precision: dict[str, Any] | None = setting(None, "dtypes of computation, reduction and buffers")
@@ -92,7 +92,7 @@ class McoreEngineConfig(BaseConfig):
     _is_closed = True
 
     param_offload: bool = setting(False, "keep the weights in CPU memory between tasks")
-    grad_offload: bool = setting(False, "keep the gradients in CPU memory between tasks")
+    grad_offload: bool = setting(False, "free the gradients between tasks")
     optimizer_offload: bool = setting(False, "keep the optimizer's state in CPU memory between tasks")
     tensor_model_parallel_size: int = setting(1, "ranks that share each layer", at_least=1)
     expert_model_parallel_size: int = setting(1, "ranks that share the experts", at_least=1)
@@ -100,8 +100,8 @@ class McoreEngineConfig(BaseConfig):
     pipeline_model_parallel_size: int = setting(1, "stages of layers", at_least=1)
     virtual_pipeline_model_parallel_size: int | None = setting(None, "parts of each stage", at_least=2)
     context_parallel_size: int = setting(1, "ranks that share each sequence", at_least=1)
-    sequence_parallel: bool = setting(True, "cut activations between layers over the tensor-parallel ranks")
-    use_distributed_optimizer: bool = setting(True, "cut the optimizer's state over the data-parallel ranks")
+    sequence_parallel: bool = setting(True, "split activations between layers over the tensor-parallel ranks")
+    use_distributed_optimizer: bool = setting(True, "shard the optimizer's state over the data-parallel ranks")
     use_dist_checkpointing: bool = setting(False, "load the weights of dist_checkpointing_path")
     dist_checkpointing_path: str | None = setting(None, "folder of weights in the format of Megatron-Core")
     seed: int = setting(42, "seed of random weights and of dropout")
@@ -110,7 +110,7 @@ class McoreEngineConfig(BaseConfig):
     override_transformer_config: dict[str, Any] = setting(TRANSFORMER_OVERRIDES, "fields of TransformerConfig to set")
     override_mcore_model_config: dict[str, Any] = setting({}, "must be empty: use model.override_config")
     use_mbridge: bool = setting(False, "kept for established commands")
-    share_model_files: bool = setting(False, "workers get files of model.path that their node lacks from others")
+    share_model_files: bool = setting(False, "copy missing model files from other nodes")
     forward_only: bool = setting(False, "there is no optimizer")
     strategy: str = setting("megatron", "training engine", one_of=("megatron",))
 
@@ -132,10 +132,7 @@ class McoreEngineConfig(BaseConfig):
                 expected = "must name a folder with use_dist_checkpointing=true"
             yield Violation("dist_checkpointing_path", self.dist_checkpointing_path, expected)
         if self.override_mcore_model_config:
-            expected = (
-                "would change the model that trains and not the one that generates: write what config.json has in "
-                "model.override_config"
-            )
+            expected = "would change training but not generation: set the keys of config.json in model.override_config"
             yield Violation("override_mcore_model_config", self.override_mcore_model_config, expected)
         if self.use_mbridge:
             expected = "is not supported: write false, the tables of verl.models.mcore convert the weights"
@@ -153,20 +150,20 @@ class McoreEngineConfig(BaseConfig):
             expected = "must be false with virtual stages: Megatron-Core exchanges the wrong activations, silently"
             yield Violation("override_transformer_config.batch_p2p_comm", True, expected)
         if self.override_transformer_config.get("overlap_p2p_comm") is False:
-            expected = "must be true with virtual stages, whose exchange is not tested otherwise: leave it out"
+            expected = "must be true with virtual stages (false is untested): leave it out"
             yield Violation("override_transformer_config.overlap_p2p_comm", False, expected)
 
     def _ddp_rules(self) -> Iterator[Violation]:
         options = self.override_ddp_config
         key = "override_ddp_config.overlap_param_gather"
         if options.get("overlap_param_gather") and not self.use_distributed_optimizer:
-            expected = "needs megatron.use_distributed_optimizer=true: without it no step leaves weights to gather"
+            expected = "needs megatron.use_distributed_optimizer=true: without it no sharded weights are gathered"
             yield Violation(key, True, expected)
         if options.get("overlap_param_gather") and not options.get("overlap_grad_reduce"):
             yield Violation(key, True, "needs overlap_grad_reduce=true too, which cuts the weights into buckets")
         own = options.get("use_distributed_optimizer", self.use_distributed_optimizer)
         if own != self.use_distributed_optimizer:
-            expected = "stands one level higher: write megatron.use_distributed_optimizer"
+            expected = "belongs one level up: write megatron.use_distributed_optimizer"
             yield Violation("override_ddp_config.use_distributed_optimizer", own, expected)
 
     def _choice_rules(self) -> Iterator[Violation]:

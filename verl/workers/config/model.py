@@ -63,7 +63,7 @@ class Loaded:
 
 
 def _local(key: str) -> Callable[["HFModelConfig"], str]:
-    """Return the loader of a local folder: of what ``key`` names, or of ``path`` if it names nothing else."""
+    """Return the loader of the local folder that ``key`` names, or of ``path`` if it names none."""
 
     def load(config: "HFModelConfig") -> str:
         from verl.utils.fs import copy_to_local
@@ -284,7 +284,7 @@ def _is_known_type(model_type: Any) -> bool:
 
 
 def tokenizer_problems(path: str) -> Iterator[str]:
-    """Yield why a local folder holds no tokenizer: without its files transformers builds one that knows no word."""
+    """Yield why a local folder holds no tokenizer, from which transformers would build one with an empty vocabulary."""
     folder = Path(os.path.expanduser(path))
     if not folder.is_dir():
         return
@@ -315,7 +315,7 @@ def read_config_json(path: str) -> dict[str, Any]:
 
 
 def quantized_problem(hf_config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield why a model cannot be trained whose weights are quantized, by the content of its ``config.json``."""
+    """Yield why a model with quantized weights cannot be trained, from its ``config.json``."""
     text = hf_config.get("text_config")
     how = hf_config.get("quantization_config") or (isinstance(text, Mapping) and text.get("quantization_config"))
     if how:

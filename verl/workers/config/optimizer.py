@@ -42,9 +42,7 @@ class OptimizerConfig(BaseConfig):
             yield Violation("betas", self.betas, "must be two numbers in [0, 1)")
 
     def limited(self, grad_clip: float) -> Self:
-        """Return the optimizer of a role, whose gradient-norm limit stands in the role's node and here: the one that
-        was changed from the common default counts.
-        """
+        """Return the optimizer with the role's gradient-norm limit ``grad_clip``; 1.0 keeps ``clip_grad``."""
         return dataclasses.replace(self, clip_grad=grad_clip if grad_clip != 1.0 else self.clip_grad, grad_clip=None)
 
 

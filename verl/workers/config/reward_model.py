@@ -103,7 +103,7 @@ class RewardModelModelConfig(BaseConfig):
     trust_remote_code: bool = setting(False, "code from the model's repository may run")
     use_shm: bool = setting(False, "load from a copy in shared memory")
     use_remove_padding: bool = setting(False, "pack sequences instead of padding them")
-    use_fused_kernels: bool = setting(False, "every value means the one implementation")
+    use_fused_kernels: bool = setting(False, "no effect: there is one implementation")
     fsdp_config: FSDPEngineConfig = field(default_factory=FSDPEngineConfig)
 
     def as_model_config(self) -> HFModelConfig:
@@ -120,8 +120,8 @@ class RewardModelModelConfig(BaseConfig):
 class RewardDataProcessorConfig(BaseConfig):
     """Functions of the user around a generative reward model.
 
-    ``preprocess(rollout_question=, rollout_response=, ground_truth=)`` returns what it is asked, ``postprocess(text)``
-    the score in its answer.
+    ``preprocess(rollout_question=, rollout_response=, ground_truth=)`` writes the question, ``postprocess(text)`` reads
+    the score from the answer.
     """
 
     _is_closed = True
@@ -164,8 +164,8 @@ class RewardModelConfig(BaseConfig):
     max_model_len: int | None = setting(None, "tokens of question and answer", at_least=1)
     max_num_seqs: int = setting(1024, "sequences of one pass of a judge", at_least=1)
     enable_chunked_prefill: bool = setting(True, "a question to a judge may take several passes")
-    enable_prefix_caching: bool = setting(True, "questions share what they have in common")
-    engine_kwargs: dict[str, Any] = setting({}, "arguments for the engine itself, by its name")
+    enable_prefix_caching: bool = setting(True, "questions with the same beginning share its cache")
+    engine_kwargs: dict[str, Any] = setting({}, "engine arguments by engine name")
     sampling_config: SamplingConfig = field(default_factory=SamplingConfig)
     data_processor_config: RewardDataProcessorConfig = field(default_factory=RewardDataProcessorConfig)
     nccl_timeout: int = setting(NCCL_TIMEOUT_S, "seconds that a collective may take", at_least=1)
@@ -184,7 +184,7 @@ class RewardModelConfig(BaseConfig):
             expected = "needs the keys of Megatron-Core: choose reward_model@reward_model=megatron_reward_model"
             yield Violation("strategy", self.strategy, expected)
         if not self.load_weight and self.strategy != "megatron":
-            yield Violation("load_weight", False, "is of strategy=megatron: write true")
+            yield Violation("load_weight", False, "needs strategy=megatron: write true")
         if self.is_generative:
             yield from self._generative_rules()
         elif self.enable and not self.use_dynamic_bsz:
@@ -199,14 +199,14 @@ class RewardModelConfig(BaseConfig):
 
     @property
     def is_generative(self) -> bool:
-        """Whether the score stands in a text that the model writes."""
+        """Whether the model writes its score as text."""
         return self.model_type == "generative"
 
     def _generative_rules(self) -> Iterator[Violation]:
         if self.name not in SUPPORTED_ROLLOUTS:
             yield Violation("name", self.name, f"must be one of {', '.join(SUPPORTED_ROLLOUTS)}")
         elif self.name == "vllm" and not self.enable_resource_pool:
-            expected = "needs workers of its own: set reward_model.enable_resource_pool=true, or write hf"
+            expected = "needs separate workers: set reward_model.enable_resource_pool=true, or write hf"
             yield Violation("name", self.name, expected)
         if self.response_length < 1:
             yield Violation("response_length", self.response_length, "must be 1 or more")

@@ -1,4 +1,4 @@
-"""The training engine: one interface for every backend and role, and what backends share."""
+"""The training engine: one interface for every backend and role, and code that backends share."""
 
 import importlib
 import logging
@@ -138,14 +138,14 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def _on_device(self, *parts: Part) -> AbstractContextManager[None]:
-        """Hold parts of the state on the device; what is offloaded goes back to the host afterwards."""
+        """Hold parts of the state on the device; offloaded parts return to the host afterwards."""
 
     @abstractmethod
     def _set_training(self, mode: bool) -> None:
         """Switch dropout on or off."""
 
     def _finish_updates(self) -> None:
-        """Complete what an optimizer step left to the next forward pass; collective."""
+        """Complete the work that an optimizer step left to the next forward pass; collective."""
         return
 
     def _free_gathered_weights(self) -> None:
@@ -229,7 +229,7 @@ class BaseEngine(ABC):
         """
 
     def _from_output_ranks(self, make: Callable[[], T]) -> T:
-        """Return what ``make`` returns on the ranks that have outputs, on all ranks; collective."""
+        """Return the result of ``make`` on all ranks; the ranks that have outputs call it. Collective."""
         return make()
 
     def set_reference(self, engine: "BaseEngine | None") -> None:
@@ -291,7 +291,7 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def local_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, parameter) of what this rank holds, a part of the model or a sharded whole; not collective."""
+        """Yield (name, parameter) of this rank: a part of the model or a sharded whole. Not collective."""
 
     # ---- checkpoints
 

@@ -168,7 +168,7 @@ class PackedRows:
 
 
 def idle_rows(length: int, device: torch.device) -> DataProto:
-    """Return a row of tokens none of which counts, for a rank that only takes part in a pass."""
+    """Return a row without counted tokens, for a rank that only takes part in a pass."""
     ids = torch.zeros(1, length, dtype=torch.long, device=device)
     positions = torch.arange(length, device=device).unsqueeze(0)
     tensors = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": positions}

@@ -1,4 +1,4 @@
-"""The workers: one class per role, whatever the backend."""
+"""The workers: one class per role, for all backends."""
 
 from verl.workers.roles.actor import ActorWorker
 from verl.workers.roles.actor_rollout_ref import ActorRolloutRefWorker

@@ -1,4 +1,4 @@
-"""The actor alone, for trainers that keep generation elsewhere or bring a loss of their own."""
+"""The actor alone, for trainers that keep generation elsewhere or bring their own loss."""
 
 import dataclasses
 from functools import partial

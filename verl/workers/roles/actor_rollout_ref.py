@@ -101,7 +101,7 @@ class ActorRolloutRefWorker(EngineWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Build what the role needs: training engine, reference engine, rollout and the manager between them."""
+        """Build the parts of the role: training engine, reference engine, rollout and the manager between them."""
         if self._is_actor:
             self._build_actor()
         if self._is_ref:

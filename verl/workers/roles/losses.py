@@ -217,7 +217,7 @@ def select_tokens(
 
 
 def row_seeds(data: "DataProto") -> Tensor:
-    """Return a seed for each row, (B,) int64, that says nothing of where the row is.
+    """Return a seed for each row, (B,) int64, independent of its position.
 
     It is the seed that the response was sampled with, and without one a hash of its tokens.
     """

@@ -74,8 +74,8 @@ class RewardModelWorker(EngineWorker):
             self.switch = ChatRenderer(source, model_config.tokenizer, config.max_length, config.truncation, ends)
         if self.sees and self.switch is not None:
             logger.warning(
-                "reward_model.model.input_tokenizer is set: chats are rendered again, without their images; write null "
-                "if policy and reward model share the processor"
+                "reward_model.model.input_tokenizer is set: images are dropped when chats are re-rendered; write null "
+                "if both models share the processor"
             )
 
     def _policy_tokenizer(self) -> tuple[PreTrainedTokenizerBase, set[int]]:
@@ -95,7 +95,7 @@ class RewardModelWorker(EngineWorker):
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="reward"), blocking=False)
     def start_rm_score(self, data: DataProto) -> DataProto:
-        """Compute what ``compute_rm_score`` does, while the driver goes on with a future."""
+        """Run ``compute_rm_score`` while the driver continues with a future."""
         return self._compute(data)
 
     @DistProfiler.annotate(color="brown", role="reward_model_score")

@@ -1,1 +1,1 @@
-"""The rules between values of a configuration, by subject. Each yields what is wrong; none imports torch."""
+"""The rules between values of a configuration, by subject. Each yields violations; none imports torch."""

@@ -1,4 +1,4 @@
-"""Data files, Python files and folders that a configuration names: do they exist, and can they be used?
+"""Check that the data files, Python files and folders of a configuration exist and can be used.
 
 Python files are read, not executed.
 """
@@ -112,7 +112,7 @@ _VALUES = ast.Constant | ast.List | ast.Dict | ast.Tuple | ast.Set | ast.JoinedS
 
 
 def python_file_rules(path_key: str, path: str, name_key: str, name: Any) -> tuple[list[Violation], ast.Module | None]:
-    """Return what is wrong with a Python file and with the name that it should define, and its syntax tree."""
+    """Return the faults of a Python file and of the name that it should define, and its syntax tree."""
     file = python_file(path)
     if file is None:
         return [], None  # an installed module is imported by the workers
@@ -167,7 +167,7 @@ def scorer_rules(run: RunConfig, module: ast.Module) -> Iterator[Violation]:
 
 
 def _last_definition(module: ast.Module, name: Any) -> ast.AST | None:
-    """Return what a name of the module is bound to in the end, None where branches or imports decide."""
+    """Return the last definition of a name; None if it depends on branches or imports."""
     found: ast.AST | None = None
     for node in module.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:

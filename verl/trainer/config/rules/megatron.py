@@ -1,4 +1,4 @@
-"""Roles on Megatron-Core: layouts against workers, model and each other, overrides, and what cannot run."""
+"""Roles on Megatron-Core: check layouts against workers, model and each other, and reject options that cannot run."""
 
 import ast
 import importlib.util
@@ -99,7 +99,7 @@ def _roles(run: RunConfig, use_reference: bool) -> list[Role]:
 
 
 def megatron_rules(run: RunConfig, use_reference: bool, broken: set[str]) -> Iterator[Violation]:
-    """Yield what keeps roles on Megatron-Core from running; rules that need a broken key are skipped."""
+    """Yield faults of roles on Megatron-Core; rules that need a broken key are skipped."""
     if any(key.startswith(("trainer.n", "reward_model.n")) for key in broken):
         return
     roles = _roles(run, use_reference)
@@ -162,12 +162,12 @@ def _option_rules(run: RunConfig, role: Role, engine: McoreEngineConfig) -> Iter
     dispatcher = of_model.get("moe_token_dispatcher_type", "alltoall")
     dispatchers = ("alltoall",) if on_cpu else ("alltoall", "flex")
     if dispatcher not in dispatchers:
-        expected = f"must be {' or '.join(dispatchers)}: the length of micro-batches varies"
+        expected = f"must be {' or '.join(dispatchers)}, because micro-batch lengths vary"
         yield Violation(f"{key}.moe_token_dispatcher_type", dispatcher, expected)
     if not on_cpu:
         return
     if of_model.get("deallocate_pipeline_outputs"):
-        expected = "must be false with trainer.device=cpu: gloo still reads what would be freed"
+        expected = "must be false with trainer.device=cpu: gloo still reads the buffer"
         yield Violation(f"{key}.deallocate_pipeline_outputs", True, expected)
     if of_model.get("transformer_impl") == "transformer_engine":
         expected = "needs CUDA: write local with trainer.device=cpu"
@@ -430,9 +430,9 @@ def override_rules(node: Mapping[str, Any], key: str, model: str) -> Iterator[Vi
     yield from _unknown(overrides, at, TRANSFORMER, "TransformerConfig")
     for name, value in overrides.items():
         if name in node:
-            yield Violation(f"{at}.{name}", value, f"stands one level higher: write {key}.{name}")
+            yield Violation(f"{at}.{name}", value, f"belongs one level up: write {key}.{name}")
         elif name in OF_MODEL or name.startswith(OF_OTHER_MODELS):
-            expected = f"belongs to the model, which also generates: write config.json's key in {model}.override_config"
+            expected = f"belongs to the model: set the key of config.json in {model}.override_config"
             yield Violation(f"{at}.{name}", value, expected)
         elif name in OF_ENGINE and value is not None:
             yield Violation(f"{at}.{name}", value, "is set by the engine: leave it out")
@@ -444,19 +444,20 @@ def override_rules(node: Mapping[str, Any], key: str, model: str) -> Iterator[Vi
 
 
 def _ddp_rules(overrides: Mapping[str, Any], at: str) -> Iterator[Violation]:
-    """Yield options that the module wrapper does not read, or that conflict with a loss that is divided already."""
+    """Yield options that the module wrapper does not read, or that conflict with a normalised loss."""
     yield from _unknown(overrides, at, DDP, "DistributedDataParallelConfig")
     for name, value in overrides.items():
         if name in OF_MEGATRON_FSDP:
             yield Violation(f"{at}.{name}", value, "is read by Megatron-FSDP, which is not used: leave it out")
         elif name == "average_in_collective" and value:
-            yield Violation(f"{at}.{name}", value, "must be false: the loss is divided already, gradients add up")
-        elif name == "num_distributed_optimizer_instances" and value != 1:
-            yield Violation(f"{at}.{name}", value, "must be 1: the optimizer is cut over all data-parallel workers")
-        elif name == "align_param_gather":
-            yield Violation.unsupported(
-                f"{at}.{name}", value, "is not supported: stages gather one by one, leave it out"
+            yield Violation(
+                f"{at}.{name}", value, "must be false: the loss is already normalised, so gradients must be summed"
             )
+        elif name == "num_distributed_optimizer_instances" and value != 1:
+            yield Violation(f"{at}.{name}", value, "must be 1: the optimizer is sharded over all data-parallel workers")
+        elif name == "align_param_gather":
+            expected = "is not supported, stages gather separately: leave it out"
+            yield Violation.unsupported(f"{at}.{name}", value, expected)
 
 
 def optimizer_rules(overrides: Mapping[str, Any], key: str) -> Iterator[Violation]:
@@ -465,7 +466,7 @@ def optimizer_rules(overrides: Mapping[str, Any], key: str) -> Iterator[Violatio
     yield from _unknown(overrides, at, OPTIMIZER, "OptimizerConfig")
     for name, value in overrides.items():
         if name in OF_OPTIM:
-            yield Violation(f"{at}.{name}", value, f"stands one level higher: write {key}.{OF_OPTIM[name]}")
+            yield Violation(f"{at}.{name}", value, f"belongs one level up: write {key}.{OF_OPTIM[name]}")
         elif name == "use_distributed_optimizer":
             yield Violation(f"{at}.{name}", value, "belongs to the layout: write megatron.use_distributed_optimizer")
         elif name in OPTIMIZER_OF_ENGINE:

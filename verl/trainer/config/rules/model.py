@@ -78,7 +78,7 @@ def model_rules(run: RunConfig, broken: set[str]) -> Iterator[Violation]:
 def vision_rules(
     hf_config: Mapping[str, Any], strategy: tuple[str, str], path: tuple[str, str], workers: int | None
 ) -> Iterator[Violation]:
-    """Yield a vision-language model that cannot be trained: on Megatron-Core, or of a family that cannot be shared.
+    """Reject a vision-language model on Megatron-Core, or of a family that needs a single worker.
 
     Args: ``strategy`` and ``path`` are a key and its value; ``workers`` is None if their number is not known.
     """
@@ -89,9 +89,9 @@ def vision_rules(
         yield Violation(*strategy, NO_VISION_ON_MEGATRON)
     elif family not in VISION_FAMILIES and workers is not None and workers > 1:
         expected = (
-            f"is of model_type {family!r}, whose vision tower {workers} workers cannot share, as "
-            f"those without an image would not take part: name a model of {', '.join(VISION_FAMILIES)}, use one "
-            "worker, or add the family (docs/advance/multi_modal.md)"
+            f"is of model_type {family!r}, which runs on one worker only: a worker without an image would skip its "
+            f"vision tower; name a model of {', '.join(VISION_FAMILIES)}, use one worker, or add the family "
+            "(docs/advance/multi_modal.md)"
         )
         yield Violation(*path, expected)
 
@@ -121,7 +121,7 @@ def _size_rules(run: RunConfig, hf_config: Mapping[str, Any], broken: set[str]) 
     lengths = {"actor_rollout_ref.rollout.prompt_length", "actor_rollout_ref.rollout.response_length"}
     if positions is not None and positions < rollout.prompt_length + rollout.response_length and not broken & lengths:
         expected = (
-            f"with prompts of {rollout.prompt_length} exceeds the model's {positions} positions: write at most "
+            f"plus prompts of {rollout.prompt_length} tokens exceeds the model's {positions} positions: write at most "
             f"{positions - rollout.prompt_length}"
         )
         yield Violation("data.max_response_length", rollout.response_length, expected)
@@ -176,5 +176,5 @@ def fused_rules(model: HFModelConfig, key: str, device: str) -> Iterator[Violati
             expected = "needs the package triton, which is not installed: install it or write torch"
             yield Violation(backend_key, "triton", expected)
     if model.lora_rank and isinstance(model.target_modules, list) and "lm_head" in model.target_modules:
-        expected = "must not name the head with use_fused_kernels=true: leave lm_head out, or write it false"
+        expected = "must not name the head with use_fused_kernels=true: remove lm_head, or set use_fused_kernels=false"
         yield Violation(f"{key}.target_modules", model.target_modules, expected)

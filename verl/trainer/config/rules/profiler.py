@@ -25,7 +25,7 @@ _OPTIONS_OF_THE_RUN = ("nsys", "torch_memory")
 
 
 def profiler_rules(run: RunConfig, tree: Tree, use_reference: bool) -> Iterator[Violation]:
-    """Yield profilers that cannot run, and switches that profile nothing.
+    """Yield profilers that cannot run, and settings that profile nothing.
 
     ``tree`` says which keys are written: the dataclass of roles and run has more than either reads.
     """
@@ -53,7 +53,7 @@ def profiler_rules(run: RunConfig, tree: Tree, use_reference: bool) -> Iterator[
 
 
 def _place_rules(tree: Tree) -> Iterator[Violation]:
-    """Yield keys of a role at the run, keys of the run at a role, which nothing reads, and unknown tools."""
+    """Yield unread keys (of a role at the run, of the run at a role) and unknown tools."""
     for key in _OF_A_ROLE:
         if key in tree[_GLOBAL]:
             expected = f"is set for each role: write actor_rollout_ref.actor.profiler.{key}"
@@ -110,7 +110,7 @@ def _folder_rules(run: RunConfig, enabled: Mapping[str, ProfilerConfig]) -> Iter
 
 
 def _enabled(run: RunConfig, use_reference: bool) -> dict[str, ProfilerConfig]:
-    """Return the profiler node of each role of this run that is to be profiled."""
+    """Return the profiler node of each profiled role of this run."""
     shared = run.actor_rollout_ref
     nodes: dict[str, ProfilerConfig | None] = {
         "actor_rollout_ref.actor": shared.actor.profiler,
@@ -136,12 +136,12 @@ def _step_rules(run: RunConfig, enabled: Mapping[str, ProfilerConfig]) -> Iterat
     total = run.trainer.total_training_steps
     beyond = [step for step in steps or () if total is not None and step > total]
     if beyond:
-        expected = f"steps {beyond} never come with trainer.total_training_steps={total}"
+        expected = f"steps {beyond} are after the last step: lower them, or raise trainer.total_training_steps={total}"
         yield Violation(f"{_GLOBAL}.steps", steps, expected)
 
 
 def _role_rules(run: RunConfig, role: str, node: ProfilerConfig) -> Iterator[Violation]:
-    """Yield a role without a tool, ranks that it does not have, and mini-batches that never come."""
+    """Yield a role without a tool, ranks that it does not have, and mini-batches after the last."""
     key = f"{role}.profiler"
     if node.tool is None:
         yield Violation(f"{key}.enable", True, f"needs a tool: set {_GLOBAL}.tool to one of {', '.join(TOOLS)}")
@@ -160,12 +160,12 @@ def _role_rules(run: RunConfig, role: str, node: ProfilerConfig) -> Iterator[Vio
         start = select(node, "tool_config.torch.step_start", 0)
         batches = max(1, run.prompts_per_step // trained.ppo_mini_batch_size) * trained.ppo_epochs
         if isinstance(start, int) and start >= batches:
-            expected = f"never comes: an update has {batches} mini-batches, the first is 0"
+            expected = f"is after the last mini-batch: an update has {batches}, counted from 0"
             yield Violation(f"{key}.tool_config.torch.step_start", start, expected)
 
 
 def missing_part(tool: str, device: str, runs_here: bool) -> str | None:
-    """Return what a tool lacks, and what to do; None where it lacks nothing."""
+    """Return the part that a tool lacks and what to do; None if it lacks nothing."""
     needed = _DEVICES.get(tool)
     if tool == "npu" and device in ("cuda", "cpu"):
         return f"profiles Ascend devices, and trainer.device={device}: profile with torch"

@@ -51,10 +51,7 @@ def manager_rules(run: RunConfig) -> Iterator[Violation]:
     if _is_count(limit):
         yield from _buffer_rules(buffer, key, f"{_KWARGS}.max_resp_len", limit)
     else:
-        expected = (
-            "must be given with overlong_buffer_cfg, as an integer of 1 or more; where it is missing write "
-            "${data.max_response_length}"
-        )
+        expected = "overlong_buffer_cfg needs it, an integer of 1 or more: write ${data.max_response_length}"
         yield Violation(f"{_KWARGS}.max_resp_len", limit, expected)
 
 
@@ -66,7 +63,7 @@ def _is_count(value: Any) -> TypeGuard[int]:
 
 
 def dapo_rules(run: RunConfig) -> Iterator[Violation]:
-    """Yield what is wrong with the nodes that DAPO adds."""
+    """Yield faults of the nodes that DAPO adds."""
     buffer = run.reward_model.overlong_buffer
     if buffer is not None and buffer.enable:
         yield from _buffer_rules(buffer, _BUFFER, "data.max_response_length", run.data.max_response_length)
@@ -84,13 +81,13 @@ def dapo_rules(run: RunConfig) -> Iterator[Violation]:
 
 
 def _buffer_rules(buffer: OverlongBufferConfig, node: str, limit_key: str, limit: int) -> Iterator[Violation]:
-    """Yield a range and a penalty that punish nothing; ``limit`` is the length of a response."""
+    """Reject a range or a penalty that punishes nothing; ``limit`` is the length of a response."""
     if not buffer.enable:
         return
     if not 0 < buffer.len <= limit:
         yield Violation(f"{node}.len", buffer.len, f"must be an integer in [1, {limit_key}={limit}]")
     if buffer.penalty_factor < 0 or (buffer.penalty_factor == 0 and not buffer.log):
-        expected = "must be above 0, the penalty of a response of full length (0 only counts, with log=true)"
+        expected = "must be above 0; 0 is allowed with log=true, which then only reports"
         yield Violation(f"{node}.penalty_factor", buffer.penalty_factor, expected)
 
 
@@ -98,7 +95,7 @@ def _buffer_rules(buffer: OverlongBufferConfig, node: str, limit_key: str, limit
 
 
 def reward_model_rules(run: RunConfig, broken: set[str]) -> Iterator[Violation]:
-    """Yield what keeps an enabled reward model from running; rules that need a broken key are skipped."""
+    """Yield faults of an enabled reward model; rules that need a broken key are skipped."""
     reward = run.reward_model
     if not reward.enable:
         return

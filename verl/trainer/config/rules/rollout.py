@@ -24,7 +24,7 @@ def rollout_rules(run: RunConfig, broken: set[str]) -> Iterator[Violation]:
         expected = f"must be at least the {longest} tokens of the longest sequence: raise it"
         yield Violation(f"{_KEY}.max_num_batched_tokens", rollout.max_num_batched_tokens, expected)
     if rollout.temperature == 0:
-        expected = "must be above 0, training computes log-probs at it; validation has val_kwargs.temperature"
+        expected = "must be above 0, training divides logits by it; to validate greedily set val_kwargs.do_sample=false"
         yield Violation(f"{_KEY}.temperature", rollout.temperature, expected)
     rank = run.actor_rollout_ref.model.lora_rank
     if rollout.name == "vllm" and rank > MAX_LORA_RANK_VLLM:
@@ -32,7 +32,7 @@ def rollout_rules(run: RunConfig, broken: set[str]) -> Iterator[Violation]:
 
 
 def importance_weight_rules(run: RunConfig) -> Iterator[Violation]:
-    """Yield importance weights of a rollout without a limit, or without the log-probs that they are made of."""
+    """Reject importance weights of a rollout without a limit, or without the log-probs that they need."""
     threshold = run.algorithm.rollout_is_threshold
     if threshold is None and run.algorithm.rollout_is:
         yield Violation("algorithm.rollout_is", True, "needs algorithm.rollout_is_threshold: write a limit such as 2.0")
@@ -40,6 +40,6 @@ def importance_weight_rules(run: RunConfig) -> Iterator[Violation]:
         key = f"{_KEY}.calculate_log_probs"
         expected = (
             f"must be true with algorithm.rollout_is_threshold={threshold}, which compares the log-probs of rollout "
-            "and training: write true, or the threshold null"
+            "and training: write true, or set algorithm.rollout_is_threshold=null"
         )
         yield Violation(key, False, expected, others=("algorithm.rollout_is_threshold",))

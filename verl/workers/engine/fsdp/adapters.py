@@ -28,7 +28,7 @@ def has_adapters(module: nn.Module) -> bool:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter name is that of an adapter."""
+    """Whether a parameter belongs to an adapter, by its name."""
     return ADAPTER_MARK in name
 
 
@@ -38,7 +38,7 @@ def base_name(name: str) -> str | None:
 
 
 def adapter_sizes(module: nn.Module) -> AdapterSizes:
-    """Return how many weights the adapters have, by what they multiply."""
+    """Count the weights of the adapters, by the part of the model that they adapt."""
     sizes = {"text": 0, "tower": 0, "mergers": 0}
     for name, parameter in module.named_parameters():
         if is_adapter(name):

@@ -169,7 +169,7 @@ class ModelBuilder:
         if overrides.get("deallocate_pipeline_outputs") and self.layout.device.type == "cpu":
             raise ValueError(
                 "megatron.override_transformer_config.deallocate_pipeline_outputs=true must be false on CPU workers: "
-                "gloo still reads what would be freed, and the next stage gets something else"
+                "gloo still reads the buffer, and the next stage would receive garbage"
             )
         dtype = model_dtype(config, self.layout.device)
         built = hf_to_mcore_config(self.hf_config, dtype, **(values | overrides))

@@ -218,7 +218,7 @@ class MegatronEngine(BaseEngine):
             )
 
     def _from_output_ranks(self, make: Callable[[], T]) -> T:
-        """Return what the last stage of this pipeline makes, on all of its ranks; collective."""
+        """Return the result of this pipeline's last stage on all of its ranks; collective."""
         if self.layout.pp_size == 1:
             return make()
         group = self.layout.pp_group

@@ -55,7 +55,7 @@ class vLLMRollout(BaseRollout):
         use_training_positions(runner.get_model(), model_config.hf_config)
         logger.info("vLLM engine started in %.1f s", time.perf_counter() - started)
         if config.free_cache_engine and not self._can_sleep:
-            logger.info("free_cache_engine has no effect: this device's engine cannot give memory back between steps")
+            logger.info("free_cache_engine has no effect: this device's engine cannot free memory between steps")
 
     def shutdown(self) -> None:
         """End the engine and all process groups of this process, including the trainer's."""
