@@ -1,13 +1,14 @@
-"""Count what the structure of a checkout is measured by, and compare it with an earlier revision.
+"""Measure the structure of a checkout, and compare it with an earlier revision.
 
 python scripts/count_structure.py                    # this checkout
 python scripts/count_structure.py --base v0.3.0      # with a column for a revision, and the change
-python scripts/count_structure.py --list circles     # where they are: circles, config-get or tuple-assignments
+python scripts/count_structure.py --list clones      # where they are: circles, clones, config-get or tuple-assignments
 """
 
 import argparse
 import ast
 import fnmatch
+import itertools
 import json
 import os
 import re
@@ -28,7 +29,10 @@ STRICT_PACKAGES = ("protocol", "algos", "single_controller", "workers", "trainer
 PARSERS = ("verl/trainer/config/", "verl/workers/config/")
 """Folders that parse the configuration, and thus may read keys that can be missing."""
 CONFIG_NAME = re.compile(r"^(\w*config|cfg|\w*_cfg|node|\w*_node|section|algorithm|optim)$")
-"""Last part of the name of a value that is a part of the configuration, by convention."""
+"""A part of the name of a value that belongs to the configuration, by convention."""
+CLONE_LINES = 6
+CLONE_PLACES = 8
+"""A run of lines in more places is idiom, such as the end of an argument list."""
 TOKENS_WITHOUT_CODE = {
     tokenize.COMMENT,
     tokenize.NL,
@@ -91,8 +95,8 @@ def config_gets(source: Source) -> Iterator[int]:
     for node in ast.walk(source.tree):
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get"):
             continue
-        owner = ast.unparse(node.func.value).rpartition(".")[2]
-        if len(node.args) + len(node.keywords) == 2 and CONFIG_NAME.match(owner):
+        owners = ast.unparse(node.func.value).split(".")
+        if len(node.args) + len(node.keywords) == 2 and any(map(CONFIG_NAME.match, owners)):
             yield node.lineno
 
 
@@ -108,6 +112,27 @@ def tuple_assignments(source: Source) -> Iterator[int]:
             read = {ast.unparse(part) for part in ast.walk(node.value) if isinstance(part, ast.Name | ast.Attribute)}
             if not changed & read:
                 yield node.lineno
+
+
+def clones(sources: list[Source]) -> Iterator[str]:
+    """Yield pairs of places that share a run of six or more lines, without imports, comments and lone punctuation."""
+    places: list[str] = []
+    texts: list[str] = []
+    for source in sources:
+        places.append(source.path)
+        texts.append(source.path)  # no run crosses files
+        for number, line in enumerate(source.text.splitlines(), start=1):
+            text = " ".join(line.split())
+            if re.search(r"\w", text) and not text.startswith(("#", "import ", "from ")):
+                places.append(f"{source.path}:{number}")
+                texts.append(text)
+    starts: dict[tuple[str, ...], list[int]] = {}
+    for at in range(1, len(texts) - CLONE_LINES + 1):
+        starts.setdefault(tuple(texts[at : at + CLONE_LINES]), []).append(at)
+    for found in starts.values():
+        for first, second in itertools.combinations(found, 2):
+            if len(found) <= CLONE_PLACES and texts[first - 1] != texts[second - 1]:
+                yield f"{places[first]} {places[second]}"
 
 
 def imports_of(root: Path) -> dict[str, set[str]]:
@@ -163,6 +188,7 @@ def places(sources: list[Source]) -> dict[str, list[str]]:
     return {
         "config-get": [f"{source.path}:{line}" for source in outside for line in config_gets(source)],
         "tuple-assignments": [f"{source.path}:{line}" for source in sources for line in tuple_assignments(source)],
+        "clones": list(clones(sources)),
     }
 
 
@@ -185,6 +211,7 @@ def count(root: Path) -> dict[str, float]:
         "type: ignore": len(re.findall(r"#\s*type:\s*ignore", text)),
         ".get(key, default) on config": len(where["config-get"]),
         "tuple-assignments": len(where["tuple-assignments"]),
+        f"clones of {CLONE_LINES} lines or more, pairs": len(where["clones"]),
         "mypy strict, % of all lines": strict_share(sources, project),
         f"mypy strict, % of {', '.join(STRICT_PACKAGES)}": strict_share(sources, project, STRICT_PACKAGES),
         "files": len(sources),
@@ -232,7 +259,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("root", nargs="?", type=Path, default=ROOT, help="checkout that is counted (this one)")
     parser.add_argument("--base", metavar="REV", help="git revision to compare with")
-    parser.add_argument("--list", choices=["circles", "config-get", "tuple-assignments"], help="print places instead")
+    parser.add_argument(
+        "--list", choices=["circles", "clones", "config-get", "tuple-assignments"], help="print places instead"
+    )
     options = parser.parse_args(arguments)
     root = options.root.resolve()
     if options.list == "circles":

@@ -71,8 +71,9 @@ def test_figures_of_a_small_package(package: Path) -> None:
         "object": 1,
         "cast(": 0,
         "type: ignore": 1,
-        ".get(key, default) on config": 1,
+        ".get(key, default) on config": 2,
         "tuple-assignments": 1,
+        "clones of 6 lines or more, pairs": 0,
         "mypy strict, % of all lines": pytest.approx(100 * 3 / 29),
         "mypy strict, % of protocol, algos, single_controller, workers, trainer": pytest.approx(100 * 3 / 6),
         "files": 7,
@@ -80,6 +81,15 @@ def test_figures_of_a_small_package(package: Path) -> None:
         "lines of code": 18,
         "median lines of a file": 2,
     }
+
+
+def test_a_clone_is_a_run_of_code_at_two_places(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = "".join(f"value = step_{number}(value)\n" for number in range(7))
+    (package / "verl" / "one.py").write_text(f"import os\n\n{run}")
+    (package / "verl" / "two.py").write_text(f"# A comment.\nfirst = 1\n{run.replace('(value)', '( value )', 1)}")
+    (package / "verl" / "three.py").write_text(run.replace("step_3", "other"))  # runs of three lines
+    main([str(package), "--list", "clones"])
+    assert capsys.readouterr().out == "verl/one.py:4 verl/two.py:4\n"
 
 
 def test_places_are_printed(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
