@@ -302,6 +302,8 @@ def _describe(hint: Any) -> str:
 def omega_conf_to_dataclass(config: DictConfig | dict[str, Any] | Any, dataclass_type: type | None = None) -> Any:
     """Build the dataclass of a node: the one that ``_target_`` names, or ``dataclass_type``.
 
+    A ``_target_`` that is no node of the configuration is called as Hydra's ``instantiate`` does.
+
     Returns: for an empty node the default of ``dataclass_type``, or None. A value that is no node comes back unchanged.
     Raises: ConfigError listing every value that has the wrong type or breaks a rule, and a missing ``_target_``;
         ValueError when ``dataclass_type`` is no dataclass.
@@ -353,7 +355,8 @@ class NodeReader:
     """Builds dataclasses from mappings and keeps what they refuse.
 
     A node with a ``_target_`` has no other keys than its dataclass; a plain node may hold keys that recipes add, unless
-    its dataclass is closed. ``imports`` says whether building a model's node imports its ``external_lib``.
+    its dataclass is closed. ``imports`` says whether code of the user runs: a model's node imports its
+    ``external_lib``, and a ``_target_`` may be any class or function.
     """
 
     def __init__(self, imports: bool = False) -> None:
@@ -376,6 +379,8 @@ class NodeReader:
         own = self._target_class(value["_target_"], path) if names_class else cls
         if names_class and own is None:
             return None if cls is None else _default(cls)
+        if self.imports and names_class and (not _is_node_class(own) or value.keys() & _HYDRA_KEYS):
+            return _instantiate(value)
         is_strict = names_class or (own is not None and own._is_closed)
         hints = {} if own is None else type_hints(own)
         children = {
@@ -386,13 +391,15 @@ class NodeReader:
         if own is None:
             return children
         known = [each.name for each in fields(own) if each.init]
-        for key in [key for key in children if key not in known]:
-            del children[key]
-            if is_strict:
-                similar = ", ".join(nearest(key, known)) or "none"
-                expected = f"there is no such key; the nearest in this node: {similar}"
-                self.violations.append(Violation(key, value[key], expected).under(path))
-        return self._made(own, children, path, is_strict)
+        more = {key: children.pop(key) for key in list(children) if key not in known}
+        for key in more if is_strict else ():
+            similar = ", ".join(nearest(key, known)) or "none"
+            expected = f"there is no such key; the nearest in this node: {similar}"
+            self.violations.append(Violation(key, value[key], expected).under(path))
+        node = self._made(own, children, path, is_strict)
+        if node is not None:
+            node.__dict__.update({key: child for key, child in more.items() if not hasattr(node, key)})
+        return node
 
     def _made(self, cls: Any, children: dict[str, Any], path: str, is_strict: bool) -> Any:
         """Return the dataclass of the given values, without those of the wrong type."""
@@ -420,15 +427,15 @@ class NodeReader:
         return node
 
     def _target_class(self, target: Any, path: str) -> Any:
-        from hydra.utils import get_class
+        from hydra.utils import get_object
 
         try:
-            cls = get_class(str(target))
+            found = get_object(str(target))
         except Exception as error:  # Hydra wraps every failure of an import of the user's own module
             problem = f"cannot be imported: {error}"
         else:
-            if is_dataclass(cls):
-                return cls
+            if self.imports or is_dataclass(found):
+                return found
             problem = "must be a dataclass"
         self.violations.append(Violation("_target_", target, problem).under(path))
         return None
@@ -440,12 +447,29 @@ def _default(cls: type[BaseConfig]) -> BaseConfig:
         return cls()
 
 
+_HYDRA_KEYS = {"_partial_", "_convert_", "_recursive_", "_args_"}
+
+
+def _instantiate(node: Tree) -> Any:
+    """Call the target of a node as Hydra does, but raise a ConfigError of a class in it unwrapped."""
+    from hydra.errors import InstantiationException
+    from hydra.utils import instantiate
+
+    try:
+        return instantiate(node, _convert_="partial")
+    except InstantiationException as error:
+        if isinstance(error.__cause__, ConfigError):
+            raise error.__cause__ from None
+        raise
+
+
 def _node_class(hint: Any) -> type[BaseConfig] | None:
     """Return the dataclass among the types of a field, None if its values are not nodes."""
-    for kind in typing.get_args(hint) or (hint,):
-        if isinstance(kind, type) and issubclass(kind, BaseConfig):
-            return kind
-    return None
+    return next(filter(_is_node_class, typing.get_args(hint) or (hint,)), None)
+
+
+def _is_node_class(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseConfig)
 
 
 def nearest(key: str, known: Iterable[str], count: int = 3) -> list[str]:

@@ -208,9 +208,12 @@ def test_pools_count_worker_processes(monkeypatch):
     assert manager.resource_pool_dict["global_pool"].world_size == 2
 
 
-def test_pf_ppo_draws_by_its_generator_alone():
-    config = OmegaConf.create({"use_pf_ppo": True, "pf_ppo": {"reweight_method": "pow", "weight_pow": 1.0}})
+PF_PPO = {"use_pf_ppo": True, "pf_ppo": {"reweight_method": "pow", "weight_pow": 1.0}}
+SHORT_PF_PPO = ({"use_pf_ppo": True}, {"use_pf_ppo": True, "pf_ppo": None})
 
+
+@pytest.mark.parametrize("config", [PF_PPO, *SHORT_PF_PPO, *map(OmegaConf.create, (PF_PPO, *SHORT_PF_PPO))])
+def test_pf_ppo_draws_by_its_generator_alone(config):
     def drawn(seed):
         torch.rand(seed)  # others draw from the process's generator
         batch = scored([[float(row)] for row in range(1, 9)], list("abcdefgh"))

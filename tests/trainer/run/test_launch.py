@@ -1,6 +1,7 @@
 import json
 import logging
 import os
+import pickle
 import struct
 import subprocess
 import sys
@@ -156,6 +157,11 @@ def test_what_the_constructor_of_a_worker_raised_is_told():
     assert "rank 0" in lines[0] and lines[0].endswith("ConfigError: 2 problems:")
     assert lines[1:] == ["  - a=1: wrong", "  - b=2: wrong"]
     assert "/nowhere/model" in str(error)  # of the log
+    assert error.args == (str(error),) and repr(error) == f"WorkerDiedError({str(error)!r})"
+    again = pickle.loads(pickle.dumps(error))
+    assert (again.args, again.ranks) == (error.args, (0,))
+    assert [again.group, again.role, again.method] == ["pool", "actor", "init_model"]
+    assert again.phase is None and again.step is None
 
 
 def test_stack_traces_of_other_processes_are_left_to_the_log():

@@ -4,6 +4,7 @@ import json
 import random
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -309,7 +310,7 @@ def test_contents_are_respected(saved, tmp_path):
         make(2)[-1].load_checkpoint(str(tmp_path / "global_step_1"))
     assert find_complete_checkpoints(tmp_path) == [str(tmp_path / "global_step_1")]
 
-    other, other_optimizer, _, loader = make(3, config={"load_contents": ["model"]})
+    other, other_optimizer, _, loader = make(3, config=SimpleNamespace(load_contents=["model"]))
     draws = torch.get_rng_state()
     loader.load_checkpoint(str(saved / "global_step_2" / "actor"))
     assert torch.equal(torch.get_rng_state(), draws) and not other_optimizer.state

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from verl.utils.dataset.files import DataError
-from verl.utils.dataset.rl_dataset import PromptTooLongError, RLHFDataset, collate_fn
+from verl.utils.dataset.rl_dataset import PromptTooLongError, RLHFDataset, collate_fn, truncate
 
 USER = "<|user|>{}<|end|><|assistant|>"
 
@@ -76,6 +76,8 @@ def test_truncation_error_names_file_and_row(tokenizer, parquet, row):
     with pytest.raises(PromptTooLongError, match=r"b\.parquet, row 1, column 'prompt'.*43 tokens.*is 16") as caught:
         dataset[2]
     assert isinstance(caught.value, NotImplementedError) and isinstance(caught.value, RuntimeError)
+    with pytest.raises(PromptTooLongError, match="3 tokens are more than 2"):
+        truncate([1, 2, 3], 2, "error")
 
 
 @pytest.mark.parametrize("workers", [1, 2])

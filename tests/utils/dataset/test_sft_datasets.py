@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from verl.utils.dataset import RMDataset, SFTDataset
+from verl.utils.dataset.dataset_utils import SFTTensorCollator
 from verl.utils.dataset.files import DataError
-from verl.utils.dataset.sft_dataset import MultiTurnSFTDataset, SFTTensorCollator
+from verl.utils.dataset.sft_dataset import MultiTurnSFTDataset
 
 CHATML = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>\n{% endfor %}"
@@ -154,6 +155,8 @@ def test_single_turn_rows(tokenizer, parquet):
     assert item["loss_mask"].tolist() == [0, 0, 0, 1, 1, 1, 0, 0, 0, 0]
     short = SFTDataset(path, tokenizer, {**config, "max_length": 5, "truncation": "right"})[0]
     assert short["input_ids"].tolist() == ids[:5] and short["loss_mask"].tolist() == [0, 0, 0, 1, 0]
+    with pytest.raises(DataError, match=r"data\.truncation must be one of .*'center'"):
+        SFTDataset(path, tokenizer, {**config, "truncation": "center"})
     with pytest.raises(DataError, match=r"column 'prompt' .*has no field 'body'"):
         SFTDataset(path, tokenizer, {"prompt_dict_keys": ["body"]})
     with pytest.raises(DataError, match=r"column 'prompt' \(data\.prompt_key\): must be a string"):

@@ -315,6 +315,11 @@ def test_videos(tmp_path: Path) -> None:
     assert metadata["frames_indices"] == [0, 2, 4, 7, 9, 11]
     assert (metadata["fps"], metadata["total_num_frames"], metadata["duration"]) == (4.0, 12, 3.0)
     assert len(load_video({"video": path, "nframes": 4, **pixels})[0]) == 4
+    assert torch.equal(process_video({"video": path, **pixels}, 4), load_video({"video": path, **pixels}, 4)[0])
+    square = {"video": path, "min_pixels": 64 * 64, "max_pixels": 64 * 64}
+    few = load_video(square, fps=4.0, fps_min_frames=4, fps_max_frames=8, image_patch_size=16)[0]
+    assert few.shape == (8, 3, 64, 64)
+    assert process_video(square, image_patch_size=16).shape == (6, 3, 64, 64)
     with pytest.raises(NotImplementedError, match='{"video"'):
         load_video({"frames": []})
     for wrong, message in (

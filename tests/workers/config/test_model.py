@@ -58,6 +58,11 @@ def test_parts_are_loaded_on_first_use_and_can_be_given(model_folder):
     assert HFModelConfig(path=str(model_folder), load_tokenizer=False).tokenizer is None
 
 
+def test_a_changed_path_takes_along_what_follows_it():
+    changed = HFModelConfig(path="a", tokenizer_path="a").changed({"path": "b"})
+    assert (changed.hf_config_path, changed.tokenizer_path) == ("b", "a")  # the second was written
+
+
 def test_overrides_win_and_mappings_merge(model_folder):
     override = {
         "attention_dropout": 0.25,

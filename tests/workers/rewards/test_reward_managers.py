@@ -400,6 +400,26 @@ def test_custom_manager_registered_by_the_file(tokenizer, batch, scorer_file):
     assert torch.equal(rewards(batch), expected([2.0] * 3))
 
 
+def test_a_manager_may_declare_its_call_and_score_by_functions(tokenizer, batch, scorer_file):
+    path = scorer_file(
+        "from verl.workers.reward_manager import AbstractRewardManager, register\n"
+        "from verl.workers.rewards.scoring import Score\n"
+        "@register('lengths')\nclass Lengths(AbstractRewardManager):\n"
+        "    def __call__(self, data, return_dict=False):\n"
+        "        score = lambda samples: [Score(self.compute_score(answer=s.response)) for s in samples]\n"
+        "        to_rewards = lambda samples, scores: [2 * each.value for each in scores]\n"
+        "        return self.score_batch(data, return_dict, score, to_rewards, writes_acc=True)\n"
+        "    @classmethod\n"
+        "    def call_scorer_example(cls, scorer):\n        return (), {'answer': ''}\n"
+        "def compute_score(answer):\n    return len(answer)\n"
+    )
+    node = {"custom_reward_function": {"path": path}, "reward_model": {"reward_manager": "lengths"}}
+    rewards = load_reward_manager(config(**node), tokenizer, num_examine=0)
+    assert REWARD_MANAGER_REGISTRY.pop("lengths") is type(rewards)
+    assert torch.equal(rewards(batch), expected([2.0 * len(text) for text in RESPONSES]))
+    assert batch.batch["acc"].tolist() == [len(text) for text in RESPONSES]
+
+
 @pytest.mark.parametrize(
     ("text", "kind", "message"),
     [

@@ -1,6 +1,12 @@
 """Workers and worker groups, independent of the backend that runs the processes."""
 
-from verl.single_controller.base.worker import Worker
-from verl.single_controller.base.worker_group import ClassWithInitArgs, ResourcePool, WorkerGroup
-
-__all__ = ["ClassWithInitArgs", "ResourcePool", "Worker", "WorkerGroup"]
+from verl.single_controller.base.errors import PlacementError as PlacementError
+from verl.single_controller.base.errors import WorkerDiedError as WorkerDiedError
+from verl.single_controller.base.errors import WorkerError as WorkerError
+from verl.single_controller.base.errors import WorkerTaskError as WorkerTaskError
+from verl.single_controller.base.errors import WorkerTimeoutError as WorkerTimeoutError
+from verl.single_controller.base.errors import phase as phase
+from verl.single_controller.base.worker import Worker as Worker
+from verl.single_controller.base.worker_group import ClassWithInitArgs as ClassWithInitArgs
+from verl.single_controller.base.worker_group import ResourcePool as ResourcePool
+from verl.single_controller.base.worker_group import WorkerGroup as WorkerGroup

@@ -53,7 +53,7 @@ class CallSite:
 class WorkerError(RuntimeError):
     """A call to a worker group failed, and its actors have been ended.
 
-    ``rank`` is the first rank that failed, ``ranks`` are all of them.
+    ``rank`` is the first rank that failed, ``ranks`` are all of them; ``group`` to ``step`` are those of ``site``.
     """
 
     site: CallSite
@@ -65,11 +65,14 @@ class WorkerError(RuntimeError):
 
     def __post_init__(self) -> None:
         self.ranks = self.ranks or (self.rank,)
-
-    def __str__(self) -> str:
+        self.group = self.site.group
+        self.role = self.site.role
+        self.method = self.site.method
+        self.phase = self.site.phase
+        self.step = self.site.step
         names = f"rank {self.rank}" if len(self.ranks) == 1 else f"ranks {', '.join(map(str, self.ranks))}"
-        actor = f"worker {names} of group {self.site.group!r} (actor {self.actor_name!r})"
-        return f"{actor} {self.what}: {self.site}: {self.last_error}"
+        actor = f"worker {names} of group {self.group!r} (actor {self.actor_name!r})"
+        super().__init__(f"{actor} {self.what}: {self.site}: {self.last_error}")
 
     def __reduce__(self) -> tuple[type["WorkerError"], tuple[CallSite, int, str, str, tuple[int, ...]]]:
         return type(self), (self.site, self.rank, self.actor_name, self.last_error, self.ranks)

@@ -1,7 +1,6 @@
 """Turn token-level scores into rewards and advantages, on the batch of the driver."""
 
 import torch
-from omegaconf import DictConfig
 
 from verl.algos.advantage import compute_pf_ppo_reweight_data, estimate_advantages
 from verl.algos.config import AlgoConfig
@@ -9,6 +8,7 @@ from verl.algos.kl import KLController
 from verl.algos.kl import kl_penalty as compute_kl
 from verl.algos.mismatch import compute_rollout_importance_weights
 from verl.algos.names import AdvantageEstimator
+from verl.base_config import Tree
 from verl.protocol import DataProto
 from verl.trainer.ppo.phases import tensors_of
 from verl.utils.torch_functional import masked_mean
@@ -81,7 +81,7 @@ def compute_advantage(
     lam: float | None = None,
     num_repeat: int = 1,
     norm_adv_by_std_in_grpo: bool = True,
-    config: AlgoConfig | DictConfig | None = None,
+    config: Tree | None = None,
     generator: torch.Generator | None = None,
 ) -> DataProto:
     """Add ``advantages`` and ``returns`` (B, R) by a registered estimator.
@@ -111,7 +111,7 @@ def compute_advantage(
         **columns,
         **discounts,
     )
-    if adv_estimator == AdvantageEstimator.GAE and config is not None and "use_pf_ppo" in config and config.use_pf_ppo:
-        options = AlgoConfig().pf_ppo | dict(config.pf_ppo)
+    if adv_estimator == AdvantageEstimator.GAE and config is not None and config.get("use_pf_ppo"):
+        options = AlgoConfig().pf_ppo | dict(config.get("pf_ppo") or {})
         data = compute_pf_ppo_reweight_data(data, options["reweight_method"], options["weight_pow"], generator)
     return data

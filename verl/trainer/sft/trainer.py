@@ -163,27 +163,27 @@ class SFTTrainer:
     Raises: ValueError naming the dotted key, or file, row and column, of a value that cannot be used.
     """
 
-    def __init__(self, tree: DictConfig) -> None:
-        self._check(tree)
+    def __init__(self, config: DictConfig) -> None:
+        self._check(config)
         distributed = torch.distributed.is_initialized()
         self.rank = torch.distributed.get_rank() if distributed else 0
         self.world_size = torch.distributed.get_world_size() if distributed else 1
-        seed_process(tree.trainer.seed, "sft", self.rank)
-        self.tree = as_engine_tree(tree)
-        self.config = config = build_node(self.tree, SFTConfig)
-        self.tokenizer = config.model.tokenizer
+        seed_process(config.trainer.seed, "sft", self.rank)
+        self.tree = as_engine_tree(config)
+        self.config = settings = build_node(self.tree, SFTConfig)
+        self.tokenizer = settings.model.tokenizer
         # Reading the data before the model shows its errors sooner.
-        self.train_dataset = self._dataset(config.data.train_files)
-        self.val_dataset = self._dataset(config.data.val_files) if config.data.val_files else None
+        self.train_dataset = self._dataset(settings.data.train_files)
+        self.val_dataset = self._dataset(settings.data.val_files) if settings.data.val_files else None
         self._plan()
-        config.optim.total_training_steps = self.total_steps
+        settings.optim.total_training_steps = self.total_steps
         self.engine: BaseEngine = EngineRegistry.new(
             model_type="language_model",
-            backend=config.engine.strategy,
-            model_config=config.model,
-            engine_config=config.engine,
-            optimizer_config=config.optim,
-            checkpoint_config=config.checkpoint,
+            backend=settings.engine.strategy,
+            model_config=settings.model,
+            engine_config=settings.engine,
+            optimizer_config=settings.optim,
+            checkpoint_config=settings.checkpoint,
         )
         self.engine.initialize()
         self.train_loader = self._loader(self.train_dataset, train=True)
@@ -191,27 +191,27 @@ class SFTTrainer:
         self.checkpoints = CheckpointHandler(
             self.engine,
             self.train_loader,
-            default_local_dir=config.trainer.default_local_dir,
-            max_ckpt_to_keep=config.trainer.max_ckpt_to_keep,
-            default_hdfs_dir=config.trainer.default_hdfs_dir,
-            resume_mode=config.trainer.resume_mode,
-            resume_from_path=config.trainer.resume_from_path,
+            default_local_dir=settings.trainer.default_local_dir,
+            max_ckpt_to_keep=settings.trainer.max_ckpt_to_keep,
+            default_hdfs_dir=settings.trainer.default_hdfs_dir,
+            resume_mode=settings.trainer.resume_mode,
+            resume_from_path=settings.trainer.resume_from_path,
         )
-        self.flops = FlopsCounter(config.model.hf_config, adapters=self.engine.adapter_sizes)
+        self.flops = FlopsCounter(settings.model.hf_config, adapters=self.engine.adapter_sizes)
         self.loss_fn = partial(sft_loss, None)
 
     # ---- start
 
     @staticmethod
-    def _check(tree: DictConfig) -> None:
-        device = tree.trainer.device
+    def _check(config: DictConfig) -> None:
+        device = config.trainer.device
         if device != get_device_name():
             expected = f"this machine has {get_device_name()}: write trainer.device={get_device_name()}"
             if device == "npu" and importlib.util.find_spec("torch_npu") is None:
                 expected = f"needs the package torch_npu, which is not installed: install it; {expected}"
             raise ConfigError([Violation("trainer.device", device, expected)])
-        validate_sft_config(tree, envs.integer("WORLD_SIZE", 1))
-        check_backends(tree.trainer.logger)
+        validate_sft_config(config, envs.integer("WORLD_SIZE", 1))
+        check_backends(config.trainer.logger)
 
     def _dataset(self, files: str | list[str]) -> Dataset[Row]:
         data = self.tree.data  # a data set of the user reads keys that this trainer does not know

@@ -247,11 +247,11 @@ class _NoPathError(ValueError, AssertionError):
 
 
 def _contents(config: Mapping[str, Any] | None, key: str, default: Iterable[str]) -> list[str]:
-    """Read a list of parts from a config.
+    """Read a list of parts from a config, which may be a mapping or an object with attributes.
 
     Raises: ValueError for an unknown part.
     """
-    value = None if config is None else config.get(key)
+    value = config.get(key) if isinstance(config, Mapping) else getattr(config, key, None)
     parts = list(default if value is None else value)
     unknown = [part for part in parts if part not in CONTENTS]
     if unknown:

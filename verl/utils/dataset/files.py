@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 import pyarrow.json as pj
 import pyarrow.parquet as pq
 
-from verl.utils.dataset.config import DataConfig
+from verl.utils.dataset.config import TRUNCATIONS, DataConfig
 from verl.utils.fs import copy_to_local
 
 Row = dict[str, Any]
@@ -28,6 +28,16 @@ class DataError(ValueError):
 
 class DataFileNotFoundError(DataError, FileNotFoundError):
     """A data file does not exist."""
+
+
+def checked_truncation(settings: DataConfig) -> str:
+    """Return ``data.truncation``.
+
+    Raises: DataError for an unknown value.
+    """
+    if settings.truncation not in TRUNCATIONS:
+        raise DataError(f"data.truncation must be one of {TRUNCATIONS}, got {settings.truncation!r}")
+    return settings.truncation
 
 
 # ---- reading

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from verl.utils.dataset import files
-from verl.utils.dataset.config import TRUNCATIONS, DataConfig, Node
+from verl.utils.dataset.config import DataConfig, Node
 from verl.utils.dataset.files import ColumnCheck, DataError, Row
 from verl.utils.dataset.vision_utils import Media, MediaEncoder, MediaError, check_media, model_inputs, templater_of
 from verl.utils.py_functional import object_array
@@ -49,9 +49,14 @@ def collate_fn(data_list: list[Row]) -> Row:
 
 
 def truncate(ids: list[int], max_length: int, truncation: str) -> list[int]:
-    """Truncate to ``max_length``: keep the tail (left), the head (right), or half of each (middle)."""
+    """Truncate to ``max_length``: keep the tail (left), the head (right), or half of each (middle).
+
+    Raises: PromptTooLongError under ``error``.
+    """
     if len(ids) <= max_length:
         return ids
+    if truncation == "error":
+        raise PromptTooLongError(f"{len(ids)} tokens are more than {max_length}")
     head = {"left": 0, "right": max_length, "middle": max_length // 2}[truncation]
     return ids[:head] + ids[len(ids) - (max_length - head) :]
 
@@ -97,15 +102,13 @@ class RLHFDataset(Dataset):
         self.return_raw_chat = settings.return_raw_chat
         self.return_full_prompt = settings.return_full_prompt
         self.return_multi_modal_inputs = settings.return_multi_modal_inputs
-        self.truncation = settings.truncation
+        self.truncation = files.checked_truncation(settings)
         self.filter_overlong_prompts = settings.filter_overlong_prompts
         self.num_workers = min(settings.filter_overlong_prompts_workers, os.cpu_count() or 1)
         self.need_tools_kwargs = settings.need_tools_kwargs
         self.apply_chat_template_kwargs = dict(settings.apply_chat_template_kwargs)
         self._templater = templater_of(tokenizer, processor)
         self.serialize_dataset = False
-        if self.truncation not in TRUNCATIONS:
-            raise DataError(f"data.truncation must be one of {TRUNCATIONS}, got {self.truncation!r}")
         if self.max_prompt_length < 1:
             raise DataError(f"data.max_prompt_length must be at least 1, got {self.max_prompt_length}")
         if self._templater.chat_template is None and "chat_template" not in self.apply_chat_template_kwargs:

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, default_collate
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from verl.utils.dataset import files
-from verl.utils.dataset.config import TRUNCATIONS, DataConfig, Node
+from verl.utils.dataset.config import DataConfig, Node
 from verl.utils.dataset.files import ColumnCheck, DataError, Row
 from verl.utils.dataset.rl_dataset import truncate
 from verl.utils.dataset.vision_utils import MediaEncoder, MediaError, Templater, TurnEncoder, check_media, templater_of
@@ -110,7 +110,7 @@ class SFTDataset(Dataset):
         settings = DataConfig.of_data_set(config)
         self.tokenizer = tokenizer
         self.max_length = settings.max_length
-        self.truncation = settings.truncation
+        self.truncation = files.checked_truncation(settings)
         self.apply_chat_template_kwargs = dict(settings.apply_chat_template_kwargs)
         self.data_files = files.localize(files.as_file_list(parquet_files), use_shm=settings.use_shm)
         self.prompts: list[str] = []
@@ -229,9 +229,7 @@ class MultiTurnSFTDataset(Dataset):
         if self.pad_mode is DatasetPadMode.LEFT_RIGHT:
             raise DataError("data.pad_mode must be right or no_padding, got 'left_right'")
         self.max_length = settings.max_length
-        self.truncation = settings.truncation
-        if self.truncation not in TRUNCATIONS:
-            raise DataError(f"data.truncation must be one of {TRUNCATIONS}, got {self.truncation!r}")
+        self.truncation = files.checked_truncation(settings)
         self.apply_chat_template_kwargs = dict(settings.apply_chat_template_kwargs)
         self.tokenizer = tokenizer
         self._warned = False

@@ -212,28 +212,33 @@ def process_video(
     fps: float | None = None,
     fps_min_frames: int | None = None,
     fps_max_frames: int | None = None,
+    image_patch_size: int = 14,
 ) -> Tensor:
-    """Load a video: (frames, 3, height, width) uint8; see ``load_video``.
-
-    ``nframes``, ``fps``, ``fps_min_frames`` and ``fps_max_frames`` replace the keys of the dict.
-    """
-    given = {"nframes": nframes, "fps": fps, "min_frames": fps_min_frames, "max_frames": fps_max_frames}
-    spec = _described(video) | {name: value for name, value in given.items() if value is not None}
-    return load_video(spec)[0]
+    """Load a video: (frames, 3, height, width) uint8; see ``load_video``."""
+    return load_video(video, nframes, fps, fps_min_frames, fps_max_frames, image_patch_size)[0]
 
 
-def load_video(video: Described, image_patch_size: int = 14) -> tuple[Tensor, dict[str, Any]]:
+def load_video(
+    video: Described,
+    nframes: int | None = None,
+    fps: float | None = None,
+    fps_min_frames: int | None = None,
+    fps_max_frames: int | None = None,
+    image_patch_size: int = 14,
+) -> tuple[Tensor, dict[str, Any]]:
     """Load a video and the times of its frames.
 
     Args:
         video: a dict with a path or a list of frames (images as in ``process_image``) under ``video``; optional keys
             are ``nframes`` or ``fps``, ``min_frames`` and ``max_frames``, ``sample_fps`` for a list, and pixel limits.
+        nframes, fps, fps_min_frames, fps_max_frames: replace the keys of the dict.
 
     Returns: frames (T, 3, H, W) uint8, and metadata in the form that transformers' processors take.
     Raises: VideoFormError when ``video`` is no such dict; MediaError when it cannot be read; MissingVideoSupportError
         without qwen-vl-utils, torchvision or, for files, PyAV.
     """
-    spec = _described(video)
+    given = {"nframes": nframes, "fps": fps, "min_frames": fps_min_frames, "max_frames": fps_max_frames}
+    spec = _described(video) | {name: value for name, value in given.items() if value is not None}
     if "nframes" in spec and "fps" in spec:
         raise MediaError(f"a video takes nframes or fps, not both: got nframes={spec['nframes']}, fps={spec['fps']}")
     fetch_video = _qwen_vl_utils().fetch_video

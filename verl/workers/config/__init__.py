@@ -22,6 +22,7 @@ from verl.workers.config.optimizer import McoreOptimizerConfig as McoreOptimizer
 from verl.workers.config.optimizer import OptimizerConfig as OptimizerConfig
 from verl.workers.config.reward_model import CustomRewardFunctionConfig as CustomRewardFunctionConfig
 from verl.workers.config.reward_model import OverlongBufferConfig as OverlongBufferConfig
+from verl.workers.config.reward_model import RewardDataProcessorConfig as RewardDataProcessorConfig
 from verl.workers.config.reward_model import RewardModelConfig as RewardModelConfig
 from verl.workers.config.reward_model import RewardModelModelConfig as RewardModelModelConfig
 from verl.workers.config.rollout import AgentLoopConfig as AgentLoopConfig

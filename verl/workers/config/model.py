@@ -199,8 +199,9 @@ class HFModelConfig(BaseModelConfig):
             from verl.utils.import_utils import import_external_libs
 
             import_external_libs(self.external_lib)
-        self.hf_config_path = self.hf_config_path or self.path
-        self.tokenizer_path = self.tokenizer_path or self.path
+        self._following_path = [name for name in ("hf_config_path", "tokenizer_path") if not self[name]]
+        for name in self._following_path:
+            setattr(self, name, self.path)
 
     def rules(self) -> Iterator[Violation]:
         """Yield adapters without a scale, and kernels that do not exist."""
@@ -230,9 +231,7 @@ class HFModelConfig(BaseModelConfig):
         """Return the node with other values; mappings in it are merged. Nothing loaded is taken over."""
         loaded = {name for name, value in vars(HFModelConfig).items() if isinstance(value, Loaded)}
         values = {name: self[name] for name in self if name not in loaded}
-        for name in ("hf_config_path", "tokenizer_path"):
-            if values[name] == self.path:  # the default, which follows the path
-                values[name] = None
+        values |= {name: None for name in self._following_path if values[name] == self.path}
         merged: Any = OmegaConf.to_container(OmegaConf.merge(OmegaConf.create(values), OmegaConf.create(dict(changes))))
         return HFModelConfig(**merged)
 

@@ -16,6 +16,7 @@ from verl.utils.sandbox.permits import FilePermits
 from verl.workers.config.reward_model import CustomRewardFunctionConfig, RewardModelConfig, ScoringConfig
 from verl.workers.rewards.managers import AbstractRewardManager, get_reward_manager_cls
 from verl.workers.rewards.scoring import RawScorer
+from verl.workers.rewards.signature import call_problem
 
 Config = DictConfig | Mapping[str, Any]
 """The configuration of a run, of which this module parses the nodes of the reward."""
@@ -97,7 +98,7 @@ def check_scorer_signature(scorer: RawScorer, manager: type[AbstractRewardManage
     if isinstance(scorer, functools.partial):
         more_keywords = list(scorer.keywords)
         signature = inspect.signature(scorer.func)
-    problem = manager.scorer_call.problem(signature, more_keywords)
+    problem = call_problem(signature, manager.call_scorer_example(scorer), more_keywords)
     if problem:
         raise RewardFunctionTypeError(
             f"custom_reward_function: {getattr(scorer, '__name__', scorer)}{signature} cannot be called by "
@@ -117,7 +118,7 @@ def resolve_reward(config: Config) -> tuple[type[AbstractRewardManager], RawScor
     scorer = get_custom_reward_fn(config)
     manager = get_reward_manager_cls(node.get("reward_manager") or RewardModelConfig.reward_manager)
     if scorer is not None:
-        if issubclass(manager, AbstractRewardManager):  # a user's manager may derive from nothing
+        if hasattr(manager, "call_scorer_example"):  # a user's manager may derive from nothing
             check_scorer_signature(scorer, manager)
     elif manager.__name__ != "BatchRewardManager":
         scorer = built_in_scorer(node)

@@ -14,10 +14,13 @@ from verl.utils.reward_score import default_compute_score
 from verl.utils.time_limit import TimeLimitExceeded, time_limit
 from verl.workers.rewards import scoring
 from verl.workers.rewards.scoring import RawScore, RawScorer, RewardOutput, Sample, Score, ScoringLimits
-from verl.workers.rewards.signature import SCORER_CALLS, ScorerCall
+from verl.workers.rewards.signature import SCORER_CALLS, Example, ScorerCall
 
 if TYPE_CHECKING:
     from verl.protocol import DataProto
+
+ScoreSamples = Callable[[list[Sample]], list[Score]]
+ToRewards = Callable[[list[Sample], list[Score]], list[float]]
 
 
 class AbstractRewardManager:
@@ -67,23 +70,16 @@ class AbstractRewardManager:
             of them as ``reward_tensor`` and of the scorer's extras as ``reward_extra_info``, a dict of lists of length
             B.
         """
-        given = scoring.given_scores(data, return_dict)
-        if given is not None:
-            return given
-        samples, scores = self._samples_and_scores(data)
-        scoring.log_samples(samples, scores, self.num_examine)
-        assert data.batch is not None
-        if self.writes_acc:
-            values = [score.value for score in scores]
-            data.batch["acc"] = torch.tensor(values, dtype=torch.float32, device=data.batch["prompts"].device)
-        reward = scoring.place_scores(self.rewards(samples, scores), samples, data.batch["responses"])
-        if not return_dict:
-            return reward
-        return {"reward_tensor": reward, "reward_extra_info": scoring.gather_extras(scores, self._known_extras)}
+        return self.score_batch(data, return_dict, self.score, self.rewards, self.writes_acc)
+
+    @classmethod
+    def call_scorer_example(cls, scorer: RawScorer) -> Example:
+        """Return arguments in the form that the manager passes them, to check the signature of a scorer."""
+        return cls.scorer_call.example()
 
     def verify(self, data: "DataProto") -> list[float]:
         """Return the score of each response."""
-        return [score.value for score in self._samples_and_scores(data)[1]]
+        return [score.value for score in self.score_samples(data, self.score)[1]]
 
     def score(self, samples: list[Sample]) -> list[Score]:
         """Score samples; a sample that cannot be scored gets a ``failure``."""
@@ -93,10 +89,36 @@ class AbstractRewardManager:
         """Return the values of the tensor; may add extras to the scores."""
         return [score.value for score in scores]
 
-    def _samples_and_scores(self, data: "DataProto") -> tuple[list[Sample], list[Score]]:
+    # ---- for subclasses that define ``__call__``
+
+    def score_batch(
+        self,
+        data: "DataProto",
+        return_dict: bool,
+        score: ScoreSamples,
+        to_rewards: ToRewards | None = None,
+        writes_acc: bool = False,
+    ) -> RewardOutput:
+        """Do the work of ``__call__`` with other functions than ``score`` and ``rewards``."""
+        given = scoring.given_scores(data, return_dict)
+        if given is not None:
+            return given
+        samples, scores = self.score_samples(data, score)
+        scoring.log_samples(samples, scores, self.num_examine)
+        assert data.batch is not None
+        values = [each.value for each in scores]
+        if writes_acc:
+            data.batch["acc"] = torch.tensor(values, dtype=torch.float32, device=data.batch["prompts"].device)
+        rewards = values if to_rewards is None else to_rewards(samples, scores)
+        reward = scoring.place_scores(rewards, samples, data.batch["responses"])
+        if not return_dict:
+            return reward
+        return {"reward_tensor": reward, "reward_extra_info": scoring.gather_extras(scores, self._known_extras)}
+
+    def score_samples(self, data: "DataProto", score: ScoreSamples) -> tuple[list[Sample], list[Score]]:
         """Return the samples of a batch and their scores, and log failures."""
         samples = scoring.read_samples(data, self.tokenizer, self.reward_fn_key)
-        scores = self.score(samples)
+        scores = score(samples)
         in_full = not self._has_shown_a_failure
         self._has_shown_a_failure |= scoring.report_failures(samples, scores, self.limits, in_full)
         return samples, scores

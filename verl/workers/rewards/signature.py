@@ -7,6 +7,9 @@ import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+Example = tuple[tuple[str, ...], dict[str, str]]
+"""Arguments of a scorer: those by position, and those by name."""
+
 
 @dataclass(frozen=True)
 class ScorerCall:
@@ -15,19 +18,24 @@ class ScorerCall:
     arguments: tuple[str, ...]
     by_position: bool = False
 
-    def problem(self, signature: inspect.Signature, more_keywords: Iterable[str] = ()) -> str | None:
-        """Return why this call does not fit a signature, naming the arguments; None if it fits.
+    def example(self) -> Example:
+        """Return empty arguments in the form of this call."""
+        keywords = dict.fromkeys(self.arguments, "")
+        return (tuple(keywords.values()), {}) if self.by_position else ((), keywords)
 
-        Args: ``more_keywords`` are the names of ``custom_reward_function.reward_kwargs``.
-        """
-        keywords = dict.fromkeys([*([] if self.by_position else self.arguments), *more_keywords])
-        positional = [None] * len(self.arguments) if self.by_position else []
-        try:
-            signature.bind(*positional, **keywords)
-        except TypeError as error:
-            passed = ", ".join(dict.fromkeys([*self.arguments, *more_keywords]))
-            return f"with ({passed}): {error}"
-        return None
+
+def call_problem(signature: inspect.Signature, example: Example, more_keywords: Iterable[str] = ()) -> str | None:
+    """Return why a call does not fit a signature, naming the arguments; None if it fits.
+
+    Args: ``more_keywords`` are the names of ``custom_reward_function.reward_kwargs``.
+    """
+    positional, keywords = example
+    keywords = {**keywords, **dict.fromkeys(more_keywords, "")}
+    try:
+        signature.bind(*positional, **keywords)
+    except TypeError as error:
+        return f"with ({', '.join([*_ONE_RESPONSE[: len(positional)], *keywords])}): {error}"
+    return None
 
 
 _ONE_RESPONSE = ("data_source", "solution_str", "ground_truth", "extra_info")

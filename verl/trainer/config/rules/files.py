@@ -12,7 +12,7 @@ from typing import Any
 from verl.base_config import Violation
 from verl.trainer.config.run_config import RunConfig
 from verl.utils.import_utils import python_file
-from verl.workers.rewards.signature import SCORER_CALLS
+from verl.workers.rewards.signature import SCORER_CALLS, call_problem
 
 RUN_FOLDERS = ("default_local_dir", "rollout_data_dir", "validation_data_dir")
 """Keys of ``trainer`` that name folders of a run."""
@@ -156,7 +156,7 @@ def scorer_rules(run: RunConfig, module: ast.Module) -> Iterator[Violation]:
         if manager not in SCORER_CALLS:
             return
         signature = _signature(definition)
-        problem = SCORER_CALLS[manager].problem(signature, run.custom_reward_function.reward_kwargs)
+        problem = call_problem(signature, SCORER_CALLS[manager].example(), run.custom_reward_function.reward_kwargs)
         if problem is not None:
             shown = ", ".join(str(each).replace("=Ellipsis", "=...") for each in signature.parameters.values())
             expected = (

@@ -1,0 +1,4 @@
+"""Established path of ``DatasetPadMode`` and ``SFTTensorCollator``."""
+
+from verl.utils.dataset.sft_dataset import DatasetPadMode as DatasetPadMode
+from verl.utils.dataset.sft_dataset import SFTTensorCollator as SFTTensorCollator
