@@ -7,6 +7,7 @@ trainer runs. It imports neither torch nor transformers.
 import importlib
 import logging
 import os
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -118,17 +119,15 @@ class TaskRunner:
     def add_actor_rollout_worker(self, config: DictConfig) -> tuple[type, type["RayWorkerGroup"]]:
         """Choose the worker of actor and rollout; returns its class and that of its worker group."""
         from verl.single_controller.ray import RayWorkerGroup
-        from verl.workers.roles import ActorRolloutRefWorker
 
-        self._add(Role.ActorRollout, ActorRolloutRefWorker)
-        return ActorRolloutRefWorker, RayWorkerGroup
+        cls = _workers_of(config.actor_rollout_ref.actor.strategy).ActorRolloutRefWorker
+        self._add(Role.ActorRollout, cls)
+        return cls, RayWorkerGroup
 
     def add_critic_worker(self, config: DictConfig) -> None:
         """Choose the worker of the critic, if one is trained."""
         if need_critic(config):
-            from verl.workers.roles import CriticWorker
-
-            self._add(Role.Critic, CriticWorker)
+            self._add(Role.Critic, _workers_of(config.critic.strategy).CriticWorker)
 
     def init_resource_pool_mgr(self, config: DictConfig) -> "ResourcePoolManager":
         """Lay out the pools: ``global_pool``, and ``reward_pool`` if the reward model has its own."""
@@ -144,10 +143,8 @@ class TaskRunner:
         """Choose the worker of the reward model, if one is enabled."""
         reward = config.reward_model
         if reward.enable:
-            from verl.workers.roles import RewardModelWorker
-
             pool = "reward_pool" if reward.enable_resource_pool else "global_pool"
-            self._add(Role.RewardModel, RewardModelWorker, pool)
+            self._add(Role.RewardModel, _workers_of(reward.strategy).RewardModelWorker, pool)
 
     def add_ref_policy_worker(self, config: DictConfig, ref_policy_cls: type) -> None:
         """Choose the worker of the reference policy, if a KL term needs one."""
@@ -229,6 +226,11 @@ class TaskRunner:
         CLOCK.mark("tokenizer_and_data")
         trainer.init_workers(workers.result(trainer.total_training_steps) if workers else None)
         trainer.fit()
+
+
+def _workers_of(strategy: str) -> ModuleType:
+    """Import the workers of a strategy; those on Megatron-Core can also report their place in its layout."""
+    return importlib.import_module(f"verl.workers.{'megatron' if strategy == 'megatron' else 'fsdp'}_workers")
 
 
 if __name__ == "__main__":

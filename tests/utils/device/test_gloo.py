@@ -1,5 +1,6 @@
 """Gloo groups have one thread each and share a device; two threads per group corrupt the heap."""
 
+import os
 import subprocess
 import sys
 from datetime import timedelta
@@ -36,6 +37,28 @@ def _check_groups(rank: int, store: str) -> None:
 
 def test_every_group_has_one_thread_and_its_own_timeout(tmp_path: Path) -> None:
     spawn_ranks(_check_groups, (str(tmp_path / "store"),), timeout_s=60)
+
+
+def test_a_forked_child_has_devices_of_its_own(tmp_path: Path) -> None:
+    use_one_thread()
+
+    def meet(rank: int) -> torch.Tensor:
+        group = dist.ProcessGroupGloo(dist.FileStore(str(tmp_path / "store"), 2), rank, 2, timeout=timedelta(seconds=2))
+        whole = torch.ones(1)
+        group.allreduce([whole]).wait()
+        return whole
+
+    dist.ProcessGroupGloo(dist.HashStore(), 0, 1)  # makes the device of this process
+    child = os.fork()
+    if not child:
+        try:
+            meet(1)
+        finally:
+            os._exit(0)
+    try:
+        assert meet(0).item() == 2
+    finally:
+        os.waitpid(child, 0)
 
 
 def test_an_interface_is_taken_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

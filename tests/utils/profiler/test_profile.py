@@ -3,6 +3,7 @@
 import asyncio
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -109,6 +110,21 @@ def test_a_task_is_captured_between_start_and_stop_only(calls):
         ("end", "greeting"),
         ("stop",),
     ]
+
+
+def test_unknown_keywords_of_a_task_and_of_a_start_are_accepted(calls):
+    worker = Worker(RoleProfilers({"actor": DistProfiler(0, ProfilerConfig(tool="torch", enable=True))}))
+    worker.start_profile(profile_step="1", reason="slow")
+    assert DistProfiler.annotate(mini_batches=True, shade=3)(Worker.generate)(worker) is not None
+    worker.stop_profile()
+    assert calls[0] == ("start", {"role": None, "profile_step": "1"}) and ("end", "generate") in calls
+
+
+def test_a_combination_is_of_ranks_and_holds_no_steps():
+    first = ProfilerConfig(tool="torch", enable=True, ranks=[2, 0], save_path="here", steps=[1])
+    second = ProfilerConfig(tool="torch", ranks=[1, 2], profile_continuous_steps=True)
+    both = ProfilerConfig(tool="torch", enable=True, ranks=[0, 1, 2], save_path="here")
+    assert (first.union(second), first.intersect(second)) == (both, replace(both, enable=False, ranks=[2]))
 
 
 def test_a_task_that_fails_ends_the_step_in_all_roles_of_its_process(calls, caplog):

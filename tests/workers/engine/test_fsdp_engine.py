@@ -16,7 +16,7 @@ from tests.workers.engine import cases
 from verl.utils import activation_offload
 from verl.utils.checkpoint import verify_checkpoint
 from verl.workers.config import FSDPOptimizerConfig
-from verl.workers.engine import BaseEngine
+from verl.workers.engine import BaseEngine, passes
 from verl.workers.engine.fsdp.engine import build_scheduler
 
 CUT = cases.MICRO[4]
@@ -59,6 +59,14 @@ def test_older_checkpoints_are_removed_when_they_may_go(folder: Path, tmp_path: 
     assert all(place.is_dir() for place in places)
     engine.keep_latest_checkpoints(str(places[1]), 1)
     assert [place.is_dir() for place in places] == [False, True]
+
+
+def test_the_rows_of_a_pass_stay_on_the_host() -> None:
+    host = passes.MicroBatch(cases.batch([3, 1]), [3, 1])
+    moved = host.to(torch.device("meta"))
+    assert {tensor.device.type for tensor in passes.tensors_of(moved.rows).values()} == {"meta"}
+    assert {tensor.device.type for tensor in passes.tensors_of(host.rows).values()} == {"cpu"}
+    assert moved.index == host.index and moved.rows.meta_info == host.rows.meta_info
 
 
 @pytest.mark.parametrize("packed", [True, False])

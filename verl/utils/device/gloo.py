@@ -8,6 +8,7 @@ assign at once, both free the old name, and the process dies later by SIGSEGV or
 single thread changes nothing else.
 """
 
+import os
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -51,3 +52,6 @@ def _devices(group_class: Any, interfaces: str) -> list[Any]:
     """
     names = [name for name in interfaces.split(",") if name]
     return [group_class.create_device(interface=name) for name in names] or [group_class.create_default_device()]
+
+
+os.register_at_fork(after_in_child=_devices.cache_clear)  # a forked child lacks the threads of its parent's devices

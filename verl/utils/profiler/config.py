@@ -107,7 +107,8 @@ class ProfilerConfig(BaseConfig):
     ) -> "ProfilerConfig":
         assert self.tool == other.tool, f"cannot combine the profilers {self.tool} and {other.tool}"
         ranks = sorted(combine(set(self.ranks), set(other.ranks)))
-        return replace(self, enable=enable, all_ranks=all_ranks, ranks=ranks)
+        of_a_role = replace(self, steps=None, profile_continuous_steps=False, global_tool_config=None)
+        return replace(of_a_role, enable=enable, all_ranks=all_ranks, ranks=ranks)
 
 
 def _is_count(value: Any) -> bool:

@@ -54,7 +54,7 @@ class DistProfiler:
             _, tool = OF_TOOL[config.tool]
             self._impl = tool(tool_config or tool_config_of(config), config.save_path, self.role, rank)
 
-    def start(self, role: str | None = None, profile_step: int | str | None = None) -> None:
+    def start(self, role: str | None = None, profile_step: int | str | None = None, **unused: Any) -> None:
         """Begin the step ``profile_step``; ``role`` names a capture of the whole process."""
         if self._impl is not None and not self.running:
             self._impl.start(role=role, profile_step=profile_step)
@@ -107,6 +107,7 @@ class DistProfiler:
         category: str | None = None,
         role: str | None = None,
         mini_batches: bool = False,
+        **options: Any,
     ) -> Callable[[Callable[P, T]], Callable[P, T]]:
         """Capture calls of a worker's method as tasks of the worker's ``profiler``, if it has one.
 
@@ -115,8 +116,9 @@ class DistProfiler:
         Args:
             role: name of the task, by default the method's.
             mini_batches: whether the method calls ``step`` after each mini-batch.
+            options: passed on to the tool.
         """
-        marks = {"color": color, "domain": domain, "category": category}
+        marks = {"color": color, "domain": domain, "category": category, **options}
 
         def decorate(func: Callable[P, T]) -> Callable[P, T]:
             task = role or func.__name__
@@ -167,7 +169,7 @@ class RoleProfilers:
         self.running = False
         self._first = next(iter(self.profilers.values()))
 
-    def start(self, role: str | None = None, profile_step: int | str | None = None) -> None:
+    def start(self, role: str | None = None, profile_step: int | str | None = None, **unused: Any) -> None:
         """Begin a step in each."""
         for profiler in self.profilers.values():
             profiler.start(role=role, profile_step=profile_step)

@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 from itertools import product
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -56,7 +57,8 @@ class BaseEngine(ABC):
     ``PassSpec``; without one they come from the batch's ``meta_info`` (``PassSpec.from_meta``).
 
     The public methods are templates. A backend builds the model, moves it, runs micro-batches, and reduces and
-    applies gradients.
+    applies gradients. An engine that uses the templates defines the hooks which raise ``NotImplementedError`` here;
+    one that replaces them needs neither the hooks nor the arguments of this constructor.
 
     Args:
         freeze_vision_tower: keep the weights of the vision tower.
@@ -72,30 +74,32 @@ class BaseEngine(ABC):
         shares: the ranks over which a mini-batch adds up, set by ``initialize``.
     """
 
+    adapter_sizes: AdapterSizes | None = None
+    weights_version = 0
+    skipped_steps = 0
     is_value_model = False
     lead = 1
     makes_head = True
     config_key: str
+    engine_config: "FSDPEngineConfig | McoreEngineConfig"
     shares: Shares
 
     def __init__(
         self,
-        model_config: "HFModelConfig | None",
-        engine_config: "FSDPEngineConfig | McoreEngineConfig",
+        model_config: "HFModelConfig | None" = None,
+        engine_config: "FSDPEngineConfig | McoreEngineConfig | None" = None,
         optimizer_config: "OptimizerConfig | None" = None,
         checkpoint_config: "CheckpointConfig | None" = None,
         freeze_vision_tower: bool = False,
         load_weight: bool = True,
     ) -> None:
-        self._model_config = model_config
-        self.engine_config = engine_config
-        self.optimizer_config = None if engine_config.forward_only else optimizer_config
+        self.model_config = model_config
+        if engine_config is not None:
+            self.engine_config = engine_config
+            self.optimizer_config = None if engine_config.forward_only else optimizer_config
         self.checkpoint_config = checkpoint_config
         self.freeze_vision_tower = freeze_vision_tower
         self.load_weight = load_weight
-        self.adapter_sizes: AdapterSizes | None = None
-        self.skipped_steps = 0
-        self.weights_version = 0
 
     @property
     def model_config(self) -> "HFModelConfig":
@@ -106,6 +110,10 @@ class BaseEngine(ABC):
         if self._model_config is None:
             raise RuntimeError(f"this {type(self).__name__} was given a built module: the caller owns its model files")
         return self._model_config
+
+    @model_config.setter
+    def model_config(self, model_config: "HFModelConfig | None") -> None:
+        self._model_config = model_config
 
     @abstractmethod
     def initialize(self) -> None:
@@ -136,13 +144,13 @@ class BaseEngine(ABC):
             finally:
                 self._free_gathered_weights()
 
-    @abstractmethod
     def _on_device(self, *parts: Part) -> AbstractContextManager[None]:
         """Hold parts of the state on the device; offloaded parts return to the host afterwards."""
+        raise NotImplementedError
 
-    @abstractmethod
     def _set_training(self, mode: bool) -> None:
         """Switch dropout on or off."""
+        raise NotImplementedError
 
     def _finish_updates(self) -> None:
         """Complete the work that an optimizer step left to the next forward pass; collective."""
@@ -218,7 +226,6 @@ class BaseEngine(ABC):
         passes.check_rows(data, self.lead)
         return passes.split_batch(data, spec, self.shares.copies)
 
-    @abstractmethod
     def _run_micro_batches(
         self, micro_batches: list[MicroBatch], rounds: int, use: OutputFn, spec: PassSpec, forward_only: bool
     ) -> None:
@@ -227,6 +234,7 @@ class BaseEngine(ABC):
         Ranks have different numbers of micro-batches, but passes are collective. A rank with fewer than ``rounds``
         runs empty passes for the rest.
         """
+        raise NotImplementedError
 
     def _from_output_ranks(self, make: Callable[[], T]) -> T:
         """Return the result of ``make`` on all ranks; the ranks that have outputs call it. Collective."""
@@ -261,13 +269,13 @@ class BaseEngine(ABC):
         self.optimizer_zero_grad()
         return norm
 
-    @abstractmethod
     def _reduce_gradients(self) -> tuple[list[Tensor], float]:
         """Return this rank's part of the reduced gradient, and the norm of the whole; collective."""
+        raise NotImplementedError
 
-    @abstractmethod
     def _apply_gradients(self) -> None:
         """Step the optimizer with the gradients as they are."""
+        raise NotImplementedError
 
     @abstractmethod
     def lr_scheduler_step(self) -> float:
@@ -289,16 +297,16 @@ class BaseEngine(ABC):
         make room; it must not wait for other ranks.
         """
 
-    @abstractmethod
     def local_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, parameter) of this rank: a part of the model or a sharded whole. Not collective."""
+        return iter(())
 
     # ---- checkpoints
 
-    @property
-    @abstractmethod
+    @cached_property
     def checkpoint_manager(self) -> "BaseCheckpointManager":
         """Write and read the parts that ``checkpoint_config`` names."""
+        raise NotImplementedError
 
     @abstractmethod
     def save_checkpoint(
@@ -344,9 +352,9 @@ class BaseEngine(ABC):
         """Return the ranks that hold the other shards; None if there is only one shard."""
         return self.shares.dp_group if self.shares.dp_size > 1 else None
 
-    @abstractmethod
     def is_mp_src_rank_with_outputs(self) -> bool:
         """Whether this rank's outputs are the ones collected."""
+        return True
 
 
 class EngineRegistry:

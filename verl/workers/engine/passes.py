@@ -91,8 +91,8 @@ class MicroBatch:
     index: list[int]
 
     def to(self, device: torch.device) -> "MicroBatch":
-        """Move the rows to ``device``."""
-        return MicroBatch(self.rows.to(str(device)), self.index)
+        """Return a copy on ``device``; a pass keeps its micro-batches to the end, so these rows stay on the host."""
+        return MicroBatch(self.rows.select().to(device), self.index)
 
 
 def tensors_of(data: DataProto) -> MutableMapping[str, Tensor]:

@@ -200,6 +200,11 @@ class ActorRolloutRefWorker(EngineWorker):
             used["perf/mfu/rollout"] = mfu(counter, lengths, seconds, group, forward_only=True)
         return used
 
+    def _sleep_rollout(self) -> None:
+        """Free the memory of a rollout that was synced but has not generated, as in a fork's own loop."""
+        if self._is_rollout:
+            self.sharding_manager.sleep()
+
     def _weight_sync_metrics(self) -> dict[str, float]:
         """Return the figures of the sync that brought the present weights, which an earlier call may have run."""
         if self.sharding_manager.last_sync:
@@ -238,6 +243,7 @@ class ActorRolloutRefWorker(EngineWorker):
         return DataProto.from_dict(tensors={"ref_log_prob": output["log_probs"]}, meta_info={"metrics": metrics})
 
     def _infer(self, engine: BaseEngine, data: DataProto, spec: PassSpec, without_adapter: bool) -> ModelOutput:
+        self._sleep_rollout()
         with engine.disable_adapter() if without_adapter else nullcontext(), engine.eval_mode():
             return engine.infer_batch(data, spec)
 
@@ -248,6 +254,7 @@ class ActorRolloutRefWorker(EngineWorker):
     def update_actor(self, data: DataProto) -> DataProto:
         """Run ``ppo_epochs`` passes over this rank's shard and return metrics only."""
         config = self.actor_config
+        self._sleep_rollout()
         spec = batching.policy_update_spec(self.train_spec, config, data, self.rollout_config.temperature)
         prepare = partial(select_tokens, config, self.engine)
         with self.ref_engine.eval_mode() if self._is_ref and config.uses_full_kl else nullcontext():

@@ -116,6 +116,10 @@ class EngineWorker(Worker, DistProfilerExtension):
         """
         engine_config = engine_config_of(config)
         trained = config if isinstance(config, AnyTrainedConfig) else None
+        # The spec lists four keywords for engines, so a user's engine may not take these two.
+        options = {"freeze_vision_tower": True} if freeze_vision_tower else {}
+        if not isinstance(config, FSDPActorConfig | FSDPCriticConfig | FSDPRefConfig) and not config.load_weight:
+            options["load_weight"] = False
         engine = EngineRegistry.new(
             model_type,
             engine_config.strategy,
@@ -123,8 +127,7 @@ class EngineWorker(Worker, DistProfilerExtension):
             engine_config=engine_config,
             optimizer_config=trained.optimizer() if trained else None,
             checkpoint_config=trained.checkpoint if trained else CheckpointConfig(),
-            freeze_vision_tower=freeze_vision_tower,
-            load_weight=isinstance(config, FSDPActorConfig | FSDPCriticConfig | FSDPRefConfig) or config.load_weight,
+            **options,
         )
         engine.initialize()
         # A reference next to an actor draws nothing. Megatron-Core has seeded the process by its place in the layout.

@@ -37,9 +37,6 @@ class BaseRollout(ABC):
     Weights arrive by ``begin_update``, one ``load`` per bucket and ``finish_update``. An update that fails half way
     leaves a mixture of old and new weights, so ``abort_update`` makes the engine reject requests until a whole update
     has succeeded.
-
-    An engine in this process has nothing to wait for, so the work of ``resume`` and ``release`` is in
-    ``resume_memory`` and ``release_memory``. The asynchronous forms are for callers that also drive servers.
     """
 
     def __init__(
@@ -133,21 +130,16 @@ class BaseRollout(ABC):
         output.meta_info["timing"] = {"generate_sequences": seconds}
         return output
 
-    def resume_memory(self, tags: list[str]) -> None:
-        """Allocate the memory of ``weights`` or ``kv_cache`` again; an engine that keeps its memory does nothing."""
-        return
-
-    def release_memory(self, tags: list[str] | None = None) -> None:
-        """Free the memory of the named tags, or all of it; an engine that keeps its memory does nothing."""
-        return
-
     async def resume(self, tags: list[str]) -> None:
-        """Allocate the memory of ``weights`` or ``kv_cache`` again."""
-        self.resume_memory(tags)
+        """Allocate the memory of ``weights`` or ``kv_cache`` again; an engine that keeps its memory does nothing.
+
+        Like ``release`` it is asynchronous for callers that also drive servers; in this process it never waits.
+        """
+        return
 
     async def release(self, tags: list[str] | None = None) -> None:
-        """Free the memory of the named tags, or all of it."""
-        self.release_memory(tags)
+        """Free the memory of the named tags, or all of it; an engine that keeps its memory does nothing."""
+        return
 
     def begin_update(self) -> None:
         """Start a change of all weights; the engine rejects requests until the change is finished."""

@@ -1,6 +1,7 @@
 """The HybridEngine: training and generation in one process, with the weights of the training engine in the rollout."""
 
 import logging
+from collections.abc import Coroutine
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -57,7 +58,7 @@ class HybridShardingManager(BaseShardingManager):
             group = device_mesh["infer_tp"].get_group()
             self._infer_group = group if group.size() > 1 else None
         if rollout.config.free_cache_engine:
-            rollout.release_memory()
+            _complete(rollout.release())
 
     @property
     def is_behind(self) -> bool:
@@ -73,7 +74,7 @@ class HybridShardingManager(BaseShardingManager):
         """
         _empty_cache()
         set_expandable_segments(False)
-        self.rollout.resume_memory(["weights"])
+        _complete(self.rollout.resume(["weights"]))
         self.last_sync = {}
         if self.is_behind and not is_skipped("weight_sync", rank=envs.integer("RANK", 0), step=self.step):
             assert self.engine is not None
@@ -92,16 +93,22 @@ class HybridShardingManager(BaseShardingManager):
         if self._prepared_for != self._trained_version():
             self.sync()
         _empty_cache()
-        self.rollout.resume_memory(["kv_cache"])
+        _complete(self.rollout.resume(["kv_cache"]))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Release the rollout's memory if ``free_cache_engine`` is set."""
+        """Take the devices back."""
+        self.sleep()
+
+    def sleep(self) -> None:
+        """Release the rollout's memory if it is awake and ``free_cache_engine`` is set."""
+        if self._prepared_for is None:
+            return
         self._prepared_for = None
         if self.rollout.config.free_cache_engine:
-            self.rollout.release_memory()
+            _complete(self.rollout.release())
         _empty_cache()
         set_expandable_segments(True)
 
@@ -121,3 +128,19 @@ class HybridShardingManager(BaseShardingManager):
 def _empty_cache() -> None:
     if get_device_name() != "cpu":
         get_torch_device().empty_cache()
+
+
+def _complete(coroutine: Coroutine[None, None, None]) -> None:
+    """Run a coroutine of a rollout that never waits.
+
+    asyncio cannot run it here: in an actor with any asynchronous method, Ray calls every method inside an event loop,
+    and another thread has another current device.
+
+    Raises: RuntimeError if it waits.
+    """
+    try:
+        coroutine.send(None)
+    except StopIteration:
+        return
+    coroutine.close()
+    raise RuntimeError("this rollout awaits a server: use it with an asynchronous manager")

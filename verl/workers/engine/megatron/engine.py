@@ -312,7 +312,8 @@ class MegatronEngine(BaseEngine):
 
     def finish_checkpoint(self, wait: bool = True) -> bool:
         """Complete an asynchronous save; returns whether none is left. Collective."""
-        return self.checkpoint_manager.finish_checkpoint(wait)
+        # Without a manager nothing was saved, and to make one needs the files of the model.
+        return "checkpoint_manager" not in vars(self) or self.checkpoint_manager.finish_checkpoint(wait)
 
     @cached_property
     def checkpoint_manager(self) -> MegatronCheckpointManager:

@@ -133,14 +133,14 @@ class vLLMRollout(BaseRollout):
 
     # ---- memory
 
-    def resume_memory(self, tags: list[str]) -> None:
+    async def resume(self, tags: list[str]) -> None:
         """Allocate the memory of ``weights`` or ``kv_cache`` again, if the engine can sleep."""
         waking = [tag for tag in tags if tag in self._asleep]
         if waking:
             self._llm.wake_up(tags=waking)
             self._asleep.difference_update(waking)
 
-    def release_memory(self, tags: list[str] | None = None) -> None:
+    async def release(self, tags: list[str] | None = None) -> None:
         """Free the engine's memory, if the engine can sleep. vLLM frees all tags at once."""
         if not self._can_sleep or self._asleep:
             return

@@ -1,0 +1,93 @@
+"""When the sharding manager wakes a rollout and puts it to sleep, with a user's rollout that counts the calls."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from verl.workers.roles import ActorRolloutRefWorker
+from verl.workers.roles.base import EngineWorker
+from verl.workers.rollout.base import BaseRollout
+from verl.workers.sharding_manager import FSDPVLLMShardingManager
+
+START, FREED = ["release"], ["resume weights", "release"]
+
+
+class Rollout(BaseRollout):
+    """A rollout as users write it: its memory is moved by the asynchronous pair."""
+
+    generate_sequences = load = weights_checksum = source_checksum = None
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.config: Any = SimpleNamespace(free_cache_engine=True)
+        self._version = 1
+
+    async def resume(self, tags: list[str]) -> None:
+        await super().resume(tags)
+        self.calls += [f"resume {tag}" for tag in tags]
+
+    async def release(self, tags: list[str] | None = None) -> None:
+        await super().release(tags)
+        self.calls.append("release")
+
+
+@pytest.fixture
+def manager() -> FSDPVLLMShardingManager:
+    engine: Any = SimpleNamespace(weights_version=1)
+    return FSDPVLLMShardingManager(engine, Rollout())
+
+
+def test_a_rollout_wakes_by_its_asynchronous_methods(manager: FSDPVLLMShardingManager) -> None:
+    def generate() -> None:
+        with manager:
+            manager.rollout.calls.append("generate")
+
+    generated = ["resume weights", "resume kv_cache", "generate", "release"]
+    generate()
+    assert manager.rollout.calls == START + generated
+
+    async def in_an_event_loop() -> None:
+        generate()
+
+    asyncio.run(in_an_event_loop())
+    assert manager.rollout.calls == START + generated * 2
+
+
+def test_a_rollout_that_waits_is_rejected(manager: FSDPVLLMShardingManager) -> None:
+    async def wait(tags: list[str]) -> None:
+        await asyncio.sleep(0)
+
+    manager.rollout.resume = wait
+    with pytest.raises(RuntimeError, match="awaits a server"):
+        manager.sync()
+
+
+def test_nothing_trains_or_infers_next_to_an_awake_rollout(
+    manager: FSDPVLLMShardingManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fork's loop syncs, and then does not generate on the engine."""
+    manager.sleep()
+    assert manager.rollout.calls == START  # it sleeps already
+    worker: Any = ActorRolloutRefWorker.__new__(ActorRolloutRefWorker)
+    worker._is_rollout = True
+    worker.sharding_manager = manager
+    reached = RuntimeError("the engine is reached")
+
+    def reach(*args: Any, **kwargs: Any) -> None:
+        raise reached
+
+    manager.sync()
+    engine: Any = SimpleNamespace(eval_mode=reach)
+    with pytest.raises(RuntimeError, match="is reached"):
+        worker._infer(engine, None, None, without_adapter=False)
+    assert manager.rollout.calls == START + FREED
+
+    manager.sync()
+    worker.actor_config = worker.rollout_config = worker.train_spec = SimpleNamespace(temperature=1.0)
+    monkeypatch.setattr("verl.workers.roles.batching.policy_update_spec", reach)
+    monkeypatch.setattr(EngineWorker, "update", reach)
+    with pytest.raises(RuntimeError, match="is reached"):
+        worker.update_actor(None)
+    assert manager.rollout.calls == START + FREED * 2
