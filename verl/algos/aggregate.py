@@ -49,16 +49,14 @@ def count_units(mask: Tensor) -> Tensor:
 
 
 def unit_count(lengths: Tensor, unit: Unit) -> Tensor:
-    """Count a unit in rows of (B,) lengths, at least one: a 0-dim float64 tensor."""
+    """Count a unit in rows of (B,) lengths, at least one: a 0-dim float64 tensor.
+
+    A mean is a sum divided by this.
+    """
     tokens = lengths.sum(dtype=torch.float64)
     if unit == "token":
         return tokens.clamp(min=1)
     return torch.full_like(tokens, max(1, len(lengths)) if unit == "sequence" else 1)
-
-
-def mean_of(part: Sum, lengths: Tensor) -> Tensor:
-    """Divide a sum by the count of its unit in rows of (B,) lengths."""
-    return part.total / unit_count(lengths, part.unit).to(part.total.dtype)
 
 
 def sum_of_mean(mean: Tensor, mask: Tensor, unit: Unit) -> Sum:
@@ -111,4 +109,5 @@ def agg_loss(loss_mat: Tensor, loss_mask: Tensor, loss_agg_mode: str, length: in
     Source: Dr. GRPO (arXiv:2503.20783) section 3.2 for the constant norm, DAPO (arXiv:2503.14476) section 3.3 for the
     token mean.
     """
-    return mean_of(agg_sum(loss_mat, loss_mask, loss_agg_mode, length), loss_mask.sum(-1))
+    part = agg_sum(loss_mat, loss_mask, loss_agg_mode, length)
+    return part.total / unit_count(loss_mask.sum(-1), part.unit).to(part.total.dtype)

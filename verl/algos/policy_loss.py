@@ -6,7 +6,7 @@ outside the mask, NaN included, reach neither the loss nor a gradient.
 
 The losses of this module compute sums (``PolicyLossSums``), because an engine adds micro-batches and ranks before it
 divides. ``_register_sums`` puts them under the established signature, which returns means. ``policy_loss_sums`` gives a
-worker the sums: of a loss of this module directly, of a loss that a user registered by ``_sums_of_means``.
+worker the sums of any registered loss, also of one that a user registered.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction, FunctionCtx, once_differentiable
 
-from verl.algos.aggregate import Sum, agg_unit, mean_of, row_weights, sum_of_mean, unit_count
+from verl.algos.aggregate import Sum, agg_unit, row_weights, sum_of_mean, unit_count
 from verl.utils.numerics.seeding import GOLDEN, MIX_FACTOR, mix
 
 PolicyLossOutput = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -43,7 +43,7 @@ class PolicyLossOptions(Protocol):
     tau_neg: float
 
 
-class ActorLossConfig(Protocol):
+class PolicyLossConfig(Protocol):
     """The fields that the losses read of ``actor_rollout_ref.actor``."""
 
     @property
@@ -68,7 +68,7 @@ class PolicyLossFn(Protocol):
         advantages: Tensor,
         response_mask: Tensor,
         loss_agg_mode: str,
-        config: ActorLossConfig | None,
+        config: PolicyLossConfig | None,
         rollout_is_weights: Tensor | None = None,
     ) -> PolicyLossOutput: ...
 
@@ -89,21 +89,16 @@ class PolicyLossSums:
 
 @dataclass(frozen=True)
 class LossInputs:
-    """The arguments of ``PolicyLossFn``, and two that only losses of sums know.
-
-    ``selection`` (B, T) is for a loss with a selector. ``length`` replaces the width of the mask as the constant of
-    ``seq-mean-token-sum-norm``.
-    """
+    """The arguments of ``PolicyLossFn``, and the ``selection`` (B, T) of a loss with a selector."""
 
     old_log_prob: Tensor
     log_prob: Tensor
     advantages: Tensor
     response_mask: Tensor
     loss_agg_mode: str
-    config: ActorLossConfig | None
+    config: PolicyLossConfig | None
     rollout_is_weights: Tensor | None = None
     selection: Tensor | None = None
-    length: int | None = None
 
 
 class Whole:
@@ -135,7 +130,6 @@ class _Entry:
     fn: PolicyLossFn | None
     loss_agg_mode: str | None = None
     selector: TokenSelector | None = None
-    sums: Callable[[LossInputs], PolicyLossSums] | None = None
 
 
 _Fn = TypeVar("_Fn", bound=PolicyLossFn)
@@ -178,7 +172,7 @@ def _register_sums(
             advantages: Tensor,
             response_mask: Tensor,
             loss_agg_mode: str = only_mode or "token-mean",
-            config: ActorLossConfig | None = None,
+            config: PolicyLossConfig | None = None,
             rollout_is_weights: Tensor | None = None,
             selection: Tensor | None = None,
         ) -> PolicyLossOutput:
@@ -190,9 +184,7 @@ def _register_sums(
 
         for attribute in ("__name__", "__qualname__", "__doc__"):
             setattr(established, attribute, getattr(sums, attribute))
-        POLICY_LOSS_REGISTRY[name] = established
-        _ENTRIES[name] = _Entry(established, only_mode, selector, sums)
-        return established
+        return register_policy_loss(name, only_mode, selector)(established)
 
     return enter
 
@@ -200,8 +192,10 @@ def _register_sums(
 def _means(sums: PolicyLossSums, response_mask: Tensor) -> PolicyLossOutput:
     """Divide sums by the counts of the given mask."""
     lengths = response_mask.sum(-1)
-    tokens = unit_count(lengths, "token").to(sums.kl.dtype)
-    return mean_of(sums.loss, lengths), sums.clipped / tokens, sums.kl / tokens, sums.clipped_low / tokens
+    total = sums.loss.total
+    tokens = unit_count(lengths, "token").to(total.dtype)
+    loss = total / unit_count(lengths, sums.loss.unit).to(total.dtype)
+    return loss, sums.clipped / tokens, sums.kl / tokens, sums.clipped_low / tokens
 
 
 def _entry(name: str) -> _Entry:
@@ -232,29 +226,25 @@ def get_token_selector(name: str) -> TokenSelector | None:
     return _entry(name).selector
 
 
-def policy_loss_sums(name: str, inputs: LossInputs) -> PolicyLossSums:
-    """Compute the named loss over a micro-batch (B, T) as sums.
+def policy_loss_sums(name: str, inputs: LossInputs, length: int | None = None) -> PolicyLossSums:
+    """Compute the named loss over a micro-batch (B, T) as sums: mean x count.
 
+    A loss that a user registered can only divide by the counts of the tensors that it is given. The losses of this
+    module take the same way: to skip the division would change the last bit of the metrics of a run.
+
+    Args: ``length`` replaces the width of the mask as the constant of ``seq-mean-token-sum-norm``.
     Raises: ValueError for an unknown name.
     """
-    loss_fn = get_policy_loss_fn(name)
-    inputs = dataclasses.replace(inputs, loss_agg_mode=effective_loss_agg_mode(name, inputs.loss_agg_mode))
-    sums = _entry(name).sums
-    return sums(inputs) if sums else _sums_of_means(loss_fn, inputs)
-
-
-def _sums_of_means(loss_fn: Callable[..., PolicyLossOutput], inputs: LossInputs) -> PolicyLossSums:
-    """Compute the sums of a loss that a user registered: it divides by the counts of its tensors, which are known."""
-    arguments = {key: value for key, value in vars(inputs).items() if key not in ("selection", "length")}
-    if inputs.selection is not None:  # only losses with a selector have the parameter
-        arguments["selection"] = inputs.selection
-    mean, *means = loss_fn(**arguments)
+    loss_fn: Callable[..., PolicyLossOutput] = get_policy_loss_fn(name)
+    # Only losses with a selector have the parameter ``selection``.
+    arguments = {key: value for key, value in vars(inputs).items() if key != "selection" or value is not None}
+    mean, clipped, kl, clipped_low = loss_fn(**arguments)
     mask = inputs.response_mask
-    loss = sum_of_mean(mean, mask, agg_unit(inputs.loss_agg_mode))
-    if loss.unit == "constant":
-        width = mask.shape[-1]
-        loss = Sum(loss.total * (width / (inputs.length or width)), "constant")
-    return PolicyLossSums(loss, *(sum_of_mean(each, mask, "token").total for each in means))
+    loss = sum_of_mean(mean, mask, agg_unit(effective_loss_agg_mode(name, inputs.loss_agg_mode)))
+    if length is not None and loss.unit == "constant":
+        loss = Sum(loss.total * (mask.shape[-1] / length), "constant")
+    counted = [sum_of_mean(value, mask, "token").total for value in (clipped, kl, clipped_low)]
+    return PolicyLossSums(loss, *counted)
 
 
 # Evaluation in blocks of rows
@@ -332,14 +322,14 @@ def token_loss(fn: TokenFn, inputs: LossInputs) -> PolicyLossSums:
         tensors.append(inputs.selection)
     current = log_prob.detach()
     current = current.to(torch.promote_types(current.dtype, torch.float32))
-    length = inputs.length or inputs.response_mask.shape[-1]
+    width = inputs.response_mask.shape[-1]
     slope = torch.empty_like(current) if torch.is_grad_enabled() and log_prob.requires_grad else None
     sums = []
     with torch.no_grad():
         for block in _row_blocks(current):
             rows = Rows(inputs.response_mask[block], current.dtype)
             terms = fn(rows, current[block], *(tensor[block] for tensor in tensors))
-            scale = row_weights(rows.counts, inputs.loss_agg_mode, length).to(current.dtype).unsqueeze(-1)
+            scale = row_weights(rows.counts, inputs.loss_agg_mode, width).to(current.dtype).unsqueeze(-1)
             if inputs.rollout_is_weights is not None:
                 scale = scale * rows.inside(inputs.rollout_is_weights[block])
                 total = (terms.loss * scale).sum()
@@ -365,7 +355,7 @@ def _row_blocks(tensor: Tensor) -> list[slice]:
 # Fields of the config
 
 
-def clip_range(config: ActorLossConfig | None, name: str) -> tuple[float, float]:
+def clip_range(config: PolicyLossConfig | None, name: str) -> tuple[float, float]:
     """Return how far the ratio may fall below 1 and rise above 1 before it is clipped.
 
     Raises: ValueError without a config.
@@ -376,7 +366,7 @@ def clip_range(config: ActorLossConfig | None, name: str) -> tuple[float, float]
     return low, high
 
 
-def need(config: ActorLossConfig | None, name: str) -> ActorLossConfig:
+def need(config: PolicyLossConfig | None, name: str) -> PolicyLossConfig:
     """Return the config.
 
     Raises: ValueError if it is None.

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from verl.algos.aggregate import Sum, agg_loss, agg_sum, mean_of
-from verl.utils.torch_functional import clip_by_value, entropy_from_logits
+from verl.algos.aggregate import agg_loss
+from verl.utils.torch_functional import clip_by_value, entropy_from_logits, masked_mean
 
 
 def compute_value_loss(
@@ -15,32 +15,14 @@ def compute_value_loss(
     cliprange_value: float,
     loss_agg_mode: str = "token-mean",
 ) -> tuple[Tensor, Tensor]:
-    """Compute the clipped value loss of a batch that is not split further; see ``value_loss_sums``.
-
-    Returns: (loss, share of tokens whose clipped error is the larger).
-    """
-    loss, clipped = value_loss_sums(vpreds, returns, values, response_mask, cliprange_value, loss_agg_mode)
-    lengths = response_mask.sum(-1)
-    return mean_of(loss, lengths), mean_of(clipped, lengths)
-
-
-def value_loss_sums(
-    vpreds: Tensor,
-    returns: Tensor,
-    values: Tensor,
-    response_mask: Tensor,
-    cliprange_value: float,
-    loss_agg_mode: str,
-    length: int | None = None,
-) -> tuple[Sum, Sum]:
     """Penalise the distance to the returns, with the step away from the old values clipped.
 
     Plain form: ``0.5 * maximum((v - r) ** 2, (v.clamp(values - c, values + c) - r) ** 2)`` at each token.
 
     Source: Schulman et al. (arXiv:1506.02438) with the clipping of the PPO reference implementation.
 
-    Args: all tensors are (B, T); ``length`` is the constant of ``seq-mean-token-sum-norm``, by default the width.
-    Returns: (loss, number of tokens whose clipped error is the larger).
+    Args: all tensors are (B, T).
+    Returns: (loss, share of tokens whose clipped error is the larger).
     """
     keep = response_mask.bool()
     vpreds, returns, values = (torch.where(keep, x, 0.0) for x in (vpreds, returns, values))
@@ -49,7 +31,7 @@ def value_loss_sums(
     clipped_error = (clipped - returns).square()
     loss = 0.5 * plain_error.maximum(clipped_error)
     acted = (clipped_error > plain_error).to(vpreds.dtype)
-    return agg_sum(loss, response_mask, loss_agg_mode, length), agg_sum(acted, response_mask, "token-mean")
+    return agg_loss(loss, response_mask, loss_agg_mode), masked_mean(acted, response_mask)
 
 
 def compute_entropy_loss(logits: Tensor, response_mask: Tensor, loss_agg_mode: str = "token-mean") -> Tensor:

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from verl.algos.aggregate import Extreme, Metric, Sum, agg_sum
+from verl.algos.aggregate import Extreme, Metric, Sum, agg_sum, agg_unit, sum_of_mean
 from verl.algos.kl import kl_penalty
 from verl.algos.mismatch import gap_sum_metrics
 from verl.algos.policy_loss import LossInputs, Whole, get_token_selector, policy_loss_sums, token_keys
-from verl.algos.value_loss import value_loss_sums
+from verl.algos.value_loss import compute_value_loss
 from verl.workers.engine.passes import PassSpec, gather_rows, tensors_of
 from verl.workers.roles.batching import BatchInfo
 
@@ -102,9 +102,8 @@ def ppo_loss(
         config=config,
         rollout_is_weights=batch.get("rollout_is_weights", None),
         selection=_selection(loss_mode, batch),
-        length=length,
     )
-    policy = policy_loss_sums(loss_mode, inputs)
+    policy = policy_loss_sums(loss_mode, inputs, length)
     terms = [policy.loss]
     metrics: dict[str, Metric] = {
         "actor/pg_loss": policy.loss,
@@ -139,19 +138,16 @@ def value_loss(
     batch = tensors_of(data)
     mask = batch["response_mask"]
     values = model_output["values"]
-    loss, clipped = value_loss_sums(
-        values,
-        batch["returns"],
-        batch["values"],
-        mask,
-        config.cliprange_value,
-        config.loss_agg_mode,
-        config.loss_scale_factor,
+    mean, clip_fraction = compute_value_loss(
+        values, batch["returns"], batch["values"], mask, config.cliprange_value, config.loss_agg_mode
     )
+    loss = sum_of_mean(mean, mask, agg_unit(config.loss_agg_mode))
+    if loss.unit == "constant" and config.loss_scale_factor is not None:  # the mean divides by the width of the mask
+        loss = Sum(loss.total * (mask.shape[-1] / config.loss_scale_factor), "constant")
     predicted = torch.where(mask.bool(), values.detach(), 0.0).sum()
     return [loss], {
         "critic/vf_loss": loss,
-        "critic/vf_clipfrac": clipped,
+        "critic/vf_clipfrac": sum_of_mean(clip_fraction, mask, "token"),
         "critic/vpred_mean": Sum(predicted, "token"),
     }
 
