@@ -55,13 +55,14 @@ def test_a_rollout_wakes_by_its_asynchronous_methods(manager: FSDPVLLMShardingMa
     assert manager.rollout.calls == START + generated * 2
 
 
-def test_a_rollout_that_waits_is_rejected(manager: FSDPVLLMShardingManager) -> None:
+def test_a_rollout_may_wait_for_a_server(manager: FSDPVLLMShardingManager) -> None:
     async def wait(tags: list[str]) -> None:
         await asyncio.sleep(0)
+        manager.rollout.calls.append("waited")
 
     manager.rollout.resume = wait
-    with pytest.raises(RuntimeError, match="awaits a server"):
-        manager.sync()
+    manager.sync()
+    assert manager.rollout.calls == [*START, "waited"]
 
 
 def test_nothing_trains_or_infers_next_to_an_awake_rollout(

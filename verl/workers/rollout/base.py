@@ -131,10 +131,7 @@ class BaseRollout(ABC):
         return output
 
     async def resume(self, tags: list[str]) -> None:
-        """Allocate the memory of ``weights`` or ``kv_cache`` again; an engine that keeps its memory does nothing.
-
-        Like ``release`` it is asynchronous for callers that also drive servers; in this process it never waits.
-        """
+        """Allocate the memory of ``weights`` or ``kv_cache`` again; an engine that keeps its memory does nothing."""
         return
 
     async def release(self, tags: list[str] | None = None) -> None:

@@ -1,7 +1,9 @@
 """The HybridEngine: training and generation in one process, with the weights of the training engine in the rollout."""
 
+import asyncio
 import logging
 from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -131,16 +133,10 @@ def _empty_cache() -> None:
 
 
 def _complete(coroutine: Coroutine[None, None, None]) -> None:
-    """Run a coroutine of a rollout that never waits.
+    """Run a coroutine of a rollout to its end, in a thread with the same current device.
 
-    asyncio cannot run it here: in an actor with any asynchronous method, Ray calls every method inside an event loop,
-    and another thread has another current device.
-
-    Raises: RuntimeError if it waits.
+    In an actor with an asynchronous method, Ray calls every method inside an event loop, which cannot run another one.
     """
-    try:
-        coroutine.send(None)
-    except StopIteration:
-        return
-    coroutine.close()
-    raise RuntimeError("this rollout awaits a server: use it with an asynchronous manager")
+    device = get_torch_device()
+    with ThreadPoolExecutor(1, initializer=device.set_device, initargs=(device.current_device(),)) as thread:
+        thread.submit(asyncio.run, coroutine).result()
