@@ -315,7 +315,7 @@ def start_two(arguments, log):
         (["data.pad_mode=top"], "top"),
         (["data.train_files=/nowhere.parquet"], r"/nowhere\.parquet: no such file"),
         (["trainer.resume_mode=resume_path"], r"trainer\.resume_from_path=null: must name a global_step"),
-        (["trainer.resume_from_path=/x/step_3"], r"trainer\.resume_from_path='/x/step_3' must be a folder global_step"),
+        (["trainer.resume_from_path=/x/step_3"], r"trainer\.resume_from_path=/x/step_3 must name a global_step"),
         (["data.use_dynamic_bsz=false", "data.micro_batch_size_per_gpu=null"], r"data\.micro_batch_size_per_gpu"),
         (["data.custom_cls.path=/nowhere.py", "data.custom_cls.name=X"], r"/nowhere\.py"),
         (["model.path=/no/such/folder"], r"model\.path.*/no/such/folder"),

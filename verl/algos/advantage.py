@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from verl.algos.names import AdvantageEstimator as AdvantageEstimator
-from verl.protocol import DataProto
+from verl.protocol import DataProto, tensors_of
 from verl.utils.groupwise import as_torch_index, group_count, group_mean_std, group_sum
 from verl.utils.numerics.scan import as_numbers, reverse_scan
 
@@ -457,8 +457,7 @@ def compute_pf_ppo_reweight_data(
 
     Raises: ValueError for an unknown method.
     """
-    assert data.batch is not None
-    weights = pf_ppo_weights(data.batch["token_level_scores"].sum(-1), reweight_method, weight_pow)
+    weights = pf_ppo_weights(tensors_of(data)["token_level_scores"].sum(-1), reweight_method, weight_pow)
     rows = torch.multinomial(weights, len(weights), replacement=True, generator=generator)
     drawn = data.select_idxs(rows)
     drawn.meta_info = {

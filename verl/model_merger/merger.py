@@ -13,8 +13,7 @@ from verl.model_merger.base import HF_FOLDER, BaseMerger, MergeOptions
 from verl.utils.checkpoint.files import CheckpointError, move_files, temporary_folder
 from verl.utils.checkpoint.hf_export import export_weights
 from verl.workers.engine.fsdp.adapters import ADAPTER_FOLDER
-from verl.workers.engine.weights import CheckpointError as WeightsError
-from verl.workers.engine.weights import SafetensorsReader
+from verl.workers.engine.weights import ModelWeightsError, SafetensorsReader
 
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*")
 
@@ -97,7 +96,7 @@ def compare(options: MergeOptions, reference_dir: str) -> list[str]:
 def _difference(name: str, tensor: Tensor, reader: SafetensorsReader) -> list[str]:
     try:
         expected = reader.read(name, tensor.shape, slice(None))
-    except WeightsError as error:
+    except ModelWeightsError as error:
         return [str(error)]
     found = tensor.to(expected.dtype)
     if torch.equal(found, expected):

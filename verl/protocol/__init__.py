@@ -9,6 +9,7 @@ from verl.protocol.data_proto import collate_fn as collate_fn
 from verl.protocol.data_proto import fold_batch_dim as fold_batch_dim
 from verl.protocol.data_proto import list_of_dict_to_dict_of_list as list_of_dict_to_dict_of_list
 from verl.protocol.data_proto import pad_dataproto_to_divisor as pad_dataproto_to_divisor
+from verl.protocol.data_proto import tensors_of as tensors_of
 from verl.protocol.data_proto import unfold_batch_dim as unfold_batch_dim
 from verl.protocol.data_proto import union_numpy_dict as union_numpy_dict
 from verl.protocol.data_proto import unpad_dataproto as unpad_dataproto

@@ -10,7 +10,7 @@ import logging
 import os
 import pickle
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar, cast, overload
 
@@ -650,6 +650,17 @@ def collate_fn(items: list[DataProtoItem]) -> DataProto:
         tensors = {str(key): torch.stack([row[key] for row in rows]) for key in first.batch.keys()}
     arrays = {key: object_array([item.non_tensor_batch[key] for item in items]) for key in first.non_tensor_batch}
     return DataProto.from_dict(tensors, arrays, first.meta_info)
+
+
+def tensors_of(data: DataProto) -> MutableMapping[str, Tensor]:
+    """Return the tensors of a batch.
+
+    Raises: ValueError when it has none.
+    """
+    if data.batch is None:
+        raise ValueError("the batch holds no tensors: it needs input_ids, attention_mask, position_ids and responses")
+    tensors: Any = data.batch  # a TensorDict behaves like a mapping but does not inherit from MutableMapping
+    return tensors
 
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:

@@ -6,75 +6,32 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import jinja2
 import pyarrow as pa
 import pyarrow.parquet as pq
 import ray
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from ray.util.placement_group import remove_placement_group
 from tqdm import tqdm
 
-from verl.base_config import omega_conf_to_dataclass, read_fields
-from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
+from verl.protocol import DataProto, pad_dataproto_to_divisor, tensors_of, unpad_dataproto
 from verl.single_controller.base.errors import phase
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from verl.trainer.config.generation import GenerationConfig
 from verl.utils.dataset.files import ColumnCheck, DataError, localize, read_parquet
 from verl.utils.dataset.rl_dataset import truncate
+from verl.utils.import_utils import import_external_libs
 from verl.utils.numerics.seeding import sampling_seeds
 from verl.utils.observe.console import get_console
-from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.roles import ActorRolloutRefWorker
 
 logger = logging.getLogger(__name__)
 
 COLUMN = "responses"
-
-
-@dataclass(frozen=True)
-class DataOptions:
-    """The node ``data``: input and output, samples per prompt, and prompts per batch."""
-
-    path: str
-    prompt_key: str
-    n_samples: int
-    output_path: str
-    batch_size: int
-
-
-@dataclass(frozen=True)
-class WorkerOptions:
-    """The node ``trainer``: number and device of the workers."""
-
-    nnodes: int
-    n_gpus_per_node: int
-    device: str
-
-
-@dataclass(frozen=True)
-class GenerationConfig:
-    """A ``generation`` tree with types; ``worker`` is the tree that a rollout worker parses."""
-
-    worker: DictConfig
-    data: DataOptions
-    trainer: WorkerOptions
-    rollout: RolloutConfig
-    model: HFModelConfig
-
-    @classmethod
-    def parse(cls, config: DictConfig, worker: DictConfig) -> Self:
-        """Parse the whole tree, and that of a worker."""
-        return cls(
-            worker=worker,
-            data=read_fields(DataOptions, config.data),
-            trainer=read_fields(WorkerOptions, config.trainer),
-            rollout=omega_conf_to_dataclass(worker.rollout),
-            model=omega_conf_to_dataclass(worker.model),
-        )
 
 
 class Generation:
@@ -84,6 +41,7 @@ class Generation:
     """
 
     def __init__(self, config: GenerationConfig) -> None:
+        import_external_libs(config.model.external_lib)
         self.config = config
         self.rollout = config.rollout
         self.model = config.model
@@ -171,9 +129,9 @@ class Generation:
         engines = trainer.nnodes * trainer.n_gpus_per_node // self.rollout.workers_per_engine
         padded, added = pad_dataproto_to_divisor(batch, engines)
         output = unpad_dataproto(workers.generate_sequences(padded), added)
-        assert output.batch is not None
-        mask = output.batch["response_mask"].bool()
-        ids = [tokens[kept].tolist() for tokens, kept in zip(output.batch["responses"], mask, strict=True)]
+        tensors = tensors_of(output)
+        mask = tensors["response_mask"].bool()
+        ids = [tokens[kept].tolist() for tokens, kept in zip(tensors["responses"], mask, strict=True)]
         texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
         return [texts[start : start + samples] for start in range(0, len(texts), samples)]
 
@@ -191,8 +149,7 @@ class Generation:
         batch = DataProto.from_dict(tensors={"input_ids": ids, "attention_mask": mask, "position_ids": positions})
         repeated = batch.repeat(samples, interleave=True)
         seeds = [sampling_seeds(self.rollout.seed, 0, 1, samples, first_prompt=row) for row in rows]
-        assert repeated.batch is not None
-        repeated.batch["sampling_seed"] = torch.cat(seeds)
+        tensors_of(repeated)["sampling_seed"] = torch.cat(seeds)
         repeated.meta_info.update(do_sample=self.rollout.do_sample and self.rollout.temperature > 0, validate=False)
         return repeated
 

@@ -17,12 +17,13 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
-from verl.base_config import ConfigError, Violation
+from verl.base_config import ConfigError, Violation, parse_node
 from verl.trainer.config.cli import hydra_main
 from verl.trainer.config.rules.files import data_file_rules
+from verl.trainer.config.run_config import RayConfig
 from verl.utils.dataset.files import ColumnCheck, DataError, is_list, is_text, localize, read_parquet
 
 BATCHES_PER_CORE = 4
@@ -60,7 +61,8 @@ def run_eval(config: DictConfig) -> None:
     from verl.utils.observe.console import get_console
 
     path, rows, scorer = checked(lambda: prepare(config))
-    with offline_session(config.ray_kwargs, "cpu"):
+    tree: Any = OmegaConf.to_container(config.ray_kwargs, resolve=True)
+    with offline_session(parse_node(tree, RayConfig)[0], "cpu"):
         scores = score_on_ray(path, rows, scorer, **config.scoring)
         get_console().info(json.dumps(summarise(rows, scores)))
 

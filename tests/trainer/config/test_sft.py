@@ -6,7 +6,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from verl.base_config import ConfigError
-from verl.trainer.config.sft import MOVED, as_engine_tree, parallel_sizes, validate_sft_config
+from verl.trainer.config.sft import MOVED, as_engine_tree, parallel_sizes, parse_sft_config
 from verl.utils.config import omega_conf_to_dataclass
 
 
@@ -25,7 +25,7 @@ def violations(config, changes, world_size=1):
     for key, value in changes.items():
         OmegaConf.update(config, key, value, force_add=True)
     try:
-        validate_sft_config(config, world_size)
+        parse_sft_config(config, world_size)
     except ConfigError as error:
         return {violation.key: str(violation) for violation in error.violations}
     return {}

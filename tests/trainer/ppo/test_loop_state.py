@@ -192,10 +192,10 @@ def test_where_a_run_resumes_from(tmp_path, whole_if_marked):
 @pytest.mark.parametrize(
     "trainer, error, text",
     [
-        ({"resume_mode": "sometimes"}, ResumeError, "auto, disable, resume_path"),
-        ({"resume_mode": "resume_path"}, ResumeError, "trainer.resume_from_path=None"),
-        ({"resume_mode": "resume_path", "resume_from_path": "x/step_3"}, ResumeError, "global_step_<step>"),
-        ({"resume_mode": "resume_path", "resume_from_path": "global_step_x"}, ResumeError, "must end in"),
+        ({"resume_mode": "sometimes"}, ResumeError, "one of auto, disable, resume_path"),
+        ({"resume_mode": "resume_path"}, ResumeError, "trainer.resume_from_path=None must name"),
+        ({"resume_mode": "resume_path", "resume_from_path": "x/step_3"}, ResumeError, "global_step_<N>"),
+        ({"resume_mode": "resume_path", "resume_from_path": "global_step_x"}, ResumeError, "must name"),
         ({"default_hdfs_dir": "hdfs://a"}, RemoteResumeError, "trainer.default_hdfs_dir=hdfs://a"),
     ],
 )

@@ -18,7 +18,7 @@ from verl.base_config import ConfigError, Violation
 from verl.single_controller.base.errors import CallSite
 from verl.single_controller.ray.worker_group import Seat, explain
 from verl.trainer import preflight
-from verl.trainer.config.run_config import RunConfig
+from verl.trainer.config.run_config import RayConfig, RunConfig
 from verl.trainer.ppo.metric_utils import describe_step
 from verl.trainer.ppo.utils import Role, _say_once, need_critic
 from verl.trainer.run import inputs, launch
@@ -107,7 +107,7 @@ def test_ray_is_local_unless_an_address_is_given(monkeypatch, options, environme
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     if environment:
         monkeypatch.setenv("RAY_ADDRESS", environment)
-    assert launch.start_ray("cpu", options)
+    assert launch.start_ray("cpu", RayConfig(ray_init=options))
     assert {name: seen[name] for name in expected} == expected
     assert ("num_cpus" in seen) == (options.get("num_cpus") is not None)
 

@@ -227,19 +227,19 @@ def share(rank: int, folder: Path, layout: dict[str, Any]) -> dict[str, Any]:
 
 def read_error(rank: int, folder: Path, layout: dict[str, Any]) -> str:
     """Return what is said of a disk that fails in the middle."""
-    from verl.workers.engine.weights import CheckpointError, SafetensorsReader
+    from verl.workers.engine.weights import ModelWeightsError, SafetensorsReader
 
     original = SafetensorsReader.read
 
     def failing(reader: Any, name: str, *args: Any) -> Tensor:
         if name == "model.layers.3.mlp.up_proj.weight":
-            raise CheckpointError("cannot read the weights file")
+            raise ModelWeightsError("cannot read the weights file")
         return original(reader, name, *args)
 
     SafetensorsReader.read = failing  # type: ignore[method-assign]
     try:
         shared_engine(rank, folder, "plain", layout).initialize()
-    except CheckpointError as error:
+    except ModelWeightsError as error:
         return str(error)
     finally:
         SafetensorsReader.read = original  # type: ignore[method-assign]

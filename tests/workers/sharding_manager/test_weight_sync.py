@@ -152,9 +152,8 @@ def test_fault_point_lies_inside_the_sync(
 ) -> None:
     monkeypatch.setenv("VERL_FAULT", "raise:weight_sync:step=4")
     monkeypatch.setenv("VERL_FAULT_FILE", str(tmp_path / "fault"))
-    manager.step = 4
-    with pytest.raises(RuntimeError, match="injected at weight_sync"), manager:
-        pytest.fail("the context was entered")
+    with pytest.raises(RuntimeError, match="injected at weight_sync"):
+        manager.prepare(step=4)
     assert "weight_sync" in (tmp_path / "fault").read_text()
     with pytest.raises(RuntimeError, match="no usable weights"):
         manager.rollout.generate_sequences(tiny.prompts_batch(1))

@@ -83,7 +83,7 @@ def _merge(model: Any, args: tuple[Any, ...], kwargs: Kwargs) -> tuple[tuple[Any
         sizes = (grid.prod(-1) // model.visual.spatial_merge_size**2).tolist()
         features, *deep = (_as_shown(part, sizes, order) for part in (features, *deep))
         if len(places) != len(features):
-            raise MediaError(
+            raise MediaCountError(
                 f"the prompts of a micro-batch hold {len(places)} image and video tokens, but multi_modal_inputs gives "
                 f"{len(features)} features: keep each row's prompt and processor output together, and do not truncate "
                 "prompts within an image"
@@ -135,7 +135,7 @@ def _collect(model: Any, media: Media, ids: Tensor) -> tuple[Tensor | None, Tens
             grids.append(media.inputs[grid])
             order += [first + index for index in media.shown.get(grid, range(len(grids[-1])))]
         elif len(at):
-            raise MediaError(f"the prompts hold {len(at)} {kind} tokens, but multi_modal_inputs has no {values}")
+            raise MediaCountError(f"the prompts hold {len(at)} {kind} tokens, but multi_modal_inputs has no {values}")
     if not pixels:
         return None, ids, places[0], order
     return torch.cat(pixels), torch.cat(grids), torch.cat(places), order
@@ -165,5 +165,5 @@ def blank_image(model: Any, device: torch.device) -> tuple[Tensor, Tensor]:
     return torch.zeros(side * side, values, device=device), torch.tensor([[1, side, side]], device=device)
 
 
-class MediaError(ValueError):
+class MediaCountError(ValueError):
     """The prompts and images of a batch do not match."""

@@ -136,24 +136,28 @@ class SFTConfig(BaseConfig):
 # ---- the checks
 
 
-def validate_sft_config(config: DictConfig, world_size: int = 1) -> None:
-    """Check a tree of either trainer before any process group starts.
+def parse_sft_config(config: DictConfig, world_size: int = 1) -> SFTConfig:
+    """Parse and check a tree of either trainer before any process group starts; imports no ``model.external_lib``.
 
     Raises: ConfigError listing everything that is wrong.
     """
-    violations = list(_violations(config, world_size))
+    tree: Any = OmegaConf.to_container(as_engine_tree(config), resolve=True)
+    run: SFTConfig
+    run, wrong = parse_node(tree, SFTConfig)
+    violations = list(_violations(config, tree, run, wrong, world_size))
     if violations:
         raise ConfigError(violations)
+    return run
 
 
-def _violations(config: DictConfig, world_size: int) -> Iterator[Violation]:
+def _violations(
+    config: DictConfig, tree: Mapping[str, Any], run: SFTConfig, wrong: list[Violation], world_size: int
+) -> Iterator[Violation]:
+    """Yield what is wrong with ``config``; ``run`` is its engine ``tree`` with types, ``wrong`` what that refuses."""
     raw: Any = OmegaConf.to_container(config, resolve=False)
     missing = [Violation(key, "???", "is missing") for key in dotted_keys(raw) if select(raw, key) == "???"]
     yield from missing
-    tree: Any = OmegaConf.to_container(as_engine_tree(config), resolve=True)
     backwards = {} if "engine" in config else {new: old for old, new in MOVED.items()}
-    run: SFTConfig
-    run, wrong = parse_node(tree, SFTConfig)
     yield from (violation._replace(key=backwards.get(violation.key, violation.key)) for violation in wrong)
     yield from folder_rules({f"trainer.{name}": select(tree, f"trainer.{name}") for name in RUN_FOLDERS})
     for key in ("data.train_files", "data.val_files"):

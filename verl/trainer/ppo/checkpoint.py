@@ -15,10 +15,10 @@ from verl.single_controller.base.errors import phase
 from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo.state import RunState
-from verl.trainer.run.resume import DATA_NAME, FOLDER_PREFIX, IncompleteCheckpointError, run_folder, step_of
+from verl.trainer.run.resume import DATA_NAME, IncompleteCheckpointError, run_folder, step_of
 from verl.utils import hdfs_io
 from verl.utils.checkpoint import should_save_ckpt_esi, write_tracker_atomically
-from verl.utils.checkpoint.files import write_file
+from verl.utils.checkpoint.files import STEP_FOLDER, write_file
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ def load_driver_state(folder: str | Path) -> tuple[dict[str, Any] | None, dict[s
 
 def remove_emptied_folders(root: str | Path) -> None:
     """Remove checkpoint folders whose parts the workers have deleted."""
-    for folder in Path(root).glob(f"{FOLDER_PREFIX}*"):
+    for folder in Path(root).glob(f"{STEP_FOLDER}*"):
         has_part = any(child.is_dir() and any(child.iterdir()) for child in folder.iterdir())
         if not has_part and (folder / DATA_NAME).exists():
             shutil.rmtree(folder)
@@ -89,7 +89,7 @@ class Checkpoints:
 
     def folder(self, step: int) -> Path:
         """Return the folder of the checkpoint of a step."""
-        return self.root / f"{FOLDER_PREFIX}{step}"
+        return self.root / f"{STEP_FOLDER}{step}"
 
     def is_due(self) -> bool:
         """Whether to save after the current step: by frequency, at the end, or because capacity is about to expire."""

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.protocol import DataProto
-from verl.trainer.ppo.phases import tensors_of
+from verl.protocol import DataProto, tensors_of
 from verl.utils.metric import reduce_metrics as reduce_metrics
 
 _TIMERS_OVER_RESPONSE = ("gen",)

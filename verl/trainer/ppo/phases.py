@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 
 from verl.algos.config import AlgoConfig
-from verl.protocol import DataProto
+from verl.protocol import DataProto, tensors_of
 from verl.utils import envs
 from verl.workers.config import ActorConfig
 
@@ -87,12 +86,6 @@ def batch_keys(batch: DataProto | None) -> frozenset[str]:
         return frozenset()
     tensors = batch.batch.keys() if batch.batch is not None else ()
     return frozenset(map(str, tensors)) | frozenset(batch.non_tensor_batch)
-
-
-def tensors_of(batch: DataProto) -> TensorDict:
-    """Return the tensors of a batch that has some."""
-    assert batch.batch is not None
-    return batch.batch
 
 
 # ---- rollout invariants

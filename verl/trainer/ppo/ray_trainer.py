@@ -17,14 +17,14 @@ from verl.algos.aggregate import agg_loss
 from verl.algos.kl import get_kl_controller
 from verl.algos.mismatch import calculate_debug_metrics
 from verl.algos.names import AdvantageEstimator
-from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
+from verl.protocol import DataProto, pad_dataproto_to_divisor, tensors_of, unpad_dataproto
 from verl.single_controller.base.errors import phase
 from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo import loaders, metric_utils, profiling
 from verl.trainer.ppo.checkpoint import Checkpoints
 from verl.trainer.ppo.loaders import CollateFn, Rows
-from verl.trainer.ppo.phases import check_rollout, checked_phase, needs_old_log_probs, tensors_of
+from verl.trainer.ppo.phases import check_rollout, checked_phase, needs_old_log_probs
 from verl.trainer.ppo.records import StepRecord, dump_training_batch, trace_batch
 from verl.trainer.ppo.resources import ResourcePoolManager, WorkerClasses, create_worker_groups, set_schedule_steps
 from verl.trainer.ppo.reward import PendingReward, RewardFn

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from verl.protocol import DataProto
+from verl.protocol import DataProto, tensors_of
 from verl.single_controller.ray import RayWorkerGroup
-from verl.trainer.ppo.phases import tensors_of
 from verl.trainer.ppo.shaping import compute_response_mask
 from verl.trainer.ppo.state import Metrics
 from verl.trainer.run.output import RankReport, take_digests

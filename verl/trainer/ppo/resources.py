@@ -208,6 +208,5 @@ def start_workers_early(
     if steps is None:
         return None
     set_schedule_steps(config, steps)
-    device = run.trainer.device
-    start = partial(create_worker_groups, config.copy(), run, role_worker_mapping, pools, group_cls, device)
+    start = partial(create_worker_groups, config.copy(), run, role_worker_mapping, pools, group_cls, run.trainer.device)
     return WorkerStart(steps, start)

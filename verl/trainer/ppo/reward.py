@@ -13,9 +13,8 @@ from omegaconf import DictConfig
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from verl.protocol import DataProto, DataProtoFuture
+from verl.protocol import DataProto, DataProtoFuture, tensors_of
 from verl.single_controller.ray import RayWorkerGroup
-from verl.trainer.ppo.phases import tensors_of
 from verl.utils.metric import reduce_metrics
 from verl.utils.ray_utils import without_nsight
 from verl.workers.rewards.loading import get_custom_reward_fn as get_custom_reward_fn
@@ -25,9 +24,9 @@ from verl.workers.rewards.scoring import FAILURE_COLUMN, RewardError, ScoringLim
 logger = logging.getLogger(__name__)
 _warn_once = cache(logger.warning)
 
-Extras = dict[str, list[Any]]
+ExtraColumns = dict[str, list[Any]]
 """Extra values that scorers return, as lists of length B."""
-Reward = tuple[Tensor, Extras]
+Reward = tuple[Tensor, ExtraColumns]
 """Token-level scores (B, R), and the extras of the scorers."""
 RewardFn = Callable[..., Any]
 """Scores a DataProto: returns scores (B, R), or with ``return_dict=True`` a dict with ``reward_tensor``."""
@@ -70,7 +69,7 @@ def _call(data: DataProto, reward_fn: RewardFn) -> Reward:
     return result, {}
 
 
-def settled(data: DataProto, scores: Tensor, extras: Extras, limits: ScoringLimits) -> Reward:
+def settled(data: DataProto, scores: Tensor, extras: ExtraColumns, limits: ScoringLimits) -> Reward:
     """Give the failure score to rows of (B, R) scores that hold NaN or an infinity, and count them as failures.
 
     Our reward managers do this for each scorer. Reward models and custom managers need it here: one such row would

@@ -9,8 +9,7 @@ from verl.algos.kl import kl_penalty as compute_kl
 from verl.algos.mismatch import compute_rollout_importance_weights
 from verl.algos.names import AdvantageEstimator
 from verl.base_config import Tree
-from verl.protocol import DataProto
-from verl.trainer.ppo.phases import tensors_of
+from verl.protocol import DataProto, tensors_of
 from verl.utils.torch_functional import masked_mean
 
 
@@ -99,8 +98,7 @@ def compute_advantage(
     if "response_mask" not in batch.keys():
         batch["response_mask"] = compute_response_mask(data)
     columns = {name: batch[name] for name in ("values", "reward_baselines") if name in batch.keys()}
-    if "uid" in data.non_tensor_batch:
-        columns["index"] = data.non_tensor_batch["uid"]
+    groups = {"index": data.non_tensor_batch["uid"]} if "uid" in data.non_tensor_batch else {}
     discounts = {name: value for name, value in (("gamma", gamma), ("lam", lam)) if value is not None}
     batch["advantages"], batch["returns"] = estimate_advantages(
         adv_estimator,
@@ -109,6 +107,7 @@ def compute_advantage(
         config=config,
         norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo,
         **columns,
+        **groups,
         **discounts,
     )
     if adv_estimator == AdvantageEstimator.GAE and config is not None and config.get("use_pf_ppo"):

@@ -10,12 +10,11 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from verl.protocol import DataProto
+from verl.protocol import DataProto, tensors_of
 from verl.trainer.ppo.loaders import Rows
 from verl.trainer.ppo.metric_utils import failure_metrics, process_validation_metrics
-from verl.trainer.ppo.phases import tensors_of
 from verl.trainer.ppo.records import dump_generations, ground_truths, trace_batch
-from verl.trainer.ppo.reward import Extras, RewardFn, compute_reward
+from verl.trainer.ppo.reward import ExtraColumns, RewardFn, compute_reward
 from verl.utils.numerics.seeding import prompt_uids, sampling_seeds
 from verl.workers.rewards.scoring import FAILURE_COLUMN
 
@@ -31,10 +30,10 @@ class ValidationSamples:
     uids: list[str] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
     turns: list[int] = field(default_factory=list)
-    extras: Extras = field(default_factory=lambda: defaultdict(list))
+    extras: ExtraColumns = field(default_factory=lambda: defaultdict(list))
 
     def add(
-        self, batch: DataProto, scores: Sequence[float], extras: Extras, tokenizer: PreTrainedTokenizerBase
+        self, batch: DataProto, scores: Sequence[float], extras: ExtraColumns, tokenizer: PreTrainedTokenizerBase
     ) -> None:
         """Add the responses of a batch with their scores and the extras of the reward function."""
         tensors = tensors_of(batch)
@@ -110,7 +109,7 @@ def repeat_prompts(
     return batch.repeat(repeat_times=num_samples, interleave=True), seeds
 
 
-def add_extras(known: Extras, extras: Extras, before: int, count: int) -> None:
+def add_extras(known: ExtraColumns, extras: ExtraColumns, before: int, count: int) -> None:
     """Append the extras of ``count`` responses to those of the ``before`` responses that came earlier.
 
     If the scorers failed for all of either, their extras are unknown there: None.
@@ -128,7 +127,7 @@ def _has_failed_only(reasons: Sequence[str | None], count: int) -> bool:
     return len(reasons) == count and None not in reasons
 
 
-def _without_gaps(extras: Extras) -> Extras:
+def _without_gaps(extras: ExtraColumns) -> ExtraColumns:
     """Count unknown extras of responses that could not be scored as 0, if the other responses have numbers."""
     reasons = extras.get(FAILURE_COLUMN)
     if reasons is None:

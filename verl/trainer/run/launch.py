@@ -17,9 +17,7 @@ from typing import Any, NoReturn, TypeVar
 
 import ray
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
 
-from verl.base_config import parse_node
 from verl.trainer.config.cli import USAGE_ERROR
 from verl.trainer.config.run_config import RayConfig
 from verl.utils import envs
@@ -78,7 +76,7 @@ def ray_session(cluster: RayConfig, device: str, folder: Path) -> Iterator[None]
     catch_sigterm()
     owns_ray = True  # until start_ray answers: the start itself may be interrupted
     try:
-        owns_ray = start_ray(device, cluster.ray_init)
+        owns_ray = start_ray(device, cluster)
         catch_sigterm()  # Ray has set another handler
         try:
             yield
@@ -95,16 +93,10 @@ def ray_session(cluster: RayConfig, device: str, folder: Path) -> Iterator[None]
         _leave(*failure)
 
 
-def cluster_of(ray_kwargs: DictConfig) -> RayConfig:
-    """Parse the node ``ray_kwargs``."""
-    tree: Any = OmegaConf.to_container(ray_kwargs, resolve=True)
-    return parse_node(tree, RayConfig)[0]
-
-
-def offline_session(ray_kwargs: DictConfig, device: str) -> AbstractContextManager[None]:
+def offline_session(cluster: RayConfig, device: str) -> AbstractContextManager[None]:
     """Run a command without a training loop on Ray, as ``ray_session``; its ``error.log`` goes to Hydra's folder."""
     folder = HydraConfig.get().runtime.output_dir if HydraConfig.initialized() else os.getcwd()
-    return ray_session(cluster_of(ray_kwargs), device, Path(folder))
+    return ray_session(cluster, device, Path(folder))
 
 
 def _leave(message: str, code: int) -> NoReturn:
@@ -112,19 +104,18 @@ def _leave(message: str, code: int) -> NoReturn:
     sys.exit(code)
 
 
-def start_ray(device: str, ray_init: Mapping[str, Any] | None) -> bool:
+def start_ray(device: str, cluster: RayConfig) -> bool:
     """Start or join Ray unless this process already has; return whether it did.
 
-    Starts a cluster on this machine unless ``address`` in ``ray_init`` (the node ``ray_kwargs.ray_init``) or
-    ``RAY_ADDRESS`` names one. ``device`` is that of the workers.
+    Starts a cluster on this machine unless the node ``cluster`` or ``RAY_ADDRESS`` has the address of one. ``device``
+    is that of the workers.
     """
     if ray.is_initialized():
         return False
-    options = dict(ray_init or {})
+    options = dict(cluster.ray_init or {})
     options["runtime_env"] = runtime_env(device, options.get("runtime_env") or {})
-    if not options.get("address"):
-        options["address"] = None if envs.read("RAY_ADDRESS") else "local"
-    if options["address"] == "local":
+    options["address"] = "local" if cluster.is_local else options.get("address") or None
+    if cluster.is_local:
         give_token_without_home()
         options.setdefault("include_dashboard", False)
         options["_system_config"] = LOCAL_SYSTEM_CONFIG | dict(options.get("_system_config") or {})

@@ -10,10 +10,8 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from verl.trainer.config.run_config import RESUME_MODES, RunConfig
-from verl.utils.checkpoint import find_complete_checkpoints, get_checkpoint_tracker_filename, verify_checkpoint
-from verl.utils.checkpoint.files import archive_problem, backend_problem, world_size_problem
+from verl.utils.checkpoint import files, find_complete_checkpoints, get_checkpoint_tracker_filename, verify_checkpoint
 
-FOLDER_PREFIX = "global_step_"
 DATA_NAME = "data.pt"
 
 
@@ -53,27 +51,22 @@ def find_resume_folder(run: RunConfig) -> Path | None:
     root = run_folder(run)
     if trainer.resume_mode == "resume_path":
         path = trainer.resume_from_path
-        if not isinstance(path, str) or FOLDER_PREFIX not in path:
-            raise ResumeError(
-                f"trainer.resume_from_path={path!r} must be the path of a folder named {FOLDER_PREFIX}<step> when "
-                "trainer.resume_mode=resume_path"
-            )
-        folder = Path(os.path.expanduser(path)).absolute()
-        step_of(folder)
-        return _checked(folder, root, run)
+        step_of(path)
+        assert path is not None
+        return _checked(Path(os.path.expanduser(path)).absolute(), root, run)
     step = read_tracker(root, run)
-    return None if step is None else _checked(root / f"{FOLDER_PREFIX}{step}", root, run)
+    return None if step is None else _checked(root / f"{files.STEP_FOLDER}{step}", root, run)
 
 
-def step_of(folder: Path) -> int:
-    """Return the step in the name of a checkpoint folder.
+def step_of(folder: str | Path | None) -> int:
+    """Return the step in the name of the checkpoint folder that a run resumes from.
 
     Raises: ResumeError when there is none.
     """
-    digits = str(folder).rstrip("/").rpartition(FOLDER_PREFIX)[2]
-    if not digits.isdigit():
-        raise ResumeError(f"trainer.resume_from_path={folder} must end in {FOLDER_PREFIX}<step>")
-    return int(digits)
+    step = None if folder is None else files.step_in_name(folder)
+    if step is None:
+        raise ResumeError(f"trainer.resume_from_path={folder} must name a {files.STEP_FOLDER}<N> folder")
+    return step
 
 
 def read_tracker(root: Path, run: RunConfig) -> int | None:
@@ -112,7 +105,7 @@ def find_problems(folder: Path, roles: Sequence[str]) -> list[str]:
     if not folder.is_dir():
         return ["the folder does not exist"]
     problems = [f"{role}: {problem}" for role in roles for problem in verify_checkpoint(folder / role)]
-    damage = archive_problem(folder / DATA_NAME) if (folder / DATA_NAME).exists() else None
+    damage = files.archive_problem(folder / DATA_NAME) if (folder / DATA_NAME).exists() else None
     if damage:
         problems.append(f"{DATA_NAME} {damage}")
     return problems
@@ -123,8 +116,8 @@ def find_misfits(folder: Path, run: RunConfig) -> list[str]:
     problems = []
     for role, node in (("actor", run.actor_rollout_ref.actor), ("critic", run.critic)):
         if node is not None:
-            problem = backend_problem(folder / role, node.strategy)
-            problem = problem or world_size_problem(folder / role, run.trainer.world_size)
+            problem = files.backend_problem(folder / role, node.strategy)
+            problem = problem or files.world_size_problem(folder / role, run.trainer.world_size)
             if problem is not None:
                 problems.append(f"{role}: {problem}")
     return problems

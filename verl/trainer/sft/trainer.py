@@ -14,17 +14,18 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler, SequentialSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from verl.base_config import ConfigError, Violation, build_node
-from verl.protocol import DataProto
-from verl.trainer.config.sft import EACH_EPOCH, SFTConfig, TrainerOptions, as_engine_tree, validate_sft_config
+from verl.base_config import ConfigError, Violation
+from verl.protocol import DataProto, tensors_of
+from verl.trainer.config.sft import EACH_EPOCH, TrainerOptions, as_engine_tree, parse_sft_config
 from verl.trainer.run.output import RankReport, RunOutput, take_digests
+from verl.trainer.sft.checkpoint import CheckpointHandler
 from verl.utils import envs
-from verl.utils.checkpoint.checkpoint_handler import CheckpointHandler
 from verl.utils.dataset.factory import SeededRandomSampler, load_class, stateful_loader
 from verl.utils.dataset.sft_dataset import MultiTurnSFTDataset, SFTDataset, SFTTensorCollator
 from verl.utils.device import get_device_name
 from verl.utils.distributed import initialize_global_process_group
 from verl.utils.flops_counter import FlopsCounter, image_lengths
+from verl.utils.import_utils import import_external_libs
 from verl.utils.numerics.seeding import seed_process
 from verl.utils.observe.digest import random_state_digest, tensor_digest, weights_digest
 from verl.utils.observe.record import Details
@@ -33,7 +34,7 @@ from verl.utils.profiler.ranges import marked_timer
 from verl.utils.py_functional import object_array
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.base import BaseEngine
-from verl.workers.engine.passes import PassSpec, tensors_of
+from verl.workers.engine.passes import PassSpec
 from verl.workers.roles.accounting import memory_in_use, mfu
 from verl.workers.roles.losses import sft_loss
 
@@ -164,13 +165,15 @@ class SFTTrainer:
     """
 
     def __init__(self, config: DictConfig) -> None:
-        self._check(config)
+        self._check_device(config.trainer.device)
+        self.config = settings = parse_sft_config(config, envs.integer("WORLD_SIZE", 1))
+        self.tree = as_engine_tree(config)
+        check_backends(settings.trainer.logger)
         distributed = torch.distributed.is_initialized()
         self.rank = torch.distributed.get_rank() if distributed else 0
         self.world_size = torch.distributed.get_world_size() if distributed else 1
-        seed_process(config.trainer.seed, "sft", self.rank)
-        self.tree = as_engine_tree(config)
-        self.config = settings = build_node(self.tree, SFTConfig)
+        seed_process(settings.trainer.seed, "sft", self.rank)
+        import_external_libs(settings.model.external_lib)
         self.tokenizer = settings.model.tokenizer
         # Reading the data before the model shows its errors sooner.
         self.train_dataset = self._dataset(settings.data.train_files)
@@ -203,15 +206,12 @@ class SFTTrainer:
     # ---- start
 
     @staticmethod
-    def _check(config: DictConfig) -> None:
-        device = config.trainer.device
+    def _check_device(device: str) -> None:
         if device != get_device_name():
             expected = f"this machine has {get_device_name()}: write trainer.device={get_device_name()}"
             if device == "npu" and importlib.util.find_spec("torch_npu") is None:
                 expected = f"needs the package torch_npu, which is not installed: install it; {expected}"
             raise ConfigError([Violation("trainer.device", device, expected)])
-        validate_sft_config(config, envs.integer("WORLD_SIZE", 1))
-        check_backends(config.trainer.logger)
 
     def _dataset(self, files: str | list[str]) -> Dataset[Row]:
         data = self.tree.data  # a data set of the user reads keys that this trainer does not know
@@ -307,8 +307,7 @@ class SFTTrainer:
         with self.engine.train_mode():
             metrics = self.engine.train_batch(batch, self.loss_fn, self._pass_spec())
         learning_rate = self.engine.lr_scheduler_step()
-        assert batch.batch is not None
-        lengths = batch.batch["attention_mask"].sum(-1)
+        lengths = tensors_of(batch)["attention_mask"].sum(-1)
         tokens = self._sum_over_ranks(lengths.sum().double())
         images = image_lengths(batch.non_tensor_batch.get("multi_modal_inputs", ()))
         sharing = self.world_size // self.engine.get_data_parallel_size()
@@ -334,8 +333,7 @@ class SFTTrainer:
         with self.engine.eval_mode():
             for rows in self.val_loader:
                 batch = self._padded(rows)
-                assert batch.batch is not None
-                mask = batch.batch["response_mask"]
+                mask = tensors_of(batch)["response_mask"]
                 mask[max(own, 0) :] = 0
                 own -= len(batch)
                 log_probs = self.engine.infer_batch(batch, self._pass_spec())["log_probs"].double()

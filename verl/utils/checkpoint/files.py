@@ -33,6 +33,8 @@ TRACKER_NAME = "latest_checkpointed_iteration.txt"
 LAYOUT_NAME = "fsdp_config.json"
 MEGATRON_LAYOUT_NAME = "megatron_config.json"
 LAYOUT_NAMES = (LAYOUT_NAME, MEGATRON_LAYOUT_NAME)
+STEP_FOLDER = "global_step_"
+"""Name of the folder of a checkpoint, before its step."""
 DATA_GLOB = "data*.pt"
 _ESI_VARIABLES = (
     "MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP",
@@ -316,6 +318,12 @@ def get_checkpoint_tracker_filename(root_path: StrPath) -> str:
 def write_tracker_atomically(root_path: StrPath, global_step: int) -> None:
     """Name a step as the latest checkpoint; a save does this last."""
     write_text(root_path, TRACKER_NAME, str(global_step))
+
+
+def step_in_name(folder: StrPath) -> int | None:
+    """Return the step in the name of a checkpoint folder, None if the name holds none."""
+    _, prefix, digits = Path(folder).name.rpartition(STEP_FOLDER)
+    return int(digits) if prefix and digits.isdigit() else None
 
 
 def find_latest_ckpt_path(path: StrPath | None, directory_format: str = "global_step_{}") -> str | None:

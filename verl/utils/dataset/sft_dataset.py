@@ -19,6 +19,7 @@ from verl.utils.dataset.config import DataConfig, Node
 from verl.utils.dataset.files import ColumnCheck, DataError, Row
 from verl.utils.dataset.rl_dataset import truncate
 from verl.utils.dataset.vision_utils import MediaEncoder, MediaError, Templater, TurnEncoder, check_media, templater_of
+from verl.utils.torch_functional import SequenceTooLongError
 
 logger = logging.getLogger(__name__)
 
@@ -29,17 +30,17 @@ Turn = tuple[list[int], list[int]]
 # ---- tokens of a row, and batches
 
 
-class SequenceTooLongError(DataError, NotImplementedError):
+class RowTooLongError(DataError, SequenceTooLongError):
     """A row is longer than ``data.max_length`` and ``data.truncation`` is ``error``."""
 
 
 def cut_sequence(values: list[int], max_length: int, truncation: str, where: str) -> list[int]:
     """Truncate the tokens of a row, or their mask, to ``max_length``.
 
-    Raises: SequenceTooLongError under ``error``.
+    Raises: RowTooLongError under ``error``.
     """
     if len(values) > max_length and truncation == "error":
-        raise SequenceTooLongError(
+        raise RowTooLongError(
             f"{where}: has {len(values)} tokens, data.max_length is {max_length}: raise it, or set data.truncation to "
             "left, right or middle"
         )

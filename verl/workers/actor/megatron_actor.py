@@ -1,5 +1,5 @@
 """Established path of ``MegatronPPOActor``."""
 
-from verl.workers.roles.given_modules import MegatronPPOActor
+from verl.workers.roles.workerless import MegatronPPOActor
 
 __all__ = ["MegatronPPOActor"]

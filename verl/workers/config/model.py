@@ -282,6 +282,14 @@ def _is_known_type(model_type: Any) -> bool:
     return not files or any(f'"{model_type}"' in file.read_text(encoding="utf-8") for file in files)
 
 
+def positions_of(hf_config: Mapping[str, Any], overrides: Mapping[str, Any]) -> int | None:
+    """Return the number of positions of a model, None if it is unknown or stretched by RoPE scaling."""
+    text = hf_config.get("text_config") or hf_config
+    positions = overrides.get("max_position_embeddings", text.get("max_position_embeddings"))
+    rope = overrides.get("rope_scaling") or text.get("rope_scaling") or text.get("rope_parameters") or {}
+    return positions if isinstance(positions, int) and not rope.get("factor") else None
+
+
 def tokenizer_problems(path: str) -> Iterator[str]:
     """Yield why a local folder holds no tokenizer, from which transformers would build one with an empty vocabulary."""
     folder = Path(os.path.expanduser(path))

@@ -1,5 +1,5 @@
 """Established path of ``DataParallelPPOCritic``."""
 
-from verl.workers.roles.given_modules import DataParallelPPOCritic
+from verl.workers.roles.workerless import DataParallelPPOCritic
 
 __all__ = ["DataParallelPPOCritic"]

@@ -1,5 +1,5 @@
 """Established path of ``MegatronPPOCritic``."""
 
-from verl.workers.roles.given_modules import MegatronPPOCritic
+from verl.workers.roles.workerless import MegatronPPOCritic
 
 __all__ = ["MegatronPPOCritic"]

@@ -4,7 +4,7 @@ Sums are gathered in float64 and added in the order of the ranks, so the result 
 run. An all-reduce in fp32 would add in an order that depends on the backend and the number of ranks.
 """
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from verl.algos.aggregate import UNITS, Extreme, Metric, Sum, count_units
-from verl.protocol import DataProto
+from verl.protocol import DataProto, tensors_of
 from verl.utils.device import get_device_name
 from verl.utils.seqlen_balancing import prepare_dynamic_batch
 from verl.utils.ulysses import all_gather_tensor
@@ -57,7 +57,7 @@ class PassSpec:
 
     @classmethod
     def from_meta(cls, meta: Mapping[str, Any]) -> Self:
-        """Read the established keys of ``DataProto.meta_info``. This is the only place that reads them.
+        """Read the established keys of ``DataProto.meta_info``. Only this class and ``temperature_of`` read them.
 
         Engines name the cut ``micro_batch_size_per_gpu`` and ``max_token_len_per_gpu``, actors and critics around
         a module (``DataParallelPPOActor``) ``micro_batch_size`` and ``max_token_len``.
@@ -74,10 +74,35 @@ class PassSpec:
             full_kl=bool(meta.get("calculate_full_kl", False)),
         )
 
+    @classmethod
+    def from_caller(cls, data: DataProto, needs_temperature: bool = True) -> Self:
+        """Read the options that the caller of a bare actor or critic must write into ``meta_info``.
+
+        Raises: ValueError naming the key that is missing.
+        """
+        meta = data.meta_info
+        dynamic = bool(meta.get("use_dynamic_bsz", False))
+        needed = "max_token_len" if dynamic else "micro_batch_size"
+        if not meta.get(needed):
+            raise ValueError(f"the batch's meta_info lacks {needed}: use_dynamic_bsz={dynamic} needs it")
+        if needs_temperature:
+            temperature_of(data)
+        return cls.from_meta(meta)
+
     @property
     def entropy_mode(self) -> EntropyMode:
         """The entropy to compute now: without autograd, ``grad`` is ``value``."""
         return "value" if self.entropy == "grad" and not torch.is_grad_enabled() else self.entropy
+
+
+def temperature_of(data: DataProto) -> float:
+    """Return the temperature at which the responses were sampled.
+
+    Raises: ValueError when the batch does not say it.
+    """
+    if "temperature" not in data.meta_info:
+        raise ValueError("the batch's meta_info lacks temperature: write that of the rollout, or 1.0")
+    return float(data.meta_info["temperature"])
 
 
 # Micro-batches
@@ -93,17 +118,6 @@ class MicroBatch:
     def to(self, device: torch.device) -> "MicroBatch":
         """Return a copy on ``device``; a pass keeps its micro-batches to the end, so these rows stay on the host."""
         return MicroBatch(self.rows.select().to(device), self.index)
-
-
-def tensors_of(data: DataProto) -> MutableMapping[str, Tensor]:
-    """Return the tensors of a batch.
-
-    Raises: ValueError when it has none.
-    """
-    if data.batch is None:
-        raise ValueError("the batch holds no tensors: it needs input_ids, attention_mask, position_ids and responses")
-    tensors: Any = data.batch  # a TensorDict behaves like a mapping but does not inherit from MutableMapping
-    return tensors
 
 
 def response_mask_of(data: DataProto) -> Tensor:

@@ -45,7 +45,7 @@ class OpenFile(Protocol):
         """Read a whole tensor."""
 
 
-class CheckpointError(ValueError, RuntimeError):
+class ModelWeightsError(ValueError, RuntimeError):
     """The weights of ``model.path`` cannot be used."""
 
 
@@ -92,16 +92,16 @@ class SafetensorsReader:
     def read(self, name: str, shape: Sequence[int], part: slice | tuple[slice, ...]) -> Tensor:
         """Return a part of the leading dims of a tensor. Its whole shape must be ``shape``.
 
-        Raises: CheckpointError naming the tensor or file.
+        Raises: ModelWeightsError naming the tensor or file.
         """
         stored = self._open(self.files[name]).get_slice(name)
         if tuple(stored.get_shape()) != tuple(shape):
-            raise CheckpointError(
+            raise ModelWeightsError(
                 f"tensor {name!r} in {os.path.join(self.folder, self.files[name])} has shape "
                 f"{tuple(stored.get_shape())}, the model of its config.json needs {tuple(shape)}"
             )
         if STORED_DTYPES.get(stored.get_dtype()) in QUANTIZED:
-            raise CheckpointError(
+            raise ModelWeightsError(
                 f"tensor {name!r} in {os.path.join(self.folder, self.files[name])} is quantized "
                 f"({stored.get_dtype()}), and quantized weights are not supported: convert the checkpoint to bfloat16"
             )
@@ -115,7 +115,7 @@ class SafetensorsReader:
             try:
                 self._open_files[file] = safe_open(path, framework="pt")
             except (OSError, SafetensorError) as error:
-                raise CheckpointError(
+                raise ModelWeightsError(
                     f"cannot read the weights file {path}: {error}. It is missing, truncated or not safetensors; "
                     "copy or download the checkpoint again"
                 ) from error

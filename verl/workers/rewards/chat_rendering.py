@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from verl.protocol import DataProto
+from verl.protocol import DataProto, tensors_of
 from verl.utils.torch_functional import SequenceTooLongError
 
 Message = dict[str, Any]
@@ -54,8 +54,7 @@ class ChatRenderer:
             for prompt, text in zip(raw_prompts(data), response_texts(data, self.source, self.ends), strict=True)
         ]
         rows: list[list[int]] = self.target(self._render(chats), add_special_tokens=False)["input_ids"]
-        assert data.batch is not None
-        limit = self.max_length or data.batch["attention_mask"].shape[-1]
+        limit = self.max_length or tensors_of(data)["attention_mask"].shape[-1]
         cut = [self._cut(index, row, limit) for index, row in enumerate(rows)]
         pad: Any = self.target.pad_token_id
         return right_padded(cut, pad), sum(len(row) > limit for row in rows)
@@ -88,9 +87,9 @@ class ChatRenderer:
 
 def response_texts(data: DataProto, tokenizer: PreTrainedTokenizerBase, ends: Collection[int]) -> list[str]:
     """Decode the responses without the end-of-sequence tokens at their ends."""
-    assert data.batch is not None
-    responses = data.batch["responses"].cpu()
-    mask = data.batch["attention_mask"][:, -responses.shape[1] :].bool().cpu()
+    batch = tensors_of(data)
+    responses = batch["responses"].cpu()
+    mask = batch["attention_mask"][:, -responses.shape[1] :].bool().cpu()
     rows = [ids[kept].tolist() for ids, kept in zip(responses, mask, strict=True)]
     for row in rows:
         while row and row[-1] in ends:

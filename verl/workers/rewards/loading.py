@@ -16,7 +16,7 @@ from verl.utils.sandbox.permits import FilePermits
 from verl.workers.config.reward_model import CustomRewardFunctionConfig, RewardModelConfig, ScoringConfig
 from verl.workers.rewards.managers import AbstractRewardManager, get_reward_manager_cls
 from verl.workers.rewards.scoring import RawScorer
-from verl.workers.rewards.signature import call_problem
+from verl.workers.rewards.signature import ASYNCHRONOUS, call_problem
 
 Config = DictConfig | Mapping[str, Any]
 """The configuration of a run, of which this module parses the nodes of the reward."""
@@ -79,7 +79,7 @@ def _why_no_scorer(function: RawScorer) -> str | None:
     inner = function.func if isinstance(function, functools.partial) else function
     code = inner if inspect.isroutine(inner) else type(inner).__call__
     if inspect.iscoroutinefunction(code):
-        return "is asynchronous: define it with `def`"
+        return ASYNCHRONOUS
     if inspect.isgeneratorfunction(code) or inspect.isasyncgenfunction(code):
         return "yields instead of returning: write `return`"
     return None

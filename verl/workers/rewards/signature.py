@@ -38,6 +38,7 @@ def call_problem(signature: inspect.Signature, example: Example, more_keywords: 
     return None
 
 
+ASYNCHRONOUS = "is asynchronous: define it with `def`"
 _ONE_RESPONSE = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 SCORER_CALLS = {

@@ -10,10 +10,10 @@ from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils.profiler.profile import DistProfiler
 from verl.workers.config.engine import NCCL_TIMEOUT_S
-from verl.workers.engine.passes import PassSpec
+from verl.workers.engine.passes import PassSpec, temperature_of
 from verl.workers.roles.accounting import memory_metrics
 from verl.workers.roles.base import EngineWorker
-from verl.workers.roles.batching import per_rank_mini_batch, policy_update_spec, temperature_of, training_spec
+from verl.workers.roles.batching import per_rank_mini_batch, policy_update_spec, training_spec
 from verl.workers.roles.losses import as_engine_loss, ppo_loss, select_tokens
 
 if TYPE_CHECKING:

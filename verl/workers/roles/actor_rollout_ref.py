@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from verl.algos.mismatch import finish_gap_metrics
 from verl.base_config import build_node, omega_conf_to_dataclass
 from verl.models.transformers.vision import is_vision_config
-from verl.protocol import DataProto
+from verl.protocol import DataProto, tensors_of
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils.profiler import ProfilerConfig
 from verl.utils.profiler.profile import DistProfiler
@@ -17,7 +17,7 @@ from verl.utils.vision.multi_modal import take_fetched_bytes
 from verl.workers.config.actor_rollout_ref import FSDPRefConfig, McoreRefConfig, ref_class
 from verl.workers.engine import BaseEngine
 from verl.workers.engine.base import ModelOutput
-from verl.workers.engine.passes import PassSpec, tensors_of
+from verl.workers.engine.passes import PassSpec
 from verl.workers.roles import batching
 from verl.workers.roles.accounting import begin_peak, memory_metrics, memory_of, mfu
 from verl.workers.roles.base import EngineWorker
@@ -149,10 +149,9 @@ class ActorRolloutRefWorker(EngineWorker):
         Nothing happens if it has them. ``generate_sequences`` does the same, so a caller may leave this out.
         """
         if self.sharding_manager.is_behind:
-            self.sharding_manager.step = step
             begin_peak()
             with simple_timer("wake_and_sync", self._sync_timing):
-                self.sharding_manager.sync()
+                self.sharding_manager.sync(step)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="rollout"))
     @DistProfiler.annotate(color="red", role="rollout_generate")
@@ -162,11 +161,11 @@ class ActorRolloutRefWorker(EngineWorker):
         prompts.meta_info.setdefault("pad_token_id", self.model_config.pad_token_id)
         timing = self._sync_timing
         self._sync_timing = {}
-        self.sharding_manager.step = batching.BatchInfo.of(prompts).step
         if not timing:  # else the peak and the seconds began with the sync
             begin_peak()
         with ExitStack() as awake:
             with simple_timer("wake_and_sync", timing):
+                self.sharding_manager.prepare(batching.BatchInfo.of(prompts).step)
                 awake.enter_context(self.sharding_manager)
             behind = {}
             if self._is_actor:

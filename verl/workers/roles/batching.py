@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
-from verl.workers.engine.passes import PassSpec, tensors_of
+from verl.protocol import tensors_of
+from verl.workers.engine.passes import PassSpec
 
 if TYPE_CHECKING:
     from verl.protocol import DataProto
@@ -96,28 +97,3 @@ def policy_update_spec(spec: PassSpec, config: "ActorConfig", data: "DataProto",
         entropy="grad" if config.entropy_coeff else "value" if on_policy else "none",
         full_kl=config.uses_full_kl,
     )
-
-
-def caller_spec(data: "DataProto", needs_temperature: bool = True) -> PassSpec:
-    """Return the options that the caller of a bare actor or critic wrote into ``meta_info``.
-
-    Raises: ValueError naming the key that is missing.
-    """
-    meta = data.meta_info
-    dynamic = bool(meta.get("use_dynamic_bsz", False))
-    needed = "max_token_len" if dynamic else "micro_batch_size"
-    if not meta.get(needed):
-        raise ValueError(f"the batch's meta_info lacks {needed}: use_dynamic_bsz={dynamic} needs it")
-    if needs_temperature:
-        temperature_of(data)
-    return PassSpec.from_meta(meta)
-
-
-def temperature_of(data: "DataProto") -> float:
-    """Return the temperature at which the responses were sampled.
-
-    Raises: ValueError when the batch does not say it.
-    """
-    if "temperature" not in data.meta_info:
-        raise ValueError("the batch's meta_info lacks temperature: write that of the rollout, or 1.0")
-    return float(data.meta_info["temperature"])

@@ -12,7 +12,8 @@ from verl.algos.kl import kl_penalty
 from verl.algos.mismatch import gap_sum_metrics
 from verl.algos.policy_loss import LossInputs, Whole, get_token_selector, policy_loss_sums, token_keys
 from verl.algos.value_loss import compute_value_loss
-from verl.workers.engine.passes import PassSpec, gather_rows, tensors_of
+from verl.protocol import tensors_of
+from verl.workers.engine.passes import PassSpec, gather_rows
 from verl.workers.roles.batching import BatchInfo
 
 if TYPE_CHECKING:

@@ -4,9 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from verl.protocol import DataProto
+from verl.protocol import DataProto, tensors_of
 from verl.utils.attention_utils import index_first_axis, pad_input, unpad_input
-from verl.workers.engine.passes import response_mask_of, tensors_of
+from verl.workers.engine.passes import response_mask_of
 
 
 def left_right_2_no_padding(data: DataProto) -> DataProto:

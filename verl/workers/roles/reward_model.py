@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from verl.base_config import build_node
 from verl.models.transformers.vision import is_vision_config
-from verl.protocol import DataProto
+from verl.protocol import DataProto, tensors_of
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils.faults import fault_point
 from verl.utils.fs import copy_to_local
@@ -19,7 +19,7 @@ from verl.utils.model import get_generation_config
 from verl.utils.profiler.profile import DistProfiler
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.config import RewardModelConfig
-from verl.workers.engine.passes import PassSpec, tensors_of
+from verl.workers.engine.passes import PassSpec
 from verl.workers.rewards.chat_rendering import ChatRenderer
 from verl.workers.rewards.judge import Judge
 from verl.workers.roles.base import EngineWorker

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.protocol import DataProto
+from verl.protocol import DataProto, tensors_of
 from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 from verl.utils.torch_functional import remove_pad_token
 from verl.utils.vision.positions import continued
@@ -68,8 +68,8 @@ class BaseRollout(ABC):
     def _check_prompt_lengths(self, prompts: DataProto, token_ids: Sequence[Sequence[int]], context: int) -> None:
         """Raise ValueError naming the first prompt that, with its images, leaves too little room for a response."""
         room = context - self.config.response_length
-        assert prompts.batch is not None
-        padded_lengths = prompts.batch["attention_mask"].sum(dim=1).tolist()  # ``token_ids`` holds one token per image
+        # ``token_ids`` holds one token per image
+        padded_lengths = tensors_of(prompts)["attention_mask"].sum(dim=1).tolist()
         for row, (ids, padded) in enumerate(zip(token_ids, padded_lengths, strict=True)):
             length = max(len(ids), padded)
             if length > room:
@@ -108,10 +108,10 @@ class BaseRollout(ABC):
         lengths = torch.tensor([len(row) for row in responses])
         tokens = float(lengths.sum())
         self.last_generation = {"seconds": seconds, "tokens": tokens, "truncated": float(truncated)}
-        assert prompts.batch is not None
-        input_ids = prompts.batch["input_ids"]
-        attention_mask = prompts.batch["attention_mask"]
-        position_ids = prompts.batch["position_ids"]
+        batch = tensors_of(prompts)
+        input_ids = batch["input_ids"]
+        attention_mask = batch["attention_mask"]
+        position_ids = batch["position_ids"]
         width = self.config.response_length
         sampled = torch.from_numpy(pad_rows(responses, width, prompts.meta_info["pad_token_id"], np.int64))
         response_mask = (torch.arange(width) < lengths[:, None]).to(attention_mask.dtype)
@@ -234,8 +234,8 @@ def prompt_token_ids(prompts: DataProto) -> list[list[int]]:
 
 def padded_token_ids(prompts: DataProto) -> list[list[int]]:
     """Return the token ids of each prompt as training sees them, without padding."""
-    assert prompts.batch is not None
-    return remove_pad_token(prompts.batch["input_ids"], prompts.batch["attention_mask"])
+    batch = tensors_of(prompts)
+    return remove_pad_token(batch["input_ids"], batch["attention_mask"])
 
 
 def is_greedy(prompts: DataProto, config: "RolloutConfig") -> bool:

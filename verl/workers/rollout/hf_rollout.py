@@ -15,7 +15,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from verl.protocol import DataProto
+from verl.protocol import DataProto, tensors_of
 from verl.utils import envs
 from verl.utils.device import get_device_name
 from verl.utils.faults import fault_point
@@ -111,8 +111,7 @@ class HFRollout(BaseRollout):
         started = time.perf_counter()
         media = _media_of(prompts)
         token_ids = prompt_token_ids(prompts) if media is None else padded_token_ids(prompts)
-        assert prompts.batch is not None
-        positions = prompts.batch["position_ids"]
+        positions = tensors_of(prompts)["position_ids"]
         self._check_prompt_lengths(prompts, token_ids, self.config.context_length)
         seeds = self._sampling_seeds(prompts) or [0] * len(prompts)
         values = sampling_values(prompts, self.config)

@@ -52,7 +52,6 @@ class HybridShardingManager(BaseShardingManager):
         self.rollout = rollout
         self.device_mesh = device_mesh
         self.bucket_bytes = bucket_bytes
-        self.step: int | None = None
         self.last_sync: dict[str, float] = {}
         self._prepared_for: int | None = None
         self._infer_group = None
@@ -67,10 +66,10 @@ class HybridShardingManager(BaseShardingManager):
         """Whether the trainer has other weights than the rollout."""
         return self.engine is not None and self.engine.weights_version != self.rollout.weights_version
 
-    def sync(self) -> None:
+    def sync(self, step: int | None = None) -> None:
         """Resume the rollout's weights, and sync them if they are outdated.
 
-        The rollout stays awake for the generation that follows.
+        The rollout stays awake for the generation that follows. ``step`` is that of the run, for messages.
 
         Raises: WeightSyncError on all ranks when the sync failed on any.
         """
@@ -78,22 +77,29 @@ class HybridShardingManager(BaseShardingManager):
         set_expandable_segments(False)
         _complete(self.rollout.resume(["weights"]))
         self.last_sync = {}
-        if self.is_behind and not is_skipped("weight_sync", rank=envs.integer("RANK", 0), step=self.step):
+        if self.is_behind and not is_skipped("weight_sync", rank=envs.integer("RANK", 0), step=step):
             assert self.engine is not None
-            self.last_sync = WeightSync(self.engine, self.rollout, self.bucket_bytes, self.step).run()
+            self.last_sync = WeightSync(self.engine, self.rollout, self.bucket_bytes, step).run()
             logger.debug("weight sync: %s", self.last_sync)
         self._prepared_for = self._trained_version()
 
     def _trained_version(self) -> int:
         return 0 if self.engine is None else self.engine.weights_version
 
-    def __enter__(self) -> "HybridShardingManager":
-        """Sync, unless that was done for these weights, and resume the rollout's cache.
+    def prepare(self, step: int | None = None) -> None:
+        """Sync, unless that was done for the present weights.
 
         Raises: WeightSyncError on all ranks when the sync failed on any.
         """
         if self._prepared_for != self._trained_version():
-            self.sync()
+            self.sync(step)
+
+    def __enter__(self) -> "HybridShardingManager":
+        """Prepare the weights and resume the rollout's cache.
+
+        Raises: WeightSyncError on all ranks when the sync failed on any.
+        """
+        self.prepare()
         _empty_cache()
         _complete(self.rollout.resume(["kv_cache"]))
         return self

@@ -20,7 +20,7 @@ from verl.workers.config.actor_critic import micro_batch_rules, mini_batch_rules
 ACTOR = "actor_rollout_ref.actor"
 REF = "actor_rollout_ref.ref"
 ROLLOUT = "actor_rollout_ref.rollout"
-Role = ActorConfig | CriticConfig | RefConfig
+RoleConfig = ActorConfig | CriticConfig | RefConfig
 _WORLD = {"trainer.n_gpus_per_node", "trainer.nnodes"}
 _GROUP = {f"{ROLLOUT}.tensor_model_parallel_size", f"{ROLLOUT}.data_parallel_size"}
 _OWN_SIZES = ("ppo_mini_batch_size", "ppo_micro_batch_size", "ulysses_sequence_parallel_size", "use_dynamic_bsz")
@@ -45,7 +45,7 @@ def batch_rules(run: RunConfig, use_reference: bool, broken: set[str]) -> Iterat
     yield from _log_prob_rules(run, use_reference, broken)
 
 
-def workers_of_a_shard(role: Role) -> int:
+def workers_of_a_shard(role: RoleConfig) -> int:
     """Return how many workers share each shard of a batch in a role: by its layout, or its sequence parallelism."""
     engine = role.engine
     if isinstance(engine, McoreEngineConfig):
@@ -58,7 +58,7 @@ def workers_of_a_shard(role: Role) -> int:
     return engine.ulysses_sequence_parallel_size
 
 
-def _engines(run: RunConfig, use_reference: bool) -> Iterator[tuple[str, Role, str, FSDPEngineConfig, str, bool]]:
+def _engines(run: RunConfig, use_reference: bool) -> Iterator[tuple[str, RoleConfig, str, FSDPEngineConfig, str, bool]]:
     """Yield (key, role, engine key, engine, model key, whether rows are packed) of each FSDP engine that trains."""
     shared = run.actor_rollout_ref
     model = "actor_rollout_ref.model"

@@ -11,8 +11,9 @@ from typing import Any
 
 from verl.base_config import Violation
 from verl.trainer.config.run_config import RunConfig
+from verl.utils.checkpoint.files import step_in_name
 from verl.utils.import_utils import python_file
-from verl.workers.rewards.signature import SCORER_CALLS, call_problem
+from verl.workers.rewards.signature import ASYNCHRONOUS, SCORER_CALLS, call_problem
 
 RUN_FOLDERS = ("default_local_dir", "rollout_data_dir", "validation_data_dir")
 """Keys of ``trainer`` that name folders of a run."""
@@ -61,7 +62,7 @@ def _resume_rules(run: RunConfig) -> Iterator[Violation]:
     path = run.trainer.resume_from_path
     if run.trainer.resume_mode != "resume_path":
         return
-    if path is None or "global_step_" not in path:
+    if path is None or step_in_name(path) is None:
         expected = "must name a global_step_<N> folder with trainer.resume_mode=resume_path"
         yield Violation("trainer.resume_from_path", path, expected)
     elif not os.path.isdir(os.path.expanduser(path)):
@@ -150,7 +151,7 @@ def scorer_rules(run: RunConfig, module: ast.Module) -> Iterator[Violation]:
     if isinstance(definition, _VALUES):
         yield Violation(f"{_SCORER}.name", name, "must be a function, the file gives it a value: define it with `def`")
     elif isinstance(definition, ast.AsyncFunctionDef):
-        yield Violation(f"{_SCORER}.name", name, "is asynchronous: define it with `def`")
+        yield Violation(f"{_SCORER}.name", name, ASYNCHRONOUS)
     elif isinstance(definition, ast.FunctionDef) and not definition.decorator_list:
         manager = run.reward_model.reward_manager
         if manager not in SCORER_CALLS:
@@ -158,7 +159,7 @@ def scorer_rules(run: RunConfig, module: ast.Module) -> Iterator[Violation]:
         signature = _signature(definition)
         problem = call_problem(signature, SCORER_CALLS[manager].example(), run.custom_reward_function.reward_kwargs)
         if problem is not None:
-            shown = ", ".join(str(each).replace("=Ellipsis", "=...") for each in signature.parameters.values())
+            shown = ast.unparse(definition.args)
             expected = (
                 f"{name}({shown}) cannot be called by the manager {manager!r} {problem}; write these parameters, or "
                 f"pass others by {_SCORER}.reward_kwargs"
@@ -189,7 +190,7 @@ def _binds(node: ast.AST, name: Any) -> bool:
 
 
 def _signature(definition: ast.FunctionDef) -> inspect.Signature:
-    """Return the parameters of a definition, by a function of the same names: its defaults are not evaluated."""
+    """Return the parameters of a definition, and strip it: its defaults are not evaluated, its annotations dropped."""
     given = definition.args
     given.defaults = [ast.Constant(...) for _ in given.defaults]
     given.kw_defaults = [None if default is None else ast.Constant(...) for default in given.kw_defaults]

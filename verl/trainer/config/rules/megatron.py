@@ -60,7 +60,7 @@ ACTOR_MODEL = "actor_rollout_ref.model"
 """The key of the model of actor and reference."""
 
 
-class Role(NamedTuple):
+class EngineRole(NamedTuple):
     """A role with a training engine; ``shares`` says whether it lives in the actor's processes."""
 
     key: str
@@ -81,20 +81,20 @@ class Role(NamedTuple):
         return f"{self.key}.megatron"
 
 
-def _roles(run: RunConfig, use_reference: bool) -> list[Role]:
+def _roles(run: RunConfig, use_reference: bool) -> list[EngineRole]:
     """Return the roles with a training engine, the actor first."""
     shared = run.actor_rollout_ref
     reward = run.reward_model
     world = run.trainer.world_size
-    roles = [Role("actor_rollout_ref.actor", shared.actor, ACTOR_MODEL, shared.model, world)]
+    roles = [EngineRole("actor_rollout_ref.actor", shared.actor, ACTOR_MODEL, shared.model, world)]
     if use_reference and not shared.model.lora_rank:
-        roles.append(Role("actor_rollout_ref.ref", shared.ref, ACTOR_MODEL, shared.model, world))
+        roles.append(EngineRole("actor_rollout_ref.ref", shared.ref, ACTOR_MODEL, shared.model, world))
     if run.critic is not None:
-        roles.append(Role("critic", run.critic, "critic.model", run.critic.model, world))
+        roles.append(EngineRole("critic", run.critic, "critic.model", run.critic.model, world))
     if reward.enable and not reward.is_generative:
         size = reward_world_size(run)
         shares = not reward.enable_resource_pool
-        roles.append(Role("reward_model", reward, "reward_model.model", reward.model, size, shares))
+        roles.append(EngineRole("reward_model", reward, "reward_model.model", reward.model, size, shares))
     return roles
 
 
@@ -123,7 +123,7 @@ def megatron_rules(run: RunConfig, use_reference: bool, broken: set[str]) -> Ite
                 yield from _shared_rules(role, engine, actor)
 
 
-def _strategy_rules(roles: list[Role]) -> Iterator[Violation]:
+def _strategy_rules(roles: list[EngineRole]) -> Iterator[Violation]:
     """Yield roles on Megatron-Core that share processes with others on FSDP."""
     actor = roles[0]
     for role in roles[1:]:
@@ -135,7 +135,7 @@ def _strategy_rules(roles: list[Role]) -> Iterator[Violation]:
             yield Violation(f"{role.key}.strategy", role.node.strategy, expected)
 
 
-def _option_rules(run: RunConfig, role: Role, engine: McoreEngineConfig) -> Iterator[Violation]:
+def _option_rules(run: RunConfig, role: EngineRole, engine: McoreEngineConfig) -> Iterator[Violation]:
     """Yield options of model and engine that do not exist on Megatron-Core, or not on these devices."""
     for name, wanted in (("lora_rank", 0), ("use_liger", False), ("enable_activation_offload", False)):
         value = select(role.model, name, wanted)
@@ -180,7 +180,7 @@ def _option_rules(run: RunConfig, role: Role, engine: McoreEngineConfig) -> Iter
                 yield Violation(f"{node}.{name}", overrides[name], expected)
 
 
-def _world_rules(role: Role, engine: McoreEngineConfig, on_cpu: bool) -> Iterator[Violation]:
+def _world_rules(role: EngineRole, engine: McoreEngineConfig, on_cpu: bool) -> Iterator[Violation]:
     """Yield sizes that do not divide the workers."""
     tp = engine.tensor_model_parallel_size
     pp = engine.pipeline_model_parallel_size
@@ -193,7 +193,7 @@ def _world_rules(role: Role, engine: McoreEngineConfig, on_cpu: bool) -> Iterato
         yield Violation(f"{role.engine_key}.{key}", value, expected)
 
 
-def _model_rules(shared: ActorRolloutRefConfig, role: Role, engine: McoreEngineConfig) -> Iterator[Violation]:
+def _model_rules(shared: ActorRolloutRefConfig, role: EngineRole, engine: McoreEngineConfig) -> Iterator[Violation]:
     """Yield an unsupported model, and sizes that do not divide its heads, experts or layers; a hub id is not read."""
     key = role.model_key
     node: Tree = role.model
@@ -227,7 +227,7 @@ def _model_rules(shared: ActorRolloutRefConfig, role: Role, engine: McoreEngineC
             yield Violation(f"{role.engine_key}.override_transformer_config.{override}", overrides[override], expected)
 
 
-def _shared_rules(role: Role, engine: McoreEngineConfig, actor: McoreEngineConfig) -> Iterator[Violation]:
+def _shared_rules(role: EngineRole, engine: McoreEngineConfig, actor: McoreEngineConfig) -> Iterator[Violation]:
     """Yield differences from the layout of the actor, whose processes have one set of groups."""
     for name in SHARED:
         if engine[name] != actor[name]:

@@ -12,6 +12,7 @@ from verl.workers.config import FSDPActorConfig, FSDPCriticConfig, HFModelConfig
 from verl.workers.config.model import (
     flat_overrides,
     path_problems,
+    positions_of,
     quantized_problem,
     read_config_json,
     tokenizer_problems,
@@ -94,14 +95,6 @@ def vision_rules(
             "(docs/advance/multi_modal.md)"
         )
         yield Violation(*path, expected)
-
-
-def positions_of(hf_config: Mapping[str, Any], overrides: Mapping[str, Any]) -> int | None:
-    """Return the number of positions of a model, None if it is unknown or stretched by RoPE scaling."""
-    text = hf_config.get("text_config") or hf_config
-    positions = overrides.get("max_position_embeddings", text.get("max_position_embeddings"))
-    rope = overrides.get("rope_scaling") or text.get("rope_scaling") or text.get("rope_parameters") or {}
-    return positions if isinstance(positions, int) and not rope.get("factor") else None
 
 
 def head_rules(

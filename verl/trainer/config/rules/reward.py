@@ -6,10 +6,16 @@ from typing import Any, TypeGuard
 from verl.base_config import Violation, matches, parse_node
 from verl.trainer.config.rules.batch import sharding_rules
 from verl.trainer.config.rules.files import python_file_rules
-from verl.trainer.config.rules.model import head_rules, positions_of, vision_rules
+from verl.trainer.config.rules.model import head_rules, vision_rules
 from verl.trainer.config.run_config import RunConfig
 from verl.workers.config import OverlongBufferConfig, RewardModelConfig
-from verl.workers.config.model import path_problems, quantized_problem, read_config_json, tokenizer_problems
+from verl.workers.config.model import (
+    path_problems,
+    positions_of,
+    quantized_problem,
+    read_config_json,
+    tokenizer_problems,
+)
 from verl.workers.rewards.signature import MANAGER_KWARGS, SCORER_CALLS
 
 NODE = "reward_model"

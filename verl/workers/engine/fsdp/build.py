@@ -27,7 +27,7 @@ from verl.utils.model import VisionValueModel, get_hf_auto_model_class, get_valu
 from verl.utils.ulysses import validate_ulysses_config
 from verl.workers.engine.fsdp.adapters import adapter_sizes, add_adapters, base_name, is_adapter
 from verl.workers.engine.fsdp.layout import Layout
-from verl.workers.engine.weights import DTYPES, HEAD, CheckpointError, SafetensorsReader, draw_tensor, tensor_seed
+from verl.workers.engine.weights import DTYPES, HEAD, ModelWeightsError, SafetensorsReader, draw_tensor, tensor_seed
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -222,14 +222,14 @@ class ModelBuilder:
     def _load_whole(self, auto_class: "type[_BaseAutoModelClass] | VisionValueModel") -> dict[str, Tensor]:
         """Return the tensors of the checkpoint as transformers loads and converts them.
 
-        Raises: CheckpointError naming the folder.
+        Raises: ModelWeightsError naming the folder.
         """
         path = self.model_config.local_path
         options = self._load_kwargs() | {"low_cpu_mem_usage": True, "output_loading_info": True}
         try:
             loaded: Any = auto_class.from_pretrained(path, config=self._config(), **options)
         except (OSError, RuntimeError, ValueError) as error:
-            raise CheckpointError(f"cannot load the weights of model.path={path}: {error}") from error
+            raise ModelWeightsError(f"cannot load the weights of model.path={path}: {error}") from error
         whole, report = loaded  # two values, because of output_loading_info
         # Missing tensors were drawn from the random state of this process; ``_initialize`` draws them instead.
         return {name: p for name, p in whole.named_parameters() if name not in report["missing_keys"]}
@@ -280,7 +280,7 @@ def materialize(
 
     Each rank reads only its shard, so no rank ever holds the whole model. Tied parameters stay one.
 
-    Raises: CheckpointError for tensors that neither source has.
+    Raises: ModelWeightsError for tensors that neither source has.
     """
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
@@ -306,7 +306,7 @@ def materialize(
         for module, attribute in places[id(parameter)]:
             setattr(module, attribute, new)
     if missing:
-        raise CheckpointError(
+        raise ModelWeightsError(
             f"the checkpoint lacks {len(missing)} tensors of the model, the first is {missing[0]!r}: "
             "model.path must hold the whole model of its config.json"
         )
@@ -330,7 +330,7 @@ def _broadcast_reader(load_whole: Callable[[], dict[str, Tensor]]) -> LocalReade
         if not alone:
             tensor = _broadcast_from_first(tensor)
         if tensor is not None and tensor.shape != shape:
-            raise CheckpointError(f"tensor {name!r} has shape {tuple(tensor.shape)}, the model needs {tuple(shape)}")
+            raise ModelWeightsError(f"tensor {name!r} has shape {tuple(tensor.shape)}, the model needs {tuple(shape)}")
         return tensor if tensor is None or not shape else tensor[rows]
 
     return read

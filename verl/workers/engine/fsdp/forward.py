@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from verl.models.transformers.attention import PackedSequences
 from verl.models.transformers.dense_common import HeadRequest
 from verl.models.transformers.vision import MEDIA, Media
-from verl.protocol import DataProto
+from verl.protocol import DataProto, tensors_of
 from verl.utils.activation_offload import offloaded_activations
 from verl.utils.numerics.log_probs import full_kl, log_probs_and_entropy
 from verl.utils.ulysses import set_ulysses_sequence_parallel_group, ulysses_pad
@@ -145,7 +145,7 @@ class Forward:
         An ordinary head sees the response columns, from which the counted positions are picked afterwards; a fused
         head sees the counted positions alone.
         """
-        batch = passes.tensors_of(data)
+        batch = tensors_of(data)
         ids = batch["input_ids"]
         attention = batch["attention_mask"]
         positions = batch["position_ids"]

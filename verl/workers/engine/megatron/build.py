@@ -27,13 +27,13 @@ from verl.models.mcore.gpt.build import (
     load_parts,
     named_parameters,
 )
-from verl.utils.checkpoint.files import CheckpointError as TensorsError
+from verl.utils.checkpoint.files import CheckpointError
 from verl.utils.checkpoint.torch_dist import TENSORS_FOLDER, TorchDistReader, holds_value_head, vocabulary_problem
 from verl.utils.fs import copy_to_local
 from verl.utils.kernel.linear_cross_entropy import backend_of
 from verl.utils.megatron.dist_checkpointing import chunk_names, load_dist_checkpointing, sharded_weights, tensor_names
 from verl.workers.engine.megatron.layout import Layout
-from verl.workers.engine.weights import DTYPES, CheckpointError, SafetensorsReader, draw_tensor
+from verl.workers.engine.weights import DTYPES, ModelWeightsError, SafetensorsReader, draw_tensor
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -183,7 +183,7 @@ class ModelBuilder:
 
         It reads only those parts. With ``share_model_files`` they may come from another worker; collective then.
 
-        Raises: CheckpointError naming the file, or the tensor that is missing or of the wrong shape.
+        Raises: ModelWeightsError naming the file, or the tensor that is missing or of the wrong shape.
         """
         shared: SharedWeights | None = None
         reader: SafetensorsReader | None = None
@@ -199,7 +199,7 @@ class ModelBuilder:
                 _raise_first(shared.problems)
                 return
         if reader is None:
-            raise CheckpointError(
+            raise ModelWeightsError(
                 f"model.path={self.path} holds no model.safetensors, nor an index of several, on the node of rank "
                 f"{self.layout.rank}: strategy=megatron reads safetensors only, each worker its own parts; save the "
                 "model with save_pretrained where every node can read it, or write megatron.share_model_files=true if "
@@ -219,7 +219,7 @@ class ModelBuilder:
             # Heads for sequence classification have no bias.
             if name in HEAD_NAMES and (self.makes_head or name.endswith("bias")):
                 return draw_tensor(name, torch.Size(shape), self.engine_config.seed, self.hf_config)
-            raise CheckpointError(
+            raise ModelWeightsError(
                 f"the checkpoint lacks {name!r}: model.path must hold the whole model of its config.json"
             )
 
@@ -230,7 +230,7 @@ class ModelBuilder:
 
         Each rank reads its own parts, and makes a new value head if the folder holds a language model. Collective.
 
-        Raises: CheckpointError naming the folder, and the tensor that it lacks or that has another shape.
+        Raises: ModelWeightsError naming the folder, and the tensor that it lacks or that has another shape.
         """
         folder = Path(copy_to_local(path))
         folder = folder / TENSORS_FOLDER if (folder / TENSORS_FOLDER).is_dir() else folder
@@ -243,12 +243,12 @@ class ModelBuilder:
                         del part[key]
                 self._make_heads(chunks)
             if lacking := tensor_names(state) - reader.names():
-                raise TensorsError(f"it lacks {min(lacking)}")
+                raise CheckpointError(f"it lacks {min(lacking)}")
             if problem := vocabulary_problem(reader, self.hf_config.vocab_size):
-                raise TensorsError(problem)
+                raise CheckpointError(problem)
             loaded = load_dist_checkpointing(state, folder)
-        except TensorsError as error:
-            raise CheckpointError(
+        except CheckpointError as error:
+            raise ModelWeightsError(
                 f"megatron.dist_checkpointing_path={path}: {error}. It must hold the model of model.path, which "
                 "scripts/converter_hf_to_mcore.py writes"
             ) from error
@@ -326,7 +326,7 @@ class Stored(NamedTuple):
     dtype: torch.dtype
 
 
-class Request(NamedTuple):
+class PartRequest(NamedTuple):
     """A part of a tensor that a worker wants."""
 
     name: str
@@ -394,7 +394,7 @@ def _gathered(value: T) -> list[T]:
 def _raise_first(problems: Iterable[str | None]) -> None:
     for problem in problems:
         if problem is not None:
-            raise CheckpointError(problem)
+            raise ModelWeightsError(problem)
 
 
 class SharedWeights:
@@ -405,7 +405,7 @@ class SharedWeights:
     """
 
     def __init__(self, folder: str, device: torch.device) -> None:
-        """Find out who has files. Raises: CheckpointError on all workers if one cannot read its files."""
+        """Find out who has files. Raises: ModelWeightsError on all workers if one cannot read its files."""
         self._device = device
         self._rank = dist.get_rank()
         self.reader: SafetensorsReader | None = None
@@ -415,13 +415,13 @@ class SharedWeights:
             try:
                 self.reader = SafetensorsReader(folder)
                 self.stored = {name: Stored(*each) for name, each in self.reader.describe().items()}
-            except CheckpointError as error:
+            except ModelWeightsError as error:
                 problem = str(error)
         found = _gathered((self.reader is not None, problem))
         _raise_first(each for _, each in found)
         self._owners = [rank for rank, (has, _) in enumerate(found) if has]
         self._wanting = [rank for rank, (has, _) in enumerate(found) if not has]
-        self._requests: deque[Request] = deque()
+        self._requests: deque[PartRequest] = deque()
         self.problems: list[str] = []
         if self.is_needed:
             box = [self.stored]
@@ -452,19 +452,19 @@ class SharedWeights:
             _raise_first([self._send(request, rank) for rank in mine for request in asked[rank][0]])
 
     def want(self, name: str, shape: Sequence[int], part: tuple[slice, ...]) -> Tensor:
-        """Request a part, and return a meta tensor of its shape. Raises: CheckpointError for another shape."""
+        """Request a part, and return a meta tensor of its shape. Raises: ModelWeightsError for another shape."""
         stored = self.stored[name]
         if stored.shape != tuple(shape):
-            raise CheckpointError(
+            raise ModelWeightsError(
                 f"tensor {name!r} has shape {stored.shape}, the model of its config.json needs {tuple(shape)}"
             )
-        self._requests.append(Request(name, part))
+        self._requests.append(PartRequest(name, part))
         return torch.empty(_shape_of(stored, part), dtype=stored.dtype, device="meta")
 
     def receive(self, name: str, shape: Sequence[int], part: tuple[slice, ...]) -> Tensor:
         """Return the next requested part, or zeros if its owner could not read it, which is added to ``problems``."""
         request = self._requests.popleft()
-        assert request == Request(name, part), f"{request} was requested, not {name} {part}"
+        assert request == PartRequest(name, part), f"{request} was requested, not {name} {part}"
         stored = self.stored[name]
         source = self._source_of(self._rank)
         length = torch.zeros(1, dtype=torch.long, device=self._device)
@@ -480,7 +480,7 @@ class SharedWeights:
     def _source_of(self, rank: int) -> int:
         return self._owners[self._wanting.index(rank) % len(self._owners)]
 
-    def _send(self, request: Request, rank: int) -> str | None:
+    def _send(self, request: PartRequest, rank: int) -> str | None:
         """Send a length and that many bytes: the part or, with a negative length, an error message.
 
         Returns: the error message, or None.
@@ -490,7 +490,7 @@ class SharedWeights:
         try:
             part = self.reader.read(request.name, self.stored[request.name].shape, request.part)
             content = part.contiguous().view(-1).view(torch.uint8)
-        except CheckpointError as error:
+        except ModelWeightsError as error:
             problem = str(error)
             content = torch.frombuffer(bytearray(problem.encode()), dtype=torch.uint8)
         length = len(content) if problem is None else -len(content)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from verl.models.mcore.gpt.layers import HeadRequest, PackedRowParams, packed_row_params
 from verl.models.mcore.packing import aligned_lengths, held_places, places_of
+from verl.protocol import tensors_of
 from verl.utils.megatron.tensor_parallel import vocab_parallel_log_probs_and_entropy
 from verl.workers.engine import passes
 from verl.workers.engine.megatron.layout import Layout
@@ -80,7 +81,7 @@ def check_positions(data: "DataProto") -> None:
 
     Raises: ValueError naming the first row whose positions do not.
     """
-    batch = passes.tensors_of(data)
+    batch = tensors_of(data)
     positions = batch["position_ids"]
     attention = batch["attention_mask"]
     if positions.dim() == 3:

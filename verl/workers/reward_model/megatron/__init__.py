@@ -1,3 +1,3 @@
 """Established path of ``MegatronRewardModel``."""
 
-from verl.workers.roles.given_modules import MegatronRewardModel as MegatronRewardModel
+from verl.workers.roles.workerless import MegatronRewardModel as MegatronRewardModel

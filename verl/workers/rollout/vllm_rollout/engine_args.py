@@ -8,7 +8,7 @@ import torch
 from verl.models.transformers.vision import is_vision_config
 from verl.utils import envs
 from verl.utils.device import get_device_name
-from verl.workers.config.model import flat_overrides
+from verl.workers.config.model import flat_overrides, positions_of
 from verl.workers.rollout.vllm_rollout.media import media_arguments
 
 if TYPE_CHECKING:
@@ -87,10 +87,8 @@ def check_context(config: "RolloutConfig", hf_config: "PreTrainedConfig") -> int
     sizes = f"{_NODE}.prompt_length + response_length = {config.prompt_length} + {config.response_length} = {needed}"
     if length < needed:
         raise ContextLengthError(f"{_NODE}.max_model_len={length} is below {sizes}: write at least {needed}, or null")
-    text_config = hf_config.get_text_config()
-    context = getattr(text_config, "max_position_embeddings", None)
-    rope = getattr(text_config, "rope_parameters", None) or getattr(text_config, "rope_scaling", None) or {}
-    if context is not None and rope.get("rope_type", rope.get("type", "default")) == "default" and length > context:
+    context = positions_of(hf_config.get_text_config().to_dict(), {})
+    if context is not None and length > context:
         raise ContextLengthError(
             f"the engine's context {length} ({_NODE}.max_model_len, or {sizes}) exceeds the model's "
             f"max_position_embeddings={context}: shorten prompt_length or response_length, or set "

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from verl.algos.mismatch import finish_gap_metrics
 from verl.base_config import build_node, omega_conf_to_dataclass
 from verl.models.transformers.dense_common import has_fused_head, install_fused_head
-from verl.protocol import DataProto
+from verl.protocol import DataProto, tensors_of
 from verl.workers.config import ActorConfig, CriticConfig, FSDPEngineConfig, McoreEngineConfig, RewardModelConfig
 from verl.workers.engine import BaseEngine, EngineRegistry, FSDPEngine, FSDPEngineWithLMHead, FSDPEngineWithValueHead
-from verl.workers.engine.passes import PassSpec, tensors_of
+from verl.workers.engine.passes import PassSpec, temperature_of
 from verl.workers.rewards.chat_rendering import ChatRenderer
 from verl.workers.roles.base import engine_config_of, list_metrics
-from verl.workers.roles.batching import caller_spec, mini_batches_of, policy_update_spec, temperature_of, training_spec
+from verl.workers.roles.batching import mini_batches_of, policy_update_spec, training_spec
 from verl.workers.roles.losses import ppo_loss, select_tokens, value_loss
 from verl.workers.roles.reward_model import at_last_token, last_values
 
@@ -58,7 +58,7 @@ class BasePPOActor(Generic[ActorConfigT]):
 
         Raises: ValueError naming what ``meta_info`` lacks.
         """
-        spec = dataclasses.replace(caller_spec(data), entropy="value" if calculate_entropy else "none")
+        spec = dataclasses.replace(PassSpec.from_caller(data), entropy="value" if calculate_entropy else "none")
         with self.engine.eval_mode():
             output = self.engine.infer_batch(data, spec)
         return output["log_probs"], output.get("entropy")
@@ -167,7 +167,7 @@ class BasePPOCritic(Generic[CriticConfigT]):
         Raises: ValueError naming what ``meta_info`` lacks.
         """
         with self.engine.eval_mode():
-            return self.engine.infer_batch(data, caller_spec(data, needs_temperature=False))["values"]
+            return self.engine.infer_batch(data, PassSpec.from_caller(data, needs_temperature=False))["values"]
 
     def update_critic(self, data: DataProto) -> dict[str, list[float]]:
         """Take one optimizer step per mini-batch and epoch; returns each metric of each step.

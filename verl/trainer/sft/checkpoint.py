@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from verl.trainer.run.resume import step_of
 from verl.utils import hdfs_io
 from verl.utils.checkpoint import files
 
@@ -21,12 +22,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-STEP_FOLDER = "global_step_"
 RUN_STATE_NAME = "run_state.json"
-
-
-class ResumeError(ValueError, AssertionError):
-    """``trainer.resume_from_path`` names no checkpoint."""
 
 
 @dataclass
@@ -57,9 +53,8 @@ class CheckpointHandler:
     _unfinished: int | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        path = self.resume_from_path
-        if path is not None and not Path(path).name.removeprefix(STEP_FOLDER).isdigit():
-            raise ResumeError(f"trainer.resume_from_path={path!r} must be a folder global_step_<N>")
+        if self.resume_from_path is not None:
+            step_of(self.resume_from_path)
         self.default_local_dir = os.path.abspath(os.path.expanduser(self.default_local_dir))
         self.rank = dist.get_rank() if dist.is_initialized() else 0
 
@@ -70,7 +65,7 @@ class CheckpointHandler:
         ``finish_checkpoint`` names the checkpoint.
         """
         self.finish_checkpoint()
-        folder = os.path.join(self.default_local_dir, f"{STEP_FOLDER}{step}")
+        folder = os.path.join(self.default_local_dir, f"{files.STEP_FOLDER}{step}")
         os.makedirs(folder, exist_ok=True)
         if self.engine.is_mp_src_rank_with_outputs():
             state = self.train_dataloader.state_dict()
@@ -89,7 +84,7 @@ class CheckpointHandler:
         if step is None or not self.engine.finish_checkpoint(wait):
             return
         self._unfinished = None
-        folder = os.path.join(self.default_local_dir, f"{STEP_FOLDER}{step}")
+        folder = os.path.join(self.default_local_dir, f"{files.STEP_FOLDER}{step}")
         self._barrier()
         if self.rank == 0:
             files.write_tracker_atomically(self.default_local_dir, step)
@@ -108,7 +103,7 @@ class CheckpointHandler:
         folder = self._folder()
         if folder is None:
             return 0
-        step = int(Path(folder).name.removeprefix(STEP_FOLDER))
+        step = step_of(folder)
         logger.warning("resuming from %s", folder)
         self.engine.load_checkpoint(folder)
         loader = os.path.join(folder, self._loader_file())
