@@ -271,8 +271,7 @@ def compute_grpo_passk_outcome_advantage(
         order = by_score[torch.argsort(group[by_score], stable=True)]  # groups in turn, best first
         first = torch.cumsum(size, 0) - size
         best = order[first]
-        second = order[first + 1]
-        lead = scores[best] - scores[second]
+        lead = scores[best] - scores[order[first + 1]]
         if norm_adv_by_std_in_grpo and _option(None, config, "norm_adv_by_std_in_grpo", True):
             lead = lead / (group_mean_std(scores, group, eps=0.0)[1] + epsilon)
         advantages = torch.zeros_like(scores).index_copy_(0, best, lead)
@@ -367,8 +366,7 @@ def compute_opo_outcome_advantage(
         size = group_count(group)
         length = response_mask.sum(dim=-1).double()
         weighted = group_sum(length * scores, group, len(size)) / group_sum(length, group, len(size)).clamp(min=1)
-        baseline = weighted.masked_fill(size <= 1, 0.0)
-        advantages = scores - baseline[group]
+        advantages = scores - weighted.masked_fill(size <= 1, 0.0)[group]
     return _spread(advantages, token_level_rewards, response_mask)
 
 

@@ -141,8 +141,7 @@ def _best_exchange(high: np.ndarray, low: np.ndarray, gap: int, moves: bool) -> 
 
 def _pairs(totals: np.ndarray) -> list[tuple[int, int]]:
     """List the pairs of parts whose exchange can narrow the spread: those with the fullest or the emptiest part."""
-    rank = totals.argsort(kind="stable").tolist()
-    emptiest, *between, fullest = rank
+    emptiest, *between, fullest = totals.argsort(kind="stable").tolist()
     return [(fullest, emptiest), *((fullest, p) for p in between), *((p, emptiest) for p in reversed(between))]
 
 

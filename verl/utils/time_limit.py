@@ -32,8 +32,7 @@ def time_limit(seconds: float) -> Iterator[None]:
             interrupt()
             wait = REPEAT_S
 
-    watchdog = threading.Thread(target=watch, name="time-limit", daemon=True)
-    watchdog.start()
+    threading.Thread(target=watch, name="time-limit", daemon=True).start()
     try:
         yield
     finally:

@@ -103,8 +103,7 @@ def entropy_from_logits_with_chunking(logits: Tensor, chunk_size: int = 2048, ch
 
     With ``checkpointing`` the backward pass recomputes the probabilities of a chunk instead of keeping them.
     """
-    rows = logits.reshape(-1, logits.shape[-1])
-    chunks = torch.split(rows, chunk_size)
+    chunks = logits.reshape(-1, logits.shape[-1]).split(chunk_size)
     if checkpointing:
         parts = [checkpoint(entropy_from_logits, chunk, use_reentrant=False) for chunk in chunks]
     else:
@@ -228,16 +227,13 @@ def tokenize_and_postprocess_data(
     truncation: str = "error",
 ) -> tuple[Tensor, Tensor]:
     """Tokenize a prompt without special tokens and fit it to ``max_length``: ids and mask, each (1, max_length)."""
-    encoded = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
-    return postprocess_data(
-        encoded["input_ids"], encoded["attention_mask"], max_length, pad_token_id, left_pad, truncation
-    )
+    row = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
+    return postprocess_data(row["input_ids"], row["attention_mask"], max_length, pad_token_id, left_pad, truncation)
 
 
 def remove_pad_token(input_ids: Tensor, attention_mask: Tensor) -> list[list[int]]:
     """Return the attended tokens of each row of (B, L) ids."""
-    keep = attention_mask.bool()
-    return [row[kept].tolist() for row, kept in zip(input_ids, keep, strict=True)]
+    return [row[kept].tolist() for row, kept in zip(input_ids, attention_mask.bool(), strict=True)]
 
 
 # ---- dicts of tensors, gradients and ranks

@@ -63,8 +63,7 @@ def validate_ulysses_config(num_heads: int, ulysses_sequence_size: int, num_key_
 
 
 def _exchange(x: Tensor, scatter_dim: int, gather_dim: int, group: ProcessGroup) -> Tensor:
-    size = dist.get_world_size(group)
-    sent = torch.stack(x.chunk(size, dim=scatter_dim)).contiguous()
+    sent = torch.stack(x.chunk(dist.get_world_size(group), dim=scatter_dim)).contiguous()
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
     return torch.cat(received.unbind(0), dim=gather_dim)

@@ -178,10 +178,9 @@ def attention_rules(hf: "PretrainedConfig", bias: bool, qk_norm: bool, output_bi
     return rules
 
 
-def dense_mlp_rules(
-    hf: "PretrainedConfig", at: str = "model.layers.{layer}.mlp.", bias: bool = False
-) -> dict[str, Rule]:
+def dense_mlp_rules(hf: "PretrainedConfig", bias: bool = False) -> dict[str, Rule]:
     """Return the rules of a gated MLP."""
+    at = "model.layers.{layer}.mlp."
     biases: dict[str, Rule] = {
         "mlp.linear_fc1.bias": Stacked((f"{at}gate_proj.bias", f"{at}up_proj.bias"), hf.intermediate_size),
         "mlp.linear_fc2.bias": Whole(f"{at}down_proj.bias"),

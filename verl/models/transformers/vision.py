@@ -106,9 +106,7 @@ def _merge(model: Any, args: tuple[Any, ...], kwargs: Kwargs) -> tuple[tuple[Any
     return args, kwargs
 
 
-def _add_deep_features(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
-) -> tuple[tuple[Any, ...], Kwargs] | None:
+def _add_deep_features(_: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> tuple[tuple[Any, ...], Kwargs] | None:
     """Pass the features of the tower's earlier layers to the language model."""
     if _FEATURES not in kwargs:
         return None

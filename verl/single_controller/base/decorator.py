@@ -144,9 +144,7 @@ def _split_batches(
     """
     for name, batch in (*enumerate(args), *kwargs.items()):
         if not isinstance(batch, DataProto | DataProtoFuture):
-            raise DispatchError(
-                f"argument {name!r} must be a DataProto or a DataProtoFuture, got {type(batch).__name__}"
-            )
+            raise DispatchError(f"argument {name!r} must be a DataProto or DataProtoFuture, got {type(batch).__name__}")
     pad = _pad_size(chunks, (*args, *kwargs.values()))
 
     def split(value: Batch) -> list[Batch]:

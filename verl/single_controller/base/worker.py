@@ -94,9 +94,7 @@ class Worker(WorkerHelper):
         if hip and cuda and hip != cuda:
             raise ValueError(f"HIP_VISIBLE_DEVICES={hip!r} and CUDA_VISIBLE_DEVICES={cuda!r} disagree: set one of them")
         if rocr and (hip or cuda):
-            raise ValueError(
-                "ROCR_VISIBLE_DEVICES is set next to CUDA_VISIBLE_DEVICES or HIP_VISIBLE_DEVICES: unset one"
-            )
+            raise ValueError("ROCR_VISIBLE_DEVICES is set with CUDA_VISIBLE_DEVICES or HIP_VISIBLE_DEVICES: unset one")
         for name, devices in (("HIP_VISIBLE_DEVICES", hip), ("ROCR_VISIBLE_DEVICES", rocr)):
             if devices:
                 envs.remove(name)

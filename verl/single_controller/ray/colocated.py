@@ -83,9 +83,7 @@ def create_colocated_worker_raw_cls(class_dict: dict[str, RayClassWithInitArgs])
         def _find(self, method_name: str) -> Callable[..., Any]:
             role, _, name = method_name.partition("_fwmn_")
             if role not in self.fused_worker_dict:
-                raise ValueError(
-                    f"no role {role!r} in {type(self).__name__}, it holds {sorted(self.fused_worker_dict)}"
-                )
+                raise ValueError(f"no role {role!r} in {type(self).__name__}: it has {sorted(self.fused_worker_dict)}")
             return getattr(self.fused_worker_dict[role], name)
 
         def _fuw_execute(self, method_name: str, *args: Any, **kwargs: Any) -> Any:

@@ -149,9 +149,7 @@ def extract_pg_from_exist(
     for node, count in sorted(enumerate(resource_pool.store), key=lambda pair: pair[1], reverse=True):
         if not left or left[0].bundle_count < count:
             sizes = [pg.bundle_count for pg in sources]
-            raise PlacementError(
-                f"processes per node {resource_pool.store} do not fit placement groups of sizes {sizes}"
-            )
+            raise PlacementError(f"processes per node {resource_pool.store} do not fit placement group sizes {sizes}")
         chosen[node] = left.pop(0)
     return [chosen[node] for node in range(len(resource_pool.store))]
 

@@ -146,9 +146,7 @@ class RayWorkerGroup(WorkerGroup):
         rank = 0
         for pg_index, group in enumerate(groups):
             if group.bundle_count < local_world_size:
-                raise ValueError(
-                    f"placement group {pg_index} has {group.bundle_count} bundles, needs {local_world_size}"
-                )
+                raise ValueError(f"placement group {pg_index} has {group.bundle_count} of {local_world_size} bundles")
             for local_rank in range(local_world_size):
                 name = f"{self.name_prefix}{cia.raw_class.__name__}_{pg_index}:{local_rank}"
                 env = self._worker_env(rank, pool.world_size, local_world_size)

@@ -123,8 +123,7 @@ def subset_sizes(num_responses: int) -> list[int]:
     """Return 2, 4, 8 and so on below the number of responses, and that number; nothing for a single response."""
     if num_responses < 2:
         return []
-    powers = range(1, (num_responses - 1).bit_length())
-    return [*(2**power for power in powers), num_responses]
+    return [*(2**power for power in range(1, (num_responses - 1).bit_length())), num_responses]
 
 
 def _ranks(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

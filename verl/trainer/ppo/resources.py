@@ -194,10 +194,7 @@ class WorkerStart:
 
 
 def start_workers_early(
-    config: DictConfig,
-    role_worker_mapping: WorkerClasses,
-    pools: ResourcePoolManager,
-    group_cls: type[RayWorkerGroup],
+    config: DictConfig, role_worker_mapping: WorkerClasses, pools: ResourcePoolManager, group_cls: type[RayWorkerGroup]
 ) -> WorkerStart | None:
     """Start the workers before the data are loaded; return None if the number of steps is not known yet.
 

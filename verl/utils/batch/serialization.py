@@ -31,8 +31,7 @@ def deserialize_single_tensor(arr: TensorTriple) -> Tensor:
     dtype_name, shape, buffer = arr
     if not len(buffer):  # an empty buffer has no defined strides, so a view may fail
         return torch.empty(shape, dtype=getattr(torch, dtype_name))
-    data = torch.from_numpy(writable(buffer))
-    return data.view(getattr(torch, dtype_name)).view(shape)
+    return torch.from_numpy(writable(buffer)).view(getattr(torch, dtype_name)).view(shape)
 
 
 def writable(array: np.ndarray) -> np.ndarray:

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from verl.utils import envs, hdfs_io
 from verl.utils.checkpoint import files
 from verl.utils.checkpoint.files import CONTENTS as CONTENTS
+from verl.utils.checkpoint.files import FileRecord
 from verl.utils.checkpoint.files import find_latest_ckpt_path as find_latest_ckpt_path
 from verl.utils.checkpoint.files import get_checkpoint_tracker_filename as get_checkpoint_tracker_filename
 from verl.utils.checkpoint.files import should_save_ckpt_esi as should_save_ckpt_esi
@@ -162,12 +163,7 @@ class BaseCheckpointManager(ABC):
         return envs.integer("LOCAL_RANK", self.rank) == 0
 
     def complete(
-        self,
-        local_path: str,
-        hdfs_path: str | None,
-        step: int,
-        records: list[files.FileRecord],
-        max_ckpt_to_keep: int | None,
+        self, local_path: str, hdfs_path: str | None, step: int, records: list[FileRecord], max_ckpt_to_keep: int | None
     ) -> None:
         """Write this rank's manifest once all ranks have written their files, then drop old checkpoints; collective.
 
@@ -182,9 +178,7 @@ class BaseCheckpointManager(ABC):
             hdfs_io.put_folder(local_path, hdfs_path)
         self.barrier()
 
-    def write_shared_folder(
-        self, folder: Path, name: str, write: Callable[[Path | None], None]
-    ) -> list[files.FileRecord]:
+    def write_shared_folder(self, folder: Path, name: str, write: Callable[[Path | None], None]) -> list[FileRecord]:
         """Write a folder that the checkpoint holds once; every rank calls ``write``, all but rank 0 with None."""
         if self.rank != 0:
             write(None)

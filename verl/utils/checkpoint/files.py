@@ -338,9 +338,7 @@ def find_latest_ckpt_path(path: StrPath | None, directory_format: str = "global_
         return None
     text = tracker.read_text().strip()
     if not text.isdigit():
-        raise CheckpointError(
-            f"{tracker} holds {text[:40]!r} instead of a step: write the number of a checkpoint into it"
-        )
+        raise CheckpointError(f"{tracker} holds {text[:40]!r} instead of a step: write a checkpoint's number into it")
     folder = Path(path, directory_format.format(int(text)))
     if not folder.is_dir():
         logger.warning("%s names step %s, but %s does not exist", tracker, text, folder)

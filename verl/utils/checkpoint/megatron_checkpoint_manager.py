@@ -127,13 +127,11 @@ class MegatronCheckpointManager(BaseCheckpointManager):
         if self.should_save_extra and self.lr_scheduler is not None:
             state["lr_scheduler"] = self.lr_scheduler.state_dict()
 
-        def behind_tensors() -> None:
+        def record() -> None:
             fault_point("save_checkpoint", rank=self.rank, step=global_step)
             records.extend(self._tensor_files(folder, f"__{self.rank}_"))
 
-        tensors = dist_checkpointing.save_dist_checkpointing(
-            state, folder / TENSORS_FOLDER, self.is_async, behind_tensors
-        )
+        tensors = dist_checkpointing.save_dist_checkpointing(state, folder / TENSORS_FOLDER, self.is_async, record)
         self._running = _Save(local_path, hdfs_path, global_step, max_ckpt_to_keep, records, tensors)
         if not self.is_async:
             self.finish_checkpoint()

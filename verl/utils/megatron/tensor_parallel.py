@@ -160,10 +160,8 @@ def vocab_parallel_log_probs_and_entropy(
 def vocab_parallel_log_probs_from_logits(logits: Tensor, labels: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Return the log-probability (...) of each label under logits (..., V / ranks)."""
     rows = logits.reshape(-1, logits.shape[-1])
-    found = vocab_parallel_log_probs_and_entropy(
-        rows, labels.reshape(-1), group=_default(group), inplace_backward=False
-    )
-    return found[0].view(labels.shape)
+    pair = vocab_parallel_log_probs_and_entropy(rows, labels.reshape(-1), group=_default(group), inplace_backward=False)
+    return pair[0].view(labels.shape)
 
 
 def vocab_parallel_entropy(logits: Tensor, group: ProcessGroup | None = None) -> Tensor:

@@ -71,11 +71,7 @@ class FileLogger:
     """
 
     def __init__(
-        self,
-        project_name: str,
-        experiment_name: str,
-        config: Config | None = None,
-        path: str | Path | None = None,
+        self, project_name: str, experiment_name: str, config: Config | None = None, path: str | Path | None = None
     ) -> None:
         chosen = path or envs.read("VERL_FILE_LOGGER_PATH")
         root = envs.read("VERL_FILE_LOGGER_ROOT", ".") or "."

@@ -36,11 +36,7 @@ def compute_score_subem(
 
 
 def _score(
-    solution_str: str,
-    ground_truth: Accepted,
-    accepts: Callable[[str, str], bool],
-    format_score: float,
-    score: float,
+    solution_str: str, ground_truth: Accepted, accepts: Callable[[str, str], bool], format_score: float, score: float
 ) -> float:
     answer = extract_solution(solution_str)
     if answer is None:

@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 import traceback
-import types
+from types import ModuleType
 from typing import Any, TypedDict
 
 SOURCE_NAME = "<solution>"
@@ -49,7 +49,7 @@ class Request(TypedDict):
     folder: str
 
 
-def load_isolation() -> types.ModuleType:
+def load_isolation() -> ModuleType:
     """Load ``isolation.py`` from this folder without importing the package."""
     path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "isolation.py")
     spec = importlib.util.spec_from_file_location("isolation", path)
@@ -71,7 +71,7 @@ def run_program(request: Request, test: TestInput, progress: mmap.mmap, finished
     sys.stdout = open(1, "w", encoding="utf-8", errors="replace", closefd=False)
     sys.stderr = open(2, "w", encoding="utf-8", errors="replace", closefd=False)
     sys.argv = ["solution.py"]
-    main = types.ModuleType("__main__")
+    main = ModuleType("__main__")
     sys.modules["__main__"] = main
     source = request["code"] + test["code_after"]
     behind = "\n" * request["code"].count("\n") + test["code_after"]  # keeps the line numbers of ``source``
@@ -95,11 +95,10 @@ def run_program(request: Request, test: TestInput, progress: mmap.mmap, finished
     finished[0] = 1
     if request["fn_name"]:
         value = find_function(main, request["fn_name"])(*test["arguments"])
-        reply = json.dumps(value, default=plain)
-        os.write(RESULT_FD, reply.encode())
+        os.write(RESULT_FD, json.dumps(value, default=plain).encode())
 
 
-def find_function(module: types.ModuleType, name: str) -> Any:
+def find_function(module: ModuleType, name: str) -> Any:
     """Return the program's function, or the method of its class ``Solution``."""
     function = getattr(module, name, None)
     if function is None and hasattr(module, "Solution"):
@@ -121,12 +120,7 @@ def plain(value: Any) -> Any:
 
 
 def enter(
-    request: Request,
-    test: TestInput,
-    files: list[int],
-    progress: mmap.mmap,
-    finished: mmap.mmap,
-    isolation: types.ModuleType,
+    request: Request, test: TestInput, files: list[int], progress: mmap.mmap, finished: mmap.mmap, isolation: ModuleType
 ) -> None:
     """Isolate this forked process and run the program in it; return when the program ends normally."""
     os.setsid()
@@ -161,7 +155,7 @@ def enter(
 # ---- outside the sandbox
 
 
-def supervise(request: Request, test: TestInput, isolation: types.ModuleType) -> dict[str, Any] | None:
+def supervise(request: Request, test: TestInput, isolation: ModuleType) -> dict[str, Any] | None:
     """Run the program on one input and return how it ended; return None in the forked process."""
     files = [os.memfd_create(name) for name in ("stdin", "stdout", "stderr", "result")]
     with open(files[0], "wb", closefd=False) as stdin:

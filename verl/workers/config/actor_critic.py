@@ -84,13 +84,7 @@ class TrainedConfig(BaseConfig):
     """A role that trains, on any engine."""
 
     _mutable_fields = frozenset(
-        {
-            "ppo_mini_batch_size",
-            "ppo_micro_batch_size",
-            "ppo_micro_batch_size_per_gpu",
-            "engine",
-            "model_config",
-        }
+        {"ppo_mini_batch_size", "ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu", "engine", "model_config"}
     )
 
     strategy: str = setting("???", "training engine")

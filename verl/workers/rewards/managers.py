@@ -51,9 +51,7 @@ class AbstractRewardManager:
     ) -> None:
         cls = type(self)
         if cls.score is AbstractRewardManager.score and cls.__call__ is AbstractRewardManager.__call__:
-            raise TypeError(
-                f"the reward manager {cls.__name__} must define score(samples), or __call__(data, return_dict)"
-            )
+            raise TypeError(f"reward manager {cls.__name__} must define score(samples), or __call__(data, return_dict)")
         if kwargs:
             raise ValueError(f"reward_model.reward_kwargs holds {sorted(kwargs)}, which {cls.__name__} does not take")
         self.tokenizer = tokenizer

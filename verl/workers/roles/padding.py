@@ -25,16 +25,13 @@ def left_right_2_no_padding(data: DataProto) -> DataProto:
     length = attention.shape[1]
     width = batch["responses"].shape[1]
     _, indices, offsets, _, _ = unpad_input(attention.unsqueeze(-1), attention)
-    loss_mask = F.pad(response_mask_of(data), (length - width, 0))
-    for name, tensor in (
+    for name, value in (
         ("input_ids", batch["input_ids"]),
         ("position_ids", batch["position_ids"]),
-        ("loss_mask", loss_mask),
+        ("loss_mask", F.pad(response_mask_of(data), (length - width, 0))),
         ("indices", torch.arange(attention.numel(), device=attention.device).view_as(attention)),
     ):
-        batch[name] = torch.nested.nested_tensor_from_jagged(
-            index_first_axis(tensor.flatten(), indices), offsets.long()
-        )
+        batch[name] = torch.nested.nested_tensor_from_jagged(index_first_axis(value.flatten(), indices), offsets.long())
     data.meta_info.update(max_seq_len=length, max_response_len=width)
     return data
 

@@ -266,10 +266,8 @@ class MegatronRewardModel(BasePPORewardModel):
         if rm_tokenizer is not None:
             if sft_tokenizer is None:
                 raise ValueError("rm_tokenizer needs sft_tokenizer, which decodes the responses: pass the policy's")
-            ends = {sft_tokenizer.eos_token_id}
-            self.switch = ChatRenderer(
-                sft_tokenizer, rm_tokenizer, self.config.max_length, self.config.truncation, ends
-            )
+            eos = {sft_tokenizer.eos_token_id}
+            self.switch = ChatRenderer(sft_tokenizer, rm_tokenizer, self.config.max_length, self.config.truncation, eos)
 
     def compute_reward(self, data: DataProto) -> DataProto:
         """Return ``rm_scores`` (B, R): the score of each response at its last valid token, zero elsewhere."""
@@ -293,14 +291,10 @@ def _engine_of_module(
     remove_padding: bool,
 ) -> FSDPEngine:
     """Return an FSDP engine around the module."""
-    engine_config = engine_config_of(config)
-    assert isinstance(engine_config, FSDPEngineConfig)
+    engine = engine_config_of(config)
+    assert isinstance(engine, FSDPEngineConfig)
     return cls.from_module(
-        module,
-        optimizer,
-        remove_padding=remove_padding,
-        engine_config=engine_config,
-        optimizer_config=config.optimizer(),
+        module, optimizer, remove_padding=remove_padding, engine_config=engine, optimizer_config=config.optimizer()
     )
 
 

@@ -108,8 +108,7 @@ class EngineWeights:
         piece = self.layout.pieces.get(key)
         if piece is None:
             return None
-        held = getattr(piece.module, piece.parameter)
-        return key, tensor_checksum(piece.cut(full), held.dtype)
+        return key, tensor_checksum(piece.cut(full), getattr(piece.module, piece.parameter).dtype)
 
     def _pack_experts_again(self) -> None:
         """Make vLLM prepare layers of experts as at their first load.
