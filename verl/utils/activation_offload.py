@@ -46,8 +46,7 @@ def _address(tensor: Tensor) -> int:
 def _to_host(tensor: Tensor, pin_memory: bool) -> Tensor:
     if not pin_memory:
         return tensor.cpu()
-    host = torch.empty(tensor.size(), dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor)
+    return torch.empty(tensor.size(), dtype=tensor.dtype, pin_memory=True).copy_(tensor)
 
 
 def enable_activation_offloading(model: nn.Module, strategy: str, enable_ckpt: bool = False) -> None:

@@ -39,6 +39,9 @@ _PROMISED_TFLOPS = (  # the first name that is part of the device's name applies
 )
 _CPU_TFLOPS = 0.448
 
+Lengths = Sequence[int]
+"""Tokens of each text, or patches of each image."""
+
 
 def get_device_flops(device_name: str | None = None) -> float:
     """Return the peak dense half-precision TFLOP/s of a device; infinity for an unknown device."""
@@ -176,7 +179,7 @@ def image_lengths(inputs: "Iterable[SharedRow | RowObject | None]") -> list[int]
     return lengths
 
 
-def _vision_flops(config: "PretrainedConfig", images: Sequence[int]) -> tuple[float, float, float]:
+def _vision_flops(config: "PretrainedConfig", images: Lengths) -> tuple[float, float, float]:
     """Count the FLOPs of images with the given numbers of patches; zeros for an unknown tower.
 
     Returns: forward FLOPs, backward FLOPs of the activations, backward FLOPs of the weights. Pixels need no gradient.
@@ -203,7 +206,7 @@ def _vision_flops(config: "PretrainedConfig", images: Sequence[int]) -> tuple[fl
     return forward, 2.0 * matrices + 8.0 * attention, 2.0 * (matrices + pixel_matrix)
 
 
-def _patch_pairs(config: "PretrainedConfig", images: Sequence[int]) -> int:
+def _patch_pairs(config: "PretrainedConfig", images: Lengths) -> int:
     """Count the pairs of patches that attention compares, over all layers; most layers of Qwen2.5-VL have windows."""
     every = sum(patches**2 for patches in images)
     whole = getattr(config, "fullatt_block_indexes", None)
@@ -253,11 +256,7 @@ class FlopsCounter:
         self.frozen_vision = frozen_vision or (adapters is not None and not adapters.tower + adapters.mergers)
 
     def estimate_flops(
-        self,
-        batch_seqlens: Sequence[int],
-        delta_time: float,
-        images_seqlens: Sequence[int] = (),
-        forward_only: bool = False,
+        self, batch_seqlens: Lengths, delta_time: float, images_seqlens: Lengths = (), forward_only: bool = False
     ) -> tuple[float, float]:
         """Return (achieved, promised) TFLOP/s for training on sequences of these lengths in ``delta_time`` seconds.
 
@@ -275,7 +274,7 @@ class FlopsCounter:
             backward += tower_backward
         return (forward if forward_only else forward + backward) / delta_time / 1e12, promised
 
-    def _of_text(self, text: _Text, lengths: Sequence[int]) -> tuple[float, float]:
+    def _of_text(self, text: _Text, lengths: Lengths) -> tuple[float, float]:
         """Return the operations of the text model, forward and backward."""
         config = self.config
         layers = range(config.num_hidden_layers)
@@ -289,7 +288,7 @@ class FlopsCounter:
         own = float(self.adapters.text * sum(lengths))
         return 2 * (weights + pairs + own), 2 * weights + 4 * (pairs + own)
 
-    def _of_tower(self, images: Sequence[int]) -> tuple[float, float]:
+    def _of_tower(self, images: Lengths) -> tuple[float, float]:
         """Return the operations of the vision tower, forward and backward."""
         forward, through, gradients = _vision_flops(self.vision_config, images)
         if self.frozen_vision:

@@ -50,8 +50,7 @@ _State = list[_Part]  # the non-empty parts, by ascending total
 
 def _merge(a: _State, b: _State, k: int) -> _State:
     """Merge two states: join the fullest parts of one with the emptiest of the other."""
-    room = k - len(a) - len(b)
-    if room >= 0:
+    if len(a) + len(b) <= k:
         big, small = (a, b) if len(a) >= len(b) else (b, a)
         for part in small:
             insort(big, part)

@@ -16,11 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from verl.utils.ulysses import (
-    gather_heads_scatter_seq,
-    gather_seq_scatter_heads,
-    get_ulysses_sequence_parallel_world_size,
-)
+from verl.utils import ulysses
 
 VARLEN_ATTENTION = "verl_varlen"
 _MAX_PADDING = 1.25
@@ -203,14 +199,14 @@ def varlen_attention_forward(
                 "set model.use_remove_padding=False"
             )
     q, k, v = (t.transpose(1, 2).squeeze(0) for t in (query, key, value))
-    sp_size = get_ulysses_sequence_parallel_world_size()
+    sp_size = ulysses.get_ulysses_sequence_parallel_world_size()
     if sp_size > 1:
         if k.shape[1] < sp_size:
             k, v = (t.repeat_interleave(sp_size // t.shape[1], dim=1) for t in (k, v))
-        q, k, v = (gather_seq_scatter_heads(t, seq_dim=0, head_dim=1) for t in (q, k, v))
+        q, k, v = (ulysses.gather_seq_scatter_heads(t, seq_dim=0, head_dim=1) for t in (q, k, v))
     out = packed_attention(q, k, v, packed_sequences, scaling, dropout, sliding_window)
     if sp_size > 1:
-        out = gather_heads_scatter_seq(out, head_dim=1, seq_dim=0)
+        out = ulysses.gather_heads_scatter_seq(out, head_dim=1, seq_dim=0)
     return out.unsqueeze(0), None
 
 

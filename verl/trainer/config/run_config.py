@@ -12,21 +12,11 @@ from verl.utils import envs
 from verl.utils.dataset.config import DataConfig
 from verl.utils.observe.tracking import Tracking
 from verl.utils.profiler.config import ProfilerConfig
-from verl.workers.config import (
-    ActorRolloutRefConfig,
-    CriticConfig,
-    CustomRewardFunctionConfig,
-    FSDPActorConfig,
-    FSDPCriticConfig,
-    HFModelConfig,
-    McoreActorConfig,
-    McoreCriticConfig,
-    RewardModelConfig,
-    RolloutConfig,
-)
+from verl.workers.config import ActorRolloutRefConfig, CriticConfig, HFModelConfig, RolloutConfig
+from verl.workers.config.actor_critic import FSDPActorConfig, FSDPCriticConfig, McoreActorConfig, McoreCriticConfig
 from verl.workers.config.actor_rollout_ref import ref_class
 from verl.workers.config.engine import DEVICES
-from verl.workers.config.reward_model import WITHOUT_MODEL
+from verl.workers.config.reward_model import WITHOUT_MODEL, CustomRewardFunctionConfig, RewardModelConfig
 
 TRACKERS = Tracking.supported_backend
 RESUME_MODES = ("auto", "disable", "resume_path")

@@ -12,12 +12,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl.base_config import omega_conf_to_dataclass
 from verl.single_controller.base.errors import PlacementError
-from verl.single_controller.ray import (
-    RayClassWithInitArgs,
-    RayResourcePool,
-    RayWorkerGroup,
-    create_colocated_worker_cls,
-)
+from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from verl.single_controller.ray.colocated import create_colocated_worker_cls
 from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo.profiling import nsys_group_options
 from verl.trainer.ppo.utils import Role

@@ -68,11 +68,11 @@ def get_megatron_optimizer(model: list[nn.Module], config: OptimizerConfig) -> M
 def _start_state(optimizer: torch.optim.Optimizer) -> None:
     """Create the state that the first step would create: a checkpoint can only be loaded into existing state."""
     for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            optimizer.state[parameter] = {
+        for param in group["params"]:
+            optimizer.state[param] = {
                 "step": torch.tensor(0.0),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
+                "exp_avg": torch.zeros_like(param),
+                "exp_avg_sq": torch.zeros_like(param),
             }
 
 

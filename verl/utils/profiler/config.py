@@ -56,8 +56,7 @@ class NPUToolConfig(BaseConfig):
 
     def rules(self) -> Iterator[Violation]:
         """Yield a violation for unknown contents."""
-        unknown = [part for part in self.contents if part not in NPU_CONTENTS]
-        if unknown:
+        if any(part not in NPU_CONTENTS for part in self.contents):
             yield Violation("contents", self.contents, f"must be a subset of [{','.join(NPU_CONTENTS)}]")
 
 

@@ -151,8 +151,7 @@ class LiveTable:
         from rich.table import Table
         from rich.text import Text
 
-        step = max(entries)
-        title = f"step {step}" + (f" of {self._total}" if self._total else "")
+        title = f"step {max(entries)}" + (f" of {self._total}" if self._total else "")
         table = Table(box=box.SIMPLE, title=title, title_justify="left", pad_edge=False)
         heads, rows = fitted(table_rows(entries), self._console.width)
         for name in heads:

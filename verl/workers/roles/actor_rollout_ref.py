@@ -28,14 +28,8 @@ from verl.workers.sharding_manager import build_sharding_manager
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from verl.workers.config import (
-        ActorRolloutRefConfig,
-        FSDPActorConfig,
-        HFModelConfig,
-        McoreActorConfig,
-        RefConfig,
-        RolloutConfig,
-    )
+    from verl.workers.config import ActorRolloutRefConfig, HFModelConfig, RefConfig, RolloutConfig
+    from verl.workers.config.actor_critic import FSDPActorConfig, McoreActorConfig
 
 ROLES = ("actor", "rollout", "ref", "actor_rollout", "actor_rollout_ref")
 

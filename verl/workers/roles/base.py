@@ -21,16 +21,8 @@ from verl.utils.profiler.config import ProfilerConfig
 from verl.utils.profiler.profile import DistProfiler, RoleProfilers
 from verl.utils.profiler.ranges import captured_range
 from verl.utils.py_functional import append_to_dict
-from verl.workers.config import (
-    CheckpointConfig,
-    FSDPActorConfig,
-    FSDPCriticConfig,
-    FSDPEngineConfig,
-    McoreActorConfig,
-    McoreCriticConfig,
-    McoreEngineConfig,
-    RewardModelConfig,
-)
+from verl.workers.config import CheckpointConfig, FSDPEngineConfig, McoreEngineConfig, RewardModelConfig
+from verl.workers.config.actor_critic import FSDPActorConfig, FSDPCriticConfig, McoreActorConfig, McoreCriticConfig
 from verl.workers.config.actor_rollout_ref import FSDPRefConfig, McoreRefConfig
 from verl.workers.engine import BaseEngine, EngineRegistry
 from verl.workers.engine.base import LossFn

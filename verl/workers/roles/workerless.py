@@ -111,10 +111,8 @@ class DataParallelPPOActor(BasePPOActor["FSDPActorConfig"]):
         self.actor_optimizer = actor_optimizer
         if self.config.use_fused_kernels and not has_fused_head(actor_module):
             install_fused_head(actor_module)  # type: ignore[arg-type]
-        remove_padding = self.config.use_remove_padding
-        self.engine = _engine_of_module(
-            FSDPEngineWithLMHead, actor_module, actor_optimizer, self.config, remove_padding
-        )
+        packed = self.config.use_remove_padding
+        self.engine = _engine_of_module(FSDPEngineWithLMHead, actor_module, actor_optimizer, self.config, packed)
 
 
 class MegatronPPOActor(BasePPOActor["McoreActorConfig"]):
@@ -200,10 +198,8 @@ class DataParallelPPOCritic(BasePPOCritic["FSDPCriticConfig"]):
         super().__init__(omega_conf_to_dataclass(config))
         self.critic_module = critic_module
         self.critic_optimizer = critic_optimizer
-        remove_padding = self.config.model.use_remove_padding
-        self.engine = _engine_of_module(
-            FSDPEngineWithValueHead, critic_module, critic_optimizer, self.config, remove_padding
-        )
+        packed = self.config.model.use_remove_padding
+        self.engine = _engine_of_module(FSDPEngineWithValueHead, critic_module, critic_optimizer, self.config, packed)
 
 
 class MegatronPPOCritic(BasePPOCritic["McoreCriticConfig"]):

@@ -6,16 +6,9 @@ from collections.abc import Iterator
 from verl.base_config import Violation
 from verl.trainer.config.run_config import RunConfig
 from verl.utils.megatron.ranks import model_parallel_size
-from verl.workers.config import (
-    ActorConfig,
-    CriticConfig,
-    FSDPActorConfig,
-    FSDPCriticConfig,
-    FSDPEngineConfig,
-    McoreEngineConfig,
-    RefConfig,
-)
+from verl.workers.config import ActorConfig, CriticConfig, FSDPActorConfig, FSDPCriticConfig, RefConfig
 from verl.workers.config.actor_critic import micro_batch_rules, mini_batch_rules, packing_rules
+from verl.workers.config.engine import FSDPEngineConfig, McoreEngineConfig
 
 ACTOR = "actor_rollout_ref.actor"
 REF = "actor_rollout_ref.ref"

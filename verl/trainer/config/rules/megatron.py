@@ -19,20 +19,11 @@ from verl.trainer.config.rules.reward import reward_world_size
 from verl.trainer.config.run_config import RunConfig
 from verl.utils import envs
 from verl.utils.megatron.ranks import expert_layout_problem
-from verl.workers.config import (
-    ActorConfig,
-    ActorRolloutRefConfig,
-    BaseModelConfig,
-    CriticConfig,
-    HFModelConfig,
-    McoreActorConfig,
-    McoreCriticConfig,
-    McoreEngineConfig,
-    RefConfig,
-    RewardModelConfig,
-    RewardModelModelConfig,
-)
+from verl.workers.config import BaseModelConfig, HFModelConfig, McoreEngineConfig
+from verl.workers.config.actor_critic import ActorConfig, CriticConfig, McoreActorConfig, McoreCriticConfig
+from verl.workers.config.actor_rollout_ref import ActorRolloutRefConfig, RefConfig
 from verl.workers.config.model import ROPE_KEYS, ConfigFields, apply_overrides, path_problems, read_config_json
+from verl.workers.config.reward_model import RewardModelConfig, RewardModelModelConfig
 
 Tree = Mapping[str, Any]
 
