@@ -144,11 +144,12 @@ class Workspace:
         return run
 
 
-def leftovers(session: int, patience_s: float = 30) -> list[str]:
-    """Return the processes of a session that are still alive after a while; Ray's may take a moment to go."""
+def leftovers(session: int, patience_s: float = 60) -> list[str]:
+    """Return the commands of a session that are still alive after a while; Ray's may take a moment to go."""
     deadline = time.time() + patience_s
     while True:
-        alive = [p.info["name"] for p in psutil.process_iter(["name", "pid", "status"]) if _of(p, session)]
+        found = psutil.process_iter(["name", "cmdline"])
+        alive = [" ".join(p.info["cmdline"] or [p.info["name"]])[:300] for p in found if _of(p, session)]
         if not alive or time.time() > deadline:
             return alive
         time.sleep(0.2)

@@ -51,6 +51,7 @@ def test_public_names_exist(module: str, names: list[tuple[str, list[str]]]) -> 
         ("verl.workers.reward_manager.registry", "verl.workers.reward_manager", "register get_reward_manager_cls"),
         ("verl.utils.profiler.performance", "verl.utils.profiler", "simple_timer reduce_timing"),
         ("verl.utils.dataset.rm_dataset", "verl.utils.dataset", "RMDataset"),
+        ("verl.utils.seeding", "verl.utils.numerics.seeding", "derive_seed prompt_uids sampling_seeds seed_process"),
     ],
 )
 def test_paths_of_code_that_moved_give_the_same_objects(path: str, package: str, names: str) -> None:

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 from safetensors.torch import load_file
@@ -35,7 +36,7 @@ def test_actor_and_critic_of_a_configuration(folder):
 
 
 def test_path_of_a_model(folder):
-    node = SimpleNamespace(model=SimpleNamespace(path=folder, get=lambda key, default: default))
+    node = OmegaConf.create({"model": {"path": folder}})
     assert M.get_hf_model_path(node) == folder
 
 

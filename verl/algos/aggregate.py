@@ -11,15 +11,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-Unit = Literal["token", "sequence", "constant"]
-UNITS: tuple[str, ...] = get_args(Unit)
+from verl.algos.names import LOSS_AGG_MODES, LOSS_AGG_UNIT, Unit
 
-LOSS_AGG_UNIT: dict[str, Unit] = {
-    "token-mean": "token",
-    "seq-mean-token-sum": "sequence",
-    "seq-mean-token-mean": "sequence",
-    "seq-mean-token-sum-norm": "constant",
-}
+UNITS: tuple[str, ...] = get_args(Unit)
 
 
 @dataclass(frozen=True)
@@ -70,7 +64,7 @@ def agg_unit(loss_agg_mode: str) -> Unit:
     Raises: ValueError for an unknown mode.
     """
     if loss_agg_mode not in LOSS_AGG_UNIT:
-        raise ValueError(f"loss_agg_mode must be one of {sorted(LOSS_AGG_UNIT)}, got {loss_agg_mode!r}")
+        raise ValueError(f"loss_agg_mode must be one of {sorted(LOSS_AGG_MODES)}, got {loss_agg_mode!r}")
     return LOSS_AGG_UNIT[loss_agg_mode]
 
 

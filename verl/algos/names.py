@@ -1,6 +1,7 @@
 """Names of the algorithms, for the registries and for the checks of the launching process: this imports no torch."""
 
 from enum import StrEnum
+from typing import Literal
 
 
 class AdvantageEstimator(StrEnum):
@@ -21,7 +22,15 @@ class AdvantageEstimator(StrEnum):
 
 ADV_ESTIMATORS = tuple(name.value for name in AdvantageEstimator)
 POLICY_LOSSES = ("vanilla", "gspo", "gpg", "geo_mean", "clip_cov", "kl_cov", "cispo", "sapo")
-LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+Unit = Literal["token", "sequence", "constant"]
+LOSS_AGG_UNIT: dict[str, Unit] = {
+    "token-mean": "token",
+    "seq-mean-token-sum": "sequence",
+    "seq-mean-token-mean": "sequence",
+    "seq-mean-token-sum-norm": "constant",
+}
+"""The modes of loss aggregation, each with the unit whose count in the mini-batch divides the loss."""
+LOSS_AGG_MODES = tuple(LOSS_AGG_UNIT)
 KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 """Estimators of the KL from sampled log-probs; each also with a ``+`` for the gradient of k2."""
 FULL_KL = "full"

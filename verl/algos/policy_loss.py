@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction, FunctionCtx, once_differentiable
 
 from verl.algos.aggregate import Sum, agg_unit, row_weights, sum_of_mean, unit_count
+from verl.algos.names import POLICY_LOSSES
 from verl.utils.numerics.seeding import GOLDEN, MIX_FACTOR, mix
 
 PolicyLossOutput = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -164,6 +165,7 @@ def _register_sums(
 
     A loss that aggregates in one way only gets ``only_mode``, whatever mode the caller asks for.
     """
+    assert name in POLICY_LOSSES, "verl.algos.names lists the losses, so that a check without torch knows them"
 
     def enter(sums: Callable[[LossInputs], PolicyLossSums]) -> Callable[..., PolicyLossOutput]:
         def established(

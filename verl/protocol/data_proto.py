@@ -317,14 +317,17 @@ class DataProto:
         self._take(tensordict_utils.resolve_indices(indices, len(self)))
 
     def map_entries(
-        self, size: int, on_tensor: Callable[[str, Tensor], Tensor], on_array: Callable[[str, np.ndarray], np.ndarray]
+        self,
+        num_rows: int,
+        on_tensor: Callable[[str, Tensor], Tensor],
+        on_array: Callable[[str, np.ndarray], np.ndarray],
     ) -> Self:
-        """Replace every entry by ``on_tensor(key, value)`` or ``on_array(key, value)``, in a batch of ``size`` rows."""
+        """Replace every entry by ``on_tensor(key, value)`` or ``on_array(key, value)``, in a batch of ``num_rows``."""
         arrays = {key: on_array(key, value) for key, value in self.non_tensor_batch.items()}
         if self.batch is None:
             return self._with(None, arrays)
         tensors = {key: on_tensor(key, value) for key, value in self._tensors().items()}
-        return self._with(TensorDict(tensors, batch_size=[size], device=self.batch.device), arrays)
+        return self._with(TensorDict(tensors, batch_size=[num_rows], device=self.batch.device), arrays)
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> Self:
         """Repeat every row (aabb), or the whole batch (abab)."""

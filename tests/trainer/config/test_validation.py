@@ -9,9 +9,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from verl.algos.advantage import ADV_ESTIMATOR_REGISTRY
-from verl.algos.aggregate import LOSS_AGG_UNIT
 from verl.algos.kl import check_kl_penalty
-from verl.algos.names import ADV_ESTIMATORS, KL_ESTIMATORS, LOSS_AGG_MODES, POLICY_LOSSES
+from verl.algos.names import ADV_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES
 from verl.algos.policy_loss import POLICY_LOSS_REGISTRY
 from verl.base_config import BaseConfig, ConfigError, UnsupportedConfigError
 from verl.trainer.config.keys import select
@@ -387,7 +386,6 @@ def test_the_names_are_those_of_the_registries():
 
     assert set(SCORER_CALLS) == set(REWARD_MANAGER_REGISTRY)
     assert {name for name, _ in ROLLOUT_CLASSES} == set(SUPPORTED_ROLLOUTS) < set(ROLLOUTS)
-    assert tuple(LOSS_AGG_UNIT) == LOSS_AGG_MODES
     assert all(check_kl_penalty(name) for name in KL_ESTIMATORS)
 
 

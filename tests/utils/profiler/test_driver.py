@@ -148,7 +148,7 @@ def outputs(monkeypatch):
     return closed
 
 
-GROUPS = ["actor_rollout", "critic", "ref_policy", "rm"]
+GROUPS = ["actor_rollout", "ref_policy", "critic", "rm"]
 
 
 def stopped(trainer):

@@ -125,6 +125,16 @@ class RayPPOTrainer:
         self.state.total_steps = steps
 
     @property
+    def run_seed(self) -> int:
+        """Seed of the run, from which a recipe derives its own (``derive_seed``)."""
+        return self.state.seed
+
+    @property
+    def is_last_step(self) -> bool:
+        """Whether the current step is the last one."""
+        return self.state.is_last_step
+
+    @property
     def max_steps_duration(self) -> float:
         """Seconds of the longest step."""
         return self.state.max_step_s
@@ -608,10 +618,14 @@ class RayPPOTrainer:
         if samples is None:
             return {}
         if options.log_val_generations > 0:
-            self.output.log_generations(samples.choose(options.log_val_generations), self.state.step)
+            self.log_val_generations(samples.choose(options.log_val_generations))
         if options.validation_data_dir:
             samples.dump(options.validation_data_dir, self.state.step)
         return summarise(samples)
+
+    def log_val_generations(self, rows: list[tuple[str, str, float]]) -> None:
+        """Show validation samples in the trackers that can."""
+        self.output.log_generations(rows, self.state.step)
 
     def _generate_for_validation(self, prompts: DataProto, first_prompt: int) -> DataProto:
         """Return ``val_kwargs.n`` responses to each prompt."""

@@ -99,12 +99,14 @@ def judged_by_model(batch: DataProto) -> bool:
     return rows is not None and len(rows) > 0 and rows[0].get("style") == "model"
 
 
-def repeat_prompts(batch: DataProto, count: int, seed: int, step: int, first_prompt: int) -> tuple[DataProto, Tensor]:
-    """Return ``count`` rows per prompt and their sampling seeds; prompts get a ``uid`` if they lack one."""
+def repeat_prompts(
+    batch: DataProto, num_samples: int, seed: int, step: int, first_prompt: int
+) -> tuple[DataProto, Tensor]:
+    """Return ``num_samples`` rows per prompt and their sampling seeds; prompts get a ``uid`` if they lack one."""
     if "uid" not in batch.non_tensor_batch:
         batch.non_tensor_batch["uid"] = prompt_uids(seed, step, len(batch), "validate", first_prompt)
-    seeds = sampling_seeds(seed, step, len(batch), count, validate=True, first_prompt=first_prompt)
-    return batch.repeat(repeat_times=count, interleave=True), seeds
+    seeds = sampling_seeds(seed, step, len(batch), num_samples, validate=True, first_prompt=first_prompt)
+    return batch.repeat(repeat_times=num_samples, interleave=True), seeds
 
 
 def add_extras(known: ExtraColumns, extras: ExtraColumns, before: int, count: int) -> None:

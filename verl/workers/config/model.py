@@ -44,7 +44,6 @@ class Loaded:
 
     def __init__(self, load: Callable[[Any], Any]) -> None:
         self._load = load
-        self.__doc__ = load.__doc__
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name

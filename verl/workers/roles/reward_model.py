@@ -154,19 +154,23 @@ class RewardModelWorker(EngineWorker):
 
 
 def last_values(
-    engine: "BaseEngine", rows: dict[str, Tensor], spec: PassSpec, shown: np.ndarray | None = None, num_columns: int = 0
+    engine: "BaseEngine",
+    rows: dict[str, Tensor],
+    spec: PassSpec,
+    shown: np.ndarray | None = None,
+    response_length: int = 0,
 ) -> Tensor:
     """Run a reward model; returns the (B,) values at the last valid token of each row.
 
     Args:
         shown: (B,) ``multi_modal_inputs`` of the rows.
-        num_columns: columns of the response; the tokens in them stand for no image.
+        response_length: columns of the response; the tokens in them stand for no image.
     """
     mask = rows["attention_mask"].bool()
     columns = torch.arange(mask.shape[1])
     last = (mask * columns).argmax(-1)
     read = (columns == last.unsqueeze(1)) & mask  # a row of padding has none
-    counted = read if shown is None else read | (mask & (columns >= mask.shape[1] - num_columns))
+    counted = read if shown is None else read | (mask & (columns >= mask.shape[1] - response_length))
     data = DataProto.from_dict(
         tensors={**rows, "responses": rows["input_ids"], "response_mask": counted.long()},
         non_tensors={} if shown is None else {"multi_modal_inputs": shown},
