@@ -89,3 +89,8 @@ def test_a_worker_trains_with_an_engine_of_the_established_contract(monkeypatch:
     assert engine.train_batch(None, None) == {"grad_norm": 0.5} and engine.weights_version == 2
     assert engine.is_mp_src_rank_with_outputs() and engine.finish_checkpoint()
     assert list(worker._digest_of_weights()) == ["weights"]
+
+
+def test_a_template_without_its_hook_names_the_hook() -> None:
+    with pytest.raises(NotImplementedError, match="CustomEngine must define _reduce_gradients, which the templates"):
+        CustomEngine.__new__(CustomEngine)._reduce_gradients()

@@ -144,13 +144,17 @@ class BaseEngine(ABC):
             finally:
                 self._free_gathered_weights()
 
+    def _missing(self, hook: str) -> NotImplementedError:
+        """Return the error of an engine that uses a template of this class without one of its hooks."""
+        return NotImplementedError(f"{type(self).__name__} must define {hook}, which the templates of BaseEngine call")
+
     def _on_device(self, *parts: Part) -> AbstractContextManager[None]:
         """Hold parts of the state on the device; offloaded parts return to the host afterwards."""
-        raise NotImplementedError
+        raise self._missing("_on_device")
 
     def _set_training(self, mode: bool) -> None:
         """Switch dropout on or off."""
-        raise NotImplementedError
+        raise self._missing("_set_training")
 
     def _finish_updates(self) -> None:
         """Complete the work that an optimizer step left to the next forward pass; collective."""
@@ -234,7 +238,7 @@ class BaseEngine(ABC):
         Ranks have different numbers of micro-batches, but passes are collective. A rank with fewer than ``rounds``
         runs empty passes for the rest.
         """
-        raise NotImplementedError
+        raise self._missing("_run_micro_batches")
 
     def _from_output_ranks(self, make: Callable[[], T]) -> T:
         """Return the result of ``make`` on all ranks; the ranks that have outputs call it. Collective."""
@@ -271,11 +275,11 @@ class BaseEngine(ABC):
 
     def _reduce_gradients(self) -> tuple[list[Tensor], float]:
         """Return this rank's part of the reduced gradient, and the norm of the whole; collective."""
-        raise NotImplementedError
+        raise self._missing("_reduce_gradients")
 
     def _apply_gradients(self) -> None:
         """Step the optimizer with the gradients as they are."""
-        raise NotImplementedError
+        raise self._missing("_apply_gradients")
 
     @abstractmethod
     def lr_scheduler_step(self) -> float:
@@ -306,7 +310,7 @@ class BaseEngine(ABC):
     @cached_property
     def checkpoint_manager(self) -> "BaseCheckpointManager":
         """Write and read the parts that ``checkpoint_config`` names."""
-        raise NotImplementedError
+        raise self._missing("checkpoint_manager")
 
     @abstractmethod
     def save_checkpoint(
