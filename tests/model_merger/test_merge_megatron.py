@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from tests.model_merger.megatron_ranks import CASES, TRAINED, UNTRAINED, checkpoint_of, run_rank
 from tests.ranks import spawn_ranks
+from tests.utils.checkpoint.test_torch_dist import prepare_index
 from tests.workers.engine import megatron_cases
 from verl.model_merger.__main__ import main
 
@@ -150,6 +151,15 @@ def test_what_is_damaged_or_of_another_model_is_named(
     said = capsys.readouterr().err
     assert re.search(message, said), said
     assert not (tmp_path / "hf").exists()
+
+
+def test_a_prepared_index_runs_nothing(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "actor"
+    shutil.copytree(checkpoint_of(root, next(iter(UNTRAINED))), folder)
+    prepare_index(folder, tmp_path / "made")
+    assert run("merge", folder, "--target_dir", tmp_path / "hf") == 2
+    assert ".metadata names pathlib.Path.touch, which may run code" in capsys.readouterr().err
+    assert not (tmp_path / "made").exists()
 
 
 def test_the_wrong_folder_or_backend_is_named(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from verl.model_merger.base import HF_FOLDER, BaseMerger, MergeOptions
-from verl.utils.checkpoint.checkpoint_manager import read_state
 from verl.utils.checkpoint.files import LAYOUT_NAME, CheckpointError, FileRecord, Manifest
 from verl.utils.checkpoint.fsdp_checkpoint_manager import part_name
 from verl.utils.fsdp_utils import parameters_on_meta
+from verl.utils.loading import load_tensors
 from verl.utils.model import get_hf_auto_model_class, get_value_model_class
 from verl.workers.engine.fsdp.adapters import ADAPTER_FOLDER, base_name, is_adapter
 from verl.workers.engine.fsdp.build import checkpoint_names
@@ -174,11 +174,11 @@ class ShardedState(Mapping[str, Tensor]):
 def _read(path: Path) -> dict[str, Tensor | DTensor]:
     """Memory-map a file of tensors, including tensors from Ascend devices on a machine without torch_npu."""
     try:
-        return read_state(path, mmap=True)
+        return load_tensors(path, mmap=True)
     except CheckpointError as error:
         if not str(error.__cause__).rstrip().endswith("device string: npu"):
             raise
     # Without torch_npu, torch does not know the device name. Registering it is irreversible, and this process cannot
     # join a process group afterwards.
     torch.utils.rename_privateuse1_backend("npu")
-    return read_state(path, mmap=True)
+    return load_tensors(path, mmap=True)

@@ -12,6 +12,7 @@ from tqdm import tqdm
 from verl.model_merger.base import HF_FOLDER, BaseMerger, MergeOptions
 from verl.utils.checkpoint.files import CheckpointError, move_files, temporary_folder
 from verl.utils.checkpoint.hf_export import export_weights
+from verl.utils.loading import not_finite
 from verl.workers.engine.fsdp.adapters import ADAPTER_FOLDER
 from verl.workers.engine.weights import ModelWeightsError, SafetensorsReader
 
@@ -43,7 +44,8 @@ def merge(options: MergeOptions, target_dir: str) -> Path:
         kept = shutil.ignore_patterns(*_WEIGHT_FILES)
         shutil.copytree(merger.folder / HF_FOLDER, unfinished, dirs_exist_ok=True, ignore=kept)
         dtypes: dict[torch.dtype, int] = {}
-        export_weights(unfinished, _counted(tqdm(merger.weights(), "merging", merger.num_tensors), dtypes))
+        weights = _finite(tqdm(merger.weights(), "merging", merger.num_tensors), merger.folder)
+        export_weights(unfinished, _counted(weights, dtypes))
         merger.config.dtype = max(dtypes, key=lambda dtype: dtypes[dtype])
         merger.config.save_pretrained(unfinished)
         if merger.adapter_config and not options.merge_lora:
@@ -59,6 +61,16 @@ def _counted(weights: Iterable[tuple[str, Tensor]], dtypes: dict[torch.dtype, in
     """Pass tensors through and count their elements by dtype."""
     for name, tensor in weights:
         dtypes[tensor.dtype] = dtypes.get(tensor.dtype, 0) + tensor.numel()
+        yield name, tensor
+
+
+def _finite(weights: Iterable[tuple[str, Tensor]], folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Pass tensors through. Raises: CheckpointError naming one with a value that no weight may have."""
+    for name, tensor in weights:
+        if found := not_finite(tensor):
+            raise CheckpointError(
+                f"checkpoint {folder} holds {found} in {name}: training had diverged before this save"
+            )
         yield name, tensor
 
 

@@ -10,7 +10,7 @@ import logging
 import os
 import pickle
 import sys
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar, cast, overload
 
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from verl.utils import envs, tensordict_utils
 from verl.utils.batch import serialization
+from verl.utils.loading import load_pickle
 from verl.utils.py_functional import ConflictError, deep_equal, object_array, union_two_dict
 from verl.utils.tensordict_utils import BatchError, union_tensor_dict
 
@@ -167,15 +168,15 @@ class DataProto:
             pickle.dump(self, file, protocol=5)
 
     @staticmethod
-    def load_from_disk(filepath: str | os.PathLike[str]) -> "DataProto":
-        """Read a file of ``save_to_disk``. Unpickling runs code: load only files that you trust.
+    def load_from_disk(filepath: str | os.PathLike[str], trusted_classes: Iterable[str] = ()) -> "DataProto":
+        """Read a file of ``save_to_disk``; ``trusted_classes`` are classes in it that are no tensors or plain values.
 
-        Raises: ValueError when the file does not hold a DataProto.
+        Raises: ValueError when the file does not hold a DataProto, or names other classes.
         """
-        with open(filepath, "rb") as file:
-            data = pickle.load(file)
+        data = load_pickle(filepath, trusted_classes)
         if not isinstance(data, DataProto):
             raise BatchError(f"{os.fspath(filepath)!r} holds a {type(data).__name__}, not a DataProto")
+        data.check_consistency()
         return data
 
     def __copy__(self) -> Self:
@@ -203,7 +204,7 @@ class DataProto:
         batch, arrays, meta_info = state
         if isinstance(batch, bytes):
             location = None if torch.accelerator.is_available() else "cpu"
-            loaded = torch.load(io.BytesIO(batch), weights_only=False, map_location=location)
+            loaded = torch.load(io.BytesIO(batch), weights_only=True, map_location=location)
             if loaded is not None and loaded.device is not None:
                 loaded = loaded.to(serialization.available_device(str(loaded.device)))
             self.batch = loaded

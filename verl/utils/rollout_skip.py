@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from verl.utils.checkpoint.files import CheckpointError
+from verl.utils.loading import UntrustedClassError, load_pickle
+
 if TYPE_CHECKING:
     from verl.protocol import DataProto
 
@@ -29,6 +32,7 @@ class RolloutSkip:
         name = f"{experiment}_{project}_GBS{prompts}__N{rollout.n}"
         self.path = Path(rollout.skip_dump_dir).expanduser() / name
         self.rows = prompts * rollout.n
+        self.trusted_classes = list(config.trainer.get("trusted_classes") or ())
         self.rollout_wg = rollout_wg
 
     def wrap_generate_sequences(self) -> None:
@@ -51,13 +55,17 @@ class RolloutSkip:
         self.rollout_wg.generate_sequences = load_or_generate
 
     def load(self, path: Path) -> "DataProto | None":
-        """Return the saved rollout; None if there is none or it cannot be read."""
+        """Return the saved rollout; None if there is none or it cannot be read.
+
+        Raises: UntrustedClassError when it names a class that may run code.
+        """
         if not path.exists():
             return None
         try:
-            with path.open("rb") as file:
-                kept: DataProto = pickle.load(file)
-        except (OSError, EOFError, pickle.UnpicklingError, AttributeError) as error:
+            kept: DataProto = load_pickle(path, self.trusted_classes)
+        except UntrustedClassError:
+            raise
+        except (OSError, CheckpointError) as error:
             logger.warning("%s cannot be read (%s); generating the rollout again", path, error)
             return None
         logger.warning("loaded the rollout from %s instead of generating it", path)

@@ -277,6 +277,19 @@ def test_what_else_cannot_be_loaded(saved, tmp_path):
         BaseCheckpointManager.checkpath(None, None)
 
 
+def test_weights_of_a_run_that_diverged_are_not_resumed(tmp_path):
+    model, optimizer, _, manager = make(0)
+    for step in (1, 2):
+        manager.save_checkpoint(str(tmp_path / f"global_step_{step}"), global_step=step)
+        with torch.no_grad():
+            model.parts["embed"].weight[1, 2] = float("nan")
+    before = state_of(*make(9)[:2])
+    other, optimizer, _, manager = make(9)
+    with pytest.raises(CheckpointError, match=r"NaN in parts\.embed\.weight: .*resume_from_path=.*global_step_1$"):
+        manager.load_checkpoint(str(tmp_path / "global_step_2"))
+    torch.testing.assert_close(state_of(other, optimizer), before, atol=0, rtol=0)
+
+
 class Malicious:
     def __reduce__(self):
         return (Path.touch, (Path("/tmp/verl_checkpoint_ran_code"),))

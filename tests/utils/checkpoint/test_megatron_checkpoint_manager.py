@@ -12,7 +12,9 @@ import torch
 from tests.ranks import spawn_ranks
 from tests.utils.checkpoint import megatron_ranks
 from tests.utils.checkpoint.megatron_ranks import RESUMED, SAVED, build, checkpoint_of, run_rank, step
+from tests.utils.checkpoint.test_torch_dist import prepare_index
 from tests.workers.engine import cases, megatron_cases
+from verl.utils.checkpoint import verify_checkpoint
 from verl.workers.config import CheckpointConfig
 
 pytest.importorskip("megatron.core", reason="the extra mcore is not installed")
@@ -130,6 +132,16 @@ def test_what_is_damaged_is_named_and_another_checkpoint_offered(root: Path, tmp
     with pytest.raises(ValueError, match=f"(?s)global_step_2 cannot be loaded.*{message}.*global_step_1"):
         engine.load_checkpoint(str(tmp_path / "global_step_2"))
     assert all(torch.equal(tensor, before[key]) for key, tensor in engine.named_weights())
+
+
+def test_a_prepared_index_runs_nothing(root: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "global_step_1"
+    shutil.copytree(checkpoint_of(root, "tp 2"), folder)
+    prepare_index(folder, tmp_path / "made")
+    assert not verify_checkpoint(folder)
+    with pytest.raises(ValueError, match=r"cannot be loaded: .*\.metadata names pathlib\.Path\.touch"):
+        build(root, "plain", {}).load_checkpoint(str(folder))
+    assert not (tmp_path / "made").exists()
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from verl.base_config import WrongInput
 from verl.models import mcore_limits
 from verl.models.mcore.weights import Columns, QueryKeyValue, Rows, Rule, Stacked, Vocabulary, Whole
 
@@ -31,7 +32,7 @@ HEAD_NAMES = ("score.weight", "score.bias")
 """Checkpoint names of a value head."""
 
 
-class UnsupportedModelError(ValueError, NotImplementedError):
+class UnsupportedModelError(WrongInput, NotImplementedError):
     """Megatron-Core, or verl's code for it, does not support the model."""
 
 

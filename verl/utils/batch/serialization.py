@@ -30,7 +30,7 @@ def deserialize_single_tensor(arr: TensorTriple) -> Tensor:
     """Rebuild a tensor; it shares the memory of the bytes unless that is read-only."""
     dtype_name, shape, buffer = arr
     if not len(buffer):  # an empty buffer has no defined strides, so a view may fail
-        return torch.empty(shape, dtype=getattr(torch, dtype_name))
+        return torch.empty(0, dtype=getattr(torch, dtype_name)).view(shape)
     return torch.from_numpy(writable(buffer)).view(getattr(torch, dtype_name)).view(shape)
 
 

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import pickle
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
@@ -26,6 +25,7 @@ from verl.utils.checkpoint.files import should_save_ckpt_esi as should_save_ckpt
 from verl.utils.checkpoint.hf_export import other_dtypes
 from verl.utils.device import get_device_name, get_torch_device
 from verl.utils.fs import copy_to_local
+from verl.utils.loading import State
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
@@ -33,9 +33,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HF_FOLDER = "huggingface"
-
-State = dict[str, Any]
-"""A state dict: tensors and plain values under names."""
 
 
 @dataclass(eq=False)
@@ -217,23 +214,6 @@ class BaseCheckpointManager(ABC):
         """Wait for all ranks."""
         if self.world_size > 1:
             dist.barrier()
-
-
-def read_state(path: Path, mmap: bool = False) -> State:
-    """Read a file that can hold only tensors and plain containers, so that it cannot run code.
-
-    Raises: CheckpointError naming the file.
-    """
-    mesh_logger = logging.getLogger("torch.distributed.device_mesh")
-    level = mesh_logger.level
-    mesh_logger.setLevel(logging.ERROR)  # an unpickled mesh has no process groups: only its local tensors are used
-    try:
-        state: State = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
-        raise files.CheckpointError(f"{path} cannot be read ({error})") from error
-    finally:
-        mesh_logger.setLevel(level)
-    return state
 
 
 class _NoPathError(ValueError, AssertionError):

@@ -22,7 +22,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
+from verl.base_config import WrongInput
 from verl.utils import envs
+from verl.utils.fs import readable_file
 
 logger = logging.getLogger(__name__)
 
@@ -42,12 +44,14 @@ _ESI_VARIABLES = (
 )
 _CHECKSUM_LIMIT_BYTES = 1 << 30
 _READ_BYTES = 1 << 20
+_STEP_DIGITS = 18
+_MOST_RANKS = 1 << 16
 _RANK_FILE = re.compile(r"_world_size_(\d+)_rank_(\d+)\.(?:pt|json)$")
 
 StrPath = str | os.PathLike[str]
 
 
-class CheckpointError(ValueError):
+class CheckpointError(WrongInput):
     """A checkpoint cannot be used; the message says why and what to do."""
 
 
@@ -167,7 +171,7 @@ def reading(name: StrPath, hint: str = "") -> Iterator[None]:
         yield
     except FileNotFoundError:
         raise CheckpointError(f"{name} is missing{hint}") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
         raise CheckpointError(f"{name} cannot be read ({error})") from error
 
 
@@ -183,7 +187,7 @@ def read_manifest(folder: StrPath, world_size: int, rank: int) -> Manifest:
     """
     name = manifest_name(world_size, rank)
     with reading(name, f": rank {rank} did not finish writing"):
-        content = json.loads(Path(folder, name).read_text())
+        content = json.loads(Path(readable_file(Path(folder, name))).read_text())
         files = [FileRecord(**entry) for entry in content["files"]]
         return Manifest(content["world_size"], content["rank"], content["global_step"], files)
 
@@ -212,7 +216,10 @@ def read_world_size(folder: StrPath) -> int:
     """
     path = layout_file(folder)
     with reading(path.name):
-        return int(json.loads(path.read_text())["world_size"])
+        world_size = json.loads(Path(readable_file(path)).read_text())["world_size"]
+        if not isinstance(world_size, int) or not 0 < world_size <= _MOST_RANKS:
+            raise ValueError(f"world_size={world_size!r} must be an integer of 1 or more")
+        return world_size
 
 
 def backend_problem(folder: StrPath, strategy: str) -> str | None:
@@ -258,7 +265,7 @@ def file_problems(folder: StrPath, manifest: Manifest, checksums: bool) -> Itera
 def archive_problem(path: StrPath) -> str | None:
     """Check a file of ``torch.save`` without torch; return the problem, or None."""
     try:
-        with zipfile.ZipFile(path) as archive:
+        with zipfile.ZipFile(readable_file(path)) as archive:
             changed = archive.testzip()
     except (zipfile.BadZipFile, OSError):
         return "is truncated or not a file of torch.save"
@@ -286,6 +293,19 @@ def verify_checkpoint(path: StrPath, checksums: bool | None = None) -> list[str]
     if len(steps) > 1:
         problems.append(f"its ranks hold different steps, {sorted(steps)}: a save was interrupted")
     return problems
+
+
+def renamed_problem(step_folder: StrPath, role_folder: StrPath) -> str | None:
+    """Return how the step in a folder's name differs from the one that its ranks saved; None if it does not.
+
+    The saved step is 0 if the caller of the save gave none.
+    """
+    named = step_in_name(step_folder)
+    world_size = read_world_size(role_folder) if layout_file(role_folder).exists() else 0
+    saved = {manifest.global_step for manifest in read_manifests(role_folder, world_size)[0]} - {0, named}
+    if not saved:
+        return None
+    return f"it was saved at step {min(saved)}, the folder's name says {named}: give the folder its name back"
 
 
 def remove_stale_files(folder: StrPath, world_size: int, rank: int, layout_name: str = LAYOUT_NAME) -> None:
@@ -323,7 +343,23 @@ def write_tracker_atomically(root_path: StrPath, global_step: int) -> None:
 def step_in_name(folder: StrPath) -> int | None:
     """Return the step in the name of a checkpoint folder, None if the name holds none."""
     _, prefix, digits = Path(folder).name.rpartition(STEP_FOLDER)
-    return int(digits) if prefix and digits.isdigit() else None
+    return as_step(digits) if prefix else None
+
+
+def as_step(text: str) -> int | None:
+    """Return the step that a text is the number of; None if it is none."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= _STEP_DIGITS else None
+
+
+def tracker_text(tracker: Path) -> str:
+    """Return the content of a tracker file; what is no text has replacement characters.
+
+    Raises: CheckpointError when the file cannot be read.
+    """
+    try:
+        return Path(readable_file(tracker)).read_text(errors="replace").strip()
+    except OSError as error:
+        raise CheckpointError(f"{tracker} cannot be read ({error}): write a checkpoint's number into it") from error
 
 
 def find_latest_ckpt_path(path: StrPath | None, directory_format: str = "global_step_{}") -> str | None:
@@ -334,12 +370,13 @@ def find_latest_ckpt_path(path: StrPath | None, directory_format: str = "global_
     if path is None:
         return None
     tracker = Path(get_checkpoint_tracker_filename(path))
-    if not tracker.exists():
+    if not os.path.lexists(tracker):
         return None
-    text = tracker.read_text().strip()
-    if not text.isdigit():
+    text = tracker_text(tracker)
+    step = as_step(text)
+    if step is None:
         raise CheckpointError(f"{tracker} holds {text[:40]!r} instead of a step: write a checkpoint's number into it")
-    folder = Path(path, directory_format.format(int(text)))
+    folder = Path(path, directory_format.format(step))
     if not folder.is_dir():
         logger.warning("%s names step %s, but %s does not exist", tracker, text, folder)
         return None

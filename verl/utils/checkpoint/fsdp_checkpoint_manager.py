@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from verl.utils.checkpoint import files
-from verl.utils.checkpoint.checkpoint_manager import HF_FOLDER, BaseCheckpointManager, State, read_state
+from verl.utils.checkpoint.checkpoint_manager import HF_FOLDER, BaseCheckpointManager
 from verl.utils.checkpoint.hf_export import export_weights, save_config_and_tokenizer
 from verl.utils.device import get_device_name
 from verl.utils.faults import fault_point
+from verl.utils.loading import State, load_tensors, not_finite
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +116,7 @@ class FSDPCheckpointManager(BaseCheckpointManager):
         for content in (part for part in _PART_OF_CONTENT if part in self.load_contents):
             try:
                 name = part_name(content, self.world_size, self.rank)
-                state = read_state(folder / name)
+                state = load_tensors(folder / name)
                 if content == "model":
                     weights = _matched(name, self.model.state_dict(), state)
                 elif content == "optimizer" and self.optimizer is not None:
@@ -182,7 +183,7 @@ def _matched(name: str, live: Mapping[str, Tensor], saved: Mapping[str, Tensor])
 def _same_layout(file: str, key: str, live: Tensor, saved: Tensor) -> Tensor:
     """Return this rank's part of a saved tensor.
 
-    Raises: CheckpointError unless it has the shape and sharding of the live tensor.
+    Raises: CheckpointError unless it has the shape and sharding of the live tensor, and finite values.
     """
     if live.shape != saved.shape:
         raise files.CheckpointError(
@@ -193,6 +194,8 @@ def _same_layout(file: str, key: str, live: Tensor, saved: Tensor) -> Tensor:
         raise files.CheckpointError(
             f"{file} shards {key} by {there}, this run by {here}: set fsdp_config.fsdp_size to its value at the save"
         )
+    if found := not_finite(_local(saved)):
+        raise files.CheckpointError(f"{file} holds {found} in {key}: training had diverged before this save")
     return _local(saved)
 
 

@@ -9,7 +9,7 @@ import copy
 import json
 import logging
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,10 +20,11 @@ from torch import Tensor, nn
 
 from verl.base_config import as_yaml
 from verl.utils.checkpoint import files
-from verl.utils.checkpoint.checkpoint_manager import HF_FOLDER, BaseCheckpointManager, State, read_state, way_out
+from verl.utils.checkpoint.checkpoint_manager import HF_FOLDER, BaseCheckpointManager, way_out
 from verl.utils.checkpoint.hf_export import export_weights, save_config_and_tokenizer
 from verl.utils.checkpoint.torch_dist import OPTIMIZER_KEYS, TENSORS_FOLDER, TorchDistReader, vocabulary_problem
 from verl.utils.faults import fault_point
+from verl.utils.loading import State, load_tensors, not_finite
 from verl.utils.megatron import dist_checkpointing
 
 from megatron.core import parallel_state  # isort: skip  # after what prepares it for the CPU
@@ -212,6 +213,7 @@ class MegatronCheckpointManager(BaseCheckpointManager):
             raise files.CheckpointError(
                 f"checkpoint {local_path} cannot be loaded: {error}. {way_out(local_path)}"
             ) from error
+        self.stop_on(local_path, _not_finite(state, dist_checkpointing.chunk_names(self.model)))
         if self.should_load_model:
             for key, chunk in zip(dist_checkpointing.chunk_names(self.model), self.model, strict=True):
                 chunk.load_state_dict(state[key])
@@ -261,13 +263,14 @@ class MegatronCheckpointManager(BaseCheckpointManager):
         names = [dist_checkpointing.tensor_names(wanted)] * self.world_size
         if self.world_size > 1:
             dist.all_gather_object(names, names[0])
+        try:
+            reader = TorchDistReader(folder / TENSORS_FOLDER)  # on each rank: Megatron-Core loads without a check
+            reader.check_objects()
+        except files.CheckpointError as error:
+            return [str(error)]
         if self.rank != 0:
             return []
         needed: set[str] = set().union(*names)
-        try:
-            reader = TorchDistReader(folder / TENSORS_FOLDER)
-        except files.CheckpointError as error:
-            return [str(error)]
         found = reader.names()
         weights = {name for name in found if not name.startswith(OPTIMIZER_KEYS)}
         if lacking := sorted(needed - found):
@@ -288,7 +291,7 @@ class MegatronCheckpointManager(BaseCheckpointManager):
             self.lr_scheduler.num_steps = 0  # load_state_dict adds the loaded steps
             self.lr_scheduler.load_state_dict(schedule)
         file = folder / self._random_state_name()
-        state = read_state(file) if file.is_file() else {"layout": None}
+        state = load_tensors(file) if file.is_file() else {"layout": None}
         if state["layout"] != self._place():
             logger.warning("%s was written by another parallel layout: this process keeps its random state", folder)
             return
@@ -308,6 +311,13 @@ class MegatronCheckpointManager(BaseCheckpointManager):
         for group, own in zip(self.optimizer.param_groups, rates, strict=True):
             group.update(of_schedule if schedule.use_checkpoint_opt_param_scheduler else own)
         schedule.step(0)
+
+
+def _not_finite(state: State, chunks: Sequence[str]) -> list[str]:
+    """Return the first weight with a value that no weight may have."""
+    weights = ((name, value) for chunk in chunks for name, value in state.get(chunk, {}).items())
+    found = ((name, not_finite(value)) for name, value in weights if isinstance(value, Tensor))
+    return [f"{name} holds {value}: training had diverged before this save" for name, value in found if value][:1]
 
 
 def _as_chained(state: dict[Any, Any], optimizer: "MegatronOptimizer") -> dict[Any, Any]:

@@ -3,15 +3,21 @@
 import io
 import json
 import math
-import pickle
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 
 from verl.utils.checkpoint.files import CheckpointError, reading
+from verl.utils.loading import load_pickle, load_tensors
 
 TENSORS_FOLDER = "dist_ckpt"
 BACKEND_FILE = "metadata.json"
@@ -37,15 +43,18 @@ class TorchDistReader:
             raise CheckpointError(f"{path} says sharded_backend={backend!r}: only torch_dist is supported")
         path = self.folder / INDEX_FILE
         try:
-            with path.open("rb") as file:
-                index = pickle.load(file)
-            entries = index.state_dict_metadata
-            self._places = index.storage_data
+            index = load_pickle(path)
         except FileNotFoundError:
             raise CheckpointError(f"{path} is missing: the save did not finish") from None
-        except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, ValueError) as error:
-            raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error})") from error
-        self._tensors = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+        if not isinstance(index, Metadata):
+            raise CheckpointError(f"{path} cannot be read (it holds a {type(index).__name__})")
+        self._entries = index.state_dict_metadata
+        self._places = index.storage_data
+        self._tensors = {n: entry for n, entry in self._entries.items() if isinstance(entry, TensorStorageMetadata)}
+        available = sum(file.stat().st_size for file in self.folder.iterdir())
+        for name, entry in self._tensors.items():
+            if entry.size.numel() * entry.properties.dtype.itemsize > available:
+                raise CheckpointError(f"{path} lists {name} with more bytes than the files of the folder have")
 
     def names(self) -> set[str]:
         """Return the names of all tensors."""
@@ -83,21 +92,37 @@ class TorchDistReader:
             )
         return whole
 
+    def check_objects(self) -> None:
+        """Read the parts that are no tensors, which Megatron-Core unpickles whatever they are.
+
+        Raises: CheckpointError naming one that could run code.
+        """
+        for place in self._places:
+            if isinstance(self._entries.get(place.fqn), BytesStorageMetadata):
+                self._load_part(place)
+
     def _read_chunk(self, name: str, chunk: ChunkStorageMetadata) -> Tensor:
-        place = self._places[MetadataIndex(name, chunk.offsets)]
-        path = self.folder / place.relative_path
+        path, tensor = self._load_part(MetadataIndex(name, chunk.offsets))
+        if not isinstance(tensor, Tensor) or tensor.shape != chunk.sizes:
+            found = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise CheckpointError(f"{path} holds {name} as {found}, not {tuple(chunk.sizes)}")
+        return tensor
+
+    def _load_part(self, index: MetadataIndex) -> tuple[Path, object]:
+        """Return what is stored at one place of the index, and its file."""
+        place = self._places.get(index)
+        if place is None:
+            raise CheckpointError(f"{self.folder / INDEX_FILE} does not say where {index.fqn} is")
+        path = self.folder / Path(place.relative_path).name  # a checkpoint has no file in another folder
         try:
             with path.open("rb") as file:
                 file.seek(place.offset)
                 content = file.read(place.length)
-            tensor: Tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+            return path, load_tensors(io.BytesIO(content))
         except FileNotFoundError:
             raise CheckpointError(f"{path} is missing") from None
-        except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
-            raise CheckpointError(f"{path} does not hold {name} where it should ({error})") from error
-        if tensor.shape != chunk.sizes:
-            raise CheckpointError(f"{path} holds {name} as {tuple(tensor.shape)}, not {tuple(chunk.sizes)}")
-        return tensor
+        except (CheckpointError, OSError) as error:
+            raise CheckpointError(f"{path} does not hold {index.fqn} where it should ({error})") from error
 
 
 def holds_value_head(reader: TorchDistReader) -> bool:

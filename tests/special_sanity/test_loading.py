@@ -1,0 +1,122 @@
+"""No code but ``verl.utils.loading`` unpickles a file, and nothing trusts code of a repository by itself."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = [path for folder in ("verl", "recipe", "scripts", "examples") for path in (ROOT / folder).rglob("*.py")]
+
+UNPICKLERS = {
+    "pickle": {"load", "loads", "Unpickler", "_Unpickler"},
+    "_pickle": {"load", "loads", "Unpickler"},
+    "cloudpickle": {"load", "loads"},
+    "ray.cloudpickle": {"load", "loads"},
+    "dill": {"load", "loads", "load_session", "load_module", "Unpickler"},
+    "joblib": {"load"},
+    "marshal": {"load", "loads"},
+    "shelve": {"open", "Shelf", "DbfilenameShelf"},
+    "yaml": {"load", "load_all", "unsafe_load", "unsafe_load_all", "full_load", "full_load_all"},
+    "pandas": {"read_pickle"},
+    "torch.jit": {"load"},
+    "torch.hub": {"load", "load_state_dict_from_url"},
+    "torch.package": {"PackageImporter"},
+    "torch.serialization": {"load", "add_safe_globals"},
+    "torch.distributed.checkpoint": {"load", "load_state_dict"},
+}
+"""Functions and classes that can run code from what they read."""
+
+EXCEPTIONS = {
+    ("verl/utils/loading.py", "pickle._Unpickler"): "the list of classes stands there",
+    ("verl/utils/loading.py", "torch.load"): "it reads by that list",
+    ("verl/utils/process_pool.py", "cloudpickle.loads"): "between a process and the processes that it starts",
+}
+"""Uses that are right, and why. Ray and torch.distributed unpickle inside themselves what processes of a run send."""
+
+
+def names_of(tree: ast.Module) -> dict[str, str]:
+    """Return what the imported names of a module stand for."""
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {each.asname or each.name.split(".")[0]: each.name if each.asname else "" for each in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found |= {each.asname or each.name: f"{node.module}.{each.name}" for each in node.names}
+    return {short: full or short for short, full in found.items()}
+
+
+def dotted(node: ast.expr, names: dict[str, str]) -> str:
+    """Return the dotted name of an expression, with imports resolved; empty if it has none."""
+    parts = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    if not isinstance(node, ast.Name):
+        return ""
+    return ".".join([names.get(node.id, node.id), *reversed(parts)])
+
+
+def is_true(call: ast.Call, keyword: str) -> bool:
+    values = [each.value for each in call.keywords if each.arg == keyword]
+    return any(isinstance(value, ast.Constant) and value.value is True for value in values)
+
+
+def violations(source: str) -> Iterator[str]:
+    """Yield what a module calls or names that can run code from a file."""
+    tree = ast.parse(source)
+    names = names_of(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute | ast.Name):
+            full = dotted(node, names)
+            package, _, name = full.rpartition(".")
+            if name in UNPICKLERS.get(package, ()):
+                yield full
+        if not isinstance(node, ast.Call):
+            continue
+        full = dotted(node.func, names)
+        method = node.func.attr if isinstance(node.func, ast.Attribute) else full
+        if full == "torch.load" and not is_true(node, "weights_only"):
+            yield full
+        if full.startswith("numpy.") and any(each.arg == "allow_pickle" for each in node.keywords):
+            yield f"{full}(allow_pickle)"
+        if is_true(node, "trust_remote_code"):
+            yield f"{method}(trust_remote_code=True)"
+        given = {each.arg for each in node.keywords}  # None stands for **options
+        if method == "from_pretrained" and ".Auto" in f".{full}" and not given & {"trust_remote_code", None}:
+            yield f"{full} without trust_remote_code"  # transformers would ask at the terminal
+
+
+def test_only_the_module_for_loading_unpickles_files() -> None:
+    found = {(path.relative_to(ROOT).as_posix(), use) for path in SOURCES for use in violations(path.read_text())}
+    assert found == set(EXCEPTIONS), f"read by verl.utils.loading instead: {sorted(found ^ set(EXCEPTIONS))}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle as p\np.load(f)",
+        "from pickle import loads as read\nread(b)",
+        "import pickle\nclass A(pickle.Unpickler): pass",
+        "import torch\ntorch.load(f)",
+        "import torch\ntorch.load(f, weights_only=flag)",
+        "import numpy as np\nnp.load(f, allow_pickle=True)",
+        "import yaml\nyaml.load(f, yaml.Loader)",
+        "import ray\nray.cloudpickle.loads(b)",
+        "from transformers import AutoModel\nAutoModel.from_pretrained(p)",
+        "import transformers\ntransformers.AutoConfig.from_pretrained(p, trust_remote_code=True)",
+        "import torch.distributed.checkpoint as dcp\ndcp.load(s)",
+    ],
+)
+def test_what_the_check_finds(source: str) -> None:
+    assert list(violations(source))
+
+
+def test_what_the_check_permits() -> None:
+    source = (
+        "import json, pickle, torch, yaml\nfrom transformers import AutoConfig, GenerationConfig\n"
+        "json.load(f); pickle.dumps(x); torch.load(f, weights_only=True); yaml.safe_load(f)\n"
+        "AutoConfig.from_pretrained(p, trust_remote_code=False); GenerationConfig.from_pretrained(p)\n"
+    )
+    assert not list(violations(source))

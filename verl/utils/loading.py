@@ -1,0 +1,300 @@
+"""Load files that another person may have made: nothing in them can run code.
+
+A pickle names functions to call. Tensors are read by torch's weights-only reader; states, batches and indices by an
+unpickler that calls only what ``LISTED`` names, which makes values and has no other effect. A test keeps every other
+way to unpickle a file out of the library. Nothing here imports torch or numpy before it loads a file.
+"""
+
+import importlib
+import io
+import logging
+import math
+import os
+import pickle
+import pickletools
+import types
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from verl.utils.checkpoint.files import CheckpointError, StrPath
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+State = dict[str, Any]
+"""A state dict: tensors and plain values under names."""
+
+STATE_LIMIT_BYTES = 1 << 30
+"""Size of the largest state of a loader; a seed, an epoch and a position need a few hundred bytes."""
+
+
+def _names(classes: Mapping[str, str]) -> frozenset[str]:
+    return frozenset(f"{module}.{name}" for module, names in classes.items() for name in names.split())
+
+
+_ARRAYS = "_reconstruct scalar"
+_TENSORS = "deserialize_single_tensor writable"
+LISTED = _names(
+    {
+        "builtins": "bytearray complex dict frozenset int list set slice",
+        "collections": "Counter OrderedDict defaultdict deque",
+        "datetime": "date datetime time timedelta timezone",
+        "decimal": "Decimal",
+        "pathlib": "Path PosixPath PurePosixPath",
+        "uuid": "UUID",
+        "_codecs": "encode",
+        "numpy": "dtype ndarray",
+        "numpy.core.multiarray": _ARRAYS,
+        "numpy._core.multiarray": _ARRAYS,
+        "numpy.core.numeric": "_frombuffer",
+        "numpy._core.numeric": "_frombuffer",
+        "torch": "Size device bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64",
+        "torch._utils": "_rebuild_tensor_v2",
+        "torch.serialization": "_get_layout",
+        "torch.storage": "_load_from_bytes",
+        "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+        "torch.distributed.checkpoint.metadata": (
+            "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta TensorProperties "
+            "TensorStorageMetadata _MEM_FORMAT_ENCODING"
+        ),
+        "PIL.Image": "Image",
+        "verl.protocol": f"DataProto DataProtoItem {_TENSORS}",
+        "verl.protocol.data_proto": "DataProto DataProtoItem",
+        "verl.utils.batch.serialization": _TENSORS,
+        "verl.utils.serialization": _TENSORS,
+    }
+)
+"""Classes and functions that a file may name, whoever made it."""
+
+_STORAGES = _names(
+    {
+        "torch": "BoolStorage ByteStorage CharStorage ShortStorage IntStorage LongStorage HalfStorage BFloat16Storage "
+        "FloatStorage DoubleStorage"
+    }
+)
+"""Names in files of ``torch.save`` that torch's reader takes as dtypes."""
+
+_RENAMED = {"__builtin__": "builtins"}
+"""Modules that old pickle protocols write under their names of Python 2."""
+
+
+class UntrustedClassError(CheckpointError):
+    """A file names classes or functions that are not listed."""
+
+    def __init__(self, path: StrPath, names: Iterable[str]) -> None:
+        found = ",".join(sorted(names))
+        super().__init__(
+            f"{os.fspath(path)} names {found}, which may run code. If this is a class of yours, set "
+            f"trainer.trusted_classes=[{found}]; if not, do not use the file"
+        )
+
+
+@contextmanager
+def _named(source: StrPath | BinaryIO) -> Iterator[None]:
+    """Raise a CheckpointError that names the file, whatever the reading of it raises."""
+    try:
+        yield
+    except (CheckpointError, FileNotFoundError):
+        raise
+    except Exception as error:
+        name = os.fspath(source) if isinstance(source, str | os.PathLike) else "the part of a file"
+        raise CheckpointError(f"{name} cannot be read ({type(error).__name__}: {error})") from error
+
+
+def _import(full: str) -> Any:
+    """Return what a dotted name stands for; a class may stand in another class."""
+    module, _, name = full.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError:
+        if "." not in module:
+            raise
+        return getattr(_import(module), name)
+
+
+# ---- files of torch.save
+
+
+def load_tensors(source: StrPath | BinaryIO, mmap: bool = False) -> State:
+    """Read tensors and plain containers onto the CPU.
+
+    Raises: CheckpointError naming the file.
+    """
+    import torch
+
+    mesh_logger = logging.getLogger("torch.distributed.device_mesh")
+    level = mesh_logger.level
+    mesh_logger.setLevel(logging.ERROR)  # an unpickled mesh has no process groups: only its local tensors are used
+    try:
+        with _named(source):
+            state: State = torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
+    finally:
+        mesh_logger.setLevel(level)
+    return state
+
+
+def load_state(path: StrPath, trusted_classes: Iterable[str] = ()) -> Any:
+    """Read the state of a data loader, in which user code may have stored objects of its classes.
+
+    Raises: FileNotFoundError; UntrustedClassError, CheckpointError naming the file.
+    """
+    import torch
+
+    if refused := untrusted_classes(path, trusted_classes):
+        raise UntrustedClassError(path, refused)
+    reader = types.ModuleType("listed_pickle")
+    reader.Unpickler = _unpickler_for(path, trusted_classes)  # type: ignore[attr-defined]
+    copy = io.BytesIO()
+    with _named(path):
+        # A copy, since torch could find another content than the checked one in an archive made for that purpose.
+        with _state_archive(path) as archive, zipfile.ZipFile(copy, "w") as checked:
+            for entry in archive.infolist():
+                if not entry.filename.endswith("/constants.pkl"):  # with it, torch would take the file for a program
+                    checked.writestr(entry.filename, archive.read(entry))
+        copy.seek(0)
+        return torch.load(copy, map_location="cpu", weights_only=False, pickle_module=reader)
+
+
+def untrusted_classes(path: StrPath, trusted_classes: Iterable[str]) -> list[str]:
+    """Return the names in a state that are neither listed nor trusted, without loading it and without torch.
+
+    Raises: CheckpointError when the file is compressed, too large, or not a file of ``torch.save``.
+    """
+    with _named(path), _state_archive(path) as archive:
+        pickled = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
+        found = set()
+        for code, argument, _ in pickletools.genops(archive.read(pickled)):
+            if code.name == "GLOBAL":  # torch.save names nothing in another way
+                module, name = str(argument).split(" ", 1)
+                found.add(f"{_RENAMED.get(module, module)}.{name}")
+    return sorted(found - LISTED - _STORAGES - set(trusted_classes))
+
+
+def _state_archive(path: StrPath) -> zipfile.ZipFile:
+    """Open a file of ``torch.save`` that is not larger unpacked than packed. Raises: ValueError."""
+    archive = zipfile.ZipFile(path)
+    size = os.path.getsize(path)
+    if sum(entry.file_size for entry in archive.infolist()) > size or size > STATE_LIMIT_BYTES:
+        archive.close()
+        raise ValueError(f"it is compressed, or larger than {STATE_LIMIT_BYTES >> 30} GiB")
+    return archive
+
+
+def not_finite(values: "Tensor") -> str | None:
+    """Return which value no weight may have, NaN or infinity, if a tensor holds one; it reads the memory once."""
+    if not values.is_floating_point() or not values.numel():
+        return None
+    extremes = [float(value) for value in values.detach().aminmax()]  # a NaN among the values makes both NaN
+    if any(math.isnan(value) for value in extremes):
+        return "NaN"
+    return "infinity" if any(math.isinf(value) for value in extremes) else None
+
+
+# ---- pickles
+
+
+def load_pickle(path: StrPath, trusted_classes: Iterable[str] = ()) -> Any:
+    """Unpickle a file that names only what is listed or trusted.
+
+    Raises: FileNotFoundError; UntrustedClassError, CheckpointError naming the file.
+    """
+    with open(path, "rb") as file, _named(path):
+        return _unpickler_for(path, trusted_classes)(file).load()
+
+
+def _build(unpickler: Any) -> None:
+    """Give the second object of the stack the state on top; numpy believes the states of arrays, so they are checked.
+
+    Raises: ValueError.
+    """
+    import numpy as np
+
+    *_, target, state = unpickler.stack
+    if isinstance(target, type | types.FunctionType | types.BuiltinFunctionType):
+        raise ValueError(f"it changes {target.__name__}")
+    if isinstance(target, np.dtype):
+        if state[1] not in "|<" or state[2:5] != (None, None, None):
+            raise ValueError("an array has values in another byte order or with fields")
+        unpickler.stack.pop()
+        return
+    if isinstance(target, np.ndarray):
+        _, shape, dtype, _, content = state
+        size = math.prod(shape) * (1 if dtype.hasobject else dtype.itemsize)
+        if target.size or min(shape, default=0) < 0 or len(content) != size:
+            raise ValueError(f"an array of shape {shape} has {len(content)} values")
+    pickle._Unpickler.dispatch[pickle.BUILD[0]](unpickler)
+
+
+class _ListedUnpickler(pickle._Unpickler):
+    """An unpickler of listed and trusted names.
+
+    It is the one written in Python, since the other does not show which object gets which state. The speed suffices:
+    tensors and arrays of numbers are single values in a pickle.
+    """
+
+    dispatch = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: _build}
+
+    path: StrPath
+    trusted: frozenset[str]
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return what a listed or trusted name stands for. Raises: UntrustedClassError."""
+        full = f"{_RENAMED.get(module, module)}.{name}"
+        if full in _CHECKED:
+            return _CHECKED[full]
+        if not all(part.isidentifier() for part in full.split(".")):
+            raise pickle.UnpicklingError(f"{full!r} is no name")  # the file is damaged
+        if full not in LISTED and full not in self.trusted:
+            raise UntrustedClassError(self.path, [full])
+        return _import(full)
+
+
+def _unpickler_for(path: StrPath, trusted_classes: Iterable[str]) -> type[_ListedUnpickler]:
+    """Return the unpickler of a file; torch.load takes a class."""
+    return type("_Unpickler", (_ListedUnpickler,), {"path": path, "trusted": frozenset(trusted_classes)})
+
+
+def _bytearray(*content: Any) -> bytearray:
+    """Make a bytearray from its content, not from a size. Raises: ValueError."""
+    if any(isinstance(argument, int) for argument in content):
+        raise ValueError("a bytearray is declared by its size")
+    return bytearray(*content)
+
+
+def _dtype(name: str, *flags: bool) -> Any:
+    """Return a dtype of numbers, text or objects. Raises: ValueError for others, such as records and times."""
+    import numpy as np
+
+    dtype = np.dtype(name)
+    if dtype.kind not in "biufcSUO":
+        raise ValueError(f"an array has dtype {name}")
+    return dtype
+
+
+def _array(kind: object, shape: tuple[int, ...], dtype: bytes) -> Any:
+    """Make the empty array that its state fills. Raises: ValueError for another one."""
+    import numpy as np
+
+    if kind is not _NDARRAY or shape != (0,):
+        raise ValueError(f"an array of shape {shape} is declared before its content")
+    return np.empty(shape, dtype="b")
+
+
+def _storage(content: bytes) -> Any:
+    """Read a pickled storage of tensors; the function of torch would run code."""
+    return load_tensors(io.BytesIO(content))
+
+
+_NDARRAY = object()
+"""The class of an array, which a file may name but not call."""
+_CHECKED: Mapping[str, object] = {
+    "builtins.bytearray": _bytearray,
+    "numpy.dtype": _dtype,
+    "numpy.ndarray": _NDARRAY,
+    "numpy.core.multiarray._reconstruct": _array,
+    "numpy._core.multiarray._reconstruct": _array,
+    "torch.storage._load_from_bytes": _storage,
+}
+"""Stand-ins for listed names that could run code, or allocate any amount of memory."""
