@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ import psutil
 import pytest
 
 from verl.utils.sandbox import SandboxError, Test, isolation_problem, local, run_tests
+from verl.utils.sandbox.folder import empty_folder, is_too_full
 
 pytestmark = pytest.mark.skipif(isolation_problem() is not None, reason=f"no isolation here: {isolation_problem()}")
 
@@ -71,6 +73,7 @@ REFUSED = {
     "kill a thread": system_call("syscall({tgkill}, {pid}, {pid}, 9)"),
     "limits": "import resource; resource.prlimit({pid}, resource.RLIMIT_CPU, (1, 1))",
     "privileges": "import os; os.setuid(12345); os.chroot('.')",
+    "outlive the supervisor": system_call("prctl(1, 0, 0, 0, 0)"),
     "namespaces": system_call("unshare(0x10000000)"),
 }
 
@@ -127,11 +130,14 @@ def test_a_folder_of_its_own_is_emptied_between_runs():
         ("import sys\nwhile True: sys.stderr.write('x' * 100000)", "runtime error"),
         ("f = open('f', 'w')\nwhile True: f.write('x' * 100000)", "runtime error"),
         ("i = 0\nwhile True:\n    open(str(i), 'w').write('x' * 100000)\n    i += 1", "output limit"),
+        ("import os, itertools\nfor i in itertools.count(): os.mkdir(str(i))", "output limit"),
+        ("import os\nwhile True:\n    os.mkdir('d')\n    os.chdir('d')", "output limit"),
+        ("import os\nname = 'd' * 250\nfor _ in range(20):\n    os.mkdir(name)\n    os.chdir(name)", "output limit"),
         ("import threading\nwhile True: threading.Thread(target=threading.Event().wait, daemon=True).start()",
          "runtime error"),
     ],
     ids=["loop", "sleep", "catches all", "ignores signals", "memory", "more memory", "mapped memory", "output",
-         "errors", "file", "files", "threads"],
+         "errors", "file", "files", "folders", "nested folders", "hidden folders", "threads"],
 )  # fmt: skip
 def test_limits(code, status):
     start = time.monotonic()
@@ -139,6 +145,43 @@ def test_limits(code, status):
     result = run(code, timeout_s=timeout_s, memory_limit_mb=256)
     assert result.status in (status, "output limit" if status == "runtime error" else status), result
     assert result.memory_mb < 300 and time.monotonic() - start < 10 + 2 * timeout_s
+
+
+@pytest.mark.parametrize("folders", ["", "import os\nfor i in range(1200): os.mkdir('d'); os.chdir('d')"])
+def test_folders_of_a_program_that_ended_are_counted_and_removed(folders, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    wanted = ["output limit" if folders else "ok"] * 2
+    assert [each.status for each in run_tests(folders, [Test(), Test()])] == wanted
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_folder_of_a_program_is_emptied_whatever_it_holds(tmp_path):
+    """Nested deeper than paths are long, without permissions, full of what is no file, with links that lead outside."""
+    outside, folder = tmp_path / "outside", tmp_path / "folder"
+    outside.mkdir()
+    (outside / "kept").write_text("kept")
+    folder.mkdir()
+    deep = os.open(folder, os.O_DIRECTORY)
+    for _ in range(1200):
+        os.mkdir("d" * 200, dir_fd=deep)
+        below = os.open("d" * 200, os.O_DIRECTORY, dir_fd=deep)
+        os.close(deep)
+        deep = below
+    os.symlink(outside, "link", dir_fd=deep)
+    os.close(deep)
+    for name in ("0", "1", "2"):  # names that the clean-up may want
+        (folder / name / "0").mkdir(parents=True)
+        (folder / name / "0" / "file").write_text("x")
+        (folder / name / "0").chmod(0)
+        (folder / name).chmod(0)
+    os.symlink(outside, folder / "link")
+    os.symlink("nowhere", folder / "broken")
+    os.mkfifo(folder / "fifo")
+    assert is_too_full(str(folder), 1 << 30)
+    empty_folder(str(folder))
+    assert os.listdir(folder) == [] and os.listdir(outside) == ["kept"]
+    (folder / "file").write_text("x" * 100)
+    assert is_too_full(str(folder), 4195) and not is_too_full(str(folder), 4196)
 
 
 def test_a_limit_of_one_run_leaves_the_others_alone():

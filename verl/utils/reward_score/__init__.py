@@ -6,6 +6,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
+from verl.base_config import WrongInput
+
 _MODULES = {
     "gsm8k": ("openai/gsm8k",),
     "math_reward": ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"),
@@ -64,7 +66,7 @@ class Extra(NamedTuple):
             raise MissingExtraError(f"the scorer {scorer} {self.problem()}")
 
 
-class MissingExtraError(ImportError, ValueError):
+class MissingExtraError(ImportError, WrongInput):
     """A scorer needs a package that is not installed."""
 
 
@@ -74,7 +76,7 @@ EXTRAS = {"geo3k": GEO}
 """Module -> package that it needs."""
 
 
-class UnknownDataSourceError(NotImplementedError, ValueError):
+class UnknownDataSourceError(NotImplementedError, WrongInput):
     """There is no scorer for the ``data_source``."""
 
 

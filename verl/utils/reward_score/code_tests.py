@@ -138,7 +138,13 @@ def same_value(actual: Json, expected: Json) -> bool:
     if isinstance(actual, bool) or isinstance(expected, bool):
         return actual is expected
     if isinstance(actual, int | float) and isinstance(expected, int | float):
-        return actual == expected or (isinstance(expected, float) and _close(actual, expected))
+        return (
+            actual == expected
+            or (isinstance(expected, float) and _close(actual, expected))
+            or (
+                actual != actual and expected != expected  # both are not a number
+            )
+        )
     if isinstance(actual, list) and isinstance(expected, list):
         return len(actual) == len(expected) and all(map(same_value, actual, expected))
     if isinstance(actual, dict) and isinstance(expected, dict):

@@ -7,6 +7,7 @@ from verl.utils.sandbox import run_tests
 _RESULTS: dict[str, Result] = {
     "runtime error": code_tests.RUNTIME_ERROR,
     "output limit": code_tests.RUNTIME_ERROR,
+    "refused": code_tests.UNKNOWN,
     "timeout": code_tests.TIMEOUT,
     "compile error": code_tests.COMPILE_ERROR,
 }

@@ -8,42 +8,17 @@ from typing import Any
 
 from verl.utils.reward_score import code_tests
 from verl.utils.reward_score.code_tests import Metadata, RawTestCases, Result, TestCases
+from verl.utils.sandbox import wrapper
+from verl.utils.sandbox.exchange import UNFINISHED
 from verl.utils.sandbox.remote import RemoteSandboxError, run_remotely
 
-_DOES_NOT_COMPILE = 86  # an exit code that Python does not use
 _TOO_LONG = "TimeLimitExceeded"
-_UNFINISHED = "the program ended before the code appended to it"
-
-# The program runs inside a function, so that it cannot find the mark or the answer in the globals of the main module.
-# The answer goes to a duplicate of standard output, which the program cannot redirect.
-_AROUND = """import json, os, sys
-def run():
-    source, after, name, arguments, mark = json.loads({given!r})
-    answer = open(os.dup(1), "w")
-    try:
-        code, code_after = (compile(each, "solution.py", "exec") for each in (source, after))
-    except (SyntaxError, ValueError) as error:
-        sys.stderr.write(str(error))
-        sys.exit({does_not_compile})
-    namespace = {{"__name__": "solution" if name else "__main__"}}
-    try:
-        exec(code, namespace)
-    except SystemExit as end:  # a program must not skip its assertion by exit()
-        if not after or end.code not in (None, 0):
-            raise
-    exec(code_after, namespace)
-    value = None
-    if name:
-        function = namespace.get(name) or getattr(namespace["Solution"](), name)
-        value = function(*arguments)
-    answer.write(mark + json.dumps(value, default=plain) + mark)
-    answer.close()
-def plain(value):
-    if isinstance(value, (set, frozenset)):
-        return sorted(value)
-    return value.tolist() if hasattr(value, "tolist") else list(value)
-run()
-"""
+_REFUSALS = {
+    wrapper.REFUSED: "the test cannot be decided apart from the program",
+    wrapper.ONE_PROCESS: "the service starts no second process, so that no test code runs apart from the program: "
+    "unset reward_model.sandbox_fusion.url to run it on this machine",
+}
+"""Exit code of the wrapper -> why the case is refused."""
 
 
 def compute_score(
@@ -98,7 +73,7 @@ def check_correctness(
 
     def check(index: int) -> tuple[Result, Metadata]:
         mark = f"verl-{secrets.token_hex(8)}:"
-        code, stdin = _request(cases, index, generation, mark)
+        code, stdin = _request(cases, index, generation, mark, timeout)
         try:
             reply = run_remotely(sandbox_fusion_url, code, stdin, timeout, memory_limit_mb, concurrent_semaphore)
         except RemoteSandboxError as error:
@@ -120,18 +95,18 @@ def check_correctness(
     return results, metadata
 
 
-def _request(cases: TestCases, index: int, code: str, mark: str) -> tuple[str, str | None]:
+def _request(cases: TestCases, index: int, code: str, mark: str, timeout_s: float) -> tuple[str, str | None]:
     """Return the program to send and its standard input; the program puts ``mark`` around a function's result."""
     test = cases.test(index)
     if cases.fn_name is None and not test.code_after:
         return code, test.stdin
-    given = json.dumps([code, test.code_after, cases.fn_name, list(test.arguments), mark])
-    around = _AROUND.format(given=given, does_not_compile=_DOES_NOT_COMPILE)
-    return around, test.stdin if cases.fn_name is None else None
+    has_test = bool(test.code_after)
+    script = wrapper.script(code, cases.fn_name, list(test.arguments), test.stdin, timeout_s, has_test)
+    return script, json.dumps([mark, test.code_after])
 
 
 def judge(cases: TestCases, index: int, reply: dict[str, Any], mark: str | None = None) -> tuple[Result, Metadata]:
-    """Return the result of a case from the service's reply; without the mark its assertion did not run."""
+    """Return the result of a case from the service's reply; without the mark its test did not pass."""
     compilation = reply.get("compile_result") or {}
     execution = reply.get("run_result") or {}
     stdout = execution.get("stdout") or ""
@@ -148,9 +123,11 @@ def judge(cases: TestCases, index: int, reply: dict[str, Any], mark: str | None 
         "seconds": execution.get("execution_time"),
     }
     code = execution.get("return_code")
-    if compilation.get("status") in ("Error", _TOO_LONG) or code == _DOES_NOT_COMPILE:
+    if compilation.get("status") in ("Error", _TOO_LONG) or code == wrapper.DOES_NOT_COMPILE:
         status = "compile timeout" if compilation.get("status") == _TOO_LONG else "compile error"
         return code_tests.COMPILE_ERROR, metadata | {"status": status}
+    if mark is not None and code in _REFUSALS:
+        return code_tests.UNKNOWN, metadata | {"status": "refused", "error": stderr or _REFUSALS[code]}
     if execution.get("status") == _TOO_LONG:
         return code_tests.TIMEOUT, metadata | {"status": "timeout"}
     if execution.get("status") == "Error" or code not in (0, None):
@@ -159,7 +136,7 @@ def judge(cases: TestCases, index: int, reply: dict[str, Any], mark: str | None 
         text = str(reply.get("message") or f"status {reply['status']!r}")
         return code_tests.UNKNOWN, metadata | {"status": "sandbox error", "error": text}
     if cases.assertions is not None and value is None:
-        metadata["stderr"] = (stderr + _UNFINISHED)[-code_tests.SHOWN_CHARS :]
+        metadata["stderr"] = (stderr + UNFINISHED)[-code_tests.SHOWN_CHARS :]
         return code_tests.RUNTIME_ERROR, metadata | {"status": "runtime error"}
     right = code_tests.is_expected(cases, index, stdout, value)
     return right, metadata | {"status": "success" if right else "wrong answer"}

@@ -40,9 +40,11 @@ def _checked(result: int, what: str) -> int:
     return result
 
 
-def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends."""
+def die_with_parent(parent: int | None = None) -> None:
+    """Have the kernel kill this process when its parent ends, and end it if ``parent`` has ended already."""
     _checked(_LIBC.prctl(_PR_SET_PDEATHSIG, 9, 0, 0, 0), "prctl(PR_SET_PDEATHSIG)")
+    if parent is not None and os.getppid() != parent:
+        os._exit(1)
 
 
 # ---- Landlock: files
@@ -138,6 +140,7 @@ _CLONE3 = (435, 435)
 _KILL = (62, 129)
 _TGKILL = (234, 131)
 _PRLIMIT = (302, 261)
+_PRCTL = (157, 167)
 _CLONE_THREAD = 0x10000
 _X32_BIT = 0x40000000
 _EPERM = 1
@@ -183,6 +186,7 @@ def _filter(pid: int) -> list[Instruction]:
         (_KILL[column], (_JUMP_EQUAL, 0, 1, pid)),
         (_TGKILL[column], (_JUMP_EQUAL, 0, 1, pid)),
         (_PRLIMIT[column], (_JUMP_EQUAL, 0, 1, 0)),  # only its own limits, which it cannot raise
+        (_PRCTL[column], (_JUMP_EQUAL, 1, 0, _PR_SET_PDEATHSIG)),  # all but outliving the supervisor
     ):
         program += [
             (_JUMP_EQUAL, 0, 4, number),

@@ -7,10 +7,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+from verl.utils.sandbox.folder import empty_folder
 
 SUPERVISOR = Path(__file__).with_name("supervisor.py")
 OUTPUT_LIMIT_BYTES = 4 << 20
@@ -33,7 +36,10 @@ class SandboxError(RuntimeError):
 
 @dataclass(frozen=True)
 class Test:
-    """Input of one run: standard input, or arguments of a function; ``code_after`` is appended to the program."""
+    """Input of one run: standard input, or arguments of a function.
+
+    ``code_after`` is test code for the names of the program. It runs in another process and must reach its end.
+    """
 
     __test__ = False
 
@@ -44,7 +50,11 @@ class Test:
 
 @dataclass(frozen=True)
 class Run:
-    """How a program ended: ``ok``, ``runtime error``, ``timeout``, ``compile error`` or ``output limit``."""
+    """How a program ended.
+
+    ``ok``, ``runtime error`` (also if the test code failed), ``timeout``, ``compile error``, ``output limit``, or
+    ``refused`` if the test code cannot run apart from the program.
+    """
 
     status: str
     stdout: str
@@ -86,30 +96,54 @@ def run_tests(
     Raises: SandboxError if the program cannot be isolated or the supervisor fails.
     """
     isolated = not (allow_unisolated and isolation_problem() is not None)
-    with tempfile.TemporaryDirectory(prefix="verl-sandbox-", ignore_cleanup_errors=True) as folder:
+    with (
+        tempfile.TemporaryDirectory(prefix="verl-sandbox-", ignore_cleanup_errors=True) as folder,
+        tempfile.TemporaryFile() as test_file,
+        tempfile.TemporaryFile() as reports,
+    ):
+        inputs = [_input(test, test_file) for test in tests]
+        test_file.flush()
         request = {
             "code": code,
             "fn_name": fn_name,
-            "tests": [asdict(test) for test in tests],
+            "tests": inputs,
             "timeout_s": timeout_s,
             "memory_limit_mb": memory_limit_mb,
             "output_limit_bytes": OUTPUT_LIMIT_BYTES,
             "stop_at_failure": stop_at_failure,
             "isolated": isolated,
             "folder": os.path.realpath(folder),
+            "tests_fd": test_file.fileno(),
+            "reports_fd": reports.fileno(),
         }
-        reply = _supervise(json.dumps(request), START_TIMEOUT_S + len(tests) * (_WALL_TIME_FACTOR * timeout_s + 1))
+        files = (test_file.fileno(), reports.fileno())
+        try:
+            timeout_s = START_TIMEOUT_S + len(tests) * (_WALL_TIME_FACTOR * timeout_s + 1)
+            reply = _supervise(json.dumps(request), timeout_s, files)
+        finally:
+            with suppress(OSError):  # a program that dies with its supervisor may still write
+                empty_folder(folder)
+        reports.seek(0)
+        reasons = dict(map(json.loads, reports))
     runs = []
-    for line in reply.splitlines():
+    for index, line in enumerate(reply.splitlines()):
         result = json.loads(line)
         if result["status"] == "not isolated":
             raise SandboxError(f"this machine cannot isolate untrusted code: {result['value']}")
+        result["stderr"] += reasons.get(index, "")
         runs.append(Run(**result))
     return runs
 
 
-def _supervise(request: str, timeout_s: float) -> str:
-    """Send a request to a new supervisor and return its reply."""
+def _input(test: Test, file: IO[bytes]) -> dict[str, Any]:
+    """Return the supervisor's form of a test, without the test code, which goes to the end of a file."""
+    code = test.code_after.encode("utf-8", errors="surrogatepass")
+    place = [file.tell(), file.write(code)] if code else None
+    return {"stdin": test.stdin, "arguments": list(test.arguments), "test_code": place}
+
+
+def _supervise(request: str, timeout_s: float, files: Sequence[int]) -> str:
+    """Send a request to a new supervisor, which inherits the files, and return its reply."""
     process = subprocess.Popen(
         [sys.executable, "-s", "-P", str(SUPERVISOR)],
         stdin=subprocess.PIPE,
@@ -118,6 +152,7 @@ def _supervise(request: str, timeout_s: float) -> str:
         env=_ENVIRONMENT,
         cwd="/",
         start_new_session=True,
+        pass_fds=files,
     )
     try:
         reply, errors = process.communicate(request.encode("utf-8", errors="surrogatepass"), timeout=timeout_s)

@@ -1,0 +1,259 @@
+"""Tests run apart from the program: verdicts are those of plain execution, and no object of the program decides one."""
+
+import math
+import os
+
+import pytest
+
+from verl.utils.reward_score.prime_code import check_correctness
+from verl.utils.sandbox.exchange import Peer, Unreadable
+
+NODES = """
+class Node:
+    def __init__(self, value, next=None):
+        self.value, self.next = value, next
+def turn(head):
+    before = None
+    while head:
+        head.next, before, head = before, head, head.next
+    return before
+"""
+STACK = """
+class Empty(LookupError):
+    def __init__(self, size):
+        super().__init__(f"holds {size}")
+        self.size = size
+class Stack:
+    def __init__(self):
+        self.items = []
+    def push(self, item):
+        self.items.append(item)
+        return self
+    def pop(self):
+        if not self.items:
+            raise Empty(0)
+        return self.items.pop()
+    def __len__(self):
+        return len(self.items)
+"""
+VECTOR = """
+class Vector:
+    def __init__(self, x):
+        self.x = x
+    def __add__(self, other):
+        return Vector(self.x + other.x)
+    def __mul__(self, number):
+        return Vector(self.x * number)
+    def __eq__(self, other):
+        return self.x == other.x
+"""
+FUNCTIONS = """
+from collections import Counter
+class Pair(tuple):
+    pass
+def sort(items): items.sort()
+def same(items): return items
+def fail(text): raise ValueError("bad " + text)
+def steps(n):
+    for i in range(n): yield i
+def apply(function, value): return function(value)
+def show(value): print(value)
+def count(text): return Counter(text)
+def pair(): return Pair((1, 2))
+def large(): return 10 ** 5000
+async def later(value): return value
+def nested(): return {(1, "a"): [None, {2.5, 1j}, b"x", ({},)]}
+"""
+
+TESTS = [
+    (FUNCTIONS, "items = [3, 1]\nsort(items)\nassert items == [1, 3]"),
+    (FUNCTIONS, "rows = [[3, 1], 2]\nsort(rows[0])\nassert rows == [[1, 3], 2]\nassert same(rows) is rows"),
+    (FUNCTIONS, "try:\n    fail('x')\n    assert 0\nexcept ValueError as error:\n    assert str(error) == 'bad x'"),
+    (FUNCTIONS, "assert list(steps(3)) == [0, 1, 2] and next(steps(1)) == 0"),
+    (FUNCTIONS, "one = 1\nassert apply(lambda value: value + one, 3) == 4 and apply(len, [0]) == 1"),
+    (FUNCTIONS, "import contextlib, io\nwith contextlib.redirect_stdout(io.StringIO()) as out:\n    show(3)\n"
+                "assert out.getvalue() == '3\\n'"),
+    (FUNCTIONS, "assert count('aab') == {'a': 2, 'b': 1} == Counter('aab')"),
+    (FUNCTIONS, "assert pair() == (1, 2) and pair()[0] == 1 and large() == 10 ** 5000"),
+    (FUNCTIONS, "import asyncio\nassert asyncio.run(later(2)) == 2"),
+    (FUNCTIONS, "assert nested() == {(1, 'a'): [None, {2.5, 1j}, b'x', ({},)]}"),
+    ("def sum(a, b): return a + b", "assert sum(1, 2) == 3"),
+    ("def add(a, b): return a + b", "def check(candidate):\n    assert math.isclose(candidate(1, 2), 3)\ncheck(add)"),
+    (NODES, "node = turn(Node(1, Node(2)))\nassert (node.value, node.next.value, node.next.next) == (2, 1, None)"),
+    (STACK, "stack = Stack()\nassert stack.push(1).push(2).pop() == 2\nassert isinstance(stack, Stack)"),
+    (STACK, "try:\n    Stack().pop()\nexcept Empty as error:\n    assert error.size == 0 and str(error) == 'holds 0'"),
+    (VECTOR, "assert Vector(1) + Vector(2) == Vector(3) and (Vector(2) * 3).x == 6 and Vector(1) != Vector(2)"),
+]  # fmt: skip
+
+
+def verdicts(code: str, tests: list[str]) -> list[str]:
+    _, metadata = check_correctness({"assert_case": tests}, code, timeout=5)
+    return [each["status"] for each in metadata]
+
+
+@pytest.mark.parametrize("code", [FUNCTIONS, NODES, STACK, VECTOR])
+def test_verdicts_are_those_of_plain_execution(code):
+    """The last part of a test negated makes it a wrong one."""
+    tests = [test for program, test in TESTS if program == code]
+    assert verdicts(code, tests) == ["success"] * len(tests)
+    wrong = [test.replace(" == ", " != ", 1) for test in tests if " == " in test]
+    assert verdicts(code, wrong) == ["runtime error"] * len(wrong)
+
+
+def test_names_of_python_are_the_test_s_own():
+    for code, test in TESTS[10:12]:
+        assert verdicts(code, [test]) == ["success"]
+    cheat = "class math: isclose = lambda *given: True\ndef abs(x): return 0\nall = len = abs\ndef f(x): return 9"
+    tests = ["assert math.isclose(f(1), 3)", "assert abs(f(1) - 3) < 1e-6", "assert len([f(1)]) == 0"]
+    assert verdicts(cheat, tests) == ["runtime error"] * 3
+
+
+EQUAL_TO_ALL = """
+class Any(BASE):
+    def __init__(self, *given): pass
+    __eq__ = __ge__ = __le__ = __lt__ = __gt__ = __contains__ = lambda self, other: True
+    __ne__ = lambda self, other: False
+    __sub__ = __rsub__ = __abs__ = __round__ = lambda self, *given: self
+    __hash__ = lambda self: 0
+    startswith = lambda self, text: True
+def f(x): return Any()
+"""
+
+
+@pytest.mark.parametrize("base", ["object", "int", "str", "list", "dict"])
+def test_an_object_equal_to_everything_is_equal_to_nothing(base):
+    tests = ["assert f(1) == 3", "assert [f(1)] == [3]", "assert f(1) in (3, 4)", "assert abs(f(1) - 3) < 1e-6",
+             "assert f(1) <= 3 <= f(1) < 3", "assert 3 in f(1)", "assert f(1).startswith('a')"]  # fmt: skip
+    assert "success" not in verdicts(EQUAL_TO_ALL.replace("BASE", base), tests)
+    as_class = EQUAL_TO_ALL.replace("BASE", base).replace("def f(x): return Any()", "f = Any")
+    assert "success" not in verdicts(as_class, tests)
+
+
+FORGERIES = [
+    "import builtins; builtins.exec = lambda *given: None",
+    "import sys; sys._getframe(1).f_globals['exec'] = sys._getframe(1).f_globals['check'] = lambda *given: None",
+    "import gc, mmap, os\nfor each in gc.get_objects():\n    if isinstance(each, mmap.mmap): each[0] = 1\nos._exit(0)",
+    "import os\nfor number in range(3, 64):\n    try: os.write(number, b'\\0\\0\\0\\1' * 99)\n    except OSError: pass",
+    "import os\nf = lambda x: os._exit(0)",
+    "import sys\nf = lambda x: sys.exit(0)",
+]
+
+
+def test_no_verdict_is_forged_and_no_test_code_is_seen():
+    for code in FORGERIES:
+        assert verdicts(code, ["try:\n    assert f(1) == 3\nexcept Exception:\n    raise"]) == ["runtime error"]
+    shows = """
+import gc, linecache, sys
+def f(x):
+    frame, seen = sys._getframe(), [repr(linecache.cache), repr(gc.get_objects())]
+    while frame:
+        seen.append(repr((frame.f_locals, frame.f_globals)))
+        frame = frame.f_back
+    return "aggauq"[::-1] in "".join(seen)
+"""
+    assert verdicts(shows, ["quagga = f(1)\nassert quagga is False"]) == ["success"]
+
+
+def test_a_function_of_the_test_does_not_lead_to_the_test():
+    code = """
+import operator
+def f(function):
+    for name in ("__globals__", "__code__", "__closure__", "func_globals"):
+        try:
+            return getattr(function, name)
+        except Exception:
+            pass
+    try:
+        return function._remote_peer.ask("call", operator.attrgetter("__globals__"), (function,), {})
+    except Exception:
+        return "refused"
+"""
+    assert verdicts(code, ["secret = 1\nassert f(lambda: secret) == 'refused'"]) == ["success"]
+
+
+@pytest.mark.parametrize(
+    ("code", "test", "reason"),
+    [
+        ("class A: pass", "class B(A): pass", "derives a class"),
+        ("def f(): pass", "from unittest.mock import patch\nf()", "uses unittest.mock"),
+        ("import zlib", "assert zlib.crc32(b'') == 0", "module zlib"),
+        ("class A:\n    def __eq__(self, other): return True\n    def __init__(self, x): self.x = x",
+         "assert A(1) == A(2)", "equal to the program only"),
+        ("def f(): pass", "import threading\nt = threading.Thread(target=f)\nt.start()\nt.join()", "several threads"),
+        ("def f(): pass", "assert f( is None", "does not compile"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_decided_apart_is_refused_by_name(code, test, reason):
+    results, (said,) = check_correctness({"assert_case": test}, code)
+    assert (results, said["status"]) == ([-1], "refused") and reason in said["stderr"]
+
+
+# ---- messages
+
+
+def pair_of_peers() -> tuple[Peer, Peer]:
+    to_program, to_checker = os.pipe(), os.pipe()
+    return Peer(to_checker[0], to_program[1], checks=True), Peer(to_program[0], to_checker[1], checks=False)
+
+
+def test_values_keep_type_value_and_identity():
+    checker, program = pair_of_peers()
+    shared = [1]
+    value = [shared, shared, (1, [2]), {"a": {1, 2}}, -0.0, math.inf, 1 << 90, "\ud800", range(3), bytearray(b"x")]
+    value.append(value)
+    message, _ = program.dump(value)
+    read, _ = checker.load(message, [])
+    assert read[0] is read[1] and read[10] is read
+    assert repr(read[:10]) == repr(value[:10])
+    deep = []
+    for _ in range(100_000):
+        deep = [deep]
+    assert isinstance(checker.load(program.dump(deep)[0], [])[0], list)
+
+
+MESSAGES = [
+    b"", b"[", b"1", b"[" * 100_000, b"[[0], []]", b'[[0], [["exit"]]]', b'[[0], [["tuple", [0]]]]',
+    b'[[0], [["own", 0]]]', b'[[0], [["yours", 9]]]', b'[[0], [["builtin", "eval"]]]',
+    b'[[0], [["library", "os", "system"]]]', b'[[0], [["library", "statistics", "sys"]]]',
+    b'[[0], [["new", "subprocess", "run", "ls"]]]',
+    b'[[0], [["exception", 1, "E", [1]], ["builtin", "int"]]]', b'[[0], [["set", [1]], ["list"]]]',
+    b'[[0], [["int", "x"]]]',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(MESSAGES)))
+def test_messages_that_break_the_protocol_are_refused(number):
+    checker, _ = pair_of_peers()
+    with pytest.raises(Unreadable):
+        checker.load(MESSAGES[number], [])
+
+
+def test_values_of_functions():
+    """Nodes are dicts of their attributes, iterators are listed up to a bound, NaN equals NaN."""
+    code = f"{NODES}\nimport itertools\nF = {{}}\ndef f(x): return eval(x)"
+    pairs = {
+        '"Node(1, Node(2))"': {"value": 1, "next": {"value": 2, "next": None}},
+        '"(i for i in range(3))"': [0, 1, 2],
+        "\"float('nan')\"": math.nan,
+        '"itertools.repeat(1)"': [1],
+    }
+    cases = {"fn_name": "f", "inputs": list(pairs), "outputs": list(pairs.values())}
+    assert check_correctness(cases, code)[0] == [True, True, True, -2]
+
+
+def test_an_object_that_the_program_returned_answers_no_question_about_a_plain_value():
+    """Not even if it is of a class that the test names."""
+    code = """
+class Solution:
+    def f(self, x): return self
+    push = f
+    startswith = __contains__ = lambda self, word: True
+    pop = lambda self: 2
+"""
+    tests = ["assert Solution().f(1).startswith('a')", "assert 'a' in Solution().f(1)"]
+    assert verdicts(code, tests) == ["refused"] * 2
+    allowed = [
+        "assert Solution().startswith('a') and 'a' in Solution()",
+        "assert Solution().push(1).push(2).pop() == 2",
+    ]
+    assert verdicts(code, allowed) == ["success"] * 2
