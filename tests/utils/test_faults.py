@@ -15,6 +15,7 @@ from verl.utils import faults
         ("hang:weight_sync:rank=1", faults.Fault("hang", "weight_sync", rank=1)),
         ("raise:generate:rank=0:step=2", faults.Fault("raise", "generate", rank=0, step=2)),
         ("skip:weight_sync:step=3", faults.Fault("skip", "weight_sync", step=3)),
+        ("term:trainer_update_actor:on=gcs", faults.Fault("term", "trainer_update_actor", on="gcs")),
     ],
 )
 def test_parse_fault(text, expected):
@@ -25,7 +26,7 @@ def test_parse_fault(text, expected):
     "text",
     [
         *("kill", "explode:update_actor", "kill:x:rank", "kill:x:rank=one", "kill:x:node=1"),
-        *("skip:generate", "skip:weight_sync:rank=1"),
+        *("kill:x:on=me", "slow:x:on=gcs", "skip:generate", "skip:weight_sync:rank=1"),
     ],
 )
 def test_parse_fault_names_what_is_wrong(text):

@@ -38,7 +38,7 @@ def integer(name: str, default: int) -> int:
     try:
         return int(value)
     except ValueError:
-        raise ValueError(f"environment variable {name}={value!r} is not an integer") from None
+        raise ValueError(f"environment variable {name}={value!r} is not an integer: write one, or unset it") from None
 
 
 def write(values: Mapping[str, str]) -> None:

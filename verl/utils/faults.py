@@ -1,9 +1,14 @@
 """Inject faults, so that tests can prove how a run reacts when a process dies or hangs.
 
 ``VERL_FAULT`` holds ``action:point[:key=value]...``, such as ``kill:update_actor:rank=1:step=2``. Actions are ``kill``
-(SIGKILL to the own process), ``hang`` (SIGSTOP), ``raise`` (an exception), ``slow`` (half a second of sleep) and, for
-``weight_sync`` only, ``skip`` (on all ranks). A fault fires once, except ``slow``, which fires each time. Before it
-fires it writes the time to ``VERL_FAULT_FILE``, as proof that the run entered the phase.
+(SIGKILL), ``hang`` (SIGSTOP), ``term`` (SIGTERM) and ``crash`` (SIGSEGV) to a process, ``raise`` (an exception),
+``slow`` (half a second of sleep) and, for ``weight_sync`` only, ``skip`` (on all ranks). A fault fires once, except
+``slow``, which fires each time. Before it fires it writes the time to ``VERL_FAULT_FILE``, as proof that the run
+entered the phase.
+
+A worker has its own points, and ``before_<method>`` for each registered method. The trainer has
+``trainer_<phase>``. The signal goes to the process at the point, or to the one that ``on=`` names: ``raylet``, ``gcs``
+or ``launch``, the process that started the raylet.
 """
 
 import os
@@ -13,21 +18,26 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import psutil
+
 from verl.utils import envs
 
-ACTIONS = ("kill", "hang", "raise", "slow", "skip")
+SIGNALS = {"kill": signal.SIGKILL, "hang": signal.SIGSTOP, "term": signal.SIGTERM, "crash": signal.SIGSEGV}
+ACTIONS = (*SIGNALS, "raise", "slow", "skip")
+TARGETS = ("raylet", "gcs", "launch")
 SLOW_S = 0.5
 SKIPPABLE = ("weight_sync",)
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault: its action, the named point where it fires, and its rank and step (None for any)."""
+    """One fault: its action, the named point where it fires, its rank and step (None for any), and its target."""
 
     action: str
     point: str
     rank: int | None = None
     step: int | None = None
+    on: str | None = None
 
 
 class InjectedFault(RuntimeError):
@@ -42,16 +52,23 @@ def parse_fault(text: str) -> Fault:
     """
     action, *rest = text.split(":")
     if action not in ACTIONS or not rest:
-        raise ValueError(f"VERL_FAULT={text!r} must be action:point[:rank=N][:step=N] with an action of {ACTIONS}")
+        form = "action:point[:rank=N][:step=N][:on=TARGET]"
+        raise ValueError(f"VERL_FAULT={text!r} must be {form} with an action of {ACTIONS}")
     options: dict[str, int] = {}
+    target = None
     for part in rest[1:]:
         key, _, value = part.partition("=")
+        if key == "on" and value in TARGETS and action in SIGNALS:
+            target = value
+            continue
         if key not in ("rank", "step") or not value.lstrip("-").isdigit():
-            raise ValueError(f"VERL_FAULT={text!r}: {part!r} must be rank=N or step=N")
+            raise ValueError(
+                f"VERL_FAULT={text!r}: {part!r} must be rank=N, step=N, or on={'|'.join(TARGETS)} with a signal"
+            )
         options[key] = int(value)
     if action == "skip" and (rest[0] not in SKIPPABLE or "rank" in options):
         raise ValueError(f"VERL_FAULT={text!r}: skip works for {', '.join(SKIPPABLE)} and on all ranks only; omit rank")
-    return Fault(action, rest[0], **options)
+    return Fault(action, rest[0], **options, on=target)
 
 
 def fault_point(point: str, *, rank: int, step: int | None = None) -> None:
@@ -64,7 +81,23 @@ def fault_point(point: str, *, rank: int, step: int | None = None) -> None:
     if fault.action == "slow":
         time.sleep(SLOW_S)
         return
-    os.kill(os.getpid(), signal.SIGSTOP if fault.action == "hang" else signal.SIGKILL)
+    os.kill(_pid_of(fault.on), SIGNALS[fault.action])
+    while fault.on is not None:  # the process at the point waits for its end
+        time.sleep(1)
+
+
+def _pid_of(target: str | None) -> int:
+    """Return the process that a fault hits; None means this one."""
+    if target is None:
+        return os.getpid()
+    raylet = psutil.Process(envs.integer("RAY_RAYLET_PID", 0))
+    if target == "raylet":
+        return raylet.pid
+    launch = raylet.parent()
+    assert launch is not None
+    if target == "launch":
+        return launch.pid
+    return next(child.pid for child in launch.children() if child.name() == "gcs_server")
 
 
 def is_skipped(point: str, *, rank: int, step: int | None = None) -> bool:

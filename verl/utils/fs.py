@@ -1,10 +1,12 @@
 """Copies of files from HDFS to the local disk, and from there to shared memory."""
 
+import errno
 import functools
 import hashlib
 import logging
 import os
 import shutil
+import stat
 import tempfile
 from pathlib import Path
 
@@ -19,6 +21,45 @@ RECORD_FILE = ".directory_record.txt"
 LOCK_TIMEOUT_S = 3600
 
 is_non_local = hdfs_io.is_hdfs
+
+_KINDS = {
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def unreadable_kind(path: str | os.PathLike[str]) -> str | None:
+    """Say what a path is if reading it would block or fail, such as "is a named pipe".
+
+    Returns: None for a file that can be read, for a folder, and for a path that does not exist.
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        return f"is a link to {os.readlink(path)}, which does not exist" if os.path.islink(path) else None
+    except OSError as error:
+        return (
+            "is a link that leads back to itself" if error.errno == errno.ELOOP else f"cannot be read: {error.strerror}"
+        )
+    except ValueError as error:  # a null byte
+        return f"is no path: {error}"
+    kind = _KINDS.get(stat.S_IFMT(mode))
+    if kind is not None:
+        return f"is {kind}"
+    return None if os.access(path, os.R_OK) else "cannot be read: permission denied"
+
+
+def readable_file(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
+    """Return a path that can be opened without blocking.
+
+    Raises: OSError saying what the path is if it is no file.
+    """
+    problem = unreadable_kind(path)
+    if problem is not None:
+        raise OSError(f"{path} {problem}, not a file")
+    return path
 
 
 def md5_encode(path: str) -> str:

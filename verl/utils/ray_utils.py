@@ -1,8 +1,9 @@
 """Small helpers for Ray."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from verl.utils import envs
@@ -18,6 +19,23 @@ def ray_noset_visible_devices(env_vars: Mapping[str, str] | None = None) -> bool
     """Whether Ray leaves the visible devices of its workers unchanged; reads this process's environment by default."""
     variables = envs.mapping() if env_vars is None else env_vars
     return any(name.startswith(_NOSET) and value for name, value in variables.items())
+
+
+@contextmanager
+def loopback() -> Iterator[None]:
+    """Let ``ray.init`` in the block start a cluster whose processes bind to 127.0.0.1 where they can.
+
+    Ray 2.60 replaces a loopback address by that of the network, except where it supports no cluster of several
+    machines; in the block it takes this machine for such a system. This can go when Ray keeps the address given.
+    """
+    from ray._private import ray_constants
+
+    supports_clusters = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = supports_clusters
 
 
 def parallel_put(data_list: list[Any], max_workers: int | None = None) -> "list[ObjectRef[Any]]":

@@ -1,83 +1,194 @@
-"""Limit the time of a call in this process."""
+"""Limit the time of a call in this process, and call code of the user that may do anything."""
 
 import ctypes
+import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import FrameType
+import time
+import traceback
+from collections.abc import Callable
+from functools import cache
+from types import FrameType, TracebackType
+from typing import Self, TypeVar
+
+T = TypeVar("T")
 
 REPEAT_S = 1.0  # code that catches every exception is interrupted again
 _SIGNAL = signal.SIGRTMAX - 3  # not SIGALRM, because the limited code may use alarms
+Handler = Callable[[int, FrameType | None], object]
 
 
 class TimeLimitExceeded(BaseException):
     """The body exceeded its time limit. Not an ``Exception``, so that the body does not catch it by accident."""
 
 
-@contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """Raise ``TimeLimitExceeded`` in the body after ``seconds``.
+class UserCodeFailed(RuntimeError):
+    """Code of the user did not return: the message begins with a verb, such as ``raised``; ``trace`` is its stack."""
+
+    def __init__(self, message: str, trace: str = "") -> None:
+        super().__init__(message)
+        self.trace = trace
+
+
+def call_within(seconds: float, call: Callable[[], T]) -> T:
+    """Call code of the user.
+
+    Raises: UserCodeFailed for all that it raises, SystemExit and KeyboardInterrupt too; TimeLimitExceeded after
+        ``seconds``; KeyboardInterrupt for a real Ctrl-C.
+    """
+    with time_limit(seconds) as limit:
+        try:
+            return call()
+        except (TimeLimitExceeded, UserCodeFailed):
+            raise
+        except BaseException as error:
+            if limit.interrupted:
+                raise
+            raise UserCodeFailed(f"raised {error_text(error)}", traceback.format_exc()) from error
+
+
+def error_text(error: BaseException) -> str:
+    """Return type and message of an error; the type alone if its ``__str__`` raises."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # a class of the user may raise anything
+        return f"{type(error).__name__}, whose message cannot be read"
+
+
+def time_limit(seconds: float) -> "_Limit":
+    """Return a context manager that raises ``TimeLimitExceeded`` in its body after ``seconds``.
 
     In the main thread a signal interrupts waiting calls too. In other threads only Python code is interrupted, between
-    two bytecode instructions. Neither interrupts compiled code that does not return.
+    two bytecode instructions. Neither ends compiled code that does not return, or a loop that catches every exception:
+    ``IsolatedFunction`` calls such code in a process.
+
+    A Ctrl-C in the body is raised again after a body that swallows it; the attribute ``interrupted`` records it.
     """
-    in_main = threading.current_thread() is threading.main_thread()
-    interrupt, clean_up = _by_signal() if in_main else _by_exception()
-    done = threading.Event()
-
-    def watch() -> None:
-        wait = seconds
-        while not done.wait(wait):
-            interrupt()
-            wait = REPEAT_S
-
-    threading.Thread(target=watch, name="time-limit", daemon=True).start()
-    try:
-        yield
-    finally:
-        clean_up()
-        done.set()
+    return _Limit(seconds)
 
 
-Hooks = tuple[Callable[[], None], Callable[[], None]]
+class _Limit:
+    """One body with a time limit.
+
+    Attributes: ``is_armed`` while the body may be interrupted; ``is_exceeded`` from its deadline on; ``interrupted``
+        whether Ctrl-C was pressed during the body.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.due = time.monotonic() + seconds
+        self.thread = threading.get_ident()
+        self.in_main = threading.current_thread() is threading.main_thread()
+        self.is_armed = True
+        self.is_exceeded = False
+        self.interrupted = False
+        self._lock = threading.Lock()
+        self._on_interrupt: Handler | int | None = None
+
+    def __enter__(self) -> Self:
+        if self.in_main:
+            _install_handler()
+            _limits.append(self)
+            self._on_interrupt = signal.getsignal(signal.SIGINT)
+            if callable(self._on_interrupt):
+                signal.signal(signal.SIGINT, self._note_interrupt)
+        _watcher.add(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.is_armed = False
+        _watcher.remove(self)
+        if not self.in_main:
+            with self._lock:  # an exception that is on its way must not reach the code after the body
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.thread), None)
+            return
+        _limits.remove(self)
+        if callable(self._on_interrupt):
+            signal.signal(signal.SIGINT, self._on_interrupt)
+        if self.interrupted and kind is not KeyboardInterrupt:
+            raise KeyboardInterrupt
+
+    def interrupt(self) -> None:
+        """Raise ``TimeLimitExceeded`` in the body; called by the watcher at the deadline and repeatedly after it."""
+        self.is_exceeded = True
+        if self.in_main:
+            signal.pthread_kill(self.thread, _SIGNAL)
+            return
+        with self._lock:
+            if self.is_armed:
+                raised = ctypes.py_object(TimeLimitExceeded)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.thread), raised)
+
+    def _note_interrupt(self, number: int, frame: FrameType | None) -> None:
+        self.interrupted = True
+        assert callable(self._on_interrupt)
+        self._on_interrupt(number, frame)
 
 
-def _by_signal() -> Hooks:
-    thread = threading.get_ident()
-    armed = [True]
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        if armed[0]:
-            raise TimeLimitExceeded
-
-    previous = signal.signal(_SIGNAL, handle)
-
-    def interrupt() -> None:
-        if armed[0]:
-            signal.pthread_kill(thread, _SIGNAL)
-
-    def clean_up() -> None:
-        armed[0] = False
-        # a late signal must find a handler, because by default it would kill the process
-        signal.signal(_SIGNAL, previous if callable(previous) else signal.SIG_IGN)
-
-    return interrupt, clean_up
+_limits: list[_Limit] = []
+"""The limits of the main thread, the innermost one last."""
 
 
-def _by_exception() -> Hooks:
-    thread = ctypes.c_ulong(threading.get_ident())
-    lock = threading.Lock()
-    armed = [True]
+@cache
+def _install_handler() -> None:
+    """Install the handler for good, because by default a late signal would kill the process."""
+    signal.signal(_SIGNAL, _raise)
 
-    def interrupt() -> None:
-        with lock:
-            if armed[0]:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(TimeLimitExceeded))
 
-    def clean_up() -> None:
-        with lock:
-            armed[0] = False
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, None)
+def _raise(number: int, frame: FrameType | None) -> None:
+    if not any(limit.is_armed and limit.is_exceeded for limit in _limits):
+        return
+    while frame is not None:
+        if frame.f_code in (_Limit.__enter__.__code__, _Limit.__exit__.__code__):
+            return  # a limit begins or ends, which must complete; the next signals come soon
+        frame = frame.f_back
+    raise TimeLimitExceeded
 
-    return interrupt, clean_up
+
+class _Watcher:
+    """A thread that interrupts bodies at their deadlines; it is started once and serves all threads of the process."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._wakes: dict[_Limit, float] = {}
+        self._sleeps_until = 0.0
+        self._is_started = False
+
+    def add(self, limit: _Limit) -> None:
+        with self._changed:
+            self._wakes[limit] = limit.due
+            if not self._is_started:
+                self._is_started = True
+                threading.Thread(target=self._watch, name="time-limit", daemon=True).start()
+            elif limit.due < self._sleeps_until:  # limits of the same length do not wake the thread
+                self._changed.notify()
+
+    def remove(self, limit: _Limit) -> None:
+        with self._changed:
+            self._wakes.pop(limit, None)
+
+    def _watch(self) -> None:
+        while True:
+            with self._changed:
+                now = time.monotonic()
+                self._wakes = {limit: wake for limit, wake in self._wakes.items() if limit.is_armed}
+                for limit in [limit for limit, wake in self._wakes.items() if wake <= now]:
+                    self._wakes[limit] = now + REPEAT_S
+                    limit.interrupt()
+                self._sleeps_until = min(self._wakes.values(), default=float("inf"))
+                left = self._sleeps_until - now
+                self._changed.wait(min(left, threading.TIMEOUT_MAX))
+
+
+_watcher = _Watcher()
+
+
+def _start_anew() -> None:
+    """Forget the watcher of the parent, whose thread a forked process does not have."""
+    global _watcher
+    _watcher = _Watcher()
+    _limits.clear()
+
+
+os.register_at_fork(after_in_child=_start_anew)

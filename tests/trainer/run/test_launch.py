@@ -1,3 +1,4 @@
+import gc
 import json
 import logging
 import os
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import threading
 import traceback
+from pkgutil import resolve_name
 from types import SimpleNamespace
 
 import pyarrow as pa
@@ -18,12 +20,14 @@ from verl.base_config import ConfigError, Violation
 from verl.single_controller.base.errors import CallSite
 from verl.single_controller.ray.worker_group import Seat, explain
 from verl.trainer import preflight
+from verl.trainer.config.cli import brief
 from verl.trainer.config.run_config import RayConfig, RunConfig
 from verl.trainer.ppo.metric_utils import describe_step
 from verl.trainer.ppo.utils import Role, _say_once, need_critic
 from verl.trainer.run import inputs, launch
 from verl.trainer.run.clock import StartupClock
 from verl.trainer.run.display import LocalDisplay, Progress, RemoteDisplay, Terminal, _Warnings
+from verl.workers.config.model import path_problems
 
 
 def test_the_launching_process_needs_neither_torch_nor_transformers():
@@ -92,6 +96,26 @@ def test_model_folders_must_hold_whole_weights(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"torch_dtype": "float17"}, 'torch_dtype="float17", which must be one of float32'),
+        ({"text_config": {"dtype": 16}}, "dtype=16, which must be one of float32"),
+        ({"hidden_size": "large"}, 'hidden_size="large", which must be an integer of 1 or more'),
+        ({"vocab_size": 10**12}, "vocab_size=1000000000000, which must be"),
+        ({"num_attention_heads": 4, "num_key_value_heads": 3}, "num_key_value_heads=3, which must divide"),
+    ],
+)
+def test_a_config_that_no_model_can_have(tmp_path, changes, message):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"} | changes))
+    (problem,) = path_problems(str(tmp_path))
+    assert f"{tmp_path}/config.json has {message}" in problem
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "dtype": "torch.bfloat16"}))
+    assert not list(path_problems(str(tmp_path)))
+    os.mkfifo(tmp_path / "model.safetensors")
+    assert "is a named pipe" in next(path_problems(str(tmp_path)))
+
+
+@pytest.mark.parametrize(
     "options, environment, expected",
     [
         ({}, None, {"address": "local", "include_dashboard": False}),
@@ -121,6 +145,17 @@ def test_the_runtime_environment_yields_to_the_process_and_to_the_user(monkeypat
     assert "OMP_NUM_THREADS" not in launch.runtime_env("cuda", {})["env_vars"]
 
 
+def test_ray_processes_collect_garbage_rarely_unless_the_user_has_a_hook():
+    before = gc.get_threshold()
+    try:
+        resolve_name(launch.runtime_env("cpu", {})["worker_process_setup_hook"])()
+        assert gc.get_threshold() == (50_000, *before[1:])
+    finally:
+        gc.set_threshold(*before)
+    chosen = {"worker_process_setup_hook": "their.hook"}
+    assert launch.runtime_env("cpu", chosen)["worker_process_setup_hook"] == "their.hook"
+
+
 def test_a_failure_is_told_by_its_cause(tmp_path):
     cause = ValueError("data.train_files: no such file")
     cause.add_note("in training step 3 of 7")
@@ -135,6 +170,20 @@ def test_a_failure_is_told_by_its_cause(tmp_path):
         f"The whole trace is in {log}",
     ]
     assert "outer trace" in log.read_text()
+
+
+def test_a_message_has_at_most_five_lines():
+    assert brief("one\n\ntwo") == "one\ntwo"
+    assert brief("\n".join(map(str, range(20)))).splitlines() == ["0", "1", "2", "3", "  ... and 16 more lines"]
+    assert len(brief("x" * 5000)) < 1100
+
+
+def test_a_module_that_is_not_there_ends_a_command_with_one_line():
+    environment = os.environ | {"VERL_USE_EXTERNAL_MODULES": "no_such_module"}
+    command = [sys.executable, "-m", "verl.trainer.main_ppo"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert "VERL_USE_EXTERNAL_MODULES=no_such_module" in done.stderr and "PYTHONPATH" in done.stderr
 
 
 def test_what_the_constructor_of_a_worker_raised_is_told():
@@ -279,15 +328,50 @@ def test_who_needs_a_critic(enable, estimator, needed, caplog):
     assert ("no critic" in caplog.text) is (not needed)
 
 
-def test_without_a_home_the_token_of_ray_is_in_the_environment(tmp_path, monkeypatch):
+def test_the_token_of_ray_is_private(tmp_path, monkeypatch):
+    """In the home folder, or in the environment where there is none."""
     for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    launch.give_token_without_home()
-    assert "RAY_AUTH_TOKEN" not in os.environ  # Ray makes and keeps its own
+    file = tmp_path / ".ray" / "auth_token"
+    launch.protect_token()
+    made = file.read_text()
+    file.chmod(0o644)  # as Ray makes it
+    launch.protect_token()
+    assert file.read_text() == made and len(made) == 64 and file.stat().st_mode & 0o777 == 0o600
+    assert [file] == [*file.parent.iterdir()] and "RAY_AUTH_TOKEN" not in os.environ
     monkeypatch.setenv("HOME", "/dev/null/none")
     monkeypatch.setattr(launch.envs, "write", lambda values: [monkeypatch.setenv(*pair) for pair in values.items()])
-    launch.give_token_without_home()
+    launch.protect_token()
     token = os.environ["RAY_AUTH_TOKEN"]
-    launch.give_token_without_home()
+    launch.protect_token()
     assert len(token) == 64 and os.environ["RAY_AUTH_TOKEN"] == token
+
+
+def test_a_local_cluster_inherits_secrets_instead_of_writing_them_down(monkeypatch):
+    written = {}
+    monkeypatch.setattr(launch.envs, "write", written.update)
+    env_vars = {"HF_TOKEN": "abcdef", "NCCL_DEBUG": "WARN", "PROXY": "http://me:password@host"}
+    launch.inherit_secrets(env_vars)
+    assert env_vars == {"NCCL_DEBUG": "WARN"} and written["HF_TOKEN"] == "abcdef" and "password" in written["PROXY"]
+
+
+@pytest.mark.slow
+def test_a_local_cluster_is_closed_to_others(tmp_path):
+    """What listens after the start, from the outside: Ray's agents, its GCS and raylet are on 127.0.0.1 only."""
+    code = (
+        "import json, os, psutil, ray\n"
+        "from verl.trainer.config.run_config import RayConfig\n"
+        "from verl.trainer.run.launch import start_ray, stop_ray\n"
+        "start_ray('cpu', RayConfig(ray_init={'num_cpus': 1, 'include_dashboard': False}))\n"
+        "ray.get(ray.remote(lambda: os.getpid()).remote())\n"
+        "family = [psutil.Process(), *psutil.Process().children(recursive=True)]\n"
+        "ports = [(each.laddr.ip, process.name()) for process in family for each in process.net_connections()\n"
+        "         if each.status == psutil.CONN_LISTEN]\n"
+        "print(json.dumps(ports))\n"
+        "stop_ray(True)\n"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert out.returncode == 0, out.stderr
+    ports = json.loads(out.stdout.splitlines()[-1])
+    assert ports and {ip.removeprefix("::ffff:") for ip, _ in ports} == {"127.0.0.1"}, ports

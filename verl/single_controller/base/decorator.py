@@ -9,6 +9,7 @@ from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, ParamSpec, TypedDict, TypeVar
 
 from verl.protocol import DataProto, DataProtoFuture, _padding_size_key
+from verl.utils.faults import fault_point
 from verl.utils.py_functional import DynamicEnum
 from verl.utils.ray_utils import parallel_put
 
@@ -458,10 +459,18 @@ def _received(args: Args, kwargs: Kwargs, materialize_futures: bool) -> tuple[Ar
     return tuple(map(received, args)), {key: received(value) for key, value in kwargs.items()}
 
 
+def _offer_fault(method: str, args: Args) -> None:
+    """Let a test end or stop the worker before a method; the step is that of the batch, if there is one."""
+    batches = [arg for arg in args if isinstance(arg, DataProto)]
+    step = batches[0].meta_info.get("global_steps") if batches else None
+    fault_point(f"before_{method}", rank=getattr(args[0], "rank", 0) if args else 0, step=step)
+
+
 @contextmanager
 def _counted(method: str, args: Args) -> Iterator[None]:
     """Add the seconds of a call to ``seconds_by_call`` of the worker, which is the first argument."""
     start = time.perf_counter()
+    _offer_fault(method, args)
     try:
         yield
     finally:

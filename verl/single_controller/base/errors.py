@@ -6,12 +6,20 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from verl.base_config import WrongInput
+from verl.utils.faults import fault_point
+from verl.utils.observe.activity import note_phase
+
 
 class Phase(NamedTuple):
     """The name of a phase and the step it belongs to."""
 
     name: str | None = None
     step: int | None = None
+
+    def __str__(self) -> str:
+        where = f"phase {self.name}" if self.name else "no phase set"
+        return where if self.step is None else f"{where}, step {self.step}"
 
 
 _NO_PHASE = Phase()
@@ -21,11 +29,16 @@ _current: ContextVar[Phase] = ContextVar("verl_phase", default=_NO_PHASE)
 @contextmanager
 def phase(name: str, step: int | None = None) -> Iterator[None]:
     """Name the phase of a block; an inner phase without a step keeps the outer step."""
-    token = _current.set(Phase(name, _current.get().step if step is None else step))
+    outer = _current.get()
+    inner = Phase(name, outer.step if step is None else step)
+    token = _current.set(inner)
+    note_phase(f"in {inner}")
     try:
+        fault_point(f"trainer_{name.partition(' ')[0]}", rank=0, step=inner.step)
         yield
     finally:
         _current.reset(token)
+        note_phase(f"after {inner}" if outer == _NO_PHASE else f"in {outer}")
 
 
 def current_phase() -> Phase:
@@ -44,9 +57,7 @@ class CallSite:
     step: int | None = None
 
     def __str__(self) -> str:
-        where = f"phase {self.phase}" if self.phase else "no phase set"
-        step = "" if self.step is None else f", step {self.step}"
-        return f"method {self.method}, role {self.role}, {where}{step}"
+        return f"method {self.method}, role {self.role}, {Phase(self.phase, self.step)}"
 
 
 @dataclass(eq=False, repr=False)
@@ -90,11 +101,15 @@ class WorkerTaskError(WorkerError):
     what = "raised an exception"
 
 
+class WorkerInputError(WorkerTaskError, WrongInput):
+    """A worker's method refused something that the user gave."""
+
+
 class WorkerTimeoutError(WorkerError, TimeoutError):
     """A worker did not answer before the deadline."""
 
     what = "did not answer in time"
 
 
-class PlacementError(ValueError, RuntimeError):
+class PlacementError(WrongInput, RuntimeError):
     """The cluster lacks the resources that a pool asks for."""

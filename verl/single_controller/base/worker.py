@@ -10,6 +10,7 @@ from verl.utils import envs
 from verl.utils.device import get_visible_devices_keyword
 from verl.utils.import_utils import deprecated
 from verl.utils.net_utils import get_free_port
+from verl.utils.processes import die_with_parent
 from verl.utils.ray_utils import ray_noset_visible_devices
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ class Worker(WorkerHelper):
     fused_worker_attr_name = "fused_worker_dict"
 
     def __init__(self, cuda_visible_devices: str | None = None) -> None:
+        if envs.read("WG_BACKEND") == "ray":
+            die_with_parent()
         if cuda_visible_devices is not None:
             envs.write({get_visible_devices_keyword(): cuda_visible_devices})
         self._setup_env_cuda_visible_devices()

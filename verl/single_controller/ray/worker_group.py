@@ -17,6 +17,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from verl.base_config import WrongInput
 from verl.protocol import DataProto, DataProtoFuture, _padding_size_key
 from verl.single_controller.base import errors
 from verl.single_controller.base.decorator import CollectFn, DispatchFn, Kwargs, attach_future_values
@@ -529,10 +530,10 @@ def explain(site: CallSite, seats: Sequence[Seat], refs: Refs, position: int, er
         return errors.WorkerTimeoutError(
             site, silent[0].rank, silent[0].name, reported, tuple(quiet.rank for quiet in silent)
         )
-    task_error = errors.WorkerTaskError(site, seat.rank, seat.name, _text(error))
-    task_error.__cause__ = (
-        error.cause if isinstance(error, RayTaskError) and isinstance(error.cause, Exception) else error
-    )
+    cause = error.cause if isinstance(error, RayTaskError) and isinstance(error.cause, Exception) else error
+    cls = errors.WorkerInputError if isinstance(cause, WrongInput) else errors.WorkerTaskError
+    task_error = cls(site, seat.rank, seat.name, _text(error))
+    task_error.__cause__ = cause
     return task_error
 
 

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,11 +22,14 @@ from tqdm import tqdm
 
 from verl.trainer.run.clock import CLOCK
 from verl.utils import envs
+from verl.utils.observe.activity import report_activity_to
 from verl.utils.observe.console import send_console_to
+from verl.utils.processes import die_with_parent
 
 if TYPE_CHECKING:
     import ray
 
+    from verl.trainer.run.watch import Watch
     from verl.utils.report.live import LiveTable
 
 T = TypeVar("T")
@@ -143,23 +147,28 @@ class Terminal:
         self._display = display
         self._count = 0
 
-    def watch(self, result: "ray.ObjectRef[T]") -> T:
-        """Show the trainer's display until its result arrives, and return the result."""
+    def watch(self, result: "ray.ObjectRef[T]", watch: "Watch") -> T:
+        """Show the trainer's display until its result arrives, and return the result.
+
+        Raises: InterruptedError when the watch is over, because nobody waits for the result any more.
+        """
         import ray
 
-        while True:
+        while not watch.is_over.is_set():
             done, _ = ray.wait([result], timeout=_POLL_S)
-            self.show()
+            self.show(watch.question)
             if done:
                 return ray.get(result)
+        raise InterruptedError("the run is over")
 
-    def show(self) -> None:
-        """Show the messages that have arrived."""
+    def show(self, question: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        """Show the messages that have arrived; every call that the GCS answers is a ``question``."""
         from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get
 
         while True:
             key = f"{self.name}:{self._count}".encode()
-            message = _internal_kv_get(key, namespace=_NAMESPACE)
+            with question():
+                message = _internal_kv_get(key, namespace=_NAMESPACE)
             if message is None:
                 return
             _internal_kv_del(key, namespace=_NAMESPACE)
@@ -183,12 +192,15 @@ class _Warnings(logging.Handler):
 _display: LocalDisplay | RemoteDisplay | None = None
 
 
-def attach_to_launch(actor: T, name: str, moments: list[tuple[str, float]]) -> None:
-    """Connect the process of ``actor``, which Ray passes, with the launching process.
+def attach_to_launch(actor: T, name: str, moments: list[tuple[str, float]], activity: Path) -> None:
+    """Connect the process of ``actor``, which Ray passes, with the launching process, and let it end with its raylet.
 
-    The lines and the progress go to the ``Terminal`` of that name; the start-up clock continues from ``moments``.
+    The lines and the progress go to the ``Terminal`` of that name; the start-up clock continues from ``moments``;
+    phases and signs of life go to the file ``activity``.
     """
     global _display
+    die_with_parent()
+    report_activity_to(activity)
     CLOCK.moments = [*moments, *CLOCK.moments]
     _display = RemoteDisplay(name)
     send_console_to(_display.write)

@@ -9,20 +9,24 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from verl.base_config import WrongInput, one_line
 from verl.trainer.config.run_config import RayConfig
+from verl.utils.hub import hub_problems
 
 if TYPE_CHECKING:
     from verl.utils.dataset.files import ColumnCheck
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+JSON_LINES = (".json", ".jsonl")
 _WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.pt")
+_PICKLED = (b"PK", b"\x80\x02")  # a zip archive, or as torch wrote before version 1.6
 _AGAIN = "copy or download the model again"
 _GPU_DEVICES = ("/dev/nvidia[0-9]*", "/dev/nvgpu*", "/dev/nvhost-gpu", "/dev/dxg", "/dev/kfd")
 _ASCEND_DEVICES = "/dev/davinci[0-9]*"  # what Ray looks for too
 _CHECKED_ROWS = 1 << 18  # of each file here; the data set checks all of them
 
 
-class InputError(ValueError):
+class InputError(WrongInput):
     """A file or folder that the configuration names cannot be used."""
 
 
@@ -94,44 +98,51 @@ def local_files(paths: list[str]) -> list[str]:
 
 
 def count_rows(key: str, path: str, prompt_key: str) -> int:
-    """Return the number of rows of a parquet file, from its footer.
+    """Return the number of rows of a data file; a parquet file has it in its footer.
 
-    Raises: InputError naming key, file and column.
+    Raises: InputError naming key, file and column; DataError naming the file.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    if path.endswith((".json", ".jsonl")):
-        with open(path, "rb") as lines:
-            return sum(1 for line in lines if line.strip())
-    try:
-        file = pq.ParquetFile(path)
-    except (pa.ArrowException, OSError) as error:
-        raise InputError(f"{key}={path}: cannot be read as parquet: {error}") from error
-    columns = file.schema_arrow.names
+    from verl.utils.dataset.files import AGAIN, read_parquet
+
+    if path.endswith(JSON_LINES):
+        table = read_parquet(path)
+        columns = table.column_names
+        rows = table.num_rows
+    else:
+        try:
+            file = pq.ParquetFile(path)
+        except (pa.ArrowException, OSError) as error:
+            raise InputError(f"{key}={path}: cannot be read as parquet: {one_line(str(error))}: {AGAIN}") from error
+        columns = file.schema_arrow.names
+        rows = file.metadata.num_rows
     if prompt_key not in columns:
         raise InputError(f"{key}={path}: has no column {prompt_key!r} (data.prompt_key); it has {columns}")
-    if not file.metadata.num_rows:
-        raise InputError(f"{key}={path}: has no row")
-    return int(file.metadata.num_rows)
+    if not rows:
+        raise InputError(f"{key}={path}: has no row: {AGAIN}")
+    return int(rows)
 
 
 def column_checks(path: str, columns: list[str]) -> Iterator["ColumnCheck"]:
-    """Yield the columns that a parquet file has, many rows at a time, up to a limit.
+    """Yield those of the given columns that a data file has, many rows at a time, up to a limit.
 
     Raises: DataError naming the file and the row.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from verl.utils.dataset.files import ColumnCheck, DataError
+    from verl.utils.dataset.files import AGAIN, ColumnCheck, DataError, read_parquet, refuse_repeated
 
-    if path.endswith((".json", ".jsonl")):
+    if path.endswith(JSON_LINES):
+        yield from ColumnCheck.over(path, read_parquet(path))
         return
     first_row = 0
     try:
         with pq.ParquetFile(path) as file:
             names = file.schema_arrow.names
+            refuse_repeated(path, names)
             present = [name for name in columns if name in names]
             for batch in file.iter_batches(ColumnCheck.CHUNK_ROWS, columns=present):
                 yield ColumnCheck(path, pa.Table.from_batches([batch]), first_row, names)
@@ -139,7 +150,8 @@ def column_checks(path: str, columns: list[str]) -> Iterator["ColumnCheck"]:
                 if first_row >= _CHECKED_ROWS:
                     return
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path}: cannot be read as parquet after row {first_row}: {error}") from error
+        reason = one_line(str(error))
+        raise DataError(f"{path}: cannot be read as parquet after row {first_row}: {reason}: {AGAIN}") from error
 
 
 # ---- models
@@ -160,12 +172,23 @@ def check_model(key: str, path: str) -> dict[str, list[int]]:
     return shapes
 
 
+def check_hub(paths: Mapping[str, str | None]) -> None:
+    """Check that models and tokenizers of the hub are in its cache, or that this machine reaches the hub.
+
+    Args: ``paths`` maps a key to its value.
+    Raises: InputError naming the key.
+    """
+    for key, path in paths.items():
+        for problem in hub_problems(path) if path else ():
+            raise InputError(f"{key}={path}: {problem}")
+
+
 def _weight_files(key: str, folder: Path) -> list[Path]:
     index = next(iter(sorted(folder.glob("*.index.json"))), None)
     if index is not None:
         try:
             names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, AttributeError) as error:
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise InputError(f"{key}: {index}: is not an index of weight files: {error}; {_AGAIN}") from error
         missing = sorted(name for name in names if not (folder / name).is_file())
         if missing:
@@ -182,6 +205,10 @@ def _weight_files(key: str, folder: Path) -> list[Path]:
 def _check_weights(key: str, path: Path) -> dict[str, list[int]]:
     """Check the size of a safetensors file against its header; returns the shapes of its tensors."""
     if path.suffix != ".safetensors":
+        with path.open("rb") as file:
+            start = file.read(2)
+        if start not in _PICKLED:
+            raise InputError(f"{key}: {path}: is not a file of torch.save, or cut short; {_AGAIN}")
         return {}
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -193,7 +220,7 @@ def _check_weights(key: str, path: Path) -> dict[str, list[int]]:
         tensors.pop("__metadata__", None)
         end = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
         shapes = {name: entry["shape"] for name, entry in tensors.items()}
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise InputError(f"{key}: {path}: is not a safetensors file, or cut short in its header; {_AGAIN}") from None
     if size != 8 + length + end:
         raise InputError(
@@ -209,4 +236,18 @@ def has_chat_template(folder: Path) -> bool:
     settings = [folder / name for name in ("tokenizer_config.json", *PROCESSOR_FILES)]
     if not settings[0].exists():
         return True  # a tokenizer of another kind, which may bring one
-    return any('"chat_template"' in file.read_text(encoding="utf-8") for file in settings if file.exists())
+    return any('"chat_template"' in file.read_text(encoding="utf-8") for file in settings if file.is_file())
+
+
+def chat_template_of(folder: Path) -> tuple[Path, str] | None:
+    """Return the file of the default chat template of a local folder and its text; None if it has none."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file, file.read_text(encoding="utf-8", errors="replace")
+    settings = folder / "tokenizer_config.json"
+    if not settings.is_file():
+        return None
+    template = json.loads(settings.read_text(encoding="utf-8")).get("chat_template")
+    if isinstance(template, list):  # pairs of name and text
+        template = next((each["template"] for each in template if each.get("name") == "default"), None)
+    return (settings, template) if isinstance(template, str) else None

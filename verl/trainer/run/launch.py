@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import math
 import os
 import secrets
 import signal
@@ -9,20 +10,26 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
+import psutil
 import ray
 from hydra.core.hydra_config import HydraConfig
 
-from verl.trainer.config.cli import USAGE_ERROR
+from verl.base_config import WrongInput
+from verl.trainer.config.cli import MOST_LINES, USAGE_ERROR, brief
 from verl.trainer.config.run_config import RayConfig
+from verl.trainer.run.display import LocalDisplay
+from verl.trainer.run.watch import Watch, ended_within
 from verl.utils import envs
-
-logger = logging.getLogger(__name__)
+from verl.utils.masking import ENVIRONMENT, masked, masked_text
+from verl.utils.processes import end_all
+from verl.utils.ray_utils import loopback
 
 T = TypeVar("T")
 
@@ -42,11 +49,17 @@ CPU_ENV_VARS = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
+SETUP_HOOK = "verl.utils.processes.collect_garbage_rarely"
+"""The function that each Ray process calls before it imports anything large."""
+# A run on one machine needs no other interface. torch's own rendezvous and stores listen on all of them nevertheless.
+LOOPBACK_ENV_VARS = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
 # Prestarted processes lack the environment of a worker, so none could be used.
 LOCAL_SYSTEM_CONFIG = {"prestart_worker_first_driver": False}
 ERROR_LOG = "error.log"
 _TRACE_STARTS = ("--- in the worker", "\t", "Traceback", "ray::", "\x1b[36mray::", "  File ")
 _LOG_GRACE_S = 0.5  # time for the last lines of the actors to reach this terminal
+SHUTDOWN_TIMEOUT_S = 15.0
+"""Seconds that Ray gets to end its processes; it takes about one."""
 
 
 # ---- Ray
@@ -62,45 +75,66 @@ def checked(check: Callable[[], T]) -> T:
     except KeyboardInterrupt:
         _leave(*interruption())
     except Exception as error:  # whatever it is, the person at the terminal gets its cause and not a trace
-        _leave(f"error in the configuration: {error}", USAGE_ERROR)
+        _leave(brief(f"error in the configuration: {error}"), USAGE_ERROR)
 
 
-@contextmanager
-def ray_session(cluster: RayConfig, device: str, folder: Path) -> Iterator[None]:
-    """Run the enclosed code on Ray: start or join it, stop it afterwards, and report a failure.
+def run_on_ray(
+    cluster: RayConfig,
+    device: str,
+    folder: Path,
+    talk: Callable[[Watch], None],
+    display: LocalDisplay,
+    timeout_s: float = math.inf,
+) -> None:
+    """Let ``talk``, in a thread, use Ray, which is started or joined before and left afterwards; report a failure.
 
-    Raises: SystemExit after a short message on standard error: with 1 and the whole trace in ``error.log`` of
-        ``folder``, or with the code of a signal.
+    ``timeout_s`` is that of the trainer; see ``Watch``. The report comes before the end of Ray, which may take a while.
+
+    Raises: SystemExit after a short message on standard error, with the whole trace in ``error.log`` of ``folder``:
+        its code is 2 for a wrong input, that of the signal for an interruption, and else 1.
     """
     failure: tuple[str, int] | None = None
+    watch: Watch | None = None
     catch_sigterm()
     owns_ray = True  # until start_ray answers: the start itself may be interrupted
-    try:
-        owns_ray = start_ray(device, cluster)
-        catch_sigterm()  # Ray has set another handler
+
+    def talk_and_trace(watch: Watch) -> None:
         try:
-            yield
+            talk(watch)
         finally:
             if cluster.timeline_json_file:
                 ray.timeline(filename=os.path.expanduser(cluster.timeline_json_file))
+
+    try:
+        owns_ray = start_ray(device, cluster)
+        catch_sigterm()  # Ray has set another handler
+        watch = Watch(timeout_s, display.write)
+        watch.run(partial(talk_and_trace, watch))
     except KeyboardInterrupt:
         failure = interruption()
     except Exception as error:  # whatever it is, the person at the terminal gets its cause and not Ray's frames
-        failure = report_failure(error, folder), 1
-    finally:
-        stop_ray(owns_ray)
+        failure = report_failure(error, folder), USAGE_ERROR if isinstance(root_cause(error), WrongInput) else 1
+    with suppress(KeyboardInterrupt):  # a second one: the message and the end of Ray come anyway
+        display.close()
+        time.sleep(_LOG_GRACE_S if owns_ray else 0)
     if failure is not None:
-        _leave(*failure)
+        sys.stderr.write(f"\n{failure[0]}\n")
+        sys.stderr.flush()
+    if owns_ray and not stop_ray(kill=watch is not None and watch.is_stuck):
+        sys.stdout.flush()
+        os._exit(0 if failure is None else failure[1])  # Ray would hang again at the end of the interpreter
+    if failure is not None:
+        sys.exit(failure[1])
 
 
-def offline_session(cluster: RayConfig, device: str) -> AbstractContextManager[None]:
-    """Run a command without a training loop on Ray, as ``ray_session``; its ``error.log`` goes to Hydra's folder."""
+def run_offline(cluster: RayConfig, device: str, work: Callable[[], None]) -> None:
+    """Run a command without a training loop, as ``run_on_ray``; its ``error.log`` goes to Hydra's folder."""
     folder = HydraConfig.get().runtime.output_dir if HydraConfig.initialized() else os.getcwd()
-    return ray_session(cluster, device, Path(folder))
+    run_on_ray(cluster, device, Path(folder), lambda watch: work(), checked(lambda: LocalDisplay("off")))
 
 
 def _leave(message: str, code: int) -> NoReturn:
-    sys.stderr.write(f"\n{message}\n")
+    sys.stderr.write(f"\n{masked_text(message)}\n")
     sys.exit(code)
 
 
@@ -113,10 +147,13 @@ def start_ray(device: str, cluster: RayConfig) -> bool:
     if ray.is_initialized():
         return False
     options = dict(cluster.ray_init or {})
-    options["runtime_env"] = runtime_env(device, options.get("runtime_env") or {})
+    on_loopback = cluster.is_local and not options.get("_node_ip_address")
+    environment = runtime_env(device, options.get("runtime_env") or {}, LOOPBACK_ENV_VARS if on_loopback else {})
+    options["runtime_env"] = environment
     options["address"] = "local" if cluster.is_local else options.get("address") or None
     if cluster.is_local:
-        give_token_without_home()
+        protect_token()
+        inherit_secrets(environment["env_vars"])
         options.setdefault("include_dashboard", False)
         options["_system_config"] = LOCAL_SYSTEM_CONFIG | dict(options.get("_system_config") or {})
         # Ray warns that the cluster asks for a token, which is intended for one run on one machine.
@@ -126,27 +163,52 @@ def start_ray(device: str, cluster: RayConfig) -> bool:
             if options.get(name) is None:
                 options.pop(name, None)
     options.setdefault("logging_level", "WARNING")
-    ray.init(**options)
+    with loopback() if on_loopback else nullcontext():
+        ray.init(**options)
     return True
 
 
-def give_token_without_home() -> None:
-    """Put the token of this run's cluster into the environment if Ray cannot keep it in the home folder."""
-    folder = Path.home() / ".ray"
-    if envs.read("RAY_AUTH_TOKEN") or envs.read("RAY_AUTH_TOKEN_PATH") or (folder / "auth_token").exists():
+def protect_token() -> None:
+    """Make the file of the token of local clusters private.
+
+    If Ray cannot keep it in the home folder, this run gets a token through the environment.
+    """
+    if envs.read("RAY_AUTH_TOKEN") or envs.read("RAY_AUTH_TOKEN_PATH"):
         return
-    if not os.access(folder if folder.exists() else Path.home(), os.W_OK):
-        envs.write({"RAY_AUTH_TOKEN": secrets.token_hex(32)})
+    file = Path.home() / ".ray" / "auth_token"
+    new = file.with_name(f"auth_token.{os.getpid()}")
+    try:
+        file.parent.mkdir(exist_ok=True)
+        if not file.exists():
+            new.touch(mode=0o600)
+            new.write_text(secrets.token_hex(32))
+            with suppress(FileExistsError):  # another run was faster
+                os.link(new, file)
+            new.unlink()
+        file.chmod(0o600)
+    except OSError:
+        if not file.exists():
+            envs.write({"RAY_AUTH_TOKEN": secrets.token_hex(32)})
 
 
-def runtime_env(device: str, chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the environment of all Ray processes.
+def inherit_secrets(env_vars: dict[str, str]) -> None:
+    """Move secret variables of a runtime environment into that of this process, from which a local cluster inherits.
+
+    Ray writes a runtime environment to its logs and to the command lines of processes, which everyone may read.
+    """
+    shown = masked(env_vars, ENVIRONMENT)
+    envs.write({name: env_vars.pop(name) for name in [*env_vars] if shown[name] != env_vars[name]})
+
+
+def runtime_env(device: str, chosen: Mapping[str, Any], network: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Return the environment of all Ray processes; ``network`` holds defaults for their network.
 
     The ``chosen`` variables override those of this process, which override the defaults.
     """
-    defaults = RUNTIME_ENV_VARS | (CPU_ENV_VARS if device == "cpu" else {})
+    defaults = RUNTIME_ENV_VARS | (CPU_ENV_VARS if device == "cpu" else {}) | dict(network or {})
     env_vars = {name: value for name, value in defaults.items() if envs.read(name) is None}
-    merged = {**chosen, "env_vars": env_vars | dict(chosen.get("env_vars") or {})}
+    merged = {"worker_process_setup_hook": SETUP_HOOK, **chosen}
+    merged["env_vars"] = env_vars | dict(chosen.get("env_vars") or {})
     if not envs.read("RAY_JOB_CONFIG_JSON_ENV_VAR"):  # set by `ray job submit`, which supplies a working directory
         merged.setdefault("working_dir", None)
     return merged
@@ -172,16 +234,17 @@ def interruption() -> tuple[str, int]:
     return ("terminated", 143) if _terminated.is_set() else ("interrupted", 130)
 
 
-def stop_ray(owned: bool) -> None:
-    """Leave Ray if this process started it (``owned``); a cluster on this machine ends with all its processes."""
-    if not owned or not ray.is_initialized():
-        return
-    numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
-    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}  # the shutdown must complete
-    time.sleep(_LOG_GRACE_S)
-    ray.shutdown()
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+def stop_ray(kill: bool = False) -> bool:
+    """Leave Ray, and end its processes if this process has started them; return whether Ray lets go of this process.
+
+    They are killed with ``kill``, after ``SHUTDOWN_TIMEOUT_S``, or at another Ctrl-C.
+    """
+    if not ray.is_initialized():
+        return True
+    processes = psutil.Process().children(recursive=True)
+    has_left = not kill and ended_within(SHUTDOWN_TIMEOUT_S, ray.shutdown)
+    end_all(processes, only_stopped=has_left)  # the others see the end of the raylet, and end themselves
+    return has_left
 
 
 # ---- failures
@@ -191,9 +254,9 @@ def report_failure(error: BaseException, folder: Path) -> str:
     """Write the whole trace to ``error.log`` in the folder of the run and return a short message with the cause."""
     root = root_cause(error)
     notes = [note for note in getattr(root, "__notes__", []) if "\n" not in note]  # longer ones are stack traces
-    lines = [f"Error: {describe(root)}", *notes]
+    lines = [masked_text(brief("\n".join([f"Error: {describe(root)}", *notes]), MOST_LINES - 1))]
     path = folder / ERROR_LOG
-    trace = "".join(traceback.format_exception(error))
+    trace = masked_text("".join(traceback.format_exception(error)))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(trace, encoding="utf-8")

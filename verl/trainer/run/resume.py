@@ -9,21 +9,30 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from verl.base_config import WrongInput
 from verl.trainer.config.run_config import RESUME_MODES, RunConfig
-from verl.utils.checkpoint import files, find_complete_checkpoints, get_checkpoint_tracker_filename, verify_checkpoint
+from verl.utils.checkpoint import (
+    CheckpointError,
+    files,
+    find_complete_checkpoints,
+    get_checkpoint_tracker_filename,
+    verify_checkpoint,
+)
+from verl.utils.loading import UntrustedClassError, untrusted_classes
 
 DATA_NAME = "data.pt"
+MISSING_DATA = "is missing: without it the training data would start over. Copy it back"
 
 
-class ResumeError(ValueError, AssertionError):
+class ResumeError(WrongInput, AssertionError):
     """``trainer.resume_mode`` or ``trainer.resume_from_path`` is wrong."""
 
 
-class RemoteResumeError(ValueError, NotImplementedError):
+class RemoteResumeError(WrongInput, NotImplementedError):
     """Resuming from ``trainer.default_hdfs_dir`` is not supported."""
 
 
-class IncompleteCheckpointError(ValueError):
+class IncompleteCheckpointError(WrongInput):
     """The checkpoint to resume from is incomplete or damaged."""
 
 
@@ -75,12 +84,13 @@ def read_tracker(root: Path, run: RunConfig) -> int | None:
     Raises: IncompleteCheckpointError when the file does not hold a number.
     """
     path = Path(get_checkpoint_tracker_filename(root))
-    if not path.exists():
+    if not os.path.lexists(path):
         return None
-    text = path.read_text().strip()
-    if not text.isdigit():
+    text = files.tracker_text(path)
+    step = files.as_step(text)
+    if step is None:
         raise IncompleteCheckpointError(f"{path} holds {text[:40]!r} instead of a step. {_offer(root, run)}")
-    return int(text)
+    return step
 
 
 # ---- integrity
@@ -97,7 +107,7 @@ def _checked(folder: Path, root: Path, run: RunConfig) -> Path:
 
 def _problems(folder: Path, run: RunConfig) -> list[str]:
     roles = ["actor"] if run.critic is None else ["actor", "critic"]
-    return find_problems(folder, roles) or find_misfits(folder, run)
+    return find_problems(folder, roles) or find_untrusted(folder, run) or find_misfits(folder, run)
 
 
 def find_problems(folder: Path, roles: Sequence[str]) -> list[str]:
@@ -105,10 +115,24 @@ def find_problems(folder: Path, roles: Sequence[str]) -> list[str]:
     if not folder.is_dir():
         return ["the folder does not exist"]
     problems = [f"{role}: {problem}" for role in roles for problem in verify_checkpoint(folder / role)]
-    damage = files.archive_problem(folder / DATA_NAME) if (folder / DATA_NAME).exists() else None
-    if damage:
+    if not problems:  # else the file that tells the step may be one of the damaged
+        renamed = [(role, files.renamed_problem(folder, folder / role)) for role in roles]
+        problems = [f"{role}: {problem}" for role, problem in renamed if problem]
+    if not (folder / DATA_NAME).exists():
+        problems.append(f"{DATA_NAME} {MISSING_DATA}")
+    elif damage := files.archive_problem(folder / DATA_NAME):
         problems.append(f"{DATA_NAME} {damage}")
     return problems
+
+
+def find_untrusted(folder: Path, run: RunConfig) -> list[str]:
+    """Return why the state of the data loader may not be loaded."""
+    path = folder / DATA_NAME
+    try:
+        names = untrusted_classes(path, run.trainer.trusted_classes)
+    except CheckpointError as error:
+        return [str(error)]
+    return [str(UntrustedClassError(path, names))] if names else []
 
 
 def find_misfits(folder: Path, run: RunConfig) -> list[str]:

@@ -1,0 +1,165 @@
+"""A folder has one owner: real processes contend for it, die and stop."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from verl.base_config import ConfigError
+from verl.trainer.run.owner import LOCK_NAME, Ownership, Process
+
+KEY = "trainer.default_local_dir"
+CONTENDER = f"""
+import sys
+from verl.base_config import ConfigError
+from verl.trainer.run.owner import Ownership
+
+for folder in sys.stdin:
+    with Ownership() as owner:
+        try:
+            owner.take_folders({{"{KEY}": folder.strip()}})
+            print("taken", flush=True)
+        except ConfigError as error:
+            print(error, flush=True)
+        sys.stdin.readline()
+    print("freed", flush=True)
+"""
+
+
+@contextmanager
+def contender() -> Iterator[subprocess.Popen[str]]:
+    """A process that takes the folders it reads, each until it reads another line."""
+    with subprocess.Popen(
+        [sys.executable, "-c", CONTENDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def tell(process: subprocess.Popen[str], line: object = "") -> None:
+    assert process.stdin is not None
+    process.stdin.write(f"{line}\n")
+    process.stdin.flush()
+
+
+def answer(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def refusal(folder: Path) -> str | None:
+    """Try to take a folder; return the message if that is refused."""
+    with Ownership() as mine:
+        try:
+            mine.take_folders({KEY: str(folder)})
+        except ConfigError as error:
+            return str(error)
+    return None
+
+
+@pytest.fixture(scope="module")
+def ended() -> Process:
+    """A process of this machine that has ended."""
+    code = "from verl.trainer.run.owner import *; import json; print(json.dumps(asdict(Process.this())))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return Process(**json.loads(done.stdout))
+
+
+def write(folder: Path, process: Process) -> None:
+    (folder / LOCK_NAME).write_text(json.dumps(asdict(process)))
+
+
+def test_of_two_runs_started_together_one_is_refused(tmp_path):
+    with contender() as first, contender() as second:
+        for number in range(20):
+            folder = tmp_path / str(number)
+            for each in (first, second):
+                tell(each, folder)
+            said, refused = sorted((answer(first), answer(second)))
+            assert said == "taken" and refused.startswith(f"{KEY}={folder}: ")
+            assert "belongs to a run that is alive" in refused or "another run is starting" in refused
+            for each in (first, second):
+                tell(each)
+            assert answer(first) == answer(second) == "freed"
+            assert not list(folder.iterdir())
+
+
+def test_a_stopped_owner_is_alive_and_a_killed_one_gives_way_at_once(tmp_path):
+    with contender() as other:
+        tell(other, tmp_path)
+        assert answer(other) == "taken"
+        other.send_signal(signal.SIGSTOP)
+        assert f"alive, process {other.pid}: write another path" in (refusal(tmp_path) or "")
+        other.kill()
+        os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie: nobody has asked for its code
+        assert refusal(tmp_path) is None
+
+
+def test_a_child_does_not_keep_the_folder_of_its_parent(tmp_path):
+    with Ownership() as mine:
+        mine.take_folders({KEY: str(tmp_path)})
+        child = os.fork()
+        if not child:
+            os.kill(os.getpid(), signal.SIGSTOP)
+            os._exit(0)
+        os.waitid(os.P_PID, child, os.WSTOPPED)
+        mine._close()  # as if this process had died: nothing frees the file
+    assert refusal(tmp_path) is None
+    os.kill(child, signal.SIGCONT)
+    os.waitpid(child, 0)
+
+
+def test_who_may_still_be_alive(tmp_path, ended, monkeypatch):
+    here = Process.this()
+    for gone in (
+        ended,
+        replace(here, start=here.start + 1),  # another process has the id now
+        replace(here, boot="before", machine="the same", namespace="a"),
+        replace(here, namespace="that of another container"),
+    ):
+        monkeypatch.setattr(Process, "this", lambda machine=gone.machine: replace(here, machine=machine))
+        write(tmp_path, gone)
+        assert refusal(tmp_path) is None, gone
+    write(tmp_path, replace(here, host="elsewhere", boot="other"))
+    message = refusal(tmp_path) or ""
+    release = f"rm {tmp_path / LOCK_NAME}"
+    assert f"belongs to process {here.pid} on elsewhere" in message and message.endswith(release)
+    subprocess.run(release.split(), check=True)
+    assert refusal(tmp_path) is None
+
+
+def test_a_folder_is_free_after_any_end(tmp_path):
+    with pytest.raises(KeyboardInterrupt), Ownership() as mine:
+        mine.take_folders(
+            {KEY: str(tmp_path / "a"), "again": str(tmp_path / "b/../a"), "none": None, "far": "hdfs://x"}
+        )
+        assert "alive" in (refusal(tmp_path / "a") or "")
+        raise KeyboardInterrupt
+    assert not [*(tmp_path / "a").iterdir()] and refusal(tmp_path / "a") is None
+
+
+def test_what_cannot_be_a_lock_is_one_line(tmp_path):
+    (tmp_path / "file").touch()
+    for name, make in {
+        "garbage": lambda path: path.write_bytes(b"\xff{"),
+        "deep": lambda path: path.write_text("[" * 20_000),
+        "other": lambda path: path.write_text('{"pid": "1"}'),
+        "pipe": os.mkfifo,
+        "link": lambda path: path.symlink_to(tmp_path / "file"),
+        "folder": os.mkdir,
+    }.items():
+        (tmp_path / name).mkdir()
+        make(tmp_path / name / LOCK_NAME)
+        message = refusal(tmp_path / name) or ""
+        assert message.startswith(f"{KEY}={tmp_path / name}: ") and "\n" not in message, message
+    for folder in (tmp_path / "file" / "a" / "b", Path("/proc/none/a")):
+        assert "cannot be written: " in (refusal(folder) or "")

@@ -1,0 +1,72 @@
+"""The launching process finds a trainer that is stopped or dead, and says where it was."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from verl.trainer.run import watch
+from verl.trainer.run.watch import LostProcessError, Watch, ended_within
+
+TRAINER = """
+import signal, sys
+from pathlib import Path
+from verl.single_controller.base.errors import phase
+from verl.utils.observe.activity import noted_scorer, report_activity_to
+report_activity_to(Path(sys.argv[1]))
+with phase("validate", step=7), noted_scorer("compute_score of mine.py"):
+    print("there", flush=True)
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize(
+    "number, what",
+    [
+        (signal.SIGSTOP, "has not answered for 2 s: it is stopped (SIGSTOP)"),
+        (signal.SIGTERM, "was killed by SIGTERM"),
+    ],
+)
+def test_a_lost_trainer_is_named_with_its_phase_and_scorer(monkeypatch, number, what):
+    monkeypatch.setattr(watch, "WARN_AFTER_S", 1.5)
+    warnings = []
+    watching = Watch(2.0, warnings.append)
+    command = [sys.executable, "-c", TRAINER, str(watching.activity_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as trainer:
+        trainer.stdout.readline()
+        trainer.send_signal(number)
+        with pytest.raises(LostProcessError) as lost:
+            watching.run(watching.is_over.wait)
+        trainer.kill()
+    where = "the trainer was in phase validate, step 7, in the scorer compute_score of mine.py"
+    assert str(lost.value) == f"the trainer process (pid {trainer.pid}) {what}; {where}"
+    assert len(warnings) == (number == signal.SIGSTOP)
+    assert all("has not answered for 2 s" in text and "the run ends if that goes on" in text for text in warnings)
+
+
+def test_a_cluster_that_does_not_answer_is_lost():
+    watching = Watch(1.0, print)
+
+    def talk():
+        with watching.question():
+            pass
+        with watching.question():
+            watching.is_over.wait()
+
+    with pytest.raises(LostProcessError, match="Ray's GCS has not answered for 1 s; no trainer on this machine"):
+        watching.run(talk)
+    assert not watching.is_stuck
+
+
+def test_what_the_thread_returns_or_raises_is_passed_on():
+    assert Watch(2.0, print).run(lambda: 3) == 3
+    with pytest.raises(KeyError, match="mine"):
+        Watch(2.0, print).run(lambda: {}["mine"])
+
+
+def test_a_call_that_hangs_is_left_behind():
+    watching = Watch(2.0, print)
+    assert ended_within(5.0, lambda: 1 / 0)
+    assert not ended_within(0.05, watching.is_over.wait)
+    watching.is_over.set()

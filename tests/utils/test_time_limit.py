@@ -1,0 +1,71 @@
+"""Time limits of code in this process: other threads, Ctrl-C, and errors without a message."""
+
+import signal
+import threading
+import time
+
+import pytest
+
+from verl.utils.time_limit import TimeLimitExceeded, UserCodeFailed, call_within, time_limit
+
+
+def test_the_inner_limit_ends_first_and_the_outer_one_still_holds():
+    with pytest.raises(TimeLimitExceeded), time_limit(0.4):
+        with pytest.raises(TimeLimitExceeded), time_limit(0.1):
+            time.sleep(60)
+        time.sleep(60)
+
+
+def test_limits_of_other_threads():
+    ends = []
+
+    def spin():
+        try:
+            with time_limit(0.1):
+                while True:
+                    pass
+        except TimeLimitExceeded:
+            ends.append(time.monotonic())
+
+    threads = [threading.Thread(target=spin) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert len(ends) == 3
+
+
+class Mute(Exception):
+    def __str__(self):
+        raise ValueError
+
+
+@pytest.mark.parametrize(
+    ("raised", "message"),
+    [
+        (KeyboardInterrupt(), "raised KeyboardInterrupt: "),
+        (SystemExit(3), "raised SystemExit: 3"),
+        (Mute(), "raised Mute, whose message cannot be read"),
+    ],
+)
+def test_what_code_raises_is_told(raised, message):
+    def body():
+        raise raised
+
+    with pytest.raises(UserCodeFailed) as caught:
+        call_within(30, body)
+    assert str(caught.value) == message and "raise raised" in caught.value.trace
+
+
+@pytest.mark.parametrize("swallows", [False, True])
+def test_ctrl_c_stops_the_caller_also_if_the_body_swallows_it(swallows):
+    def body():
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            if not swallows:
+                raise ValueError("hidden") from None
+
+    with pytest.raises(KeyboardInterrupt):
+        call_within(30, body)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
