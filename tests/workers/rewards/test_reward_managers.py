@@ -6,6 +6,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
+import cloudpickle
 import numpy as np
 import psutil
 import pytest
@@ -13,7 +14,9 @@ import torch
 
 from examples.tiny_model import byte_tokenizer
 from verl.protocol import DataProto
+from verl.trainer.ppo import reward
 from verl.trainer.ppo.reward import compute_reward
+from verl.utils.process_pool import IsolatedFunction
 from verl.utils.time_limit import TimeLimitExceeded, time_limit
 from verl.workers.reward_manager import AbstractRewardManager, get_reward_manager_cls, register
 from verl.workers.rewards.loading import load_reward_manager, resolve_reward
@@ -129,7 +132,30 @@ def limited(manager, **limits):
     return manager
 
 
-@pytest.mark.parametrize("returned", [None, "1", math.nan, math.inf, {}, {"score": None}, [], torch.ones(2), ()])
+class Unreadable:
+    def __repr__(self):
+        raise SystemError
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        None,
+        "1",
+        math.nan,
+        math.inf,
+        10**400,
+        pytest.param(10**5000, id="more digits than str allows"),
+        -1e39,
+        {},
+        {"score": None},
+        {"score": 1, "acc": 10**400},
+        [],
+        torch.ones(2),
+        (),
+        Unreadable(),
+    ],
+)
 @pytest.mark.parametrize("name", ["naive", "batch", "dapo"])
 def test_nonsense_costs_its_sample(name, tokenizer, batch, returned, caplog):
     def scorer(data_source, solution_str, ground_truth, extra_info):
@@ -148,7 +174,12 @@ def test_nonsense_costs_its_sample(name, tokenizer, batch, returned, caplog):
     assert limited(rewards, max_failed_ratio=0.34)(batch).sum() == 2.0
 
 
-@pytest.mark.parametrize("raised", [ValueError("bad"), SystemExit(2), RecursionError()])
+class Mute(Exception):
+    def __str__(self):
+        raise ValueError
+
+
+@pytest.mark.parametrize("raised", [ValueError("bad"), SystemExit(2), RecursionError(), KeyboardInterrupt(), Mute()])
 def test_a_scorer_that_raises_costs_its_sample(tokenizer, batch, raised, caplog):
     def scorer(data_source, solution_str, ground_truth, extra_info):
         if ground_truth == "13":
@@ -219,6 +250,50 @@ def test_a_scorer_that_hangs_costs_its_sample(name, scorer, run, tokenizer, batc
     result = (run or (lambda call: call()))(lambda: rewards(batch, return_dict=True))
     assert torch.equal(result["reward_tensor"], expected([1.0, 0.0, 1.0]))
     assert result["reward_extra_info"]["reward_failure"] == [None, "timed out", None]
+
+
+@pytest.mark.parametrize("name", ["naive", "dapo", "batch"])
+def test_a_custom_scorer_cannot_end_or_stop_this_process(name, tokenizer, batch, scorer_file, caplog):
+    text = (
+        "import os, time\n"
+        "def one(truth):\n"
+        "    while truth == '13':\n"
+        "        try:\n            time.sleep(60)\n        except BaseException:\n            pass\n"
+        "    return os._exit(3) if truth == 'die' else 1.0\n"
+        "def compute_score(ground_truth=None, ground_truths=(), **_):\n"
+        "    return [one(each) for each in ground_truths] if ground_truths else one(ground_truth)\n"
+    )
+    limits = {"timeout_s": 0.3, "batch_timeout_s": 0.3 if name == "batch" else 60}
+    node = {"reward_manager": name, "scoring": limits}
+    path = scorer_file(text)
+    named = config(custom_reward_function={"path": path}, reward_model=node)
+    rewards = load_reward_manager(named, tokenizer, 0)
+    assert load_reward_manager(named, tokenizer, 1).compute_score is rewards.compute_score  # one process for both
+    batch.non_tensor_batch["reward_model"][0] = {"ground_truth": "die"}
+    failures = rewards(batch, return_dict=True)["reward_extra_info"]["reward_failure"]
+    assert failures == (["raised"] * 3 if name == "batch" else ["raised", "timed out", None])
+    assert (
+        "the scorer died: its process ended with code 3" in caplog.text
+        and f"[scorer] compute_score of {path}" in caplog.text
+    )
+    if name == "batch":
+        batch.non_tensor_batch["reward_model"][0] = {"ground_truth": "4"}
+        assert rewards(batch, return_dict=True)["reward_extra_info"]["reward_failure"] == ["timed out"] * 3
+    rewards.compute_score.close()
+    sent = cloudpickle.loads(cloudpickle.dumps(rewards)).compute_score  # as to a Ray task
+    assert sent(ground_truth="4") == 1.0 and not isinstance(sent, IsolatedFunction)
+    named["reward_model"] = {"reward_manager": name, "scoring": {"isolate": False}}
+    assert not isinstance(load_reward_manager(named, tokenizer, 0).compute_score, IsolatedFunction)
+
+
+def test_an_endless_import_of_a_scorer_is_named(tokenizer, scorer_file):
+    path = scorer_file("while True: pass\ndef compute_score(**_): return 0\n")
+    named = config(custom_reward_function={"path": path}, trainer={"ray_wait_register_center_timeout": 0.5})
+    message = (
+        rf"path='{path}': the import .* did not end within 0\.5 s \(trainer\.ray_wait_register_center_timeout=0\.5\)"
+    )
+    with pytest.raises(ValueError, match=message):
+        load_reward_manager(named, tokenizer, 0)
 
 
 def test_the_whole_batch_has_a_deadline(tokenizer, batch, caplog):
@@ -330,7 +405,7 @@ def test_prime(tokenizer, batch, scorer_file, caplog):
     assert "ended with code 3" in caplog.text or "2 of 3" in caplog.text
     processes = [slot.process for slot in rewards.pool._slots]
     rewards.pool.close()
-    assert processes and not any(process.is_alive() for process in processes)
+    assert processes and not any(process.poll() is None for process in processes)
 
 
 def test_limits_come_from_the_configuration(tokenizer):
@@ -424,6 +499,8 @@ def test_a_manager_may_declare_its_call_and_score_by_functions(tokenizer, batch,
     ("text", "kind", "message"),
     [
         (None, FileNotFoundError, r"custom_reward_function\.path=.*nowhere\.py"),
+        ("import sys\nsys.exit(3)\n", RuntimeError, r"custom_reward_function\.path=.*SystemExit: 3"),
+        ("raise KeyboardInterrupt\n", RuntimeError, r"custom_reward_function\.path=.*KeyboardInterrupt"),
         ("def f(:\n", RuntimeError, r"custom_reward_function\.path=.*SyntaxError"),
         ("import no_such_module\n", RuntimeError, r"custom_reward_function\.path=.*no_such_module"),
         ("x = 1\n", AttributeError, r"custom_reward_function\.name='f'.*has no 'f'"),
@@ -491,6 +568,19 @@ def test_a_score_that_is_no_number_costs_its_sample(caplog):
     Manager.limits = ScoringLimits(max_failed_ratio=0.4)
     with pytest.raises(RewardError, match=r"data_source 'b': more than reward_model.scoring.max_failed_ratio=0.4"):
         compute_reward(data, Manager())
+
+
+def test_a_manager_of_the_user_has_a_deadline(monkeypatch):
+    class Slow:
+        limits = ScoringLimits(batch_timeout_s=0.1)
+
+        def __call__(self, data, return_dict=False):
+            time.sleep(60)
+
+    monkeypatch.setattr(reward, "START_TIMEOUT_S", 0.1)
+    message = r"manager Slow, which calls .*Slow.* of .*test_reward_managers\.py, did not end within .*timeout_s=0\.1"
+    with pytest.raises(RewardError, match=message):
+        compute_reward(SimpleNamespace(), Slow())
 
 
 def test_a_scorer_does_not_write_over_what_the_trainer_reads(caplog):

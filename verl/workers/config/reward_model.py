@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl.base_config import BaseConfig, Violation, setting, type_hints
+from verl.base_config import MOST_SECONDS, BaseConfig, Violation, setting, type_hints
 from verl.utils.profiler.config import ProfilerConfig
 from verl.workers.config.actor_critic import micro_batch_rules, packing_rules
 from verl.workers.config.engine import ALL_STRATEGIES, NCCL_TIMEOUT_S, FSDPEngineConfig, McoreEngineConfig
@@ -41,9 +41,10 @@ class ScoringConfig(BaseConfig):
     """The score of a response that cannot be scored, and how long scoring may take."""
 
     failure_score: float = setting(0.0, "score of a response whose scorer fails")
-    timeout_s: float = setting(300, "seconds to score one response", above=0)
-    batch_timeout_s: float = setting(1800, "seconds to score all responses of a step", above=0)
+    timeout_s: float = setting(300, "seconds to score one response", above=0, at_most=MOST_SECONDS)
+    batch_timeout_s: float = setting(1800, "seconds to score all responses of a step", above=0, at_most=MOST_SECONDS)
     max_failed_ratio: float = setting(1.0, "share of a batch that may fail", at_least=0, at_most=1)
+    isolate: bool = setting(True, "call a custom scorer in a process that a time limit can kill")
 
     def rules(self) -> Iterator[Violation]:
         """Yield an infinite score."""
@@ -69,7 +70,9 @@ class SandboxFusionConfig(BaseConfig):
 class LocalSandboxConfig(BaseConfig):
     """Code under test on this machine."""
 
-    timeout_s: float = setting(10, "seconds of processor time of one program on one input", above=0)
+    timeout_s: float = setting(
+        10, "seconds of processor time of one program on one input", above=0, at_most=MOST_SECONDS
+    )
     allow_unisolated: bool = setting(False, "run code even if the kernel cannot isolate it")
 
 
@@ -157,12 +160,12 @@ class RewardModelConfig(BaseConfig):
     prompt_length: int = setting(1024, "tokens of the longest question to a judge", at_least=1)
     response_length: int = setting(0, "tokens of its longest answer")
     dtype: str = setting("bfloat16", "dtype of weights and cache of a judge")
-    gpu_memory_utilization: float = setting(0.5, "share of the device's memory for a judge")
+    gpu_memory_utilization: float = setting(0.5, "share of the device's memory for a judge", above=0, at_most=1)
     enforce_eager: bool = setting(True, "a judge captures no CUDA graphs")
     tensor_model_parallel_size: int = setting(2, "workers that share each layer of a judge", at_least=1)
     max_num_batched_tokens: int = setting(8192, "tokens of one pass of a judge")
     max_model_len: int | None = setting(None, "tokens of question and answer", at_least=1)
-    max_num_seqs: int = setting(1024, "sequences of one pass of a judge", at_least=1)
+    max_num_seqs: int = setting(1024, "sequences of one pass of a judge", at_least=1, at_most=2**16)
     enable_chunked_prefill: bool = setting(True, "a question to a judge may take several passes")
     enable_prefix_caching: bool = setting(True, "questions with the same beginning share its cache")
     engine_kwargs: dict[str, Any] = setting({}, "engine arguments by engine name")

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from verl.protocol import DataProto, tensors_of
+from verl.utils.chat_template import render_chat
 from verl.utils.torch_functional import SequenceTooLongError
 
 Message = dict[str, Any]
@@ -63,13 +64,12 @@ class ChatRenderer:
         texts: list[str] = []
         for index, chat in enumerate(chats):
             try:
-                text = self.target.apply_chat_template(chat, add_generation_prompt=False, tokenize=False)
+                text = render_chat(self.target, chat, {"add_generation_prompt": False, "tokenize": False})
             except (jinja2.TemplateError, ValueError) as error:  # ValueError: the tokenizer has no template
                 raise ValueError(
                     f"row {index} of the batch, roles {[message.get('role') for message in chat]}: the chat template "
                     f"of reward_model.model.path rejects it: {error}"
                 ) from error
-            assert isinstance(text, str)
             texts.append(text)
         return texts
 

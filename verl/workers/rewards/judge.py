@@ -5,6 +5,7 @@ import math
 import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,8 +13,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from verl.protocol import DataProto
+from verl.utils.chat_template import render_chat
 from verl.utils.import_utils import load_extern_type
 from verl.utils.numerics.seeding import derive_seed
+from verl.utils.time_limit import TimeLimitExceeded, call_within
 from verl.workers.rewards.chat_rendering import Message, raw_prompts, response_texts
 from verl.workers.rewards.scoring import RawScore
 
@@ -80,13 +83,13 @@ class Judge:
         for row, (messages, response, truth) in enumerate(rows):
             asked = next((each["content"] for each in reversed(messages) if each.get("role") == "user"), "")
             try:
-                text = self.preprocess(
-                    rollout_question=asked, rollout_response=response, ground_truth=(truth or {}).get("ground_truth")
-                )
+                given = {"rollout_question": asked, "rollout_response": response}
+                given["ground_truth"] = (truth or {}).get("ground_truth")
+                text = call_within(self.config.scoring.timeout_s, partial(self.preprocess, **given))
                 chat = [{"role": "user", "content": text}] if isinstance(text, str) else list(text)
-                rendered = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+                rendered = render_chat(self.tokenizer, chat, {"add_generation_prompt": True, "tokenize": False})
                 questions.append(self.tokenizer(rendered, add_special_tokens=False)["input_ids"])
-            except Exception as error:  # user code may raise anything
+            except (Exception, TimeLimitExceeded) as error:  # user code may raise anything
                 self._log_failure(row, "preprocess", response, error)
                 questions.append([])
         return questions
@@ -120,15 +123,15 @@ class Judge:
 
     def _score(self, row: int, answer: str) -> float | None:
         try:
-            value = self.postprocess(answer)
+            value = call_within(self.config.scoring.timeout_s, partial(self.postprocess, answer))
             if isinstance(value, numbers.Real) and math.isfinite(value):
                 return float(value)
             raise ValueError(f"it returned {value!r}, which is not a finite number")
-        except Exception as error:  # user code may raise anything
+        except (Exception, TimeLimitExceeded) as error:  # user code may raise anything
             self._log_failure(row, "postprocess", answer, error)
             return None
 
-    def _log_failure(self, row: int, function: str, text: str, error: Exception) -> None:
+    def _log_failure(self, row: int, function: str, text: str, error: BaseException) -> None:
         level = logging.DEBUG if self._has_shown_a_failure else logging.WARNING
         self._has_shown_a_failure = True
         message = (

@@ -9,12 +9,14 @@ from typing import Any
 from omegaconf import DictConfig
 from transformers import PreTrainedTokenizerBase
 
-from verl.base_config import omega_conf_to_dataclass
+from verl.base_config import WrongInput, omega_conf_to_dataclass
 from verl.utils.import_utils import load_extern_type
+from verl.utils.process_pool import START_TIMEOUT_S, IsolatedFunction, ProcessStartError
 from verl.utils.reward_score import default_compute_score
 from verl.utils.sandbox.permits import FilePermits
+from verl.utils.time_limit import UserCodeFailed
 from verl.workers.config.reward_model import CustomRewardFunctionConfig, RewardModelConfig, ScoringConfig
-from verl.workers.rewards.managers import AbstractRewardManager, get_reward_manager_cls
+from verl.workers.rewards.managers import ISOLATING, AbstractRewardManager, get_reward_manager_cls
 from verl.workers.rewards.scoring import RawScorer
 from verl.workers.rewards.signature import ASYNCHRONOUS, call_problem
 
@@ -22,19 +24,19 @@ Config = DictConfig | Mapping[str, Any]
 """The configuration of a run, of which this module parses the nodes of the reward."""
 
 
-class RewardFunctionFileError(ValueError, FileNotFoundError):
+class RewardFunctionFileError(WrongInput, FileNotFoundError):
     """The file of the reward function does not exist."""
 
 
-class RewardFunctionImportError(ValueError, RuntimeError):
+class RewardFunctionImportError(WrongInput, RuntimeError):
     """The file of the reward function cannot be executed."""
 
 
-class RewardFunctionNameError(ValueError, AttributeError):
+class RewardFunctionNameError(WrongInput, AttributeError):
     """The file does not define the reward function."""
 
 
-class RewardFunctionTypeError(ValueError, TypeError):
+class RewardFunctionTypeError(WrongInput, TypeError):
     """The reward function cannot be called as its manager does."""
 
 
@@ -143,6 +145,44 @@ def built_in_scorer(node: Config) -> RawScorer:
     return functools.partial(default_compute_score, **given)
 
 
+_isolated: dict[tuple[str, str, str], IsolatedFunction] = {}
+"""The processes of scorers, by path, name and arguments: those for training and validation share one."""
+
+
+def isolate_custom_reward_fn(config: Config) -> IsolatedFunction | None:
+    """Load the function that ``custom_reward_function`` names in a process, where it can neither stop nor end this one.
+
+    Returns: None if it names none, or if ``reward_model.scoring.isolate`` is false.
+    Raises: RewardFunctionImportError if the import takes too long or ends its process.
+    """
+    node = config.get("custom_reward_function") or {}
+    path = node.get("path")
+    scoring = _scoring(config)
+    if not path or not scoring.isolate:
+        return None
+    name = node.get("name") or CustomRewardFunctionConfig.name
+    kwargs = dict(node.get("reward_kwargs") or {})
+    timeout_s = (config.get("trainer") or {}).get("ray_wait_register_center_timeout") or START_TIMEOUT_S
+    key = (path, name, repr(kwargs))
+    if key in _isolated:
+        return _isolated[key]
+    isolated = IsolatedFunction(functools.partial(load_extern_type, path, name), kwargs, timeout_s)
+    try:
+        isolated.start()
+    except ProcessStartError as error:
+        raise RewardFunctionImportError(
+            f"custom_reward_function.path={path!r}: {error} (trainer.ray_wait_register_center_timeout={timeout_s:g})"
+        ) from error
+    except UserCodeFailed:
+        return None  # to import it here raises the same error, which ``get_custom_reward_fn`` explains
+    _isolated[key] = isolated
+    return isolated
+
+
+def _scoring(config: Config) -> ScoringConfig:
+    return omega_conf_to_dataclass((config.get("reward_model") or {}).get("scoring"), ScoringConfig)
+
+
 def load_reward_manager(
     config: Config, tokenizer: PreTrainedTokenizerBase, num_examine: int, **reward_kwargs: Any
 ) -> AbstractRewardManager:
@@ -151,7 +191,14 @@ def load_reward_manager(
     Args: ``reward_kwargs`` are arguments of its constructor.
     Raises: ValueError naming the key.
     """
+    isolated = isolate_custom_reward_fn(config)
     manager_cls, scorer = resolve_reward(config)
+    if isolated is not None:
+        if manager_cls in ISOLATING:
+            isolated.local = scorer
+            scorer = isolated
+        else:
+            isolated.close()
     manager = manager_cls(
         tokenizer=tokenizer,
         num_examine=num_examine,
@@ -159,5 +206,5 @@ def load_reward_manager(
         reward_fn_key=config["data"]["reward_fn_key"],
         **reward_kwargs,
     )
-    manager.limits = omega_conf_to_dataclass((config.get("reward_model") or {}).get("scoring"), ScoringConfig)
+    manager.limits = _scoring(config)
     return manager

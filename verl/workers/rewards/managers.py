@@ -9,11 +9,19 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from verl.utils.process_pool import DeadlineExceeded, DeadlinePool, ScorerFailed
+from verl.utils.process_pool import DeadlineExceeded, DeadlinePool, IsolatedFunction, ScorerFailed
 from verl.utils.reward_score import default_compute_score
-from verl.utils.time_limit import TimeLimitExceeded, time_limit
+from verl.utils.time_limit import TimeLimitExceeded, UserCodeFailed, call_within
 from verl.workers.rewards import scoring
-from verl.workers.rewards.scoring import RawScore, RawScorer, RewardOutput, Sample, Score, ScoringLimits
+from verl.workers.rewards.scoring import (
+    RawScore,
+    RawScorer,
+    RewardError,
+    RewardOutput,
+    Sample,
+    Score,
+    ScoringLimits,
+)
 from verl.workers.rewards.signature import SCORER_CALLS, Example, ScorerCall
 
 if TYPE_CHECKING:
@@ -118,8 +126,14 @@ class AbstractRewardManager:
         samples = scoring.read_samples(data, self.tokenizer, self.reward_fn_key)
         scores = score(samples)
         in_full = not self._has_shown_a_failure
-        self._has_shown_a_failure |= scoring.report_failures(samples, scores, self.limits, in_full)
+        scorer = scoring.describe_scorer(self.compute_score)
+        self._has_shown_a_failure |= scoring.report_failures(samples, scores, self.limits, in_full, scorer)
         return samples, scores
+
+    def start_scorer(self) -> None:
+        """Start the process of the scorer, if it has one, before the time limit of a response begins."""
+        if isinstance(self.compute_score, IsolatedFunction):
+            self.compute_score.start()
 
 
 # Registry
@@ -170,13 +184,8 @@ class NaiveRewardManager(AbstractRewardManager):
     def _score_within(self, sample: Sample, left_s: float) -> Score:
         if left_s <= 0:
             return scoring.timed_out(sample, self.limits, of_batch=True)
-        try:
-            with time_limit(min(self.limits.timeout_s, left_s)):
-                return scoring.settle(self._score(sample), sample, self.limits)
-        except TimeLimitExceeded:
-            return scoring.timed_out(sample, self.limits, left_s < self.limits.timeout_s, traceback.format_exc())
-        except (Exception, SystemExit) as error:  # user code may raise anything
-            return scoring.failed(sample, "raised", scoring.raised_text(error), self.limits, traceback.format_exc())
+        self.start_scorer()
+        return scoring.settle(lambda: self._score(sample), sample, self.limits, left_s)
 
     def _score(self, sample: Sample) -> RawScore:
         return self.compute_score(
@@ -283,29 +292,38 @@ class BatchRewardManager(AbstractRewardManager):
 
     def score(self, samples: list[Sample]) -> list[Score]:
         """Score all samples; if the call fails, all of them fail."""
-
-        def all_failed(kind: str, text: str, trace: str = "") -> list[Score]:
-            return [scoring.failed(sample, kind, text, self.limits, trace) for sample in samples]
-
+        self.start_scorer()
         try:
-            with time_limit(self.limits.batch_timeout_s):
-                results = self.compute_score(
-                    data_sources=[sample.data_source for sample in samples],
-                    solution_strs=[sample.response for sample in samples],
-                    ground_truths=[sample.ground_truth for sample in samples],
-                    extra_infos=[sample.extra_info for sample in samples],
-                    **self.reward_kwargs,
-                )
+            results = call_within(self.limits.batch_timeout_s, lambda: self._results(samples))
         except TimeLimitExceeded:
             trace = traceback.format_exc()
             return [scoring.timed_out(sample, self.limits, of_batch=True, trace=trace) for sample in samples]
-        except (Exception, SystemExit) as error:  # user code may raise anything
-            return all_failed("raised", scoring.raised_text(error), traceback.format_exc())
+        except UserCodeFailed as error:
+            kind = "raised"
+            text = f"the scorer {error}"
+            if isinstance(error.__cause__, RewardError):
+                kind = "invalid"
+                text = str(error.__cause__)
+            return [scoring.failed(sample, kind, text, self.limits, error.trace) for sample in samples]
+        return [scoring.settled(result, sample, self.limits) for result, sample in zip(results, samples, strict=True)]
+
+    def _results(self, samples: list[Sample]) -> list[RawScore]:
+        results = self.compute_score(
+            data_sources=[sample.data_source for sample in samples],
+            solution_strs=[sample.response for sample in samples],
+            ground_truths=[sample.ground_truth for sample in samples],
+            extra_infos=[sample.extra_info for sample in samples],
+            **self.reward_kwargs,
+        )
         count = len(results) if hasattr(results, "__len__") and not isinstance(results, str | dict) else None
         if count != len(samples):
             got = type(results).__name__ if count is None else f"{count} scores"
-            return all_failed("invalid", f"the scorer must return {len(samples)} scores, it returned {got}")
-        return [scoring.settle(result, sample, self.limits) for result, sample in zip(results, samples, strict=True)]
+            raise RewardError(f"the scorer must return {len(samples)} scores, it returned {got}")
+        return list(results)
+
+
+ISOLATING: tuple[type[AbstractRewardManager], ...] = (NaiveRewardManager, DAPORewardManager, BatchRewardManager)
+"""The managers that call a scorer of the user in one process; ``prime`` has several, others call it in this one."""
 
 
 @register("prime")
@@ -341,9 +359,9 @@ class PrimeRewardManager(AbstractRewardManager):
 
     def _score(self, result: RawScore | ScorerFailed | DeadlineExceeded, sample: Sample) -> Score:
         if isinstance(result, ScorerFailed):
-            return scoring.failed(sample, "raised", f"the scorer raised {result.error}", self.limits, result.trace)
+            return scoring.failed(sample, "raised", f"the scorer {result.error}", self.limits, result.trace)
         if isinstance(result, DeadlineExceeded):
             return scoring.timed_out(sample, self.limits, result.of_batch)
-        score = scoring.settle(result, sample, self.limits)
+        score = scoring.settled(result, sample, self.limits)
         score.extras = {}
         return score

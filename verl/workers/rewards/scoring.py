@@ -1,18 +1,24 @@
 """Samples out of a batch, scores out of the results of a scorer, and back into a tensor: shared by the managers."""
 
+import functools
+import inspect
 import logging
 import math
 import numbers
+import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from verl.base_config import WrongInput
+from verl.utils.process_pool import IsolatedFunction
+from verl.utils.time_limit import TimeLimitExceeded, UserCodeFailed, call_within
 from verl.workers.config.reward_model import ScoringConfig
 
 if TYPE_CHECKING:
@@ -21,6 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 EXPECTED = "a scorer must return a number, a bool, a tuple that begins with one, or a dict with a number as 'score'"
+LARGEST_SCORE = torch.finfo(torch.float32).max
 SHOWN_CHARS = 200
 SHOWN_RESPONSE_CHARS = 1000
 FAILURE_COLUMN = "reward_failure"
@@ -41,7 +48,7 @@ ScoringLimits = ScoringConfig
 """Time limits and the treatment of failures: the keys of ``reward_model.scoring``."""
 
 
-class RewardError(ValueError):
+class RewardError(WrongInput):
     """A scorer raised, or returned something that is not a score."""
 
 
@@ -131,39 +138,59 @@ def read_score(result: RawScore, sample: Sample) -> Score:
         value = value.item()
     if not isinstance(value, numbers.Real):
         raise RewardError(f"{sample.describe()}: the scorer returned {_short(result)}; {EXPECTED}")
-    if not math.isfinite(value):
-        raise RewardError(f"{sample.describe()}: the scorer returned {_short(result)}, which is not finite")
+    if not abs(_float(value)) <= LARGEST_SCORE:
+        wrong = "not finite" if isinstance(value, float) and not math.isfinite(value) else "too large for a float32"
+        raise RewardError(f"{sample.describe()}: the scorer returned {_short(result)}, which is {wrong}")
+    for name, extra in extras.items():
+        if isinstance(extra, int) and math.isinf(_float(extra)):
+            raise RewardError(f"{sample.describe()}: the scorer returned an extra {name!r} beyond the range of a float")
     return Score(float(value), extras)
 
 
-def call_scorer(call: Callable[[], RawScore], sample: Sample) -> Score:
+def _float(value: SupportsFloat) -> float:
+    """Return a number as a float, infinity if it is too large for one."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def call_scorer(call: Callable[[], RawScore], sample: Sample, timeout_s: float) -> Score:
     """Score one sample.
 
-    Raises: RewardError naming the sample when the scorer raises or returns no score.
+    Raises: RewardError naming the sample when the scorer raises or returns no score; TimeLimitExceeded.
     """
     try:
-        result = call()
-    except (Exception, SystemExit) as error:  # user code may raise anything
-        raise RewardError(f"{sample.describe()}: {raised_text(error)}") from error
-    return read_score(result, sample)
+        return call_within(timeout_s, lambda: read_score(call(), sample))
+    except UserCodeFailed as error:
+        if isinstance(error.__cause__, RewardError):
+            raise error.__cause__ from None
+        raise RewardError(f"{sample.describe()}: the scorer {error}") from error
+
+
+def settle(call: Callable[[], RawScore], sample: Sample, limits: ScoringLimits, left_s: float) -> Score:
+    """Score one sample; whatever the scorer does instead of returning a score counts as a failure.
+
+    Args: ``left_s`` is the rest of the time for the batch.
+    """
+    try:
+        return call_within(min(limits.timeout_s, left_s), lambda: read_score(call(), sample))
+    except TimeLimitExceeded:
+        return timed_out(sample, limits, left_s < limits.timeout_s, traceback.format_exc())
+    except UserCodeFailed as error:
+        if isinstance(error.__cause__, RewardError):
+            return Score(limits.failure_score, {}, Failure("invalid", str(error.__cause__)))
+        return failed(sample, "raised", f"the scorer {error}", limits, error.trace)
+
+
+def settled(result: RawScore, sample: Sample, limits: ScoringLimits) -> Score:
+    """Read the score out of the result of a scorer, as ``settle``."""
+    return settle(lambda: result, sample, limits, limits.timeout_s)
 
 
 def failed(sample: Sample, kind: str, text: str, limits: ScoringLimits, trace: str = "") -> Score:
     """Return the score of a response that could not be scored."""
     return Score(limits.failure_score, {}, Failure(kind, f"{sample.describe()}: {text}", trace))
-
-
-def settle(result: RawScore, sample: Sample, limits: ScoringLimits) -> Score:
-    """Read the score out of the result of a scorer; a result without a score counts as a failure."""
-    try:
-        return read_score(result, sample)
-    except RewardError as error:
-        return Score(limits.failure_score, {}, Failure("invalid", str(error)))
-
-
-def raised_text(error: BaseException) -> str:
-    """Return the error of a response whose scorer raised."""
-    return f"the scorer raised {type(error).__name__}: {error}"
 
 
 def timed_out(sample: Sample, limits: ScoringLimits, of_batch: bool, trace: str = "") -> Score:
@@ -177,8 +204,12 @@ def timed_out(sample: Sample, limits: ScoringLimits, of_batch: bool, trace: str 
 # ---- the whole batch
 
 
-def report_failures(samples: Sequence[Sample], scores: Sequence[Score], limits: ScoringLimits, in_full: bool) -> bool:
+def report_failures(
+    samples: Sequence[Sample], scores: Sequence[Score], limits: ScoringLimits, in_full: bool, scorer: str
+) -> bool:
     """Log the number of failures and, with ``in_full``, the first one; return whether there is a failure.
+
+    Args: ``scorer`` is the name of the scorer, with its file if the user gave one.
 
     Raises: RewardError when the failures exceed ``reward_model.scoring.max_failed_ratio`` of the batch.
     """
@@ -194,12 +225,21 @@ def report_failures(samples: Sequence[Sample], scores: Sequence[Score], limits: 
         level = logging.ERROR if too_many else logging.WARNING  # with too many the run ends
         response = _short(sample.response, SHOWN_RESPONSE_CHARS)
         trace = f"\n[trace]\n{first.trace.rstrip()}" if first.trace else ""
-        shown = (first.text, response, trace)
-        logger.log(level, "the first response that could not be scored: %s\n[response] %s%s", *shown)
+        shown = (first.text, scorer, response, trace)
+        logger.log(level, "the first response that could not be scored: %s\n[scorer] %s\n[response] %s%s", *shown)
     if too_many:
         limit = f"reward_model.scoring.max_failed_ratio={limits.max_failed_ratio:g}"
         raise RewardError(f"{first.text} ({share}, more than {limit})")
     return True
+
+
+def describe_scorer(scorer: RawScorer) -> str:
+    """Return the name of a scorer, with its file."""
+    inner = scorer.local if isinstance(scorer, IsolatedFunction) else scorer
+    inner = inner.func if isinstance(inner, functools.partial) else inner
+    name = getattr(inner, "__qualname__", type(inner).__qualname__)
+    code = getattr(inner if inspect.isfunction(inner) else type(inner).__call__, "__code__", None)
+    return f"{name} of {code.co_filename}" if code else name
 
 
 def place_scores(values: Sequence[float], samples: Sequence[Sample], responses: Tensor) -> Tensor:
@@ -262,5 +302,8 @@ def _valid_ids(ids: Tensor, mask: Tensor) -> list[list[int]]:
 
 
 def _short(value: RawScore | GroundTruth, limit: int = SHOWN_CHARS) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception as error:  # of a class of the user, or an integer with too many digits
+        return f"a {type(value).__name__}, whose repr raises {type(error).__name__}"
     return text if len(text) <= limit else text[:limit] + "..."

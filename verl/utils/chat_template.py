@@ -1,0 +1,75 @@
+"""Chat templates, which are programs: rendering within a time limit, and a trial in a process before a run starts."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from verl.utils.process_pool import START_TIMEOUT_S, IsolatedFunction
+from verl.utils.time_limit import TimeLimitExceeded, UserCodeFailed, time_limit
+
+RENDER_TIMEOUT_S = 60.0
+TRIAL_TIMEOUT_S = 10.0
+_MAY_LOOP = re.compile(r"range|macro|recursive|lipsum|\*|\d{5}")
+_SHOWN_CHARS = 200
+
+
+class ChatTemplateTimeout(jinja2.TemplateError):
+    """A chat template does not end."""
+
+
+class HasChatTemplate(Protocol):
+    """A tokenizer or a processor."""
+
+    def apply_chat_template(self, conversation: Any, **options: Any) -> Any:
+        """Return a conversation as text or tokens."""
+
+
+def render_chat(templater: HasChatTemplate, messages: Sequence[Any], options: Mapping[str, Any]) -> str:
+    """Return the text of a chat; ``options`` are those of ``apply_chat_template``.
+
+    Raises: ChatTemplateTimeout after ``RENDER_TIMEOUT_S``, and the errors of the template.
+    """
+    try:
+        with time_limit(RENDER_TIMEOUT_S):
+            text: str = templater.apply_chat_template(messages, **options)
+            return text
+    except TimeLimitExceeded as error:
+        shown = repr(messages)[:_SHOWN_CHARS]
+        raise ChatTemplateTimeout(f"it did not end within {RENDER_TIMEOUT_S:g} s for {shown}") from error
+
+
+def template_problem(template: str, timeout_s: float = TRIAL_TIMEOUT_S) -> str | None:
+    """Render a chat of one message in a process; return why that does not end, None for any other outcome.
+
+    Only templates that can compute without end are tried.
+    """
+    if not _MAY_LOOP.search(template):
+        return None
+    trial = IsolatedFunction(_load_trial, {}, START_TIMEOUT_S)
+    try:
+        trial.start()
+        with time_limit(timeout_s):
+            trial(template)
+    except TimeLimitExceeded:
+        return f"does not end within {timeout_s:g} s for a chat of one message"
+    except UserCodeFailed as error:
+        return f"{error} for a chat of one message" if str(error).startswith("died") else None
+    finally:
+        trial.close()
+    return None
+
+
+def _load_trial() -> Callable[[str], None]:
+    return _render_once
+
+
+def _render_once(template: str) -> None:
+    """Render as transformers does, apart from its filters and tags: those who lack them raise, which is no problem."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    messages = [{"role": "user", "content": "1 + 1 = ?"}]
+    environment.from_string(template).render(messages=messages, add_generation_prompt=True)
