@@ -1,7 +1,9 @@
 """Loading of tokenizers, and staging of files."""
 
+import json
 import os
 import shutil
+import socket
 import stat
 
 import pytest
@@ -45,6 +47,16 @@ def test_a_folder_without_a_tokenizer_is_named(tmp_path, exists):
     with pytest.raises(OSError, match=str(path)) as caught:
         hf_tokenizer(str(path))
     assert isinstance(caught.value, ValueError)
+
+
+def test_code_of_a_repository_runs_only_if_it_is_trusted(tmp_path):
+    (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'made')!r}, 'w')")
+    auto_map = {"AutoTokenizer": ["code.Tokenizer", None], "AutoConfig": "code.Config"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": auto_map}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Tokenizer", "auto_map": auto_map}))
+    with pytest.raises(ValueError, match="trust_remote_code=True"):  # and nobody is asked at the terminal
+        hf_tokenizer(str(tmp_path))
+    assert hf_processor(str(tmp_path)) is None and not (tmp_path / "made").exists()
 
 
 def test_package_exports():
@@ -157,3 +169,24 @@ def test_without_the_command_the_path_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(hdfs_io.HdfsError, match="hdfs://x: HDFS paths need the `hdfs` command"):
         hdfs_io.exists("hdfs://x")
+
+
+def test_what_is_no_file_is_named_and_never_opened(tmp_path):
+    from verl.utils.dataset.files import DataError, read_parquet
+
+    made = {kind: tmp_path / f"{kind}.parquet" for kind in ("pipe", "socket", "loop", "dangling", "file")}
+    os.mkfifo(made["pipe"])
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(os.path.relpath(made["socket"]))
+    made["loop"].symlink_to(made["loop"])
+    made["dangling"].symlink_to(tmp_path / "gone")
+    made["file"].write_text("a")
+    told = {"pipe": "a named pipe", "socket": "a socket", "loop": "leads back to itself", "dangling": "does not exist"}
+    for kind, expected in told.items():
+        assert expected in fs.unreadable_kind(made[kind])
+        with pytest.raises(DataError, match=expected):
+            read_parquet(str(made[kind]))
+        with pytest.raises(OSError, match=expected):
+            fs.readable_file(made[kind])
+    assert "a device" in fs.unreadable_kind("/dev/zero") and "no path" in fs.unreadable_kind("a\0b")
+    assert fs.unreadable_kind(made["file"]) is fs.unreadable_kind(tmp_path) is fs.unreadable_kind("/nowhere") is None

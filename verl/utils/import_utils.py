@@ -13,6 +13,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
 
+from verl.utils.time_limit import TimeLimitExceeded, UserCodeFailed, call_within, error_text
+
+IMPORT_TIMEOUT_S = 300.0
+"""Time limit for a module of the user."""
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -47,15 +52,15 @@ def lazy_exports(module: str, exports: Mapping[str, str]) -> Callable[[str], Any
 def import_external_libs(external_libs: str | list[str] | None = None) -> None:
     """Import modules by name so that they can register their parts.
 
-    Raises: ImportError naming the module that cannot be imported.
+    Raises: ImportError naming the module that cannot be imported, whatever it raises.
     """
     if external_libs is None:
         return
     for name in [external_libs] if isinstance(external_libs, str) else external_libs:
         try:
-            importlib.import_module(name)
-        except ImportError as error:
-            raise ImportError(f"cannot import the external module {name!r}: {error}") from error
+            _import_within_limit(partial(importlib.import_module, name))
+        except RuntimeError as error:
+            raise ImportError(f"cannot import the external module {name!r}: {error}") from error.__cause__
 
 
 def python_file(path: str) -> Path | None:
@@ -76,11 +81,26 @@ def _load_file(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # user code may raise anything; the error names the file
+        _import_within_limit(partial(spec.loader.exec_module, module))
+    except BaseException as error:
         del sys.modules[name]
-        raise RuntimeError(f"cannot execute {str(path)!r}: {type(error).__name__}: {error}") from error
+        if isinstance(error, RuntimeError):
+            raise RuntimeError(f"cannot execute {str(path)!r}: {error}") from error.__cause__
+        raise
     return module
+
+
+def _import_within_limit(run: Callable[[], T]) -> T:
+    """Run an import of code of the user.
+
+    Raises: RuntimeError with the error of the code, which may be one that ends a process, or with the time limit.
+    """
+    try:
+        return call_within(IMPORT_TIMEOUT_S, run)
+    except TimeLimitExceeded as error:
+        raise RuntimeError(f"its import did not end within {IMPORT_TIMEOUT_S:g} s") from error
+    except UserCodeFailed as error:
+        raise RuntimeError(error_text(error.__cause__ or error)) from error.__cause__
 
 
 def load_extern_type(file_path: str | None, type_name: str | None) -> Any:
@@ -96,9 +116,10 @@ def load_extern_type(file_path: str | None, type_name: str | None) -> Any:
     file = python_file(file_path)
     if file is None:
         try:
-            module = importlib.import_module(file_path.removeprefix("pkg://").replace("/", "."))
-        except ImportError as error:
-            raise RuntimeError(f"cannot import {file_path!r}: {error}") from error
+            name = file_path.removeprefix("pkg://").replace("/", ".")
+            module = _import_within_limit(partial(importlib.import_module, name))
+        except RuntimeError as error:
+            raise RuntimeError(f"cannot import {file_path!r}: {error}") from error.__cause__
     else:
         module = _load_file(file)
     if not hasattr(module, type_name):

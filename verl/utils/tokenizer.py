@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin
+
+from verl.base_config import WrongInput
 
 logger = logging.getLogger(__name__)
 
 
-class TokenizerNotFoundError(ValueError, OSError):
+class TokenizerNotFoundError(WrongInput, OSError):
     """A name or path holds no loadable tokenizer."""
 
 
@@ -26,10 +27,11 @@ def hf_tokenizer(
     Args:
         correct_pad_token: pad with the end-of-sequence token if there is no padding token.
         correct_gemma2: use ``<end_of_turn>``, which ends a turn in the chat template, as the EOS of gemma-2-2b-it.
-        kwargs: options of ``AutoTokenizer.from_pretrained``.
+        kwargs: options of ``AutoTokenizer.from_pretrained``; ``trust_remote_code`` is False if it is not given.
 
     Raises: TokenizerNotFoundError when the folder or repository holds no tokenizer.
     """
+    kwargs.setdefault("trust_remote_code", False)  # transformers would ask at the terminal
     if correct_gemma2 and "gemma-2-2b-it" in str(name_or_path):
         kwargs |= {"eos_token": "<end_of_turn>", "eos_token_id": 107}
     path = os.path.expanduser(name_or_path)
@@ -40,9 +42,14 @@ def hf_tokenizer(
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, **kwargs)
-    except (OSError, ValueError, KeyError, StrictDataclassError) as error:  # the last: an invalid config.json
+    except Exception as error:  # the libraries raise many kinds for garbage in its files, TypeError for instance
         raise TokenizerNotFoundError(f"cannot load a tokenizer from {name_or_path!r}: {error}") from error
     if correct_pad_token and tokenizer.pad_token_id is None:
+        if tokenizer.eos_token_id is None:
+            raise TokenizerNotFoundError(
+                f"the tokenizer of {name_or_path!r} has no pad_token, and no eos_token that could pad: write them into "
+                "its tokenizer_config.json"
+            )
         tokenizer.pad_token_id = tokenizer.eos_token_id
         logger.info("the tokenizer has no padding token: padding with id %s", tokenizer.eos_token_id)
     return tokenizer
@@ -54,6 +61,7 @@ def hf_processor(name_or_path: str, **kwargs: Any) -> ProcessorMixin | None:
     Without torchvision, which video processors need, the result takes images only.
     """
     path = os.path.expanduser(name_or_path)
+    kwargs.setdefault("trust_remote_code", False)
     try:
         processor = AutoProcessor.from_pretrained(path, **kwargs)
     except ImportError as error:
@@ -81,7 +89,7 @@ def _image_processor(path: str, **kwargs: Any) -> ProcessorMixin | None:
     else:
         return None
     images = transformers.AutoImageProcessor.from_pretrained(path, **kwargs)
-    tokenizer = hf_tokenizer(path, trust_remote_code=kwargs.get("trust_remote_code", False))
+    tokenizer = hf_tokenizer(path, trust_remote_code=kwargs["trust_remote_code"])
     logger.warning("torchvision is not installed: the processor of %s takes images but no videos", path)
     images_only = type(cls.__name__, (_ImagesOnly, cls), {})  # same name: the model family is found by class name
     return images_only(images, tokenizer, None, chat_template=tokenizer.chat_template)

@@ -2,6 +2,8 @@
 
 import torch
 
+from verl.base_config import WrongInput
+
 Precision = int | str | torch.dtype
 
 _SPELLINGS: dict[torch.dtype, tuple[Precision, ...]] = {
@@ -12,7 +14,7 @@ _SPELLINGS: dict[torch.dtype, tuple[Precision, ...]] = {
 _SHORT = {torch.float16: "fp16", torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
-class PrecisionError(ValueError, RuntimeError):
+class PrecisionError(WrongInput, RuntimeError):
     """The spelling of a precision is unknown."""
 
 

@@ -10,6 +10,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from verl.base_config import WrongInput
 from verl.utils.device import get_device_name, get_torch_device
 from verl.utils.numerics.log_probs import log_probs_and_entropy
 from verl.utils.numerics.lr_schedules import get_constant_schedule_with_warmup as get_constant_schedule_with_warmup
@@ -183,7 +184,7 @@ def pad_sequence_to_length(tensors: Tensor, max_seq_len: int, pad_token_id: floa
     return F.pad(tensors, (missing, 0) if left_pad else (0, missing), value=pad_token_id)
 
 
-class SequenceTooLongError(ValueError, NotImplementedError):
+class SequenceTooLongError(WrongInput, NotImplementedError):
     """A sequence is longer than allowed and truncation is ``error``."""
 
 

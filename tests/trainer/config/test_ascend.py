@@ -12,6 +12,7 @@ from verl.trainer.main_generation import prepare
 from verl.trainer.preflight import check_run_machine
 from verl.trainer.run import inputs
 from verl.trainer.run.inputs import InputError
+from verl.trainer.run.owner import Ownership
 from verl.utils.config import validate_config
 
 MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
@@ -123,7 +124,7 @@ def test_generation_asks_for_the_same(composed, small_run, machine):
     config.rollout.tensor_model_parallel_size = 1
     machine()
     with pytest.raises(InputError, match="needs the package torch_npu"):
-        prepare(config)
+        prepare(config, Ownership())
     machine("torch_npu", devices=1)
     with pytest.raises(InputError, match=r"^rollout\.name=vllm: .*needs the package vllm_ascend"):
-        prepare(config)
+        prepare(config, Ownership())

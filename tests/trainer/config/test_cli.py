@@ -1,11 +1,13 @@
 """The command line: what is accepted, what is refused, and how it says so."""
 
+import os
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+import yaml
 from hydra.errors import HydraException
 
 from verl.base_config import ConfigError, nearest
@@ -13,6 +15,7 @@ from verl.trainer import main_ppo
 from verl.trainer.config.cli import CONFIG_DIR, fitted_overrides, help_text, prepare_arguments, unreadable
 
 ROOT = Path(__file__).resolve().parents[3]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
 def fit(*overrides, name="ppo_trainer"):
@@ -144,3 +147,32 @@ def test_a_command_ends_with_a_message_and_code_2(tmp_path):
     assert unknown.returncode == 2 and "trainer.n_gpus_per_node" in unknown.stderr
     shown = run("--cfg", "job", "data.gen_batch_size=4")
     assert shown.returncode == 0 and "gen_batch_size: 4" in shown.stdout
+
+
+APP = "from verl.trainer.config.cli import hydra_main\n\nhydra_main('ppo_trainer')(lambda config: None)()\n"
+
+
+def test_secrets_are_masked_in_what_hydra_saves(tmp_path):
+    (tmp_path / "app.py").write_text(APP)
+    secret = "hush, 'hush' \"now\""
+    quoted = secret.replace("'", "\\'")
+    words = [f"+ray_kwargs.ray_init.runtime_env.env_vars.HF_TOKEN='{quoted}'", "trainer.project_name=plain"]
+    subprocess.run([sys.executable, "app.py", *words], cwd=tmp_path, check=True, timeout=60, env=ENVIRONMENT)
+    saved = {path.name: path for path in tmp_path.glob("outputs/*/*/.hydra/*.yaml")}
+    assert set(saved) == {"config.yaml", "hydra.yaml", "overrides.yaml"}
+    for path in saved.values():
+        text = path.read_text()
+        assert "hush" not in text and "***" in text and "plain" in text
+        assert path.stat().st_mode & 0o777 == 0o600
+    assert yaml.safe_load(saved["config.yaml"].read_text())["data"]["prompt_key"] == "prompt"
+
+
+def test_a_deleted_working_folder_is_named(tmp_path):
+    (tmp_path / "app.py").write_text(APP)
+    (tmp_path / "gone").mkdir()
+    command = f"rmdir {tmp_path}/gone && exec {sys.executable} {tmp_path}/app.py"
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=tmp_path / "gone", capture_output=True, text=True, timeout=60, env=ENVIRONMENT
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr == "error in the configuration: the working folder has been deleted: change to one that exists\n"

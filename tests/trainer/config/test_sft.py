@@ -2,12 +2,17 @@
 
 import json
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from omegaconf import OmegaConf
 
 from verl.base_config import ConfigError
 from verl.trainer.config.sft import MOVED, as_engine_tree, parallel_sizes, parse_sft_config
+from verl.trainer.sft.preflight import check_rows
 from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.dataset.files import DataError
+from verl.utils.observe.tracking import check_backends
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +64,7 @@ def test_the_older_tree_is_moved(trees):
         ("sft_trainer_engine", {"data.train_batch_size": 3}, "data.train_batch_size", "multiple of the 2"),
         ("sft_trainer_engine", {"data.pad_mode": "left"}, "data.pad_mode", "no_padding, right"),
         ("sft_trainer_engine", {"trainer.save_freq": "often"}, "trainer.save_freq", "after_each_epoch"),
-        ("sft_trainer_engine", {"optim.lr": -1.0}, "optim.lr", "0 or more"),
+        ("sft_trainer_engine", {"optim.lr": -1.0}, "optim.lr", "in [0, 100]"),
         ("sft_trainer_engine", {"optim.total_training_steps": 9}, "optim.total_training_steps", "set by the trainer"),
         ("sft_trainer_engine", {"engine.forward_only": True}, "engine.forward_only", "the model is trained"),
         ("sft_trainer_engine", {"trainer.default_local_dir": "/dev/null"}, "trainer.default_local_dir", "is a file"),
@@ -147,3 +152,32 @@ def test_a_vision_tower_that_several_workers_cannot_share(trees, tmp_path, name,
     changes = {key: str(tmp_path)}
     assert violations(trees[name], changes, 1) == {}
     assert "which runs on one worker only" in violations(trees[name], changes, 2)[key]
+
+
+def test_the_default_tracker_is_installed(trees):
+    for config in trees.values():
+        assert check_backends(config.trainer.logger) == ["console"]
+
+
+@pytest.mark.parametrize("path", ["/nowhere/global_step_3", "/nowhere/last", "/nowhere/global_step_²"])
+def test_a_checkpoint_to_resume_from_that_is_none(trees, path):
+    for mode in ("resume_path", "auto"):
+        changes = {"trainer.resume_mode": mode, "trainer.resume_from_path": path}
+        assert path in violations(trees["sft_trainer_engine"], changes)["trainer.resume_from_path"]
+
+
+def test_rows_are_checked_before_torch_is_imported(tmp_path):
+    file = tmp_path / "train.parquet"
+    data = OmegaConf.create({"train_files": str(file), "val_files": None})
+    for column, message in (
+        ({"prompt": ["a"]}, r"column 'messages' \(data.messages_key\): is missing; the file has \['prompt'\]"),
+        ({"messages": [[], [{"role": "user"}]]}, "row 0, column 'messages'.*is empty"),
+        ({"messages": [["a"]]}, "row 0, column 'messages'.*got a list of string"),
+    ):
+        pq.write_table(pa.table(column), file)
+        with pytest.raises(DataError, match=message):
+            check_rows(data)
+    doubled = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], ["messages", "messages"])
+    pq.write_table(doubled, file)
+    with pytest.raises(DataError, match="has 2 columns named 'messages'"):
+        check_rows(data)

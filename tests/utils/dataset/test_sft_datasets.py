@@ -127,7 +127,6 @@ def test_no_padding_and_truncation(tokenizer, parquet, truncation):
         (say(("system", "s"), ("assistant", "a")), "must start with"),
         (say(("user", "q"), ("bot", "a")), "message 1 has role 'bot'"),
         (say(("user", "q"), ("assistant", "a"), ("system", "s")), "message 2 is a system message"),
-        ({"messages": []}, "must start with"),
     ],
 )
 def test_bad_conversation(tokenizer, parquet, row, message):
@@ -139,6 +138,8 @@ def test_bad_conversation(tokenizer, parquet, row, message):
 def test_bad_columns(tokenizer, parquet):
     with pytest.raises(DataError, match=r"column 'messages' \(data\.messages_key\): is missing"):
         build(tokenizer, parquet([{"x": 1}]))
+    with pytest.raises(DataError, match=r"row 1, column 'messages' .*is empty"):
+        build(tokenizer, parquet([TALK, {"messages": []}]))
     with pytest.raises(DataError, match=r"row 0, column 'messages' .*got string"):
         build(tokenizer, parquet([{"messages": "hello"}]))
     with pytest.raises(DataError, match="row 1, column 'messages' .*is null"):

@@ -153,3 +153,13 @@ def test_curves_of_nothing_are_refused(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(ValueError, match="holds no step"):
         draw_curves(tmp_path)
+
+
+def test_the_command_says_in_one_line_what_cannot_be_drawn(tmp_path, capsys):
+    assert main([str(tmp_path)]) == 2
+    (tmp_path / "metrics.jsonl").write_text("[1]\n{}\n")
+    assert main([str(tmp_path)]) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 2 and "metrics.jsonl does not exist" in told[0] and "metrics.jsonl, line 1" in told[1]
+    huge = {1: {"data": {"x": 10**400, "y": float("nan")}}}
+    assert points_of(huge, "x") == points_of(huge, "y") == []

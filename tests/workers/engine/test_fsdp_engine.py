@@ -154,6 +154,24 @@ def test_weights_that_transformers_alone_can_read(folder: Path, tmp_path: Path) 
     torch.save(tensors, tmp_path / "pytorch_model.bin")
     engine = cases.build(tmp_path)
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in engine.named_weights())
+    tensors["model.norm.weight"][3] = float("nan")
+    torch.save(tensors, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=rf"tensor 'model.norm.weight' in {tmp_path} holds NaN"):
+        cases.build(tmp_path)
+    torch.save({"model.norm.weight": _Attack(tmp_path / "made")}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=f"model.path={tmp_path} hold more than tensors"):
+        cases.build(tmp_path)
+    assert not (tmp_path / "made").exists()
+
+
+class _Attack:
+    """An object whose unpickling makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
 
 
 def _spoil(folder: Path, how: str) -> str:
@@ -170,12 +188,31 @@ def _spoil(folder: Path, how: str) -> str:
         del tensors["model.norm.weight"]
         save_file(tensors, file, metadata={"format": "pt"})
         return "model.norm.weight"
+    if how in ("NaN", "infinity"):
+        tensors["model.layers.1.mlp.up_proj.weight"][5, 3] = float(how)
+        save_file(tensors, file, metadata={"format": "pt"})
+        return f"'model.layers.1.mlp.up_proj.weight' in {file} holds {how}"
+    if how.startswith("index"):
+        index = {"weight_map": dict.fromkeys(tensors, file.name) | {"model.norm.weight": "../secret"}}
+        text = {"index of another form": "[]", "index that leaves the folder": json.dumps(index)}[how]
+        (folder / "model.safetensors.index.json").write_text(text)
+        return "model.safetensors.index.json is not an index of weight files"
+    if how == "wrong index":
+        del tensors["model.norm.weight"]
+        save_file(tensors, file, metadata={"format": "pt"})
+        index = {"weight_map": dict.fromkeys([*tensors, "model.norm.weight"], file.name)}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        return f"{file} lacks the tensor 'model.norm.weight' that model.safetensors.index.json says it holds"
     tensors["lm_head.weight"] = tensors["lm_head.weight"][:-1].clone()
     save_file(tensors, file, metadata={"format": "pt"})
     return r"lm_head.weight.*\(96, 64\).*\(97, 64\)"
 
 
-@pytest.mark.parametrize("how", ["missing", "truncated", "lacks a tensor", "wrong shape"])
+SPOILT = ["missing", "truncated", "lacks a tensor", "wrong shape", "NaN", "infinity"]
+SPOILT += ["wrong index", "index of another form", "index that leaves the folder"]
+
+
+@pytest.mark.parametrize("how", SPOILT)
 def test_bad_weights_are_named(tmp_path: Path, how: str) -> None:
     cases.write_model(tmp_path)
     expected = _spoil(tmp_path, how)

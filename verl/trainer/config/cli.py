@@ -8,25 +8,34 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import hydra
+import yaml
 from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException, OverrideParseException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl.base_config import ConfigError, Violation, nearest
+from verl.base_config import ConfigError, Violation, WrongInput, nearest
 from verl.trainer.config.keys import NO_READER, OPTIONAL, dotted_keys, is_free, renamed, select
+from verl.utils.masking import MASK, masked, masked_text, secrets_in
 
 logger = logging.getLogger(__name__)
 
 CONFIG_DIR = str(Path(__file__).parent)
 USAGE_ERROR = 2
+_LEAST_SECRET = 6
+"""Length from which a secret is also searched for in texts; a shorter one may be part of a common word."""
+MOST_LINES = 5
+MOST_CHARACTERS = 1000
+"""The most lines of a message in the terminal, and the most characters of such a line."""
 
 
 def hydra_main(
@@ -43,13 +52,16 @@ def hydra_main(
 
         @functools.wraps(function)
         def task(config: Any) -> None:
+            _hide_secrets(config)
             try:
                 function(config)
-            except ConfigError as error:
+            except WrongInput as error:
                 _exit(str(error))
 
         @functools.wraps(function)
         def command() -> None:
+            if not _has_working_folder():
+                _exit("the working folder has been deleted: change to one that exists")
             flags = get_args_parser().parse_args(sys.argv[1:])
             if flags.help:
                 sys.stdout.write(help_text(function, flags.config_name or config_name, folder))
@@ -58,6 +70,9 @@ def hydra_main(
                 arguments = prepare_arguments(sys.argv[1:], config_name, folder)
             except OverrideParseException as error:
                 _exit(unreadable(str(error.override)))
+            except MissingConfigException as error:
+                named = flags.config_name or config_name
+                _exit(f"--config-name={named}: {str(error).splitlines()[0]}: write the name of a file in {folder}")
             except (ConfigError, HydraException, OmegaConfBaseException) as error:
                 _exit(str(error))
             sys.argv[1:] = arguments
@@ -75,9 +90,40 @@ def unreadable(override: str) -> str:
     return f"{override!r} cannot be read: write key=value, with quotes around special characters{quoted}"
 
 
-def _exit(message: str) -> None:
-    sys.stderr.write(f"error in the configuration: {message}\n")
+def _exit(message: str) -> NoReturn:
+    sys.stderr.write(f"{brief(f'error in the configuration: {masked_text(message)}')}\n")
     sys.exit(USAGE_ERROR)
+
+
+def brief(message: str, most_lines: int = MOST_LINES) -> str:
+    """Return a message as the terminal shows it: without empty lines, and not longer than a person reads."""
+    lines = [line.rstrip() for line in message.splitlines() if line.strip()]
+    if len(lines) > most_lines:
+        lines = [*lines[: most_lines - 1], f"  ... and {len(lines) - most_lines + 1} more lines"]
+    return "\n".join(line if len(line) <= MOST_CHARACTERS else f"{line[:MOST_CHARACTERS]} ..." for line in lines)
+
+
+def _has_working_folder() -> bool:
+    with suppress(FileNotFoundError):
+        return bool(os.getcwd())
+    return False
+
+
+def _hide_secrets(config: Any) -> None:
+    """Mask the secrets of a configuration in the files that Hydra has just written, and make these files private."""
+    tree: Any = OmegaConf.to_container(config, resolve=False)
+    hidden = masked(tree)
+    if hidden == tree:
+        return
+    saved = HydraConfig.get()
+    folder = Path(saved.runtime.output_dir)
+    values = sorted({value for value in secrets_in(tree, hidden) if len(value) >= _LEAST_SECRET}, key=len, reverse=True)
+    for file in [*folder.glob(f"{saved.output_subdir}/*.yaml"), *folder.parent.glob("multirun.yaml")]:
+        text = yaml.safe_dump(masked(yaml.safe_load(file.read_text(encoding="utf-8"))), sort_keys=False)
+        for value in values:
+            text = text.replace(value, MASK)
+        file.chmod(0o600)
+        file.write_text(text, encoding="utf-8")
 
 
 def prepare_arguments(arguments: list[str], config_name: str, folder: str) -> list[str]:
@@ -93,6 +139,8 @@ def prepare_arguments(arguments: list[str], config_name: str, folder: str) -> li
         folder = os.path.abspath(os.path.join(folder, os.pardir, parsed.config_path))
         if not os.path.isdir(folder):
             folder = os.path.abspath(parsed.config_path)
+    if parsed.config_dir and not os.path.isdir(parsed.config_dir):
+        raise ConfigError([Violation("--config-dir", parsed.config_dir, "no such folder: write one with YAML files")])
     extra = [f"hydra.searchpath=[file://{os.path.abspath(parsed.config_dir)}]"] if parsed.config_dir else []
     name = parsed.config_name or config_name
     overrides = fitted_overrides(parsed.overrides, name, folder, extra, multirun=bool(parsed.multirun))
@@ -113,7 +161,13 @@ def fitted_overrides(
     parsed = OverridesParser.create().parse_overrides(short)
     with hydra.initialize_config_dir(folder, version_base=None):
         loader = GlobalHydra.instance().config_loader()
-        groups = [str(each.input_line) for each in parsed if _is_group(each, loader)]
+        in_groups = [each for each in parsed if _is_group(each, loader)]
+        plain = [each for each in in_groups if not each.is_delete() and not each.is_sweep_override()]
+        broken = [each for each in plain if not isinstance(each.value(), str | list)]
+        if broken:
+            expected = "must be a mapping, or the name of a file: set keys below it"
+            raise ConfigError([Violation(each.key_or_group, each.value(), expected) for each in broken])
+        groups = [str(each.input_line) for each in in_groups]
         base = hydra.compose(config_name, [*groups, *extra])
     known = set(dotted_keys(OmegaConf.to_container(base, resolve=False)))  # type: ignore[arg-type]
     violations: list[Violation] = []

@@ -9,11 +9,12 @@ from typing import Any, Self
 from omegaconf import DictConfig, OmegaConf
 
 from verl.base_config import ConfigError, Violation, matches, parse_node, read_fields
-from verl.trainer.config.rules.files import data_file_rules
+from verl.trainer.config.rules.files import data_file_rules, existing_part
 from verl.trainer.config.run_config import RayConfig
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.config.engine import DEVICES, NCCL_TIMEOUT_S
-from verl.workers.config.model import path_problems, tokenizer_problems
+from verl.workers.config.model import path_problems, read_config_json
+from verl.workers.config.tokenizer_files import tokenizer_problems
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class GenerationConfig:
         yield from data_file_rules("data.path", data.path, required=True)
         if "model.path" not in broken:
             path = self.model.path
-            problems = [*path_problems(path)] or [*tokenizer_problems(path)]
+            problems = [*path_problems(path)] or [*tokenizer_problems(path, read_config_json(path))]
             yield from (Violation("model.path", path, problem) for problem in problems)
         for key in ("data.n_samples", "data.batch_size", "trainer.nnodes", "trainer.n_gpus_per_node"):
             value = attrgetter(key)(self)
@@ -108,8 +109,7 @@ def _output_violations(data: PromptOptions) -> Iterator[Violation]:
         yield Violation("data.output_path", data.output_path, "must not be data.path")
     elif os.path.isdir(output):
         yield Violation("data.output_path", data.output_path, "is a folder: write the path of a parquet file")
-    parent = os.path.dirname(output)
-    while not os.path.exists(parent):
-        parent = os.path.dirname(parent)
+    parent = existing_part(os.path.dirname(output))
     if not os.access(parent, os.W_OK) or not os.path.isdir(parent):
-        yield Violation("data.output_path", data.output_path, f"cannot be made: {parent} is not a writable folder")
+        expected = f"cannot be made: {parent} is not a writable folder: write another path"
+        yield Violation("data.output_path", data.output_path, expected)

@@ -7,7 +7,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl.algos.config import AlgoConfig
-from verl.base_config import BaseConfig, NodeReader, Tree, Violation, config_error, setting
+from verl.base_config import MOST_SECONDS, MOST_SEED, BaseConfig, NodeReader, Tree, Violation, config_error, setting
 from verl.utils import envs
 from verl.utils.dataset.config import DataConfig
 from verl.utils.observe.tracking import Tracking
@@ -22,6 +22,13 @@ TRACKERS = Tracking.supported_backend
 RESUME_MODES = ("auto", "disable", "resume_path")
 
 
+def tracker_rules(logger: str | list[str]) -> Iterator[Violation]:
+    """Yield unknown trackers in ``trainer.logger``."""
+    names = [logger] if isinstance(logger, str) else logger
+    if any(name not in TRACKERS for name in names):
+        yield Violation("logger", logger, f"must be a list of trackers out of {', '.join(TRACKERS)}")
+
+
 @dataclass
 class TrainerConfig(BaseConfig):
     """Length of the run, devices, records, validation and checkpoints."""
@@ -31,7 +38,7 @@ class TrainerConfig(BaseConfig):
     total_training_steps: int | None = setting(None, "training steps; null: epochs x batches per epoch", at_least=1)
     project_name: str = setting("verl_examples", "project in trackers and in the checkpoint folder", empty=False)
     experiment_name: str = setting("gsm8k", "run in trackers and in the checkpoint folder", empty=False)
-    seed: int = setting(1, "seed of the order of the data and of every sampled response")
+    seed: int = setting(1, "seed of the order of the data and of every sampled response", at_most=MOST_SEED)
     logger: str | list[str] = setting(["console", "wandb"], "trackers of metrics")
     log_val_generations: int = setting(0, "validation samples shown in trackers", at_least=0)
     rollout_data_dir: str | None = setting(None, "folder for the responses of each training step")
@@ -47,6 +54,7 @@ class TrainerConfig(BaseConfig):
     esi_redundant_time: int = setting(0, "seconds of safety before rented capacity expires", at_least=0)
     resume_mode: str = setting("auto", "where to continue", one_of=RESUME_MODES)
     resume_from_path: str | None = setting(None, "global_step_<N> folder, with resume_mode=resume_path")
+    trusted_classes: list[str] = setting([], "classes of yours that the loader state of a checkpoint may hold")
     val_before_train: bool = setting(True, "validate the starting weights")
     val_only: bool = setting(False, "end after that validation")
     test_freq: int = setting(-1, "steps between validations; 0 or less: none")
@@ -57,17 +65,19 @@ class TrainerConfig(BaseConfig):
     max_actor_ckpt_to_keep: int | None = setting(None, "actor checkpoints kept; null: all", at_least=1)
     max_critic_ckpt_to_keep: int | None = setting(None, "critic checkpoints kept; null: all", at_least=1)
     remove_previous_ckpt_in_save: bool = setting(False, "deprecated: keep one checkpoint")
-    ray_wait_register_center_timeout: float = setting(300, "seconds to wait for the workers to start", above=0)
-    worker_call_timeout_s: float = setting(7200, "seconds that one call to the workers may take", above=0)
+    ray_wait_register_center_timeout: float = setting(
+        300, "seconds to wait for the workers to start", above=0, at_most=MOST_SECONDS
+    )
+    worker_call_timeout_s: float = setting(
+        7200, "seconds that one call to the workers may take", above=0, at_most=MOST_SECONDS
+    )
     device: str = setting("cuda", "device of the workers", one_of=DEVICES)
     use_legacy_worker_impl: str = setting("auto", "no effect", one_of=("auto", "enable", "disable"))
     wandb_proxy: str | None = setting(None, "HTTPS proxy for wandb")
 
     def rules(self) -> Iterator[Violation]:
         """Yield unknown trackers."""
-        names = [self.logger] if isinstance(self.logger, str) else self.logger
-        if any(name not in TRACKERS for name in names):
-            yield Violation("logger", self.logger, f"must be a list of trackers out of {', '.join(TRACKERS)}")
+        yield from tracker_rules(self.logger)
 
     @property
     def world_size(self) -> int:

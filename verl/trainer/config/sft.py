@@ -7,17 +7,25 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl.base_config import BaseConfig, ConfigError, Violation, as_yaml, matches, parse_node, setting
+from verl.base_config import MOST_SEED, BaseConfig, ConfigError, Violation, as_yaml, matches, parse_node, setting
 from verl.trainer.config.keys import dotted_keys, select
-from verl.trainer.config.rules.files import RUN_FOLDERS, data_file_rules, folder_rules
+from verl.trainer.config.rules.files import (
+    RUN_FOLDERS,
+    RUN_NAMES,
+    data_file_rules,
+    folder_rules,
+    name_rules,
+    resume_rules,
+)
 from verl.trainer.config.rules.megatron import ASCEND, config_fields, family_rules, optimizer_rules, override_rules
 from verl.trainer.config.rules.model import fused_rules, vision_rules
-from verl.trainer.config.run_config import RESUME_MODES
+from verl.trainer.config.run_config import RESUME_MODES, tracker_rules
 from verl.utils.dataset.config import TRUNCATIONS
 from verl.workers.config import CheckpointConfig, FSDPEngineConfig, HFModelConfig, McoreEngineConfig, OptimizerConfig
 from verl.workers.config.actor_critic import async_save_rules
 from verl.workers.config.engine import DEVICES
-from verl.workers.config.model import path_problems, quantized_problem, read_config_json, tokenizer_problems
+from verl.workers.config.model import path_problems, quantized_problem, read_config_json
+from verl.workers.config.tokenizer_files import tokenizer_problems
 
 EACH_EPOCH = "after_each_epoch"
 _PERIOD = f"write a number of steps, or {EACH_EPOCH}"
@@ -99,26 +107,26 @@ class TrainerOptions(BaseConfig):
     default_hdfs_dir: str | None = setting(None, "remote folder that checkpoints are copied to")
     project_name: str = setting("gsm8k-sft", "project in trackers and in the checkpoint folder")
     experiment_name: str = setting("test", "run in trackers and in the checkpoint folder")
-    total_epochs: int = setting(4, "passes over the training set")
-    total_training_steps: int | None = setting(None, "training steps; null: epochs x batches per epoch")
-    logger: str | list[str] = setting(["console", "wandb"], "trackers of metrics")
+    total_epochs: int = setting(4, "passes over the training set", at_least=1)
+    total_training_steps: int | None = setting(None, "training steps; null: epochs x batches per epoch", at_least=1)
+    logger: str | list[str] = setting(["console"], "trackers of metrics")
     record_digests: bool = setting(True, "keep digests of batch, weights and random state")
     report: bool = setting(True, "write report.html at the end")
-    seed: int = setting(1, "seed of the order of the data")
+    seed: int = setting(1, "seed of the order of the data", at_most=MOST_SEED)
     save_freq: int | str = setting(-1, "steps between checkpoints; 0 or less: none", hint=_PERIOD)
     test_freq: int | str = setting(-1, "steps between validations; 0 or less: none", hint=_PERIOD)
-    max_ckpt_to_keep: int | None = setting(None, "checkpoints kept; null: all")
+    max_ckpt_to_keep: int | None = setting(None, "checkpoints kept; null: all", at_least=1)
     resume_mode: str = setting("auto", "where to continue", one_of=RESUME_MODES)
     resume_from_path: str | None = setting(None, "global_step_<N> folder, with resume_mode=resume_path")
+    trusted_classes: list[str] = setting([], "classes of yours that the loader state of a checkpoint may hold")
     device: str = setting("cuda", "device of the workers", one_of=DEVICES)
 
     def rules(self) -> Iterator[Violation]:
-        """Yield unknown periods, and a missing folder to resume from."""
+        """Yield unknown trackers and periods."""
+        yield from tracker_rules(self.logger)
         for key in ("save_freq", "test_freq"):
             if isinstance(self[key], str) and self[key] != EACH_EPOCH:
                 yield Violation(key, self[key], _PERIOD)
-        if self.resume_mode == "resume_path" and not self.resume_from_path:
-            yield Violation("resume_from_path", None, "must name a global_step_<N> folder")
 
 
 @dataclass
@@ -159,13 +167,18 @@ def _violations(
     yield from missing
     backwards = {} if "engine" in config else {new: old for old, new in MOVED.items()}
     yield from (violation._replace(key=backwards.get(violation.key, violation.key)) for violation in wrong)
+    yield from name_rules({f"trainer.{name}": select(tree, f"trainer.{name}") for name in RUN_NAMES})
     yield from folder_rules({f"trainer.{name}": select(tree, f"trainer.{name}") for name in RUN_FOLDERS})
+    resumed = run.trainer.resume_from_path
+    mode = run.trainer.resume_mode
+    yield from resume_rules("resume_path" if mode == "auto" and resumed else mode, resumed)  # auto follows a path too
     for key in ("data.train_files", "data.val_files"):
         yield from data_file_rules(key, select(tree, key), required=key == "data.train_files")
     path = select(tree, "model.path")
     key = backwards.get("model.path", "model.path")
     if isinstance(path, str):
-        problems = [*path_problems(path)] or [*tokenizer_problems(select(tree, "model.tokenizer_path") or path)]
+        tokenizer = select(tree, "model.tokenizer_path") or path
+        problems = [*path_problems(path)] or [*tokenizer_problems(tokenizer, read_config_json(path))]
         problems = problems or [*quantized_problem(read_config_json(path))]
         yield from (Violation(key, path, problem) for problem in problems)
         if not problems:

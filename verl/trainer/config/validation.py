@@ -88,7 +88,7 @@ def _resolved(config: DictConfig) -> tuple[Tree | None, list[Violation]]:
     try:
         tree: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=False)
     except OmegaConfBaseException as error:
-        expected = f"cannot be resolved: {str(error).splitlines()[0]}"
+        expected = f"cannot be resolved: {str(error).splitlines()[0]}: correct it, or write a value"
         return None, [*violations, Violation(str(error.full_key), "${...}", expected)]
     return tree, violations
 

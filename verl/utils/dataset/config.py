@@ -5,8 +5,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
-from verl.base_config import BaseConfig, Violation, collected_violations, setting
+from verl.base_config import MOST_SEED, BaseConfig, Violation, collected_violations, setting
 
+MOST_PROCESSES = 1024
 TRUNCATIONS = ("error", "left", "right", "middle")
 
 Node = Mapping[str, Any]
@@ -64,8 +65,8 @@ class DataConfig(BaseConfig):
     return_raw_chat: bool = setting(False, "rows carry their messages as raw_prompt")
     return_full_prompt: bool = setting(False, "rows carry their templated text as full_prompts")
     shuffle: bool = setting(True, "training rows come in random order")
-    seed: int | None = setting(None, "seed of that order; null: trainer.seed")
-    dataloader_num_workers: int = setting(8, "processes that prepare rows", at_least=0)
+    seed: int | None = setting(None, "seed of that order; null: trainer.seed", at_most=MOST_SEED)
+    dataloader_num_workers: int = setting(8, "processes that prepare rows", at_least=0, at_most=MOST_PROCESSES)
     validation_shuffle: bool = setting(False, "validation rows come in random order")
     filter_overlong_prompts: bool = setting(False, "drop rows whose prompt exceeds max_prompt_length")
     filter_overlong_prompts_workers: int = setting(1, "processes that count tokens for the filter", at_least=1)

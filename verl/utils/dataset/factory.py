@@ -1,5 +1,6 @@
 """Data sets, samplers and loaders, built as the ``data`` node of the config describes them."""
 
+import logging
 import warnings
 from collections.abc import Iterator, Sized
 from typing import Any
@@ -9,16 +10,19 @@ from torch.utils.data import Dataset, Sampler, SequentialSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
+from verl.base_config import WrongInput
 from verl.utils.dataset.config import DataConfig, Node
 from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.import_utils import load_extern_type
 
+logger = logging.getLogger(__name__)
 
-class DatasetClassError(ValueError, TypeError):
+
+class DatasetClassError(WrongInput, TypeError):
     """A class that the config names has the wrong base class."""
 
 
-class SamplerSettingError(ValueError, AssertionError):
+class SamplerSettingError(WrongInput, AssertionError):
     """A custom sampler cannot be used as configured."""
 
 
@@ -79,6 +83,22 @@ def create_rl_sampler(data_config: Node, dataset: Dataset | Sized) -> Sampler:
     if settings.shuffle:
         return SeededRandomSampler(dataset, settings.seed)
     return SequentialSampler(dataset)
+
+
+def digest_of(dataset: Dataset) -> str | None:
+    """Return the digest of the rows of a data set; None if its class makes none."""
+    digest: str | None = getattr(dataset, "rows_digest", None)
+    return digest
+
+
+def warn_of_other_data(saved: str | None, dataset: Dataset) -> None:
+    """Warn when the rows are not those of the checkpoint, whose digest is ``saved``; None if it holds none."""
+    if saved is not None and digest_of(dataset) not in (None, saved):
+        logger.warning(
+            "data.train_files: the rows, their order, or those that pass data.filter_overlong_prompts differ from the "
+            "checkpoint's. The loader continues at its position, so this epoch may repeat rows and leave out others; "
+            "to resume exactly, give the data of the checkpoint"
+        )
 
 
 def stateful_loader(dataset: Dataset, **options: Any) -> StatefulDataLoader:

@@ -11,18 +11,27 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.json as pj
 import pyarrow.parquet as pq
+import xxhash
 
+from verl.base_config import WrongInput, one_line
 from verl.utils.dataset.config import TRUNCATIONS, DataConfig
-from verl.utils.fs import copy_to_local
+from verl.utils.fs import copy_to_local, unreadable_kind
 
 Row = dict[str, Any]
 """The columns of one row, or the fields of one message in it."""
 
 MESSAGES_FORM = 'must be a list of messages such as [{"role": "user", "content": "..."}]'
+AGAIN = "write it again, or name another file"
+EMPTY = "is an empty string: write a text"
+NO_PROCESSOR = (
+    "holds images or videos, but the model has no processor: remove them, or name a vision-language model with one"
+)
 REWARD_MODEL_FORM = 'must be a dict such as {"style": "rule", "ground_truth": "42"}'
 
+_DIGEST_ROWS = 8192
 
-class DataError(ValueError):
+
+class DataError(WrongInput):
     """A data file or one of its rows cannot be used."""
 
 
@@ -65,16 +74,28 @@ def read_parquet(path: str) -> pa.Table:
 
     Raises: DataError when the file is absent, has another format, or is empty.
     """
+    problem = unreadable_kind(path)
+    if problem is not None:
+        raise DataError(f"{path}: {problem}: write the path of a parquet file")
     if not Path(path).exists():
         raise DataFileNotFoundError(f"{path}: no such file; the scripts in examples/data_preprocess write data files")
     kind = "JSON lines" if path.endswith((".json", ".jsonl")) else "parquet"
     try:
         table = pq.read_table(path) if kind == "parquet" else pj.read_json(path)
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path}: cannot be read as {kind}: {error}") from error
+        raise DataError(f"{path}: cannot be read as {kind}: {one_line(str(error))}: {AGAIN}") from error
     if table.num_rows == 0:
-        raise DataError(f"{path}: has no row")
+        raise DataError(f"{path}: has no row: {AGAIN}")
+    refuse_repeated(path, table.column_names)
     return table
+
+
+def refuse_repeated(path: str, columns: list[str]) -> None:
+    """Raise DataError if a file has several columns of one name."""
+    repeated = next((name for name in columns if columns.count(name) > 1), None)
+    if repeated is not None:
+        times = columns.count(repeated)
+        raise DataError(f"{path}: has {times} columns named {repeated!r}: keep one, and give the others another name")
 
 
 def concat_tables(paths: list[str], tables: list[pa.Table]) -> pa.Table:
@@ -89,6 +110,35 @@ def concat_tables(paths: list[str], tables: list[pa.Table]) -> pa.Table:
         except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
             raise DataError(f"{path}: its columns do not fit those of {paths[0]}: {error}") from error
     return joined.replace_schema_metadata(None)  # with it the library datasets would decode images itself
+
+
+def rows_digest(tables: Iterable[pa.Table], kept: np.ndarray | None = None) -> str:
+    """Return a digest of the rows in their order, whatever row groups the files have; ``kept`` are those in use."""
+    digest = _Digest()
+    for table in tables:
+        with pa.ipc.new_stream(pa.PythonFile(digest, "w"), table.schema) as stream:
+            for start in range(0, table.num_rows, _DIGEST_ROWS):
+                part = table.slice(start, _DIGEST_ROWS)
+                stream.write_table(part.take(pa.array(range(part.num_rows))).combine_chunks())  # a copy in one form
+    if kept is not None:
+        digest.write(kept.astype(np.int64).tobytes())
+    return digest.state.hexdigest()
+
+
+class _Digest:
+    """A file that keeps only a digest of its content."""
+
+    closed = False
+
+    def __init__(self) -> None:
+        self.state = xxhash.xxh3_64()
+
+    def write(self, content: bytes) -> int:
+        self.state.update(content)
+        return len(content)
+
+    def flush(self) -> None:
+        pass
 
 
 def place_of(row: int, ends: np.ndarray) -> tuple[int, int]:
@@ -137,7 +187,8 @@ class ColumnCheck:
         """Return a column as one array."""
         if name not in self.table.column_names:
             columns = sorted(self.columns_of_file or self.table.column_names)
-            self.fail(name, None, f"is missing; the file has {columns}", key)
+            instead = f": write one of them in {key}, or add the column" if key else ": add it"
+            self.fail(name, None, f"is missing; the file has {columns}{instead}", key)
         return pa.concat_arrays(self.table[name].chunks)
 
     def refuse(self, name: str, bad: pa.Array | np.ndarray, problem: str, key: str | None = None) -> None:
@@ -150,7 +201,7 @@ class ColumnCheck:
         """Check that a column holds non-empty strings."""
         values = self.column(name, key)
         self._strings(name, values, key)
-        self.refuse(name, pc.equal(pc.utf8_length(values), 0), "is an empty string", key)
+        self.refuse(name, pc.equal(pc.utf8_length(values), 0), EMPTY, key)
         return values
 
     def texts(self, name: str, key: str, fields: Iterable[str] = ()) -> list[str]:
@@ -184,13 +235,19 @@ class ColumnCheck:
         fields = [item.name for item in messages.type]
         for field in ("role", "content"):
             if field not in fields:
-                self.fail(name, 0, f"its messages lack {field!r}, they have {fields}", key)
+                self.fail(name, 0, f"its messages lack {field!r}, they have {fields}; {MESSAGES_FORM}", key)
             part = pc.struct_field(messages, field)
             if not is_text(part.type) and not (field == "content" and not text_only and is_list(part.type)):
                 self.fail(f"{name}.{field}", 0, f"must be a string, got {part.type}", key)
             self._per_row(f"{name}.{field}", parents, pc.is_null(part), "is null, must be a string", key)
             if field == "role":
-                self._per_row(f"{name}.role", parents, pc.equal(pc.utf8_length(part), 0), "is an empty string", key)
+                self._per_row(
+                    f"{name}.role",
+                    parents,
+                    pc.equal(pc.utf8_length(part), 0),
+                    EMPTY,
+                    key,
+                )
         return values
 
     def _per_row(self, name: str, parents: np.ndarray, bad: pa.Array, problem: str, key: str | None) -> None:
@@ -232,7 +289,38 @@ def check_prompt_rows(check: ColumnCheck, prompt_key: str, reward_fn_key: str, t
     lacking = pa.array(np.ones(len(values), dtype=bool))
     if "ground_truth" in fields:
         lacking = pc.is_null(pc.struct_field(values, "ground_truth"))
+    if "extra_info" in check.table.column_names:
+        kind = check.column("extra_info").type
+        if not (pa.types.is_struct(kind) or pa.types.is_map(kind) or pa.types.is_null(kind)):
+            check.fail("extra_info", 0, f"must be a dict, got {kind}")
     check.refuse("reward_model.ground_truth", pc.and_not(lacking, by_model), "is missing: a rule scorer needs it")
+
+
+def check_text_pairs(check: ColumnCheck, settings: DataConfig) -> tuple[list[str], list[str]]:
+    """Return the prompts and the responses of supervised rows of text.
+
+    Raises: DataError naming file, row and column.
+    """
+    prompts = check.texts(settings.prompt_key, "data.prompt_key", settings.prompt_dict_keys or ())
+    return prompts, check.texts(settings.response_key, "data.response_key", settings.response_dict_keys or ())
+
+
+def check_conversations(check: ColumnCheck, messages_key: str) -> None:
+    """Reject rows without a conversation.
+
+    Only the outer type is checked: a message that only calls tools has no content.
+
+    Raises: DataError naming file, row and column.
+    """
+    values = check.column(messages_key, "data.messages_key")
+    if not is_list(values.type):
+        check.messages(messages_key, "data.messages_key")
+    check.refuse(messages_key, pc.is_null(values), f"is null, {MESSAGES_FORM}", "data.messages_key")
+    check.refuse(
+        messages_key, pc.equal(pc.list_value_length(values), 0), f"is empty, {MESSAGES_FORM}", "data.messages_key"
+    )
+    if not pa.types.is_struct(values.type.value_type) or values.type.value_type.get_field_index("role") < 0:
+        check.fail(messages_key, 0, f"{MESSAGES_FORM}, got a list of {values.type.value_type}", "data.messages_key")
 
 
 def check_data_sources(check: ColumnCheck, reward_fn_key: str, problem_of: Callable[[str], str | None]) -> None:
@@ -263,7 +351,7 @@ def check_vision_rows(check: ColumnCheck, settings: DataConfig, has_processor: b
         if is_list(values.type):
             counts = pc.fill_null(pc.list_value_length(values), 0).to_numpy(False)
         if not has_processor:
-            check.refuse(name, counts > 0, "holds images or videos, but the model has no processor", key)
+            check.refuse(name, counts > 0, NO_PROCESSOR, key)
             continue
         for limit, most in _limits(settings, kind):
             if (counts > most).any():

@@ -8,11 +8,11 @@ from collections import defaultdict
 import datasets
 import jinja2
 import numpy as np
-import pyarrow as pa
 import torch
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
+from verl.utils.chat_template import ChatTemplateTimeout, render_chat
 from verl.utils.dataset import files
 from verl.utils.dataset.config import DataConfig, Node
 from verl.utils.dataset.files import ColumnCheck, DataError, Row
@@ -73,8 +73,12 @@ class RLHFDataset(Dataset):
         config: the ``data`` node.
         processor: the processor of a vision-language model.
 
+    Attributes: ``rows_digest`` tells the rows of the files, and their order, from others; checkpoints hold it.
+
     Raises: DataError (a ValueError) naming file, row and column of unusable data.
     """
+
+    rows_digest: str | None = None
 
     def __init__(
         self,
@@ -128,8 +132,9 @@ class RLHFDataset(Dataset):
         self._file_ends = np.cumsum([table.num_rows for table in tables])
         self._rows: np.ndarray | None = None  # rows of the files that the filter kept; None for all
         self.__dict__.pop("dataframe", None)
-        dataframe = datasets.Dataset(files.concat_tables(self.data_files, tables))
-        self.dataframe = self.maybe_filter_out_long_prompts(dataframe)
+        table = files.concat_tables(self.data_files, tables)
+        self.dataframe = self.maybe_filter_out_long_prompts(datasets.Dataset(table))
+        self.rows_digest = files.rows_digest([table], self._rows)
         if len(self.dataframe) == 0:
             raise DataError(
                 f"{', '.join(self.data_files)}: all {self._file_ends[-1]} prompts are longer than "
@@ -141,10 +146,6 @@ class RLHFDataset(Dataset):
         files.check_prompt_rows(check, self.prompt_key, self.reward_fn_key, text_only=self.processor is None)
         files.check_vision_rows(check, self.settings, self.processor is not None, self.prompt_key)
         check_media(check, self.settings)
-        if "extra_info" in check.table.column_names:
-            kind = check.column("extra_info").type
-            if not (pa.types.is_struct(kind) or pa.types.is_map(kind) or pa.types.is_null(kind)):
-                check.fail("extra_info", 0, f"must be a dict, got {kind}")
 
     def maybe_filter_out_long_prompts(self, dataframe: datasets.Dataset) -> datasets.Dataset:
         """Drop prompts longer than ``max_prompt_length`` if ``filter_overlong_prompts`` is set."""
@@ -206,9 +207,8 @@ class RLHFDataset(Dataset):
 
     def render(self, messages: list[Row]) -> str:
         """Apply the chat template, with the generation prompt at the end."""
-        return self._templater.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=False, **self.apply_chat_template_kwargs
-        )
+        options = {"add_generation_prompt": True, "tokenize": False, **self.apply_chat_template_kwargs}
+        return render_chat(self._templater, messages, options)
 
     def where(self, item: int) -> str:
         """Name the file and row of an item."""
@@ -321,6 +321,8 @@ def _count_tokens(batch: Row, dataset: RLHFDataset) -> dict[str, list[int]]:
         try:
             text, count = _count_media_tokens(dataset, row)
             lengths |= {index: count} if count else {}
+        except ChatTemplateTimeout:
+            raise  # the next row would take as long
         except jinja2.TemplateError:
             pass  # __getitem__ names the row
         except MediaError:

@@ -8,12 +8,12 @@ from itertools import pairwise
 
 import jinja2
 import numpy as np
-import pyarrow.compute as pc
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
+from verl.utils.chat_template import render_chat
 from verl.utils.dataset import files
 from verl.utils.dataset.config import DataConfig, Node
 from verl.utils.dataset.files import ColumnCheck, DataError, Row
@@ -117,13 +117,13 @@ class SFTDataset(Dataset):
         self.prompts: list[str] = []
         self.responses: list[str] = []
         self._places: list[tuple[str, int]] = []
-        for path in self.data_files:
-            table = files.read_parquet(path)
+        tables = [files.read_parquet(path) for path in self.data_files]
+        self.rows_digest = files.rows_digest(tables)
+        for path, table in zip(self.data_files, tables, strict=True):
             for check in ColumnCheck.over(path, table):
-                self.prompts += check.texts(settings.prompt_key, "data.prompt_key", settings.prompt_dict_keys or ())
-                self.responses += check.texts(
-                    settings.response_key, "data.response_key", settings.response_dict_keys or ()
-                )
+                prompts, responses = files.check_text_pairs(check, settings)
+                self.prompts += prompts
+                self.responses += responses
             self._places += [(path, row) for row in range(table.num_rows)]
 
     def __len__(self) -> int:
@@ -131,9 +131,8 @@ class SFTDataset(Dataset):
 
     def __getitem__(self, item: int) -> dict[str, Tensor]:
         message = {"role": "user", "content": self.prompts[item]}
-        prompt = self.tokenizer.apply_chat_template(
-            [message], add_generation_prompt=True, tokenize=False, **self.apply_chat_template_kwargs
-        )
+        options = {"add_generation_prompt": True, "tokenize": False, **self.apply_chat_template_kwargs}
+        prompt = render_chat(self.tokenizer, [message], options)
         prompt_ids = self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
         response = self.responses[item] + self.tokenizer.eos_token
         response_ids = self.tokenizer(response, add_special_tokens=False)["input_ids"]
@@ -240,13 +239,10 @@ class MultiTurnSFTDataset(Dataset):
         self.data_files = paths
         self._tables = [files.read_parquet(path) for path in paths]
         self._ends = np.cumsum([table.num_rows for table in self._tables])
+        self.rows_digest = files.rows_digest(self._tables)
         for path, table in zip(paths, self._tables, strict=True):
             for check in ColumnCheck.over(path, table):
-                values = check.column(self.messages_key, "data.messages_key")
-                # Only the outer type is checked: a message that only calls tools has no content.
-                if not files.is_list(values.type):
-                    check.messages(self.messages_key, "data.messages_key")
-                check.refuse(self.messages_key, pc.is_null(values), "is null", "data.messages_key")
+                files.check_conversations(check, self.messages_key)
                 files.check_vision_rows(check, self.settings, self.media is not None, self.messages_key)
                 check_media(check, self.settings)
 
@@ -349,7 +345,7 @@ class _Renderer:
         """Return the text of messages."""
         if not messages:
             return ""
-        return self.templater.apply_chat_template(messages, add_generation_prompt=generation_prompt, **self.options)
+        return render_chat(self.templater, messages, {"add_generation_prompt": generation_prompt, **self.options})
 
     def turn(self, messages: list[Row], start: int, stop: int, where: str) -> tuple[str, int]:
         """Return the text that ``messages[start:stop]`` add, and the offset at which its learnt part starts.

@@ -22,6 +22,7 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
+from verl.base_config import WrongInput
 from verl.utils.dataset.config import DataConfig
 from verl.utils.dataset.files import ColumnCheck, Row
 from verl.utils.vision.positions import PositionError, vision_rope
@@ -40,7 +41,7 @@ Described = Mapping[str, Any]
 ImageLike = Image.Image | bytes | str | Described
 
 
-class MediaError(ValueError):
+class MediaError(WrongInput):
     """An image or video cannot be read."""
 
 

@@ -1,11 +1,13 @@
 """Draw the curves of a run as one picture: ``python -m verl.utils.observe.curves RUN_DIR``."""
 
 import argparse
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from verl.base_config import one_line
 from verl.utils.observe.console import get_console
-from verl.utils.observe.record import read_entries, record_of
+from verl.utils.observe.record import read_shaped, record_of
 from verl.utils.report.flags import Entries
 from verl.utils.report.panels import KL_METRICS, MISMATCH_METRICS, PANELS, Panel, lines_of, logarithmic
 
@@ -20,26 +22,28 @@ def draw_curves(run_dir: str | Path, picture: str | Path | None = None) -> Path:
 
     Raises: FileNotFoundError if the folder holds no record, ValueError if the record is empty.
     """
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     source = record_of(run_dir)
-    entries = read_entries(source)
+    entries = read_shaped(source)
     if not entries:
         raise ValueError(f"{source} holds no step yet")
     target = Path(picture) if picture else Path(run_dir, PICTURE_NAME)
-    figure = Figure(figsize=(13, 9), layout="constrained")
-    for panel, ax in zip(_CURVES, figure.subplots(2, 2).flat, strict=True):
-        panel.draw(ax, entries)
-        ax.set(title=panel.title, xlabel="training step", ylabel=panel.unit)
-        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-        ax.grid(alpha=0.3)
-        if ax.has_data():
-            ax.legend(fontsize=8, loc="best")
-        else:
-            missing = f"the run logged no data for {panel.name}"
-            ax.text(0.5, 0.5, missing, ha="center", va="center", transform=ax.transAxes, color="gray")
-    figure.savefig(target, dpi=110)
+    with rc_context({"text.parse_math": False}):  # names come from the record
+        figure = Figure(figsize=(13, 9), layout="constrained")
+        for panel, ax in zip(_CURVES, figure.subplots(2, 2).flat, strict=True):
+            panel.draw(ax, entries)
+            ax.set(title=panel.title, xlabel="training step", ylabel=panel.unit)
+            ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+            ax.grid(alpha=0.3)
+            if ax.has_data():
+                ax.legend(fontsize=8, loc="best")
+            else:
+                missing = f"the run logged no data for {panel.name}"
+                ax.text(0.5, 0.5, missing, ha="center", va="center", transform=ax.transAxes, color="gray")
+        figure.savefig(target, dpi=110)
     return target
 
 
@@ -62,14 +66,19 @@ _CURVES = (
 )
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Draw the picture of a run from the command line."""
+def main(arguments: list[str] | None = None) -> int:
+    """Draw the picture of a run from the command line; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run_dir", help="trainer.default_local_dir of the run")
     parser.add_argument("--output", help=f"picture to write (default: RUN_DIR/{PICTURE_NAME})")
     given = parser.parse_args(arguments)
-    get_console().info("curves: %s", draw_curves(given.run_dir, given.output))
+    try:
+        get_console().info("curves: %s", draw_curves(given.run_dir, given.output))
+    except (OSError, ValueError, ImportError) as error:
+        sys.stderr.write(f"error: {one_line(str(error))}\n")
+        return 2
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

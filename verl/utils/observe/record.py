@@ -9,10 +9,12 @@ read back as a number if it is a metric. Records with bare ``NaN`` can be read t
 
 import json
 import logging
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NotRequired, Required, TypedDict
+from types import NoneType, UnionType
+from typing import Any, NotRequired, Required, TypedDict, get_args, get_origin, get_type_hints, is_typeddict
 
 from verl.utils.observe.tracking import Metrics, numbers_of, plain
 
@@ -21,17 +23,21 @@ logger = logging.getLogger(__name__)
 RECORD_NAME = "metrics.jsonl"
 
 
+LARGEST = 1e150
+"""Numbers beyond it count as infinite, so that sums and squares stay finite."""
+
+
 class LengthHistogram(TypedDict):
     """Response lengths of a step, in equal bins from 0 to ``limit`` tokens."""
 
-    limit: int
-    counts: list[int]
+    limit: float
+    counts: list[float]
 
 
 class WorkerReport(TypedDict):
     """The report of one rank on a step: seconds by call, GiB by kind of memory, figures of its inference engine."""
 
-    rank: int
+    rank: int | str
     seconds: dict[str, float]
     memory: dict[str, float]
     generation: NotRequired[dict[str, float]]
@@ -44,8 +50,8 @@ class Sample(TypedDict):
     prompt: str
     response: str
     score: float
-    tokens: int
-    truth: NotRequired[str | None]
+    tokens: int | str
+    truth: NotRequired[int | str | None]
     reward_failure: NotRequired[str]
 
 
@@ -67,12 +73,14 @@ class Entry(Details):
 def record_of(run: str | Path) -> Path:
     """Return the path of a run's record, given the run's folder or the record itself.
 
-    Raises: FileNotFoundError if there is none.
+    Raises: FileNotFoundError if there is none, ValueError if it is not a file.
     """
     path = Path(run)
-    path = path if path.is_file() else path / RECORD_NAME
+    path = path / RECORD_NAME if path.is_dir() else path
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist: give the trainer.default_local_dir of a run")
+    if not path.is_file():
+        raise ValueError(f"{path} is no regular file: give the trainer.default_local_dir of a run")
     return path
 
 
@@ -83,12 +91,13 @@ def read_entries(path: str | Path, strict: bool = True) -> dict[int, Entry]:
     warning.
     """
     entries: dict[int, Entry] = {}
-    lines = Path(path).read_bytes().splitlines()
+    content = Path(path).read_bytes()
+    lines = content.splitlines()
     for number, line in enumerate(lines, 1):
         try:
             step, data, details = parse_line(line)
         except ValueError as error:
-            if number == len(lines):
+            if entries and number == len(lines) and not content.endswith(b"\n"):
                 logger.warning("%s: skipped the last line, which is incomplete", path)
                 break
             if strict:
@@ -106,9 +115,59 @@ def parse_line(line: bytes) -> tuple[int, dict[str, Any], Details]:
     """
     try:
         read = json.loads(line.decode("utf-8"))
-        return int(read.pop("step")), numbers_of(dict(read.pop("data"))), read
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        step = read.pop("step")
+        data = read.pop("data")
+        if not isinstance(step, int) or abs(step) > _LAST_STEP or not isinstance(data, dict):
+            raise ValueError("step must be an integer and data a mapping")
+        return int(step), numbers_of(data), read
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"not a line of a run record ({error})") from None
+
+
+_LAST_STEP = 2**53
+_LONGEST_NAME = 200
+
+
+def shaped(value: Any, hint: Any) -> Any:
+    """Give a value from a record, in which anything may stand, the type that its place in ``Entry`` has.
+
+    A number that is none becomes NaN, a text that is none its ``str``; keys without a place are dropped.
+    """
+    origin, arguments = get_origin(hint), get_args(hint)
+    if is_typeddict(hint):
+        given = value if isinstance(value, dict) else {}
+        hints = get_type_hints(hint)
+        present = [name for name in hints if name in given or name in hint.__required_keys__]
+        return {name: shaped(given.get(name), hints[name]) for name in present}
+    if hint is Any:
+        return value
+    if origin is dict:
+        given = value if isinstance(value, dict) else {}
+        return {_printable(name): shaped(part, arguments[1]) for name, part in given.items()}
+    if origin is list:
+        return [shaped(part, arguments[0]) for part in value] if isinstance(value, list) else []
+    if origin is UnionType:
+        if value is None and NoneType in arguments:
+            return None
+        return value if type(value) in arguments else shaped(value, str if str in arguments else arguments[0])
+    if hint is float:
+        number = numbers_of(value)
+        is_number = isinstance(number, int | float) and (number != number or abs(number) <= LARGEST)
+        return float(number) if is_number else math.nan
+    return value if isinstance(value, str) else str(value)
+
+
+def _printable(name: str) -> str:
+    """Return the name of a metric, call or group without characters that steer a terminal."""
+    return "".join(char if char.isprintable() else "\ufffd" for char in name[:_LONGEST_NAME])
+
+
+def read_shaped(path: str | Path) -> dict[int, Entry]:
+    """Return the entries of a record from anywhere, with details of the right types; for reports.
+
+    Raises: as ``read_entries``.
+    """
+    return {step: shaped(entry, Entry) for step, entry in read_entries(path).items()}
 
 
 def merge_entry(entries: dict[int, Entry], step: int, data: Metrics, details: Details) -> None:

@@ -17,8 +17,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
+from verl.base_config import WrongInput
 from verl.utils import envs
 from verl.utils.import_utils import has_module
+from verl.utils.masking import masked
 from verl.utils.observe.console import get_console
 
 if TYPE_CHECKING:
@@ -137,7 +139,7 @@ def _wandb(project_name: str, experiment_name: str, config: Config) -> Backend:
 
     proxy = (config.get("trainer") or {}).get("wandb_proxy")
     settings = wandb.Settings(https_proxy=proxy) if proxy else None
-    wandb.init(project=project_name, name=experiment_name, config=dict(config), settings=settings)
+    wandb.init(project=project_name, name=experiment_name, config=masked(config), settings=settings)
     return _ModuleLogger(wandb, exit_code=0)
 
 
@@ -150,7 +152,7 @@ def _vemlp_wandb(project_name: str, experiment_name: str, config: Config) -> Bac
         if not envs.read(variable):
             raise ValueError(f"trainer.logger: 'vemlp_wandb' needs the environment variable {variable}")
     volcengine_ml_platform.init(**{name: envs.read(variable) for name, variable in variables.items()})
-    wandb.init(project=project_name, name=experiment_name, config=dict(config), sync_tensorboard=True)
+    wandb.init(project=project_name, name=experiment_name, config=masked(config), sync_tensorboard=True)
     return _ModuleLogger(wandb, exit_code=0)
 
 
@@ -162,7 +164,7 @@ def _swanlab(project_name: str, experiment_name: str, config: Config) -> Backend
     swanlab.init(
         project=project_name,
         experiment_name=experiment_name,
-        config={"FRAMEWORK": "verl", **config},
+        config={"FRAMEWORK": "verl", **masked(config)},
         logdir=envs.read("SWANLAB_LOG_DIR", "swanlog"),
         mode=envs.read("SWANLAB_MODE", "cloud"),
     )
@@ -172,7 +174,7 @@ def _swanlab(project_name: str, experiment_name: str, config: Config) -> Backend
 def _trackio(project_name: str, experiment_name: str, config: Config) -> Backend:
     import trackio
 
-    trackio.init(project=project_name, name=experiment_name, config=dict(config))
+    trackio.init(project=project_name, name=experiment_name, config=masked(config))
     return _ModuleLogger(trackio)
 
 
@@ -184,7 +186,7 @@ class _MlflowLogger:
         mlflow.set_tracking_uri(envs.read("MLFLOW_TRACKING_URI", "sqlite:////tmp/mlruns.db"))
         experiment = mlflow.set_experiment(project_name)
         mlflow.start_run(experiment_id=experiment.experiment_id, run_name=experiment_name)
-        mlflow.log_params(flatten(config))
+        mlflow.log_params(flatten(masked(config)))
 
     def log(self, data: Metrics, step: int) -> None:
         values = {mlflow_key(key): float(value) for key, value in data.items() if isinstance(value, numbers.Real)}
@@ -241,7 +243,7 @@ class _ClearmlLogger:
         self.task = clearml.Task.init(
             task_name=experiment_name, project_name=project_name, continue_last_task=True, output_uri=False
         )
-        self.task.connect_configuration(dict(config), name="Hyperparameters")
+        self.task.connect_configuration(masked(config), name="Hyperparameters")
 
     def log(self, data: Metrics, step: int) -> None:
         reporter = self.task.get_logger()
@@ -273,11 +275,11 @@ _BACKENDS: dict[str, tuple[str | None, Callable[[str, str, Config], Backend]]] =
 # ---- the trackers of a run
 
 
-class UnknownBackendError(ValueError, AssertionError):
+class UnknownBackendError(WrongInput, AssertionError):
     """``trainer.logger`` names an unknown backend."""
 
 
-class MissingBackendError(ValueError, ImportError):
+class MissingBackendError(WrongInput, ImportError):
     """``trainer.logger`` names a backend whose package is not installed."""
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import TypeVar
 
-from verl.utils.observe.record import Entry, WorkerReport
+from verl.utils.observe.record import LARGEST, Entry, WorkerReport
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ def find_flags(entries: Entries, course: Entries | None = None) -> list[Flag]:
 def points_of(entries: Entries, key: str) -> Points:
     """Return the finite values of a metric."""
     values = ((step, entry["data"].get(key)) for step, entry in sorted(entries.items()))
-    return [(step, float(value)) for step, value in values if isinstance(value, int | float) and math.isfinite(value)]
+    return [(step, float(value)) for step, value in values if isinstance(value, int | float) and abs(value) <= LARGEST]
 
 
 def keys_of(entries: Entries, prefix: str = "") -> list[str]:
@@ -237,17 +237,20 @@ def seconds_of_workers(entries: Entries) -> dict[tuple[str, str], list[tuple[int
     for step, group, reports in _reports(entries):
         calls = set.intersection(*(set(report["seconds"]) for report in reports)) if len(reports) > 1 else set()
         for call in sorted(calls):
-            found[group, call].append((step, [float(report["seconds"][call]) for report in reports]))
+            seconds = [report["seconds"][call] for report in reports]
+            if all(map(math.isfinite, seconds)):
+                found[group, call].append((step, seconds))
     return found
 
 
-def memory_of_workers(entries: Entries) -> dict[tuple[str, int, str], Points]:
+def memory_of_workers(entries: Entries) -> dict[tuple[str, int | str, str], Points]:
     """Return (group, rank, kind of memory) -> GiB by step."""
-    found: dict[tuple[str, int, str], Points] = defaultdict(list)
+    found: dict[tuple[str, int | str, str], Points] = defaultdict(list)
     for step, group, reports in _reports(entries):
         for report in reports:
             for kind, gigabytes in report["memory"].items():
-                found[group, report["rank"], kind].append((step, float(gigabytes)))
+                if math.isfinite(gigabytes):
+                    found[group, report["rank"], kind].append((step, gigabytes))
     return found
 
 
@@ -303,7 +306,7 @@ def _not_finite(entries: Entries) -> Iterator[Flag]:
     for panel, keys in _FINITE.items():
         for key in keys:
             values = ((step, entry["data"].get(key)) for step, entry in sorted(entries.items()))
-            steps = [step for step, value in values if isinstance(value, float) and not math.isfinite(value)]
+            steps = [step for step, value in values if isinstance(value, float) and not abs(value) <= LARGEST]
             if steps:
                 yield Flag("not finite", steps[0], f"{key} is not a finite number in {_listed(steps)}", panel)
 

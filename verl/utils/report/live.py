@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl.utils.observe.console import get_console
-from verl.utils.observe.record import RECORD_NAME, Entry, merge_entry, parse_line
+from verl.utils.observe.record import RECORD_NAME, Entry, merge_entry, parse_line, shaped
 from verl.utils.report.flags import find_flags, keys_of, points_of
 
 if TYPE_CHECKING:
@@ -72,7 +72,8 @@ class RecordFollower:
                     step, data, details = parse_line(line)
                 except ValueError as error:
                     raise ValueError(f"{self.path}: {error}") from None
-                merge_entry(self.entries, step, data, {"workers": details.get("workers")})
+                entry = shaped({"data": data, "workers": details.get("workers")}, Entry)
+                merge_entry(self.entries, step, entry["data"], {"workers": entry["workers"]})
         return self.entries
 
     def thinned(self) -> dict[int, Entry]:

@@ -1,11 +1,12 @@
 """Write the report of a run: one self-contained HTML file."""
 
+import secrets
 from datetime import timedelta
 from pathlib import Path
 
 from jinja2 import Template
 
-from verl.utils.observe.record import Sample, read_entries, record_of
+from verl.utils.observe.record import Sample, read_shaped, record_of
 from verl.utils.report.flags import MIN_STEPS, Entries, find_flags, keys_of, points_of
 from verl.utils.report.panels import NOTES, WHY_ABSENT, css_variables, draw_panels, expected_panels, is_supervised
 
@@ -26,7 +27,7 @@ def write_report(run: str | Path, output: str | Path | None = None) -> Path:
     Raises: FileNotFoundError without a record, ValueError for an empty one, ImportError without matplotlib.
     """
     source = record_of(run)
-    entries = read_entries(source)
+    entries = read_shaped(source)
     if not entries:
         raise ValueError(f"{source} holds no step yet")
     target = Path(output) if output else source.with_name(REPORT_NAME)
@@ -48,6 +49,7 @@ def render(entries: Entries, name: str) -> str:
     worker_step, workers = reported[-1] if reported else (None, None)
     return Template(_TEMPLATE.read_text(encoding="utf-8"), autoescape=True).render(
         name=name,
+        nonce=secrets.token_urlsafe(16),
         light=css_variables(dark=False),
         dark=css_variables(dark=True),
         tiles=_tiles(entries),
@@ -66,6 +68,8 @@ def render(entries: Entries, name: str) -> str:
     )
 
 
+_LONGEST_S = 1e13
+"""About the longest time that ``timedelta`` can hold."""
 _TILES = (
     ("loss, training", "train/loss", "{:.3f}"),
     ("loss, validation", "val/loss", "{:.3f}"),
@@ -82,7 +86,7 @@ def _tiles(entries: Entries) -> list[tuple[str, str]]:
     tiles = [("steps", f"{min(steps)} to {max(steps)}" if len(steps) > 1 else str(steps[0]))]
     timers = ("timing_s/step", "timing_s/testing", "timing_s/save_checkpoint")
     seconds = sum(value for timer in timers for _, value in points_of(entries, timer))
-    tiles.append(("time in steps", str(timedelta(seconds=round(seconds)))))
+    tiles.append(("time in steps", str(timedelta(seconds=round(min(max(seconds, 0.0), _LONGEST_S))))))
     of_validation = [(key.removeprefix("val-core/"), key, "{:.3f}") for key in keys_of(entries, "val-core/")[:3]]
     for label, key, form in (*_TILES, *of_validation):
         values = [form.format(value) for _, value in points_of(entries, key)]

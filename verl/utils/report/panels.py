@@ -44,6 +44,7 @@ VARIABLES = {light: f"--c{number}" for number, light in enumerate([*SERIES, *_DA
 
 RC = {
     "svg.fonttype": "none",
+    "text.parse_math": False,  # names come from records
     "svg.hashsalt": "verl",
     "text.color": INK,
     "axes.edgecolor": MUTED,
@@ -301,7 +302,8 @@ def _distribution(ax: "Axes", entries: Entries) -> None:
     from matplotlib.colors import LinearSegmentedColormap, PowerNorm, to_rgba
 
     kept = [(step, each) for step, entry in sorted(entries.items()) if (each := entry.get("response_length"))]
-    if not kept or len({(each["limit"], len(each["counts"])) for _, each in kept}) != 1:
+    shapes = {(each["limit"], len(each["counts"])) for _, each in kept}
+    if len(shapes) != 1 or not min(min(shapes)) > 0 or not all(n >= 0 for _, each in kept for n in each["counts"]):
         return
     size = -(-len(kept) // MAX_POINTS)
     parts = [kept[i : i + size] for i in range(0, len(kept), size)]
@@ -321,14 +323,16 @@ def _distribution(ax: "Axes", entries: Entries) -> None:
 
 
 def _times(ax: "Axes", entries: Entries) -> None:
-    steps = [step for step, entry in sorted(entries.items()) if "timing_s/step" in entry["data"]]
-    if not steps:
+    whole_steps = dict(points_of(entries, "timing_s/step"))
+    if not whole_steps:
         return
+    steps = list(whole_steps)
     courses: dict[str, list[float]] = {}
-    other = [float(entries[step]["data"]["timing_s/step"]) for step in steps]
+    other = list(whole_steps.values())
     for name in (*STEP_PHASES, *AFTER_STEP):
-        course = [float(entries[step]["data"].get(f"timing_s/{name}", 0.0)) for step in steps]
-        if any(f"timing_s/{name}" in entries[step]["data"] for step in steps):
+        seconds = dict(points_of(entries, f"timing_s/{name}"))
+        course = [seconds.get(step, 0.0) for step in steps]
+        if not seconds.keys().isdisjoint(steps):
             courses[name] = course
         if name not in AFTER_STEP:
             other = [whole - part for whole, part in zip(other, course, strict=True)]

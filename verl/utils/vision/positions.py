@@ -159,7 +159,7 @@ def _tokens_per_second(folder: str) -> float:
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError):  # a folder with the tokenizer only
         return _RELEASED_TOKENS_PER_SECOND
     vision = getattr(config, "vision_config", None)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.algos.names import FULL_KL, KL_ESTIMATORS, LOSS_AGG_MODES
-from verl.base_config import BaseConfig, ConfigError, Violation, setting
+from verl.base_config import MOST_SEED, BaseConfig, ConfigError, Violation, setting
 from verl.utils.checkpoint.files import CONTENTS, DEFAULT_CONTENTS
 from verl.utils.profiler.config import ProfilerConfig
 from verl.workers.config.engine import NCCL_TIMEOUT_S, STRATEGIES, FSDPEngineConfig, McoreEngineConfig
@@ -93,9 +93,9 @@ class TrainedConfig(BaseConfig):
     ppo_micro_batch_size_per_gpu: int | None = setting(None, "sequences of a pass of one worker", at_least=1)
     ppo_infer_micro_batch_size_per_gpu: int | None = setting(None, "sequences of a log-prob pass; null: as in training")
     use_dynamic_bsz: bool = setting(False, "fill a pass up to a number of tokens")
-    ppo_epochs: int = setting(1, "passes over a batch", at_least=1)
+    ppo_epochs: int = setting(1, "passes over a batch", at_least=1, at_most=1000)
     shuffle: bool = setting(False, "draw mini-batches in random order")
-    data_loader_seed: int | None = setting(1, "seed of that order")
+    data_loader_seed: int | None = setting(1, "seed of that order", at_most=MOST_SEED)
     loss_agg_mode: str = setting("token-mean", "how token losses become one number", one_of=LOSS_AGG_MODES)
     loss_scale_factor: int | None = setting(None, "divisor of seq-mean-token-sum-norm; null: the width", at_least=1)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -217,7 +217,7 @@ class McoreActorConfig(ActorConfig):
     strategy: str = setting("megatron", "training engine", one_of=("megatron",), hint=OTHER_STRATEGIES)
     optim: McoreOptimizerConfig = field(default_factory=lambda: McoreOptimizerConfig(lr=1e-6))
     megatron: McoreEngineConfig = field(default_factory=McoreEngineConfig)
-    data_loader_seed: int | None = setting(None, "seed of the order of shuffled rows; null: 0")
+    data_loader_seed: int | None = setting(None, "seed of the order of shuffled rows; null: 0", at_most=MOST_SEED)
     load_weight: bool = setting(True, "load the weights of model.path; false starts from random ones")
 
     def __post_init__(self) -> None:
@@ -313,7 +313,7 @@ class McoreCriticConfig(CriticConfig):
     optim: McoreOptimizerConfig = field(default_factory=lambda: McoreOptimizerConfig(lr=1e-5))
     model: McoreCriticModelConfig = field(default_factory=McoreCriticModelConfig)
     megatron: McoreEngineConfig = field(default_factory=McoreEngineConfig)
-    data_loader_seed: int | None = setting(None, "seed of the order of shuffled rows; null: 0")
+    data_loader_seed: int | None = setting(None, "seed of the order of shuffled rows; null: 0", at_most=MOST_SEED)
     load_weight: bool = setting(True, "load the weights of model.path; false starts from random ones")
 
     def __post_init__(self) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl.base_config import BaseConfig, setting
+from verl.base_config import MOST_SECONDS, BaseConfig, setting
 from verl.utils.profiler.config import ProfilerConfig
 from verl.workers.config.actor_critic import ActorConfig
 from verl.workers.config.engine import ALL_STRATEGIES, NCCL_TIMEOUT_S, FSDPEngineConfig, McoreEngineConfig
@@ -77,7 +77,7 @@ class ActorRolloutRefConfig(BaseConfig):
     hybrid_engine: bool = setting(
         True, "actor and rollout share their devices", one_of=(True,), hint="actor and rollout share their devices"
     )
-    nccl_timeout: float = setting(NCCL_TIMEOUT_S, "seconds that a collective may take", above=0)
+    nccl_timeout: float = setting(NCCL_TIMEOUT_S, "seconds that a collective may take", above=0, at_most=MOST_SECONDS)
 
     @property
     def reference_is_in_actor(self) -> bool:

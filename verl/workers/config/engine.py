@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from verl.base_config import BaseConfig, Violation, matches, setting
+from verl.base_config import MOST_SEED, BaseConfig, Violation, matches, setting
 
 STRATEGIES = ("fsdp", "fsdp2")
 ALL_STRATEGIES = (*STRATEGIES, "megatron")
@@ -48,7 +48,7 @@ class FSDPEngineConfig(BaseConfig):
     forward_only: bool = setting(False, "there is no optimizer")
     strategy: str = setting("fsdp", "training engine", one_of=STRATEGIES)
     mixed_precision: dict[str, Any] | None = setting(None, "dtypes of computation, reduction and buffers")
-    seed: int = setting(42, "seed of random weights and of dropout")
+    seed: int = setting(42, "seed of random weights and of dropout", at_most=MOST_SEED)
 
     def rules(self) -> Iterator[Violation]:
         """Yield a size below one, and unknown keys and dtypes."""
@@ -104,7 +104,7 @@ class McoreEngineConfig(BaseConfig):
     use_distributed_optimizer: bool = setting(True, "shard the optimizer's state over the data-parallel ranks")
     use_dist_checkpointing: bool = setting(False, "load the weights of dist_checkpointing_path")
     dist_checkpointing_path: str | None = setting(None, "folder of weights in the format of Megatron-Core")
-    seed: int = setting(42, "seed of random weights and of dropout")
+    seed: int = setting(42, "seed of random weights and of dropout", at_most=MOST_SEED)
     dtype: str | None = setting(None, "dtype of the weights; null: bf16 on GPUs, fp32 on CPUs", one_of=MCORE_DTYPES)
     override_ddp_config: dict[str, Any] = setting({}, "fields of DistributedDataParallelConfig to set")
     override_transformer_config: dict[str, Any] = setting(TRANSFORMER_OVERRIDES, "fields of TransformerConfig to set")

@@ -11,14 +11,30 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
-from verl.base_config import BaseConfig, ConfigError, Violation, setting, type_hints
+from verl.base_config import MOST_INTEGER, BaseConfig, ConfigError, Violation, matches, one_line, setting, type_hints
+from verl.utils.fs import unreadable_kind
+from verl.utils.hub import hub_problems
+from verl.workers.config.tokenizer_files import TOKENIZER_SUFFIXES, tokenizer_problems
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 ROPE_KEYS = ("rope_scaling", "rope_parameters")
-TOKENIZER_PREFIXES = ("tokenizer", "tokenization_", "vocab", "tekken", "merges", "spm", "spiece")
-TOKENIZER_SUFFIXES = (".model", ".tiktoken", ".bpe")
+READ_SUFFIXES = (*TOKENIZER_SUFFIXES, ".json", ".safetensors", ".bin", ".jinja", ".txt")
+"""Endings of the files that a model is loaded from."""
+_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
+_DTYPES = (
+    "auto",
+    "float32",
+    "float",
+    "bfloat16",
+    "float16",
+    "half",
+    "float64",
+    "double",
+    "float8_e4m3fn",
+    "float8_e5m2",
+)
 
 
 @dataclass
@@ -73,7 +89,7 @@ def _local(key: str) -> Callable[["HFModelConfig"], str]:
         if not path or path == "???":
             expected = "is missing: write a folder that save_pretrained wrote, or a hub id"
             raise ConfigError([Violation(f"model.{key}", path, expected)])
-        _refuse(f"model.{key}", path, path_problems(path))
+        _refuse(f"model.{key}", path, [*path_problems(path), *hub_problems(path)])
         return copy_to_local(os.path.expanduser(path).rstrip("/"), use_shm=config.use_shm)
 
     return load
@@ -175,7 +191,7 @@ class HFModelConfig(BaseModelConfig):
     custom_chat_template: str | None = setting(None, "Jinja text instead of the chat template")
     enable_activation_offload: bool = setting(False, "keep activations in CPU memory")
     use_remove_padding: bool = setting(False, "pack sequences instead of padding them")
-    lora_rank: int = setting(0, "rank of the adapters; 0: none", at_least=0)
+    lora_rank: int = setting(0, "rank of the adapters; 0: none", at_least=0, at_most=8192)
     lora_alpha: int = setting(16, "scale of the adapters, divided by their rank")
     target_modules: str | list[str] = setting("all-linear", "modules with adapters")
     exclude_modules: str | list[str] | None = setting(None, "modules without adapters")
@@ -255,6 +271,15 @@ def path_problems(path: str) -> Iterator[str]:
             yield "no such folder: write a folder that save_pretrained wrote, or a hub id such as Qwen/Qwen2.5-0.5B"
         return
     file = os.path.join(expanded, "config.json")
+    names = sorted(name for name in os.listdir(expanded) if name.endswith(READ_SUFFIXES))
+    odd = [
+        f"{os.path.join(expanded, name)} {kind}"
+        for name in names
+        if (kind := unreadable_kind(os.path.join(expanded, name)))
+    ]
+    if odd:
+        yield f"{odd[0]}: copy the model again"
+        return
     if not os.path.isfile(file):
         found = ", ".join(sorted(os.listdir(expanded))[:5]) or "nothing"
         yield f"has no config.json, it holds {found}: write a folder that save_pretrained wrote"
@@ -269,16 +294,54 @@ def path_problems(path: str) -> Iterator[str]:
             f"{file} has model_type={config.get('model_type')!r}, which the installed transformers does not know: "
             "correct it, or install a version that does"
         )
+        return
+    text = config.get("text_config")
+    for problem in [*field_problems(config), *(field_problems(text) if isinstance(text, Mapping) else ())]:
+        yield f"{file} has {problem}: correct it, or copy the model again"
+
+
+def field_problems(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the sizes and dtypes of a ``config.json`` that no model can have."""
+    given = {name: config[name] for name in _SIZES if not isinstance(config.get(name), list | None)}
+    for name, value in given.items():
+        if not matches(value, int) or not 0 < value <= MOST_INTEGER:
+            yield f"{name}={one_line(json.dumps(value))}, which must be an integer of 1 or more"
+            return
+    heads = config.get("num_attention_heads")
+    shared = config.get("num_key_value_heads")
+    if isinstance(heads, int) and isinstance(shared, int) and heads % shared:
+        yield f"num_key_value_heads={shared}, which must divide num_attention_heads={heads}"
+    for name in ("torch_dtype", "dtype"):
+        dtype = config.get(name)
+        if not isinstance(dtype, Mapping | None) and str(dtype).removeprefix("torch.") not in _DTYPES:
+            yield f"{name}={one_line(json.dumps(dtype))}, which must be one of float32, bfloat16, float16"
+
+
+def architecture_problem(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield why a generation engine cannot tell the class of a model from its ``config.json``."""
+    names = config.get("architectures")
+    if names is None or config.get("auto_map"):
+        return
+    given = f"its config.json has architectures={one_line(json.dumps(names))}"
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+        yield f"{given}: name one class, such as Qwen2ForCausalLM"
+    elif not _names_in(("modeling_auto.py",), names[0]):
+        yield f"{given}, which the installed transformers does not know: correct it, or install a version that does"
 
 
 def _is_known_type(model_type: Any) -> bool:
-    """Whether transformers has a model of this type: its source is searched, since importing it takes seconds."""
+    """Whether transformers has a model of this type."""
+    return _names_in(("auto_mappings.py", "configuration_auto.py"), model_type)
+
+
+def _names_in(modules: Iterable[str], name: Any) -> bool:
+    """Whether transformers' ``auto`` package names a type; its source is searched, since importing it takes seconds."""
     found = importlib.util.find_spec("transformers")
     if found is None or not found.submodule_search_locations:
         return True
     auto = Path(found.submodule_search_locations[0], "models", "auto")
-    files = [auto / name for name in ("auto_mappings.py", "configuration_auto.py") if (auto / name).is_file()]
-    return not files or any(f'"{model_type}"' in file.read_text(encoding="utf-8") for file in files)
+    files = [auto / module for module in modules if (auto / module).is_file()]
+    return not files or any(f'"{name}"' in file.read_text(encoding="utf-8") for file in files)
 
 
 def positions_of(hf_config: Mapping[str, Any], overrides: Mapping[str, Any]) -> int | None:
@@ -287,22 +350,6 @@ def positions_of(hf_config: Mapping[str, Any], overrides: Mapping[str, Any]) -> 
     positions = overrides.get("max_position_embeddings", text.get("max_position_embeddings"))
     rope = overrides.get("rope_scaling") or text.get("rope_scaling") or text.get("rope_parameters") or {}
     return positions if isinstance(positions, int) and not rope.get("factor") else None
-
-
-def tokenizer_problems(path: str) -> Iterator[str]:
-    """Yield why a local folder holds no tokenizer, from which transformers would build one with an empty vocabulary."""
-    folder = Path(os.path.expanduser(path))
-    if not folder.is_dir():
-        return
-    files = sorted(file for file in folder.iterdir() if file.name.startswith(TOKENIZER_PREFIXES))
-    if not files and not any(file.name.endswith(TOKENIZER_SUFFIXES) for file in folder.iterdir()):
-        yield "the folder holds no tokenizer: save the tokenizer next to the model, or name another tokenizer_path"
-    for file in files:
-        if file.suffix == ".json":
-            try:
-                json.loads(file.read_text(encoding="utf-8"))
-            except (ValueError, OSError) as error:
-                yield f"{file.name} is not readable JSON ({error}): copy the tokenizer again"
 
 
 def read_config_json(path: str) -> dict[str, Any]:
@@ -314,7 +361,10 @@ def read_config_json(path: str) -> dict[str, Any]:
     if not os.path.isfile(file):
         return {}
     with open(file, encoding="utf-8") as stream:
-        content = json.load(stream)
+        try:
+            content = json.load(stream)
+        except RecursionError:
+            raise ValueError("nested too deep") from None
     if not isinstance(content, dict):
         raise ValueError("not a JSON object")
     return content

@@ -12,6 +12,7 @@ SCHEDULES = ("constant", "cosine")
 DECAY_STYLES = ("constant", "linear", "cosine", "inverse_square_root", "WSD")
 WSD_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")
 WEIGHT_DECAY_STYLES = ("constant", "linear", "cosine")
+MOST_RATE = 100
 CLIP_NOTHING = "write a large number to clip nothing"
 
 
@@ -21,7 +22,7 @@ class OptimizerConfig(BaseConfig):
 
     _mutable_fields = frozenset({"clip_grad", "total_training_steps", "lr_warmup_steps"})
 
-    lr: float = setting(1e-3, "learning rate after the warm-up", at_least=0)
+    lr: float = setting(1e-3, "learning rate after the warm-up", at_least=0, at_most=MOST_RATE)
     lr_warmup_steps_ratio: float = setting(0.0, "share of the steps that warm up", at_least=0, at_most=1)
     total_training_steps: int | None = setting(-1, "length of the schedule; the trainer sets it")
     weight_decay: float = setting(0.01, "decay of the weights per step, times lr", at_least=0)
@@ -73,10 +74,10 @@ class McoreOptimizerConfig(OptimizerConfig):
     """The optimizer and schedule of the Megatron-Core engine."""
 
     optimizer: str = setting("adam", "AdamW")
-    lr_warmup_init: float = setting(0.0, "learning rate before the warm-up")
+    lr_warmup_init: float = setting(0.0, "learning rate before the warm-up", at_least=0, at_most=MOST_RATE)
     lr_decay_steps: int | None = setting(None, "steps until min_lr; null: all", at_least=1)
     lr_decay_style: str = setting("constant", "schedule after the warm-up", one_of=DECAY_STYLES)
-    min_lr: float = setting(0.0, "last learning rate")
+    min_lr: float = setting(0.0, "last learning rate", at_least=0, at_most=MOST_RATE)
     weight_decay_incr_style: str = setting("constant", "schedule of weight_decay", one_of=WEIGHT_DECAY_STYLES)
     lr_wsd_decay_style: str = setting("exponential", "decay at the end of WSD", one_of=WSD_STYLES)
     lr_wsd_decay_steps: int | None = setting(None, "steps of that decay", at_least=1)

@@ -13,7 +13,16 @@ ROLLOUTS = ("vllm", "sglang", "hf")
 SUPPORTED_ROLLOUTS = ("vllm", "hf")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "half", "float")
 MAX_TEMPERATURE_VLLM = 2.0
+MIN_TEMPERATURE = 0.01
+"""The least temperature above 0: logits divided by a lower one leave no probability but 0 and 1."""
+MOST_RESPONSES = 2**16
 MAX_LORA_RANK_VLLM = 512
+
+
+def cold_rules(temperature: float) -> Iterator[Violation]:
+    """Yield a temperature that is neither 0 nor one to sample with."""
+    if 0 < temperature < MIN_TEMPERATURE:
+        yield Violation("temperature", temperature, f"must be 0 or at least {MIN_TEMPERATURE}")
 
 
 @dataclass
@@ -25,11 +34,12 @@ class SamplingConfig(BaseConfig):
     top_k: int = setting(-1, "most likely tokens to draw from; -1 or 0: all", at_least=-1)
     top_p: float = setting(1.0, "probability of the tokens to draw from", above=0, at_most=1)
     temperature: float = setting(0, "divisor of the logits", at_least=0)
-    n: int = setting(1, "responses of one prompt", at_least=1)
+    n: int = setting(1, "responses of one prompt", at_least=1, at_most=MOST_RESPONSES)
     do_sample: bool = setting(False, "draw tokens; else take the most likely")
 
     def rules(self) -> Iterator[Violation]:
-        """Yield sampling without a temperature."""
+        """Yield sampling without a temperature, or with one that is next to none."""
+        yield from cold_rules(self.temperature)
         if self.do_sample and self.temperature == 0:
             yield Violation("temperature", self.temperature, "must be above 0 with do_sample=true")
 
@@ -131,16 +141,16 @@ class RolloutConfig(LogProbConfig):
     data_parallel_size: int = setting(1, "replicas in one engine", at_least=1)
     expert_parallel_size: int = setting(1, "workers that share the experts", at_least=1)
     pipeline_model_parallel_size: int = setting(1, "stages of layers", at_least=1)
-    max_num_batched_tokens: int = setting(8192, "tokens of one pass of the engine", at_least=1)
+    max_num_batched_tokens: int = setting(8192, "tokens of one pass of the engine", at_least=1, at_most=2**24)
     max_model_len: int | None = setting(None, "tokens of the longest sequence", at_least=1)
-    max_num_seqs: int = setting(1024, "sequences of one pass of the engine", at_least=1)
+    max_num_seqs: int = setting(1024, "sequences of one pass of the engine", at_least=1, at_most=2**16)
     enable_chunked_prefill: bool = setting(True, "a prompt may take several passes")
     enable_prefix_caching: bool = setting(True, "prompts with the same beginning share its cache")
     load_format: str = setting("dummy", "where the first weights come from")
     disable_log_stats: bool = setting(True, "the engine logs no statistics")
     do_sample: bool = setting(True, "draw tokens; else take the most likely")
-    n: int = setting(1, "responses of one prompt", at_least=1)
-    seed: int = setting(1, "seed of the engine")
+    n: int = setting(1, "responses of one prompt", at_least=1, at_most=MOST_RESPONSES)
+    seed: int = setting(1, "seed of the engine", at_least=0, at_most=2**32 - 1)
     over_sample_rate: float = setting(0, "share of requests beyond the batch", at_least=0, below=1)
     multi_stage_wake_up: bool = setting(False, "no effect: there is one implementation")
     engine_kwargs: dict[str, Any] = setting({"vllm": {}, "sglang": {}}, "engine arguments by engine name")
@@ -172,6 +182,7 @@ class RolloutConfig(LogProbConfig):
 
     def rules(self) -> Iterator[Violation]:
         """Yield a missing name, layouts that the engines do not have, and keys that exclude each other."""
+        yield from cold_rules(self.temperature)
         if self.name == "???":
             yield Violation("name", self.name, f"is missing: write one of {', '.join(ROLLOUTS)}")
         if self.name == "vllm":

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from verl.base_config import WrongInput
+from verl.utils.loading import not_finite
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.config.engine import DTYPES as DTYPE_NAMES
 
@@ -45,7 +47,7 @@ class OpenFile(Protocol):
         """Read a whole tensor."""
 
 
-class ModelWeightsError(ValueError, RuntimeError):
+class ModelWeightsError(WrongInput, RuntimeError):
     """The weights of ``model.path`` cannot be used."""
 
 
@@ -59,6 +61,25 @@ QUANTIZED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8)
 """Dtypes of values that need scales, stored separately, to mean anything."""
 
 
+def refuse_not_finite(name: str, values: Tensor, source: str) -> None:
+    """Check a tensor of a model. Raises: ModelWeightsError naming tensor and file when a value is NaN or infinite."""
+    if found := not_finite(values):
+        raise ModelWeightsError(f"tensor {name!r} in {source} holds {found}: the file is damaged, or training diverged")
+
+
+def _read_index(path: str) -> dict[str, str]:
+    """Return the file of each tensor. Raises: ModelWeightsError when the index has another form."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            places: dict[str, str] = json.load(file)["weight_map"]
+            if all(os.path.basename(name) == name for name in places.values()):
+                return places
+            problem = "it names files of other folders"
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        problem = f"{type(error).__name__}: {error}"
+    raise ModelWeightsError(f"{path} is not an index of weight files ({problem}): copy or download it again")
+
+
 class SafetensorsReader:
     """Read the tensors of a checkpoint folder, one slice at a time."""
 
@@ -67,8 +88,7 @@ class SafetensorsReader:
         self._open_files: dict[str, OpenFile] = {}
         index = os.path.join(folder, INDEX_FILE)
         if os.path.exists(index):
-            with open(index) as file:
-                self.files: dict[str, str] = json.load(file)["weight_map"]
+            self.files = _read_index(index)
         else:
             self.files = dict.fromkeys(self._open(SINGLE_FILE).keys(), SINGLE_FILE)
 
@@ -85,8 +105,14 @@ class SafetensorsReader:
         """Return shape and dtype of every tensor."""
         described = {}
         for name, file in self.files.items():
-            stored = self._open(file).get_slice(name)
-            described[name] = tuple(stored.get_shape()), STORED_DTYPES[stored.get_dtype()]
+            stored = self._stored(name)
+            dtype = STORED_DTYPES.get(stored.get_dtype())
+            if dtype is None:
+                raise ModelWeightsError(
+                    f"tensor {name!r} in {os.path.join(self.folder, file)} has dtype {stored.get_dtype()}, which is "
+                    f"not supported: convert the checkpoint to bfloat16"
+                )
+            described[name] = tuple(stored.get_shape()), dtype
         return described
 
     def read(self, name: str, shape: Sequence[int], part: slice | tuple[slice, ...]) -> Tensor:
@@ -94,7 +120,7 @@ class SafetensorsReader:
 
         Raises: ModelWeightsError naming the tensor or file.
         """
-        stored = self._open(self.files[name]).get_slice(name)
+        stored = self._stored(name)
         if tuple(stored.get_shape()) != tuple(shape):
             raise ModelWeightsError(
                 f"tensor {name!r} in {os.path.join(self.folder, self.files[name])} has shape "
@@ -105,7 +131,20 @@ class SafetensorsReader:
                 f"tensor {name!r} in {os.path.join(self.folder, self.files[name])} is quantized "
                 f"({stored.get_dtype()}), and quantized weights are not supported: convert the checkpoint to bfloat16"
             )
-        return stored[part] if shape and part != () else self._open(self.files[name]).get_tensor(name)
+        values = stored[part] if shape and part != () else self._open(self.files[name]).get_tensor(name)
+        refuse_not_finite(name, values, os.path.join(self.folder, self.files[name]))
+        return values
+
+    def _stored(self, name: str) -> StoredTensor:
+        """Find a tensor in its file. Raises: ModelWeightsError when the file does not hold it."""
+        from safetensors import SafetensorError
+
+        file = self.files[name]
+        try:
+            return self._open(file).get_slice(name)
+        except SafetensorError as error:
+            path = os.path.join(self.folder, file)
+            raise ModelWeightsError(f"{path} lacks the tensor {name!r} that {INDEX_FILE} says it holds") from error
 
     def _open(self, file: str) -> "OpenFile":
         from safetensors import SafetensorError, safe_open

@@ -260,7 +260,8 @@ def _build_model(config: "RolloutConfig", model_config: "HFModelConfig") -> nn.M
         if config.load_format == "dummy":
             model = auto_class.from_config(model_config.hf_config, **options)
         else:
-            model = auto_class.from_pretrained(model_config.local_path, config=model_config.hf_config, **options)
+            path = model_config.local_path
+            model = auto_class.from_pretrained(path, config=model_config.hf_config, weights_only=True, **options)
     return model.to(get_device_name()).eval().requires_grad_(False)
 
 

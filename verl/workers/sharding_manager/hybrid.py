@@ -139,10 +139,16 @@ def _empty_cache() -> None:
 
 
 def _complete(coroutine: Coroutine[None, None, None]) -> None:
-    """Run a coroutine of a rollout to its end, in a thread with the same current device.
+    """Run a coroutine of a rollout to its end.
 
-    In an actor with an asynchronous method, Ray calls every method inside an event loop, which cannot run another one.
+    In an actor with an asynchronous method, Ray calls every method inside an event loop. That loop cannot run another
+    one, so the coroutine then runs in a thread with the same current device.
     """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:  # the usual case: no loop runs here
+        asyncio.run(coroutine)
+        return
     device = get_torch_device()
     with ThreadPoolExecutor(1, initializer=device.set_device, initargs=(device.current_device(),)) as thread:
         thread.submit(asyncio.run, coroutine).result()

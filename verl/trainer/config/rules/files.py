@@ -9,20 +9,24 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from verl.base_config import Violation
+from verl.base_config import Violation, one_line
 from verl.trainer.config.run_config import RunConfig
 from verl.utils.checkpoint.files import step_in_name
+from verl.utils.fs import unreadable_kind
 from verl.utils.import_utils import python_file
 from verl.workers.rewards.signature import ASYNCHRONOUS, SCORER_CALLS, call_problem
 
 RUN_FOLDERS = ("default_local_dir", "rollout_data_dir", "validation_data_dir")
 """Keys of ``trainer`` that name folders of a run."""
+RUN_NAMES = ("project_name", "experiment_name")
+"""Keys of ``trainer`` that are parts of paths."""
 
 
 def file_rules(run: RunConfig) -> Iterator[Violation]:
     """Yield missing data and Python files, functions that their file does not define, and unwritable folders."""
+    yield from name_rules({f"trainer.{name}": run.trainer[name] for name in RUN_NAMES})
     yield from folder_rules({f"trainer.{name}": run.trainer[name] for name in RUN_FOLDERS})
-    yield from _resume_rules(run)
+    yield from resume_rules(run.trainer.resume_mode, run.trainer.resume_from_path)
     yield from _validation_file_rules(run)
     yield from data_file_rules("data.train_files", run.data.train_files, required=True)
     yield from data_file_rules("data.val_files", run.data.val_files, required=False)
@@ -42,25 +46,37 @@ def file_rules(run: RunConfig) -> Iterator[Violation]:
         yield from violations
 
 
+def name_rules(names: Mapping[str, object]) -> Iterator[Violation]:
+    """Yield names that lead out of the folders that they are parts of."""
+    for key, name in names.items():
+        if isinstance(name, str) and (name[:1] in ("/", "~") or os.path.normpath(name).split("/")[0] == os.pardir):
+            expected = "leads out of the folder of its runs: write a name without .., such as team/run"
+            yield Violation(key, name, expected)
+
+
 def folder_rules(folders: Mapping[str, str | None]) -> Iterator[Violation]:
-    """Yield folders that cannot be written, though they or their parent exist on this machine."""
+    """Yield folders that a file is in the way of, or that cannot be written though their parent exists here."""
     for key, path in folders.items():
         if not path or "://" in path:
             continue
         folder = os.path.abspath(os.path.expanduser(path))
-        existing = folder if os.path.exists(folder) else os.path.dirname(folder)
-        if not os.path.exists(existing):
-            continue  # on a cluster the driver may run on another machine, where it does
+        existing = existing_part(folder)
         if not os.path.isdir(existing):
             yield Violation(key, path, f"must be a folder: {existing} is a file")
-        elif not os.access(existing, os.W_OK | os.X_OK):
+        elif existing in (folder, os.path.dirname(folder)) and not os.access(existing, os.W_OK | os.X_OK):
             yield Violation(key, path, f"{existing} cannot be written: write another folder")
 
 
-def _resume_rules(run: RunConfig) -> Iterator[Violation]:
+def existing_part(path: str) -> str:
+    """Return the longest part of an absolute path that exists on this machine."""
+    while not os.path.lexists(path):
+        path = os.path.dirname(path)
+    return path
+
+
+def resume_rules(mode: str, path: str | None) -> Iterator[Violation]:
     """Yield a checkpoint to resume from that does not exist."""
-    path = run.trainer.resume_from_path
-    if run.trainer.resume_mode != "resume_path":
+    if mode != "resume_path":
         return
     if path is None or step_in_name(path) is None:
         expected = "must name a global_step_<N> folder with trainer.resume_mode=resume_path"
@@ -96,7 +112,10 @@ def data_file_rules(key: str, value: Any, required: bool) -> Iterator[Violation]
         expanded = os.path.expanduser(file)
         if "://" in file:
             continue
-        if os.path.isdir(expanded):
+        problem = unreadable_kind(expanded)
+        if problem is not None:
+            yield Violation(key, file, f"{problem}: write the path of a parquet file")
+        elif os.path.isdir(expanded):
             yield Violation(key, file, "is a folder: write the parquet file in it")
         elif not os.path.isfile(expanded):
             expected = "no such file: examples/data_preprocess/gsm8k.py writes one, or give the right path"
@@ -118,12 +137,15 @@ def python_file_rules(path_key: str, path: str, name_key: str, name: Any) -> tup
     if file is None:
         return [], None  # an installed module is imported by the workers
     if not file.is_file():
-        expected = "no such file: write the path of a Python file, or pkg:// and the name of an installed module"
+        what = "is a folder" if file.is_dir() else unreadable_kind(file) or "no such file"
+        expected = f"{what}: write the path of a Python file, or pkg:// and the name of an installed module"
         return [Violation(path_key, path, expected)], None
     try:
         module = ast.parse(file.read_text(encoding="utf-8"), file.name)
-    except (SyntaxError, UnicodeDecodeError, ValueError) as error:
-        return [Violation(path_key, path, f"is not valid Python: {error}")], None
+        compile(module, file.name, "exec", dont_inherit=True)  # finds a `return` outside a function too
+    except (SyntaxError, ValueError, RecursionError, MemoryError, OSError) as error:
+        reason = one_line(f"{error}") or type(error).__name__
+        return [Violation(path_key, path, f"is not valid Python: {reason}: correct it, or name another file")], None
     defined = {
         getattr(node, "name", None) or getattr(node, "id", None) or getattr(node, "asname", None)
         for node in ast.walk(module)

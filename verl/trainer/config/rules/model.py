@@ -5,18 +5,21 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from verl.algos.names import FULL_KL
-from verl.base_config import Violation
+from verl.base_config import Violation, as_yaml
 from verl.models.transformers.names import VISION_FAMILIES
 from verl.trainer.config.run_config import RunConfig
+from verl.utils import envs
 from verl.workers.config import FSDPActorConfig, FSDPCriticConfig, HFModelConfig
 from verl.workers.config.model import (
+    architecture_problem,
+    field_problems,
     flat_overrides,
     path_problems,
     positions_of,
     quantized_problem,
     read_config_json,
-    tokenizer_problems,
 )
+from verl.workers.config.tokenizer_files import tokenizer_problems
 
 POLICY = "actor_rollout_ref.model"
 REFERENCE = "actor_rollout_ref.ref.model"
@@ -55,16 +58,22 @@ def model_rules(run: RunConfig, broken: set[str]) -> Iterator[Violation]:
         yield from (Violation(f"{key}.path", path, problem) for problem in problems)
         if problems:
             continue
+        hf_config = read_config_json(path)
         if key != REFERENCE:  # the reference uses the tokenizer of the actor
             tokenizer = tokenizer or path
-            yield from (Violation(f"{key}.tokenizer_path", tokenizer, text) for text in tokenizer_problems(tokenizer))
-        hf_config = read_config_json(path)
+            found = tokenizer_problems(tokenizer, hf_config if key == POLICY else None)
+            yield from (Violation(f"{key}.tokenizer_path", tokenizer, text) for text in found)
         yield from vision_rules(hf_config, (f"{role}.strategy", strategy), (f"{key}.path", path), workers)
         is_text_only = bool(hf_config) and "vision_config" not in hf_config
         if is_text_only and key in frozen:
             expected = f"needs a vision-language model, {key}.path names a text model (no vision_config): write false"
             yield Violation(frozen[key], True, expected)
         if key == POLICY:
+            if not policy.external_lib and not envs.read("VERL_USE_EXTERNAL_MODULES"):  # these may add models
+                yield from (Violation(f"{key}.path", path, problem) for problem in architecture_problem(hf_config))
+            changes = flat_overrides(policy.override_config)
+            for problem in field_problems(changes):
+                yield Violation(f"{key}.override_config", as_yaml(changes), f"has {problem}: correct it")
             yield from _size_rules(run, hf_config, broken)
         elif is_text_only and not list(path_problems(policy.path)) and "vision_config" in read_config_json(policy.path):
             # It would read the image tokens and not the images.

@@ -14,8 +14,8 @@ from verl.workers.config.model import (
     positions_of,
     quantized_problem,
     read_config_json,
-    tokenizer_problems,
 )
+from verl.workers.config.tokenizer_files import tokenizer_problems
 from verl.workers.rewards.signature import MANAGER_KWARGS, SCORER_CALLS
 
 NODE = "reward_model"

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +28,15 @@ from verl.utils.model import VisionValueModel, get_hf_auto_model_class, get_valu
 from verl.utils.ulysses import validate_ulysses_config
 from verl.workers.engine.fsdp.adapters import adapter_sizes, add_adapters, base_name, is_adapter
 from verl.workers.engine.fsdp.layout import Layout
-from verl.workers.engine.weights import DTYPES, HEAD, ModelWeightsError, SafetensorsReader, draw_tensor, tensor_seed
+from verl.workers.engine.weights import (
+    DTYPES,
+    HEAD,
+    ModelWeightsError,
+    SafetensorsReader,
+    draw_tensor,
+    refuse_not_finite,
+    tensor_seed,
+)
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -225,14 +234,22 @@ class ModelBuilder:
         Raises: ModelWeightsError naming the folder.
         """
         path = self.model_config.local_path
-        options = self._load_kwargs() | {"low_cpu_mem_usage": True, "output_loading_info": True}
+        options = self._load_kwargs() | {"low_cpu_mem_usage": True, "output_loading_info": True, "weights_only": True}
         try:
             loaded: Any = auto_class.from_pretrained(path, config=self._config(), **options)
         except (OSError, RuntimeError, ValueError) as error:
             raise ModelWeightsError(f"cannot load the weights of model.path={path}: {error}") from error
+        except UnpicklingError as error:
+            raise ModelWeightsError(
+                f"the weights of model.path={path} hold more than tensors, which could run code: use safetensors, or "
+                "weights from another source"
+            ) from error
         whole, report = loaded  # two values, because of output_loading_info
         # Missing tensors were drawn from the random state of this process; ``_initialize`` draws them instead.
-        return {name: p for name, p in whole.named_parameters() if name not in report["missing_keys"]}
+        found = {name: p for name, p in whole.named_parameters() if name not in report["missing_keys"]}
+        for name, parameter in found.items():
+            refuse_not_finite(name, parameter, path)
+        return found
 
     def _initialize(self, name: str, shape: torch.Size, rows: slice) -> Tensor | None:
         """Draw a new head or adapter from the seed and its name, so that every layout has the same."""

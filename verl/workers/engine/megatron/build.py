@@ -33,7 +33,7 @@ from verl.utils.fs import copy_to_local
 from verl.utils.kernel.linear_cross_entropy import backend_of
 from verl.utils.megatron.dist_checkpointing import chunk_names, load_dist_checkpointing, sharded_weights, tensor_names
 from verl.workers.engine.megatron.layout import Layout
-from verl.workers.engine.weights import DTYPES, ModelWeightsError, SafetensorsReader, draw_tensor
+from verl.workers.engine.weights import DTYPES, ModelWeightsError, SafetensorsReader, draw_tensor, refuse_not_finite
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -237,6 +237,7 @@ class ModelBuilder:
         state = sharded_weights(chunks)
         try:
             reader = TorchDistReader(folder)
+            reader.check_objects()
             if self.is_value_model and self.makes_head and not holds_value_head(reader):
                 for part in state.values():
                     for key in [key for key in part if key.startswith("output_layer.")]:
@@ -253,6 +254,9 @@ class ModelBuilder:
                 "scripts/converter_hf_to_mcore.py writes"
             ) from error
         for name, chunk in zip(chunk_names(chunks), chunks, strict=True):
+            for key, tensor in loaded[name].items():
+                if isinstance(tensor, Tensor):
+                    refuse_not_finite(key, tensor, str(folder))
             chunk.load_state_dict(loaded[name], strict=False)
 
     def _make_heads(self, chunks: Sequence[Any]) -> None:

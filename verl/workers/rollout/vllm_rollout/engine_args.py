@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from verl.base_config import WrongInput
 from verl.models.transformers.vision import is_vision_config
 from verl.utils import envs
 from verl.utils.device import get_device_name
@@ -21,7 +22,7 @@ _CPU_BLOCK_TOKENS = 32
 """The smallest size that vLLM's CPU attention takes: it wastes less of a block, and caches shorter prefixes."""
 
 
-class ContextLengthError(ValueError, AssertionError):
+class ContextLengthError(WrongInput, AssertionError):
     """Prompt and response do not fit into the context."""
 
 

@@ -1,0 +1,67 @@
+"""Whether a model can be loaded from the Hugging Face hub, answered before the hub's client retries for a minute."""
+
+import os
+import ssl
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+
+HUB_TIMEOUT_S = 10.0
+_COPY = "copy the model to this machine and name its folder"
+
+
+def hub_problems(path: str) -> Iterator[str]:
+    """Yield why a path that is no local folder cannot be loaded from the hub; a cached model is not asked for."""
+    if "://" in path or os.path.isdir(os.path.expanduser(path)):
+        return
+    from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = [try_to_load_from_cache(path, name) for name in ("config.json", "tokenizer_config.json")]
+    except HFValidationError:
+        yield "is neither a folder nor a hub id such as Qwen/Qwen2.5-0.5B: write one of them"
+        return
+    if any(isinstance(file, str) for file in found):
+        return
+    if constants.HF_HUB_OFFLINE:
+        yield (
+            f"is not in the hub's cache {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE=1 forbids a download: {_COPY}, or "
+            "unset HF_HUB_OFFLINE"
+        )
+        return
+    reason = unreachable(constants.ENDPOINT)
+    if reason is not None:
+        yield (
+            f"is not in the hub's cache {constants.HF_HUB_CACHE}, and {constants.ENDPOINT} cannot be reached "
+            f"({reason}): {_COPY}, or connect this machine"
+        )
+
+
+def unreachable(address: str, timeout_s: float = HUB_TIMEOUT_S) -> str | None:
+    """Return why nobody answers at an address; None if a server does, whatever it says.
+
+    A thread asks, because the name server may take longer than any time limit of a connection.
+    """
+    reasons = [f"no answer within {timeout_s:g} s"]
+    asking = threading.Thread(target=_ask, args=(address, timeout_s, reasons), daemon=True)
+    asking.start()
+    asking.join(timeout_s)
+    return reasons[-1] if reasons else None
+
+
+def _ask(address: str, timeout_s: float, reasons: list[str]) -> None:
+    """Clear ``reasons`` if a server answers, otherwise add one."""
+    try:
+        urllib.request.urlopen(urllib.request.Request(address, method="HEAD"), timeout=timeout_s).close()
+    except urllib.error.HTTPError:
+        reasons.clear()
+    except OSError as error:
+        cause = getattr(error, "reason", error)
+        if isinstance(cause, ssl.SSLError):  # the hub's client may know other certificates
+            reasons.clear()
+        else:
+            reasons.append(str(cause))
+    else:
+        reasons.clear()
