@@ -1,5 +1,6 @@
 """Reinforcement learning for language and vision-language models."""
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from verl.utils import envs
@@ -24,8 +25,16 @@ def _import_external_modules() -> None:
     from verl.utils.import_utils import import_external_libs
 
     names = envs.read("VERL_USE_EXTERNAL_MODULES")
-    if names:
+    if not names:
+        return
+    try:
         import_external_libs([name.strip() for name in names.split(",") if name.strip()])
+    except Exception as error:  # a module of the user may raise anything
+        if sys.argv[0] != "-m":  # as it is while ``python -m`` looks for its module
+            raise
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        sys.stderr.write(f"VERL_USE_EXTERNAL_MODULES={names}: {reason}: write modules that are on PYTHONPATH\n")
+        sys.exit(2)
 
 
 _import_external_modules()

@@ -2,6 +2,7 @@
 
 import enum
 import importlib.util
+import pkgutil
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
@@ -52,10 +53,14 @@ class Violation(NamedTuple):
         return self._replace(key=f"{prefix}.{self.key}" if prefix else self.key)
 
     def __str__(self) -> str:
-        return f"{self.key}={as_yaml(self.value)}: {self.expected}"
+        return f"{self.key}={one_line(as_yaml(self.value))}: {self.expected}"
 
 
-class ConfigError(ValueError, AssertionError):
+class WrongInput(ValueError):
+    """A key, a file, a row or a function of the user cannot be used: the command ends with exit code 2."""
+
+
+class ConfigError(WrongInput, AssertionError):
     """The configuration cannot be used; ``violations`` lists everything that is wrong."""
 
     def __init__(self, violations: Iterable[Violation]) -> None:
@@ -78,8 +83,20 @@ def config_error(violations: Iterable[Violation]) -> ConfigError:
     return (UnsupportedConfigError if unsupported else ConfigError)(found)
 
 
+MOST_INTEGER = 2**31 - 1
+"""The largest magnitude of an integer whose setting has no upper limit: it fits every index and counter."""
+MOST_NUMBER = 1e30
+"""The same of other numbers: a product of a few of them still fits 32 bits."""
+MOST_SEED = 2**63 - 1
+MOST_SECONDS = 10**8
+"""The longest time limit, three years: clocks of the operating system take it."""
+
+
 class Range(NamedTuple):
-    """The values that a setting may have, beyond its type. A limit of None does not limit."""
+    """The values that a setting may have, beyond its type. A limit of None does not limit.
+
+    A number without an upper limit is at most ``MOST_INTEGER`` or ``MOST_NUMBER`` in magnitude, so it is finite.
+    """
 
     at_least: float | None = None
     above: float | None = None
@@ -98,17 +115,32 @@ class Range(NamedTuple):
         if not self.empty and not value:
             return False
         bounds = ((ge, self.at_least), (gt, self.above), (le, self.at_most), (lt, self.below))
-        return all(limit is None or holds(value, limit) for holds, limit in bounds)
+        return not self.is_too_large(value) and all(limit is None or holds(value, limit) for holds, limit in bounds)
+
+    def is_too_large(self, value: Any) -> bool:
+        """Whether the magnitude of a number exceeds the upper limit, or that of settings without one."""
+        return isinstance(value, int | float) and not abs(value) <= self.most(value)
+
+    def most(self, value: float) -> float:
+        """Return the largest magnitude of a number of the type of ``value``."""
+        common = MOST_INTEGER if isinstance(value, int) else MOST_NUMBER
+        return max(common, self.at_most or 0, self.below or 0)
 
     def __str__(self) -> str:
         if self.at_most is None and self.below is None:
             if self.above is not None:
-                return f"above {self.above:g}"
-            return "" if self.at_least is None else f"of {self.at_least:g} or more"
-        upper = f"{self.at_most:g}]" if self.below is None else f"{self.below:g})"
+                return f"above {_written(self.above)}"
+            return "" if self.at_least is None else f"of {_written(self.at_least)} or more"
+        upper = f"{_written(self.at_most)}]" if self.at_most is not None else f"{_written(self.below)})"
         if self.at_least is None and self.above is None:
             return f"of at most {upper[:-1]}" if self.below is None else f"below {upper[:-1]}"
-        return f"in {f'[{self.at_least:g}' if self.above is None else f'({self.above:g}'}, {upper}"
+        lower = f"[{_written(self.at_least)}" if self.above is None else f"({_written(self.above)}"
+        return f"in {lower}, {upper}"
+
+
+def _written(limit: float | None) -> str:
+    """Return a limit as a person would write it, with all digits of an integer."""
+    return str(limit) if isinstance(limit, int) else f"{limit:g}"
 
 
 def setting(
@@ -141,6 +173,12 @@ def as_yaml(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"[{','.join(as_yaml(item) for item in value)}]"
     return str(value) if value != "" else "''"
+
+
+def one_line(text: str, most_characters: int = 200) -> str:
+    """Return a text as one line of limited length, for a message."""
+    line = " ".join(text.split())
+    return line if len(line) <= most_characters else f"{line[: most_characters - 3]}..."
 
 
 _collected: ContextVar[list[Violation] | None] = ContextVar("collected", default=None)
@@ -224,7 +262,10 @@ def field_violation(cls: type, name: str, value: Any) -> Violation:
     """Describe a value outside its field's type or range."""
     limits = _ranges(cls).get(name, Range())
     hint = f"; {limits.hint}" if limits.hint else ""
-    return Violation(name, value, f"must be {_describe_range(type_hints(cls)[name], limits)}{hint}")
+    bounds = _describe_range(type_hints(cls)[name], limits)
+    if limits.is_too_large(value) and (value < 0 or (limits.at_most is None and limits.below is None)):
+        bounds += f", and at most {_written(limits.most(value))} in magnitude"
+    return Violation(name, value, f"must be {bounds}{hint}")
 
 
 @cache
@@ -427,12 +468,11 @@ class NodeReader:
         return node
 
     def _target_class(self, target: Any, path: str) -> Any:
-        from hydra.utils import get_object
-
         try:
-            found = get_object(str(target))
-        except Exception as error:  # Hydra wraps every failure of an import of the user's own module
-            problem = f"cannot be imported: {error}"
+            found = pkgutil.resolve_name(str(target))
+        except Exception as error:  # a module of the user may raise anything
+            reason = one_line(f"{type(error).__name__}: {error}")
+            problem = f"cannot be imported: {reason}: write the dotted name of a dataclass"
         else:
             if self.imports or is_dataclass(found):
                 return found

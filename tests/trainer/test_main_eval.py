@@ -78,7 +78,7 @@ def test_a_scorer_that_fails_is_told_with_row_and_file(ray_cluster, tmp_path, ca
     with pytest.raises(SystemExit) as exit:
         main_eval.run_eval(build(tmp_path, rows, scorer=scorer))
     message = capsys.readouterr().err
-    assert exit.value.code == 1
+    assert exit.value.code == 2
     assert f"{tmp_path}/rows.parquet, row 3: " in message and "ZeroDivisionError" in message
 
 

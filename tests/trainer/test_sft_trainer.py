@@ -213,6 +213,38 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(options, monkeypatch, tm
                 assert values[key] == whole[step][key], (step, key)
 
 
+class Curriculum:
+    """The state of a data set of the user's."""
+
+
+def test_a_resume_refuses_another_checkpoint_and_names_other_data(options, monkeypatch, tmp_path, files, caplog):
+    import pyarrow.parquet as pq
+
+    saved = ("trainer.total_training_steps=1", "trainer.save_freq=1")
+    run(options, monkeypatch, tmp_path / "log.jsonl", *saved)
+    folder = tmp_path / "checkpoints" / "global_step_1"
+    table = pq.read_table(files / "train.parquet")
+    pq.write_table(table.take(list(range(table.num_rows))[::-1]), tmp_path / "train.parquet")
+    other = f"data.train_files={tmp_path}/train.parquet"
+    for more, warns in (((), False), ((other,), True)):
+        resumed = SFTTrainer(build(options, *more))
+        assert resumed.checkpoints.load_checkpoint() == 1
+        assert ("data.train_files: the rows, their order" in caplog.text) == warns
+    state = (folder / "data_0.pt").read_bytes()
+    torch.save({"dataset": Curriculum()}, folder / "data_0.pt")
+    name = f"{__name__}.Curriculum"
+    with pytest.raises(ValueError, match=rf"data_0\.pt names {name}.*trainer\.trusted_classes=\[{name}\]"):
+        resumed.checkpoints.load_checkpoint()
+    (folder / "data_0.pt").unlink()
+    with pytest.raises(ValueError, match=r"data_0\.pt is missing: .* Copy it back, or set"):
+        resumed.checkpoints.load_checkpoint()
+    (folder / "data_0.pt").write_bytes(state)
+    folder.rename(folder.with_name("global_step_3"))
+    (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("3")
+    with pytest.raises(ValueError, match="it was saved at step 1, the folder's name says 3"):
+        resumed.checkpoints.load_checkpoint()
+
+
 def check_record(folder, saved):
     """Hold the record of a run to what its metrics say, and its report to the pictures of supervised training."""
     entries = read_entries(folder / "metrics.jsonl")
@@ -315,7 +347,7 @@ def start_two(arguments, log):
         (["data.pad_mode=top"], "top"),
         (["data.train_files=/nowhere.parquet"], r"/nowhere\.parquet: no such file"),
         (["trainer.resume_mode=resume_path"], r"trainer\.resume_from_path=null: must name a global_step"),
-        (["trainer.resume_from_path=/x/step_3"], r"trainer\.resume_from_path=/x/step_3 must name a global_step"),
+        (["trainer.resume_from_path=/x/step_3"], r"trainer\.resume_from_path=/x/step_3: must name a global_step"),
         (["data.use_dynamic_bsz=false", "data.micro_batch_size_per_gpu=null"], r"data\.micro_batch_size_per_gpu"),
         (["data.custom_cls.path=/nowhere.py", "data.custom_cls.name=X"], r"/nowhere\.py"),
         (["model.path=/no/such/folder"], r"model\.path.*/no/such/folder"),

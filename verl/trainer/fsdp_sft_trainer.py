@@ -3,22 +3,26 @@
 ``torchrun -m verl.trainer.fsdp_sft_trainer key=value ...``, or ``python -m`` for one process.
 """
 
+from typing import Any
+
 from omegaconf import DictConfig
 
+from verl.trainer import sft_trainer
 from verl.trainer.config.cli import hydra_main
-from verl.trainer.sft_trainer import SFTTrainer, run_sft
-from verl.utils.distributed import run_and_leave
 
-FSDPSFTTrainer = SFTTrainer
+
+def __getattr__(name: str) -> Any:
+    """Import ``FSDPSFTTrainer`` and ``run_sft``, and torch with them, when they are first asked for."""
+    return getattr(sft_trainer, name.removeprefix("FSDP"))
 
 
 @hydra_main("sft_trainer")
 def main(config: DictConfig) -> None:
     """Run supervised training with the composed configuration."""
-    run_sft(config)
+    sft_trainer.run_checked(config)
 
 
 if __name__ == "__main__":
-    run_and_leave(main)
+    from verl.utils.distributed import run_and_leave
 
-__all__ = ["FSDPSFTTrainer", "main", "run_sft"]
+    run_and_leave(main)

@@ -22,6 +22,7 @@ from verl.protocol import DataProto, pad_dataproto_to_divisor, tensors_of, unpad
 from verl.single_controller.base.errors import phase
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.trainer.config.generation import GenerationConfig
+from verl.utils.chat_template import render_chat
 from verl.utils.dataset.files import ColumnCheck, DataError, localize, read_parquet
 from verl.utils.dataset.rl_dataset import truncate
 from verl.utils.import_utils import import_external_libs
@@ -59,7 +60,7 @@ class Generation:
     def _tokens(self, row: int, messages: list[dict[str, Any]]) -> list[int]:
         present = [{key: value for key, value in message.items() if value is not None} for message in messages]
         try:
-            text = self.tokenizer.apply_chat_template(present, add_generation_prompt=True, tokenize=False)
+            text = render_chat(self.tokenizer, present, {"add_generation_prompt": True, "tokenize": False})
         except (jinja2.TemplateError, ValueError) as error:  # ValueError: the tokenizer has no template
             column = self.config.data.prompt_key
             raise DataError(f"{self.path}, row {row}, column {column!r}: the chat template: {error}") from error

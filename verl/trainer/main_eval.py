@@ -57,14 +57,17 @@ class RowScore:
 
 def run_eval(config: DictConfig) -> None:
     """Score all rows on Ray and log ``{"test_score/<source>": mean}`` to standard output."""
-    from verl.trainer.run.launch import checked, offline_session
+    from verl.trainer.run.launch import checked, run_offline
     from verl.utils.observe.console import get_console
 
     path, rows, scorer = checked(lambda: prepare(config))
     tree: Any = OmegaConf.to_container(config.ray_kwargs, resolve=True)
-    with offline_session(parse_node(tree, RayConfig)[0], "cpu"):
+
+    def score() -> None:
         scores = score_on_ray(path, rows, scorer, **config.scoring)
         get_console().info(json.dumps(summarise(rows, scores)))
+
+    run_offline(parse_node(tree, RayConfig)[0], "cpu", score)
 
 
 def prepare(config: DictConfig) -> tuple[str, list[Row], Scorer]:
@@ -157,7 +160,7 @@ def score_rows(
 
     Raises: DataError naming file and row when the scorer raises or does not return a score.
     """
-    from verl.utils.time_limit import TimeLimitExceeded, time_limit
+    from verl.utils.time_limit import TimeLimitExceeded
     from verl.workers.rewards.scoring import RewardError, Sample, call_scorer
 
     takes_extra = _takes_extra_info(scorer)
@@ -170,8 +173,7 @@ def score_rows(
             sample = Sample(index, row.data_source, "", text, row.ground_truth, row.extra_info or {}, len(text))
             try:
                 call = partial(scorer, row.data_source, text, row.ground_truth, **more)
-                with time_limit(timeout_s):
-                    scores.append(call_scorer(call, sample).value)
+                scores.append(call_scorer(call, sample, timeout_s).value)
             except TimeLimitExceeded:
                 logger.warning("%s, row %d: response %d took longer than %g s", path, row.number, index, timeout_s)
                 scores.append(failure_score)

@@ -4,6 +4,7 @@ The output is the file with one more column, ``responses``. Finished rows are ke
 continues after an interruption. Each response has its own seed, so the result is the same.
 """
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
@@ -12,19 +13,21 @@ from verl.trainer.config.cli import hydra_main
 
 if TYPE_CHECKING:
     from verl.trainer.generation import Generation
+    from verl.trainer.run.owner import Ownership
 
 
 def run_generation(config: DictConfig) -> None:
     """Check the configuration, start Ray, generate and write ``data.output_path``."""
-    from verl.trainer.run.launch import checked, offline_session
+    from verl.trainer.run.launch import checked, run_offline
+    from verl.trainer.run.owner import Ownership
 
-    generation = checked(lambda: prepare(config))
-    with offline_session(generation.config.cluster, generation.config.trainer.device):
-        generation.run()
+    with Ownership() as owner:
+        generation = checked(lambda: prepare(config, owner))
+        run_offline(generation.config.cluster, generation.config.trainer.device, generation.run)
 
 
-def prepare(config: DictConfig) -> "Generation":
-    """Check configuration, machine, model and rows.
+def prepare(config: DictConfig, owner: "Ownership") -> "Generation":
+    """Check configuration, machine, model and rows, and make ``owner`` that of the output.
 
     Raises: ValueError naming the keys, or file, row and column.
     """
@@ -37,6 +40,8 @@ def prepare(config: DictConfig) -> "Generation":
     pools = {"trainer": (trainer.n_gpus_per_node, trainer.nnodes)}
     check_machine(trainer.device, pools, parsed.cluster, {"rollout.name": parsed.rollout.name})
     check_model("model.path", parsed.model.path)
+    output = Path(parsed.data.output_path).expanduser()
+    owner.take("data.output_path", parsed.data.output_path, output.with_name(f".{output.name}.owner"))
     from verl.trainer.generation import Generation
 
     return Generation(parsed)

@@ -14,16 +14,19 @@ import psutil
 from omegaconf import DictConfig, OmegaConf
 
 from verl.trainer.config.cli import hydra_main
+from verl.trainer.config.rules.files import RUN_FOLDERS
 from verl.trainer.config.run_config import RunConfig, needs_reference
 from verl.trainer.ppo.utils import Role, need_critic
 from verl.trainer.run.clock import CLOCK
 from verl.trainer.run.display import LocalDisplay, Terminal, attach_to_launch
 from verl.utils.import_utils import import_external_libs, lazy_exports
+from verl.utils.masking import masked
 
 if TYPE_CHECKING:
     from verl.single_controller.ray import RayWorkerGroup
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
     from verl.trainer.ppo.resources import ResourcePoolManager
+    from verl.trainer.run.watch import Watch
 
 logger = logging.getLogger(__name__)
 
@@ -46,11 +49,12 @@ def run_ppo(config: DictConfig, task_runner_class: Any = None) -> None:
 
     ``task_runner_class`` is a plain class derived from ``TaskRunner``, or a Ray actor class.
 
-    Raises: SystemExit after a short message on standard error: with 2 if a check before the start of Ray failed,
-        otherwise with 1 and the whole trace in ``error.log`` of ``trainer.default_local_dir``.
+    Raises: SystemExit after a short message on standard error: with 2 for a wrong input, otherwise with 1. If the run
+        had started, the whole trace is in ``error.log`` of ``trainer.default_local_dir``.
     """
     from verl.trainer.preflight import check_inputs
-    from verl.trainer.run.launch import checked, ray_session
+    from verl.trainer.run.launch import checked, run_on_ray
+    from verl.trainer.run.owner import Ownership
     from verl.trainer.run.resume import run_folder
 
     CLOCK.moments = []
@@ -59,30 +63,39 @@ def run_ppo(config: DictConfig, task_runner_class: Any = None) -> None:
 
     def check() -> tuple[RunConfig, LocalDisplay]:
         run_config = check_inputs(config, getattr(task_runner_class, "recipe_nodes", ()))
+        folders = {f"trainer.{name}": run_config.trainer[name] for name in RUN_FOLDERS}
+        owner.take_folders(folders, is_elsewhere=not run_config.ray_kwargs.is_local)
         return run_config, LocalDisplay(run_config.trainer.live_view, run_folder(config))
 
-    run_config, display = checked(check)
-    CLOCK.mark("checks")
-    with ray_session(run_config.ray_kwargs, run_config.trainer.device, run_folder(config)):
-        CLOCK.mark("ray_init")
-        _run_in_actor(config, run_config, task_runner_class or TaskRunner, display)
+    with Ownership() as owner:
+        run_config, display = checked(check)
+        CLOCK.mark("checks")
+        runner_class = task_runner_class or TaskRunner
+        run_on_ray(
+            run_config.ray_kwargs,
+            run_config.trainer.device,
+            run_folder(config),
+            lambda watch: _run_in_actor(config, run_config, runner_class, Terminal(display), watch),
+            display,
+            run_config.trainer.worker_call_timeout_s,
+        )
 
 
-def _run_in_actor(config: DictConfig, run_config: RunConfig, task_runner_class: Any, display: LocalDisplay) -> None:
+def _run_in_actor(
+    config: DictConfig, run_config: RunConfig, task_runner_class: Any, terminal: Terminal, watch: "Watch"
+) -> None:
     import ray
 
+    CLOCK.mark("ray_init")
     if not isinstance(task_runner_class, ray.actor.ActorClass):
         task_runner_class = ray.remote(num_cpus=0 if run_config.trainer.device == "cpu" else 1)(task_runner_class)
-    terminal = Terminal(display)
     runner = task_runner_class.options(**_controller_options(run_config)).remote()
     try:
-        runner.__ray_call__.remote(attach_to_launch, terminal.name, CLOCK.moments)
-        terminal.watch(runner.run.remote(config))
-    except BaseException:  # also an interruption: nobody waits for the runner any more
+        runner.__ray_call__.remote(attach_to_launch, terminal.name, CLOCK.moments, watch.activity_path)
+        terminal.watch(runner.run.remote(config), watch)
+    except BaseException:  # also when nobody waits for the runner any more
         ray.kill(runner)
         raise
-    finally:
-        display.close()
 
 
 def _controller_options(run_config: RunConfig) -> dict[str, Any]:
@@ -213,7 +226,7 @@ class TaskRunner:
         CLOCK.mark("task_runner")
         OmegaConf.resolve(config)
         absolute_save_paths(config)
-        logger.info("configuration:\n%s", OmegaConf.to_yaml(config))
+        logger.info("configuration:\n%s", OmegaConf.to_yaml(OmegaConf.create(masked(OmegaConf.to_container(config)))))
         actor_rollout_cls, ray_worker_group_cls = self.add_actor_rollout_worker(config)
         self.add_critic_worker(config)
         self.add_reward_model_worker(config)

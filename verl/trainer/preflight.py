@@ -15,6 +15,8 @@ from verl.trainer.config.validation import checked_config
 from verl.trainer.run.inputs import (
     PROCESSOR_FILES,
     InputError,
+    chat_template_of,
+    check_hub,
     check_machine,
     check_model,
     column_checks,
@@ -43,6 +45,7 @@ def check_inputs(config: DictConfig, recipe_nodes: Collection[str] = ()) -> RunC
     check_run_machine(run)
     check_data(run)
     check_rows(run)
+    check_hub_models(run)
     check_model("actor_rollout_ref.model.path", run.actor_rollout_ref.model.path)
     if run.critic is not None:
         check_model("critic.model.path", run.critic.model.path)
@@ -95,7 +98,7 @@ def check_rows(run: RunConfig) -> None:
 
     Raises: DataError naming file, row and column.
     """
-    from verl.utils.dataset.files import check_data_sources, check_prompt_rows
+    from verl.utils.dataset.files import check_data_sources, check_prompt_rows, check_vision_rows
     from verl.utils.reward_score import data_source_problem
 
     data = run.data
@@ -108,8 +111,11 @@ def check_rows(run: RunConfig) -> None:
     folder = Path(os.path.expanduser(run.actor_rollout_ref.model.path))
     text_only = folder.is_dir() and not any((folder / name).exists() for name in PROCESSOR_FILES)
     for path in local_files(data.train_paths + data.val_paths):
-        for check in column_checks(path, [data.prompt_key, data.reward_fn_key, "reward_model"]):
+        media = data.media_columns().values()
+        for check in column_checks(path, [data.prompt_key, data.reward_fn_key, "reward_model", "extra_info", *media]):
             check_prompt_rows(check, data.prompt_key, data.reward_fn_key, text_only)
+            if text_only:
+                check_vision_rows(check, data, False, data.prompt_key)
             if framework_scores:
                 check_data_sources(check, data.reward_fn_key, problem_of)
 
@@ -123,6 +129,26 @@ def _framework_scores(run: RunConfig) -> bool:
 
 
 # ---- models
+
+
+def check_hub_models(run: RunConfig) -> None:
+    """Check that models of the hub can be loaded; on another cluster the workers know better.
+
+    Raises: InputError naming the key.
+    """
+    if not run.ray_kwargs.is_local:
+        return
+    shared = run.actor_rollout_ref
+    paths = {
+        "actor_rollout_ref.model.path": shared.model.path,
+        "actor_rollout_ref.model.tokenizer_path": shared.model.tokenizer_path,
+        "actor_rollout_ref.ref.model.path": shared.ref.model_path,
+    }
+    if run.critic is not None:
+        paths["critic.model.path"] = run.critic.model.path
+    if run.reward_model.enable:
+        paths["reward_model.model.path"] = run.reward_model.model.path
+    check_hub(paths)
 
 
 def check_reward_model(reward: RewardModelConfig) -> None:
@@ -151,7 +177,7 @@ def check_reward_model(reward: RewardModelConfig) -> None:
 
 
 def check_chat_template(run: RunConfig) -> None:
-    """Check that the tokenizer of a local folder can render prompts; a custom data set may need no template.
+    """Check that the tokenizer of a local folder can render prompts in time; a custom data set may need no template.
 
     Raises: InputError naming the key.
     """
@@ -164,6 +190,23 @@ def check_chat_template(run: RunConfig) -> None:
             f"actor_rollout_ref.model.{key}={path}: its tokenizer has no chat template: set "
             "actor_rollout_ref.model.custom_chat_template, or data.apply_chat_template_kwargs.chat_template"
         )
+    found = None if is_given else chat_template_of(Path(os.path.expanduser(path)))
+    if model.custom_chat_template:
+        check_template_ends("actor_rollout_ref.model.custom_chat_template", model.custom_chat_template)
+    elif found is not None:
+        check_template_ends(f"actor_rollout_ref.model.{key}={found[0]}", found[1])
+
+
+def check_template_ends(name: str, template: str) -> None:
+    """Check that rendering a chat of one message ends; ``name`` is that of the template.
+
+    Raises: InputError.
+    """
+    from verl.utils.chat_template import template_problem
+
+    problem = template_problem(template)
+    if problem is not None:
+        raise InputError(f"{name}: the chat template {problem}: correct it, or give another")
 
 
 def _may_have_template(path: str) -> bool:

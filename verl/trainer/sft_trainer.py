@@ -3,17 +3,28 @@
 from omegaconf import DictConfig
 
 from verl.trainer.config.cli import hydra_main
-from verl.trainer.sft.trainer import SFTTrainer, padded_batch, run_sft
-from verl.utils.distributed import run_and_leave
+from verl.trainer.sft.preflight import check_sft_inputs
+from verl.utils.import_utils import lazy_exports
+
+_TRAINER = "verl.trainer.sft.trainer"
+__getattr__ = lazy_exports(__name__, dict.fromkeys(("SFTTrainer", "padded_batch", "run_sft"), _TRAINER))
+
+
+def run_checked(config: DictConfig) -> None:
+    """Check the inputs before torch is imported, and train."""
+    check_sft_inputs(config)
+    from verl.trainer.sft.trainer import run_sft
+
+    run_sft(config)
 
 
 @hydra_main("sft_trainer_engine")
 def main(config: DictConfig) -> None:
     """Run supervised training with the composed configuration."""
-    run_sft(config)
+    run_checked(config)
 
 
 if __name__ == "__main__":
-    run_and_leave(main)
+    from verl.utils.distributed import run_and_leave
 
-__all__ = ["SFTTrainer", "main", "padded_batch", "run_sft"]
+    run_and_leave(main)

@@ -1,5 +1,6 @@
 """What the driver does with whole batches: rewards, advantages, validation metrics, kept rollouts, pools."""
 
+import pickle
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,6 +15,7 @@ from verl.trainer.ppo.ray_trainer import RayPPOTrainer, apply_kl_penalty, comput
 from verl.trainer.ppo.resources import ResourcePoolManager
 from verl.trainer.ppo.state import RunState
 from verl.trainer.ppo.validation import ValidationSamples, add_extras, summarise
+from verl.utils.loading import UntrustedClassError
 from verl.utils.rollout_skip import RolloutSkip
 
 
@@ -175,8 +177,12 @@ def test_rollouts_are_kept_per_step_and_prompts(tmp_path):
     assert ask(5, 1) == 1 and ask(5, 1) == 1 and ask(5, 2) == 2 and calls == [1, 2]
     assert ask(6, 1) == 3 and ask(6, 1) == 3  # other prompts: made again, and kept instead
     assert ask(6, 1, validate=True) == 4  # validation is never taken from a file
-    (tmp_path / "e_p_GBS1__N2" / "1.pkl").write_bytes(b"cut")
+    kept = tmp_path / "e_p_GBS1__N2" / "1.pkl"
+    kept.write_bytes(b"cut")
     assert ask(6, 1) == 5
+    kept.write_bytes(pickle.dumps(SimpleNamespace(batch=1)))
+    with pytest.raises(UntrustedClassError, match=rf"{kept} names types\.SimpleNamespace.*trainer\.trusted_classes"):
+        ask(6, 1)
 
 
 # ---- pools

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -30,7 +32,9 @@ from verl.trainer.run.resume import (
     read_tracker,
 )
 from verl.utils.checkpoint import write_tracker_atomically
-from verl.utils.dataset.factory import create_rl_sampler
+from verl.utils.checkpoint.files import Manifest, write_text
+from verl.utils.dataset.factory import create_rl_sampler, digest_of, warn_of_other_data
+from verl.utils.dataset.files import rows_digest
 
 ROWS, BATCH = 11, 4  # two batches per epoch, three rows left over
 
@@ -148,6 +152,7 @@ def whole_if_marked(monkeypatch):
 
     monkeypatch.setattr(resume, "find_problems", problems)
     monkeypatch.setattr(resume, "find_misfits", lambda *arguments: [])
+    monkeypatch.setattr(resume, "find_untrusted", lambda *arguments: [])
     monkeypatch.setattr(resume, "find_complete_checkpoints", complete)
 
 
@@ -218,13 +223,64 @@ def test_a_damaged_checkpoint_is_named_with_the_one_before_it(tmp_path, whole_if
 
 
 def test_the_state_of_the_driver(tmp_path):
-    assert load_driver_state(tmp_path) == (None, {})
+    with pytest.raises(IncompleteCheckpointError, match=r"data\.pt is missing: .* Copy it back"):
+        load_driver_state(tmp_path)
     torch.save({"position": 3}, tmp_path / "data.pt")  # as other tools write it: the loader alone
     assert load_driver_state(tmp_path) == ({"position": 3}, {})
     whole = (tmp_path / "data.pt").read_bytes()
     (tmp_path / "data.pt").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(IncompleteCheckpointError, match=r"data\.pt cannot be read"):
         load_driver_state(tmp_path)
+
+
+class Curriculum:
+    """The state of a sampler of the user's."""
+
+
+def test_a_prepared_or_renamed_checkpoint_is_refused_before_ray_starts(tmp_path):
+    """No torch is needed for this, so the launching process does it."""
+    folder = tmp_path / "global_step_4"
+    Manifest(1, 0, 4).write(folder / "actor")
+    write_text(folder / "actor", "fsdp_config.json", '{"world_size": 1}')
+    run = config_for(tmp_path, n_gpus_per_node=1)
+    write_tracker_atomically(tmp_path, 4)
+    with pytest.raises(IncompleteCheckpointError, match=r"data\.pt is missing: .* Copy it back"):
+        find_resume_folder(run)
+    save_driver_state(folder, {"sampler": Curriculum()}, {})
+    name = f"{__name__}.Curriculum"
+    refusal = rf"data\.pt names {name}.* trainer\.trusted_classes=\[{name}\]"
+    with pytest.raises(IncompleteCheckpointError, match=refusal):
+        find_resume_folder(run)
+    assert find_resume_folder(config_for(tmp_path, n_gpus_per_node=1, trusted_classes=[name])) == folder
+    save_driver_state(folder, {"position": 3}, {})
+    assert find_resume_folder(run) == folder
+    folder.rename(tmp_path / "global_step_8")
+    write_tracker_atomically(tmp_path, 8)
+    with pytest.raises(IncompleteCheckpointError, match="actor: it was saved at step 4, the folder's name says 8"):
+        find_resume_folder(run)
+
+
+@pytest.mark.parametrize("other, warns", [([4, 3, 2, 1], True), ([1, 2, 3, 4], False), ([1, 2, 3, 4, 5], True)])
+def test_other_data_than_those_of_the_checkpoint_are_named(tmp_path, caplog, other, warns):
+    def data(values):
+        return SimpleNamespace(rows_digest=rows_digest([pa.table({"prompt": values})]))
+
+    saved = digest_of(data([1, 2, 3, 4]))
+    warn_of_other_data(saved, data(other))
+    assert ("data.train_files: the rows, their order" in caplog.text) == warns
+    warn_of_other_data(None, data(other))  # a checkpoint of an earlier version
+    warn_of_other_data(saved, SimpleNamespace())  # a data set of the user's
+    assert len(caplog.records) == warns
+
+
+def test_the_digest_of_rows_does_not_depend_on_how_their_file_is_cut(tmp_path):
+    names = ["a", None, "b"] * 4000
+    table = pa.table({"prompt": [[{"role": name, "content": "x"}] for name in names], "n": names})
+    found = set()
+    for rows in (777, 8192, 100_000):
+        pq.write_table(table, tmp_path / "rows.parquet", row_group_size=rows)
+        found.add(rows_digest([pq.read_table(tmp_path / "rows.parquet")]))
+    assert len(found) == 1
 
 
 def test_folders_that_the_workers_have_emptied_are_removed(tmp_path):
@@ -259,7 +315,7 @@ class WritingGroup:
                 shutil.rmtree(older)
 
 
-LOADER = SimpleNamespace(state_dict=dict)
+LOADER = SimpleNamespace(state_dict=dict, dataset=None)
 KL_CONTROLLER = SimpleNamespace(state_dict=dict)
 
 
@@ -283,7 +339,7 @@ def test_a_checkpoint_is_removed_only_when_the_next_one_is_named(tmp_path):
     assert read_tracker(tmp_path, None) == 2
     assert load_driver_state(tmp_path / "remote" / "global_step_1") == (
         {},
-        {"kl_ctrl_in_reward": {}, "seed": 1, "epoch": 0},
+        {"kl_ctrl_in_reward": {}, "seed": 1, "epoch": 0, "data_digest": None},
     )
     assert sorted(path.name for path in (tmp_path / "global_step_2").iterdir()) == ["actor", "critic", "data.pt"]
 

@@ -1,11 +1,16 @@
 """The reward of a step: what is waited for when, and what the reward function gets to see."""
 
+import functools
+
 import numpy as np
 import pytest
 import torch
 
 from verl.protocol import DataProto
-from verl.trainer.ppo.reward import PendingReward
+from verl.single_controller.base import errors
+from verl.trainer.ppo.reward import PendingReward, compute_reward
+from verl.utils.import_utils import load_extern_type
+from verl.utils.observe import activity
 
 
 class Group:
@@ -92,3 +97,35 @@ def test_the_manager_of_the_docs_joins_model_and_rule():
     data.non_tensor_batch.update({name: np.array(values, dtype=object) for name, values in columns.items()})
     assert manager(data)[:, 1].tolist() == pytest.approx([2.3, 2.1, 1.8])
     assert manager(data)[:, 1].tolist() == [2.0] * 3  # in validation there are no rm_scores
+
+
+SCORER = """
+import json
+
+def compute_score(data_source, path):
+    return json.load(open(path))
+"""
+
+
+def test_the_launching_process_learns_of_the_scorer_that_runs(tmp_path, monkeypatch):
+    """It names the scorer when the trainer dies in it."""
+    monkeypatch.setattr(activity, "_file", None)  # which is put back
+    (tmp_path / "mine.py").write_text(SCORER)
+    (tmp_path / "activity.json").touch()
+    scorer = functools.partial(load_extern_type(str(tmp_path / "mine.py"), "compute_score"), "letters")
+    during = []
+
+    class Manager:
+        compute_score = scorer
+
+        def __call__(self, data):
+            during.append(scorer(tmp_path / "activity.json"))
+            return torch.zeros(1, 2)
+
+    activity.report_activity_to(tmp_path / "activity.json")
+    with errors.phase("reward", step=4):
+        compute_reward(DataProto.from_dict({"responses": torch.zeros(1, 2)}), Manager())
+    after = activity.ActivityFile(tmp_path / "activity.json").read()
+    assert during[0]["phase"] == "in phase reward, step 4"
+    assert during[0]["scorer"] == f"compute_score of {tmp_path}/mine.py"
+    assert str(after) == "after phase reward, step 4"

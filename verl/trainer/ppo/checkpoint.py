@@ -2,7 +2,7 @@
 
 import logging
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,12 @@ from verl.single_controller.base.errors import phase
 from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo.state import RunState
-from verl.trainer.run.resume import DATA_NAME, IncompleteCheckpointError, run_folder, step_of
+from verl.trainer.run.resume import DATA_NAME, MISSING_DATA, IncompleteCheckpointError, run_folder, step_of
 from verl.utils import hdfs_io
 from verl.utils.checkpoint import should_save_ckpt_esi, write_tracker_atomically
-from verl.utils.checkpoint.files import STEP_FOLDER, write_file
+from verl.utils.checkpoint.files import STEP_FOLDER, CheckpointError, write_file
+from verl.utils.dataset.factory import digest_of, warn_of_other_data
+from verl.utils.loading import UntrustedClassError, load_state
 
 logger = logging.getLogger(__name__)
 
@@ -32,21 +34,23 @@ def save_driver_state(folder: str | Path, dataloader_state: Mapping[str, Any], s
     write_file(folder, DATA_NAME, lambda file: torch.save(content, file))
 
 
-def load_driver_state(folder: str | Path) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-    """Return (loader state, driver state); (None, {}) if ``data.pt`` is missing.
+def load_driver_state(folder: str | Path, trusted_classes: Iterable[str] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return (loader state, driver state).
 
     It also reads a file that holds the loader state alone, as other tools write it.
 
-    Raises: IncompleteCheckpointError when the file is cut short.
+    Raises: UntrustedClassError, a ValueError, when the state names classes that may run code;
+        IncompleteCheckpointError when the file is missing or damaged.
     """
     path = Path(folder, DATA_NAME)
-    if not path.exists():
-        logger.warning("%s is missing: the training data start from the beginning", path)
-        return None, {}
     try:
-        content = torch.load(path, weights_only=False)
-    except (EOFError, RuntimeError, OSError, ValueError) as error:
-        raise IncompleteCheckpointError(f"{path} cannot be read: {error}") from error
+        content = load_state(path, trusted_classes)
+    except FileNotFoundError:
+        raise IncompleteCheckpointError(f"{path} {MISSING_DATA}") from None
+    except UntrustedClassError:
+        raise
+    except CheckpointError as error:
+        raise IncompleteCheckpointError(str(error)) from error
     if isinstance(content, dict) and content.keys() == {"dataloader", "driver"}:
         return content["dataloader"], content["driver"]
     return content, {}
@@ -112,6 +116,7 @@ class Checkpoints:
         for role, group in self.groups.items():
             group.save_checkpoint(f"{folder}/{role}", None if remote is None else f"{remote}/{role}", state.step)
         driver = {"kl_ctrl_in_reward": self.kl_ctrl.state_dict(), "seed": state.seed, "epoch": state.epoch}
+        driver["data_digest"] = digest_of(self.loader.dataset)
         save_driver_state(folder, self.loader.state_dict(), driver)
         if remote is not None:
             hdfs_io.makedirs(remote, exist_ok=True)
@@ -144,9 +149,9 @@ class Checkpoints:
             for role, group in self.groups.items():
                 group.load_checkpoint(str(folder / role), del_local_after_load=delete_after_load)
         state.weights_version += 1
-        loader_state, driver = load_driver_state(folder)
-        if loader_state is not None:
-            self.loader.load_state_dict(loader_state)
+        loader_state, driver = load_driver_state(folder, self.run.trainer.trusted_classes)
+        self.loader.load_state_dict(loader_state)
+        warn_of_other_data(driver.get("data_digest"), self.loader.dataset)
         # Checkpoints of older versions do not hold the epoch.
         state.epoch = driver.get("epoch", (state.step - 1) // len(self.loader))
         if "kl_ctrl_in_reward" in driver:

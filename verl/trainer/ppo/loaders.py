@@ -8,6 +8,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from verl.base_config import WrongInput
 from verl.trainer.ppo.state import RunState
 from verl.utils.dataset.config import DataConfig
 from verl.utils.dataset.factory import stateful_loader
@@ -19,7 +20,7 @@ Rows = Mapping[str, Any]
 CollateFn = Callable[..., Rows]
 
 
-class EmptyLoaderError(ValueError, AssertionError):
+class EmptyLoaderError(WrongInput, AssertionError):
     """The data do not fill one batch."""
 
 

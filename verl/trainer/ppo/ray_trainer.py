@@ -234,7 +234,8 @@ class RayPPOTrainer:
         if state.engine_version == state.weights_version or self.run_config.actor_rollout_ref.rollout.skip_rollout:
             return
         if hasattr(self.actor_rollout_wg, "sync_weights"):  # a fork's worker class need not have it
-            self.actor_rollout_wg.sync_weights(state.step)
+            with phase("weight_sync", step=state.step):
+                self.actor_rollout_wg.sync_weights(state.step)
             state.engine_version = state.weights_version
 
     # ---- the loop

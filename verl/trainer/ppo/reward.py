@@ -16,10 +16,13 @@ from transformers import PreTrainedTokenizerBase
 from verl.protocol import DataProto, DataProtoFuture, tensors_of
 from verl.single_controller.ray import RayWorkerGroup
 from verl.utils.metric import reduce_metrics
+from verl.utils.observe.activity import noted_scorer
+from verl.utils.process_pool import START_TIMEOUT_S
 from verl.utils.ray_utils import without_nsight
+from verl.utils.time_limit import TimeLimitExceeded, time_limit
 from verl.workers.rewards.loading import get_custom_reward_fn as get_custom_reward_fn
 from verl.workers.rewards.loading import load_reward_manager as load_reward_manager
-from verl.workers.rewards.scoring import FAILURE_COLUMN, RewardError, ScoringLimits
+from verl.workers.rewards.scoring import FAILURE_COLUMN, RewardError, ScoringLimits, describe_scorer
 
 logger = logging.getLogger(__name__)
 _warn_once = cache(logger.warning)
@@ -50,13 +53,25 @@ def reward_kwargs(config: DictConfig) -> dict[str, Any]:
 def compute_reward(data: DataProto, reward_fn: RewardFn) -> Reward:
     """Score a batch; a function without the parameter ``return_dict`` gives no extras.
 
-    Raises: RewardError when more responses cannot be scored than ``reward_model.scoring.max_failed_ratio`` allows.
+    Our managers keep ``batch_timeout_s`` themselves. The limit here, with time to start processes, is for others.
+
+    Raises: RewardError when more responses cannot be scored than ``reward_model.scoring.max_failed_ratio`` allows, or
+        when the reward function does not end.
     """
-    scores, extras = _call(data, reward_fn)
+    limits = getattr(reward_fn, "limits", ScoringLimits())
+    name = describe_scorer(getattr(reward_fn, "compute_score", None) or reward_fn)
+    try:
+        with noted_scorer(name), time_limit(limits.batch_timeout_s + START_TIMEOUT_S):
+            scores, extras = _call(data, reward_fn)
+    except TimeLimitExceeded as error:
+        raise RewardError(
+            f"the reward manager {type(reward_fn).__name__}, which calls {name}, did not end within "
+            f"reward_model.scoring.batch_timeout_s={limits.batch_timeout_s:g} and {START_TIMEOUT_S:g} s more"
+        ) from error
     for name in OWN_COLUMNS & extras.keys():
         _warn_once("the reward function returns %r, a column of the trainer: the trainer's values are kept", name)
     extras = {name: values for name, values in extras.items() if name not in OWN_COLUMNS}
-    return settled(data, scores, extras, limits=getattr(reward_fn, "limits", ScoringLimits()))
+    return settled(data, scores, extras, limits)
 
 
 def _call(data: DataProto, reward_fn: RewardFn) -> Reward:
@@ -153,7 +168,8 @@ class PendingReward:
         """Wait for both scorers; return token-level scores (B, R) and the extras of the reward function.
 
         The batch then also holds the scores of the reward model, as ``rm_scores`` (B, R).
-        Raises: WorkerError when the reward model dies or exceeds the deadline of its group.
+        Raises: WorkerError when the reward model dies or exceeds the deadline of its group; RewardError when the task
+            of the reward function exceeds ``timeout_s``, which ends it.
         """
         if self._model_scores is not None:
             self._start_rule(batch, metrics)
@@ -161,7 +177,14 @@ class PendingReward:
         self._rule = None
         assert rule is not None, "take() needs start(), and works once"
         if isinstance(rule, ray.ObjectRef):
-            rule = ray.get(rule, timeout=self.timeout_s)
+            try:
+                return ray.get(rule, timeout=self.timeout_s)
+            except ray.exceptions.GetTimeoutError as error:
+                ray.cancel(rule, force=True)
+                raise RewardError(
+                    f"the task of {describe_scorer(self.reward_fn)} did not end within "
+                    f"trainer.worker_call_timeout_s={self.timeout_s:g}"
+                ) from error
         return rule
 
     def _start_rule(self, batch: DataProto, metrics: dict[str, float]) -> None:

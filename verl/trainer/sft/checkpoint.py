@@ -3,7 +3,7 @@
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from verl.trainer.run.resume import step_of
+from verl.trainer.run.resume import MISSING_DATA, step_of
 from verl.utils import hdfs_io
 from verl.utils.checkpoint import files
+from verl.utils.dataset.factory import digest_of, warn_of_other_data
+from verl.utils.loading import load_state
 
 if TYPE_CHECKING:
     from torchdata.stateful_dataloader import StatefulDataLoader
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RUN_STATE_NAME = "run_state.json"
+_DIGEST_KEY = "data_digest"
 
 
 @dataclass
@@ -37,6 +40,7 @@ class CheckpointHandler:
         default_hdfs_dir: finished checkpoints are copied there.
         resume_mode: ``auto`` resumes from ``resume_from_path`` if given, else from the latest; ``disable`` starts anew.
         resume_from_path: a folder ``global_step_<N>``.
+        trusted_classes: classes that the state of the loader may hold.
 
     Attributes: ``run_state`` holds the counters of the run, restored from the checkpoint.
     """
@@ -49,6 +53,7 @@ class CheckpointHandler:
     default_hdfs_dir: str | None = None
     resume_mode: str = "auto"
     resume_from_path: str | None = None
+    trusted_classes: Sequence[str] = ()
     run_state: dict[str, Any] = field(default_factory=dict, init=False)
     _unfinished: int | None = field(default=None, init=False)
 
@@ -71,7 +76,8 @@ class CheckpointHandler:
             state = self.train_dataloader.state_dict()
             files.write_file(folder, self._loader_file(), lambda file: torch.save(state, file))
         if self.rank == 0:
-            files.write_text(folder, RUN_STATE_NAME, json.dumps(dict(run_state or {})))
+            content = {**(run_state or {}), _DIGEST_KEY: digest_of(self.train_dataloader.dataset)}
+            files.write_text(folder, RUN_STATE_NAME, json.dumps(content))
         self._barrier()
         self.engine.save_checkpoint(local_path=folder, hdfs_path=None, global_step=step)
         self._unfinished = step
@@ -98,22 +104,29 @@ class CheckpointHandler:
     def load_checkpoint(self) -> int:
         """Restore engine and loader, and return the step to continue from, 0 without a checkpoint; collective.
 
-        Raises: CheckpointError when the folder does not exist.
+        Raises: CheckpointError when the folder does not exist, has another name than at the save, or lacks the state
+            of the loader; UntrustedClassError when that state names classes that may run code.
         """
         folder = self._folder()
         if folder is None:
             return 0
         step = step_of(folder)
+        if problem := files.renamed_problem(folder, folder):
+            raise files.CheckpointError(f"checkpoint {folder} cannot be resumed from: {problem}")
         logger.warning("resuming from %s", folder)
+        path = Path(folder, self._loader_file())
+        try:
+            position = load_state(path, self.trusted_classes)
+        except FileNotFoundError:
+            others = len(list(Path(folder).glob(files.DATA_GLOB)))
+            hint = f", or start as many data-parallel ranks as wrote the checkpoint, {others}" if others else ""
+            raise files.CheckpointError(f"{path} {MISSING_DATA}{hint}, or set trainer.resume_mode=disable") from None
         self.engine.load_checkpoint(folder)
-        loader = os.path.join(folder, self._loader_file())
-        if os.path.exists(loader):
-            self.train_dataloader.load_state_dict(torch.load(loader, weights_only=False))
-        else:
-            logger.warning("%s is missing: the loader starts from its first batch", loader)
+        self.train_dataloader.load_state_dict(position)
         counted = Path(folder, RUN_STATE_NAME)
         if counted.exists():
             self.run_state = json.loads(counted.read_text())
+            warn_of_other_data(self.run_state.get(_DIGEST_KEY), self.train_dataloader.dataset)
         else:
             logger.warning("%s is missing: counters of the run, such as tokens, start at 0", counted)
         return step

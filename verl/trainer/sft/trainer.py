@@ -18,7 +18,9 @@ from verl.base_config import ConfigError, Violation
 from verl.protocol import DataProto, tensors_of
 from verl.trainer.config.sft import EACH_EPOCH, TrainerOptions, as_engine_tree, parse_sft_config
 from verl.trainer.run.output import RankReport, RunOutput, take_digests
+from verl.trainer.run.owner import Ownership
 from verl.trainer.sft.checkpoint import CheckpointHandler
+from verl.trainer.sft.preflight import holds_text_pairs
 from verl.utils import envs
 from verl.utils.dataset.factory import SeededRandomSampler, load_class, stateful_loader
 from verl.utils.dataset.sft_dataset import MultiTurnSFTDataset, SFTDataset, SFTTensorCollator
@@ -199,6 +201,7 @@ class SFTTrainer:
             default_hdfs_dir=settings.trainer.default_hdfs_dir,
             resume_mode=settings.trainer.resume_mode,
             resume_from_path=settings.trainer.resume_from_path,
+            trusted_classes=settings.trainer.trusted_classes,
         )
         self.flops = FlopsCounter(settings.model.hf_config, adapters=self.engine.adapter_sizes)
         self.loss_fn = partial(sft_loss, None)
@@ -215,8 +218,7 @@ class SFTTrainer:
 
     def _dataset(self, files: str | list[str]) -> Dataset[Row]:
         data = self.tree.data  # a data set of the user reads keys that this trainer does not know
-        columns_of_text = "prompt_key" in data and not data.multiturn.enable
-        usual = SFTDataset if columns_of_text else MultiTurnSFTDataset
+        usual = SFTDataset if holds_text_pairs(data) else MultiTurnSFTDataset
         cls: type[Any] = load_class(data.custom_cls, "data.custom_cls", Dataset, ("path", "name")) or usual
         self.marks_predictors = issubclass(cls, SFTDataset)
         media = {"processor": self.config.model.processor} if issubclass(cls, MultiTurnSFTDataset) else {}
@@ -352,11 +354,16 @@ class SFTTrainer:
 
 
 def run_sft(config: DictConfig) -> None:
-    """Train by a composed configuration, alone or as one of the processes of torchrun."""
-    if envs.integer("WORLD_SIZE", 1) > 1:
-        initialize_global_process_group()
-    try:
-        SFTTrainer(config).fit()
-    finally:
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+    """Train by a composed configuration, alone or as one of the processes of torchrun; rank 0 owns the folder."""
+    world_size = envs.integer("WORLD_SIZE", 1)
+    trainer = parse_sft_config(config, world_size).trainer
+    with Ownership() as owner:
+        if envs.integer("RANK", 0) == 0:
+            owner.take_folders({"trainer.default_local_dir": trainer.default_local_dir})
+        if world_size > 1:
+            initialize_global_process_group()
+        try:
+            SFTTrainer(config).fit()
+        finally:
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()

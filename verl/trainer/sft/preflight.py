@@ -1,0 +1,72 @@
+"""Check a supervised run before torch is imported: configuration, trackers, data files, model and checkpoint."""
+
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from verl.trainer.config.sft import TrainerOptions, as_engine_tree, parse_sft_config
+from verl.trainer.run.inputs import InputError, check_model, column_checks, local_files
+from verl.trainer.run.resume import IncompleteCheckpointError
+from verl.utils import envs
+from verl.utils.checkpoint.files import find_latest_ckpt_path, verify_checkpoint
+from verl.utils.dataset.config import DataConfig
+from verl.utils.dataset.files import as_file_list, check_conversations, check_text_pairs
+from verl.utils.observe.tracking import check_backends
+
+
+def check_sft_inputs(config: DictConfig) -> None:
+    """Check what can be checked before the model is loaded.
+
+    Raises: WrongInput naming the dotted key, or file, row and column.
+    """
+    try:
+        processes = envs.integer("WORLD_SIZE", 1)
+        of_node = envs.integer("LOCAL_WORLD_SIZE", 1)
+    except ValueError as error:
+        raise InputError(str(error)) from None
+    run = parse_sft_config(config, processes)
+    check_backends(run.trainer.logger)
+    tree = as_engine_tree(config)
+    if not tree.data.custom_cls.path:
+        check_rows(tree.data)
+    check_model("model.path" if "engine" in config else "model.partial_pretrain", run.model.path)
+    if processes == of_node:  # other nodes may have other disks
+        check_checkpoint(run.trainer)
+
+
+def holds_text_pairs(data: Any) -> bool:
+    """Whether rows are a prompt and a response, as the tree ``sft_trainer`` has them, and not a conversation."""
+    return "prompt_key" in data and not data.multiturn.enable
+
+
+def check_rows(data: DictConfig) -> None:
+    """Check the first rows of the data files, by the columns that become tokens.
+
+    Raises: DataError naming file, row and column.
+    """
+    columns = DataConfig.of_data_set(data.get("multiturn") or data)
+    pairs = DataConfig.of_data_set(data)
+    files = as_file_list(data.train_files) + (as_file_list(data.val_files) if data.val_files else [])
+    for path in local_files(files):
+        if holds_text_pairs(data):
+            for check in column_checks(path, [pairs.prompt_key, pairs.response_key]):
+                check_text_pairs(check, pairs)
+        else:
+            for check in column_checks(path, [columns.messages_key]):
+                check_conversations(check, columns.messages_key)
+
+
+def check_checkpoint(trainer: TrainerOptions) -> None:
+    """Check that the checkpoint that the run resumes from is whole.
+
+    Raises: IncompleteCheckpointError naming the folder, or CheckpointError naming the tracker file.
+    """
+    if trainer.resume_mode == "disable":
+        return
+    folder = trainer.resume_from_path or find_latest_ckpt_path(Path(trainer.default_local_dir).expanduser())
+    problems = [] if folder is None else verify_checkpoint(Path(folder).expanduser())
+    if problems:
+        shown = "; ".join(problems[:4])
+        afresh = "name another one in trainer.resume_from_path, or start from scratch with trainer.resume_mode=disable"
+        raise IncompleteCheckpointError(f"checkpoint {folder} cannot be resumed from: {shown}: {afresh}")
