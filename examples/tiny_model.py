@@ -159,7 +159,7 @@ def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, save_dir: 
     tokenizer.save_pretrained(save_dir)
     # for some model types AutoTokenizer ignores the saved class; check that text still round-trips
     probe = "1 + 1 =\n\té"
-    reloaded = AutoTokenizer.from_pretrained(save_dir)
+    reloaded = AutoTokenizer.from_pretrained(save_dir, trust_remote_code=False)
     assert reloaded.decode(reloaded(probe)["input_ids"]) == probe, "the saved tokenizer loses text"
 
 

@@ -30,25 +30,34 @@ class DumpError(ValueError):
     """A dump cannot be read."""
 
 
-def dump_files(path: Path) -> list[Path]:
-    """Return the dumps of a folder sorted by step, or the given file."""
+def dump_files(path: Path, step: str | None) -> list[Path]:
+    """Return the given file, or the dumps of a folder sorted by step: of one step, of "all", or of the newest."""
     if path.is_file():
         return [path]
-    files = sorted((file for file in path.glob("*.jsonl") if file.stem.isdigit()), key=lambda file: int(file.stem))
+    named = (file for file in path.glob("*.jsonl") if file.is_file() and file.stem.isdecimal())
+    files = {str(int(file.stem)): file for file in sorted(named, key=lambda file: int(file.stem))}
     if not files:
         raise DumpError(f"{path} holds no <step>.jsonl; give the folder of trainer.rollout_data_dir, or a file in it")
-    return files
+    if step == "all":
+        return list(files.values())
+    chosen = step or list(files)[-1]
+    if chosen not in files:
+        raise DumpError(f"--step {step}: {path} holds no {step}.jsonl; write all, or one of {', '.join(files)}")
+    return [files[chosen]]
 
 
 def read(file: Path) -> Iterator[Sample]:
     """Yield the samples of a file."""
-    for number, line in enumerate(file.read_text(encoding="utf-8").split("\n")):  # texts may hold other line ends
+    for number, line in enumerate(file.read_bytes().split(b"\n")):  # texts may hold other line ends
         if not line:
             continue
         try:
-            yield {"sample": number, **json.loads(line)}
-        except (ValueError, TypeError) as error:
-            raise DumpError(f"{file}, line {number + 1}: {error}") from error
+            sample = {"sample": number, **json.loads(line.decode("utf-8"))}
+            float(sample.get("score") or 0)
+        except (ValueError, TypeError, RecursionError) as error:
+            reason = f"is not a sample as trainer.rollout_data_dir holds them: {error}"
+            raise DumpError(f"{file}, line {number + 1}: {reason}") from error
+        yield sample
 
 
 def select(samples: Iterator[Sample], args: argparse.Namespace) -> list[Sample]:
@@ -121,11 +130,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = build_parser().parse_args(arguments)
     console = Console(width=None if sys.stdout.isatty() else 160)
     try:
-        files = dump_files(args.path)
-        if args.step is None:
-            files = files[-1:]
-        elif args.step != "all":
-            files = [file for file in files if file.stem == args.step]
+        files = dump_files(args.path, args.step)
         samples = select((sample for file in files for sample in read(file)), args)
     except (DumpError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")

@@ -2,11 +2,13 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -32,9 +34,9 @@ PRELOAD_TIMEOUT_S = 300
 """The imports take about 15 s on an idle core, and several times that on a busy machine."""
 
 
-@pytest.fixture(scope="session")
-def preloaded_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """Return the variables with which Ray workers are forks of a process that has the imports; see tests/preloaded."""
+@contextmanager
+def preloaded() -> Iterator[dict[str, str]]:
+    """Yield the variables with which Ray workers are forks of a process that has the imports; see tests/preloaded."""
     folder = Path(__file__).parent / "preloaded"
     address = Path(tempfile.mkdtemp(prefix="vpre")) / "socket"  # the path of a socket may have about 100 characters
     variables = {"VERL_TEST_PRELOADED": str(address), "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{folder}"}
@@ -48,6 +50,13 @@ def preloaded_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict
         assert server.stdin is not None
         server.stdin.close()  # it ends
     shutil.rmtree(address.parent, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def preloaded_workers() -> Iterator[dict[str, str]]:
+    """Return the variables of ``preloaded``."""
+    with preloaded() as variables:
+        yield variables
 
 
 @pytest.fixture(scope="session")
@@ -91,7 +100,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Refuse two processes that would write the same page."""
+    """Refuse two processes that would write the same page; let tests send Ctrl-C.
+
+    A shell that starts the suite in the background makes it, and all that it starts, ignore Ctrl-C.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("--verification") and getattr(config.option, "numprocesses", None):
         raise pytest.UsageError("--verification needs one process: add -n 0")
 

@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 
-from verl.base_config import BaseConfig, ConfigError, UnsupportedConfigError, Violation
+from verl.base_config import (
+    MOST_INTEGER,
+    MOST_SEED,
+    BaseConfig,
+    ConfigError,
+    UnsupportedConfigError,
+    Violation,
+    setting,
+)
 
 
 @dataclass
@@ -94,3 +102,31 @@ def test_errors_list_everything_and_are_the_established_types():
     with pytest.raises(UnsupportedConfigError) as unsupported:
         Node(count=13)
     assert isinstance(unsupported.value, NotImplementedError) and isinstance(unsupported.value, ConfigError)
+
+
+@dataclass
+class Numbers(BaseConfig):
+    rate: float = setting(0.5, at_least=0)
+    seed: int = setting(1, at_most=MOST_SEED)
+    steps: int | None = setting(None)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"rate": float("inf")}, "rate=inf: must be a number of 0 or more, and at most 1e+30 in magnitude"),
+        ({"rate": 10**400}, "must be a number of 0 or more, and at most 2147483647 in magnitude"),
+        ({"seed": 2**70}, f"seed={2**70}: must be an integer of at most {MOST_SEED}"),
+        ({"seed": -(2**70)}, f"at most {MOST_SEED} in magnitude"),
+        ({"steps": 2**40}, f"steps={2**40}: must be an integer or null, and at most 2147483647 in magnitude"),
+    ],
+)
+def test_every_number_is_finite_and_has_a_limit(values, message):
+    with pytest.raises(ConfigError) as caught:
+        Numbers(**values)
+    assert message in str(caught.value)
+    assert Numbers(rate=1e29, seed=-MOST_SEED, steps=MOST_INTEGER).seed == -MOST_SEED
+
+
+def test_a_long_value_is_cut_in_the_message():
+    assert len(str(Violation("name", "x" * 5000, "must be short"))) < 250

@@ -10,15 +10,15 @@ Without a network, draw figures and ask for their area; this also writes answers
     python examples/data_preprocess/geo3k.py --synthetic --local_save_dir ~/data/figures
 """
 
-import argparse
 import io
-import os
 import random
 import sys
 from typing import Any
 
 import datasets
 from PIL import Image, ImageDraw
+
+from verl.utils.dataset.preparation import SPLITS, build_parser, read_raw, write_tables
 
 HUB_NAME = "hiyouga/geometry3k"
 DATA_SOURCE = "hiyouga/geometry3k"
@@ -51,7 +51,7 @@ def rl_row(problem: str, answer: str, images: list[Any], split: str, index: int,
 
 def geo3k_tables(local_dataset_path: str | None) -> dict[str, datasets.Dataset]:
     """Read the published splits from the hub or a local copy; images stay encoded."""
-    raw = datasets.load_dataset(os.path.expanduser(local_dataset_path) if local_dataset_path else HUB_NAME)
+    raw = read_raw(HUB_NAME, local_dataset_path, ("problem", "answer", "images"))
 
     def as_row(example: Row, index: int, split: str) -> Row:
         return rl_row(example["problem"], example["answer"], example["images"], split, index, INSTRUCTION)
@@ -65,7 +65,7 @@ def geo3k_tables(local_dataset_path: str | None) -> dict[str, datasets.Dataset]:
             fn_kwargs={"split": split},
             remove_columns=[name for name in raw[split].column_names if name != "images"],
         )
-        for split in ("train", "test")
+        for split in SPLITS
     }
 
 
@@ -128,31 +128,18 @@ def synthetic_tables(seed: int = 0) -> dict[str, datasets.Dataset]:
     }
 
 
-def main() -> None:
-    """Write the parquet files."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> int:
+    """Write the parquet files; return the exit code."""
+    parser = build_parser(__doc__, "geo3k")
     parser.add_argument("--synthetic", action="store_true", help="draw figures instead of reading Geometry3K")
-    parser.add_argument("--local_dataset_path", help="folder with the raw data set, instead of the hub")
-    parser.add_argument("--local_save_dir", default="~/data/geo3k", help="output folder (default: ~/data/geo3k)")
-    parser.add_argument("--local_dir", help="deprecated: use --local_save_dir")
-    parser.add_argument("--hdfs_dir", help="also copy the files to this HDFS folder")
     parser.add_argument("--seed", type=int, default=0, help="seed of the synthetic figures (default: 0)")
     args = parser.parse_args()
-    if args.local_dir is not None:
-        print("--local_dir is deprecated: use --local_save_dir", file=sys.stderr)
-    save_dir = os.path.expanduser(args.local_dir or args.local_save_dir)
-    os.makedirs(save_dir, exist_ok=True)
-    tables = synthetic_tables(args.seed) if args.synthetic else geo3k_tables(args.local_dataset_path)
-    for name, rows in tables.items():
-        path = os.path.join(save_dir, f"{name}.parquet")
-        rows.to_parquet(path)
-        print(f"wrote {len(rows)} rows to {path}")
-    if args.hdfs_dir is not None:
-        from verl.utils import hdfs_io
 
-        hdfs_io.makedirs(args.hdfs_dir)
-        hdfs_io.copy(save_dir, args.hdfs_dir)
+    def tables() -> dict[str, datasets.Dataset]:
+        return synthetic_tables(args.seed) if args.synthetic else geo3k_tables(args.local_dataset_path)
+
+    return write_tables(tables, args)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

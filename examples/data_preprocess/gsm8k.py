@@ -13,14 +13,13 @@ The warm-up's solutions forget most carries. So a model that imitates them gets 
 something to learn from the reward.
 """
 
-import argparse
-import os
 import random
 import re
 import sys
+from functools import partial
 from typing import Any
 
-import datasets
+from verl.utils.dataset.preparation import SPLITS, build_parser, read_raw, rows_of, write_tables
 
 HUB_NAME = "openai/gsm8k"
 DATA_SOURCE = "openai/gsm8k"
@@ -61,21 +60,15 @@ def extract_solution(answer: str) -> str:
 
 def gsm8k_tables(local_dataset_path: str | None) -> dict[str, list[Row]]:
     """Read the published splits from the hub or a local copy."""
-    raw = datasets.load_dataset(os.path.expanduser(local_dataset_path) if local_dataset_path else HUB_NAME, "main")
-    return {
-        split: [
-            rl_row(
-                example["question"],
-                example["answer"],
-                extract_solution(example["answer"]),
-                split,
-                index,
-                f"{example['question']} {INSTRUCTION}",
-            )
-            for index, example in enumerate(raw[split])
-        ]
-        for split in ("train", "test")
-    }
+    raw = read_raw(HUB_NAME, local_dataset_path, ("question", "answer"), "main")
+    return {split: list(rows_of(raw[split], split, partial(published_row, split))) for split in SPLITS}
+
+
+def published_row(split: str, example: Row, index: int) -> Row:
+    """Return a published problem as a prompt."""
+    question = example["question"]
+    answer = example["answer"]
+    return rl_row(question, answer, extract_solution(answer), split, index, f"{question} {INSTRUCTION}")
 
 
 def has_carry(question: Question) -> bool:
@@ -141,31 +134,18 @@ def synthetic_row(question: Question, split: str, index: int) -> Row:
     return rl_row(text, solve(question), str(sum(question)), split, index, text)
 
 
-def main() -> None:
-    """Write the parquet files."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> int:
+    """Write the parquet files; return the exit code."""
+    parser = build_parser(__doc__, "gsm8k")
     parser.add_argument("--source", choices=("hub", "synthetic"), default="hub", help="GSM8K or sums (default: hub)")
-    parser.add_argument("--local_dataset_path", help="folder with the raw data set, instead of the hub")
-    parser.add_argument("--local_save_dir", default="~/data/gsm8k", help="output folder (default: ~/data/gsm8k)")
-    parser.add_argument("--local_dir", help="deprecated: use --local_save_dir")
-    parser.add_argument("--hdfs_dir", help="also copy the files to this HDFS folder")
     parser.add_argument("--seed", type=int, default=0, help="seed of the synthetic questions (default: 0)")
     args = parser.parse_args()
-    if args.local_dir is not None:
-        print("--local_dir is deprecated: use --local_save_dir", file=sys.stderr)
-    save_dir = os.path.expanduser(args.local_dir or args.local_save_dir)
-    os.makedirs(save_dir, exist_ok=True)
-    tables = synthetic_tables(args.seed) if args.source == "synthetic" else gsm8k_tables(args.local_dataset_path)
-    for name, rows in tables.items():
-        path = os.path.join(save_dir, f"{name}.parquet")
-        datasets.Dataset.from_list(rows).to_parquet(path)
-        print(f"wrote {len(rows)} rows to {path}")
-    if args.hdfs_dir is not None:
-        from verl.utils import hdfs_io
 
-        hdfs_io.makedirs(args.hdfs_dir)
-        hdfs_io.copy(save_dir, args.hdfs_dir)
+    def tables() -> dict[str, list[Row]]:
+        return synthetic_tables(args.seed) if args.source == "synthetic" else gsm8k_tables(args.local_dataset_path)
+
+    return write_tables(tables, args)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

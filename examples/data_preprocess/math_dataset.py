@@ -6,13 +6,11 @@ Read the hub, or a folder with the same files (parquet or JSON, ``train`` and ``
     python examples/data_preprocess/math_dataset.py --local_dataset_path ~/raw/MATH-lighteval
 """
 
-import argparse
-import os
 import sys
-from typing import Any
+from functools import partial
 
-import datasets
-
+from verl.utils.dataset.files import Row
+from verl.utils.dataset.preparation import SPLITS, build_parser, read_raw, rows_of, write_tables
 from verl.utils.reward_score.math_reward import last_boxed_only_string, remove_boxed
 
 DATA_SOURCE = "DigitalLearningGmbH/MATH-lighteval"
@@ -30,7 +28,7 @@ def extract_solution(solution: str) -> str:
     return remove_boxed(boxed)
 
 
-def row(example: dict[str, Any], split: str, index: int) -> dict[str, Any]:
+def row(split: str, example: Row, index: int) -> Row:
     """Return one problem as a prompt with its ground truth."""
     return {
         "data_source": DATA_SOURCE,
@@ -41,34 +39,17 @@ def row(example: dict[str, Any], split: str, index: int) -> dict[str, Any]:
     }
 
 
-def tables(local_dataset_path: str | None) -> dict[str, list[dict[str, Any]]]:
+def tables(local_dataset_path: str | None) -> dict[str, list[Row]]:
     """Read both splits from the hub or a local copy."""
-    raw = datasets.load_dataset(os.path.expanduser(local_dataset_path) if local_dataset_path else DATA_SOURCE)
-    return {split: [row(each, split, i) for i, each in enumerate(raw[split])] for split in ("train", "test")}
+    raw = read_raw(DATA_SOURCE, local_dataset_path, ("problem", "solution"))
+    return {split: list(rows_of(raw[split], split, partial(row, split))) for split in SPLITS}
 
 
-def main() -> None:
-    """Write the parquet files."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--local_dataset_path", help="folder with the raw data set, instead of the hub")
-    parser.add_argument("--local_save_dir", default="~/data/math", help="output folder (default: ~/data/math)")
-    parser.add_argument("--local_dir", help="deprecated: use --local_save_dir")
-    parser.add_argument("--hdfs_dir", help="also copy the files to this HDFS folder")
-    args = parser.parse_args()
-    if args.local_dir is not None:
-        print("--local_dir is deprecated: use --local_save_dir", file=sys.stderr)
-    save_dir = os.path.expanduser(args.local_dir or args.local_save_dir)
-    os.makedirs(save_dir, exist_ok=True)
-    for name, rows in tables(args.local_dataset_path).items():
-        path = os.path.join(save_dir, f"{name}.parquet")
-        datasets.Dataset.from_list(rows).to_parquet(path)
-        print(f"wrote {len(rows)} rows to {path}")
-    if args.hdfs_dir is not None:
-        from verl.utils import hdfs_io
-
-        hdfs_io.makedirs(args.hdfs_dir)
-        hdfs_io.copy(save_dir, args.hdfs_dir)
+def main() -> int:
+    """Write the parquet files; return the exit code."""
+    args = build_parser(__doc__, "math").parse_args()
+    return write_tables(lambda: tables(args.local_dataset_path), args)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

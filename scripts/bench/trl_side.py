@@ -75,8 +75,10 @@ def main() -> None:
         seed=args.seed,
     )
     trainer = GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(args.inputs / "model", attn_implementation="sdpa"),
-        processing_class=AutoTokenizer.from_pretrained(args.inputs / "model"),
+        model=AutoModelForCausalLM.from_pretrained(
+            args.inputs / "model", attn_implementation="sdpa", trust_remote_code=False
+        ),
+        processing_class=AutoTokenizer.from_pretrained(args.inputs / "model", trust_remote_code=False),
         args=config,
         reward_funcs=reward,
         train_dataset=Dataset.from_json(str(args.inputs / "prompts.jsonl")),

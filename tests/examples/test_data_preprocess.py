@@ -25,7 +25,7 @@ def test_math(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     words = ["math_dataset.py", "--local_dataset_path", str(raw), "--local_save_dir", str(out)]
     monkeypatch.setattr(sys, "argv", words)
-    math_dataset.main()
+    assert math_dataset.main() == 0
     rows = datasets.Dataset.from_parquet(str(out / "train.parquet"), cache_dir=str(tmp_path / "cache"))
     assert len(rows) == 3 and (out / "test.parquet").exists()
     assert rows[1]["prompt"] == [{"role": "user", "content": f"P1 {math_dataset.INSTRUCTION}"}]
@@ -34,6 +34,29 @@ def test_math(tmp_path, monkeypatch):
     assert truth == r"\frac{1}{2}" and default_compute_score(rows[1]["data_source"], r"\boxed{0.5}", truth) == 1.0
     with pytest.raises(ValueError, match="no boxed answer"):
         math_dataset.extract_solution("none")
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (None, "no such folder"),
+        ("hello", "cannot be read"),
+        ('{"problem": "P", "answer": "1"}', "split 'train': has no column 'solution', it has ['problem', 'answer']"),
+        ('{"problem": "P", "solution": "two"}', "split 'train', row 0: no boxed answer in the solution 'two'"),
+    ],
+)
+def test_raw_data_that_cannot_be_prepared(tmp_path, monkeypatch, capsys, lines, message):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    raw = tmp_path / "raw"
+    if lines is not None:
+        raw.mkdir()
+        for split in ("train", "test"):
+            (raw / f"{split}.jsonl").write_text(lines)
+    words = ["math_dataset.py", "--local_dataset_path", str(raw), "--local_save_dir", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", words)
+    assert math_dataset.main() == 2
+    (told,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert message in told
 
 
 def test_geo3k(tmp_path, monkeypatch):

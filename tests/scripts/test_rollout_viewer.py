@@ -35,7 +35,8 @@ def test_what_is_shown(folder, capsys, arguments, there, absent):
 
 def test_a_file_alone_and_errors(folder, tmp_path_factory, capsys):
     assert main([str(folder / "2.jsonl")]) == 0
-    assert main([str(folder), "--step", "3"]) == 1
+    assert main([str(folder), "--step", "3"]) == 2
+    assert "--step 3" in (said := capsys.readouterr().err) and "one of 2, 10" in said
     dump_generations(str(folder), 9, ["a"], ["one\u2028line"], ["truth"], [float("nan")], {})
     assert main([str(folder), "--step", "9"]) == 0 and main([str(folder), "--step", "9", "--min-score", "0"]) == 1
     assert main([str(tmp_path_factory.mktemp("empty"))]) == 2
@@ -43,3 +44,7 @@ def test_a_file_alone_and_errors(folder, tmp_path_factory, capsys):
     (folder / "11.jsonl").write_text('{"input": "a"}\n{"inp')
     assert main([str(folder)]) == 2
     assert "11.jsonl, line 2" in capsys.readouterr().err
+    for garbage in (b"\xff\xfe", b"[1]", b'{"score": "high"}'):
+        (folder / "11.jsonl").write_bytes(garbage)
+        assert main([str(folder)]) == 2
+        assert "11.jsonl, line 1: is not a sample" in capsys.readouterr().err

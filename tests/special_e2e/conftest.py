@@ -65,6 +65,14 @@ class Workspace:
         ]
         pd.DataFrame(rows).to_parquet(folder / "train.parquet")
         pd.DataFrame(rows[:6]).to_parquet(folder / "test.parquet")
+        pairs = [{"question": f"{i} + 1 =", "answer": str(i + 1)} for i in range(16)]
+        turns = [(pair["question"], pair["answer"]) for pair in pairs]
+        talks = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in turns]
+        pd.DataFrame(pairs).to_parquet(folder / "pairs.parquet")
+        pd.DataFrame({"messages": talks}).to_parquet(folder / "conversations.parquet")
+        truth = {"style": "rule", "ground_truth": "2"}
+        answers = {"data_source": "openai/gsm8k", "responses": ["#### 2"], "reward_model": truth}
+        pd.DataFrame([answers] * 4).to_parquet(folder / "answers.parquet")
 
     def overrides(self, name: str) -> dict[str, object]:
         """Return the smallest command that trains on one CPU worker."""
@@ -112,6 +120,25 @@ class Workspace:
         words.sort(key=lambda word: not word.startswith("--"))  # flags come before keys
         return [*PYTHON, module, *words]
 
+    def start(
+        self,
+        name: str,
+        overrides: dict[str, object] | None = None,
+        env: dict[str, str] | None = None,
+        module: str = "verl.trainer.main_ppo",
+    ) -> subprocess.Popen[str]:
+        """Start a run in a session of processes."""
+        environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "VERL_FILE_LOGGER_ROOT": str(self.folder)}
+        return subprocess.Popen(
+            self.command(name, overrides, module),
+            env=environment | self.preloaded_workers | (env or {}),
+            cwd=self.folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
     def train(
         self,
         name: str,
@@ -123,16 +150,7 @@ class Workspace:
     ) -> Run:
         """Run to the end, or to the failure that is expected; nothing of the run is left alive."""
         started = time.time()
-        environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "VERL_FILE_LOGGER_ROOT": str(self.folder)}
-        with subprocess.Popen(
-            self.command(name, overrides, module),
-            env=environment | self.preloaded_workers | (env or {}),
-            cwd=self.folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        ) as process:
+        with self.start(name, overrides, env, module) as process:
             try:
                 output, _ = process.communicate(timeout=timeout_s)
             except subprocess.TimeoutExpired:
@@ -140,12 +158,13 @@ class Workspace:
                 pytest.fail(f"{name} did not end within {timeout_s} s:\n{process.communicate()[0][-3000:]}")
         run = Run(process.returncode, output, time.time() - started, self.folder / name)
         assert bool(run.returncode) == fails, f"{name} ended with {run.returncode}:\n{output[-4000:]}"
-        assert not leftovers(process.pid), f"{name} left processes behind: {leftovers(process.pid)}"
+        left = leftovers(process.pid)
+        assert not left, f"{name} left processes behind: {left}"
         return run
 
 
-def leftovers(session: int, patience_s: float = 60) -> list[str]:
-    """Return the commands of a session that are still alive after a while; Ray's may take a moment to go."""
+def leftovers(session: int, patience_s: float = 90) -> list[str]:
+    """Return the commands of a session that are still alive after a while; Ray's agents may take a minute to go."""
     deadline = time.time() + patience_s
     while True:
         found = psutil.process_iter(["name", "cmdline"])

@@ -1,15 +1,20 @@
-"""Write ``docs/errors.md``: every wrong input of the tests with its message.
+"""Try every wrong input of the tests, and write ``docs/errors.md``: the verdicts, and each input with its message.
 
-python -m tests.special_e2e.errors_page
+python -m tests.special_e2e.errors_page            all of them; exit code 1 unless every answer is clear
+python -m tests.special_e2e.errors_page data tool  some groups; prints the verdicts and writes nothing
 """
 
 import re
+import sys
 import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 from .conftest import REPOSITORY, Workspace
 from .wrong_input_cases import CASES
-from .wrong_inputs import GROUPS, Case, LateRuns, Launcher, Place, words
+from .wrong_inputs import VERDICTS, Answer, Case, LateRuns, Launcher, Place, verdict
 
 PAGE = REPOSITORY / "docs" / "errors.md"
 MOST_CHARACTERS = 400
@@ -18,15 +23,23 @@ TITLES = {
     "data": "Data",
     "reward": "Reward function",
     "checkpoint": "Checkpoint",
-    "model": "Model path",
+    "model": "Model and tokenizer",
+    "environment": "Environment",
+    "sft": "Supervised training",
+    "offline": "Generation and evaluation",
+    "tool": "Other commands",
 }
 HEAD = (
     "# Messages\n\n"
-    "Messages of `python -m verl.trainer.main_ppo` for wrong input. Nearly all errors are found before Ray starts, in "
-    "a second or two and without importing torch; the exit code is 2. Only your code or the workers can find those "
-    "marked with ◦; the exit code is 1, and `error.log` in `trainer.default_local_dir` holds the whole trace.\n\n"
-    "`tests/special_e2e/wrong_input_cases.py` lists the inputs, and a test tries each. `python -m "
-    "tests.special_e2e.errors_page` writes this page. `…` stands for a folder.\n"
+    "Messages for wrong input, of `python -m verl.trainer.main_ppo` unless the section says otherwise. Nearly all are "
+    "found before Ray starts, in a second or two and without importing torch. Only your code or the workers can find "
+    "those marked with ◦; `error.log` in `trainer.default_local_dir` then holds the whole trace. The exit code is 2 "
+    "for a wrong input, and 1 for any other failure.\n\n"
+    "`tests/special_e2e/wrong_input_cases.py` lists the inputs. `python -m tests.special_e2e.errors_page` tries them "
+    "and writes this page; `scripts/test.sh` tries a selection, and `scripts/test.sh --full` all. A program judges the "
+    "answers. *Clear* means: exit code 2, at most five lines, the key, file or row, the value, and what to write "
+    "instead. *Unclear* is any other refusal, *hung* takes longer than a minute, and *accepted* is not refused. `…` "
+    "stands for a folder.\n"
 )
 
 
@@ -47,26 +60,57 @@ def shorten(message: str, folders: list[Path]) -> str:
     return f"`{text.replace('`', '').replace('|', chr(92) + '|')}`"
 
 
-def write_page(folder: Path) -> None:
-    """Try all cases and write the page."""
-    workspace = Workspace(folder)
-    cells: dict[str, str] = {}
-    late = [case for case in CASES if case.late]
+def try_cases(cases: list[Case], folder: Path, workspace: Workspace) -> Iterator[tuple[Case, Answer]]:
+    """Yield each case with its answer."""
+    late = [case for case in cases if case.late]
     (folder / "late").mkdir()
-    with LateRuns(late, workspace, folder / "late") as runs, Launcher() as launcher:
-        for number, case in enumerate(case for case in CASES if not case.late):
-            place = Place(folder / str(number), workspace)
-            answer = launcher.run(words(case, place), place.folder)
-            cells[case.id] = shorten(answer.message, [place.folder, folder])
-        for case in late:
-            cells[case.id] = shorten(runs.message(case), [runs.folder(case), folder])
-    parts = [HEAD]
-    for group in GROUPS:
-        rows = [f"{row_of(case)} {cells[case.id]} |\n" for case in CASES if case.group == group]
-        parts.append(f"## {TITLES[group]}\n\n| input | message |\n|---|---|\n{''.join(rows)}")
+    with ExitStack() as stack:
+        runs = stack.enter_context(LateRuns(late, workspace, folder / "late")) if late else None
+        launcher = stack.enter_context(Launcher())
+        for number, case in enumerate(case for case in cases if not case.late):
+            yield case, launcher.run(case, Place(folder / str(number), workspace))
+        if runs is not None:
+            yield from ((case, runs.answer(case)) for case in late)
+
+
+def count_table(verdicts: dict[str, str]) -> str:
+    """Return the number of each verdict by group, as a table."""
+    lines = [f"| inputs | {' | '.join(VERDICTS)} |", f"|---|{'---|' * len(VERDICTS)}"]
+    for group, title in [*TITLES.items(), ("", "all")]:
+        counts = Counter(found for name, found in verdicts.items() if name.startswith(f"{group}:" if group else ""))
+        lines.append(f"| {title} | {' | '.join(str(counts[name]) for name in VERDICTS)} |")
+    return "\n".join(lines) + "\n"
+
+
+def write_page(answers: dict[str, Answer], verdicts: dict[str, str], workspace: Path) -> None:
+    """Write the page from the answer and the verdict of every case; ``workspace`` is a folder that it does not show."""
+    parts = [HEAD, count_table(verdicts)]
+    for group, title in TITLES.items():
+        rows = []
+        for case in (case for case in CASES if case.group == group):
+            cell = shorten(answers[case.id].message, [answers[case.id].folder, workspace, REPOSITORY])
+            rows.append(f"{row_of(case)} {cell} |\n")
+        parts.append(f"## {title}\n\n| input | message |\n|---|---|\n{''.join(rows)}")
     PAGE.write_text("\n".join(parts))
 
 
-if __name__ == "__main__":
+def main(groups: list[str]) -> int:
+    """Try the cases and write the page; return the exit code."""
+    cases = [case for case in CASES if not groups or case.group in groups]
+    answers: dict[str, Answer] = {}
+    verdicts: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as temporary:
-        write_page(Path(temporary))
+        folder = Path(temporary)
+        for case, answer in try_cases(cases, folder, Workspace(folder)):
+            answers[case.id] = answer
+            verdicts[case.id], why = verdict(case, answer)
+            if why:
+                print(f"{verdicts[case.id]}: {case.id}: {why}\n", flush=True)
+        print(count_table(verdicts))
+        if not groups:
+            write_page(answers, verdicts, folder)
+    return 0 if set(verdicts.values()) == {"clear"} else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,7 +1,7 @@
 """Tries the wrong inputs that only a run can find, all in one launch.
 
 ``python -m tests.special_e2e.late_runs CASES.json key=value ...``; the file holds ``{id: words of the command}``, and
-``message.json`` beside it gets the message that each ends with.
+``messages.json`` next to it gets the exit code and the message that each ends with.
 """
 
 import importlib
@@ -29,7 +29,7 @@ class ManyRuns(TaskRunner):
 
         path = Path(os.environ[CASES_VARIABLE])
         cases, self.messages = json.loads(path.read_text()), path.with_name("messages.json")
-        self.said: dict[str, str] = {}
+        self.said: dict[str, tuple[int, str]] = {}
         for name, words in cases["alone"].items():
             changed = compose(words)
             self.attempt(name, changed, lambda changed=changed: TaskRunner().run(changed))
@@ -43,17 +43,19 @@ class ManyRuns(TaskRunner):
             self.attempt(name, changed, lambda changed=changed: refit(trainer, changed))
 
     def attempt(self, name: str, config: DictConfig, act: Callable[[], None]) -> None:
-        """Note how an attempt fails, as the terminal would say it."""
+        """Note the exit code and the message of an attempt, as the terminal would show them."""
+        from verl.base_config import WrongInput
         from verl.trainer.preflight import check_inputs
-        from verl.trainer.run.launch import report_failure
+        from verl.trainer.run.launch import report_failure, root_cause
         from verl.trainer.run.resume import run_folder
 
         check_inputs(config)  # what could have been found before Ray started would be no late case
         try:
             act()
-            self.said[name] = "did not fail"
+            self.said[name] = 0, "did not fail"
         except Exception as error:  # what it is, is the question
-            self.said[name] = report_failure(error, run_folder(config))
+            code = 2 if isinstance(root_cause(error), WrongInput) else 1
+            self.said[name] = code, report_failure(error, run_folder(config))
         self.messages.write_text(json.dumps(self.said, indent=1))
 
 

@@ -1,17 +1,26 @@
-"""Runs command lines of ``main_ppo`` one after another, each in a fork of a process that has imported what the
-launching process imports: as exact as a process of its own, and much faster.
+"""Runs commands one after another, each in a fork of a process that has imported what the launching process imports:
+as exact as a process of its own, and much faster.
 
 Reads requests from standard input and writes answers to standard output, each a line of JSON.
 """
 
+import importlib
 import json
 import os
+import signal
 import sys
+import time
+import traceback
 from typing import Any
 
 REACHED_RAY = 70
 """Exit code of a command that was not refused before it would have started Ray."""
+HUNG = 71
+"""Exit code for a command that had to be ended."""
+LIMIT_S = 60
 HEAVY = ("torch", "transformers", "vllm")
+LIGHT_COMMANDS = ("verl.trainer.main_ppo",)
+"""Commands whose launching process imports none of the heavy packages."""
 
 
 def main() -> None:
@@ -28,9 +37,22 @@ def main() -> None:
         process = os.fork()
         if not process:
             _run(request)
-        code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        code = _wait(process)
         sys.stdout.write(json.dumps({"code": code}) + "\n")
         sys.stdout.flush()
+
+
+def _wait(process: int) -> int:
+    """Return the exit code of a fork; end it if it takes too long."""
+    deadline = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(process, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.005)
+    os.kill(process, signal.SIGKILL)
+    os.waitpid(process, 0)
+    return HUNG
 
 
 def _no_ray(**options: Any) -> None:
@@ -39,19 +61,21 @@ def _no_ray(**options: Any) -> None:
 
 def _run(request: dict[str, Any]) -> None:
     """Run the command of a request in this process, and end it as the interpreter would."""
-    from verl.trainer.main_ppo import main as command
-
     output = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(output, stream)
     os.chdir(request["folder"])
-    sys.argv = ["main_ppo.py", *request["words"]]
+    os.environ.update(request["environment"])
+    sys.argv = [request["command"], *request["words"]]
     code: Any = 0
     try:
-        command()
+        code = importlib.import_module(request["command"]).main()
     except SystemExit as stop:
         code = stop.code
-    loaded = [name for name in HEAVY if name in sys.modules]
+    except BaseException:  # as an interpreter does at its top: print it, and end with code 1
+        traceback.print_exc()
+        code = 1
+    loaded = [name for name in HEAVY if name in sys.modules and request["command"] in LIGHT_COMMANDS]
     if loaded:
         sys.stderr.write(f"the launching process has imported {loaded}\n")
         code = REACHED_RAY

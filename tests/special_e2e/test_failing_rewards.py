@@ -3,6 +3,8 @@
 import json
 import math
 
+import pytest
+
 from .conftest import Workspace
 
 SCORER = """
@@ -22,13 +24,14 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
-def test_a_run_survives_its_scorer(workspace: Workspace) -> None:
+@pytest.mark.parametrize("manager", ["naive", pytest.param("prime", marks=pytest.mark.full)])
+def test_a_run_survives_its_scorer(workspace: Workspace, manager: str) -> None:
     """The run ends with code 0 and no process of it is left, which ``train`` asserts; every failure is counted."""
     path = workspace.folder / "unruly.py"
     path.write_text(SCORER)
     overrides = {
         "custom_reward_function.path": path,
-        "reward_model.reward_manager": "prime",
+        "reward_model.reward_manager": manager,
         "reward_model.scoring.timeout_s": 0.5,
         "reward_model.scoring.failure_score": -1,
         "trainer.total_training_steps": 1,

@@ -1,23 +1,29 @@
-"""A worker dies in the middle of a phase while its peer waits in a collective."""
+"""A process of a run dies or is stopped in the middle of a phase."""
 
+import re
+import signal
+import subprocess
+import sys
 import time
 
+import psutil
 import pytest
 
+from .conftest import leftovers
 from .test_train import TWO_WORKERS, assert_names_the_death
 
-POINTS = {"generate": "generate", "weight_sync": "generate"}
-"""Where the worker dies, and the phase of the driver at that time."""
+POINTS = ("generate", "weight_sync")
 
 
 @pytest.mark.parametrize("point", POINTS)
 def test_a_death_ends_the_run_at_once(workspace, tmp_path, point):
+    """The peer of the worker that dies waits in a collective."""
     fault = {"VERL_FAULT": f"kill:{point}:rank=1:step=2", "VERL_FAULT_FILE": str(tmp_path / "fault")}
     run = workspace.train(f"die-in-{point}", TWO_WORKERS, env=fault, fails=True)
     died_at, where = (tmp_path / "fault").read_text().split(maxsplit=1)
     assert where.startswith(point)
     assert time.time() - float(died_at) < 60
-    assert_names_the_death(run.output, 1, POINTS[point], 2)
+    assert_names_the_death(run.output, 1, point, 2)
 
 
 def test_a_hang_ends_the_run_after_the_timeout_of_the_group(workspace, tmp_path):
@@ -32,3 +38,68 @@ def test_a_hang_ends_the_run_after_the_timeout_of_the_group(workspace, tmp_path)
     message = run.output[run.output.rindex("\nError: ") :]
     assert "WorkerTimeoutError: worker rank 1" in message and "update_actor, step 2" in message, message
     assert "rank 0 gave up waiting in a collective" in message, message
+
+
+# ---- processes that no worker group knows
+
+STOPPED = r"has not answered for \d s: it is stopped \(SIGSTOP\)"
+KILLED = "was killed by SIGKILL, as the kernel does when memory runs out"
+LOST = [
+    ("hang", "raylet", f"Ray's raylet {STOPPED}"),
+    ("crash", None, "the trainer process was killed by SIGSEGV"),
+    pytest.param("hang", None, f"the trainer process {STOPPED}", marks=pytest.mark.full),
+    pytest.param("kill", None, f"the trainer process {KILLED}", marks=pytest.mark.full),
+    pytest.param("kill", "gcs", f"Ray's GCS {KILLED}", marks=pytest.mark.full),
+    pytest.param("hang", "gcs", f"Ray's GCS {STOPPED}", marks=pytest.mark.full),
+    pytest.param("kill", "raylet", f"Ray's raylet {KILLED}", marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize("action, target, what", LOST)
+def test_a_lost_process_is_named_at_once(workspace, tmp_path, action, target, what):
+    """With the phase and the scorer of the trainer; ``train`` asserts that nothing is left behind."""
+    name = f"{action}-{target or 'trainer'}"
+    on = f":on={target}" if target else ""
+    fault = {"VERL_FAULT": f"{action}:trainer_reward:step=2{on}", "VERL_FAULT_FILE": str(tmp_path / "fault")}
+    limits = {"trainer.worker_call_timeout_s": 4}
+    run = workspace.train(name, limits, env=fault, fails=True, module="tests.special_e2e.lost_runs")
+    assert time.time() - float((tmp_path / "fault").read_text().split()[0]) < 30
+    message = re.sub(r" \(pid \d+\)", "", run.output[run.output.rindex("\nError: ") :])
+    where = "; the trainer was in phase reward, step 2, in the scorer compute_score of mine.py\n"
+    assert re.search(f"LostProcessError: {what}{where}", message), message
+    assert "LostProcessError" in (run.folder / "error.log").read_text()
+
+
+def test_ctrl_c_ends_a_run_whose_ray_is_stopped(workspace, tmp_path):
+    """The shutdown of Ray hangs there, and so did the launching process, which ignored signals meanwhile."""
+    proof = tmp_path / "fault"
+    fault = {"VERL_FAULT": "hang:trainer_reward:on=gcs", "VERL_FAULT_FILE": str(proof)}
+    with workspace.start("stopped-gcs", env=fault, module="tests.special_e2e.lost_runs") as process:
+        deadline = time.monotonic() + 120
+        while not proof.exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        sent = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        output = process.communicate(timeout=60)[0]
+    assert process.returncode == 130, output
+    assert time.monotonic() - sent < 30
+    assert output.strip().splitlines()[-1].removesuffix("\x1b[0m") == "interrupted", output
+    assert not leftovers(process.pid)
+
+
+CHILD = """
+import os, signal
+from verl.utils.processes import die_with_parent
+if os.fork() == 0:
+    die_with_parent()
+    os.write(1, f"{os.getpid()}\\n".encode())
+    os.kill(os.getpid(), signal.SIGSTOP)
+signal.pause()
+"""
+
+
+def test_a_stopped_process_does_not_outlive_its_parent():
+    with subprocess.Popen([sys.executable, "-c", CHILD], stdout=subprocess.PIPE, text=True) as parent:
+        child = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+    child.wait(timeout=10)

@@ -1,14 +1,25 @@
 # ruff: noqa: E501 (a case reads as a row of a table)
 """The table of wrong inputs: what each is, and what the message that it gets must hold."""
 
+import json
+
+import pyarrow as pa
+
+from .wrong_input_commands import COMMANDS
 from .wrong_input_files import (
     checkpoint,
     edited,
+    flipped,
+    header,
+    lines,
     model,
     odd_heads,
     row,
     rows,
     scorer,
+    special,
+    table,
+    twice,
     written,
 )
 from .wrong_inputs import ABSENT, Case
@@ -16,6 +27,8 @@ from .wrong_inputs import ABSENT, Case
 ROLLOUT, ACTOR, MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.actor", "actor_rollout_ref.model"
 NO_WORKERS = {"trainer.total_training_steps": None, "data.filter_overlong_prompts": True}
 """With these the workers start only after the data are read: cases that fail before save that time."""
+
+
 NO_FAILURE = {"reward_model.scoring.max_failed_ratio": 0}
 TWO = {"trainer.n_gpus_per_node": 2}
 
@@ -47,7 +60,83 @@ CONFIG = [
     Case("config", "several mistakes at once", {"data.truncation": "cut", "trainer.resume_mode": "always"}, ("2 problems:", "data.truncation=cut: must be one of error, left, right, middle", "trainer.resume_mode=always: must be one of auto")),
 ]
 
+NUMBERS = {
+    f"{ACTOR}.optim.lr": ("inf", 1e10, "nan"),
+    f"{ACTOR}.optim.weight_decay": ("inf",),
+    f"{ACTOR}.optim.betas": ("[0.9,.inf]",),
+    f"{ACTOR}.optim.lr_warmup_steps_ratio": (2,),
+    f"{ACTOR}.grad_clip": (0, "inf"),
+    f"{ACTOR}.entropy_coeff": ("nan", "inf"),
+    f"{ACTOR}.kl_loss_coef": ("inf",),
+    f"{ACTOR}.clip_ratio": (-0.2, "inf"),
+    f"{ACTOR}.ppo_epochs": (0, 10**9),
+    f"{ACTOR}.ppo_mini_batch_size": (0, 1.5),
+    f"{ROLLOUT}.temperature": (1e-30, -1, "inf", 3),
+    f"{ROLLOUT}.top_p": (0, 1.5),
+    f"{ROLLOUT}.top_k": (-2,),
+    f"{ROLLOUT}.n": (0, 10**9),
+    f"{ROLLOUT}.seed": (-1, 2**32),
+    f"{ROLLOUT}.val_kwargs.n": (10**9,),
+    f"{ROLLOUT}.val_kwargs.temperature": (1e-30,),
+    f"{ROLLOUT}.gpu_memory_utilization": (2,),
+    f"{ROLLOUT}.max_num_seqs": (10**9,),
+    f"{ROLLOUT}.max_num_batched_tokens": (10**12,),
+    f"{ROLLOUT}.update_weights_bucket_megabytes": (0,),
+    f"{MODEL}.lora_rank": (-1, 10**9),
+    "actor_rollout_ref.nccl_timeout": ("inf", 0),
+    "algorithm.gamma": (1.5,),
+    "algorithm.lam": (-0.1,),
+    "data.train_batch_size": (0,),
+    "data.seed": (2**70,),
+    "data.dataloader_num_workers": (-1, 10**9),
+    "reward_model.scoring.timeout_s": ("inf",),
+    "reward_model.scoring.max_failed_ratio": (2,),
+    "reward_model.scoring.failure_score": ("nan", "inf"),
+    "trainer.seed": (2**70, -(2**70), "one"),
+    "trainer.total_epochs": (0, 1.5),
+    "trainer.total_training_steps": (0,),
+    "trainer.save_freq": (2**70,),
+    "trainer.worker_call_timeout_s": ("inf",),
+    "trainer.log_val_generations": (-1,),
+    "trainer.nnodes": (0,),
+    "trainer.critic_warmup": (-1,),
+}
+"""Numbers out of range: the message repeats key and value."""
+
+CONFIG += [
+    Case("config", f"{key.removeprefix('actor_rollout_ref.')}={value}", {key: value}, (f"{key}={value}", "must be"))
+    for key, values in NUMBERS.items()
+    for value in values
+]
+CONFIG += [
+    Case("config", "no such configuration", {"--config-name": "mine"}, ("--config-name=mine",)),
+    Case("config", "a folder of configurations that does not exist", {"--config-dir": "/nowhere"}, ("--config-dir=/nowhere: no such folder",)),
+    Case("config", "an override with an open bracket", {"trainer.logger": "[console"}, ("trainer.logger=[console",)),
+    Case("config", "a key without a value at its end", {"trainer.total_epochs": ABSENT, "=3": ""}, ("'=3='",)),
+    Case("config", "a number instead of a node", {"trainer": 7}, ("trainer",)),
+    Case("config", "null instead of a node", {"data": None}, ("data=null: must be a mapping",)),
+    Case("config", "a deleted node", {"~trainer": ""}, ("trainer",)),
+    Case("config", "an interpolation of a key that does not exist", {"trainer.experiment_name": "${nope}"}, ("trainer.experiment_name", "nope")),
+    Case("config", "an environment variable that is not set", {"trainer.experiment_name": "${oc.env:NOPE}"}, ("trainer.experiment_name", "NOPE")),
+    Case("config", "an interpolation of itself", {"trainer.experiment_name": "${trainer.experiment_name}"}, ("trainer.experiment_name",)),
+    Case("config", "text instead of a switch", {"data.shuffle": "maybe"}, ("data.shuffle=maybe: must be true or false",)),
+    Case("config", "a list instead of a name", {"trainer.project_name": "[a]"}, ("trainer.project_name=[a]: must be a string",)),
+    Case("config", "an empty name", {"trainer.experiment_name": "''"}, ("trainer.experiment_name",)),
+    Case("config", "a mapping instead of trackers", {"trainer.logger": "{a: 1}"}, ("trainer.logger",)),
+    Case("config", "a class that does not exist", {f"{ROLLOUT}._target_": "no.such.Class"}, (f"{ROLLOUT}._target_=no.such.Class",)),
+    Case("config", "an unknown profiler", {"global_profiler.tool": "perf"}, ("profiler.tool=perf: must be",)),
+    Case("config", "an unknown device", {"trainer.device": "tpu"}, ("trainer.device=tpu: must be one of cuda",)),
+    Case("config", "an unknown strategy", {f"{ACTOR}.strategy": "ddp"}, (f"{ACTOR}.strategy=ddp",)),
+    Case("config", "an unknown schedule", {f"{ACTOR}.optim.lr_scheduler_type": "linear"}, (f"{ACTOR}.optim.lr_scheduler_type=linear: must be",)),
+    Case("config", "an unknown KL", {f"{ACTOR}.kl_loss_type": "k9", f"{ACTOR}.use_kl_loss": True}, (f"{ACTOR}.kl_loss_type=k9",)),
+    Case("config", "a folder of the rollouts that is a file", written("mine", b"x", "trainer.rollout_data_dir"), ("trainer.rollout_data_dir={at}/mine: must be a folder",)),
+    Case("config", "twenty mistakes", {f"trainer.wrong_{i}": i for i in range(20)}, ("20 problems:", "trainer.wrong_0=0")),
+    Case("config", "a very long value", {"trainer.device": "x" * 5000}, ("trainer.device=xxx", "must be one of")),
+]
+
 TRAIN = "data.train_files"
+VAL = "data.val_files"
+MESSAGE = {"role": "user", "content": "1 + 1"}
 
 DATA = [
     Case("data", "a file that does not exist", {TRAIN: "/nowhere/train.parquet"}, (f"{TRAIN}=/nowhere/train.parquet: no such file", "examples/data_preprocess")),
@@ -77,6 +166,68 @@ DATA = [
     Case("data", "a prompt that is too long", rows({4: row(4, "very " * 20)}, extra={"data.shuffle": False}), ("{at}/train.parquet, row 4, column 'prompt': the prompt has 103 tokens, data.max_prompt_length is 48: raise it, or set data.truncation to left, right or middle",), late="together"),
 ]
 
+DATA += [
+    *(Case("data", f"a {kind} instead of a file", special(kind, key), (f"{key}={{at}}/odd.parquet: is {what}",)) for kind, key, what in (
+        ("pipe", TRAIN, "a named pipe"), ("socket", TRAIN, "a socket"), ("loop", TRAIN, "a link that leads back to itself"), ("dangling", TRAIN, "a link to {at}/gone"))),
+    Case("data", "a device instead of a file", {TRAIN: "/dev/zero"}, (f"{TRAIN}=/dev/zero: is a device",)),
+    Case("data", "a pipe among the validation files", special("pipe", VAL), (f"{VAL}={{at}}/odd.parquet: is a named pipe",)),
+    Case("data", "the terminal instead of a file", {VAL: "/dev/tty"}, (f"{VAL}=/dev/tty: ",)),
+    Case("data", "a file below a file", lambda at: {TRAIN: f"{at.workspace.folder}/train.parquet/train.parquet"}, (f"{TRAIN}=", "train.parquet/train.parquet")),
+    Case("data", "a name of 300 characters", {TRAIN: "/tmp/" + "x" * 300}, (f"{TRAIN}=/tmp/xxx",)),
+    Case("data", "an empty path", {TRAIN: "''"}, (f"{TRAIN}='': ",)),
+    Case("data", "no file at all", {TRAIN: "[]"}, (f"{TRAIN}=[]: must be a path",)),
+    Case("data", "a number among the files", {TRAIN: "[7]"}, (f"{TRAIN}=[7]: must be",)),
+    Case("data", "a list whose second file does not exist", lambda at: {TRAIN: f"[{at.workspace.folder}/train.parquet,/nowhere/b.parquet]"}, ("/nowhere/b.parquet: no such file",)),
+    Case("data", "validation without a file", {VAL: None}, (f"{VAL}=null: ", "trainer.test_freq")),
+    Case("data", "two columns of prompts", twice("prompt"), ("{at}/train.parquet: has 2 columns named 'prompt'",)),
+    Case("data", "two columns of data sources", twice("data_source"), ("{at}/train.parquet: has 2 columns named 'data_source'",)),
+    Case("data", "a column that nobody reads, twice", twice("extra_info"), ("{at}/train.parquet: has 2 columns named 'extra_info'",)),
+    Case("data", "a zip archive", written("train.parquet", b"PK\x03\x04" + bytes(200), TRAIN), ("{at}/train.parquet: cannot be read as parquet",)),
+    Case("data", "a compressed file", written("train.parquet", b"\x1f\x8b\x08" + bytes(200), TRAIN), ("{at}/train.parquet: cannot be read as parquet",)),
+    Case("data", "a pointer of git-lfs", written("train.parquet", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", TRAIN), ("{at}/train.parquet: cannot be read as parquet",)),
+    Case("data", "a page of HTML", written("train.parquet", b"<!DOCTYPE html><html>401</html>", TRAIN), ("{at}/train.parquet: cannot be read as parquet",)),
+    Case("data", "an arrow file", written("train.parquet", b"ARROW1\0\0" + bytes(64) + b"ARROW1", TRAIN), ("{at}/train.parquet: cannot be read as parquet",)),
+    Case("data", "only the marks of parquet", written("train.parquet", b"PAR1\x00\x00\x00\x00PAR1", TRAIN), ("{at}/train.parquet: cannot be read as parquet",)),
+    Case("data", "a footer of four gigabytes", written("train.parquet", b"PAR1" + bytes(64) + b"\xff\xff\xff\xffPAR1", TRAIN), ("{at}/train.parquet: cannot be read as parquet",)),
+    Case("data", "a whole footer over damaged pages", flipped(), ("{at}/train.parquet: cannot be read as parquet after row 0",)),
+    Case("data", "garbage in a file of JSON lines", lines("nonsense"), ("{at}/train.jsonl: cannot be read as JSON lines",)),
+    Case("data", "a cut line of JSON", lines('{"data_source": "letters", "pro'), ("{at}/train.jsonl: cannot be read as JSON lines",)),
+    Case("data", "lines of JSON of two types", lines('{"prompt": 7, "data_source": "letters"}'), ("{at}/train.jsonl: cannot be read as JSON lines",)),
+    Case("data", "a list of JSON", written("train.json", json.dumps([row(0), row(1)]).encode(), TRAIN), ("{at}/train.json: cannot be read as JSON lines",)),
+    Case("data", "JSON lines in UTF-16", written("train.jsonl", "\n".join(json.dumps(row(i)) for i in range(16)).encode("utf-16"), TRAIN), ("{at}/train.jsonl: cannot be read as JSON lines",)),
+    Case("data", "JSON lines without a prompt", written("train.jsonl", b'{"question": "1 + 1"}\n' * 16, TRAIN), (f"{TRAIN}={{at}}/train.jsonl: has no column 'prompt'",)),
+    Case("data", "a bad row in JSON lines", lines(json.dumps(row(16) | {"prompt": []})), ("{at}/train.jsonl, row 16, column 'prompt' (data.prompt_key): is empty",)),
+    Case("data", "an empty file of JSON lines", written("train.jsonl", b"\n\n", TRAIN), ("{at}/train.jsonl: ",)),
+    Case("data", "numbers as prompts", table({"prompt": pa.array([7] * 16)}), ("{at}/train.parquet, row 0, column 'prompt' (data.prompt_key): must be a list of messages",)),
+    Case("data", "nulls as prompts", table({"prompt": pa.nulls(16)}), ("{at}/train.parquet, row 0, column 'prompt' (data.prompt_key): must be a list of messages",)),
+    Case("data", "a message that is not in a list", table({"prompt": [MESSAGE] * 16}), ("{at}/train.parquet, row 0, column 'prompt' (data.prompt_key): must be a list of messages",)),
+    Case("data", "lists of strings as prompts", table({"prompt": [["1 + 1"]] * 16}), ("{at}/train.parquet, row 0, column 'prompt' (data.prompt_key): must be a list of messages",)),
+    Case("data", "a null among the messages", table({"prompt": [[MESSAGE]] * 15 + [[MESSAGE, None]]}), ("{at}/train.parquet, row 15, column 'prompt' (data.prompt_key): holds a null message",)),
+    Case("data", "a null prompt", table({"prompt": [[MESSAGE]] * 9 + [None] + [[MESSAGE]] * 6}), ("{at}/train.parquet, row 9, column 'prompt' (data.prompt_key): is null",)),
+    Case("data", "a number as role", table({"prompt": [[{"role": 1, "content": "a"}]] * 16}), ("{at}/train.parquet, row 0, column 'prompt.role' (data.prompt_key): must be a string",)),
+    Case("data", "an empty role", table({"prompt": [[MESSAGE]] * 4 + [[{"role": "", "content": "a"}]] + [[MESSAGE]] * 11}), ("{at}/train.parquet, row 4, column 'prompt.role' (data.prompt_key): is an empty string",)),
+    Case("data", "parts of a message for a text model", table({"prompt": [[{"role": "user", "content": [{"type": "text", "text": "a"}]}]] * 16}), ("{at}/train.parquet, row 0, column 'prompt.content' (data.prompt_key): must be a string",)),
+    Case("data", "images for a text model", table({"images": [[]] * 3 + [["a.png"]] + [[]] * 12}), ("{at}/train.parquet, row 3, column 'images' (data.image_key): holds images or videos",)),
+    Case("data", "text as images", table({"images": ["a.png"] * 16}), ("{at}/train.parquet, row 0, column 'images' (data.image_key): must be a list",)),
+    Case("data", "text as ground truth of a row", table({"reward_model": ["42"] * 16}), ("{at}/train.parquet, row 0, column 'reward_model': must be a dict",)),
+    Case("data", "a null reward_model", table({"reward_model": [{"style": "rule", "ground_truth": "a"}] * 5 + [None] * 11}), ("{at}/train.parquet, row 5, column 'reward_model': is null",)),
+    Case("data", "reward_model without ground_truth", table({"reward_model": [{"style": "rule"}] * 16}), ("{at}/train.parquet, row 0, column 'reward_model.ground_truth': is missing",)),
+    Case("data", "a number as data_source", table({"data_source": [7] * 16}), ("{at}/train.parquet, row 0, column 'data_source' (data.reward_fn_key): must be a string",)),
+    Case("data", "an empty data_source", table({"data_source": ["letters"] * 8 + [""] * 8}), ("{at}/train.parquet, row 8, column 'data_source' (data.reward_fn_key): is an empty string",)),
+    Case("data", "text as extra_info", table({"extra_info": ["a"] * 16}), ("{at}/train.parquet, row 0, column 'extra_info': must be a dict",)),
+    Case("data", "a number as ground truth among the validation rows", table({"reward_model": [3] * 16}, key=VAL), ("{at}/train.parquet, row 0, column 'reward_model': must be a dict",)),
+    Case("data", "a prompt_key that no file has", {"data.prompt_key": "question"}, ("has no column 'question' (data.prompt_key)",)),
+    Case("data", "a reward_fn_key that no file has", {"data.reward_fn_key": "source"}, ("column 'source' (data.reward_fn_key): is missing",)),
+    Case("data", "an empty prompt_key", {"data.prompt_key": "''"}, ("data.prompt_key='': must be",)),
+    Case("data", "a custom data set that is a pipe", special("pipe", "data.custom_cls.path", {"data.custom_cls.name": "Mine"}), ("data.custom_cls.path={at}/odd.parquet: is a named pipe",)),
+    Case("data", "a custom data set that is a folder", lambda at: {"data.custom_cls.path": at.folder, "data.custom_cls.name": "Mine"}, ("data.custom_cls.path={at}: is a folder",)),
+    Case("data", "a custom data set with a syntax error", written("mine.py", b"class Mine(:\n", "data.custom_cls.path", {"data.custom_cls.name": "Mine"}), ("data.custom_cls.path={at}/mine.py: is not valid Python",)),
+    Case("data", "a custom data set without a path", {"data.custom_cls.name": "Mine"}, ("data.custom_cls.path=null: is missing",)),
+    Case("data", "a sampler without a file", {"data.sampler.class_path": "/nowhere/s.py", "data.sampler.class_name": "S"}, ("data.sampler.class_path=/nowhere/s.py: no such file",)),
+    Case("data", "a sampler next to loader processes", written("s.py", b"class S: pass\n", "data.sampler.class_path", {"data.sampler.class_name": "S", "data.dataloader_num_workers": 2}), ("data.dataloader_num_workers=2: must be 0",)),
+    Case("data", "a generator of data without a name", written("g.py", b"class G: pass\n", "data.datagen.path"), ("data.datagen.name=null: is missing",)),
+]
+
 PATH, NAME = "custom_reward_function.path", "custom_reward_function.name"
 
 REWARD = [
@@ -90,7 +241,7 @@ REWARD = [
     Case("reward", "an asynchronous function", scorer("async def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 0\n", whole=True), (f"{NAME}=compute_score: ", "asynchronous", "`def`")),
     Case("reward", "an unknown reward manager", {"reward_model.reward_manager": "naiv"}, ("reward_model.reward_manager=naiv: is not registered; the nearest: naive",)),
     Case("reward", "an argument that the manager does not take", {"reward_model.reward_manager": "dapo", "+reward_model.reward_kwargs.max_len": 16}, ("reward_model.reward_kwargs.max_len=16: is not taken by the reward manager 'dapo': write max_resp_len or overlong_buffer_cfg",)),
-    Case("reward", "no time to score", {"reward_model.scoring.timeout_s": 0}, ("reward_model.scoring.timeout_s=0: must be a number above 0",)),
+    Case("reward", "no time to score", {"reward_model.scoring.timeout_s": 0}, ("reward_model.scoring.timeout_s=0: must be a number in (0, 100000000]",)),
     Case("reward", "an invalid sandbox address", {"reward_model.sandbox_fusion.url": "sandbox:8080"}, ("reward_model.sandbox_fusion.url=sandbox:8080: must be null or an address such as http://host:8080/run_code",)),
     Case("reward", "a module that cannot be imported", scorer("import no_such_module\ndef compute_score(data_source, solution_str, ground_truth, extra_info): return 0\n", whole=True, extra=NO_WORKERS), (PATH, "{at}/reward.py", "No module named 'no_such_module'"), late="alone"),
     Case("reward", "raises", scorer("return 1 / 0", extra=NO_FAILURE), ("data_source 'letters', sample ", "ground truth 'letters'", "the scorer raised ZeroDivisionError: division by zero"), late="together"),
@@ -99,6 +250,36 @@ REWARD = [
     Case("reward", "returns a string", scorer("return '1'", extra=NO_FAILURE), ("the scorer returned '1'; a scorer must return a number",), late="together"),
     Case("reward", "returns a dict without a score", scorer("return {'acc': 1.0}", extra=NO_FAILURE), ("the scorer returned a dict without 'score': {'acc': 1.0}",), late="together"),
     Case("reward", "returns a list", scorer("return [1.0]", extra=NO_FAILURE), ("the scorer returned [1.0]; a scorer must return a number",), late="together"),
+]
+
+CALL = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+
+REWARD += [
+    Case("reward", "a folder", lambda at: {PATH: at.folder}, (f"{PATH}={{at}}: is a folder",)),
+    *(Case("reward", f"a {kind} instead of a file", special(kind, PATH), (f"{PATH}={{at}}/odd.parquet: is a",)) for kind in ("pipe", "socket", "loop", "dangling")),
+    Case("reward", "a device", {PATH: "/dev/zero"}, (f"{PATH}=/dev/zero: is a device",)),
+    Case("reward", "a file of bytes", written("reward.py", bytes(range(256)), PATH), (f"{PATH}={{at}}/reward.py: is not valid Python",)),
+    Case("reward", "a file with null bytes", written("reward.py", b"x = 1\0\n", PATH), (f"{PATH}={{at}}/reward.py: is not valid Python",)),
+    Case("reward", "a file in UTF-16", written("reward.py", f"{CALL}    return 1\n".encode("utf-16"), PATH), (f"{PATH}={{at}}/reward.py: is not valid Python",)),
+    Case("reward", "an empty file", written("reward.py", b"", PATH), (f"{NAME}=compute_score: {{at}}/reward.py does not define it; it defines nothing",)),
+    Case("reward", "a return outside a function", scorer("return 1\n" + CALL + "    return 1\n", whole=True), (f"{PATH}={{at}}/reward.py: is not valid Python",)),
+    Case("reward", "Python 2", scorer(f"{CALL}    print 'a'\n", whole=True), (f"{PATH}={{at}}/reward.py: is not valid Python",)),
+    Case("reward", "mixed indentation", scorer(f"{CALL}    if 1:\n\treturn 1\n", whole=True), (f"{PATH}={{at}}/reward.py: is not valid Python",)),
+    Case("reward", "brackets nested too deep", scorer("x = " + "(" * 5000 + ")" * 5000 + "\n", whole=True), (f"{PATH}={{at}}/reward.py: is not valid Python",)),
+    Case("reward", "an expression nested too deep", scorer("x = " + "-" * 50000 + "1\n", whole=True), (f"{PATH}={{at}}/reward.py: is not valid Python",)),
+    Case("reward", "a notebook", written("reward.py", b'{"cells": [], "metadata": {}}', PATH), (f"{NAME}=compute_score: ",)),
+    Case("reward", "a list instead of a function", scorer("compute_score = [1]\n", whole=True), (f"{NAME}=compute_score: must be a function",)),
+    Case("reward", "parameters by position only", scorer("def compute_score(data_source, solution_str, ground_truth, extra_info, /):\n    return 1\n", whole=True), (f"{NAME}=compute_score: ", "cannot be called")),
+    Case("reward", "no parameter", scorer("def compute_score():\n    return 1\n", whole=True), (f"{NAME}=compute_score: ", "cannot be called")),
+    Case("reward", "an empty name", scorer("return 1", extra={NAME: "''"}), (f"{NAME}='': must be",)),
+    Case("reward", "a number as a name", scorer("return 1", extra={NAME: 7}), (f"{NAME}=7: must be a string",)),
+    Case("reward", "a list of arguments", scorer("return 1", extra={"custom_reward_function.reward_kwargs": "[1]"}), ("custom_reward_function.reward_kwargs=[1]: must be a mapping",)),
+    Case("reward", "no memory for programs", {"reward_model.sandbox_fusion.memory_limit_mb": 0}, ("reward_model.sandbox_fusion.memory_limit_mb=0: must be",)),
+    Case("reward", "no request at once", {"reward_model.sandbox_fusion.max_concurrent": 0}, ("reward_model.sandbox_fusion.max_concurrent=0: must be",)),
+    Case("reward", "an address of another kind", {"reward_model.sandbox_fusion.url": "ftp://host/run"}, ("reward_model.sandbox_fusion.url=ftp://host/run: must be",)),
+    Case("reward", "returns a number that is too large", scorer("return 10**400", extra=NO_FAILURE), ("the scorer returned",), late="together"),
+    Case("reward", "returns a list of numbers", scorer("return {'score': [1.0]}", extra=NO_FAILURE), ("the scorer returned",), late="together"),
+    Case("reward", "returns infinity", scorer("return float('inf')", extra=NO_FAILURE), ("the scorer returned inf, which is not finite",), late="together"),
 ]
 
 FROM = {"trainer.resume_mode": "resume_path"}
@@ -117,9 +298,38 @@ CHECKPOINT = [
     Case("checkpoint", "no layout file", checkpoint(gone="actor/fsdp_config.json"), ("actor: fsdp_config.json is missing",)),
     Case("checkpoint", "another number of workers", checkpoint(world_size=2), ("actor: it was written by 2 ranks", "trainer.n_gpus_per_node")),
     Case("checkpoint", "truncated loader state", checkpoint(cut="data.pt"), ("data.pt", "is truncated", "trainer.resume_from_path={at}/run/global_step_1")),
+    Case("checkpoint", "no loader state", checkpoint(gone="data.pt"), ("data.pt is missing: without it the training data would start over. Copy it back", "trainer.resume_from_path={at}/run/global_step_1")),
+    Case("checkpoint", "a loader state that runs code", checkpoint(prepared="data.pt"), ("data.pt names builtins.print, which may run code", "trainer.trusted_classes=[builtins.print]")),
+    Case("checkpoint", "a folder with the number of another step", checkpoint(renamed=7), ("actor: it was saved at step 2, the folder's name says 7",)),
     Case("checkpoint", "no checkpoint of the critic", checkpoint(extra={"algorithm.adv_estimator": "gae", "critic.ppo_micro_batch_size_per_gpu": 8, "critic.model.path": "{model}"}), ("critic: the folder {at}/run/global_step_2/critic does not exist",)),
     Case("checkpoint", "resuming from HDFS", {"trainer.default_hdfs_dir": "hdfs://runs/mine"}, ("trainer.default_hdfs_dir=hdfs://runs/mine: resuming from it is not supported", "trainer.resume_mode=disable")),
     Case("checkpoint", "tensors of another model", checkpoint(), ("model_world_size_1_rank_0.pt belongs to another model: it lacks",), late="together"),
+]
+
+TRACKER = "latest_checkpointed_iteration.txt"
+LAYOUT = "global_step_2/actor/fsdp_config.json"
+MANIFEST = "global_step_2/actor/manifest_world_size_1_rank_0.json"
+DAMAGED = "checkpoint {at}/run/global_step_2 cannot be resumed from"
+
+CHECKPOINT += [
+    *(Case("checkpoint", f"a tracker that {how}", checkpoint(edited(TRACKER, content)), (f"{{at}}/run/{TRACKER} holds",)) for how, content in (
+        ("is empty", b""), ("is negative", b"-2"), ("holds a fraction", b"2.0"), ("holds a superscript", "²".encode()), ("holds bytes", b"\xff\xfe\x00"),
+        ("holds a number of a thousand digits", b"9" * 1000), ("names a folder", b"global_step_2"))),
+    *(Case("checkpoint", f"a tracker that is a {kind}", checkpoint(odd=(kind, TRACKER)), (f"{{at}}/run/{TRACKER}",)) for kind in ("pipe", "socket", "loop")),
+    *(Case("checkpoint", f"a layout that {how}", checkpoint(edited(LAYOUT, content)), (f"{DAMAGED}: actor: fsdp_config.json cannot be read",)) for how, content in (
+        ("is empty", b""), ("is a list", b"[1]"), ("lacks its ranks", b"{}"), ("has text as ranks", b'{"world_size": "one"}'), ("has no rank", b'{"world_size": 0}'),
+        ("has a billion ranks", b'{"world_size": 1000000000}'), ("has half a rank", b'{"world_size": 0.5}'), ("is nested too deep", b"[" * 100000))),
+    Case("checkpoint", "a layout that is a pipe", checkpoint(odd=("pipe", LAYOUT)), (f"{DAMAGED}: actor: fsdp_config.json cannot be read",)),
+    *(Case("checkpoint", f"a manifest that {how}", checkpoint(edited(MANIFEST, content)), (f"{DAMAGED}: actor: manifest_world_size_1_rank_0.json cannot be read",)) for how, content in (
+        ("is empty", b""), ("is a list", b"[]"), ("lacks its files", b'{"world_size": 1}'), ("has a file without a size", b'{"world_size": 1, "rank": 0, "global_step": 2, "files": [{"name": "a"}]}'),
+        ("has text as files", b'{"world_size": 1, "rank": 0, "global_step": 2, "files": "all"}'))),
+    Case("checkpoint", "a manifest that is a pipe", checkpoint(odd=("pipe", MANIFEST)), (f"{DAMAGED}: actor: manifest_world_size_1_rank_0.json cannot be read",)),
+    Case("checkpoint", "loader state that is a pipe", checkpoint(odd=("pipe", "global_step_2/data.pt")), (f"{DAMAGED}: data.pt",)),
+    Case("checkpoint", "loader state of zeros", checkpoint(edited("global_step_2/data.pt", bytes(1000))), (f"{DAMAGED}: data.pt",)),
+    Case("checkpoint", "a file of weights that is a dangling link", checkpoint(odd=("dangling", "global_step_2/actor/model_world_size_1_rank_0.pt")), (f"{DAMAGED}: actor: model_world_size_1_rank_0.pt is missing",)),
+    Case("checkpoint", "a path that is a file", lambda at: FROM | {"trainer.resume_from_path": f"{at.workspace.folder}/train.parquet"}, ("trainer.resume_from_path=", "train.parquet: must name a global_step_<N> folder")),
+    Case("checkpoint", "a path with a superscript", FROM | {"trainer.resume_from_path": "'/nowhere/global_step_²'"}, ("trainer.resume_from_path=/nowhere/global_step_²: must name a global_step_<N> folder",)),
+    Case("checkpoint", "a number as a path", FROM | {"trainer.resume_from_path": 7}, ("trainer.resume_from_path=7: must be a string",)),
 ]
 
 MODEL_PATH = f"{MODEL}.path"
@@ -146,4 +356,48 @@ MODEL_CASES = [
     Case("model", "a missing tensor", model(without_tensor="model.norm.weight"), ("the checkpoint lacks 1 tensors of the model, the first is 'model.norm.weight'",), late="alone"),
 ]
 
-CASES = [*CONFIG, *DATA, *REWARD, *CHECKPOINT, *MODEL_CASES]
+IN_CONFIG = f"{MODEL_PATH}={{at}}/model: {{at}}/model/config.json"
+WEIGHTS = f"{MODEL_PATH}: {{at}}/model/model.safetensors"
+
+
+def _header(**tensor: object) -> bytes:
+    return json.dumps({"lm_head.weight": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | tensor}).encode()
+
+
+MODEL_CASES += [
+    *(Case("model", f"a config.json that {how}", model(text={"config.json": content}), (f"{IN_CONFIG}",)) for how, content in (
+        ("is empty", ""), ("is a list", "[]"), ("is text", '"qwen2"'), ("is null", "null"), ("has no model_type", "{}"), ("is nested too deep", "[" * 100000), ("is HTML", "<html>"))),
+    *(Case("model", f"{key}={json.dumps(value)}", model(config={key: value}), (f"{IN_CONFIG} has {key}={json.dumps(value)}",)) for key, value in (
+        ("model_type", None), ("model_type", 7), ("hidden_size", "large"), ("hidden_size", 0), ("hidden_size", -128), ("hidden_size", 1.5), ("vocab_size", 0), ("vocab_size", 10**12),
+        ("num_hidden_layers", -1), ("num_attention_heads", 0), ("num_key_value_heads", 0), ("num_key_value_heads", 3), ("torch_dtype", "float17"), ("dtype", "bfloat61"), ("dtype", 16))),
+    *(Case("model", f"architectures={json.dumps(value)}", model(config={"architectures": value}), (f"{MODEL_PATH}={{at}}/model: its config.json has architectures=",)) for value in (
+        [], ["Qwen2ForCausalLM", "LlamaForCausalLM"], "Qwen2ForCausalLM", ["Qwen99ForCausalLM"], [7])),
+    Case("model", "quantized weights", model(config={"quantization_config": {"quant_method": "gptq"}}), (f"{MODEL_PATH}={{at}}/model: its weights are quantized", "gptq")),
+    *(Case("model", f"a {name} that is a {kind}", model(odd=(kind, name)), (f"{{at}}/model/{name} is ",)) for name, kind in (
+        ("config.json", "pipe"), ("model.safetensors", "pipe"), ("tokenizer.json", "pipe"), ("tokenizer_config.json", "socket"), ("preprocessor_config.json", "pipe"),
+        ("model.safetensors", "dangling"), ("config.json", "loop"))),
+    *(Case("model", f"weights {how}", maker, (WEIGHTS,)) for how, maker in (
+        ("of zeros", header(b"", 0)), ("whose header is a list", header(b"[]")), ("whose header is longer than the file", header(b"{}", 2**62)), ("whose header is text", header(b"hello")),
+        ("whose tensor ends before it starts", header(_header(data_offsets=[8, 0]))), ("whose offsets are text", header(_header(data_offsets="all"))), ("without offsets", header(b'{"a": {}}')),
+        ("with a tensor beyond the end", header(_header(data_offsets=[0, 10**9]))), ("whose tensor is a number", header(b'{"a": 7}')))),
+    *(Case("model", f"an index that {how}", model(text={"model.safetensors.index.json": content}), ("{at}/model/model.safetensors.index.json",)) for how, content in (
+        ("is empty", ""), ("is a list", "[]"), ("lacks its map", "{}"), ("has a list as map", '{"weight_map": []}'), ("names no file", '{"weight_map": {}}'), ("names numbers", '{"weight_map": {"a": 7}}'))),
+    Case("model", "garbage in pytorch_model.bin", model(gone=("model.safetensors",), text={"pytorch_model.bin": "hello"}), (f"{MODEL_PATH}: {{at}}/model/pytorch_model.bin: is not a file of torch.save",)),
+    Case("model", "a socket instead of a folder", special("socket", MODEL_PATH), (f"{MODEL_PATH}={{at}}/odd.parquet",)),
+    Case("model", "an empty path", {MODEL_PATH: "''"}, (f"{MODEL_PATH}='': ",)),
+    Case("model", "a number as path", {MODEL_PATH: 7}, (f"{MODEL_PATH}=7: must be a string",)),
+    Case("model", "a tokenizer that does not exist", {f"{MODEL}.tokenizer_path": "/nowhere/tokenizer"}, (f"{MODEL}.tokenizer_path=/nowhere/tokenizer",)),
+    Case("model", "a size of the overrides that is text", {f"+{MODEL}.override_config.hidden_size": "large"}, (f"{MODEL}.override_config", "hidden_size")),
+    Case("model", "a module that cannot be found", {f"{MODEL}.external_lib": "no_such_module"}, (f"{MODEL}.external_lib=no_such_module: cannot find",)),
+    Case("model", "a reference that does not exist", {"+actor_rollout_ref.ref.model.path": "/nowhere/ref"}, ("actor_rollout_ref.ref.model.path=/nowhere/ref",)),
+    Case("model", "a critic that does not exist", {"algorithm.adv_estimator": "gae", "critic.ppo_micro_batch_size_per_gpu": 8, "critic.model.path": "/nowhere/critic"}, ("critic.model.path=/nowhere/critic: no such folder",)),
+    Case("model", "a reward model that does not exist", {"reward_model.enable": True, "reward_model.micro_batch_size_per_gpu": 8, "reward_model.model.path": "/nowhere/judge"}, ("reward_model.model.path=/nowhere/judge",)),
+    Case("model", "a reward model without a head", lambda at: {"reward_model.enable": True, "reward_model.micro_batch_size_per_gpu": 8, "reward_model.model.path": at.workspace.model, "reward_model.model.input_tokenizer": None}, ("reward_model.model.path=", "score.weight")),
+    *(Case("model", f"a tokenizer.json that {how}", model(text={"tokenizer.json": content}), ("{at}/model", "tokenizer.json")) for how, content in (
+        ("is empty", ""), ("is a list", "[]"), ("is text", '"words"'), ("is an empty mapping", "{}"))),
+    Case("model", "a tokenizer_config.json that is a list", model(text={"tokenizer_config.json": "[]"}), ("{at}/model", "tokenizer_config.json")),
+    Case("model", "a chat template with an error", {f"{MODEL}.custom_chat_template": "'{% for m in messages %}'"}, (f"{MODEL}.custom_chat_template",)),
+    Case("model", "a chat template of the model with an error", model(text={"chat_template.jinja": "{% for m in messages %}"}), ("{at}/model", "chat_template.jinja")),
+]
+
+CASES = [*CONFIG, *DATA, *REWARD, *CHECKPOINT, *MODEL_CASES, *COMMANDS]

@@ -1,12 +1,17 @@
 """Files with something wrong in them: data, scorers, checkpoints and models."""
 
 import json
+import os
 import shutil
+import socket
+import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2ForCausalLM
@@ -24,10 +29,34 @@ def written(name: str, content: bytes, key: str, extra: Overrides | None = None)
     """Name a file with this content."""
 
     def make(place: Place) -> Overrides:
+        (place.folder / name).parent.mkdir(parents=True, exist_ok=True)
         (place.folder / name).write_bytes(content)
         return {key: place.folder / name} | dict(extra or {})
 
     return make
+
+
+def special(kind: str, key: str, extra: Overrides | None = None) -> Make:
+    """Name what is no file: a ``pipe``, a ``socket``, a ``loop`` of links, or a link that is ``dangling``."""
+
+    def make(place: Place) -> Overrides:
+        path = place.folder / "odd.parquet"
+        make_special(kind, path)
+        return {key: path} | dict(extra or {})
+
+    return make
+
+
+def make_special(kind: str, path: Path) -> None:
+    """Put what is no file at a path."""
+    path.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(os.path.relpath(path))  # the path of a socket is short
+    else:
+        path.symlink_to(path if kind == "loop" else path.with_name("gone"))
 
 
 # ---- data
@@ -65,6 +94,53 @@ def rows(
     return make
 
 
+def table(columns: Mapping[str, Any], key: str = "data.train_files", changes: Overrides | None = None) -> Make:
+    """Name a parquet file of 16 rows that are right but for the given columns, each a list or an arrow array."""
+
+    def make(place: Place) -> Overrides:
+        right = pa.Table.from_pylist([row(i) for i in range(16)])
+        arrays = {name: right[name] for name in right.column_names} | dict(columns)
+        path = place.folder / "train.parquet"
+        pq.write_table(pa.table(arrays), path)
+        return {key: path} | dict(changes or {})
+
+    return make
+
+
+def twice(name: str) -> Make:
+    """Name a parquet file with two columns of one name."""
+
+    def make(place: Place) -> Overrides:
+        right = pa.Table.from_pylist([row(i) for i in range(16)])
+        doubled = right.append_column(name, right[name])
+        pq.write_table(doubled, place.folder / "train.parquet")
+        return {"data.train_files": place.folder / "train.parquet"}
+
+    return make
+
+
+def lines(
+    *texts: str, name: str = "train.jsonl", key: str = "data.train_files", extra: Overrides | None = None
+) -> Make:
+    """Name a file of JSON lines: 16 that are right, then the given ones."""
+    right = [json.dumps(row(i)) for i in range(16)]
+    return written(name, "\n".join([*right, *texts]).encode(), key, extra)
+
+
+def flipped(key: str = "data.train_files") -> Make:
+    """Name a parquet file whose pages are damaged, and whose footer is whole."""
+
+    def make(place: Place) -> Overrides:
+        path = place.folder / "train.parquet"
+        pq.write_table(pa.Table.from_pylist([row(i) for i in range(400)]), path, compression="snappy")
+        content = bytearray(path.read_bytes())
+        content[4:2000] = bytes(1996)
+        path.write_bytes(content)
+        return {key: path}
+
+    return make
+
+
 def _cut(path: Path, last_bytes: int) -> None:
     content = path.read_bytes()
     path.write_bytes(content[: len(content) - last_bytes])
@@ -93,10 +169,17 @@ def checkpoint(
     cut: str | None = None,
     gone: str | None = None,
     flip: str | None = None,
+    odd: tuple[str, str] | None = None,
+    prepared: str | None = None,
+    renamed: int | None = None,
     world_size: int = 1,
     extra: Overrides | None = None,
 ) -> Make:
-    """Write the checkpoints of steps 1 and 2, and damage the latter."""
+    """Write the checkpoints of steps 1 and 2, and damage the latter.
+
+    ``odd`` is what takes the place of a file, and the file; a ``prepared`` file would run code; ``renamed`` is the
+    number of another step, for the folder of step 2.
+    """
 
     def make(place: Place) -> Overrides:
         run = place.folder / "run"
@@ -111,7 +194,15 @@ def checkpoint(
             _cut(run / "global_step_2" / cut, 40)
         if flip is not None:
             _flip(run / "global_step_2" / flip)
-        return {key: str(value).format(model=place.workspace.model) for key, value in (extra or {}).items()}
+        if odd is not None:
+            make_special(odd[0], run / odd[1])
+        if prepared is not None:
+            torch.save(_Prints(), run / "global_step_2" / prepared)
+        if renamed is not None:
+            (run / "global_step_2").rename(run / f"global_step_{renamed}")
+            write_tracker_atomically(run, renamed)
+        chosen = (extra or {}).items()
+        return {key: str(value).format(model=place.workspace.model, at=place.folder) for key, value in chosen}
 
     return make
 
@@ -136,6 +227,13 @@ def _write_checkpoint(folder: Path, step: int, world_size: int) -> None:
     save_driver_state(folder, {"position": step}, {"seed": 1})
 
 
+class _Prints:
+    """An object whose unpickling prints."""
+
+    def __reduce__(self) -> tuple[Callable[..., None], tuple[str]]:
+        return print, ("a prepared file ran code",)
+
+
 def _flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
@@ -151,9 +249,12 @@ def model(
     text: Mapping[str, str] | None = None,
     config: Mapping[str, Any] | None = None,
     without_tensor: str | None = None,
+    weights: bytes | None = None,
+    odd: tuple[str, str] | None = None,
+    key: str = "actor_rollout_ref.model.path",
     extra: Overrides | None = None,
 ) -> Make:
-    """Copy the small model and damage it."""
+    """Copy the small model and damage it; ``odd`` is what takes the place of a file, and the file."""
 
     def make(place: Place) -> Overrides:
         folder = place.folder / "model"
@@ -171,9 +272,18 @@ def model(
             save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         if cut is not None:
             _cut(folder / cut, 40)
-        return {"actor_rollout_ref.model.path": folder} | dict(extra or {})
+        if weights is not None:
+            (folder / "model.safetensors").write_bytes(weights)
+        if odd is not None:
+            make_special(odd[0], folder / odd[1])
+        return {key: folder} | dict(extra or {})
 
     return make
+
+
+def header(content: bytes, length: int | None = None) -> Make:
+    """Copy the small model and give its weights this header, which claims to be ``length`` bytes long."""
+    return model(weights=struct.pack("<Q", len(content) if length is None else length) + content)
 
 
 def odd_heads(place: Place) -> Overrides:

@@ -1,0 +1,310 @@
+"""Every process of a run x every phase x every fault, each in a real run that must end well and resume bit for bit.
+
+``python -m tests.special_e2e.fault_matrix [--cells 'trainer/*/kill' ...] [--folder FOLDER] [--page]``
+
+A cell is ``process/phase/fault``. Results go to a file of the folder one by one; the same command goes on with the
+cells that the file lacks. ``--page`` writes the table of ``docs/fault_matrix.md`` from it and runs nothing. Remove the
+folder after a change of the code, since it also holds the runs without a fault.
+"""
+
+import argparse
+import fnmatch
+import itertools
+import json
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.conftest import preloaded
+from verl.utils.report.compare import compare_runs
+
+from .conftest import REPOSITORY, Run, Workspace
+from .test_train import PPO
+
+FOLDER = REPOSITORY / "outputs" / "fault_matrix"
+PAGE = REPOSITORY / "docs" / "fault_matrix.md"
+LAST_STEP = 3
+CALL_TIMEOUT_S = 40
+END_WITHIN_S = 60
+MEMORY_PATIENCE_S = 30
+
+PROCESSES = ("launch", "trainer", "actor", "critic", "reference", "reward model", "gcs", "raylet")
+PHASES = ("start", "generate", "infer", "update", "sync", "checkpoint", "validation")
+FAULTS = {"kill": "SIGKILL", "hang": "SIGSTOP", "term": "SIGTERM", "raise": "exception", "slow": "slow"}
+SIGNALS = ("kill", "hang", "term")
+
+TRAINER_POINTS = {
+    "start": "trainer_init_model:step=0",
+    "generate": "trainer_generate:step=3",
+    "infer": "trainer_old_log_prob:step=3",
+    "update": "trainer_update_actor:step=3",
+    "sync": "trainer_weight_sync:step=3",
+    "checkpoint": "trainer_save_checkpoint:step=3",
+    "validation": "trainer_validate:step=3",
+}
+"""The points at which the trainer is hit, or at which it hits another process."""
+WORKER_POINTS = {
+    ("actor", "start"): "before_init_model",
+    ("actor", "generate"): "generate:step=3",
+    ("actor", "infer"): "before_compute_log_prob:step=3",
+    ("actor", "update"): "update_actor:step=3",
+    ("actor", "sync"): "weight_sync:step=3",
+    ("actor", "checkpoint"): "save_checkpoint:step=3",
+    ("actor", "validation"): "generate:step=0",
+    ("critic", "infer"): "before_compute_values:step=3",
+    ("critic", "update"): "update_critic:step=3",
+    ("reference", "infer"): "before_compute_ref_log_prob:step=3",
+    ("reward model", "start"): "before_init_model",
+    ("reward model", "infer"): "compute_rm_score:step=3",
+}
+NAMES = {
+    "trainer": "the trainer process",
+    "gcs": "Ray's GCS",
+    "raylet": "Ray's raylet",
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One fault of one process in one phase."""
+
+    process: str
+    phase: str
+    fault: str
+
+    def __str__(self) -> str:
+        return f"{self.process}/{self.phase}/{self.fault}"
+
+    @property
+    def why_not(self) -> str | None:
+        """Return why there is no such run; None if there is."""
+        if self.process in ("gcs", "raylet") and self.fault not in SIGNALS:
+            return "runs no code of ours"
+        if self.process == "launch" and self.fault not in SIGNALS:
+            return "only waits"
+        if self.process == "launch" and self.fault == "hang":
+            return "the run goes on without its terminal"
+        if self.process == "reward model" and (self.process, self.phase) not in WORKER_POINTS:
+            return "has no part in it"
+        if self.process in ("critic", "reference") and (self.process, self.phase) not in WORKER_POINTS:
+            return "in the process of the actor"
+        return None
+
+    @property
+    def variable(self) -> str:
+        """Return the value of ``VERL_FAULT``."""
+        if self.process == "trainer":
+            return f"{self.fault}:{TRAINER_POINTS[self.phase]}"
+        point = WORKER_POINTS.get((self.process, self.phase))
+        if point is not None:
+            return f"{self.fault}:{point}:rank=0"
+        return f"{self.fault}:{TRAINER_POINTS[self.phase]}:on={self.process}"
+
+    @property
+    def culprit(self) -> str | None:
+        """Return the pattern that the last message must have; None if the process that would write it is dead."""
+        if self.process == "launch":
+            return None if self.fault == "kill" else "terminated"
+        if self.fault == "raise":
+            return "InjectedFault: injected at " + self.variable.split(":")[1]
+        phase = TRAINER_POINTS[self.phase].partition(":")[0].removeprefix("trainer_")
+        if self.process in NAMES:
+            return f"LostProcessError: {NAMES[self.process]} .* phase {phase}"
+        kind = "WorkerTimeoutError" if self.fault == "hang" else "WorkerDiedError"
+        return f"{kind}: worker rank 0 .*phase "
+
+
+CELLS = [Cell(*names) for names in itertools.product(PROCESSES, PHASES, FAULTS)]
+
+
+@dataclass(frozen=True)
+class Result:
+    """The outcome of a cell: ``problem`` is empty if all held."""
+
+    cell: str
+    problem: str
+    seconds_to_end: float
+    message: str
+
+
+# ---- running a cell
+
+
+class Matrix:
+    """Runs cells in a workspace, and compares what they resume to with whole runs."""
+
+    def __init__(self, workspace: Workspace) -> None:
+        self.workspace = workspace
+
+    @cached_property
+    def _reward_model(self) -> Path:
+        from tests.workers.roles.reward_cases import write_models
+
+        write_models(self.workspace.folder / "reward")
+        return self.workspace.folder / "reward" / "token"
+
+    def _overrides(self, with_reward_model: bool) -> dict[str, object]:
+        common: dict[str, object] = {
+            "actor_rollout_ref.rollout.name": "hf",
+            "trainer.total_training_steps": LAST_STEP,
+            "trainer.save_freq": 2,
+            "trainer.test_freq": LAST_STEP,
+            "trainer.val_before_train": True,
+            "trainer.worker_call_timeout_s": CALL_TIMEOUT_S,
+        }
+        if not with_reward_model:
+            return common | PPO | {"critic.model.path": self.workspace.model}
+        return common | {
+            "reward_model.enable": True,
+            "reward_model.enable_resource_pool": True,
+            "reward_model.n_gpus_per_node": 1,
+            "reward_model.nnodes": 1,
+            "reward_model.model.path": self._reward_model,
+            "reward_model.model.input_tokenizer": self.workspace.model,
+            "reward_model.micro_batch_size_per_gpu": 8,
+            "reward_model.max_length": 128,
+            "data.return_raw_chat": True,
+            "ray_kwargs.ray_init.num_cpus": 2,
+        }
+
+    def _whole(self, name: str, overrides: dict[str, object]) -> Run:
+        """Return the run without a fault, if it is there already."""
+        run = Run(0, "", 0.0, self.workspace.folder / name)
+        if (run.folder / "metrics.jsonl").exists() and LAST_STEP in run.steps:
+            return run
+        return self.workspace.train(name, overrides)
+
+    def run(self, cell: Cell) -> Result:
+        """Run a cell: the fault, the end, what is left behind, and the resumed run."""
+        with_reward_model = cell.process == "reward model"
+        overrides = self._overrides(with_reward_model)
+        whole = self._whole("whole-with-reward-model" if with_reward_model else "whole", overrides)
+        name = str(cell).replace("/", "-").replace(" ", "-")
+        shutil.rmtree(self.workspace.folder / name, ignore_errors=True)  # of an attempt that was interrupted
+        proof = self.workspace.folder / f"{name}.fault"
+        proof.unlink(missing_ok=True)
+        fault = {"VERL_FAULT": cell.variable, "VERL_FAULT_FILE": str(proof)}
+        memory = set(Path("/dev/shm").iterdir())
+        seconds = 0.0
+        message = ""
+        try:
+            run = self.workspace.train(name, overrides, env=fault, fails=cell.fault != "slow")
+            ended_at = time.time()
+            assert proof.exists(), "the fault did not fire"
+            if cell.fault != "slow":
+                seconds = ended_at - float(proof.read_text().split()[0])
+                message = last_message(run.output)
+                limit = END_WITHIN_S + (CALL_TIMEOUT_S if cell.fault == "hang" else 0)
+                assert seconds < limit, f"ended after {seconds:.0f} s"
+                assert cell.culprit is None or re.search(cell.culprit, message), f"the message is {message!r}"
+                wait_for_memory(memory)
+                run = self.workspace.train(name, overrides)
+            assert run.numbers(LAST_STEP) == whole.numbers(LAST_STEP), "the numbers of the last step differ"
+            compared = compare_runs(whole.folder, run.folder)
+            assert compared.by_digests and compared.difference is None, f"the runs differ: {compared.difference}"
+        except (AssertionError, pytest.fail.Exception) as error:
+            return Result(str(cell), str(error), seconds, message)
+        shutil.rmtree(run.folder)
+        return Result(str(cell), "", seconds, message)
+
+
+def last_message(output: str) -> str:
+    """Return what a run says last, without the ids of processes."""
+    start = output.rfind("\nError: ")
+    lines = output[start:].strip().splitlines() if start >= 0 else output.strip().splitlines()[-1:]
+    return re.sub(r" \(pid \d+\)|\x1b\[0m", "", " ".join(lines[:2]))
+
+
+def wait_for_memory(before: set[Path]) -> None:
+    """Wait until no shared memory is left that no process uses."""
+    deadline = time.monotonic() + MEMORY_PATIENCE_S
+    while True:
+        orphans = [path for path in Path("/dev/shm").iterdir() if path not in before and not _is_used(path)]
+        if not orphans:
+            return
+        assert time.monotonic() < deadline, f"left in shared memory: {orphans}"
+        time.sleep(1)
+
+
+def _is_used(path: Path) -> bool:
+    for process in psutil.process_iter():
+        try:
+            if str(path) in Path(f"/proc/{process.pid}/maps").read_text():
+                return True
+        except OSError:  # it has ended, or is another user's
+            continue
+    return False
+
+
+# ---- results
+
+
+def read_results(path: Path) -> dict[str, Result]:
+    """Return the results of a file by cell, the latest of each."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {result.cell: result for result in (Result(**json.loads(line)) for line in lines)}
+
+
+def table(results: dict[str, Result]) -> Iterator[str]:
+    """Yield the lines of the table: seconds from the fault to the end, or why there is no such run."""
+    yield "| process | phase | " + " | ".join(FAULTS.values()) + " |"
+    yield "|---|---|" + "---|" * len(FAULTS)
+    for process, phase in itertools.product(PROCESSES, PHASES):
+        cells = [Cell(process, phase, fault) for fault in FAULTS]
+        reasons = {cell.why_not for cell in cells}
+        if len(reasons) == 1 and None not in reasons:
+            yield f"| {process} | {phase} | {reasons.pop()} |" + " |" * (len(FAULTS) - 1)
+        else:
+            yield f"| {process} | {phase} | " + " | ".join(_text(cell, results) for cell in cells) + " |"
+
+
+def _text(cell: Cell, results: dict[str, Result]) -> str:
+    if cell.why_not:
+        return f"– ({cell.why_not})"
+    result = results.get(str(cell))
+    if result is None:
+        return "not run"
+    if result.problem:
+        return "**failed**"
+    return "completes" if cell.fault == "slow" else f"{result.seconds_to_end:.0f} s"
+
+
+def write_page(results: dict[str, Result]) -> None:
+    """Replace the table of the page."""
+    head = PAGE.read_text().partition("| process |")[0]
+    PAGE.write_text(head + "\n".join(table(results)) + "\n")
+
+
+def main() -> None:
+    """Run the chosen cells that have no result yet, or write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cells", nargs="+", default=["*"], help="patterns of process/phase/fault")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="of the runs and of results.jsonl")
+    parser.add_argument("--page", action="store_true", help=f"write {PAGE.name} and run nothing")
+    arguments = parser.parse_args()
+    path = arguments.folder / "results.jsonl"
+    results = read_results(path)
+    if arguments.page:
+        write_page(results)
+        return
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    chosen = [cell for cell in CELLS if any(fnmatch.fnmatch(str(cell), pattern) for pattern in arguments.cells)]
+    with preloaded() as variables, path.open("a") as file:
+        matrix = Matrix(Workspace(arguments.folder, variables))
+        for cell in chosen:
+            if cell.why_not is None and str(cell) not in results:
+                result = matrix.run(cell)
+                file.write(json.dumps(asdict(result)) + "\n")
+                file.flush()
+                print(f"{cell}: {result.problem or 'ok'} ({result.seconds_to_end:.0f} s)", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,17 @@
+"""The whole fault matrix, hours of runs; ``fault_matrix.py`` as a command runs some of its cells, and can go on."""
+
+import pytest
+
+from .fault_matrix import CELLS, Cell, Matrix, Workspace
+
+
+@pytest.fixture(scope="module")
+def matrix(tmp_path_factory: pytest.TempPathFactory, preloaded_workers: dict[str, str]) -> Matrix:
+    return Matrix(Workspace(tmp_path_factory.mktemp("faults"), preloaded_workers))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("cell", [cell for cell in CELLS if cell.why_not is None], ids=str)
+def test_a_run_survives_a_fault(matrix: Matrix, cell: Cell) -> None:
+    result = matrix.run(cell)
+    assert not result.problem, f"{result.problem}\n{result.message}"
