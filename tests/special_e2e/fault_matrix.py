@@ -289,15 +289,16 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=FOLDER, help="of the runs and of results.jsonl")
     parser.add_argument("--page", action="store_true", help=f"write {PAGE.name} and run nothing")
     arguments = parser.parse_args()
-    path = arguments.folder / "results.jsonl"
+    folder = arguments.folder.resolve()  # runs have another working folder
+    path = folder / "results.jsonl"
     results = read_results(path)
     if arguments.page:
         write_page(results)
         return
-    arguments.folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     chosen = [cell for cell in CELLS if any(fnmatch.fnmatch(str(cell), pattern) for pattern in arguments.cells)]
     with preloaded() as variables, path.open("a") as file:
-        matrix = Matrix(Workspace(arguments.folder, variables))
+        matrix = Matrix(Workspace(folder, variables))
         for cell in chosen:
             if cell.why_not is None and str(cell) not in results:
                 result = matrix.run(cell)

@@ -40,7 +40,7 @@ def test_a_signal_ends_the_run_in_seconds(workspace, number, code, last):
     assert process.returncode == code, output
     assert time.monotonic() - sent < 30
     assert last is None or output.strip().splitlines()[-1].removesuffix("\x1b[0m") == last, output
-    assert not leftovers(process.pid, patience_s=40)  # Ray's own agents look for their parent now and then
+    assert not leftovers(process.pid, patience_s=20)
 
 
 def wait_for_worker(session: int, patience_s: float = 120) -> None:

@@ -1,11 +1,15 @@
 import signal
 import subprocess
 import sys
+import threading
 import time
 
+import psutil
 import pytest
 
-from verl.utils.processes import WatchedProcess
+from verl.utils import processes
+from verl.utils.process_pool import DeadlinePool
+from verl.utils.processes import WatchedProcess, start_process
 
 UNKNOWN = "has died: SIGKILL, os._exit, or a crash (the system does not tell which)"
 
@@ -22,7 +26,7 @@ def wait_for(condition, patience_s=10):
     [
         ("import os; os._exit(3)", "has ended with exit code 3"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "was killed by SIGSEGV"),
-        ("import os; os.kill(os.getpid(), 9)", "was killed by SIGKILL, as the kernel does when memory runs out"),
+        ("import os; os.kill(os.getpid(), 9)", "was killed by SIGKILL"),
     ],
 )
 def test_the_end_of_a_process_is_told(code, ending):
@@ -42,3 +46,103 @@ def test_a_stopped_process_is_told():
         assert wait_for(watched.is_stopped)
         child.kill()
         assert wait_for(lambda: watched.ending() is not None)
+
+
+@pytest.mark.parametrize("kills, is_told", [([3, 3], False), ([3, 4], True), ([None, 4], False)])
+def test_a_lack_of_memory_is_told(monkeypatch, kills, is_told):
+    """The kernel counts the processes that it has killed for lack of memory; it does not tell which."""
+    monkeypatch.setattr(processes, "oom_kills", lambda: kills.pop(0) if len(kills) > 1 else kills[0])
+    child = subprocess.Popen(["sleep", "60"])
+    watched = WatchedProcess("child", child.pid)
+    child.kill()
+    assert wait_for(lambda: watched.ending() is not None)
+    assert ("because memory ran out" in watched.ending()) == is_told
+
+
+def test_the_kernel_counts_what_it_kills_for_lack_of_memory():
+    assert processes.oom_kills() is not None and processes.oom_kills() >= 0
+
+
+# ---- processes that must not outlive another
+
+MORTAL = "from verl.utils.processes import die_with_parent; die_with_parent(); print(flush=True); input()"
+
+
+def test_a_process_outlives_the_thread_that_asked_for_it():
+    """The kernel ends such a process with the thread that started it, so that must be another one."""
+    started = []
+    command = [sys.executable, "-c", MORTAL]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+
+    def start():
+        started.append(start_process(command, **pipes))
+        started[0].stdout.readline()
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join()
+    with pytest.raises(subprocess.TimeoutExpired):
+        started[0].wait(timeout=0.5)
+    assert started[0].communicate(b"\n")[0] == b"" and started[0].returncode == 0
+
+
+def test_a_pool_outlives_the_thread_that_started_it():
+    pool = DeadlinePool(abs, 1)
+    thread = threading.Thread(target=pool.map, args=([(-1,)], 60, 60))
+    thread.start()
+    thread.join()
+    (slot,) = pool._slots
+    with pytest.raises(subprocess.TimeoutExpired):
+        slot.process.wait(timeout=0.5)
+    assert pool.map([(-2,)], 60, 60) == [2] and pool._slots == [slot]
+    pool.close()
+
+
+def test_an_interrupted_start_leaves_no_process(monkeypatch):
+    made = []
+
+    def slow_start(command, options):
+        time.sleep(0.3)
+        made.append(subprocess.Popen(command, **options))
+        return made[0]
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(processes, "_popen", slow_start)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            start_process(["sleep", "60"])
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert wait_for(lambda: made and made[0].returncode == -signal.SIGKILL)
+
+
+GUARDED = """
+import os, signal, subprocess, sys
+import psutil
+from verl.utils.processes import end_with_this_process
+children = [subprocess.Popen(["sleep", "60"], start_new_session=True) for _ in range(2)]
+children[1].send_signal(signal.SIGSTOP)
+end_with_this_process(psutil.Process().children())
+print(*[child.pid for child in psutil.Process().children()], flush=True)
+number = int(sys.argv[1])
+os.kill(os.getpid(), number) if number == signal.SIGKILL else os.killpg(0, number)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGHUP], ids=lambda number: number.name)
+def test_processes_end_with_one_that_is_killed(number):
+    """One of them is stopped; a terminal signals the whole group, the guard too."""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", GUARDED, str(int(number))],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    guarded = [psutil.Process(int(pid)) for pid in parent.stdout.readline().split()]
+    parent.communicate(timeout=20)
+    assert len(guarded) == 3
+    assert not psutil.wait_procs(guarded, timeout=5)[1]

@@ -18,7 +18,7 @@ from typing import Any
 
 import cloudpickle
 
-from verl.utils.processes import die_with_parent
+from verl.utils.processes import die_with_parent, start_process
 from verl.utils.time_limit import UserCodeFailed, error_text
 
 Function = Callable[..., Any]
@@ -68,9 +68,7 @@ class _Slot:
         pipe, remote = Pipe()
         code = _SERVE.format(path=sys.path, pipe=remote.fileno())
         command = [sys.executable, "-u", "-c", code]  # unbuffered, because it may be killed
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, pass_fds=(remote.fileno(),), start_new_session=True
-        )
+        process = start_process(command, stdin=subprocess.DEVNULL, pass_fds=(remote.fileno(),), start_new_session=True)
         remote.close()
         slot = cls(process, pipe, STARTING, time.monotonic() + timeout_s)
         with suppress(OSError):  # it has ended already: the next read tells

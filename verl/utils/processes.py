@@ -7,11 +7,19 @@ import os
 import select
 import signal
 import struct
+import subprocess
+import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
 
 import psutil
+
+from verl.utils import guard
 
 _PR_SET_PDEATHSIG = 1
 _PIDFD_GET_INFO = 0xC040FF0B
@@ -22,8 +30,81 @@ _ALLOCATIONS_PER_COLLECTION = 50_000  # Python's own 700 suit a program that hol
 
 
 def die_with_parent() -> None:
-    """Let the kernel kill this process when its parent dies, even if this process is stopped; Linux only."""
+    """Let the kernel kill this process when its parent dies, even if this process is stopped; Linux only.
+
+    To the kernel the parent is the thread that started this process; ``start_process`` starts it from one that lasts.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+@cache
+def _starter() -> ThreadPoolExecutor:
+    """Return the thread that starts processes, which lives as long as this process."""
+    return ThreadPoolExecutor(1, "start-processes")
+
+
+os.register_at_fork(after_in_child=_starter.cache_clear)  # a forked process has no such thread
+
+
+def start_process(command: Sequence[str], **options: Any) -> "subprocess.Popen[bytes]":
+    """Start a process that calls ``die_with_parent``, so that it lives until this process ends, not only this thread.
+
+    ``options`` are those of ``subprocess.Popen``. If the wait for the start is interrupted, the process is killed.
+    """
+    started = _starter().submit(partial(_popen, command, options))
+    try:
+        return started.result()
+    except BaseException:
+        started.add_done_callback(_kill_started)
+        raise
+
+
+def _popen(command: Sequence[str], options: Mapping[str, Any]) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen(command, **options)
+
+
+def _kill_started(started: "Future[subprocess.Popen[bytes]]") -> None:
+    if started.exception() is None:
+        with started.result() as process:
+            process.kill()
+
+
+_QUIET = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+_guards: list["subprocess.Popen[bytes]"] = []
+
+
+def end_with_this_process(processes: Iterable[psutil.Process]) -> None:
+    """Let a small process kill others as soon as this one has ended, even by SIGKILL."""
+    handles = [os.pidfd_open(os.getpid())]
+    for process in processes:
+        with suppress(ProcessLookupError):
+            handles.append(os.pidfd_open(process.pid))
+    command = [sys.executable, "-I", "-S", guard.__file__, *map(str, handles)]
+    # The guard keeps this mask, since it must not end before this process does.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+    try:
+        _guards.append(_popen(command, {"pass_fds": handles} | _QUIET))
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for handle in handles:
+            os.close(handle)
+
+
+def oom_kills() -> int | None:
+    """Return how many processes of this machine the kernel has killed for lack of memory; None if it does not tell."""
+    with suppress(OSError):
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return None
+
+
+def out_of_memory_since(before: int | None) -> str:
+    """Return a clause that tells of processes killed for lack of memory since ``oom_kills`` was ``before``, or ""."""
+    now = oom_kills()
+    if before is None or now is None or now <= before:
+        return ""
+    return "; the kernel has killed a process on this machine meanwhile because memory ran out"
 
 
 def collect_garbage_rarely() -> None:
@@ -51,6 +132,7 @@ class WatchedProcess:
     def __init__(self, name: str, pid: int) -> None:
         self.name = name
         self.pid = pid
+        self._oom_kills = oom_kills()
         self._pidfd: int | None = None
         with suppress(ProcessLookupError):
             self._pidfd = os.pidfd_open(pid)
@@ -75,11 +157,12 @@ class WatchedProcess:
                 return None
             code = self._exit_code(self._pidfd)
         if code is None:
-            return "has died: SIGKILL, os._exit, or a crash (the system does not tell which)"
+            how = "has died: SIGKILL, os._exit, or a crash (the system does not tell which)"
+            return how + out_of_memory_since(self._oom_kills)
         if code >= 0:
             return f"has ended with exit code {code}"
-        hint = ", as the kernel does when memory runs out" if code == -signal.SIGKILL else ""
-        return f"was killed by {signal.Signals(-code).name}{hint}"
+        memory = out_of_memory_since(self._oom_kills) if code == -signal.SIGKILL else ""
+        return f"was killed by {signal.Signals(-code).name}{memory}"
 
     def _exit_code(self, pidfd: int) -> int | None:
         """Return the exit code of the ended process, negative for a signal; None if the kernel keeps none."""

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from omegaconf import OmegaConf
 
+from tests.special_e2e.conftest import leftovers
 from verl.base_config import ConfigError, Violation
 from verl.single_controller.base.errors import CallSite
 from verl.single_controller.ray.worker_group import Seat, explain
@@ -27,6 +28,7 @@ from verl.trainer.ppo.utils import Role, _say_once, need_critic
 from verl.trainer.run import inputs, launch
 from verl.trainer.run.clock import StartupClock
 from verl.trainer.run.display import LocalDisplay, Progress, RemoteDisplay, Terminal, _Warnings
+from verl.utils import processes
 from verl.workers.config.model import path_problems
 
 
@@ -213,6 +215,18 @@ def test_what_the_constructor_of_a_worker_raised_is_told():
     assert again.phase is None and again.step is None
 
 
+def test_a_worker_that_the_system_killed_for_lack_of_memory_has_died(monkeypatch):
+    """Ray's monitor tells its reason; the kernel only counts."""
+    seats, site = [Seat(0, "worker_0", None)], CallSite("pool", "actor", "update_actor")
+    monitor = launch.ray.exceptions.OutOfMemoryError("Memory on the node was 14.9GB / 15.6GB (0.955)")
+    assert launch.describe(explain(site, seats, [None], 0, monitor)).startswith("WorkerDiedError: worker rank 0")
+    death = launch.ray.exceptions.ActorDiedError()
+    monkeypatch.setattr(processes, "oom_kills", lambda: 7)
+    told = launch.describe(explain(site, seats, [None], 0, death, killed_before=6))
+    assert told.endswith("; the kernel has killed a process on this machine meanwhile because memory ran out")
+    assert "memory" not in launch.describe(explain(site, seats, [None], 0, death, killed_before=7))
+
+
 def test_stack_traces_of_other_processes_are_left_to_the_log():
     error = RuntimeError("worker rank 1 raised: RuntimeError: no\nTraceback (most recent call last):\n  File x\nlast")
     assert launch.describe(error) == "RuntimeError: worker rank 1 raised: RuntimeError: no"
@@ -357,21 +371,25 @@ def test_a_local_cluster_inherits_secrets_instead_of_writing_them_down(monkeypat
 
 
 @pytest.mark.slow
-def test_a_local_cluster_is_closed_to_others(tmp_path):
-    """What listens after the start, from the outside: Ray's agents, its GCS and raylet are on 127.0.0.1 only."""
+def test_a_local_cluster_is_closed_to_others_and_ends_with_its_launch():
+    """All that listens is on 127.0.0.1 only. After SIGKILL, Ray's agents alone would stay for a minute."""
     code = (
-        "import json, os, psutil, ray\n"
+        "import json, os, psutil, ray, sys\n"
         "from verl.trainer.config.run_config import RayConfig\n"
-        "from verl.trainer.run.launch import start_ray, stop_ray\n"
+        "from verl.trainer.run.launch import start_ray\n"
         "start_ray('cpu', RayConfig(ray_init={'num_cpus': 1, 'include_dashboard': False}))\n"
         "ray.get(ray.remote(lambda: os.getpid()).remote())\n"
         "family = [psutil.Process(), *psutil.Process().children(recursive=True)]\n"
         "ports = [(each.laddr.ip, process.name()) for process in family for each in process.net_connections()\n"
         "         if each.status == psutil.CONN_LISTEN]\n"
         "print(json.dumps(ports))\n"
-        "stop_ray(True)\n"
+        "sys.stdout.flush()\n"
+        "os.kill(os.getpid(), 9)\n"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert out.returncode == 0, out.stderr
-    ports = json.loads(out.stdout.splitlines()[-1])
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", code], stdout=pipe, stderr=pipe, start_new_session=True) as run:
+        out, errors = run.communicate(timeout=120)
+    assert run.returncode == -9, errors.decode()
+    assert not leftovers(run.pid, patience_s=15)
+    ports = json.loads(out.splitlines()[-1])
     assert ports and {ip.removeprefix("::ffff:") for ip, _ in ports} == {"127.0.0.1"}, ports

@@ -31,6 +31,7 @@ from verl.single_controller.ray.resource_pool import (
     bundle_nodes,
     sort_placement_group_by_node_ip,
 )
+from verl.utils.processes import oom_kills, out_of_memory_since
 from verl.utils.profiler.captures import nsight_options
 from verl.utils.ray_utils import without_nsight
 
@@ -48,6 +49,7 @@ _DEATHS = (
     exceptions.ActorUnavailableError,
     exceptions.LocalRayletDiedError,
     exceptions.NodeDiedError,
+    exceptions.OutOfMemoryError,
     exceptions.OwnerDiedError,
     exceptions.WorkerCrashedError,
 )
@@ -433,6 +435,7 @@ def wait_all(site: CallSite, seats: Sequence[Seat], refs: Refs, limit_s: float) 
     Raises: WorkerDiedError or WorkerTaskError for the first failed result, WorkerTimeoutError after ``limit_s``.
     """
     deadline = time.monotonic() + limit_s
+    killed_before = oom_kills()
     position = {ref: index for index, ref in enumerate(refs)}
     values: list[Any] = [None] * len(refs)
     pending = list(position)
@@ -445,7 +448,7 @@ def wait_all(site: CallSite, seats: Sequence[Seat], refs: Refs, limit_s: float) 
         except RayError as error:
             if isinstance(error, exceptions.GetTimeoutError) and not isinstance(error, RayTaskError):
                 raise explain_timeout(site, seats, refs, limit_s) from None
-            failure = explain(site, seats, refs, position[done[0]], error)
+            failure = explain(site, seats, refs, position[done[0]], error, killed_before)
             raise failure from failure.__cause__
     if len(position) < len(refs):  # the same reference was given more than once
         values = [values[position[ref]] for ref in refs]
@@ -506,6 +509,12 @@ def _text(error: RayError) -> str:
     return f"{message}\n--- in the worker\n{error}"
 
 
+def _death(error: RayError, killed_before: int | None) -> str:
+    """Return the text of a death; its first line tells if the kernel of this machine had to free memory."""
+    first, *rest = _text(error).split("\n", 1)
+    return "\n".join([first + out_of_memory_since(killed_before), *rest])
+
+
 def _last_raised(trace: str) -> str:
     """Return the text after the last frame of a stack trace."""
     lines = trace.splitlines()
@@ -514,16 +523,21 @@ def _last_raised(trace: str) -> str:
     return "\n".join(message).strip() or lines[0]
 
 
-def explain(site: CallSite, seats: Sequence[Seat], refs: Refs, position: int, error: RayError) -> WorkerError:
-    """Turn the first failed result of a call, that at ``position``, into an error that names its cause."""
+def explain(
+    site: CallSite, seats: Sequence[Seat], refs: Refs, position: int, error: RayError, killed_before: int | None = None
+) -> WorkerError:
+    """Turn the first failed result of a call, that at ``position``, into an error that names its cause.
+
+    ``killed_before`` is the number of ``oom_kills`` before the call.
+    """
     seat = seats[position] if position < len(seats) else seats[0]
     if _is_death(error):
-        return errors.WorkerDiedError(site, seat.rank, seat.name, _text(error))
+        return errors.WorkerDiedError(site, seat.rank, seat.name, _death(error, killed_before))
     death = find_death(seats, refs, PEER_GRACE_S)
     if death is not None:
         dead, death_error = death
         first = f"\nbefore that, rank {seat.rank} reported {_text(error)}" if dead.rank != seat.rank else ""
-        return errors.WorkerDiedError(site, dead.rank, dead.name, _text(death_error) + first)
+        return errors.WorkerDiedError(site, dead.rank, dead.name, _death(death_error, killed_before) + first)
     silent = _silent(seats, refs) if "timed out" in str(error).lower() else []
     if silent:
         reported = f"rank {seat.rank} gave up waiting in a collective: {_text(error)}"

@@ -28,7 +28,7 @@ from verl.trainer.run.display import LocalDisplay
 from verl.trainer.run.watch import Watch, ended_within
 from verl.utils import envs
 from verl.utils.masking import ENVIRONMENT, masked, masked_text
-from verl.utils.processes import end_all
+from verl.utils.processes import end_all, end_with_this_process
 from verl.utils.ray_utils import loopback
 
 T = TypeVar("T")
@@ -138,6 +138,10 @@ def _leave(message: str, code: int) -> NoReturn:
     sys.exit(code)
 
 
+_ray_processes: list[psutil.Process] = []
+"""The processes of the local cluster as it starts, its agents too: they lose their parent when the raylet dies."""
+
+
 def start_ray(device: str, cluster: RayConfig) -> bool:
     """Start or join Ray unless this process already has; return whether it did.
 
@@ -165,6 +169,10 @@ def start_ray(device: str, cluster: RayConfig) -> bool:
     options.setdefault("logging_level", "WARNING")
     with loopback() if on_loopback else nullcontext():
         ray.init(**options)
+    if cluster.is_local:
+        # Of a dead GCS, Ray's agents take a minute to notice that nobody hears their last words.
+        _ray_processes[:] = psutil.Process().children(recursive=True)
+        end_with_this_process(_ray_processes)
     return True
 
 
@@ -241,7 +249,7 @@ def stop_ray(kill: bool = False) -> bool:
     """
     if not ray.is_initialized():
         return True
-    processes = psutil.Process().children(recursive=True)
+    processes = {*_ray_processes, *psutil.Process().children(recursive=True)}
     has_left = not kill and ended_within(SHUTDOWN_TIMEOUT_S, ray.shutdown)
     end_all(processes, only_stopped=has_left)  # the others see the end of the raylet, and end themselves
     return has_left
