@@ -11,10 +11,14 @@ import argparse
 import fnmatch
 import itertools
 import json
+import os
 import re
 import shutil
+import tempfile
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -26,16 +30,32 @@ from tests.conftest import preloaded
 from verl.utils.report.compare import compare_runs
 
 from .conftest import REPOSITORY, Run, Workspace
-from .test_train import PPO
+from .test_train import PPO, TWO_WORKERS
 
 FOLDER = REPOSITORY / "outputs" / "fault_matrix"
 PAGE = REPOSITORY / "docs" / "fault_matrix.md"
 LAST_STEP = 3
 CALL_TIMEOUT_S = 40
+START_TIMEOUT_S = 120
 END_WITHIN_S = 60
 MEMORY_PATIENCE_S = 30
 
-PROCESSES = ("launch", "trainer", "actor", "critic", "reference", "reward model", "gcs", "raylet")
+PROCESSES = (
+    "launch",
+    "trainer",
+    "actor",
+    "critic",
+    "reference",
+    "reward model",
+    "gcs",
+    "raylet",
+    "vLLM",
+    "second worker",
+    "clock back",
+    "clock forward",
+)
+"""Those of a run with the plain engine, then of one with vLLM, of one with two workers that share vLLM's tensors, and
+a trainer that is hit when the wall clock jumps."""
 PHASES = ("start", "generate", "infer", "update", "sync", "checkpoint", "validation")
 FAULTS = {"kill": "SIGKILL", "hang": "SIGSTOP", "term": "SIGTERM", "raise": "exception", "slow": "slow"}
 SIGNALS = ("kill", "hang", "term")
@@ -64,6 +84,10 @@ WORKER_POINTS = {
     ("reward model", "start"): "before_init_model",
     ("reward model", "infer"): "compute_rm_score:step=3",
 }
+WORKER_POINTS |= {("vLLM", phase): WORKER_POINTS["actor", phase] for phase in ("generate", "sync", "validation")}
+WORKER_POINTS |= {("second worker", phase): WORKER_POINTS["actor", phase] for phase in PHASES}
+CLOCKS = {"clock back": "-1h", "clock forward": "+1h"}
+"""How far the wall clock jumps, in the words of libfaketime."""
 NAMES = {
     "trainer": "the trainer process",
     "gcs": "Ray's GCS",
@@ -91,8 +115,12 @@ class Cell:
             return "only waits"
         if self.process == "launch" and self.fault == "hang":
             return "the run goes on without its terminal"
-        if self.process == "reward model" and (self.process, self.phase) not in WORKER_POINTS:
+        if self.process in ("reward model", "vLLM") and (self.process, self.phase) not in WORKER_POINTS:
             return "has no part in it"
+        if self.process in CLOCKS and self.phase != "update":
+            return "as in the update"
+        if self.process in CLOCKS and self.fault not in ("hang", "slow"):
+            return "waits for no deadline"
         if self.process in ("critic", "reference") and (self.process, self.phase) not in WORKER_POINTS:
             return "in the process of the actor"
         return None
@@ -100,12 +128,25 @@ class Cell:
     @property
     def variable(self) -> str:
         """Return the value of ``VERL_FAULT``."""
-        if self.process == "trainer":
+        if self.process == "trainer" or self.process in CLOCKS:
             return f"{self.fault}:{TRAINER_POINTS[self.phase]}"
         point = WORKER_POINTS.get((self.process, self.phase))
         if point is not None:
-            return f"{self.fault}:{point}:rank=0"
+            return f"{self.fault}:{point}:rank={self.rank}"
         return f"{self.fault}:{TRAINER_POINTS[self.phase]}:on={self.process}"
+
+    @property
+    def rank(self) -> int:
+        """Return the rank of the worker that is hit."""
+        return int(self.process == "second worker")
+
+    @property
+    def limit_s(self) -> int:
+        """Return the most seconds from the fault to the end."""
+        if self.fault != "hang":
+            return END_WITHIN_S
+        starts = self.phase == "start" and (self.process, self.phase) in WORKER_POINTS
+        return END_WITHIN_S + (START_TIMEOUT_S if starts else CALL_TIMEOUT_S)
 
     @property
     def culprit(self) -> str | None:
@@ -115,10 +156,10 @@ class Cell:
         if self.fault == "raise":
             return "InjectedFault: injected at " + self.variable.split(":")[1]
         phase = TRAINER_POINTS[self.phase].partition(":")[0].removeprefix("trainer_")
-        if self.process in NAMES:
-            return f"LostProcessError: {NAMES[self.process]} .* phase {phase}"
+        if self.process in NAMES or self.process in CLOCKS:
+            return f"LostProcessError: {NAMES.get(self.process, NAMES['trainer'])} .* phase {phase}"
         kind = "WorkerTimeoutError" if self.fault == "hang" else "WorkerDiedError"
-        return f"{kind}: worker rank 0 .*phase "
+        return f"{kind}: worker rank {self.rank} .*phase "
 
 
 CELLS = [Cell(*names) for names in itertools.product(PROCESSES, PHASES, FAULTS)]
@@ -150,7 +191,8 @@ class Matrix:
         write_models(self.workspace.folder / "reward")
         return self.workspace.folder / "reward" / "token"
 
-    def _overrides(self, with_reward_model: bool) -> dict[str, object]:
+    def _setting(self, process: str) -> tuple[str, dict[str, object]]:
+        """Return the name and the overrides of the run in which a process is hit."""
         common: dict[str, object] = {
             "actor_rollout_ref.rollout.name": "hf",
             "trainer.total_training_steps": LAST_STEP,
@@ -158,21 +200,30 @@ class Matrix:
             "trainer.test_freq": LAST_STEP,
             "trainer.val_before_train": True,
             "trainer.worker_call_timeout_s": CALL_TIMEOUT_S,
+            "trainer.ray_wait_register_center_timeout": START_TIMEOUT_S,
         }
-        if not with_reward_model:
-            return common | PPO | {"critic.model.path": self.workspace.model}
-        return common | {
-            "reward_model.enable": True,
-            "reward_model.enable_resource_pool": True,
-            "reward_model.n_gpus_per_node": 1,
-            "reward_model.nnodes": 1,
-            "reward_model.model.path": self._reward_model,
-            "reward_model.model.input_tokenizer": self.workspace.model,
-            "reward_model.micro_batch_size_per_gpu": 8,
-            "reward_model.max_length": 128,
-            "data.return_raw_chat": True,
-            "ray_kwargs.ray_init.num_cpus": 2,
-        }
+        if process == "reward model":
+            return "whole-with-reward-model", common | {
+                "reward_model.enable": True,
+                "reward_model.enable_resource_pool": True,
+                "reward_model.n_gpus_per_node": 1,
+                "reward_model.nnodes": 1,
+                "reward_model.model.path": self._reward_model,
+                "reward_model.model.input_tokenizer": self.workspace.model,
+                "reward_model.micro_batch_size_per_gpu": 8,
+                "reward_model.max_length": 128,
+                "data.return_raw_chat": True,
+                "ray_kwargs.ray_init.num_cpus": 2,
+            }
+        with_critic = common | PPO | {"critic.model.path": self.workspace.model}
+        vllm = {"actor_rollout_ref.rollout.name": "vllm"}
+        if process == "vLLM":
+            return "whole-with-vllm", with_critic | vllm
+        if process == "second worker":
+            # The peer gives up before the driver does, so that the driver knows which of the two is silent.
+            patience = {"actor_rollout_ref.nccl_timeout": CALL_TIMEOUT_S // 2}
+            return "whole-of-two-workers", with_critic | vllm | TWO_WORKERS | patience
+        return "whole", with_critic
 
     def _whole(self, name: str, overrides: dict[str, object]) -> Run:
         """Return the run without a fault, if it is there already."""
@@ -183,9 +234,8 @@ class Matrix:
 
     def run(self, cell: Cell) -> Result:
         """Run a cell: the fault, the end, what is left behind, and the resumed run."""
-        with_reward_model = cell.process == "reward model"
-        overrides = self._overrides(with_reward_model)
-        whole = self._whole("whole-with-reward-model" if with_reward_model else "whole", overrides)
+        setting, overrides = self._setting(cell.process)
+        whole = self._whole(setting, overrides)
         name = str(cell).replace("/", "-").replace(" ", "-")
         shutil.rmtree(self.workspace.folder / name, ignore_errors=True)  # of an attempt that was interrupted
         proof = self.workspace.folder / f"{name}.fault"
@@ -195,14 +245,14 @@ class Matrix:
         seconds = 0.0
         message = ""
         try:
-            run = self.workspace.train(name, overrides, env=fault, fails=cell.fault != "slow")
+            with jumping_clock(CLOCKS.get(cell.process), proof) as clock:
+                run = self.workspace.train(name, overrides, env=fault | clock, fails=cell.fault != "slow")
             ended_at = time.time()
             assert proof.exists(), "the fault did not fire"
             if cell.fault != "slow":
                 seconds = ended_at - float(proof.read_text().split()[0])
                 message = last_message(run.output)
-                limit = END_WITHIN_S + (CALL_TIMEOUT_S if cell.fault == "hang" else 0)
-                assert seconds < limit, f"ended after {seconds:.0f} s"
+                assert seconds < cell.limit_s, f"ended after {seconds:.0f} s"
                 assert cell.culprit is None or re.search(cell.culprit, message), f"the message is {message!r}"
                 wait_for_memory(memory)
                 run = self.workspace.train(name, overrides)
@@ -220,6 +270,40 @@ def last_message(output: str) -> str:
     start = output.rfind("\nError: ")
     lines = output[start:].strip().splitlines() if start >= 0 else output.strip().splitlines()[-1:]
     return re.sub(r" \(pid \d+\)|\x1b\[0m", "", " ".join(lines[:2]))
+
+
+@contextmanager
+def jumping_clock(jump: str | None, moment: Path) -> Iterator[dict[str, str]]:
+    """Yield variables with which the wall clock of processes jumps as soon as a file is there; none without a jump."""
+    if jump is None:
+        yield {}
+        return
+    libraries = [*Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1")]
+    library = os.environ.get("LIBFAKETIME") or str(next(iter(libraries), ""))
+    assert library, "needs libfaketime: install it, or name its libfaketimeMT.so.1 in LIBFAKETIME"
+    is_over = threading.Event()
+    with tempfile.NamedTemporaryFile("w", prefix="clock") as clock:
+        clock.write("+0\n")
+        clock.flush()
+
+        def set_clock() -> None:
+            while not moment.exists() and not is_over.wait(0.1):
+                pass
+            clock.seek(0)
+            clock.write(f"{jump}\n")
+            clock.flush()
+
+        thread = threading.Thread(target=set_clock)
+        thread.start()
+        yield {
+            "VERL_TEST_PRELOADED": "",  # a fork of a process with the true clock would keep it
+            "LD_PRELOAD": library,
+            "FAKETIME_TIMESTAMP_FILE": clock.name,
+            "FAKETIME_NO_CACHE": "1",
+            "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+        }
+        is_over.set()
+        thread.join()
 
 
 def wait_for_memory(before: set[Path]) -> None:

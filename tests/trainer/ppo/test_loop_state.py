@@ -4,6 +4,7 @@ import json
 import shutil
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -47,8 +48,10 @@ class Numbers(torch.utils.data.Dataset):
         return {"x": torch.tensor(index)}
 
 
-def trainer_at_start(total_steps: int, workers: int = 0, epochs: int | None = None) -> RayPPOTrainer:
-    data = {"train_batch_size": BATCH, "dataloader_num_workers": workers, "shuffle": True, "seed": 5}
+def trainer_at_start(
+    total_steps: int, workers: int = 0, epochs: int | None = None, batch_size: int = BATCH
+) -> RayPPOTrainer:
+    data = {"train_batch_size": batch_size, "dataloader_num_workers": workers, "shuffle": True, "seed": 5}
     options = {"total_epochs": epochs or 1, "total_training_steps": None if epochs else total_steps}
     trainer = RayPPOTrainer.__new__(RayPPOTrainer)
     trainer.run_config = RunConfig.parse(OmegaConf.create({"data": data, "trainer": options}))
@@ -95,6 +98,25 @@ def test_a_resumed_run_sees_the_rows_that_an_uninterrupted_one_sees(tmp_path, wo
     assert seen == whole
     assert first.state.epoch == driver["epoch"] == (stop * batches - 1) // 2  # two batches an epoch
     assert second.state.epoch == (7 * batches - 1) // 2
+
+
+def test_another_batch_size_is_named_and_continues_at_the_next_row(tmp_path, caplog):
+    """The state of the loader counts rows: none is repeated or left out."""
+    first, second = trainer_at_start(4), trainer_at_start(4, batch_size=3)
+    (seen,) = next(draw(first))
+
+    def checkpoints_of_loader(trainer):
+        run = replace(trainer.run_config, trainer=replace(trainer.run_config.trainer, default_local_dir=str(tmp_path)))
+        return Checkpoints(run, trainer.state, {}, trainer.train_dataloader, KL_CONTROLLER)
+
+    checkpoints_of_loader(first).save()
+    checkpoints_of_loader(second).load(tmp_path / "global_step_1")
+    assert "data.train_batch_size is 3, and was 4 in the checkpoint" in caplog.text
+    seen += [row for batch in second.train_dataloader for row in batch["x"].tolist()]
+    assert len(seen) == len(set(seen)) == 10  # of 11 rows, in batches of 4, 3 and 3
+    caplog.clear()
+    checkpoints_of_loader(first).load(tmp_path / "global_step_1")
+    assert not caplog.text
 
 
 def test_the_data_end_after_the_last_epoch_where_no_number_of_steps_is_given():
@@ -316,7 +338,7 @@ class WritingGroup:
 
 
 LOADER = SimpleNamespace(state_dict=dict, dataset=None)
-KL_CONTROLLER = SimpleNamespace(state_dict=dict)
+KL_CONTROLLER = SimpleNamespace(state_dict=dict, load_state_dict=dict)
 
 
 def checkpoints_of(root, state, groups, in_background=False, save_freq=1):
@@ -339,7 +361,7 @@ def test_a_checkpoint_is_removed_only_when_the_next_one_is_named(tmp_path):
     assert read_tracker(tmp_path, None) == 2
     assert load_driver_state(tmp_path / "remote" / "global_step_1") == (
         {},
-        {"kl_ctrl_in_reward": {}, "seed": 1, "epoch": 0, "data_digest": None},
+        {"kl_ctrl_in_reward": {}, "seed": 1, "epoch": 0, "data_digest": None, "train_batch_size": 1024},
     )
     assert sorted(path.name for path in (tmp_path / "global_step_2").iterdir()) == ["actor", "critic", "data.pt"]
 

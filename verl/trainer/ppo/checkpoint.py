@@ -117,6 +117,7 @@ class Checkpoints:
             group.save_checkpoint(f"{folder}/{role}", None if remote is None else f"{remote}/{role}", state.step)
         driver = {"kl_ctrl_in_reward": self.kl_ctrl.state_dict(), "seed": state.seed, "epoch": state.epoch}
         driver["data_digest"] = digest_of(self.loader.dataset)
+        driver["train_batch_size"] = self.run.data.train_batch_size
         save_driver_state(folder, self.loader.state_dict(), driver)
         if remote is not None:
             hdfs_io.makedirs(remote, exist_ok=True)
@@ -158,3 +159,11 @@ class Checkpoints:
             self.kl_ctrl.load_state_dict(driver["kl_ctrl_in_reward"])
         if driver.get("seed", state.seed) != state.seed:
             logger.warning("trainer.seed is %d, and was %d in the checkpoint", state.seed, driver["seed"])
+        batch_size = self.run.data.train_batch_size
+        if driver.get("train_batch_size", batch_size) != batch_size:
+            logger.warning(
+                "data.train_batch_size is %d, and was %d in the checkpoint: the run continues at the next row, with "
+                "steps of another size, so epochs and schedules no longer match the steps before",
+                batch_size,
+                driver["train_batch_size"],
+            )
