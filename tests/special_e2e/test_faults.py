@@ -70,6 +70,14 @@ def test_a_lost_process_is_named_at_once(workspace, tmp_path, action, target, wh
     assert "LostProcessError" in (run.folder / "error.log").read_text()
 
 
+@pytest.mark.full
+def test_the_memory_monitor_of_ray_is_named(workspace):
+    """Every use of memory is above its threshold here."""
+    monitor = {"RAY_memory_usage_threshold": "0.01", "RAY_memory_monitor_refresh_ms": "200"}
+    run = workspace.train("memory", env=monitor, fails=True, module="tests.special_e2e.lost_runs", timeout_s=200)
+    assert "killed due to the node running low on memory" in run.output[run.output.rindex("\nError: ") :], run.output
+
+
 def test_ctrl_c_ends_a_run_whose_ray_is_stopped(workspace, tmp_path):
     """The shutdown of Ray hangs there, and so did the launching process, which ignored signals meanwhile."""
     proof = tmp_path / "fault"

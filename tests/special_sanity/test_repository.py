@@ -66,6 +66,16 @@ def tracked_text_files() -> list[Path]:
             r"\bos\.(environ|getenv|putenv)\b",
             {"verl/utils/envs.py"},
         ),
+        (
+            "time.monotonic or time.perf_counter, since the wall clock may jump; these need the date",
+            r"\btime\.time\(|datetime\.(now|utcnow|today)\(",
+            {
+                "verl/trainer/run/clock.py",  # moments of several processes
+                "verl/utils/checkpoint/files.py",  # compared with an expiry that the platform announces
+                "verl/utils/faults.py",  # read by a test in another process
+                "verl/utils/vllm/patch.py",  # compared with times of files
+            },
+        ),
     ],
 )
 def test_library_style(rule: str, pattern: str, exempt: set[str]) -> None:

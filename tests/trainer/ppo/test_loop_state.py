@@ -105,17 +105,17 @@ def test_another_batch_size_is_named_and_continues_at_the_next_row(tmp_path, cap
     first, second = trainer_at_start(4), trainer_at_start(4, batch_size=3)
     (seen,) = next(draw(first))
 
-    def checkpoints_of_loader(trainer):
+    def checkpoints_of_loader(trainer, groups):
         run = replace(trainer.run_config, trainer=replace(trainer.run_config.trainer, default_local_dir=str(tmp_path)))
-        return Checkpoints(run, trainer.state, {}, trainer.train_dataloader, KL_CONTROLLER)
+        return Checkpoints(run, trainer.state, groups, trainer.train_dataloader, KL_CONTROLLER)
 
-    checkpoints_of_loader(first).save()
-    checkpoints_of_loader(second).load(tmp_path / "global_step_1")
+    checkpoints_of_loader(first, {"actor": WritingGroup(tmp_path)}).save()
+    checkpoints_of_loader(second, {}).load(tmp_path / "global_step_1")
     assert "data.train_batch_size is 3, and was 4 in the checkpoint" in caplog.text
     seen += [row for batch in second.train_dataloader for row in batch["x"].tolist()]
     assert len(seen) == len(set(seen)) == 10  # of 11 rows, in batches of 4, 3 and 3
     caplog.clear()
-    checkpoints_of_loader(first).load(tmp_path / "global_step_1")
+    checkpoints_of_loader(first, {}).load(tmp_path / "global_step_1")
     assert not caplog.text
 
 

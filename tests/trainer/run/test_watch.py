@@ -1,10 +1,13 @@
 """The launching process finds a trainer that is stopped or dead, and says where it was."""
 
+import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
+from ray.exceptions import OutOfMemoryError
 
 from verl.trainer.run import watch
 from verl.trainer.run.watch import LostProcessError, Watch, ended_within
@@ -43,6 +46,45 @@ def test_a_lost_trainer_is_named_with_its_phase_and_scorer(monkeypatch, number, 
     assert str(lost.value) == f"the trainer process (pid {trainer.pid}) {what}; {where}"
     assert len(warnings) == (number == signal.SIGSTOP)
     assert all("has not answered for 2 s" in text and "the run ends if that goes on" in text for text in warnings)
+
+
+def test_a_trainer_that_ray_killed_for_lack_of_memory_is_named_with_the_reason():
+    watching = Watch(9.0, print)
+    command = [sys.executable, "-c", TRAINER, str(watching.activity_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as trainer:
+        trainer.stdout.readline()
+
+        def talk():
+            trainer.kill()
+            raise OutOfMemoryError("1 worker(s) were killed due to the node running low on memory.\nObject store: -")
+
+        with pytest.raises(LostProcessError, match="the trainer process .* was killed by SIGKILL; ") as lost:
+            watching.run(talk)
+    assert lost.value.__notes__ == ["1 worker(s) were killed due to the node running low on memory."]
+
+
+@pytest.mark.parametrize("jump_s", [-3600, 3600])
+def test_a_jump_of_the_wall_clock_moves_no_deadline(monkeypatch, jump_s):
+    """In this process and, by the time of the file, in that of the trainer."""
+    watching = Watch(2.0, print)
+    command = [sys.executable, "-c", TRAINER, str(watching.activity_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as trainer:
+        trainer.stdout.readline()
+        true_time = time.time
+
+        def jump():
+            monkeypatch.setattr(time, "time", lambda: true_time() + jump_s)
+            os.utime(watching.activity_path, (true_time() + jump_s,) * 2)  # the trainer's next sign of life
+            watching.is_over.wait(3.0)
+            assert not watching.is_over.is_set(), "lost while it was alive"
+            trainer.send_signal(signal.SIGSTOP)
+            watching.is_over.wait()
+
+        started = time.monotonic()
+        with pytest.raises(LostProcessError, match="has not answered for 2 s"):
+            watching.run(jump)
+        assert 5 <= time.monotonic() - started < 9
+        trainer.kill()
 
 
 def test_a_cluster_that_does_not_answer_is_lost():

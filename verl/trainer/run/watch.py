@@ -129,6 +129,8 @@ class Watch:
             loss = self._find_dead(self._all(), _LOSS_GRACE_S)
         if loss is not None:
             loss.__cause__ = error
+            if isinstance(error, ray.exceptions.OutOfMemoryError):
+                loss.add_note(str(error).partition("\n")[0])
         return loss
 
     def _all(self) -> list[_Silence]:
