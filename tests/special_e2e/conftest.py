@@ -6,12 +6,15 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
 import psutil
 import pytest
+
+from verl.utils.report.compare import compare_runs
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PYTHON = [sys.executable, "-m"]
@@ -40,6 +43,14 @@ class Run:
     def numbers(self, step: int) -> dict[str, float]:
         """What of a step does not depend on the speed of the machine."""
         return {key: value for key, value in self.steps[step].items() if not key.startswith(VOLATILE)}
+
+
+def assert_bit_for_bit(run: Run, whole: Run, steps: Iterable[int]) -> None:
+    """Assert that a run that was resumed has the numbers and the digests of one that was not interrupted."""
+    for step in steps:
+        assert run.numbers(step) == whole.numbers(step), f"the numbers of step {step} differ"
+    compared = compare_runs(whole.folder, run.folder)
+    assert compared.by_digests and compared.difference is None, f"the runs differ: {compared.difference}"
 
 
 class Workspace:

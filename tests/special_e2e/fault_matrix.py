@@ -11,6 +11,7 @@ import argparse
 import fnmatch
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -27,13 +28,14 @@ import psutil
 import pytest
 
 from tests.conftest import preloaded
-from verl.utils.report.compare import compare_runs
 
-from .conftest import REPOSITORY, Run, Workspace
+from .conftest import REPOSITORY, Run, Workspace, assert_bit_for_bit
+from .test_reward_models import OWN_POOL, scored_by, write_reward_model
 from .test_train import PPO, TWO_WORKERS
 
 FOLDER = REPOSITORY / "outputs" / "fault_matrix"
 PAGE = REPOSITORY / "docs" / "fault_matrix.md"
+TABLE = "## Table\n\n"
 LAST_STEP = 3
 CALL_TIMEOUT_S = 40
 START_TIMEOUT_S = 120
@@ -186,10 +188,7 @@ class Matrix:
 
     @cached_property
     def _reward_model(self) -> Path:
-        from tests.workers.roles.reward_cases import write_models
-
-        write_models(self.workspace.folder / "reward")
-        return self.workspace.folder / "reward" / "token"
+        return write_reward_model(self.workspace)
 
     def _setting(self, process: str) -> tuple[str, dict[str, object]]:
         """Return the name and the overrides of the run in which a process is hit."""
@@ -203,18 +202,7 @@ class Matrix:
             "trainer.ray_wait_register_center_timeout": START_TIMEOUT_S,
         }
         if process == "reward model":
-            return "whole-with-reward-model", common | {
-                "reward_model.enable": True,
-                "reward_model.enable_resource_pool": True,
-                "reward_model.n_gpus_per_node": 1,
-                "reward_model.nnodes": 1,
-                "reward_model.model.path": self._reward_model,
-                "reward_model.model.input_tokenizer": self.workspace.model,
-                "reward_model.micro_batch_size_per_gpu": 8,
-                "reward_model.max_length": 128,
-                "data.return_raw_chat": True,
-                "ray_kwargs.ray_init.num_cpus": 2,
-            }
+            return "whole-with-reward-model", common | OWN_POOL | scored_by(self._reward_model, self.workspace)
         with_critic = common | PPO | {"critic.model.path": self.workspace.model}
         vllm = {"actor_rollout_ref.rollout.name": "vllm"}
         if process == "vLLM":
@@ -256,9 +244,7 @@ class Matrix:
                 assert cell.culprit is None or re.search(cell.culprit, message), f"the message is {message!r}"
                 wait_for_memory(memory)
                 run = self.workspace.train(name, overrides)
-            assert run.numbers(LAST_STEP) == whole.numbers(LAST_STEP), "the numbers of the last step differ"
-            compared = compare_runs(whole.folder, run.folder)
-            assert compared.by_digests and compared.difference is None, f"the runs differ: {compared.difference}"
+            assert_bit_for_bit(run, whole, [LAST_STEP])
         except (AssertionError, pytest.fail.Exception) as error:
             return Result(str(cell), str(error), seconds, message)
         shutil.rmtree(run.folder)
@@ -337,33 +323,66 @@ def read_results(path: Path) -> dict[str, Result]:
 
 
 def table(results: dict[str, Result]) -> Iterator[str]:
-    """Yield the lines of the table: seconds from the fault to the end, or why there is no such run."""
+    """Yield the lines of the table: seconds from the fault to the end. Counts come first, reasons and failures last."""
+    possible = [cell for cell in CELLS if cell.why_not is None]
+    done = [results[str(cell)] for cell in possible if str(cell) in results]
+    failed = [result for result in done if result.problem]
+    passed = len(done) - len(failed)
+    not_run = len(possible) - len(done)
+    yield f"Of {len(possible)} cells {passed} passed, {len(failed)} failed, and {not_run} have not been run."
+    yield ""
     yield "| process | phase | " + " | ".join(FAULTS.values()) + " |"
     yield "|---|---|" + "---|" * len(FAULTS)
+    impossible: dict[tuple[str, str], list[str]] = {}
     for process, phase in itertools.product(PROCESSES, PHASES):
         cells = [Cell(process, phase, fault) for fault in FAULTS]
         reasons = {cell.why_not for cell in cells}
-        if len(reasons) == 1 and None not in reasons:
-            yield f"| {process} | {phase} | {reasons.pop()} |" + " |" * (len(FAULTS) - 1)
-        else:
+        if None in reasons:
             yield f"| {process} | {phase} | " + " | ".join(_text(cell, results) for cell in cells) + " |"
+        else:
+            impossible.setdefault((process, ", ".join(map(str, reasons))), []).append(phase)
+    yield ""
+    yield "No such run:"
+    yield ""
+    for (process, reason), phases in impossible.items():
+        yield f"- {process} in {', '.join(phases)}: {reason}"
+    for (process, reason), faults in _impossible_faults().items():
+        yield f"- {process} with {', '.join(faults)}: {reason}"
+    if failed:
+        yield ""
+        yield "Failed:"
+        yield ""
+        for result in failed:
+            yield f"- {result.cell}: {result.problem.splitlines()[0]}"
+
+
+def _impossible_faults() -> dict[tuple[str, str], list[str]]:
+    """Return, by process and reason, the faults that have no run in phases in which others have."""
+    found: dict[tuple[str, str], dict[str, None]] = {}
+    for process, phase in itertools.product(PROCESSES, PHASES):
+        cells = [Cell(process, phase, fault) for fault in FAULTS]
+        if any(cell.why_not is None for cell in cells):
+            for cell in cells:
+                if cell.why_not is not None:
+                    found.setdefault((process, cell.why_not), {})[FAULTS[cell.fault]] = None
+    return {key: list(faults) for key, faults in found.items()}
 
 
 def _text(cell: Cell, results: dict[str, Result]) -> str:
     if cell.why_not:
-        return f"– ({cell.why_not})"
+        return "–"
     result = results.get(str(cell))
     if result is None:
         return "not run"
     if result.problem:
         return "**failed**"
-    return "completes" if cell.fault == "slow" else f"{result.seconds_to_end:.0f} s"
+    return "completes" if cell.fault == "slow" else f"{math.ceil(result.seconds_to_end)} s"
 
 
 def write_page(results: dict[str, Result]) -> None:
     """Replace the table of the page."""
-    head = PAGE.read_text().partition("| process |")[0]
-    PAGE.write_text(head + "\n".join(table(results)) + "\n")
+    head = PAGE.read_text().partition(TABLE)[0]
+    PAGE.write_text(head + TABLE + "\n".join(table(results)) + "\n")
 
 
 def main() -> None:

@@ -70,6 +70,15 @@ def test_a_lost_process_is_named_at_once(workspace, tmp_path, action, target, wh
     assert "LostProcessError" in (run.folder / "error.log").read_text()
 
 
+def test_an_exception_of_the_trainer_is_the_message(workspace, tmp_path):
+    fault = {"VERL_FAULT": "raise:trainer_reward:step=2", "VERL_FAULT_FILE": str(tmp_path / "fault")}
+    run = workspace.train("raise", env=fault, fails=True, module="tests.special_e2e.lost_runs")
+    assert time.time() - float((tmp_path / "fault").read_text().split()[0]) < 30
+    message = run.output[run.output.rindex("\nError: ") :].strip().splitlines()
+    assert message[0].startswith("Error: InjectedFault: injected at trainer_reward, rank 0, step 2")
+    assert message[-1].startswith("The whole trace is in") and len(message) == 2, message
+
+
 @pytest.mark.full
 def test_the_memory_monitor_of_ray_is_named(workspace):
     """Every use of memory is above its threshold here."""

@@ -1,17 +1,27 @@
 """Training on the scores of a reward model, in the workers of the other roles and in separate workers."""
 
 import json
+from pathlib import Path
 
 import pandas as pd
 import pytest
 import torch
 
+from .conftest import Workspace
+
 STEPS = 2
 PHASE, DIES_AT = "reward", 2
 
 
-@pytest.fixture(scope="module")
-def model(workspace):
+OWN_POOL = {
+    "reward_model.enable_resource_pool": True,
+    "reward_model.n_gpus_per_node": 1,
+    "reward_model.nnodes": 1,
+    "ray_kwargs.ray_init.num_cpus": 2,  # on fewer cores the workers share them
+}
+
+
+def write_reward_model(workspace: Workspace) -> Path:
     """Write a small reward model with a tokenizer and a template of its own."""
     from tests.workers.roles.reward_cases import write_models
 
@@ -19,17 +29,28 @@ def model(workspace):
     return workspace.folder / "reward" / "token"
 
 
-@pytest.fixture(scope="module")
-def changes(workspace, model):
+def scored_by(model: Path, workspace: Workspace) -> dict[str, object]:
+    """Return overrides for training on the scores of a reward model."""
     return {
-        "algorithm.adv_estimator": "remax",  # whose greedy pass is scored too
         "data.return_raw_chat": True,
         "reward_model.enable": True,
         "reward_model.model.path": model,
         "reward_model.model.input_tokenizer": workspace.model,
-        "reward_model.model.use_remove_padding": True,
         "reward_model.micro_batch_size_per_gpu": 8,
         "reward_model.max_length": 128,
+    }
+
+
+@pytest.fixture(scope="module")
+def model(workspace):
+    return write_reward_model(workspace)
+
+
+@pytest.fixture(scope="module")
+def changes(workspace, model):
+    return scored_by(model, workspace) | {
+        "algorithm.adv_estimator": "remax",  # whose greedy pass is scored too
+        "reward_model.model.use_remove_padding": True,
         "trainer.total_training_steps": STEPS,
         "trainer.test_freq": STEPS,
     }
@@ -46,13 +67,7 @@ def shared(workspace, changes):
 def apart(workspace, changes, tmp_path_factory):
     """Score beside the other passes, until the worker of the reward model dies in the second step."""
     fault = tmp_path_factory.mktemp("reward") / "fault"
-    pool = {
-        "reward_model.enable_resource_pool": True,
-        "reward_model.n_gpus_per_node": 1,
-        "reward_model.nnodes": 1,
-        "reward_model.launch_reward_fn_async": True,
-        "ray_kwargs.ray_init.num_cpus": 2,  # on fewer cores the workers share them
-    }
+    pool = OWN_POOL | {"reward_model.launch_reward_fn_async": True}
     kill = {"VERL_FAULT": f"kill:compute_rm_score:rank=0:step={DIES_AT}", "VERL_FAULT_FILE": str(fault)}
     run = workspace.train("reward-apart", changes | pool, env=kill, fails=True)
     assert fault.read_text().split(maxsplit=1)[1] == f"compute_rm_score rank=0 step={DIES_AT}"
@@ -111,12 +126,6 @@ def postprocess(text):
 def test_a_generative_reward_model_scores_training(workspace, engine):
     """It is the policy's own model; a score is the length of what it writes."""
     (workspace.folder / "judge.py").write_text(JUDGE)
-    pool = {
-        "reward_model.enable_resource_pool": True,
-        "reward_model.n_gpus_per_node": 1,
-        "reward_model.nnodes": 1,
-        "ray_kwargs.ray_init.num_cpus": 2,
-    }
     overrides = {
         "data.return_raw_chat": True,
         "reward_model.enable": True,
@@ -132,7 +141,7 @@ def test_a_generative_reward_model_scores_training(workspace, engine):
         "trainer.test_freq": -1,
         "trainer.rollout_data_dir": workspace.folder / f"judged-{engine}",
     }
-    run = workspace.train(f"judged-by-{engine}", overrides | (pool if engine == "vllm" else {}))
+    run = workspace.train(f"judged-by-{engine}", overrides | (OWN_POOL if engine == "vllm" else {}))
     for step in range(1, STEPS + 1):
         lines = (workspace.folder / f"judged-{engine}" / f"{step}.jsonl").read_text().splitlines()
         scores = [json.loads(line)["score"] for line in lines]
