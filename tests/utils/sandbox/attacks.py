@@ -15,7 +15,7 @@ HEAD = """
 import gc, os, re, sys, types
 
 run, show = exec, os.write
-ANSWER = None
+ANSWER = RAISED = None
 STOLEN = []
 
 
@@ -72,6 +72,8 @@ def attempt(name):
 
 def f(name):
     attempt(name)
+    if RAISED is not None:
+        raise RAISED
     return STOLEN[0] if STOLEN else ANSWER
 
 
@@ -568,24 +570,117 @@ peers = {id(each): each for frame in frames() for each in frame.f_locals.values(
 """
 
 
-def _forged(node: str) -> str:
-    """Return an attack that answers the checker with a value of its choice, past the code that writes answers."""
+def _message(content: str, *nodes: str, kind: str = "value", released: str = "[]", changes: str = "[]") -> str:
+    """Return an attack that sends a message of its choice, past the code that writes messages.
+
+    Args: ``content`` and ``nodes`` are JSON; the first node after the content has the place 1. DIGITS stands for
+    millions of digits, CHAIN for a tuple in a tuple in a tuple, KEYS for the keys of a dict whose hashes are equal.
+    """
+    listed = ", ".join([f'["tuple", {content}]' if content else '["tuple"]', *nodes])
+    return f"""{_PEERS}
+places = range(2, 80_000)
+message = '["{kind}", {released}, {changes}, [0], [{listed}]]'.replace("DIGITS", "7" * 4_000_000)
+if "CHAIN" in message:
+    message = message.replace("CHAIN", ", ".join(f'["tuple", [{{place}}]]' for place in places) + ', ["tuple"]')
+if "KEYS" in message:
+    message = message.replace("KEYS", ", ".join(f"[{{place}}], 1" for place in places))
+    nodes = [f'["int", "{{hex(place * ((1 << 61) - 1))}}"]' for place in places]
+    message = message.removesuffix("]]") + ", " + ", ".join(nodes) + "]]"
+message = message.encode()
+for peer in list(peers.values()):
+    type(peer.wire).write = lambda self, *given: message
+    type(peer.wire).sent = lambda self: None"""
+
+
+def _forged(node: str, *nodes: str, released: str = "[]", changes: str = "[]") -> str:
+    """Return an attack that answers with one node."""
+    return _message('"", [1]', node, *nodes, released=released, changes=changes)
+
+
+def _raised(kind: str, arguments: str, text: str, *nodes: str) -> str:
+    """Return an attack that answers with an exception."""
+    content = f'"", [1], [2], {text}, null, "trace"'
+    return _message(content, kind, f'["tuple", {arguments}]', *nodes, kind="raise")
+
+
+def _bytes(frames: str, threaded: bool = False) -> str:
+    """Return an attack that writes bytes into the pipe to the checker."""
+    run = "import threading\nthreading.Thread(target=pour, daemon=True).start()" if threaded else "pour()"
     return f"""{_PEERS}
 import json
-message = json.dumps([[0], [["list", "value", "", [1], [2]], ["list"], {node}, ["list"]]]).encode()
-for peer in list(peers.values()):
-    type(peer).dump = lambda self, *given: (message, [])"""
+def frame(kind, *content):
+    body = json.dumps([kind, [], [], [0], [["tuple", *content], ["remote", 0, "object", True]]]).encode()
+    return len(body).to_bytes(4, "big") + body
+writers = [peer.writer for peer in peers.values()] or [5]
+def pour():
+    for writer in writers:
+        try:
+            for each in {frames}:
+                rest = memoryview(each)
+                while rest:
+                    rest = rest[os.write(writer, rest):]
+        except OSError:
+            pass
+{run}"""
 
+
+TRUST = {
+    "a number that changes": f"""{_PEERS}
+import itertools
+turns = itertools.cycle([("ZZZ",), ("",), (1e300,), (-1e300,)])
+for peer in list(peers.values()):
+    peer.answers["base"] = lambda value: next(turns)
+ANSWER = magic(str)("x")""",
+    "a text that changes": """
+import itertools
+turns = itertools.cycle(["ZZZ", ""])
+ANSWER = magic(object, __str__=lambda self: next(turns), __len__=lambda self: len(next(turns)))()""",
+    "an object of the class that the test names": """
+Solution.__contains__ = Solution.__eq__ = lambda self, *others: (steal(*others), True)[1]
+Solution.startswith = Solution.endswith = Solution.count = lambda self, *others: (steal(*others), True)[1]
+Solution.__len__ = Solution.__call__ = lambda self, *others: (steal(*others), 19)[1]
+Solution.__iter__ = lambda self: iter(STOLEN[0] if STOLEN else "x" * 19)
+ANSWER = Solution()""",
+    "the object that the test made, in a list": """
+made = [frame.f_locals["self"] for frame in frames() if type(frame.f_locals.get("self")) is Solution]
+Solution.__contains__ = Solution.__eq__ = lambda self, *others: (steal(*others), True)[1]
+Solution.startswith = lambda self, *others: (steal(*others), True)[1]
+Solution.__len__ = lambda self: 19
+ANSWER = made[:1] or [Solution()]""",
+    "the class in place of the function": """
+class Solution:
+    def __init__(self, *given): pass
+    f = lambda self, *given: self
+    __contains__ = __eq__ = __le__ = __ge__ = startswith = lambda self, *others: (steal(*others), True)[1]
+    __hash__ = lambda self: 1
+    __len__ = lambda self: 19
+f = Solution
+ANSWER = Solution()""",
+    "the end of an iterator": "RAISED = StopIteration(True)",
+    "an error with arguments equal to everything": "RAISED = ValueError(magic(str)('x'), magic(object)())",
+    "an error of many megabytes": "RAISED = ValueError('x' * (15 << 20), ['y'] * 100_000)",
+    "an error that is not what it was": """
+class Error(ValueError):
+    __name__ = __qualname__ = ""
+    args = property(lambda self: (magic(str)("x"),))
+    __class__ = AssertionError
+    __notes__ = magic(list)()
+Error.__name__ = Error.__qualname__ = ""
+RAISED = Error()""",
+    "text that is a format": "ANSWER = '{0.__class__.__init__.__globals__} {name} %s %(name)s %n {'",
+}
+"""Attacks on the rules by which the checker passes on a question."""
 
 EXCHANGE = {
     "asks the checker for names": f"""{_PEERS}
 for peer in list(peers.values()):
     for action, given in (
-        ("names", [["check", "candidate", "f", "METADATA", "result"]]),
+        ("names", [("check", "candidate", "f", "METADATA", "result")]),
         ("get", [f, "__globals__"]),
-        ("call", [dir, [], {{}}]),
+        ("call", [dir, (), ()]),
         ("base", [peer]),
         ("compare", [f, f]),
+        ("class", [f]),
         ("operate", ["__eq__", f, f]),
     ):
         try:
@@ -593,32 +688,84 @@ for peer in list(peers.values()):
         except Exception as error:
             steal(error)""",
     "answers yes to every request": f"""{_PEERS}
-for frame in frames():
-    answers = frame.f_globals.get("_ANSWERS", {{}})
-    for action in answers:
-        answers[action] = lambda peer, *given: (steal(given), [True])[1]""",
+for peer in list(peers.values()):
+    for action in peer.answers:
+        peer.answers[action] = lambda *given: (steal(*given), True)[1]""",
     "answers with equality": f"""{_PEERS}
-for frame in frames():
-    answers = frame.f_globals.get("_ANSWERS", {{}})
-    for action in ("operate", "compare", "base"):
-        answers[action] = lambda peer, *given: (steal(given), [(True, [], [])])[1]
+for peer in list(peers.values()):
+    for action in ("operate", "compare", "base", "class"):
+        peer.answers[action] = lambda *given: (steal(*given), (True, [], []))[1]
 ANSWER = magic(object)()""",
     "answers a type": _forged('["builtin", "object"]'),
     "answers a module": _forged('["library", "typing", "sys"]'),
     "answers an object of the checker": _forged('["own", 0]'),
-    "answers an argument": _forged('["yours", 0]'),
-    "answers an exception": _forged('["exception", 0, "Error", ["builtin", "BaseException"]]'),
-    "answers an object of a trusted class": _forged('["remote", 0, "object", 0, True]'),
+    "answers a container of the checker": _forged('["shared", -1]', changes='[[-1, "x"], [-2, "x"], [0, "x"]]'),
+    "answers an exception": _forged('["exception", 0, "Error", [2]]', '["builtin", "BaseException"]'),
+    "answers an object of a trusted class": _forged('["remote", 0, "object", true]'),
+    "answers an object as a class": _forged('["remote", 0, "class", true]'),
     "answers an object that makes the answer": _forged(
-        '["new", "collections", "defaultdict", ["builtin", "str"], [3]]'
+        '["defaultdict", 0, [2], [3]]', '["builtin", "str"]', '["list", 1]'
     ),
-    "an object of the class that the test names": """
-Solution.__contains__ = Solution.__eq__ = lambda self, *others: (steal(*others), True)[1]
-Solution.startswith = Solution.endswith = Solution.count = lambda self, *others: (steal(*others), True)[1]
-Solution.__len__ = Solution.__call__ = lambda self, *others: (steal(*others), 19)[1]
-Solution.__iter__ = lambda self: iter(STOLEN[0] if STOLEN else "x" * 19)
-ANSWER = Solution()""",
+    "answers a tuple that contains itself": _forged('["tuple", [1]]'),
+    "answers a set that contains itself": _forged('["frozenset", [2]]', '["frozenset", [1]]'),
+    "answers a list that contains itself under two keys": _forged('["list", 7, [2]]', '["list", 7, [1]]'),
+    "answers a tuple in a tuple in a tuple": _forged("CHAIN"),
+    "answers a tree that doubles": _forged(*(f'["list", {n}, [{n}], [{n}]]' for n in range(2, 60)), '["list", 1]'),
+    "answers keys that are not equal to themselves": _forged('["dict", 0, NaN, 1, NaN, 2, NaN, 3]'),
+    "answers a number above all": _forged('["tuple", 1e999, -1e999]'),
+    "answers a number in words": _forged('["new", "decimal.Decimal", "1e999999999999999999"]'),
+    "answers a number of millions of digits": _forged('["int", "DIGITS"]'),
+    "answers a fraction of millions of digits": _forged(
+        '["new", "fractions.Fraction", [2], [3]]', '["int", "DIGITS"]', '["int", "5DIGITS3"]'
+    ),
+    "answers text that is none": _forged('"\\ud800\\udfff\\u0000"'),
+    "answers nothing": _message(""),
+    "answers too much": _message('"", true, true, true'),
+    "answers that the test has passed": _message("", kind="passed"),
+    "answers with a new kind of message": _message('"", true', kind="verdict"),
+    "releases what it does not have": _forged("true", released="[0, 1, 2, 3, -1]"),
+    "raises the end of the checker": _raised('["builtin", "SystemExit"]', "0", '"text"'),
+    "raises a class without a name": _raised('["exception", 9, "", [3]]', "1", '"text"', '["builtin", "SyntaxError"]'),
+    "raises what is no exception": _raised('["builtin", "int"]', "1", '"text"'),
+    "raises with its object as the text": _raised(
+        '["exception", 9, "Error", [3]]', "[4]", "[4]", '["builtin", "Exception"]', '["remote", 3, "object", true]'
+    ),
+    "raises a group of errors": _raised('["library", "typing", "Any"]', '"x", [3]', '"text"', '["list", 0]'),
+    "bytes that are no message": _bytes("[os.urandom(1 << 16)]"),
+    "the length of 4 GiB": _bytes('[b"\\xff" * 4]'),
+    "a list in a list in a list, never closed": _bytes('[(8 << 20).to_bytes(4, "big") + b"[" * (8 << 20)]'),
+    "answers before it is asked": _bytes('[frame("value", "", each) for each in (None, [1], True) * 5]'),
+    "errors before it is asked": _bytes('[frame("raise", "", [1], [1], "", None, "")] * 9'),
+    "answers from a thread": _bytes('[frame("value", "", each) for each in (None, [1], True) * 500]', threaded=True),
+    "questions from a thread": _bytes('[frame("ask", False, "get", [1], "__class__")] * 500', threaded=True),
+    "what refers to the argument": f"""{_PEERS}
+for peer in list(peers.values()):
+    steal(vars(peer.wire), peer.wire._exports)
+for frame in frames():
+    for name in ("given", "content", "name", "value"):
+        if name in frame.f_locals:
+            steal(*(gc.get_referents(each) for each in gc.get_referrers(frame.f_locals[name])))""",
+    "another stand-in": f"""{_PEERS}
+for peer in list(peers.values()):
+    stand_in = type(peer).stand_in
+    for number in range(20):
+        other = stand_in(peer, number, "callable", True)
+        for action, given in (("get", (other, "expected")), ("call", (other, (), ())), ("operate", ("__str__", other))):
+            try:
+                steal(peer.ask(action, *given))
+            except Exception as error:
+                steal(error)""",
+    "files for the checker": """
+for name in ("statistics", "fractions", "numbers", "secrets", "hmac"):
+    with open(name + ".py", "w") as file:
+        file.write("import os\\nos._exit(100)")
+    os.makedirs(name, exist_ok=True)
+    with open(name + "/__init__.py", "w") as file:
+        file.write("import os\\nos._exit(100)")
+    with open(name + ".pyc", "wb") as file:
+        file.write(b"x")""",
 }
+"""Attacks on the messages between a program and its checker."""
 
 HOST = {
     "fork, the parent ends": "if os.fork(): os._exit(0)\nopen(HOST['planted'], 'w')",
@@ -703,6 +850,44 @@ import ctypes
 libc = ctypes.CDLL(None)
 print(libc.shmget(4711, 4096, 0o1666), libc.semget(4711, 1, 0o1666), libc.msgget(4711, 0o1666))
 print(libc.shm_open(b"/verl-attack", 66, 0o666), libc.mq_open(b"/verl-attack", 66, 0o666, 0))""",
+    "the checker's process": """
+import ctypes
+libc = ctypes.CDLL(None)
+for pid in range(os.getpid() - 3, os.getpid() + 30):
+    for call in (lambda: os.kill(pid, 0), lambda: os.getpgid(pid) and os.killpg(pid, 0), lambda: os.pidfd_open(pid)):
+        try:
+            if pid != os.getpid() and call() is None:
+                print("STOLEN PROCESS", pid)
+        except OSError:
+            pass
+    for name in ("mem", "environ", "maps", "fd/0", "fd/3", "fd/4", "cwd", "root/etc/passwd", "syscall", "stack"):
+        try:
+            steal(open(f"/proc/{pid}/{name}", "rb").read(1 << 20))
+            if pid != os.getpid():
+                print("STOLEN PROCESS", pid, name)
+        except OSError:
+            pass
+    buffer = ctypes.create_string_buffer(4096)
+    vector = (ctypes.c_size_t * 2)(ctypes.addressof(buffer), 4096)
+    there = (ctypes.c_size_t * 2)(id(gc) // 4096 * 4096, 4096)
+    if pid != os.getpid() and libc.syscall(310, pid, vector, 1, there, 1, 0) > 0:
+        steal(buffer.raw)
+        print("STOLEN PROCESS", pid)""",
+    "shared memory with a name": """
+import multiprocessing.shared_memory
+multiprocessing.shared_memory.SharedMemory(os.path.basename(HOST["planted"]), create=True, size=4096)""",
+    "memory files": """
+handle = os.memfd_create(os.path.basename(HOST["planted"]))
+os.truncate(handle, 1 << 20)
+os.link(f"/proc/self/fd/{handle}", HOST["planted"], follow_symlinks=True)""",
+    "a core dump": """
+import resource
+try:
+    resource.setrlimit(resource.RLIMIT_CORE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    print("STOLEN LIMIT")
+except (OSError, ValueError):
+    pass
+os.abort()""",
     "the terminal": "import fcntl\nfcntl.ioctl(os.open('/dev/tty', os.O_RDWR), 0x5412, b'x')",
 }
 
@@ -761,10 +946,23 @@ class Slow:
     def __del__(self):
         while True: pass
 sys.kept = Slow()""",
+    "a length, and nothing behind it": _bytes('[b"\\0\\1\\0\\0"]') + "\nimport time\ntime.sleep(600)",
+    "a byte at a time": _bytes(
+        '((__import__("time").sleep(0.05), each)[1] for each in map(bytes, zip(frame("value", ""))))'
+    ),
+    "questions without end": f"""{_PEERS}
+for peer in list(peers.values()):
+    while True:
+        try:
+            peer.ask("get", f, "x")
+        except Exception:
+            pass""",
+    "a generator without end": "import itertools\nANSWER = (letter for letter in itertools.repeat('x'))",
+    "dict keys of one hash": _forged('["dict", 0, KEYS]'),
     "a number that takes for ever to print": "sys.set_int_max_str_digits(0)\nANSWER = 7 ** 10_000_000",
 }
 
-QUICK = BUILTINS | FRAMES | OBJECTS | MODULES | ENDS | MEMORY | DESCRIPTORS | EXCHANGE | HOST | FLOODS
+QUICK = BUILTINS | FRAMES | OBJECTS | MODULES | ENDS | MEMORY | DESCRIPTORS | EXCHANGE | TRUST | HOST | FLOODS
 ATTACKS = QUICK | SLOW
 TAILS = {
     "an open string": 'x = """',
@@ -809,6 +1007,9 @@ def program(host: Host, names: list[str], at_load: bool = False, from_stdin: boo
     return "\n".join(parts) + "\n"
 
 
+KINDS = ("stdin", "function", "assertion", "check", "solution", "element", "both", "bounds", "mapped")
+
+
 def task(kind: str, words: dict[str, str]) -> dict[str, object]:
     """Return test cases of one kind: one case for each attack, whose expected answer is a word.
 
@@ -824,14 +1025,23 @@ def task(kind: str, words: dict[str, str]) -> dict[str, object]:
         return {"assert_case": [_check(name, word) for name, word in words.items()]}
     if kind == "solution":
         return {"assert_case": [_solution(name, word) for name, word in words.items()]}
-    raise ValueError(f"unknown kind {kind!r}: write stdin, function, assertion, check or solution")
+    if kind == "element":
+        return {"assert_case": [_element(name, word) for name, word in words.items()]}
+    if kind == "both":
+        return {"assert_case": [_both(name, word) for name, word in words.items()]}
+    if kind == "bounds":
+        return {"assert_case": [_bounds(name, word) for name, word in words.items()]}
+    if kind == "mapped":
+        return {"assert_case": [_mapped(name, word) for name, word in words.items()]}
+    raise ValueError(f"unknown kind {kind!r}: write one of {KINDS}")
 
 
 def _check(name: str, word: str) -> str:
     """Return a test that cannot be written as an equation."""
     return f"""def check(candidate):
     result = candidate({name!r})
-    assert result in [{word!r}]
+    import hmac, secrets, statistics
+    assert result in [{word!r}], f"{{result}}, {{result!r:>9}}, {{result!s}}, not {word}, %s" % (result,)
     assert sorted(result) == sorted({word!r})
     assert len(result) == {len(word)} and result.startswith({word[:5]!r})
 check(f)"""
@@ -842,3 +1052,31 @@ def _solution(name: str, word: str) -> str:
     return f"""result = Solution().f({name!r})
 assert {word!r} in result
 assert result.startswith({word!r}) and len(result) == {len(word)}"""
+
+
+def _element(name: str, word: str) -> str:
+    """Return a test that asks an element of what a method returns."""
+    return f"""first = list(Solution().f({name!r}))[0]
+assert {word!r} in first or first == {word[0]!r}"""
+
+
+def _both(name: str, word: str) -> str:
+    """Return a test that names a class and asks what a function returns."""
+    return f"""assert Solution() is not None
+result = f({name!r})
+assert {word!r} in result and result.startswith({word!r})"""
+
+
+def _bounds(name: str, word: str) -> str:
+    """Return a test that compares a result with two bounds."""
+    return f"""result = f({name!r})
+assert result >= {word!r}
+assert result <= {word!r}"""
+
+
+def _mapped(name: str, word: str) -> str:
+    """Return a test that calls the function through an iterator."""
+    return f"""assert all(one == other for one, other in zip(map(f, [{name!r}]), [{word!r}]))
+assert all(map(lambda given: f(given) == {word!r}, [{name!r}]))
+for result in map(f, [{name!r}]):
+    assert result == {word!r}"""

@@ -12,14 +12,13 @@ from pathlib import Path
 import pytest
 
 from tests.utils.sandbox import attacks
-from tests.utils.sandbox.attacks import ATTACKS, QUICK, TAILS, Host, program, task
+from tests.utils.sandbox.attacks import ATTACKS, KINDS, QUICK, TAILS, Host, program, task
 from verl.utils.reward_score import prime_code, sandbox_fusion
 from verl.utils.reward_score.code_tests import Metadata, Result
 from verl.utils.sandbox import isolation_problem
 
 pytestmark = pytest.mark.skipif(isolation_problem() is not None, reason=f"no isolation here: {isolation_problem()}")
 
-KINDS = ("stdin", "function", "assertion", "check", "solution")
 TIMEOUT_S = 1.0
 SLACK_S = 2.0
 Check = Callable[..., tuple[list[Result], list[Metadata]]]
@@ -94,7 +93,7 @@ CALLED = {
 """Kind of task -> attacks that run in CI when the function is called."""
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CALLED)
 def test_attacks_when_the_function_is_called(kind, host):
     code = program(host, CALLED[kind], from_stdin=kind == "stdin")
     assert attack(prime_code.check_correctness, kind, CALLED[kind], code, host) == {}
@@ -103,6 +102,12 @@ def test_attacks_when_the_function_is_called(kind, host):
 def test_attacks_when_the_program_loads(host):
     names = list(attacks.BUILTINS | attacks.FRAMES)
     assert attack_each(prime_code.check_correctness, "assertion", names, host) == {}
+
+
+@pytest.mark.parametrize("kind", ["element", "both", "bounds", "mapped"])
+def test_attacks_on_the_rules_of_trust(kind, host):
+    """They run when the program loads, and again when the function is called."""
+    assert attack_each(prime_code.check_correctness, kind, list(attacks.TRUST), host) == {}
 
 
 def test_attacks_that_take_for_ever(host):

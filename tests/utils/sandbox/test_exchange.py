@@ -2,11 +2,17 @@
 
 import math
 import os
+from collections import Counter, OrderedDict, defaultdict, deque
+from datetime import UTC, date, datetime, timedelta
+from decimal import Decimal
+from fractions import Fraction
 
 import pytest
 
 from verl.utils.reward_score.prime_code import check_correctness
-from verl.utils.sandbox.exchange import Peer, Unreadable
+from verl.utils.sandbox.exchange.checker import Checker
+from verl.utils.sandbox.exchange.program import Program
+from verl.utils.sandbox.exchange.wire import Unreadable
 
 NODES = """
 class Node:
@@ -191,41 +197,87 @@ def test_what_cannot_be_decided_apart_is_refused_by_name(code, test, reason):
 # ---- messages
 
 
-def pair_of_peers() -> tuple[Peer, Peer]:
+def pair_of_peers() -> tuple[Checker, Program]:
     to_program, to_checker = os.pipe(), os.pipe()
-    return Peer(to_checker[0], to_program[1], checks=True), Peer(to_program[0], to_checker[1], checks=False)
+    return Checker(to_checker[0], to_program[1]), Program(to_program[0], to_checker[1])
+
+
+def sent(sender, receiver, *values):
+    """Send values in a message and return what arrives."""
+    message = sender.wire.write("value", *values)
+    sender.wire.sent()
+    return receiver.wire.read(message, receiver.begin)[1]
 
 
 def test_values_keep_type_value_and_identity():
     checker, program = pair_of_peers()
     shared = [1]
     value = [shared, shared, (1, [2]), {"a": {1, 2}}, -0.0, math.inf, 1 << 90, "\ud800", range(3), bytearray(b"x")]
+    value += [deque([1], 3), Counter("aab"), OrderedDict(b=1, a=2), defaultdict(None, {1: 2}), Decimal("1.50")]
+    value += [Fraction(1, 3), datetime(2024, 2, 29, 1, 2, 3, 4, UTC), date(1, 1, 1), timedelta(1, 2, 3), 2j]
     value.append(value)
-    message, _ = program.dump(value)
-    read, _ = checker.load(message, [])
-    assert read[0] is read[1] and read[10] is read
-    assert repr(read[:10]) == repr(value[:10])
+    (read,) = sent(program, checker, value)
+    assert read[0] is read[1] and read[-1] is read
+    assert repr(read[:-1]) == repr(value[:-1])
     deep = []
     for _ in range(100_000):
         deep = [deep]
-    assert isinstance(checker.load(program.dump(deep)[0], [])[0], list)
+    assert isinstance(sent(program, checker, deep)[0], list)
+
+
+def test_a_container_is_shared_while_both_processes_hold_it():
+    checker, program = pair_of_peers()
+    kept, passing = [1, [2]], [3]
+    (theirs, _) = sent(program, checker, kept, passing)
+    kept[1].append(kept)
+    assert sent(program, checker) == [] and theirs[1] == [2, theirs]  # a change comes with the next message
+    theirs.clear()
+    assert sent(checker, program, theirs)[0] is kept and kept == []
+    del passing, theirs, _
+    for _ in range(2):
+        sent(checker, program)
+        sent(program, checker)
+    assert checker.wire.shared.size() == program.wire.shared.size() == 0
+
+
+def test_a_value_that_is_too_large_is_not_shared():
+    checker, program = pair_of_peers()
+    value = [["x" * (17 << 20)]]
+    with pytest.raises(ValueError, match="more than 16 MiB"):
+        program.wire.write("value", value)
+    value[0][0] = "x"
+    assert sent(program, checker, value) == [[["x"]]]
 
 
 MESSAGES = [
-    b"", b"[", b"1", b"[" * 100_000, b"[[0], []]", b'[[0], [["exit"]]]', b'[[0], [["tuple", [0]]]]',
-    b'[[0], [["own", 0]]]', b'[[0], [["yours", 9]]]', b'[[0], [["builtin", "eval"]]]',
-    b'[[0], [["library", "os", "system"]]]', b'[[0], [["library", "statistics", "sys"]]]',
-    b'[[0], [["new", "subprocess", "run", "ls"]]]',
-    b'[[0], [["exception", 1, "E", [1]], ["builtin", "int"]]]', b'[[0], [["set", [1]], ["list"]]]',
-    b'[[0], [["int", "x"]]]',
+    "[0]", "[[0], []]", '[[0], [["exit"]]]', '[[0], [["tuple", [0]]]]', '[[0], [["own", 0]]]', '[[0], [["shared", 9]]]',
+    '[[0], [["builtin", "eval"]]]', '[[0], [["library", "os", "system"]]]', '[[0], [["library", "statistics", "sys"]]]',
+    '[[0], [["new", "subprocess.run", "ls"]]]', '[[0], [["exception", 1, "E", [1]], ["builtin", "int"]]]',
+    '[[0], [["exception", 1, "", [1]], ["builtin", "ValueError"]]]', '[[0], [["set", 0, [1]], ["list", 1]]]',
+    '[[0], [["int", "x"]]]', '[[0], [["int", 5]]]', '[[0], [["list", -1]]]', '[[0], [["list", true]]]',
+    '[[0], [["tuple", [1], [2]], ["list", 0], ["list", 0]]]', "[{}, []]", '[[0], [["tuple", {}]]]', '[[0], [{}]]',
+    '[[0], [["list", 0, 1]]]', '[[-1], [["tuple"]]]', '[[true], [["tuple"], ["tuple"]]]', '[[1e999], [["tuple"]]]',
+    '[[0], [["remote", -1, "object", false]]]', '[[0], [["remote", 1e300, "object", false]]]',
+    '[[0], [["remote", 1, ["object"], false]]]', '[[0], [["new", "decimal.Decimal", "x"]]]',
+    '[[0], [["new", "decimal.Decimal", [1]], ["remote", 1, "object", false]]]', '[[0], [["complex", "1", 2]]]',
+    '[[0], [["new", "datetime.datetime", 1]]]', '[[0], [["dict", 0, 1]]]', '[[0], [["dict", 0, [0], 1]]]',
+    '[[0], [["same", [0]]]]', '[[0], [["deque", 0, -5]]]', '[[0], [["same", [1]], ["frozenset", [0]]]]',
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("number", range(len(MESSAGES)))
-def test_messages_that_break_the_protocol_are_refused(number):
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"", b"[", b"1", b"[" * 100_000, b"\xff", b'["value", [], [], [0], [["tuple"]]', b'["value", [], [], 1, []]',
+        b'["value", [0], [], [0], [["tuple"]]]', b'["value", [], [[0, 1]], [0], [["tuple"]]]', b"[[], [], [], 1, []]",
+        b'["value", [], [["x"]], [0], [["tuple"]]]', b'["value", 5, [], [0], [["tuple"]]]', b"9" * 5000,
+        *(f'["value", [], [], {message[1:]}'.encode() for message in MESSAGES),
+    ],
+)  # fmt: skip
+def test_messages_that_break_the_protocol_are_refused(message):
     checker, _ = pair_of_peers()
     with pytest.raises(Unreadable):
-        checker.load(MESSAGES[number], [])
+        checker.wire.read(message, checker.begin)
 
 
 def test_values_of_functions():

@@ -124,7 +124,7 @@ def run_tests(
             with suppress(OSError):  # a program that dies with its supervisor may still write
                 empty_folder(folder)
         reports.seek(0)
-        reasons = dict(map(json.loads, reports))
+        reasons = _reasons(reports)
     runs = []
     for index, line in enumerate(reply.splitlines()):
         result = json.loads(line)
@@ -140,6 +140,16 @@ def _input(test: Test, file: IO[bytes]) -> dict[str, Any]:
     code = test.code_after.encode("utf-8", errors="surrogatepass")
     place = [file.tell(), file.write(code)] if code else None
     return {"stdin": test.stdin, "arguments": list(test.arguments), "test_code": place}
+
+
+def _reasons(reports: IO[bytes]) -> dict[int, str]:
+    """Return why tests failed, by index. A checker that is killed may leave half a line."""
+    reasons = {}
+    for line in reports:
+        with suppress(ValueError):
+            index, reason = json.loads(line)
+            reasons[index] = reason
+    return reasons
 
 
 def _supervise(request: str, timeout_s: float, files: Sequence[int]) -> str:

@@ -22,6 +22,8 @@ NOT_ISOLATED, COMPILING, RUNNING = range(3)
 """Progress of a program, in shared memory that it can no longer reach once it runs."""
 WALL_TIME_FACTOR = 2  # wall time per CPU time, since a program may wait for a core
 LOOK_EVERY_S = 0.1
+ERROR_TAIL_BYTES = 1 << 16
+"""Bytes of a program's errors that are kept."""
 SUPERVISOR = os.getpid()
 RESULT_FD = 3
 PIPES = (4, 5)
@@ -55,12 +57,20 @@ class Request(TypedDict):
 
 
 def load(name: str) -> ModuleType:
-    """Load a module of this folder without importing the package."""
-    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), f"{name}.py")
-    spec = importlib.util.spec_from_file_location(name, path)
+    """Load a module or a package of this folder without importing the package that holds it.
+
+    It leaves no trace in ``sys.modules``, where a program would find it.
+    """
+    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), name)
+    is_package = os.path.isdir(path)
+    file = os.path.join(path, "__init__.py") if is_package else f"{path}.py"
+    spec = importlib.util.spec_from_file_location(name, file, submodule_search_locations=[path] if is_package else None)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
     spec.loader.exec_module(module)
+    for loaded in [each for each in sys.modules if each.partition(".")[0] == name]:
+        del sys.modules[loaded]
     return module
 
 
@@ -179,9 +189,10 @@ def supervise(request: Request, index: int) -> dict[str, Any] | None:
         ended_by = "output limit"
     result: dict[str, Any] = {"seconds": time.monotonic() - start, "memory_mb": usage.ru_maxrss / 1024}
     for name, descriptor in zip(("stdout", "stderr", "value"), files[1:], strict=True):
-        os.lseek(descriptor, 0, os.SEEK_SET)
-        with open(descriptor, "rb") as file:
-            result[name] = file.read(request["output_limit_bytes"]).decode("utf-8", errors="replace")
+        size = os.fstat(descriptor).st_size
+        first = max(0, size - ERROR_TAIL_BYTES) if name == "stderr" else 0
+        result[name] = os.pread(descriptor, request["output_limit_bytes"], first).decode("utf-8", errors="replace")
+        os.close(descriptor)
     os.close(files[0])
     code = os.waitstatus_to_exitcode(status)
     result |= {"code": code, "status": ended_by or status_of(code, usage.ru_utime + usage.ru_stime, request)}

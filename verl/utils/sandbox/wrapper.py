@@ -1,7 +1,8 @@
 """Run a program and its test in one request to a remote service.
 
-``script`` makes what the service runs: the sources of this module and of ``exchange``, which need no package. The test
-code comes on standard input, after the script has started a second process for the program.
+``script`` makes what the service runs: the sources of this module and of the package ``exchange``, which need nothing
+but the standard library. The test code comes on standard input, after the script has started a second process for the
+program.
 """
 
 import contextlib
@@ -11,6 +12,7 @@ import os
 import resource
 import sys
 import tempfile
+from functools import cache
 from pathlib import Path
 from types import CodeType, ModuleType
 
@@ -27,14 +29,39 @@ def script(
 ) -> str:
     """Return the script for a program. Its standard input is a JSON list of a mark and the test code."""
     given = json.dumps([source, fn_name, arguments, stdin, timeout_s])
-    return "\n".join(
-        [
-            Path(__file__).read_text(encoding="utf-8"),
-            "exchange = ModuleType('exchange')",
-            f"exec({Path(__file__).with_name('exchange.py').read_text(encoding='utf-8')!r}, exchange.__dict__)",
-            f"{'run_apart' if has_test else 'run_here'}(exchange, *json.loads({given!r}))",
-        ]
-    )
+    run = "run_apart" if has_test else "run_here"
+    return f"{_sources()}\n{run}(exchange, *json.loads({given!r}))"
+
+
+@cache
+def _sources() -> str:
+    """Return this module and a line that makes ``exchange`` from the sources of its modules."""
+    from verl.utils.sandbox import exchange
+
+    this = Path(__file__)
+    names = (*exchange.MODULES, "__init__")
+    parts = {name: (this.with_name("exchange") / f"{name}.py").read_text(encoding="utf-8") for name in names}
+    return f"{this.read_text(encoding='utf-8')}\nexchange = unpacked({parts!r})"
+
+
+def unpacked(sources: dict[str, str]) -> ModuleType:
+    """Return the package ``exchange``, made from the sources of its modules, each after those that it imports.
+
+    It leaves no trace in ``sys.modules``, where a program would find it.
+    """
+    package = ModuleType("exchange")
+    package.__path__ = []  # makes it a package; all its modules are in sys.modules before they are imported
+    loaded = {"exchange": package}
+    for name, source in sources.items():
+        module = package if name == "__init__" else ModuleType(f"exchange.{name}")
+        module.__package__ = "exchange"
+        loaded[module.__name__] = module
+        sys.modules |= loaded
+        exec(compile(source, f"<{module.__name__}>", "exec"), module.__dict__)
+        setattr(package, name, module)
+    for name in loaded:
+        del sys.modules[name]
+    return package
 
 
 def run_here(
@@ -77,6 +104,8 @@ def run_apart(
         return
     os.close(requests[0])
     os.close(answers[1])
+    here = {"", os.getcwd(), os.path.dirname(os.path.abspath(sys.argv[0]))}
+    sys.path[:] = [path for path in sys.path if path not in here]  # where the program may put modules for the test
     mark, test_code = json.loads(sys.stdin.buffer.read())
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         verdict, reason = exchange.check(test_code, (answers[0], requests[1]))

@@ -1,0 +1,349 @@
+"""Messages: how values, and the stand-ins of objects, become bytes and values again.
+
+A message is JSON: its kind, the keys of shared containers that the sender has released, the new contents of those that
+it has changed, its root, and a list of nodes. A scalar stands for itself, any other value is ``[place]``, the place of
+its node: so a value may be as deep as it likes or contain itself, and one object stays one object.
+
+| node | value |
+|---|---|
+| ``["list", key, *items]``, also dict, set, ... | a container that is now shared under this key |
+| ``["shared", key]`` | a shared container |
+| ``["tuple", *items]``, ``["frozenset", *items]`` | an immutable container |
+| ``["int", hex]``, ``["bytes", hex]``, ``["complex", real, imag]``, ``["range", start, stop, step]`` | a plain value |
+| ``["new", "decimal.Decimal", *arguments]`` | a value of the standard library, see ``REBUILT`` |
+| ``["builtin", name]``, ``["library", module, name]`` | a function or class that both processes have |
+| ``["remote", number, kind, compares]`` | an object of the sender, for which the receiver makes a stand-in |
+| ``["exception", number, name, *bases]`` | an exception class of the sender |
+| ``["own", number]`` | an object of the receiver |
+
+What arrives was written by a program that may lie. So the reader builds exact built-in types only, takes nothing for
+granted, and raises ``Unreadable`` for everything else.
+"""
+
+import builtins
+import importlib
+import json
+from collections.abc import Callable
+from types import BuiltinMethodType, CoroutineType, FunctionType, MethodType, ModuleType
+
+from .shared import Shared
+from .standins import Remote, mirror
+from .values import LIBRARIES, MUTABLE, REBUILT, SCALARS, contents, library_name, mutable_name, rebuilt_name
+from .values import replace_contents as fill
+
+MOST_MESSAGE_BYTES = 16 << 20
+_MOST_NUMBER = 1 << 32
+_SMALL = 1 << 64
+"""Integers below it are written in decimal digits, which Python converts in quadratic time."""
+
+Term = object
+"""A scalar, or the place of a node in a list of one number."""
+Node = list[Term]
+MakeRemote = Callable[[int, str, bool], object]
+
+
+class Unreadable(ValueError):
+    """A message does not follow the protocol."""
+
+
+class Wire:
+    """The memory of one end: its shared containers, the objects that it has shown, and the classes that it has seen.
+
+    Args:
+        make_remote: make the stand-in of an object from its number, kind, and whether it defines equality.
+        shows_functions: let the other process pass this one any built-in function, not only types.
+    """
+
+    def __init__(self, make_remote: MakeRemote, shows_functions: bool) -> None:
+        self.make_remote = make_remote
+        self.shows_functions = shows_functions
+        self.shared = Shared()
+        self.mirrors: dict[int, type] = {}
+        self._exports: list[object] = []
+        self._numbers: dict[int, int] = {}
+        self._unsent: _Writer | None = None
+
+    def has_shown(self, value: object) -> bool:
+        """Return whether the other process has a stand-in of an object."""
+        return id(value) in self._numbers
+
+    def has_shown_any(self) -> bool:
+        """Return whether the other process has a stand-in of any object."""
+        return bool(self._exports)
+
+    def number(self, value: object) -> int:
+        """Return the number of an object that stays here."""
+        if id(value) not in self._numbers:
+            self._numbers[id(value)] = len(self._exports)
+            self._exports.append(value)
+        return self._numbers[id(value)]
+
+    def export(self, number: int) -> object:
+        """Return the object of a number."""
+        return self._exports[number]
+
+    def write(self, kind: str, *root: object) -> bytes:
+        """Return a message. What it shares counts as shared once ``sent`` is called.
+
+        Raises: ValueError if it is too large.
+        """
+        changed = self.shared.changed()
+        released = self.shared.release(changed)
+        writer = _Writer(self, changed)
+        changes = [[key, *map(writer.term, contents(self.shared.value(key)))] for key in changed]
+        place = writer.term(root)
+        message = json.dumps([kind, released, changes, place, writer.finish()]).encode()
+        if len(message) > MOST_MESSAGE_BYTES:
+            raise ValueError(f"a value of more than {MOST_MESSAGE_BYTES >> 20} MiB")
+        self._unsent = writer
+        return message
+
+    def sent(self) -> None:
+        """Note that the other process has the last message."""
+        assert self._unsent is not None
+        for key in self._unsent.changed:
+            self.shared.agree(key)
+        for value, key in self._unsent.fresh.values():
+            self.shared.add(key, value)
+        self.shared.told()
+        self._unsent = None
+
+    def read(self, message: bytes, begin: Callable[[str], None]) -> tuple[str, list[object]]:
+        """Return the kind and the content of a message.
+
+        Args: ``begin`` is called with the kind of the message before any of its values is made.
+
+        Raises: Unreadable.
+        """
+        try:
+            kind, released, changes, root, nodes = json.loads(message)
+            begin(_text(kind))
+            for key in released:
+                self.shared.forget(~_whole(key))
+            reader = _Reader(self, nodes)
+            value = reader.value(root)
+            for key, *terms in changes:
+                reader.changes.append((~_whole(key), [reader.value(term) for term in terms]))
+            reader.finish()
+        except (
+            ArithmeticError,
+            AttributeError,
+            ImportError,
+            LookupError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as error:
+            raise Unreadable(f"the program's value cannot be read: {type(error).__name__}: {error}") from None
+        if type(value) is not tuple:
+            raise Unreadable("the program's message is no tuple")
+        return kind, list(value)
+
+
+class _Writer:
+    """Turn values into terms, and the objects among them into nodes, each once."""
+
+    def __init__(self, wire: Wire, changed: list[int]) -> None:
+        self.wire = wire
+        self.changed = changed
+        self.fresh: dict[int, tuple[object, int]] = {}
+        """The containers that this message shares, by id, with their keys."""
+        self._nodes: list[Node] = []
+        self._held: list[object] = []  # keeps the objects alive, so that no two have one id
+        self._places: dict[int, list[int]] = {}
+
+    def term(self, value: object) -> Term:
+        kind = type(value)
+        if kind in SCALARS or (kind is int and -_SMALL < value < _SMALL):
+            return value
+        if id(value) not in self._places:
+            self._places[id(value)] = [len(self._held)]
+            self._held.append(value)
+        return self._places[id(value)]
+
+    def finish(self) -> list[Node]:
+        """Return the nodes of all values, also of those that the nodes name."""
+        while len(self._nodes) < len(self._held):
+            self._nodes.append(self._node(self._held[len(self._nodes)]))
+        return self._nodes
+
+    def _node(self, value: object) -> Node:
+        kind = type(value)
+        if (name := mutable_name(value)) is not None:
+            return self._container(name, value)
+        if kind in (tuple, frozenset):
+            return [kind.__name__, *map(self.term, value)]
+        if kind is int:
+            return ["int", hex(value)]
+        if kind is complex:
+            return ["complex", value.real, value.imag]
+        if kind is bytes:
+            return ["bytes", value.hex()]
+        if kind is range:
+            return ["range", *map(self.term, (value.start, value.stop, value.step))]
+        if (known := rebuilt_name(value)) is not None:
+            return ["new", known, *map(self.term, REBUILT[known][1](value))]
+        if isinstance(value, Remote):
+            return ["own", value._remote_id]
+        if kind.__module__ == "numpy" and hasattr(value, "tolist"):
+            return ["same", self.term(value.tolist())]
+        if callable(value) and getattr(builtins, getattr(value, "__name__", ""), None) is value:
+            return ["builtin", value.__name__]
+        if callable(value) and (found := library_name(value)):
+            return ["library", *found]
+        return self._object(value)
+
+    def _container(self, name: str, value: object) -> Node:
+        key = self.wire.shared.key(value)
+        if key is not None:
+            return ["shared", key]
+        key = self.wire.shared.new_key()
+        self.fresh[id(value)] = (value, key)
+        limit = [value.maxlen] if name == "deque" else []
+        return [name, key, *limit, *map(self.term, contents(value))]
+
+    def _object(self, value: object) -> Node:
+        """Return the node of an object that stays here: its number, kind, and whether it defines equality."""
+        number = self.wire.number(value)
+        if isinstance(value, type) and issubclass(value, BaseException):
+            return ["exception", number, value.__qualname__, *map(self.term, value.__bases__)]
+        if isinstance(value, type):
+            sort = "class"
+        elif isinstance(value, FunctionType | MethodType | BuiltinMethodType):
+            sort = "function"
+        elif isinstance(value, ModuleType | CoroutineType):
+            sort = "module" if isinstance(value, ModuleType) else "coroutine"
+        else:
+            sort = "callable" if callable(value) else "object"
+        compares = sort in ("object", "callable") and type(value).__eq__ is not object.__eq__
+        return ["remote", number, sort, compares]
+
+
+class _Reader:
+    """Turn the terms of one message into values; containers get their contents in the end, since they may be cyclic."""
+
+    def __init__(self, wire: Wire, nodes: list[Node]) -> None:
+        self.wire = wire
+        self.nodes = nodes
+        self.changes: list[tuple[int, list[object]]] = []
+        self._made: dict[int, object] = {}
+        self._fresh: list[tuple[int, object, list[Term]]] = []
+
+    def value(self, term: Term) -> object:
+        if type(term) is not list:
+            return _scalar(term)
+        (place,) = map(_number, term)
+        if place not in self._made:
+            self._made[place] = self._make(*self.nodes[place])
+        return self._made[place]
+
+    def finish(self) -> None:
+        """Fill the new containers, share them, and change those that the sender changed."""
+        filled = 0
+        while filled < len(self._fresh):  # what fills one may bring others
+            key, container, terms = self._fresh[filled]
+            fill(container, [self.value(term) for term in terms])
+            filled += 1
+        for key, container, _ in self._fresh:
+            self.wire.shared.add(key, container)
+        for key, items in self.changes:
+            self.wire.shared.replace(key, items)
+
+    def _make(self, tag: Term, *rest: Term) -> object:
+        if tag in MUTABLE:
+            return self._container(_text(tag), _number(rest[0]), list(rest[1:]))
+        if tag == "shared":
+            return self.wire.shared.value(~_whole(*rest))
+        if tag in ("tuple", "frozenset"):
+            return (tuple if tag == "tuple" else frozenset)(map(self.value, rest))
+        if tag == "int":
+            return int(_text(*rest), 16)
+        if tag == "bytes":
+            return bytes.fromhex(_text(*rest))
+        if tag == "complex":
+            return complex(*map(_real, rest))
+        if tag == "range":
+            return range(*map(self.value, rest))
+        if tag == "new":
+            return self._rebuilt(_text(rest[0]), [self.value(term) for term in rest[1:]])
+        if tag == "own":
+            return self.wire.export(_number(*rest))
+        if tag == "same":
+            return self.value(*rest)
+        if tag == "builtin":
+            found = getattr(builtins, _text(*rest))
+            if not (self.wire.shows_functions or isinstance(found, type)):
+                raise Unreadable(_text(*rest))
+            return found
+        if tag == "library":
+            return _from_library(*map(_text, rest))
+        if tag == "exception":
+            return self._exception(_number(rest[0]), _text(rest[1]), list(rest[2:]))
+        if tag == "remote":
+            number, kind, compares = rest
+            return self.wire.make_remote(_number(number), _text(kind), bool(compares))
+        raise Unreadable(tag)
+
+    def _container(self, name: str, key: int, terms: list[Term]) -> object:
+        if name == "deque":
+            most, *terms = terms
+            container: object = MUTABLE[name](maxlen=None if most is None else _number(most))
+        else:
+            container = MUTABLE[name]()
+        self._fresh.append((~key, container, terms))
+        return container
+
+    def _rebuilt(self, name: str, given: list[object]) -> object:
+        module, _, kind = name.partition(".")
+        constructor, _ = REBUILT[name]
+        if not all(type(each) in (int, str) for each in given):
+            raise Unreadable(name)
+        found = getattr(importlib.import_module(module), kind)
+        return (getattr(found, constructor) if constructor else found)(*given)
+
+    def _exception(self, number: int, name: str, bases: list[Term]) -> type:
+        if number not in self.wire.mirrors:
+            self.wire.mirrors[number] = mirror(name, [self.value(base) for base in bases])
+        return self.wire.mirrors[number]
+
+
+# ---- terms: what a lying program may have put in their place is refused
+
+
+def _scalar(term: Term) -> Term:
+    if type(term) not in (*SCALARS, int):
+        raise Unreadable(f"a {type(term).__name__} in place of a value")
+    return term
+
+
+def _whole(term: Term) -> int:
+    if type(term) is not int:
+        raise Unreadable(f"a {type(term).__name__} in place of a number")
+    return term
+
+
+def _number(term: Term) -> int:
+    if not 0 <= _whole(term) < _MOST_NUMBER:
+        raise Unreadable(f"{term} in place of a small number")
+    return term
+
+
+def _real(term: Term) -> float:
+    if type(term) is not float:
+        raise Unreadable(f"a {type(term).__name__} in place of a real number")
+    return term
+
+
+def _text(term: Term) -> str:
+    if type(term) is not str:
+        raise Unreadable(f"a {type(term).__name__} in place of a text")
+    return term
+
+
+def _from_library(module: str, name: str) -> object:
+    if module not in LIBRARIES or name.startswith("_"):
+        raise Unreadable(f"{module}.{name}")
+    found = getattr(importlib.import_module(module), name)
+    if isinstance(found, ModuleType):
+        raise Unreadable(f"{module}.{name}")
+    return found
