@@ -32,6 +32,11 @@ def steal(*things):
                 show(1, b"stolen " + each[::-1] + b"\\n")
 
 
+def reached(*what):
+    "Print that something outside is in reach."
+    show(1, f"{HOST['planted'][::-1]} {what}\\n".encode())
+
+
 def frames(start=0):
     frame = sys._getframe(start)
     while frame is not None:
@@ -842,7 +847,7 @@ for family in (socket.AF_INET6, socket.AF_UNIX, socket.AF_NETLINK, socket.AF_PAC
         try:
             socket.socket(family, kind)
             open(HOST["planted"], "w")
-            print("STOLEN SOCKET", family, kind)
+            reached("socket", family, kind)
         except OSError:
             pass""",
     "shared memory between processes": """
@@ -853,26 +858,25 @@ print(libc.shm_open(b"/verl-attack", 66, 0o666), libc.mq_open(b"/verl-attack", 6
     "the checker's process": """
 import ctypes
 libc = ctypes.CDLL(None)
-for pid in range(os.getpid() - 3, os.getpid() + 30):
-    for call in (lambda: os.kill(pid, 0), lambda: os.getpgid(pid) and os.killpg(pid, 0), lambda: os.pidfd_open(pid)):
+for pid in {*range(os.getpid() - 3, os.getpid() + 30)} - {os.getpid()}:
+    for call in (lambda: os.kill(pid, 0), lambda: os.getpgid(pid) and os.killpg(pid, 0), lambda: os.close(os.pidfd_open(pid))):
         try:
-            if pid != os.getpid() and call() is None:
-                print("STOLEN PROCESS", pid)
+            if call() is None:
+                reached("process", pid)
         except OSError:
             pass
     for name in ("mem", "environ", "maps", "fd/0", "fd/3", "fd/4", "cwd", "root/etc/passwd", "syscall", "stack"):
         try:
             steal(open(f"/proc/{pid}/{name}", "rb").read(1 << 20))
-            if pid != os.getpid():
-                print("STOLEN PROCESS", pid, name)
+            reached("process", pid, name)
         except OSError:
             pass
     buffer = ctypes.create_string_buffer(4096)
     vector = (ctypes.c_size_t * 2)(ctypes.addressof(buffer), 4096)
     there = (ctypes.c_size_t * 2)(id(gc) // 4096 * 4096, 4096)
-    if pid != os.getpid() and libc.syscall(310, pid, vector, 1, there, 1, 0) > 0:
+    if libc.syscall(310, pid, vector, 1, there, 1, 0) > 0:
         steal(buffer.raw)
-        print("STOLEN PROCESS", pid)""",
+        reached("process", pid)""",
     "shared memory with a name": """
 import multiprocessing.shared_memory
 multiprocessing.shared_memory.SharedMemory(os.path.basename(HOST["planted"]), create=True, size=4096)""",
@@ -884,7 +888,7 @@ os.link(f"/proc/self/fd/{handle}", HOST["planted"], follow_symlinks=True)""",
 import resource
 try:
     resource.setrlimit(resource.RLIMIT_CORE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    print("STOLEN LIMIT")
+    reached("limit")
 except (OSError, ValueError):
     pass
 os.abort()""",
@@ -1004,7 +1008,10 @@ def program(host: Host, names: list[str], at_load: bool = False, from_stdin: boo
         parts.append(f"attempt({names[0]!r})")
     if from_stdin:
         parts.append("print(f(input()))")
-    return "\n".join(parts) + "\n"
+    code = "\n".join(parts) + "\n"
+    for each in (code, *chosen.values()):
+        compile(each, "an attack", "exec")  # one that does not compile would look like one that fails
+    return code
 
 
 KINDS = ("stdin", "function", "assertion", "check", "solution", "element", "both", "bounds", "mapped")

@@ -207,6 +207,26 @@ return sum(sink(i, j) for i in range(len(grid)) for j in range(len(grid[0])))
     Function("divisors(n)", "return {d for d in range(1, n + 1) if n % d == 0}", "return {d for d in range(1, n) if n % d == 0}", [(12,), (1,), (7,)]),
 ]
 
+ROOT = """
+def root(x):
+    if x < 0:
+        raise ValueError('negative')
+    return x ** 0.5
+"""
+NODE = """
+class Node:
+    def __init__(self, value, next=None):
+        self.value = value
+        self.next = next
+
+"""
+TREE = """
+class Tree:
+    def __init__(self, value, left=None, right=None):
+        self.value, self.left, self.right = value, left, right
+
+"""
+
 TESTED = [
     Tested("mutated arguments", """
 def order(xs):
@@ -266,12 +286,7 @@ names = {'a', 'b'}
 forget(names, {'b'})
 assert names == {'a'}
 """]),
-    Tested("expected exceptions", """
-def root(x):
-    if x < 0:
-        raise ValueError('negative')
-    return x ** 0.5
-""", "if x < 0:\n        raise ValueError('negative')\n    return x ** 0.5", "return abs(x) ** 0.5", ["assert root(4) == 2.0", """
+    Tested("expected exceptions", ROOT, "if x < 0:\n        raise ValueError('negative')\n    return x ** 0.5", "return abs(x) ** 0.5", ["assert root(4) == 2.0", """
 try:
     root(-1)
 except ValueError:
@@ -279,12 +294,7 @@ except ValueError:
 else:
     assert False
 """]),
-    Tested("expected exceptions", """
-def root(x):
-    if x < 0:
-        raise ValueError('negative')
-    return x ** 0.5
-""", "raise ValueError('negative')", "raise ValueError('bad')", ["""
+    Tested("expected exceptions", ROOT, "raise ValueError('negative')", "raise ValueError('bad')", ["""
 try:
     root(-1)
     assert False, 'no error'
@@ -390,13 +400,7 @@ def lowest(xs):
 def filled(xs, value):
     return [value if x != x else x for x in xs]
 """, "return [value if x != x else x for x in xs]", "return [value if x == float('nan') else x for x in xs]", ["assert filled([1.0, float('nan')], 0.0) == [1.0, 0.0]"]),
-    Tested("custom nodes", """
-class Node:
-    def __init__(self, value, next=None):
-        self.value = value
-        self.next = next
-
-def turned(node):
+    Tested("custom nodes", NODE + """def turned(node):
     last = None
     while node:
         node.next, last, node = last, node, node.next
@@ -409,42 +413,20 @@ while node:
     node = node.next
 assert values == [3, 2, 1]
 """]),
-    Tested("custom nodes", """
-class Node:
-    def __init__(self, value, next=None):
-        self.value = value
-        self.next = next
-
-def length(node):
+    Tested("custom nodes", NODE + """def length(node):
     return 1 + length(node.next) if node else 0
 """, "return 1 + length(node.next) if node else 0", "return 1 + length(node.next) if node.next else 0", ["assert length(Node(1, Node(2))) == 2", "assert length(None) == 0"]),
-    Tested("custom nodes", """
-class Tree:
-    def __init__(self, value, left=None, right=None):
-        self.value, self.left, self.right = value, left, right
-
-def depth(tree):
+    Tested("custom nodes", TREE + """def depth(tree):
     return 1 + max(depth(tree.left), depth(tree.right)) if tree else 0
 """, "return 1 + max(depth(tree.left), depth(tree.right)) if tree else 0", "return 1 + depth(tree.left) if tree else 0", ["assert depth(Tree(1, None, Tree(2, Tree(3)))) == 3", "assert depth(None) == 0"]),
-    Tested("custom nodes", """
-class Tree:
-    def __init__(self, value, left=None, right=None):
-        self.value, self.left, self.right = value, left, right
-
-def mirrored(tree):
+    Tested("custom nodes", TREE + """def mirrored(tree):
     return tree and Tree(tree.value, mirrored(tree.right), mirrored(tree.left))
 """, "return tree and Tree(tree.value, mirrored(tree.right), mirrored(tree.left))", "return tree and Tree(tree.value, tree.left, tree.right)", ["""
 tree = mirrored(Tree(1, Tree(2), Tree(3)))
 assert tree.left.value == 3 and tree.right.value == 2
 assert tree.left.left is None
 """]),
-    Tested("custom nodes", """
-class Node:
-    def __init__(self, value, next=None):
-        self.value = value
-        self.next = next
-
-def built(xs):
+    Tested("custom nodes", NODE + """def built(xs):
     node = None
     for x in reversed(xs):
         node = Node(x, node)
@@ -660,6 +642,117 @@ log = Log()
 with log as entered:
     entered.lines.append('work')
 assert log.lines == ['in', 'work', 'out']
+"""]),
+    Tested("changed attributes", """
+class Basket:
+    def __init__(self):
+        self.items = []
+
+    def total(self):
+        return sum(self.items)
+""", "return sum(self.items)", "return len(self.items)", ["""
+basket = Basket()
+basket.items.append(3)
+basket.items += [4, 5]
+assert basket.total() == 12
+"""]),
+    Tested("changed attributes", """
+class Table:
+    def __init__(self):
+        self.cells = {}
+
+    def read(self, name):
+        return self.cells.get(name, 0)
+""", "return self.cells.get(name, 0)", "return 0", ["""
+table = Table()
+table.cells['x'] = 1
+assert table.read('x') == 1
+del table.cells['x']
+assert table.read('x') == 0
+"""]),
+    Tested("changed attributes", """
+class Graph:
+    def __init__(self):
+        self.edges = {'a': set(), 'b': set()}
+
+    def reached(self, start):
+        found, waiting = set(), [start]
+        while waiting:
+            node = waiting.pop()
+            if node not in found:
+                found.add(node)
+                waiting.extend(self.edges[node])
+        return found
+""", "waiting.extend(self.edges[node])", "break", ["""
+graph = Graph()
+edges = graph.edges
+edges['a'].add('b')
+assert graph.reached('a') == {'a', 'b'}
+edges['c'] = set()
+edges['b'].add('c')
+assert graph.reached('a') == {'a', 'b', 'c'}
+"""]),
+    Tested("changed attributes", """
+class View:
+    def __init__(self, xs):
+        self.xs = xs
+
+    def last(self):
+        return self.xs[-1]
+""", "self.xs = xs", "self.xs = list(xs)", ["""
+xs = [1]
+view = View(xs)
+xs.append(2)
+assert view.last() == 2
+view.xs.append(3)
+assert xs == [1, 2, 3]
+"""]),
+    Tested("changed attributes", """
+class Ring:
+    def __init__(self):
+        self.xs = []
+
+    def all(self):
+        return self.xs
+
+    def push(self, x):
+        self.xs.append(x)
+""", "return self.xs", "return self.xs[:]", ["""
+ring = Ring()
+seen = ring.all()
+ring.push(1)
+assert seen == [1]
+seen.clear()
+assert ring.all() == []
+"""]),
+    Tested("identity", """
+class Builder:
+    def __init__(self):
+        self.parts = []
+
+    def add(self, part):
+        self.parts.append(part)
+        return self
+""", "return self", "return Builder()", ["""
+builder = Builder()
+assert builder.add(1) is builder
+assert builder.add(2).add(3) is builder and builder is not Builder()
+"""]),
+    Tested("identity", """
+class Leaf:
+    pass
+
+class Branch(Leaf):
+    def __init__(self, leaf):
+        self.leaf = leaf
+
+def grown(leaf):
+    return Branch(leaf)
+""", "return Branch(leaf)", "return leaf", ["""
+leaf = Leaf()
+tree = grown(leaf)
+assert type(tree) is Branch and type(tree).__name__ == 'Branch'
+assert tree.leaf is leaf
 """]),
 ]
 # fmt: on

@@ -59,7 +59,7 @@ def attack(check: Check, kind: str, names: list[str], code: str, host: Host) -> 
             succeeded[name] = "has full marks"
         elif words[name][::-1] in text:
             succeeded[name] = "knows the answer"
-        elif Path(host.secret).read_text()[::-1] in text or "STOLEN" in text:
+        elif Path(host.secret).read_text()[::-1] in text or host.planted[::-1] in text:
             succeeded[name] = "has reached the host"
         elif (shown.get("seconds") or 0) > 2 * TIMEOUT_S + SLACK_S:
             succeeded[name] = f"took {shown['seconds']:.1f} s"
@@ -130,17 +130,22 @@ def test_attacks_on_the_remote_wrapper(host, service):
 # ---- the whole matrix
 
 
+ASKED = list(attacks.OBJECTS | attacks.EXCHANGE | attacks.TRUST)
+FULL = {kind: ASKED if kind in ("element", "both", "bounds", "mapped") else list(ATTACKS) for kind in KINDS}
+"""Kind of task -> attacks; the last kinds differ from the others in what the checker asks."""
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_attacks_when_the_function_is_called(kind, host):
-    code = program(host, list(ATTACKS), from_stdin=kind == "stdin")
-    assert attack(prime_code.check_correctness, kind, list(ATTACKS), code, host) == {}
+    code = program(host, FULL[kind], from_stdin=kind == "stdin")
+    assert attack(prime_code.check_correctness, kind, FULL[kind], code, host) == {}
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_attacks_when_the_program_loads(kind, host):
-    assert attack_each(prime_code.check_correctness, kind, list(ATTACKS), host) == {}
+    assert attack_each(prime_code.check_correctness, kind, FULL[kind], host) == {}
 
 
 @pytest.mark.full
@@ -148,6 +153,6 @@ def test_all_attacks_when_the_program_loads(kind, host):
 def test_all_attacks_on_the_remote_wrapper(kind, host, service):
     """The host is for the service to protect."""
     check = partial(sandbox_fusion.check_correctness, service.url)
-    names = [name for name in ATTACKS if name not in attacks.HOST | attacks.FLOODS]
+    names = [name for name in FULL[kind] if name not in attacks.HOST | attacks.FLOODS]
     assert attack(check, kind, names, program(host, names), host) == {}
     assert attack_each(check, kind, names, host) == {}

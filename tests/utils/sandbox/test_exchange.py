@@ -1,15 +1,21 @@
 """Tests run apart from the program: verdicts are those of plain execution, and no object of the program decides one."""
 
+import ast
+import json
 import math
 import os
+import subprocess
+import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 
 from verl.utils.reward_score.prime_code import check_correctness
+from verl.utils.sandbox import exchange, wrapper
 from verl.utils.sandbox.exchange.checker import Checker
 from verl.utils.sandbox.exchange.program import Program
 from verl.utils.sandbox.exchange.wire import Unreadable
@@ -53,6 +59,18 @@ class Vector:
     def __eq__(self, other):
         return self.x == other.x
 """
+SHELF = """
+class Shelf:
+    def __init__(self, items=()):
+        self.items, self.table, self.rows = items, {}, [[1], [2]]
+    def seen(self): return [*self.items], dict(self.table), sum(map(sum, self.rows))
+    def me(self): return self
+    def all(self): return self.items
+    def put(self, item): self.items.append(item)
+    def __len__(self): return len(self.items)
+store = []
+def stored(): return len(store)
+"""
 FUNCTIONS = """
 from collections import Counter
 class Pair(tuple):
@@ -88,6 +106,14 @@ TESTS = [
     (NODES, "node = turn(Node(1, Node(2)))\nassert (node.value, node.next.value, node.next.next) == (2, 1, None)"),
     (STACK, "stack = Stack()\nassert stack.push(1).push(2).pop() == 2\nassert isinstance(stack, Stack)"),
     (STACK, "try:\n    Stack().pop()\nexcept Empty as error:\n    assert error.size == 0 and str(error) == 'holds 0'"),
+    (SHELF, "shelf = Shelf([])\nshelf.items.append(3)\nshelf.table['x'] = 1\nshelf.rows[0][0] = 4\n"
+            "assert shelf.seen() == ([3], {'x': 1}, 6)"),
+    (SHELF, "items = []\nshelf = Shelf(items)\nitems.append(1)\nshelf.put(2)\nshelf.all().append(shelf.seen())\n"
+            "assert items == [1, 2, ([1, 2], {}, 3)] and shelf.items is items and len(shelf) == 3"),
+    (SHELF, "shelf = Shelf([])\nitems = shelf.items\nassert len(shelf) == 0\nitems += [1]\nassert len(shelf) == 1"),
+    (SHELF, "shelf = Shelf()\nassert shelf.me() is shelf.me().me() is shelf is not Shelf()"),
+    (SHELF, "shelf = Shelf()\nassert type(shelf) is Shelf and type(shelf) == Shelf != type(3)"),
+    (SHELF, "store.append(1)\nstore.append(store)\nassert stored() == 2"),
     (VECTOR, "assert Vector(1) + Vector(2) == Vector(3) and (Vector(2) * 3).x == 6 and Vector(1) != Vector(2)"),
 ]  # fmt: skip
 
@@ -97,7 +123,7 @@ def verdicts(code: str, tests: list[str]) -> list[str]:
     return [each["status"] for each in metadata]
 
 
-@pytest.mark.parametrize("code", [FUNCTIONS, NODES, STACK, VECTOR])
+@pytest.mark.parametrize("code", [FUNCTIONS, NODES, STACK, SHELF, VECTOR])
 def test_verdicts_are_those_of_plain_execution(code):
     """The last part of a test negated makes it a wrong one."""
     tests = [test for program, test in TESTS if program == code]
@@ -182,6 +208,7 @@ def f(function):
     [
         ("class A: pass", "class B(A): pass", "derives a class"),
         ("def f(): pass", "from unittest.mock import patch\nf()", "uses unittest.mock"),
+        ("class A(list): pass\ndef f(): return A()", "f().append(1)", "not a plain value"),
         ("import zlib", "assert zlib.crc32(b'') == 0", "module zlib"),
         ("class A:\n    def __eq__(self, other): return True\n    def __init__(self, x): self.x = x",
          "assert A(1) == A(2)", "equal to the program only"),
@@ -192,6 +219,75 @@ def f(function):
 def test_what_cannot_be_decided_apart_is_refused_by_name(code, test, reason):
     results, (said,) = check_correctness({"assert_case": test}, code)
     assert (results, said["status"]) == ([-1], "refused") and reason in said["stderr"]
+
+
+def test_a_function_cannot_end_an_iteration_of_the_test():
+    code = """
+def f(x):
+    raise StopIteration
+def steps():
+    received = yield 1
+    yield received
+"""
+    ended = "assert all(a == b for a, b in zip(map(f, [1]), [2]))"
+    expected = "try:\n    f(1)\nexcept StopIteration:\n    pass\nelse:\n    assert False"
+    sends = "it = steps()\nnext(it)\nassert it.send(2) == 2\ntry:\n    it.send(3)\nexcept Exception as e:"
+    sends += "\n    assert type(e).__name__[:4] == 'Stop' and list(it) == []"
+    assert verdicts(code, [ended, expected, sends]) == ["runtime error", "success", "success"]
+
+
+def test_long_and_cyclic_objects_are_compared_by_their_attributes():
+    code = """
+class Node:
+    def __init__(self, value, before=None):
+        self.value, self.before, self.after = value, before, None
+        if before:
+            before.after = self
+    def __eq__(self, other):
+        return self.value == other.value
+def chain(n):
+    first = node = Node(0)
+    for i in range(1, n):
+        node = Node(i, node)
+    return first
+"""
+    tests = ["assert chain(3000) == chain(3000)", "assert chain(2) == chain(3)", "assert chain(2) != Node(1)"]
+    assert verdicts(code, tests) == ["success", "refused", "success"]
+
+
+# ---- loading without the package
+
+
+def test_each_module_of_the_exchange_imports_earlier_ones_only():
+    folder = Path(exchange.__file__).parent
+    assert sorted((*exchange.MODULES, "__init__")) == sorted(path.stem for path in folder.glob("*.py"))
+    for number, name in enumerate(exchange.MODULES):
+        tree = ast.parse((folder / f"{name}.py").read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                used = [node.module] if node.module else [alias.name for alias in node.names]
+                assert set(used) <= set(exchange.MODULES[:number]), name
+                assert node in tree.body, f"{name} imports {used} when it is no longer in sys.modules"
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                modules = [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+                assert {module.split(".")[0] for module in modules} <= sys.stdlib_module_names
+
+
+def test_a_program_finds_no_module_of_the_exchange():
+    code = "import sys\ndef f(): return [n for n in sys.modules if 'exchange' in n or n in ('folder', 'isolation')]"
+    assert verdicts(code, ["assert f() == []"]) == ["success"]
+
+
+def test_a_remote_program_plants_no_module_for_its_test(tmp_path):
+    """The service may start the script from a file in the folder in which the program runs."""
+    code = "open('statistics.py', 'w').write('import os; os._exit(100)')\ndef f(x): return x"
+    script = tmp_path / "script.py"
+    script.write_text(wrapper.script(code, None, [], "", 5.0, True))
+    for test, mark in (("assert f(1) == 1", "<>null<>"), ("assert f(1) == 2", "")):
+        given = json.dumps(["<>", f"f(1)\nimport statistics\nassert statistics.mean([1]) == 1\n{test}"])
+        command = [sys.executable, script.name]
+        result = subprocess.run(command, cwd=tmp_path, input=given, capture_output=True, text=True, timeout=60)
+        assert (tmp_path / "statistics.py").exists() and result.stdout == mark
 
 
 # ---- messages

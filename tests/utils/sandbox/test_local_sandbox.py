@@ -1,5 +1,6 @@
 """Real programs try what the sandbox allows and forbids, with the real kernel."""
 
+import io
 import os
 import subprocess
 import sys
@@ -237,3 +238,18 @@ def test_a_supervisor_that_fails_is_named(monkeypatch):
     monkeypatch.setattr(local, "SUPERVISOR", Path("/nowhere/supervisor.py"))
     with pytest.raises(SandboxError, match=r"sandbox supervisor failed: .*nowhere"):
         run("print(1)")
+
+
+def test_a_checker_that_is_killed_while_it_reports_costs_its_report_only(monkeypatch):
+    """Reports of many tests, made long by the program, go over the limit of a file."""
+    monkeypatch.setattr(local, "OUTPUT_LIMIT_BYTES", 100_000)
+    code = "def f(x): raise ValueError(chr(0x1F600) * 4000)"
+    runs = run_tests(code, [Test(code_after="f(1)")] * 3 + [Test(code_after="1")])
+    assert [run.status for run in runs] == ["runtime error"] * 3 + ["ok"]
+    half = io.BytesIO(b'[0, "whole"]\n[1, "ha')
+    assert local._reasons(half) == {0: "whole"}
+
+
+def test_only_the_end_of_long_errors_is_kept():
+    result = run("import sys\nsys.stderr.write('x' * 10**6 + 'end')")
+    assert result.status == "ok" and len(result.stderr) == 1 << 16 and result.stderr.endswith("end")

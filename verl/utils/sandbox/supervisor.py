@@ -77,6 +77,7 @@ def load(name: str) -> ModuleType:
 exchange = load("exchange")
 folder = load("folder")
 isolation = load("isolation")
+sys.dont_write_bytecode = True  # of the program's modules; that of the modules above saves 50 ms at each start
 
 
 # ---- inside the sandbox

@@ -32,6 +32,8 @@ from .values import LIBRARIES, MUTABLE, REBUILT, SCALARS, contents, library_name
 from .values import replace_contents as fill
 
 MOST_MESSAGE_BYTES = 16 << 20
+_REAL: set[type] = {bool, float, int}
+_PLAIN: set[type] = {*SCALARS, int}
 _MOST_NUMBER = 1 << 32
 _SMALL = 1 << 64
 """Integers below it are written in decimal digits, which Python converts in quadratic time."""
@@ -90,7 +92,7 @@ class Wire:
         changed = self.shared.changed()
         released = self.shared.release(changed)
         writer = _Writer(self, changed)
-        changes = [[key, *map(writer.term, contents(self.shared.value(key)))] for key in changed]
+        changes = [[key, *writer.terms(contents(self.shared.value(key)))] for key in changed]
         place = writer.term(root)
         message = json.dumps([kind, released, changes, place, writer.finish()]).encode()
         if len(message) > MOST_MESSAGE_BYTES:
@@ -123,7 +125,7 @@ class Wire:
             reader = _Reader(self, nodes)
             value = reader.value(root)
             for key, *terms in changes:
-                reader.changes.append((~_whole(key), [reader.value(term) for term in terms]))
+                reader.changes.append((~_whole(key), reader.values(terms)))
             reader.finish()
         except (
             ArithmeticError,
@@ -160,6 +162,13 @@ class _Writer:
             self._places[id(value)] = [len(self._held)]
             self._held.append(value)
         return self._places[id(value)]
+
+    def terms(self, values: list[object]) -> list[Term]:
+        """Return the terms of many values, at once if they are small scalars."""
+        kinds = set(map(type, values))
+        if kinds <= _PLAIN and (int not in kinds or (kinds <= _REAL and -_SMALL < min(values) <= max(values) < _SMALL)):
+            return values
+        return list(map(self.term, values))
 
     def finish(self) -> list[Node]:
         """Return the nodes of all values, also of those that the nodes name."""
@@ -200,7 +209,7 @@ class _Writer:
         key = self.wire.shared.new_key()
         self.fresh[id(value)] = (value, key)
         limit = [value.maxlen] if name == "deque" else []
-        return [name, key, *limit, *map(self.term, contents(value))]
+        return [name, key, *limit, *self.terms(contents(value))]
 
     def _object(self, value: object) -> Node:
         """Return the node of an object that stays here: its number, kind, and whether it defines equality."""
@@ -237,12 +246,16 @@ class _Reader:
             self._made[place] = self._make(*self.nodes[place])
         return self._made[place]
 
+    def values(self, terms: list[Term]) -> list[object]:
+        """Return the values of many terms, at once if they are scalars."""
+        return terms if set(map(type, terms)) <= _PLAIN else list(map(self.value, terms))
+
     def finish(self) -> None:
         """Fill the new containers, share them, and change those that the sender changed."""
         filled = 0
         while filled < len(self._fresh):  # what fills one may bring others
             key, container, terms = self._fresh[filled]
-            fill(container, [self.value(term) for term in terms])
+            fill(container, self.values(terms))
             filled += 1
         for key, container, _ in self._fresh:
             self.wire.shared.add(key, container)
@@ -311,7 +324,7 @@ class _Reader:
 
 
 def _scalar(term: Term) -> Term:
-    if type(term) not in (*SCALARS, int):
+    if type(term) not in _PLAIN:
         raise Unreadable(f"a {type(term).__name__} in place of a value")
     return term
 
