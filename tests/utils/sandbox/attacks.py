@@ -859,10 +859,10 @@ print(libc.shm_open(b"/verl-attack", 66, 0o666), libc.mq_open(b"/verl-attack", 6
 import ctypes
 libc = ctypes.CDLL(None)
 for pid in {*range(os.getpid() - 3, os.getpid() + 30)} - {os.getpid()}:
-    for call in (lambda: os.kill(pid, 0), lambda: os.getpgid(pid) and os.killpg(pid, 0), lambda: os.close(os.pidfd_open(pid))):
+    for call in (os.kill, os.killpg, lambda pid, number: os.close(os.pidfd_open(pid))):
         try:
-            if call() is None:
-                reached("process", pid)
+            call(pid, 0)
+            reached("process", pid)
         except OSError:
             pass
     for name in ("mem", "environ", "maps", "fd/0", "fd/3", "fd/4", "cwd", "root/etc/passwd", "syscall", "stack"):
