@@ -4,18 +4,26 @@ import functools
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from verl.utils.import_utils import load_extern_type
-from verl.utils.process_pool import START_TIMEOUT_S, DeadlinePool, IsolatedFunction, ProcessStartError
+from verl.utils.process_pool import (
+    START_TIMEOUT_S,
+    DeadlineExceeded,
+    DeadlinePool,
+    IsolatedFunction,
+    ProcessStartError,
+    ScorerFailed,
+)
 from verl.utils.time_limit import TimeLimitExceeded, UserCodeFailed, time_limit
 
 
 def test_a_process_that_died_while_it_was_idle_is_replaced():
     pool = DeadlinePool(abs, 2)
     assert pool.map([(-1,), (-2,)], 60, 60) == [1, 2]
-    victim = next(slot for slot in pool._slots if slot.call is None).process  # the other may still be starting
+    victim = next(each for each in pool._workers if not each.is_starting).process  # the other may still be starting
     victim.kill()
     victim.wait(timeout=10)
     assert pool.map([(-3,), (-4,), (-5,)], 60, 60) == [3, 4, 5]
@@ -44,6 +52,33 @@ def f(what, more=0):
         raise KeyboardInterrupt
     if what == "mute":
         raise Mute
+    if what == "fork":
+        return os.fork()
+    if what == "memory":
+        import resource
+        resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
+        return len(bytearray(4 << 30))
+    if what == "unpicklable":
+        return (each for each in "ab")
+    if what == "descriptors":
+        os.closerange(3, 1000)
+    if what == "daemon":
+        if os.fork() == 0:
+            time.sleep(60)
+        os._exit(4)
+    if what == "print":
+        print("a line of the scorer")
+        return input()
+    if what == "thread":
+        import threading
+        found = []
+        thread = threading.Thread(target=found.append, args=[1])
+        thread.start()
+        thread.join()
+        return found
+    if what == "loop":
+        import asyncio
+        return asyncio.run(asyncio.sleep(0, "done"))
     return os.getpid(), more
 """
 
@@ -63,10 +98,16 @@ def test_an_isolated_function_answers_from_one_process(tmp_path):
         ("mute", "raised Mute, whose message cannot be read"),
         ("exit", "died: its process ended with code 3"),
         ("crash", "died: its process ended with SIGSEGV"),
+        ("daemon", "died: its process ended with code 4"),
+        ("descriptors", "died: its process ended with code 1"),
+        ("memory", "raised MemoryError: "),
+        ("unpicklable", "raised TypeError: cannot pickle 'generator' object"),
+        ("print", "raised EOFError: EOF when reading a line"),
     ):
         with pytest.raises(UserCodeFailed) as caught:
             function(what)
         assert str(caught.value) == message
+    assert function("thread") == [1] and function("loop") == "done"
     second, _ = function("pid")
     assert second != first
     for what in ("swallow", "compiled"):
@@ -100,3 +141,107 @@ def test_an_isolated_function_answers_from_one_process(tmp_path):
 def test_an_import_that_does_not_return(tmp_path, text, kind, message):
     with pytest.raises(kind, match=message):
         isolated(tmp_path, text, start_timeout_s=5 if "exit" in text else 0.5).start()
+
+
+def test_a_fork_of_the_function_gives_no_second_answer(tmp_path):
+    function = isolated(tmp_path, WILD)
+    pid, _ = function("pid")
+    for _ in range(3):
+        assert function("fork") > 0  # the copy, to which fork returns 0, ends silently
+        assert function("pid") == (pid, 0)
+    function.close()
+
+
+def test_a_lost_process_costs_the_call_that_it_worked_on(tmp_path):
+    function = isolated(tmp_path, WILD)
+    whats = [*["pid"] * 5, "exit", *["pid"] * 100, "crash", "swallow", *["pid"] * 5, "mute"]
+    outcomes = dict(function.outcomes([{"what": what} for what in whats], 1.0, 60.0))
+    wrong = {number: outcome for number, outcome in outcomes.items() if not isinstance(outcome, tuple)}
+    assert len(outcomes) == len(whats) and list(wrong) == [5, 106, 107, 113]
+    assert wrong[5] == ScorerFailed("died: its process ended with code 3")
+    assert wrong[106] == ScorerFailed("died: its process ended with SIGSEGV")
+    assert wrong[107] == DeadlineExceeded()
+    assert wrong[113].error == "raised Mute, whose message cannot be read"
+    assert len({outcome for outcome in outcomes.values() if isinstance(outcome, tuple)}) == 3  # processes
+    function.close()
+
+
+def test_calls_that_wait_for_a_hanging_one_share_the_deadline_of_the_batch(tmp_path):
+    function = isolated(tmp_path, WILD)
+    function.start()
+    start = time.monotonic()
+    outcomes = dict(function.outcomes([{"what": what} for what in ("pid", "swallow", "pid")], 60.0, 0.5))
+    assert isinstance(outcomes[0], tuple) and time.monotonic() - start < 5
+    assert outcomes[1] == outcomes[2] == DeadlineExceeded(of_batch=True)
+    assert isinstance(function("pid"), tuple)
+    function.close()
+
+
+def test_large_arguments_do_not_wait_for_a_hanging_call(tmp_path):
+    """Whoever writes to a process that does not read would wait without a limit."""
+    function = isolated(tmp_path, WILD)
+    function.start()
+    start = time.monotonic()
+    calls = [{"what": "compiled"}, *({"what": "pid", "more": "x" * 10**6} for _ in range(20))]
+    outcomes = dict(function.outcomes(calls, 4.0, 60.0))
+    assert outcomes.pop(0) == DeadlineExceeded() and time.monotonic() - start < 30
+    assert all(len(more) == 10**6 for _, more in outcomes.values()) and len(outcomes) == 20
+    function.close()
+
+
+def test_an_argument_that_cannot_be_sent_costs_its_call(tmp_path):
+    function = isolated(tmp_path, WILD)
+    outcomes = dict(
+        function.outcomes([{"what": "pid"}, {"what": (each for each in "ab")}, {"what": "pid"}], 60.0, 60.0)
+    )
+    assert outcomes[0] == outcomes[2]
+    assert outcomes[1].error == "cannot get its arguments in its process: TypeError: cannot pickle 'generator' object"
+    function.close()
+
+
+def test_a_call_in_a_thread_can_be_interrupted_and_its_process_outlives_the_thread(tmp_path):
+    function = isolated(tmp_path, WILD)
+    with ThreadPoolExecutor(1) as pool:
+        pid, _ = pool.submit(function, "pid").result()
+    time.sleep(0.2)  # the kernel ends processes with the thread that started them
+    assert function("pid") == (pid, 0)
+
+    def limited():
+        with time_limit(0.2):
+            function("swallow")
+
+    with ThreadPoolExecutor(1) as pool, pytest.raises(TimeLimitExceeded):
+        pool.submit(limited).result(timeout=30)
+    function.close()
+
+
+def test_answers_to_an_abandoned_batch_are_not_taken_for_those_of_the_next():
+    pool = DeadlinePool(abs, 1)
+    outcomes = pool.outcomes([((-number,), {}) for number in range(200)], 60, 60)
+    assert next(outcomes) == (0, 0)
+    outcomes.close()
+    assert pool.map([(-7,), (-8,)], 60, 60) == [7, 8]
+    pool.close()
+
+
+def test_a_new_process_runs_the_code_of_the_first(tmp_path):
+    path = tmp_path / "wild.py"
+    path.write_text(WILD)
+    load = functools.partial(load_extern_type, str(path), "f", path.read_bytes())
+    function = IsolatedFunction(load, {}, START_TIMEOUT_S)
+    first, _ = function("pid")
+    path.write_text("def f(*_, **__): return 'of the next run'\n")
+    with pytest.raises(UserCodeFailed, match="code 3"):
+        function("exit")
+    second, more = function("pid")
+    assert more == 0 and second != first
+    function.close()
+
+
+def test_a_process_that_cannot_start_again_ends_the_batch(tmp_path):
+    text = "import os, pathlib\nmark = pathlib.Path(__file__).with_name('mark')\n"
+    text += "if mark.exists(): raise OSError('address in use')\nmark.touch()\ndef f(**_): os._exit(3)\n"
+    function = isolated(tmp_path, text)
+    function.start()
+    with pytest.raises(ProcessStartError, match="raised .*address in use"):
+        list(function.outcomes([{}, {}], 60, 60))

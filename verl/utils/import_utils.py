@@ -68,7 +68,7 @@ def python_file(path: str) -> Path | None:
     return None if path.startswith("pkg://") else Path(path.removeprefix("file://")).expanduser()
 
 
-def _load_file(path: Path) -> ModuleType:
+def _load_file(path: Path, source: bytes | None = None) -> ModuleType:
     if not path.is_file():
         raise FileNotFoundError(f"no Python file at {str(path)!r}")
     # The name contains the path, so files with the same base name stay apart and a file runs once per process.
@@ -80,14 +80,21 @@ def _load_file(path: Path) -> ModuleType:
         raise RuntimeError(f"{str(path)!r} is not a Python module: its name must end in .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
+    run: Callable[[], None] = partial(spec.loader.exec_module, module)
+    if source is not None:
+        run = partial(_execute, source, module, path)
     try:
-        _import_within_limit(partial(spec.loader.exec_module, module))
+        _import_within_limit(run)
     except BaseException as error:
         del sys.modules[name]
         if isinstance(error, RuntimeError):
             raise RuntimeError(f"cannot execute {str(path)!r}: {error}") from error.__cause__
         raise
     return module
+
+
+def _execute(source: bytes, module: ModuleType, path: Path) -> None:
+    exec(compile(source, str(path), "exec"), module.__dict__)
 
 
 def _import_within_limit(run: Callable[[], T]) -> T:
@@ -103,9 +110,10 @@ def _import_within_limit(run: Callable[[], T]) -> T:
         raise RuntimeError(error_text(error.__cause__ or error)) from error.__cause__
 
 
-def load_extern_type(file_path: str | None, type_name: str | None) -> Any:
+def load_extern_type(file_path: str | None, type_name: str | None, source: bytes | None = None) -> Any:
     """Load a name from a file (plain path, with ``~`` or ``file://``) or from an installed module (``pkg://module``).
 
+    Args: ``source`` takes the place of the content of the file, which may have changed since somebody read it.
     Returns: the object; None without a path.
     Raises: FileNotFoundError, RuntimeError when the module cannot be executed, AttributeError when the name is missing.
     """
@@ -121,7 +129,7 @@ def load_extern_type(file_path: str | None, type_name: str | None) -> Any:
         except RuntimeError as error:
             raise RuntimeError(f"cannot import {file_path!r}: {error}") from error.__cause__
     else:
-        module = _load_file(file)
+        module = _load_file(file, source)
     if not hasattr(module, type_name):
         names = sorted(name for name in vars(module) if not name.startswith("_"))
         raise AttributeError(f"{file_path!r} has no {type_name!r}; it has {names}")

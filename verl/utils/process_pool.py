@@ -1,19 +1,23 @@
 """Functions in processes that are killed when a call takes too long."""
 
+import math
 import os
 import pickle
+import select
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
 import cloudpickle
@@ -22,10 +26,18 @@ from verl.utils.processes import die_with_parent, start_process
 from verl.utils.time_limit import UserCodeFailed, error_text
 
 Function = Callable[..., Any]
+Call = tuple[Sequence[Any], Mapping[str, Any]]
+"""The arguments of one call, by position and by name."""
+
 PROCESSES_PER_CORE = 4  # more than one, because scorers often wait for a service
 START_TIMEOUT_S = 300.0
-STARTING = -1
-_SERVE = "import sys; sys.path[:] = {path!r}; from verl.utils.process_pool import serve; serve({pipe})"
+MOST_AHEAD = 64
+"""Calls that a single process holds, so that it need not wait for the next one."""
+_LONGEST_WAIT_S = 1.0  # an exception for a thread that is not the main one arrives between two waits
+_ENDING_GRACE_S = 1.0
+_READ_BYTES = 1 << 18
+_LENGTH = struct.Struct("<Q")
+_SERVE = "import sys; sys.path[:] = {path!r}; from verl.utils.process_pool import serve; serve({descriptor})"
 
 
 @dataclass
@@ -43,6 +55,10 @@ class ScorerFailed:
     trace: str = ""
 
 
+Outcome = Any
+"""The result of a call, or ``DeadlineExceeded``, or ``ScorerFailed``."""
+
+
 class ProcessStartError(RuntimeError):
     """A process died or took too long while it imported its function."""
 
@@ -50,61 +66,288 @@ class ProcessStartError(RuntimeError):
         super().__init__(f"the import of the scorer in its process {how}")
 
 
-@dataclass
-class _Slot:
-    """A process and its current call: ``STARTING`` until it has imported the function, None if it is idle."""
+class _Worker:
+    """A process that loads a function, then answers calls in their order.
 
-    process: subprocess.Popen[bytes]
-    pipe: Connection
-    call: int | None
-    deadline: float
+    Nothing here waits for the process: what it does not read yet is kept, since it may never read again.
 
-    @classmethod
-    def start(cls, loader: bytes, timeout_s: float = START_TIMEOUT_S) -> "_Slot":
-        """Start a process that calls a pickled ``loader``, which returns the function.
+    Args:
+        loader: a pickled function, which returns the function to call.
+        start_timeout_s: seconds for the loader.
+        environment: variables for the process, besides those of this one.
+    """
 
-        The process inherits no locks or threads from this one.
-        """
-        pipe, remote = Pipe()
-        code = _SERVE.format(path=sys.path, pipe=remote.fileno())
-        command = [sys.executable, "-u", "-c", code]  # unbuffered, because it may be killed
-        process = start_process(command, stdin=subprocess.DEVNULL, pass_fds=(remote.fileno(),), start_new_session=True)
-        remote.close()
-        slot = cls(process, pipe, STARTING, time.monotonic() + timeout_s)
-        with suppress(OSError):  # it has ended already: the next read tells
-            pipe.send_bytes(loader)
-        return slot
+    def __init__(self, loader: bytes, start_timeout_s: float, environment: Mapping[str, str]) -> None:
+        self.socket, remote = socket.socketpair()
+        with remote:
+            self.socket.setblocking(False)
+            # Unbuffered, because it may be killed.
+            command = [sys.executable, "-u", "-c", _SERVE.format(path=sys.path, descriptor=remote.fileno())]
+            self.process = start_process(
+                command,
+                stdin=subprocess.DEVNULL,
+                pass_fds=(remote.fileno(),),
+                env={**os.environ, **environment},
+                start_new_session=True,
+            )
+        self.pidfd = os.pidfd_open(self.process.pid)
+        self.calls: deque[int] = deque()
+        """The numbers of the calls that it holds; it works on the first one."""
+        self.is_starting = True
+        self.deadline = time.monotonic() + start_timeout_s
+        """When it is killed: while it starts, or while it holds calls."""
+        self._start_timeout_s = start_timeout_s
+        self._unsent = bytearray()
+        self._unread = bytearray()
+        self._is_closed = False
+        self._is_killed = False
+        self.send([loader])
+
+    def send(self, contents: Iterable[bytes]) -> None:
+        """Send messages as far as the process takes them; ``flush`` sends the rest."""
+        for content in contents:
+            self._unsent += _LENGTH.pack(len(content))
+            self._unsent += content
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what is left to send, as far as the process takes it."""
+        with suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):  # of a death, ``has_ended`` tells
+            while self._unsent:
+                del self._unsent[: self.socket.send(self._unsent)]
+
+    def receive(self) -> list[bytes]:
+        """Return the messages that have arrived."""
+        try:
+            while content := self.socket.recv(_READ_BYTES):
+                self._unread += content
+            self._is_closed = True
+        except BlockingIOError:
+            pass
+        except ConnectionResetError:
+            self._is_closed = True
+        messages = []
+        start = 0
+        while start + _LENGTH.size <= len(self._unread):
+            (length,) = _LENGTH.unpack_from(self._unread, start)
+            end = start + _LENGTH.size + length
+            if end > len(self._unread):
+                break
+            messages.append(bytes(self._unread[start + _LENGTH.size : end]))
+            start = end
+        del self._unread[:start]
+        return messages
 
     def finish_start(self) -> None:
-        """Read the reply of a process that has loaded its function.
+        """Read the reply of the loader, if it is there.
 
-        Raises: UserCodeFailed if loading raises, ProcessStartError if the process dies.
+        Raises: UserCodeFailed if it raises, ProcessStartError if it takes too long or ends the process.
         """
-        try:
-            failed = cloudpickle.loads(self.pipe.recv_bytes())
-        except (EOFError, OSError):
-            raise ProcessStartError(self.death()) from None
-        if failed is not None:
-            raise UserCodeFailed(failed.error, failed.trace)
-        self.call = None
+        ended = self.has_ended()
+        messages = self.receive()
+        if messages:
+            failed = cloudpickle.loads(messages[0])
+            if failed is not None:
+                raise UserCodeFailed(failed.error, failed.trace)
+            self.is_starting = False
+        elif ended or self._is_closed:
+            raise ProcessStartError(self.death())
+        elif time.monotonic() >= self.deadline:
+            raise ProcessStartError(f"did not end within {self._start_timeout_s:g} s")
+
+    def has_ended(self) -> bool:
+        """Return whether the process or its connection has ended."""
+        return self._is_closed or self.process.poll() is not None
+
+    def is_done(self) -> bool:
+        """Return whether it has been killed, or has ended without a call."""
+        return self._is_killed or (not self.is_starting and not self.calls and self.has_ended())
+
+    def interests(self) -> list[tuple[int, int]]:
+        """Return what to wait for, as arguments of ``select.poll.register``."""
+        writable = select.POLLOUT if self._unsent else 0
+        return [(self.socket.fileno(), select.POLLIN | writable), (self.pidfd, select.POLLIN)]
 
     def death(self) -> str:
-        """Return how a process ended that has closed its pipe."""
+        """Return how a process ended that has closed its connection."""
         try:
-            code = self.process.wait(timeout=10)
+            code = self.process.wait(timeout=_ENDING_GRACE_S)
         except subprocess.TimeoutExpired:
             return "closed its connection"
         return f"ended with {signal.Signals(-code).name if code < 0 else f'code {code}'}"
 
     def end(self) -> None:
         """Kill the process and all processes that it started."""
+        if self._is_killed:
+            return
+        self._is_killed = True
         try:
             os.killpg(self.process.pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
             self.process.kill()
-        self.pipe.close()
+        self.socket.close()
+        os.close(self.pidfd)
         with suppress(subprocess.TimeoutExpired):  # the kernel holds it, for instance in a read from a dead server
             self.process.wait(timeout=10)
+
+
+class DeadlinePool:
+    """Runs one function on many arguments in processes that live until the pool is closed or collected.
+
+    A process that dies or is killed costs the call that it was working on; those that it held go to another process.
+
+    Args:
+        function: is sent to the processes, by value if a user's file defines it.
+        num_processes: the most processes at once; a machine with few cores uses fewer.
+    """
+
+    def __init__(self, function: Function, num_processes: int) -> None:
+        if num_processes < 1:
+            raise ValueError(f"num_processes must be at least 1, got {num_processes}")
+        size = min(num_processes, PROCESSES_PER_CORE * (os.cpu_count() or 1))
+        self._set_up(_pickle_by_value(function), size, START_TIMEOUT_S, {})
+
+    @classmethod
+    def of_loader(
+        cls, loader: bytes, start_timeout_s: float = START_TIMEOUT_S, environment: Mapping[str, str] | None = None
+    ) -> "DeadlinePool":
+        """Return a pool of one process, which gets its function from a pickled loader."""
+        pool = cls.__new__(cls)
+        pool._set_up(loader, 1, start_timeout_s, environment or {})
+        return pool
+
+    def _set_up(self, loader: bytes, size: int, start_timeout_s: float, environment: Mapping[str, str]) -> None:
+        self.size = size
+        self._start = partial(_Worker, loader, start_timeout_s, environment)
+        # Calls wait in a process only where no other process could take them.
+        self._depth = MOST_AHEAD if size == 1 else 1
+        self._begin()
+
+    def _begin(self) -> None:
+        self._workers: list[_Worker] = []
+        self._lock = threading.Lock()
+        weakref.finalize(self, _end_all, self._workers)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: self.__dict__[name] for name in ("size", "_start", "_depth")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin()
+
+    def start(self) -> None:
+        """Start a process unless one runs, and wait until it has loaded the function.
+
+        Raises: UserCodeFailed if loading raises, ProcessStartError if it takes too long or ends its process.
+        """
+        with self._lock:
+            try:
+                self._remove_done(deque())
+                self._start_processes(1)
+                while self._workers[0].is_starting:
+                    _wait(self._workers[:1])
+                    self._workers[0].finish_start()
+            except BaseException:
+                _end_all(self._workers)
+                raise
+
+    def map(self, arguments: Sequence[tuple[Any, ...]], timeout_s: float, batch_timeout_s: float) -> list[Outcome]:
+        """Return the outcome of every call, in the order of the arguments; see ``outcomes``."""
+        outcomes: list[Outcome] = [None] * len(arguments)
+        for number, outcome in self.outcomes([(each, {}) for each in arguments], timeout_s, batch_timeout_s):
+            outcomes[number] = outcome
+        return outcomes
+
+    def outcomes(
+        self, calls: Sequence[Call], timeout_s: float, batch_timeout_s: float
+    ) -> Iterator[tuple[int, Outcome]]:
+        """Yield the number and the outcome of each call as soon as it ends.
+
+        Args: ``timeout_s`` limits one call, ``batch_timeout_s`` all of them, both counted after processes have started.
+        Raises: ProcessStartError if a process cannot load the function.
+        """
+        with self._lock:
+            try:
+                yield from self._outcomes(calls, timeout_s, batch_timeout_s)
+            except UserCodeFailed as error:
+                _end_all(self._workers)
+                raise ProcessStartError(str(error)) from error
+            except BaseException:  # what the processes still answer belongs to calls that nobody waits for
+                _end_all(self._workers)
+                raise
+
+    def close(self) -> None:
+        """Kill the processes."""
+        _end_all(self._workers)
+
+    def _outcomes(
+        self, calls: Sequence[Call], timeout_s: float, batch_timeout_s: float
+    ) -> Iterator[tuple[int, Outcome]]:
+        waiting = deque(range(len(calls)))
+        end = math.inf
+        while waiting or any(worker.calls for worker in self._workers):
+            self._remove_done(waiting)
+            self._start_processes(len(waiting))
+            for worker in self._workers:
+                if worker.is_starting:
+                    worker.finish_start()
+                if not worker.is_starting and waiting:
+                    end = min(end, time.monotonic() + batch_timeout_s)
+                    yield from self._feed(worker, waiting, calls, timeout_s)
+            _wait(self._workers, end)
+            for worker in self._workers:
+                if not worker.is_starting and worker.calls:
+                    yield from self._collect(worker, timeout_s, end)
+            self._remove_done(waiting)
+            if time.monotonic() >= end:
+                yield from ((number, DeadlineExceeded(of_batch=True)) for number in waiting)
+                waiting.clear()
+
+    def _start_processes(self, num_calls: int) -> None:
+        while len(self._workers) < min(self.size, num_calls):
+            self._workers.append(self._start())
+
+    def _remove_done(self, waiting: deque[int]) -> None:
+        """Remove processes that were killed, or that ended between two calls; others get the calls that they held."""
+        for worker in [each for each in self._workers if each.is_done()]:
+            waiting.extendleft(reversed(worker.calls))
+            self._workers.remove(worker)
+            worker.end()
+
+    def _feed(
+        self, worker: _Worker, waiting: deque[int], calls: Sequence[Call], timeout_s: float
+    ) -> Iterator[tuple[int, Outcome]]:
+        """Send calls to a process that holds few; yield those whose arguments cannot be sent."""
+        if len(worker.calls) > self._depth // 2:
+            return
+        if not worker.calls:
+            worker.deadline = time.monotonic() + timeout_s
+        contents = []
+        while waiting and len(worker.calls) < self._depth:
+            number = waiting.popleft()
+            try:
+                contents.append(_dumps(calls[number]))
+                worker.calls.append(number)
+            except Exception as error:  # classes of the user decide how they are pickled
+                yield number, ScorerFailed(f"cannot get its arguments in its process: {error_text(error)}")
+        worker.send(contents)
+
+    def _collect(self, worker: _Worker, timeout_s: float, end: float) -> Iterator[tuple[int, Outcome]]:
+        """Yield the outcomes of one process; kill it at its deadline."""
+        worker.flush()
+        has_ended = worker.has_ended()  # before the last answers are read
+        for message in worker.receive():
+            worker.deadline = time.monotonic() + timeout_s
+            yield worker.calls.popleft(), _outcome(message)
+        if not worker.calls:
+            return
+        if has_ended or worker.has_ended():
+            failure = ScorerFailed(f"died: its process {worker.death()}")
+            worker.end()
+            yield worker.calls.popleft(), failure
+        elif time.monotonic() >= min(worker.deadline, end):
+            worker.end()
+            yield worker.calls.popleft(), DeadlineExceeded(of_batch=end <= worker.deadline)
 
 
 class IsolatedFunction:
@@ -117,16 +360,19 @@ class IsolatedFunction:
         load: returns the function; it runs in the process.
         keywords: further arguments of each call.
         start_timeout_s: seconds for ``load``.
+        environment: variables for the process, besides those of this one.
     """
 
-    def __init__(self, load: Callable[[], Function], keywords: dict[str, Any], start_timeout_s: float) -> None:
+    def __init__(
+        self,
+        load: Callable[[], Function],
+        keywords: Mapping[str, Any],
+        start_timeout_s: float,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.local: Function | None = None
-        self._loader = cloudpickle.dumps(load)
         self._keywords = keywords
-        self._start_timeout_s = start_timeout_s
-        self._slots: list[_Slot] = []  # none or one
-        self._lock = threading.Lock()
-        weakref.finalize(self, _end_all, self._slots)
+        self._pool = DeadlinePool.of_loader(cloudpickle.dumps(load), start_timeout_s, environment)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _given, (self.local,)
@@ -136,154 +382,106 @@ class IsolatedFunction:
 
         Raises: UserCodeFailed if ``load`` raises, ProcessStartError if it takes too long or ends its process.
         """
-        with self._lock:
-            if self._slots and self._slots[0].process.poll() is None:
-                return
-            _end_all(self._slots)
-            with self._ended_by_error() as slot:
-                if not slot.pipe.poll(self._start_timeout_s):
-                    raise ProcessStartError(f"did not end within {self._start_timeout_s:g} s")
-                slot.finish_start()
+        self._pool.start()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the result of one call.
 
         Raises: UserCodeFailed if the function raises or ends its process.
         """
-        if not self._slots:
-            self.start()
-        with self._lock, self._ended_by_error() as slot:
-            try:
-                slot.pipe.send_bytes(_dumps((args, self._keywords | kwargs)))
-                result = cloudpickle.loads(slot.pipe.recv_bytes())
-            except (EOFError, OSError):
-                raise UserCodeFailed(f"died: its process {slot.death()}") from None
-        if isinstance(result, ScorerFailed):
-            raise UserCodeFailed(result.error, result.trace)
-        return result
+        [(_, outcome)] = self._pool.outcomes([(args, {**self._keywords, **kwargs})], math.inf, math.inf)
+        if isinstance(outcome, ScorerFailed):
+            raise UserCodeFailed(outcome.error, outcome.trace)
+        return outcome
+
+    def outcomes(
+        self, calls: Sequence[Mapping[str, Any]], timeout_s: float, batch_timeout_s: float
+    ) -> Iterator[tuple[int, Outcome]]:
+        """Yield the number and the outcome of each call, given by its keywords; see ``DeadlinePool.outcomes``."""
+        keywords = [((), {**self._keywords, **each}) for each in calls]
+        return self._pool.outcomes(keywords, timeout_s, batch_timeout_s)
 
     def close(self) -> None:
         """Kill the process."""
-        _end_all(self._slots)
-
-    @contextmanager
-    def _ended_by_error(self) -> Iterator[_Slot]:
-        """Yield the process, started if there is none; kill it if the body raises."""
-        try:
-            if not self._slots:
-                self._slots.append(_Slot.start(self._loader))
-            yield self._slots[0]
-        except BaseException:
-            _end_all(self._slots)
-            raise
+        self._pool.close()
 
 
-class DeadlinePool:
-    """Runs one function on many arguments in processes that live until the pool is closed or collected."""
+def _wait(workers: Sequence[_Worker], end: float = math.inf) -> None:
+    """Wait until a process answers, reads, ends or reaches its deadline; not beyond ``end``, or a second."""
+    poll = select.poll()
+    due = min(end, time.monotonic() + _LONGEST_WAIT_S)
+    for worker in workers:
+        if worker.is_starting or worker.calls:
+            due = min(due, worker.deadline)
+            for interest in worker.interests():
+                poll.register(*interest)
+    poll.poll(1000 * max(due - time.monotonic(), 0.0))
 
-    def __init__(self, function: Function, num_processes: int) -> None:
-        if num_processes < 1:
-            raise ValueError(f"num_processes must be at least 1, got {num_processes}")
-        self.function = _pickle_by_value(function)
-        self.size = min(num_processes, PROCESSES_PER_CORE * (os.cpu_count() or 1))
-        self._slots: list[_Slot] = []
-        weakref.finalize(self, _end_all, self._slots)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_slots"}
+def _outcome(message: bytes) -> Outcome:
+    try:
+        return cloudpickle.loads(message)
+    except Exception as error:  # of a class that cannot be unpickled here
+        return _failure(error)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _slots=[])
-        weakref.finalize(self, _end_all, self._slots)
 
-    def map(self, arguments: Sequence[tuple[Any, ...]], timeout_s: float, batch_timeout_s: float) -> list[Any]:
-        """Return the result of every call, or ``DeadlineExceeded`` or ``ScorerFailed``.
-
-        Args: ``timeout_s`` limits one call, ``batch_timeout_s`` all of them, both counted after processes have started.
-        Raises: ProcessStartError if a process cannot load the function.
-        """
-        results: list[Any] = [None] * len(arguments)
-        waiting = list(range(len(arguments)))[::-1]
-        while len(self._slots) < min(self.size, len(arguments)):
-            self._slots.append(_Slot.start(self.function))
-        end: float | None = None
-        while waiting or any(slot.call not in (None, STARTING) for slot in self._slots):
-            for at, slot in enumerate(self._slots):
-                if slot.call is None and waiting:
-                    content = _dumps((arguments[waiting[-1]], {}))
-                    try:
-                        slot.pipe.send_bytes(content)
-                    except OSError:  # it died after its last call, for instance out of memory
-                        slot.end()
-                        self._slots[at] = _Slot.start(self.function)
-                        continue
-                    end = end or time.monotonic() + batch_timeout_s
-                    slot.call = waiting.pop()
-                    slot.deadline = min(time.monotonic() + timeout_s, end)
-            busy = [slot for slot in self._slots if slot.call is not None]
-            left = min(slot.deadline for slot in busy) - time.monotonic()
-            ready = set(wait([slot.pipe for slot in busy], timeout=max(left, 0.0)))
-            for slot in busy:
-                self._collect(slot, slot.pipe in ready, results, end)
-            if end is not None and time.monotonic() >= end:
-                for call in waiting:
-                    results[call] = DeadlineExceeded(of_batch=True)
-                waiting = []
-        return results
-
-    def close(self) -> None:
-        """Kill the processes."""
-        _end_all(self._slots)
-
-    def _collect(self, slot: _Slot, ready: bool, results: list[Any], end: float | None) -> None:
-        call = slot.call
-        assert call is not None
-        if ready and call == STARTING:
-            slot.finish_start()
-            return
-        if ready:
-            try:
-                results[call] = cloudpickle.loads(slot.pipe.recv_bytes())
-                slot.call = None
-                return
-            except (EOFError, OSError):
-                results[call] = ScorerFailed(f"died: its process {slot.death()}")
-            except Exception as error:  # of a class that cannot be unpickled here
-                results[call] = _failure(error)
-        elif time.monotonic() >= slot.deadline:
-            if call == STARTING:
-                raise ProcessStartError(f"did not end within {START_TIMEOUT_S:g} s")
-            results[call] = DeadlineExceeded(of_batch=end is not None and slot.deadline >= end)
-        else:
-            return
-        slot.end()
-        self._slots[self._slots.index(slot)] = _Slot.start(self.function)
+def _end_all(workers: list[_Worker]) -> None:
+    while workers:
+        workers.pop().end()
 
 
 # ---- in the processes
 
 
 def serve(descriptor: int) -> None:
-    """Load the function that a pipe names first, then answer calls until the pipe is closed."""
+    """Load the function that the first message names, then answer calls until the connection is closed."""
     die_with_parent()  # a hanging call does not outlive its caller
-    pipe = Connection(descriptor)
-    try:
-        function = cloudpickle.loads(pipe.recv_bytes())()
-    except BaseException as error:  # user code raises arbitrary classes
-        pipe.send_bytes(cloudpickle.dumps(_failure(error)))
-        return
-    pipe.send_bytes(cloudpickle.dumps(None))
-    while True:
+    process = os.getpid()
+    messages = _messages(descriptor)
+    function: Function | None = None
+    for content in messages:
         try:
-            content = pipe.recv_bytes()
-        except EOFError:
+            if function is None:
+                function = cloudpickle.loads(content)()
+                reply = _dumps(None)
+            else:
+                args, keywords = cloudpickle.loads(content)
+                reply = _dumps(function(*args, **keywords))
+        except BaseException as error:  # user code raises arbitrary classes; the caller decides
+            reply = _dumps(_failure(error))
+        if os.getpid() != process:  # a copy that the function made by os.fork, whose answer would be one too many
+            os._exit(0)
+        _write(descriptor, reply)
+        if function is None:
             return
-        try:
-            args, keywords = cloudpickle.loads(content)
-            reply = _dumps(function(*args, **keywords))
-        except BaseException as error:  # the same; the caller decides
-            reply = cloudpickle.dumps(_failure(error))
-        pipe.send_bytes(reply)
+
+
+def _messages(descriptor: int) -> Iterator[bytes]:
+    """Yield the messages of a connection until it is closed."""
+    unread = bytearray()
+    start = 0
+    length: int | None = None
+    while True:
+        if length is None and len(unread) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(unread, start)
+            start += _LENGTH.size
+        if length is not None and len(unread) - start >= length:
+            yield bytes(unread[start : start + length])
+            start += length
+            length = None
+            continue
+        del unread[:start]
+        start = 0
+        content = os.read(descriptor, _READ_BYTES)
+        if not content:
+            return
+        unread += content
+
+
+def _write(descriptor: int, content: bytes) -> None:
+    left = memoryview(_LENGTH.pack(len(content)) + content)
+    while left:
+        left = left[os.write(descriptor, left) :]
 
 
 def _dumps(content: Any) -> bytes:
@@ -314,8 +512,3 @@ def _pickle_by_value(function: Function) -> bytes:
 
 def _given(function: Function) -> Function:
     return function
-
-
-def _end_all(slots: list[_Slot]) -> None:
-    while slots:
-        slots.pop().end()

@@ -44,7 +44,7 @@ class ScoringConfig(BaseConfig):
     timeout_s: float = setting(300, "seconds to score one response", above=0, at_most=MOST_SECONDS)
     batch_timeout_s: float = setting(1800, "seconds to score all responses of a step", above=0, at_most=MOST_SECONDS)
     max_failed_ratio: float = setting(1.0, "share of a batch that may fail", at_least=0, at_most=1)
-    isolate: bool = setting(True, "call a custom scorer in a process that a time limit can kill")
+    isolate: bool | None = setting(None, "call a custom scorer in a process; null: unless its file imports ray")
 
     def rules(self) -> Iterator[Violation]:
         """Yield an infinite score."""

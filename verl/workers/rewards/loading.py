@@ -1,7 +1,9 @@
 """Load the reward function and the reward manager that a config names, and check them."""
 
+import ast
 import functools
 import inspect
+import logging
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +12,7 @@ from omegaconf import DictConfig
 from transformers import PreTrainedTokenizerBase
 
 from verl.base_config import WrongInput, omega_conf_to_dataclass
-from verl.utils.import_utils import load_extern_type
+from verl.utils.import_utils import load_extern_type, python_file
 from verl.utils.process_pool import START_TIMEOUT_S, IsolatedFunction, ProcessStartError
 from verl.utils.reward_score import default_compute_score
 from verl.utils.sandbox.permits import FilePermits
@@ -19,6 +21,8 @@ from verl.workers.config.reward_model import CustomRewardFunctionConfig, RewardM
 from verl.workers.rewards.managers import ISOLATING, AbstractRewardManager, get_reward_manager_cls
 from verl.workers.rewards.scoring import RawScorer
 from verl.workers.rewards.signature import ASYNCHRONOUS, call_problem
+
+logger = logging.getLogger(__name__)
 
 Config = DictConfig | Mapping[str, Any]
 """The configuration of a run, of which this module parses the nodes of the reward."""
@@ -152,13 +156,21 @@ _isolated: dict[tuple[str, str, str], IsolatedFunction] = {}
 def isolate_custom_reward_fn(config: Config) -> IsolatedFunction | None:
     """Load the function that ``custom_reward_function`` names in a process, where it can neither stop nor end this one.
 
-    Returns: None if it names none, or if ``reward_model.scoring.isolate`` is false.
+    Returns: None if it names none; if ``reward_model.scoring.isolate`` is false; or if that is null and the file imports
+        ray, because a handle or an address of this process is of no use in another one.
     Raises: RewardFunctionImportError if the import takes too long or ends its process.
     """
     node = config.get("custom_reward_function") or {}
     path = node.get("path")
     scoring = _scoring(config)
-    if not path or not scoring.isolate:
+    if not path or scoring.isolate is False:
+        return None
+    if scoring.isolate is None and _imports_ray(path):
+        logger.warning(
+            "custom_reward_function.path=%r imports ray, so its scorer runs in the trainer, where a time limit cannot "
+            "end compiled code: set reward_model.scoring.isolate=true if it asks no actor of this run",
+            path,
+        )
         return None
     name = node.get("name") or CustomRewardFunctionConfig.name
     kwargs = dict(node.get("reward_kwargs") or {})
@@ -166,7 +178,10 @@ def isolate_custom_reward_fn(config: Config) -> IsolatedFunction | None:
     key = (path, name, repr(kwargs))
     if key in _isolated:
         return _isolated[key]
-    isolated = IsolatedFunction(functools.partial(load_extern_type, path, name), kwargs, timeout_s)
+    file = python_file(path)
+    source = file.read_bytes() if file is not None and file.is_file() else None  # later processes run the same code
+    load = functools.partial(load_extern_type, path, name, source)
+    isolated = IsolatedFunction(load, kwargs, timeout_s, _ray_environment())
     try:
         isolated.start()
     except ProcessStartError as error:
@@ -177,6 +192,32 @@ def isolate_custom_reward_fn(config: Config) -> IsolatedFunction | None:
         return None  # to import it here raises the same error, which ``get_custom_reward_fn`` explains
     _isolated[key] = isolated
     return isolated
+
+
+def _imports_ray(path: str) -> bool:
+    """Whether the file of a scorer has an import of ray; an installed module (``pkg://``) is not read."""
+    file = python_file(path)
+    if file is None or not file.is_file():
+        return False
+    try:
+        module = ast.parse(file.read_bytes(), str(file))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # its import explains that
+        return False
+    imported = [
+        name
+        for node in ast.walk(module)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in ([each.name for each in node.names] if isinstance(node, ast.Import) else [node.module or ""])
+    ]
+    return any(name.split(".")[0] == "ray" for name in imported)
+
+
+def _ray_environment() -> dict[str, str]:
+    """Return the address of this run's Ray; a process that uses Ray without it would start another one."""
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return {}
+    return {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
 
 
 def _scoring(config: Config) -> ScoringConfig:
@@ -192,7 +233,15 @@ def load_reward_manager(
     Raises: ValueError naming the key.
     """
     isolated = isolate_custom_reward_fn(config)
-    manager_cls, scorer = resolve_reward(config)
+    try:
+        manager_cls, scorer = resolve_reward(config)
+    except RewardFunctionImportError as error:
+        if isolated is None:
+            raise
+        raise RewardFunctionImportError(
+            f"{error}. This is its second import, in the trainer; the first, in the process of the scorer, succeeded. "
+            "If it can only succeed once, for instance because it binds a port, set reward_model.scoring.isolate=false"
+        ) from error
     if isolated is not None:
         if manager_cls in ISOLATING:
             isolated.local = scorer

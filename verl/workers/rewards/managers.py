@@ -3,13 +3,13 @@
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from contextlib import closing
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from verl.utils.process_pool import DeadlineExceeded, DeadlinePool, IsolatedFunction, ScorerFailed
+from verl.utils.process_pool import DeadlinePool, IsolatedFunction, ProcessStartError
 from verl.utils.reward_score import default_compute_score
 from verl.utils.time_limit import TimeLimitExceeded, UserCodeFailed, call_within
 from verl.workers.rewards import scoring
@@ -124,9 +124,12 @@ class AbstractRewardManager:
     def score_samples(self, data: "DataProto", score: ScoreSamples) -> tuple[list[Sample], list[Score]]:
         """Return the samples of a batch and their scores, and log failures."""
         samples = scoring.read_samples(data, self.tokenizer, self.reward_fn_key)
-        scores = score(samples)
-        in_full = not self._has_shown_a_failure
         scorer = scoring.describe_scorer(self.compute_score)
+        try:
+            scores = score(samples)
+        except ProcessStartError as error:
+            raise RewardError(f"the process of the scorer {scorer} cannot start: {error}") from error
+        in_full = not self._has_shown_a_failure
         self._has_shown_a_failure |= scoring.report_failures(samples, scores, self.limits, in_full, scorer)
         return samples, scores
 
@@ -178,22 +181,32 @@ class NaiveRewardManager(AbstractRewardManager):
 
     def score(self, samples: list[Sample]) -> list[Score]:
         """Score one sample after the other, within the limits for each and for all."""
+        if isinstance(self.compute_score, IsolatedFunction):
+            return self._score_in_process(self.compute_score, samples)
         end = time.monotonic() + self.limits.batch_timeout_s
         return [self._score_within(sample, end - time.monotonic()) for sample in samples]
 
     def _score_within(self, sample: Sample, left_s: float) -> Score:
         if left_s <= 0:
             return scoring.timed_out(sample, self.limits, of_batch=True)
-        self.start_scorer()
         return scoring.settle(lambda: self._score(sample), sample, self.limits, left_s)
 
+    def _score_in_process(self, scorer: IsolatedFunction, samples: list[Sample]) -> list[Score]:
+        calls = [self._arguments(sample) for sample in samples]
+        with closing(scorer.outcomes(calls, self.limits.timeout_s, self.limits.batch_timeout_s)) as outcomes:
+            scores = {number: scoring.of_outcome(each, samples[number], self.limits) for number, each in outcomes}
+        return [scores[number] for number in range(len(samples))]
+
     def _score(self, sample: Sample) -> RawScore:
-        return self.compute_score(
-            data_source=sample.data_source,
-            solution_str=sample.response,
-            ground_truth=sample.ground_truth,
-            extra_info=sample.extra_info,
-        )
+        return self.compute_score(**self._arguments(sample))
+
+    def _arguments(self, sample: Sample) -> dict[str, Any]:
+        return {
+            "data_source": sample.data_source,
+            "solution_str": sample.response,
+            "ground_truth": sample.ground_truth,
+            "extra_info": sample.extra_info,
+        }
 
 
 class OverlongBufferError(ValueError, AssertionError):
@@ -243,8 +256,9 @@ class DAPORewardManager(NaiveRewardManager):
             score.extras.setdefault("acc", score.value if score.failure is None else 0.0)
         return scores
 
-    def _score(self, sample: Sample) -> RawScore:
-        return super()._score(replace(sample, response=sample.response.removesuffix(self.tokenizer.eos_token or "")))
+    def _arguments(self, sample: Sample) -> dict[str, Any]:
+        response = sample.response.removesuffix(self.tokenizer.eos_token or "")
+        return {**super()._arguments(sample), "solution_str": response}
 
     def rewards(self, samples: list[Sample], scores: list[Score]) -> list[float]:
         """Add ``min(-(length - (max_resp_len - len)) / len * penalty_factor, 0)`` to each score."""
@@ -355,13 +369,9 @@ class PrimeRewardManager(AbstractRewardManager):
         """Score the samples in parallel."""
         calls = [(s.data_source, s.response, s.ground_truth, s.extra_info) for s in samples]
         results = self.pool.map(calls, self.limits.timeout_s, self.limits.batch_timeout_s)
-        return [self._score(result, sample) for result, sample in zip(results, samples, strict=True)]
-
-    def _score(self, result: RawScore | ScorerFailed | DeadlineExceeded, sample: Sample) -> Score:
-        if isinstance(result, ScorerFailed):
-            return scoring.failed(sample, "raised", f"the scorer {result.error}", self.limits, result.trace)
-        if isinstance(result, DeadlineExceeded):
-            return scoring.timed_out(sample, self.limits, result.of_batch)
-        score = scoring.settled(result, sample, self.limits)
-        score.extras = {}
-        return score
+        scores = [
+            scoring.of_outcome(result, sample, self.limits) for result, sample in zip(results, samples, strict=True)
+        ]
+        for score in scores:
+            score.extras = {}
+        return scores

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from verl.base_config import WrongInput
-from verl.utils.process_pool import IsolatedFunction
+from verl.utils.process_pool import DeadlineExceeded, IsolatedFunction, Outcome, ScorerFailed
 from verl.utils.time_limit import TimeLimitExceeded, UserCodeFailed, call_within
 from verl.workers.config.reward_model import ScoringConfig
 
@@ -30,6 +30,7 @@ EXPECTED = "a scorer must return a number, a bool, a tuple that begins with one,
 LARGEST_SCORE = torch.finfo(torch.float32).max
 SHOWN_CHARS = 200
 SHOWN_RESPONSE_CHARS = 1000
+_PLAIN = frozenset({float, int, bool, str, type(None)})
 FAILURE_COLUMN = "reward_failure"
 """Extra with the kind of the failure of each response, None if the scorer gave a score."""
 
@@ -179,13 +180,37 @@ def settle(call: Callable[[], RawScore], sample: Sample, limits: ScoringLimits, 
         return timed_out(sample, limits, left_s < limits.timeout_s, traceback.format_exc())
     except UserCodeFailed as error:
         if isinstance(error.__cause__, RewardError):
-            return Score(limits.failure_score, {}, Failure("invalid", str(error.__cause__)))
+            return _invalid(error.__cause__, limits)
         return failed(sample, "raised", f"the scorer {error}", limits, error.trace)
 
 
 def settled(result: RawScore, sample: Sample, limits: ScoringLimits) -> Score:
     """Read the score out of the result of a scorer, as ``settle``."""
-    return settle(lambda: result, sample, limits, limits.timeout_s)
+    if not _is_plain(result):
+        return settle(lambda: result, sample, limits, limits.timeout_s)
+    try:
+        return read_score(result, sample)
+    except RewardError as error:
+        return _invalid(error, limits)
+
+
+def _is_plain(result: RawScore) -> bool:
+    """Whether reading a result runs no code of the user, so that it needs no time limit, which takes 13 us."""
+    values = result.values() if type(result) is dict else (result,)
+    return all(type(value) in _PLAIN for value in values)
+
+
+def _invalid(error: RewardError, limits: ScoringLimits) -> Score:
+    return Score(limits.failure_score, {}, Failure("invalid", str(error)))
+
+
+def of_outcome(outcome: Outcome, sample: Sample, limits: ScoringLimits) -> Score:
+    """Return the score of a call in a process."""
+    if isinstance(outcome, ScorerFailed):
+        return failed(sample, "raised", f"the scorer {outcome.error}", limits, outcome.trace)
+    if isinstance(outcome, DeadlineExceeded):
+        return timed_out(sample, limits, outcome.of_batch)
+    return settled(outcome, sample, limits)
 
 
 def failed(sample: Sample, kind: str, text: str, limits: ScoringLimits, trace: str = "") -> Score:
