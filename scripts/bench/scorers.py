@@ -1,4 +1,4 @@
-"""Compare scorers in a process (``reward_model.scoring.isolate=true``) with the same scorers in the trainer, in turn."""
+"""Compare scorers in a process (``reward_model.scoring.isolate``) with the same scorers in the trainer, in turn."""
 
 import argparse
 import statistics

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,8 +17,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from examples.data_preprocess.gsm8k import solve, synthetic_tables
 from examples.tiny_model import make_tiny_model
 from verl.trainer.config.cli import CONFIG_DIR
+from verl.trainer.sft.checkpoint import CheckpointHandler
 from verl.trainer.sft_trainer import SFTTrainer, padded_batch
 from verl.utils.checkpoint import verify_checkpoint
+from verl.utils.dataset.factory import SeededRandomSampler, stateful_loader
 from verl.utils.dataset.sft_dataset import MultiTurnSFTDataset, SFTTensorCollator
 from verl.utils.observe.record import read_entries
 from verl.utils.report.compare import compare_runs
@@ -211,6 +214,46 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(options, monkeypatch, tm
         for step, values in part.items():
             for key in ("train/loss", "train/grad_norm", "train/lr", "train/global_tokens", "train/total_tokens(B)"):
                 assert values[key] == whole[step][key], (step, key)
+
+
+def handler(folder, rank, ranks, rows=8):
+    """Return the checkpoints of one data-parallel rank, whose engine holds nothing."""
+    dataset = list(range(40))
+    engine = SimpleNamespace(
+        get_data_parallel_rank=lambda: rank,
+        get_data_parallel_size=lambda: ranks,
+        is_mp_src_rank_with_outputs=lambda: True,
+        save_checkpoint=lambda **_: None,
+        load_checkpoint=lambda folder: None,
+        finish_checkpoint=lambda wait: True,
+        keep_latest_checkpoints=lambda folder, keep: None,
+    )
+    sampler = SeededRandomSampler(dataset, 1, rank=rank, num_replicas=ranks)
+    loader = stateful_loader(dataset, batch_size=rows // ranks, sampler=sampler, drop_last=True, collate_fn=list)
+    return CheckpointHandler(engine, loader, default_local_dir=str(folder))
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (4, 2), (2, 4)])
+def test_other_data_parallel_ranks_resume_at_the_same_row(before, after, tmp_path, caplog):
+    """As with another layout of Megatron-Core or of sequence parallelism, which reads the same weights."""
+    whole = list(handler(tmp_path, 0, 1).train_dataloader)
+    for rank in range(before):
+        saver = handler(tmp_path, rank, before)
+        iterator = iter(saver.train_dataloader)
+        for _ in range(2):
+            next(iterator)
+        saver.save_checkpoint(2)
+    resumed = [handler(tmp_path, rank, after) for rank in range(after)]
+    assert [each.load_checkpoint() for each in resumed] == [2] * after
+    rest = [sorted(sum(parts, [])) for parts in zip(*(each.train_dataloader for each in resumed), strict=True)]
+    assert rest == [sorted(batch) for batch in whole[2:]]
+    assert "train_batch_size" not in caplog.text
+    handler(tmp_path, 0, 1, rows=16).load_checkpoint()
+    assert "data.train_batch_size=16, and was 8 in the checkpoint" in caplog.text
+
+    (tmp_path / "global_step_2" / "run_state.json").write_text("{}")  # as an older version wrote it
+    with pytest.raises(ValueError, match=rf"{before} data-parallel ranks of an older version.*this run has {after}"):
+        handler(tmp_path, 0, after).load_checkpoint()
 
 
 class Curriculum:

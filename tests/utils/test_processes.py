@@ -91,10 +91,10 @@ def test_a_pool_outlives_the_thread_that_started_it():
     thread = threading.Thread(target=pool.map, args=([(-1,)], 60, 60))
     thread.start()
     thread.join()
-    (slot,) = pool._slots
+    (worker,) = pool._workers
     with pytest.raises(subprocess.TimeoutExpired):
-        slot.process.wait(timeout=0.5)
-    assert pool.map([(-2,)], 60, 60) == [2] and pool._slots == [slot]
+        worker.process.wait(timeout=0.5)
+    assert pool.map([(-2,)], 60, 60) == [2] and pool._workers == [worker]
     pool.close()
 
 

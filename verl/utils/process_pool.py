@@ -14,7 +14,7 @@ import time
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +22,7 @@ from typing import Any
 
 import cloudpickle
 
+from verl.utils import envs
 from verl.utils.processes import die_with_parent, start_process
 from verl.utils.time_limit import UserCodeFailed, error_text
 
@@ -57,6 +58,8 @@ class ScorerFailed:
 
 Outcome = Any
 """The result of a call, or ``DeadlineExceeded``, or ``ScorerFailed``."""
+Outcomes = Generator[tuple[int, Outcome], None, None]
+"""Numbers of calls with their outcomes."""
 
 
 class ProcessStartError(RuntimeError):
@@ -87,7 +90,7 @@ class _Worker:
                 command,
                 stdin=subprocess.DEVNULL,
                 pass_fds=(remote.fileno(),),
-                env={**os.environ, **environment},
+                env={**envs.mapping(), **environment},
                 start_new_session=True,
             )
         self.pidfd = os.pidfd_open(self.process.pid)
@@ -258,9 +261,7 @@ class DeadlinePool:
             outcomes[number] = outcome
         return outcomes
 
-    def outcomes(
-        self, calls: Sequence[Call], timeout_s: float, batch_timeout_s: float
-    ) -> Iterator[tuple[int, Outcome]]:
+    def outcomes(self, calls: Sequence[Call], timeout_s: float, batch_timeout_s: float) -> Outcomes:
         """Yield the number and the outcome of each call as soon as it ends.
 
         Args: ``timeout_s`` limits one call, ``batch_timeout_s`` all of them, both counted after processes have started.
@@ -280,9 +281,7 @@ class DeadlinePool:
         """Kill the processes."""
         _end_all(self._workers)
 
-    def _outcomes(
-        self, calls: Sequence[Call], timeout_s: float, batch_timeout_s: float
-    ) -> Iterator[tuple[int, Outcome]]:
+    def _outcomes(self, calls: Sequence[Call], timeout_s: float, batch_timeout_s: float) -> Outcomes:
         waiting = deque(range(len(calls)))
         end = math.inf
         while waiting or any(worker.calls for worker in self._workers):
@@ -314,9 +313,7 @@ class DeadlinePool:
             self._workers.remove(worker)
             worker.end()
 
-    def _feed(
-        self, worker: _Worker, waiting: deque[int], calls: Sequence[Call], timeout_s: float
-    ) -> Iterator[tuple[int, Outcome]]:
+    def _feed(self, worker: _Worker, waiting: deque[int], calls: Sequence[Call], timeout_s: float) -> Outcomes:
         """Send calls to a process that holds few; yield those whose arguments cannot be sent."""
         if len(worker.calls) > self._depth // 2:
             return
@@ -332,7 +329,7 @@ class DeadlinePool:
                 yield number, ScorerFailed(f"cannot get its arguments in its process: {error_text(error)}")
         worker.send(contents)
 
-    def _collect(self, worker: _Worker, timeout_s: float, end: float) -> Iterator[tuple[int, Outcome]]:
+    def _collect(self, worker: _Worker, timeout_s: float, end: float) -> Outcomes:
         """Yield the outcomes of one process; kill it at its deadline."""
         worker.flush()
         has_ended = worker.has_ended()  # before the last answers are read
@@ -394,9 +391,7 @@ class IsolatedFunction:
             raise UserCodeFailed(outcome.error, outcome.trace)
         return outcome
 
-    def outcomes(
-        self, calls: Sequence[Mapping[str, Any]], timeout_s: float, batch_timeout_s: float
-    ) -> Iterator[tuple[int, Outcome]]:
+    def outcomes(self, calls: Sequence[Mapping[str, Any]], timeout_s: float, batch_timeout_s: float) -> Outcomes:
         """Yield the number and the outcome of each call, given by its keywords; see ``DeadlinePool.outcomes``."""
         keywords = [((), {**self._keywords, **each}) for each in calls]
         return self._pool.outcomes(keywords, timeout_s, batch_timeout_s)

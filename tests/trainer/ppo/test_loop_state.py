@@ -348,6 +348,27 @@ def checkpoints_of(root, state, groups, in_background=False, save_freq=1):
     return Checkpoints(RunConfig.parse(OmegaConf.create(node)), state, groups, LOADER, KL_CONTROLLER)
 
 
+class Loader(list):
+    """A loader of no batches."""
+
+    dataset = None
+
+    def load_state_dict(self, state):
+        pass
+
+
+def test_another_batch_size_than_in_the_checkpoint_is_named(tmp_path, caplog):
+    state = RunState(seed=1, total_steps=9)
+    reader = SimpleNamespace(load_checkpoint=lambda path, del_local_after_load: None)
+    folder = tmp_path / "global_step_2"
+    for saved, warns in ((1024, False), (8, True)):
+        save_driver_state(folder, {}, {"seed": 1, "epoch": 0, "train_batch_size": saved})
+        checkpoints = checkpoints_of(tmp_path, state, {"actor": reader})
+        checkpoints.loader = Loader()
+        checkpoints.load(folder)
+        assert ("data.train_batch_size=1024, and was 8 in the checkpoint" in caplog.text) == warns
+
+
 def test_a_checkpoint_is_removed_only_when_the_next_one_is_named(tmp_path):
     """Where the critic dies in a save, the actor's part of the checkpoint before is still there."""
     state = RunState(seed=1, total_steps=9)

@@ -9,7 +9,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from verl.experimental.dataset.sampler import AbstractCurriculumSampler, AbstractSampler
 from verl.experimental.dynamic_dataset.dynamicgen_dataset import DynamicGenDataset
 from verl.utils.dataset import RLHFDataset
-from verl.utils.dataset.factory import SeededRandomSampler, create_rl_dataset, create_rl_sampler
+from verl.utils.dataset.factory import SeededRandomSampler, create_rl_dataset, create_rl_sampler, stateful_loader
 from verl.utils.dataset.rl_dataset import collate_fn
 
 CONFIG = {"max_prompt_length": 16, "filter_overlong_prompts": False, "seed": 3}
@@ -63,6 +63,35 @@ def test_replicas_take_the_batches_of_one(dataset):
     assert [len(part) for part in parts] == [5] * 4  # 22 rows: the last two are left out
     for at in range(5):
         assert [part[at] for part in parts] == whole[4 * at : 4 * at + 4]
+
+
+def replica(dataset, rank, replicas, rows=12):
+    sampler = SeededRandomSampler(dataset, seed=5, rank=rank, num_replicas=replicas)
+    return stateful_loader(dataset, batch_size=rows // replicas, sampler=sampler, drop_last=True, collate_fn=list)
+
+
+@pytest.mark.parametrize("workers_after", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("workers_before", [1, 2, 4])
+def test_other_numbers_of_replicas_continue_at_the_same_row(workers_before, workers_after):
+    dataset = list(range(50))
+    whole = list(replica(dataset, 0, 1))
+    loaders = [replica(dataset, rank, workers_before) for rank in range(workers_before)]
+    for loader in loaders:
+        next(iter(loader))
+    states = [loader.state_dict() for loader in loaders]
+    resumed = [replica(dataset, rank, workers_after) for rank in range(workers_after)]
+    for rank, loader in enumerate(resumed):
+        loader.load_state_dict(states[rank % workers_before])
+    batches = [sorted(sum(parts, [])) for parts in zip(*resumed, strict=True)]
+    assert batches == [sorted(batch) for batch in whole[1:]]
+
+
+def test_a_position_that_replicas_cannot_share_is_refused():
+    dataset = list(range(50))
+    state = iter(SeededRandomSampler(dataset, seed=5)).state_dict() | {"position": 7}
+    resumed = iter(SeededRandomSampler(dataset, seed=5, rank=1, num_replicas=2))
+    with pytest.raises(ValueError, match="after 7 rows of an epoch, which 2 data-parallel ranks cannot share"):
+        resumed.load_state_dict(state)
 
 
 def test_sampler_without_shuffling(dataset):

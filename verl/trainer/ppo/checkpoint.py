@@ -19,7 +19,7 @@ from verl.trainer.run.resume import DATA_NAME, MISSING_DATA, IncompleteCheckpoin
 from verl.utils import hdfs_io
 from verl.utils.checkpoint import should_save_ckpt_esi, write_tracker_atomically
 from verl.utils.checkpoint.files import STEP_FOLDER, CheckpointError, write_file
-from verl.utils.dataset.factory import digest_of, warn_of_other_data
+from verl.utils.dataset.factory import digest_of, warn_of_other_batch_size, warn_of_other_data
 from verl.utils.loading import UntrustedClassError, load_state
 
 logger = logging.getLogger(__name__)
@@ -153,8 +153,9 @@ class Checkpoints:
         loader_state, driver = load_driver_state(folder, self.run.trainer.trusted_classes)
         self.loader.load_state_dict(loader_state)
         warn_of_other_data(driver.get("data_digest"), self.loader.dataset)
+        warn_of_other_batch_size(driver.get("train_batch_size"), self.run.data.train_batch_size)
         # Checkpoints of older versions do not hold the epoch.
-        state.epoch = driver.get("epoch", (state.step - 1) // len(self.loader))
+        state.epoch = driver["epoch"] if "epoch" in driver else (state.step - 1) // len(self.loader)
         if "kl_ctrl_in_reward" in driver:
             self.kl_ctrl.load_state_dict(driver["kl_ctrl_in_reward"])
         if driver.get("seed", state.seed) != state.seed:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from verl.trainer.run.resume import MISSING_DATA, step_of
 from verl.utils import hdfs_io
 from verl.utils.checkpoint import files
-from verl.utils.dataset.factory import digest_of, warn_of_other_data
+from verl.utils.dataset.factory import digest_of, warn_of_other_batch_size, warn_of_other_data
 from verl.utils.loading import load_state
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 RUN_STATE_NAME = "run_state.json"
 _DIGEST_KEY = "data_digest"
+_BATCH_KEY = "train_batch_size"
+_RANKS_KEY = "data_parallel_size"
 
 
 @dataclass
@@ -34,7 +36,8 @@ class CheckpointHandler:
 
     Args:
         engine: writes its own files; collective.
-        train_dataloader: its state goes into ``data_<dp_rank>.pt``.
+        train_dataloader: its state goes into ``data_<dp_rank>.pt``. Other numbers of data-parallel ranks than those
+            that wrote a checkpoint continue at the same row.
         default_local_dir: root of the checkpoints.
         max_ckpt_to_keep: number of checkpoints to keep; None for all.
         default_hdfs_dir: finished checkpoints are copied there.
@@ -76,7 +79,12 @@ class CheckpointHandler:
             state = self.train_dataloader.state_dict()
             files.write_file(folder, self._loader_file(), lambda file: torch.save(state, file))
         if self.rank == 0:
-            content = {**(run_state or {}), _DIGEST_KEY: digest_of(self.train_dataloader.dataset)}
+            content = {
+                **(run_state or {}),
+                _DIGEST_KEY: digest_of(self.train_dataloader.dataset),
+                _BATCH_KEY: self._batch_size(),
+                _RANKS_KEY: self.engine.get_data_parallel_size(),
+            }
             files.write_text(folder, RUN_STATE_NAME, json.dumps(content))
         self._barrier()
         self.engine.save_checkpoint(local_path=folder, hdfs_path=None, global_step=step)
@@ -104,8 +112,9 @@ class CheckpointHandler:
     def load_checkpoint(self) -> int:
         """Restore engine and loader, and return the step to continue from, 0 without a checkpoint; collective.
 
-        Raises: CheckpointError when the folder does not exist, has another name than at the save, or lacks the state
-            of the loader; UntrustedClassError when that state names classes that may run code.
+        Raises: CheckpointError when the folder does not exist, has another name than at the save, lacks the state of
+            the loader, or is of an older version and another number of data-parallel ranks; UntrustedClassError when
+            the state of the loader names classes that may run code.
         """
         folder = self._folder()
         if folder is None:
@@ -114,19 +123,15 @@ class CheckpointHandler:
         if problem := files.renamed_problem(folder, folder):
             raise files.CheckpointError(f"checkpoint {folder} cannot be resumed from: {problem}")
         logger.warning("resuming from %s", folder)
-        path = Path(folder, self._loader_file())
-        try:
-            position = load_state(path, self.trusted_classes)
-        except FileNotFoundError:
-            others = len(list(Path(folder).glob(files.DATA_GLOB)))
-            hint = f", or start as many data-parallel ranks as wrote the checkpoint, {others}" if others else ""
-            raise files.CheckpointError(f"{path} {MISSING_DATA}{hint}, or set trainer.resume_mode=disable") from None
-        self.engine.load_checkpoint(folder)
-        self.train_dataloader.load_state_dict(position)
         counted = Path(folder, RUN_STATE_NAME)
         if counted.exists():
             self.run_state = json.loads(counted.read_text())
+        position = self._position(Path(folder))
+        self.engine.load_checkpoint(folder)
+        self.train_dataloader.load_state_dict(position)
+        if self.run_state:
             warn_of_other_data(self.run_state.get(_DIGEST_KEY), self.train_dataloader.dataset)
+            warn_of_other_batch_size(self.run_state.get(_BATCH_KEY), self._batch_size())
         else:
             logger.warning("%s is missing: counters of the run, such as tokens, start at 0", counted)
         return step
@@ -141,8 +146,29 @@ class CheckpointHandler:
             raise files.CheckpointError(f"trainer.resume_from_path={self.resume_from_path!r}: no such folder")
         return folder
 
-    def _loader_file(self) -> str:
-        return f"data_{self.engine.get_data_parallel_rank()}.pt"
+    def _position(self, folder: Path) -> Any:
+        """Return the state of the loader that this rank wrote, or a rank that this one takes over from."""
+        ranks = self.engine.get_data_parallel_size()
+        written = len(list(folder.glob(files.DATA_GLOB)))
+        if _RANKS_KEY in self.run_state:
+            written = self.run_state[_RANKS_KEY]
+        elif written not in (0, ranks):
+            raise files.CheckpointError(
+                f"{written} data-parallel ranks of an older version wrote checkpoint {folder}, which only as many can "
+                f"resume from; this run has {ranks}: start {written}, or set trainer.resume_mode=disable"
+            )
+        path = folder / self._loader_file(written)
+        try:
+            return load_state(path, self.trusted_classes)
+        except FileNotFoundError:
+            raise files.CheckpointError(f"{path} {MISSING_DATA}, or set trainer.resume_mode=disable") from None
+
+    def _batch_size(self) -> int:
+        return (self.train_dataloader.batch_size or 0) * self.engine.get_data_parallel_size()
+
+    def _loader_file(self, num_files: int = 0) -> str:
+        rank = self.engine.get_data_parallel_rank()
+        return f"data_{rank % num_files if num_files else rank}.pt"
 
     @staticmethod
     def _barrier() -> None:

@@ -26,6 +26,10 @@ class SamplerSettingError(WrongInput, AssertionError):
     """A custom sampler cannot be used as configured."""
 
 
+class ReplicasError(WrongInput):
+    """A position in the data does not fit the number of data-parallel ranks."""
+
+
 def load_class(node: Node | None, key: str, base: type, names: tuple[str, str]) -> type | None:
     """Load the class that a node names by file and name; return None if the node names no file.
 
@@ -101,6 +105,18 @@ def warn_of_other_data(saved: str | None, dataset: Dataset) -> None:
         )
 
 
+def warn_of_other_batch_size(saved: int | None, batch_size: int) -> None:
+    """Warn when the batches are not as large as those of the checkpoint, ``saved``; None if it does not tell."""
+    if saved not in (None, batch_size):
+        logger.warning(
+            "data.train_batch_size=%d, and was %d in the checkpoint: the loader continues at the next row, and the "
+            "steps before count as they are, so that total_training_steps and the schedule of the learning rate mean "
+            "another number of rows",
+            batch_size,
+            saved,
+        )
+
+
 def stateful_loader(dataset: Dataset, **options: Any) -> StatefulDataLoader:
     """Return a loader that can save and restore its position; ``options`` go to ``StatefulDataLoader``."""
     with warnings.catch_warnings():  # torchdata 0.11 calls a function that torch 2.13 deprecates
@@ -112,7 +128,8 @@ class SeededRandomSampler(Sampler[int]):
     """Draw a fresh permutation each epoch, as a pure function of seed and epoch, resumable at any position.
 
     ``StatefulDataLoader`` saves the state of the iterator: seed, epoch and position. Each of several replicas takes
-    every ``num_replicas``-th row, so that together they read the batches that a single one would.
+    every ``num_replicas``-th row, so that together they read the batches that a single one would. All replicas have
+    the same state, from which any other number of replicas continues.
     """
 
     def __init__(self, data_source: Sized, seed: int | None = None, rank: int = 0, num_replicas: int = 1) -> None:
@@ -161,11 +178,23 @@ class SeededRandomIterator(Iterator[int]):
         return self.order[self.position - 1]
 
     def state_dict(self) -> dict[str, int]:
-        """Return seed, epoch and position."""
+        """Return seed, epoch, the number of rows that each replica has read, and the number of replicas."""
         epoch = self.sampler.next_epoch if self.epoch is None else self.epoch
-        return {"seed": self.sampler.seed, "epoch": epoch, "position": self.position}
+        replicas = self.sampler.num_replicas
+        return {"seed": self.sampler.seed, "epoch": epoch, "position": self.position, "num_replicas": replicas}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue from a saved state."""
+        """Continue after the rows that all replicas together have read.
+
+        Raises: ReplicasError when these rows cannot be shared evenly.
+        """
+        replicas = self.sampler.num_replicas
+        saved = state.get("num_replicas", replicas)  # checkpoints of older versions do not hold it
+        rows = state["position"] * saved
+        if rows % replicas:
+            raise ReplicasError(
+                f"the checkpoint was written after {rows} rows of an epoch, which {replicas} data-parallel ranks "
+                f"cannot share evenly: start {saved} data-parallel ranks, or set trainer.resume_mode=disable"
+            )
         self.sampler.seed = state["seed"]
-        self._start(state["epoch"], state["position"])
+        self._start(state["epoch"], rows // replicas)

@@ -156,8 +156,8 @@ _isolated: dict[tuple[str, str, str], IsolatedFunction] = {}
 def isolate_custom_reward_fn(config: Config) -> IsolatedFunction | None:
     """Load the function that ``custom_reward_function`` names in a process, where it can neither stop nor end this one.
 
-    Returns: None if it names none; if ``reward_model.scoring.isolate`` is false; or if that is null and the file imports
-        ray, because a handle or an address of this process is of no use in another one.
+    Returns: None if it names none; if ``reward_model.scoring.isolate`` is false; or if that is null and the file
+        imports ray, because another process would not find the actors of this run.
     Raises: RewardFunctionImportError if the import takes too long or ends its process.
     """
     node = config.get("custom_reward_function") or {}
