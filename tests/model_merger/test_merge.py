@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from tests.model_merger.ranks import KINDS, run_rank
 from tests.ranks import spawn_ranks
 from tests.workers.engine import cases
 from verl.model_merger.__main__ import main
+from verl.utils.checkpoint.files import record_file
 
 pytestmark = pytest.mark.slow
 
@@ -108,6 +110,19 @@ def test_what_differs_is_named(root, tmp_path, capsys):
     assert run("test", root, "plain", "--test_hf_dir", tmp_path) == 2
 
 
+def diverge(folder: Path) -> None:
+    """Write a NaN into the part of the first rank, as if it had been saved so."""
+    part = folder / "model_world_size_2_rank_0.pt"
+    state = torch.load(part, weights_only=False)
+    state["model.norm.weight"].to_local()[0] = torch.nan
+    torch.save(state, part)
+    manifest = folder / "manifest_world_size_2_rank_0.json"
+    content = json.loads(manifest.read_text())
+    kept = [each for each in content["files"] if each["name"] != part.name]
+    content["files"] = [*kept, asdict(record_file(folder, part.name))]
+    manifest.write_text(json.dumps(content))
+
+
 def test_what_is_refused(root, tmp_path, capsys):
     def refusal(name: str, *more: object, local_dir: Path | None = None) -> str:
         arguments = ["merge", "--backend", "fsdp", "--local_dir", str(local_dir or actor(root, name))]
@@ -132,6 +147,11 @@ def test_what_is_refused(root, tmp_path, capsys):
         (broken / "optim_world_size_2_rank_0.pt").unlink()  # is not needed
         change()
         assert message in refusal("plain", local_dir=broken)
+    shutil.rmtree(broken)
+    shutil.copytree(actor(root, "plain"), broken)
+    diverge(broken)
+    said = f"checkpoint {broken} holds NaN in model.norm.weight: training had diverged before this save"
+    assert said in refusal("plain", local_dir=broken)
     arguments = ["merge", "--backend", "megatron", "--local_dir", actor(root, "plain")]
     assert main(arguments) == 2 and "use --backend fsdp" in capsys.readouterr().err
 

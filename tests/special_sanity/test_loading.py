@@ -20,11 +20,17 @@ UNPICKLERS = {
     "shelve": {"open", "Shelf", "DbfilenameShelf"},
     "yaml": {"load", "load_all", "unsafe_load", "unsafe_load_all", "full_load", "full_load_all"},
     "pandas": {"read_pickle"},
+    "jsonpickle": {"decode", "loads"},
+    "multiprocessing.reduction": {"ForkingPickler", "loads"},
     "torch.jit": {"load"},
     "torch.hub": {"load", "load_state_dict_from_url"},
     "torch.package": {"PackageImporter"},
-    "torch.serialization": {"load", "add_safe_globals"},
+    "torch.serialization": {"load", "add_safe_globals", "safe_globals"},
+    "torch.storage": {"_load_from_bytes"},
+    "torch.export": {"load"},
+    "torch.utils.model_zoo": {"load_url"},
     "torch.distributed.checkpoint": {"load", "load_state_dict"},
+    "torch.distributed.checkpoint.state_dict_loader": {"load", "load_state_dict"},
 }
 """Functions and classes that can run code from what they read."""
 
@@ -44,7 +50,11 @@ def names_of(tree: ast.Module) -> dict[str, str]:
             found |= {each.asname or each.name.split(".")[0]: each.name if each.asname else "" for each in node.names}
         elif isinstance(node, ast.ImportFrom) and not node.level:
             found |= {each.asname or each.name: f"{node.module}.{each.name}" for each in node.names}
-    return {short: full or short for short, full in found.items()}
+    found = {short: full or short for short, full in found.items()}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and dotted(node.value, found) in UNPICKLERS:  # another name for a module
+            found |= {each.id: dotted(node.value, found) for each in node.targets if isinstance(each, ast.Name)}
+    return found
 
 
 def dotted(node: ast.expr, names: dict[str, str]) -> str:
@@ -67,19 +77,27 @@ def violations(source: str) -> Iterator[str]:
     """Yield what a module calls or names that can run code from a file."""
     tree = ast.parse(source)
     names = names_of(tree)
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    weights_only = {id(call.func) for call in calls if is_true(call, "weights_only")}
     for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module in UNPICKLERS and node.names[0].name == "*":
+            yield f"{node.module}.*"
         if isinstance(node, ast.Attribute | ast.Name):
             full = dotted(node, names)
             package, _, name = full.rpartition(".")
-            if name in UNPICKLERS.get(package, ()):
+            if name in UNPICKLERS.get(package, ()) or (full == "torch.load" and id(node) not in weights_only):
                 yield full
-        if not isinstance(node, ast.Call):
-            continue
+    for node in calls:
         full = dotted(node.func, names)
         method = node.func.attr if isinstance(node.func, ast.Attribute) else full
-        if full == "torch.load" and not is_true(node, "weights_only"):
-            yield full
+        named = [each.value for each in node.args[:1] if isinstance(each, ast.Constant)]
+        if full in ("__import__", "importlib.import_module") and named and named[0] in UNPICKLERS:
+            yield f"{full}({named[0]})"
+        if full == "getattr" and dotted(node.args[0], names) in UNPICKLERS:
+            yield f"getattr({dotted(node.args[0], names)})"
         if full.startswith("numpy.") and any(each.arg == "allow_pickle" for each in node.keywords):
+            yield f"{full}(allow_pickle)"
+        if full == "numpy.load" and len(node.args) > 2:  # the third one is allow_pickle
             yield f"{full}(allow_pickle)"
         if is_true(node, "trust_remote_code"):
             yield f"{method}(trust_remote_code=True)"
@@ -107,6 +125,27 @@ def test_only_the_module_for_loading_unpickles_files() -> None:
         "from transformers import AutoModel\nAutoModel.from_pretrained(p)",
         "import transformers\ntransformers.AutoConfig.from_pretrained(p, trust_remote_code=True)",
         "import torch.distributed.checkpoint as dcp\ndcp.load(s)",
+        "from torch import load\nload(f)",
+        "from torch import load as read\nread(f, weights_only=False)",
+        "import torch as t\nt.load(f)",
+        "import torch\nfrom functools import partial\nread = partial(torch.load, weights_only=True)",
+        "import torch\ntorch.load(f, **options)",
+        "from numpy import load\nload(f, allow_pickle=True)",
+        "import numpy\nnumpy.load(f, None, True)",
+        "import joblib\njoblib.load(f)",
+        "from joblib import load\nload(f)",
+        "import dill as d\nd.loads(b)",
+        "import cloudpickle\ncloudpickle.load(f)",
+        "from ray import cloudpickle as c\nc.loads(b)",
+        "import marshal\nmarshal.loads(b)",
+        "from yaml import unsafe_load\nunsafe_load(f)",
+        "from pickle import *\nloads(b)",
+        "import pickle\np = pickle\np.loads(b)",
+        "import pickle\ngetattr(pickle, 'lo' + 'ads')(b)",
+        "__import__('pickle').loads(b)",
+        "import importlib\nimportlib.import_module('pickle').loads(b)",
+        "def f(b):\n    import pickle\n    return pickle.loads(b)",
+        "import torch\ntorch.storage._load_from_bytes(b)",
     ],
 )
 def test_what_the_check_finds(source: str) -> None:

@@ -193,6 +193,8 @@ def test_an_empty_tensor_has_an_empty_shape() -> None:
 def test_values_that_no_weight_may_have(dtype: torch.dtype, size: int) -> None:
     values = torch.full((size,), torch.finfo(dtype).max, dtype=dtype)
     assert not_finite(values) is None and not_finite(values[:0]) is None and not_finite(torch.ones(3).long()) is None
+    assert not_finite(values.to(torch.float8_e4m3fn)) is None
+    assert not_finite(torch.tensor([1.0, torch.nan]).to(torch.float8_e4m3fn)) == "NaN"
     for value, name in ((float("-inf"), "infinity"), (float("nan"), "NaN")):
         values[size // 2] = value
         assert not_finite(values) == name

@@ -186,7 +186,8 @@ def not_finite(values: "Tensor") -> str | None:
     """Return which value no weight may have, NaN or infinity, if a tensor holds one; it reads the memory once."""
     if not values.is_floating_point() or not values.numel():
         return None
-    extremes = [float(value) for value in values.detach().aminmax()]  # a NaN among the values makes both NaN
+    values = values.detach().float() if values.dtype.itemsize == 1 else values.detach()  # torch compares no float8
+    extremes = [float(value) for value in values.aminmax()]  # a NaN among the values makes both NaN
     if any(math.isnan(value) for value in extremes):
         return "NaN"
     return "infinity" if any(math.isinf(value) for value in extremes) else None

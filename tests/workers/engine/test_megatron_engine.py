@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.workers.engine import cases, megatron_cases
+from verl.model_merger.__main__ import main
 from verl.workers.config import McoreActorConfig, McoreEngineConfig, McoreOptimizerConfig
 from verl.workers.engine import BaseEngine, EngineRegistry
 
@@ -348,6 +349,9 @@ def _spoil(folder: Path, how: str) -> str:
             torch.float8_e4m3fn
         )
         expected = r"up_proj.weight.* is quantized \(F8_E4M3\)"
+    elif how in ("NaN", "infinity"):
+        tensors["model.layers.1.mlp.up_proj.weight"][5, 3] = float(how)
+        expected = f"'model.layers.1.mlp.up_proj.weight' in {file} holds {how}"
     else:
         tensors["lm_head.weight"] = tensors["lm_head.weight"][:-1].clone()
         expected = r"lm_head.weight.*\(96, 64\).*\(97, 64\)"
@@ -355,12 +359,31 @@ def _spoil(folder: Path, how: str) -> str:
     return expected
 
 
-@pytest.mark.parametrize("how", ["missing", "lacks a tensor", "quantized", "wrong shape"])
+@pytest.mark.parametrize("how", ["missing", "lacks a tensor", "quantized", "wrong shape", "NaN", "infinity"])
 def test_bad_weights_are_named(folder: Path, tmp_path: Path, how: str) -> None:
     cases.write_model(tmp_path)
     expected = _spoil(tmp_path, how)
     with pytest.raises(ValueError, match=expected):
         megatron_cases.build(tmp_path, {})
+
+
+def test_a_checkpoint_of_diverged_training_is_neither_merged_nor_trained_from(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = megatron_cases.build(folder, {})
+    name = "decoder.layers.1.mlp.linear_fc2.weight"
+    (weight,) = (each for full, each in engine.module[0].named_parameters() if full.endswith(name))
+    with torch.no_grad():
+        weight[2, 1] = torch.nan
+    engine.save_checkpoint(str(tmp_path / "global_step_1" / "actor"), global_step=1)
+    saved = tmp_path / "global_step_1" / "actor"
+    path = {"use_dist_checkpointing": True, "dist_checkpointing_path": str(saved)}
+    with pytest.raises(ValueError, match=rf"'{name}' in {saved}/dist_ckpt holds NaN"):
+        megatron_cases.build(folder, path)
+    arguments = ["merge", "--backend", "megatron", "--local_dir", str(saved), "--target_dir", str(tmp_path / "hf")]
+    assert main(arguments) == 2 and not (tmp_path / "hf").exists()
+    said = f"checkpoint {saved} holds NaN in model.layers.1.mlp.down_proj.weight: training had diverged"
+    assert said in capsys.readouterr().err
 
 
 def test_checkpoints_that_cannot_be_loaded_say_why(folder: Path, tmp_path: Path) -> None:

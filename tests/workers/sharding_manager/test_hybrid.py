@@ -55,6 +55,18 @@ def test_a_rollout_wakes_by_its_asynchronous_methods(manager: FSDPVLLMShardingMa
     assert manager.rollout.calls == START + generated * 2
 
 
+def test_the_event_loop_of_the_thread_stays(manager: FSDPVLLMShardingManager) -> None:
+    """SGLang, and code of users, ask for the loop of the main thread, which ``asyncio.run`` takes away."""
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    try:
+        manager.sync()
+        assert asyncio.get_event_loop_policy().get_event_loop() is loop
+    finally:
+        asyncio.set_event_loop(None)
+        loop.close()
+
+
 def test_a_rollout_may_wait_for_a_server(manager: FSDPVLLMShardingManager) -> None:
     async def wait(tags: list[str]) -> None:
         await asyncio.sleep(0)

@@ -147,7 +147,8 @@ def _complete(coroutine: Coroutine[None, None, None]) -> None:
     try:
         asyncio.get_running_loop()
     except RuntimeError:  # the usual case: no loop runs here
-        asyncio.run(coroutine)
+        with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:  # the thread keeps the loop that it has
+            runner.run(coroutine)
         return
     device = get_torch_device()
     with ThreadPoolExecutor(1, initializer=device.set_device, initargs=(device.current_device(),)) as thread:
