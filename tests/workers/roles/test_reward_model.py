@@ -347,6 +347,9 @@ def test_a_long_question_is_cut_at_its_beginning_and_sampling_repeats(judge_fold
     everything_fails = alone(judge()).compute_rm_score(truths(cases.batch(), dict.fromkeys(range(COUNT), "raise")))
     assert everything_fails.meta_info["metrics"]["reward_model/failed_ratio"] == 1.0
     assert not everything_fails.batch["rm_scores"].any()
+    strict = alone(judge(scoring={"max_failed_ratio": 0.9}))
+    with pytest.raises(ValueError, match=rf"could not score {COUNT} of {COUNT} .*ratio=0\.9; .*no such truth"):
+        strict.compute_rm_score(truths(cases.batch(), dict.fromkeys(range(COUNT), "raise")))
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ from verl.protocol import DataProto
 from verl.utils.chat_template import render_chat
 from verl.utils.import_utils import load_extern_type
 from verl.utils.numerics.seeding import derive_seed
-from verl.utils.time_limit import TimeLimitExceeded, call_within
+from verl.utils.time_limit import TimeLimitExceeded, call_within, error_text
 from verl.workers.rewards.chat_rendering import Message, raw_prompts, response_texts
-from verl.workers.rewards.scoring import RawScore
+from verl.workers.rewards.scoring import RawScore, RewardError
 
 if TYPE_CHECKING:
     from verl.workers.config import HFModelConfig, RewardModelConfig
@@ -52,9 +52,13 @@ class Judge:
         self.failure_score = self.config.scoring.failure_score
         self.tokenizer: PreTrainedTokenizerBase = self.model_config.tokenizer
         self._has_shown_a_failure = False
+        self._last_failure = ""
 
     def __call__(self, data: DataProto) -> tuple[Tensor, dict[str, float]]:
-        """Return scores (B,), and the shares of rows with a failure, a cut question, and an unfinished answer."""
+        """Return scores (B,), and the shares of rows with a failure, a cut question, and an unfinished answer.
+
+        Raises: RewardError when more rows fail than ``reward_model.scoring.max_failed_ratio`` allows.
+        """
         questions = self._questions(data)
         rows = [row for row, ids in enumerate(questions) if ids]
         limit = self.config.prompt_length
@@ -69,6 +73,12 @@ class Judge:
                 value = self._score(row, answer)
                 failed += value is None
                 scores[row] = self.failure_score if value is None else value
+        limit = self.config.scoring.max_failed_ratio
+        if failed / len(questions) > limit:
+            raise RewardError(
+                f"the reward model could not score {failed} of {len(questions)} responses, more than "
+                f"reward_model.scoring.max_failed_ratio={limit:g}; the last one: {self._last_failure}"
+            )
         return scores, {
             "reward_model/failed_ratio": failed / len(questions),
             "reward_model/truncated_ratio": num_cut / len(questions),
@@ -132,6 +142,7 @@ class Judge:
             return None
 
     def _log_failure(self, row: int, function: str, text: str, error: BaseException) -> None:
+        self._last_failure = f"{function} in row {row}: {error_text(error)}"
         level = logging.DEBUG if self._has_shown_a_failure else logging.WARNING
         self._has_shown_a_failure = True
         message = (
