@@ -23,6 +23,7 @@ from verl.workers.rewards.scoring import RawScorer
 from verl.workers.rewards.signature import ASYNCHRONOUS, call_problem
 
 logger = logging.getLogger(__name__)
+_warn_once = functools.cache(logger.warning)  # the managers of training and validation load the same scorer
 
 Config = DictConfig | Mapping[str, Any]
 """The configuration of a run, of which this module parses the nodes of the reward."""
@@ -166,7 +167,7 @@ def isolate_custom_reward_fn(config: Config) -> IsolatedFunction | None:
     if not path or scoring.isolate is False:
         return None
     if scoring.isolate is None and _imports_ray(path):
-        logger.warning(
+        _warn_once(
             "custom_reward_function.path=%r imports ray, so its scorer runs in the trainer, where a time limit cannot "
             "end compiled code: set reward_model.scoring.isolate=true if it asks no actor of this run",
             path,
