@@ -55,7 +55,7 @@ def read(file: Path) -> Iterator[Sample]:
             sample = {"sample": number, **json.loads(line.decode("utf-8"))}
             float(sample.get("score") or 0)
         except (ValueError, TypeError, RecursionError) as error:
-            reason = f"is not a sample as trainer.rollout_data_dir holds them: {error}"
+            reason = f"is not a sample as trainer.rollout_data_dir holds them: {error}: remove the line"
             raise DumpError(f"{file}, line {number + 1}: {reason}") from error
         yield sample
 
@@ -117,12 +117,19 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", type=Path, help="folder of dumps, or one <step>.jsonl")
     parser.add_argument("--step", help="training step, or all (default: the newest)")
-    parser.add_argument("--min-score", type=float, help="only samples with at least this score")
-    parser.add_argument("--max-score", type=float, help="only samples with at most this score")
+    parser.add_argument("--min-score", type=_number, help="only samples with at least this score")
+    parser.add_argument("--max-score", type=_number, help="only samples with at most this score")
     parser.add_argument("--find", help="only samples with this text in input or output")
     parser.add_argument("--show", type=int, metavar="SAMPLE", help="show this sample in full instead of a table")
     parser.add_argument("--limit", type=int, default=50, help="maximum number of lines (default: 50)")
     return parser
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number") from None
 
 
 def main(arguments: list[str] | None = None) -> int:

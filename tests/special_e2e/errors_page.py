@@ -4,13 +4,16 @@ python -m tests.special_e2e.errors_page            all of them; exit code 1 unle
 python -m tests.special_e2e.errors_page data tool  some groups; prints the verdicts and writes nothing
 """
 
+import os
 import re
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from queue import Queue
 
 from .conftest import REPOSITORY, Workspace
 from .wrong_input_cases import CASES
@@ -18,6 +21,7 @@ from .wrong_inputs import VERDICTS, Answer, Case, LateRuns, Launcher, Place, ver
 
 PAGE = REPOSITORY / "docs" / "errors.md"
 MOST_CHARACTERS = 400
+LATE_TIMEOUT_S = 1800
 TITLES = {
     "config": "Configuration",
     "data": "Data",
@@ -61,16 +65,27 @@ def shorten(message: str, folders: list[Path]) -> str:
 
 
 def try_cases(cases: list[Case], folder: Path, workspace: Workspace) -> Iterator[tuple[Case, Answer]]:
-    """Yield each case with its answer."""
+    """Yield each case with its answer, those that only a run can find last."""
     late = [case for case in cases if case.late]
+    early = [case for case in cases if not case.late]
     (folder / "late").mkdir()
     with ExitStack() as stack:
         runs = stack.enter_context(LateRuns(late, workspace, folder / "late")) if late else None
-        launcher = stack.enter_context(Launcher())
-        for number, case in enumerate(case for case in cases if not case.late):
-            yield case, launcher.run(case, Place(folder / str(number), workspace))
+        launchers: Queue[Launcher] = Queue()
+        for _ in range(os.cpu_count() or 1):
+            launchers.put(stack.enter_context(Launcher()))
+
+        def answer(number: int) -> Answer:
+            launcher = launchers.get()
+            try:
+                return launcher.run(early[number], Place(folder / str(number), workspace))
+            finally:
+                launchers.put(launcher)
+
+        pool = stack.enter_context(ThreadPoolExecutor(launchers.qsize()))
+        yield from zip(early, pool.map(answer, range(len(early))), strict=True)
         if runs is not None:
-            yield from ((case, runs.answer(case)) for case in late)
+            yield from ((case, runs.answer(case, LATE_TIMEOUT_S)) for case in late)
 
 
 def count_table(verdicts: dict[str, str]) -> str:

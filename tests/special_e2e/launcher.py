@@ -18,6 +18,7 @@ REACHED_RAY = 70
 HUNG = 71
 """Exit code for a command that had to be ended."""
 LIMIT_S = 60
+"""Time limit for a command on an idle machine; on one with other work it is longer."""
 HEAVY = ("torch", "transformers", "vllm")
 LIGHT_COMMANDS = ("verl.trainer.main_ppo",)
 """Commands whose launching process imports none of the heavy packages."""
@@ -44,7 +45,7 @@ def main() -> None:
 
 def _wait(process: int) -> int:
     """Return the exit code of a fork; end it if it takes too long."""
-    deadline = time.monotonic() + LIMIT_S
+    deadline = time.monotonic() + LIMIT_S * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
     while time.monotonic() < deadline:
         done, status = os.waitpid(process, os.WNOHANG)
         if done:

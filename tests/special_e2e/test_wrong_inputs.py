@@ -17,7 +17,8 @@ from .wrong_inputs import USAGE_ERROR, Answer, Case, LateRuns, Launcher, Place, 
 
 EARLY, LATE = [case for case in CASES if not case.late], [case for case in CASES if case.late]
 SELECTION = 8
-"""Continuous integration tries every eighth of those that are refused before the start."""
+"""Continuous integration tries every eighth of those that are refused before the start, and those that only a run can
+find unless they start workers of their own."""
 
 
 def by_id(name: str) -> Case:
@@ -26,12 +27,17 @@ def by_id(name: str) -> Case:
 
 @pytest.fixture(scope="module", autouse=True)
 def late_runs(request: pytest.FixtureRequest) -> Iterator[LateRuns | None]:
-    """The launch of all late cases, next to the tests of the others; none where no late case is asked for."""
-    if not any(getattr(item, "originalname", "") == "test_refused_by_the_run" for item in request.session.items):
+    """The launch of the late cases that are asked for, next to the tests of the others; None if there are none."""
+    asked = [
+        item.callspec.params["case"]
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.originalname == "test_refused_by_the_run"
+    ]
+    if not asked:
         yield None
         return
     folder = request.getfixturevalue("tmp_path_factory").mktemp("late")
-    with LateRuns(LATE, request.getfixturevalue("workspace"), folder) as runs:
+    with LateRuns(asked, request.getfixturevalue("workspace"), folder) as runs:
         yield runs
 
 
@@ -52,8 +58,16 @@ def test_refused_before_ray(case: Case, launcher: Launcher, workspace: Workspace
     assert kind == "clear", why
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("case", LATE, ids=lambda case: case.id)
+def starts_workers(case: Case) -> bool:
+    """Whether a late case starts workers that no other case uses."""
+    return case.group == "model" and case.late == "alone"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.full] if starts_workers(case) else []) for case in LATE],
+    ids=[case.id for case in LATE],
+)
 def test_refused_by_the_run(case: Case, late_runs: LateRuns) -> None:
     """What only workers or code of the user can find."""
     kind, why = verdict(case, late_runs.answer(case))
@@ -70,13 +84,7 @@ def test_a_process_of_its_own_says_the_same(
     assert alone.code == USAGE_ERROR and alone.message == launcher.run(case, place).message
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("reward: a module that cannot be imported", marks=pytest.mark.full),
-        "model: weights of other sizes",
-    ],
-)
+@pytest.mark.parametrize("name", ["reward: a module that cannot be imported", "model: weights of other sizes"])
 def test_a_run_that_finds_it_ends_with_code_2_and_no_stack_trace(
     name: str, workspace: Workspace, tmp_path: Path
 ) -> None:
@@ -107,7 +115,7 @@ def test_the_program_tells_what_is_not_clear(tmp_path: Path) -> None:
 
 def test_the_table_is_large_enough() -> None:
     counts = Counter(case.group for case in CASES)
-    assert list(counts) == list(TITLES) and len(CASES) >= 300
+    assert list(counts) == list(TITLES) and len(CASES) >= 480
     assert len({case.id for case in CASES}) == len(CASES)
 
 

@@ -7,6 +7,7 @@ import pyarrow as pa
 
 from .wrong_input_commands import COMMANDS
 from .wrong_input_files import (
+    bad_text,
     checkpoint,
     edited,
     flipped,
@@ -20,6 +21,7 @@ from .wrong_input_files import (
     special,
     table,
     twice,
+    two_types,
     written,
 )
 from .wrong_inputs import ABSENT, Case
@@ -162,6 +164,9 @@ DATA = [
     Case("data", "a custom data set without a name", written("mine.py", b"class Mine: pass\n", "data.custom_cls.path"), ("data.custom_cls.name=null: is missing: name the class in {at}/mine.py",)),
     Case("data", "a custom data set that is not in its file", written("mine.py", b"class Mine: pass\n", "data.custom_cls.path", {"data.custom_cls.name": "Yours"}), ("data.custom_cls.name=Yours: {at}/mine.py does not define it; it defines Mine",)),
     Case("data", "a custom data set of the wrong base class", written("mine.py", b"class Mine: pass\n", "data.custom_cls.path", {"data.custom_cls.name": "Mine", **NO_WORKERS}), ("data.custom_cls.name='Mine' in '{at}/mine.py' must be a class derived from Dataset",), late="alone"),
+    Case("data", "a custom data set that cannot be imported", written("mine.py", b"import no_such_module\nclass Mine: pass\n", "data.custom_cls.path", {"data.custom_cls.name": "Mine", **NO_WORKERS}), ("data.custom_cls.path='{at}/mine.py'", "No module named 'no_such_module'"), late="alone"),
+    Case("data", "a custom data set without parameters", written("mine.py", b"from torch.utils.data import Dataset\nclass Mine(Dataset):\n    def __init__(self): pass\n", "data.custom_cls.path", {"data.custom_cls.name": "Mine", **NO_WORKERS}), ("data.custom_cls.name='Mine' in '{at}/mine.py'", "data_files"), late="alone"),
+    Case("data", "a sampler of the wrong base class", written("s.py", b"class S: pass\n", "data.sampler.class_path", {"data.sampler.class_name": "S", **NO_WORKERS}), ("data.sampler.class_name='S' in '{at}/s.py' must be a class derived from AbstractSampler",), late="alone"),
     Case("data", "no prompt that fits", {"data.max_prompt_length": 8, **NO_WORKERS}, ("train.parquet", "all 64 prompts are longer than data.max_prompt_length=8: raise it"), late="alone"),
     Case("data", "a prompt that is too long", rows({4: row(4, "very " * 20)}, extra={"data.shuffle": False}), ("{at}/train.parquet, row 4, column 'prompt': the prompt has 103 tokens, data.max_prompt_length is 48: raise it, or set data.truncation to left, right or middle",), late="together"),
 ]
@@ -219,6 +224,16 @@ DATA += [
     Case("data", "a prompt_key that no file has", {"data.prompt_key": "question"}, ("has no column 'question' (data.prompt_key)",)),
     Case("data", "a reward_fn_key that no file has", {"data.reward_fn_key": "source"}, ("column 'source' (data.reward_fn_key): is missing",)),
     Case("data", "an empty prompt_key", {"data.prompt_key": "''"}, ("data.prompt_key='': must be",)),
+    Case("data", "text that is not UTF-8", table({"data_source": bad_text(16)}), ("{at}/train.parquet, row 0, column 'data_source' (data.reward_fn_key): holds text that is not UTF-8",)),
+    Case("data", "bytes as text of a message", table({"prompt": [[{"role": "user", "content": b"a"}]] * 16}), ("{at}/train.parquet, row 0, column 'prompt.content' (data.prompt_key): must be a string, got binary",)),
+    Case("data", "maps as messages", table({"prompt": pa.array([[[("role", "user"), ("content", "a")]]] * 16, pa.list_(pa.map_(pa.string(), pa.string())))}), ("{at}/train.parquet, row 0, column 'prompt' (data.prompt_key): must be a list of messages",)),
+    Case("data", "two files whose columns differ in type", two_types, ("{at}/b.parquet: its columns do not fit those of {at}/train.parquet",)),
+    Case("data", "dates as data_source", table({"data_source": pa.array([1] * 16, pa.timestamp("ms"))}), ("{at}/train.parquet, row 0, column 'data_source' (data.reward_fn_key): must be a string, got timestamp[ms]",)),
+    Case("data", "lists as reward_model", table({"reward_model": [[1]] * 16}), ("{at}/train.parquet, row 0, column 'reward_model': must be a dict",)),
+    Case("data", "a table of text by its name", written("train.csv", b"prompt,answer\n1,2\n", TRAIN), (f"{TRAIN}={{at}}/train.csv: cannot be read as parquet",)),
+    Case("data", "an encrypted file", written("train.parquet", b"PARE" + bytes(100) + b"\x10\0\0\0PARE", TRAIN), ("{at}/train.parquet: cannot be read as parquet",)),
+    Case("data", "a pattern of names", {TRAIN: "/nowhere/*.parquet"}, (f"{TRAIN}=/nowhere/*.parquet: no such file",)),
+    Case("data", "a chat template of the data with an error", {"+data.apply_chat_template_kwargs.chat_template": "'{% for m in messages %}'"}, ("data.apply_chat_template_kwargs.chat_template: the chat template is not valid Jinja, line 1",)),
     Case("data", "a custom data set that is a pipe", special("pipe", "data.custom_cls.path", {"data.custom_cls.name": "Mine"}), ("data.custom_cls.path={at}/odd.parquet: is a named pipe",)),
     Case("data", "a custom data set that is a folder", lambda at: {"data.custom_cls.path": at.folder, "data.custom_cls.name": "Mine"}, ("data.custom_cls.path={at}: is a folder",)),
     Case("data", "a custom data set with a syntax error", written("mine.py", b"class Mine(:\n", "data.custom_cls.path", {"data.custom_cls.name": "Mine"}), ("data.custom_cls.path={at}/mine.py: is not valid Python",)),
@@ -229,6 +244,7 @@ DATA += [
 ]
 
 PATH, NAME = "custom_reward_function.path", "custom_reward_function.name"
+CALL = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
 
 REWARD = [
     Case("reward", "a file that does not exist", {PATH: "/nowhere/reward.py"}, (f"{PATH}=/nowhere/reward.py: no such file",)),
@@ -244,6 +260,8 @@ REWARD = [
     Case("reward", "no time to score", {"reward_model.scoring.timeout_s": 0}, ("reward_model.scoring.timeout_s=0: must be a number in (0, 100000000]",)),
     Case("reward", "an invalid sandbox address", {"reward_model.sandbox_fusion.url": "sandbox:8080"}, ("reward_model.sandbox_fusion.url=sandbox:8080: must be null or an address such as http://host:8080/run_code",)),
     Case("reward", "a module that cannot be imported", scorer("import no_such_module\ndef compute_score(data_source, solution_str, ground_truth, extra_info): return 0\n", whole=True, extra=NO_WORKERS), (PATH, "{at}/reward.py", "No module named 'no_such_module'"), late="alone"),
+    Case("reward", "a module that ends its process", scorer("raise SystemExit('no key')\n" + CALL + "    return 1\n", whole=True, extra=NO_WORKERS), (PATH, "{at}/reward.py", "SystemExit: no key"), late="alone"),
+    Case("reward", "an installed module that is not there", {PATH: "pkg://no_such_module", **NO_WORKERS}, (f"{PATH}='pkg://no_such_module'", "No module named 'no_such_module'"), late="alone"),
     Case("reward", "raises", scorer("return 1 / 0", extra=NO_FAILURE), ("data_source 'letters', sample ", "ground truth 'letters'", "the scorer raised ZeroDivisionError: division by zero"), late="together"),
     Case("reward", "returns None", scorer("pass", extra=NO_FAILURE), ("the scorer returned None; a scorer must return a number",), late="together"),
     Case("reward", "returns NaN", scorer("return float('nan')", extra=NO_FAILURE), ("the scorer returned nan, which is not finite",), late="together"),
@@ -252,8 +270,6 @@ REWARD = [
     Case("reward", "returns a list", scorer("return [1.0]", extra=NO_FAILURE), ("the scorer returned [1.0]; a scorer must return a number",), late="together"),
 ]
 
-CALL = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
-
 REWARD += [
     Case("reward", "a folder", lambda at: {PATH: at.folder}, (f"{PATH}={{at}}: is a folder",)),
     *(Case("reward", f"a {kind} instead of a file", special(kind, PATH), (f"{PATH}={{at}}/odd.parquet: is a",)) for kind in ("pipe", "socket", "loop", "dangling")),
@@ -261,6 +277,7 @@ REWARD += [
     Case("reward", "a file of bytes", written("reward.py", bytes(range(256)), PATH), (f"{PATH}={{at}}/reward.py: is not valid Python",)),
     Case("reward", "a file with null bytes", written("reward.py", b"x = 1\0\n", PATH), (f"{PATH}={{at}}/reward.py: is not valid Python",)),
     Case("reward", "a file in UTF-16", written("reward.py", f"{CALL}    return 1\n".encode("utf-16"), PATH), (f"{PATH}={{at}}/reward.py: is not valid Python",)),
+    Case("reward", "a file that is not named as Python", written("reward.txt", f"{CALL}    return 1\n".encode(), PATH), (f"{PATH}={{at}}/reward.txt: must be a Python file",)),
     Case("reward", "an empty file", written("reward.py", b"", PATH), (f"{NAME}=compute_score: {{at}}/reward.py does not define it; it defines nothing",)),
     Case("reward", "a return outside a function", scorer("return 1\n" + CALL + "    return 1\n", whole=True), (f"{PATH}={{at}}/reward.py: is not valid Python",)),
     Case("reward", "Python 2", scorer(f"{CALL}    print 'a'\n", whole=True), (f"{PATH}={{at}}/reward.py: is not valid Python",)),
@@ -279,6 +296,12 @@ REWARD += [
     Case("reward", "an address of another kind", {"reward_model.sandbox_fusion.url": "ftp://host/run"}, ("reward_model.sandbox_fusion.url=ftp://host/run: must be",)),
     Case("reward", "returns a number that is too large", scorer("return 10**400", extra=NO_FAILURE), ("the scorer returned",), late="together"),
     Case("reward", "returns a list of numbers", scorer("return {'score': [1.0]}", extra=NO_FAILURE), ("the scorer returned",), late="together"),
+    Case("reward", "raises a message of many lines", scorer("raise ValueError('bad\\n' * 200)", extra=NO_FAILURE), ("the scorer raised ValueError: bad",), late="together"),
+    Case("reward", "returns a complex number", scorer("return 1j", extra=NO_FAILURE), ("the scorer returned 1j; a scorer must return a number",), late="together"),
+    Case("reward", "returns an empty tuple", scorer("return ()", extra=NO_FAILURE), ("the scorer returned (); a scorer must return a number",), late="together"),
+    Case("reward", "returns null as score", scorer("return {'score': None}", extra=NO_FAILURE), ("the scorer returned {'score': None}; a scorer must return a number",), late="together"),
+    Case("reward", "returns an array of two", scorer("import numpy; return numpy.ones(2)", extra=NO_FAILURE), ("the scorer returned array([1., 1.]); a scorer must return a number",), late="together"),
+    Case("reward", "returns an extra that is too large", scorer("return {'score': 1, 'acc': 10**400}", extra=NO_FAILURE), ("the scorer returned an extra 'acc' beyond the range of a float",), late="together"),
     Case("reward", "returns infinity", scorer("return float('inf')", extra=NO_FAILURE), ("the scorer returned inf, which is not finite",), late="together"),
 ]
 
@@ -327,6 +350,8 @@ CHECKPOINT += [
     Case("checkpoint", "loader state that is a pipe", checkpoint(odd=("pipe", "global_step_2/data.pt")), (f"{DAMAGED}: data.pt",)),
     Case("checkpoint", "loader state of zeros", checkpoint(edited("global_step_2/data.pt", bytes(1000))), (f"{DAMAGED}: data.pt",)),
     Case("checkpoint", "a file of weights that is a dangling link", checkpoint(odd=("dangling", "global_step_2/actor/model_world_size_1_rank_0.pt")), (f"{DAMAGED}: actor: model_world_size_1_rank_0.pt is missing",)),
+    Case("checkpoint", "a manifest of a step below zero", checkpoint(edited(MANIFEST, b'{"world_size": 1, "rank": 0, "global_step": -2, "files": []}')), (f"{DAMAGED}: actor: it was saved at step -2",)),
+    Case("checkpoint", "a path to the folder of the run", lambda at: FROM | {"trainer.resume_from_path": at.folder}, ("trainer.resume_from_path={at}: must name a global_step_<N> folder",)),
     Case("checkpoint", "a path that is a file", lambda at: FROM | {"trainer.resume_from_path": f"{at.workspace.folder}/train.parquet"}, ("trainer.resume_from_path=", "train.parquet: must name a global_step_<N> folder")),
     Case("checkpoint", "a path with a superscript", FROM | {"trainer.resume_from_path": "'/nowhere/global_step_²'"}, ("trainer.resume_from_path=/nowhere/global_step_²: must name a global_step_<N> folder",)),
     Case("checkpoint", "a number as a path", FROM | {"trainer.resume_from_path": 7}, ("trainer.resume_from_path=7: must be a string",)),
@@ -351,6 +376,7 @@ MODEL_CASES = [
     Case("model", "a context that is too short", {"data.max_response_length": 2000}, ("data.max_response_length=2000: plus prompts of 48 tokens exceeds the model's 1024 positions: write at most 976",)),
     Case("model", "heads that the engine does not have", odd_heads, ("vLLM's CPU attention has no kernel for head size 16 of actor_rollout_ref.model.path; it has [32,", "actor_rollout_ref.rollout.name=hf"), late="alone"),
     Case("model", "no chat template", model(gone=("chat_template.jinja",)), ("has no chat template", f"{MODEL}.custom_chat_template")),
+    Case("model", "adapters for layers that it does not have", {f"{MODEL}.lora_rank": 8, f"{MODEL}.target_modules": "[no_proj]"}, ("model.target_modules=['no_proj']",), late="alone"),
     Case("model", "weights of other sizes", model(config={"intermediate_size": 256}), ("tensor 'model.layers.0.mlp.gate_proj.weight' in {at}/model/model.safetensors has shape (512, 128), the model of its config.json needs (256, 128)",), late="alone"),
     Case("model", "a config.json that contradicts itself", model(config={"num_hidden_layers": 3}, extra=NO_WORKERS), ("{at}/model", "`num_hidden_layers` (3) must be equal to the number of `layer_types` (2)"), late="alone"),
     Case("model", "a missing tensor", model(without_tensor="model.norm.weight"), ("the checkpoint lacks 1 tensors of the model, the first is 'model.norm.weight'",), late="alone"),
@@ -369,6 +395,7 @@ MODEL_CASES += [
         ("is empty", ""), ("is a list", "[]"), ("is text", '"qwen2"'), ("is null", "null"), ("has no model_type", "{}"), ("is nested too deep", "[" * 100000), ("is HTML", "<html>"))),
     *(Case("model", f"{key}={json.dumps(value)}", model(config={key: value}), (f"{IN_CONFIG} has {key}={json.dumps(value)}",)) for key, value in (
         ("model_type", None), ("model_type", 7), ("hidden_size", "large"), ("hidden_size", 0), ("hidden_size", -128), ("hidden_size", 1.5), ("vocab_size", 0), ("vocab_size", 10**12),
+        ("intermediate_size", 0), ("max_position_embeddings", "many"), ("head_dim", 0), ("attention_dropout", 2), ("text_config", 7), ("vision_config", 7), ("rope_scaling", "yarn"),
         ("num_hidden_layers", -1), ("num_attention_heads", 0), ("num_key_value_heads", 0), ("num_key_value_heads", 3), ("torch_dtype", "float17"), ("dtype", "bfloat61"), ("dtype", 16))),
     *(Case("model", f"architectures={json.dumps(value)}", model(config={"architectures": value}), (f"{MODEL_PATH}={{at}}/model: its config.json has architectures=",)) for value in (
         [], ["Qwen2ForCausalLM", "LlamaForCausalLM"], "Qwen2ForCausalLM", ["Qwen99ForCausalLM"], [7])),
@@ -395,6 +422,14 @@ MODEL_CASES += [
     Case("model", "a reward model without a head", lambda at: {"reward_model.enable": True, "reward_model.micro_batch_size_per_gpu": 8, "reward_model.model.path": at.workspace.model, "reward_model.model.input_tokenizer": None}, ("reward_model.model.path=", "score.weight")),
     *(Case("model", f"a tokenizer.json that {how}", model(text={"tokenizer.json": content}), ("{at}/model", "tokenizer.json")) for how, content in (
         ("is empty", ""), ("is a list", "[]"), ("is text", '"words"'), ("is an empty mapping", "{}"))),
+    *(Case("model", f"a config.json with {key}={json.dumps(value)}", model(config={key: value}, extra=NO_WORKERS), ("{at}/model", key, one), late="alone") for key, value, one in (
+        ("layer_types", ["full", "other"], "full_attention"), ("tie_word_embeddings", "maybe", "maybe"), ("rms_norm_eps", "small", "small"))),
+    Case("model", "an activation that transformers does not have", model(config={"hidden_act": "none_such"}), ("{at}/model: its config.json names 'none_such'",), late="alone"),
+    Case("model", "a length of the tokenizer that is text", model(settings={"model_max_length": "long"}), ("{at}/model", 'tokenizer_config.json has model_max_length="long"')),
+    Case("model", "a padding side that does not exist", model(settings={"padding_side": "up"}, extra=NO_WORKERS), ("cannot load a tokenizer from '{at}/model'", "up"), late="alone"),
+    Case("model", "a number as the token that ends a response", model(settings={"eos_token": 7}, extra=NO_WORKERS), ("cannot load a tokenizer from '{at}/model'", "eos_token"), late="alone"),
+    Case("model", "a generation_config.json that is a list", model(text={"generation_config.json": "[]"}), ("{at}/model", "generation_config.json holds a list")),
+    Case("model", "an index that leads out of its folder", model(text={"model.safetensors.index.json": '{"weight_map": {"a": "../weights"}}'}), ("{at}/model/model.safetensors.index.json",)),
     Case("model", "a tokenizer_config.json that is a list", model(text={"tokenizer_config.json": "[]"}), ("{at}/model", "tokenizer_config.json")),
     Case("model", "a chat template with an error", {f"{MODEL}.custom_chat_template": "'{% for m in messages %}'"}, (f"{MODEL}.custom_chat_template",)),
     Case("model", "a chat template of the model with an error", model(text={"chat_template.jinja": "{% for m in messages %}"}), ("{at}/model", "chat_template.jinja")),

@@ -37,6 +37,12 @@ ENVIRONMENT = [
     Case("environment", "one of two modules that is not there", {}, (f"{EXTERNAL}=json,no_such_module", "'no_such_module'"), environment={EXTERNAL: "json,no_such_module"}),
     Case("environment", "a module with a syntax error", written("mine.py", b"def f(:\n", "trainer.experiment_name", {"trainer.experiment_name": "a"}), (f"{EXTERNAL}=mine", "SyntaxError"), environment={EXTERNAL: "mine"}),
     Case("environment", "a module that raises", written("mine.py", b"1 / 0\n", "trainer.experiment_name", {"trainer.experiment_name": "a"}), (f"{EXTERNAL}=mine", "ZeroDivisionError"), environment={EXTERNAL: "mine"}),
+    *(Case("environment", f"{name}={value}", {}, (f"environment variable {name}=", value), environment={name: value}) for name, value in (
+        ("VERL_PROGRESS", "loud"), ("VERL_AUTO_PADDING", "maybe"), ("VERL_CHECK_PHASES", "maybe"), ("VERL_DATAPROTO_SERIALIZATION_METHOD", "xml"), ("VERL_FILE_LOGGER_PATH", "/dev/null/a.jsonl"),
+        ("VERL_FILE_LOGGER_ROOT", "/dev/null"), ("TMPDIR", "/dev/null"), ("RAY_TMPDIR", "/dev/null"), ("RAY_TMPDIR", "/tmp/" + "x" * 120))),
+    *(Case("environment", f"supervised training with {name}={value}", {}, (f"{name}=", value), command=SFT, environment={name: value}) for name, value in (
+        ("WORLD_SIZE", "0"), ("WORLD_SIZE", "-1"), ("RANK", "one"), ("RANK", "7"), ("LOCAL_WORLD_SIZE", "0"))),
+    Case("environment", "several processes without torchrun", {}, ("WORLD_SIZE=2 without RANK, MASTER_ADDR, MASTER_PORT",), command=SFT, environment={"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}),
     Case("environment", "text as the number of processes", {}, ("WORLD_SIZE='two'",), command=SFT, environment={"WORLD_SIZE": "two"}),
     Case("environment", "text as the number of processes of a node", {}, ("LOCAL_WORLD_SIZE='two'",), command=SFT, environment={"LOCAL_WORLD_SIZE": "two"}),
     Case("environment", "processes that cannot share a batch", {}, ("data.train_batch_size=8: must be a multiple of the 3",), command=SFT, environment={"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}),
@@ -107,13 +113,13 @@ TOOLS = [
     *(Case("tool", f"viewer: {how}", files(["{at}"], {"1.jsonl": content}), ("{at}/1.jsonl, line 1: ",), command=VIEWER) for how, content in (
         ("text", b"hello\n"), ("a list", b"[1]\n"), ("bytes", b"\xff\xfe\n"), ("a score of text", b'{"score": "high"}\n'), ("a score of too many digits", b'{"score": 1' + b"0" * 5000 + b"}\n"), ("lines nested too deep", b"[" * 100000))),
     Case("tool", "viewer: a pipe", files(["{at}/1.jsonl"], odd={"1.jsonl": "pipe"}), ("{at}/1.jsonl",), command=VIEWER),
-    Case("tool", "curves: a folder that does not exist", ["/nowhere"], ("/nowhere/metrics.jsonl",), command=CURVES),
+    Case("tool", "curves: a folder that does not exist", ["/nowhere"], ("/nowhere does not exist",), command=CURVES),
     *(Case("tool", f"curves: {how}", files(["{at}"], {"metrics.jsonl": content}), ("{at}/metrics.jsonl",), command=CURVES) for how, content in (
         ("an empty record", b""), ("text in a record", RECORD + b"hello\n" + RECORD), ("a list in a record", b"[1]\n" + RECORD), ("bytes in a record", b"\xff\xfe\n" + RECORD), ("a step of text", b'{"step": "one", "data": {}}\n' + RECORD))),
     Case("tool", "curves: a pipe", files(["{at}"], odd={"metrics.jsonl": "pipe"}), ("{at}/metrics.jsonl",), command=CURVES),
     Case("tool", "curves: a picture in a folder that does not exist", files(["{at}", "--output", "/nowhere/a.png"], {"metrics.jsonl": RECORD}), ("/nowhere/a.png",), command=CURVES),
     Case("tool", "curves: a picture of an unknown kind", files(["{at}", "--output", "{at}/a.xyz"], {"metrics.jsonl": RECORD}), ("xyz",), command=CURVES),
-    Case("tool", "report: a folder that does not exist", ["/nowhere"], ("/nowhere/metrics.jsonl",), command=REPORT),
+    Case("tool", "report: a folder that does not exist", ["/nowhere"], ("/nowhere does not exist",), command=REPORT),
     Case("tool", "report: text in a record", files(["{at}"], {"metrics.jsonl": b"hello\n" + RECORD}), ("{at}/metrics.jsonl",), command=REPORT),
     Case("tool", "report: a pipe", files(["{at}"], odd={"metrics.jsonl": "pipe"}), ("{at}/metrics.jsonl",), command=REPORT),
     Case("tool", "report: a run to compare that is not there", files(["compare", "{at}", "/nowhere"], {"metrics.jsonl": RECORD}), ("/nowhere",), command=REPORT),

@@ -107,6 +107,20 @@ def table(columns: Mapping[str, Any], key: str = "data.train_files", changes: Ov
     return make
 
 
+def bad_text(count: int) -> pa.Array:
+    """Return strings that are not UTF-8, as careless writers leave them."""
+    ends = pa.array(range(0, 2 * count + 1, 2), pa.int32()).buffers()[1]
+    return pa.Array.from_buffers(pa.string(), count, [None, ends, pa.py_buffer(b"\xff\xfe" * count)])
+
+
+def two_types(place: Place) -> Overrides:
+    """Name two parquet files, one with a number and one with text in the same column."""
+    (first,) = rows()(place).values()
+    second = place.folder / "b.parquet"
+    pq.write_table(pa.Table.from_pylist([row(i) | {"extra_info": {"index": str(i)}} for i in range(16)]), second)
+    return {"data.train_files": f"[{first},{second}]"}
+
+
 def twice(name: str) -> Make:
     """Name a parquet file with two columns of one name."""
 
@@ -248,13 +262,18 @@ def model(
     gone: tuple[str, ...] = (),
     text: Mapping[str, str] | None = None,
     config: Mapping[str, Any] | None = None,
+    settings: Mapping[str, Any] | None = None,
     without_tensor: str | None = None,
     weights: bytes | None = None,
     odd: tuple[str, str] | None = None,
     key: str = "actor_rollout_ref.model.path",
     extra: Overrides | None = None,
 ) -> Make:
-    """Copy the small model and damage it; ``odd`` is what takes the place of a file, and the file."""
+    """Copy the small model and damage it.
+
+    ``config`` and ``settings`` change values of config.json and tokenizer_config.json; ``odd`` is what takes the place
+    of a file, and the file.
+    """
 
     def make(place: Place) -> Overrides:
         folder = place.folder / "model"
@@ -263,9 +282,10 @@ def model(
             (folder / name).unlink(missing_ok=True)
         for name, content in (text or {}).items():
             (folder / name).write_text(content)
-        if config is not None:
-            file = folder / "config.json"
-            file.write_text(json.dumps(json.loads(file.read_text()) | dict(config)))
+        for name, changes in (("config.json", config), ("tokenizer_config.json", settings)):
+            if changes is not None:
+                content = json.loads((folder / name).read_text())
+                (folder / name).write_text(json.dumps(content | dict(changes)))
         if without_tensor is not None:
             tensors = load_file(folder / "model.safetensors")
             del tensors[without_tensor]

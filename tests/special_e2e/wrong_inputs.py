@@ -18,8 +18,8 @@ USAGE_ERROR = 2
 MOST_LINES = 5
 VERDICTS = ("clear", "unclear", "hung", "accepted")
 INSTEAD = re.compile(
-    r"\b(must|write|name|set|use|add|keep|give|raise|lower|copy|correct|install|define|save|leave|choose|start|resume|"
-    r"remove|rename|unset|download|nearest|known are|it has|the file has|one of|needs|excludes|no such|did not)\b"
+    r"\b(must|write|name|(?<!data )set|use|add|keep|give|raise|lower|copy|correct|install|define|save|leave|choose|"
+    r"start|resume|remove|rename|unset|download|nearest|known are|it has|the file has|one of|needs|excludes)\b"
 )
 """Words with which a message says what would be right."""
 
@@ -128,23 +128,17 @@ def _word(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def _supervised(workspace: Workspace, model_key: str, **files: str) -> dict[str, Any]:
+    paths = {f"data.{key}": workspace.folder / name for key, name in files.items()}
+    return {model_key: workspace.model, "data.train_batch_size": 8, "trainer.device": "cpu"} | paths
+
+
 def _sft(workspace: Workspace) -> dict[str, Any]:
-    return {
-        "model.path": workspace.model,
-        "data.train_files": workspace.folder / "conversations.parquet",
-        "data.train_batch_size": 8,
-        "trainer.device": "cpu",
-    }
+    return _supervised(workspace, "model.path", train_files="conversations.parquet")
 
 
 def _older_sft(workspace: Workspace) -> dict[str, Any]:
-    return {
-        "model.partial_pretrain": workspace.model,
-        "data.train_files": workspace.folder / "pairs.parquet",
-        "data.val_files": workspace.folder / "pairs.parquet",
-        "data.train_batch_size": 8,
-        "trainer.device": "cpu",
-    }
+    return _supervised(workspace, "model.partial_pretrain", train_files="pairs.parquet", val_files="pairs.parquet")
 
 
 def _generation(workspace: Workspace) -> dict[str, Any]:

@@ -15,9 +15,18 @@ def test_a_template_that_does_not_end_is_found(template):
     assert template_problem(template, 0.5) == "does not end within 0.5 s for a chat of one message"
 
 
-@pytest.mark.parametrize("template", [CHAT_TEMPLATE, "{% for a in range(3) %}{{ a }}{% endfor %}", "{{ range( }}"])
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, "{% for a in range(3) %}{{ a }}{% endfor %}", "{{ raise(7) }}"])
 def test_a_template_that_ends_or_raises_is_none(template):
     assert template_problem(template) is None
+
+
+def test_a_template_that_is_not_jinja_is_found_and_tags_of_transformers_are_left_to_it():
+    assert template_problem("{{ range( }}") == "is not valid Jinja, line 1: unexpected '}', expected ')'"
+    assert template_problem("a\n{% for m in messages %}") == (
+        "is not valid Jinja, line 2: Unexpected end of template. Jinja was looking for the following tags: 'endfor' or "
+        "'else'. The innermost block that needs to be closed is 'for'."
+    )
+    assert template_problem("{% generation %}{{ messages }}{% endgeneration %}") is None
 
 
 def test_rendering_is_limited_and_names_the_chat(monkeypatch):

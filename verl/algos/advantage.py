@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from verl.algos.names import AdvantageEstimator as AdvantageEstimator
+from verl.base_config import WrongInput
 from verl.protocol import DataProto, tensors_of
 from verl.utils.groupwise import as_torch_index, group_count, group_mean_std, group_sum
 from verl.utils.numerics.scan import as_numbers, reverse_scan
@@ -68,7 +69,7 @@ def get_adv_estimator_fn(name_or_enum: str | AdvantageEstimator) -> AdvantageFn:
     """
     name = _plain_name(name_or_enum)
     if name not in ADV_ESTIMATOR_REGISTRY:
-        raise ValueError(f"algorithm.adv_estimator must be one of {sorted(ADV_ESTIMATOR_REGISTRY)}, got {name!r}")
+        raise WrongInput(f"algorithm.adv_estimator must be one of {sorted(ADV_ESTIMATOR_REGISTRY)}, got {name!r}")
     return ADV_ESTIMATOR_REGISTRY[name]
 
 
@@ -82,7 +83,7 @@ def estimate_advantages(name_or_enum: str | AdvantageEstimator, **inputs: Any) -
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     missing = [p.name for p in named if p.default is p.empty and p.name not in inputs]
     if missing:
-        raise ValueError(
+        raise WrongInput(
             f"algorithm.adv_estimator={_plain_name(name_or_enum)} needs {', '.join(missing)}, "
             f"this batch has only {', '.join(inputs)}"
         )
@@ -263,7 +264,7 @@ def compute_grpo_passk_outcome_advantage(
         scores, group = _scores(token_level_rewards, response_mask, index)
         size = group_count(group)
         if bool((size < 2).any()):
-            raise ValueError(
+            raise WrongInput(
                 "algorithm.adv_estimator=grpo_passk needs at least 2 samples of each prompt: "
                 "set actor_rollout_ref.rollout.n to 2 or more"
             )
@@ -437,7 +438,7 @@ def pf_ppo_weights(scores: Tensor, reweight_method: str, weight_pow: float) -> T
     elif reweight_method == "max_random":
         weights = torch.where(best, 0.4, 0.1)
     else:
-        raise ValueError(
+        raise WrongInput(
             f"algorithm.pf_ppo.reweight_method must be pow, max_min or max_random, got {reweight_method!r}"
         )
     return weights.clamp(min=_MIN_WEIGHT)

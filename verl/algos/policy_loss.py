@@ -21,6 +21,7 @@ from torch.autograd.function import BackwardCFunction, FunctionCtx, once_differe
 
 from verl.algos.aggregate import Sum, agg_unit, row_weights, sum_of_mean, unit_count
 from verl.algos.names import POLICY_LOSSES
+from verl.base_config import WrongInput
 from verl.utils.numerics.seeding import GOLDEN, MIX_FACTOR, mix
 
 PolicyLossOutput = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -212,7 +213,7 @@ def get_policy_loss_fn(name: str) -> PolicyLossFn:
     Raises: ValueError for an unknown name.
     """
     if name not in POLICY_LOSS_REGISTRY:
-        raise ValueError(
+        raise WrongInput(
             f"actor_rollout_ref.actor.policy_loss.loss_mode must be one of {sorted(POLICY_LOSS_REGISTRY)}, got {name!r}"
         )
     return POLICY_LOSS_REGISTRY[name]

@@ -12,7 +12,9 @@ from omegaconf import DictConfig
 
 from verl.trainer.config.run_config import RunConfig
 from verl.trainer.config.validation import checked_config
+from verl.trainer.run.environment import check_environment
 from verl.trainer.run.inputs import (
+    JSON_LINES,
     PROCESSOR_FILES,
     InputError,
     chat_template_of,
@@ -42,6 +44,7 @@ def check_inputs(config: DictConfig, recipe_nodes: Collection[str] = ()) -> RunC
     """
     run = checked_config(config, recipe_nodes=recipe_nodes)
     check_backends(run.trainer.logger)
+    check_environment(run.ray_kwargs, run.trainer.logger)
     check_run_machine(run)
     check_data(run)
     check_rows(run)
@@ -98,7 +101,7 @@ def check_rows(run: RunConfig) -> None:
 
     Raises: DataError naming file, row and column.
     """
-    from verl.utils.dataset.files import check_data_sources, check_prompt_rows, check_vision_rows
+    from verl.utils.dataset.files import check_data_sources, check_prompt_rows, check_schemas, check_vision_rows
     from verl.utils.reward_score import data_source_problem
 
     data = run.data
@@ -110,6 +113,8 @@ def check_rows(run: RunConfig) -> None:
     framework_scores = _framework_scores(run)
     folder = Path(os.path.expanduser(run.actor_rollout_ref.model.path))
     text_only = folder.is_dir() and not any((folder / name).exists() for name in PROCESSOR_FILES)
+    for paths in (data.train_paths, data.val_paths):
+        check_schemas([path for path in local_files(paths) if not path.endswith(JSON_LINES)])
     for path in local_files(data.train_paths + data.val_paths):
         media = data.media_columns().values()
         for check in column_checks(path, [data.prompt_key, data.reward_fn_key, "reward_model", "extra_info", *media]):
@@ -182,7 +187,8 @@ def check_chat_template(run: RunConfig) -> None:
     Raises: InputError naming the key.
     """
     model = run.actor_rollout_ref.model
-    is_given = model.custom_chat_template or "chat_template" in run.data.apply_chat_template_kwargs
+    in_data = run.data.apply_chat_template_kwargs.get("chat_template")
+    is_given = model.custom_chat_template or in_data
     key = "path" if model.tokenizer_path in (None, model.path) else "tokenizer_path"
     path = getattr(model, key)
     if not is_given and not run.data.custom_cls.path and not _may_have_template(path):
@@ -191,6 +197,8 @@ def check_chat_template(run: RunConfig) -> None:
             "actor_rollout_ref.model.custom_chat_template, or data.apply_chat_template_kwargs.chat_template"
         )
     found = None if is_given else chat_template_of(Path(os.path.expanduser(path)))
+    if isinstance(in_data, str):
+        check_template_ends("data.apply_chat_template_kwargs.chat_template", in_data)
     if model.custom_chat_template:
         check_template_ends("actor_rollout_ref.model.custom_chat_template", model.custom_chat_template)
     elif found is not None:
@@ -198,7 +206,7 @@ def check_chat_template(run: RunConfig) -> None:
 
 
 def check_template_ends(name: str, template: str) -> None:
-    """Check that rendering a chat of one message ends; ``name`` is that of the template.
+    """Check that a template is valid, and that rendering a chat of one message ends; ``name`` is that of the template.
 
     Raises: InputError.
     """

@@ -42,10 +42,15 @@ def render_chat(templater: HasChatTemplate, messages: Sequence[Any], options: Ma
 
 
 def template_problem(template: str, timeout_s: float = TRIAL_TIMEOUT_S) -> str | None:
-    """Render a chat of one message in a process; return why that does not end, None for any other outcome.
+    """Return why a template is not valid Jinja, or why rendering a chat of one message does not end; else None.
 
-    Only templates that can compute without end are tried.
+    Only templates that can compute without end are rendered, in a process. Tags of transformers are left to it.
     """
+    try:
+        _environment().parse(template)
+    except jinja2.TemplateSyntaxError as error:
+        if "unknown tag" not in str(error):
+            return f"is not valid Jinja, line {error.lineno}: {error.message}"
     if not _MAY_LOOP.search(template):
         return None
     trial = IsolatedFunction(_load_trial, {}, START_TIMEOUT_S)
@@ -62,14 +67,15 @@ def template_problem(template: str, timeout_s: float = TRIAL_TIMEOUT_S) -> str |
     return None
 
 
+def _environment() -> ImmutableSandboxedEnvironment:
+    return ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+
+
 def _load_trial() -> Callable[[str], None]:
     return _render_once
 
 
 def _render_once(template: str) -> None:
     """Render as transformers does, apart from its filters and tags: those who lack them raise, which is no problem."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
     messages = [{"role": "user", "content": "1 + 1 = ?"}]
-    environment.from_string(template).render(messages=messages, add_generation_prompt=True)
+    _environment().from_string(template).render(messages=messages, add_generation_prompt=True)

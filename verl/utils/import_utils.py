@@ -13,13 +13,31 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
 
+from verl.base_config import WrongInput
 from verl.utils.time_limit import TimeLimitExceeded, UserCodeFailed, call_within, error_text
 
 IMPORT_TIMEOUT_S = 300.0
 """Time limit for a module of the user."""
+_HOW_TO_IMPORT = "correct it, or install what it imports"
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+class UserFileError(WrongInput, FileNotFoundError):
+    """A Python file of the user does not exist."""
+
+
+class UserImportError(WrongInput, RuntimeError):
+    """A Python file or module of the user cannot be executed."""
+
+
+class UserNameError(WrongInput, AttributeError):
+    """A Python file or module of the user does not define a name."""
+
+
+class ExternalModuleError(WrongInput, ImportError):
+    """An external module cannot be imported."""
 
 
 @cache
@@ -52,7 +70,7 @@ def lazy_exports(module: str, exports: Mapping[str, str]) -> Callable[[str], Any
 def import_external_libs(external_libs: str | list[str] | None = None) -> None:
     """Import modules by name so that they can register their parts.
 
-    Raises: ImportError naming the module that cannot be imported, whatever it raises.
+    Raises: ExternalModuleError naming the module that cannot be imported, whatever it raises.
     """
     if external_libs is None:
         return
@@ -60,7 +78,8 @@ def import_external_libs(external_libs: str | list[str] | None = None) -> None:
         try:
             _import_within_limit(partial(importlib.import_module, name))
         except RuntimeError as error:
-            raise ImportError(f"cannot import the external module {name!r}: {error}") from error.__cause__
+            text = f"cannot import the external module {name!r}: {error}: {_HOW_TO_IMPORT}"
+            raise ExternalModuleError(text) from error.__cause__
 
 
 def python_file(path: str) -> Path | None:
@@ -70,14 +89,14 @@ def python_file(path: str) -> Path | None:
 
 def _load_file(path: Path, source: bytes | None = None) -> ModuleType:
     if not path.is_file():
-        raise FileNotFoundError(f"no Python file at {str(path)!r}")
+        raise UserFileError(f"no Python file at {str(path)!r}: give the path of one")
     # The name contains the path, so files with the same base name stay apart and a file runs once per process.
     name = f"verl_external_{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise RuntimeError(f"{str(path)!r} is not a Python module: its name must end in .py")
+        raise UserImportError(f"{str(path)!r} is not a Python module: its name must end in .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     run: Callable[[], None] = partial(spec.loader.exec_module, module)
@@ -88,7 +107,7 @@ def _load_file(path: Path, source: bytes | None = None) -> ModuleType:
     except BaseException as error:
         del sys.modules[name]
         if isinstance(error, RuntimeError):
-            raise RuntimeError(f"cannot execute {str(path)!r}: {error}") from error.__cause__
+            raise UserImportError(f"cannot execute {str(path)!r}: {error}: {_HOW_TO_IMPORT}") from error.__cause__
         raise
     return module
 
@@ -115,7 +134,7 @@ def load_extern_type(file_path: str | None, type_name: str | None, source: bytes
 
     Args: ``source`` takes the place of the content of the file, which may have changed since somebody read it.
     Returns: the object; None without a path.
-    Raises: FileNotFoundError, RuntimeError when the module cannot be executed, AttributeError when the name is missing.
+    Raises: UserFileError, UserImportError when the module cannot be executed, UserNameError when the name is missing.
     """
     if not file_path:
         return None
@@ -127,12 +146,12 @@ def load_extern_type(file_path: str | None, type_name: str | None, source: bytes
             name = file_path.removeprefix("pkg://").replace("/", ".")
             module = _import_within_limit(partial(importlib.import_module, name))
         except RuntimeError as error:
-            raise RuntimeError(f"cannot import {file_path!r}: {error}") from error.__cause__
+            raise UserImportError(f"cannot import {file_path!r}: {error}: {_HOW_TO_IMPORT}") from error.__cause__
     else:
         module = _load_file(file, source)
     if not hasattr(module, type_name):
         names = sorted(name for name in vars(module) if not name.startswith("_"))
-        raise AttributeError(f"{file_path!r} has no {type_name!r}; it has {names}")
+        raise UserNameError(f"{file_path!r} has no {type_name!r}; it has {names}")
     return getattr(module, type_name)
 
 

@@ -43,7 +43,9 @@ def hf_tokenizer(
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, **kwargs)
     except Exception as error:  # the libraries raise many kinds for garbage in its files, TypeError for instance
-        raise TokenizerNotFoundError(f"cannot load a tokenizer from {name_or_path!r}: {error}") from error
+        raise TokenizerNotFoundError(
+            f"cannot load a tokenizer from {name_or_path!r}: {error}: correct its files, or copy the tokenizer again"
+        ) from error
     if correct_pad_token and tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
             raise TokenizerNotFoundError(

@@ -17,7 +17,7 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("run")
     sizes = {"max_position_embeddings": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4}
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen2", **sizes}))
-    (folder / "tokenizer.json").write_text("{}")
+    (folder / "tokenizer.json").write_text('{"model": {}}')
     (folder / "rows.parquet").write_text("rows")
     (folder / "reward.py").write_text("def score(data_source, solution_str):\n    return 0.0\n")
     return [

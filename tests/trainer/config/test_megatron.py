@@ -219,7 +219,7 @@ def test_architectures_that_it_cannot_hold(megatron, tmp_path):
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4}
     config = {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]} | sizes
     (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "tokenizer.json").write_text('{"model": {}}')
     found = violations(megatron(f"actor_rollout_ref.model.path={tmp_path}"))
     assert "Gemma2ForCausalLM is not supported with strategy=megatron" in found["actor_rollout_ref.model.path"]
 
@@ -236,7 +236,7 @@ def qwen3_moe(tmp_path):
         content = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "sliding_window": 4096}
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "config.json").write_text(json.dumps(content | sizes | changes))
-        (tmp_path / folder / "tokenizer.json").write_text("{}")
+        (tmp_path / folder / "tokenizer.json").write_text('{"model": {}}')
         return [f"{MODEL}.path={tmp_path / folder}", *overrides]
 
     return make
@@ -338,7 +338,7 @@ def test_what_is_refused_exists():
 def test_experts_of_the_model_count(megatron, tmp_path):
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4, "num_experts": 6}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", **sizes}))
-    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "tokenizer.json").write_text('{"model": {}}')
     paths = [f"{node}.path={tmp_path}" for node in ("actor_rollout_ref.model", "critic.model")]
     assert violations(megatron(*paths, f"{EP}=2")) == {}
     cut = violations(megatron(*paths, f"{TP}=2", f"{LAYOUT}.sequence_parallel=false"))

@@ -23,7 +23,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("reward")
     sizes = {"max_position_embeddings": 32, "num_attention_heads": 4}
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen2", **sizes}))
-    (folder / "tokenizer.json").write_text("{}")
+    (folder / "tokenizer.json").write_text('{"model": {}}')
     return folder
 
 

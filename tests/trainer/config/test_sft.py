@@ -132,7 +132,7 @@ def test_models_that_megatron_core_does_not_have(composed, trees, tmp_path):
     for architecture, name in (("LlamaForCausalLM", "llama"), ("Gemma2ForCausalLM", "gemma")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(content | {"architectures": [architecture]}))
-        (tmp_path / name / "tokenizer.json").write_text("{}")
+        (tmp_path / name / "tokenizer.json").write_text('{"model": {}}')
     path, biases = {"model.path": str(tmp_path / "llama")}, {"model.override_config": {"attention_bias": True}}
     assert violations(config, path | biases) == {} == violations(trees["sft_trainer_engine"], path)
     found = violations(config, path)["model.path"]
@@ -148,7 +148,7 @@ def test_models_that_megatron_core_does_not_have(composed, trees, tmp_path):
 )
 def test_a_vision_tower_that_several_workers_cannot_share(trees, tmp_path, name, key):
     (tmp_path / "config.json").write_text('{"model_type": "gemma3", "vision_config": {}}')
-    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "tokenizer.json").write_text('{"model": {}}')
     changes = {key: str(tmp_path)}
     assert violations(trees[name], changes, 1) == {}
     assert "which runs on one worker only" in violations(trees[name], changes, 2)[key]

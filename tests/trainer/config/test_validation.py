@@ -279,7 +279,7 @@ def test_vision_models(base, tmp_path):
         in violations(base, {"critic.model.freeze_vision_tower": True})["critic.model.freeze_vision_tower"]
     )
     (tmp_path / "config.json").write_text('{"model_type": "qwen2_5_vl", "vision_config": {}}')
-    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "tokenizer.json").write_text('{"model": {}}')
     seeing = {f"{MODEL}.path": str(tmp_path), "critic.model.path": str(tmp_path)}
     assert violations(base, seeing | {key: True, "critic.model.freeze_vision_tower": True}) == {}
     run = RunConfig.parse(changed(base, seeing | {f"{ACTOR}.strategy": "megatron"}))
@@ -289,7 +289,7 @@ def test_vision_models(base, tmp_path):
 
     (tmp_path / "text").mkdir()
     (tmp_path / "text/config.json").write_text('{"model_type": "qwen2"}')
-    (tmp_path / "text/tokenizer.json").write_text("{}")
+    (tmp_path / "text/tokenizer.json").write_text('{"model": {}}')
     blind = seeing | {"critic.model.path": str(tmp_path / "text")}
     assert "name a vision-language model" in violations(base, blind)["critic.model.path"]
     assert violations(base, {f"{MODEL}.path": str(tmp_path / "text"), "critic.model.path": str(tmp_path)}) == {}
@@ -303,7 +303,7 @@ def test_vision_models(base, tmp_path):
 def test_vision_towers_that_several_workers_cannot_share(base, tmp_path):
     """The engine refuses them as well, but only after Ray has started."""
     (tmp_path / "config.json").write_text('{"model_type": "gemma3", "vision_config": {}}')
-    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "tokenizer.json").write_text('{"model": {}}')
     paths = [f"{MODEL}.path", "critic.model.path", "reward_model.model.path"]
     one = dict.fromkeys(paths, str(tmp_path)) | {"reward_model.enable": True, "trainer.n_gpus_per_node": 1}
     one |= {"reward_model.model.input_tokenizer": None, "reward_model.micro_batch_size_per_gpu": 1}

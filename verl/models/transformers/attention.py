@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from verl.base_config import WrongInput
 from verl.utils import ulysses
 
 VARLEN_ATTENTION = "verl_varlen"
@@ -194,7 +195,7 @@ def varlen_attention_forward(
         )
     for name in ("softcap", "s_aux", "position_bias"):
         if kwargs.get(name) is not None:
-            raise ValueError(
+            raise WrongInput(
                 f"packed attention does not support {name!r} of {type(module).__name__}: "
                 "set model.use_remove_padding=False"
             )

@@ -118,6 +118,10 @@ class DispatchError(ValueError, AssertionError):
     """Arguments or a dispatch mode do not have the form that dispatch needs."""
 
 
+class DirectMethodError(DispatchError, NotImplementedError):
+    """The driver called a method that only other actors may call."""
+
+
 def _fns(dispatch_fn: DispatchFn, collect_fn: CollectFn) -> DispatchFns:
     return {"dispatch_fn": dispatch_fn, "collect_fn": collect_fn}
 
@@ -242,7 +246,7 @@ def dispatch_lazy_compute_data_proto(
 
 
 def _call_forbidden(worker_group: DispatchGroup, *args: T, **kwargs: T) -> NoReturn:
-    raise NotImplementedError("the driver cannot call a method in mode DIRECT_ROLLOUT_METHOD: call it on the actor")
+    raise DirectMethodError("the driver cannot call a method in mode DIRECT_ROLLOUT_METHOD: call it on the actor")
 
 
 # ---- collecting

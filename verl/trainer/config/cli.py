@@ -169,7 +169,8 @@ def fitted_overrides(
             raise ConfigError([Violation(each.key_or_group, each.value(), expected) for each in broken])
         groups = [str(each.input_line) for each in in_groups]
         base = hydra.compose(config_name, [*groups, *extra])
-    known = set(dotted_keys(OmegaConf.to_container(base, resolve=False)))  # type: ignore[arg-type]
+    tree: Any = OmegaConf.to_container(base, resolve=False)
+    known = set(dotted_keys(tree))
     violations: list[Violation] = []
     fitted: list[str] = []
     for override in parsed:
@@ -183,6 +184,10 @@ def fitted_overrides(
         if override.is_sweep_override() and not multirun:
             expected = "are several values: write a list as [a,b], or quote a text that holds a comma"
             violations.append(Violation(override.key_or_group, _value_text(override), expected))
+        elif _is_list(override) and isinstance(select(tree, override.key_or_group), Mapping):
+            violations.append(
+                Violation(override.key_or_group, override.value(), "must be a mapping: set keys below it")
+            )
     if violations:
         raise ConfigError(violations)
     return fitted
@@ -194,6 +199,10 @@ def _is_group(override: Override, loader: Any) -> bool:
         return True
     sets_a_node = not override.is_sweep_override() and isinstance(override.value(), Mapping)
     return "." not in name and not sets_a_node and bool(loader.get_group_options(name))
+
+
+def _is_list(override: Override) -> bool:
+    return not override.is_delete() and not override.is_sweep_override() and isinstance(override.value(), list)
 
 
 def _keys_of(override: Override) -> Iterator[str]:

@@ -17,6 +17,7 @@ from verl.algos.aggregate import agg_loss
 from verl.algos.kl import get_kl_controller
 from verl.algos.mismatch import calculate_debug_metrics
 from verl.algos.names import AdvantageEstimator
+from verl.base_config import WrongInput
 from verl.protocol import DataProto, pad_dataproto_to_divisor, tensors_of, unpad_dataproto
 from verl.single_controller.base.errors import phase
 from verl.single_controller.ray import RayWorkerGroup
@@ -607,7 +608,7 @@ class RayPPOTrainer:
         """Return the metrics of the current weights on the validation set."""
         options = self.run_config.trainer
         if self.val_dataloader is None:
-            raise ValueError("data.val_files=null: name a file, or set trainer.val_before_train=false and test_freq=-1")
+            raise WrongInput("data.val_files=null: name a file, or set trainer.val_before_train=false and test_freq=-1")
         samples = collect_samples(
             self.val_dataloader,
             self._generate_for_validation,

@@ -103,7 +103,8 @@ def settled(data: DataProto, scores: Tensor, extras: ExtraColumns, limits: Scori
         f"of the batch, data_source {sources[rows[0]]!r}"
     )
     if len(rows) / len(scores) > limits.max_failed_ratio:
-        raise RewardError(f"{text}: more than reward_model.scoring.max_failed_ratio={limits.max_failed_ratio:g}")
+        limit = f"reward_model.scoring.max_failed_ratio={limits.max_failed_ratio:g}"
+        raise RewardError(f"{text}: more than {limit}. Correct the reward, or raise this limit")
     logger.warning("%s: they get reward_model.scoring.failure_score=%g", text, limits.failure_score)
     attended = tensors_of(data)["attention_mask"][:, -width:]
     last = (attended * torch.arange(1, width + 1)).amax(-1).sub(1).clamp(min=0)

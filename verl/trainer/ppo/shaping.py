@@ -8,7 +8,7 @@ from verl.algos.kl import KLController
 from verl.algos.kl import kl_penalty as compute_kl
 from verl.algos.mismatch import compute_rollout_importance_weights
 from verl.algos.names import AdvantageEstimator
-from verl.base_config import Tree
+from verl.base_config import Tree, WrongInput
 from verl.protocol import DataProto, tensors_of
 from verl.utils.torch_functional import masked_mean
 
@@ -52,7 +52,7 @@ def add_rollout_weights(batch: DataProto, algorithm: AlgoConfig) -> tuple[DataPr
     tensors = tensors_of(batch)
     if "rollout_log_probs" not in tensors.keys():
         if algorithm.rollout_is:
-            raise ValueError(
+            raise WrongInput(
                 "algorithm.rollout_is=true: the rollout returned no rollout_log_probs, which importance weights need; "
                 "set actor_rollout_ref.rollout.calculate_log_probs=true, or algorithm.rollout_is=false"
             )

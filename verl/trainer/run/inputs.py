@@ -7,7 +7,7 @@ import os
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from verl.base_config import WrongInput, one_line
 from verl.trainer.config.run_config import RayConfig
@@ -188,6 +188,8 @@ def _weight_files(key: str, folder: Path) -> list[Path]:
     if index is not None:
         try:
             names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
+                raise ValueError("weight_map must map each tensor to a file in this folder")
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise InputError(f"{key}: {index}: is not an index of weight files: {error}; {_AGAIN}") from error
         missing = sorted(name for name in names if not (folder / name).is_file())
@@ -218,7 +220,7 @@ def _check_weights(key: str, path: Path) -> dict[str, list[int]]:
     try:
         tensors = json.loads(header)
         tensors.pop("__metadata__", None)
-        end = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
+        end = max((_end_of(entry) for entry in tensors.values()), default=0)
         shapes = {name: entry["shape"] for name, entry in tensors.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise InputError(f"{key}: {path}: is not a safetensors file, or cut short in its header; {_AGAIN}") from None
@@ -227,6 +229,17 @@ def _check_weights(key: str, path: Path) -> dict[str, list[int]]:
             f"{key}: {path}: is cut short: {size} bytes, and its header asks for {8 + length + end}; {_AGAIN}"
         )
     return shapes
+
+
+def _end_of(entry: Mapping[str, Any]) -> int:
+    """Return the offset at which a tensor of a safetensors file ends.
+
+    Raises: ValueError for offsets that are not two ascending numbers.
+    """
+    start, end = entry["data_offsets"]
+    if not isinstance(start, int) or not isinstance(end, int) or not 0 <= start <= end:
+        raise ValueError("data_offsets must be two ascending numbers")
+    return end
 
 
 def has_chat_template(folder: Path) -> bool:

@@ -22,6 +22,7 @@ from verl.utils.loading import UntrustedClassError, untrusted_classes
 
 DATA_NAME = "data.pt"
 MISSING_DATA = "is missing: without it the training data would start over. Copy it back"
+ANOTHER = "Name another one in trainer.resume_from_path, or start from scratch with trainer.resume_mode=disable"
 
 
 class ResumeError(WrongInput, AssertionError):
@@ -100,9 +101,13 @@ def _checked(folder: Path, root: Path, run: RunConfig) -> Path:
     """Return the folder if the checkpoint is whole and fits this run."""
     problems = _problems(folder, run)
     if problems:
-        shown = "; ".join(problems[:4])
-        raise IncompleteCheckpointError(f"checkpoint {folder} cannot be resumed from: {shown}. {_offer(root, run)}")
+        raise damaged_checkpoint(folder, problems, _offer(root, run))
     return folder
+
+
+def damaged_checkpoint(folder: str | Path, problems: Sequence[str], offer: str) -> IncompleteCheckpointError:
+    """Return the error of a checkpoint that cannot be resumed from; ``offer`` tells the user how to go on."""
+    return IncompleteCheckpointError(f"checkpoint {folder} cannot be resumed from: {'; '.join(problems[:4])}. {offer}")
 
 
 def _problems(folder: Path, run: RunConfig) -> list[str]:

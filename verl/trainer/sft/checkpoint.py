@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from verl.trainer.run.resume import MISSING_DATA, step_of
+from verl.trainer.run.resume import ANOTHER, MISSING_DATA, damaged_checkpoint, step_of
 from verl.utils import hdfs_io
 from verl.utils.checkpoint import files
 from verl.utils.dataset.factory import digest_of, warn_of_other_batch_size, warn_of_other_data
@@ -112,16 +112,16 @@ class CheckpointHandler:
     def load_checkpoint(self) -> int:
         """Restore engine and loader, and return the step to continue from, 0 without a checkpoint; collective.
 
-        Raises: CheckpointError when the folder does not exist, has another name than at the save, lacks the state of
-            the loader, or is of an older version and another number of data-parallel ranks; UntrustedClassError when
-            the state of the loader names classes that may run code.
+        Raises: IncompleteCheckpointError when the folder has another name than at the save, CheckpointError when it
+            does not exist, lacks the state of the loader, or is of an older version and another number of data-parallel
+            ranks; UntrustedClassError when the state of the loader names classes that may run code.
         """
         folder = self._folder()
         if folder is None:
             return 0
         step = step_of(folder)
         if problem := files.renamed_problem(folder, folder):
-            raise files.CheckpointError(f"checkpoint {folder} cannot be resumed from: {problem}")
+            raise damaged_checkpoint(folder, [problem], ANOTHER)
         logger.warning("resuming from %s", folder)
         counted = Path(folder, RUN_STATE_NAME)
         if counted.exists():

@@ -5,9 +5,10 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from verl.trainer.config.sft import TrainerOptions, as_engine_tree, parse_sft_config
+from verl.trainer.config.sft import as_engine_tree, parse_sft_config
+from verl.trainer.run.environment import check_processes, check_rendezvous
 from verl.trainer.run.inputs import InputError, check_model, column_checks, local_files
-from verl.trainer.run.resume import IncompleteCheckpointError
+from verl.trainer.run.resume import ANOTHER, damaged_checkpoint
 from verl.utils import envs
 from verl.utils.checkpoint.files import find_latest_ckpt_path, verify_checkpoint
 from verl.utils.dataset.config import DataConfig
@@ -23,16 +24,19 @@ def check_sft_inputs(config: DictConfig) -> None:
     try:
         processes = envs.integer("WORLD_SIZE", 1)
         of_node = envs.integer("LOCAL_WORLD_SIZE", 1)
+        rank = envs.integer("RANK", 0)
     except ValueError as error:
         raise InputError(str(error)) from None
+    check_processes(processes, of_node, rank)
     run = parse_sft_config(config, processes)
+    check_rendezvous(processes)
     check_backends(run.trainer.logger)
     tree = as_engine_tree(config)
     if not tree.data.custom_cls.path:
         check_rows(tree.data)
     check_model("model.path" if "engine" in config else "model.partial_pretrain", run.model.path)
     if processes == of_node:  # other nodes may have other disks
-        check_checkpoint(run.trainer)
+        check_checkpoint(run.trainer.resume_mode, run.trainer.resume_from_path, run.trainer.default_local_dir)
 
 
 def holds_text_pairs(data: Any) -> bool:
@@ -57,16 +61,16 @@ def check_rows(data: DictConfig) -> None:
                 check_conversations(check, columns.messages_key)
 
 
-def check_checkpoint(trainer: TrainerOptions) -> None:
+def check_checkpoint(resume_mode: str, resume_from_path: str | None, run_folder: str) -> None:
     """Check that the checkpoint that the run resumes from is whole.
 
     Raises: IncompleteCheckpointError naming the folder, or CheckpointError naming the tracker file.
     """
-    if trainer.resume_mode == "disable":
+    if resume_mode == "disable":
         return
-    folder = trainer.resume_from_path or find_latest_ckpt_path(Path(trainer.default_local_dir).expanduser())
-    problems = [] if folder is None else verify_checkpoint(Path(folder).expanduser())
+    folder = resume_from_path or find_latest_ckpt_path(Path(run_folder).expanduser())
+    if folder is None:
+        return
+    problems = verify_checkpoint(Path(folder).expanduser())
     if problems:
-        shown = "; ".join(problems[:4])
-        afresh = "name another one in trainer.resume_from_path, or start from scratch with trainer.resume_mode=disable"
-        raise IncompleteCheckpointError(f"checkpoint {folder} cannot be resumed from: {shown}: {afresh}")
+        raise damaged_checkpoint(folder, problems, ANOTHER)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
+from verl.base_config import WrongInput
 from verl.utils import envs, hdfs_io
 from verl.utils.checkpoint import files
 from verl.utils.checkpoint.files import CONTENTS as CONTENTS
@@ -191,7 +192,7 @@ class BaseCheckpointManager(ABC):
         """
         parts: list[str] = getattr(self, key)
         if "optimizer" in parts and self.optimizer is None:
-            raise ValueError(f"checkpoint.{key} names the optimizer, but this model has none: write [model]")
+            raise WrongInput(f"checkpoint.{key} names the optimizer, but this model has none: write [model]")
 
     def stop_on(self, path: str, problems: list[str]) -> None:
         """Stop all ranks if one of them has a problem; collective.
@@ -229,7 +230,7 @@ def _contents(config: Mapping[str, Any] | None, key: str, default: Iterable[str]
     parts = list(default if value is None else value)
     unknown = [part for part in parts if part not in CONTENTS]
     if unknown:
-        raise ValueError(f"checkpoint.{key}={parts} has unknown parts {unknown}: write parts of {list(CONTENTS)}")
+        raise WrongInput(f"checkpoint.{key}={parts} has unknown parts {unknown}: write parts of {list(CONTENTS)}")
     return parts
 
 

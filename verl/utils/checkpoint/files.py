@@ -426,7 +426,7 @@ def should_save_ckpt_esi(max_steps_duration: float, save_ckpt_duration: float = 
         try:
             remaining = float(announced) - time.time()
         except ValueError:
-            raise ValueError(f"environment variable {name}={announced!r} must be a time in unix seconds") from None
+            raise WrongInput(f"environment variable {name}={announced!r} must be a time in unix seconds") from None
         return remaining <= save_ckpt_duration + max_steps_duration + redundant_time
     return False
 

@@ -1,8 +1,9 @@
 """Data sets, samplers and loaders, built as the ``data`` node of the config describes them."""
 
+import inspect
 import logging
 import warnings
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Mapping, Sized
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from verl.base_config import WrongInput
 from verl.utils.dataset.config import DataConfig, Node
 from verl.utils.dataset.rl_dataset import RLHFDataset
-from verl.utils.import_utils import load_extern_type
+from verl.utils.import_utils import UserFileError, UserImportError, UserNameError, load_extern_type
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +47,11 @@ def load_class(node: Node | None, key: str, base: type, names: tuple[str, str]) 
     path = node[file_key]
     name = node.get(class_key)
     if not name:
-        raise ValueError(f"{key}.{class_key} must name a class in {path!r}, got {name!r}")
-    found = load_extern_type(path, name)
+        raise WrongInput(f"{key}.{class_key} must name a class in {path!r}, got {name!r}")
+    try:
+        found = load_extern_type(path, name)
+    except (UserFileError, UserImportError, UserNameError) as error:
+        raise type(error)(f"{key}.{file_key}={path!r}: {error}") from error
     if not isinstance(found, type) or not issubclass(found, base):
         raise DatasetClassError(f"{key}.{class_key}={name!r} in {path!r} must be a class derived from {base.__name__}")
     return found
@@ -66,7 +70,25 @@ def create_rl_dataset(
     if cls is None and is_train and datagen and datagen.get("path"):
         # verl.experimental is a higher layer, so it is loaded by name and only if the config asks for it.
         cls = load_extern_type("pkg://verl.experimental.dynamic_dataset.dynamicgen_dataset", "DynamicGenDataset")
-    return (cls or RLHFDataset)(data_files=data_paths, tokenizer=tokenizer, processor=processor, config=data_config)
+    arguments = {"data_files": data_paths, "tokenizer": tokenizer, "processor": processor, "config": data_config}
+    if cls is not None:
+        _check_parameters(cls, arguments)
+    return (cls or RLHFDataset)(**arguments)
+
+
+def _check_parameters(cls: type, arguments: Mapping[str, Any]) -> None:
+    """Check that a data set of the user takes the arguments of ``RLHFDataset``.
+
+    Raises: DatasetClassError.
+    """
+    try:
+        inspect.signature(cls).bind(**arguments)
+    except TypeError as error:
+        path = inspect.getfile(cls)
+        raise DatasetClassError(
+            f"data.custom_cls.name={cls.__name__!r} in {path!r} cannot be called with {', '.join(arguments)}: {error}: "
+            "give its __init__ these parameters"
+        ) from error
 
 
 def create_rl_sampler(data_config: Node, dataset: Dataset | Sized) -> Sampler:

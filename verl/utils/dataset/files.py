@@ -108,8 +108,30 @@ def concat_tables(paths: list[str], tables: list[pa.Table]) -> pa.Table:
         try:
             joined = pa.concat_tables([joined, table], promote_options="permissive")
         except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-            raise DataError(f"{path}: its columns do not fit those of {paths[0]}: {error}") from error
+            raise _misfit(path, paths[0], error) from error
     return joined.replace_schema_metadata(None)  # with it the library datasets would decode images itself
+
+
+def check_schemas(paths: list[str]) -> None:
+    """Check that the columns of parquet files can be joined.
+
+    Raises: DataError naming the first file with two columns of one name, or whose columns conflict with those of the
+        files before it.
+    """
+    joined = pa.schema([])
+    for path in paths:
+        schema = pq.read_schema(path)
+        refuse_repeated(path, schema.names)
+        try:
+            joined = pa.unify_schemas([joined, schema], promote_options="permissive")
+        except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+            raise _misfit(path, paths[0], error) from error
+
+
+def _misfit(path: str, first: str, error: Exception) -> DataError:
+    return DataError(
+        f"{path}: its columns do not fit those of {first}: {one_line(str(error))}: write each column with one type"
+    )
 
 
 def rows_digest(tables: Iterable[pa.Table], kept: np.ndarray | None = None) -> str:
@@ -189,7 +211,11 @@ class ColumnCheck:
             columns = sorted(self.columns_of_file or self.table.column_names)
             instead = f": write one of them in {key}, or add the column" if key else ": add it"
             self.fail(name, None, f"is missing; the file has {columns}{instead}", key)
-        return pa.concat_arrays(self.table[name].chunks)
+        values = pa.concat_arrays(self.table[name].chunks)
+        if not _is_valid(values):
+            row = next(i for i in range(len(values)) if not _is_valid(values.take(pa.array([i]))))
+            self.fail(name, row, "holds text that is not UTF-8: write it again", key)
+        return values
 
     def refuse(self, name: str, bad: pa.Array | np.ndarray, problem: str, key: str | None = None) -> None:
         """Fail at the first row for which ``bad`` is true."""
@@ -256,6 +282,14 @@ class ColumnCheck:
         self.refuse(name, flagged, problem, key)
 
 
+def _is_valid(values: pa.Array) -> bool:
+    try:
+        values.validate(full=True)
+    except pa.ArrowInvalid:
+        return False
+    return True
+
+
 def is_text(kind: pa.DataType) -> bool:
     """Whether values of this type are strings."""
     if pa.types.is_dictionary(kind):
@@ -284,7 +318,7 @@ def check_prompt_rows(check: ColumnCheck, prompt_key: str, reward_fn_key: str, t
     check.refuse("reward_model", pc.is_null(values), f"is null, {REWARD_MODEL_FORM}")
     fields = [field.name for field in values.type]
     by_model = pa.array(np.zeros(len(values), dtype=bool))
-    if "style" in fields:
+    if "style" in fields and is_text(pc.struct_field(values, "style").type):
         by_model = pc.fill_null(pc.equal(pc.cast(pc.struct_field(values, "style"), pa.string()), "model"), False)
     lacking = pa.array(np.ones(len(values), dtype=bool))
     if "ground_truth" in fields:

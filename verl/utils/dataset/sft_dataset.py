@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
+from verl.base_config import WrongInput
 from verl.utils.chat_template import render_chat
 from verl.utils.dataset import files
 from verl.utils.dataset.config import DataConfig, Node
@@ -77,7 +78,7 @@ class SFTTensorCollator:
         try:
             self.pad_mode = DatasetPadMode(pad_mode)
         except ValueError:
-            raise ValueError(
+            raise WrongInput(
                 f"data.pad_mode must be one of {[mode.value for mode in DatasetPadMode]}, got {pad_mode!r}"
             ) from None
 

@@ -20,7 +20,8 @@ PICTURE_NAME = "curves.png"
 def draw_curves(run_dir: str | Path, picture: str | Path | None = None) -> Path:
     """Draw reward, validation, KL and mismatch, and step time of a run; return the path of the picture.
 
-    Raises: FileNotFoundError if the folder holds no record, ValueError if the record is empty.
+    Raises: FileNotFoundError if the folder holds no record, ValueError if the record is empty, or if the picture
+        cannot be written.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -29,7 +30,7 @@ def draw_curves(run_dir: str | Path, picture: str | Path | None = None) -> Path:
     source = record_of(run_dir)
     entries = read_shaped(source)
     if not entries:
-        raise ValueError(f"{source} holds no step yet")
+        raise ValueError(f"{source} holds no step yet: give the folder of a run that has finished a step")
     target = Path(picture) if picture else Path(run_dir, PICTURE_NAME)
     with rc_context({"text.parse_math": False}):  # names come from the record
         figure = Figure(figsize=(13, 9), layout="constrained")
@@ -43,7 +44,10 @@ def draw_curves(run_dir: str | Path, picture: str | Path | None = None) -> Path:
             else:
                 missing = f"the run logged no data for {panel.name}"
                 ax.text(0.5, 0.5, missing, ha="center", va="center", transform=ax.transAxes, color="gray")
-        figure.savefig(target, dpi=110)
+        try:
+            figure.savefig(target, dpi=110)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{target}: {error}: write the picture to a .png file in a folder that exists") from error
     return target
 
 

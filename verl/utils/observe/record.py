@@ -101,7 +101,7 @@ def read_entries(path: str | Path, strict: bool = True) -> dict[int, Entry]:
                 logger.warning("%s: skipped the last line, which is incomplete", path)
                 break
             if strict:
-                raise ValueError(f"{path}, line {number}: {error}") from None
+                raise ValueError(f"{path}, line {number}: {error}: remove the line, or name another run") from None
             logger.warning("%s: skipped line %d: %s", path, number, error)
             continue
         merge_entry(entries, step, data, details)

@@ -29,7 +29,7 @@ def write_report(run: str | Path, output: str | Path | None = None) -> Path:
     source = record_of(run)
     entries = read_shaped(source)
     if not entries:
-        raise ValueError(f"{source} holds no step yet")
+        raise ValueError(f"{source} holds no step yet: give the folder of a run that has finished a step")
     target = Path(output) if output else source.with_name(REPORT_NAME)
     target = target / REPORT_NAME if target.is_dir() else target
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,17 @@ if TYPE_CHECKING:
 ROPE_KEYS = ("rope_scaling", "rope_parameters")
 READ_SUFFIXES = (*TOKENIZER_SUFFIXES, ".json", ".safetensors", ".bin", ".jinja", ".txt")
 """Endings of the files that a model is loaded from."""
-_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
+_CORRECT = "correct it, or copy the model again"
 _DTYPES = (
     "auto",
     "float32",
@@ -143,9 +153,10 @@ def _hf_config(config: "HFModelConfig") -> "PretrainedConfig":
         hf_config = AutoConfig.from_pretrained(
             config.local_hf_config_path, trust_remote_code=config.trust_remote_code, **options
         )
-    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
         where = config.hf_config_path or config.path
-        expected = f"no usable config.json: {error}. Write a folder that save_pretrained wrote, or a hub id"
+        reason = one_line(str(error), 400)
+        expected = f"no usable config.json: {reason}. Write a folder that save_pretrained wrote, or a hub id"
         raise ConfigError([Violation("model.path", where, expected)]) from error
     if config.load_tokenizer:
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
@@ -263,6 +274,9 @@ def path_problems(path: str) -> Iterator[str]:
     expanded = os.path.expanduser(path)
     if "://" in path:
         return
+    if not path:
+        yield "must be a folder that save_pretrained wrote, or a hub id such as Qwen/Qwen2.5-0.5B"
+        return
     if not os.path.isdir(expanded):
         local = expanded.startswith(("/", ".")) or path.startswith("~") or path.count("/") > 1
         if os.path.isfile(expanded):
@@ -291,13 +305,17 @@ def path_problems(path: str) -> Iterator[str]:
         return
     if not config.get("auto_map") and not _is_known_type(config.get("model_type")):
         yield (
-            f"{file} has model_type={config.get('model_type')!r}, which the installed transformers does not know: "
-            "correct it, or install a version that does"
+            f"{file} has model_type={json.dumps(config.get('model_type'))}, which the installed transformers does not "
+            "know: correct it, or install a version that does"
         )
         return
+    for name in ("text_config", "vision_config", "rope_scaling", "rope_parameters"):
+        if not isinstance(config.get(name), Mapping | None):
+            yield f"{file} has {name}={one_line(json.dumps(config[name]))}, which must be an object: {_CORRECT}"
+            return
     text = config.get("text_config")
     for problem in [*field_problems(config), *(field_problems(text) if isinstance(text, Mapping) else ())]:
-        yield f"{file} has {problem}: correct it, or copy the model again"
+        yield f"{file} has {problem}: {_CORRECT}"
 
 
 def field_problems(config: Mapping[str, Any]) -> Iterator[str]:
@@ -311,6 +329,9 @@ def field_problems(config: Mapping[str, Any]) -> Iterator[str]:
     shared = config.get("num_key_value_heads")
     if isinstance(heads, int) and isinstance(shared, int) and heads % shared:
         yield f"num_key_value_heads={shared}, which must divide num_attention_heads={heads}"
+    dropout = config.get("attention_dropout")
+    if dropout is not None and not (matches(dropout, float) and 0 <= dropout < 1):
+        yield f"attention_dropout={one_line(json.dumps(dropout))}, which must be a number from 0 to below 1"
     for name in ("torch_dtype", "dtype"):
         dtype = config.get(name)
         if not isinstance(dtype, Mapping | None) and str(dtype).removeprefix("torch.") not in _DTYPES:

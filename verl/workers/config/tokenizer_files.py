@@ -10,7 +10,8 @@ TOKENIZER_PREFIXES = ("tokenizer", "tokenization_", "vocab", "tekken", "merges",
 TOKENIZER_SUFFIXES = (".model", ".tiktoken", ".bpe")
 _TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
-_OBJECTS = ("tokenizer.json", *_SETTINGS)
+_GENERATION = "generation_config.json"
+_OBJECTS = ("tokenizer.json", _GENERATION, *_SETTINGS)
 
 Files = dict[str, dict[str, Any]]
 """JSON files of a folder by name."""
@@ -35,7 +36,9 @@ def tokenizer_problems(path: str, hf_config: Mapping[str, Any] | None = None) ->
     problems = [(name, _read(folder / name, files)) for name in sorted(names)]
     yield from (f"{name} {problem}: copy the tokenizer again" for name, problem in problems if problem is not None)
     if hf_config is not None and all(problem is None for _, problem in problems):
-        _read(folder / "generation_config.json", files)  # a broken one counts as none, as for transformers
+        problem = _read(folder / _GENERATION, files)
+        if problem is not None and problem.startswith("holds"):  # other broken ones count as none, as for transformers
+            yield f"{_GENERATION} {problem}: copy the model again"
         yield from _token_problems(files, hf_config, folder)
 
 
@@ -52,6 +55,11 @@ def _read(file: Path, files: Files) -> str | None:
     if not isinstance(content, dict):
         return f"holds a {type(content).__name__}, it must be an object" if file.name in _OBJECTS else None
     files[file.name] = content
+    if file.name == "tokenizer.json" and not isinstance(content.get("model"), dict):
+        return "holds no tokenizer, its 'model' must be an object"
+    longest = content.get("model_max_length")
+    if file.name == "tokenizer_config.json" and not isinstance(longest, int | float | None):
+        return f"has model_max_length={json.dumps(longest)}, it must be a number"
     return None
 
 

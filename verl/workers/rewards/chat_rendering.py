@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from verl.base_config import WrongInput
 from verl.protocol import DataProto, tensors_of
 from verl.utils.chat_template import render_chat
 from verl.utils.torch_functional import SequenceTooLongError
@@ -66,7 +67,7 @@ class ChatRenderer:
             try:
                 text = render_chat(self.target, chat, {"add_generation_prompt": False, "tokenize": False})
             except (jinja2.TemplateError, ValueError) as error:  # ValueError: the tokenizer has no template
-                raise ValueError(
+                raise WrongInput(
                     f"row {index} of the batch, roles {[message.get('role') for message in chat]}: the chat template "
                     f"of reward_model.model.path rejects it: {error}"
                 ) from error

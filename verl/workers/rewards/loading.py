@@ -187,7 +187,8 @@ def isolate_custom_reward_fn(config: Config) -> IsolatedFunction | None:
         isolated.start()
     except ProcessStartError as error:
         raise RewardFunctionImportError(
-            f"custom_reward_function.path={path!r}: {error} (trainer.ray_wait_register_center_timeout={timeout_s:g})"
+            f"custom_reward_function.path={path!r}: {error} (trainer.ray_wait_register_center_timeout={timeout_s:g}): "
+            "correct the file, or raise the limit"
         ) from error
     except UserCodeFailed:
         return None  # to import it here raises the same error, which ``get_custom_reward_fn`` explains

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from verl.base_config import WrongInput
 from verl.utils.process_pool import DeadlinePool, IsolatedFunction, ProcessStartError
 from verl.utils.reward_score import default_compute_score
 from verl.utils.time_limit import TimeLimitExceeded, UserCodeFailed, call_within
@@ -61,7 +62,9 @@ class AbstractRewardManager:
         if cls.score is AbstractRewardManager.score and cls.__call__ is AbstractRewardManager.__call__:
             raise TypeError(f"reward manager {cls.__name__} must define score(samples), or __call__(data, return_dict)")
         if kwargs:
-            raise ValueError(f"reward_model.reward_kwargs holds {sorted(kwargs)}, which {cls.__name__} does not take")
+            raise WrongInput(
+                f"reward_model.reward_kwargs holds {sorted(kwargs)}, which {cls.__name__} does not take: remove them"
+            )
         self.tokenizer = tokenizer
         self.num_examine = num_examine
         self.compute_score: RawScorer = default_compute_score if compute_score is None else compute_score
@@ -168,7 +171,7 @@ def get_reward_manager_cls(name: str) -> type[AbstractRewardManager]:
     Raises: ValueError for an unknown name.
     """
     if name not in REWARD_MANAGER_REGISTRY:
-        raise ValueError(f"reward_model.reward_manager={name!r} is not one of {sorted(REWARD_MANAGER_REGISTRY)}")
+        raise WrongInput(f"reward_model.reward_manager={name!r} is not one of {sorted(REWARD_MANAGER_REGISTRY)}")
     return REWARD_MANAGER_REGISTRY[name]
 
 
@@ -209,7 +212,7 @@ class NaiveRewardManager(AbstractRewardManager):
         }
 
 
-class OverlongBufferError(ValueError, AssertionError):
+class OverlongBufferError(WrongInput, AssertionError):
     """The overlong buffer does not fit the response length."""
 
 
@@ -296,7 +299,7 @@ class BatchRewardManager(AbstractRewardManager):
         **reward_kwargs: Any,
     ) -> None:
         if compute_score is None:
-            raise ValueError(
+            raise WrongInput(
                 "reward_model.reward_manager=batch scores whole batches, which no built-in scorer does: set "
                 "custom_reward_function.path to a file with compute_score(data_sources, solution_strs, ground_truths, "
                 "extra_infos)"

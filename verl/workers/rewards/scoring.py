@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from verl.base_config import WrongInput
+from verl.base_config import WrongInput, one_line
 from verl.utils.process_pool import DeadlineExceeded, IsolatedFunction, Outcome, ScorerFailed
 from verl.utils.time_limit import TimeLimitExceeded, UserCodeFailed, call_within
 from verl.workers.config.reward_model import ScoringConfig
@@ -30,6 +30,8 @@ EXPECTED = "a scorer must return a number, a bool, a tuple that begins with one,
 LARGEST_SCORE = torch.finfo(torch.float32).max
 SHOWN_CHARS = 200
 SHOWN_RESPONSE_CHARS = 1000
+MOST_CHARS = 600
+"""Of the first failure, in the error that ends the run; the log has the whole text."""
 _PLAIN = frozenset({float, int, bool, str, type(None)})
 FAILURE_COLUMN = "reward_failure"
 """Extra with the kind of the failure of each response, None if the scorer gave a score."""
@@ -130,7 +132,8 @@ def read_score(result: RawScore, sample: Sample) -> Score:
     value = result
     if isinstance(result, dict):
         if "score" not in result:
-            raise RewardError(f"{sample.describe()}: the scorer returned a dict without 'score': {_short(result)}")
+            wrong = f"a dict without 'score': {_short(result)}"
+            raise RewardError(f"{sample.describe()}: the scorer returned {wrong}; {EXPECTED}")
         value = result["score"]
         extras = {k: v for k, v in result.items() if k != "score"}
     elif isinstance(result, tuple) and result:
@@ -141,10 +144,13 @@ def read_score(result: RawScore, sample: Sample) -> Score:
         raise RewardError(f"{sample.describe()}: the scorer returned {_short(result)}; {EXPECTED}")
     if not abs(_float(value)) <= LARGEST_SCORE:
         wrong = "not finite" if isinstance(value, float) and not math.isfinite(value) else "too large for a float32"
-        raise RewardError(f"{sample.describe()}: the scorer returned {_short(result)}, which is {wrong}")
+        raise RewardError(f"{sample.describe()}: the scorer returned {_short(result)}, which is {wrong}; {EXPECTED}")
     for name, extra in extras.items():
         if isinstance(extra, int) and math.isinf(_float(extra)):
-            raise RewardError(f"{sample.describe()}: the scorer returned an extra {name!r} beyond the range of a float")
+            raise RewardError(
+                f"{sample.describe()}: the scorer returned an extra {name!r} beyond the range of a float: leave it "
+                "out, or return a smaller number"
+            )
     return Score(float(value), extras)
 
 
@@ -254,7 +260,9 @@ def report_failures(
         logger.log(level, "the first response that could not be scored: %s\n[scorer] %s\n[response] %s%s", *shown)
     if too_many:
         limit = f"reward_model.scoring.max_failed_ratio={limits.max_failed_ratio:g}"
-        raise RewardError(f"{first.text} ({share}, more than {limit})")
+        raise RewardError(
+            f"{one_line(first.text, MOST_CHARS)} ({share}, more than {limit}). Correct the scorer, or raise this limit"
+        )
     return True
 
 

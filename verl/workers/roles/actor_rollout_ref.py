@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from verl.algos.mismatch import finish_gap_metrics
-from verl.base_config import build_node, omega_conf_to_dataclass
+from verl.base_config import WrongInput, build_node, omega_conf_to_dataclass
 from verl.models.transformers.vision import is_vision_config
 from verl.protocol import DataProto, tensors_of
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
@@ -71,7 +71,7 @@ class ActorRolloutRefWorker(EngineWorker):
         if self._is_rollout:
             infer_size = self.rollout_config.workers_per_engine
             if self.world_size % infer_size:
-                raise ValueError(
+                raise WrongInput(
                     f"actor_rollout_ref.rollout.tensor_model_parallel_size x data_parallel_size = {infer_size} must "
                     f"divide the {self.world_size} workers"
                 )

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
+from verl.base_config import WrongInput
 from verl.protocol import tensors_of
 from verl.workers.engine.passes import PassSpec
 
@@ -65,7 +66,7 @@ def per_rank_mini_batch(key: str, mini_batch_size: int, rollout_n: int, dp_size:
     """
     rows = mini_batch_size * rollout_n
     if rows < dp_size or rows % dp_size:
-        raise ValueError(
+        raise WrongInput(
             f"{key}={mini_batch_size} prompts x {rollout_n} samples = {rows} sequences must be a positive multiple of "
             f"the {dp_size} data-parallel ranks"
         )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from verl.base_config import build_node
+from verl.base_config import WrongInput, build_node
 from verl.models.transformers.vision import is_vision_config
 from verl.protocol import DataProto, tensors_of
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
@@ -127,7 +127,7 @@ class RewardModelWorker(EngineWorker):
             metrics["reward_model/truncated_ratio"] = num_cut / len(data)
         largest = int(rows["input_ids"].max())
         if largest >= self.vocab_size:
-            raise ValueError(
+            raise WrongInput(
                 f"the batch holds token {largest}, but the reward model has {self.vocab_size} tokens: set "
                 "reward_model.model.input_tokenizer to the policy's tokenizer, which tokenizes the texts again"
             )
@@ -145,7 +145,7 @@ class RewardModelWorker(EngineWorker):
             rows["position_ids"] = rows["position_ids"][:, 0]
         for index, row in enumerate(() if shown is None else shown):
             if row:
-                raise ValueError(
+                raise WrongInput(
                     f"row {index} of the batch holds images or videos, but reward_model.model.path is a text model: "
                     "name a vision model, or set reward_model.model.input_tokenizer to the policy's tokenizer, which "
                     "scores the text alone"

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from verl.base_config import WrongInput
 from verl.workers.rollout.base import BaseRollout, get_rollout_class
 from verl.workers.rollout.hf_rollout import HFRollout, NaiveRollout
 
@@ -17,7 +18,7 @@ def build_rollout(config: "RolloutConfig", model_config: "HFModelConfig", engine
     Raises: ValueError for an unknown rollout, and for a rollout that waits for weights that no engine sends.
     """
     if engine is None and config.load_format == "dummy":
-        raise ValueError(
+        raise WrongInput(
             "actor_rollout_ref.rollout.load_format=dummy waits for the weights of a trainer, and this worker has none: "
             "write load_format=auto"
         )

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from verl.base_config import WrongInput
 from verl.protocol import DataProto, tensors_of
 from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 from verl.utils.torch_functional import remove_pad_token
@@ -73,7 +74,7 @@ class BaseRollout(ABC):
         for row, (ids, padded) in enumerate(zip(token_ids, padded_lengths, strict=True)):
             length = max(len(ids), padded)
             if length > room:
-                raise ValueError(
+                raise WrongInput(
                     f"prompts[{row}] has {length} tokens; the engine's context leaves {room}: lower "
                     "data.max_prompt_length or raise actor_rollout_ref.rollout.max_model_len"
                 )

@@ -15,6 +15,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from verl.base_config import WrongInput
 from verl.protocol import DataProto, tensors_of
 from verl.utils import envs
 from verl.utils.device import get_device_name
@@ -272,7 +273,7 @@ def _media_of(prompts: DataProto) -> np.ndarray | None:
     """
     rows: np.ndarray | None = prompts.non_tensor_batch.get("multi_modal_inputs")
     if rows is None and any(prompts.non_tensor_batch.get("multi_modal_data", [])):
-        raise ValueError(
+        raise WrongInput(
             "actor_rollout_ref.rollout.name=hf reads multi_modal_inputs: write data.return_multi_modal_inputs=true"
         )
     return rows

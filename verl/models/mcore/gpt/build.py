@@ -17,6 +17,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch.distributed import ProcessGroup
 
+from verl.base_config import WrongInput
 from verl.models.mcore import families
 from verl.models.mcore.gpt.layers import (
     ATTENTION_OUTPUT_BIAS,
@@ -83,7 +84,7 @@ def hf_to_mcore_config(hf_config: "PretrainedConfig", dtype: torch.dtype, **over
         _refuse_transformer_engine(hf_config, output_bias)
     unknown = sorted(values.keys() - kind.__dataclass_fields__.keys())
     if unknown:
-        raise ValueError(
+        raise WrongInput(
             f"megatron.override_transformer_config has unknown keys {unknown}: use fields of megatron-core's "
             "TransformerConfig"
         )
@@ -201,7 +202,7 @@ def attach_fused_head(model: GPTModel, vocab_size: int, tp_group: ProcessGroup, 
     if not model.post_process or hasattr(model, "fused_head"):
         return
     if model.config.defer_embedding_wgrad_compute:
-        raise ValueError(
+        raise WrongInput(
             "megatron.override_transformer_config.defer_embedding_wgrad_compute=true does not work with "
             "use_fused_kernels=true: remove one of the two"
         )

@@ -140,6 +140,8 @@ def python_file_rules(path_key: str, path: str, name_key: str, name: Any) -> tup
         what = "is a folder" if file.is_dir() else unreadable_kind(file) or "no such file"
         expected = f"{what}: write the path of a Python file, or pkg:// and the name of an installed module"
         return [Violation(path_key, path, expected)], None
+    if file.suffix != ".py":
+        return [Violation(path_key, path, "must be a Python file: give it a name that ends in .py")], None
     try:
         module = ast.parse(file.read_text(encoding="utf-8"), file.name)
         compile(module, file.name, "exec", dont_inherit=True)  # finds a `return` outside a function too

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from verl.base_config import WrongInput, one_line
 from verl.utils.flops_counter import AdapterSizes
 from verl.utils.fsdp_utils import ADAPTER_MARK, full_tensor
 
@@ -71,9 +72,9 @@ def add_adapters(
     try:
         wrapped: nn.Module = get_peft_model(model, lora, autocast_adapter_dtype=False)
     except ValueError as error:
-        raise ValueError(
+        raise WrongInput(
             f"model.target_modules={config.target_modules!r} with model.exclude_modules={config.exclude_modules!r}: "
-            f"{error}"
+            f"{one_line(str(error))}: name linear layers of the model, or write all-linear"
         ) from error
     for name, parameter in wrapped.named_parameters():
         if any(f".{module}." in name for module in trained):

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from verl.base_config import WrongInput
 from verl.models.transformers.attention import VARLEN_ATTENTION, register_varlen_attention
 from verl.models.transformers.dense_common import install_fused_head
 from verl.models.transformers.names import VISION_FAMILIES
@@ -75,11 +76,11 @@ def attention_implementation(model_config: "HFModelConfig", sp_size: int) -> str
     asked: str | None = model_config.override_config.get("attn_implementation")
     if sp_size > 1:
         if not packed:
-            raise ValueError(
+            raise WrongInput(
                 f"ulysses_sequence_parallel_size={sp_size} needs padding removal: set model.use_remove_padding=True"
             )
         if asked not in (None, VARLEN_ATTENTION, "flash_attention_2"):
-            raise ValueError(
+            raise WrongInput(
                 f"model.override_config.attn_implementation={asked!r} has no sequence parallelism: leave it "
                 f"out or write {VARLEN_ATTENTION}"
             )
@@ -129,8 +130,14 @@ class ModelBuilder:
         )
         self._check_family(hf_config)
         auto_class = get_value_model_class(hf_config) if self.is_value_model else get_hf_auto_model_class(hf_config)
-        with parameters_on_meta():
-            model: PreTrainedModel = auto_class.from_config(hf_config, **self._load_kwargs())
+        try:
+            with parameters_on_meta():
+                model: PreTrainedModel = auto_class.from_config(hf_config, **self._load_kwargs())
+        except KeyError as error:  # transformers looks names up, of an activation or a kind of RoPE for instance
+            raise WrongInput(
+                f"model.path={self.model_config.path}: its config.json names {error}, which the installed transformers "
+                "does not know: correct it, or install a version that does"
+            ) from error
         remember_conversions(model)
         read = self._reader(model, auto_class)
         self._freeze(model)
@@ -193,7 +200,7 @@ class ModelBuilder:
             try:
                 from liger_kernel.transformers import _apply_liger_kernel_to_instance
             except ImportError:
-                raise ValueError(
+                raise WrongInput(
                     "model.use_liger=True needs the package liger-kernel: install it or write False"
                 ) from None
             _apply_liger_kernel_to_instance(model=model)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim.lr_scheduler import LambdaLR
 
+from verl.base_config import WrongInput
 from verl.models.transformers.dense_common import has_fused_head
 from verl.models.transformers.vision import install_vision, uses_media
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
@@ -85,7 +86,7 @@ class FSDPEngine(BaseEngine):
         if remove_padding:
             use_packed_attention(module)
         elif engine.layout.sp_size > 1:
-            raise ValueError(f"ulysses_sequence_parallel_size={engine.layout.sp_size} needs use_remove_padding=True")
+            raise WrongInput(f"ulysses_sequence_parallel_size={engine.layout.sp_size} needs use_remove_padding=True")
         engine.module = module
         engine.optimizer = optimizer
         engine._adopt(remove_padding)
@@ -286,7 +287,7 @@ def build_optimizer(parameters: Sequence[Tensor], config: "FSDPOptimizerConfig")
     Raises: ValueError when there are none.
     """
     if not parameters:
-        raise ValueError("no parameter of the model trains: unfreeze some, or set fsdp_config.forward_only=True")
+        raise WrongInput("no parameter of the model trains: unfreeze some, or set fsdp_config.forward_only=True")
     return torch.optim.AdamW(
         parameters, lr=config.lr, betas=(config.betas[0], config.betas[1]), weight_decay=config.weight_decay, fused=True
     )
@@ -302,7 +303,7 @@ def build_scheduler(optimizer: torch.optim.Optimizer, config: "FSDPOptimizerConf
     if config.lr_scheduler_type == "constant":
         return get_constant_schedule_with_warmup(optimizer, warmup)
     if total <= 0:
-        raise ValueError(f"optim.lr_scheduler_type=cosine needs optim.total_training_steps > 0, got {total}")
+        raise WrongInput(f"optim.lr_scheduler_type=cosine needs optim.total_training_steps > 0, got {total}")
     return get_cosine_schedule_with_warmup(
         optimizer, warmup, total, min_lr_ratio=config.min_lr_ratio or 0.0, num_cycles=config.num_cycles
     )

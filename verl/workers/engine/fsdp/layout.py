@@ -10,6 +10,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from verl.base_config import WrongInput
 from verl.utils.device import current_device, get_device_name
 from verl.utils.device.gloo import use_one_thread
 from verl.utils.distributed import initialize_lone_process_group, take_over_timeout
@@ -28,7 +29,7 @@ def create_device_mesh(world_size: int, fsdp_size: int) -> DeviceMesh:
     if fsdp_size < 0 or fsdp_size >= world_size:
         return init_device_mesh(device, (world_size,), mesh_dim_names=("fsdp",))
     if world_size % fsdp_size:
-        raise ValueError(f"fsdp_config.fsdp_size={fsdp_size} must divide the {world_size} ranks, or be -1")
+        raise WrongInput(f"fsdp_config.fsdp_size={fsdp_size} must divide the {world_size} ranks, or be -1")
     return init_device_mesh(device, (world_size // fsdp_size, fsdp_size), mesh_dim_names=("ddp", "fsdp"))
 
 
@@ -61,7 +62,7 @@ def make_layout(config: "FSDPEngineConfig", must_wrap: bool) -> Layout:
     rank = dist.get_rank() if ready else 0
     sp_size = config.ulysses_sequence_parallel_size
     if world_size % sp_size:
-        raise ValueError(f"ulysses_sequence_parallel_size={sp_size} must divide the {world_size} ranks")
+        raise WrongInput(f"ulysses_sequence_parallel_size={sp_size} must divide the {world_size} ranks")
     device = current_device()
     fsdp_mesh = shard_group = sp_group = dp_group = None
     if world_size > 1 or must_wrap:

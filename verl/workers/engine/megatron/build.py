@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from torch import Tensor
 
-from verl.base_config import as_yaml
+from verl.base_config import WrongInput, as_yaml
 from verl.models.mcore.families import HEAD_NAMES, num_experts
 from verl.models.mcore.gpt.build import (
     attach_fused_head,
@@ -123,24 +123,24 @@ class ModelBuilder:
             backend_of(self.model_config.fused_kernel_options["impl_backend"], self.layout.device)
         for name in ("lora_rank", "use_liger", "enable_activation_offload"):
             if value := self.model_config[name]:
-                raise ValueError(f"model.{name}={as_yaml(value)} is not supported with strategy=megatron")
+                raise WrongInput(f"model.{name}={as_yaml(value)} is not supported with strategy=megatron")
         for name in ("num_attention_heads", "num_key_value_heads"):
             heads = getattr(self.hf_config, name)
             if heads % self.layout.tp_size:
-                raise ValueError(
+                raise WrongInput(
                     f"megatron.tensor_model_parallel_size={self.layout.tp_size} must divide {name}={heads} of the model"
                 )
         experts, ep_size = num_experts(self.hf_config), self.engine_config.expert_model_parallel_size
         if ep_size > 1 and (not experts or experts % ep_size):
-            raise ValueError(
+            raise WrongInput(
                 f"megatron.expert_model_parallel_size={ep_size} must divide the {experts or 0} experts of the model"
             )
         if experts and self.layout.tp_size > 1 and not self.engine_config.sequence_parallel:
-            raise ValueError("megatron.sequence_parallel=false: models with experts and tensor parallelism need true")
+            raise WrongInput("megatron.sequence_parallel=false: models with experts and tensor parallelism need true")
         stages = self.layout.pp_size * self.layout.virtual_stages
         uneven = any("pipeline" in key for key in self.engine_config.override_transformer_config)
         if self.hf_config.num_hidden_layers % stages and not uneven:
-            raise ValueError(
+            raise WrongInput(
                 f"megatron.pipeline_model_parallel_size={self.layout.pp_size} x {self.layout.virtual_stages} virtual "
                 f"stages must divide the {self.hf_config.num_hidden_layers} layers of the model"
             )
@@ -162,12 +162,12 @@ class ModelBuilder:
             overrides.pop("recompute_modules", None)
         needing = sorted(_OF_TRANSFORMER_ENGINE & set(overrides.get("recompute_modules") or ()))
         if needing and overrides.get("transformer_impl", default_implementation()) == "local":
-            raise ValueError(
+            raise WrongInput(
                 f"megatron.override_transformer_config.recompute_modules names {needing}, which needs Transformer "
                 "Engine: leave it out"
             )
         if overrides.get("deallocate_pipeline_outputs") and self.layout.device.type == "cpu":
-            raise ValueError(
+            raise WrongInput(
                 "megatron.override_transformer_config.deallocate_pipeline_outputs=true must be false on CPU workers: "
                 "gloo still reads the buffer, and the next stage would receive garbage"
             )
@@ -287,7 +287,7 @@ def wrap(chunks: list[Any], config: "McoreEngineConfig") -> list[Any]:
     } | dict(config.override_ddp_config)
     unknown = sorted(values.keys() - DistributedDataParallelConfig.__dataclass_fields__.keys())
     if unknown:
-        raise ValueError(
+        raise WrongInput(
             f"megatron.override_ddp_config has unknown keys {unknown}: write fields of megatron-core's "
             "DistributedDataParallelConfig"
         )

@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch.distributed import ProcessGroup
 
-from verl.base_config import as_yaml
+from verl.base_config import WrongInput, as_yaml
 from verl.utils.device import current_device, get_device_name
 from verl.utils.device.gloo import use_one_thread
 from verl.utils.distributed import group_timeout, initialize_lone_process_group
@@ -60,7 +60,7 @@ def make_layout(config: "McoreEngineConfig") -> Layout:
     }
     if (found := expert_layout_problem(world_size, vars(config), get_device_name() == "cpu")) is not None:
         key, value, fault = found
-        raise ValueError(f"megatron.{key}={as_yaml(value)} {fault}")
+        raise WrongInput(f"megatron.{key}={as_yaml(value)} {fault}")
     if parallel_state.model_parallel_is_initialized():
         _same_layout(sizes)
         parallel_state.set_virtual_pipeline_model_parallel_world_size(config.virtual_pipeline_model_parallel_size)

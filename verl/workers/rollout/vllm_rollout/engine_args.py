@@ -34,7 +34,7 @@ def build_engine_args(config: "RolloutConfig", model_config: "HFModelConfig") ->
     on_cpu = get_device_name() == "cpu"
     max_model_len = check_context(config, model_config.hf_config)
     if not config.enable_chunked_prefill and config.max_num_batched_tokens < max_model_len:
-        raise ValueError(
+        raise WrongInput(
             f"{_NODE}.max_num_batched_tokens={config.max_num_batched_tokens} is below the context {max_model_len} and "
             f"enable_chunked_prefill=false: write at least {max_model_len}, or enable chunked prefill"
         )
@@ -101,18 +101,18 @@ def check_context(config: "RolloutConfig", hf_config: "PreTrainedConfig") -> int
 def check_parallel_sizes(config: "RolloutConfig") -> None:
     """Raise ValueError for layouts that an engine in the worker's process does not support."""
     if config.data_parallel_size > 1:
-        raise ValueError(
+        raise WrongInput(
             f"{_NODE}.data_parallel_size={config.data_parallel_size}: write 1; there is an engine per "
             "tensor-parallel group already, and each takes its shard of the batch"
         )
     if torch.distributed.is_initialized():
         world = torch.distributed.get_world_size()
         if world % config.tensor_model_parallel_size:
-            raise ValueError(
+            raise WrongInput(
                 f"{_NODE}.tensor_model_parallel_size={config.tensor_model_parallel_size} must divide {world} workers"
             )
     elif config.tensor_model_parallel_size > 1:
-        raise ValueError(
+        raise WrongInput(
             f"{_NODE}.tensor_model_parallel_size={config.tensor_model_parallel_size} needs a process group: "
             "call torch.distributed.init_process_group first"
         )
@@ -133,7 +133,7 @@ def cpu_kv_cache_bytes(config: "RolloutConfig", hf_config: "PreTrainedConfig", m
     head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
     sizes = CPUAttentionBackend.get_supported_head_sizes()
     if head_dim not in sizes:  # vLLM accepts others at start and fails later
-        raise ValueError(
+        raise WrongInput(
             f"vLLM's CPU attention has no kernel for head size {head_dim} of actor_rollout_ref.model.path; it has "
             f"{sizes}. Use such a model, or {_NODE}.name=hf"
         )
@@ -148,7 +148,7 @@ def cpu_kv_cache_bytes(config: "RolloutConfig", hf_config: "PreTrainedConfig", m
     workers = envs.integer("RAY_LOCAL_WORLD_SIZE", envs.integer("LOCAL_WORLD_SIZE", 1))
     available = int(psutil.virtual_memory().available * config.gpu_memory_utilization / workers)
     if sequence_bytes > available:
-        raise ValueError(
+        raise WrongInput(
             f"the key-value cache of one sequence of {max_model_len} tokens needs {sequence_bytes >> 20} MiB, and "
             f"{_NODE}.gpu_memory_utilization={config.gpu_memory_utilization} of the free memory, shared by {workers} "
             f"workers, is {available >> 20} MiB: shorten the context, raise the share, or use fewer workers"

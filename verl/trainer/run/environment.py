@@ -1,0 +1,100 @@
+"""Check the environment variables that a run reads, before it starts Ray or torch."""
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from verl.trainer.config.rules.files import existing_part
+from verl.trainer.config.run_config import RayConfig
+from verl.trainer.run.inputs import InputError
+from verl.utils import envs
+
+_FLAGS = ("VERL_AUTO_PADDING", "VERL_CHECK_PHASES")
+_SERIALIZATION = "VERL_DATAPROTO_SERIALIZATION_METHOD"
+_METHODS = ("numpy", "torch")
+_MOST_SOCKET_BYTES = 107
+"""Length of the longest path that a socket can have."""
+_SESSION_BYTES = len("/session_2026-01-01_00-00-00_000000_1000000/sockets/plasma_store")
+"""Length of what Ray adds to its folder for the longest of its sockets."""
+
+
+def check_environment(cluster: RayConfig, trackers: Iterable[str]) -> None:
+    """Check the variables that a run on Ray reads.
+
+    Raises: InputError naming the variable.
+    """
+    for name in _FLAGS:
+        try:
+            envs.flag(name)
+        except ValueError as error:
+            raise InputError(str(error)) from None
+    method = envs.read(_SERIALIZATION)
+    if method and method.lower() not in _METHODS:
+        raise InputError(f"environment variable {_SERIALIZATION}={method!r} must be one of {', '.join(_METHODS)}")
+    if "file" in trackers:
+        path = envs.read("VERL_FILE_LOGGER_PATH")
+        root = envs.read("VERL_FILE_LOGGER_ROOT")
+        if path:
+            _check_writable("environment variable VERL_FILE_LOGGER_PATH", path, Path(path).expanduser().parent)
+        elif root:
+            _check_writable("environment variable VERL_FILE_LOGGER_ROOT", root, Path(root).expanduser())
+    if cluster.is_local:
+        check_ray_folder(cluster)
+
+
+def check_ray_folder(cluster: RayConfig) -> None:
+    """Check that Ray can write to its temporary folder, whose path must leave room for the names of its sockets.
+
+    Raises: InputError naming the key or the variable.
+    """
+    given = (cluster.ray_init or {}).get("_temp_dir")
+    variable = next((name for name in ("RAY_TMPDIR", "TMPDIR") if envs.read(name)), None)
+    if given:
+        name, chosen, folder = "ray_kwargs.ray_init._temp_dir", str(given), Path(given)
+    elif variable:
+        chosen = envs.read(variable) or ""
+        name, folder = f"environment variable {variable}", Path(chosen, "ray")
+    else:
+        return
+    _check_writable(name, chosen, folder)
+    excess = len(os.fsencode(folder.absolute())) + _SESSION_BYTES - _MOST_SOCKET_BYTES
+    if excess > 0:
+        raise InputError(
+            f"{name}={chosen}: is {excess} bytes too long: Ray keeps sockets in it, whose paths hold at most "
+            f"{_MOST_SOCKET_BYTES} bytes: name a shorter folder, or set RAY_TMPDIR to one"
+        )
+
+
+def check_processes(processes: int, of_node: int, rank: int) -> None:
+    """Check the variables with which torchrun numbers the processes of a run.
+
+    Raises: InputError naming the variable.
+    """
+    for name, value in (("WORLD_SIZE", processes), ("LOCAL_WORLD_SIZE", of_node)):
+        if value < 1:
+            raise InputError(f"environment variable {name}={value} must be 1 or more: torchrun sets it, else unset it")
+    if not 0 <= rank < processes:
+        raise InputError(
+            f"environment variable RANK={rank} must be in [0, {processes - 1}], below WORLD_SIZE={processes}: torchrun "
+            "sets both, else unset them"
+        )
+
+
+def check_rendezvous(processes: int) -> None:
+    """Check that several processes can find each other.
+
+    Raises: InputError naming the variables that are missing.
+    """
+    needed = ("RANK",) if envs.read("DIST_INIT_METHOD") else ("RANK", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in needed if envs.read(name) is None]
+    if processes > 1 and missing:
+        raise InputError(
+            f"environment variable WORLD_SIZE={processes} without {', '.join(missing)}: start the run by torchrun, "
+            "which sets them, or unset WORLD_SIZE"
+        )
+
+
+def _check_writable(name: str, given: str, folder: Path) -> None:
+    existing = existing_part(os.path.abspath(folder))
+    if not os.path.isdir(existing) or not os.access(existing, os.W_OK | os.X_OK):
+        raise InputError(f"{name}={given}: {existing} is no folder that this run can write to: name another")
