@@ -709,7 +709,7 @@ ANSWER = magic(object)()""",
     "answers an object of a trusted class": _forged('["remote", 0, "object", true]'),
     "answers an object as a class": _forged('["remote", 0, "class", true]'),
     "answers an object that makes the answer": _forged(
-        '["defaultdict", 0, [2], [3]]', '["builtin", "str"]', '["list", 1]'
+        '["defaultdict", 0, [2], [3], 1]', '["remote", 2, "callable", true]', '["list", 1]'
     ),
     "answers a tuple that contains itself": _forged('["tuple", [1]]'),
     "answers a set that contains itself": _forged('["frozenset", [2]]', '["frozenset", [1]]'),

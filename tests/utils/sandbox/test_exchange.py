@@ -65,6 +65,9 @@ class Shelf:
         self.items, self.table, self.rows = items, {}, [[1], [2]]
     def seen(self): return [*self.items], dict(self.table), sum(map(sum, self.rows))
     def me(self): return self
+    def add(self, item):
+        self.items.append(item)
+        return self
     def all(self): return self.items
     def put(self, item): self.items.append(item)
     def __len__(self): return len(self.items)
@@ -72,7 +75,7 @@ store = []
 def stored(): return len(store)
 """
 FUNCTIONS = """
-from collections import Counter
+from collections import Counter, defaultdict
 class Pair(tuple):
     pass
 def sort(items): items.sort()
@@ -83,6 +86,10 @@ def steps(n):
 def apply(function, value): return function(value)
 def show(value): print(value)
 def count(text): return Counter(text)
+def places(text):
+    found = defaultdict(list)
+    for place, letter in enumerate(text): found[letter].append(place)
+    return found
 def pair(): return Pair((1, 2))
 def large(): return 10 ** 5000
 async def later(value): return value
@@ -99,6 +106,8 @@ TESTS = [
                 "assert out.getvalue() == '3\\n'"),
     (FUNCTIONS, "assert count('aab') == {'a': 2, 'b': 1} == Counter('aab')"),
     (FUNCTIONS, "assert pair() == (1, 2) and pair()[0] == 1 and large() == 10 ** 5000"),
+    (FUNCTIONS, "assert isinstance(pair(), tuple) and not isinstance(pair(), list) and isinstance(pair(), Pair)"),
+    (FUNCTIONS, "assert places('aba') == {'a': [0, 2], 'b': [1]} and places('a')['z'] == []"),
     (FUNCTIONS, "import asyncio\nassert asyncio.run(later(2)) == 2"),
     (FUNCTIONS, "assert nested() == {(1, 'a'): [None, {2.5, 1j}, b'x', ({},)]}"),
     ("def sum(a, b): return a + b", "assert sum(1, 2) == 3"),
@@ -113,6 +122,7 @@ TESTS = [
     (SHELF, "shelf = Shelf([])\nitems = shelf.items\nassert len(shelf) == 0\nitems += [1]\nassert len(shelf) == 1"),
     (SHELF, "shelf = Shelf()\nassert shelf.me() is shelf.me().me() is shelf is not Shelf()"),
     (SHELF, "shelf = Shelf()\nassert type(shelf) is Shelf and type(shelf) == Shelf != type(3)"),
+    (SHELF, "shelf = Shelf([])\nassert shelf.add(1).add(2).me().add(3) is shelf and shelf.items == [1, 2, 3]"),
     (SHELF, "store.append(1)\nstore.append(store)\nassert stored() == 2"),
     (VECTOR, "assert Vector(1) + Vector(2) == Vector(3) and (Vector(2) * 3).x == 6 and Vector(1) != Vector(2)"),
 ]  # fmt: skip
@@ -309,7 +319,7 @@ def test_values_keep_type_value_and_identity():
     checker, program = pair_of_peers()
     shared = [1]
     value = [shared, shared, (1, [2]), {"a": {1, 2}}, -0.0, math.inf, 1 << 90, "\ud800", range(3), bytearray(b"x")]
-    value += [deque([1], 3), Counter("aab"), OrderedDict(b=1, a=2), defaultdict(None, {1: 2}), Decimal("1.50")]
+    value += [deque([1], 3), Counter("aab"), OrderedDict(b=1, a=2), defaultdict(int, {1: 2}), Decimal("1.50")]
     value += [Fraction(1, 3), datetime(2024, 2, 29, 1, 2, 3, 4, UTC), date(1, 1, 1), timedelta(1, 2, 3), 2j]
     value.append(value)
     (read,) = sent(program, checker, value)
@@ -357,6 +367,7 @@ MESSAGES = [
     '[[0], [["remote", 1, ["object"], false]]]', '[[0], [["new", "decimal.Decimal", "x"]]]',
     '[[0], [["new", "decimal.Decimal", [1]], ["remote", 1, "object", false]]]', '[[0], [["complex", "1", 2]]]',
     '[[0], [["new", "datetime.datetime", 1]]]', '[[0], [["dict", 0, 1]]]', '[[0], [["dict", 0, [0], 1]]]',
+    '[[0], [["defaultdict", 0, "eval"]]]', '[[0], [["defaultdict", 0, [1]], ["builtin", "eval"]]]',
     '[[0], [["same", [0]]]]', '[[0], [["deque", 0, -5]]]', '[[0], [["same", [1]], ["frozenset", [0]]]]',
 ]  # fmt: skip
 

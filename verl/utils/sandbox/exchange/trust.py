@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import NoReturn, Protocol
 
 from .standins import BINARY, OPERATORS, ORDERINGS, Asks, Remote, RemoteCallable, is_same
-from .values import MUTATORS, PLAIN_NAMES
+from .values import COMMANDS, MUTATORS, PLAIN_NAMES
 
 _TO_NUMBERS = {"__abs__", "__int__", "__float__", "__complex__", "__round__", "__index__", "__bool__"}
 
@@ -55,8 +55,16 @@ class Guarded(Remote):
                     peer.refuse(f"it calls {name}() of an object that the program returned, which is not a plain value")
                 return getattr(base[0], name)
             found = peer.ask("get", self, name)
+            if name in COMMANDS:
+                return found
             return _without_arguments(peer, name, found) if isinstance(found, Remote) else found
         return peer.note_class(name, peer.ask("get", self, name))
+
+    @property
+    def __class__(self) -> type:
+        """The type of the plain value under the object, for ``isinstance``."""
+        base = self._remote_peer.base_value(self)
+        return type(base[0]) if base else type(self)
 
     def __eq__(self, other: object) -> bool:
         if is_same(self, other):

@@ -25,6 +25,8 @@ MUTABLE: dict[str, type] = {
     "defaultdict": collections.defaultdict,
 }
 """Containers that cross with their contents, by name. An object of a subclass stays in its process."""
+FACTORIES = {kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)}
+"""What a defaultdict may make where it crosses; with another factory it is one without."""
 REBUILT: dict[str, tuple[str, Callable[..., tuple[int | str, ...]]]] = {
     "decimal.Decimal": ("", lambda value: (str(value),)),
     "fractions.Fraction": ("", lambda value: (value.numerator, value.denominator)),
@@ -42,6 +44,8 @@ MUTATORS = {
     "add", "append", "clear", "difference_update", "discard", "extend", "insert", "intersection_update", "pop",
     "popitem", "remove", "reverse", "setdefault", "sort", "symmetric_difference_update", "update",
 }  # fmt: skip
+COMMANDS = {"add", "append", "clear", "extend", "insert", "reverse", "sort", "update"}
+"""Methods that answer no question about what they are given, such as those of a builder that returns itself."""
 
 
 def mutable_name(value: object) -> str | None:

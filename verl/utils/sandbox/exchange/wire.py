@@ -28,7 +28,7 @@ from types import BuiltinMethodType, CoroutineType, FunctionType, MethodType, Mo
 
 from .shared import Shared
 from .standins import Remote, mirror
-from .values import LIBRARIES, MUTABLE, REBUILT, SCALARS, contents, library_name, mutable_name, rebuilt_name
+from .values import FACTORIES, LIBRARIES, MUTABLE, REBUILT, SCALARS, contents, library_name, mutable_name, rebuilt_name
 from .values import replace_contents as fill
 
 MOST_MESSAGE_BYTES = 16 << 20
@@ -208,8 +208,13 @@ class _Writer:
             return ["shared", key]
         key = self.wire.shared.new_key()
         self.fresh[id(value)] = (value, key)
-        limit = [value.maxlen] if name == "deque" else []
-        return [name, key, *limit, *self.terms(contents(value))]
+        own: list[Term] = []
+        if name == "deque":
+            own = [value.maxlen]
+        elif name == "defaultdict":
+            factory = value.default_factory
+            own = [next((name for name, kind in FACTORIES.items() if kind is factory), None)]
+        return [name, key, *own, *self.terms(contents(value))]
 
     def _object(self, value: object) -> Node:
         """Return the node of an object that stays here: its number, kind, and whether it defines equality."""
@@ -301,6 +306,9 @@ class _Reader:
         if name == "deque":
             most, *terms = terms
             container: object = MUTABLE[name](maxlen=None if most is None else _number(most))
+        elif name == "defaultdict":
+            factory, *terms = terms
+            container = MUTABLE[name](None if factory is None else FACTORIES[_text(factory)])
         else:
             container = MUTABLE[name]()
         self._fresh.append((~key, container, terms))
