@@ -119,6 +119,8 @@ def words(case: Case, place: Place) -> list[str]:
     merged = base | {"trainer.default_local_dir": place.folder / "run"} | dict(chosen)
     if case.command.endswith(("main_generation", "main_eval")):
         merged.pop("trainer.default_local_dir")
+    if case.command.endswith("main_generation"):
+        merged.setdefault("data.output_path", place.folder / "generated" / "out.parquet")
     found = [f"{key}={_word(value)}" for key, value in merged.items() if value is not ABSENT]
     found = [word.removesuffix("=") if word.startswith("~") else word for word in found]
     return sorted(found, key=lambda word: not word.startswith("--"))  # flags come before keys
@@ -145,7 +147,6 @@ def _generation(workspace: Workspace) -> dict[str, Any]:
     return {
         "model.path": workspace.model,
         "data.path": workspace.folder / "train.parquet",
-        "data.output_path": workspace.folder / "generated" / "out.parquet",
         "trainer.device": "cpu",
         "trainer.n_gpus_per_node": 1,
         "rollout.prompt_length": 48,

@@ -8,6 +8,7 @@ import sys
 from dataclasses import fields
 
 from verl.utils import envs
+from verl.utils.command_line import OneLineParser
 from verl.utils.observe.console import get_console
 
 SHOWN_DIFFERENCES = 5
@@ -15,7 +16,7 @@ SHOWN_DIFFERENCES = 5
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of both subcommands."""
-    parser = argparse.ArgumentParser(prog="python -m verl.model_merger", description=__doc__)
+    parser = OneLineParser(prog="python -m verl.model_merger", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     shared = argparse.ArgumentParser(add_help=False)
     add = shared.add_argument

@@ -16,6 +16,9 @@ from verl.workers.config.engine import DEVICES, NCCL_TIMEOUT_S
 from verl.workers.config.model import path_problems, read_config_json
 from verl.workers.config.tokenizer_files import tokenizer_problems
 
+_MOST = 65536
+"""Of samples, rows in a batch, nodes and workers of a node."""
+
 
 @dataclass(frozen=True)
 class PromptOptions:
@@ -83,8 +86,8 @@ class GenerationConfig:
             yield from (Violation("model.path", path, problem) for problem in problems)
         for key in ("data.n_samples", "data.batch_size", "trainer.nnodes", "trainer.n_gpus_per_node"):
             value = attrgetter(key)(self)
-            if not matches(value, int) or value < 1:
-                yield Violation(key, value, "must be an integer of 1 or more")
+            if not matches(value, int) or not 1 <= value <= _MOST:
+                yield Violation(key, value, f"must be an integer in [1, {_MOST}]")
                 return
         if data.n_samples > 1 and (rollout.temperature == 0 or not rollout.do_sample):
             unsampled = "rollout.temperature=0 or do_sample=false"

@@ -10,6 +10,7 @@ import datasets
 
 from verl.base_config import one_line
 from verl.utils import hdfs_io
+from verl.utils.command_line import OneLineParser
 from verl.utils.dataset.files import DataError, Row
 from verl.utils.observe.console import get_console
 
@@ -18,7 +19,7 @@ SPLITS = ("train", "test")
 
 def build_parser(description: str | None, name: str) -> argparse.ArgumentParser:
     """Return a parser of the arguments that every script takes; ``name`` is the folder in ``~/data``."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--local_dataset_path", help="folder with the raw data set, instead of the hub")
     parser.add_argument("--local_save_dir", default=f"~/data/{name}", help=f"output folder (default: ~/data/{name})")
     parser.add_argument("--local_dir", help="deprecated: use --local_save_dir")
@@ -36,6 +37,8 @@ def read_raw(hub_name: str, folder: str | None, columns: Collection[str], subset
     if folder is not None and not os.path.isdir(source):
         raise DataError(f"{where}: no such folder: write the folder that holds the files of {hub_name}")
     try:
+        if not sys.stderr.isatty():
+            datasets.disable_progress_bars()
         raw = datasets.load_dataset(source, subset)
     except Exception as error:  # the library raises many classes, for files and for the network
         hint = "download it and name its folder in --local_dataset_path" if folder is None else "download it again"
