@@ -2,6 +2,7 @@
 
 import math
 import signal
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -361,6 +362,17 @@ def test_a_scorer_that_imports_ray_runs_in_the_trainer(line, isolate, is_isolate
     rewards = load_reward_manager(config(custom_reward_function={"path": path}, reward_model=node), tokenizer, 0)
     assert isinstance(rewards.compute_score, IsolatedFunction) == is_isolated
     assert ("imports ray, so its scorer runs in the trainer" in caplog.text) == (not is_isolated)
+
+
+def test_a_process_that_uses_ray_joins_the_cluster_of_the_run(tokenizer, batch, scorer_file, monkeypatch):
+    """Without the address, Ray would start a second cluster in the process, where no actor of the run is."""
+    context = SimpleNamespace(gcs_address="10.0.0.1:6379")
+    ray = SimpleNamespace(is_initialized=lambda: True, get_runtime_context=lambda: context)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr(ray, "cloudpickle", cloudpickle, raising=False)
+    path = scorer_file("import os\ndef compute_score(**_): return os.environ['RAY_ADDRESS'] == '10.0.0.1:6379'\n")
+    rewards = load_reward_manager(config(custom_reward_function={"path": path}), tokenizer, 0)
+    assert torch.equal(rewards(batch), expected([1.0] * 3))
 
 
 def test_an_import_that_succeeds_only_once(tokenizer, scorer_file, tmp_path):
