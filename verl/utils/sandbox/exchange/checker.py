@@ -129,8 +129,8 @@ class Checker(Peer):
         if not isinstance(value, Guarded):
             return type(value)
         found = self.ask("class", value)
-        if not isinstance(found, Guarded):  # its objects stay with the program because their class is its own
-            self.fail("the program gives its object a class of Python")
+        if not isinstance(found, Guarded):  # the program may say so of any object
+            self.refuse("it asks for the class of an object, which the program says is one of Python")
         return found
 
     # -- questions
@@ -142,6 +142,17 @@ class Checker(Peer):
         """
         if get_ident() != self._thread:
             self.refuse("it calls the program from several threads")
+        settles = action == "base" or (action == "operate" and given[0] in _SETTLED and len(given) == 2)
+        if not settles or self.wire.shared.changed() or (action != "base" and self.wire.has_shown_any()):
+            self._settled.clear()
+        if not settles:
+            return self._ask_anew(action, given)
+        question = (action, *(each._remote_id if isinstance(each, Guarded) else each for each in given))
+        if question not in self._settled:
+            self._settled[question] = self._ask_anew(action, given)
+        return self._settled[question]
+
+    def _ask_anew(self, action: str, given: tuple[object, ...]) -> object:
         operands = [each for each in given if isinstance(each, Guarded)]
         trusted = all(each._remote_trusted for each in operands)
         makes = trusted and (
@@ -149,12 +160,6 @@ class Checker(Peer):
             or (action == "call" and operands[0]._remote_kind == "class")
             or (action == "operate" and (given[0] in BINARY or given[0] == "__enter__"))
         )
-        question = (action, *(each._remote_id if isinstance(each, Guarded) else each for each in given))
-        settles = action == "base" or (action == "operate" and given[0] in _SETTLED and len(given) == 2)
-        if not settles or self.wire.shared.changed() or (action != "base" and self.wire.has_shown_any()):
-            self._settled.clear()
-        elif question in self._settled:
-            return self._settled[question]
         self._trusts_answer = makes or (trusted and action == "get")
         captures = sys.stdout is not self._stdout  # the test reads what the program prints
         try:
@@ -165,13 +170,12 @@ class Checker(Peer):
             raise RuntimeError(f"the program raised {type(error).__name__}") from error  # it would end map() early
         if captures:
             sys.stdout.write(output)
-        if makes and isinstance(result, Guarded):
-            self._made.add(result._remote_id)
-            result = self._stand_in(result._remote_id, True)
-        if action == "get" and given[1] in ("send", "throw", "__next__") and isinstance(result, Guarded):
-            self._steps.add(result._remote_id)
-        if settles:
-            self._settled[question] = result
+        if isinstance(result, Guarded):
+            if makes:
+                self._made.add(result._remote_id)
+                return self._stand_in(result._remote_id, True)
+            if action == "get" and given[1] in ("send", "throw", "__next__"):
+                self._steps.add(result._remote_id)
         return result
 
     def base_value(self, value: Remote) -> tuple[object, ...]:
