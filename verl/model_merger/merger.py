@@ -69,7 +69,8 @@ def _finite(weights: Iterable[tuple[str, Tensor]], folder: Path) -> Iterator[tup
     for name, tensor in weights:
         if found := not_finite(tensor):
             raise CheckpointError(
-                f"checkpoint {folder} holds {found} in {name}: training had diverged before this save"
+                f"checkpoint {folder} holds {found} in {name}: "
+                "training had diverged before this save; use an earlier checkpoint"
             )
         yield name, tensor
 

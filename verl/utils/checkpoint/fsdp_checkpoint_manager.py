@@ -195,7 +195,9 @@ def _same_layout(file: str, key: str, live: Tensor, saved: Tensor) -> Tensor:
             f"{file} shards {key} by {there}, this run by {here}: set fsdp_config.fsdp_size to its value at the save"
         )
     if found := not_finite(_local(saved)):
-        raise files.CheckpointError(f"{file} holds {found} in {key}: training had diverged before this save")
+        raise files.CheckpointError(
+            f"{file} holds {found} in {key}: training had diverged before this save; use an earlier checkpoint"
+        )
     return _local(saved)
 
 

@@ -317,7 +317,11 @@ def _not_finite(state: State, chunks: Sequence[str]) -> list[str]:
     """Return the first weight with a value that no weight may have."""
     weights = ((name, value) for chunk in chunks for name, value in state.get(chunk, {}).items())
     found = ((name, not_finite(value)) for name, value in weights if isinstance(value, Tensor))
-    return [f"{name} holds {value}: training had diverged before this save" for name, value in found if value][:1]
+    return [
+        f"{name} holds {value}: training had diverged before this save; use an earlier checkpoint"
+        for name, value in found
+        if value
+    ][:1]
 
 
 def _as_chained(state: dict[Any, Any], optimizer: "MegatronOptimizer") -> dict[Any, Any]:

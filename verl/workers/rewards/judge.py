@@ -61,20 +61,19 @@ class Judge:
         """
         questions = self._questions(data)
         rows = [row for row, ids in enumerate(questions) if ids]
-        limit = self.config.prompt_length
-        num_cut = sum(len(questions[row]) > limit for row in rows)
+        longest = self.config.prompt_length
+        num_cut = sum(len(questions[row]) > longest for row in rows)
         scores = torch.full((len(questions),), self.failure_score)
         failed = len(questions) - len(rows)
         unfinished = 0
         if rows:
             # Cut the beginning, because the end tells the model to answer.
-            answers, unfinished = self._generate([questions[row][-limit:] for row in rows], data)
+            answers, unfinished = self._generate([questions[row][-longest:] for row in rows], data)
             for row, answer in zip(rows, answers, strict=True):
                 value = self._score(row, answer)
                 failed += value is None
                 scores[row] = self.failure_score if value is None else value
-        limit = self.config.scoring.max_failed_ratio
-        if failed / len(questions) > limit:
+        if failed / len(questions) > (limit := self.config.scoring.max_failed_ratio):
             raise RewardError(
                 f"the reward model could not score {failed} of {len(questions)} responses, more than "
                 f"reward_model.scoring.max_failed_ratio={limit:g}; the last one: {self._last_failure}"
