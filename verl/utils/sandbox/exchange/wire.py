@@ -25,6 +25,7 @@ import importlib
 import json
 from collections.abc import Callable
 from types import BuiltinMethodType, CoroutineType, FunctionType, MethodType, ModuleType
+from typing import TypeVar
 
 from .shared import Shared
 from .standins import Remote, mirror
@@ -41,6 +42,7 @@ _SMALL = 1 << 64
 Term = object
 """A scalar, or the place of a node in a list of one number."""
 Node = list[Term]
+T = TypeVar("T")
 MakeRemote = Callable[[int, str, bool], object]
 
 
@@ -119,13 +121,13 @@ class Wire:
         """
         try:
             kind, released, changes, root, nodes = json.loads(message)
-            begin(_text(kind))
+            begin(_exactly(str, kind))
             for key in released:
-                self.shared.forget(~_whole(key))
+                self.shared.forget(~_exactly(int, key))
             reader = _Reader(self, nodes)
             value = reader.value(root)
             for key, *terms in changes:
-                reader.changes.append((~_whole(key), reader.values(terms)))
+                reader.changes.append((~_exactly(int, key), reader.values(terms)))
             reader.finish()
         except (
             ArithmeticError,
@@ -269,37 +271,37 @@ class _Reader:
 
     def _make(self, tag: Term, *rest: Term) -> object:
         if tag in MUTABLE:
-            return self._container(_text(tag), _number(rest[0]), list(rest[1:]))
+            return self._container(_exactly(str, tag), _number(rest[0]), list(rest[1:]))
         if tag == "shared":
-            return self.wire.shared.value(~_whole(*rest))
+            return self.wire.shared.value(~_exactly(int, *rest))
         if tag in ("tuple", "frozenset"):
             return (tuple if tag == "tuple" else frozenset)(map(self.value, rest))
         if tag == "int":
-            return int(_text(*rest), 16)
+            return int(_exactly(str, *rest), 16)
         if tag == "bytes":
-            return bytes.fromhex(_text(*rest))
+            return bytes.fromhex(_exactly(str, *rest))
         if tag == "complex":
-            return complex(*map(_real, rest))
+            return complex(*(_exactly(float, part) for part in rest))
         if tag == "range":
             return range(*map(self.value, rest))
         if tag == "new":
-            return self._rebuilt(_text(rest[0]), [self.value(term) for term in rest[1:]])
+            return self._rebuilt(_exactly(str, rest[0]), [self.value(term) for term in rest[1:]])
         if tag == "own":
             return self.wire.export(_number(*rest))
         if tag == "same":
             return self.value(*rest)
         if tag == "builtin":
-            found = getattr(builtins, _text(*rest))
+            found = getattr(builtins, _exactly(str, *rest))
             if not (self.wire.shows_functions or isinstance(found, type)):
-                raise Unreadable(_text(*rest))
+                raise Unreadable(_exactly(str, *rest))
             return found
         if tag == "library":
-            return _from_library(*map(_text, rest))
+            return _from_library(*(_exactly(str, name) for name in rest))
         if tag == "exception":
-            return self._exception(_number(rest[0]), _text(rest[1]), list(rest[2:]))
+            return self._exception(_number(rest[0]), _exactly(str, rest[1]), list(rest[2:]))
         if tag == "remote":
             number, kind, compares = rest
-            return self.wire.make_remote(_number(number), _text(kind), bool(compares))
+            return self.wire.make_remote(_number(number), _exactly(str, kind), bool(compares))
         raise Unreadable(tag)
 
     def _container(self, name: str, key: int, terms: list[Term]) -> object:
@@ -308,7 +310,7 @@ class _Reader:
             container: object = MUTABLE[name](maxlen=None if most is None else _number(most))
         elif name == "defaultdict":
             factory, *terms = terms
-            container = MUTABLE[name](None if factory is None else FACTORIES[_text(factory)])
+            container = MUTABLE[name](None if factory is None else FACTORIES[_exactly(str, factory)])
         else:
             container = MUTABLE[name]()
         self._fresh.append((~key, container, terms))
@@ -337,27 +339,15 @@ def _scalar(term: Term) -> Term:
     return term
 
 
-def _whole(term: Term) -> int:
-    if type(term) is not int:
-        raise Unreadable(f"a {type(term).__name__} in place of a number")
+def _exactly(kind: type[T], term: Term) -> T:
+    if type(term) is not kind:
+        raise Unreadable(f"a {type(term).__name__} in place of a {kind.__name__}")
     return term
 
 
 def _number(term: Term) -> int:
-    if not 0 <= _whole(term) < _MOST_NUMBER:
+    if not 0 <= _exactly(int, term) < _MOST_NUMBER:
         raise Unreadable(f"{term} in place of a small number")
-    return term
-
-
-def _real(term: Term) -> float:
-    if type(term) is not float:
-        raise Unreadable(f"a {type(term).__name__} in place of a real number")
-    return term
-
-
-def _text(term: Term) -> str:
-    if type(term) is not str:
-        raise Unreadable(f"a {type(term).__name__} in place of a text")
     return term
 
 
