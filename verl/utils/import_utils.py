@@ -19,6 +19,8 @@ from verl.utils.time_limit import TimeLimitExceeded, UserCodeFailed, call_within
 IMPORT_TIMEOUT_S = 300.0
 """Time limit for a module of the user."""
 _HOW_TO_IMPORT = "correct it, or install what it imports"
+_EXTERNAL = "verl_external_"
+"""Begins the name of a module that is loaded from a user's file, which other processes cannot import."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -87,11 +89,18 @@ def python_file(path: str) -> Path | None:
     return None if path.startswith("pkg://") else Path(path.removeprefix("file://")).expanduser()
 
 
+def external_module_of(function: Callable[..., object]) -> ModuleType | None:
+    """Return the module of a user's file that defines a function, or what a ``partial`` calls; None for any other."""
+    inner = getattr(function, "func", function)
+    name = getattr(inner, "__module__", None) or ""
+    return sys.modules.get(name) if name.startswith(_EXTERNAL) else None
+
+
 def _load_file(path: Path, source: bytes | None = None) -> ModuleType:
     if not path.is_file():
         raise UserFileError(f"no Python file at {str(path)!r}: give the path of one")
     # The name contains the path, so files with the same base name stay apart and a file runs once per process.
-    name = f"verl_external_{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
+    name = f"{_EXTERNAL}{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)

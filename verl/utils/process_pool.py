@@ -23,6 +23,7 @@ from typing import Any
 import cloudpickle
 
 from verl.utils import envs
+from verl.utils.import_utils import external_module_of
 from verl.utils.processes import die_with_parent, start_process
 from verl.utils.time_limit import UserCodeFailed, error_text
 
@@ -494,9 +495,8 @@ def _failure(error: BaseException) -> ScorerFailed:
 def _pickle_by_value(function: Function) -> bytes:
     """Pickle a loader of a function; by value if a user's file defines it, which other processes cannot import."""
     loader = partial(_given, function)
-    inner = getattr(function, "func", function)
-    module = sys.modules.get(getattr(inner, "__module__", None) or "")
-    if module is None or not module.__name__.startswith("verl_external_"):
+    module = external_module_of(function)
+    if module is None:
         return cloudpickle.dumps(loader)
     cloudpickle.register_pickle_by_value(module)
     try:

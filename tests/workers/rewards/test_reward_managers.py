@@ -11,6 +11,7 @@ import cloudpickle
 import numpy as np
 import psutil
 import pytest
+import ray
 import torch
 
 from examples.tiny_model import byte_tokenizer
@@ -329,6 +330,8 @@ def test_kinds_of_scorers_and_results_in_a_process(kind, name, tokenizer, batch,
     apart, here = results
     assert torch.equal(apart["reward_tensor"], expected([0.5] * 3))
     assert repr(apart) == repr(here)
+    by_value = ray.cloudpickle.list_registry_pickle_by_value()
+    assert by_value and all(module.startswith("verl_external_") for module in by_value)
 
 
 @pytest.mark.parametrize(("name", "text"), [("huge", "too large"), ("nan", "not finite"), ("nothing", "returned None")])

@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from transformers import PreTrainedTokenizerBase
 
 from verl.base_config import WrongInput, omega_conf_to_dataclass
-from verl.utils.import_utils import load_extern_type, python_file
+from verl.utils.import_utils import external_module_of, load_extern_type, python_file
 from verl.utils.process_pool import START_TIMEOUT_S, IsolatedFunction, ProcessStartError
 from verl.utils.reward_score import default_compute_score
 from verl.utils.sandbox.permits import FilePermits
@@ -69,8 +69,8 @@ def get_custom_reward_fn(config: Config) -> RawScorer | None:
     problem = _why_no_scorer(function)
     if problem:
         raise RewardFunctionTypeError(f"custom_reward_function.name={name!r} in {path!r} {problem}")
-    module = sys.modules.get(getattr(function, "__module__", None) or "")
-    if "ray" in sys.modules and module is not None and not path.startswith("pkg://"):
+    module = external_module_of(function)
+    if "ray" in sys.modules and module is not None:
         # Other processes cannot import this module, so Ray sends the code of its functions.
         sys.modules["ray"].cloudpickle.register_pickle_by_value(module)
     kwargs = dict(node.get("reward_kwargs") or {})
