@@ -158,6 +158,8 @@ class Cell:
         if self.fault == "raise":
             return "InjectedFault: injected at " + self.variable.split(":")[1]
         phase = TRAINER_POINTS[self.phase].partition(":")[0].removeprefix("trainer_")
+        if self.process == "trainer" and self.fault == "term":
+            return "LostProcessError: the trainer process .* phase "  # Ray lets it work on for a moment
         if self.process in NAMES or self.process in CLOCKS:
             return f"LostProcessError: {NAMES.get(self.process, NAMES['trainer'])} .* phase {phase}"
         kind = "WorkerTimeoutError" if self.fault == "hang" else "WorkerDiedError"
@@ -353,7 +355,8 @@ def table(results: dict[str, Result]) -> Iterator[str]:
         yield "Failed:"
         yield ""
         for result in failed:
-            yield f"- {result.cell}: {result.problem.splitlines()[0]}"
+            problem = re.sub(r"/\S*/", "…/", result.problem.splitlines()[0])  # folders of one machine
+            yield f"- {result.cell}: {problem}"
 
 
 def _impossible_faults() -> dict[tuple[str, str], list[str]]:
