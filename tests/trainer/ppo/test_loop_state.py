@@ -111,7 +111,8 @@ def test_another_batch_size_is_named_and_continues_at_the_next_row(tmp_path, cap
 
     checkpoints_of_loader(first, {"actor": WritingGroup(tmp_path)}).save()
     checkpoints_of_loader(second, {}).load(tmp_path / "global_step_1")
-    assert "data.train_batch_size is 3, and was 4 in the checkpoint" in caplog.text
+    assert caplog.text.count("data.train_batch_size=3, and was 4 in the checkpoint") == 1
+    assert caplog.text.count("data.train_batch_size") == 1
     seen += [row for batch in second.train_dataloader for row in batch["x"].tolist()]
     assert len(seen) == len(set(seen)) == 10  # of 11 rows, in batches of 4, 3 and 3
     caplog.clear()

@@ -160,11 +160,3 @@ class Checkpoints:
             self.kl_ctrl.load_state_dict(driver["kl_ctrl_in_reward"])
         if driver.get("seed", state.seed) != state.seed:
             logger.warning("trainer.seed is %d, and was %d in the checkpoint", state.seed, driver["seed"])
-        batch_size = self.run.data.train_batch_size
-        if driver.get("train_batch_size", batch_size) != batch_size:
-            logger.warning(
-                "data.train_batch_size is %d, and was %d in the checkpoint: the run continues at the next row, with "
-                "steps of another size, so epochs and schedules no longer match the steps before",
-                batch_size,
-                driver["train_batch_size"],
-            )
