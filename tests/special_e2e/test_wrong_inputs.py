@@ -119,7 +119,6 @@ def test_the_table_is_large_enough() -> None:
     assert len({case.id for case in CASES}) == len(CASES)
 
 
-@pytest.mark.full
 def test_the_page_lists_every_case_as_clear() -> None:
     page = PAGE.read_text()
     missing = [case.id for case in CASES if row_of(case) not in page]
