@@ -9,7 +9,15 @@ import yaml
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
     path
-    for pattern in ("*.md", "docs/**/*.md", "examples/**/*.md", "recipe/**/*.md", "scripts/**/*.md")
+    for pattern in (
+        "*.md",
+        "docker/*.md",
+        "docs/**/*.md",
+        "examples/**/*.md",
+        "recipe/**/*.md",
+        "scripts/**/*.md",
+        "verl/**/*.md",
+    )
     for path in ROOT.glob(pattern)
 )
 

@@ -175,7 +175,7 @@ def test_constraints_satisfy_the_bounds_of_the_project() -> None:
     pins = {normalised(key): version for key, version in pins.items()}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    installed = ("cpu", "mcore", "math", "geo", "test")
+    installed = ("cpu", "mcore", "math", "geo", "test", "docs")
     assert f'EXTRAS="{",".join(installed)}"' in (ROOT / "scripts" / "setup_env.sh").read_text()
     wanted = [Requirement(text) for text in project["dependencies"]]
     wanted += [Requirement(text) for extra in installed for text in extras[extra]]
