@@ -14,6 +14,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.dapo.main_dapo import DAPOTaskRunner
+from recipe.entropy.main_entropy import EntropyTaskRunner
 from verl.base_config import ConfigError
 from verl.trainer.config.keys import OPTIONAL, RENAMED, dotted_keys, is_free
 from verl.trainer.config.rules import profiler
@@ -24,13 +25,18 @@ from verl.utils.config import validate_config
 ROOT = Path(__file__).parents[2]
 CONFIG_OF_MODULE = {
     "recipe.dapo.main_dapo": "dapo_trainer",
+    "recipe.entropy.main_entropy": "entropy_trainer",
     "verl.trainer.main_ppo": "ppo_trainer",
     "verl.trainer.sft_trainer": "sft_trainer_engine",
     "verl.trainer.fsdp_sft_trainer": "sft_trainer",
     "verl.trainer.main_generation": "generation",
     "verl.trainer.main_eval": "evaluation",
 }
-RECIPE_NODES = {"recipe.dapo.main_dapo": DAPOTaskRunner.recipe_nodes, "verl.trainer.main_ppo": ()}
+RECIPE_NODES = {
+    "recipe.dapo.main_dapo": DAPOTaskRunner.recipe_nodes,
+    "recipe.entropy.main_entropy": EntropyTaskRunner.recipe_nodes,
+    "verl.trainer.main_ppo": (),
+}
 OVERRIDE_OF_OTHERS = {
     "verl.trainer.main_generation": ("data.n_samples", "7"),
     "verl.trainer.main_eval": ("scoring.timeout_s", "7"),

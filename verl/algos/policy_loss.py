@@ -605,19 +605,25 @@ def token_keys(seeds: Tensor, width: int, draw: int = 0) -> Tensor:
     return torch.from_numpy(keys.astype(np.int64)).to(seeds.device)
 
 
-def _covariance(inputs: LossInputs, across: Whole) -> tuple[Tensor, int]:
+def token_covariances(log_prob: Tensor, advantages: Tensor, response_mask: Tensor, across: Whole) -> tuple[Tensor, int]:
     """Return each token's contribution to the covariance of log-probability and advantage, and the number of tokens.
 
     Plain form: ``(A - mean(A)) * (log_prob - mean(log_prob))``, the means over all tokens inside the mask. The means
     are rounded to the tensors' precision, so that the order of the additions does not change them.
+
+    Source: arXiv:2505.22617, equation 9.
     """
-    keep = inputs.response_mask.bool()
-    log_prob = torch.where(keep, inputs.log_prob.detach(), 0.0)
-    advantages = torch.where(keep, inputs.advantages, 0.0)
+    keep = response_mask.bool()
+    log_prob = torch.where(keep, log_prob.detach(), 0.0)
+    advantages = torch.where(keep, advantages, 0.0)
     sums = across.sum(torch.stack([keep.sum().double(), advantages.double().sum(), log_prob.double().sum()]))
     count = sums[0].clamp(min=1)
     mean_advantage, mean_log_prob = ((sums[at] / count).to(log_prob.dtype) for at in (1, 2))
     return (advantages - mean_advantage) * (log_prob - mean_log_prob), int(sums[0].item())
+
+
+def _covariance(inputs: LossInputs, across: Whole) -> tuple[Tensor, int]:
+    return token_covariances(inputs.log_prob, inputs.advantages, inputs.response_mask, across)
 
 
 def _threshold(values: Tensor, candidates: Tensor, count: int, across: Whole) -> Tensor:

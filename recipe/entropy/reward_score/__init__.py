@@ -1,0 +1,25 @@
+"""Scores of the recipe: competition mathematics by algebra, everything else by the scorers of verl."""
+
+from typing import Any
+
+from recipe.entropy.reward_score import entropy_math
+from verl.utils.reward_score import GroundTruth, default_compute_score, scorer_module
+
+MATH_MODULES = ("math_dapo", "math_reward", "prime_math")
+"""Scorers of verl for mathematics, which this recipe replaces by one."""
+
+
+def compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: GroundTruth,
+    extra_info: dict[str, Any] | None = None,
+    **limits: Any,
+) -> float | dict[str, Any]:
+    """Score a response; ``limits`` are those of ``default_compute_score`` for code."""
+    if scorer_module(data_source) in MATH_MODULES:
+        return entropy_math.compute_score(solution_str, str(ground_truth))
+    return default_compute_score(data_source, solution_str, ground_truth, extra_info, **limits)
+
+
+_default_compute_score = compute_score
