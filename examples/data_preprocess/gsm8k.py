@@ -14,17 +14,13 @@ something to learn from the reward.
 """
 
 import random
-import re
 import sys
-from functools import partial
-from typing import Any
 
-from verl.utils.dataset.preparation import SPLITS, build_parser, read_raw, rows_of, write_tables
+from verl.utils.dataset.files import Row
+from verl.utils.dataset.preparation import build_parser, prepare, write_tables
+from verl.utils.dataset.raw_sets import GSM8K, final_number
 
-HUB_NAME = "openai/gsm8k"
-DATA_SOURCE = "openai/gsm8k"
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
-FINAL_ANSWER = re.compile(r"#### (-?[0-9.,]+)")
 
 NUM_TRAIN = 4096
 NUM_TEST = 256
@@ -33,13 +29,12 @@ CARRY_SHARE = 0.65  # of the questions
 CARELESS_SHARE = 0.75  # of the warm-up's solutions to questions with a carry
 
 Question = tuple[int, int]
-Row = dict[str, Any]
 
 
 def rl_row(question: str, answer: str, ground_truth: str, split: str, index: int, content: str) -> Row:
     """Return one prompt with its ground truth."""
     return {
-        "data_source": DATA_SOURCE,
+        "data_source": GSM8K.hub_name,
         "prompt": [{"role": "user", "content": content}],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": ground_truth},
@@ -47,28 +42,11 @@ def rl_row(question: str, answer: str, ground_truth: str, split: str, index: int
     }
 
 
-def extract_solution(answer: str) -> str:
-    """Return the number after ``####``, without commas.
-
-    Raises: ValueError if there is none.
-    """
-    found = FINAL_ANSWER.search(answer)
-    if found is None:
-        raise ValueError(f"no '#### <number>' in the answer {answer!r}")
-    return found.group(1).replace(",", "")
-
-
-def gsm8k_tables(local_dataset_path: str | None) -> dict[str, list[Row]]:
-    """Read the published splits from the hub or a local copy."""
-    raw = read_raw(HUB_NAME, local_dataset_path, ("question", "answer"), "main")
-    return {split: list(rows_of(raw[split], split, partial(published_row, split))) for split in SPLITS}
-
-
 def published_row(split: str, example: Row, index: int) -> Row:
     """Return a published problem as a prompt."""
     question = example["question"]
     answer = example["answer"]
-    return rl_row(question, answer, extract_solution(answer), split, index, f"{question} {INSTRUCTION}")
+    return rl_row(question, answer, final_number(answer), split, index, f"{question} {INSTRUCTION}")
 
 
 def has_carry(question: Question) -> bool:
@@ -136,15 +114,10 @@ def synthetic_row(question: Question, split: str, index: int) -> Row:
 
 def main() -> int:
     """Write the parquet files; return the exit code."""
-    parser = build_parser(__doc__, "gsm8k")
-    parser.add_argument("--source", choices=("hub", "synthetic"), default="hub", help="GSM8K or sums (default: hub)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the synthetic questions (default: 0)")
-    args = parser.parse_args()
-
-    def tables() -> dict[str, list[Row]]:
-        return synthetic_tables(args.seed) if args.source == "synthetic" else gsm8k_tables(args.local_dataset_path)
-
-    return write_tables(tables, args)
+    args = build_parser(__doc__, "gsm8k").parse_args()
+    if args.source == "synthetic":
+        return write_tables(lambda: synthetic_tables(args.seed), args)
+    return prepare(args, GSM8K, published_row)
 
 
 if __name__ == "__main__":

@@ -4,13 +4,18 @@ Read the hub, or a folder with the same files (parquet or JSON, ``train`` and ``
 
     python examples/data_preprocess/math_dataset.py --local_save_dir ~/data/math
     python examples/data_preprocess/math_dataset.py --local_dataset_path ~/raw/MATH-lighteval
+
+Without a network, make up sums of fractions:
+
+    python examples/data_preprocess/math_dataset.py --source synthetic --local_save_dir ~/data/fractions
 """
 
+import random
 import sys
-from functools import partial
+from fractions import Fraction
 
 from verl.utils.dataset.files import Row
-from verl.utils.dataset.preparation import SPLITS, build_parser, read_raw, rows_of, write_tables
+from verl.utils.dataset.preparation import RawSet, build_parser, prepare
 from verl.utils.reward_score.math_reward import last_boxed_only_string, remove_boxed
 
 DATA_SOURCE = "DigitalLearningGmbH/MATH-lighteval"
@@ -39,16 +44,30 @@ def row(split: str, example: Row, index: int) -> Row:
     }
 
 
-def tables(local_dataset_path: str | None) -> dict[str, list[Row]]:
-    """Read both splits from the hub or a local copy."""
-    raw = read_raw(DATA_SOURCE, local_dataset_path, ("problem", "solution"))
-    return {split: list(rows_of(raw[split], split, partial(row, split))) for split in SPLITS}
+def made_up(rng: random.Random) -> Row:
+    """Return a sum of two fractions in the columns of MATH."""
+    first, second = (Fraction(rng.randint(1, 9), rng.randint(2, 9)) for _ in range(2))
+    problem = f"What is ${latex(first)} + {latex(second)}$ in lowest terms?"
+    return {
+        "problem": problem,
+        "level": "Level 1",
+        "type": "Prealgebra",
+        "solution": rf"Over a common denominator, the sum is $\boxed{{{latex(first + second)}}}$.",
+    }
+
+
+def latex(number: Fraction) -> str:
+    """Return a fraction, or a whole number, as LaTeX."""
+    whole = number.denominator == 1
+    return str(number.numerator) if whole else rf"\frac{{{number.numerator}}}{{{number.denominator}}}"
+
+
+RAW = RawSet(DATA_SOURCE, ("problem", "solution"), made_up)
 
 
 def main() -> int:
     """Write the parquet files; return the exit code."""
-    args = build_parser(__doc__, "math").parse_args()
-    return write_tables(lambda: tables(args.local_dataset_path), args)
+    return prepare(build_parser(__doc__, "math").parse_args(), RAW, row)
 
 
 if __name__ == "__main__":

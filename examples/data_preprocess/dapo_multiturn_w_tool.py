@@ -1,0 +1,24 @@
+"""Write DAPO-Math-17k as a parquet file for a model that may run Python in a tool.
+
+Read the hub, or a folder with the same files; without a network, make up problems:
+
+    python examples/data_preprocess/dapo_multiturn_w_tool.py --local_save_dir ~/data/retool_dapo
+    python examples/data_preprocess/dapo_multiturn_w_tool.py --local_dataset_path ~/raw/retool_dapo
+    python examples/data_preprocess/dapo_multiturn_w_tool.py --source synthetic
+"""
+
+import sys
+
+from verl.utils.dataset.preparation import build_parser, prepare
+from verl.utils.dataset.raw_sets import competition_set, with_code_interpreter
+
+RAW = competition_set("BytedTsinghua-SIA/DAPO-Math-17k")
+
+
+def main() -> int:
+    """Write the parquet file; return the exit code."""
+    return prepare(build_parser(__doc__, "retool_dapo").parse_args(), RAW, with_code_interpreter)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
