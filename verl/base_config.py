@@ -468,11 +468,12 @@ class NodeReader:
         return node
 
     def _target_class(self, target: Any, path: str) -> Any:
+        from verl.utils.time_limit import import_within_limit
+
         try:
-            found = pkgutil.resolve_name(str(target))
-        except Exception as error:  # a module of the user may raise anything
-            reason = one_line(f"{type(error).__name__}: {error}")
-            problem = f"cannot be imported: {reason}: write the dotted name of a dataclass"
+            found = import_within_limit(lambda: pkgutil.resolve_name(str(target)))
+        except RuntimeError as error:
+            problem = f"cannot be imported: {one_line(str(error))}: write the dotted name of a dataclass"
         else:
             if self.imports or is_dataclass(found):
                 return found

@@ -181,10 +181,12 @@ class FaultyWorker(Worker):
         return data
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def stop_one(self, rank: int) -> None:
-        """Stop one process, which neither answers nor dies."""
+    def stop_one(self, rank: int, peers_wait: bool = False) -> None:
+        """Stop one process, which neither answers nor dies; the others may wait for it in a collective."""
         if self.rank == rank:
             os.kill(os.getpid(), signal.SIGSTOP)
+        if peers_wait:
+            dist.all_reduce(torch.zeros(1))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def leave(self) -> None:

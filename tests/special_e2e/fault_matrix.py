@@ -12,9 +12,10 @@ import fnmatch
 import itertools
 import json
 import math
-import os
 import re
 import shutil
+import struct
+import subprocess
 import tempfile
 import threading
 import time
@@ -88,8 +89,9 @@ WORKER_POINTS = {
 }
 WORKER_POINTS |= {("vLLM", phase): WORKER_POINTS["actor", phase] for phase in ("generate", "sync", "validation")}
 WORKER_POINTS |= {("second worker", phase): WORKER_POINTS["actor", phase] for phase in PHASES}
-CLOCKS = {"clock back": "-1h", "clock forward": "+1h"}
-"""How far the wall clock jumps, in the words of libfaketime."""
+CLOCKS = {"clock back": -3600, "clock forward": 3600}
+"""How many seconds the wall clock jumps."""
+CLOCK_SOURCE = Path(__file__).with_name("jumping_clock.c")
 NAMES = {
     "trainer": "the trainer process",
     "gcs": "Ray's GCS",
@@ -261,37 +263,35 @@ def last_message(output: str) -> str:
 
 
 @contextmanager
-def jumping_clock(jump: str | None, moment: Path) -> Iterator[dict[str, str]]:
+def jumping_clock(jump_s: int | None, moment: Path) -> Iterator[dict[str, str]]:
     """Yield variables with which the wall clock of processes jumps as soon as a file is there; none without a jump."""
-    if jump is None:
+    if jump_s is None:
         yield {}
         return
-    libraries = [*Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1")]
-    library = os.environ.get("LIBFAKETIME") or str(next(iter(libraries), ""))
-    assert library, "needs libfaketime: install it, or name its libfaketimeMT.so.1 in LIBFAKETIME"
-    is_over = threading.Event()
-    with tempfile.NamedTemporaryFile("w", prefix="clock") as clock:
-        clock.write("+0\n")
-        clock.flush()
+    with tempfile.TemporaryDirectory(prefix="clock") as folder:
+        library = Path(folder, "jumping_clock.so")
+        subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", library, CLOCK_SOURCE, "-ldl"], check=True)
+        clock = Path(folder, "jump")
+        clock.write_bytes(struct.pack("q", 0))
+        is_over = threading.Event()
 
         def set_clock() -> None:
             while not moment.exists() and not is_over.wait(0.1):
                 pass
-            clock.seek(0)
-            clock.write(f"{jump}\n")
-            clock.flush()
+            with clock.open("r+b") as file:  # processes have mapped this file
+                file.write(struct.pack("q", jump_s))
 
         thread = threading.Thread(target=set_clock)
         thread.start()
-        yield {
-            "VERL_TEST_PRELOADED": "",  # a fork of a process with the true clock would keep it
-            "LD_PRELOAD": library,
-            "FAKETIME_TIMESTAMP_FILE": clock.name,
-            "FAKETIME_NO_CACHE": "1",
-            "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-        }
-        is_over.set()
-        thread.join()
+        try:
+            yield {
+                "VERL_TEST_PRELOADED": "",  # a fork of a process with the true clock would keep it
+                "VERL_TEST_CLOCK": str(clock),
+                "LD_PRELOAD": str(library),
+            }
+        finally:
+            is_over.set()
+            thread.join()
 
 
 def wait_for_memory(before: set[Path]) -> None:

@@ -14,10 +14,8 @@ from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
 
 from verl.base_config import WrongInput
-from verl.utils.time_limit import TimeLimitExceeded, UserCodeFailed, call_within, error_text
+from verl.utils.time_limit import import_within_limit
 
-IMPORT_TIMEOUT_S = 300.0
-"""Time limit for a module of the user."""
 _HOW_TO_IMPORT = "correct it, or install what it imports"
 _EXTERNAL = "verl_external_"
 """Begins the name of a module that is loaded from a user's file, which other processes cannot import."""
@@ -78,7 +76,7 @@ def import_external_libs(external_libs: str | list[str] | None = None) -> None:
         return
     for name in [external_libs] if isinstance(external_libs, str) else external_libs:
         try:
-            _import_within_limit(partial(importlib.import_module, name))
+            import_within_limit(partial(importlib.import_module, name))
         except RuntimeError as error:
             text = f"cannot import the external module {name!r}: {error}: {_HOW_TO_IMPORT}"
             raise ExternalModuleError(text) from error.__cause__
@@ -112,7 +110,7 @@ def _load_file(path: Path, source: bytes | None = None) -> ModuleType:
     if source is not None:
         run = partial(_execute, source, module, path)
     try:
-        _import_within_limit(run)
+        import_within_limit(run)
     except BaseException as error:
         del sys.modules[name]
         if isinstance(error, RuntimeError):
@@ -123,19 +121,6 @@ def _load_file(path: Path, source: bytes | None = None) -> ModuleType:
 
 def _execute(source: bytes, module: ModuleType, path: Path) -> None:
     exec(compile(source, str(path), "exec"), module.__dict__)
-
-
-def _import_within_limit(run: Callable[[], T]) -> T:
-    """Run an import of code of the user.
-
-    Raises: RuntimeError with the error of the code, which may be one that ends a process, or with the time limit.
-    """
-    try:
-        return call_within(IMPORT_TIMEOUT_S, run)
-    except TimeLimitExceeded as error:
-        raise RuntimeError(f"its import did not end within {IMPORT_TIMEOUT_S:g} s") from error
-    except UserCodeFailed as error:
-        raise RuntimeError(error_text(error.__cause__ or error)) from error.__cause__
 
 
 def load_extern_type(file_path: str | None, type_name: str | None, source: bytes | None = None) -> Any:
@@ -153,7 +138,7 @@ def load_extern_type(file_path: str | None, type_name: str | None, source: bytes
     if file is None:
         try:
             name = file_path.removeprefix("pkg://").replace("/", ".")
-            module = _import_within_limit(partial(importlib.import_module, name))
+            module = import_within_limit(partial(importlib.import_module, name))
         except RuntimeError as error:
             raise UserImportError(f"cannot import {file_path!r}: {error}: {_HOW_TO_IMPORT}") from error.__cause__
     else:

@@ -126,6 +126,14 @@ def end_all(processes: Iterable[psutil.Process], only_stopped: bool = False) -> 
             continue
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether SIGSTOP holds a process of this machine."""
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    except psutil.NoSuchProcess:
+        return False
+
+
 class WatchedProcess:
     """A process on this machine that need not be a child of this one, and may have died already."""
 
@@ -142,10 +150,7 @@ class WatchedProcess:
 
     def is_stopped(self) -> bool:
         """Whether SIGSTOP holds the process."""
-        try:
-            return bool(psutil.Process(self.pid).status() == psutil.STATUS_STOPPED)
-        except psutil.NoSuchProcess:
-            return False
+        return is_stopped(self.pid)
 
     def ending(self) -> str | None:
         """Return how the process ended, such as ``was killed by SIGSEGV``; None while it lives."""

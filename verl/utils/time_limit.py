@@ -13,6 +13,8 @@ from typing import Self, TypeVar
 
 T = TypeVar("T")
 
+IMPORT_TIMEOUT_S = 300.0
+"""Seconds that a module of the user gets for its import."""
 REPEAT_S = 1.0  # code that catches every exception is interrupted again
 _SIGNAL = signal.SIGRTMAX - 3  # not SIGALRM, because the limited code may use alarms
 Handler = Callable[[int, FrameType | None], object]
@@ -45,6 +47,19 @@ def call_within(seconds: float, call: Callable[[], T]) -> T:
             if limit.interrupted:
                 raise
             raise UserCodeFailed(f"raised {error_text(error)}", traceback.format_exc()) from error
+
+
+def import_within_limit(run: Callable[[], T]) -> T:
+    """Run an import of code of the user.
+
+    Raises: RuntimeError with the error of the code, which may be one that ends a process, or with the time limit.
+    """
+    try:
+        return call_within(IMPORT_TIMEOUT_S, run)
+    except TimeLimitExceeded as error:
+        raise RuntimeError(f"its import did not end within {IMPORT_TIMEOUT_S:g} s") from error
+    except UserCodeFailed as error:
+        raise RuntimeError(error_text(error.__cause__ or error)) from error.__cause__
 
 
 def error_text(error: BaseException) -> str:

@@ -393,3 +393,27 @@ def test_a_local_cluster_is_closed_to_others_and_ends_with_its_launch():
     assert not leftovers(run.pid, patience_s=15)
     ports = json.loads(out.splitlines()[-1])
     assert ports and {ip.removeprefix("::ffff:") for ip, _ in ports} == {"127.0.0.1"}, ports
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (ValueError("data.seed=x: is no number"), 2, "error in the configuration: data.seed=x: is no number"),
+        (
+            FileNotFoundError("train.parquet: is not there"),
+            2,
+            "error in the configuration: train.parquet: is not there",
+        ),
+        (KeyError("seed"), 1, "Error: a check before the start has a bug, please report it: KeyError: 'seed'"),
+    ],
+)
+def test_a_bug_of_a_check_is_not_called_a_wrong_input(capsys, error, code, message):
+    def check():
+        raise error
+
+    with pytest.raises(SystemExit) as left:
+        launch.checked(check)
+    told = capsys.readouterr().err
+    assert left.value.code == code
+    assert told.strip().splitlines()[-1] == message
+    assert ("Traceback" in told) == (code == 1)

@@ -290,6 +290,19 @@ def test_weights_of_a_run_that_diverged_are_not_resumed(tmp_path):
     torch.testing.assert_close(state_of(other, optimizer), before, atol=0, rtol=0)
 
 
+def test_a_buffer_with_infinity_is_a_mask(tmp_path):
+    def masked(seed):
+        model, optimizer, schedule, _ = make(seed)
+        model.register_buffer("mask", torch.tensor([0.0, float("-inf")]))
+        return model, FSDPCheckpointManager(model, optimizer, schedule)
+
+    model, manager = masked(0)
+    manager.save_checkpoint(str(tmp_path / "global_step_1"), global_step=1)
+    other, manager = masked(9)
+    manager.load_checkpoint(str(tmp_path / "global_step_1"))
+    torch.testing.assert_close(other.state_dict(), model.state_dict(), atol=0, rtol=0)
+
+
 class Malicious:
     def __reduce__(self):
         return (Path.touch, (Path("/tmp/verl_checkpoint_ran_code"),))

@@ -3,13 +3,14 @@
 import copy
 import itertools
 import logging
+import os
 import secrets
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import ray
 from ray import exceptions
@@ -31,7 +32,7 @@ from verl.single_controller.ray.resource_pool import (
     bundle_nodes,
     sort_placement_group_by_node_ip,
 )
-from verl.utils.processes import oom_kills, out_of_memory_since
+from verl.utils.processes import is_stopped, oom_kills, out_of_memory_since
 from verl.utils.profiler.captures import nsight_options
 from verl.utils.ray_utils import without_nsight
 
@@ -111,7 +112,8 @@ class RayWorkerGroup(WorkerGroup):
         self.customized_worker_env = _checked_worker_env(kwargs.get("worker_env") or {})
         self._start_timeout_s = float(ray_wait_register_center_timeout)
         self._kwargs = {**kwargs, "ray_wait_register_center_timeout": ray_wait_register_center_timeout}
-        self._starting: list[ObjectRef[bool]] = []
+        self._starting: list[ObjectRef[Place]] = []
+        self._places: list[Place] = []
         self._pools: list[RayResourcePool] = []
         self.fused_worker_used = ray_cls_with_init is not None and ray_cls_with_init.fused_worker_used
         self.sub_cls_name = ""
@@ -164,7 +166,7 @@ class RayWorkerGroup(WorkerGroup):
                 self._workers.append(worker)
                 self._worker_names.append(name)
                 rank += 1
-        self._starting = [worker.__ray_ready__.remote() for worker in self._workers]
+        self._starting = [worker.__ray_call__.remote(_place) for worker in self._workers]
 
     def _choose_rendezvous(self, group: PlacementGroup) -> tuple[str, str]:
         if bundle_nodes(group)[0] == ray.get_runtime_context().get_node_id():
@@ -247,6 +249,7 @@ class RayWorkerGroup(WorkerGroup):
         twin.master_address = self.master_address
         twin.master_port = self.master_port
         twin._starting = self._starting
+        twin._places = self._places
         for pool in self._pools:
             twin._join_pool(pool)
         return twin
@@ -323,13 +326,15 @@ class RayWorkerGroup(WorkerGroup):
         where = site or self._site(method_name)
         if self._starting:  # once, until all workers are constructed
             construction = replace(where, method=f"__init__ (before {where.method})")
-            self._wait_for(self._starting, self._start_timeout_s, construction)
+            self._places = self._wait_for(self._starting, self._start_timeout_s, construction)
             self._starting = []
         values = self._wait_for(ref_list, self.call_timeout_s, where)
         return values[0] if single else values
 
     def _wait_for(self, refs: "list[ObjectRef[Any]]", limit_s: float, site: CallSite) -> list[Any]:
-        seats = [Seat(rank, *pair) for rank, pair in enumerate(zip(self._worker_names, self._workers, strict=True))]
+        places: Sequence[Place | None] = self._places or [None] * self.world_size
+        members = zip(self._worker_names, self._workers, places, strict=True)
+        seats = [Seat(rank, *member) for rank, member in enumerate(members)]
         try:
             return wait_all(site, seats, refs, limit_s)
         except WorkerError as error:
@@ -420,13 +425,30 @@ def _nsight_options(options: dict[str, Any] | None, num_steps: int) -> dict[str,
 # Waiting for actors under a deadline, and the cause of a failure
 
 
+class Place(NamedTuple):
+    """Where a worker runs: the id of its node, and its process there."""
+
+    node: str
+    pid: int
+
+
+def _place(worker: object) -> Place:
+    return Place(ray.get_runtime_context().get_node_id(), os.getpid())
+
+
 @dataclass(frozen=True)
 class Seat:
-    """A worker of a group: its rank, its name and its actor."""
+    """A worker of a group: its rank, its name, its actor, and where it runs if that is known."""
 
     rank: int
     name: str
     actor: Actor
+    place: Place | None = None
+
+    def is_stopped(self) -> bool:
+        """Whether SIGSTOP holds the process; False if it runs on another node."""
+        here = ray.get_runtime_context().get_node_id()
+        return self.place is not None and self.place.node == here and is_stopped(self.place.pid)
 
 
 def wait_all(site: CallSite, seats: Sequence[Seat], refs: Refs, limit_s: float) -> list[Any]:
@@ -559,8 +581,9 @@ def _silent(seats: Sequence[Seat], refs: Refs) -> list[Seat]:
 
 
 def explain_timeout(site: CallSite, seats: Sequence[Seat], refs: Refs, timeout_s: float) -> WorkerError:
-    """Name the workers that had not answered at the deadline."""
+    """Name the workers that had not answered at the deadline; if some are stopped, only these: the others wait."""
     silent = _silent(seats, refs) or list(seats[:1])
-    return errors.WorkerTimeoutError(
-        site, silent[0].rank, silent[0].name, f"no answer within {timeout_s:g} s", tuple(seat.rank for seat in silent)
-    )
+    stopped = [seat for seat in silent if seat.is_stopped()]
+    named = stopped or silent
+    reason = f"no answer within {timeout_s:g} s" + ("; SIGSTOP holds its process" if stopped else "")
+    return errors.WorkerTimeoutError(site, named[0].rank, named[0].name, reason, tuple(seat.rank for seat in named))

@@ -93,10 +93,14 @@ class RayConfig(BaseConfig):
     timeline_json_file: str | None = setting(None, "file for the Ray timeline at the end of the run")
 
     @property
+    def address(self) -> str:
+        """The address of the cluster to join; ``local`` if the run starts Ray on this machine only."""
+        return str((self.ray_init or {}).get("address") or envs.read("RAY_ADDRESS") or "local")
+
+    @property
     def is_local(self) -> bool:
         """Whether the run starts Ray on this machine only."""
-        address = (self.ray_init or {}).get("address") or envs.read("RAY_ADDRESS")
-        return (address or "local") == "local"
+        return self.address == "local"
 
 
 ABSENT = object()

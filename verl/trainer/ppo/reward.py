@@ -66,7 +66,8 @@ def compute_reward(data: DataProto, reward_fn: RewardFn) -> Reward:
     except TimeLimitExceeded as error:
         raise RewardError(
             f"the reward manager {type(reward_fn).__name__}, which calls {name}, did not end within "
-            f"reward_model.scoring.batch_timeout_s={limits.batch_timeout_s:g} and {START_TIMEOUT_S:g} s more"
+            f"reward_model.scoring.batch_timeout_s={limits.batch_timeout_s:g} and {START_TIMEOUT_S:g} s more: "
+            f"make it faster, or raise this limit"
         ) from error
     for name in OWN_COLUMNS & extras.keys():
         _warn_once("the reward function returns %r, a column of the trainer: the trainer's values are kept", name)
@@ -184,7 +185,8 @@ class PendingReward:
                 ray.cancel(rule, force=True)
                 raise RewardError(
                     f"the task of {describe_scorer(self.reward_fn)} did not end within "
-                    f"trainer.worker_call_timeout_s={self.timeout_s:g}"
+                    f"trainer.worker_call_timeout_s={self.timeout_s:g}: "
+                    f"make it faster, or raise this limit"
                 ) from error
         return rule
 

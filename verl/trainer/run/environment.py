@@ -1,6 +1,8 @@
 """Check the environment variables that a run reads, before it starts Ray or torch."""
 
 import os
+import socket
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -12,6 +14,9 @@ from verl.utils import envs
 _FLAGS = ("VERL_AUTO_PADDING", "VERL_CHECK_PHASES")
 _SERIALIZATION = "VERL_DATAPROTO_SERIALIZATION_METHOD"
 _METHODS = ("numpy", "torch")
+_PATIENCE_S = 5.0
+_POLL_S = 0.5
+_HOW_TO_JOIN = "start Ray there (ray start --head), or remove the address to start Ray on this machine"
 _MOST_SOCKET_BYTES = 107
 """Length of the longest path that a socket can have."""
 _SESSION_BYTES = len("/session_2026-01-01_00-00-00_000000_1000000/sockets/plasma_store")
@@ -40,6 +45,36 @@ def check_environment(cluster: RayConfig, trackers: Iterable[str]) -> None:
             _check_writable("environment variable VERL_FILE_LOGGER_ROOT", root, Path(root).expanduser())
     if cluster.is_local:
         check_ray_folder(cluster)
+    else:
+        check_ray_address(cluster)
+
+
+def check_ray_address(cluster: RayConfig) -> None:
+    """Check that something answers at the address of the Ray cluster that the run joins.
+
+    Forms that only Ray understands (``auto``, or the scheme of another client) are left to it.
+
+    Raises: InputError naming the key or the variable.
+    """
+    address = cluster.address
+    given = (cluster.ray_init or {}).get("address")
+    name = "ray_kwargs.ray_init.address" if given else "environment variable RAY_ADDRESS"
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if address == "auto" or "://" in address.removeprefix("ray://"):
+        return
+    if not host or not port.isdecimal():
+        raise InputError(f"{name}={address}: must be HOST:PORT of a Ray cluster, auto, or local")
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), _PATIENCE_S).close()
+            return
+        except ConnectionRefusedError as error:  # its head may be about to start
+            if time.monotonic() > deadline:
+                raise InputError(f"{name}={address}: {error.strerror}: {_HOW_TO_JOIN}") from error
+            time.sleep(_POLL_S)
+        except (OSError, OverflowError) as error:
+            raise InputError(f"{name}={address}: {error}: {_HOW_TO_JOIN}") from error
 
 
 def check_ray_folder(cluster: RayConfig) -> None:
@@ -50,10 +85,13 @@ def check_ray_folder(cluster: RayConfig) -> None:
     given = (cluster.ray_init or {}).get("_temp_dir")
     variable = next((name for name in ("RAY_TMPDIR", "TMPDIR") if envs.read(name)), None)
     if given:
-        name, chosen, folder = "ray_kwargs.ray_init._temp_dir", str(given), Path(given)
+        name = "ray_kwargs.ray_init._temp_dir"
+        chosen = str(given)
+        folder = Path(given)
     elif variable:
         chosen = envs.read(variable) or ""
-        name, folder = f"environment variable {variable}", Path(chosen, "ray")
+        name = f"environment variable {variable}"
+        folder = Path(chosen, "ray")
     else:
         return
     _check_writable(name, chosen, folder)

@@ -119,7 +119,10 @@ def count_rows(key: str, path: str, prompt_key: str) -> int:
         columns = file.schema_arrow.names
         rows = file.metadata.num_rows
     if prompt_key not in columns:
-        raise InputError(f"{key}={path}: has no column {prompt_key!r} (data.prompt_key); it has {columns}")
+        raise InputError(
+            f"{key}={path}: has no column {prompt_key!r}, it has {columns}: name one of them in data.prompt_key, "
+            f"or add the column"
+        )
     if not rows:
         raise InputError(f"{key}={path}: has no row: {AGAIN}")
     return int(rows)

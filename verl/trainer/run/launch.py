@@ -20,6 +20,7 @@ from typing import Any, NoReturn, TypeVar
 import psutil
 import ray
 from hydra.core.hydra_config import HydraConfig
+from omegaconf.errors import OmegaConfBaseException
 
 from verl.base_config import WrongInput
 from verl.trainer.config.cli import MOST_LINES, USAGE_ERROR, brief
@@ -57,6 +58,8 @@ LOOPBACK_ENV_VARS = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VL
 LOCAL_SYSTEM_CONFIG = {"prestart_worker_first_driver": False}
 ERROR_LOG = "error.log"
 _TRACE_STARTS = ("--- in the worker", "\t", "Traceback", "ray::", "\x1b[36mray::", "  File ")
+_INPUT_ERRORS = (ValueError, OSError, ImportError, OmegaConfBaseException)
+"""What a check before the start raises for an input that it refuses."""
 _LOG_GRACE_S = 0.5  # time for the last lines of the actors to reach this terminal
 SHUTDOWN_TIMEOUT_S = 15.0
 """Seconds that Ray gets to end its processes; it takes about one."""
@@ -68,14 +71,18 @@ SHUTDOWN_TIMEOUT_S = 15.0
 def checked(check: Callable[[], T]) -> T:
     """Return the result of the checks before the start of Ray.
 
-    Raises: SystemExit with 2 after a short message on standard error if they refuse the input.
+    Raises: SystemExit with 2 after a short message on standard error if they refuse the input; with 1 after the trace
+        if a check itself is wrong.
     """
     try:
         return check()
     except KeyboardInterrupt:
         _leave(*interruption())
-    except Exception as error:  # whatever it is, the person at the terminal gets its cause and not a trace
+    except _INPUT_ERRORS as error:
         _leave(brief(f"error in the configuration: {error}"), USAGE_ERROR)
+    except Exception as error:  # a bug of ours: the trace is what its report needs
+        named = brief(f"{type(error).__name__}: {error}")
+        _leave(f"{traceback.format_exc()}\nError: a check before the start has a bug, please report it: {named}", 1)
 
 
 def run_on_ray(

@@ -50,7 +50,9 @@ class TorchDistReader:
             raise CheckpointError(f"{path} cannot be read (it holds a {type(index).__name__})")
         self._entries = index.state_dict_metadata
         self._places = index.storage_data
-        self._tensors = {n: entry for n, entry in self._entries.items() if isinstance(entry, TensorStorageMetadata)}
+        self._tensors = {
+            name: entry for name, entry in self._entries.items() if isinstance(entry, TensorStorageMetadata)
+        }
         available = sum(file.stat().st_size for file in self.folder.iterdir())
         for name, entry in self._tensors.items():
             if entry.size.numel() * entry.properties.dtype.itemsize > available:

@@ -267,13 +267,7 @@ class ColumnCheck:
                 self.fail(f"{name}.{field}", 0, f"must be a string, got {part.type}", key)
             self._per_row(f"{name}.{field}", parents, pc.is_null(part), "is null, must be a string", key)
             if field == "role":
-                self._per_row(
-                    f"{name}.role",
-                    parents,
-                    pc.equal(pc.utf8_length(part), 0),
-                    EMPTY,
-                    key,
-                )
+                self._per_row(f"{name}.role", parents, pc.equal(pc.utf8_length(part), 0), EMPTY, key)
         return values
 
     def _per_row(self, name: str, parents: np.ndarray, bad: pa.Array, problem: str, key: str | None) -> None:
@@ -318,8 +312,11 @@ def check_prompt_rows(check: ColumnCheck, prompt_key: str, reward_fn_key: str, t
     check.refuse("reward_model", pc.is_null(values), f"is null, {REWARD_MODEL_FORM}")
     fields = [field.name for field in values.type]
     by_model = pa.array(np.zeros(len(values), dtype=bool))
-    if "style" in fields and is_text(pc.struct_field(values, "style").type):
-        by_model = pc.fill_null(pc.equal(pc.cast(pc.struct_field(values, "style"), pa.string()), "model"), False)
+    if "style" in fields:
+        style = pc.struct_field(values, "style")
+        if not (is_text(style.type) or pa.types.is_null(style.type)):
+            check.fail("reward_model.style", 0, f'must be a string such as "rule" or "model", got {style.type}')
+        by_model = pc.fill_null(pc.equal(pc.cast(style, pa.string()), "model"), False)
     lacking = pa.array(np.ones(len(values), dtype=bool))
     if "ground_truth" in fields:
         lacking = pc.is_null(pc.struct_field(values, "ground_truth"))
