@@ -66,6 +66,7 @@ def _run(request: dict[str, Any]) -> None:
     for stream in (1, 2):
         os.dup2(output, stream)
     os.chdir(request["folder"])
+    sys.path.insert(0, request["folder"])  # as python -m does
     os.environ.update(request["environment"])
     sys.argv = [request["command"], *request["words"]]
     code: Any = 0
