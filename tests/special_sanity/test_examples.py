@@ -66,6 +66,11 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 FAKE = """#!/usr/bin/env bash
 printf '%s\\0' "$@" >> "$RECORD"; printf '\\n' >> "$RECORD"
 """
+FAKES = dict.fromkeys(("python", "python3", "torchrun", "ray"), FAKE) | {
+    "srun": '#!/usr/bin/env bash\nwhile [[ "$1" == -* ]]; do shift; done\nexec "$@"\n',
+    "scontrol": "#!/usr/bin/env bash\nprintf 'node1\\nnode2\\n'\n",
+}
+SLURM = {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NNODES": "2"}
 
 
 def compose_command(words: list[str]) -> DictConfig:
@@ -95,10 +100,10 @@ def override_for(script: Path) -> tuple[str, str]:
 def commands_of_script(script: Path, folder: Path) -> list[list[str]]:
     """Run a script with a Python that records its arguments and does nothing."""
     record = folder / "record"
-    for name in ("python", "python3", "torchrun", "ray"):
-        (folder / name).write_text(FAKE)
+    for name, fake in FAKES.items():
+        (folder / name).write_text(fake)
         (folder / name).chmod(0o755)
-    environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "RECORD": str(record)}
+    environment = os.environ | SLURM | {"PATH": f"{folder}:{os.environ['PATH']}", "RECORD": str(record)}
     done = subprocess.run(
         ["bash", script, "=".join(override_for(script))],
         cwd=ROOT,
