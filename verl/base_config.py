@@ -207,6 +207,7 @@ class BaseConfig(Mapping[str, Any]):
 
     _mutable_fields: ClassVar[frozenset[str]] = frozenset()
     _is_closed: ClassVar[bool] = False  # whether a node that names no class may hold no other keys either
+    _is_open: ClassVar[bool] = False  # whether a node that names this class may hold other keys too
 
     _target_: str = ""
 
@@ -395,9 +396,9 @@ def parse_node(tree: Tree, cls: type[BaseConfig] | None = None, path: str = "") 
 class NodeReader:
     """Builds dataclasses from mappings and keeps what they refuse.
 
-    A node with a ``_target_`` has no other keys than its dataclass; a plain node may hold keys that recipes add, unless
-    its dataclass is closed. ``imports`` says whether code of the user runs: a model's node imports its
-    ``external_lib``, and a ``_target_`` may be any class or function.
+    A node with a ``_target_`` has no other keys than its dataclass, unless that is open; a plain node may hold keys
+    that recipes add, unless its dataclass is closed. ``imports`` says whether code of the user runs: a model's node
+    imports its ``external_lib``, and a ``_target_`` may be any class or function.
     """
 
     def __init__(self, imports: bool = False) -> None:
@@ -422,7 +423,7 @@ class NodeReader:
             return None if cls is None else _default(cls)
         if self.imports and names_class and (not _is_node_class(own) or value.keys() & _HYDRA_KEYS):
             return _instantiate(value)
-        is_strict = names_class or (own is not None and own._is_closed)
+        is_strict = (names_class and not getattr(own, "_is_open", False)) or (own is not None and own._is_closed)
         hints = {} if own is None else type_hints(own)
         children = {
             key: self.build(child, f"{path}.{key}" if path else str(key), _node_class(hints.get(key)))

@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[2]
 CONFIG_OF_MODULE = {
     "recipe.dapo.main_dapo": "dapo_trainer",
     "recipe.entropy.main_entropy": "entropy_trainer",
+    "recipe.prime.main_prime": "prime_trainer",
     "verl.trainer.main_ppo": "ppo_trainer",
     "verl.trainer.sft_trainer": "sft_trainer_engine",
     "verl.trainer.fsdp_sft_trainer": "sft_trainer",
@@ -35,6 +36,7 @@ CONFIG_OF_MODULE = {
 RECIPE_NODES = {
     "recipe.dapo.main_dapo": DAPOTaskRunner.recipe_nodes,
     "recipe.entropy.main_entropy": EntropyTaskRunner.recipe_nodes,
+    "recipe.prime.main_prime": (),
     "verl.trainer.main_ppo": (),
 }
 OVERRIDE_OF_OTHERS = {

@@ -152,12 +152,12 @@ def check_hub_models(run: RunConfig) -> None:
     if run.critic is not None:
         paths["critic.model.path"] = run.critic.model.path
     if run.reward_model.enable:
-        paths["reward_model.model.path"] = run.reward_model.model.path
+        paths |= {f"reward_model.model.{name}": path for name, path in run.reward_model.model.paths.items()}
     check_hub(paths)
 
 
 def check_reward_model(reward: RewardModelConfig) -> None:
-    """Check that a local classifier has a head with one label, and a reward model the chat template that it needs.
+    """Check the files of a reward model, the head of a classifier, and the chat template if it needs one.
 
     Raises: InputError naming the key.
     """
@@ -165,14 +165,17 @@ def check_reward_model(reward: RewardModelConfig) -> None:
     path = reward.model.path
     reads_text = reward.model.input_tokenizer is not None
     shapes = check_model(key, path)
+    for name, other in reward.model.paths.items():
+        if other != path:
+            check_model(f"reward_model.model.{name}", other)
     head = shapes.get(_SCORE_HEAD)
-    if not reward.is_generative and shapes and head is None:
+    if reward.is_classifier and shapes and head is None:
         raise InputError(
             f"{key}={path}: holds no {_SCORE_HEAD}, the head of a model for token or sequence classification: write a "
             "reward model with one label. Heads of another name or shape are not supported: load such a model in "
             "custom_reward_function.path, or serve it and ask it there"
         )
-    if not reward.is_generative and head is not None and head[0] != 1:
+    if reward.is_classifier and head is not None and head[0] != 1:
         raise InputError(f"{key}={path}: its {_SCORE_HEAD} has {head[0]} labels: write a reward model with one label")
     if reads_text and not _may_have_template(path):
         raise InputError(

@@ -176,9 +176,9 @@ class RunConfig:
 
     @property
     def prompts_per_step(self) -> int:
-        """The prompts of a training batch: ``data.train_batch_size`` with dynamic sampling, else a loader batch."""
+        """The prompts of a training batch: ``data.train_batch_size`` with dynamic sampling, else as the data say."""
         groups = self.algorithm.filter_groups
-        return self.data.train_batch_size if groups and groups["enable"] else self.data.loader_batch_size
+        return self.data.train_batch_size if groups and groups["enable"] else self.data.prompts_per_step
 
     def set_total_training_steps(self, steps: int) -> None:
         """Set the length of the learning-rate schedules, which is known once the data are loaded."""

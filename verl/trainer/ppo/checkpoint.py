@@ -71,8 +71,9 @@ def remove_emptied_folders(root: str | Path) -> None:
 class Checkpoints:
     """The checkpoints of a run: parts of the workers, the state of the driver, and the tracker that names the latest.
 
-    Attributes: ``groups`` maps a role, actor or critic, to its workers, and ``keep`` to the number of checkpoints that
-        are kept, None for all. With ``in_background`` workers write while training continues.
+    Attributes: ``groups`` maps a role to its workers, and ``keep`` actor and critic to the number of checkpoints that
+        are kept, None for all; a role that a recipe trains has the number of the actor. With ``in_background`` workers
+        write while training continues.
     """
 
     run: RunConfig
@@ -137,7 +138,7 @@ class Checkpoints:
         self.state.unfinished_checkpoint = None
         write_tracker_atomically(self.root, step)
         for role, group in self.groups.items():
-            keep = self.keep[role]
+            keep = self.keep.get(role, self.keep["actor"])
             if keep:
                 group.keep_latest_checkpoints(f"{self.folder(step)}/{role}", keep)
         remove_emptied_folders(self.root)

@@ -650,9 +650,13 @@ class RayPPOTrainer:
     @cached_property
     def checkpoints(self) -> Checkpoints:
         """The checkpoints of the worker groups that train."""
+        groups = self.trained_groups()
+        return Checkpoints(self.run_config, self.state, groups, self.train_dataloader, self.kl_ctrl_in_reward)
+
+    def trained_groups(self) -> dict[str, RayWorkerGroup]:
+        """Return the worker groups that train, by the folder that each has in a checkpoint."""
         groups = {name: group for name, group in self.worker_groups().items() if name in ("actor_rollout", "critic")}
-        trained = {name.removesuffix("_rollout"): group for name, group in groups.items()}
-        return Checkpoints(self.run_config, self.state, trained, self.train_dataloader, self.kl_ctrl_in_reward)
+        return {name.removesuffix("_rollout"): group for name, group in groups.items()}
 
     def _save_after_step(self, timing: Timing) -> None:
         """Write a checkpoint every ``trainer.save_freq`` steps, after the last one, and before capacity expires."""

@@ -133,7 +133,7 @@ def create_worker_groups(
 def set_schedule_steps(config: DictConfig, steps: int) -> None:
     """Write the number of steps to the keys that the learning-rate schedules of the workers read."""
     with open_dict(config):
-        for key in ("actor_rollout_ref.actor.optim", "critic.optim"):
+        for key in ("actor_rollout_ref.actor.optim", "critic.optim", "reward_model.model.optim"):
             if OmegaConf.select(config, key) is not None:
                 OmegaConf.update(config, f"{key}.total_training_steps", steps)
 

@@ -127,6 +127,11 @@ class DataConfig(BaseConfig):
         return self.gen_batch_size or self.train_batch_size
 
     @property
+    def prompts_per_step(self) -> int:
+        """The prompts of one training step, unless dynamic sampling chooses them."""
+        return self.loader_batch_size
+
+    @property
     def train_paths(self) -> list[str]:
         """The training files."""
         return _as_list(self.train_files)

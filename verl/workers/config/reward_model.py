@@ -109,6 +109,11 @@ class RewardModelModelConfig(BaseConfig):
     use_fused_kernels: bool = setting(False, "no effect: there is one implementation")
     fsdp_config: FSDPEngineConfig = field(default_factory=FSDPEngineConfig)
 
+    @property
+    def paths(self) -> dict[str, str]:
+        """The models that are loaded, by key."""
+        return {"path": self.path}
+
     def as_model_config(self) -> HFModelConfig:
         """Return the node from which an engine builds the model; the tokenizer is loaded where it renders chats."""
         shared = ("path", "external_lib", "trust_remote_code", "use_shm", "use_remove_padding")
@@ -199,6 +204,11 @@ class RewardModelConfig(BaseConfig):
     def engine(self) -> Any:
         """The node of the engine that runs a classifier."""
         return self.megatron if self.strategy == "megatron" else self.model.fsdp_config
+
+    @property
+    def is_classifier(self) -> bool:
+        """Whether the model has a head with one label, which scores a whole response."""
+        return not self.is_generative
 
     @property
     def is_generative(self) -> bool:

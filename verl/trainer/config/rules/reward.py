@@ -154,6 +154,9 @@ def _model_rules(run: RunConfig, workers: int | None, broken: set[str]) -> Itera
     if not problems and not reward.is_generative:
         problems = list(quantized_problem(read_config_json(path)))
     yield from (Violation(key, path, problem) for problem in problems)
+    for name, other in reward.model.paths.items():
+        if other != path:
+            yield from (Violation(f"{NODE}.model.{name}", other, problem) for problem in path_problems(other))
     if not problems:
         hf_config = read_config_json(path)
         sharing = None if reward.is_generative else workers

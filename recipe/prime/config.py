@@ -1,0 +1,176 @@
+"""The nodes that PRIME adds to the main configuration. Nothing here imports torch."""
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl.algos.config import AlgoConfig
+from verl.base_config import Violation, setting
+from verl.utils.dataset.config import DataConfig
+from verl.workers.config import FSDPActorConfig, FSDPOptimizerConfig, HFModelConfig, RewardModelConfig
+from verl.workers.config.actor_rollout_ref import FSDPRefConfig
+from verl.workers.config.engine import STRATEGIES
+from verl.workers.config.optimizer import CLIP_NOTHING
+from verl.workers.config.reward_model import RewardModelModelConfig
+
+LOSSES = ("ce", "dpo", "bon_acc", "bon_rm")
+UPDATES = ("before", "after", "reverse", "none")
+
+
+@dataclass
+class PRIMEDataConfig(DataConfig):
+    """Rows, and the prompts that the filter chooses from ``oversample_factor`` times as many."""
+
+    _is_open = True
+
+    truncation: str = setting("right", "what happens to longer prompts", one_of=("error", "left", "right", "middle"))
+    filter_accuracy: bool = setting(True, "prefer prompts whose accuracy is between the bounds")
+    accuracy_lower_bound: float = setting(0.2, "least accuracy of a preferred prompt", at_least=0, at_most=1)
+    accuracy_upper_bound: float = setting(0.8, "largest accuracy of a preferred prompt", at_least=0, at_most=1)
+    oversample_factor: float = setting(4.0, "prompts that are drawn for each one that is trained on", at_least=1)
+    filter_truncate: bool = setting(True, "prefer prompts without a response of full length")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.__dict__["gen_batch_size"] = round(self.train_batch_size * self.oversample_factor)
+
+    def rules(self) -> Iterator[Violation]:
+        """Apply the rules of ``DataConfig``; reject a draw that is no whole number, and bounds without a number."""
+        yield from super().rules()
+        drawn = self.train_batch_size * self.oversample_factor
+        if drawn != round(drawn):
+            expected = f"times data.train_batch_size={self.train_batch_size} must be an integer, it is {drawn:g}"
+            yield Violation("oversample_factor", self.oversample_factor, expected)
+        if self.gen_batch_size is not None and self.gen_batch_size != drawn:
+            expected = "follows data.train_batch_size and data.oversample_factor: write null, and change that factor"
+            yield Violation("gen_batch_size", self.gen_batch_size, expected)
+        if self.accuracy_lower_bound > self.accuracy_upper_bound:
+            expected = f"must be at most data.accuracy_upper_bound={self.accuracy_upper_bound:g}"
+            yield Violation("accuracy_lower_bound", self.accuracy_lower_bound, expected)
+
+    @property
+    def prompts_per_step(self) -> int:
+        """The prompts that are trained on, after the filter."""
+        return self.train_batch_size
+
+
+@dataclass
+class PRIMEAlgoConfig(AlgoConfig):
+    """The weights of the two streams of reward.
+
+    Source: PRIME (arXiv:2502.01456), equation 5.
+    """
+
+    adv_estimator: str = setting("rloo", "estimator of both streams", one_of=("rloo",), hint="PRIME has this one")
+    reward_gt_coef: float = setting(5.0, "weight of the outcome, which is the score of the reward function")
+    reward_dpo_coef: float = setting(5.0, "weight of the scores of the tokens, from the reward model")
+
+    def rules(self) -> Iterator[Violation]:
+        """Apply the rules of ``AlgoConfig``, and reject a KL penalty in the reward."""
+        yield from super().rules()
+        if self.use_kl_in_reward:
+            expected = "is not read by the advantage of PRIME: write actor_rollout_ref.actor.use_kl_loss=true instead"
+            yield Violation("use_kl_in_reward", True, expected)
+
+
+@dataclass
+class PRIMEOptimizerConfig(FSDPOptimizerConfig):
+    """AdamW of the reward model; ``grad_clip`` is its limit of the gradient norm."""
+
+    lr: float = setting(1e-6, "learning rate after the warm-up", at_least=0, at_most=100)
+    weight_decay: float = setting(0.0, "decay of the weights per step, times lr", at_least=0)
+    grad_clip: float | None = setting(10.0, "limit of the gradient norm", above=0, hint=CLIP_NOTHING)
+
+    def __post_init__(self) -> None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="optim.grad_clip is deprecated")  # here it is the only name
+            super().__post_init__()
+
+
+@dataclass
+class PRIMEModelConfig(RewardModelModelConfig):
+    """The reward model, a language model that learns, and its reference.
+
+    Both read the tokens of the policy, so their vocabulary is the policy's.
+    """
+
+    ref_path: str | None = setting(None, "folder or hub id of the reference, which does not learn")
+    ref_type: str = setting(
+        "freeze", "the reference: the model at ref_path, or the policy", one_of=("freeze", "policy")
+    )
+    update: str = setting("before", "when the reward model is updated, relative to its scores", one_of=UPDATES)
+    beta_train: float = setting(0.05, "scale of the log-ratio that is the reward of a token", above=0)
+    loss_type: str = setting("ce", "loss of the reward model", one_of=LOSSES)
+    tokenizer_path: str | None = setting(None, "folder or hub id of the policy's tokenizer; null: path")
+    enable_gradient_checkpointing: bool = setting(True, "compute activations again in the backward pass")
+    fused_kernel_options: dict[str, Any] = setting({"impl_backend": "torch"}, "implementation of the fused head")
+    optim: PRIMEOptimizerConfig = field(default_factory=PRIMEOptimizerConfig)
+
+    def rules(self) -> Iterator[Violation]:
+        """Yield another tokenizer, and a frozen reference without a model."""
+        if self.input_tokenizer is not None:
+            expected = "must be null: PRIME compares reward model and policy token by token, so both have one tokenizer"
+            yield Violation("input_tokenizer", self.input_tokenizer, expected)
+        if self.ref_type == "freeze" and self.ref_path is None:
+            yield Violation("ref_path", None, "is missing: name the model of the reference, or write ref_type=policy")
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """The models that are loaded, by key."""
+        frozen = {"ref_path": self.ref_path} if self.ref_type == "freeze" and self.ref_path else {}
+        return super().paths | frozen
+
+    def as_model_config(self) -> HFModelConfig:
+        """Return the node from which the engine builds the model that learns."""
+        shared = ("path", "tokenizer_path", "external_lib", "trust_remote_code", "use_shm", "use_remove_padding")
+        own = ("enable_gradient_checkpointing", "use_fused_kernels", "fused_kernel_options")
+        return HFModelConfig(**{name: self[name] for name in shared + own})
+
+
+@dataclass
+class PRIMERewardModelConfig(RewardModelConfig):
+    """An implicit process reward model: it learns from outcomes and scores tokens."""
+
+    _is_open = True
+
+    strategy: str = setting("fsdp", "engine of the reward model", one_of=STRATEGIES)
+    model: PRIMEModelConfig = field(default_factory=PRIMEModelConfig)
+    prime_granularity: str = setting("token", "what gets a score", one_of=("token", "whole"))
+    prime_norm: str = setting("batch_norm", "how scores are scaled", one_of=("batch_norm", "none"))
+    mini_batch_size: int = setting(256, "prompts of one optimizer step", at_least=1)
+    rollout_n: int = setting(1, "responses of one prompt", at_least=1)
+    reward_manager: str = setting("prime", "what turns responses into scores", empty=False)
+
+    @property
+    def is_classifier(self) -> bool:
+        """Whether the model has a head with one label; this one is a language model."""
+        return False
+
+    def rules(self) -> Iterator[Violation]:
+        """Apply the rules of ``RewardModelConfig``, and reject a judge."""
+        yield from super().rules()
+        if self.is_generative:
+            yield Violation("model_type", self.model_type, "must be discriminative: PRIME trains a language model")
+
+    def as_trained(self) -> FSDPActorConfig:
+        """Return the node of the engine that learns: it cuts batches as an actor does."""
+        return FSDPActorConfig(
+            strategy=self.strategy,
+            ppo_mini_batch_size=self.mini_batch_size,
+            ppo_micro_batch_size=self.micro_batch_size,
+            ppo_micro_batch_size_per_gpu=self.micro_batch_size_per_gpu,
+            use_dynamic_bsz=self.use_dynamic_bsz,
+            ppo_max_token_len_per_gpu=self.forward_max_token_len_per_gpu,
+            ulysses_sequence_parallel_size=self.ulysses_sequence_parallel_size,
+            optim=self.model.optim,
+            fsdp_config=self.model.fsdp_config,
+        )
+
+    def as_reference(self) -> FSDPRefConfig:
+        """Return the node of the engine of the frozen reference."""
+        return FSDPRefConfig(
+            strategy=self.strategy,
+            ulysses_sequence_parallel_size=self.ulysses_sequence_parallel_size,
+            fsdp_config=self.model.fsdp_config,
+        )

@@ -1,0 +1,67 @@
+"""PRIME: ``python -m recipe.prime.main_prime key=value ...``.
+
+The launching process imports neither torch nor transformers, so trainer and worker are imported where they run.
+"""
+
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from omegaconf import DictConfig
+
+from verl.base_config import WrongInput
+from verl.trainer.config.cli import hydra_main
+from verl.trainer.main_ppo import TaskRunner, run_ppo
+from verl.trainer.ppo.utils import Role
+
+
+class PRIMETaskRunner(TaskRunner):
+    """The main trainer's policy and data, with PRIME's reward model and trainer."""
+
+    def add_reward_model_worker(self, config: DictConfig) -> None:
+        """Choose the reward model that learns, if one is enabled."""
+        reward = config.reward_model
+        if reward.enable:
+            from recipe.prime.prime_fsdp_workers import PRIMERewardModelWorker
+
+            pool = "reward_pool" if reward.enable_resource_pool else "global_pool"
+            self._add(Role.RewardModel, PRIMERewardModelWorker, pool)
+
+    def trainer_class(self) -> type:
+        """Choose the trainer that trains the reward model and filters prompts."""
+        from recipe.prime.prime_ray_trainer import RayPRIMETrainer
+
+        return RayPRIMETrainer
+
+
+def run_prime(config: DictConfig, compute_score: Callable[..., Any] | None = None) -> None:
+    """Run PRIME with a composed configuration.
+
+    Args: ``compute_score(data_source, solution_str, ground_truth, extra_info)`` is a function of a Python file, in
+        place of ``custom_reward_function``.
+    Raises: WrongInput for a function that is not at the top level of a file.
+    """
+    if compute_score is not None:
+        config.custom_reward_function.path = _file_of(compute_score)
+        config.custom_reward_function.name = compute_score.__name__
+    run_ppo(config, PRIMETaskRunner)
+
+
+def _file_of(function: Callable[..., Any]) -> str:
+    """Return the file that defines a function, from which other processes load it."""
+    file = inspect.getsourcefile(function) if inspect.isfunction(function) else None
+    if file is None or function.__qualname__ != function.__name__ or not function.__name__.isidentifier():
+        raise WrongInput(f"compute_score={function!r}: must be a function at the top level of a Python file")
+    return file
+
+
+@hydra_main("prime_trainer", config_path="config")
+def main(config: DictConfig) -> None:
+    """Run PRIME by the composed configuration."""
+    run_prime(config)
+
+
+if __name__ == "__main__":
+    # Under its own name, so that Ray imports PRIMETaskRunner in the actor instead of copying it there by value.
+    importlib.import_module("recipe.prime.main_prime").main()

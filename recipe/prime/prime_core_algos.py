@@ -1,0 +1,224 @@
+"""The tensor mathematics of PRIME: rewards of tokens, losses of the reward model, advantages, and the filter.
+
+Source: PRIME (arXiv:2502.01456); the implicit process reward: arXiv:2412.01981.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from verl.base_config import WrongInput
+from verl.utils.groupwise import as_torch_index, group_count, group_sum
+from verl.utils.torch_functional import masked_whiten
+
+# ---- the reward of tokens
+
+
+def token_rewards(log_ratio: Tensor, mask: Tensor, beta: float, granularity: str) -> Tensor:
+    """Return the rewards (B, R) of the tokens from the log-ratio (B, R) of reward model and reference.
+
+    ``whole`` puts the sum of a response on its last token.
+
+    Source: section 2.3, equation 3.
+    """
+    rewards = torch.where(mask.bool(), beta * log_ratio, 0.0)
+    return at_last(rewards.sum(-1), mask) if granularity == "whole" else rewards
+
+
+def largest_rest(rewards: Tensor) -> Tensor:
+    """Return the largest magnitude of the sum of a token's reward and all later ones, over (B, R) rewards."""
+    return reverse_cumsum(rewards).abs().max()
+
+
+def reverse_cumsum(values: Tensor) -> Tensor:
+    """Sum each of the (B, R) values with all later ones of its row."""
+    return values.flip(-1).cumsum(-1).flip(-1)
+
+
+def at_last(values: Tensor, mask: Tensor) -> Tensor:
+    """Return (B,) values as (B, R), each at the last token of its row; a row without a token is zero."""
+    return values.unsqueeze(-1) * last_tokens(mask)
+
+
+def last_tokens(mask: Tensor) -> Tensor:
+    """Mark the last token of each row: (B, R), without a mark in a row without a token."""
+    columns = torch.arange(1, mask.shape[-1] + 1, device=mask.device) * mask.bool()
+    return mask.bool() & (columns == columns.amax(-1, keepdim=True))
+
+
+# ---- the losses of the reward model, for each response
+
+
+def compute_ce_loss(log_ratio: Tensor, outcome: Tensor, mask: Tensor, beta: float) -> Tensor:
+    """Return the cross-entropy (B,) of the outcomes, in [0, 1], and the probabilities that the reward model gives.
+
+    Source: section 2.3, equation 4.
+    """
+    return F.binary_cross_entropy_with_logits(beta * summed(log_ratio, mask), outcome, reduction="none")
+
+
+def compute_dpo_loss(log_ratio: Tensor, mask: Tensor, beta: float, rivals: "Rivals") -> Tensor:
+    """Return the loss (B,) of each response against the mean of those of its prompt with another outcome.
+
+    Plain form: ``-log sigmoid(side * (beta * sum of log_ratio - rival)) * weight``.
+    """
+    margin = rivals.side * (beta * summed(log_ratio, mask) - rivals.reward)
+    return -F.logsigmoid(margin) * rivals.weight
+
+
+def summed(values: Tensor, mask: Tensor) -> Tensor:
+    """Sum (B, R) values over the tokens: (B,)."""
+    return torch.where(mask.bool(), values, 0.0).sum(-1)
+
+
+@dataclass
+class Rivals:
+    """What a response is compared with in a pair loss: (B,) each.
+
+    Attributes:
+        reward: mean reward of the responses to the same prompt that are worse, for a right response, or better, for a
+            wrong one; 0 without any.
+        side: 1 for a right response, -1 for a wrong one.
+        weight: weight of the response in the loss.
+    """
+
+    reward: Tensor
+    side: Tensor
+    weight: Tensor
+
+
+def find_rivals(reward: Tensor, outcome: Tensor, index: np.ndarray, loss_type: str) -> Rivals:
+    """Find for each response, by its (B,) reward and outcome, the rivals among those of its prompt.
+
+    With ``bon_acc`` and ``bon_rm`` a response weighs as its density among the best of n samples, by outcome or by
+    reward: ``n * F ** (n - 1)``, where F is the share of responses that are not better.
+
+    Args: ``index`` holds the (B,) prompt.
+    """
+    same = same_prompt(index)
+    right = outcome > 0
+    better = outcome.unsqueeze(0) > outcome.unsqueeze(1)  # column against row
+    rival = same & torch.where(right.unsqueeze(1), better.T, better)
+    count = rival.sum(-1)
+    mean = (rival * reward.double()).sum(-1) / count.clamp(min=1)
+    weight = torch.ones_like(reward, dtype=torch.float64)
+    if loss_type != "dpo":
+        ranked = outcome if loss_type == "bon_acc" else reward
+        not_better = same & (ranked.unsqueeze(0) <= ranked.unsqueeze(1))
+        size = same.sum(-1)
+        weight = size * (not_better.sum(-1) / size.double()) ** (size - 1)
+    return Rivals(mean.to(reward.dtype), right.to(reward.dtype) * 2 - 1, weight.to(reward.dtype))
+
+
+def same_prompt(index: np.ndarray) -> Tensor:
+    """Tell which of the responses, with (B,) prompts, belong to one prompt: (B, B)."""
+    group = as_torch_index(index)
+    return group.unsqueeze(0) == group.unsqueeze(1)
+
+
+# ---- how well the reward model tells right from wrong
+
+
+def compute_dpo_accuracy(reward: Tensor, outcome: Tensor, index: np.ndarray) -> float:
+    """Return the share of pairs of a prompt, with different outcomes, that the (B,) rewards put in the right order.
+
+    The mean over the prompts that have such pairs; 0.5 if none has.
+    """
+    group = as_torch_index(index)
+    pairs = same_prompt(index) & (outcome.unsqueeze(0) > outcome.unsqueeze(1))
+    ordered = pairs & (reward.unsqueeze(0) > reward.unsqueeze(1))
+    num_groups = int(group.max()) + 1
+    total = group_sum(pairs.sum(-1), group, num_groups)
+    has_pairs = total > 0
+    if not has_pairs.any():
+        return 0.5
+    return float((group_sum(ordered.sum(-1), group, num_groups)[has_pairs] / total[has_pairs]).mean())
+
+
+def compute_dpo_abs_accuracy(reward: Tensor, outcome: Tensor) -> float:
+    """Return the share of responses whose (B,) reward is above 0 exactly if their outcome is."""
+    return float(((reward > 0) == (outcome > 0)).double().mean())
+
+
+# ---- advantages
+
+
+def compute_rloo_advantage_return(
+    streams: list[tuple[Tensor, Tensor]], response_mask: Tensor, index: np.ndarray
+) -> tuple[Tensor, Tensor]:
+    """Return advantages and returns (B, R) of several streams of token rewards.
+
+    Each stream is a pair of rewards, times their weight, and of a mask of the tokens that have one, (B, R) both. The
+    return of a token sums what is left after a baseline for it and all later tokens.
+
+    Source: section 3.2, equation 5.
+    """
+    rest = sum((masked_rloo(rewards, mask, index) for rewards, mask in streams), torch.zeros(response_mask.shape))
+    returns = reverse_cumsum(rest * response_mask)
+    return masked_whiten(returns, response_mask) * response_mask, returns
+
+
+def masked_rloo(rewards: Tensor, mask: Tensor, index: np.ndarray) -> Tensor:
+    """Subtract the mean of the other samples of a prompt from (B, R) rewards; a response counts as its masked mean.
+
+    Plain form: ``n / (n - 1) * rewards - sum of the means of all samples / (n - 1)`` under the mask. The only sample of
+    a prompt has no baseline.
+    """
+    mask = mask.bool()
+    means = summed(rewards, mask) / mask.sum(-1).clamp(min=1)
+    group = as_torch_index(index)
+    sizes = group_count(group)
+    others = (sizes - 1).clamp(min=1)
+    baseline = group_sum(means, group, len(sizes)) * (sizes > 1) / others
+    scale = torch.where(sizes > 1, sizes / others, 1.0)
+    rest = scale[group].unsqueeze(-1) * rewards - baseline[group].unsqueeze(-1)
+    return torch.where(mask, rest, 0.0).float()
+
+
+# ---- the filter of prompts
+
+
+@dataclass
+class PromptFilter:
+    """Which prompts are preferred: those between the bounds of accuracy, and without a response of full length.
+
+    A bound of None does not limit, and a length of None neither.
+    """
+
+    least_accuracy: float | None = None
+    most_accuracy: float | None = None
+    full_length: int | None = None
+
+    def preferred(self, outcomes: Tensor, lengths: Tensor) -> Tensor:
+        """Return which prompts are preferred, (P,), by the outcomes and lengths (P, n) of their responses."""
+        accuracy = outcomes.double().mean(-1)
+        keep = torch.ones(len(outcomes), dtype=torch.bool)
+        if self.least_accuracy is not None:
+            keep &= accuracy >= self.least_accuracy
+        if self.most_accuracy is not None:
+            keep &= accuracy <= self.most_accuracy
+        if self.full_length is not None:
+            keep &= lengths.amax(-1) < self.full_length
+        return keep
+
+
+def preferred_first(preferred: Tensor, count: int) -> Tensor:
+    """Return ``count`` prompts, (count,) indices, the preferred ones first, both kinds in the order of the data."""
+    return torch.argsort(preferred.int(), descending=True, stable=True)[:count]
+
+
+def checked_outcome(outcome: Tensor, loss_type: str) -> Tensor:
+    """Return the outcomes (B,).
+
+    Raises: WrongInput if cross-entropy cannot learn from them.
+    """
+    if loss_type == "ce" and ((outcome < 0) | (outcome > 1)).any():
+        wrong = float(outcome[(outcome < 0) | (outcome > 1)][0])
+        raise WrongInput(
+            f"reward_model.model.loss_type=ce learns from outcomes in [0, 1], the reward function returned {wrong:g}: "
+            "return a score between 0 and 1, or a dict with the entry acc; or write loss_type=dpo"
+        )
+    return outcome
