@@ -27,6 +27,7 @@ CONFIG_OF_MODULE = {
     "recipe.dapo.main_dapo": "dapo_trainer",
     "recipe.entropy.main_entropy": "entropy_trainer",
     "recipe.prime.main_prime": "prime_trainer",
+    "recipe.r1.main_eval": "r1_evaluation",
     "verl.trainer.main_ppo": "ppo_trainer",
     "verl.trainer.sft_trainer": "sft_trainer_engine",
     "verl.trainer.fsdp_sft_trainer": "sft_trainer",
