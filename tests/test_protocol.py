@@ -21,6 +21,7 @@ from verl.protocol import (
     serialize_tensordict,
 )
 from verl.utils.device.gloo import use_one_thread
+from verl.utils.py_functional import object_array
 
 
 def _batch(rows: int = 6) -> DataProto:
@@ -57,7 +58,7 @@ def test_growing_allocates_the_result_only(grow: Any) -> None:
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda: DataProto.from_dict({"a": torch.zeros(2), "b": torch.zeros(3)}), "agree in their first 1 dims"),
+        (lambda: DataProto.from_dict({"a": torch.zeros(2), "b": torch.zeros(3)}), "agree in their first dim"),
         (lambda: DataProto.from_dict({"a": torch.zeros(2)}, num_batch_dims=0), "num_batch_dims"),
         (lambda: DataProto.from_dict({"a": torch.zeros(2, 2)}, {"b": [1, 2]}, num_batch_dims=2), "num_batch_dims"),
         (lambda: DataProto.from_dict({"a": torch.zeros(2)}, {"b": [1]}), "'b'"),
@@ -78,7 +79,17 @@ def test_growing_allocates_the_result_only(grow: Any) -> None:
         (lambda: _batch().union(DataProto.from_dict(non_tensors={"id": np.zeros(6)})), "'id'"),
         (lambda: _batch().union(DataProto(meta_info={"k": 2})), "'k'"),
         (lambda: _batch().make_iterator(4, 1), "6 rows do not divide"),
-        (lambda: _batch().make_iterator(2, 1, dataloader_kwargs={"num_workers": 2}), "num_workers"),
+        (lambda: _batch().make_iterator(2, 1, dataloader_kwargs={"workers": 2}), "'workers'.*num_workers"),
+        (lambda: _batch().make_iterator(2, 1, dataloader_kwargs={"batch_size": 2}), "'batch_size'"),
+        (lambda: _batch().make_iterator(2, 1, dataloader_kwargs={"shuffle": True, "sampler": [0, 1]}), "a sampler"),
+        (
+            lambda: DataProto.from_dict({"a": torch.zeros(4, 3), "b": torch.zeros(4, 3, 2)}, num_batch_dims=2),
+            "num_batch_dims must be 1",
+        ),
+        (
+            lambda: DataProto(non_tensor_batch={"a": object_array([[1, 2], [3]])}).unfold_column_chunks(1, ["a"]),
+            "one length",
+        ),
         (lambda: DataProto.concat([]), "at least one"),
         (lambda: DataProto.concat([_batch(), _batch().select(["x"])]), "part 1 and part 0 differ"),
         (lambda: DataProto.concat([DataProto(meta_info={"k": 1}), DataProto(meta_info={"k": 2})]), "'k'"),
@@ -95,6 +106,42 @@ def test_wrong_input_is_named(make: Any, message: str) -> None:
     with pytest.raises(AssertionError, match=message) as caught:
         make()
     assert isinstance(caught.value, ValueError)
+
+
+def test_arrays_alone_have_a_length() -> None:
+    assert len(DataProto(batch=None, non_tensor_batch={"id": np.arange(3)})) == 3
+    assert len(DataProto(batch=None, non_tensor_batch={})) == len(DataProto()) == 0
+
+
+def test_lists_of_one_length_are_split_like_columns() -> None:
+    texts = [["a1", "a2"], ["b1", "b2"], ["c1", "c2"]]
+    data = DataProto.from_dict({"x": torch.arange(6).view(3, 2)}, {"text": texts, "nested": [[[1], [2, 3]]] * 3})
+    out = data.unfold_column_chunks(2, split_keys=["x", "text", "nested"])
+    assert out.batch["x"].tolist() == [[0], [1], [2], [3], [4], [5]]
+    assert out.non_tensor_batch["text"].tolist() == [["a1"], ["a2"], ["b1"], ["b2"], ["c1"], ["c2"]]
+    assert out.non_tensor_batch["nested"].tolist() == [[[1]], [[2, 3]]] * 3
+    kept = data.unfold_column_chunks(2, split_keys=["x"]).non_tensor_batch["text"].tolist()
+    assert kept == [row for row in texts for _ in range(2)]
+
+
+def test_an_iterator_takes_the_options_of_a_data_loader() -> None:
+    data = _batch()
+    plain = [part.non_tensor_batch["id"].tolist() for part in data.make_iterator(2, 1)]
+    options = {"num_workers": 2, "pin_memory": True, "drop_last": True, "shuffle": False, "prefetch_factor": 2}
+    assert [part.non_tensor_batch["id"].tolist() for part in data.make_iterator(2, 1, None, options)] == plain
+    order = [5, 0, 3, 1]
+    chosen = list(data.make_iterator(2, 2, dataloader_kwargs={"sampler": order}))
+    ids = data.non_tensor_batch["id"]
+    assert [part.non_tensor_batch["id"].tolist() for part in chosen] == [
+        ids[order[:2]].tolist(),
+        ids[order[2:]].tolist(),
+    ] * 2
+    seeded = list(data.make_iterator(3, 1, seed=3, dataloader_kwargs={"shuffle": True}))
+    generator = torch.Generator().manual_seed(3)
+    drawn = list(data.make_iterator(3, 1, dataloader_kwargs={"shuffle": True, "generator": generator}))
+    assert [part.non_tensor_batch["id"].tolist() for part in seeded] == [
+        part.non_tensor_batch["id"].tolist() for part in drawn
+    ]
 
 
 def test_failed_operations_change_nothing() -> None:

@@ -360,6 +360,8 @@ def omega_conf_to_dataclass(config: DictConfig | dict[str, Any] | Any, dataclass
         return build_node(config, BaseConfig)
     if not is_dataclass(dataclass_type):
         raise ValueError(f"dataclass_type={dataclass_type!r} must be a dataclass")
+    if issubclass(dataclass_type, BaseConfig):
+        return build_node({key: value for key, value in _plain(config).items() if key != "_target_"}, dataclass_type)
     structured = OmegaConf.structured(dataclass_type)
     merged = OmegaConf.merge(structured, OmegaConf.create(config) if isinstance(config, dict) else config)
     return OmegaConf.to_object(merged)
@@ -376,12 +378,15 @@ def build_node(node: Any, cls: type[Node]) -> Node:
 
     Raises: ConfigError listing everything that is wrong.
     """
-    plain: Any = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
     reader = NodeReader(imports=True)
-    built: Node = reader.build(plain, "", cls)
+    built: Node = reader.build(_plain(node), "", cls)
     if reader.violations:
         raise config_error(reader.violations)
     return built
+
+
+def _plain(node: Any) -> Any:
+    return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
 
 
 def parse_node(tree: Tree, cls: type[BaseConfig] | None = None, path: str = "") -> tuple[Any, list[Violation]]:

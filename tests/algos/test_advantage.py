@@ -1,6 +1,7 @@
 """Advantage estimators against hand-computed cases, slow references and invariances."""
 
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -386,8 +387,21 @@ def test_the_vectorized_names_are_the_same(name):
     assert one[2:5].eq(0).all() and one[1] > 0 > one[0]
 
 
+def test_a_registry_replaced_at_the_established_path_is_the_one_that_is_read(monkeypatch):
+    own = core_algos.ADV_ESTIMATOR_REGISTRY
+    with mock.patch("verl.trainer.ppo.core_algos.ADV_ESTIMATOR_REGISTRY", {"gae": lambda x: 2 * x}) as registry:
+        assert core_algos.get_adv_estimator_fn("gae")(5) == 10
+        core_algos.register_adv_est("mine")(len)
+        assert set(registry) == {"gae", "mine"}
+    assert core_algos.ADV_ESTIMATOR_REGISTRY is adv.ADV_ESTIMATOR_REGISTRY is own and "mine" not in own
+    monkeypatch.setattr(core_algos, "POLICY_LOSS_REGISTRY", {"mine": len})
+    assert core_algos.get_policy_loss_fn("mine") is len
+    with pytest.raises(ValueError, match=r"^Unsupported loss mode: vanilla"):
+        core_algos.get_policy_loss_fn("vanilla")
+
+
 def test_registry():
-    with pytest.raises(ValueError, match="one of .*'gae'.* got 'nope'"):
+    with pytest.raises(ValueError, match=r"^Unknown advantage estimator simply: nope.* one of .*'gae'.* got 'nope'"):
         core_algos.get_adv_estimator_fn("nope")
     assert core_algos.get_adv_estimator_fn(core_algos.AdvantageEstimator.GAE) is core_algos.get_adv_estimator_fn("gae")
     assert {e.value for e in core_algos.AdvantageEstimator} == set(core_algos.ADV_ESTIMATOR_REGISTRY)

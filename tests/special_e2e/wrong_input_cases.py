@@ -50,7 +50,7 @@ CONFIG = [
     Case("config", "a key that was replaced", {f"+{ACTOR}.tis_imp_ratio_cap": 2}, (f"{ACTOR}.tis_imp_ratio_cap=2: was replaced", "algorithm.rollout_is_threshold")),
     Case("config", "importance weights without the engine's log-probabilities", {"algorithm.rollout_is_threshold": 2.0, f"{ROLLOUT}.calculate_log_probs": False}, (f"{ROLLOUT}.calculate_log_probs=false: must be true with algorithm.rollout_is_threshold=2.0", "write true")),
     Case("config", "a misspelled advantage estimator", {"algorithm.adv_estimator": "grop"}, ("algorithm.adv_estimator=grop: is not registered; the nearest: grpo",)),
-    Case("config", "a misspelled loss aggregation", {f"{ACTOR}.loss_agg_mode": "token_mean"}, (f"{ACTOR}.loss_agg_mode=token_mean: must be one of token-mean",)),
+    Case("config", "a misspelled loss aggregation", {f"{ACTOR}.loss_agg_mode": "token_mean"}, (f"{ACTOR}.loss_agg_mode=token_mean: Invalid loss_agg_mode: must be one of token-mean",)),
     Case("config", "a negative learning rate", {f"{ACTOR}.optim.lr": -1}, (f"{ACTOR}.optim.lr=-1: must be",)),
     Case("config", "training at temperature 0", {f"{ROLLOUT}.temperature": 0}, (f"{ROLLOUT}.temperature=0: must be above 0", "val_kwargs.do_sample")),
     Case("config", "an unknown tracker", {"trainer.logger": "[console,wandbb]"}, ("trainer.logger=[console,wandbb]: must be a list of trackers",)),

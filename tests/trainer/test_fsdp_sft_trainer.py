@@ -4,9 +4,13 @@ import sys
 
 import datasets
 import pytest
+from omegaconf import OmegaConf
+from torch.utils.data import Dataset
 
 from examples.tiny_model import make_tiny_model
 from tests.trainer.test_sft_trainer import read
+from verl.trainer import fsdp_sft_trainer, sft_trainer
+from verl.utils import hf_tokenizer
 
 pytestmark = [pytest.mark.filterwarnings("ignore:'set_vital'")]
 
@@ -62,3 +66,32 @@ def test_both_entries_give_the_same_metrics(folder, monkeypatch, tmp_path):
     assert "val/loss" in established[2] and established[4]["val/loss"] < established[2]["val/loss"]
     for step, metrics in engine.items():
         assert established[step] == pytest.approx(metrics, rel=1e-6), step
+
+
+@pytest.mark.parametrize(
+    ("data", "name"),
+    [
+        ({"prompt_key": "prompt", "max_length": 8}, "SFTDataset"),
+        ({"prompt_key": "prompt", "multiturn": {"enable": True}, "custom_cls": {"path": None}}, "MultiTurnSFTDataset"),
+        ({"messages_key": "messages"}, "MultiTurnSFTDataset"),
+        ({"custom_cls": {"path": __file__, "name": "Rows"}}, "Rows"),
+    ],
+)
+def test_the_data_set_follows_the_configuration(data, name, tmp_path):
+    path = str(tmp_path / "rows.parquet")
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    datasets.Dataset.from_list([{"prompt": "a", "response": "b", "messages": turns}]).to_parquet(path)
+    tokenizer = hf_tokenizer(make_tiny_model(str(tmp_path / "model"), hidden_size=32, num_layers=1))
+    for entry in (fsdp_sft_trainer, sft_trainer):
+        dataset = entry.create_sft_dataset(path, OmegaConf.create(data), tokenizer)
+        assert type(dataset).__name__ == name and len(dataset) == 1
+
+
+class Rows(Dataset):
+    """A data set as users write them."""
+
+    def __init__(self, parquet_files, tokenizer, config):
+        self.rows = datasets.Dataset.from_parquet(parquet_files)
+
+    def __len__(self):
+        return len(self.rows)

@@ -2,6 +2,7 @@
 
 import abc
 import json
+import re
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -76,6 +77,23 @@ def check_two_ranks(rank, folder, expected):
     held = {name for name, state in states.items() if isinstance(state, torch.Tensor)}
     assert held == {name for name in states if name.startswith("body") == bool(rank)}
     assert all(state == 1 - rank for name, state in states.items() if name not in held)
+
+
+@pytest.mark.parametrize(
+    ("policy", "units", "ignored"),
+    [
+        ({"min_num_params": 0, "disable": False, "transformer_layer_cls_to_wrap": ["Linear"]}, 2, None),
+        ({"min_num_params": 6, "transformer_layer_cls_to_wrap": ["Linear"]}, 3, "wrap=.*: min_num_params=6 decides"),
+        ({"disable": True, "min_num_params": 6}, 0, "min_num_params=6: disable=True decides"),
+        ({"min_params": 6}, 0, "min_params=6: the keys are"),
+        (None, 0, None),
+    ],
+)
+def test_a_wrap_policy_tells_what_it_ignores(policy, units, ignored, caplog):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
+    chosen = F.get_fsdp_wrap_policy(model, policy)
+    assert (sum(map(chosen, model.modules())) if chosen else 0) == units
+    assert re.search(ignored, caplog.text) if ignored else not caplog.messages
 
 
 def test_storage_without_values():

@@ -190,3 +190,30 @@ def test_what_is_no_file_is_named_and_never_opened(tmp_path):
             fs.readable_file(made[kind])
     assert "a device" in fs.unreadable_kind("/dev/zero") and "no path" in fs.unreadable_kind("a\0b")
     assert fs.unreadable_kind(made["file"]) is fs.unreadable_kind(tmp_path) is fs.unreadable_kind("/nowhere") is None
+
+
+def test_a_folder_matches_its_record_until_it_changes(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "a.bin").write_bytes(b"123")
+    record = fs._record_directory_structure(tmp_path)
+    assert os.path.dirname(record) == str(tmp_path) and fs._check_directory_structure(tmp_path, record)
+    (tmp_path / "new.txt").touch()
+    assert not fs._check_directory_structure(tmp_path, record)
+    assert not fs._check_directory_structure(tmp_path, tmp_path / "no_record")
+
+
+def test_a_copier_put_in_the_place_of_the_module_s_own_is_used(tmp_path, monkeypatch):
+    calls = []
+
+    def copier(src, dst):
+        calls.append(src)
+        with open(dst, "w") as file:
+            file.write("x")
+
+    monkeypatch.setattr(fs, "copy", copier)
+    remote = "hdfs://test/path/file.txt"
+    local = fs.copy_to_local(remote, cache_dir=tmp_path / "cache")
+    assert local == os.path.join(tmp_path / "cache", fs.md5_encode(remote), "file.txt") and os.path.isfile(local)
+    for recopy, count in ((False, 1), (True, 2), (False, 2)):
+        fs.copy_to_local(remote, cache_dir=tmp_path / "cache", always_recopy=recopy)
+        assert len(calls) == count

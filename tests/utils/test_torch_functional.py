@@ -101,6 +101,14 @@ def test_index_of_any_labels(labels):
     assert index[0] == index[2] != index[1]
 
 
+@pytest.mark.parametrize("make", [np.array, list, torch.tensor, lambda labels: np.array(labels, dtype=object)])
+def test_index_of_floats_that_are_nearly_integers(make):
+    near = groupwise.as_torch_index(make([1.0000001, 2.0, 1.0, 2.9999999, 3.0]))
+    assert near[0] == near[2] and near[3] == near[4] and len(set(near.tolist())) == 3
+    halves = groupwise.as_torch_index(make([0.5, 1.0, 0.5, 0.5000001]))
+    assert halves[0] == halves[2] and len(set(halves.tolist())) == 3
+
+
 def test_group_mean_std():
     scores, group = torch.tensor([1.0, 2.0, 4.0, 7.0, 7.0]), torch.tensor([0, 0, 1, 2, 2])
     mean, std, count = groupwise.group_mean_std(scores, group)

@@ -69,7 +69,10 @@ def get_adv_estimator_fn(name_or_enum: str | AdvantageEstimator) -> AdvantageFn:
     """
     name = _plain_name(name_or_enum)
     if name not in ADV_ESTIMATOR_REGISTRY:
-        raise WrongInput(f"algorithm.adv_estimator must be one of {sorted(ADV_ESTIMATOR_REGISTRY)}, got {name!r}")
+        raise WrongInput(  # callers match the first words
+            f"Unknown advantage estimator simply: {name}: "
+            f"algorithm.adv_estimator must be one of {sorted(ADV_ESTIMATOR_REGISTRY)}, got {name!r}"
+        )
     return ADV_ESTIMATOR_REGISTRY[name]
 
 

@@ -64,7 +64,10 @@ def agg_unit(loss_agg_mode: str) -> Unit:
     Raises: ValueError for an unknown mode.
     """
     if loss_agg_mode not in LOSS_AGG_UNIT:
-        raise ValueError(f"loss_agg_mode must be one of {sorted(LOSS_AGG_MODES)}, got {loss_agg_mode!r}")
+        raise ValueError(  # callers match the first words
+            f"Invalid loss_agg_mode: {loss_agg_mode}: "
+            f"loss_agg_mode must be one of {sorted(LOSS_AGG_MODES)}, got {loss_agg_mode!r}"
+        )
     return LOSS_AGG_UNIT[loss_agg_mode]
 
 

@@ -10,6 +10,7 @@ metrics show by how much:
   driver (``gap_sum_metrics`` and ``finish_gap_metrics``).
 """
 
+import logging
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -30,6 +31,9 @@ MAX_LOG_WEIGHT = 20.0
 PERCENTILES = (25, 50, 75, 95, 99)
 QUANTILES = tuple(percentile / 100 for percentile in PERCENTILES)
 
+logger = logging.getLogger(__name__)
+
+_TOKEN_MASKS = ("response_mask", "attention_mask", "loss_mask")
 _BLOCK = 1 << 17  # elements
 _SAMPLE = 1 << 15
 _EPSILON = 1e-8
@@ -492,12 +496,18 @@ def gap_metrics(sums: Mapping[str, float]) -> dict[str, float]:
 def calculate_debug_metrics(data: DataProto) -> dict[str, float]:
     """Compare ``rollout_log_probs`` with ``old_log_probs`` over the sampled tokens.
 
+    The first of ``response_mask``, ``attention_mask`` and ``loss_mask`` says which tokens these are; without one they
+    are all.
+
     Returns: the difference of the probabilities (``valid, max, mean, std``), their correlation if it is defined, and
         the largest and mean absolute difference of the log-probabilities.
     """
     batch = data.batch
     assert batch is not None
-    mask = batch["response_mask"] if "response_mask" in batch.keys() else batch["attention_mask"]
+    name = next((name for name in _TOKEN_MASKS if name in batch.keys()), None)
+    if name is None:
+        logger.warning("the batch holds none of %s: comparing all tokens", ", ".join(_TOKEN_MASKS))
+    mask = torch.ones_like(batch["old_log_probs"]) if name is None else batch[name]
     columns = (batch["old_log_probs"], batch["rollout_log_probs"], mask[:, -batch["responses"].shape[-1] :])
     total: dict[str, float] = {}
     for block in zip(*(column.split(_BLOCK_ROWS) for column in columns), strict=True):

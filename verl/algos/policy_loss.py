@@ -214,6 +214,7 @@ def get_policy_loss_fn(name: str) -> PolicyLossFn:
     """
     if name not in POLICY_LOSS_REGISTRY:
         raise WrongInput(
+            f"Unsupported loss mode: {name}: "  # callers match these words
             f"actor_rollout_ref.actor.policy_loss.loss_mode must be one of {sorted(POLICY_LOSS_REGISTRY)}, got {name!r}"
         )
     return POLICY_LOSS_REGISTRY[name]

@@ -115,15 +115,17 @@ class DataProto:
     ) -> Self:
         """Build from a dict of tensors and a dict of non-tensors; lists of non-tensors become object arrays.
 
-        Raises: ValueError, which is also an AssertionError, when the first ``num_batch_dims`` dims disagree.
+        Raises: ValueError, which is also an AssertionError, when the numbers of rows disagree, and for
+            ``num_batch_dims`` other than 1, since a DataProto has exactly one batch dim.
         """
-        if num_batch_dims <= 0:
-            raise BatchError(f"num_batch_dims must be positive, got {num_batch_dims}")
-        if num_batch_dims > 1 and non_tensors:
-            raise BatchError(f"num_batch_dims must be 1 with non-tensors, got {num_batch_dims}")
+        if num_batch_dims != 1:
+            raise BatchError(
+                f"num_batch_dims must be 1, got {num_batch_dims}: a DataProto has one batch dim; unfold_batch_dim "
+                "flattens more"
+            )
         batch = None
         if tensors:
-            batch = TensorDict(dict(tensors), batch_size=[tensordict_utils.shared_rows(tensors, num_batch_dims)])
+            batch = TensorDict(dict(tensors), batch_size=[tensordict_utils.shared_rows(tensors)])
         arrays = {
             key: value if isinstance(value, np.ndarray) else _rows_as_objects(key, value)
             for key, value in (non_tensors or {}).items()
@@ -418,6 +420,8 @@ class DataProto:
     def unfold_column_chunks(self, n_split: int, split_keys: Sequence[str] | None = None) -> Self:
         """Turn every row into ``n_split``: (B, C, ...) to (B * n, C / n, ...) for ``split_keys``, others repeated.
 
+        Rows that are lists, all of one length C, count as (B, C).
+
         Raises: ValueError, which is also an AssertionError, when C does not divide evenly.
         """
         if n_split <= 0:
@@ -430,14 +434,18 @@ class DataProto:
                 raise BatchError(f"the columns of {key!r} with shape {tuple(shape)} do not divide by {n_split}")
             return (num_rows, shape[1] // n_split, *shape[2:])
 
+        def unfolded(key: str, value: np.ndarray) -> np.ndarray:
+            if key not in keys:
+                return value.repeat(n_split, axis=0)
+            columns = _lists_as_columns(key, value) if value.dtype == object and value.ndim == 1 else value
+            return columns.reshape(shape_of(key, columns.shape))
+
         return self.map_entries(
             num_rows,
             lambda key, value: (
                 value.reshape(shape_of(key, value.shape)) if key in keys else value.repeat_interleave(n_split, dim=0)
             ),
-            lambda key, value: (
-                value.reshape(shape_of(key, value.shape)) if key in keys else value.repeat(n_split, axis=0)
-            ),
+            unfolded,
         )
 
     # ---- columns
@@ -566,6 +574,19 @@ def _rows_as_objects(key: str, values: Any) -> np.ndarray:
     if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__"):
         raise BatchError(f"non_tensors[{key!r}] must hold one value per row, got a {type(values).__name__}")
     return object_array(values)
+
+
+def _lists_as_columns(key: str, rows: np.ndarray) -> np.ndarray:
+    """Return (B,) objects that are lists of one length C as (B, C) objects; other objects come back unchanged.
+
+    Raises: ValueError, which is also an AssertionError, when the lengths differ.
+    """
+    if not len(rows) or not all(isinstance(row, list | tuple | np.ndarray) for row in rows):
+        return rows
+    lengths = {len(row) for row in rows}
+    if len(lengths) > 1:
+        raise BatchError(f"the lists of {key!r} must have one length to be split, got {sorted(lengths)}")
+    return object_array([item for row in rows for item in row]).reshape(len(rows), lengths.pop())
 
 
 def _pick(kind: str, entries: dict[str, Value], keys: Sequence[str] | None) -> dict[str, Value]:

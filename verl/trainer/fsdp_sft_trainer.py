@@ -12,7 +12,7 @@ from verl.trainer.config.cli import hydra_main
 
 
 def __getattr__(name: str) -> Any:
-    """Import ``FSDPSFTTrainer`` and ``run_sft``, and torch with them, when they are first asked for."""
+    """Import ``FSDPSFTTrainer``, ``create_sft_dataset`` and ``run_sft``, and torch with them, at their first use."""
     return getattr(sft_trainer, name.removeprefix("FSDP"))
 
 

@@ -7,7 +7,9 @@ from verl.trainer.sft.preflight import check_sft_inputs
 from verl.utils.import_utils import lazy_exports
 
 _TRAINER = "verl.trainer.sft.trainer"
-__getattr__ = lazy_exports(__name__, dict.fromkeys(("SFTTrainer", "padded_batch", "run_sft"), _TRAINER))
+__getattr__ = lazy_exports(
+    __name__, dict.fromkeys(("SFTTrainer", "create_sft_dataset", "padded_batch", "run_sft"), _TRAINER)
+)
 
 
 def run_checked(config: DictConfig) -> None:

@@ -16,6 +16,10 @@ from verl.utils import hdfs_io
 
 logger = logging.getLogger(__name__)
 
+copy = hdfs_io.copy
+exists = hdfs_io.exists
+makedirs = hdfs_io.makedirs
+
 SHM_ROOT = "/dev/shm/verl-cache"
 RECORD_FILE = ".directory_record.txt"
 LOCK_TIMEOUT_S = 3600
@@ -146,9 +150,9 @@ def _copy_from_hdfs(src: str, local: str) -> None:
     else:
         Path(local).unlink(missing_ok=True)
     os.makedirs(os.path.dirname(local), exist_ok=True)
-    hdfs_io.copy(src, local)
+    copy(src, local)
     if os.path.isdir(local):
-        Path(local, RECORD_FILE).write_text(_record_of(local))
+        _record_directory_structure(local)
 
 
 def _listing(path: str) -> list[tuple[str, int]]:
@@ -161,7 +165,19 @@ def _record_of(folder: str) -> str:
     return "".join(f"{name} {size}\n" for name, size in _listing(folder) if name != RECORD_FILE)
 
 
+def _record_directory_structure(folder_path: str | os.PathLike[str]) -> str:
+    """Write names and sizes of the files in a folder into it, and return the path of this record."""
+    record = Path(folder_path, RECORD_FILE)
+    record.write_text(_record_of(str(folder_path)))
+    return str(record)
+
+
+def _check_directory_structure(folder_path: str | os.PathLike[str], record_file: str | os.PathLike[str]) -> bool:
+    """Whether a folder holds the files of its record, and no others."""
+    record = Path(record_file)
+    return record.is_file() and record.read_text() == _record_of(str(folder_path))
+
+
 def _is_complete(local: str) -> bool:
     """Whether a cached copy is complete; a single file always is, a folder is compared with its record."""
-    record = Path(local, RECORD_FILE)
-    return os.path.isfile(local) or (record.is_file() and record.read_text() == _record_of(local))
+    return os.path.isfile(local) or _check_directory_structure(local, os.path.join(local, RECORD_FILE))

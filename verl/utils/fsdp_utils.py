@@ -4,6 +4,7 @@ Each function also takes plain modules and tensors, so that a single process nee
 """
 
 import json
+import logging
 import math
 import os
 from collections import OrderedDict
@@ -18,6 +19,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, fsdp
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy as CPUOffloadPolicy
+from torch.distributed.fsdp import FSDPModule as FSDPModule
+from torch.distributed.fsdp import MixedPrecisionPolicy as MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from verl.utils.device import current_device, get_device_name, get_torch_device
@@ -25,6 +30,8 @@ from verl.utils.model import check_exclude_modules, check_target_modules
 
 if TYPE_CHECKING:
     from peft import PeftConfig
+
+logger = logging.getLogger(__name__)
 
 ADAPTER_MARK = ".lora_"
 
@@ -148,6 +155,10 @@ def _rank() -> int:
 # ---- sharding
 
 
+WRAP_KEYS = ("disable", "min_num_params", "transformer_layer_cls_to_wrap")
+"""The keys of a wrap policy; the first that is set decides."""
+
+
 def sharding_units(
     module: nn.Module, model: nn.Module, wrap_policy: Mapping[str, Any] | None = None
 ) -> list[nn.Module]:
@@ -156,11 +167,15 @@ def sharding_units(
     Args: ``model`` is the transformers model within ``module``, which adapters may wrap.
     Raises: ValueError when the model has no module of a class in the policy.
     """
-    policy = wrap_policy or {}
-    if policy.get("disable"):
+    policy = {key: value for key, value in (wrap_policy or {}).items() if value}
+    minimum = policy.get("min_num_params", 0)
+    deciding = next((key for key in WRAP_KEYS if key in policy), None)
+    if ignored := [f"{key}={value}" for key, value in policy.items() if key != deciding]:
+        by = f"{deciding}={policy[deciding]} decides" if deciding else f"the keys are {', '.join(WRAP_KEYS)}"
+        logger.warning("fsdp_config.wrap_policy: ignoring %s: %s", ", ".join(ignored), by)
+    if deciding == "disable":
         return []
-    minimum = policy.get("min_num_params") or 0
-    if minimum > 0:
+    if deciding == "min_num_params":
         return list(_units_by_size(module, minimum))
     named = policy.get("transformer_layer_cls_to_wrap")
     names = {named} if isinstance(named, str) else set(named or getattr(model, "_no_split_modules", None) or ())

@@ -16,27 +16,42 @@ def _pick_device(device: Device, default: torch.device | str = "cpu") -> torch.d
     return torch.device(device or envs.read("VERL_FORCE_DEVICE") or default)
 
 
+def _whole_if_near(labels: np.ndarray) -> np.ndarray:
+    """Round floats that are all integers up to rounding errors, so that 3 and 2.9999999 are one label."""
+    whole = np.round(labels)
+    return whole if np.all(np.abs(labels - whole) <= 1e-6 + np.spacing(np.abs(labels))) else labels
+
+
 def as_torch_index(index: Sequence[Hashable] | np.ndarray | Tensor, device: Device = None) -> Tensor:
     """Number hashable group labels: return a (B,) LongTensor with values 0..G-1.
+
+    Floats that are all within a rounding error of an integer count as these integers.
 
     Raises: ValueError when the labels are not one-dimensional.
     """
     if isinstance(index, Tensor | np.ndarray) and index.ndim != 1:
         raise ValueError(f"group index must have shape (B,), got {tuple(index.shape)}")
-    if isinstance(index, Tensor):
+    if isinstance(index, Tensor) and not index.is_floating_point():
         codes: Tensor = torch.unique(index.to(_pick_device(device, index.device)), return_inverse=True)[1]
         return codes.long()
+    default_device: Device = None
+    if isinstance(index, Tensor):
+        default_device = index.device
+        index = index.detach().cpu().double().numpy() if index.dtype != torch.float32 else index.detach().cpu().numpy()
     if isinstance(index, np.ndarray) and index.dtype != object:
-        codes_np = np.unique(index, return_inverse=True)[1]
+        labels_np = _whole_if_near(index) if np.issubdtype(index.dtype, np.floating) else index
+        codes_np = np.unique(labels_np, return_inverse=True)[1]
     else:
         # Labels of mixed types have no order, and sorting strings takes longer than the rest of an estimator.
         labels = index.tolist() if isinstance(index, np.ndarray) else list(index)
+        if set(map(type, labels)) in ({float}, {float, int}):
+            labels = _whole_if_near(np.asarray(labels, dtype=np.float64)).tolist()
         try:
             number = {label: i for i, label in enumerate(dict.fromkeys(labels))}
             codes_np = np.fromiter(map(number.__getitem__, labels), dtype=np.int64, count=len(labels))
         except TypeError as error:
             raise ValueError(f"group index must hold one hashable label per row, shape (B,): {error}") from error
-    return torch.as_tensor(codes_np, dtype=torch.long, device=_pick_device(device))
+    return torch.as_tensor(codes_np, dtype=torch.long, device=_pick_device(device, default_device or "cpu"))
 
 
 def group_sum(values: Tensor, group: Tensor, num_groups: int) -> Tensor:

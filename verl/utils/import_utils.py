@@ -67,6 +67,21 @@ def lazy_exports(module: str, exports: Mapping[str, str]) -> Callable[[str], Any
     return load
 
 
+def forward_assignments(module: str, names: Mapping[str, str]) -> None:
+    """Pass assignments to names of a façade on to the modules that read them (name -> module).
+
+    So a test or a user that replaces a registry at its established path replaces the one in use.
+    """
+
+    class Facade(ModuleType):
+        def __setattr__(self, name: str, value: object) -> None:
+            if name in names:
+                setattr(importlib.import_module(names[name]), name, value)
+            super().__setattr__(name, value)
+
+    sys.modules[module].__class__ = Facade
+
+
 def import_external_libs(external_libs: str | list[str] | None = None) -> None:
     """Import modules by name so that they can register their parts.
 

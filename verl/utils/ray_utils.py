@@ -39,14 +39,11 @@ def loopback() -> Iterator[None]:
 
 
 def parallel_put(data_list: list[Any], max_workers: int | None = None) -> "list[ObjectRef[Any]]":
-    """Put every element into the object store, in several threads, and return the references in order.
-
-    Raises: ValueError for an empty list.
-    """
+    """Put every element into the object store, in several threads, and return the references in order."""
     import ray
 
     if not data_list:
-        raise ValueError("parallel_put needs at least one object, got an empty list")
+        return []
     workers = min(len(data_list), max_workers or os.cpu_count() or 1)
     with ThreadPoolExecutor(max_workers=workers) as pool:
         return list(pool.map(ray.put, data_list))

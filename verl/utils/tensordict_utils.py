@@ -1,5 +1,6 @@
 """Operations on TensorDicts with tensors and non-tensor values."""
 
+import inspect
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from verl.utils.py_functional import ConflictError, deep_equal, tensors_equal
 
@@ -79,19 +81,19 @@ def get_tensordict(
     return assign_non_tensor_dict(TensorDict(entries, batch_size=batch_size), shared)
 
 
-def shared_rows(tensors: Mapping[str, Tensor], num_batch_dims: int) -> int:
-    """Return the number of rows of tensors that have the same first ``num_batch_dims`` dims.
+def shared_rows(tensors: Mapping[str, Tensor]) -> int:
+    """Return the number of rows that all tensors have.
 
-    Raises: ValueError, which is also an AssertionError, when these differ or a tensor has fewer dims.
+    Raises: ValueError, which is also an AssertionError, when the numbers differ or a tensor has no dim.
     """
     for key, value in tensors.items():
-        if not isinstance(value, Tensor) or value.dim() < num_batch_dims:
+        if not isinstance(value, Tensor) or value.dim() < 1:
             found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-            raise BatchError(f"tensors[{key!r}] must be a tensor with {num_batch_dims} batch dims, got {found}")
-    shapes = {key: tuple(value.shape[:num_batch_dims]) for key, value in tensors.items()}
-    if len(set(shapes.values())) > 1:
-        raise BatchError(f"tensors must agree in their first {num_batch_dims} dims, got {shapes}")
-    return next(iter(shapes.values()))[0]
+            raise BatchError(f"tensors[{key!r}] must be a tensor with a batch dim, got {found}")
+    rows = {key: value.shape[0] for key, value in tensors.items()}
+    if len(set(rows.values())) > 1:
+        raise BatchError(f"tensors must agree in their first dim, got {rows}")
+    return next(iter(rows.values()))
 
 
 def repeat_counts(counts: Indices, num_rows: int) -> Tensor:
@@ -192,27 +194,48 @@ def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> Ten
     return tensor_dict1
 
 
+_SET_BY_ITERATOR = ("dataset", "batch_size", "batch_sampler", "collate_fn")
+_LOADER_OPTIONS = [name for name in inspect.signature(DataLoader).parameters if name not in _SET_BY_ITERATOR]
+
+
 def mini_batch_indices(
     num_rows: int, mini_batch_size: int, epochs: int, seed: int | None, dataloader_kwargs: Mapping[str, Any] | None
 ) -> Iterator[slice | Tensor]:
     """Yield the rows of each mini-batch: slices in order, or a new permutation per epoch.
 
-    The permutations depend only on ``seed``; without a seed they come from torch's global generator.
+    The permutations depend only on ``seed``, or on ``generator`` of the options; without both they come from torch's
+    global generator. ``sampler`` of the options orders the rows instead. Every other option of a ``DataLoader`` is
+    accepted and changes nothing, since the rows are in the memory of this process.
 
     Raises: ValueError, which is also an AssertionError, when rows do not divide evenly or an option is unknown.
     """
     options = dict(dataloader_kwargs or {})
-    shuffle = options.pop("shuffle", False)
-    if options:
-        raise BatchError(f"dataloader_kwargs takes only 'shuffle', got {sorted(options)}")
+    if unknown := sorted(options.keys() - set(_LOADER_OPTIONS)):
+        raise BatchError(f"dataloader_kwargs has {unknown}: it takes {', '.join(_LOADER_OPTIONS)}")
+    shuffle = options.get("shuffle", False)
+    sampler = options.get("sampler")
+    if shuffle and sampler is not None:
+        raise BatchError("dataloader_kwargs has shuffle=True and a sampler, which orders the rows: leave out one")
     if mini_batch_size <= 0 or num_rows % mini_batch_size != 0:
         raise BatchError(f"{num_rows} rows do not divide into mini-batches of {mini_batch_size}")
-    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    generator = options.get("generator")
+    if generator is None and seed is not None:
+        generator = torch.Generator().manual_seed(seed)
+
+    def order_of_epoch() -> Tensor | None:
+        if sampler is None:
+            return torch.randperm(num_rows, generator=generator) if shuffle else None
+        order = resolve_indices(list(sampler), num_rows)
+        if len(order) % mini_batch_size != 0:
+            raise BatchError(
+                f"the {len(order)} rows of the sampler do not divide into mini-batches of {mini_batch_size}"
+            )
+        return order
 
     def rows() -> Iterator[slice | Tensor]:
         for _ in range(epochs):
-            order = torch.randperm(num_rows, generator=generator) if shuffle else None
-            for start in range(0, num_rows, mini_batch_size):
+            order = order_of_epoch()
+            for start in range(0, num_rows if order is None else len(order), mini_batch_size):
                 part = slice(start, start + mini_batch_size)
                 yield part if order is None else order[part]
 

@@ -72,6 +72,7 @@ def _target_nodes(tree, prefix=""):
 PER_ROLE = {
     "actor_rollout_ref.actor.optim.lr": 1e-6,
     "critic.optim.lr": 1e-5,
+    "reward_model.megatron.use_distributed_optimizer": False,
     "global_profiler.save_path": "outputs/profile",
     "rollout.name": "vllm",
     "rollout.top_k": 50,
@@ -157,6 +158,26 @@ def test_groups_of_megatron_have_the_defaults_of_their_dataclasses(composed, gro
             expected = OF_FILES.get(field.name, list(default) if isinstance(default, tuple) else default)
             assert written.pop(field.name) == expected, field.name
     assert written == {}
+
+
+def alone(group, name, *overrides):
+    with initialize_config_dir(config_dir=str(CONFIG_DIR / group), version_base=None):
+        return compose(config_name=name, overrides=list(overrides))
+
+
+@pytest.mark.parametrize(
+    ("group", "name"),
+    [("actor", "dp_actor"), ("actor", "megatron_actor"), ("critic", "dp_critic"), ("critic", "megatron_critic")],
+)
+def test_the_node_of_a_role_can_be_built_from_its_own_file(group, name):
+    config = alone(group, name, "ppo_micro_batch_size_per_gpu=1", "ppo_mini_batch_size=8", "+profiler.discrete=null")
+    node = omega_conf_to_dataclass(config)
+    OmegaConf.set_struct(config, False)
+    cls = get_class(config.pop("_target_"))
+    assert type(node) is cls and node.ppo_mini_batch_size == 8 and node.optim.lr > 0
+    assert node.profiler.tool_config["nsys"].discrete is None and not node.profiler.enable
+    same = omega_conf_to_dataclass(config, dataclass_type=cls)
+    assert type(same) is cls and same.optim.lr == node.optim.lr and same.engine.strategy == node.engine.strategy
 
 
 @pytest.mark.parametrize(("node", "cls"), [("data", DataOptions), ("trainer", TrainerOptions)])

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -75,6 +76,9 @@ def test_timing_and_throughput():
         {f"timing_s/{k}": v for k, v in timing.items()}
         | {"timing_per_token_ms/gen": 1200 / 6, "timing_per_token_ms/ref": 2400 / 12}
     )
+    info = {"prompt_length": torch.tensor([2.0]), "response_length": torch.tensor([4.0])}
+    with mock.patch.object(metric_utils, "_compute_response_info", lambda batch: info):
+        assert metric_utils.compute_timing_metrics(batch, timing)["timing_per_token_ms/ref"] == 2400 / 6
     for compute in (metric_utils.compute_throughout_metrics, metric_utils.compute_throughput_metrics):
         assert compute(batch, timing, n_gpus=2) == {
             "perf/total_num_tokens": 12,
@@ -197,6 +201,12 @@ def test_debug_metrics():
     assert calculate_debug_metrics(data) == {"training/rollout_probs_diff_valid": 0}
     data.batch["attention_mask"][0, 4] = 1
     assert "training/rollout_actor_probs_pearson_corr" not in calculate_debug_metrics(data)
+    del data.batch["attention_mask"]
+    data.batch["loss_mask"] = mask
+    assert calculate_debug_metrics(data) == metrics
+    del data.batch["loss_mask"]
+    rollout[0, 2] = old[0, 2]
+    assert calculate_debug_metrics(data)["training/rollout_probs_diff_valid"] == 1
 
 
 def test_answers_that_cannot_be_hashed_are_counted_by_what_they_say() -> None:

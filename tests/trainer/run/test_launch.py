@@ -20,7 +20,7 @@ from tests.special_e2e.conftest import leftovers
 from verl.base_config import ConfigError, Violation
 from verl.single_controller.base.errors import CallSite
 from verl.single_controller.ray.worker_group import Seat, explain
-from verl.trainer import preflight
+from verl.trainer import constants_ppo, preflight
 from verl.trainer.config.cli import brief
 from verl.trainer.config.run_config import RayConfig, RunConfig
 from verl.trainer.ppo.metric_utils import describe_step
@@ -29,6 +29,7 @@ from verl.trainer.run import inputs, launch
 from verl.trainer.run.clock import StartupClock
 from verl.trainer.run.display import LocalDisplay, Progress, RemoteDisplay, Terminal, _Warnings
 from verl.utils import processes
+from verl.utils.device import get_device_name
 from verl.workers.config.model import path_problems
 
 
@@ -136,6 +137,13 @@ def test_ray_is_local_unless_an_address_is_given(monkeypatch, options, environme
     assert launch.start_ray("cpu", RayConfig(ray_init=options))
     assert {name: seen[name] for name in expected} == expected
     assert ("num_cpus" in seen) == (options.get("num_cpus") is not None)
+
+
+def test_the_established_path_gives_the_same_environment(monkeypatch):
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    environment = constants_ppo.get_ppo_ray_runtime_env()
+    assert environment == launch.runtime_env(get_device_name(), {}) and "NCCL_DEBUG" not in environment["env_vars"]
+    assert constants_ppo.PPO_RAY_RUNTIME_ENV["env_vars"]["NCCL_DEBUG"] == "WARN"
 
 
 def test_the_runtime_environment_yields_to_the_process_and_to_the_user(monkeypatch):

@@ -43,13 +43,21 @@ def test_folders_are_ordered_by_number(tmp_path):
                                       "SAGEMAKER_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP"])  # fmt: skip
 def test_early_save(variable, monkeypatch):
     assert not should_save_ckpt_esi(1000)
-    for remaining, want in ((-5, True), (50, True), (150, True), (170, False)):
+    for remaining, want in ((50, True), (150, True), (170, False)):
         monkeypatch.setenv(variable, str(time.time() + remaining))
         assert should_save_ckpt_esi(100) is want  # 60 s for the save, 100 s for another step
     assert should_save_ckpt_esi(100, redundant_time=20)
-    monkeypatch.setenv(variable, "tomorrow")
-    with pytest.raises(ValueError, match=f"{variable}='tomorrow'"):
-        should_save_ckpt_esi(1)
+
+
+@pytest.mark.parametrize(
+    ("announced", "duration", "warning"),
+    [(f"{time.time() - 5}", 100, "has passed"), ("tomorrow", 1, "'tomorrow' is no time"), ("nan", 1, "has passed"),
+     (f"{time.time() + 3600}", 0, "no step has been timed")],
+)  # fmt: skip
+def test_no_early_save_without_a_usable_time(announced, duration, warning, monkeypatch, caplog):
+    monkeypatch.setenv("MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP", announced)
+    assert [should_save_ckpt_esi(duration) for _ in range(3)] == [False] * 3
+    assert len([record for record in caplog.messages if warning in record]) == 1
 
 
 def test_needs_no_torch():

@@ -164,6 +164,22 @@ def test_single_turn_rows(tokenizer, parquet):
         SFTDataset(path, tokenizer, {})
 
 
+def test_prompts_in_messages(tokenizer, parquet):
+    """The established commands of supervised training read ``content`` of the messages of a data set for RL."""
+    asked = [{"role": "user", "content": "q"}]
+    rows = [{"prompt": asked, "extra_info": {"answer": "ab"}}, {"prompt": asked * 2, "extra_info": {"answer": "c"}}]
+    config = {"response_key": "extra_info", "response_dict_keys": ["answer"], "prompt_dict_keys": ["content"]}
+    path = parquet(rows)
+    dataset = SFTDataset(path, tokenizer, config)
+    assert dataset.prompts == ["q", "q\nq"] and dataset.responses == ["ab", "c"]
+    with pytest.raises(DataError, match=r"column 'prompt' .*has no field 'text'"):
+        SFTDataset(path, tokenizer, {**config, "prompt_dict_keys": ["text"]})
+    with pytest.raises(DataError, match=r"row 1, column 'prompt\.content' .*is null"):
+        SFTDataset(parquet([rows[0], {**rows[1], "prompt": [{"role": "user", "content": None}]}]), tokenizer, config)
+    with pytest.raises(DataError, match=r"row 1, column 'prompt' .*is an empty list"):
+        SFTDataset(parquet([rows[0], {**rows[1], "prompt": []}]), tokenizer, config)
+
+
 def test_preference_pairs(tokenizer, parquet):
     item = RMDataset(parquet([{"prompt": "p", "chosen": "cc", "rejected": "r"}]), tokenizer, max_length=5)[0]
     pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id

@@ -182,6 +182,13 @@ def test_nothing_is_traced_without_a_backend():
         RolloutTraceConfig.init("p", "e", "x")
 
 
+def test_a_reset_forgets_backend_and_options(monkeypatch):
+    monkeypatch.setattr(RolloutTraceConfig, "_backend", SimpleNamespace(name="mlflow", client=None))
+    monkeypatch.setattr(RolloutTraceConfig, "_token2text", True)
+    RolloutTraceConfig.reset()
+    assert RolloutTraceConfig.get_backend() is None and not RolloutTraceConfig.enable_token2text()
+
+
 def test_what_the_configuration_refuses(monkeypatch):
     monkeypatch.setattr("verl.workers.config.rollout.importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="must be null or one of mlflow, weave"):

@@ -355,7 +355,7 @@ def _by_layout(split: Callable[[DispatchGroup], Split], dispatch_nd: DispatchFn,
 # ---- the tables
 
 
-_DISPATCH_FNS: dict[DynamicEnum, DispatchFns] = {
+DISPATCH_MODE_FN_REGISTRY: dict[DynamicEnum, DispatchFns] = {
     Dispatch.ONE_TO_ALL: _fns(dispatch_one_to_all, collect_all_to_all),
     Dispatch.ALL_TO_ALL: _fns(dispatch_all_to_all, collect_all_to_all),
     Dispatch.DP_COMPUTE: _fns(dispatch_dp_compute, collect_dp_compute),
@@ -379,9 +379,11 @@ def get_predefined_dispatch_fn(dispatch_mode: DynamicEnum) -> DispatchFns:
 
     Raises: ValueError, which is also an AssertionError, for a mode without functions.
     """
-    if dispatch_mode not in _DISPATCH_FNS:
-        raise DispatchError(f"{dispatch_mode!r} has no dispatch function; known are {[m.name for m in _DISPATCH_FNS]}")
-    return _DISPATCH_FNS[dispatch_mode]
+    if dispatch_mode not in DISPATCH_MODE_FN_REGISTRY:
+        raise DispatchError(
+            f"{dispatch_mode!r} has no dispatch function; known are {[m.name for m in DISPATCH_MODE_FN_REGISTRY]}"
+        )
+    return DISPATCH_MODE_FN_REGISTRY[dispatch_mode]
 
 
 def register_dispatch_mode(dispatch_mode_name: str, dispatch_fn: DispatchFn, collect_fn: CollectFn) -> None:
@@ -391,7 +393,7 @@ def register_dispatch_mode(dispatch_mode_name: str, dispatch_fn: DispatchFn, col
     """
     if dispatch_mode_name.upper() in Dispatch:
         raise DispatchError(f"dispatch mode {dispatch_mode_name!r} exists; replace it by update_dispatch_mode")
-    _DISPATCH_FNS[Dispatch.register(dispatch_mode_name)] = _fns(dispatch_fn, collect_fn)
+    DISPATCH_MODE_FN_REGISTRY[Dispatch.register(dispatch_mode_name)] = _fns(dispatch_fn, collect_fn)
 
 
 def update_dispatch_mode(dispatch_mode: DynamicEnum, dispatch_fn: DispatchFn, collect_fn: CollectFn) -> None:
@@ -399,9 +401,9 @@ def update_dispatch_mode(dispatch_mode: DynamicEnum, dispatch_fn: DispatchFn, co
 
     Raises: ValueError, which is also an AssertionError, for a mode without functions.
     """
-    if not isinstance(dispatch_mode, Dispatch) or dispatch_mode not in _DISPATCH_FNS:
+    if not isinstance(dispatch_mode, Dispatch) or dispatch_mode not in DISPATCH_MODE_FN_REGISTRY:
         raise DispatchError(f"{dispatch_mode!r} is not a dispatch mode with functions; use register_dispatch_mode")
-    _DISPATCH_FNS[dispatch_mode] = _fns(dispatch_fn, collect_fn)
+    DISPATCH_MODE_FN_REGISTRY[dispatch_mode] = _fns(dispatch_fn, collect_fn)
 
 
 def get_predefined_execute_fn(execute_mode: DynamicEnum) -> dict[str, str]:
@@ -413,13 +415,16 @@ def get_predefined_execute_fn(execute_mode: DynamicEnum) -> dict[str, str]:
 # ---- registration
 
 
-def _check_modes(dispatch_mode: Dispatch | DispatchFns, execute_mode: Execute) -> None:
+def _check_dispatch_mode(dispatch_mode: Dispatch | DispatchFns) -> None:
     if isinstance(dispatch_mode, Mapping):
         missing = {"dispatch_fn", "collect_fn"} - dispatch_mode.keys()
         if missing:
             raise DispatchError(f"a dispatch_mode dict needs dispatch_fn and collect_fn, {sorted(missing)} missing")
     elif not isinstance(dispatch_mode, Dispatch):
         raise DispatchError(f"dispatch_mode must be a Dispatch member or a dict, got {dispatch_mode!r}")
+
+
+def _check_execute_mode(execute_mode: Execute) -> None:
     if not isinstance(execute_mode, Execute):
         raise DispatchError(f"execute_mode must be an Execute member, got {execute_mode!r}")
 
@@ -496,7 +501,8 @@ def register(
 
     Raises: ValueError, which is also an AssertionError, for other modes.
     """
-    _check_modes(dispatch_mode, execute_mode)
+    _check_dispatch_mode(dispatch_mode)
+    _check_execute_mode(execute_mode)
     attrs: MethodAttrs = {"dispatch_mode": dispatch_mode, "execute_mode": execute_mode, "blocking": blocking}
 
     def decorate(func: Callable[P, T]) -> Callable[P, T]:

@@ -22,12 +22,19 @@ _PROMPTS_AT_ONCE = 256
 # Training
 
 
-def _lengths(batch: DataProto) -> tuple[Tensor, Tensor]:
-    """Return the tokens of each prompt and each response: two (B,) float tensors."""
+def _compute_response_info(batch: DataProto) -> dict[str, Tensor]:
+    """Return ``prompt_length`` and ``response_length`` in tokens, (B,) floats, and ``response_mask``, (B, R).
+
+    The mask is that of attention. Forks import this function, and tests of users replace it.
+    """
     tensors = tensors_of(batch)
     width = tensors["responses"].shape[-1]
     mask = tensors["attention_mask"]
-    return mask[:, :-width].sum(-1).float(), mask[:, -width:].sum(-1).float()
+    return {
+        "response_mask": mask[:, -width:],
+        "prompt_length": mask[:, :-width].sum(-1).float(),
+        "response_length": mask[:, -width:].sum(-1).float(),
+    }
 
 
 def _summary(name: str, values: Tensor) -> dict[str, float]:
@@ -50,7 +57,8 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
     Raises: ValueError when all responses were aborted, or the response mask is empty.
     """
     tensors = tensors_of(batch)
-    prompt_length, response_length = _lengths(batch)
+    info = _compute_response_info(batch)
+    prompt_length, response_length = info["prompt_length"], info["response_length"]
     response_limit = tensors["responses"].shape[-1]
     finished = response_length > 0
     mask = tensors["response_mask"].bool()
@@ -91,7 +99,8 @@ def failure_metrics(name: str, reasons: Sequence[str | None] | np.ndarray | None
 
 def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) -> dict[str, float]:
     """Report each timer in seconds, and the main ones in milliseconds per token."""
-    prompt_length, response_length = _lengths(batch)
+    info = _compute_response_info(batch)
+    prompt_length, response_length = info["prompt_length"], info["response_length"]
     response_tokens = response_length.sum().item()
     all_tokens = prompt_length.sum().item() + response_tokens
     tokens = dict.fromkeys(_TIMERS_OVER_RESPONSE, response_tokens) | dict.fromkeys(_TIMERS_OVER_ALL, all_tokens)

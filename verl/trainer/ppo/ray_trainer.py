@@ -25,6 +25,10 @@ from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo import loaders, metric_utils, profiling
 from verl.trainer.ppo.checkpoint import Checkpoints
 from verl.trainer.ppo.loaders import CollateFn, Rows
+from verl.trainer.ppo.metric_utils import compute_data_metrics as compute_data_metrics  # forks import these from here
+from verl.trainer.ppo.metric_utils import compute_throughout_metrics as compute_throughout_metrics
+from verl.trainer.ppo.metric_utils import compute_timing_metrics as compute_timing_metrics
+from verl.trainer.ppo.metric_utils import process_validation_metrics as process_validation_metrics
 from verl.trainer.ppo.phases import check_rollout, checked_phase, needs_old_log_probs
 from verl.trainer.ppo.records import StepRecord, dump_training_batch, trace_batch
 from verl.trainer.ppo.resources import ResourcePoolManager, WorkerClasses, create_worker_groups, set_schedule_steps

@@ -41,7 +41,7 @@ def check_sft_inputs(config: DictConfig) -> None:
 
 def holds_text_pairs(data: Any) -> bool:
     """Whether rows are a prompt and a response, as the tree ``sft_trainer`` has them, and not a conversation."""
-    return "prompt_key" in data and not data.multiturn.enable
+    return "prompt_key" in data and not (data.get("multiturn") or {}).get("enable", False)
 
 
 def check_rows(data: DictConfig) -> None:

@@ -47,6 +47,20 @@ Row = dict[str, Any]
 """A row of a data set, by column."""
 
 
+def create_sft_dataset(
+    data_paths: str | list[str], data_config: Any, tokenizer: Any, *, processor: Any = None
+) -> Dataset[Row]:
+    """Build the data set of supervised training: the user's class, conversations, or pairs of prompt and response.
+
+    Raises: ValueError naming the key of a class that cannot be used, DataError for rows that cannot.
+    """
+    usual = SFTDataset if holds_text_pairs(data_config) else MultiTurnSFTDataset
+    own = load_class(data_config.get("custom_cls"), "data.custom_cls", Dataset, ("path", "name"))
+    cls: type[Any] = own or usual
+    media = {"processor": processor} if issubclass(cls, MultiTurnSFTDataset) else {}
+    return cls(parquet_files=data_paths, tokenizer=tokenizer, config=data_config, **media)
+
+
 def padded_batch(rows: Mapping[str, Any], pad_token_id: int, marks_predictors: bool = False) -> DataProto:
     """Turn collated rows, jagged or right-padded, into a batch for an engine.
 
@@ -217,12 +231,10 @@ class SFTTrainer:
             raise ConfigError([Violation("trainer.device", device, expected)])
 
     def _dataset(self, files: str | list[str]) -> Dataset[Row]:
-        data = self.tree.data  # a data set of the user reads keys that this trainer does not know
-        usual = SFTDataset if holds_text_pairs(data) else MultiTurnSFTDataset
-        cls: type[Any] = load_class(data.custom_cls, "data.custom_cls", Dataset, ("path", "name")) or usual
-        self.marks_predictors = issubclass(cls, SFTDataset)
-        media = {"processor": self.config.model.processor} if issubclass(cls, MultiTurnSFTDataset) else {}
-        return cls(parquet_files=files, tokenizer=self.tokenizer, config=data, **media)
+        # A data set of the user reads keys that this trainer does not know, so it gets the tree.
+        dataset = create_sft_dataset(files, self.tree.data, self.tokenizer, processor=self.config.model.processor)
+        self.marks_predictors = isinstance(dataset, SFTDataset)
+        return dataset
 
     def _plan(self) -> None:
         """Set the steps per epoch and in total."""

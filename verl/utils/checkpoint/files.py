@@ -7,6 +7,7 @@ when the manifests of all ranks and their files are there. The tracker, which na
 after every manifest. A save into an existing folder, and a removal, delete manifests first.
 """
 
+import functools
 import json
 import logging
 import os
@@ -417,7 +418,8 @@ def remove_checkpoint(path: StrPath) -> None:
 def should_save_ckpt_esi(max_steps_duration: float, save_ckpt_duration: float = 60, redundant_time: float = 0) -> bool:
     """Whether the rented capacity expires before another step and a save could end; times in seconds.
 
-    The platform announces the expiry in an environment variable, in unix seconds.
+    The platform announces the expiry in an environment variable, in unix seconds. An expiry that has passed or is no
+    number decides nothing, nor does a step that took no time; a warning says so, once.
     """
     for name in _ESI_VARIABLES:
         announced = envs.read(name)
@@ -426,9 +428,21 @@ def should_save_ckpt_esi(max_steps_duration: float, save_ckpt_duration: float = 
         try:
             remaining = float(announced) - time.time()
         except ValueError:
-            raise WrongInput(f"environment variable {name}={announced!r} must be a time in unix seconds") from None
+            _warn_once(f"environment variable {name}={announced!r} is no time in unix seconds: no step is saved early")
+            return False
+        if not remaining > 0:
+            _warn_once(f"environment variable {name}={announced} has passed: no step is saved early")
+            return False
+        if not max_steps_duration > 0:
+            _warn_once("no step has been timed yet: none is saved early")
+            return False
         return remaining <= save_ckpt_duration + max_steps_duration + redundant_time
     return False
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    logger.warning(text)
 
 
 @contextmanager

@@ -231,13 +231,25 @@ class ColumnCheck:
         return values
 
     def texts(self, name: str, key: str, fields: Iterable[str] = ()) -> list[str]:
-        """Return the strings of a column; ``fields`` is the path to them in a column of dicts."""
+        """Return the strings of a column; ``fields`` is the path to them in a column of dicts.
+
+        In a column of lists of dicts, as of messages, the path leads on from each dict, and newlines join its strings.
+        """
         values = self.column(name, key)
+        offsets: pa.Array | None = None
         for field in fields:
+            if offsets is None and is_list(values.type):
+                self.refuse(name, pc.is_null(values), "is null", key)
+                self.refuse(name, pc.equal(pc.list_value_length(values), 0), "is an empty list", key)
+                lists = values.cast(pa.list_(values.type.value_type))
+                offsets, values = lists.offsets, lists.values
             if not pa.types.is_struct(values.type) or field not in [f.name for f in values.type]:
                 self.fail(name, 0, f"has no field {field!r}, it is {values.type}", f"{key} with its dict keys")
             values = pc.struct_field(values, field)
             name = f"{name}.{field}"
+        if offsets is not None and is_text(values.type):
+            texts = pc.cast(values, pa.large_string())
+            values = pc.binary_join(pa.ListArray.from_arrays(offsets, texts), pa.scalar("\n", pa.large_string()))
         self._strings(name, values, key)
         return values.to_pylist()
 

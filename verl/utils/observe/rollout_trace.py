@@ -61,6 +61,12 @@ class RolloutTraceConfig:
         return cls._token2text
 
     @classmethod
+    def reset(cls) -> None:
+        """Forget the backend and its options, without flushing: a test starts from here."""
+        cls._backend = None
+        cls._token2text = False
+
+    @classmethod
     def finish(cls) -> None:
         """Flush pending traces and stop tracing."""
         backend = cls._backend

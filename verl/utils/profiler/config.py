@@ -16,7 +16,7 @@ NPU_CONTENTS = ("npu", "cpu", "memory", "shapes", "module", "stack")
 class NsightToolConfig(BaseConfig):
     """NVIDIA Nsight Systems; its command-line options are set for the run, not per role."""
 
-    discrete: bool = setting(False, "capture each task, not each step")
+    discrete: bool | None = setting(False, "capture each task, not each step; null: false")
     controller_nsight_options: dict[str, Any] | None = setting(None, "options of nsys in the driver")
     worker_nsight_options: dict[str, Any] | None = setting(None, "options of nsys in the workers")
 
@@ -73,9 +73,13 @@ class ProfilerConfig(BaseConfig):
     steps: list[int] | None = setting(None, "training steps to profile; null: none")
     profile_continuous_steps: bool = setting(False, "neighbouring steps share one capture")
     global_tool_config: dict[str, Any] | None = setting(None, "options of each tool, for all roles")
+    discrete: bool | None = setting(None, "kept for older files: must be null")
 
     def rules(self) -> Iterator[Violation]:
-        """Yield violations for malformed ranks or steps."""
+        """Yield violations for malformed ranks or steps, and for an option in the place that it had before."""
+        if self.discrete is not None:
+            expected = "belongs to the tool: write tool_config.nsys.discrete or tool_config.npu.discrete"
+            yield Violation("discrete", self.discrete, expected)
         if not isinstance(self.ranks, list | set | tuple):
             yield Violation("ranks", self.ranks, "must be a list of ranks")
         elif not all(_is_count(rank) for rank in self.ranks):

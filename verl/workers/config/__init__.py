@@ -22,8 +22,8 @@ from verl.workers.config.optimizer import McoreOptimizerConfig as McoreOptimizer
 from verl.workers.config.optimizer import OptimizerConfig as OptimizerConfig
 from verl.workers.config.reward_model import CustomRewardFunctionConfig as CustomRewardFunctionConfig
 from verl.workers.config.reward_model import OverlongBufferConfig as OverlongBufferConfig
-from verl.workers.config.reward_model import RewardDataProcessorConfig as RewardDataProcessorConfig
 from verl.workers.config.reward_model import RewardModelConfig as RewardModelConfig
+from verl.workers.config.reward_model import RewardModelDataProcessorConfig as RewardModelDataProcessorConfig
 from verl.workers.config.reward_model import RewardModelModelConfig as RewardModelModelConfig
 from verl.workers.config.rollout import AgentLoopConfig as AgentLoopConfig
 from verl.workers.config.rollout import CustomAsyncServerConfig as CustomAsyncServerConfig
@@ -32,3 +32,6 @@ from verl.workers.config.rollout import RolloutConfig as RolloutConfig
 from verl.workers.config.rollout import SamplingConfig as SamplingConfig
 from verl.workers.config.rollout import ServerConfig as ServerConfig
 from verl.workers.config.rollout import TraceConfig as TraceConfig
+
+MegatronEngineConfig = McoreEngineConfig
+"""The name that established files of reference and reward model give as ``_target_``."""

@@ -96,7 +96,7 @@ class TrainedConfig(BaseConfig):
     ppo_epochs: int = setting(1, "passes over a batch", at_least=1, at_most=1000)
     shuffle: bool = setting(False, "draw mini-batches in random order")
     data_loader_seed: int | None = setting(1, "seed of that order", at_most=MOST_SEED)
-    loss_agg_mode: str = setting("token-mean", "how token losses become one number", one_of=LOSS_AGG_MODES)
+    loss_agg_mode: str = setting("token-mean", "how token losses become one number")
     loss_scale_factor: int | None = setting(None, "divisor of seq-mean-token-sum-norm; null: the width", at_least=1)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     optim: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -113,6 +113,9 @@ class TrainedConfig(BaseConfig):
             yield from async_save_rules(self.checkpoint.async_save, self.strategy)
         if not self.use_dynamic_bsz:
             yield from micro_batch_rules(self, "ppo_micro_batch_size")
+        if self.loss_agg_mode not in LOSS_AGG_MODES:
+            expected = f"Invalid loss_agg_mode: must be one of {', '.join(LOSS_AGG_MODES)}"
+            yield Violation("loss_agg_mode", self.loss_agg_mode, expected)
 
 
 @dataclass

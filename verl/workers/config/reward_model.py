@@ -125,7 +125,7 @@ class RewardModelModelConfig(BaseConfig):
 
 
 @dataclass
-class RewardDataProcessorConfig(BaseConfig):
+class RewardModelDataProcessorConfig(BaseConfig):
     """Functions of the user around a generative reward model.
 
     ``preprocess(rollout_question=, rollout_response=, ground_truth=)`` writes the question, ``postprocess(text)`` reads
@@ -175,7 +175,7 @@ class RewardModelConfig(BaseConfig):
     enable_prefix_caching: bool = setting(True, "questions with the same beginning share its cache")
     engine_kwargs: dict[str, Any] = setting({}, "engine arguments by engine name")
     sampling_config: SamplingConfig = field(default_factory=SamplingConfig)
-    data_processor_config: RewardDataProcessorConfig = field(default_factory=RewardDataProcessorConfig)
+    data_processor_config: RewardModelDataProcessorConfig = field(default_factory=RewardModelDataProcessorConfig)
     nccl_timeout: int = setting(NCCL_TIMEOUT_S, "seconds that a collective may take", at_least=1)
     reward_manager: str = setting("naive", "what turns responses into scores", empty=False)
     launch_reward_fn_async: bool = setting(False, "score while the workers compute log-probs")

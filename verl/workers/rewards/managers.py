@@ -171,7 +171,10 @@ def get_reward_manager_cls(name: str) -> type[AbstractRewardManager]:
     Raises: ValueError for an unknown name.
     """
     if name not in REWARD_MANAGER_REGISTRY:
-        raise WrongInput(f"reward_model.reward_manager={name!r} is not one of {sorted(REWARD_MANAGER_REGISTRY)}")
+        raise WrongInput(  # callers match the first words
+            f"Unknown reward manager: {name}: "
+            f"reward_model.reward_manager={name!r} is not one of {sorted(REWARD_MANAGER_REGISTRY)}"
+        )
     return REWARD_MANAGER_REGISTRY[name]
 
 

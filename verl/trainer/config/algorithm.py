@@ -1,0 +1,5 @@
+"""Established path of the configuration of ``verl.algos``."""
+
+from verl.algos.config import AlgoConfig, FilterGroupsConfig, KLControlConfig
+
+__all__ = ["AlgoConfig", "FilterGroupsConfig", "KLControlConfig"]

@@ -1,0 +1,13 @@
+"""Established path of the environment of all Ray processes; see ``verl.trainer.run.launch``."""
+
+from typing import Any
+
+from verl.trainer.run.launch import RUNTIME_ENV_VARS, runtime_env
+from verl.utils.device import get_device_name
+
+PPO_RAY_RUNTIME_ENV = {"env_vars": dict(RUNTIME_ENV_VARS)}
+
+
+def get_ppo_ray_runtime_env() -> dict[str, Any]:
+    """Return the runtime environment for ``ray.init`` on this machine, without what this process sets already."""
+    return runtime_env(get_device_name(), {})
