@@ -1,11 +1,10 @@
-"""The scripts of examples and recipes, and the commands in the docs: their keys exist, their values fit together."""
+"""The scripts of examples and recipes: their keys exist, their values fit together; keys that pages name exist too."""
 
 import json
 import os
 import re
-import shlex
 import subprocess
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from recipe.dapo.main_dapo import DAPOTaskRunner
 from recipe.entropy.main_entropy import EntropyTaskRunner
+from tests.special_sanity.test_docs import PAGES
 from verl.base_config import ConfigError
 from verl.trainer.config.keys import OPTIONAL, RENAMED, dotted_keys, is_free
 from verl.trainer.config.rules import profiler
@@ -63,8 +63,6 @@ WAITING = {
 """Script that keeps its established setting -> what it waits for; the README of its folder says so."""
 SCRIPTS = sorted(path for root in ("examples", "recipe") for path in (ROOT / root).glob("*/**/*.sh"))
 LAUNCHERS = [path for path in SCRIPTS if not path.name.startswith("prepare_")]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "recipe").rglob("README.md"))]
-
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 FAKE = """#!/usr/bin/env bash
 printf '%s\\0' "$@" >> "$RECORD"; printf '\\n' >> "$RECORD"
@@ -100,15 +98,15 @@ def override_for(script: Path) -> tuple[str, str]:
     return "trainer.total_training_steps", "7"
 
 
-def commands_of_script(script: Path, folder: Path) -> list[list[str]]:
-    """Run a script with a Python that records its arguments and does nothing."""
+def commands_of_script(script: Path, folder: Path, arguments: Sequence[str] | None = None) -> list[list[str]]:
+    """Run a script with a Python that records its arguments and does nothing; by default it overrides one key."""
     record = folder / "record"
     for name, fake in FAKES.items():
         (folder / name).write_text(fake)
         (folder / name).chmod(0o755)
     environment = os.environ | SLURM | {"PATH": f"{folder}:{os.environ['PATH']}", "RECORD": str(record)}
     done = subprocess.run(
-        ["bash", script, "=".join(override_for(script))],
+        ["bash", script, *(["=".join(override_for(script))] if arguments is None else arguments)],
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -167,15 +165,6 @@ def use_files_of_the_test(config: DictConfig, folder: Path) -> None:
     for model in (config.actor_rollout_ref.model, config.critic.model):
         if not HUB_ID.fullmatch(model.path):
             model.path = "Qwen/Qwen2.5-0.5B"
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
-def test_commands_of_the_docs_set_keys_that_exist(page: Path) -> None:
-    for block in re.findall(r"```bash\n(.*?)```", page.read_text(), flags=re.DOTALL):
-        for line in block.replace("\\\n", " ").splitlines():
-            words = [word for word in shlex.split(line, comments=True) if word != "..."]
-            if set(words) & set(CONFIG_OF_MODULE):
-                compose_command(words)
 
 
 def test_keys_named_in_the_docs_exist() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, ParamSpec, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, ParamSpec, TypedDict, TypeVar, cast
 
 from verl.protocol import DataProto, DataProtoFuture, _padding_size_key
 from verl.utils.faults import fault_point
@@ -468,6 +468,15 @@ def _received(args: Args, kwargs: Kwargs, materialize_futures: bool) -> tuple[Ar
     return tuple(map(received, args)), {key: received(value) for key, value in kwargs.items()}
 
 
+def _taking_future_values(method: Callable[..., Any]) -> inspect.Signature:
+    """Return the signature of a method with any keyword: Ray checks calls by it, and futures add keywords to a call."""
+    signature = inspect.signature(method)
+    parameters = list(signature.parameters.values())
+    if parameters and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD:
+        return signature
+    return signature.replace(parameters=[*parameters, inspect.Parameter("futures", inspect.Parameter.VAR_KEYWORD)])
+
+
 def _offer_fault(method: str, args: Args) -> None:
     """Let a test end or stop the worker before a method; the step is that of the batch, if there is one."""
     batches = [arg for arg in args if isinstance(arg, DataProto)]
@@ -520,8 +529,10 @@ def register(
             with _counted(func.__name__, args):
                 return await method(*args, **kwargs)
 
-        wrapper: Callable[..., Any] = call_async if inspect.iscoroutinefunction(func) else call
+        wrapper: Any = call_async if inspect.iscoroutinefunction(func) else call
+        wrapper.__signature__ = _taking_future_values(func)
+        del wrapper.__wrapped__  # Ray would follow it to a signature that does not take the values of futures
         setattr(wrapper, MAGIC_ATTR, attrs)
-        return wrapper
+        return cast("Callable[P, T]", wrapper)
 
     return decorate

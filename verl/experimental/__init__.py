@@ -1,0 +1,1 @@
+"""Samplers that learn and data sets that grow: their interface may still change."""
