@@ -27,6 +27,7 @@ CONFIG_OF_MODULE = {
     "recipe.dapo.main_dapo": "dapo_trainer",
     "recipe.entropy.main_entropy": "entropy_trainer",
     "recipe.prime.main_prime": "prime_trainer",
+    "recipe.spin.main_spin": "spin_trainer",
     "recipe.r1.main_eval": "r1_evaluation",
     "verl.trainer.main_ppo": "ppo_trainer",
     "verl.trainer.sft_trainer": "sft_trainer_engine",
@@ -38,6 +39,7 @@ RECIPE_NODES = {
     "recipe.dapo.main_dapo": DAPOTaskRunner.recipe_nodes,
     "recipe.entropy.main_entropy": EntropyTaskRunner.recipe_nodes,
     "recipe.prime.main_prime": (),
+    "recipe.spin.main_spin": (),
     "verl.trainer.main_ppo": (),
 }
 OVERRIDE_OF_OTHERS = {
@@ -59,6 +61,7 @@ SGLANG = Waiting("actor_rollout_ref.rollout.name", "actor_rollout_ref.rollout.na
 NPU_MEGATRON = Waiting("actor_rollout_ref.actor.strategy", "trainer.device", "cuda")
 WAITING = {
     "recipe/dapo/run_dapo_qwen3_moe_30b_megatron_npu.sh": NPU_MEGATRON,
+    "recipe/spin/run_spin.sh": SGLANG,
 }
 """Script that keeps its established setting -> what it waits for; the README of its folder says so."""
 SCRIPTS = sorted(path for root in ("examples", "recipe") for path in (ROOT / root).glob("*/**/*.sh"))

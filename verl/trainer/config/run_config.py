@@ -171,8 +171,8 @@ class RunConfig:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a KL term asks for a reference policy."""
-        return needs_reference(self.algorithm.use_kl_in_reward, self.actor_rollout_ref.actor.use_kl_loss)
+        """Whether a KL term, or the update of a recipe, asks for a reference policy."""
+        return needs_reference(self.algorithm.use_kl_in_reward, self.actor_rollout_ref.actor.needs_reference)
 
     @property
     def prompts_per_step(self) -> int:

@@ -135,7 +135,7 @@ def _name_rules(run: RunConfig) -> Iterator[Violation]:
         ("actor_rollout_ref.actor.policy_loss.loss_mode", shared.actor.policy_loss.loss_mode, POLICY_LOSSES),
         ("reward_model.reward_manager", run.reward_model.reward_manager, tuple(SCORER_CALLS)),
     ):
-        if name not in known:
+        if name is not None and name not in known:  # null: a recipe without one
             similar = ", ".join(nearest(name, known)) or ", ".join(known)
             expected = (
                 f"is not registered; the nearest: {similar}. A name that you add needs a module that registers it in "

@@ -86,7 +86,7 @@ def worker_arguments(config: DictConfig, run: RunConfig, role: Role, actor_cls: 
     """Return a worker class with the arguments of its constructor: a node of the tree, which may hold a fork's keys."""
     if role == Role.ActorRollout:
         node = run.actor_rollout_ref
-        with_reference = node.actor.uses_full_kl and node.model.lora_rank == 0
+        with_reference = node.actor.holds_reference and node.model.lora_rank == 0
         name = str(Role.ActorRolloutRef if with_reference else role)
         return RayClassWithInitArgs(cls=actor_cls, config=config.actor_rollout_ref, role=name)
     if role == Role.RefPolicy:

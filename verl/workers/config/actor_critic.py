@@ -174,6 +174,16 @@ class ActorConfig(TrainedConfig):
             yield Violation("kl_loss_type", self.kl_loss_type, expected)
 
     @property
+    def needs_reference(self) -> bool:
+        """Whether the update reads a reference policy."""
+        return self.use_kl_loss
+
+    @property
+    def holds_reference(self) -> bool:
+        """Whether the reference policy is a model in the actor's workers."""
+        return self.uses_full_kl
+
+    @property
     def uses_full_kl(self) -> bool:
         """Whether the loss compares whole distributions, for which the actor's engine needs the reference."""
         return self.use_kl_loss and self.kl_loss_type == FULL_KL

@@ -81,5 +81,5 @@ class ActorRolloutRefConfig(BaseConfig):
 
     @property
     def reference_is_in_actor(self) -> bool:
-        """Whether the actor's workers hold the reference: the base of its adapters, or a model for the full KL."""
-        return self.model.lora_rank > 0 or self.actor.uses_full_kl
+        """Whether the actor's workers hold the reference: the base of its adapters, or a model of its own."""
+        return self.model.lora_rank > 0 or self.actor.holds_reference

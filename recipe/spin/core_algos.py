@@ -1,0 +1,71 @@
+"""Preferences and losses of pairs.
+
+Source: SPIN (arXiv:2401.01335) with pairs of the policy's own responses, as online DPO (arXiv:2402.04792).
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def compute_onlineDPO_pref(token_level_rewards: Tensor, response_mask: Tensor) -> Tensor:
+    """Tell for each response, (B,) bool, whether it is the better one of its pair; of two equal ones it is the first.
+
+    Rows 2i and 2i + 1 are a pair.
+
+    Raises: ValueError when the number of rows is odd.
+    """
+    if len(token_level_rewards) % 2:
+        raise ValueError(f"{len(token_level_rewards)} responses make no pairs: write an even rollout.n")
+    scores = summed(token_level_rewards, response_mask).view(-1, 2)
+    first = scores[:, 0] >= scores[:, 1]
+    return torch.stack([first, ~first], dim=-1).flatten()
+
+
+def summed(values: Tensor, mask: Tensor) -> Tensor:
+    """Sum (B, R) values over the tokens: (B,)."""
+    return torch.where(mask.bool(), values, 0.0).sum(-1)
+
+
+def compute_online_dpo_loss(
+    logits: Tensor, beta: float, label_smoothing: float = 0.0, loss_type: str = "sigmoid"
+) -> Tensor:
+    """Return the loss (P,) of each pair.
+
+    Args: ``logits`` are the log-ratios to the reference of the chosen minus those of the rejected responses, (P,).
+    """
+    if loss_type == "ipo":
+        return (logits - 1 / (2 * beta)) ** 2
+    right = F.logsigmoid(beta * logits)
+    return -(1 - label_smoothing) * right - label_smoothing * F.logsigmoid(-beta * logits)
+
+
+@dataclass
+class Pairs:
+    """What a loss says of the pairs, for each of their responses: (B,) each.
+
+    Attributes:
+        loss: loss of the pair.
+        gradient: derivative of that loss by the log-probability of the response.
+        logits: log-ratio of the chosen minus that of the rejected response.
+    """
+
+    loss: Tensor
+    gradient: Tensor
+    logits: Tensor
+
+
+def pairs_of(log_ratio: Tensor, is_chosen: Tensor, beta: float, label_smoothing: float, loss_type: str) -> Pairs:
+    """Compare the (B,) log-ratios to the reference of neighbouring responses.
+
+    The derivative by each response lets an engine cut a batch between the responses of a pair.
+    """
+    side = is_chosen.to(log_ratio.dtype) * 2 - 1
+    logits = (side * log_ratio).view(-1, 2).sum(-1).detach().requires_grad_()
+    with torch.enable_grad():
+        loss = compute_online_dpo_loss(logits, beta, label_smoothing, loss_type)
+        (slope,) = torch.autograd.grad(loss.sum(), logits)
+    loss, slope, logits = (each.detach().repeat_interleave(2) for each in (loss, slope, logits))
+    return Pairs(loss, side * slope, logits)

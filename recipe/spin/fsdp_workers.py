@@ -1,0 +1,93 @@
+"""The worker of SPIN: a policy that learns from pairs, and a reference that follows it."""
+
+import dataclasses
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from recipe.spin.config import SPINActorConfig
+from recipe.spin.dp_actor import add_pairs, preference_loss
+from verl.base_config import WrongInput
+from verl.protocol import DataProto
+from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.utils.profiler.profile import DistProfiler
+from verl.workers.config import CheckpointConfig
+from verl.workers.roles import ActorRolloutRefWorker
+from verl.workers.roles.accounting import memory_metrics
+
+REFERENCE = "reference"
+"""The folder of the reference in a checkpoint of the actor."""
+
+
+class SPINRolloutRefWorker(ActorRolloutRefWorker):
+    """Trains, generates and scores with the policy, and holds the reference."""
+
+    actor_config: SPINActorConfig
+    _copied_version: int | None = None
+    """The version of the actor's weights that the reference has; None for those of the start."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Build the parts of the role."""
+        super().init_model()
+        if self._is_actor and self.rows_per_step % 2:
+            size = self.actor_config.ppo_mini_batch_size
+            raise WrongInput(
+                f"actor_rollout_ref.actor.ppo_mini_batch_size={size}: gives each rank {self.rows_per_step} responses "
+                "of a mini-batch, which are no pairs: write a multiple that makes them even"
+            )
+        if self._is_actor and self._is_ref:
+            self.ref_engine.checkpoint_config = CheckpointConfig(save_contents=["model"], load_contents=["model"])
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
+    @DistProfiler.annotate(color="red", role="actor_update", mini_batches=True)
+    def update_actor_dpo(self, data: DataProto) -> DataProto:
+        """Run ``ppo_epochs`` passes over this rank's pairs and return metrics only."""
+        self._sleep_rollout()
+        spec = dataclasses.replace(self.train_spec, temperature=self.rollout_config.temperature)
+        prepare = partial(add_pairs, self.actor_config, self.engine)
+        metrics = self.update("actor", data, self.actor_config, preference_loss, spec, prepare)
+        return DataProto(meta_info={"metrics": metrics | memory_metrics()})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def update_reference(self) -> None:
+        """Give the reference the weights of the policy."""
+        pairs = zip(self.engine.local_parameters(), self.ref_engine.local_parameters(), strict=True)
+        with torch.no_grad():
+            for (name, new), (_, old) in pairs:
+                source, target = _local(new), _local(old)
+                if source.shape != target.shape:
+                    raise WrongInput(
+                        f"policy and reference cut {name} differently, into {tuple(source.shape)} and "
+                        f"{tuple(target.shape)}: write the same fsdp_config in actor_rollout_ref.actor and .ref"
+                    )
+                target.copy_(source)
+        self.ref_engine.weights_version += 1
+        self._copied_version = self.engine.weights_version
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(
+        self, local_path: str, hdfs_path: str | None = None, global_step: int = 0, max_ckpt_to_keep: int | None = None
+    ) -> None:
+        """Write this rank's part of a checkpoint, with the reference if it has other weights than start and policy."""
+        if self._copied_version not in (None, self.engine.weights_version):
+            remote = None if hdfs_path is None else f"{hdfs_path}/{REFERENCE}"
+            self.ref_engine.save_checkpoint(f"{local_path}/{REFERENCE}", remote, global_step)
+        super().save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(
+        self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
+    ) -> None:
+        """Restore this rank's part of a checkpoint, with the reference if it is there."""
+        if (Path(local_path) / REFERENCE).is_dir():
+            self.ref_engine.load_checkpoint(f"{local_path}/{REFERENCE}")
+            self._copied_version = -1
+        super().load_checkpoint(local_path, hdfs_path, del_local_after_load)
+
+
+def _local(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
