@@ -45,6 +45,7 @@ RECIPE_NODES = {
 OVERRIDE_OF_OTHERS = {
     "verl.trainer.main_generation": ("data.n_samples", "7"),
     "verl.trainer.main_eval": ("scoring.timeout_s", "7"),
+    "recipe.r1.main_eval": ("scoring.timeout_s", "7"),
 }
 """Module whose command has no training steps -> another key of it."""
 
@@ -95,10 +96,9 @@ def composed(module: str, overrides: list[str], name: str | None = None) -> Dict
 def override_for(script: Path) -> tuple[str, str]:
     """Return a key that the command of a script has, and a value that it does not write itself."""
     text = script.read_text()
-    for module, (key, value) in OVERRIDE_OF_OTHERS.items():
-        if module in text:
-            return key, value
-    return "trainer.total_training_steps", "7"
+    trains = any(module in text for module in CONFIG_OF_MODULE if module not in OVERRIDE_OF_OTHERS)
+    others = [override for module, override in OVERRIDE_OF_OTHERS.items() if module in text]
+    return others[0] if others and not trains else ("trainer.total_training_steps", "7")
 
 
 def commands_of_script(script: Path, folder: Path, arguments: Sequence[str] | None = None) -> list[list[str]]:
