@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from examples.tiny_model import make_tiny_model
 from verl.trainer import main_generation
 from verl.trainer.config.cli import CONFIG_DIR
+from verl.trainer.config.generation import GenerationConfig
+from verl.trainer.generation import Generation
 from verl.trainer.run import launch
 
 QUESTIONS = ["1+1=?", "What is 12 times 12?", "a", "Name three colours.", "2+3=?"]
@@ -108,6 +110,13 @@ def test_a_stopped_run_goes_on_and_gives_the_same(ray_cluster, folder, tmp_path,
     main_generation.run_generation(stopped)
     assert calls == [[0, 1], [2, 3], [2, 3], [4]]
     assert pq.read_table(tmp_path / "stopped.parquet")["responses"].to_pylist() == expected
+
+
+def test_the_chat_template_gets_its_arguments(folder, tmp_path):
+    template = "+data.apply_chat_template_kwargs.chat_template='{{ messages[0].content }}{{ mark }}'"
+    options = (template, "+data.apply_chat_template_kwargs.mark='?!'")
+    generation = Generation(GenerationConfig.parse(build(folder, tmp_path / "out.parquet", *options)))
+    assert [generation.tokenizer.decode(ids) for ids in generation.prompts] == [f"{text}?!" for text in QUESTIONS]
 
 
 @pytest.mark.parametrize(

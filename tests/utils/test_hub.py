@@ -2,13 +2,19 @@
 
 import http.server
 import socket
+import sys
 import threading
 import time
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 import pytest
 from huggingface_hub import constants
 
-from verl.utils.hub import hub_problems, unreachable
+from verl.trainer.config.run_config import RayConfig
+from verl.trainer.run.environment import check_environment
+from verl.trainer.run.inputs import InputError
+from verl.utils.hub import hub_problems, model_folder, unreachable
 
 
 @pytest.fixture
@@ -25,6 +31,36 @@ def test_an_address_without_an_answer(silent):
     assert unreachable(silent, timeout_s=0.3) is not None
     assert "refused" in unreachable("http://127.0.0.1:1", timeout_s=5)
     assert time.monotonic() - start < 5
+
+
+@pytest.fixture
+def fake_modelscope(monkeypatch, tmp_path):
+    """Put a fake of the package modelscope in its place: it answers with a folder named after the id."""
+    fake = ModuleType("modelscope")
+    fake.__spec__ = ModuleSpec("modelscope", None)
+    fake.snapshot_download = lambda model_id: str(tmp_path / model_id)
+    monkeypatch.setitem(sys.modules, "modelscope", fake)
+
+
+def test_models_come_from_modelscope_if_it_is_asked_for(fake_modelscope, monkeypatch, tmp_path):
+    assert model_folder("Qwen/Qwen2.5-0.5B") == "Qwen/Qwen2.5-0.5B"
+    monkeypatch.setenv("VERL_USE_MODELSCOPE", "True")
+    assert model_folder("Qwen/Qwen2.5-0.5B") == str(tmp_path / "Qwen/Qwen2.5-0.5B")
+    assert model_folder(str(tmp_path)) == str(tmp_path) and model_folder("hdfs://a/b") == "hdfs://a/b"
+    assert list(hub_problems("Qwen/Qwen2.5-0.5B")) == []
+
+
+def test_modelscope_that_is_not_installed_is_named(monkeypatch):
+    monkeypatch.setenv("VERL_USE_MODELSCOPE", "true")
+    (problem,) = hub_problems("Qwen/Qwen2.5-0.5B")
+    assert problem.startswith("environment variable VERL_USE_MODELSCOPE=true needs the package modelscope, which is")
+    with pytest.raises(ImportError, match="needs the package modelscope"):
+        model_folder("Qwen/Qwen2.5-0.5B")
+    with pytest.raises(InputError, match="VERL_USE_MODELSCOPE=true needs"):
+        check_environment(RayConfig(), ())
+    monkeypatch.setenv("VERL_USE_MODELSCOPE", "perhaps")
+    with pytest.raises(InputError, match="VERL_USE_MODELSCOPE='perhaps' is not a boolean"):
+        check_environment(RayConfig(), ())
 
 
 def test_a_server_that_answers_is_reachable():

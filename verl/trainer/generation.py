@@ -59,8 +59,9 @@ class Generation:
 
     def _tokens(self, row: int, messages: list[dict[str, Any]]) -> list[int]:
         present = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        options = {"add_generation_prompt": True, "tokenize": False, **self.config.data.apply_chat_template_kwargs}
         try:
-            text = render_chat(self.tokenizer, present, {"add_generation_prompt": True, "tokenize": False})
+            text = render_chat(self.tokenizer, present, options)
         except (jinja2.TemplateError, ValueError) as error:  # ValueError: the tokenizer has no template
             column = self.config.data.prompt_key
             raise DataError(f"{self.path}, row {row}, column {column!r}: the chat template: {error}") from error

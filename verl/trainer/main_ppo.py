@@ -186,10 +186,12 @@ class TaskRunner:
         from verl.utils.dataset.factory import create_rl_dataset, create_rl_sampler
         from verl.utils.dataset.rl_dataset import collate_fn
         from verl.utils.fs import copy_to_local
+        from verl.utils.hub import model_folder
 
         model = config.actor_rollout_ref.model
         import_external_libs(model.external_lib)  # may register classes that the configuration names
-        path = copy_to_local(os.path.expanduser(model.tokenizer_path or model.path), use_shm=model.use_shm)
+        path = model_folder(os.path.expanduser(model.tokenizer_path or model.path))
+        path = copy_to_local(path, use_shm=model.use_shm)
         trust = config.data.trust_remote_code
         tokenizer = hf_tokenizer(path, trust_remote_code=trust)
         processor = hf_processor(path, trust_remote_code=trust, use_fast=True)

@@ -1,5 +1,9 @@
-"""Whether a model can be loaded from the Hugging Face hub, answered before the hub's client retries for a minute."""
+"""Models of a hub: whether one can be loaded, answered before the client of the hub retries for a minute.
 
+The hub is that of Hugging Face, or with ``VERL_USE_MODELSCOPE=true`` that of ModelScope.
+"""
+
+import importlib.util
 import os
 import ssl
 import threading
@@ -7,13 +11,52 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 
+from verl.utils import envs
+
 HUB_TIMEOUT_S = 10.0
+_MODELSCOPE = "VERL_USE_MODELSCOPE"
 _COPY = "copy the model to this machine and name its folder"
+
+
+def modelscope_problem() -> str | None:
+    """Return why ``VERL_USE_MODELSCOPE`` cannot be followed; None if it can, or is not set.
+
+    Raises: ValueError when its value is no boolean.
+    """
+    if envs.flag(_MODELSCOPE) and importlib.util.find_spec("modelscope") is None:
+        return (
+            f"environment variable {_MODELSCOPE}={envs.read(_MODELSCOPE)} needs the package modelscope, which is not "
+            "installed: install it, or unset the variable"
+        )
+    return None
+
+
+def model_folder(path: str) -> str:
+    """Return the folder of a hub id that ModelScope serves, downloading it; any other path comes back unchanged.
+
+    Raises: ImportError when the package modelscope is not installed.
+    """
+    if _is_local(path) or not envs.flag(_MODELSCOPE):
+        return path
+    if problem := modelscope_problem():
+        raise ImportError(problem)
+    from modelscope import snapshot_download
+
+    return str(snapshot_download(path))
+
+
+def _is_local(path: str) -> bool:
+    return "://" in path or os.path.isdir(os.path.expanduser(path))
 
 
 def hub_problems(path: str) -> Iterator[str]:
     """Yield why a path that is no local folder cannot be loaded from the hub; a cached model is not asked for."""
-    if "://" in path or os.path.isdir(os.path.expanduser(path)):
+    if _is_local(path):
+        return
+    if envs.flag(_MODELSCOPE):
+        problem = modelscope_problem()
+        if problem is not None:
+            yield problem
         return
     from huggingface_hub import constants, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError

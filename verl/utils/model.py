@@ -22,6 +22,7 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutputWithPast, TokenClassifierOutput
 
 from verl.utils.fs import copy_to_local
+from verl.utils.hub import model_folder
 from verl.utils.import_utils import lazy_exports
 
 if TYPE_CHECKING:
@@ -123,7 +124,9 @@ def get_generation_config(model: str, trust_remote_code: bool = False) -> Genera
 
 def get_hf_model_path(config: Any, local_cache_path: str | None = None) -> str:
     """Return the local folder of ``config.model.path``, after a copy if it is remote or ``model.use_shm`` is set."""
-    return copy_to_local(config.model.path, cache_dir=local_cache_path, use_shm=bool(config.model.get("use_shm")))
+    return copy_to_local(
+        model_folder(config.model.path), cache_dir=local_cache_path, use_shm=bool(config.model.get("use_shm"))
+    )
 
 
 def get_hf_auto_model_class(hf_config: PretrainedConfig) -> "type[_BaseAutoModelClass]":

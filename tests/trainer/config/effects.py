@@ -64,6 +64,7 @@ READERS = [
     Reader("data", "truncation", "utils/dataset/files.py", "settings", ROWS + "test_truncation"),
     Reader("data", "return_raw_chat return_full_prompt apply_chat_template_kwargs", "utils/dataset/rl_dataset.py", "settings", ROWS + "test_item_holds_every_documented_key"),
     Reader("data", "filter_overlong_prompts filter_overlong_prompts_workers", "utils/dataset/rl_dataset.py", "settings", ROWS + "test_filter_keeps_what_fits"),
+    Reader("data", "return_multi_modal_inputs", "utils/dataset/rl_dataset.py", "settings", "tests/utils/dataset/test_vision_rows.py::test_batches_of_all_kinds_of_rows"),
     Reader("data", "use_shm", "utils/dataset/rl_dataset.py", "settings", "tests/utils/test_tokenizer_and_files.py::test_staging_in_shared_memory"),
     Reader("data", "shuffle seed", "utils/dataset/factory.py", "settings", LOADER + "test_epochs_and_seeds_differ_and_repeat"),
     Reader("data", "train_batch_size", "utils/dataset/config.py", "self", "tests/trainer/ppo/test_phases.py::test_prompts_of_a_step"),
@@ -299,7 +300,11 @@ MEGATRON_ONE = {
     "trainer/config/ppo_megatron_trainer.yaml": tuple(
         f"{ROLLOUT}.layer_name_map.{name}" for name in ("qkv_layer_name", "gate_proj_layer_name")
     ),
-    "trainer/config/engine/megatron.yaml": (f"{REF}.megatron.forward_only", "reward_model.megatron.forward_only"),
+    "trainer/config/engine/megatron.yaml": (
+        f"{REF}.megatron.forward_only",
+        "reward_model.megatron.forward_only",
+        *(f"{node}.use_mbridge" for node in LAYOUTS),
+    ),
 }
 """As ``ONE_IMPLEMENTATION``."""
 
@@ -312,7 +317,6 @@ MEGATRON_WHOLE = (
 MEGATRON_REFUSED = {
     **{f"{node}.strategy": "fsdp" for node in (*LAYOUTS, ACTOR, REF, "critic")},
     **{f"{node}.override_mcore_model_config": {"rotary_base": 1} for node in LAYOUTS},
-    **{f"{node}.use_mbridge": True for node in LAYOUTS},
     **{f"{MODEL}.{name}": value for name, value in (("lora_rank", 8), ("use_liger", True))},
     f"{MODEL}.enable_activation_offload": True,
 }
@@ -326,6 +330,7 @@ GENERATED, SCORED = "tests/trainer/test_main_generation.py::", "tests/trainer/te
 OFFLINE = {
     "generation": [
         Reader("trainer", "nnodes n_gpus_per_node device", "trainer/generation.py", "trainer", GENERATED + "test_greedy_responses_are_those_of_transformers"),
+        Reader("data", "apply_chat_template_kwargs", "trainer/generation.py", "self.config.data", GENERATED + "test_the_chat_template_gets_its_arguments"),
         Reader("data", "path prompt_key output_path", "trainer/generation.py", "config.data", GENERATED + "test_what_is_refused_before_ray"),
         Reader("data", "batch_size n_samples", "trainer/generation.py", "self.config.data", GENERATED + "test_a_stopped_run_goes_on_and_gives_the_same"),
         Reader("model", "path", "trainer/main_generation.py", "parsed.model", GENERATED + "test_what_is_refused_before_ray"),

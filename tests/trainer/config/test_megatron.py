@@ -107,6 +107,13 @@ def test_layouts_that_run(megatron, reward, overrides):
     assert violations(megatron(*spelled(overrides, reward))) == {}
 
 
+def test_what_established_commands_add_without_effect_is_accepted_and_named(megatron, caplog):
+    assert violations(megatron(f"{LAYOUT}.use_mbridge=true", f"{LAYOUT}.dist_checkpointing_path=/no/such")) == {}
+    assert f"{LAYOUT}.dist_checkpointing_path=/no/such ({LAYOUT}.use_dist_checkpointing=false)" in caplog.text
+    assert f"{LAYOUT}.use_mbridge, actor_rollout_ref.ref.megatron.use_mbridge" in caplog.text
+    assert "mbridge is not used, the tables of verl.models.mcore" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("overrides", "key", "message"),
     [

@@ -225,7 +225,16 @@ def test_a_batch_is_divided_by_every_engine_that_shares_it_out(base):
         ({f"{ROLLOUT}.temperature": 2.5}, f"{ROLLOUT}.temperature", "at most 2.0 with vllm"),
         ({f"{ROLLOUT}.val_kwargs.temperature": 2.5}, f"{ROLLOUT}.val_kwargs.temperature", "at most 2.0 with vllm"),
         ({f"{ROLLOUT}.max_model_len": 31}, f"{ROLLOUT}.max_model_len", "at least prompt_length + response_length = 32"),
-        ({f"{ROLLOUT}.max_num_batched_tokens": 16}, f"{ROLLOUT}.max_num_batched_tokens", "32 tokens"),
+        (
+            {f"{ROLLOUT}.max_num_batched_tokens": 16, f"{ROLLOUT}.enable_chunked_prefill": False},
+            f"{ROLLOUT}.max_num_batched_tokens",
+            "32 tokens",
+        ),
+        (
+            {f"{ROLLOUT}.max_num_batched_tokens": 16, f"{ROLLOUT}.max_num_seqs": 17},
+            f"{ROLLOUT}.max_num_batched_tokens",
+            "at least max_num_seqs=17",
+        ),
         ({f"{ROLLOUT}.temperature": 0}, f"{ROLLOUT}.temperature", "must be above 0"),
         ({f"{ROLLOUT}.val_kwargs.do_sample": True}, f"{ROLLOUT}.val_kwargs.temperature", "must be above 0"),
         ({f"{MODEL}.lora_rank": 1024}, f"{MODEL}.lora_rank", "at most 512 with vllm"),
@@ -337,6 +346,24 @@ def test_roles_that_do_not_run_are_not_checked(base):
     assert violations(base, changes, use_critic=False) == {}
     changes = {"actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": None}
     assert violations(base, changes, use_reference_policy=False) == {}
+
+
+def test_keys_of_a_feature_that_is_off_are_named_and_accepted(base, caplog):
+    changes = {
+        f"{ROLLOUT}.multi_turn.max_assistant_turns": 3,
+        f"{ROLLOUT}.multi_turn.tool_config_path": "/no/tools.yaml",
+        "data.return_multi_modal_inputs": False,
+    }
+    assert violations(base, changes) == {}
+    (message,) = caplog.messages
+    assert f"{ROLLOUT}.multi_turn.max_assistant_turns=3 ({ROLLOUT}.multi_turn.enable=false)" in message
+    assert f"data.return_multi_modal_inputs=false ({ROLLOUT}.mode=sync)" in message
+    found = violations(base, changes | {f"{ROLLOUT}.multi_turn.enable": True})
+    assert "multi-turn rollout is not supported yet" in found[f"{ROLLOUT}.multi_turn.max_assistant_turns"]
+
+
+def test_prompts_in_chunks_may_exceed_one_pass(base):
+    assert violations(base, {f"{ROLLOUT}.max_num_batched_tokens": 16, f"{ROLLOUT}.max_num_seqs": 8}) == {}
 
 
 def test_what_is_not_here_yet_is_refused(base):

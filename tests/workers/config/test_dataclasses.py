@@ -52,7 +52,6 @@ ACTOR = {"ppo_micro_batch_size_per_gpu": 1}
             {"expert_tensor_parallel_size": 0},
             "expert_tensor_parallel_size=0: must be an integer of 1 or more",
         ),
-        (McoreEngineConfig, {"use_mbridge": True}, "not supported: write false"),
         (McoreEngineConfig, {"dtype": "fp16"}, "null or one of fp32"),
         (
             McoreEngineConfig,

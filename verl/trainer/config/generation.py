@@ -29,6 +29,7 @@ class PromptOptions:
     n_samples: int
     output_path: str
     batch_size: int
+    apply_chat_template_kwargs: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,8 @@ class GenerationConfig:
         rollout = self.rollout
         trainer = self.trainer
         yield from data_file_rules("data.path", data.path, required=True)
+        if not matches(data.apply_chat_template_kwargs, dict):
+            yield Violation("data.apply_chat_template_kwargs", data.apply_chat_template_kwargs, "must be a mapping")
         if "model.path" not in broken:
             path = self.model.path
             problems = [*path_problems(path)] or [*tokenizer_problems(path, read_config_json(path))]

@@ -31,6 +31,11 @@ Tree = Mapping[str, Any]
 _NODES = [each.name for each in fields(RunConfig)]
 _NODES += [f"actor_rollout_ref.{name}" for name in ("actor", "ref", "rollout", "model")]
 
+_BRIDGES = tuple(
+    f"{role}.megatron.use_mbridge"
+    for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic", "reward_model")
+)
+
 _MISSING = {
     "actor_rollout_ref.rollout.name": f"write {' or '.join(SUPPORTED_ROLLOUTS)}",
     "actor_rollout_ref.actor.strategy": "write fsdp, fsdp2 or megatron",
@@ -157,6 +162,12 @@ def _give_notices(run: RunConfig, tree: Tree) -> None:
     idle = [f"{each.key}={as_yaml(each.value)} ({each.expected})" for each in idle_keys(run, tree)]
     if idle:
         logger.warning("without effect in this run: %s", "; ".join(idle))
+    bridged = [key for key in _BRIDGES if select(tree, key)]
+    if bridged:
+        logger.warning(
+            "%s=true: mbridge is not used, the tables of verl.models.mcore convert the weights of this model",
+            ", ".join(bridged),
+        )
     reward = run.reward_model
     if reward.enable and run.custom_reward_function.path and reward.reward_manager in SCORER_CALLS:
         logger.warning(

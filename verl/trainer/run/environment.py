@@ -10,8 +10,9 @@ from verl.trainer.config.rules.files import existing_part
 from verl.trainer.config.run_config import RayConfig
 from verl.trainer.run.inputs import InputError
 from verl.utils import envs
+from verl.utils.hub import modelscope_problem
 
-_FLAGS = ("VERL_AUTO_PADDING", "VERL_CHECK_PHASES")
+_FLAGS = ("VERL_AUTO_PADDING", "VERL_CHECK_PHASES", "VERL_USE_MODELSCOPE")
 _SERIALIZATION = "VERL_DATAPROTO_SERIALIZATION_METHOD"
 _METHODS = ("numpy", "torch")
 _PATIENCE_S = 5.0
@@ -33,6 +34,8 @@ def check_environment(cluster: RayConfig, trackers: Iterable[str]) -> None:
             envs.flag(name)
         except ValueError as error:
             raise InputError(str(error)) from None
+    if problem := modelscope_problem():
+        raise InputError(problem)
     method = envs.read(_SERIALIZATION)
     if method and method.lower() not in _METHODS:
         raise InputError(f"environment variable {_SERIALIZATION}={method!r} must be one of {', '.join(_METHODS)}")

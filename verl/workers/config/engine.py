@@ -109,7 +109,7 @@ class McoreEngineConfig(BaseConfig):
     override_ddp_config: dict[str, Any] = setting({}, "fields of DistributedDataParallelConfig to set")
     override_transformer_config: dict[str, Any] = setting(TRANSFORMER_OVERRIDES, "fields of TransformerConfig to set")
     override_mcore_model_config: dict[str, Any] = setting({}, "must be empty: use model.override_config")
-    use_mbridge: bool = setting(False, "kept for established commands")
+    use_mbridge: bool = setting(False, "no effect: the tables of verl.models.mcore convert weights")
     share_model_files: bool = setting(False, "copy missing model files from other nodes")
     forward_only: bool = setting(False, "there is no optimizer")
     strategy: str = setting("megatron", "training engine", one_of=("megatron",))
@@ -126,17 +126,11 @@ class McoreEngineConfig(BaseConfig):
 
     def rules(self) -> Iterator[Violation]:
         """Yield options that exclude each other, and those that are not supported or change the model."""
-        if self.use_dist_checkpointing != (self.dist_checkpointing_path is not None):
-            expected = "is read with use_dist_checkpointing=true only: write that, or null here"
-            if self.use_dist_checkpointing:
-                expected = "must name a folder with use_dist_checkpointing=true"
-            yield Violation("dist_checkpointing_path", self.dist_checkpointing_path, expected)
+        if self.use_dist_checkpointing and self.dist_checkpointing_path is None:
+            yield Violation("dist_checkpointing_path", None, "must name a folder with use_dist_checkpointing=true")
         if self.override_mcore_model_config:
             expected = "would change training but not generation: set the keys of config.json in model.override_config"
             yield Violation("override_mcore_model_config", self.override_mcore_model_config, expected)
-        if self.use_mbridge:
-            expected = "is not supported: write false, the tables of verl.models.mcore convert the weights"
-            yield Violation.unsupported("use_mbridge", True, expected)
         if self.virtual_pipeline_model_parallel_size is not None:
             yield from self._stage_rules(self.virtual_pipeline_model_parallel_size)
         yield from self._ddp_rules()

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from verl.base_config import MOST_INTEGER, BaseConfig, ConfigError, Violation, matches, one_line, setting, type_hints
 from verl.utils.fs import unreadable_kind
-from verl.utils.hub import hub_problems
+from verl.utils.hub import hub_problems, model_folder
 from verl.workers.config.tokenizer_files import TOKENIZER_SUFFIXES, tokenizer_problems
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def _local(key: str) -> Callable[["HFModelConfig"], str]:
             expected = "is missing: write a folder that save_pretrained wrote, or a hub id"
             raise ConfigError([Violation(f"model.{key}", path, expected)])
         _refuse(f"model.{key}", path, [*path_problems(path), *hub_problems(path)])
-        return copy_to_local(os.path.expanduser(path).rstrip("/"), use_shm=config.use_shm)
+        return copy_to_local(model_folder(os.path.expanduser(path).rstrip("/")), use_shm=config.use_shm)
 
     return load
 

@@ -15,6 +15,7 @@ from verl.protocol import DataProto, tensors_of
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils.faults import fault_point
 from verl.utils.fs import copy_to_local
+from verl.utils.hub import model_folder
 from verl.utils.model import get_generation_config
 from verl.utils.profiler.profile import DistProfiler
 from verl.utils.tokenizer import hf_tokenizer
@@ -82,7 +83,7 @@ class RewardModelWorker(EngineWorker):
         """Return the policy's tokenizer, and the tokens at which its responses end."""
         model = self.config.model
         assert model.input_tokenizer is not None
-        folder = copy_to_local(os.path.expanduser(model.input_tokenizer), use_shm=model.use_shm)
+        folder = copy_to_local(model_folder(os.path.expanduser(model.input_tokenizer)), use_shm=model.use_shm)
         tokenizer = hf_tokenizer(folder, trust_remote_code=model.trust_remote_code)
         generation = get_generation_config(folder)  # None for a folder that holds a tokenizer only
         ends = None if generation is None else generation.eos_token_id

@@ -133,7 +133,7 @@ def _option_rules(run: RunConfig, role: EngineRole, engine: McoreEngineConfig) -
         if value != wanted:
             expected = f"is not supported with strategy=megatron: write {as_yaml(wanted)}"
             yield Violation.unsupported(f"{role.model_key}.{name}", value, expected)
-    folder = engine.dist_checkpointing_path
+    folder = engine.dist_checkpointing_path if engine.use_dist_checkpointing else None
     if folder is not None and "://" not in folder and not os.path.isdir(os.path.expanduser(folder)):
         expected = "no such folder: write one that scripts/converter_hf_to_mcore.py made, or a checkpoint"
         yield Violation(f"{role.engine_key}.dist_checkpointing_path", folder, expected)

@@ -65,6 +65,7 @@ IDLE = [
     Idle(_ENGINE, "hf", ROLLOUT, ("tensor_model_parallel_size", "expert_parallel_size")),
     Idle(_ENGINE, "hf", ROLLOUT, ("enable_chunked_prefill", "enable_prefix_caching", "engine_kwargs.vllm")),
     Idle(_ENGINE, "hf", ROLLOUT, ("disable_log_stats", "skip_tokenizer_init")),
+    Idle(f"{ROLLOUT}.mode", "sync", "data", ("return_multi_modal_inputs",)),  # see loaders.complete_data_node
     Idle(_DEVICE, "npu", ROLLOUT, ("layered_summon",)),
     Idle(_DEVICE, "cpu", ROLLOUT, ("cudagraph_capture_sizes", "layered_summon")),
     *(Idle(_DEVICE, "cpu", f"{role}.fsdp_config", _OFFLOADS) for role in (ACTOR, REF, "critic.model")),
@@ -72,6 +73,10 @@ IDLE = [
     Idle(_DEVICE, "cpu", MODEL, ("enable_activation_offload",)),
     Idle(_DEVICE, "cpu", "critic.model", ("enable_activation_offload",)),
     *(Idle(_DEVICE, "cpu", f"{role}.megatron", _MCORE_OFFLOADS) for role in (ACTOR, REF, "critic", REWARD)),
+    *(
+        Idle(f"{role}.megatron.use_dist_checkpointing", False, f"{role}.megatron", ("dist_checkpointing_path",))
+        for role in (ACTOR, REF, "critic", REWARD)
+    ),
 ]
 
 _OF_AN_ENABLED_REWARD_MODEL = (f"{REWARD}.enable_", f"{REWARD}.model.")
@@ -79,7 +84,8 @@ _OF_AN_ENABLED_REWARD_MODEL = (f"{REWARD}.enable_", f"{REWARD}.model.")
 
 def idle_keys(run: RunConfig, tree: Mapping[str, Any]) -> Iterator[Violation]:
     """Yield each key that ``tree`` changes from its default and that has no effect in this run."""
-    for switch, off, node, names in IDLE:
+    switched = [Idle(entry.switch, False, entry.node, entry.names) for entry in UNSUPPORTED if entry.switch is not None]
+    for switch, off, node, names in IDLE + switched:
         if select(tree, switch) != off or (node.startswith("critic") and run.critic is None):
             continue
         if not run.reward_model.enable and any(key.startswith(_OF_AN_ENABLED_REWARD_MODEL) for key in (switch, node)):
@@ -104,15 +110,20 @@ def _changed(
 
 
 class Unsupported(NamedTuple):
-    """Keys below ``node`` that must keep their default or, with ``values``, must not have one of these."""
+    """Keys below ``node`` that must keep their default or, with ``values``, must not have one of these.
+
+    With a ``switch`` they may change while it is false: nothing reads them then.
+    """
 
     node: str
     names: tuple[str, ...]
     text: str
     values: tuple[Any, ...] = ()
+    switch: str | None = None
 
 
-_TURNS = tuple(name for name in MultiTurnConfig() if name != "_target_")
+_TURNS = tuple(name for name in MultiTurnConfig() if name not in ("_target_", "enable"))
+_WITH_TURNS = f"{ROLLOUT}.multi_turn.enable"
 _NO_TURNS = "multi-turn rollout is not supported yet"
 _NO_AGENTS = "agent loops are not supported yet"
 _NO_SGLANG = "is read by SGLang, which is not supported yet"
@@ -121,7 +132,8 @@ _TRAINS = "is not supported for a role that trains"
 UNSUPPORTED = [
     Unsupported(ROLLOUT, ("mode",), "is not supported yet: write sync", ("async",)),
     Unsupported(ROLLOUT, ("name",), f"is not supported yet: write {' or '.join(SUPPORTED_ROLLOUTS)}", ("sglang",)),
-    Unsupported(f"{ROLLOUT}.multi_turn", _TURNS, _NO_TURNS),
+    Unsupported(f"{ROLLOUT}.multi_turn", ("enable",), _NO_TURNS),
+    Unsupported(f"{ROLLOUT}.multi_turn", _TURNS, _NO_TURNS, switch=_WITH_TURNS),
     Unsupported(f"{ROLLOUT}.agent", ("num_workers", "default_agent_loop", "agent_loop_config_path"), _NO_AGENTS),
     Unsupported(f"{ROLLOUT}.agent.custom_async_server", ("path", "name"), _NO_AGENTS),
     Unsupported(ROLLOUT, ("over_sample_rate", "engine_kwargs.sglang", "sglang_engine_mode", "server"), _NO_SGLANG),
@@ -148,9 +160,6 @@ UNSUPPORTED = [
         "is only supported with data.custom_cls: name the tokenizer in actor_rollout_ref.model.tokenizer_path",
     ),
     Unsupported("data", ("return_raw_input_ids",), "is only supported with data.custom_cls"),
-    Unsupported(
-        "data", ("return_multi_modal_inputs",), "is not supported: training reads the tensors of the image processor"
-    ),
 ]
 
 _READ_BY_CUSTOM_DATASETS = ("data.tokenizer", "data.return_raw_input_ids")
@@ -162,6 +171,8 @@ def unsupported_rules(
     """Yield every key that asks for something not supported; nodes that the recipe reads are left to it."""
     custom = _READ_BY_CUSTOM_DATASETS if run.data.custom_cls.path else ()
     for entry in UNSUPPORTED:
+        if entry.switch is not None and not select(tree, entry.switch):
+            continue
         for key, value, default in _changed(run, tree, entry.node, entry.names):
             if is_under(key, recipe_nodes) or key in custom:
                 continue

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 from verl.base_config import Violation
 from verl.trainer.config.run_config import RunConfig
-from verl.workers.config.rollout import MAX_LORA_RANK_VLLM
+from verl.workers.config.rollout import MAX_LORA_RANK_VLLM, RolloutConfig
 
 _KEY = "actor_rollout_ref.rollout"
-_NEEDED = ("prompt_length", "response_length", "max_model_len", "max_num_batched_tokens", "temperature")
+_NEEDED = ("prompt_length", "response_length", "max_model_len", "max_num_batched_tokens", "max_num_seqs", "temperature")
 
 
 def rollout_rules(run: RunConfig, broken: set[str]) -> Iterator[Violation]:
@@ -20,15 +20,26 @@ def rollout_rules(run: RunConfig, broken: set[str]) -> Iterator[Violation]:
     if longest < needed:
         expected = f"must be null or at least prompt_length + response_length = {needed}"
         yield Violation(f"{_KEY}.max_model_len", longest, expected)
-    if rollout.name == "vllm" and rollout.max_num_batched_tokens < longest:
-        expected = f"must be at least the {longest} tokens of the longest sequence: raise it"
-        yield Violation(f"{_KEY}.max_num_batched_tokens", rollout.max_num_batched_tokens, expected)
+    if rollout.name == "vllm":
+        yield from _pass_rules(rollout, longest)
     if rollout.temperature == 0:
         expected = "must be above 0, training divides logits by it; to validate greedily set val_kwargs.do_sample=false"
         yield Violation(f"{_KEY}.temperature", rollout.temperature, expected)
     rank = run.actor_rollout_ref.model.lora_rank
     if rollout.name == "vllm" and rank > MAX_LORA_RANK_VLLM:
         yield Violation("actor_rollout_ref.model.lora_rank", rank, f"must be at most {MAX_LORA_RANK_VLLM} with vllm")
+
+
+def _pass_rules(rollout: RolloutConfig, longest: int) -> Iterator[Violation]:
+    """Yield a pass of the engine that is too small for its sequences, or for a prompt that must fit whole."""
+    key, tokens = f"{_KEY}.max_num_batched_tokens", rollout.max_num_batched_tokens
+    chunked = f"{_KEY}.enable_chunked_prefill"
+    if not rollout.enable_chunked_prefill and tokens < longest:
+        expected = f"must be at least the {longest} tokens of the longest sequence with enable_chunked_prefill=false"
+        yield Violation(key, tokens, f"{expected}: raise it, or write enable_chunked_prefill=true", others=(chunked,))
+    elif tokens < rollout.max_num_seqs:
+        expected = f"must be at least max_num_seqs={rollout.max_num_seqs}, a token for each sequence: raise it, or"
+        yield Violation(key, tokens, f"{expected} lower max_num_seqs", others=(f"{_KEY}.max_num_seqs",))
 
 
 def importance_weight_rules(run: RunConfig) -> Iterator[Violation]:
