@@ -59,6 +59,8 @@ CONFIG = [
     Case("config", "training on Ascend devices without their package", {"trainer.device": "npu"}, ("trainer.device=npu: needs the package torch_npu", "write cuda or cpu")),
     Case("config", "Megatron-Core on Ascend devices", {"--config-name": "ppo_megatron_trainer", "trainer.device": "npu"}, (f"{ACTOR}.strategy=megatron: is not supported with trainer.device=npu", "--config-name=ppo_trainer")),
     Case("config", "more workers than cores", {"trainer.n_gpus_per_node": 512, "data.train_batch_size": 512, f"{ACTOR}.ppo_mini_batch_size": 512, f"{ACTOR}.ppo_micro_batch_size_per_gpu": 4}, ("trainer.n_gpus_per_node=512", "cores", "ray_kwargs.ray_init.num_cpus")),
+    Case("config", "a pass of the engine with fewer tokens than sequences", {f"{ROLLOUT}.max_num_batched_tokens": 64, f"{ROLLOUT}.max_num_seqs": 128, f"{ROLLOUT}.name": "vllm"}, (f"{ROLLOUT}.max_num_batched_tokens=64: must be at least max_num_seqs=128",)),
+    Case("config", "a pass of the engine below the context without chunks", {f"{ROLLOUT}.max_num_batched_tokens": 8, f"{ROLLOUT}.enable_chunked_prefill": False, f"{ROLLOUT}.name": "vllm"}, (f"{ROLLOUT}.max_num_batched_tokens=8: must be at least the", "enable_chunked_prefill=true")),
     Case("config", "several mistakes at once", {"data.truncation": "cut", "trainer.resume_mode": "always"}, ("2 problems:", "data.truncation=cut: must be one of error, left, right, middle", "trainer.resume_mode=always: must be one of auto")),
 ]
 

@@ -38,7 +38,7 @@ ENVIRONMENT = [
     Case("environment", "a module with a syntax error", written("mine.py", b"def f(:\n", "trainer.experiment_name", {"trainer.experiment_name": "a"}), (f"{EXTERNAL}=mine", "SyntaxError"), environment={EXTERNAL: "mine"}),
     Case("environment", "a module that raises", written("mine.py", b"1 / 0\n", "trainer.experiment_name", {"trainer.experiment_name": "a"}), (f"{EXTERNAL}=mine", "ZeroDivisionError"), environment={EXTERNAL: "mine"}),
     *(Case("environment", f"{name}={value}", {}, (f"environment variable {name}=", value), environment={name: value}) for name, value in (
-        ("VERL_PROGRESS", "loud"), ("VERL_AUTO_PADDING", "maybe"), ("VERL_CHECK_PHASES", "maybe"), ("VERL_USE_MODELSCOPE", "maybe"), ("VERL_USE_MODELSCOPE", "true"), ("VERL_DATAPROTO_SERIALIZATION_METHOD", "xml"), ("VERL_FILE_LOGGER_PATH", "/dev/null/a.jsonl"),
+        ("VERL_PROGRESS", "loud"), ("VERL_AUTO_PADDING", "maybe"), ("VERL_CHECK_PHASES", "maybe"), ("VERL_USE_MODELSCOPE", "maybe"), ("VERL_DATAPROTO_SERIALIZATION_METHOD", "xml"), ("VERL_FILE_LOGGER_PATH", "/dev/null/a.jsonl"),
         ("VERL_FILE_LOGGER_ROOT", "/dev/null"), ("TMPDIR", "/dev/null"), ("RAY_TMPDIR", "/dev/null"), ("RAY_TMPDIR", "/tmp/" + "x" * 120), ("RAY_ADDRESS", "head"), ("RAY_ADDRESS", "127.0.0.1:70000"), ("RAY_ADDRESS", "127.0.0.1:1"))),
     *(Case("environment", f"supervised training with {name}={value}", {}, (f"{name}=", value), command=SFT, environment={name: value}) for name, value in (
         ("WORLD_SIZE", "0"), ("WORLD_SIZE", "-1"), ("RANK", "one"), ("RANK", "7"), ("LOCAL_WORLD_SIZE", "0"))),

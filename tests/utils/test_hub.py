@@ -51,6 +51,7 @@ def test_models_come_from_modelscope_if_it_is_asked_for(fake_modelscope, monkeyp
 
 
 def test_modelscope_that_is_not_installed_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "modelscope", None)
     monkeypatch.setenv("VERL_USE_MODELSCOPE", "true")
     (problem,) = hub_problems("Qwen/Qwen2.5-0.5B")
     assert problem.startswith("environment variable VERL_USE_MODELSCOPE=true needs the package modelscope, which is")

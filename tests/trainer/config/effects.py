@@ -367,7 +367,7 @@ OFFLINE = {
         Reader("data", "prompt_key response_key prompt_dict_keys response_dict_keys", "utils/dataset/files.py", "settings", TURNS + "test_single_turn_rows"),
         Reader("data", "micro_batch_size", "trainer/config/sft.py", "self", "tests/trainer/config/test_sft.py::test_refused"),
         Reader("data", "chat_template", "trainer/config/sft.py", "self", "tests/trainer/config/test_sft.py::test_refused"),
-        Reader("data.multiturn", "enable", "trainer/sft/preflight.py", "data.multiturn", "tests/trainer/test_fsdp_sft_trainer.py::test_both_entries_give_the_same_metrics"),
+        Reader("data.multiturn", "enable", "trainer/sft/preflight.py", "data.get('multiturn') or {}", "tests/trainer/test_fsdp_sft_trainer.py::test_both_entries_give_the_same_metrics"),
         Reader("data.multiturn", "messages_key tools_key enable_thinking_key", "utils/dataset/sft_dataset.py", "columns", TURNS + "test_tools_and_thinking_reach_the_template"),
         Reader("model.fsdp_config", "cpu_offload offload_params", "trainer/config/sft.py", "sharding", "tests/trainer/config/test_sft.py::test_the_older_tree_is_moved"),
     ],
