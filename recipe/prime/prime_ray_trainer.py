@@ -98,14 +98,14 @@ class RayPRIMETrainer(RayPPOTrainer):
                 output, found = self.compute_reward(batch, self.run_config.actor_rollout_ref.rollout.n)
                 tensors_of(batch)["rm_scores"] = tensors_of(output)["rm_scores"]
                 metrics.update(found)
-        batch = super().shape(batch, metrics, timing)
+        return super().shape(batch, metrics, timing)
+
+    def add_advantages(self, batch: DataProto) -> DataProto:
+        """Add the advantages of outcome and reward model together."""
         tensors = tensors_of(batch)
-        with self._timed("adv", timing):
-            index = batch.non_tensor_batch["uid"]
-            mask = tensors["response_mask"]
-            tensors["advantages"], tensors["returns"] = algos.compute_rloo_advantage_return(
-                self._streams(batch), mask, index
-            )
+        tensors["advantages"], tensors["returns"] = algos.compute_rloo_advantage_return(
+            self._streams(batch), tensors["response_mask"], batch.non_tensor_batch["uid"]
+        )
         return batch
 
     def _streams(self, batch: DataProto) -> list[tuple[torch.Tensor, torch.Tensor]]:

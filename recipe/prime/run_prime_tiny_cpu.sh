@@ -32,6 +32,8 @@ python3 -m recipe.prime.main_prime \
     reward_model.use_dynamic_bsz=true \
     reward_model.forward_max_token_len_per_gpu=2048 \
     reward_model.model.optim.lr=1e-4 \
+    reward_model.model.beta_train=0.5 \
+    algorithm.reward_dpo_coef=1 \
     reward_model.reward_manager=naive \
     trainer.device=cpu \
     trainer.n_gpus_per_node="$WORKERS" \

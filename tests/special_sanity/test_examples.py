@@ -28,6 +28,7 @@ CONFIG_OF_MODULE = {
     "recipe.entropy.main_entropy": "entropy_trainer",
     "recipe.prime.main_prime": "prime_trainer",
     "recipe.spin.main_spin": "spin_trainer",
+    "recipe.sppo.main_sppo": "sppo_trainer",
     "recipe.r1.main_eval": "r1_evaluation",
     "verl.trainer.main_ppo": "ppo_trainer",
     "verl.trainer.sft_trainer": "sft_trainer_engine",
@@ -40,6 +41,7 @@ RECIPE_NODES = {
     "recipe.entropy.main_entropy": EntropyTaskRunner.recipe_nodes,
     "recipe.prime.main_prime": (),
     "recipe.spin.main_spin": (),
+    "recipe.sppo.main_sppo": (),
     "verl.trainer.main_ppo": (),
 }
 OVERRIDE_OF_OTHERS = {
@@ -63,6 +65,7 @@ NPU_MEGATRON = Waiting("actor_rollout_ref.actor.strategy", "trainer.device", "cu
 WAITING = {
     "recipe/dapo/run_dapo_qwen3_moe_30b_megatron_npu.sh": NPU_MEGATRON,
     "recipe/spin/run_spin.sh": SGLANG,
+    "recipe/sppo/run_qwen2.5-7b_rm.sh": SGLANG,
 }
 """Script that keeps its established setting -> what it waits for; the README of its folder says so."""
 SCRIPTS = sorted(path for root in ("examples", "recipe") for path in (ROOT / root).glob("*/**/*.sh"))

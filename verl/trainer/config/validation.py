@@ -21,6 +21,7 @@ from verl.trainer.config.rules.reward import dapo_rules, manager_rules, reward_m
 from verl.trainer.config.rules.rollout import importance_weight_rules, rollout_rules
 from verl.trainer.config.run_config import RunConfig, parse_tree
 from verl.utils import envs
+from verl.workers.config import PolicyLossConfig
 from verl.workers.config.rollout import SUPPORTED_ROLLOUTS
 from verl.workers.rewards.signature import SCORER_CALLS
 
@@ -135,9 +136,12 @@ def _name_rules(run: RunConfig) -> Iterator[Violation]:
     shared = run.actor_rollout_ref
     if envs.read("VERL_USE_EXTERNAL_MODULES") or shared.model.external_lib:
         return
+    loss = shared.actor.policy_loss
+    # The class of a recipe's node names its losses.
+    losses = POLICY_LOSSES if type(loss) is PolicyLossConfig else (*POLICY_LOSSES, loss.loss_mode)
     for key, name, known in (
         ("algorithm.adv_estimator", run.algorithm.adv_estimator, ADV_ESTIMATORS),
-        ("actor_rollout_ref.actor.policy_loss.loss_mode", shared.actor.policy_loss.loss_mode, POLICY_LOSSES),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode", loss.loss_mode, losses),
         ("reward_model.reward_manager", run.reward_model.reward_manager, tuple(SCORER_CALLS)),
     ):
         if name is not None and name not in known:  # null: a recipe without one

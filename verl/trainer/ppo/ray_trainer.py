@@ -398,16 +398,20 @@ class RayPPOTrainer:
                 tensors_of(batch)["token_level_rewards"] = tensors_of(batch)["token_level_scores"]
             batch, mismatch = self.compute_rollout_importance_weights_and_add_to_batch(batch)
             metrics.update(mismatch)
-            batch = compute_advantage(
-                batch,
-                adv_estimator=algorithm.adv_estimator,
-                gamma=algorithm.gamma,
-                lam=algorithm.lam,
-                norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
-                config=self.config.algorithm,  # an estimator of a fork may read keys that AlgoConfig does not have
-                generator=torch.Generator().manual_seed(derive_seed(self.state.seed, "pf_ppo", self.state.step)),
-            )
-        return batch
+            return self.add_advantages(batch)
+
+    def add_advantages(self, batch: DataProto) -> DataProto:
+        """Add ``advantages`` and ``returns`` (B, R) by the token-level rewards; the last part of ``shape``."""
+        algorithm = self.run_config.algorithm
+        return compute_advantage(
+            batch,
+            adv_estimator=algorithm.adv_estimator,
+            gamma=algorithm.gamma,
+            lam=algorithm.lam,
+            norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
+            config=self.config.algorithm,  # an estimator of a fork may read keys that AlgoConfig does not have
+            generator=torch.Generator().manual_seed(derive_seed(self.state.seed, "pf_ppo", self.state.step)),
+        )
 
     def update(self, batch: DataProto, metrics: Metrics, timing: Timing) -> DataProto:
         """Update the critic, and after its warm-up the actor."""

@@ -1,0 +1,49 @@
+"""The nodes that SPPO adds to the main configuration. Nothing here imports torch."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from verl.algos.config import AlgoConfig
+from verl.base_config import Violation, setting
+from verl.workers.config import FSDPActorConfig, PolicyLossConfig
+
+
+@dataclass
+class SPPOPolicyLossConfig(PolicyLossConfig):
+    """The loss of SPPO, which ``recipe.sppo.dp_actor`` registers."""
+
+    loss_mode: str = setting("sppo", "name of the loss", one_of=("sppo",))
+
+
+@dataclass
+class SPPOActorConfig(FSDPActorConfig):
+    """A policy whose log-ratio follows the reward.
+
+    Source: SPPO (arXiv:2405.00675), equation 4.4.
+    """
+
+    sppo_eta: float = setting(1.0, "scale of the reward in the loss", above=0)
+    policy_loss: SPPOPolicyLossConfig = field(default_factory=SPPOPolicyLossConfig)
+
+    def rules(self) -> Iterator[Violation]:
+        """Apply the rules of an actor, and reject another aggregation: the loss is one number for each response."""
+        yield from super().rules()
+        if self.loss_agg_mode != "token-mean":
+            yield Violation("loss_agg_mode", self.loss_agg_mode, "must be token-mean: SPPO has no other")
+
+
+@dataclass
+class SPPOAlgoConfig(AlgoConfig):
+    """SPPO compares a reward with the soft mean of its batch instead of estimating advantages."""
+
+    adv_estimator: str | None = setting(None, "null: there are no other advantages")
+    sppo_eta: float = setting(1.0, "how much the soft mean favours high rewards", above=0)
+
+    def rules(self) -> Iterator[Violation]:
+        """Apply the rules of ``AlgoConfig``; reject an estimator, and weights for the loss of a token."""
+        yield from super().rules()
+        if self.adv_estimator is not None:
+            expected = "must be null: SPPO compares rewards with their soft mean"
+            yield Violation("adv_estimator", self.adv_estimator, expected)
+        if self.rollout_is:
+            yield Violation("rollout_is", True, "is not supported: SPPO's loss is not a sum over tokens. Write false")

@@ -1,0 +1,47 @@
+"""The training loop of SPPO: a reward minus the soft mean of its batch takes the place of an advantage."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recipe.sppo.config import SPPOAlgoConfig
+from recipe.sppo.dp_actor import SEQ_REWARDS, at_each_token
+from verl.base_config import build_node
+from verl.protocol import DataProto, tensors_of
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+
+class RaySPPOTrainer(RayPPOTrainer):
+    """Self-play preference optimization; only the advantages differ, and the loss of the worker.
+
+    Source: SPPO (arXiv:2405.00675), algorithm 1.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.beta = build_node(self.config.algorithm, SPPOAlgoConfig).sppo_eta
+
+    def add_advantages(self, batch: DataProto) -> DataProto:
+        """Add ``seq_level_rewards`` (B,), and the same at each token as advantages."""
+        return compute_advantage(batch, self.beta)
+
+
+def softmean(x: Tensor, beta: float) -> Tensor:
+    """Return the mean of (n,) values that favours the high ones: log(mean(exp(beta * x))) / beta.
+
+    It lies between the mean, for a beta of about 0, and the largest value.
+    """
+    return (torch.logsumexp(beta * x, dim=0) - math.log(len(x))) / beta
+
+
+def compute_advantage(data: DataProto, beta: float = 1.0) -> DataProto:
+    """Subtract the soft mean of the batch from the reward of each response."""
+    tensors = tensors_of(data)
+    mask = tensors["response_mask"]
+    rewards = torch.where(mask.bool(), tensors["token_level_rewards"], 0.0).sum(-1)
+    tensors[SEQ_REWARDS] = rewards - softmean(rewards, beta)
+    tensors["advantages"] = at_each_token(tensors[SEQ_REWARDS], mask)
+    tensors["returns"] = tensors["advantages"]
+    return data
