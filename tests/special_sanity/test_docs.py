@@ -108,3 +108,6 @@ def test_pages_build_without_a_warning(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     api = (tmp_path / "site" / "api" / "data" / "index.html").read_text()
     assert "DataProto" in api and "verl.protocol.data_proto.DataProto.union" in api
+    assert (
+        "Raises: SystemExit after a short message" in (tmp_path / "site" / "api" / "trainer" / "index.html").read_text()
+    )
