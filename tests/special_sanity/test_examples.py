@@ -64,6 +64,8 @@ SGLANG = Waiting("actor_rollout_ref.rollout.name", "actor_rollout_ref.rollout.na
 NPU_MEGATRON = Waiting("actor_rollout_ref.actor.strategy", "trainer.device", "cuda")
 WAITING = {
     "recipe/dapo/run_dapo_qwen3_moe_30b_megatron_npu.sh": NPU_MEGATRON,
+    "recipe/infigui-g1/run_3b.sh": SGLANG,
+    "recipe/infigui-g1/run_7b.sh": SGLANG,
     "recipe/spin/run_spin.sh": SGLANG,
     "recipe/sppo/run_qwen2.5-7b_rm.sh": SGLANG,
 }

@@ -1,0 +1,68 @@
+#!/usr/bin/env bash
+# The whole recipe on CPU: drawn screens of two buttons, a tiny Qwen2.5-VL with random weights, a warm-up, RLOO.
+set -euxo pipefail
+
+OUT_DIR="${OUT_DIR:-outputs/infigui_tiny_cpu}"
+WORKERS="${WORKERS:-1}"
+SFT_STEPS="${SFT_STEPS:-150}"
+
+if [ ! -f "$OUT_DIR/sft/latest_checkpointed_iteration.txt" ]; then
+    python3 recipe/infigui-g1/create_dataset.py --local_save_dir "$OUT_DIR/data"
+    python3 examples/tiny_model.py --kind qwen2_5_vl --hidden-size 64 --save-dir "$OUT_DIR/base"
+    python3 -m verl.trainer.sft_trainer \
+        data.train_files="$OUT_DIR/data/sft_train.parquet" \
+        data.train_batch_size=32 \
+        data.max_token_len_per_gpu=4096 \
+        data.max_length=112 \
+        model.path="$OUT_DIR/base" \
+        model.use_remove_padding=true \
+        model.enable_gradient_checkpointing=false \
+        engine.model_dtype=fp32 \
+        optim.lr=2e-3 \
+        optim.lr_warmup_steps_ratio=0.05 \
+        checkpoint.save_contents='[hf_model]' \
+        trainer.device=cpu \
+        trainer.logger='[]' \
+        trainer.project_name=infigui-g1 \
+        trainer.experiment_name=sft \
+        trainer.default_local_dir="$OUT_DIR/sft" \
+        trainer.total_epochs=100 \
+        trainer.total_training_steps="$SFT_STEPS"
+fi
+
+python3 -m verl.trainer.main_ppo \
+    algorithm.adv_estimator=rloo \
+    data.train_files="$OUT_DIR/data/train.parquet" \
+    data.val_files="$OUT_DIR/data/test.parquet" \
+    data.train_batch_size=16 \
+    data.max_prompt_length=24 \
+    data.max_response_length=72 \
+    data.image_key=images \
+    data.dataloader_num_workers=0 \
+    actor_rollout_ref.model.path="$OUT_DIR/sft/global_step_$SFT_STEPS/huggingface" \
+    actor_rollout_ref.model.use_remove_padding=true \
+    actor_rollout_ref.model.enable_gradient_checkpointing=false \
+    actor_rollout_ref.actor.optim.lr=1e-3 \
+    actor_rollout_ref.actor.ppo_mini_batch_size=16 \
+    actor_rollout_ref.actor.use_dynamic_bsz=true \
+    actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096 \
+    actor_rollout_ref.actor.fsdp_config.model_dtype=fp32 \
+    actor_rollout_ref.rollout.name=vllm \
+    actor_rollout_ref.rollout.dtype=float32 \
+    actor_rollout_ref.rollout.n=8 \
+    actor_rollout_ref.rollout.tensor_model_parallel_size=1 \
+    actor_rollout_ref.rollout.enforce_eager=true \
+    actor_rollout_ref.rollout.calculate_log_probs=true \
+    custom_reward_function.path=recipe/infigui-g1/reward_fn.py \
+    custom_reward_function.name=aer_gui_reward_function \
+    trainer.device=cpu \
+    trainer.n_gpus_per_node="$WORKERS" \
+    trainer.logger='[]' \
+    trainer.project_name=infigui-g1 \
+    trainer.experiment_name=rloo \
+    trainer.default_local_dir="$OUT_DIR/rloo" \
+    trainer.total_training_steps=40 \
+    trainer.total_epochs=1000 \
+    trainer.test_freq=10 \
+    trainer.save_freq=20 \
+    "$@"
