@@ -14,7 +14,9 @@ from tests.model_merger.ranks import KINDS, run_rank
 from tests.ranks import spawn_ranks
 from tests.workers.engine import cases
 from verl.model_merger.__main__ import main
-from verl.utils.checkpoint.files import record_file
+from verl.model_merger.base_model_merger import generate_config_from_args, parse_args
+from verl.model_merger.fsdp_model_merger import FSDPModelMerger
+from verl.utils.checkpoint.files import CheckpointError, record_file
 
 pytestmark = pytest.mark.slow
 
@@ -51,6 +53,22 @@ def test_untrained_weights_are_the_bytes_of_the_source(root, tmp_path):
     assert all(tensor.dtype == torch.bfloat16 for tensor in source.values())
     same(dict(sorted(merged.items())), source)
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto").dtype == torch.bfloat16
+
+
+def test_the_established_classes_merge_and_compare(root, tmp_path):
+    def merger(*words: object) -> FSDPModelMerger:
+        command, *options = map(str, words)
+        shared = ["--backend", "fsdp", "--local_dir", actor(root, "plain")]
+        return FSDPModelMerger(generate_config_from_args(parse_args([command, *shared, *options])))
+
+    first = merger("merge", "--target_dir", tmp_path / "hf")
+    first.merge_and_save()
+    first.cleanup()
+    exported = torch.load(root / "plain.pt")["weights"]
+    same(dict(sorted(load_file(tmp_path / "hf" / "model.safetensors").items())), exported)
+    merger("test", "--test_hf_dir", tmp_path / "hf").merge_and_save()
+    with pytest.raises(CheckpointError, match="tensors differ, the first: "):
+        merger("test", "--test_hf_dir", root / "plain").merge_and_save()
 
 
 @pytest.mark.parametrize("name", [name for name in KINDS if name != "half"])

@@ -6,6 +6,7 @@ import tempfile
 import threading
 import time
 from functools import partial
+from unittest import mock
 
 import pytest
 
@@ -17,6 +18,8 @@ from verl.utils.reward_score import (
     sandbox_fusion,
 )
 from verl.utils.reward_score.code_tests import COMPILE_ERROR, RUNTIME_ERROR, TIMEOUT, UNKNOWN
+from verl.utils.reward_score.prime_code.testing_util import run_test
+from verl.utils.reward_score.sandbox_fusion import utils as service_utils
 from verl.utils.sandbox import SandboxError, local, remote
 from verl.utils.sandbox.permits import FilePermits
 from verl.utils.sandbox.remote import RemoteSandboxError
@@ -311,3 +314,58 @@ def test_code_is_refused_where_it_cannot_be_kept_apart(monkeypatch):
         assert data_source_problem("taco", runs_code_here=False) is None
     finally:
         local.isolation_problem.cache_clear()
+
+
+FINISHED = {"status": "Success", "run_result": {"status": "Finished", "stdout": "3\n", "stderr": "", "return_code": 0}}
+
+
+@pytest.mark.parametrize(
+    ("reply", "error", "result", "status"),
+    [
+        (FINISHED, None, True, "success"),
+        ({**FINISHED, "run_result": {**FINISHED["run_result"], "stdout": "4"}}, None, False, "wrong_answer"),
+        ({"status": "Failed", "run_result": {"status": "Error", "return_code": 1}}, None, -2, "runtime_error"),
+        ({"status": "Failed", "run_result": {"status": "TimeLimitExceeded"}}, None, -3, "timeout"),
+        ({"status": "Failed", "compile_result": {"status": "Error", "stderr": "f("}}, None, -4, "compile_error"),
+        (None, "API Call Failed: Gateway Timeout (504)", -1, "api_error"),
+    ],
+)
+def test_the_established_path_of_the_service_takes_a_stand_in(reply, error, result, status):
+    calls = []
+
+    def stand_in(*args, **kwargs):
+        calls.append(args)
+        return reply, error
+
+    with mock.patch("verl.utils.reward_score.sandbox_fusion.utils.call_sandbox_api", stand_in):
+        results, metadata = service_utils.check_correctness("http://nowhere", PAIRS | {"outputs": ["3"] * 3}, SUM)
+        one = service_utils._process_single_case(7, "1 2\n", "3", "http://nowhere", SUM, 5, 64, "python", None)
+    assert results == [result] * 3 and {each["status"] for each in metadata} == {status}
+    assert metadata[0]["api_request_error"] == error and metadata[0]["input"] == "1 2\n"
+    assert len(calls) == (2 if status == "compile_error" else 4)
+    assert one[0] == result and one[1]["case_index"] == 7 and one[1]["status"] == status
+
+
+def test_the_established_path_of_the_service_asks_it(service):
+    reply, error = service_utils.call_sandbox_api(service.url, "print(input())", "a", 5, 5, 64, "python")
+    assert error is None and reply["run_result"]["stdout"] == "a\n"
+    reply, error = service_utils.call_sandbox_api("http://127.0.0.1:1", "", None, 5, 5, 64)
+    assert reply is None and error.startswith("API Call Failed: ")
+    assert service_utils.check_correctness(service.url, PAIRS, SUM)[0] == [True] * 3
+
+
+@pytest.mark.parametrize(
+    ("code", "results", "error_code"),
+    [
+        (SUM, [True] * 3, None),
+        ("print(3)", [True, False], -2),
+        ("n = input()\nassert n == '1 2'\nprint(3)", [True, -1], -4),
+        ("n = input()\nwhile n == '3 4': pass\nprint(3)", [True, -1], -3),
+        ("def f(:", [-2], -1),
+    ],
+)
+def test_run_test_stops_at_the_first_failure(code, results, error_code):
+    found, details = run_test(PAIRS, test=code, timeout=5)
+    assert found == results and details.get("error_code") == error_code
+    if error_code in (-2, -3, -4):
+        assert details["inputs"] == "3 4\n" and details["expected"] == "7\n"

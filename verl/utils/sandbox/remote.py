@@ -25,22 +25,26 @@ def run_remotely(
     timeout_s: float = 10.0,
     memory_limit_mb: int = 1024,
     permits: AbstractContextManager[Any] | None = None,
+    compile_timeout_s: float | None = None,
+    language: str = "python",
 ) -> dict[str, Any]:
     """Run a program in the service and return the reply.
 
     Args:
-        timeout_s: separate limit of compilation and of execution.
+        timeout_s: limit of execution.
         permits: context manager to hold during each request.
+        compile_timeout_s: limit of compilation, by default ``timeout_s``.
 
     Raises: RemoteSandboxError.
     """
+    compile_timeout_s = timeout_s if compile_timeout_s is None else compile_timeout_s
     request = {
-        "compile_timeout": timeout_s,
+        "compile_timeout": compile_timeout_s,
         "run_timeout": timeout_s,
         "code": code,
         "stdin": stdin,
         "memory_limit_MB": memory_limit_mb,
-        "language": "python",
+        "language": language,
         "files": {},
         "fetch_files": [],
     }
@@ -48,7 +52,7 @@ def run_remotely(
     for attempt in range(1, ATTEMPTS + 1):
         try:
             with permits or nullcontext():
-                return _post(url, content, 2 * timeout_s + MARGIN_S)
+                return _post(url, content, compile_timeout_s + timeout_s + MARGIN_S)
         except urllib.error.HTTPError as error:
             if error.code != RETRIED_STATUS or attempt == ATTEMPTS:
                 raise RemoteSandboxError(f"{url}: HTTP status {error.code} in attempt {attempt}") from error

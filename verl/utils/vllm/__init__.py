@@ -1,5 +1,6 @@
 """Import of vLLM into a process that also trains: environment, import and patches."""
 
+import contextlib
 import importlib
 import importlib.metadata
 import logging
@@ -27,12 +28,18 @@ _CPU_ENVIRONMENT = {
 }
 
 
+def installed_version(pkg: str = "vllm") -> str | None:
+    """Return the version of an installed package, which for the CPU is called ``<pkg>-cpu``; None if it is absent."""
+    for name in (pkg, f"{pkg}-cpu"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return None
+
+
 def is_version_ge(pkg: str = "vllm", minver: str = "0.7.3") -> bool:
     """Whether an installed package has at least a version; False if it is not installed."""
-    try:
-        return Version(importlib.metadata.version(pkg)) >= Version(minver)
-    except importlib.metadata.PackageNotFoundError:
-        return False
+    version = installed_version(pkg)
+    return version is not None and Version(version) >= Version(minver)
 
 
 def import_vllm() -> ModuleType:

@@ -2,6 +2,7 @@
 
 import json
 import secrets
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Any
@@ -11,6 +12,9 @@ from verl.utils.reward_score.code_tests import Metadata, RawTestCases, Result, T
 from verl.utils.sandbox import wrapper
 from verl.utils.sandbox.exchange import UNFINISHED
 from verl.utils.sandbox.remote import RemoteSandboxError, run_remotely
+
+Run = Callable[[str, str | None], dict[str, Any]]
+"""(program, standard input) -> reply of the service; raises RemoteSandboxError if there is none."""
 
 _TOO_LONG = "TimeLimitExceeded"
 _REFUSALS = {
@@ -60,11 +64,30 @@ def check_correctness(
     concurrent_semaphore: AbstractContextManager[Any] | None = None,
     most_tests: int | None = None,
 ) -> tuple[list[Result], list[Metadata]]:
+    """Run a program on its test cases and return the result and details of each."""
+    cases = code_tests.read_test_cases(in_outs, most_tests)
+
+    def run(code: str, stdin: str | None) -> dict[str, Any]:
+        return run_remotely(sandbox_fusion_url, code, stdin, timeout, memory_limit_mb, concurrent_semaphore)
+
+    return check_cases(cases, generation, timeout, run)
+
+
+def check_case(cases: TestCases, index: int, code: str, timeout_s: float, run: Run) -> tuple[Result, Metadata]:
+    """Run a program on one of its test cases and return the result and details."""
+    mark = f"verl-{secrets.token_hex(8)}:"
+    try:
+        reply = run(*_request(cases, index, code, mark, timeout_s))
+    except RemoteSandboxError as error:
+        return code_tests.UNKNOWN, {"case_index": index, "status": "api error", "error": str(error)}
+    return judge(cases, index, reply, mark)
+
+
+def check_cases(cases: TestCases, code: str, timeout_s: float, run: Run) -> tuple[list[Result], list[Metadata]]:
     """Run a program on its test cases and return the result and details of each.
 
     The first case runs alone, so that a program that does not compile is sent only once.
     """
-    cases = code_tests.read_test_cases(in_outs, most_tests)
     if (unpaired := cases.unpaired()) is not None:
         return unpaired
     count = len(cases.inputs)
@@ -72,13 +95,7 @@ def check_correctness(
         return [], []
 
     def check(index: int) -> tuple[Result, Metadata]:
-        mark = f"verl-{secrets.token_hex(8)}:"
-        code, stdin = _request(cases, index, generation, mark, timeout)
-        try:
-            reply = run_remotely(sandbox_fusion_url, code, stdin, timeout, memory_limit_mb, concurrent_semaphore)
-        except RemoteSandboxError as error:
-            return code_tests.UNKNOWN, {"case_index": index, "status": "api error", "error": str(error)}
-        return judge(cases, index, reply, mark)
+        return check_case(cases, index, code, timeout_s, run)
 
     judged = [check(0)]
     if count > 1 and judged[0][0] != code_tests.COMPILE_ERROR:

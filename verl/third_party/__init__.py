@@ -1,0 +1,1 @@
+"""Established paths of names of other packages."""
