@@ -12,7 +12,7 @@ import pytest
 from .conftest import leftovers
 from .test_train import TWO_WORKERS, assert_names_the_death
 
-POINTS = ("generate", "weight_sync")
+POINTS = ("generate", pytest.param("weight_sync", marks=pytest.mark.full))
 
 
 @pytest.mark.parametrize("point", POINTS)

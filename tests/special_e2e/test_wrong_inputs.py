@@ -16,8 +16,8 @@ from .wrong_input_cases import CASES
 from .wrong_inputs import USAGE_ERROR, Answer, Case, LateRuns, Launcher, Place, run_alone, verdict, words
 
 EARLY, LATE = [case for case in CASES if not case.late], [case for case in CASES if case.late]
-SELECTION = 8
-"""Continuous integration tries every eighth of those that are refused before the start, and those that only a run can
+SELECTION = 16
+"""Continuous integration tries every sixteenth of those that are refused before the start, and those that only a run can
 find unless they start workers of their own."""
 
 
@@ -84,7 +84,13 @@ def test_a_process_of_its_own_says_the_same(
     assert alone.code == USAGE_ERROR and alone.message == launcher.run(case, place).message
 
 
-@pytest.mark.parametrize("name", ["reward: a module that cannot be imported", "model: weights of other sizes"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("reward: a module that cannot be imported", marks=pytest.mark.full),
+        "model: weights of other sizes",
+    ],
+)
 def test_a_run_that_finds_it_ends_with_code_2_and_no_stack_trace(
     name: str, workspace: Workspace, tmp_path: Path
 ) -> None:
