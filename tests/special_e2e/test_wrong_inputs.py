@@ -17,7 +17,7 @@ from .wrong_inputs import USAGE_ERROR, Answer, Case, LateRuns, Launcher, Place, 
 
 EARLY, LATE = [case for case in CASES if not case.late], [case for case in CASES if case.late]
 SELECTION = 16
-"""Continuous integration tries every sixteenth of those that are refused before the start, and those that only a run can
+"""Continuous integration tries one in so many of those that are refused before the start, and those that only a run can
 find unless they start workers of their own."""
 
 
