@@ -5,7 +5,7 @@ set -euxo pipefail
 
 OUT_DIR="${OUT_DIR:-outputs/smollm2_135m}"
 MODEL_PATH="${MODEL_PATH:-$OUT_DIR/model}"
-WORKERS="${WORKERS:-2}"
+WORKERS="${WORKERS:-1}"
 
 [ -f "$MODEL_PATH/config.json" ] || python3 examples/smollm2_135m/make_model.py --save-dir "$MODEL_PATH"
 python3 examples/smollm2_135m/make_data.py --save-dir "$OUT_DIR/data"
