@@ -152,6 +152,8 @@ class PRIMERewardModelConfig(RewardModelConfig):
         yield from super().rules()
         if self.is_generative:
             yield Violation("model_type", self.model_type, "must be discriminative: PRIME trains a language model")
+        if self.max_length is not None:
+            yield Violation("max_length", self.max_length, "must be null: PRIME scores every token of the policy")
 
     def as_trained(self) -> FSDPActorConfig:
         """Return the node of the engine that learns: it cuts batches as an actor does."""

@@ -9,6 +9,7 @@ from verl.trainer.config.run_config import TrainerConfig
 from verl.workers.config import FSDPActorConfig
 
 _OF_PPO = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "entropy_coeff", "use_kl_loss")
+_OF_PPO += ("loss_agg_mode", "use_rollout_log_probs")
 
 
 @dataclass
@@ -61,6 +62,10 @@ class SPINAlgoConfig(AlgoConfig):
         if self.use_kl_in_reward:
             expected = "is not read: the loss of SPIN holds the policy near its reference. Write false"
             yield Violation("use_kl_in_reward", True, expected)
+        if self.rollout_is:
+            yield Violation(
+                "rollout_is", True, "is not read: the loss of a pair has no importance weights. Write false"
+            )
 
 
 @dataclass
@@ -72,6 +77,7 @@ class SPINTrainerConfig(TrainerConfig):
     balance_batch: bool = setting(
         False, "reorder rows over the workers", one_of=(False,), hint="SPIN keeps the responses of a pair together"
     )
+    critic_warmup: int = setting(0, "first step of the actor", one_of=(0,), hint="SPIN has no critic to wait for")
     ref_update_freq: int = setting(
         1, "steps after which the reference takes the policy's weights; 0: never", at_least=0
     )

@@ -4,8 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from verl.algos.config import AlgoConfig
-from verl.base_config import Violation, setting
+from verl.base_config import Violation, as_yaml, setting
 from verl.workers.config import FSDPActorConfig, PolicyLossConfig
+
+_CLIP = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
 
 
 @dataclass
@@ -17,7 +19,7 @@ class SPPOPolicyLossConfig(PolicyLossConfig):
 
 @dataclass
 class SPPOActorConfig(FSDPActorConfig):
-    """A policy whose log-ratio follows the reward.
+    """A policy whose log-ratio follows the reward, without a clip range.
 
     Source: SPPO (arXiv:2405.00675), equation 4.4.
     """
@@ -26,8 +28,12 @@ class SPPOActorConfig(FSDPActorConfig):
     policy_loss: SPPOPolicyLossConfig = field(default_factory=SPPOPolicyLossConfig)
 
     def rules(self) -> Iterator[Violation]:
-        """Apply the rules of an actor, and reject another aggregation: the loss is one number for each response."""
+        """Apply the rules of an actor; reject a clip range, and another aggregation of one number for each response."""
         yield from super().rules()
+        for name in _CLIP:
+            default = FSDPActorConfig.__dataclass_fields__[name].default
+            if self[name] != default:
+                yield Violation(name, self[name], f"is not read: SPPO does not clip. Write {as_yaml(default)}")
         if self.loss_agg_mode != "token-mean":
             yield Violation("loss_agg_mode", self.loss_agg_mode, "must be token-mean: SPPO has no other")
 

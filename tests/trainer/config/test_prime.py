@@ -59,6 +59,7 @@ WRONG = {
     f"{MODEL}.update": ("never", "must be one of before, after, reverse, none"),
     f"{MODEL}.beta": (1, "there is no such key"),
     "reward_model.strategy": ("megatron", "must be one of fsdp, fsdp2"),
+    "reward_model.max_length": (8, "must be null"),
     "reward_model.prime_norm": ("max", "must be one of batch_norm, none"),
     "reward_model.micro_batch_size_per_gpu": (None, "set micro_batch_size_per_gpu, or use_dynamic_bsz=true"),
 }

@@ -52,6 +52,8 @@ WRONG = {
     "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": (None, "set log_prob_micro_batch_size_per_gpu"),
     "algorithm.adv_estimator": ("grpo", "must be null"),
     "algorithm.use_kl_in_reward": (True, "is not read"),
+    "algorithm.rollout_is": (True, "no importance weights"),
+    "trainer.critic_warmup": (1, "SPIN has no critic to wait for"),
     "trainer.balance_batch": (True, "SPIN keeps the responses of a pair together"),
     "trainer.ref_update_freq": (-1, "of 0 or more"),
 }

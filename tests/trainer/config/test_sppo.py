@@ -40,6 +40,7 @@ def test_what_is_right(base):
 
 
 WRONG = {
+    f"{ACTOR}.clip_ratio": (0.3, "SPPO does not clip. Write 0.2"),
     f"{ACTOR}.loss_agg_mode": ("seq-mean-token-mean", "must be token-mean"),
     f"{ACTOR}.policy_loss.loss_mode": ("gspo", "must be sppo"),
     f"{ACTOR}.sppo_eta": (0, "must be a number above 0"),
