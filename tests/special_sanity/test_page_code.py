@@ -1,0 +1,121 @@
+"""The Python on the pages does what the pages say; that of the single controller runs in its own test."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from examples.tiny_model import byte_tokenizer
+from tests.special_sanity.test_examples import composed
+from verl import DataProto
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def code_of(page: str, containing: str) -> str:
+    """Return the Python block of a page that holds a text."""
+    blocks = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), flags=re.DOTALL)
+    (found,) = [block for block in blocks if containing in block]
+    return found
+
+
+def run(code: str, **names: Any) -> dict[str, Any]:
+    """Run code with some names defined and return all names afterwards."""
+    namespace = {"__name__": "page", **names}
+    exec(code, namespace)
+    return namespace
+
+
+def test_a_layout_of_your_own() -> None:
+    from verl.trainer.ppo.utils import Role
+
+    runner = run(code_of("advance/placement.md", "class SplitTaskRunner"))["SplitTaskRunner"]()
+    runner.mapping = dict.fromkeys((Role.ActorRollout, Role.RefPolicy, Role.Critic), "global_pool")
+    config = composed("verl.trainer.main_ppo", ["trainer.nnodes=2", "trainer.n_gpus_per_node=8", "trainer.device=cpu"])
+    pools = runner.init_resource_pool_mgr(config)
+    assert pools.resource_pool_spec == {"first": [4, 4], "second": [4, 4]} and pools.get_n_gpus() == 16
+    assert pools.mapping == {Role.ActorRollout: "first", Role.RefPolicy: "first", Role.Critic: "second"}
+
+
+def test_a_worker_of_your_own() -> None:
+    from verl.single_controller.base.worker_group import registered_methods
+    from verl.trainer.ppo.utils import Role
+
+    names = run(code_of("advance/extending.md", "class CountingWorker"))
+    worker = names["CountingWorker"]
+    assert {"count_tokens", "generate_sequences", "update_actor"} <= registered_methods(worker).keys()
+    batch = DataProto.from_dict({"response_mask": torch.tensor([[1, 1, 0], [1, 0, 0]])})
+    counted = worker.count_tokens(worker.__new__(worker), batch)
+    assert counted.batch["lengths"].tolist() == [2, 1]
+    runner = names["MyTaskRunner"]()
+    assert runner.add_actor_rollout_worker(None)[0] is worker
+    assert runner.mapping == {Role.ActorRollout: "global_pool"}
+
+
+def test_data_that_grow(tmp_path: Path) -> None:
+    from verl.experimental.dynamic_dataset.dynamicgen_dataset import DynamicGenDataset
+    from verl.utils.dataset.factory import create_rl_dataset
+
+    (tmp_path / "sums.py").write_text(code_of("data.md", "class Sums"))
+    row = {
+        "prompt": [{"role": "user", "content": "1+1="}],
+        "data_source": "sums",
+        "reward_model": {"ground_truth": "2"},
+    }
+    row["reward_model"]["style"] = "rule"
+    pq.write_table(pa.Table.from_pylist([row, row]), tmp_path / "rows.parquet")
+    config = {"max_prompt_length": 32, "datagen": {"path": str(tmp_path / "sums.py"), "name": "Sums"}}
+    rows = create_rl_dataset(str(tmp_path / "rows.parquet"), config, byte_tokenizer(), None)
+    assert isinstance(rows, DynamicGenDataset)
+    rows.on_batch_end()
+    assert [each["ground_truth"] for each in rows.dataframe["reward_model"]] == ["2", "2", "6", "9"]
+
+
+def test_pairs_for_a_reward_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    pq.write_table(pa.Table.from_pylist([{"prompt": "a", "chosen": "b", "rejected": "cd"}]), "train.parquet")
+    pairs = run(code_of("data.md", "RMDataset("), tokenizer=byte_tokenizer())["pairs"]
+    assert pairs[0]["input_ids"].shape == (2, 1024) and pairs[0]["attention_mask"].sum(-1).tolist() == [3, 4]
+
+
+@pytest.mark.parametrize("page", ["advance/megatron_extension.md", "workers/megatron_workers.md"])
+def test_a_family_on_megatron(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import LlamaConfig
+
+    from verl.models.mcore import families, supported_architectures
+
+    monkeypatch.setattr(families, "_FAMILIES", dict(families._FAMILIES))
+    run(code_of(page, "register_family("))
+    assert "MyForCausalLM" in supported_architectures()
+    family = families.find_family(LlamaConfig(architectures=["MyForCausalLM"], num_hidden_layers=2))
+    assert "self_attention.linear_qkv.weight" in family.layer(LlamaConfig())
+
+
+def test_a_tiny_model_of_a_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.chdir(tmp_path)
+    run(code_of("advance/fsdp_extension.md", "for_model"))
+    assert AutoModelForCausalLM.from_pretrained("outputs/tiny_qwen3").config.model_type == "qwen3"
+
+
+def test_a_loss_and_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    from verl.algos.aggregate import agg_loss, agg_sum
+    from verl.workers.engine import BaseEngine, EngineRegistry
+
+    loss_fn = run(code_of("workers/model_engine.md", "def loss_fn"), agg_sum=agg_sum)["loss_fn"]
+    mask = torch.tensor([[1, 1], [1, 0]])
+    log_probs = torch.tensor([[-1.0, -2.0], [-3.0, -9.0]])
+    (term,), metrics = loss_fn({"log_probs": log_probs}, DataProto.from_dict({"response_mask": mask}))
+    assert float(term.total) / 3 == float(agg_loss(-log_probs, mask, "token-mean")) == 2.0
+    assert metrics["nll"].unit == term.unit == "token"
+
+    monkeypatch.setattr(EngineRegistry, "_engines", {})
+    engine = run(
+        code_of("workers/model_engine.md", "class MyEngine"), BaseEngine=BaseEngine, EngineRegistry=EngineRegistry
+    )["MyEngine"]
+    assert EngineRegistry._engines["language_model", "mine", "cpu"] is engine
