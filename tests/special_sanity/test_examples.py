@@ -16,14 +16,17 @@ from recipe.dapo.main_dapo import DAPOTaskRunner
 from recipe.entropy.main_entropy import EntropyTaskRunner
 from tests.special_sanity.test_docs import PAGES
 from verl.base_config import ConfigError
+from verl.trainer.config.generation import GenerationConfig
 from verl.trainer.config.keys import OPTIONAL, RENAMED, dotted_keys, is_free
 from verl.trainer.config.rules import profiler
 from verl.trainer.config.run_config import RunConfig
+from verl.trainer.config.sft import parse_sft_config
 from verl.trainer.ppo.utils import need_critic
 from verl.utils.config import validate_config
 
 ROOT = Path(__file__).parents[2]
 CONFIG_OF_MODULE = {
+    "examples.split_placement.main_ppo_split": "ppo_trainer_split",
     "recipe.dapo.main_dapo": "dapo_trainer",
     "recipe.entropy.main_entropy": "entropy_trainer",
     "recipe.prime.main_prime": "prime_trainer",
@@ -37,6 +40,7 @@ CONFIG_OF_MODULE = {
     "verl.trainer.main_eval": "evaluation",
 }
 RECIPE_NODES = {
+    "examples.split_placement.main_ppo_split": (),
     "recipe.dapo.main_dapo": DAPOTaskRunner.recipe_nodes,
     "recipe.entropy.main_entropy": EntropyTaskRunner.recipe_nodes,
     "recipe.prime.main_prime": (),
@@ -63,6 +67,12 @@ class Waiting(NamedTuple):
 SGLANG = Waiting("actor_rollout_ref.rollout.name", "actor_rollout_ref.rollout.name", "vllm")
 NPU_MEGATRON = Waiting("actor_rollout_ref.actor.strategy", "trainer.device", "cuda")
 WAITING = {
+    "examples/grpo_trainer/run_gptoss_20b.sh": SGLANG,
+    "examples/grpo_trainer/run_qwen2-7b_sgl_megatron.sh": SGLANG,
+    "examples/grpo_trainer/run_qwen2_5_vl-7b-sglang.sh": SGLANG,
+    "examples/grpo_trainer/run_qwen3_8b_grpo_sglang_1k_spmd_npu.sh": SGLANG,
+    "examples/grpo_trainer/run_qwen3_8b_grpo_sglang_32k_spmd_npu.sh": SGLANG,
+    "examples/ppo_trainer/run_qwen2-7b_sglang_seq_balance.sh": SGLANG,
     "recipe/dapo/run_dapo_qwen3_moe_30b_megatron_npu.sh": NPU_MEGATRON,
     "recipe/infigui-g1/run_3b.sh": SGLANG,
     "recipe/infigui-g1/run_7b.sh": SGLANG,
@@ -72,6 +82,10 @@ WAITING = {
 """Script that keeps its established setting -> what it waits for; the README of its folder says so."""
 SCRIPTS = sorted(path for root in ("examples", "recipe") for path in (ROOT / root).glob("*/**/*.sh"))
 LAUNCHERS = [path for path in SCRIPTS if not path.name.startswith("prepare_")]
+MODEL_KEYS = (
+    *(f"{node}.model.path" for node in ("actor_rollout_ref", "critic", "reward_model")),
+    *("model.path", "model.partial_pretrain"),
+)
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 FAKE = """#!/usr/bin/env bash
 printf '%s\\0' "$@" >> "$RECORD"; printf '\\n' >> "$RECORD"
@@ -140,9 +154,13 @@ def test_script_is_a_run_that_would_start_and_passes_overrides_on(
         config = compose_command(words)
         overridden.append(str(OmegaConf.select(config, key)) == value)
         (module,) = set(words) & set(CONFIG_OF_MODULE)
+        use_files_of_the_test(config, tmp_path)
         if module in RECIPE_NODES:
-            use_files_of_the_test(config, tmp_path)
             assert_starts(script, config, RECIPE_NODES[module])
+        elif module.endswith("sft_trainer"):
+            parse_sft_config(config, *map(int, re.findall(r"--nproc_per_node=(\d+)", " ".join(words))))
+        elif module == "verl.trainer.main_generation":
+            GenerationConfig.parse(config)
     assert sum(overridden) == 1, f"{script.name} must pass its arguments to one command"
 
 
@@ -169,10 +187,15 @@ def use_files_of_the_test(config: DictConfig, folder: Path) -> None:
     """Stand in for the files that the script reads; what is named on the hub is left as it is."""
     rows = folder / "rows.parquet"
     rows.write_text("rows")
-    config.data.train_files = config.data.val_files = str(rows)
-    for model in (config.actor_rollout_ref.model, config.critic.model):
-        if not HUB_ID.fullmatch(model.path):
-            model.path = "Qwen/Qwen2.5-0.5B"
+    for key in ("data.train_files", "data.val_files", "data.path"):
+        if OmegaConf.select(config, key):
+            OmegaConf.update(config, key, str(rows))
+    for key in MODEL_KEYS:
+        path = OmegaConf.select(config, key)
+        if key == "reward_model.model.path" and path and not config.reward_model.enable:
+            continue
+        if path and not HUB_ID.fullmatch(path):
+            OmegaConf.update(config, key, "Qwen/Qwen2.5-0.5B")
 
 
 def test_keys_named_in_the_docs_exist() -> None:
@@ -193,5 +216,6 @@ def test_keys_named_in_the_docs_exist() -> None:
 
 def test_every_folder_says_what_its_scripts_do() -> None:
     for script in SCRIPTS:
-        readme = script.parent / "README.md"
-        assert f"`{script.name}`" in readme.read_text(), f"{readme} has no line for {script.name}"
+        readmes = [folder / "README.md" for folder in script.parents[:2] if (folder / "README.md").exists()]
+        text = "".join(readme.read_text() for readme in readmes)
+        assert f"`{script.name}`" in text, f"{readmes} have no line for {script.name}"

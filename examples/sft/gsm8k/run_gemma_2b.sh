@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# Supervised fine-tuning: gemma-2b-it on GSM8K.
+# Data first: python3 examples/data_preprocess/gsm8k.py --local_save_dir ~/data/gsm8k
+# Arguments: the number of GPUs (8 unless given), the folder of checkpoints, then overrides.
+set -euxo pipefail
+
+WORKERS=8
+if [[ $# -gt 0 && "$1" != *=* ]]; then
+    WORKERS="$1"
+    shift
+fi
+SAVE_PATH=checkpoints/gsm8k-sft-gemma-2b-it
+if [[ $# -gt 0 && "$1" != *=* ]]; then
+    SAVE_PATH="$1"
+    shift
+fi
+DATA_DIR="${DATA_DIR:-$HOME/data}"
+MODEL_PATH="${MODEL_PATH:-google/gemma-2b-it}"
+
+torchrun --standalone --nproc_per_node="$WORKERS" -m verl.trainer.fsdp_sft_trainer \
+    data.train_files="$DATA_DIR/gsm8k/train.parquet" \
+    data.val_files="$DATA_DIR/gsm8k/test.parquet" \
+    data.prompt_key=extra_info \
+    data.response_key=extra_info \
+    data.prompt_dict_keys='[question]' \
+    data.response_dict_keys='[answer]' \
+    data.micro_batch_size_per_gpu=4 \
+    model.partial_pretrain="$MODEL_PATH" \
+    trainer.default_local_dir="$SAVE_PATH" \
+    trainer.logger='[console,wandb]' \
+    trainer.project_name=gsm8k-sft \
+    trainer.experiment_name=gsm8k-sft-gemma-2b-it \
+    trainer.total_epochs=2 \
+    "$@"
