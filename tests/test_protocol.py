@@ -159,6 +159,18 @@ def test_failed_operations_change_nothing() -> None:
         data.select(["missing"])
 
 
+def test_calls_of_workers_join_whatever_they_report() -> None:
+    """A loop of a fork unites with the answer of each call, and takes its metrics out of none."""
+    data = _batch()
+    data.union(DataProto(meta_info={"metrics": {"a": 1, "b": 1}, "timing": {"gen": 1.0}, "old_log_probs_version": 1}))
+    data.union(DataProto(meta_info={"metrics": {"b": 2, "c": 3}, "timing": {"gen": 2.0}, "old_log_probs_version": 2}))
+    assert data.meta_info == {
+        "k": 1, "metrics": {"a": 1, "b": 2, "c": 3}, "timing": {"gen": 2.0}, "old_log_probs_version": 2
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="'temperature'"):
+        data.union(DataProto(meta_info={"temperature": 1.0})).union(DataProto(meta_info={"temperature": 0.5}))
+
+
 def test_union_compares_in_depth() -> None:
     nested = np.array([{"a": [1, float("nan"), np.array([1, 2])]}, None], dtype=object)
     same = np.array([{"a": [1, float("nan"), np.array([1, 2])]}, None], dtype=object)

@@ -410,6 +410,7 @@ class NodeReader:
         self.imports = imports
         self.violations: list[Violation] = []
         self.mistyped: list[Violation] = []  # those among them whose value has the wrong type
+        self.unknown: list[Violation] = []  # those among them whose key the dataclass does not have
 
     def node(self, tree: Tree, name: str, cls: type[BaseConfig], prefix: str = "") -> Any:
         """Return the node ``name`` of a tree; its defaults, unchecked, if it is absent."""
@@ -439,10 +440,12 @@ class NodeReader:
             return children
         known = [each.name for each in fields(own) if each.init]
         more = {key: children.pop(key) for key in list(children) if key not in known}
+        before = len(self.unknown)
         for key in more if is_strict else ():
             similar = ", ".join(nearest(key, known)) or "none"
             expected = f"there is no such key; the nearest in this node: {similar}"
-            self.violations.append(Violation(key, value[key], expected).under(path))
+            self.unknown.append(Violation(key, value[key], expected).under(path))
+        self.violations += self.unknown[before:]
         node = self._made(own, children, path, is_strict)
         if node is not None:
             node.__dict__.update({key: child for key, child in more.items() if not hasattr(node, key)})

@@ -21,8 +21,8 @@ from verl.trainer.config.keys import OPTIONAL, RENAMED, dotted_keys, is_free
 from verl.trainer.config.rules import profiler
 from verl.trainer.config.run_config import RunConfig
 from verl.trainer.config.sft import parse_sft_config
+from verl.trainer.config.validation import validate_config
 from verl.trainer.ppo.utils import need_critic
-from verl.utils.config import validate_config
 
 ROOT = Path(__file__).parents[2]
 CONFIG_OF_MODULE = {

@@ -1,6 +1,7 @@
 """The batch that travels between the driver and the workers, and what is done with it."""
 
 from verl.protocol.collectives import all_gather_data_proto as all_gather_data_proto
+from verl.protocol.data_proto import OLD_LOG_PROBS_VERSION as OLD_LOG_PROBS_VERSION
 from verl.protocol.data_proto import DataProto
 from verl.protocol.data_proto import DataProtoConfig as DataProtoConfig
 from verl.protocol.data_proto import DataProtoItem as DataProtoItem

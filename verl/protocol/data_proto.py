@@ -43,6 +43,11 @@ _AUTO_PADDING_META_KEY = "_verl_auto_padding"
 
 union_numpy_dict = union_two_dict
 
+OLD_LOG_PROBS_VERSION = "old_log_probs_version"
+"""``meta_info`` key: the version of the weights that computed ``old_log_probs``."""
+OF_ONE_CALL = frozenset({"metrics", "timing", OLD_LOG_PROBS_VERSION})
+"""Keys of ``meta_info`` that describe a call of the workers and not its rows."""
+
 
 class _DataProtoConfigMeta(type):
     _value: bool | None = None
@@ -533,12 +538,15 @@ class DataProto:
     def union(self, other: "DataProto") -> Self:
         """Merge another batch of the same rows into this one; change nothing when they conflict.
 
+        What ``meta_info`` says of a call of the workers (``OF_ONE_CALL``) never conflicts: the later call wins, and
+        its metrics and timers join those of earlier calls.
+
         Raises: ValueError, which is also an AssertionError, when row counts or the values of a shared key differ.
         """
         has_rows = [part for part in (self, other) if part.batch is not None or part.non_tensor_batch]
         if len({len(part) for part in has_rows}) > 1:
             raise ConflictError(f"parts to unite must have the same number of rows, got {len(self)} and {len(other)}")
-        meta_info = union_two_dict(dict(self.meta_info), other.meta_info)
+        meta_info = _united_meta_info(self.meta_info, other.meta_info)
         arrays = union_numpy_dict(dict(self.non_tensor_batch), other.non_tensor_batch)
         if self.batch is not None and other.batch is not None:
             self.batch = union_tensor_dict(self.batch, other.batch)
@@ -654,6 +662,17 @@ def _merge_meta_info(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     if any("metrics" in part for part in parts):
         merged["metrics"] = list_of_dict_to_dict_of_list(metrics)
     return merged
+
+
+def _united_meta_info(earlier: MetaInfo, later: MetaInfo) -> MetaInfo:
+    """Merge the meta_info of two batches of the same rows, see ``DataProto.union``."""
+    lasting = {key: value for key, value in later.items() if key not in OF_ONE_CALL}
+    united = union_two_dict(dict(earlier), lasting)
+    for key in OF_ONE_CALL & later.keys():
+        known = united.get(key)
+        both = isinstance(known, Mapping) and isinstance(later[key], Mapping)
+        united[key] = {**known, **later[key]} if both else later[key]
+    return united
 
 
 # ---- rows of a batch

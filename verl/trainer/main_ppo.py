@@ -62,7 +62,9 @@ def run_ppo(config: DictConfig, task_runner_class: Any = None) -> None:
     CLOCK.mark("imports")
 
     def check() -> tuple[RunConfig, LocalDisplay]:
-        run_config = check_inputs(config, getattr(task_runner_class, "recipe_nodes", ()))
+        recipe_nodes = getattr(task_runner_class, "recipe_nodes", None)  # None: a Ray actor class
+        of_fork = task_runner_class is not None and not recipe_nodes
+        run_config = check_inputs(config, recipe_nodes or (), of_fork)
         folders = {f"trainer.{name}": run_config.trainer[name] for name in RUN_FOLDERS}
         owner.take_folders(folders, is_elsewhere=not run_config.ray_kwargs.is_local)
         return run_config, LocalDisplay(run_config.trainer.live_view, run_folder(config))
@@ -120,7 +122,8 @@ class TaskRunner:
     """Builds workers, data and trainer, and trains; recipes derive from it and override a method.
 
     Attributes: ``role_worker_mapping`` (role to Ray actor class) and ``mapping`` (role to the name of its pool);
-        ``recipe_nodes`` names the nodes of the configuration that a recipe reads, and the main trainer refuses.
+        ``recipe_nodes`` names the nodes of the configuration that a recipe reads, and the main trainer refuses; in a
+        class that names none, any code may run, and the checks before the start leave to it what only it can know.
     """
 
     recipe_nodes: tuple[str, ...] = ()

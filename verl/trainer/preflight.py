@@ -35,14 +35,15 @@ from verl.workers.rewards.signature import ONE_BY_ONE
 _SCORE_HEAD = "score.weight"
 
 
-def check_inputs(config: DictConfig, recipe_nodes: Collection[str] = ()) -> RunConfig:
+def check_inputs(config: DictConfig, recipe_nodes: Collection[str] = (), of_fork: bool = False) -> RunConfig:
     """Check everything that can be checked before Ray starts, and return the parsed configuration.
 
-    ``recipe_nodes`` are nodes that the recipe reads, and that the main trainer refuses.
+    ``recipe_nodes`` are nodes that the recipe reads, and that the main trainer refuses. What only the code of a fork
+    can know is left to it.
 
     Raises: ValueError naming the dotted key or the file, the value, and what would be right.
     """
-    run = checked_config(config, recipe_nodes=recipe_nodes)
+    run = checked_config(config, recipe_nodes=recipe_nodes, of_fork=of_fork)
     check_backends(run.trainer.logger)
     check_environment(run.ray_kwargs, run.trainer.logger)
     check_run_machine(run)

@@ -18,10 +18,13 @@ def update_dict_with_config(dictionary: MutableMapping[str, Any], config: Any) -
 def validate_config(
     config: DictConfig, use_reference_policy: bool, use_critic: bool, recipe_nodes: Collection[str] = ()
 ) -> None:
-    """Check the whole ``ppo_trainer`` tree before anything starts; ``recipe_nodes`` are read by the recipe that runs.
+    """Check the tree of a fork before anything starts, as its own main program does.
+
+    The fork may add keys, register names and draw prompts for itself; what only its code can know is not refused.
+    ``recipe_nodes`` are further nodes that it reads.
 
     Raises: ConfigError listing everything that is wrong.
     """
-    from verl.trainer.config.validation import validate_config as validate
+    from verl.trainer.config.validation import checked_config
 
-    validate(config, use_reference_policy, use_critic, recipe_nodes)
+    checked_config(config, use_reference_policy, use_critic, recipe_nodes, of_fork=True)

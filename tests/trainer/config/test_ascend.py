@@ -8,12 +8,12 @@ from omegaconf import OmegaConf
 from verl.base_config import ConfigError
 from verl.trainer.config.rules.no_effect import idle_keys
 from verl.trainer.config.run_config import RunConfig
+from verl.trainer.config.validation import validate_config
 from verl.trainer.main_generation import prepare
 from verl.trainer.preflight import check_run_machine
 from verl.trainer.run import inputs
 from verl.trainer.run.inputs import InputError
 from verl.trainer.run.owner import Ownership
-from verl.utils.config import validate_config
 
 MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 

@@ -123,7 +123,7 @@ def test_a_command_ends_with_a_message_and_code_2(tmp_path):
         textwrap.dedent("""
         import sys
         from verl.trainer.config.cli import hydra_main
-        from verl.utils.config import validate_config
+        from verl.trainer.config.validation import validate_config
 
         @hydra_main("ppo_trainer")
         def main(config):

@@ -8,7 +8,8 @@ from omegaconf import OmegaConf
 
 from recipe.dapo.main_dapo import DAPOTaskRunner
 from verl.base_config import ConfigError, UnsupportedConfigError
-from verl.utils.config import omega_conf_to_dataclass, validate_config
+from verl.trainer.config.validation import validate_config
+from verl.utils.config import omega_conf_to_dataclass
 
 ROOT = Path(__file__).resolve().parents[3]
 GROUPS, BUFFER = "algorithm.filter_groups", "reward_model.overlong_buffer"

@@ -16,7 +16,7 @@ from verl.base_config import ConfigError
 from verl.trainer.config.keys import is_under
 from verl.trainer.config.rules.no_effect import UNSUPPORTED
 from verl.trainer.config.sft import MOVED
-from verl.utils.config import validate_config
+from verl.trainer.config.validation import validate_config
 
 ROOT = Path(__file__).resolve().parents[3]
 spec = importlib.util.spec_from_file_location("effects", Path(__file__).parent / "effects.py")

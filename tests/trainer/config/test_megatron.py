@@ -11,7 +11,8 @@ from omegaconf import OmegaConf
 from verl.base_config import ConfigError, build_node
 from verl.trainer.config.rules import megatron as rules
 from verl.trainer.config.rules.megatron import ARCHITECTURES, stage_problem
-from verl.utils.config import omega_conf_to_dataclass, validate_config
+from verl.trainer.config.validation import validate_config
+from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import McoreActorConfig, McoreCriticConfig, McoreEngineConfig, RewardModelConfig
 
 LAYOUT, CRITIC = "actor_rollout_ref.actor.megatron", "critic.megatron"

@@ -11,7 +11,7 @@ from recipe.prime.config import PRIMEDataConfig
 from recipe.prime.main_prime import run_prime
 from verl.base_config import ConfigError, WrongInput
 from verl.trainer.config.run_config import RunConfig
-from verl.utils.config import validate_config
+from verl.trainer.config.validation import validate_config
 
 ROOT = Path(__file__).resolve().parents[3]
 MODEL = "reward_model.model"

@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 from verl.base_config import ConfigError
 from verl.trainer.config.rules import profiler
 from verl.trainer.config.rules.profiler import missing_part
-from verl.utils.config import validate_config
+from verl.trainer.config.validation import validate_config
 
 ACTOR, REF, ROLLOUT = (f"actor_rollout_ref.{role}.profiler" for role in ("actor", "ref", "rollout"))
 OPTIONS, OF_RUN = f"{ACTOR}.tool_config", "global_profiler.global_tool_config"

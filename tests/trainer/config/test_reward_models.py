@@ -10,9 +10,9 @@ from safetensors.torch import save_file
 
 from verl.base_config import ConfigError
 from verl.trainer.config.run_config import RunConfig
+from verl.trainer.config.validation import validate_config
 from verl.trainer.preflight import check_reward_model, check_run_machine
 from verl.trainer.run.inputs import InputError
-from verl.utils.config import validate_config
 
 MODEL, PATH = "reward_model.model", "reward_model.model.path"
 POOL = {"reward_model.enable_resource_pool": True, "reward_model.n_gpus_per_node": 2, "reward_model.nnodes": 1}

@@ -7,8 +7,8 @@ from omegaconf import OmegaConf
 
 from verl.base_config import ConfigError
 from verl.trainer.config.run_config import RunConfig
+from verl.trainer.config.validation import validate_config
 from verl.trainer.ppo.utils import need_critic
-from verl.utils.config import validate_config
 
 ROOT = Path(__file__).resolve().parents[3]
 ACTOR = "actor_rollout_ref.actor"

@@ -18,7 +18,7 @@ from verl.trainer.config.rules.model import model_rules
 from verl.trainer.config.rules.no_effect import IDLE, UNSUPPORTED
 from verl.trainer.config.rules.reward import reward_model_rules
 from verl.trainer.config.run_config import ABSENT, RunConfig, default_of
-from verl.utils.config import validate_config
+from verl.trainer.config.validation import validate_config
 from verl.workers.config.rollout import ROLLOUTS, SUPPORTED_ROLLOUTS
 from verl.workers.rewards.managers import REWARD_MANAGER_REGISTRY
 from verl.workers.rewards.signature import SCORER_CALLS
@@ -418,7 +418,7 @@ def test_the_names_are_those_of_the_registries():
 
 def test_validation_imports_neither_torch_nor_ray():
     code = (
-        "import sys; from verl.utils.config import validate_config; import verl.trainer.config.validation;"
+        "import sys; from verl.trainer.config.validation import validate_config; import verl.trainer.config.validation;"
         "import verl.trainer.config.cli; sys.exit(bool({'torch', 'ray', 'transformers'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0

@@ -10,10 +10,12 @@ from omegaconf import OmegaConf
 
 from verl.protocol import DataProto
 from verl.single_controller.base.errors import PlacementError
+from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo import resources
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer, apply_kl_penalty, compute_advantage, compute_response_mask
 from verl.trainer.ppo.resources import ResourcePoolManager
 from verl.trainer.ppo.state import RunState
+from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.validation import ValidationSamples, add_extras, summarise
 from verl.utils.loading import UntrustedClassError
 from verl.utils.rollout_skip import RolloutSkip
@@ -230,3 +232,23 @@ def test_pf_ppo_draws_by_its_generator_alone(config):
 
     first = drawn(1)
     assert drawn(1) == first and drawn(2) != first
+
+
+def test_pools_without_a_device_follow_the_run_and_a_critic_is_started_if_one_is_trained(monkeypatch):
+    monkeypatch.setattr(resources.ray, "nodes", lambda: [{"Alive": True, "Resources": {"CPU": 2.0}}])
+    started = []
+
+    def group(resource_pool, ray_cls_with_init, device_name, **options):
+        assert not resource_pool.use_gpu and device_name == "cpu"
+        return SimpleNamespace(spawn=lambda prefix_set: {name: started.append(name) for name in prefix_set})
+
+    monkeypatch.setattr(resources, "create_colocated_worker_cls", lambda class_dict: class_dict)
+    monkeypatch.setattr(resources, "RayClassWithInitArgs", lambda **arguments: arguments)
+    mapping = dict.fromkeys((Role.ActorRollout, Role.Critic), "global_pool")
+    for estimator, expected in (("grpo", ["actor_rollout"]), ("gae", ["actor_rollout", "critic"])):
+        config = OmegaConf.create({"algorithm": {"adv_estimator": estimator}, "actor_rollout_ref": {}, "critic": {}})
+        config.critic = {"_target_": "verl.workers.config.FSDPCriticConfig", "ppo_micro_batch_size_per_gpu": 1}
+        pools = ResourcePoolManager({"global_pool": [2]}, mapping)
+        resources.create_worker_groups(config, RunConfig.parse(config), dict.fromkeys(mapping), pools, group, "cpu")
+        assert pools.device_name == "cpu" and started == expected
+        started.clear()

@@ -425,7 +425,6 @@ def test_dumps_are_in_the_order_in_which_rows_were_asked_for(tmp_path, monkeypat
     import numpy as np
 
     from verl.protocol import DataProto
-    from verl.trainer.ppo.records import dump_training_batch
 
     truths = np.array([{"ground_truth": "5"}, {}], dtype=object)
     batch = DataProto.from_dict(
@@ -439,8 +438,11 @@ def test_dumps_are_in_the_order_in_which_rows_were_asked_for(tmp_path, monkeypat
     tokenizer = SimpleNamespace(batch_decode=lambda ids, skip_special_tokens: [f"t{row.tolist()}" for row in ids])
     extras = {"acc": [True, False], "short": [1]}
     monkeypatch.setenv("HOME", str(tmp_path))
-    path = dump_training_batch("~/dumps", 3, batch, tokenizer, extras, order=[1, 0])
-    assert path == tmp_path / "dumps" / "3.jsonl"
+    trainer = RayPPOTrainer.__new__(RayPPOTrainer)
+    trainer.state = RunState(seed=1, step=3, row_order=[1, 0])
+    trainer.tokenizer = tokenizer
+    trainer._log_rollout_data(batch, extras, {}, "~/dumps")
+    path = tmp_path / "dumps" / "3.jsonl"
     assert [json.loads(line) for line in path.read_text().splitlines()] == [
         {"input": "t[2]", "output": "t[5, 6]", "gts": None, "score": 0.5, "step": 3, "acc": False},
         {"input": "t[1]", "output": "t[3, 4]", "gts": "5", "score": 1.0, "step": 3, "acc": True},

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from verl.protocol import DataProto
-from verl.trainer.ppo.validation import collect_samples, repeat_prompts, summarise
+from verl.trainer.ppo.validation import choose_samples, collect_samples, repeat_prompts, summarise
 
 TOKENIZER = SimpleNamespace(batch_decode=lambda ids, skip_special_tokens: [str(row.tolist()) for row in ids])
 
@@ -50,7 +50,8 @@ def test_samples_of_all_batches_are_collected_and_summarised():
     assert samples.truths == ["4", "4", "5", "5", "6", "6"] and samples.scores == [1.0, 0.0] * 3
     assert len(set(samples.uids)) == 3
     assert summarise(samples)["val-core/s/acc/mean@2"] == 0.5
-    assert samples.choose(2) == samples.choose(6)[:2]
+    chosen = [choose_samples(samples.inputs, samples.outputs, samples.scores, count) for count in (2, 6)]
+    assert chosen[0] == chosen[1][:2]
 
 
 def test_rows_for_a_reward_model_have_no_metrics():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from verl.utils.numerics.seeding import derive_seed, prompt_uids, sampling_seeds, seed_process
+from verl.utils.numerics.seeding import RequestSeeds, derive_seed, prompt_uids, sampling_seeds, seed_process
 
 
 def test_seeds_are_63_bit_and_never_collide():
@@ -62,3 +62,20 @@ def test_seed_process_makes_every_generator_a_function_of_the_place():
     assert draws() != first
     seed_process(1, "driver", 3)
     assert draws() == first
+
+
+def test_requests_that_come_without_seeds_get_those_of_their_place_in_the_step():
+    updates = 3
+    seeds = RequestSeeds(7, updates=lambda: updates)
+    drawn = [seeds.draw(4), seeds.draw(2)]
+    assert torch.cat(drawn).tolist() == sampling_seeds(7, 3, 6, 1).tolist()
+    assert seeds.draw(2, validate=True).tolist() == sampling_seeds(7, 3, 2, 1, validate=True).tolist()
+    assert seeds.draw(1).tolist() == sampling_seeds(7, 3, 1, 1, first_prompt=6).tolist()  # validation moved nothing
+    updates = 4
+    resumed = RequestSeeds(7, updates=lambda: updates)
+    assert seeds.draw(3).tolist() == resumed.draw(3).tolist() == sampling_seeds(7, 4, 3, 1).tolist()
+    assert seeds.draw(2, step=9).tolist() == sampling_seeds(7, 9, 2, 1).tolist()  # the caller names its step
+    halves = [RequestSeeds(7, shard, 2) for shard in range(2)]
+    for begin in (0, 4):
+        parts = torch.cat([half.draw(2) for half in halves])
+        assert parts.tolist() == sampling_seeds(7, 0, 4, 1, first_prompt=begin).tolist()

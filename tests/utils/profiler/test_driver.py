@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
@@ -15,7 +16,9 @@ from verl.trainer.ppo.profiling import (
     check_steps,
     dump_memory,
     start_profiling,
+    starts_profiling,
     stop_profiling,
+    stops_profiling,
 )
 from verl.trainer.ppo.state import RunState
 from verl.utils.profiler import ProfilerConfig
@@ -47,9 +50,11 @@ def run(steps, continuous=False, total=5, first=1, groups=()):
     by_step = {}
     for step in range(first, total + 1):
         state.step = step
-        start_profiling(profiler, state, groups, {})
+        if starts_profiling(profiler, state):
+            start_profiling(state, groups)
         begun = len(calls)
-        stop_profiling(profiler, state, {})
+        if stops_profiling(profiler, state):
+            stop_profiling(state)
         by_step[step] = (calls[:begun], calls[begun:])
         calls[:] = []
     return by_step
@@ -138,6 +143,8 @@ def outputs(monkeypatch):
     closed = []
 
     class Output:
+        tracking = SimpleNamespace(logger={})
+
         def __init__(self, *arguments):
             pass
 

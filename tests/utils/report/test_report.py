@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from omegaconf import OmegaConf
 
+from verl.utils.observe.tracking import ValidationGenerationsLogger
 from verl.utils.report.__main__ import main
 from verl.utils.report.page import MAX_SAMPLE_STEPS, render, write_report
 from verl.utils.report.panels import HEAT, MAX_POINTS, expected_panels, thin
@@ -160,9 +161,9 @@ def test_a_run_ends_with_a_report(tmp_path, capsys, caplog, monkeypatch):
     second.close(curves=True)
     assert not (tmp_path / "b" / "report.html").exists() and (tmp_path / "b" / "curves.png").exists()
     third_party = SimpleNamespace(finish=lambda: None)  # has no table, where samples would go
-    first.tracking.logger = {"wandb": third_party}
-    monkeypatch.setattr(type(first.generations), "_log_table", lambda *given: third_party.log)
-    first.log_generations([("a", "b", 1.0)], 3)
+    generations = ValidationGenerationsLogger("p", "e")
+    monkeypatch.setattr(generations, "_log_table", lambda *given: third_party.log)
+    run.log_generations(generations, {"wandb": third_party}, [("a", "b", 1.0)], 3)
     assert "'wandb' did not take the validation samples of step 3" in caplog.text
     monkeypatch.setattr(run.RolloutTraceConfig, "finish", lambda: SimpleNamespace().missing)
     monkeypatch.setattr(run, "write_report", lambda folder: SimpleNamespace().missing)

@@ -8,6 +8,7 @@ from omegaconf import OmegaConf
 
 from verl.trainer.config.cli import CONFIG_DIR
 from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.config import HFModelConfig
 from verl.workers.roles.actor_rollout_ref import ActorRolloutRefWorker
 from verl.workers.roles.base import AnyTrainedConfig, engine_config_of
 
@@ -31,10 +32,12 @@ def test_a_reference_of_its_own_differs_in_the_keys_that_it_names(monkeypatch):
     OmegaConf.update(config, "model.override_config", {"a": 1}, force_add=True)
     built = []
 
-    def build_engine(self, kind, model, config):
+    def build_engine(self, kind, model, config, frozen):
         built.append((kind, model, config))
-        return SimpleNamespace(get_data_parallel_size=lambda: 1)
+        parts = {"module": None, "optimizer": None, "lr_scheduler": None, "adopt": lambda *parts: None}
+        return SimpleNamespace(get_data_parallel_size=lambda: 1, **parts)
 
+    monkeypatch.setattr(vars(HFModelConfig)["hf_config"], "_load", lambda config: None)
     monkeypatch.setattr("verl.workers.roles.base.initialize_global_process_group_ray", lambda timeout_second: None)
     monkeypatch.setattr("verl.single_controller.base.Worker.__init__", lambda self: None)
     for name, value in (("rank", 0), ("world_size", 1)):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.workers.rollout import tiny
+from verl.utils.numerics.seeding import RequestSeeds
 from verl.workers.config import SamplingConfig
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.checksum import tensor_checksum
@@ -192,11 +193,24 @@ def _limited_log_prob(
     return float(np.log(weights[token]))
 
 
+def test_requests_without_seeds_get_those_of_their_place(rollout: BaseRollout) -> None:
+    """Two processes that halve the requests of a step draw what one draws; a second call draws anew."""
+    prompts = tiny.prompts_batch(4, repeat=2)
+    del prompts.batch["sampling_seed"]
+
+    def responses(shard: int = 0, num_shards: int = 1) -> list[torch.Tensor]:
+        rollout.seeds = RequestSeeds(5, shard, num_shards)
+        part = prompts.chunk(num_shards)[shard]
+        return [rollout.generate_sequences(part).batch["responses"] for _ in range(2)]
+
+    first, second = responses()
+    assert not torch.equal(first, second) and not torch.equal(first[0], first[1])
+    halves = [responses(shard, 2) for shard in range(2)]
+    assert torch.equal(torch.cat([half[0] for half in halves]), first)
+    assert torch.equal(torch.cat([half[1] for half in halves]), second)
+
+
 def test_bad_batches_are_refused(rollout: BaseRollout) -> None:
-    without_seed = tiny.prompts_batch(2)
-    del without_seed.batch["sampling_seed"]
-    with pytest.raises(ValueError, match="sampling_seed"):
-        rollout.generate_sequences(without_seed)
     empty = tiny.prompts_batch(2)
     empty.non_tensor_batch["raw_prompt_ids"][1] = []
     with pytest.raises(ValueError, match=r"prompts\[1\] is empty"):

@@ -9,7 +9,7 @@ import pytest
 from verl.workers.roles import ActorRolloutRefWorker
 from verl.workers.roles.base import EngineWorker
 from verl.workers.rollout.base import BaseRollout
-from verl.workers.sharding_manager import FSDPVLLMShardingManager
+from verl.workers.sharding_manager import FSDPVLLMShardingManager, complete
 
 START, FREED = ["release"], ["resume weights", "release"]
 
@@ -81,10 +81,11 @@ def test_nothing_trains_or_infers_next_to_an_awake_rollout(
     manager: FSDPVLLMShardingManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A fork's loop syncs, and then does not generate on the engine."""
-    manager.sleep()
+    complete(manager.give_to_trainer())
     assert manager.rollout.calls == START  # it sleeps already
     worker: Any = ActorRolloutRefWorker.__new__(ActorRolloutRefWorker)
     worker._is_rollout = True
+    worker._actor = None
     worker.sharding_manager = manager
     reached = RuntimeError("the engine is reached")
 

@@ -190,13 +190,13 @@ def check_faults(engine: Any, rollout: Any, record: Path) -> None:
     prompts = tiny.prompts_batch(2)
     train(engine, check_generation(manager))
     envs.write({"VERL_FAULT": "skip:weight_sync:step=4"})
-    manager.prepare(step=4)
+    manager.sync(step=4)
     with pytest.raises(AssertionError, match="not close"):
         check_generation(manager)
     assert manager.last_sync == {} and rollout.weights_version == engine.weights_version - 1
     envs.write({"VERL_FAULT": "raise:weight_sync:step=4", "VERL_FAULT_FILE": str(record)})
     with pytest.raises(RuntimeError, match="injected at weight_sync"):
-        manager.prepare(step=4)
+        manager.sync(step=4)
     assert "weight_sync" in record.read_text()
     with pytest.raises(RuntimeError, match="no usable weights"):
         rollout.generate_sequences(prompts)

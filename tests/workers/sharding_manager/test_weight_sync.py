@@ -153,7 +153,7 @@ def test_fault_point_lies_inside_the_sync(
     monkeypatch.setenv("VERL_FAULT", "raise:weight_sync:step=4")
     monkeypatch.setenv("VERL_FAULT_FILE", str(tmp_path / "fault"))
     with pytest.raises(RuntimeError, match="injected at weight_sync"):
-        manager.prepare(step=4)
+        manager.sync(step=4)
     assert "weight_sync" in (tmp_path / "fault").read_text()
     with pytest.raises(RuntimeError, match="no usable weights"):
         manager.rollout.generate_sequences(tiny.prompts_batch(1))

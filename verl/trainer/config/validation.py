@@ -1,6 +1,7 @@
 """Check a whole ``ppo_trainer`` tree before Ray starts, and list everything that is wrong at once."""
 
 import logging
+import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
@@ -12,7 +13,7 @@ from verl.algos.names import ADV_ESTIMATORS, POLICY_LOSSES
 from verl.base_config import Violation, as_yaml, config_error, nearest
 from verl.trainer.config.keys import dotted_keys, select
 from verl.trainer.config.rules.batch import batch_rules
-from verl.trainer.config.rules.files import file_rules
+from verl.trainer.config.rules.files import file_rules, may_register
 from verl.trainer.config.rules.megatron import megatron_rules
 from verl.trainer.config.rules.model import model_rules, option_rules
 from verl.trainer.config.rules.no_effect import idle_keys, unsupported_rules
@@ -36,6 +37,8 @@ _BRIDGES = tuple(
     f"{role}.megatron.use_mbridge"
     for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic", "reward_model")
 )
+FORK_NODES = ("algorithm.filter_groups",)
+"""Nodes that only recipes read, and every fork may."""
 
 _MISSING = {
     "actor_rollout_ref.rollout.name": f"write {' or '.join(SUPPORTED_ROLLOUTS)}",
@@ -60,8 +63,12 @@ def checked_config(
     use_reference: bool | None = None,
     use_critic: bool | None = None,
     recipe_nodes: Collection[str] = (),
+    of_fork: bool = False,
 ) -> RunConfig:
     """Parse a tree and apply all rules; without ``use_reference`` and ``use_critic`` the tree decides about both.
+
+    A tree ``of_fork`` is read by code of the user, who may add keys, register names and draw prompts for itself: what
+    only that code can know is not refused.
 
     Raises: as ``validate_config``.
     """
@@ -71,10 +78,13 @@ def checked_config(
     run, reader = parse_tree(tree, use_critic)
     if use_reference is None:
         use_reference = run.needs_reference
-    found = [*unsupported_rules(run, tree, recipe_nodes), *reader.violations]
+    nodes = [*recipe_nodes, *FORK_NODES] if of_fork else recipe_nodes
+    refused = [each for each in reader.violations if not of_fork or each not in reader.unknown]
+    found = [*unsupported_rules(run, tree, nodes), *refused]
     missing = {violation.key for violation in violations}
     found = [violation for violation in found if violation.key not in missing]
-    violations += [*found, *_rules(run, tree, use_reference, {violation.key for violation in found} | missing)]
+    broken = {violation.key for violation in found} | missing
+    violations += [*found, *_rules(run, tree, use_reference, broken, of_fork)]
     if violations:
         raise config_error(_once_per_key(violations))
     _give_notices(run, tree)
@@ -99,7 +109,9 @@ def _resolved(config: DictConfig) -> tuple[Tree | None, list[Violation]]:
     return tree, violations
 
 
-def _rules(run: RunConfig, tree: Tree, use_reference: bool, broken: set[str]) -> Iterator[Violation]:
+def _rules(
+    run: RunConfig, tree: Tree, use_reference: bool, broken: set[str], of_fork: bool = False
+) -> Iterator[Violation]:
     """Yield conflicts between values, general ones first; ``broken`` holds keys that are already wrong."""
     first = [
         *_step_rules(run),
@@ -111,7 +123,7 @@ def _rules(run: RunConfig, tree: Tree, use_reference: bool, broken: set[str]) ->
     ]
     yield from first
     broken = broken | {violation.key for violation in first}
-    yield from _name_rules(run)
+    yield from () if of_fork else _name_rules(run)
     yield from file_rules(run)
     yield from model_rules(run, broken)
     yield from batch_rules(run, use_reference, broken)
@@ -131,26 +143,39 @@ def _step_rules(run: RunConfig) -> Iterator[Violation]:
             yield Violation(f"{key}.optim.total_training_steps", role.optim.total_training_steps, expected)
 
 
+_REGISTRIES = {
+    "algorithm.adv_estimator": ("verl.algos.advantage", "ADV_ESTIMATOR_REGISTRY"),
+    "actor_rollout_ref.actor.policy_loss.loss_mode": ("verl.algos.policy_loss", "POLICY_LOSS_REGISTRY"),
+    "reward_model.reward_manager": ("verl.workers.rewards.managers", "REWARD_MANAGER_REGISTRY"),
+}
+"""Keys that name something registered, and where the names are that code of the user has added to those of ours."""
+
+
 def _name_rules(run: RunConfig) -> Iterator[Violation]:
-    """Yield unregistered estimators, losses and managers, unless a module of the user may register them."""
+    """Yield unregistered estimators, losses and managers, unless code of the user may yet register them."""
     shared = run.actor_rollout_ref
     if envs.read("VERL_USE_EXTERNAL_MODULES") or shared.model.external_lib:
         return
     loss = shared.actor.policy_loss
     # The class of a recipe's node names its losses.
     losses = POLICY_LOSSES if type(loss) is PolicyLossConfig else (*POLICY_LOSSES, loss.loss_mode)
-    for key, name, known in (
+    manager = run.reward_model.reward_manager
+    for key, name, ours in (
         ("algorithm.adv_estimator", run.algorithm.adv_estimator, ADV_ESTIMATORS),
         ("actor_rollout_ref.actor.policy_loss.loss_mode", loss.loss_mode, losses),
-        ("reward_model.reward_manager", run.reward_model.reward_manager, tuple(SCORER_CALLS)),
+        ("reward_model.reward_manager", manager, tuple(SCORER_CALLS)),
     ):
-        if name is not None and name not in known:  # null: a recipe without one
-            similar = ", ".join(nearest(name, known)) or ", ".join(known)
-            expected = (
-                f"is not registered; the nearest: {similar}. A name that you add needs a module that registers it in "
-                "VERL_USE_EXTERNAL_MODULES or actor_rollout_ref.model.external_lib"
-            )
-            yield Violation(key, name, expected)
+        module, registry = _REGISTRIES[key]
+        known = [*ours, *getattr(sys.modules.get(module), registry, ())]  # without an import, nothing is registered
+        is_known = name is None or name in known  # null: a recipe without one
+        if is_known or (name == manager and may_register(run.custom_reward_function.path)):
+            continue
+        similar = ", ".join(nearest(name, known)) or ", ".join(known)
+        expected = (
+            f"is not registered; the nearest: {similar}. A name that you add needs a module that registers it in "
+            "VERL_USE_EXTERNAL_MODULES or actor_rollout_ref.model.external_lib"
+        )
+        yield Violation(key, name, expected)
 
 
 def _once_per_key(violations: Iterable[Violation]) -> list[Violation]:

@@ -11,8 +11,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from verl.base_config import ConfigError, Violation
 from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.config.run_config import RunConfig
-from verl.trainer.ppo.state import RunState, Timing
-from verl.utils.profiler import ProfilerConfig, marked_timer
+from verl.trainer.ppo.state import RunState
+from verl.utils.profiler import ProfilerConfig
 from verl.utils.profiler.captures import save_folder
 
 logger = logging.getLogger(__name__)
@@ -74,28 +74,31 @@ def nsys_group_options(run: RunConfig, groups: Iterable[str]) -> dict[str, Any]:
 # ---- around the steps
 
 
-def start_profiling(
-    profiler: ProfilerConfig, state: RunState, groups: Mapping[str, RayWorkerGroup], timing: Timing
-) -> None:
-    """Start the profilers of all groups, unless the step is not listed or they still run from the step before."""
-    if state.step not in (profiler.steps or ()) or state.profiled_groups:
-        return
+def starts_profiling(profiler: ProfilerConfig, state: RunState) -> bool:
+    """Whether a capture starts before this step: it is listed, and no capture goes on from the step before."""
+    return state.step in (profiler.steps or ()) and not state.profiled_groups
+
+
+def start_profiling(state: RunState, groups: Mapping[str, RayWorkerGroup]) -> None:
+    """Start the profilers of all groups."""
     state.profiled_groups = list(groups.values())
-    with marked_timer("start_profile", timing):
-        for name, group in groups.items():
-            role = {"role": "e2e"} if name == "actor_rollout" else {}
-            group.start_profile(**role, profile_step=str(state.step))
+    for name, group in groups.items():
+        role = {"role": "e2e"} if name == "actor_rollout" else {}
+        group.start_profile(**role, profile_step=str(state.step))
 
 
-def stop_profiling(profiler: ProfilerConfig, state: RunState, timing: Timing) -> None:
-    """Stop the profilers that run, unless their capture goes on into the next step."""
+def stops_profiling(profiler: ProfilerConfig, state: RunState) -> bool:
+    """Whether the capture that runs ends after this step, and does not go on into the next one."""
     next_step = state.step + 1
     runs_on = profiler.profile_continuous_steps and next_step in (profiler.steps or ()) and not state.is_last_step
-    if state.profiled_groups and not runs_on:
-        with marked_timer("stop_profile", timing):
-            for group in state.profiled_groups:
-                group.stop_profile()
-        state.profiled_groups = ()
+    return bool(state.profiled_groups) and not runs_on
+
+
+def stop_profiling(state: RunState) -> None:
+    """Stop the profilers that run."""
+    for group in state.profiled_groups:
+        group.stop_profile()
+    state.profiled_groups = ()
 
 
 def end_profiling(state: RunState) -> None:

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -30,22 +30,23 @@ from verl.trainer.ppo.metric_utils import compute_throughout_metrics as compute_
 from verl.trainer.ppo.metric_utils import compute_timing_metrics as compute_timing_metrics
 from verl.trainer.ppo.metric_utils import process_validation_metrics as process_validation_metrics
 from verl.trainer.ppo.phases import check_rollout, checked_phase, needs_old_log_probs
-from verl.trainer.ppo.records import StepRecord, dump_training_batch, trace_batch
+from verl.trainer.ppo.records import StepRecord, dump_generations, scored_columns, trace_batch
 from verl.trainer.ppo.resources import ResourcePoolManager, WorkerClasses, create_worker_groups, set_schedule_steps
-from verl.trainer.ppo.reward import PendingReward, RewardFn
+from verl.trainer.ppo.reward import ExtraColumns, PendingReward, RewardFn
 from verl.trainer.ppo.shaping import add_rollout_weights, apply_kl_penalty, compute_advantage, compute_response_mask
 from verl.trainer.ppo.state import Metrics, RunState, Timing
 from verl.trainer.ppo.utils import Role as Role  # forks import it from here
 from verl.trainer.ppo.utils import need_reference_policy, need_reward_model
-from verl.trainer.ppo.validation import collect_samples, repeat_prompts, summarise
+from verl.trainer.ppo.validation import choose_samples, collect_samples, repeat_prompts, summarise
 from verl.trainer.run.clock import CLOCK
-from verl.trainer.run.output import RunOutput
+from verl.trainer.run.output import RunOutput, log_generations
 from verl.trainer.run.resume import find_resume_folder
 from verl.utils.dataset.factory import create_rl_dataset, create_rl_sampler
 from verl.utils.flops_counter import image_lengths
 from verl.utils.metric import reduce_metrics
 from verl.utils.numerics.seeding import derive_seed, prompt_uids, sampling_seeds
 from verl.utils.observe.rollout_trace import RolloutTraceConfig
+from verl.utils.observe.tracking import Trackers, ValidationGenerationsLogger
 from verl.utils.profiler import marked_timer
 from verl.utils.rollout_skip import RolloutSkip
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions, log_seqlen_unbalance
@@ -97,11 +98,15 @@ class RayPPOTrainer:
         self.resource_pool_manager = resource_pool_manager
         self.ray_worker_group_cls = ray_worker_group_cls
         self.device_name = device_name or run.trainer.device
+        resource_pool_manager.device_name = resource_pool_manager.device_name or self.device_name
         self.use_reference_policy = need_reference_policy(role_worker_mapping)
         self.use_rm = need_reward_model(role_worker_mapping)
         self.use_critic = run.critic is not None
         self.ref_in_actor = run.actor_rollout_ref.reference_is_in_actor
         self.kl_ctrl_in_reward = get_kl_controller(run.algorithm.kl_ctrl)
+        options = run.trainer
+        self.validation_generations_logger = ValidationGenerationsLogger(options.project_name, options.experiment_name)
+        self._trackers: Trackers = [options.logger] if isinstance(options.logger, str) else options.logger
         self.async_rollout_mode = False
         self.async_rollout_manager = None
         self.single_turn = not run.actor_rollout_ref.rollout.multi_turn.enable
@@ -255,7 +260,7 @@ class RayPPOTrainer:
                 self.state.begin_step()
                 metrics: Metrics = {}
                 timing: Timing = {}
-                self._start_profiling(timing)
+                self._profile_from_here(timing)
                 with marked_timer("step", timing):
                     with self._timed("gen", timing):
                         self.sync_weights()
@@ -267,7 +272,7 @@ class RayPPOTrainer:
                 self.state.max_step_s = max(self.state.max_step_s, timing["step"])
                 self._validate_after_step(metrics, timing)
                 self._save_after_step(timing)
-                self._stop_profiling(timing)
+                self._profile_to_here(timing)
                 self._finish_step(batch, metrics, timing)
 
     @contextmanager
@@ -279,6 +284,7 @@ class RayPPOTrainer:
         resumed = self._load_checkpoint()
         profiling.check_steps(self.run_config.global_profiler.steps, self.state.total_steps, resumed or 0)
         self.output = RunOutput(options, self.config, resumed, self.state.total_steps, metric_utils.describe_step)
+        self._trackers = self.output.tracking.logger
         trace = rollout.trace
         RolloutTraceConfig.init(options.project_name, options.experiment_name, trace.backend, trace.token2text)
         algorithm = self.run_config.algorithm
@@ -429,12 +435,13 @@ class RayPPOTrainer:
     # ---- parts of the phases
 
     def _get_gen_batch(self, batch: DataProto) -> DataProto:
-        """Move the columns that the rollout reads out of ``batch``; ``uid`` is copied, to name each row."""
+        """Move the columns that the rollout reads out of ``batch``; a ``uid`` is copied, to name each row."""
         # Images and their tensors go to the workers once, however often a prompt is sampled.
         share(batch.non_tensor_batch)
         columns = [name for name in batch.non_tensor_batch if name not in _SCORING_COLUMNS]
         prompts = batch.pop(["input_ids", "attention_mask", "position_ids"], non_tensor_batch_keys=columns)
-        prompts.non_tensor_batch["uid"] = batch.non_tensor_batch["uid"]
+        if "uid" in batch.non_tensor_batch:
+            prompts.non_tensor_batch["uid"] = batch.non_tensor_batch["uid"]
         if "multi_modal_inputs" in columns:  # the models read it too
             batch.non_tensor_batch["multi_modal_inputs"] = prompts.non_tensor_batch["multi_modal_inputs"]
         return prompts
@@ -542,8 +549,30 @@ class RayPPOTrainer:
         folder = self.run_config.trainer.rollout_data_dir
         if folder:
             extras = {name: list(batch.non_tensor_batch[name]) for name in self.state.extra_columns}
-            with marked_timer("dump_rollout_generations", timing):
-                dump_training_batch(folder, self.state.step, batch, self.tokenizer, extras, self.state.row_order)
+            self._log_rollout_data(batch, extras, timing, folder)
+
+    def _log_rollout_data(
+        self, batch: DataProto, reward_extra_infos_dict: ExtraColumns, timing_raw: Timing, rollout_data_dir: str
+    ) -> None:
+        """Write the responses of a scored batch to the folder, in the order in which they were asked for."""
+        with marked_timer("dump_rollout_generations", timing_raw):
+            order = self.state.row_order
+            if len(order) != len(batch):  # a fork may have cut the batch
+                order = range(len(batch))
+            columns = scored_columns(batch, self.tokenizer, reward_extra_infos_dict, order)
+            self._dump_generations(**columns, dump_path=rollout_data_dir)
+
+    def _dump_generations(
+        self,
+        inputs: Sequence[str],
+        outputs: Sequence[str],
+        gts: Sequence[Any],
+        scores: Sequence[float],
+        reward_extra_infos_dict: Mapping[str, Sequence[Any]],
+        dump_path: str,
+    ) -> None:
+        """Write samples to ``<dump_path>/<step>.jsonl``."""
+        dump_generations(dump_path, self.state.step, inputs, outputs, gts, scores, reward_extra_infos_dict)
 
     def _finish_step(self, batch: DataProto, metrics: Metrics, timing: Timing) -> None:
         """Compute and publish the metrics of the step, and let sampler and data set learn from it."""
@@ -627,15 +656,26 @@ class RayPPOTrainer:
         )
         if samples is None:
             return {}
-        if options.log_val_generations > 0:
-            self.log_val_generations(samples.choose(options.log_val_generations))
+        self._maybe_log_val_generations(inputs=samples.inputs, outputs=samples.outputs, scores=samples.scores)
         if options.validation_data_dir:
-            samples.dump(options.validation_data_dir, self.state.step)
+            self._dump_generations(
+                inputs=samples.inputs,
+                outputs=samples.outputs,
+                gts=samples.truths,
+                scores=samples.scores,
+                reward_extra_infos_dict=samples.extras,
+                dump_path=options.validation_data_dir,
+            )
         return summarise(samples)
 
-    def log_val_generations(self, rows: list[tuple[str, str, float]]) -> None:
-        """Show validation samples in the trackers that can."""
-        self.output.log_generations(rows, self.state.step)
+    def _maybe_log_val_generations(
+        self, inputs: Sequence[str], outputs: Sequence[str], scores: Sequence[float]
+    ) -> None:
+        """Show ``trainer.log_val_generations`` of the samples in the trackers that can."""
+        options = self.run_config.trainer
+        if options.log_val_generations > 0:
+            rows = choose_samples(inputs, outputs, scores, options.log_val_generations)
+            log_generations(self.validation_generations_logger, self._trackers, rows, self.state.step)
 
     def _generate_for_validation(self, prompts: DataProto, first_prompt: int) -> DataProto:
         """Return ``val_kwargs.n`` responses to each prompt."""
@@ -687,13 +727,27 @@ class RayPPOTrainer:
         self.checkpoints.load(folder, delete_after_load=self.run_config.trainer.del_local_ckpt_after_load)
         return self.state.step
 
-    def _start_profiling(self, timing: Timing) -> None:
+    def _profile_from_here(self, timing: Timing) -> None:
         """Start the profilers of the roles, if this step is listed and they do not run on from the one before."""
-        profiling.start_profiling(self.run_config.global_profiler, self.state, self.worker_groups(), timing)
+        if profiling.starts_profiling(self.run_config.global_profiler, self.state):
+            with marked_timer("start_profile", timing):
+                self._start_profiling(True)
 
-    def _stop_profiling(self, timing: Timing) -> None:
+    def _profile_to_here(self, timing: Timing) -> None:
         """Stop the profilers of the roles, unless they run on into the next step."""
-        profiling.stop_profiling(self.run_config.global_profiler, self.state, timing)
+        if profiling.stops_profiling(self.run_config.global_profiler, self.state):
+            with marked_timer("stop_profile", timing):
+                self._stop_profiling(True)
+
+    def _start_profiling(self, do_profile: bool) -> None:
+        """Start the profilers of the roles."""
+        if do_profile:
+            profiling.start_profiling(self.state, self.worker_groups())
+
+    def _stop_profiling(self, do_profile: bool) -> None:
+        """Stop the profilers of the roles."""
+        if do_profile:
+            profiling.stop_profiling(self.state)
 
 
 def _without_metrics(output: DataProto, metrics: Metrics) -> DataProto:

@@ -256,15 +256,10 @@ def dump_generations(
     return path
 
 
-def dump_training_batch(
-    folder: str,
-    step: int,
-    batch: DataProto,
-    tokenizer: PreTrainedTokenizerBase,
-    extras: Mapping[str, Sequence[Any]],
-    order: Sequence[int],
-) -> Path:
-    """Dump a scored training batch; row ``i`` of the file is row ``order[i]`` of the batch."""
+def scored_columns(
+    batch: DataProto, tokenizer: PreTrainedTokenizerBase, extras: Mapping[str, Sequence[Any]], order: Sequence[int]
+) -> dict[str, Any]:
+    """Return the columns of a scored training batch for a dump; row ``i`` of them is row ``order[i]`` of the batch."""
     tensors = tensors_of(batch)
 
     def ordered(values: Sequence[Any]) -> list[Any]:
@@ -273,15 +268,13 @@ def dump_training_batch(
     kept = {name: ordered(values) for name, values in extras.items() if len(values) == len(batch)}
     if "request_id" in batch.non_tensor_batch:
         kept.setdefault("request_id", ordered(list(batch.non_tensor_batch["request_id"])))
-    return dump_generations(
-        folder,
-        step,
-        inputs=ordered(tokenizer.batch_decode(tensors["prompts"], skip_special_tokens=True)),
-        outputs=ordered(tokenizer.batch_decode(tensors["responses"], skip_special_tokens=True)),
-        gts=ordered(ground_truths(batch)),
-        scores=ordered(tensors["token_level_scores"].sum(-1).tolist()),
-        extras=kept,
-    )
+    return {
+        "inputs": ordered(tokenizer.batch_decode(tensors["prompts"], skip_special_tokens=True)),
+        "outputs": ordered(tokenizer.batch_decode(tensors["responses"], skip_special_tokens=True)),
+        "gts": ordered(ground_truths(batch)),
+        "scores": ordered(tensors["token_level_scores"].sum(-1).tolist()),
+        "reward_extra_infos_dict": kept,
+    }
 
 
 # ---- traces

@@ -17,6 +17,7 @@ from verl.single_controller.ray.colocated import create_colocated_worker_cls
 from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo.profiling import nsys_group_options
 from verl.trainer.ppo.utils import Role
+from verl.utils.device import get_device_name
 
 WorkerClasses = Mapping[Role, Any]
 """Role -> Ray actor class of its worker."""
@@ -29,13 +30,13 @@ class ResourcePoolManager:
     """Pools of worker processes by name, and the pool of each role.
 
     ``resource_pool_spec`` maps the name of a pool to its number of processes on each node. Each process gets a GPU or
-    NPU, or a CPU core with ``device_name="cpu"``.
+    NPU, or a CPU core with ``device_name="cpu"``. Without ``device_name`` the trainer writes that of the run to it.
     """
 
     resource_pool_spec: dict[str, list[int]]
     mapping: dict[Role, str]
     resource_pool_dict: dict[str, RayResourcePool] = field(default_factory=dict)
-    device_name: str = "cuda"
+    device_name: str | None = None
 
     def create_resource_pool(self) -> None:
         """Make the pools, once.
@@ -44,7 +45,8 @@ class ResourcePoolManager:
         """
         if self.resource_pool_dict:
             return
-        self._check_resource_available()
+        self.device_name = self.device_name or get_device_name()
+        self._check_resource_available(self.device_name)
         for name, processes_on_nodes in self.resource_pool_spec.items():
             use_gpu = self.device_name != "cpu"
             pool = RayResourcePool(processes_on_nodes, use_gpu=use_gpu, max_colocate_count=1, name_prefix=name)
@@ -58,12 +60,12 @@ class ResourcePoolManager:
         """Return the number of worker processes in all pools."""
         return sum(count for counts in self.resource_pool_spec.values() for count in counts)
 
-    def _check_resource_available(self) -> None:
+    def _check_resource_available(self, device_name: str) -> None:
         """Compare the demand of the pools with the devices of the cluster.
 
         Raises: PlacementError naming resource, demand and supply.
         """
-        kind = {"cuda": "GPU", "npu": "NPU", "cpu": "CPU"}[self.device_name]
+        kind = {"cuda": "GPU", "npu": "NPU", "cpu": "CPU"}[device_name]
         supply = sorted((int(node["Resources"].get(kind, 0)) for node in ray.nodes() if node["Alive"]), reverse=True)
         demand = sorted((count for counts in self.resource_pool_spec.values() for count in counts), reverse=True)
         where = f"the pools ask for {self.resource_pool_spec} worker processes per node, one {kind} each"
@@ -105,12 +107,14 @@ def create_worker_groups(
 ) -> dict[str, RayWorkerGroup]:
     """Start the processes of all roles, one group of processes per pool; return a worker group per role name.
 
-    ``run`` is the typed form of ``config``.
+    ``run`` is the typed form of ``config``. A critic is started only if the run trains one, whatever roles are mapped.
     """
+    pools.device_name = pools.device_name or device_name
     pools.create_resource_pool()
     classes: dict[str, dict[str, RayClassWithInitArgs]] = {}
     for role in GROUP_ROLES:
-        if role in role_worker_mapping:
+        is_needed = role != Role.Critic or run.critic is not None
+        if role in role_worker_mapping and is_needed:
             arguments = worker_arguments(config, run, role, role_worker_mapping[role])
             classes.setdefault(pools.mapping[role], {})[str(role)] = arguments
     groups: dict[str, RayWorkerGroup] = {}

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from verl.protocol import DataProto, tensors_of
 from verl.trainer.ppo.loaders import Rows
 from verl.trainer.ppo.metric_utils import failure_metrics, process_validation_metrics
-from verl.trainer.ppo.records import dump_generations, ground_truths, trace_batch
+from verl.trainer.ppo.records import ground_truths, trace_batch
 from verl.trainer.ppo.reward import ExtraColumns, RewardFn, compute_reward
 from verl.utils.numerics.seeding import prompt_uids, sampling_seeds
 from verl.workers.rewards.scoring import FAILURE_COLUMN
@@ -49,15 +49,14 @@ class ValidationSamples:
         if "__num_turns__" in batch.non_tensor_batch:
             self.turns += [int(turns) for turns in batch.non_tensor_batch["__num_turns__"]]
 
-    def dump(self, folder: str, step: int) -> None:
-        """Write all samples to ``<folder>/<step>.jsonl``."""
-        dump_generations(folder, step, self.inputs, self.outputs, self.truths, self.scores, self.extras)
 
-    def choose(self, count: int) -> list[tuple[str, str, float]]:
-        """Choose the same (input, output, score) rows in every validation, whatever order they came in."""
-        rows = sorted(zip(self.inputs, self.outputs, self.scores, strict=True), key=lambda row: row[0])
-        np.random.RandomState(42).shuffle(rows)
-        return rows[:count]
+def choose_samples(
+    inputs: Sequence[str], outputs: Sequence[str], scores: Sequence[float], count: int
+) -> list[tuple[str, str, float]]:
+    """Choose the same (input, output, score) rows in every validation, whatever order they came in."""
+    rows = sorted(zip(inputs, outputs, scores, strict=True), key=lambda row: row[0])
+    np.random.RandomState(42).shuffle(rows)
+    return rows[:count]
 
 
 def collect_samples(

@@ -15,7 +15,7 @@ from verl.utils.observe.console import get_console
 from verl.utils.observe.curves import draw_curves
 from verl.utils.observe.record import Details, RunRecord, WorkerReport
 from verl.utils.observe.rollout_trace import RolloutTraceConfig
-from verl.utils.observe.tracking import Tracking, ValidationGenerationsLogger
+from verl.utils.observe.tracking import Trackers, Tracking, ValidationGenerationsLogger
 from verl.utils.report.page import write_report
 
 if TYPE_CHECKING:
@@ -46,7 +46,6 @@ class RunOutput:
         self.makes_report = options.report
         resolved: Any = OmegaConf.to_container(config, resolve=True)
         self.tracking = Tracking(options.project_name, options.experiment_name, options.logger, resolved)
-        self.generations = ValidationGenerationsLogger(options.project_name, options.experiment_name)
         self.progress = Progress(total_steps, resumed_step or 0, describe_step)
         self.prometheus = None
         if options.prometheus:
@@ -76,15 +75,6 @@ class RunOutput:
         if self.prometheus is not None:
             self.prometheus.publish(metrics, details)
 
-    def log_generations(self, rows: list[tuple[str, str, float]], step: int) -> None:
-        """Send validation samples to the trackers; a tracker that fails does not end the run."""
-        for name, backend in self.tracking.logger.items():
-            try:
-                self.generations.log({name: backend}, rows, step)
-            except Exception as error:  # each library raises its own
-                text = f"trainer.logger: {name!r} did not take the validation samples of step {step}; the run continues"
-                logger.warning("%s: %s: %s", text, type(error).__name__, error)
-
     def close(self, curves: bool = False) -> None:
         """Close the outputs and write the report; draw the ``curves`` of a policy that has finished training."""
         self.progress.close()
@@ -104,6 +94,18 @@ class RunOutput:
             logger.warning("no curves and no report: %s; pip install matplotlib", error)
         except Exception:  # the run is saved; and if it has failed, the user must see that error and not this one
             logger.warning("cannot write the report", exc_info=True)
+
+
+def log_generations(
+    generations: ValidationGenerationsLogger, trackers: Trackers, rows: list[tuple[str, str, float]], step: int
+) -> None:
+    """Send validation samples to the trackers; a tracker that fails does not end the run."""
+    for name in trackers:
+        try:
+            generations.log({name: trackers[name]} if isinstance(trackers, Mapping) else [name], rows, step)
+        except Exception as error:  # each library raises its own
+            text = f"trainer.logger: {name!r} did not take the validation samples of step {step}; the run continues"
+            logger.warning("%s: %s: %s", text, type(error).__name__, error)
 
 
 # ---- Prometheus, through Ray (``trainer.prometheus``)

@@ -3,6 +3,8 @@
 import hashlib
 import random
 import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -47,6 +49,35 @@ def sampling_seeds(
         of_prompt = mix(base + (prompts + np.uint64(1)) * GOLDEN)
         seeds = mix(of_prompt[:, None] + (samples[None, :] + np.uint64(1)) * GOLDEN)
     return torch.from_numpy((seeds.reshape(-1) >> np.uint64(1)).astype(np.int64))
+
+
+@dataclass
+class RequestSeeds:
+    """Seeds for requests that come without any, as a fork's own loop sends them.
+
+    A seed depends only on the run, the step and the place of the request among all of the step, not on the number of
+    processes that share them. A resumed run thus samples what the run before it would have sampled.
+
+    Args:
+        shard: which of the ``num_shards`` equal parts of each batch comes to this process.
+        updates: returns the number of updates of the policy so far, which counts the steps of batches that do not
+            name theirs.
+    """
+
+    run_seed: int
+    shard: int = 0
+    num_shards: int = 1
+    updates: Callable[[], int] = int
+    _drawn: dict[bool, tuple[int, int]] = field(init=False, default_factory=dict)  # validate -> step, requests
+
+    def draw(self, count: int, step: int | None = None, validate: bool = False) -> Tensor:
+        """Return the seeds of the next ``count`` requests of this process: int64, 63 bit."""
+        step = self.updates() if step is None else step
+        known, first = self._drawn.get(validate, (step, 0))
+        if known != step:
+            first = 0
+        self._drawn[validate] = (step, first + count * self.num_shards)
+        return sampling_seeds(self.run_seed, step, count, 1, validate, first + count * self.shard)
 
 
 def prompt_uids(run_seed: int, step: int, num_prompts: int, kind: str = "train", first_prompt: int = 0) -> np.ndarray:

@@ -32,6 +32,8 @@ Metrics = Mapping[str, Any]
 """Metric -> value: numbers, and text, arrays or tensors for backends that can hold them."""
 Config = Mapping[str, Any]
 """The resolved configuration of a run, as plain mappings and lists."""
+Trackers = Mapping[str, Any] | Sequence[str]
+"""Backends by name, or their names alone."""
 
 
 class Backend(Protocol):
@@ -381,7 +383,7 @@ class ValidationGenerationsLogger:
         self.experiment_name = experiment_name
         self.rows: list[list[Any]] = []
 
-    def log(self, loggers: Mapping[str, Any] | Sequence[str], samples: Sequence[Sample], step: int) -> None:
+    def log(self, loggers: Trackers, samples: Sequence[Sample], step: int) -> None:
         """Log the samples of one validation to those of the given backends that can show them."""
         writers = {
             "wandb": partial(self._log_table, "wandb"),

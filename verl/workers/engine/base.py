@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from verl.algos.aggregate import Metric, Sum
+from verl.base_config import WrongInput
 from verl.utils.device import get_device_name
 from verl.utils.flops_counter import AdapterSizes
 from verl.utils.fsdp_utils import scale_to_norm
@@ -68,12 +69,17 @@ class BaseEngine(ABC):
         adapter_sizes: how large the adapters are, set by ``initialize`` when only adapters learn.
         is_value_model: the model returns values, not distributions over tokens.
         lead: a token is read this many positions before itself: 1 where it is predicted, 0 where it has been seen.
+        step_hook: called instead of ``optimizer_step``, which it may call; returns the norm of the gradient.
         makes_head: draw a new value head if the checkpoint holds none.
         config_key: the configuration node of the backend, for messages.
         weights_version: how often the weights have changed, by optimizer steps and loaded checkpoints.
         shares: the ranks over which a mini-batch adds up, set by ``initialize``.
     """
 
+    module: Any = None
+    optimizer: Any = None
+    lr_scheduler: Any = None
+    step_hook: Callable[[], float | Tensor] | None = None
     adapter_sizes: AdapterSizes | None = None
     weights_version = 0
     skipped_steps = 0
@@ -178,7 +184,10 @@ class BaseEngine(ABC):
         """
         self.optimizer_zero_grad()
         metrics = self.forward_backward_batch(data, loss_fn, spec=spec)
-        metrics["grad_norm"] = self.optimizer_step()
+        version = self.weights_version
+        metrics["grad_norm"] = float(self.optimizer_step() if self.step_hook is None else self.step_hook())
+        if self.step_hook is not None and self.weights_version == version and math.isfinite(metrics["grad_norm"]):
+            self.weights_version += 1  # a step of the user's own, which the rollout must learn of
         if self.skipped_steps:
             metrics["skipped_steps"] = float(self.skipped_steps)
         return metrics
@@ -284,6 +293,21 @@ class BaseEngine(ABC):
     @abstractmethod
     def lr_scheduler_step(self) -> float:
         """Advance the schedule; returns the learning rate that the last optimizer step used."""
+
+    @property
+    def schedule_steps(self) -> int:
+        """Steps of the schedule so far; a checkpoint restores them."""
+        return 0
+
+    def adopt(self, module: Any, optimizer: Any, lr_scheduler: Any) -> None:
+        """Take a model, an optimizer and a schedule that code of the user has built, or changed, instead of the own.
+
+        Raises: ValueError for an engine that cannot take another one.
+        """
+        for name, part in (("module", module), ("optimizer", optimizer), ("lr_scheduler", lr_scheduler)):
+            if part is not getattr(self, name):
+                kind = type(self).__name__
+                raise WrongInput(f"_build_model_optimizer returned another {name}, which {kind} cannot take")
 
     def _no_schedule(self) -> RuntimeError:
         return RuntimeError(f"this engine only infers: it has no schedule ({self.config_key}.forward_only)")

@@ -89,6 +89,15 @@ class PassSpec:
             temperature_of(data)
         return cls.from_meta(meta)
 
+    def as_meta(self) -> dict[str, Any]:
+        """Return the keys of ``meta_info`` that a bare actor reads, see ``from_caller``."""
+        return {
+            "use_dynamic_bsz": self.use_dynamic_bsz,
+            "micro_batch_size": self.micro_batch_size,
+            "max_token_len": self.max_token_len,
+            "temperature": self.temperature,
+        }
+
     @property
     def entropy_mode(self) -> EntropyMode:
         """The entropy to compute now: without autograd, ``grad`` is ``value``."""

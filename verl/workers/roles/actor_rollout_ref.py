@@ -1,35 +1,40 @@
 """The actor, its rollout engine and the reference policy: one worker class for every combination of the three."""
 
 import dataclasses
-from contextlib import ExitStack, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig, OmegaConf
 
 from verl.algos.mismatch import finish_gap_metrics
 from verl.base_config import WrongInput, build_node, omega_conf_to_dataclass
 from verl.models.transformers.vision import is_vision_config
-from verl.protocol import DataProto, tensors_of
+from verl.protocol import OLD_LOG_PROBS_VERSION, DataProto, tensors_of
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.utils.metric import reduce_metrics
+from verl.utils.numerics.seeding import RequestSeeds
 from verl.utils.profiler import ProfilerConfig
 from verl.utils.profiler.profile import DistProfiler
 from verl.utils.profiler.ranges import reduce_timing, simple_timer, topk_reduce_ratio_min_max
 from verl.utils.vision.multi_modal import take_fetched_bytes
+from verl.workers.config.actor_critic import FSDPActorConfig
 from verl.workers.config.actor_rollout_ref import FSDPRefConfig, McoreRefConfig, ref_class
-from verl.workers.engine import BaseEngine
+from verl.workers.engine import BaseEngine, FSDPEngine
 from verl.workers.engine.base import ModelOutput
 from verl.workers.engine.passes import PassSpec
 from verl.workers.roles import batching
 from verl.workers.roles.accounting import begin_peak, memory_metrics, memory_of, mfu
-from verl.workers.roles.base import EngineWorker
+from verl.workers.roles.base import AnyTrainedConfig, EngineRoleConfig, EngineWorker
 from verl.workers.roles.losses import ppo_loss, select_tokens
+from verl.workers.roles.workerless import BasePPOActor, DataParallelPPOActor
 from verl.workers.rollout import build_rollout
-from verl.workers.sharding_manager import build_sharding_manager
+from verl.workers.sharding_manager import build_sharding_manager, complete
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
     from verl.workers.config import ActorRolloutRefConfig, HFModelConfig, RefConfig, RolloutConfig
-    from verl.workers.config.actor_critic import FSDPActorConfig, McoreActorConfig
+    from verl.workers.config.actor_critic import McoreActorConfig
 
 ROLES = ("actor", "rollout", "ref", "actor_rollout", "actor_rollout_ref")
 
@@ -56,8 +61,12 @@ class ActorRolloutRefWorker(EngineWorker):
         plays_ref = self._is_ref or self._is_lora
         ref = config.get("ref") if plays_ref else None
         self.ref_config = None if ref is None else build_node(ref, ref_class(ref))
+        self._nodes: dict[str, tuple[HFModelConfig, EngineRoleConfig]] = {}
+        self._engines: dict[str, BaseEngine] = {}
+        self._actor: DataParallelPPOActor | None = None
         self._weight_sync: dict[str, float] = {}
         self._sync_timing: dict[str, float] = {}
+        self._step: int | None = None
         self._register_meshes()
         self.use_profilers(**self._profilers())
 
@@ -103,9 +112,9 @@ class ActorRolloutRefWorker(EngineWorker):
         if self._is_actor and self.actor_config.uses_full_kl:
             self.engine.set_reference(self.ref_engine if self._is_ref else None)
         if self._is_rollout:
-            engine = self.engine if self._is_actor else None
-            self.rollout = build_rollout(self.rollout_config, self.model_config, engine)
-            self.sharding_manager = build_sharding_manager(engine, self.rollout)
+            self._build_rollout(trust_remote_code=self.model_config.trust_remote_code)
+            self.rollout.seeds = self._request_seeds()
+            self.sharding_manager = build_sharding_manager(self.engine if self._is_actor else None, self.rollout)
 
     @property
     def _ref_node(self) -> FSDPRefConfig | McoreRefConfig:
@@ -114,7 +123,7 @@ class ActorRolloutRefWorker(EngineWorker):
 
     def _build_actor(self) -> None:
         config = self.actor_config
-        self.engine = self.build_engine("language_model", self.model_config, config, config.freeze_vision_tower)
+        self.engine = self._build("actor", self.model_config, config)
         dp_size = self.engine.get_data_parallel_size()
         key = "actor_rollout_ref.actor.ppo_mini_batch_size"
         self.rows_per_step = batching.per_rank_mini_batch(
@@ -122,17 +131,123 @@ class ActorRolloutRefWorker(EngineWorker):
         )
         self.train_spec = batching.training_spec(config, dp_size)
         self.log_prob_spec = log_prob_spec(self.rollout_config, dp_size, self.rollout_config.temperature)
+        if isinstance(self.engine, FSDPEngine) and isinstance(config, FSDPActorConfig):
+            per_rank = {"ppo_mini_batch_size": self.rows_per_step, "ppo_micro_batch_size": None}
+            per_rank["ppo_micro_batch_size_per_gpu"] = self.train_spec.micro_batch_size
+            self.actor = DataParallelPPOActor.around(self.engine, dataclasses.replace(config, **per_rank))
+            if isinstance(self.config, DictConfig):
+                # A subclass may give ``self.config.actor`` to an actor of its own, which counts rows of this rank.
+                known = {name: value for name, value in per_rank.items() if name in self.config.actor}
+                self.config = OmegaConf.merge(self.config, {"actor": known})
+
+    @property
+    def actor(self) -> DataParallelPPOActor:
+        """The actor whose overridable methods the passes of this worker run; a subclass may set its own.
+
+        Raises: RuntimeError on Megatron-Core, before ``init_model``, and for a worker that does not train.
+        """
+        if self._actor is None:
+            raise RuntimeError(f"{type(self).__name__} has no actor: call init_model, with a role that trains on FSDP")
+        return self._actor
+
+    @actor.setter
+    def actor(self, actor: DataParallelPPOActor) -> None:
+        engine: Any = self.engine
+        actor.run_in(engine)
+        self._actor = actor
 
     def _build_ref(self) -> None:
         config = self._ref_node
         model_config = self.model_config
         if config.model_path:
             model_config = model_config.changed(config.model or {})
-        self.ref_engine = self.build_engine("language_model", model_config, config)
+        self.ref_engine = self._build("ref", model_config, config)
         dp_size = self.ref_engine.get_data_parallel_size()
         self.ref_spec = log_prob_spec(config, dp_size, self.rollout_config.temperature)
         if not self._is_actor:
             self.engine = self.ref_engine
+
+    def _build(self, role: str, model_config: "HFModelConfig", config: EngineRoleConfig) -> BaseEngine:
+        """Return the engine of ``actor`` or ``ref``, with the model and optimizer of ``_build_model_optimizer``."""
+        self._nodes[role] = (model_config, config)
+        module, optimizer, scheduler, hf_config = self._build_model_optimizer(
+            model_path=model_config.path,
+            fsdp_config=config.engine,
+            optim_config=config.optim if isinstance(config, AnyTrainedConfig) else None,
+            override_model_config=model_config.override_config,
+            use_remove_padding=model_config.use_remove_padding,
+            use_fused_kernels=model_config.use_fused_kernels,
+            enable_gradient_checkpointing=model_config.enable_gradient_checkpointing,
+            trust_remote_code=model_config.trust_remote_code,
+            use_liger=model_config.use_liger,
+            role=role,
+            enable_activation_offload=model_config.enable_activation_offload,
+        )
+        if role not in self._engines:  # the method of a subclass has built everything itself
+            self._engines[role] = self.build_engine("language_model", model_config, config, initialize=False)
+        engine = self._engines[role]
+        engine.adopt(module, optimizer, scheduler)
+        if role == "actor":
+            self.actor_module = self.actor_module_fsdp = module
+            self.actor_optimizer = optimizer
+            self.actor_lr_scheduler = scheduler
+            self.actor_model_config = hf_config
+        else:
+            self.ref_module = self.ref_module_fsdp = module
+        return engine
+
+    def _build_model_optimizer(
+        self,
+        model_path: str | None = None,
+        fsdp_config: Any = None,
+        optim_config: Any = None,
+        override_model_config: Mapping[str, Any] | None = None,
+        use_remove_padding: bool | None = None,
+        use_fused_kernels: bool | None = None,
+        enable_gradient_checkpointing: bool | None = None,
+        trust_remote_code: bool | None = None,
+        use_liger: bool | None = None,
+        role: str = "actor",
+        enable_activation_offload: bool | None = None,
+    ) -> tuple[Any, Any, Any, Any]:
+        """Build model, optimizer and schedule of ``actor`` or ``ref``; a subclass may change what this returns.
+
+        Args: None stands for the value of the configuration. On Megatron-Core ``fsdp_config`` is the node ``megatron``.
+        Returns: the model (on Megatron-Core a list of chunks), its optimizer and schedule (None for a reference), and
+            the model's configuration.
+        """
+        model_config, config = self._nodes[role]
+        asked = {
+            "path": model_path,
+            "override_config": override_model_config,
+            "use_remove_padding": use_remove_padding,
+            "use_fused_kernels": use_fused_kernels,
+            "enable_gradient_checkpointing": enable_gradient_checkpointing,
+            "trust_remote_code": trust_remote_code,
+            "use_liger": use_liger,
+            "enable_activation_offload": enable_activation_offload,
+        }
+        changes = {name: value for name, value in asked.items() if value not in (None, model_config[name])}
+        if changes:
+            model_config = model_config.changed(changes)
+        own_nodes = {"optim": optim_config, "megatron" if "megatron" in config else "fsdp_config": fsdp_config}
+        given = {name: node for name, node in own_nodes.items() if node is not None and node is not config[name]}
+        if given:
+            config = dataclasses.replace(config, **given)
+        frozen = role == "actor" and self.actor_config.freeze_vision_tower
+        engine: Any = self.build_engine("language_model", model_config, config, frozen)
+        self._engines[role] = engine
+        return engine.module, engine.optimizer, engine.lr_scheduler, model_config.hf_config
+
+    def _build_rollout(self, trust_remote_code: bool = False) -> None:
+        """Start the generation engine, ``self.rollout``."""
+        self.rollout = build_rollout(self.rollout_config, self.model_config, self.engine if self._is_actor else None)
+
+    def _request_seeds(self) -> RequestSeeds:
+        """Return the seeds of the requests whose caller sends none."""
+        shards = self.world_size // self.rollout_config.workers_per_engine
+        updates = (lambda: self.engine.schedule_steps) if self._is_actor else int
+        return RequestSeeds(self.rollout_config.seed, self._mesh("rollout")[0], shards, updates)
 
     # ---- rollout
 
@@ -157,20 +272,19 @@ class ActorRolloutRefWorker(EngineWorker):
         self._sync_timing = {}
         if not timing:  # else the peak and the seconds began with the sync
             begin_peak()
-        with ExitStack() as awake:
-            with simple_timer("wake_and_sync", timing):
-                self.sharding_manager.prepare(batching.BatchInfo.of(prompts).step)
-                awake.enter_context(self.sharding_manager)
-            behind = {}
-            if self._is_actor:
-                updates = self.engine.weights_version - self.rollout.weights_version
-                behind = {"weight_sync/versions_behind": float(updates)}
-            try:
-                with simple_timer("generate_sequences", timing):
-                    output = self.rollout.generate_sequences(prompts)
-            finally:
-                with simple_timer("sleep", timing):
-                    awake.close()
+        self._step = batching.BatchInfo.of(prompts).step
+        with simple_timer("wake_and_sync", timing):
+            complete(self.rollout_mode())
+        behind = {}
+        if self._is_actor:
+            updates = self.engine.weights_version - self.rollout.weights_version
+            behind = {"weight_sync/versions_behind": float(updates)}
+        try:
+            with simple_timer("generate_sequences", timing):
+                output = self.rollout.generate_sequences(prompts)
+        finally:
+            with simple_timer("sleep", timing):
+                complete(self.trainer_mode())
         self.seconds_by_call["generation"] = self.seconds_by_call.get("generation", 0.0) + timing["generate_sequences"]
         ratio, shortest, longest = topk_reduce_ratio_min_max(timing["generate_sequences"])
         output.meta_info["timing"] = reduce_timing(timing) | {
@@ -181,6 +295,14 @@ class ActorRolloutRefWorker(EngineWorker):
         used = self._rollout_use(output, timing["generate_sequences"])
         output.meta_info["metrics"] = self._weight_sync_metrics() | behind | used
         return output
+
+    async def rollout_mode(self) -> None:
+        """Give the devices and the current weights to the rollout."""
+        await self.sharding_manager.give_to_rollout(self._step)
+
+    async def trainer_mode(self) -> None:
+        """Take the devices back from the rollout."""
+        await self.sharding_manager.give_to_trainer()
 
     def _rollout_use(self, output: DataProto, seconds: float) -> dict[str, float]:
         """Return the memory of a generation, and the MFU of the ranks that hold its engine."""
@@ -195,8 +317,8 @@ class ActorRolloutRefWorker(EngineWorker):
 
     def _sleep_rollout(self) -> None:
         """Free the memory of a rollout that was synced but has not generated, as in a fork's own loop."""
-        if self._is_rollout:
-            self.sharding_manager.sleep()
+        if self._is_rollout and self.sharding_manager.is_awake:
+            complete(self.trainer_mode())
 
     def _weight_sync_metrics(self) -> dict[str, float]:
         """Return the figures of the sync that brought the present weights, which an earlier call may have run."""
@@ -217,10 +339,13 @@ class ActorRolloutRefWorker(EngineWorker):
         spec = dataclasses.replace(self.log_prob_spec, entropy="value")
         metrics: dict[str, Any] = {}
         with self.accounted(metrics, "actor_infer", data):
-            output = self._infer(self.engine, data, spec, without_adapter)
+            if self._overrides("compute_log_prob") and not without_adapter:
+                output = self._infer_by_actor(data, spec)
+            else:
+                output = self._infer(self.engine, data, spec, without_adapter)
         meta_info = {"temperature": self.rollout_config.temperature, "metrics": metrics}
         if self._is_actor and not without_adapter:
-            meta_info[batching.OLD_LOG_PROBS_VERSION] = self.engine.weights_version
+            meta_info[OLD_LOG_PROBS_VERSION] = self.engine.weights_version
         return DataProto.from_dict(
             tensors={"old_log_probs": output["log_probs"], "entropys": output["entropy"]}, meta_info=meta_info
         )
@@ -251,11 +376,39 @@ class ActorRolloutRefWorker(EngineWorker):
         spec = batching.policy_update_spec(self.train_spec, config, data, self.rollout_config.temperature)
         prepare = partial(select_tokens, config, self.engine)
         with self.ref_engine.eval_mode() if self._is_ref and config.uses_full_kl else nullcontext():
-            metrics = self.update("actor", data, config, partial(ppo_loss, config), spec, prepare)
+            if self._overrides("update_policy"):
+                metrics = self._update_by_actor(data)
+            else:
+                metrics = self.update("actor", data, config, partial(ppo_loss, config), spec, prepare)
         metrics = finish_gap_metrics(metrics) | memory_metrics()
         if is_vision_config(self.model_config.hf_config):  # each rank counts for all, as the driver averages over them
             metrics["multi_modal/bytes_fetched"] = float(take_fetched_bytes() * self.world_size)
         return DataProto(meta_info={"metrics": metrics})
+
+    # ---- an actor of a subclass, which computes by itself
+
+    def _overrides(self, method: str) -> bool:
+        """Whether a subclass has set an actor with its own version of a method."""
+        return self._actor is not None and getattr(type(self._actor), method) is not getattr(BasePPOActor, method)
+
+    def _infer_by_actor(self, data: DataProto, spec: PassSpec) -> ModelOutput:
+        self._sleep_rollout()
+        data.meta_info |= spec.as_meta()
+        with self.engine.eval_mode():
+            log_probs, entropy = self.actor.compute_log_prob(data=data, calculate_entropy=True)
+        assert entropy is not None
+        return {"log_probs": log_probs.cpu(), "entropy": entropy.cpu()}
+
+    def _update_by_actor(self, data: DataProto) -> dict[str, Any]:
+        data.meta_info.setdefault("temperature", self.rollout_config.temperature)
+        metrics: dict[str, Any] = {}
+        version = self.engine.weights_version
+        with self.accounted(metrics, "actor", data, self.actor_config.ppo_epochs), self.engine.train_mode():
+            metrics |= reduce_metrics(self.actor.update_policy(data=data))
+        if self.engine.weights_version == version:
+            self.engine.weights_version += 1  # it has stepped the optimizer itself, which the rollout must learn of
+        metrics["actor/lr"] = self.engine.lr_scheduler_step()
+        return metrics
 
 
 def log_prob_spec(node: "RolloutConfig | RefConfig", dp_size: int, temperature: float) -> PassSpec:

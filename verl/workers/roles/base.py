@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 AnyEngineConfig = FSDPEngineConfig | McoreEngineConfig
 AnyTrainedConfig = FSDPActorConfig | McoreActorConfig | FSDPCriticConfig | McoreCriticConfig
+EngineRoleConfig = FSDPActorConfig | McoreActorConfig | FSDPRefConfig | McoreRefConfig
 RoleConfig = AnyTrainedConfig | FSDPRefConfig | McoreRefConfig | RewardModelConfig
 
 _NOT_OF_A_STEP = ("init_model", "load_checkpoint", "report_step")
@@ -100,11 +101,17 @@ class EngineWorker(Worker, DistProfilerExtension):
                     return
 
     def build_engine(
-        self, model_type: str, model_config: "HFModelConfig", config: RoleConfig, freeze_vision_tower: bool = False
+        self,
+        model_type: str,
+        model_config: "HFModelConfig",
+        config: RoleConfig,
+        freeze_vision_tower: bool = False,
+        initialize: bool = True,
     ) -> BaseEngine:
         """Construct and initialize the engine of a role's node, and seed this process for it.
 
-        With Megatron-Core and without ``load_weight``, its weights come from a seed.
+        Without ``initialize`` it has no model, and the caller lets it ``adopt`` one. With Megatron-Core and without
+        ``load_weight``, its weights come from a seed.
         """
         engine_config = engine_config_of(config)
         trained = config if isinstance(config, AnyTrainedConfig) else None
@@ -121,7 +128,8 @@ class EngineWorker(Worker, DistProfilerExtension):
             checkpoint_config=trained.checkpoint if trained else CheckpointConfig(),
             **options,
         )
-        engine.initialize()
+        if initialize:
+            engine.initialize()
         # A reference next to an actor draws nothing. Megatron-Core has seeded the process by its place in the layout.
         if (trained or not self.flops_counters) and engine_config.strategy != "megatron":
             seed_process(engine_config.seed, model_type, self.rank)

@@ -9,15 +9,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 from verl.base_config import WrongInput
-from verl.protocol import tensors_of
+from verl.protocol import OLD_LOG_PROBS_VERSION, tensors_of
 from verl.workers.engine.passes import PassSpec
 
 if TYPE_CHECKING:
     from verl.protocol import DataProto
     from verl.workers.config import ActorConfig, CriticConfig
-
-OLD_LOG_PROBS_VERSION = "old_log_probs_version"
-"""``meta_info`` key: the version of the weights that computed ``old_log_probs``."""
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ Megatron-Core the chunks of this rank.
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from verl.models.transformers.dense_common import has_fused_head, install_fused_
 from verl.protocol import DataProto, tensors_of
 from verl.workers.config import ActorConfig, CriticConfig, FSDPEngineConfig, McoreEngineConfig, RewardModelConfig
 from verl.workers.engine import BaseEngine, EngineRegistry, FSDPEngine, FSDPEngineWithLMHead, FSDPEngineWithValueHead
+from verl.workers.engine.fsdp.forward import Forward
 from verl.workers.engine.passes import PassSpec, temperature_of
 from verl.workers.rewards.chat_rendering import ChatRenderer
 from verl.workers.roles.base import engine_config_of, list_metrics
@@ -112,7 +113,66 @@ class DataParallelPPOActor(BasePPOActor["FSDPActorConfig"]):
         if self.config.use_fused_kernels and not has_fused_head(actor_module):
             install_fused_head(actor_module)  # type: ignore[arg-type]
         packed = self.config.use_remove_padding
-        self.engine = _engine_of_module(FSDPEngineWithLMHead, actor_module, actor_optimizer, self.config, packed)
+        self.run_in(_engine_of_module(FSDPEngineWithLMHead, actor_module, actor_optimizer, self.config, packed))
+
+    @classmethod
+    def around(cls, engine: FSDPEngine, config: "FSDPActorConfig") -> Self:
+        """Return an actor whose passes run in an engine that exists, in which the batch sizes count rows."""
+        actor = cls.__new__(cls)
+        BasePPOActor.__init__(actor, config)
+        actor.actor_module = engine.module
+        actor.actor_optimizer = engine.optimizer
+        actor.run_in(engine)
+        return actor
+
+    def run_in(self, engine: FSDPEngine) -> None:
+        """Let an engine of this module run ``_forward_micro_batch`` and ``_optimizer_step`` of this actor."""
+        given = {each.name: getattr(engine.forward, each.name) for each in dataclasses.fields(Forward)}
+        engine.forward = self._forward = _ActorForward(**given, actor=self)
+        engine.step_hook = self._optimizer_step
+        self.engine = engine
+
+    def _forward_micro_batch(
+        self, micro_batch: Mapping[str, Any], temperature: float, calculate_entropy: bool = False
+    ) -> tuple[Tensor | None, Tensor]:
+        """Return the entropies, if asked for, and the log-probabilities (b, R) of a micro-batch on the device.
+
+        Both are zero outside the response mask. ``micro_batch`` holds its tensors and non-tensors by name.
+        """
+        entropy = self._forward.spec.entropy if calculate_entropy else "none"
+        if calculate_entropy and entropy == "none":
+            entropy = "grad"
+        spec = dataclasses.replace(self._forward.spec, temperature=temperature, entropy=entropy)
+        output = self._forward.run(DataProto.from_single_dict(micro_batch), spec)
+        return output.get("entropy"), output["log_probs"]
+
+    def _optimizer_step(self) -> float | Tensor:
+        """Clip and apply the gradient; returns its norm. A step with a non-finite norm is skipped."""
+        return self.engine.optimizer_step()
+
+
+@dataclasses.dataclass(eq=False)
+class _ActorForward(Forward):
+    """Runs each micro-batch by a method of the actor that a subclass may override; ``spec`` is that of the pass."""
+
+    actor: DataParallelPPOActor | None = None
+    spec: PassSpec = PassSpec()
+
+    def __call__(self, rows: DataProto, spec: PassSpec) -> dict[str, Tensor]:
+        if spec.full_kl:  # the method has no place for the divergence from a reference
+            return self.run(rows, spec)
+        assert self.actor is not None
+        self.spec = spec
+        entropy, log_probs = self.actor._forward_micro_batch(
+            {**tensors_of(rows), **rows.non_tensor_batch},
+            temperature=spec.temperature,
+            calculate_entropy=spec.entropy != "none",
+        )
+        return {"log_probs": log_probs} if entropy is None else {"log_probs": log_probs, "entropy": entropy}
+
+    def run(self, rows: DataProto, spec: PassSpec) -> dict[str, Tensor]:
+        """Run the model on the rows; see ``Forward``."""
+        return super().__call__(rows, spec)
 
 
 class MegatronPPOActor(BasePPOActor["McoreActorConfig"]):

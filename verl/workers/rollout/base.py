@@ -13,6 +13,7 @@ from torch import Tensor
 from verl.base_config import WrongInput
 from verl.protocol import DataProto, tensors_of
 from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
+from verl.utils.numerics.seeding import RequestSeeds
 from verl.utils.torch_functional import remove_pad_token
 from verl.utils.vision.positions import continued
 
@@ -46,6 +47,7 @@ class BaseRollout(ABC):
         self.config = config
         self.model_config = model_config
         self.device_mesh = device_mesh
+        self.seeds = RequestSeeds(config.seed)
         self.last_generation: dict[str, float] = {}
         self._version = NO_WEIGHTS
         self._usable = config.load_format != "dummy"
@@ -54,8 +56,8 @@ class BaseRollout(ABC):
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Generate a response for each prompt.
 
-        Args: ``input_ids``, ``attention_mask``, ``position_ids`` (B, P), left-padded; ``sampling_seed`` (B,) int64;
-        non-tensor ``raw_prompt_ids``; meta ``eos_token_id``, ``pad_token_id``, ``do_sample``, ``validate``.
+        Args: ``input_ids``, ``attention_mask``, ``position_ids`` (B, P), left-padded; optional ``sampling_seed`` (B,)
+        int64; non-tensor ``raw_prompt_ids``; meta ``eos_token_id``, ``pad_token_id``, ``do_sample``, ``validate``.
         Returns: ``prompts`` (B, P), ``responses`` (B, R), ``input_ids``, ``attention_mask``, ``position_ids`` (B, L),
         ``response_mask`` (B, R) and, with ``calculate_log_probs``, ``rollout_log_probs`` (B, R) float32.
         """
@@ -80,19 +82,17 @@ class BaseRollout(ABC):
                 )
 
     def _sampling_seeds(self, prompts: DataProto) -> list[int] | None:
-        """Return the seed of each row; None where the most likely tokens are taken, which needs none.
+        """Return the seed of each row, from ``self.seeds`` if the caller has sent none.
 
-        Raises: ValueError without seeds: the result would then depend on earlier requests of the engine.
+        None where the most likely tokens are taken, which needs no seed.
         """
         if is_greedy(prompts, self.config):
             return None
-        assert prompts.batch is not None
-        if "sampling_seed" not in prompts.batch:
-            raise ValueError(
-                "the batch has no sampling_seed (B,): add it with "
-                "verl.utils.numerics.seeding.sampling_seeds(run_seed, step, ...)"
-            )
-        return prompts.batch["sampling_seed"].tolist()
+        batch = tensors_of(prompts)
+        if "sampling_seed" in batch.keys():
+            return batch["sampling_seed"].tolist()
+        meta = prompts.meta_info
+        return self.seeds.draw(len(prompts), meta.get("global_steps"), bool(meta.get("validate", False))).tolist()
 
     def _end_tokens(self, prompts: DataProto) -> list[int]:
         """Return the tokens that end a response."""

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from verl.workers.sharding_manager.base import BaseShardingManager
 from verl.workers.sharding_manager.fsdp_vllm import FSDPVLLMShardingManager
-from verl.workers.sharding_manager.hybrid import HybridShardingManager
+from verl.workers.sharding_manager.hybrid import HybridShardingManager, complete
 from verl.workers.sharding_manager.megatron_vllm import MegatronVLLMShardingManager
 from verl.workers.sharding_manager.weight_sync import WeightSyncError
 
@@ -19,6 +19,7 @@ __all__ = [
     "MegatronVLLMShardingManager",
     "WeightSyncError",
     "build_sharding_manager",
+    "complete",
 ]
 
 

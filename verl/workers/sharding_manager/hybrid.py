@@ -59,12 +59,31 @@ class HybridShardingManager(BaseShardingManager):
             group = device_mesh["infer_tp"].get_group()
             self._infer_group = group if group.size() > 1 else None
         if rollout.config.free_cache_engine:
-            _complete(rollout.release())
+            complete(rollout.release())
 
     @property
     def is_behind(self) -> bool:
         """Whether the trainer has other weights than the rollout."""
         return self.engine is not None and self.engine.weights_version != self.rollout.weights_version
+
+    @property
+    def is_awake(self) -> bool:
+        """Whether the rollout has the devices, or at least its weights."""
+        return self._prepared_for is not None
+
+    def _trained_version(self) -> int:
+        return 0 if self.engine is None else self.engine.weights_version
+
+    async def _sync(self, step: int | None) -> None:
+        _empty_cache()
+        set_expandable_segments(False)
+        await self.rollout.resume(["weights"])
+        self.last_sync = {}
+        if self.is_behind and not is_skipped("weight_sync", rank=envs.integer("RANK", 0), step=step):
+            assert self.engine is not None
+            self.last_sync = WeightSync(self.engine, self.rollout, self.bucket_bytes, step).run()
+            logger.debug("weight sync: %s", self.last_sync)
+        self._prepared_for = self._trained_version()
 
     def sync(self, step: int | None = None) -> None:
         """Resume the rollout's weights, and sync them if they are outdated.
@@ -73,52 +92,41 @@ class HybridShardingManager(BaseShardingManager):
 
         Raises: WeightSyncError on all ranks when the sync failed on any.
         """
-        _empty_cache()
-        set_expandable_segments(False)
-        _complete(self.rollout.resume(["weights"]))
-        self.last_sync = {}
-        if self.is_behind and not is_skipped("weight_sync", rank=envs.integer("RANK", 0), step=step):
-            assert self.engine is not None
-            self.last_sync = WeightSync(self.engine, self.rollout, self.bucket_bytes, step).run()
-            logger.debug("weight sync: %s", self.last_sync)
-        self._prepared_for = self._trained_version()
+        complete(self._sync(step))
 
-    def _trained_version(self) -> int:
-        return 0 if self.engine is None else self.engine.weights_version
-
-    def prepare(self, step: int | None = None) -> None:
-        """Sync, unless that was done for the present weights.
+    async def give_to_rollout(self, step: int | None = None) -> None:
+        """Sync, unless that was done for the present weights, and resume the rollout's cache.
 
         Raises: WeightSyncError on all ranks when the sync failed on any.
         """
         if self._prepared_for != self._trained_version():
-            self.sync(step)
+            await self._sync(step)
+        _empty_cache()
+        await self.rollout.resume(["kv_cache"])
+
+    async def give_to_trainer(self) -> None:
+        """Release the rollout's memory if it is awake and ``free_cache_engine`` is set."""
+        if self._prepared_for is None:
+            return
+        self._prepared_for = None
+        if self.rollout.config.free_cache_engine:
+            await self.rollout.release()
+        _empty_cache()
+        set_expandable_segments(True)
 
     def __enter__(self) -> "HybridShardingManager":
-        """Prepare the weights and resume the rollout's cache.
+        """Give the devices and the current weights to the rollout.
 
         Raises: WeightSyncError on all ranks when the sync failed on any.
         """
-        self.prepare()
-        _empty_cache()
-        _complete(self.rollout.resume(["kv_cache"]))
+        complete(self.give_to_rollout())
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Take the devices back."""
-        self.sleep()
-
-    def sleep(self) -> None:
-        """Release the rollout's memory if it is awake and ``free_cache_engine`` is set."""
-        if self._prepared_for is None:
-            return
-        self._prepared_for = None
-        if self.rollout.config.free_cache_engine:
-            _complete(self.rollout.release())
-        _empty_cache()
-        set_expandable_segments(True)
+        complete(self.give_to_trainer())
 
     def preprocess_data(self, data: "DataProto") -> "DataProto":
         """Give each rank of a rollout engine the rows of all of them; collective over them."""
@@ -138,12 +146,14 @@ def _empty_cache() -> None:
         get_torch_device().empty_cache()
 
 
-def _complete(coroutine: Coroutine[None, None, None]) -> None:
-    """Run a coroutine of a rollout to its end.
+def complete(coroutine: Coroutine[None, None, None] | None) -> None:
+    """Run a coroutine to its end; None is the result of a plain function in its place.
 
     In an actor with an asynchronous method, Ray calls every method inside an event loop. That loop cannot run another
     one, so the coroutine then runs in a thread with the same current device.
     """
+    if coroutine is None:
+        return
     try:
         asyncio.get_running_loop()
     except RuntimeError:  # the usual case: no loop runs here

@@ -6,6 +6,7 @@ Python files are read, not executed.
 import ast
 import inspect
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -158,6 +159,28 @@ def python_file_rules(path_key: str, path: str, name_key: str, name: Any) -> tup
     functions = [node.name for node in module.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
     expected = f"{path} does not define it; it defines {', '.join(functions) or 'nothing'}"
     return [Violation(name_key, name, expected)], module
+
+
+def may_register(path: str | None) -> bool:
+    """Whether the file of a custom reward function may register a reward manager when it is run.
+
+    It may if it names ``register``, or imports anything but the standard library and this package.
+    """
+    file = None if path is None else python_file(path)
+    if file is None:
+        return path is not None  # an installed module may do anything
+    try:
+        module = ast.parse(file.read_text(encoding="utf-8"), file.name)
+    except (SyntaxError, ValueError, RecursionError, MemoryError, OSError):
+        return False  # ``python_file_rules`` tells why
+    for node in ast.walk(module):
+        if "register" in (getattr(node, "id", None), getattr(node, "attr", None), getattr(node, "name", None)):
+            return True
+        names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        if any(name.split(".")[0] not in (*sys.stdlib_module_names, "verl") for name in names):
+            return True
+    return False
 
 
 def imports_everything(module: ast.Module) -> bool:

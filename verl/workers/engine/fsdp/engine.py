@@ -205,6 +205,23 @@ class FSDPEngine(BaseEngine):
         self.lr_scheduler.step()
         return used
 
+    @property
+    def schedule_steps(self) -> int:
+        """Steps of the schedule so far; a checkpoint restores them."""
+        return 0 if self.lr_scheduler is None else self.lr_scheduler.last_epoch
+
+    def adopt(self, module: nn.Module, optimizer: Any, lr_scheduler: Any) -> None:
+        """Take a model, an optimizer and a schedule that code of the user has built, or changed, instead of the own."""
+        if not hasattr(self, "layout"):  # not initialized: the model was built elsewhere
+            self.layout = make_layout(self.engine_config, must_wrap=isinstance(module, FSDPModule))
+        if module is not getattr(self, "module", None):
+            check_layout(module, self.layout)
+            self.module = module
+            self._adopt(self.model_config.use_remove_padding, self.model_config.enable_activation_offload)
+        self._parameters = [p for p in module.parameters() if p.requires_grad]
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+
     # ---- weights
 
     def local_parameters(self) -> Iterator[tuple[str, Tensor]]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.distributed as dist
@@ -263,6 +263,20 @@ class MegatronEngine(BaseEngine):
         used = float(self.lr_scheduler.get_lr({}))
         self.lr_scheduler.step(1)
         return used
+
+    @property
+    def schedule_steps(self) -> int:
+        """Steps of the schedule so far; a checkpoint restores them."""
+        return 0 if self.lr_scheduler is None else int(self.lr_scheduler.num_steps)
+
+    def adopt(self, module: Any, optimizer: Any, lr_scheduler: Any) -> None:
+        """Take an optimizer and a schedule that code of the user has built, or changed, instead of the own.
+
+        Raises: ValueError for another model: the optimizer and the exported weights belong to the chunks built here.
+        """
+        super().adopt(module, self.optimizer, self.lr_scheduler)
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
 
     # ---- weights
 
