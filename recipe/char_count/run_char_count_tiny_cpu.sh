@@ -4,7 +4,7 @@ set -euxo pipefail
 
 OUT_DIR="${OUT_DIR:-outputs/char_count}"
 WORKERS="${WORKERS:-1}"
-SFT_STEPS="${SFT_STEPS:-300}"
+SFT_STEPS="${SFT_STEPS:-200}"
 
 if [ ! -f "$OUT_DIR/sft/latest_checkpointed_iteration.txt" ]; then
     python3 recipe/char_count/create_dataset.py --data_path "$OUT_DIR/data" --min_length 3 --max_length 8 --seed 1
@@ -36,7 +36,7 @@ python3 -m verl.trainer.main_ppo \
     algorithm.adv_estimator=grpo \
     data.train_files="$OUT_DIR/data/rl/train.parquet" \
     data.val_files="$OUT_DIR/data/rl/test.parquet" \
-    data.train_batch_size=32 \
+    data.train_batch_size=16 \
     data.max_prompt_length=48 \
     data.max_response_length=48 \
     data.dataloader_num_workers=0 \
@@ -44,7 +44,7 @@ python3 -m verl.trainer.main_ppo \
     actor_rollout_ref.model.use_remove_padding=true \
     actor_rollout_ref.model.enable_gradient_checkpointing=false \
     actor_rollout_ref.actor.optim.lr=1e-4 \
-    actor_rollout_ref.actor.ppo_mini_batch_size=16 \
+    actor_rollout_ref.actor.ppo_mini_batch_size=8 \
     actor_rollout_ref.actor.use_dynamic_bsz=true \
     actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096 \
     actor_rollout_ref.actor.fsdp_config.model_dtype=fp32 \
@@ -62,8 +62,8 @@ python3 -m verl.trainer.main_ppo \
     trainer.project_name=char_count \
     trainer.experiment_name=grpo \
     trainer.default_local_dir="$OUT_DIR/grpo" \
-    trainer.total_training_steps=60 \
+    trainer.total_training_steps=40 \
     trainer.total_epochs=1000 \
     trainer.test_freq=10 \
-    trainer.save_freq=30 \
+    trainer.save_freq=20 \
     "$@"
