@@ -136,8 +136,8 @@ READERS = [
     Reader("critic", "enable", "trainer/ppo/utils.py", "config.critic", "tests/trainer/run/test_launch.py::test_who_needs_a_critic"),
     # rollout
     Reader(ROLLOUT, "name mode", "workers/rollout/__init__.py", "config", "tests/workers/rollout/test_engine_args.py::test_unknown_rollouts"),
-    Reader(ROLLOUT, "n skip_rollout", "trainer/ppo/ray_trainer.py", "self.run_config.actor_rollout_ref.rollout", BATCHES + "test_rollouts_are_kept_per_step_and_prompts"),
-    Reader(ROLLOUT, "skip_dump_dir", "utils/rollout_skip.py", "rollout", BATCHES + "test_rollouts_are_kept_per_step_and_prompts"),
+    Reader(ROLLOUT, "n skip_rollout", "trainer/ppo/ray_trainer.py", "self.run_config.actor_rollout_ref.rollout", "tests/trainer/ppo/test_rollout_skip.py::test_rollouts_are_kept_per_step_and_prompts"),
+    Reader(ROLLOUT, "skip_dump_dir", "trainer/ppo/rollout_skip.py", "rollout", "tests/trainer/ppo/test_rollout_skip.py::test_rollouts_are_kept_per_step_and_prompts"),
     Reader((ROLLOUT, f"{ROLLOUT}.val_kwargs"), "temperature top_k top_p", "workers/rollout/base.py", LOOP, CONTRACT + "test_greedy_and_validation"),
     Reader(ROLLOUT, "repetition_penalty do_sample", "workers/rollout/base.py", "config", CONTRACT + "test_greedy_and_validation"),
     Reader(f"{ROLLOUT}.val_kwargs", "n do_sample", "trainer/ppo/ray_trainer.py", "sampling", E2E + "test_train.py::test_grpo_runs_and_rollout_and_trainer_agree"),

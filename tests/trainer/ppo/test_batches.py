@@ -1,6 +1,5 @@
 """What the driver does with whole batches: rewards, advantages, validation metrics, kept rollouts, pools."""
 
-import pickle
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,8 +16,6 @@ from verl.trainer.ppo.resources import ResourcePoolManager
 from verl.trainer.ppo.state import RunState
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.validation import ValidationSamples, add_extras, summarise
-from verl.utils.loading import UntrustedClassError
-from verl.utils.rollout_skip import RolloutSkip
 
 
 def scored(rewards, uids, mask=None):
@@ -149,42 +146,6 @@ def test_balanced_rows_can_be_put_back():
     trainer._balance_batch(batch, metrics)
     tokens = batch.batch["attention_mask"].sum(-1)
     assert sorted((tokens[:3].sum().item(), tokens[3:].sum().item())) == [10, 11]
-
-
-# ---- kept rollouts
-
-
-def test_rollouts_are_kept_per_step_and_prompts(tmp_path):
-    config = OmegaConf.create(
-        {
-            "actor_rollout_ref": {"rollout": {"n": 2, "skip_dump_dir": str(tmp_path)}},
-            "data": {"train_batch_size": 1},
-            "trainer": {"experiment_name": "e", "project_name": "p"},
-        }
-    )
-    calls = []
-
-    def generate(prompts):
-        calls.append(prompts.meta_info["global_steps"])
-        answer = torch.full((len(prompts), 1), len(calls))
-        return DataProto.from_dict({"prompts": prompts.batch["input_ids"], "responses": answer})
-
-    def ask(token, step, **meta):
-        group = SimpleNamespace(generate_sequences=generate)
-        RolloutSkip(config, group).wrap_generate_sequences()
-        prompts = DataProto.from_dict({"input_ids": torch.tensor([[token], [token]])})
-        prompts.meta_info = {"global_steps": step, **meta}
-        return group.generate_sequences(prompts).batch["responses"][0].item()
-
-    assert ask(5, 1) == 1 and ask(5, 1) == 1 and ask(5, 2) == 2 and calls == [1, 2]
-    assert ask(6, 1) == 3 and ask(6, 1) == 3  # other prompts: made again, and kept instead
-    assert ask(6, 1, validate=True) == 4  # validation is never taken from a file
-    kept = tmp_path / "e_p_GBS1__N2" / "1.pkl"
-    kept.write_bytes(b"cut")
-    assert ask(6, 1) == 5
-    kept.write_bytes(pickle.dumps(SimpleNamespace(batch=1)))
-    with pytest.raises(UntrustedClassError, match=rf"{kept} names types\.SimpleNamespace.*trainer\.trusted_classes"):
-        ask(6, 1)
 
 
 # ---- pools

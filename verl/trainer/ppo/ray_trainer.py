@@ -33,6 +33,7 @@ from verl.trainer.ppo.phases import check_rollout, checked_phase, needs_old_log_
 from verl.trainer.ppo.records import StepRecord, dump_generations, scored_columns, trace_batch
 from verl.trainer.ppo.resources import ResourcePoolManager, WorkerClasses, create_worker_groups, set_schedule_steps
 from verl.trainer.ppo.reward import ExtraColumns, PendingReward, RewardFn
+from verl.trainer.ppo.rollout_skip import RolloutSkip
 from verl.trainer.ppo.shaping import add_rollout_weights, apply_kl_penalty, compute_advantage, compute_response_mask
 from verl.trainer.ppo.state import Metrics, RunState, Timing
 from verl.trainer.ppo.utils import Role as Role  # forks import it from here
@@ -48,7 +49,6 @@ from verl.utils.numerics.seeding import derive_seed, prompt_uids, sampling_seeds
 from verl.utils.observe.rollout_trace import RolloutTraceConfig
 from verl.utils.observe.tracking import Trackers, ValidationGenerationsLogger
 from verl.utils.profiler import marked_timer
-from verl.utils.rollout_skip import RolloutSkip
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions, log_seqlen_unbalance
 from verl.utils.vision.multi_modal import count_shared_bytes, share
 
