@@ -277,6 +277,7 @@ MEGATRON = [
     Reader(LAYOUTS, "use_distributed_optimizer override_ddp_config", "workers/engine/megatron/build.py", "config", CONTRACT_MEGATRON + "test_three_steps_of_adamw"),
     Reader(LAYOUTS, "dtype", "workers/engine/megatron/build.py", "config", MEGATRON_ENGINE + "test_half_precision_keeps_an_fp32_copy"),
     Reader(LAYOUTS, "use_dist_checkpointing dist_checkpointing_path", "workers/engine/megatron/build.py", "self.engine_config", "tests/scripts/test_converter_hf_to_mcore.py::test_engines_start_from_what_was_converted"),
+    Reader(LAYOUTS, "use_mbridge", "workers/engine/megatron/build.py", "self.engine_config", "tests/workers/engine/test_megatron_bridge.py::test_a_bridged_model_computes_and_trains_what_the_tables_do"),
     Reader(LAYOUTS, "share_model_files", "workers/engine/megatron/build.py", "self.engine_config", "tests/workers/engine/test_megatron_helpers.py::test_a_worker_without_files_gets_its_parts_and_no_more"),
     Reader((ACTOR, REF), "load_weight", "workers/roles/base.py", "config", "tests/workers/engine/test_megatron_engine.py::test_weights_come_from_the_seed_where_none_are_loaded"),
     Reader("critic", "load_weight", "workers/roles/base.py", "config", "tests/workers/engine/test_megatron_engine.py::test_weights_come_from_the_seed_where_none_are_loaded"),
@@ -300,11 +301,7 @@ MEGATRON_ONE = {
     "trainer/config/ppo_megatron_trainer.yaml": tuple(
         f"{ROLLOUT}.layer_name_map.{name}" for name in ("qkv_layer_name", "gate_proj_layer_name")
     ),
-    "trainer/config/engine/megatron.yaml": (
-        f"{REF}.megatron.forward_only",
-        "reward_model.megatron.forward_only",
-        *(f"{node}.use_mbridge" for node in LAYOUTS),
-    ),
+    "trainer/config/engine/megatron.yaml": (f"{REF}.megatron.forward_only", "reward_model.megatron.forward_only"),
 }
 """As ``ONE_IMPLEMENTATION``."""
 

@@ -112,7 +112,7 @@ def test_what_established_commands_add_without_effect_is_accepted_and_named(mega
     assert violations(megatron(f"{LAYOUT}.use_mbridge=true", f"{LAYOUT}.dist_checkpointing_path=/no/such")) == {}
     assert f"{LAYOUT}.dist_checkpointing_path=/no/such ({LAYOUT}.use_dist_checkpointing=false)" in caplog.text
     assert f"{LAYOUT}.use_mbridge, actor_rollout_ref.ref.megatron.use_mbridge" in caplog.text
-    assert "mbridge is not used, the tables of verl.models.mcore" in caplog.text
+    assert "mbridge builds models that verl.models.mcore has no table for" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -230,6 +230,10 @@ def test_architectures_that_it_cannot_hold(megatron, tmp_path):
     (tmp_path / "tokenizer.json").write_text('{"model": {}}')
     found = violations(megatron(f"actor_rollout_ref.model.path={tmp_path}"))
     assert "Gemma2ForCausalLM is not supported with strategy=megatron" in found["actor_rollout_ref.model.path"]
+    bridged = violations(megatron(f"actor_rollout_ref.model.path={tmp_path}", f"{LAYOUT}.use_mbridge=true"))
+    message = bridged[f"{LAYOUT}.use_mbridge"]
+    assert "architecture Gemma2ForCausalLM is built by mbridge, and this run lacks CUDA devices, mbridge" in message
+    assert "actor_rollout_ref.model.path" not in bridged
 
 
 MODEL = "actor_rollout_ref.model"

@@ -17,7 +17,15 @@ from verl.trainer.config.rules.files import (
     name_rules,
     resume_rules,
 )
-from verl.trainer.config.rules.megatron import ASCEND, config_fields, family_rules, optimizer_rules, override_rules
+from verl.trainer.config.rules.megatron import (
+    ASCEND,
+    bridge_rules,
+    bridged_architecture,
+    config_fields,
+    family_rules,
+    optimizer_rules,
+    override_rules,
+)
 from verl.trainer.config.rules.model import fused_rules, vision_rules
 from verl.trainer.config.run_config import RESUME_MODES, tracker_rules
 from verl.utils.dataset.config import TRUNCATIONS
@@ -186,7 +194,11 @@ def _violations(
             yield from vision_rules(read_config_json(path), ("engine.strategy", strategy), (key, path), world_size)
             if strategy == "megatron":
                 node = tree["model"]
-                yield from family_rules(node, config_fields(node), "model", "engine=fsdp", key)
+                shape = config_fields(node)
+                if bridged := bridged_architecture(node, shape, run.engine):
+                    yield from bridge_rules(bridged, "engine", run.trainer.device, "engine=fsdp")
+                else:
+                    yield from family_rules(node, shape, "model", "engine=fsdp", key)
     if not any("_size" in violation.key for violation in missing + wrong):
         yield from _batch_rules(run, world_size)
     yield from _choice_rules(run, tree)

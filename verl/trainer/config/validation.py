@@ -194,7 +194,7 @@ def _give_notices(run: RunConfig, tree: Tree) -> None:
     bridged = [key for key in _BRIDGES if select(tree, key)]
     if bridged:
         logger.warning(
-            "%s=true: mbridge is not used, the tables of verl.models.mcore convert the weights of this model",
+            "%s=true: mbridge builds models that verl.models.mcore has no table for; the tables serve all others",
             ", ".join(bridged),
         )
     reward = run.reward_model

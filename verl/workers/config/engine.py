@@ -109,7 +109,7 @@ class McoreEngineConfig(BaseConfig):
     override_ddp_config: dict[str, Any] = setting({}, "fields of DistributedDataParallelConfig to set")
     override_transformer_config: dict[str, Any] = setting(TRANSFORMER_OVERRIDES, "fields of TransformerConfig to set")
     override_mcore_model_config: dict[str, Any] = setting({}, "must be empty: use model.override_config")
-    use_mbridge: bool = setting(False, "no effect: the tables of verl.models.mcore convert weights")
+    use_mbridge: bool = setting(False, "mbridge builds models that verl.models.mcore has no table for")
     share_model_files: bool = setting(False, "copy missing model files from other nodes")
     forward_only: bool = setting(False, "there is no optimizer")
     strategy: str = setting("megatron", "training engine", one_of=("megatron",))

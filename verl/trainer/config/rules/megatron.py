@@ -108,7 +108,7 @@ def megatron_rules(run: RunConfig, use_reference: bool, broken: set[str]) -> Ite
         elif not any(key.startswith(role.engine_key) for key in broken):
             yield from _option_rules(run, role, engine)
             yield from _world_rules(role, engine, run.trainer.device == "cpu")
-            yield from _model_rules(run.actor_rollout_ref, role, engine)
+            yield from _model_rules(run.actor_rollout_ref, role, engine, run.trainer.device)
             actor = roles[0].node.engine
             if role.shares and isinstance(actor, McoreEngineConfig):
                 yield from _shared_rules(role, engine, actor)
@@ -184,13 +184,42 @@ def _world_rules(role: EngineRole, engine: McoreEngineConfig, on_cpu: bool) -> I
         yield Violation(f"{role.engine_key}.{key}", value, expected)
 
 
-def _model_rules(shared: ActorRolloutRefConfig, role: EngineRole, engine: McoreEngineConfig) -> Iterator[Violation]:
+def bridged_architecture(node: Tree, fields: ConfigFields | None, engine: McoreEngineConfig) -> str:
+    """Return the architecture of a model that mbridge has to build; empty if a table serves it, or may serve it."""
+    named = getattr(fields, "architectures", None) or []
+    if not engine.use_mbridge or envs.read("VERL_USE_EXTERNAL_MODULES") or node.get("external_lib"):
+        return ""
+    return "" if not named or [causal_name(name) in ARCHITECTURES for name in named] == [True] else ", ".join(named)
+
+
+def bridge_rules(architecture: str, engine_key: str, device: str, on_fsdp: str) -> Iterator[Violation]:
+    """Yield what keeps mbridge from building a model; ``on_fsdp`` says what to write for a run on FSDP."""
+    missing = [name for name in ("mbridge", "transformer_engine") if importlib.util.find_spec(name) is None]
+    if device != "cuda":
+        missing.insert(0, "CUDA devices")
+    if missing:
+        expected = (
+            f"architecture {architecture} is built by mbridge, and this run lacks {', '.join(missing)}: install what "
+            f"is missing, or write {on_fsdp}, which uses FSDP"
+        )
+        yield Violation.unsupported(f"{engine_key}.use_mbridge", True, expected)
+
+
+def _model_rules(
+    shared: ActorRolloutRefConfig, role: EngineRole, engine: McoreEngineConfig, device: str
+) -> Iterator[Violation]:
     """Yield an unsupported model, and sizes that do not divide its heads, experts or layers; a hub id is not read."""
     key = role.model_key
     node: Tree = role.model
     if isinstance(role.node, RefConfig):
         key, node = reference_node(shared)
     if (fields := config_fields(node)) is None:
+        return
+    if bridged := bridged_architecture(node, fields, engine):
+        yield from bridge_rules(bridged, role.engine_key, device, "--config-name=ppo_trainer")
+        if role.key not in ("actor_rollout_ref.actor", "actor_rollout_ref.ref"):
+            expected = f"mbridge builds no value head for architecture {bridged}: use another model, or FSDP"
+            yield Violation.unsupported(f"{role.engine_key}.use_mbridge", True, expected)
         return
     yield from family_rules(node, fields, key, "--config-name=ppo_trainer")
     config = vars(fields)

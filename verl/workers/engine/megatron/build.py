@@ -18,9 +18,11 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from torch import Tensor
 
 from verl.base_config import WrongInput, as_yaml
+from verl.models.mcore.bridge import Bridge, needs_bridge
 from verl.models.mcore.families import HEAD_NAMES, num_experts
 from verl.models.mcore.gpt.build import (
     attach_fused_head,
+    attach_picker,
     default_implementation,
     hf_to_mcore_config,
     init_mcore_model,
@@ -78,12 +80,15 @@ class ModelBuilder:
     def __post_init__(self) -> None:
         self.hf_config = self.model_config.hf_config
         self.path: str = self.model_config.local_path
+        self.bridge: Bridge | None = None
 
     def build(self) -> list[Any]:
         """Return the chunks with their weights.
 
         Raises: ValueError naming the file, tensor or key that is wrong.
         """
+        if needs_bridge(self.hf_config, self.engine_config.use_mbridge):
+            return self._build_bridged()
         self._refuse()
         config = self.transformer_config()
         count = self.layout.virtual_stages
@@ -113,17 +118,45 @@ class ModelBuilder:
             self.load(chunks)
         return chunks
 
+    def _build_bridged(self) -> list[Any]:
+        """Return the chunks of a model that the tables lack, as mbridge builds and loads them."""
+        self._refuse_options()
+        if self.is_value_model or not self.load_weight:
+            wrong = "a critic or reward model" if self.is_value_model else "load_weight=false"
+            name = ", ".join(self.hf_config.architectures or ["none"])
+            raise WrongInput(
+                f"megatron.use_mbridge=true: {wrong} of architecture {name} is not supported: use strategy=fsdp"
+            )
+        dtype = model_dtype(self.engine_config, self.layout.device)
+        self.bridge = Bridge(self.hf_config, dtype, self._overrides())
+        chunks = self.bridge.build()
+        for chunk in chunks:
+            chunk.to(self.layout.device)
+            chunk.config.finalize_model_grads_func = finish_gradients
+            attach_picker(chunk, self.layout.tp_group)
+            if self.fuses_head:
+                backend = self.model_config.fused_kernel_options["impl_backend"]
+                attach_fused_head(chunk, self.hf_config.vocab_size, self.layout.tp_group, backend)
+        if self.engine_config.use_dist_checkpointing:
+            self.load_distributed(chunks, str(self.engine_config.dist_checkpointing_path))
+        else:
+            self.bridge.load(chunks, self.path)
+        return chunks
+
     @property
     def fuses_head(self) -> bool:
         """Whether the head scores tokens without making logits; a value head makes none anyway."""
         return not self.is_value_model and bool(self.model_config.use_fused_kernels)
 
-    def _refuse(self) -> None:
+    def _refuse_options(self) -> None:
         if self.fuses_head:
             backend_of(self.model_config.fused_kernel_options["impl_backend"], self.layout.device)
         for name in ("lora_rank", "use_liger", "enable_activation_offload"):
             if value := self.model_config[name]:
                 raise WrongInput(f"model.{name}={as_yaml(value)} is not supported with strategy=megatron")
+
+    def _refuse(self) -> None:
+        self._refuse_options()
         for name in ("num_attention_heads", "num_key_value_heads"):
             heads = getattr(self.hf_config, name)
             if heads % self.layout.tp_size:
@@ -149,6 +182,15 @@ class ModelBuilder:
         """Return the configuration of Megatron-Core for this layout."""
         config = self.engine_config
         values = {key: getattr(config, key) for key in _KEYS_OF_THE_LAYOUT}
+        dtype = model_dtype(config, self.layout.device)
+        built = hf_to_mcore_config(self.hf_config, dtype, **(values | self._overrides()))
+        built.finalize_model_grads_func = finish_gradients
+        return built
+
+    def _overrides(self) -> dict[str, Any]:
+        """Return the fields of Megatron-Core's configuration that this run sets, apart from its layout."""
+        config = self.engine_config
+        values: dict[str, Any] = {}
         # Megatron-Core's default exchange passes wrong activations between virtual stages; see McoreEngineConfig.
         if self.layout.virtual_stages > 1:
             values |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
@@ -171,10 +213,7 @@ class ModelBuilder:
                 "megatron.override_transformer_config.deallocate_pipeline_outputs=true must be false on CPU workers: "
                 "gloo still reads the buffer, and the next stage would receive garbage"
             )
-        dtype = model_dtype(config, self.layout.device)
-        built = hf_to_mcore_config(self.hf_config, dtype, **(values | overrides))
-        built.finalize_model_grads_func = finish_gradients
-        return built
+        return values | overrides
 
     # ---- weights
 

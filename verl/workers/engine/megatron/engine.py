@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
     from transformers import PretrainedConfig
 
+    from verl.models.mcore.bridge import Bridge
     from verl.protocol import DataProto
     from verl.workers.config import McoreEngineConfig, McoreOptimizerConfig
 
@@ -50,6 +51,8 @@ class MegatronEngine(BaseEngine):
     module: list[MegatronModule]  # the models, wrapped when they train
     optimizer: "ChainedOptimizer | None" = None
     lr_scheduler: "OptimizerParamScheduler | None" = None
+    bridge: "Bridge | None" = None
+    """What converts the weights of a model that the tables of verl.models.mcore lack."""
     _depth = 0
     _weights_are_shards = False
 
@@ -65,6 +68,7 @@ class MegatronEngine(BaseEngine):
             self.model_config, config, self.layout, self.is_value_model, self.makes_head, self.load_weight
         )
         self.models = builder.build()
+        self.bridge = builder.bridge
         self.module = list(self.models)
         if self.optimizer_config is None:
             for model in self.models:
@@ -309,8 +313,18 @@ class MegatronEngine(BaseEngine):
         if adapter_only:
             raise RuntimeError("the engine holds no adapter: model.lora_rank is 0")
         self._finish_updates()
+        if self.bridge is not None:
+            yield from self._bridged_weights(self.bridge, before)
+            return
         value_of = self.offload.value_of  # moves offloaded tensors to the device one at a time
         yield from exported_weights(self.models, self.hf_config, self.is_value_model, value_of, before)
+
+    def _bridged_weights(self, bridge: "Bridge", before: Callable[[int], None] | None) -> Iterator[tuple[str, Tensor]]:
+        with self._on_device("model"):
+            for name, tensor in bridge.weights(self.models):
+                if before is not None:
+                    before(tensor.numel() * tensor.element_size())
+                yield name, tensor
 
     # ---- checkpoints
 
