@@ -7,7 +7,7 @@ from recipe.spin.core_algos import compute_onlineDPO_pref
 from recipe.spin.dp_actor import CHOSEN
 from verl.base_config import WrongInput, build_node
 from verl.protocol import DataProto, tensors_of
-from verl.trainer.ppo.ray_trainer import Metrics, RayPPOTrainer, Timing, _for_model, _without_metrics
+from verl.trainer.ppo.ray_trainer import Metrics, RayPPOTrainer, Timing, for_model, without_metrics
 
 
 class RaySPINTrainer(RayPPOTrainer):
@@ -37,7 +37,7 @@ class RaySPINTrainer(RayPPOTrainer):
         with self._timed("policy_log_prob", timing):
             batch = self._add_old_log_probs(batch, metrics)
         with self._timed("ref_log_prob_dpo", timing):
-            return batch.union(_without_metrics(self.actor_rollout_wg.compute_ref_log_prob(_for_model(batch)), metrics))
+            return batch.union(without_metrics(self.actor_rollout_wg.compute_ref_log_prob(for_model(batch)), metrics))
 
     def shape(self, batch: DataProto, metrics: Metrics, timing: Timing) -> DataProto:
         """Turn scores into preferences; the advantage of a token is 1 in a chosen response, -1 in a rejected one."""
@@ -56,7 +56,7 @@ class RaySPINTrainer(RayPPOTrainer):
     def update(self, batch: DataProto, metrics: Metrics, timing: Timing) -> DataProto:
         """Update the policy by the pairs, and every ``ref_update_freq`` steps the reference by the policy."""
         with self._timed("update_actor", timing):
-            _without_metrics(self.actor_rollout_wg.update_actor_dpo(_for_model(batch)), metrics)
+            without_metrics(self.actor_rollout_wg.update_actor_dpo(for_model(batch)), metrics)
         self.state.weights_version += 1
         if self._reference_is_policy():
             with self._timed("update_reference", timing):

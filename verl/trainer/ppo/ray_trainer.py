@@ -357,7 +357,7 @@ class RayPPOTrainer:
         check_rollout(requests, output, self.state.step, self.single_turn)
         for name, value in output.meta_info.pop("timing", {}).items():  # several calls in a step add up
             timing[name] = value if "/" in name else timing.get(name, 0.0) + value
-        _without_metrics(output, metrics)
+        without_metrics(output, metrics)
         if self.run_config.algorithm.adv_estimator == AdvantageEstimator.REMAX:
             tensors_of(batch)["reward_baselines"] = self._greedy_baseline(batch, prompts, metrics, timing)
         batch = batch.repeat(repeat_times=num_samples, interleave=True).union(output)
@@ -384,11 +384,11 @@ class RayPPOTrainer:
             with self._timed("ref", timing):
                 group = self.actor_rollout_wg if self.ref_in_actor else self.ref_policy_wg
                 assert group is not None
-                batch = batch.union(_without_metrics(group.compute_ref_log_prob(_for_model(batch)), metrics))
+                batch = batch.union(without_metrics(group.compute_ref_log_prob(for_model(batch)), metrics))
         if self.use_critic:
             assert self.critic_wg is not None
             with self._timed("values", timing):
-                batch = batch.union(_without_metrics(self.critic_wg.compute_values(_for_model(batch)), metrics))
+                batch = batch.union(without_metrics(self.critic_wg.compute_values(for_model(batch)), metrics))
         return batch
 
     def shape(self, batch: DataProto, metrics: Metrics, timing: Timing) -> DataProto:
@@ -424,11 +424,11 @@ class RayPPOTrainer:
         if self.use_critic:
             assert self.critic_wg is not None
             with self._timed("update_critic", timing):
-                _without_metrics(self.critic_wg.update_critic(_for_model(batch)), metrics)
+                without_metrics(self.critic_wg.update_critic(for_model(batch)), metrics)
         if self.run_config.trainer.critic_warmup <= self.state.step:
             with self._timed("update_actor", timing):
                 batch.meta_info["multi_turn"] = self.run_config.actor_rollout_ref.rollout.multi_turn.enable
-                _without_metrics(self.actor_rollout_wg.update_actor(_for_model(batch)), metrics)
+                without_metrics(self.actor_rollout_wg.update_actor(for_model(batch)), metrics)
             self.state.weights_version += 1
         return batch
 
@@ -513,7 +513,7 @@ class RayPPOTrainer:
 
     def _add_old_log_probs(self, batch: DataProto, metrics: Metrics) -> DataProto:
         actor = self.run_config.actor_rollout_ref.actor
-        output = _without_metrics(self.actor_rollout_wg.compute_log_prob(_for_model(batch)), metrics)
+        output = without_metrics(self.actor_rollout_wg.compute_log_prob(for_model(batch)), metrics)
         entropies = tensors_of(output).pop("entropys")
         assert isinstance(entropies, torch.Tensor)
         mask = tensors_of(batch)["response_mask"]
@@ -750,13 +750,13 @@ class RayPPOTrainer:
             profiling.stop_profiling(self.state)
 
 
-def _without_metrics(output: DataProto, metrics: Metrics) -> DataProto:
+def without_metrics(output: DataProto, metrics: Metrics) -> DataProto:
     """Move the metrics of a workers' answer to those of the step, and return the rest."""
     metrics.update(reduce_metrics(output.meta_info.pop("metrics", {})))
     return output
 
 
-def _for_model(batch: DataProto) -> DataProto:
+def for_model(batch: DataProto) -> DataProto:
     """Select the part of a batch that models read: tensors, multi-modal inputs and meta_info."""
     columns = [name for name in ("multi_modal_inputs",) if name in batch.non_tensor_batch]
     return batch.select(non_tensor_batch_keys=columns)
