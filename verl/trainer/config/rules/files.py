@@ -29,8 +29,9 @@ def file_rules(run: RunConfig) -> Iterator[Violation]:
     yield from folder_rules({f"trainer.{name}": run.trainer[name] for name in RUN_FOLDERS})
     yield from resume_rules(run.trainer.resume_mode, run.trainer.resume_from_path)
     yield from _validation_file_rules(run)
-    yield from data_file_rules("data.train_files", run.data.train_files, required=True)
-    yield from data_file_rules("data.val_files", run.data.val_files, required=False)
+    if run.data.custom_cls.path is None:  # a data set of the user finds its rows itself
+        yield from data_file_rules("data.train_files", run.data.train_files, required=True)
+        yield from data_file_rules("data.val_files", run.data.val_files, required=False)
     scorer = run.custom_reward_function
     sampler = run.data.sampler
     for node, path_key, path, name_key, name in (
