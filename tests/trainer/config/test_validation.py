@@ -240,7 +240,7 @@ def test_a_batch_is_divided_by_every_engine_that_shares_it_out(base):
         ({f"{MODEL}.lora_rank": 1024}, f"{MODEL}.lora_rank", "at most 512 with vllm"),
         ({"data.max_response_length": 60}, "data.max_response_length", "exceeds the model's 64 positions: write at most 48"),
         # names
-        ({"algorithm.adv_estimator": "groo"}, "algorithm.adv_estimator", "the nearest: grpo"),
+        ({"algorithm.adv_estimator": "groo"}, "algorithm.adv_estimator", "Unknown advantage estimator: it is not registered; the nearest: grpo"),
         ({f"{ACTOR}.policy_loss.loss_mode": "vanila"}, f"{ACTOR}.policy_loss.loss_mode", "the nearest: vanilla"),
         ({"reward_model.reward_manager": "naiv"}, "reward_model.reward_manager", "the nearest: naive"),
         ({f"{MODEL}.external_lib": "no_such_module"}, f"{MODEL}.external_lib", "cannot find no_such_module"),

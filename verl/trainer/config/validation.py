@@ -143,12 +143,18 @@ def _step_rules(run: RunConfig) -> Iterator[Violation]:
             yield Violation(f"{key}.optim.total_training_steps", role.optim.total_training_steps, expected)
 
 
+_LOSS = "actor_rollout_ref.actor.policy_loss"
 _REGISTRIES = {
-    "algorithm.adv_estimator": ("verl.algos.advantage", "ADV_ESTIMATOR_REGISTRY"),
-    "actor_rollout_ref.actor.policy_loss.loss_mode": ("verl.algos.policy_loss", "POLICY_LOSS_REGISTRY"),
-    "reward_model.reward_manager": ("verl.workers.rewards.managers", "REWARD_MANAGER_REGISTRY"),
+    "algorithm.adv_estimator": ("verl.algos.advantage", "ADV_ESTIMATOR_REGISTRY", "Unknown advantage estimator"),
+    f"{_LOSS}.loss_mode": ("verl.algos.policy_loss", "POLICY_LOSS_REGISTRY", "Unsupported loss mode"),
+    "reward_model.reward_manager": (
+        "verl.workers.rewards.managers",
+        "REWARD_MANAGER_REGISTRY",
+        "Unknown reward manager",
+    ),
 }
-"""Keys that name something registered, and where the names are that code of the user has added to those of ours."""
+"""Keys that name something registered, where the names are that code of the user has added to those of ours, and the
+words with which the registry itself begins its error."""
 
 
 def _name_rules(run: RunConfig) -> Iterator[Violation]:
@@ -162,18 +168,18 @@ def _name_rules(run: RunConfig) -> Iterator[Violation]:
     manager = run.reward_model.reward_manager
     for key, name, ours in (
         ("algorithm.adv_estimator", run.algorithm.adv_estimator, ADV_ESTIMATORS),
-        ("actor_rollout_ref.actor.policy_loss.loss_mode", loss.loss_mode, losses),
+        (f"{_LOSS}.loss_mode", loss.loss_mode, losses),
         ("reward_model.reward_manager", manager, tuple(SCORER_CALLS)),
     ):
-        module, registry = _REGISTRIES[key]
+        module, registry, unknown = _REGISTRIES[key]
         known = [*ours, *getattr(sys.modules.get(module), registry, ())]  # without an import, nothing is registered
         is_known = name is None or name in known  # null: a recipe without one
         if is_known or (name == manager and may_register(run.custom_reward_function.path)):
             continue
         similar = ", ".join(nearest(name, known)) or ", ".join(known)
         expected = (
-            f"is not registered; the nearest: {similar}. A name that you add needs a module that registers it in "
-            "VERL_USE_EXTERNAL_MODULES or actor_rollout_ref.model.external_lib"
+            f"{unknown}: it is not registered; the nearest: {similar}. A name that you add needs a module that "
+            "registers it in VERL_USE_EXTERNAL_MODULES or actor_rollout_ref.model.external_lib"
         )
         yield Violation(key, name, expected)
 
