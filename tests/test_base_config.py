@@ -13,6 +13,7 @@ from verl.base_config import (
     MOST_SEED,
     BaseConfig,
     ConfigError,
+    NodeReader,
     UnsupportedConfigError,
     Violation,
     setting,
@@ -52,6 +53,15 @@ def test_it_is_a_read_only_mapping():
     assert {**node}["inner"]["size"] == 2
     with pytest.raises(AttributeError):
         node["absent"]
+
+
+def test_a_node_whose_class_cannot_be_imported_keeps_its_values():
+    """A default in the place of a value would be refused as if the user had written it."""
+    reader = NodeReader()
+    node = reader.node({"inner": {"_target_": "no.such.Class", "size": 3, "own": 1}}, "inner", Inner)
+    (told,) = reader.violations
+    assert told.key == "inner._target_" and "No module named" in told.expected
+    assert isinstance(node, Inner) and node.size == 3
 
 
 def test_fields_are_set_once_unless_named_mutable():

@@ -423,10 +423,11 @@ class NodeReader:
         """Build the dataclass of a mapping; other values are returned unchanged."""
         if not isinstance(value, Mapping) or is_dataclass(value):
             return value
-        names_class = "_target_" in value
-        own = self._target_class(value["_target_"], path) if names_class else cls
-        if names_class and own is None:
-            return None if cls is None else _default(cls)
+        found = self._target_class(value["_target_"], path) if "_target_" in value else None
+        names_class = found is not None
+        own = found or cls  # with a wrong class the usual one, so that what reads the node finds the other values
+        if own is None and "_target_" in value:
+            return None
         if self.imports and names_class and (not _is_node_class(own) or value.keys() & _HYDRA_KEYS):
             return _instantiate(value)
         is_strict = (names_class and not getattr(own, "_is_open", False)) or (own is not None and own._is_closed)
