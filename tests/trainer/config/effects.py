@@ -113,7 +113,7 @@ READERS = [
     Reader((ACTOR, "critic"), "ppo_micro_batch_size ppo_micro_batch_size_per_gpu", "workers/roles/batching.py", "config", "tests/workers/roles/test_batching.py::test_a_micro_batch_of_one_device"),
     Reader((ACTOR, "critic"), "use_dynamic_bsz ppo_max_token_len_per_gpu", "workers/roles/batching.py", "config", UNCHANGED),
     Reader(ACTOR, "ppo_epochs shuffle", "workers/roles/batching.py", "config", FEATURES),
-    Reader(ACTOR, "freeze_vision_tower", "workers/roles/actor_rollout_ref.py", "config", ENGINE + "test_vision_contract.py::test_a_frozen_tower_keeps_its_weights"),
+    Reader(ACTOR, "freeze_vision_tower", "workers/roles/actor_rollout_ref.py", "self.actor_config", ENGINE + "test_vision_contract.py::test_a_frozen_tower_keeps_its_weights"),
     Reader(ACTOR, "clip_ratio clip_ratio_low clip_ratio_high", "algos/policy_loss.py", "config", POLICY_LOSSES + "test_policy_loss_equals_slow_reference"),
     Reader(ACTOR, "clip_ratio_c", "algos/policy_loss.py", "config", POLICY_LOSSES + "test_vanilla_by_hand"),
     Reader(f"{ACTOR}.policy_loss", "loss_mode", "workers/roles/losses.py", "config.policy_loss", ROLE_LOSSES + "test_no_split_changes_a_policy_loss"),
