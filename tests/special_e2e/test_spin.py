@@ -15,7 +15,7 @@ def train(workspace, name, overrides=None, **options):
     changes = {
         "algorithm.adv_estimator": None,
         "actor_rollout_ref.actor.ppo_mini_batch_size": 4,
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 3,
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 1,  # between the responses of a pair
         "actor_rollout_ref.actor.optim.lr_warmup_steps": 0,
         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": 8,
         "actor_rollout_ref.rollout.n": 2,
