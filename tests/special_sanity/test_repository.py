@@ -22,6 +22,7 @@ OPTIONAL = {
     "liger_kernel",
     "math_verify",
     "mathruler",
+    "mbridge",
     "megatron",
     "mlflow",
     "modelscope",

@@ -670,8 +670,10 @@ def _united_meta_info(earlier: MetaInfo, later: MetaInfo) -> MetaInfo:
     united = union_two_dict(dict(earlier), lasting)
     for key in OF_ONE_CALL & later.keys():
         known = united.get(key)
-        both = isinstance(known, Mapping) and isinstance(later[key], Mapping)
-        united[key] = {**known, **later[key]} if both else later[key]
+        if isinstance(known, Mapping) and isinstance(later[key], Mapping):
+            united[key] = {**known, **later[key]}
+        else:
+            united[key] = later[key]
     return united
 
 
