@@ -29,7 +29,8 @@ if [ ! -f "$OUT_DIR/sft/latest_checkpointed_iteration.txt" ]; then
         trainer.checkpoint.save_contents='[hf_model]' \
         trainer.total_epochs=100 \
         trainer.total_training_steps="$SFT_STEPS" \
-        trainer.test_freq=100
+        trainer.test_freq=100 \
+        trainer.save_freq=1000
 fi
 
 python3 -m verl.trainer.main_ppo \

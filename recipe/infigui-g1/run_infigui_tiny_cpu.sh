@@ -27,7 +27,8 @@ if [ ! -f "$OUT_DIR/sft/latest_checkpointed_iteration.txt" ]; then
         trainer.experiment_name=sft \
         trainer.default_local_dir="$OUT_DIR/sft" \
         trainer.total_epochs=100 \
-        trainer.total_training_steps="$SFT_STEPS"
+        trainer.total_training_steps="$SFT_STEPS" \
+        trainer.save_freq=1000
 fi
 
 python3 -m verl.trainer.main_ppo \

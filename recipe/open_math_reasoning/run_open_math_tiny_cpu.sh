@@ -29,6 +29,7 @@ python3 -m verl.trainer.sft_trainer \
     trainer.default_local_dir="$OUT_DIR/sft" \
     trainer.total_epochs=1000 \
     trainer.total_training_steps="$SFT_STEPS" \
+    trainer.save_freq=1000 \
     "$@"
 
 for model in base "sft/global_step_$SFT_STEPS/huggingface"; do
