@@ -1,0 +1,125 @@
+"""Small recipes and the entropy recipe: they learn or run on CPU, and resume after a kill."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .conftest import REPOSITORY, Run, assert_bit_for_bit, call
+
+pytestmark = pytest.mark.full
+
+LOSS = "actor_rollout_ref.actor.policy_loss"
+COMMON = {
+    "data.train_batch_size": 4,
+    "actor_rollout_ref.actor.ppo_mini_batch_size": 2,
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 4,
+    "custom_reward_function.name": "two_letters",
+    "trainer.total_training_steps": 4,
+    "trainer.test_freq": -1,
+    "trainer.save_freq": 2,
+}
+FILTER = {
+    "data.gen_batch_size": 6,
+    "algorithm.filter_groups.enable": True,
+    "algorithm.filter_groups.metric": "acc",
+}
+ENTROPY = "recipe.entropy.main_entropy"
+MAIN = "verl.trainer.main_ppo"
+RUNS = {
+    "kl_cov": (ENTROPY, FILTER | {f"{LOSS}.loss_mode": "kl_cov", f"{LOSS}.kl_cov_ratio": 0.05}),
+    "clip_cov": (
+        ENTROPY,
+        FILTER | {f"{LOSS}.loss_mode": "clip_cov", f"{LOSS}.clip_cov_ratio": 0.05, f"{LOSS}.clip_cov_lb": 0.0},
+    ),
+    "gspo": (MAIN, {f"{LOSS}.loss_mode": "gspo", "actor_rollout_ref.actor.loss_agg_mode": "seq-mean-token-mean"}),
+    "char_count": (
+        MAIN,
+        {
+            "custom_reward_function.path": REPOSITORY / "recipe/char_count/reward_function.py",
+            "custom_reward_function.name": "char_count_reward_function",
+        },
+    ),
+}
+ACCURACY = re.compile(r"val-core/.*(?:acc|reward)/mean@1")
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_killed_run_resumes_bit_for_bit(workspace, tmp_path, name):
+    module, changes = RUNS[name]
+    changes = COMMON | changes
+    whole = workspace.train(f"{name}-whole", changes, module=module)
+    fault = {"VERL_FAULT": "kill:update_actor:rank=0:step=3", "VERL_FAULT_FILE": str(tmp_path / "fault")}
+    killed = workspace.train(f"{name}-killed", changes, env=fault, fails=True, module=module)
+    assert "step 3" in killed.output[killed.output.rindex("\nError: ") :]
+    resumed = workspace.train(f"{name}-killed", changes, module=module)
+    assert sorted(resumed.steps) == [1, 2, 3, 4]
+    assert_bit_for_bit(resumed, whole, resumed.steps)
+    if module == ENTROPY:
+        for numbers in whole.steps.values():
+            assert numbers["actor/covariance/max"] > numbers["actor/covariance/mean"]
+            assert 0 <= numbers["actor/covariance/share_in_bounds"] <= 1
+
+
+def test_clip_cov_that_selects_nothing_trains_as_two_sided_clipping(workspace):
+    """The same run with ``vanilla``, whose second bound is out of reach, has the same numbers up to rounding."""
+    nothing = {f"{LOSS}.loss_mode": "clip_cov", f"{LOSS}.clip_cov_lb": 1e6, f"{LOSS}.clip_cov_ub": 2e6}
+    plain = {"actor_rollout_ref.actor.clip_ratio_c": 1e6}
+    runs = [
+        workspace.train(f"cov-{name}", COMMON | FILTER | changes | {"trainer.save_freq": -1}, module=ENTROPY)
+        for name, changes in (("nothing", nothing), ("plain", plain))
+    ]
+    for step in (1, 2):
+        for key in ("actor/pg_loss", "actor/grad_norm", "actor/entropy", "actor/covariance/mean"):
+            assert runs[0].steps[step][key] == pytest.approx(runs[1].steps[step][key], rel=1e-3, abs=1e-6), key
+
+
+def learn(script: str, folder: Path, *overrides: str, **env: str | Path) -> tuple[float, float]:
+    """Run the CPU script of a recipe; return the greedy accuracy before and after."""
+    call(["bash", f"recipe/{script}", "trainer.save_freq=-1", *overrides], OUT_DIR=folder, **env)
+    steps = Run(0, "", 0.0, folder).steps
+    found = [
+        (step, value) for step, values in steps.items() for key, value in values.items() if ACCURACY.fullmatch(key)
+    ]
+    return min(found)[1], max(found)[1]
+
+
+@pytest.mark.parametrize("loss", ["kl_cov", "clip_cov"])
+def test_the_losses_of_entropy_learn(warmed_up, tmp_path, loss):
+    steps = ["trainer.total_training_steps=20", "trainer.test_freq=20"]
+    before, after = learn("entropy/run_entropy_tiny_cpu.sh", tmp_path, *steps, LOSS=loss, **warmed_up)
+    assert before < 0.5 and after >= 0.9
+
+
+def test_gspo_learns(warmed_up, tmp_path):
+    steps = ["trainer.total_training_steps=20", "trainer.test_freq=20"]
+    before, after = learn("gspo/run_gspo_tiny_cpu.sh", tmp_path, *steps, **warmed_up)
+    assert before < 0.5 and after >= 0.85
+
+
+def scores_printed(script: str, folder: Path, timeout_s: float = 800) -> list[dict[str, float]]:
+    """Run a script that ends with an evaluation, and return the scores that it prints."""
+    environment = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(
+        ["bash", f"recipe/{script}"],
+        cwd=REPOSITORY,
+        env=environment | {"OUT_DIR": str(folder), "HF_HUB_OFFLINE": "1", "HOME": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"test_score/')]
+
+
+def test_the_evaluation_of_r1_runs_without_a_network(tmp_path):
+    (scores,) = scores_printed("r1/run_r1_tiny_cpu.sh", tmp_path)
+    assert len(scores) == 5 and all(0 <= score <= 1 for score in scores.values())
+
+
+def test_supervised_training_on_solutions_raises_the_score(tmp_path):
+    before, after = scores_printed("open_math_reasoning/run_open_math_tiny_cpu.sh", tmp_path)
+    assert all(score == 0 for score in before.values()) and all(score >= 0.5 for score in after.values())
