@@ -90,4 +90,4 @@ def test_the_example_learns(warmed_up, tmp_path):
     call(["bash", "recipe/prime/run_prime_tiny_cpu.sh", *steps], OUT_DIR=tmp_path, **warmed_up)
     run = Run(0, "", 0.0, tmp_path)
     accuracy = "val-core/openai/gsm8k/reward/mean@1"
-    assert run.steps[0][accuracy] < 0.5 and run.steps[15][accuracy] >= 0.8
+    assert run.steps[0][accuracy] < 0.5 and run.steps[15][accuracy] >= 0.6
