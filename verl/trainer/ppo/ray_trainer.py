@@ -558,7 +558,7 @@ class RayPPOTrainer:
         with marked_timer("dump_rollout_generations", timing_raw):
             order = self.state.row_order
             if len(order) != len(batch):  # a fork may have cut the batch
-                order = range(len(batch))
+                order = list(range(len(batch)))
             columns = scored_columns(batch, self.tokenizer, reward_extra_infos_dict, order)
             self._dump_generations(**columns, dump_path=rollout_data_dir)
 
@@ -674,8 +674,11 @@ class RayPPOTrainer:
         """Show ``trainer.log_val_generations`` of the samples in the trackers that can."""
         options = self.run_config.trainer
         if options.log_val_generations > 0:
-            rows = choose_samples(inputs, outputs, scores, options.log_val_generations)
-            log_generations(self.validation_generations_logger, self._trackers, rows, self.state.step)
+            self.log_val_generations(choose_samples(inputs, outputs, scores, options.log_val_generations))
+
+    def log_val_generations(self, rows: list[tuple[str, str, float]]) -> None:
+        """Show validation samples in the trackers that can."""
+        log_generations(self.validation_generations_logger, self._trackers, rows, self.state.step)
 
     def _generate_for_validation(self, prompts: DataProto, first_prompt: int) -> DataProto:
         """Return ``val_kwargs.n`` responses to each prompt."""

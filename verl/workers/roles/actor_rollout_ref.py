@@ -132,13 +132,14 @@ class ActorRolloutRefWorker(EngineWorker):
         self.train_spec = batching.training_spec(config, dp_size)
         self.log_prob_spec = log_prob_spec(self.rollout_config, dp_size, self.rollout_config.temperature)
         if isinstance(self.engine, FSDPEngine) and isinstance(config, FSDPActorConfig):
-            per_rank = {"ppo_mini_batch_size": self.rows_per_step, "ppo_micro_batch_size": None}
+            per_rank: dict[str, Any] = {"ppo_mini_batch_size": self.rows_per_step, "ppo_micro_batch_size": None}
             per_rank["ppo_micro_batch_size_per_gpu"] = self.train_spec.micro_batch_size
             self.actor = DataParallelPPOActor.around(self.engine, dataclasses.replace(config, **per_rank))
             if isinstance(self.config, DictConfig):
                 # A subclass may give ``self.config.actor`` to an actor of its own, which counts rows of this rank.
                 known = {name: value for name, value in per_rank.items() if name in self.config.actor}
-                self.config = OmegaConf.merge(self.config, {"actor": known})
+                merged: Any = OmegaConf.merge(self.config, {"actor": known})
+                self.config = merged
 
     @property
     def actor(self) -> DataParallelPPOActor:

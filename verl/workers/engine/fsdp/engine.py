@@ -39,6 +39,7 @@ class FSDPEngine(BaseEngine):
     config_key = "fsdp_config"
     engine_config: "FSDPEngineConfig"
     optimizer_config: "FSDPOptimizerConfig | None"
+    module: nn.Module
     optimizer: torch.optim.Optimizer | None = None
     lr_scheduler: LambdaLR | None = None
 
@@ -214,7 +215,7 @@ class FSDPEngine(BaseEngine):
         """Take a model, an optimizer and a schedule that code of the user has built, or changed, instead of the own."""
         if not hasattr(self, "layout"):  # not initialized: the model was built elsewhere
             self.layout = make_layout(self.engine_config, must_wrap=isinstance(module, FSDPModule))
-        if module is not getattr(self, "module", None):
+        if module is not self.module:
             check_layout(module, self.layout)
             self.module = module
             self._adopt(self.model_config.use_remove_padding, self.model_config.enable_activation_offload)
