@@ -192,7 +192,7 @@ def _violations(
         if not problems:
             strategy = run.engine.strategy
             yield from vision_rules(read_config_json(path), ("engine.strategy", strategy), (key, path), world_size)
-            if strategy == "megatron":
+            if isinstance(run.engine, McoreEngineConfig):
                 node = tree["model"]
                 shape = config_fields(node)
                 if bridged := bridged_architecture(node, shape, run.engine):
