@@ -5,9 +5,10 @@ import pytest
 PPO = {
     "algorithm.adv_estimator": "gae",
     "actor_rollout_ref.actor.use_kl_loss": True,
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 4,
     "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": 8,
     "actor_rollout_ref.rollout.n": 1,
-    "critic.ppo_micro_batch_size_per_gpu": 8,
+    "critic.ppo_micro_batch_size_per_gpu": 4,
     "critic.optim.lr": 1e-3,
     "critic.model.use_remove_padding": True,
     "critic.model.enable_gradient_checkpointing": False,
