@@ -205,6 +205,18 @@ def load_pickle(path: StrPath, trusted_classes: Iterable[str] = ()) -> Any:
         return _unpickler_for(path, trusted_classes)(file).load()
 
 
+def unpickle_text(content: bytes, source: str) -> str:
+    """Unpickle bytes that hold a text, as published data sets do; ``source`` names them in errors.
+
+    Raises: UntrustedClassError; CheckpointError for anything but a text.
+    """
+    with _named(source):
+        text = _unpickler_for(source, ())(io.BytesIO(content)).load()
+        if not isinstance(text, str):
+            raise TypeError(f"it holds a {type(text).__name__}, no text")
+        return text
+
+
 def _build(unpickler: Any) -> None:
     """Give the second object of the stack the state on top; numpy believes the states of arrays, so they are checked.
 

@@ -1,7 +1,6 @@
 """LiveCodeBench: programs that must pass all tests of a problem, public and private, in the sandbox of this machine."""
 
 import base64
-import io
 import json
 import pickle
 import random
@@ -11,6 +10,7 @@ from typing import Any
 from recipe.r1.tasks.task import Part, Task
 from verl.utils.dataset.files import Row
 from verl.utils.dataset.preparation import RawSet
+from verl.utils.loading import unpickle_text
 from verl.utils.reward_score import prime_code
 
 WITH_STARTER = "Complete this code, and give the whole of it in one block:"
@@ -54,8 +54,8 @@ def private_tests(text: str) -> list[dict[str, Any]]:
     try:
         unpacker = zlib.decompressobj()
         packed = unpacker.decompress(base64.b64decode(text, validate=True), MOST_TESTS_BYTES)
-        return _as_tests(json.loads(_OnlyText(io.BytesIO(packed)).load()))
-    except (ValueError, TypeError, EOFError, zlib.error, pickle.UnpicklingError) as error:
+        return _as_tests(json.loads(unpickle_text(packed, "private_test_cases")))
+    except (ValueError, zlib.error) as error:
         raise ValueError(f"the private tests cannot be read: {error}") from error
 
 
@@ -63,14 +63,6 @@ def _as_tests(found: Any) -> list[dict[str, Any]]:
     if not isinstance(found, list):
         raise ValueError(f"the tests must be a list, got {type(found).__name__}")
     return found
-
-
-class _OnlyText(pickle.Unpickler):
-    """Read a pickle that holds text and no objects, so that no code of the file runs."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Refuse every class."""
-        raise pickle.UnpicklingError(f"{module}.{name} is no text")
 
 
 def _made_up(rng: random.Random) -> Row:
