@@ -178,6 +178,8 @@ DATA = [
 DATA += [
     *(Case("data", f"a {kind} instead of a file", special(kind, key), (f"{key}={{at}}/odd.parquet: is {what}",)) for kind, key, what in (
         ("pipe", TRAIN, "a named pipe"), ("socket", TRAIN, "a socket"), ("loop", TRAIN, "a link that leads back to itself"), ("dangling", TRAIN, "a link to {at}/gone"))),
+    Case("data", "a file on HDFS without its command", {TRAIN: "hdfs://data/train.parquet"}, (f"{TRAIN}=hdfs://data/train.parquet: HDFS paths need the `hdfs` command",)),
+    Case("model", "a model on HDFS without the command for it", {f"{MODEL}.path": "hdfs://models/a"}, (f"{MODEL}.path=hdfs://models/a: HDFS paths need the `hdfs` command",)),
     Case("data", "a device instead of a file", {TRAIN: "/dev/zero"}, (f"{TRAIN}=/dev/zero: is a device",)),
     Case("data", "a pipe among the validation files", special("pipe", VAL), (f"{VAL}={{at}}/odd.parquet: is a named pipe",)),
     Case("data", "the terminal instead of a file", {VAL: "/dev/tty"}, (f"{VAL}=/dev/tty: ",)),

@@ -57,6 +57,7 @@ SUPERVISED = [
     Case("sft", "rows of reinforcement learning", lambda at: {TRAIN: at.workspace.folder / "train.parquet"}, ("train.parquet, column 'messages' (data.messages_key): is missing",), command=SFT),
     Case("sft", "rows of reinforcement learning for text pairs", lambda at: {TRAIN: at.workspace.folder / "train.parquet"}, ("train.parquet, column 'question' (data.prompt_key): is missing",), command=OLDER_SFT),
     Case("sft", "a file that does not exist", {TRAIN: "/nowhere/train.parquet"}, (f"{TRAIN}=/nowhere/train.parquet: no such file",), command=SFT),
+    Case("sft", "a file on HDFS without its command", {TRAIN: "hdfs://data/train.parquet"}, (f"{TRAIN}=hdfs://data/train.parquet: HDFS paths need the `hdfs` command",), command=SFT),
     *(Case("sft", f"a {kind} instead of a file", special(kind, TRAIN), (f"{TRAIN}={{at}}/odd.parquet: is a",), command=SFT) for kind in ("pipe", "socket", "loop", "dangling")),
     Case("sft", "garbage instead of parquet", written("train.parquet", b"hello", TRAIN), ("{at}/train.parquet: cannot be read as parquet",), command=SFT),
     Case("sft", "garbage instead of JSON lines", lines("nonsense"), ("{at}/train.jsonl: cannot be read as JSON lines",), command=SFT),
@@ -83,6 +84,7 @@ OFFLINE = [
     *(Case("offline", f"generation with {key}={value}", {key: value}, (f"{key}={value}", "must be"), command=GENERATION) for key, value in (
         ("data.n_samples", 0), ("data.n_samples", 10**9), ("data.batch_size", "many"), ("rollout.temperature", 1e-30), ("rollout.top_p", 2), ("trainer.n_gpus_per_node", 0), ("trainer.device", "tpu"), ("rollout.mode", "async"))),
     Case("offline", "generation for a file that does not exist", {"data.path": "/nowhere/a.parquet"}, ("data.path=/nowhere/a.parquet: no such file",), command=GENERATION),
+    Case("offline", "generation for a file on HDFS without its command", {"data.path": "hdfs://data/a.parquet"}, ("data.path=hdfs://data/a.parquet: HDFS paths need the `hdfs` command",), command=GENERATION),
     Case("offline", "generation for a pipe", special("pipe", "data.path"), ("data.path={at}/odd.parquet: is a named pipe",), command=GENERATION),
     Case("offline", "generation into its input", lambda at: {OUTPUT: at.workspace.folder / "train.parquet"}, (f"{OUTPUT}=", "must not be data.path"), command=GENERATION),
     Case("offline", "generation into a folder", lambda at: {OUTPUT: at.folder}, (f"{OUTPUT}={{at}}: is a folder",), command=GENERATION),
@@ -92,6 +94,7 @@ OFFLINE = [
     Case("offline", "generation for a column that is not there", {"data.prompt_key": "question"}, ("column 'question' (data.prompt_key): is missing",), command=GENERATION),
     *(Case("offline", f"evaluation with {key}={value}", {key: value}, (f"{key}={value}", "must be"), command=EVALUATION) for key, value in (("scoring.timeout_s", 0), ("scoring.timeout_s", "inf"), ("scoring.failure_score", "nan"))),
     Case("offline", "evaluation of a file that does not exist", {"data.path": "/nowhere/a.parquet"}, ("data.path=/nowhere/a.parquet: no such file",), command=EVALUATION),
+    Case("offline", "evaluation of a file on HDFS without its command", {"data.path": "hdfs://data/a.parquet"}, ("data.path=hdfs://data/a.parquet: HDFS paths need the `hdfs` command",), command=EVALUATION),
     Case("offline", "evaluation of a socket", special("socket", "data.path"), ("data.path={at}/odd.parquet: is a socket",), command=EVALUATION),
     Case("offline", "evaluation of garbage", written("a.parquet", b"hello", "data.path"), ("{at}/a.parquet: cannot be read as parquet",), command=EVALUATION),
     Case("offline", "evaluation without responses", rows(key="data.path"), ("{at}/train.parquet, column 'responses' (data.response_key): is missing",), command=EVALUATION),

@@ -24,6 +24,7 @@ from verl.base_config import ConfigError, Violation, parse_node
 from verl.trainer.config.cli import hydra_main
 from verl.trainer.config.rules.files import data_file_rules
 from verl.trainer.config.run_config import RayConfig
+from verl.trainer.run.inputs import check_remote
 from verl.utils.dataset.files import ColumnCheck, DataError, is_list, is_text, localize, read_parquet
 
 BATCHES_PER_CORE = 4
@@ -81,6 +82,7 @@ def prepare(config: DictConfig) -> tuple[str, list[Row], Scorer]:
     violations = [*data_file_rules("data.path", config.data.path, required=True), *_scoring_rules(config.scoring)]
     if violations:
         raise ConfigError(violations)
+    check_remote({"data.path": [config.data.path]})
     (path,) = localize([config.data.path])
     table = read_parquet(path)
     scorer = get_custom_reward_fn(config)

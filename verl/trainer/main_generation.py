@@ -34,11 +34,13 @@ def prepare(config: DictConfig, owner: "Ownership") -> "Generation":
     from verl.trainer.config.generation import GenerationConfig
 
     parsed = GenerationConfig.parse(config)
-    from verl.trainer.run.inputs import check_machine, check_model
+    from verl.trainer.run.inputs import check_machine, check_model, check_remote
 
     trainer = parsed.trainer
     pools = {"trainer": (trainer.n_gpus_per_node, trainer.nnodes)}
     check_machine(trainer.device, pools, parsed.cluster, {"rollout.name": parsed.rollout.name})
+    if parsed.cluster.is_local:
+        check_remote({"model.path": [parsed.model.path], "data.path": [parsed.data.path]})
     check_model("model.path", parsed.model.path)
     output = Path(parsed.data.output_path).expanduser()
     owner.take("data.output_path", parsed.data.output_path, output.with_name(f".{output.name}.owner"))

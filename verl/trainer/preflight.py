@@ -21,6 +21,7 @@ from verl.trainer.run.inputs import (
     check_hub,
     check_machine,
     check_model,
+    check_remote,
     column_checks,
     count_rows,
     has_chat_template,
@@ -47,6 +48,8 @@ def check_inputs(config: DictConfig, recipe_nodes: Collection[str] = (), of_fork
     check_backends(run.trainer.logger)
     check_environment(run.ray_kwargs, run.trainer.logger)
     check_run_machine(run)
+    if run.ray_kwargs.is_local:
+        check_remote(_paths(run))
     check_data(run)
     check_rows(run)
     check_hub_models(run)
@@ -74,6 +77,16 @@ def check_run_machine(run: RunConfig) -> None:
     if reward.enable and reward.is_generative:
         engines["reward_model.name"] = reward.name
     check_machine(trainer.device, pools, run.ray_kwargs, engines)
+
+
+def _paths(run: RunConfig) -> dict[str, list[str]]:
+    """Return the models and data files that every run reads, by their keys."""
+    paths = {"actor_rollout_ref.model.path": [run.actor_rollout_ref.model.path]}
+    if run.critic is not None:
+        paths["critic.model.path"] = [run.critic.model.path]
+    if not run.data.custom_cls.path:
+        paths |= {"data.train_files": run.data.train_paths, "data.val_files": run.data.val_paths}
+    return paths
 
 
 # ---- data

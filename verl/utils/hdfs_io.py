@@ -6,13 +6,22 @@ import shutil
 import subprocess
 from typing import Any
 
+from verl.base_config import WrongInput
+
 logger = logging.getLogger(__name__)
 
 COMMAND_TIMEOUT_S = 3600
 
 
+_MISSING = "HDFS paths need the `hdfs` command, which is not installed: install it, or copy to a local path"
+
+
 class HdfsError(RuntimeError):
     """An ``hdfs`` command failed, timed out, or is not installed."""
+
+
+class HdfsReadError(HdfsError, WrongInput):
+    """A path that the user names cannot be copied from HDFS."""
 
 
 def exists(path: str, **kwargs: Any) -> bool:
@@ -33,7 +42,7 @@ def makedirs(name: str, mode: int = 0o777, exist_ok: bool = False, **kwargs: Any
 def copy(src: str, dst: str, **kwargs: Any) -> bool:
     """Copy a file or a folder from and to local or HDFS paths, and return True.
 
-    Raises: HdfsError when the command fails.
+    Raises: HdfsError when the command fails, HdfsReadError if it reads from HDFS.
     """
     timeout_s = kwargs.pop("timeout", COMMAND_TIMEOUT_S)
     if is_hdfs(src) and is_hdfs(dst):
@@ -41,7 +50,10 @@ def copy(src: str, dst: str, **kwargs: Any) -> bool:
     elif is_hdfs(dst):
         _run(["-put", "-f", src, dst], timeout_s)
     elif is_hdfs(src):
-        _run(["-get", src, dst], timeout_s)
+        try:
+            _run(["-get", src, dst], timeout_s)
+        except HdfsError as error:
+            raise HdfsReadError(str(error)) from error
     elif os.path.isdir(src):
         shutil.copytree(src, dst, **kwargs)
     else:
@@ -80,12 +92,17 @@ def is_hdfs(path: str) -> bool:
     return str(path).startswith("hdfs://")
 
 
+def missing_command() -> str | None:
+    """Tell what to do if this machine has no ``hdfs`` command."""
+    return None if shutil.which("hdfs") else _MISSING
+
+
 def _run(arguments: list[str], timeout: float = COMMAND_TIMEOUT_S, check: bool = True) -> int:
     command = [shutil.which("hdfs") or "hdfs", "dfs", *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
     except FileNotFoundError:
-        raise HdfsError(f"{arguments[-1]}: HDFS paths need the `hdfs` command, which is not installed") from None
+        raise HdfsError(f"{next(filter(is_hdfs, arguments))}: {_MISSING}") from None
     except subprocess.TimeoutExpired:
         raise HdfsError(f"`{' '.join(command)}` did not finish within {timeout} s") from None
     if check and done.returncode != 0:

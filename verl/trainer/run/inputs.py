@@ -5,12 +5,13 @@ import importlib.util
 import json
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.base_config import WrongInput, one_line
 from verl.trainer.config.run_config import RayConfig
+from verl.utils.hdfs_io import is_hdfs, missing_command
 from verl.utils.hub import hub_problems
 
 if TYPE_CHECKING:
@@ -67,6 +68,18 @@ def check_machine(
         )
     if device == "npu":
         _check_ascend(engines, bool((ray_init.get("resources") or {}).get("NPU")))
+
+
+def check_remote(paths: Mapping[str, Iterable[str]]) -> None:
+    """Check that this machine has the command that reads from HDFS, if a path of a key needs it.
+
+    Raises: InputError naming key and path.
+    """
+    problem = missing_command()
+    for key, of_key in paths.items():
+        for path in filter(is_hdfs, of_key):
+            if problem:
+                raise InputError(f"{key}={path}: {problem}")
 
 
 def _check_ascend(engines: Mapping[str, str], are_counted: bool) -> None:

@@ -7,7 +7,7 @@ from omegaconf import DictConfig
 
 from verl.trainer.config.sft import as_engine_tree, parse_sft_config
 from verl.trainer.run.environment import check_processes, check_rendezvous
-from verl.trainer.run.inputs import InputError, check_model, column_checks, local_files
+from verl.trainer.run.inputs import InputError, check_model, check_remote, column_checks, local_files
 from verl.trainer.run.resume import ANOTHER, damaged_checkpoint
 from verl.utils import envs
 from verl.utils.checkpoint.files import find_latest_ckpt_path, verify_checkpoint
@@ -32,9 +32,13 @@ def check_sft_inputs(config: DictConfig) -> None:
     check_rendezvous(processes)
     check_backends(run.trainer.logger)
     tree = as_engine_tree(config)
+    model_key = "model.path" if "engine" in config else "model.partial_pretrain"
+    check_remote({model_key: [run.model.path]})
     if not tree.data.custom_cls.path:
+        files = {key: tree.data[key] for key in ("train_files", "val_files") if tree.data[key]}
+        check_remote({f"data.{key}": as_file_list(paths) for key, paths in files.items()})
         check_rows(tree.data)
-    check_model("model.path" if "engine" in config else "model.partial_pretrain", run.model.path)
+    check_model(model_key, run.model.path)
     if processes == of_node:  # other nodes may have other disks
         check_checkpoint(run.trainer.resume_mode, run.trainer.resume_from_path, run.trainer.default_local_dir)
 
