@@ -1,10 +1,13 @@
 #!/usr/bin/env bash
 # GRPO: Qwen2-7B-Instruct on GSM8K with micro-batches of a number of tokens, one node of 8 GPUs.
+# ROLLOUT_MODE=async asks for rollout servers, which verl does not have yet.
 # Data first: python3 examples/data_preprocess/gsm8k.py --local_save_dir ~/data/gsm8k
 set -euxo pipefail
 
 DATA_DIR="${DATA_DIR:-$HOME/data}"
 MODEL_PATH="${MODEL_PATH:-Qwen/Qwen2-7B-Instruct}"
+ROLLOUT_NAME="${ROLLOUT_NAME:-vllm}"
+ROLLOUT_MODE="${ROLLOUT_MODE:-sync}"
 
 python3 -m verl.trainer.main_ppo \
     algorithm.adv_estimator=grpo \
@@ -27,7 +30,8 @@ python3 -m verl.trainer.main_ppo \
     actor_rollout_ref.actor.entropy_coeff=0 \
     actor_rollout_ref.actor.use_dynamic_bsz=true \
     actor_rollout_ref.actor.ppo_max_token_len_per_gpu=24000 \
-    actor_rollout_ref.rollout.name=vllm \
+    actor_rollout_ref.rollout.name="$ROLLOUT_NAME" \
+    actor_rollout_ref.rollout.mode="$ROLLOUT_MODE" \
     actor_rollout_ref.rollout.n=5 \
     actor_rollout_ref.rollout.tensor_model_parallel_size=2 \
     actor_rollout_ref.rollout.gpu_memory_utilization=0.6 \

@@ -1,10 +1,13 @@
 #!/usr/bin/env bash
-# GRPO with Megatron-Core: Qwen3-30B-A3B on GSM8K and MATH, its experts cut over the workers, 4 nodes of 8 GPUs.
+# GRPO with Megatron-Core and the reward of DAPO: Qwen3-30B-A3B on GSM8K and MATH, its experts cut over the workers,
+# 4 nodes of 8 GPUs.
 # Data first: gsm8k.py and math_dataset.py of examples/data_preprocess, into ~/data/gsm8k and ~/data/math
 set -euxo pipefail
 
 DATA_DIR="${DATA_DIR:-$HOME/data}"
 MODEL_PATH="${MODEL_PATH:-Qwen/Qwen3-30B-A3B}"
+
+max_response_length=1024
 
 python3 -m verl.trainer.main_ppo --config-name=ppo_megatron_trainer \
     algorithm.adv_estimator=grpo \
@@ -13,7 +16,7 @@ python3 -m verl.trainer.main_ppo --config-name=ppo_megatron_trainer \
     data.val_files="['$DATA_DIR/gsm8k/test.parquet','$DATA_DIR/math/test.parquet']" \
     data.train_batch_size=1024 \
     data.max_prompt_length=1024 \
-    data.max_response_length=1024 \
+    data.max_response_length=$max_response_length \
     data.filter_overlong_prompts=true \
     data.truncation=error \
     actor_rollout_ref.model.path="$MODEL_PATH" \
@@ -33,6 +36,12 @@ python3 -m verl.trainer.main_ppo --config-name=ppo_megatron_trainer \
     actor_rollout_ref.rollout.gpu_memory_utilization=0.6 \
     actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=16 \
     actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=16 \
+    reward_model.reward_manager=dapo \
+    +reward_model.reward_kwargs.overlong_buffer_cfg.enable=true \
+    +reward_model.reward_kwargs.overlong_buffer_cfg.len=256 \
+    +reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor=1.0 \
+    +reward_model.reward_kwargs.overlong_buffer_cfg.log=false \
+    +reward_model.reward_kwargs.max_resp_len=$max_response_length \
     trainer.logger='[console,wandb]' \
     trainer.project_name=verl_grpo \
     trainer.experiment_name=qwen3moe-30b_megatron \
