@@ -42,13 +42,18 @@ def is_version_ge(pkg: str = "vllm", minver: str = "0.7.3") -> bool:
     return version is not None and Version(version) >= Version(minver)
 
 
-def import_vllm() -> ModuleType:
+def import_vllm(batch_invariant: bool | None = None) -> ModuleType:
     """Import and patch vLLM, with the environment for an engine in a training process; repeated calls are cheap.
+
+    ``batch_invariant`` says, for the engines that start from now on, whether no response may depend on the others of
+    its batch; None leaves this as it is.
 
     Raises: ImportError naming the package to install.
     """
     on_cpu = get_device_name() == "cpu"
     envs.write({"VLLM_ENABLE_V1_MULTIPROCESSING": _ENVIRONMENT["VLLM_ENABLE_V1_MULTIPROCESSING"]})
+    if batch_invariant and not on_cpu:  # a CPU has no kernels for it: see patch.choose_products
+        envs.write({"VLLM_BATCH_INVARIANT": "1"})
     envs.write_default(_ENVIRONMENT | (_CPU_ENVIRONMENT if on_cpu else {}))
     # vLLM logs warnings before it reads this variable.
     logging.getLogger("vllm").setLevel(envs.read("VLLM_LOGGING_LEVEL", "INFO") or "INFO")
@@ -66,4 +71,6 @@ def import_vllm() -> ModuleType:
     from verl.utils.vllm import patch
 
     patch.apply(on_cpu=on_cpu)
+    if batch_invariant is not None:
+        patch.choose_products(batch_invariant)
     return vllm

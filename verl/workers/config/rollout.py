@@ -150,6 +150,7 @@ class RolloutConfig(LogProbConfig):
     disable_log_stats: bool = setting(True, "the engine logs no statistics")
     do_sample: bool = setting(True, "draw tokens; else take the most likely")
     n: int = setting(1, "responses of one prompt", at_least=1, at_most=MOST_RESPONSES)
+    batch_invariant: bool | None = setting(None, "no response depends on others; null: on CPU in fp32 with one thread")
     seed: int = setting(1, "seed of the engine", at_least=0, at_most=2**32 - 1)
     over_sample_rate: float = setting(0, "share of requests beyond the batch", at_least=0, below=1)
     multi_stage_wake_up: bool = setting(False, "no effect: there is one implementation")
@@ -190,6 +191,8 @@ class RolloutConfig(LogProbConfig):
             for key, value in (("temperature", self.temperature), ("val_kwargs.temperature", validation)):
                 if value > MAX_TEMPERATURE_VLLM:  # it would refuse the first request
                     yield Violation(key, value, f"must be at most {MAX_TEMPERATURE_VLLM} with vllm")
+        if self.batch_invariant and self.name == "hf":
+            yield Violation("batch_invariant", True, "is only supported by vllm: write null, or name=vllm")
         ranks = self.tensor_model_parallel_size * self.data_parallel_size
         if self.expert_parallel_size not in (1, ranks):
             expected = f"must be 1 or tensor_model_parallel_size x data_parallel_size = {ranks}"

@@ -78,6 +78,24 @@ def build_engine_args(config: "RolloutConfig", model_config: "HFModelConfig") ->
     return {name: value for name, value in args.items() if value is not None}
 
 
+def is_batch_invariant(config: "RolloutConfig") -> bool:
+    """Whether the log-probabilities of a request must not depend on the other requests of a step.
+
+    Raises: ValueError on a CPU if several threads share a product, whose parts then depend on the number of rows.
+    """
+    threads = torch.get_num_threads()
+    if get_device_name() != "cpu":
+        return bool(config.batch_invariant)
+    if config.batch_invariant and threads > 1:
+        raise WrongInput(
+            f"{_NODE}.batch_invariant=true: needs one thread on a CPU, and there are {threads}: set OMP_NUM_THREADS=1, "
+            "or write null"
+        )
+    if config.batch_invariant is None:
+        return config.dtype in ("float32", "float") and threads == 1
+    return config.batch_invariant
+
+
 def check_context(config: "RolloutConfig", hf_config: "PreTrainedConfig") -> int:
     """Return the engine's context length.
 

@@ -16,7 +16,7 @@ from verl.utils.device import get_device_name
 from verl.utils.faults import fault_point
 from verl.utils.vllm import import_vllm, patch
 from verl.workers.rollout.base import BaseRollout, Bucket, preserved_random_state, prompt_token_ids, sampling_values
-from verl.workers.rollout.vllm_rollout.engine_args import build_engine_args
+from verl.workers.rollout.vllm_rollout.engine_args import build_engine_args, is_batch_invariant
 from verl.workers.rollout.vllm_rollout.media import Request, check_expansion, requests_of, use_training_positions
 from verl.workers.rollout.vllm_rollout.weights import EngineWeights
 
@@ -42,7 +42,7 @@ class vLLMRollout(BaseRollout):
         super().__init__(config, model_config, device_mesh)
         self._asleep: set[str] = set()
         with preserved_random_state():
-            vllm = import_vllm()
+            vllm = import_vllm(batch_invariant=is_batch_invariant(config))
             with _shared_memory_named():
                 args = build_engine_args(config, model_config)
                 started = time.perf_counter()
