@@ -10,7 +10,8 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,22 @@ def merged(config: Mapping[str, Any], changes: Mapping[str, Any], at: str = "") 
     return result
 
 
+@contextmanager
+def in_one_line(message: str) -> Iterator[None]:
+    """Turn the errors of transformers for a model that it cannot read or build into WrongInput.
+
+    Args: message: what the error says, with ``{}`` where the reason goes.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+
+    # a configuration with a wrong value fails wherever the model's code uses it: as a number, a name or a size
+    wrong_value = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError, RuntimeError)
+    try:
+        yield
+    except (OSError, ImportError, StrictDataclassError, *wrong_value) as error:
+        raise WrongInput(message.format(one_line(f"{type(error).__name__}: {error}"))) from error
+
+
 def init_random_model(args: argparse.Namespace) -> str:
     """Write the model and return a line that describes it.
 
@@ -80,30 +97,23 @@ def init_random_model(args: argparse.Namespace) -> str:
 
     source = os.path.expanduser(args.hf_model_path)
     trust = args.trust_remote_code
-    try:
+    with in_one_line(f"--hf_model_path={args.hf_model_path}: cannot be read: {{}}"):
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust)
         tokenizer = hf_tokenizer(source, trust_remote_code=trust)
         processor = hf_processor(source, trust_remote_code=trust)
-    except Exception as error:  # transformers raises many classes
-        reason = one_line(f"{type(error).__name__}: {error}")
-        raise WrongInput(f"--hf_model_path={args.hf_model_path}: cannot be read: {reason}") from error
     fields = config.to_dict()
     fields.pop("transformers_version", None)
     changes.pop("transformers_version", None)
-    try:
-        config = type(config).from_dict(merged(fields, changes))
-        rows = config.get_text_config().vocab_size
-        if rows < len(tokenizer):
-            raise WrongInput(
-                f"--new_config_path: vocab_size={rows} is below the {len(tokenizer)} tokens of the tokenizer"
-            )
-        torch.manual_seed(args.seed)
+    fields = merged(fields, changes)
+    no_model = f"--new_config_path={args.new_config_path}: gives no model: {{}}: change it"
+    with in_one_line(no_model):
+        config = type(config).from_dict(fields)
+    rows = config.get_text_config().vocab_size
+    if rows < len(tokenizer):
+        raise WrongInput(f"--new_config_path: vocab_size={rows} is below the {len(tokenizer)} tokens of the tokenizer")
+    torch.manual_seed(args.seed)
+    with in_one_line(no_model):
         model = get_hf_auto_model_class(config).from_config(config, trust_remote_code=trust)
-    except WrongInput:
-        raise
-    except Exception as error:
-        reason = one_line(f"{type(error).__name__}: {error}")
-        raise WrongInput(f"--new_config_path={args.new_config_path}: gives no model: {reason}: change it") from error
     model.save_pretrained(output)
     (processor or tokenizer).save_pretrained(output)
     return f"wrote a {config.model_type} model with {model.num_parameters():,} random parameters to {output}"

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import logging
 import random
 import re
 import sys
@@ -339,7 +340,7 @@ TEXT = '{"a": "b"}'
     ("script", "lines", "message"),
     [
         *((script, None, "no such folder") for script in SCRIPTS if script != "multiturn"),
-        ("math_dataset", "hello", "cannot be read"),
+        ("math_dataset", "hello", "cannot be read: ArrowInvalid: JSON parse error"),
         (
             "math_dataset",
             '{"problem": "P", "answer": "1"}',
@@ -360,16 +361,20 @@ TEXT = '{"a": "b"}'
         ("dapo_multiturn_w_tool", TEXT, "has no column 'data_source'"),
     ],
 )
-def test_raw_data_that_cannot_be_prepared(tmp_path, run, capsys, script, lines, message):
+def test_raw_data_that_cannot_be_prepared(tmp_path, run, capsys, caplog, script, lines, message):
     raw = tmp_path / "raw"
     if lines is not None:
         raw.mkdir()
         for split in ("train", "test"):
             (raw / f"{split}.jsonl").write_text(lines)
+    library = logging.getLogger("datasets")  # it does not propagate
+    library.addHandler(caplog.handler)
     words = ["--split", "rm"] if script == "full_hh_rlhf" else []
     assert run(script, *words, "--local_dataset_path", raw, "--local_save_dir", tmp_path / "out") == 2
+    library.removeHandler(caplog.handler)
     (told,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert message in told
+    assert not caplog.messages, "the library logs what our error says"
     assert not list((tmp_path / "out").iterdir())  # nothing is half written
 
 

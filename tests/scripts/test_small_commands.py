@@ -88,7 +88,10 @@ def test_a_key_inside_another(tmp_path):
         ("hello", "new.json: cannot be read: Expecting value"),
         ([1], 'must hold an object such as {"num_hidden_layers": 2}'),
         ({"num_layer": 2}, "the model has no key 'num_layer', it has ["),
-        ({"num_attention_heads": 0}, "new.json: gives no model: "),
+        ({"num_attention_heads": 0}, "new.json: gives no model: ZeroDivisionError"),
+        ({"hidden_size": "large"}, "new.json: gives no model: StrictDataclassFieldValidationError"),
+        ({"hidden_act": "nope"}, "new.json: gives no model: KeyError: 'nope'"),
+        ({"pad_token_id": 10**6}, "new.json: gives no model: AssertionError"),
         ({"vocab_size": 8}, "vocab_size=8 is below the 262 tokens of the tokenizer"),
     ],
 )
@@ -103,6 +106,9 @@ def test_folders_that_do_not_fit(source, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     assert made(tmp_path / "empty", tmp_path, {}) == 2
     assert f"--hf_model_path={tmp_path / 'empty'}: cannot be read" in capsys.readouterr().err
+    (tmp_path / "empty" / "config.json").write_text("3")
+    assert made(tmp_path / "empty", tmp_path, {}) == 2
+    assert "cannot be read: TypeError" in capsys.readouterr().err
     assert made(source, tmp_path, {}) == 0
     assert made(source, tmp_path, {}) == 2
     assert f"--output_path={tmp_path / 'out'}: holds a model already" in capsys.readouterr().err

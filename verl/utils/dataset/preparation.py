@@ -5,6 +5,7 @@ import os
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -92,13 +93,15 @@ class RawSet:
         try:
             if not sys.stderr.isatty():
                 datasets.disable_progress_bars()
-            if self.has_split_files:
-                raw = {name: self._load_file(source, name) for name in self.splits}
-            else:
-                raw = datasets.load_dataset(source, self._subset_in(folder))
+            with nullcontext() if folder is None else _no_log_of_the_library():
+                if self.has_split_files:
+                    raw = {name: self._load_file(source, name) for name in self.splits}
+                else:
+                    raw = datasets.load_dataset(source, self._subset_in(folder))
         except Exception as error:  # the library raises many classes, for files and for the network
             hint = "download it and name its folder in --local_dataset_path" if folder is None else "download it again"
-            reason = one_line(f"{type(error).__name__}: {error}")
+            cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else None
+            reason = one_line(f"{type(cause or error).__name__}: {cause or error}").rstrip(".")
             raise DataError(f"{where}: cannot be read: {reason}: {hint}") from error
         for split in self.splits:
             if split not in raw:
@@ -123,6 +126,17 @@ class RawSet:
 
     def _load_file(self, source: str, split: str) -> datasets.Dataset:
         return datasets.load_dataset(source, data_files={split: f"{split}.parquet"}, split=split)
+
+
+@contextmanager
+def _no_log_of_the_library() -> Iterator[None]:
+    """Keep the library from logging why it cannot read a file: it raises the same, and our error says it."""
+    before = datasets.logging.get_verbosity()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    try:
+        yield
+    finally:
+        datasets.logging.set_verbosity(before)
 
 
 def rows_of(rows: Any, split: str, make: Callable[[Row, int], Row | None]) -> Iterator[Row]:

@@ -68,19 +68,6 @@ class BaseRollout(ABC):
                 "the rollout engine holds no usable weights: the last update failed, or none has been finished yet"
             )
 
-    def _check_prompt_lengths(self, prompts: DataProto, token_ids: Sequence[Sequence[int]], context: int) -> None:
-        """Raise ValueError naming the first prompt that, with its images, leaves too little room for a response."""
-        room = context - self.config.response_length
-        # ``token_ids`` holds one token per image
-        padded_lengths = tensors_of(prompts)["attention_mask"].sum(dim=1).tolist()
-        for row, (ids, padded) in enumerate(zip(token_ids, padded_lengths, strict=True)):
-            length = max(len(ids), padded)
-            if length > room:
-                raise WrongInput(
-                    f"prompts[{row}] has {length} tokens; the engine's context leaves {room}: lower "
-                    "data.max_prompt_length or raise actor_rollout_ref.rollout.max_model_len"
-                )
-
     def _sampling_seeds(self, prompts: DataProto) -> list[int] | None:
         """Return the seed of each row, from ``self.seeds`` if the caller has sent none.
 
@@ -237,6 +224,23 @@ def padded_token_ids(prompts: DataProto) -> list[list[int]]:
     """Return the token ids of each prompt as training sees them, without padding."""
     batch = tensors_of(prompts)
     return remove_pad_token(batch["input_ids"], batch["attention_mask"])
+
+
+def check_prompt_lengths(token_ids: Sequence[Sequence[int]], attention_mask: Tensor, room: int) -> None:
+    """Raise ValueError naming the first prompt that is longer than ``room``, the tokens left for it in the context.
+
+    Args:
+        token_ids: tokens of each prompt, one for an image.
+        attention_mask: (B, P) of the padded prompts, whose images have all of their tokens.
+    """
+    lengths = attention_mask.sum(dim=1).tolist()
+    for row, (ids, padded) in enumerate(zip(token_ids, lengths, strict=True)):
+        length = max(len(ids), padded)
+        if length > room:
+            raise WrongInput(
+                f"prompts[{row}] has {length} tokens; the engine's context leaves {room}: lower "
+                "data.max_prompt_length or raise actor_rollout_ref.rollout.max_model_len"
+            )
 
 
 def is_greedy(prompts: DataProto, config: "RolloutConfig") -> bool:

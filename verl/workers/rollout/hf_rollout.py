@@ -26,6 +26,7 @@ from verl.utils.vision.positions import continued
 from verl.workers.rollout.base import (
     BaseRollout,
     Bucket,
+    check_prompt_lengths,
     padded_token_ids,
     preserved_random_state,
     prompt_token_ids,
@@ -112,8 +113,10 @@ class HFRollout(BaseRollout):
         started = time.perf_counter()
         media = _media_of(prompts)
         token_ids = prompt_token_ids(prompts) if media is None else padded_token_ids(prompts)
-        positions = tensors_of(prompts)["position_ids"]
-        self._check_prompt_lengths(prompts, token_ids, self.config.context_length)
+        batch = tensors_of(prompts)
+        positions = batch["position_ids"]
+        room = self.config.context_length - self.config.response_length
+        check_prompt_lengths(token_ids, batch["attention_mask"], room)
         seeds = self._sampling_seeds(prompts) or [0] * len(prompts)
         values = sampling_values(prompts, self.config)
         eos = self._end_tokens(prompts)

@@ -10,12 +10,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from verl.protocol import DataProto
+from verl.protocol import DataProto, tensors_of
 from verl.utils import envs
 from verl.utils.device import get_device_name
 from verl.utils.faults import fault_point
 from verl.utils.vllm import import_vllm, patch
-from verl.workers.rollout.base import BaseRollout, Bucket, preserved_random_state, prompt_token_ids, sampling_values
+from verl.workers.rollout.base import (
+    BaseRollout,
+    Bucket,
+    check_prompt_lengths,
+    preserved_random_state,
+    prompt_token_ids,
+    sampling_values,
+)
 from verl.workers.rollout.vllm_rollout.engine_args import build_engine_args, is_batch_invariant
 from verl.workers.rollout.vllm_rollout.media import Request, check_expansion, requests_of, use_training_positions
 from verl.workers.rollout.vllm_rollout.weights import EngineWeights
@@ -73,7 +80,8 @@ class vLLMRollout(BaseRollout):
         """
         self._check_usable()
         token_ids = prompt_token_ids(prompts)
-        self._check_prompt_lengths(prompts, token_ids, self._llm.model_config.max_model_len)
+        room = self._llm.model_config.max_model_len - self.config.response_length
+        check_prompt_lengths(token_ids, tensors_of(prompts)["attention_mask"], room)
         params = self._sampling_params(prompts)
         requests = requests_of(prompts, token_ids)
         started = time.perf_counter()
