@@ -8,7 +8,7 @@ import torch
 
 from tests.workers.rollout import tiny
 from verl.workers.rollout import build_rollout, get_rollout_class
-from verl.workers.rollout.base import eos_token_ids, pad_rows, prompt_token_ids, sampling_values
+from verl.workers.rollout.base import check_prompt_lengths, eos_token_ids, pad_rows, prompt_token_ids, sampling_values
 from verl.workers.rollout.vllm_rollout import engine_args, vllm_rollout
 
 MODEL = SimpleNamespace(
@@ -99,6 +99,16 @@ def test_unknown_rollouts(name: str, mode: str) -> None:
 def test_rollout_that_waits_for_nobody() -> None:
     with pytest.raises(ValueError, match="load_format=dummy waits"):
         build_rollout(tiny.rollout_config("hf"), MODEL, engine=None)
+
+
+def test_prompts_that_leave_no_room() -> None:
+    """The second prompt is one token for an image before it is padded, and six with its image."""
+    mask = torch.tensor([[0, 0, 0, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
+    check_prompt_lengths([[1, 2, 3], [9]], mask, 6)
+    with pytest.raises(ValueError, match=r"prompts\[1\] has 6 tokens; the engine's context leaves 5"):
+        check_prompt_lengths([[1, 2, 3], [9]], mask, 5)
+    with pytest.raises(ValueError, match=r"prompts\[0\] has 7 tokens"):
+        check_prompt_lengths([[1] * 7, [9]], mask, 6)
 
 
 def test_prompts_and_values() -> None:
