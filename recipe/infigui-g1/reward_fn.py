@@ -9,6 +9,7 @@ Source: InfiGUI-G1 (arXiv:2508.05731), section 3 (adaptive exploration reward).
 import json
 import math
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
@@ -115,8 +116,9 @@ def read_box(ground_truth: Any) -> list[float]:
 
 
 def _are_numbers(values: Any, count: int) -> bool:
-    return (
-        isinstance(values, list | tuple)
-        and len(values) == count
-        and all(isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value) for value in values)
-    )
+    return isinstance(values, list | tuple) and len(values) == count and all(map(_is_number, values))
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value fits into a float; an integer of JSON may be larger than any."""
+    return isinstance(value, Real) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

@@ -35,12 +35,14 @@ class SPINActorConfig(FSDPActorConfig):
         return True
 
     def rules(self) -> Iterator[Violation]:
-        """Apply the rules of an actor; reject what only PPO's loss reads, and smoothing without its loss."""
+        """Apply the rules of an actor; reject what only PPO's loss reads, and what breaks up pairs."""
         yield from super().rules()
         defaults = {name: FSDPActorConfig.__dataclass_fields__[name].default for name in _OF_PPO}
         for name, default in defaults.items():
             if self[name] != default:
                 yield Violation(name, self[name], f"is not read: SPIN has its own loss. Write {as_yaml(default)}")
+        if self.shuffle:
+            yield Violation("shuffle", True, "must be false: SPIN keeps the responses of a pair together")
         if self.policy_loss["loss_mode"] != "vanilla":
             expected = "is not read: write vanilla, and choose dpo_loss_type"
             yield Violation("policy_loss.loss_mode", self.policy_loss["loss_mode"], expected)

@@ -72,6 +72,8 @@ def test_forms_of_the_list(around):
         "<think></think>[20, 30]",
         '<think></think>[{"point_2d": [20]}]',
         '<think></think>[{"point_2d": [20, NaN]}]',
+        '<think></think>[{"point_2d": [20, -Infinity]}]',
+        pytest.param('<think></think>[{"point_2d": [20, %s]}]' % ("9" * 400), id="larger than any float"),
         '<think></think>[{"point_2d": [true, false]}]',
         '<think></think>[{"point_2d": "20, 30"}]',
         '<think></think>[{"point_2d": [20, 30]}] and more',

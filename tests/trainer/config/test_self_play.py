@@ -69,6 +69,7 @@ WRONG_IN_SPIN = {
     f"{ACTOR}.clip_ratio": (0.3, "is not read: SPIN has its own loss"),
     f"{ACTOR}.entropy_coeff": (0.01, "is not read"),
     f"{ACTOR}.policy_loss.loss_mode": ("gspo", "write vanilla, and choose dpo_loss_type"),
+    f"{ACTOR}.shuffle": (True, "SPIN keeps the responses of a pair together"),
     f"{ACTOR}.dpo_beta": (0, "must be a number above 0"),
     f"{ACTOR}.dpo_label_smoothing": (0.5, "must be a number in [0, 0.5)"),
     "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": (None, "set log_prob_micro_batch_size_per_gpu"),
