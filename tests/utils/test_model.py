@@ -83,3 +83,15 @@ def test_weights_get_the_names_of_the_files(tmp_path):
     llama = dense(str(tmp_path))
     state = dict(llama.state_dict())
     assert M.convert_weight_keys(state, llama) is state
+
+
+def test_buffers_and_layers_that_files_hold():
+    part = torch.nn.Module()
+    part.register_buffer("bias", torch.ones(2))
+    part.register_buffer("frequencies", torch.ones(2), persistent=False)
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), part)
+    assert [name for name, _ in M.stored_buffers(module)] == ["1.bias"]
+    names = {f"model.layers.{layer}.mlp.weight" for layer in (1, 2, 3, 12, 21)} | {"lm_head.weight"}
+    config = SimpleNamespace(num_hidden_layers=2, num_nextn_predict_layers=1)
+    assert M.prediction_layer_names(names, config) == {"model.layers.2.mlp.weight"}
+    assert M.prediction_layer_names(names, SimpleNamespace(num_hidden_layers=2)) == set()

@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -279,6 +279,25 @@ def _is_named(names: str | Iterable[str] | None, key: str) -> bool:
 
 
 # ---- sizes and names
+
+
+def stored_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, buffer) of the buffers that checkpoints hold, such as the bias of a router."""
+    for path, part in module.named_modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None and name not in part._non_persistent_buffers_set:
+                yield f"{path}.{name}" if path else name, buffer
+
+
+def prediction_layer_names(names: Iterable[str], config: PretrainedConfig) -> set[str]:
+    """Return the names of tensors of multi-token prediction layers, which follow the last layer in a checkpoint.
+
+    transformers and the engines of verl leave these layers out.
+    """
+    first = config.num_hidden_layers
+    layers = range(first, first + (getattr(config, "num_nextn_predict_layers", None) or 0))
+    starts = tuple(f"model.layers.{layer}." for layer in layers)
+    return {name for name in names if name.startswith(starts)}
 
 
 def convert_weight_keys(state_dict: dict[str, Tensor], model: PreTrainedModel) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForTokenClassification
 
@@ -15,6 +16,7 @@ from verl.protocol import DataProto
 from verl.utils.distributed import group_timeout
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine import BaseEngine, EngineRegistry
+from verl.workers.engine.fsdp.build import checkpoint_names
 
 ROWS, PROMPT, RESPONSE, VOCAB = 8, 6, 9, 97
 TEMPERATURE = 0.7
@@ -47,6 +49,47 @@ def write_model(folder: Path, **changes: Any) -> Qwen2ForCausalLM:
         parameter.data.normal_(0.0, 0.08)
     model.save_pretrained(folder)
     return model.eval()
+
+
+SIGMOID = {
+    "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "first_k_dense_replace": 1,
+    "attention_bias": True, "head_dim": 24,
+}  # fmt: skip
+"""GLM-4-MoE: a router with a bias, which is a buffer, and positions for half of each head."""
+
+
+def write_family(folder: Path, kind: str, changes: dict[str, Any], **shape: Any) -> None:
+    """Write a tiny model of any family of transformers, such as ``Glm4Moe``."""
+    values = tiny_config(**shape).to_dict()
+    config = getattr(transformers, f"{kind}Config")(**({key: values[key] for key in SHARED} | changes))
+    torch.manual_seed(8)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    for parameter in model.parameters():
+        parameter.data.normal_(0.0, 0.08)
+    for buffer in (b for key, b in model.named_buffers() if key.endswith("correction_bias")):
+        buffer.uniform_(-0.2, 0.2)
+    model.save_pretrained(folder)
+
+
+SHARED = (
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size",
+    "vocab_size", "tie_word_embeddings", "pad_token_id", "bos_token_id", "eos_token_id",
+)  # fmt: skip
+
+
+def load(folder: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder)
+
+
+def under_checkpoint_names(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Rename and cut what transformers holds in memory as ``save_pretrained`` does."""
+    return dict(checkpoint_names(model, iter(tensors.items())))
+
+
+def saved_buffers(model: Any) -> dict[str, Tensor]:
+    """Return what a checkpoint holds besides parameters, which no step changes."""
+    stored = model.state_dict()
+    return {name: buffer for name, buffer in model.named_buffers() if name in stored}
 
 
 def tensors() -> dict[str, Tensor]:
@@ -242,6 +285,15 @@ OTHERS: dict[str, dict[str, Any]] = {
     "value": {"cut": MICRO[3], "kind": "value_model"},
     "value, padded": {"cut": MICRO[3], "kind": "value_model", "model": PADDED},
     "value, ulysses": TWO | {"cut": MICRO[1], "kind": "value_model", "engine": {"ulysses_sequence_parallel_size": 2}},
+    "experts, offload": {"cut": dynamic(20), "folder": "glm4_moe", "uneven": True, "engine": {"param_offload": True}},
+    "experts, padded": {"cut": MICRO[4], "folder": "glm4_moe", "model": PADDED},
+    "experts, ulysses": TWO
+    | {
+        "cut": MICRO[3],
+        "folder": "glm4_moe",
+        "engine": {"ulysses_sequence_parallel_size": 2},
+        "model": {"enable_gradient_checkpointing": True},
+    },
     "lora": {"cut": MICRO[4], "model": {"lora_rank": 4, "lora_alpha": 8}},
     "lora, fused, offload, checkpointing": {
         "cut": MICRO[2],

@@ -23,6 +23,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("engine")
     cases.write_model(root / "plain")
     cases.write_model(root / "tied", tie_word_embeddings=True)
+    cases.write_family(root / "glm4_moe", "Glm4Moe", cases.SIGMOID)
     return root
 
 
@@ -120,6 +121,38 @@ def test_tied_embeddings_stay_one_tensor(results: Any, reference: Any, name: str
     assert_output(parts, reference["tied"]["output"])
     assert_step(parts, reference["tied"])
     assert "lm_head.weight" not in parts[0]["weights"]
+
+
+EXPERTS = [(name, world) for name, case in cases.OTHERS.items() if "folder" in case and "tied" not in name
+           for world in worlds(case)]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def of_experts(folder: Path) -> dict[str, Any]:
+    """What transformers makes of the model with experts; the bias of its router is a buffer, which no step changes."""
+    model = cases.load(folder / "glm4_moe")
+    expected = cases.reference_step(model)
+    weights = expected["weights"] | cases.saved_buffers(model)
+    real = real_losses.reference(cases.load(folder / "glm4_moe"), "language_model")
+    return expected | {"weights": cases.under_checkpoint_names(model, weights), "real loss": real}
+
+
+@pytest.mark.parametrize(("name", "world"), EXPERTS)
+def test_experts(results: Any, of_experts: dict[str, Any], folder: Path, name: str, world: int) -> None:
+    from safetensors.torch import load_file
+
+    parts = [rank[name] for rank in results[world]]
+    assert_output(parts, of_experts["output"])
+    assert_step(parts, of_experts)
+    stored = load_file(folder / "glm4_moe" / "model.safetensors")
+    for part in parts:
+        found, expected = part["real loss"], of_experts["real loss"]
+        assert found["norm"] == pytest.approx(expected["norm"], rel=1e-5)
+        assert found["gradients"].keys() == expected["gradients"].keys()
+        for key, gradient in found["gradients"].items():
+            torch.testing.assert_close(gradient, expected["gradients"][key], atol=1e-5, rtol=1e-5, msg=key)
+        assert set(part["before"]) == set(stored)
+        assert all(torch.equal(part["before"][key], stored[key]) for key in stored)
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,21 @@ def test_checkpoint_continues_bit_for_bit(folder: Path, tmp_path: Path) -> None:
     assert all(torch.equal(tensor, weights[name]) for name, tensor in other.named_weights())
 
 
+def test_a_buffer_that_the_file_lacks_starts_as_new(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """And layers that predict further tokens, which follow the last layer, are left out."""
+    cases.write_family(tmp_path, "Glm4Moe", cases.SIGMOID)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    lacking = "model.layers.1.mlp.gate.e_score_correction_bias"
+    further = {"model.layers.2.eh_proj.weight": torch.ones(64, 128), "model.layers.2.enorm.weight": torch.ones(64)}
+    save_file({name: t for name, t in weights.items() if name != lacking} | further, file, metadata={"format": "pt"})
+    exported = cases.export(cases.build(tmp_path))
+    assert f"lacks 1 buffers of the model, the first is '{lacking}'" in caplog.text
+    assert exported.keys() == weights.keys()
+    weights[lacking] = torch.zeros(8)
+    assert all(torch.equal(exported[name], tensor) for name, tensor in weights.items())
+
+
 def test_older_checkpoints_are_removed_when_they_may_go(folder: Path, tmp_path: Path) -> None:
     engine = cases.build(folder)
     places = [tmp_path / f"global_step_{number}" / "actor" for number in (1, 2)]

@@ -20,7 +20,7 @@ from verl.protocol import DataProto, tensors_of
 from verl.utils import envs
 from verl.utils.device import get_device_name
 from verl.utils.faults import fault_point
-from verl.utils.model import get_hf_auto_model_class
+from verl.utils.model import get_hf_auto_model_class, stored_buffers
 from verl.utils.vision.multi_modal import concat_multi_modal_inputs
 from verl.utils.vision.positions import continued
 from verl.workers.rollout.base import (
@@ -209,7 +209,7 @@ class HFRollout(BaseRollout):
 
     @torch.no_grad()
     def load(self, bucket: Bucket) -> None:
-        """Copy tensors into the module's parameters.
+        """Copy tensors into the module's parameters and buffers.
 
         Raises: RuntimeError naming a tensor that the module lacks, that has another shape, or that arrived twice.
         """
@@ -247,7 +247,8 @@ class HFRollout(BaseRollout):
 
     @property
     def _parameters(self) -> dict[str, Tensor]:
-        return dict(self.module.named_parameters())  # a tied parameter appears once, under its first name
+        """The parameters, tied ones once under their first name, and the buffers that checkpoints hold."""
+        return {**dict(self.module.named_parameters()), **dict(stored_buffers(self.module))}
 
 
 NaiveRollout = HFRollout

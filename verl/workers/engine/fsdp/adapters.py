@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from verl.base_config import WrongInput, one_line
 from verl.utils.flops_counter import AdapterSizes
 from verl.utils.fsdp_utils import ADAPTER_MARK, full_tensor
+from verl.utils.model import stored_buffers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -101,7 +102,7 @@ def _excluding(exclude: ModuleNames, patterns: list[str]) -> str | list[str] | N
 
 
 def merged_weights(module: nn.Module, before: Callable[[int], None] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield (in-memory name of the base model, whole tensor) with any adapters added in; collective.
+    """Yield (in-memory name of the base model, whole tensor) with any adapters added in, then the buffers; collective.
 
     The trained parameters stay as they are. ``before`` is told the bytes of each tensor before it is gathered.
     """
@@ -117,6 +118,11 @@ def merged_weights(module: nn.Module, before: Callable[[int], None] | None = Non
             whole = _merged(modules[name.removesuffix(f"{_BASE}weight")], whole)
         yield plain, whole
         del whole
+    for name, buffer in stored_buffers(module):
+        if (plain := base_name(name)) is not None:
+            if before is not None:
+                before(buffer.nbytes)
+            yield plain, buffer.detach().clone()
 
 
 def _merged(layer: Any, weight: Tensor) -> Tensor:

@@ -1,11 +1,13 @@
 """Build a sharded module with the weights of a checkpoint, and export them under the names of a checkpoint."""
 
+import logging
 import math
 import warnings
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +27,13 @@ from verl.models.transformers.vision import is_vision_config, uses_media
 from verl.utils.flops_counter import AdapterSizes
 from verl.utils.fsdp_utils import apply_fsdp2, parameters_on_meta
 from verl.utils.kernel.linear_cross_entropy import backend_of
-from verl.utils.model import VisionValueModel, get_hf_auto_model_class, get_value_model_class, get_vl_model_vision_tower
+from verl.utils.model import (
+    VisionValueModel,
+    get_hf_auto_model_class,
+    get_value_model_class,
+    get_vl_model_vision_tower,
+    stored_buffers,
+)
 from verl.utils.ulysses import validate_ulysses_config
 from verl.workers.engine.fsdp.adapters import adapter_sizes, add_adapters, base_name, is_adapter
 from verl.workers.engine.fsdp.layout import Layout
@@ -44,6 +52,8 @@ if TYPE_CHECKING:
     from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
     from verl.workers.config import FSDPEngineConfig, HFModelConfig
+
+logger = logging.getLogger(__name__)
 
 LocalReader = Callable[[str, torch.Size, slice], Tensor | None]
 """(name, whole shape, rows) -> those rows, or None for a tensor that the checkpoint does not hold."""
@@ -153,6 +163,7 @@ class ModelBuilder:
             shard(module, model, self.engine_config, self.layout)
         home = torch.device("cpu") if self.engine_config.offload_policy else self.layout.device
         materialize(module, self.layout.shard_group, home, read, self._initialize)
+        load_buffers(module, read)
         for part in module.modules():
             for name, buffer in part._buffers.items():
                 if buffer is not None:
@@ -253,9 +264,10 @@ class ModelBuilder:
             ) from error
         whole, report = loaded  # two values, because of output_loading_info
         # Missing tensors were drawn from the random state of this process; ``_initialize`` draws them instead.
-        found = {name: p for name, p in whole.named_parameters() if name not in report["missing_keys"]}
-        for name, parameter in found.items():
-            refuse_not_finite(name, parameter, path)
+        tensors = chain(whole.named_parameters(), stored_buffers(whole))
+        found = {name: tensor for name, tensor in tensors if name not in report["missing_keys"]}
+        for name, tensor in found.items():
+            refuse_not_finite(name, tensor, path)
         return found
 
     def _initialize(self, name: str, shape: torch.Size, rows: slice) -> Tensor | None:
@@ -333,6 +345,25 @@ def materialize(
         raise ModelWeightsError(
             f"the checkpoint lacks {len(missing)} tensors of the model, the first is {missing[0]!r}: "
             "model.path must hold the whole model of its config.json"
+        )
+
+
+def load_buffers(model: nn.Module, read: LocalReader) -> None:
+    """Fill the buffers that checkpoints hold; those that this one lacks keep the values of a new model, with a warning.
+
+    No rank shards a buffer.
+    """
+    kept = []
+    for name, buffer in stored_buffers(model):
+        plain = base_name(name)
+        value = None if plain is None else read(plain, buffer.shape, slice(None))
+        if value is not None:
+            buffer.copy_(value)
+        elif plain is not None:
+            kept.append(plain)
+    if kept:
+        logger.warning(
+            "the checkpoint lacks %d buffers of the model, the first is %r: they start as new", len(kept), kept[0]
         )
 
 
